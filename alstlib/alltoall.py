@@ -1,0 +1,182 @@
+"""The exchange at the heart of Ulysses: slices of the sequence for blocks of heads, and back (ALST, section 3.2).
+
+Shape legend: B batch, S sequence, P sequence-parallel degree, L = S / P, H heads, h = H / P, D width.
+Sequence layout [B, H, L, D]: all heads of this rank's rows. Head layout [B, h, S, D]: this rank's heads of all rows.
+
+Key/value heads are split like query heads when P divides them. When they are fewer than the ranks (K < P, K divides P),
+P / K neighbouring ranks need the same head: it is sent to each of them straight from one buffer, never replicated
+first, and each rank receives just the one head it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Exchange:
+    """All-to-alls over one SP group, with a count of the bytes that this rank has sent to others.
+
+    Args:
+        group: process group of the P ranks; None for P = 1, where everything is the identity.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self.ranks = dist.get_world_size(group) if group is not None else 1
+        self.bytes_sent = 0
+        """Bytes sent to other ranks since the start."""
+
+    def _count(self, sent: Tensor, messages: int) -> None:
+        """Count `messages` equal parts of which `sent` is one."""
+        self.bytes_sent += sent.numel() * sent.element_size() * messages
+
+    def _swap(self, send: Tensor) -> Tensor:
+        """send [P, ...] contiguous: part p goes to rank p -> parts by source rank, the same shape."""
+        receive = torch.empty_like(send)
+        dist.all_to_all_single(receive, send, group=self.group)
+        self._count(send[0], self.ranks - 1)
+        return receive
+
+    def to_heads(self, *tensors: Tensor) -> list[Tensor]:
+        """Tensors [B, H, L, D], each with its own H divisible by P -> views [B, H / P, S, D] of one buffer."""
+        if self.ranks == 1:
+            return list(tensors)
+        p, widths = self.ranks, [t.shape[1] // self.ranks for t in tensors]
+        b, _, rows, d = tensors[0].shape
+        send = tensors[0].new_empty(p, rows, b, sum(widths), d)
+        for part, t in zip(send.split(widths, 3), tensors):
+            part.copy_(t.unflatten(1, (p, -1)).permute(1, 3, 0, 2, 4))
+        whole = self._swap(send).view(p * rows, b, sum(widths), d)  # rows of all ranks, in order
+        return [part.permute(1, 2, 0, 3) for part in whole.split(widths, 2)]
+
+    def to_seq(self, *tensors: Tensor) -> list[Tensor]:
+        """The way back: tensors [B, h, S, D] -> [B, P * h, L, D] (stored as [B, L, H, D])."""
+        if self.ranks == 1:
+            return list(tensors)
+        p, widths = self.ranks, [t.shape[1] for t in tensors]
+        b, _, size, d = tensors[0].shape
+        rows = size // p
+        if len(tensors) == 1:
+            send = tensors[0].permute(2, 0, 1, 3).contiguous()  # no copy for B = 1 and kernels that store [B, S, h, D]
+        else:
+            send = tensors[0].new_empty(size, b, sum(widths), d)
+            for part, t in zip(send.split(widths, 2), tensors):
+                part.copy_(t.permute(2, 0, 1, 3))
+        whole = self._swap(send.view(p, rows, b, sum(widths), d))  # heads of all ranks, in order
+        parts = whole.split(widths, 3)
+        return [part.permute(2, 1, 0, 3, 4).reshape(b, rows, -1, d).transpose(1, 2) for part in parts]
+
+    def shared_to_heads(self, *tensors: Tensor) -> list[Tensor]:
+        """Tensors [B, K, L, D] with K < P, P a multiple of K -> [B, 1, S, D]: the one head that this rank needs."""
+        (b, heads, rows, d), n, p = tensors[0].shape, len(tensors), self.ranks
+        send = tensors[0].new_empty(heads, rows, n, b, d)
+        for i, t in enumerate(tensors):
+            send[:, :, i].copy_(t.permute(1, 2, 0, 3))
+        receive = send.new_empty(p, rows, n, b, d)
+        dist.all_to_all(list(receive), [send[r * heads // p] for r in range(p)], group=self.group)
+        self._count(send[0], p - 1)
+        whole = receive.view(p * rows, n, b, d)
+        return [whole[:, i].transpose(0, 1)[:, None] for i in range(n)]
+
+    def shared_to_seq(self, heads: int, *tensors: Tensor) -> list[Tensor]:
+        """Gradients of `shared_to_heads`: [B, 1, S, D] of P ranks -> [B, K, L, D], summed in fp32 over the sharers."""
+        (b, _, size, d), n, p = tensors[0].shape, len(tensors), self.ranks
+        send = tensors[0].new_empty(size, n, b, d)
+        for i, t in enumerate(tensors):
+            send[:, i].copy_(t[:, 0].transpose(0, 1))
+        receive = self._swap(send.view(p, size // p, n, b, d))
+        wide = torch.promote_types(receive.dtype, torch.float32)
+        whole = receive.unflatten(0, (heads, p // heads)).sum(1, dtype=wide).to(receive.dtype)  # [K, L, n, B, D]
+        return [whole[:, :, i].permute(2, 0, 1, 3) for i in range(n)]
+
+
+class _SeqToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange, ctx.heads = exchange, x.shape[1]
+        if x.shape[1] % exchange.ranks == 0:
+            return exchange.to_heads(x)[0]
+        return exchange.shared_to_heads(x)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.heads % ctx.exchange.ranks == 0:
+            return ctx.exchange.to_seq(grad)[0], None
+        return ctx.exchange.shared_to_seq(ctx.heads, grad)[0], None
+
+
+class _HeadsToSeq(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.to_seq(x)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.to_heads(grad)[0], None
+
+
+def _splits(heads: int, kv_heads: int, ranks: int) -> bool:
+    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+
+def supported_degrees(heads: int, kv_heads: int) -> list[int]:
+    """The SP degrees that split `heads` query heads and split or share `kv_heads` key/value heads evenly."""
+    return [p for p in range(1, heads + 1) if _splits(heads, kv_heads, p)]
+
+
+def check_heads(heads: int, kv_heads: int, ranks: int, where: str = "attention") -> None:
+    """Raise ValueError, naming the degrees that would work, where `ranks` cannot split the heads evenly."""
+    if not _splits(heads, kv_heads, ranks):
+        degrees = ", ".join(map(str, supported_degrees(heads, kv_heads)))
+        raise ValueError(
+            f"sp={ranks} cannot split the heads of {where} ({heads} query heads, {kv_heads} key/value heads); "
+            f"degrees that can: {degrees}"
+        )
+
+
+def seq_to_heads(x: Tensor, group: Any | Exchange = None) -> Tensor:
+    """Differentiable exchange: [B, H, L, D] -> [B, H / P, S, D] (or [B, 1, S, D] where P / H ranks share a head).
+
+    Args:
+        x: this rank's rows of all heads; every rank of the group gives the same shape.
+        group: a process group, an `Exchange` over one (which counts bytes), or None for one rank.
+
+    Raises:
+        ValueError: the heads neither split nor share evenly over the ranks.
+    """
+    exchange = group if isinstance(group, Exchange) else Exchange(group)
+    heads, ranks = x.shape[1], exchange.ranks
+    if heads % ranks and ranks % heads:
+        raise ValueError(f"{heads} heads neither divide over {ranks} ranks nor are shared evenly by them")
+    return _SeqToHeads.apply(x, exchange)
+
+
+def heads_to_seq(x: Tensor, group: Any | Exchange = None) -> Tensor:
+    """Differentiable exchange back: [B, h, S, D] -> [B, P * h, L, D].
+
+    Raises:
+        ValueError: S does not divide by the ranks, with the nearest length that does.
+    """
+    exchange = group if isinstance(group, Exchange) else Exchange(group)
+    size, ranks = x.shape[2], exchange.ranks
+    if size % ranks:
+        raise ValueError(f"a sequence of {size} does not divide over {ranks} ranks; {size + -size % ranks} does")
+    return _HeadsToSeq.apply(x, exchange)
+
+
+def agree_on(values: Sequence[int], names: Sequence[str], group: Any, device: torch.device) -> None:
+    """Raise ValueError on every rank when the ranks of a group hold different `values` (a small collective)."""
+    if group is None:
+        return
+    mine = torch.tensor(values, dtype=torch.int64, device=device)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    for name, column in zip(names, torch.stack(gathered).T.tolist()):
+        if len(set(column)) > 1:
+            raise ValueError(f"the ranks of an SP group disagree about {name}: {column} in rank order")

@@ -1,0 +1,123 @@
+"""What belongs to one call of an attached model: its documents and labels, checked before anything is computed.
+
+Positions, not masks (ALST, section 3.4): a mask is dropped only where that is exact, and refused otherwise. Everything
+here is cheap for batches of `SPDataLoader`; inputs made by hand are checked at the price of a synchronisation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alstlib.alltoall import agree_on
+from alstlib.groups import SPContext
+from alstlib.loss import IGNORE
+from alstlib.offload import Saved
+
+OURS = ("labels", "shift_labels", "cu_documents", "num_items_in_batch", "step_tokens")
+"""Keyword arguments that an attached model takes and its own forward does not see."""
+
+
+@dataclass
+class Call:
+    """What belongs to one call of the model and travels beside its arguments."""
+
+    documents: tuple[int, ...] | None = None
+    shift_labels: Tensor | None = None
+    divisor: Any = None
+    saved: Saved | None = None
+
+
+def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext) -> Call:
+    """Take what is ours out of the `kwargs` of a model's call, check it, and set what the model must be told.
+
+    Raises:
+        ValueError: inputs that cannot be run exactly, with what to give instead.
+    """
+    if len(args) > 1:
+        raise ValueError("give the model's inputs by name: input_ids=..., position_ids=..., shift_labels=...")
+    ours = {name: kwargs.pop(name, None) for name in OURS}
+    tokens = args[0] if args else kwargs.get("input_ids")
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    if tokens is None:
+        raise ValueError("the model needs input_ids or inputs_embeds")
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise ValueError("a cache (past_key_values, use_cache) is for generation, which works after detach()")
+    kwargs["use_cache"] = False
+    shape = tokens.shape[:2]
+    labels = _labels(ours, ctx)
+    if labels is not None and labels.shape != shape:
+        raise ValueError(f"shift_labels {list(labels.shape)} must have the shape of input_ids {list(shape)}")
+    _check_mask(kwargs.pop("attention_mask", None), labels, ctx.sp)
+    documents = _documents(ours["cu_documents"], kwargs.get("position_ids"), tokens, ctx)
+    return Call(documents=documents, shift_labels=labels, divisor=ours["num_items_in_batch"])
+
+
+def _labels(ours: dict[str, Any], ctx: SPContext) -> Tensor | None:
+    labels, shifted = ours["labels"], ours["shift_labels"]
+    if labels is None or shifted is not None:
+        return shifted
+    if ctx.sp > 1:
+        raise ValueError(
+            "labels must be shifted before the sequence is sharded, or each shard loses its last one: use SPDataLoader "
+            "and causal_lm_loss, or give shift_labels"
+        )
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+
+
+def _check_mask(mask: Any, labels: Tensor | None, sp: int) -> None:
+    """A mask is dropped only where causal attention needs none: all ones, or padding on the right without loss."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        kind = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask {kind} is not supported; give position_ids and cu_documents instead")
+    keep = mask.bool()
+    if bool(keep.all()):
+        return
+    right = bool((keep[:, 1:] <= keep[:, :-1]).all())
+    if sp > 1 or not right or (labels is not None and bool((labels.ne(IGNORE) & ~keep).any())):
+        raise ValueError(
+            "attention_mask has zeros that cannot be dropped exactly: pad on the right with labels -100 (SPDataLoader "
+            "takes such masks), and give packed documents as cu_documents"
+        )
+
+
+def _documents(cu: Any, positions: Any, tokens: Tensor, ctx: SPContext) -> tuple[int, ...] | None:
+    """Global document offsets of this call, or None where every batch row is one document."""
+    batch, rows = tokens.shape[:2]
+    if positions is not None and positions.shape[-1] != rows:
+        raise ValueError(f"position_ids {list(positions.shape)} do not belong to inputs of {rows} tokens")
+    if cu is not None:
+        offsets = tuple(int(o) for o in torch.as_tensor(cu).tolist())
+        if not offsets or offsets[-1] != batch * rows * ctx.sp:
+            raise ValueError(
+                f"cu_documents ends at {offsets[-1] if offsets else None}, but {batch} x {rows} tokens on each of "
+                f"{ctx.sp} ranks are {batch * rows * ctx.sp}: the ranks' shapes disagree, or the offsets are not global"
+            )
+        if positions is None and ctx.sp > 1:
+            raise ValueError("position_ids are missing: each rank must give the positions of its own rows")
+        return offsets
+    if ctx.sp > 1:
+        if positions is None:
+            raise ValueError("position_ids are missing: each rank must give the positions of its own rows")
+        agree_on((batch, rows), ("the batch size", "the number of rows"), ctx.sp_group, tokens.device)
+        own = torch.arange(rows, device=positions.device) + ctx.sp_rank * rows
+        if not bool((positions == own).all()):
+            raise ValueError(
+                f"position_ids of rank {ctx.sp_rank} do not run from {ctx.sp_rank * rows} to "
+                f"{(ctx.sp_rank + 1) * rows - 1}: for packed documents or padding give cu_documents too"
+            )
+        return None
+    if positions is None:
+        return None
+    positions = positions.expand(batch, -1)
+    starts = torch.nonzero((positions == 0).flatten()).flatten().tolist()
+    expected = positions.new_zeros(positions.shape)
+    expected[:, 1:] = torch.where(positions[:, 1:] == 0, 0, positions[:, :-1] + 1)
+    if not torch.equal(positions, expected):
+        raise ValueError("position_ids must count from 0, starting again at 0 with each document")
+    return (*starts, batch * rows)

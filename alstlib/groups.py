@@ -1,0 +1,75 @@
+"""Process groups as arguments: the (dp, sp) mesh that every distributed operator is given.
+
+Ranks are laid out with the sequence-parallel (SP) dimension innermost: rank = dp_rank * sp + sp_rank, so that the
+all-to-all stays inside a node, and data parallel (DP) replicas lie across nodes (ALST paper, section 3.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class SPContext:
+    """One rank's place on the (dp, sp) mesh over the default process group. Made by `SPContext.create`."""
+
+    sp: int = 1
+    """Sequence-parallel degree: ranks that share one sample."""
+    dp: int = 1
+    """Data-parallel degree: number of SP groups, each with its own sample."""
+    sp_rank: int = 0
+    dp_rank: int = 0
+    sp_group: Any = field(default=None, repr=False, compare=False)
+    """Process group of the ranks sharing this rank's sample; None when sp = 1."""
+    world_group: Any = field(default=None, repr=False, compare=False)
+    """Process group of all dp * sp ranks; None without torch.distributed."""
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.sp
+
+    @property
+    def rank(self) -> int:
+        return self.dp_rank * self.sp + self.sp_rank
+
+    @classmethod
+    def create(cls, sp: int = 1) -> SPContext:
+        """Build the mesh over the default process group, collectively (every rank calls it with the same `sp`).
+
+        Without torch.distributed only `sp=1` is possible, and one process is the whole world.
+
+        Raises:
+            ValueError: `sp` is not a positive integer, does not divide the world size, or needs torch.distributed.
+        """
+        if not isinstance(sp, int) or isinstance(sp, bool) or sp < 1:
+            raise ValueError(f"sp={sp!r} must be a positive integer")
+        if not (dist.is_available() and dist.is_initialized()):
+            if sp > 1:
+                raise ValueError(
+                    f"sp={sp} needs torch.distributed: start with torchrun and call torch.distributed."
+                    "init_process_group first, or use sp=1"
+                )
+            return cls()
+        world, rank = dist.get_world_size(), dist.get_rank()
+        if world % sp:
+            degrees = [d for d in range(1, world + 1) if world % d == 0]
+            raise ValueError(f"sp={sp} does not divide the world size {world}; degrees that do: {degrees}")
+        group = None
+        if sp == world:
+            group = dist.group.WORLD
+        elif sp > 1:
+            for first in range(0, world, sp):  # every rank takes part in creating every group
+                made = dist.new_group(list(range(first, first + sp)))
+                if first <= rank < first + sp:
+                    group = made
+        return cls(
+            sp=sp,
+            dp=world // sp,
+            sp_rank=rank % sp,
+            dp_rank=rank // sp,
+            sp_group=group if sp > 1 else None,
+            world_group=dist.group.WORLD,
+        )

@@ -1,0 +1,403 @@
+"""Attach to a Hugging Face model and detach from it: the only module that knows transformers' internals.
+
+`apply` uses transformers' own registration point for attention and swaps instances of modules (head, MLPs) that keep
+their parameters' names; hooks on the model carry what belongs to one call (documents, labels). Nothing global is
+patched, each model has its own registration, and `detach` takes all of it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from alstlib.alltoall import check_heads
+from alstlib.calls import Call, take_call
+from alstlib.groups import SPContext
+from alstlib.kernels import choose_backend
+from alstlib.loss import IGNORE, TiledHead
+from alstlib.offload import MODES, HostStore, Saved, checkpoint
+from alstlib.probe import find_transform
+from alstlib.tiled import TiledMLP, check_tile, output_unread
+from alstlib.ulysses import UlyssesAttention
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `apply` attaches. Every feature works alone and with all others."""
+
+    attention: str = "sdpa"
+    """Core attention: `sdpa` (PyTorch's best here), `flash_attention_2`, `eager` (for checking), or a kernel's name."""
+    tiled_mlp: bool | int = True
+    """MLPs in sequence tiles; a number is the tile in tokens."""
+    tiled_loss: bool | int = True
+    """Logits and loss in sequence tiles; a number is the tile in tokens."""
+    checkpoint: bool = True
+    """Decoder layers keep only their input and are recomputed in backward."""
+    offload: Literal["none", "sync", "async"] = "none"
+    """Where checkpoints wait: on the device, or on the host (copied on the compute stream or beside it)."""
+    save_attention: bool | Literal["auto"] = "auto"
+    """Keep attention outputs with the checkpoints, so that attention runs forward once. `auto`: while they are
+    offloaded and fit the host's memory."""
+    chunk: int | None = None
+    """Stream decoder layers in row chunks of so many tokens (not available yet: must be None)."""
+    host_memory: int | None = None
+    """Host bytes that checkpoints of this rank may take; None: what is free."""
+    liger: bool = False
+    """Liger's fused loss on CUDA in place of our tiles; needs the package liger-kernel."""
+
+    def __post_init__(self) -> None:
+        if self.offload not in MODES:
+            raise ValueError(f"offload={self.offload!r} is not one of {', '.join(MODES)}")
+        if self.save_attention not in (True, False, "auto"):
+            raise ValueError(f"save_attention={self.save_attention!r} is not True, False or 'auto'")
+        if self.offload != "none" and not self.checkpoint:
+            raise ValueError(f"offload={self.offload!r} moves checkpoints: it needs checkpoint=True")
+        if self.save_attention is True and not self.checkpoint:
+            raise ValueError("save_attention=True keeps outputs for the recompute: it needs checkpoint=True")
+        if self.chunk is not None:
+            raise ValueError(f"chunk={self.chunk}: streaming layers in row chunks is not available yet; use chunk=None")
+        for tile in (self.tiled_mlp, self.tiled_loss):
+            if not isinstance(tile, bool):
+                check_tile(tile)
+
+
+class Handle:
+    """What `apply` returns: the attachment to one model. Use `detach()`, or `with apply(...)`."""
+
+    def __init__(self, model: PreTrainedModel, ctx: SPContext, options: Options) -> None:
+        self.model, self.ctx, self.options = model, ctx, options
+        self.attention = UlyssesAttention(ctx, options.attention)
+        self.store = HostStore(options.offload, budget=options.host_memory)
+        self.mlps: list[TiledMLP] = []
+        self.head: TiledHead | None = None
+        self.notes: list[str] = []
+        """What was left as it was, and why."""
+        self.attention_kept: float = 0.0
+        """Share of the layers whose attention output the last forward kept."""
+        self._call: Call | None = None
+        self._undo: contextlib.ExitStack = contextlib.ExitStack()
+
+    def detach(self) -> PreTrainedModel:
+        """Restore the model exactly; unwrap it from engines first. Safe to call twice."""
+        self._undo.close()
+        self.store.trim()
+        return self.model
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank's attention has sent to other ranks."""
+        return self.attention.exchange.bytes_sent
+
+    @contextlib.contextmanager
+    def _using(self, call: Call | None) -> Iterator[None]:
+        before, self._call = self._call, call
+        try:
+            yield
+        finally:
+            self._call = before
+
+
+def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options | None = None) -> Handle:
+    """Attach sequence parallelism, tiled compute and checkpoint offload to a causal language model.
+
+    Call it before any engine, DDP or FSDP wrapping. The model's parameters, their names and its saved form stay as
+    they are.
+
+    Args:
+        model: a transformers causal language model whose attention goes through transformers' AttentionInterface.
+        ctx: the mesh; None is one rank.
+        options: what to attach; None is `Options()`.
+
+    Raises:
+        ValueError: a model or an option that cannot be run exactly, with the reason and what would work.
+    """
+    ctx, options = ctx or SPContext(), options or Options()
+    layers = _check_model(model, ctx, options)
+    handle = Handle(model, ctx, options)
+    try:
+        _attach_attention(handle)
+        if options.tiled_mlp:
+            _attach_mlps(handle, layers)
+        if options.tiled_loss:
+            _attach_head(handle)
+        if options.checkpoint:
+            _attach_checkpoint(handle, layers)
+        _attach_calls(handle)
+    except BaseException:
+        handle.detach()
+        raise
+    for note in handle.notes:
+        log.warning(note)
+    return handle
+
+
+def _check_model(model: PreTrainedModel, ctx: SPContext, options: Options) -> Sequence[nn.Module]:
+    """Refuse what cannot be run exactly; returns the decoder layers."""
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"apply needs a transformers model before any wrapping, got {name}")
+    config = model.config.get_text_config()
+    if str(model.config._attn_implementation).startswith("alst_"):
+        raise ValueError(f"{name} is attached already; call its handle's detach() first")
+    if config.is_encoder_decoder or not getattr(config, "is_causal", True) or model.get_output_embeddings() is None:
+        raise ValueError(f"{name} is not a decoder-only causal language model with a head")
+    if not model._supports_attention_backend:
+        raise ValueError(f"{name} computes attention by itself, not through transformers' AttentionInterface")
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if other := sorted(kinds - {"full_attention", "sliding_attention"}):
+        raise ValueError(f"{name} mixes tokens by {', '.join(other)}, which is not exact on a sharded sequence")
+    if not layers:
+        raise ValueError(f"{name} has no decoder layers that transformers can checkpoint")
+    for i, layer in enumerate(layers):
+        if not any("attention" in type(m).__name__.lower() for m in layer.modules()):
+            raise ValueError(f"layer {i} of {name} ({type(layer).__name__}) has no attention module")
+        if any(n.endswith("sinks") for n, _ in layer.named_parameters()):
+            raise ValueError(f"layer {i} of {name} has attention sinks, which are not supported yet")
+    for field in ("attn_logit_softcapping", "attention_dropout", "attn_pdrop"):
+        if getattr(config, field, None):
+            raise ValueError(
+                f"config.{field}={getattr(config, field)} is not supported in attention; set it to 0 or None"
+            )
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            "config.output_router_logits=True: the router's auxiliary loss is not supported yet; use False"
+        )
+    heads = config.num_attention_heads
+    check_heads(heads, getattr(config, "num_key_value_heads", None) or heads, ctx.sp, name)
+    parameter = next(model.parameters())
+    choose_backend(options.attention, parameter.device, parameter.dtype, getattr(config, "head_dim", None) or 64)
+    return layers
+
+
+# ----- attention
+
+
+def _attach_attention(handle: Handle) -> None:
+    name = f"alst_{uuid.uuid4().hex}"
+    model, before = handle.model, handle.model.config._attn_implementation
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        if (call := handle._call) is None:
+            raise ValueError("call the model that apply() was given, not a part of it: documents and labels go with it")
+        _check_attention(module, query.shape[2] * handle.ctx.sp, attention_mask, dropout, kwargs)
+        out = handle.attention(query, key, value, scale=scaling, documents=call.documents, saved=call.saved)
+        return out.transpose(1, 2), None
+
+    AttentionInterface.register(name, attend)
+    handle._undo.callback(AttentionInterface._global_mapping.pop, name, None)
+    model.set_attn_implementation(name)
+    handle._undo.callback(model.set_attn_implementation, before)
+
+
+def _check_attention(module: nn.Module, length: int, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
+    where = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
+    if mask is not None:
+        raise ValueError(f"{where} got an attention mask; give position_ids and cu_documents (SPDataLoader does)")
+    if dropout:
+        raise ValueError(f"{where} has attention dropout {dropout}, which tiles cannot replay; set it to 0")
+    window = kwargs.get("sliding_window")
+    if window is not None and window < length:
+        raise ValueError(
+            f"{where} has a sliding window of {window}, shorter than the sequence of {length}, which is not supported "
+            f"yet; use at most {window} tokens or config.sliding_window=None"
+        )
+    for field in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(field) is not None:
+            raise ValueError(f"{where} uses {field} in attention, which is not supported yet")
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise ValueError(f"{where} is not causal")
+
+
+# ----- tiled MLP and head
+
+
+def _swap(handle: Handle, old: nn.Module, new: nn.Module) -> None:
+    """Put `new` where `old` is, everywhere in the model, until detach."""
+    for parent in list(handle.model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is old:
+                parent._modules[name] = new
+                handle._undo.callback(parent._modules.__setitem__, name, old)
+
+
+def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
+    tile = None if handle.options.tiled_mlp is True else int(handle.options.tiled_mlp)
+    for i, layer in enumerate(layers):
+        found = [(n, m) for n, m in layer.named_children() if n in ("mlp", "feed_forward", "ffn")]
+        if not found:
+            handle.notes.append(f"layer {i} ({type(layer).__name__}) has no MLP module: left untiled")
+            continue
+        for name, mlp in found:
+            if any(hasattr(mlp, a) for a in ("experts", "router", "gate")) and not hasattr(mlp, "down_proj"):
+                handle.notes.append(f"layer {i}: {name} ({type(mlp).__name__}) routes to experts: left untiled")
+                continue
+            tiled = TiledMLP(mlp, tile)
+            _swap(handle, mlp, tiled)
+            handle.mlps.append(tiled)
+
+
+_TINY = 2.0**-40
+"""Loss handed through a model's own transformation of its logits: so small that a soft cap is the identity on it."""
+
+
+def _attach_head(handle: Handle) -> None:
+    head = handle.model.get_output_embeddings()
+    transform = find_transform(handle.model)
+    if transform is None:
+        handle.notes.append(f"{type(handle.model).__name__} transforms its logits in an unknown way: loss left untiled")
+        return
+    tile = None if handle.options.tiled_loss is True else int(handle.options.tiled_loss)
+    handle.head = TiledHead(head, tile, transform, handle.options.liger)
+    factor = 1.0 if transform.is_identity else _TINY
+
+    def labels_of_call(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        labels = handle._call.shift_labels if handle._call is not None else None
+        return (args[0], labels)
+
+    def shrink(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        return out * factor if factor != 1.0 and out.ndim == 0 else out
+
+    handle.head.register_forward_pre_hook(labels_of_call)
+    handle.head.register_forward_hook(shrink)
+    handle.head.unshrink = 1.0 / (factor * transform.scale)
+    _swap(handle, head, handle.head)
+
+
+# ----- checkpoints
+
+
+def _attach_checkpoint(handle: Handle, layers: Sequence[nn.Module]) -> None:
+    """Layers' own `forward` is wrapped on the instance: engines' hooks stay outside, in every transformers version."""
+    for module in handle.model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            setattr(module, "gradient_checkpointing", False)  # noqa: B010 (no declared attribute)
+            handle._undo.callback(setattr, module, "gradient_checkpointing", True)
+    for i, layer in enumerate(layers):
+        handle._undo.callback(_restore_forward, layer, layer.__dict__.get("forward"))
+        layer.forward = _checkpointed(handle, layer, layer.forward, i, len(layers))
+
+
+def _restore_forward(layer: nn.Module, before: Any) -> None:
+    del layer.forward
+    if before is not None:
+        layer.forward = before
+
+
+def _checkpointed(handle: Handle, layer: nn.Module, original: Any, index: int, count: int) -> Any:
+    mlps = [m for m in layer.modules() if isinstance(m, TiledMLP)]
+    unread = bool(mlps)  # until the layer's graph says otherwise: the recompute need not compute the MLP's output
+
+    def accept(out: Any) -> bool:
+        nonlocal unread
+        outs = [out] if isinstance(out, Tensor) else [o for o in out if isinstance(o, Tensor)]
+        if unread and not all(output_unread(o) for o in outs):
+            unread = False
+            return False
+        return True
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+        if index == 0:
+            handle.attention_kept = _plan_host(handle, x, count) / count
+        saved = Saved() if index < round(handle.attention_kept * count) else None
+        call = dataclasses.replace(handle._call or Call(), saved=saved)
+        passes = 0
+
+        def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal passes
+            passes += 1
+            for mlp in mlps:
+                mlp.skip = unread and passes > 1
+            try:
+                with handle._using(call):
+                    return original(x, *args, **kwargs)
+            finally:
+                for mlp in mlps:
+                    mlp.skip = False
+
+        trains = any(p.requires_grad for p in layer.parameters())
+        return checkpoint(run, x, *args, store=handle.store, saved=saved, trains=trains, accept=accept, **kwargs)
+
+    return forward
+
+
+def _plan_host(handle: Handle, x: Tensor, layers: int) -> int:
+    """Layers whose attention output is kept: all, none, or with `auto` as many as the host has room for, after the
+    layers' inputs (outputs go first when memory is short)."""
+    options, store = handle.options, handle.store
+    inputs = layers * x.numel() * x.element_size()
+    store.check_room(inputs)
+    if options.save_attention != "auto":
+        return layers if options.save_attention else 0
+    if options.offload == "none":
+        return 0
+    config = handle.model.config.get_text_config()
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    each = x.shape[0] * x.shape[1] * heads * (width * x.element_size() + 4)
+    have = store.room() + sum(slab.bytes.numel() for slab in store.free)
+    return max(0, min(layers, (have - inputs) // each))
+
+
+# ----- one call
+
+
+def _attach_calls(handle: Handle) -> None:
+    model = handle.model
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        handle._call = take_call(args, kwargs, handle.ctx)
+        return args, kwargs
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        call, handle._call = handle._call, None
+        if call is None or call.shift_labels is None:
+            return out
+        labels = call.shift_labels
+        if handle.head is not None:
+            total, logits = out.logits * handle.head.unshrink, None
+        else:
+            logits = out.logits
+            wide = torch.promote_types(logits.dtype, torch.float32)
+            total = nn.functional.cross_entropy(
+                logits.to(wide).flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORE
+            )
+        divisor = (labels != IGNORE).sum().clamp_min(1) if call.divisor is None else call.divisor
+        return type(out)(**{**out, "logits": logits, "loss": total / divisor})
+
+    for hook in (
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after, with_kwargs=True),
+    ):
+        handle._undo.callback(hook.remove)

@@ -1,0 +1,271 @@
+"""Tiled compute: token-wise functions in sequence tiles, so that intermediates are O(tile) (ALST, section 3.1).
+
+Shape legend: B batch, S sequence (rows of this rank), E model width.
+
+Forward runs the tiles without a graph; backward recomputes them one by one and adds up the weights' gradients in fp32.
+These arrive once, through autograd, as the function's own gradients: data-parallel hooks see one gradient a weight, and
+scaling the loss scales them. Under DeepSpeed ZeRO-3 the weights are gathered once around forward and once around
+backward, because `TiledMLP` is marked as a leaf.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TILE_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}
+"""Target for one intermediate of a tile: large enough for efficient matrix products, small beside the model."""
+
+
+def default_tile(width: int, element_bytes: int, device: torch.device) -> int:
+    """Tile in tokens whose widest intermediate [tile, width] takes about `TILE_BYTES`: a power of two, at least 256.
+
+    The paper takes as many tiles as sequence / width, which for a narrow model means tiny tiles.
+    """
+    tokens = TILE_BYTES.get(device.type, TILE_BYTES["cpu"]) // max(1, width * element_bytes)
+    return max(256, 1 << max(0, tokens.bit_length() - 1))
+
+
+def check_tile(tile: int) -> int:
+    if isinstance(tile, bool) or not isinstance(tile, int) or tile < 1:
+        raise ValueError(f"tile={tile!r} must be a whole number of tokens, at least 1")
+    return tile
+
+
+class Replay:
+    """Random state and autocast of a first pass, so that recomputing it draws the same dropout masks and dtypes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cpu_state = torch.get_rng_state()
+        self.cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        kind = device.type
+        self.autocast = (
+            kind,
+            torch.get_autocast_dtype(kind),
+            torch.is_autocast_enabled(kind),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    def has_moved(self) -> bool:
+        """Have random numbers been drawn since?"""
+        now = Replay(self.device)
+        if not torch.equal(self.cpu_state, now.cpu_state):
+            return True
+        if self.cuda_state is None or now.cuda_state is None:
+            return False
+        return not torch.equal(self.cuda_state, now.cuda_state)
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        devices = [self.device] if self.cuda_state is not None else []
+        with torch.random.fork_rng(devices=devices), torch.autocast(*self.autocast):
+            torch.set_rng_state(self.cpu_state)
+            if self.cuda_state is not None:
+                torch.cuda.set_rng_state(self.cuda_state, self.device)
+            yield
+
+
+class _TiledCompute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        fn: Callable[..., Tensor],
+        tile: int,
+        params: Callable[[], Sequence[Tensor]],
+        along: Sequence[Tensor],
+        skip: bool,
+        x: Tensor,
+        *_: Tensor,
+    ) -> Tensor:
+        ctx.fn, ctx.tile, ctx.params, ctx.replay = fn, tile, params, Replay(x.device)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(x, *along)
+        return x.new_zeros(()).expand_as(x) if skip else _run_tiles(fn, x, along, tile)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, *along = ctx.saved_tensors
+        need_x, needs = ctx.needs_input_grad[5], ctx.needs_input_grad[6:]
+        params = [p for p, need in zip(ctx.params(), needs, strict=True) if need]
+        sums: list[Tensor | None] = [None] * len(params)
+        grad_x = torch.empty_like(x) if need_x else None
+        with ctx.replay(), torch.enable_grad():
+            for lo in range(0, x.shape[1], ctx.tile):
+                rows = slice(lo, lo + ctx.tile)
+                leaf = x[:, rows].contiguous().detach().requires_grad_(need_x)
+                wanted = [*([leaf] if need_x else []), *params]
+                y = ctx.fn(leaf, *(t[:, rows] for t in along))
+                grads = list(torch.autograd.grad(y, wanted, grad[:, rows], allow_unused=True))
+                del y
+                if grad_x is not None:
+                    first = grads.pop(0)
+                    grad_x[:, rows] = 0 if first is None else first
+                for i, g in enumerate(grads):
+                    if g is not None:
+                        total = sums[i]
+                        # the first tile's gradient is ours to add to: autograd.grad made it
+                        sums[i] = g.to(torch.promote_types(g.dtype, torch.float32)) if total is None else total.add_(g)
+                del grads
+        done = iter([s if s is None else s.to(p.dtype) for s, p in zip(sums, params)])
+        return (None, None, None, None, None, grad_x, *(next(done) if need else None for need in needs))
+
+
+def _run_tiles(fn: Callable[..., Tensor], x: Tensor, along: Sequence[Tensor], tile: int) -> Tensor:
+    """Run fn on tiles of dimension 1, writing each result into one output."""
+    out: Tensor | None = None
+    for lo in range(0, max(x.shape[1], 1), tile):
+        rows = slice(lo, lo + tile)
+        part = fn(x[:, rows].contiguous(), *(t[:, rows] for t in along))
+        if part.ndim < 2 or part.shape[:2] != x[:, rows].shape[:2]:
+            raise ValueError(f"a token-wise function keeps [B, S, ...]: it made {list(part.shape)} of {list(x.shape)}")
+        if part.shape[1] == x.shape[1]:
+            return part
+        if out is None:
+            out = part.new_empty(part.shape[0], x.shape[1], *part.shape[2:])
+        out[:, rows] = part
+    assert out is not None
+    return out
+
+
+def tiled_compute(
+    fn: Callable[..., Tensor],
+    x: Tensor,
+    params: Sequence[Tensor] | Callable[[], Sequence[Tensor]] = (),
+    *,
+    tile: int,
+    along: Sequence[Tensor] = (),
+    skip: bool = False,
+) -> Tensor:
+    """Apply a token-wise `fn` to x [B, S, ...] in tiles of `tile` tokens (ALST, section 3.1).
+
+    Args:
+        fn: (x [B, s, ...], *along [B, s, ...]) -> [B, s, ...] for any s, each token by itself; it may use dropout,
+            which is replayed exactly.
+        x: input; the last tile may be shorter.
+        params: the tensors inside `fn` that train: those that get a gradient. A function is called again in
+            backward, for weights that an engine swaps between forward and backward.
+        tile: tokens in one tile.
+        along: further inputs [B, S, ...] cut into the same tiles, which get no gradient (labels, say).
+        skip: return zeros of x's shape instead of computing: for a recompute whose output nobody reads (the backward
+            runs the tiles anyway; see `output_unread`).
+
+    Returns:
+        fn(x, *along), with the same gradients for x and `params` as the untiled function.
+
+    Raises:
+        ValueError: `tile` below 1, or a function that does not keep [B, S, ...].
+    """
+    get = params if callable(params) else lambda: params
+    return _TiledCompute.apply(fn, check_tile(tile), get, tuple(along), skip, x, *get())
+
+
+_READS_NOTHING = (
+    "AddBackward0", "SubBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "CloneBackward0",
+    "TransposeBackward0", "ExpandBackward0", "ToCopyBackward0", "AliasBackward0",
+    "PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward",
+)  # fmt: skip
+"""Nodes of the autograd graph whose backward needs no value of their input (the last two are DeepSpeed's hooks)."""
+
+
+def output_unread(out: Tensor) -> bool:
+    """Does no backward between tiled computes and `out` read the values that the tiled computes returned?
+
+    Then a recompute may skip them: in a layer that adds its MLP's output to the residual the values are never needed,
+    in one that normalises them they are. Found from the graph of `out`, not from the model's name.
+    """
+    reaches: dict[Any, bool] = {}
+
+    def visit(node: Any) -> bool:
+        if node not in reaches:
+            if type(node).__name__ == "_TiledComputeBackward":
+                reaches[node] = True
+            else:
+                found = [visit(child) for child, _ in node.next_functions if child is not None]  # all, not the first
+                reaches[node] = any(found)
+        return reaches[node]
+
+    if out.grad_fn is not None:
+        visit(out.grad_fn)
+    return all(_reads_nothing(node) for node, found in reaches.items() if found)
+
+
+def _reads_nothing(node: Any) -> bool:
+    name = type(node).__name__
+    if name == "MulBackward0":  # by a constant: one operand is kept, not both
+        return node._saved_self is None or node._saved_other is None
+    return name == "_TiledComputeBackward" or name in _READS_NOTHING
+
+
+def adopt(new: nn.Module, old: nn.Module) -> None:
+    """Make `new` own what `old` owns, under the same names: parameter names, state dicts and wrappers stay as they
+    were. The dictionaries are shared, so that a weight replaced in one is replaced in the other."""
+    for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        new.__dict__[name] = old.__dict__[name]
+    new.__dict__["inner"] = old  # not a child: its children are ours already
+    new.training = old.training
+
+
+class TiledModule(nn.Module):
+    """Base of modules that stand in for another of the same names and run it tile by tile. `inner` is the original."""
+
+    _z3_leaf = True  # DeepSpeed ZeRO-3 gathers the weights of a leaf once around forward and once around backward
+    inner: nn.Module
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        adopt(self, inner)
+        self.register_forward_pre_hook(self._ensure_input_grad)
+
+    @staticmethod
+    def _ensure_input_grad(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """An input that needs no gradient makes ZeRO-3's hooks of a leaf fire before backward: let it need one."""
+        x, *rest = args
+        if torch.is_grad_enabled() and not x.requires_grad and any(p.requires_grad for p in module.parameters()):
+            x = x.detach().requires_grad_()
+        return (x, *rest)
+
+    def train(self, mode: bool = True) -> TiledModule:
+        super().train(mode)
+        self.inner.training = mode
+        return self
+
+    def trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.inner.parameters() if p.requires_grad]
+
+
+class TiledMLP(TiledModule):
+    """Stands in for a token-wise MLP module (gated or plain, with LoRA layers or dropout inside) and runs it in tiles.
+
+    Args:
+        mlp: a module mapping [B, S, E] to [B, S, E], token by token.
+        tile: tokens in one tile; None chooses by `default_tile`.
+    """
+
+    def __init__(self, mlp: nn.Module, tile: int | None = None) -> None:
+        super().__init__(mlp)
+        self.tile = None if tile is None else check_tile(tile)
+        self.skip = False
+        """Set by a checkpoint while it recomputes a layer that does not read the MLP's output."""
+        self.draws = False
+        """Did the last forward draw random numbers? Then a recompute has to draw them too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tile = self.tile or self._default_tile(x)
+        if self.skip and not self.draws:
+            return tiled_compute(self._run, x, self.trainable, tile=tile, skip=True)
+        before = Replay(x.device)
+        out = tiled_compute(self._run, x, self.trainable, tile=tile)
+        self.draws = before.has_moved()
+        return out
+
+    def _run(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+    def _default_tile(self, x: Tensor) -> int:
+        widest = max([x.shape[-1], *(max(p.shape, default=0) for p in self.inner.parameters() if p.ndim == 2)])
+        return default_tile(widest, x.element_size(), x.device)

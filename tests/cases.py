@@ -1,0 +1,79 @@
+"""Small models, batches, and the plain single-process run that distributed cases are compared with."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, PreTrainedModel, Qwen3Config
+
+VOCAB = 96
+
+
+def config(kind: str = "gqa", **overrides: Any) -> Any:
+    heads, kv = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1), "wide": (8, 2)}.get(kind, (4, 2))
+    common = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+              "num_attention_heads": heads, "num_key_value_heads": kv, "max_position_embeddings": 512,
+              "tie_word_embeddings": False}  # fmt: skip
+    if kind == "qwen3":
+        return Qwen3Config(**{**common, "head_dim": 8, **overrides})
+    if kind == "gpt2":
+        return GPT2Config(**{"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512,
+                             "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, **overrides})  # fmt: skip
+    if kind == "gemma2":
+        return Gemma2Config(**{**common, "head_dim": 8, "attn_logit_softcapping": None, "sliding_window": 4096,
+                               "final_logit_softcapping": 5.0, **overrides})  # fmt: skip
+    return LlamaConfig(**{**common, **overrides})
+
+
+def make_model(
+    kind: str = "gqa", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config(kind, **overrides)).to(dtype)
+    with torch.no_grad():  # transformers' init is near zero: make every gradient count
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model.train()
+
+
+def make_samples(
+    count: int, length: int = 32, batch: int = 1, seed: int = 0, masked: bool = True
+) -> list[dict[str, Tensor]]:
+    """Unsharded samples with unequal numbers of valid tokens."""
+    g = torch.Generator().manual_seed(seed)
+    samples = []
+    for i in range(count):
+        ids = torch.randint(0, VOCAB, (batch, length), generator=g)
+        labels = ids.clone()
+        if masked:
+            labels[:, : 3 + 5 * i % (length - 8)] = -100
+        samples.append({"input_ids": ids, "labels": labels})
+    return samples
+
+
+def plain_run(
+    model: PreTrainedModel, samples: list[dict[str, Tensor]], scale: float = 1.0
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss (mean over all valid tokens of all samples) and gradients of plain transformers on one process."""
+    model = copy.deepcopy(model)
+    shifted = [torch.nn.functional.pad(s["labels"][:, 1:], (0, 1), value=-100) for s in samples]
+    tokens = max(1, sum(int((y != -100).sum()) for y in shifted))
+    total = 0.0
+    for sample, y in zip(samples, shifted):
+        logits = model(input_ids=sample["input_ids"], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="sum") / tokens
+        (loss * scale).backward()
+        total += loss.item()
+    return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def worst_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:
+    """Largest error of a gradient relative to its norm; names must agree. The floor is 1e-6 of the largest norm."""
+    assert set(got) == set(want), set(got) ^ set(want)
+    floor = max(float(w.norm()) for w in want.values()) * 1e-6
+    errors = {n: float((got[n].double() - w.double()).norm()) / max(float(w.norm()), floor) for n, w in want.items()}
+    name = max(errors, key=errors.__getitem__)
+    return errors[name], name

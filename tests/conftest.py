@@ -1,0 +1,123 @@
+"""Shared fixtures: one pool of gloo ranks per world size for the whole test run (spawning ranks costs seconds)."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu" if not torch.cuda.is_available() else "cuda")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _serve(rank: int, world: int, port: int, tasks: Any, results: Any) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+    )  # fmt: skip
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    while (task := tasks.get()) is not None:
+        fn, args = task
+        try:
+            results.put((rank, True, fn(rank, world, *args)))
+        except BaseException:
+            results.put((rank, False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class RankPool:
+    """`pool(fn, *args)` runs the module-level `fn(rank, world, *args)` on every rank and returns the list of results.
+
+    Any rank's exception fails the call with that rank's traceback, and the pool is rebuilt before the next call
+    (the surviving ranks may be stuck in a collective).
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.processes: list[Any] = []
+
+    def start(self) -> None:
+        context = mp.get_context("spawn")
+        self.results = context.Queue()
+        self.tasks = [context.Queue() for _ in range(self.world)]
+        port = free_port()
+        self.processes = [
+            context.Process(target=_serve, args=(r, self.world, port, self.tasks[r], self.results), daemon=True)
+            for r in range(self.world)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes = []
+
+    def __call__(self, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        if not self.processes:
+            self.start()
+        for tasks in self.tasks:
+            tasks.put((fn, args))
+        values: dict[int, Any] = {}
+        try:
+            while len(values) < self.world:
+                rank, ok, value = self.results.get(timeout=timeout)
+                if not ok:
+                    raise AssertionError(f"rank {rank} of {self.world} failed:\n{value}")
+                values[rank] = value
+        except queue.Empty:
+            self.stop()
+            raise AssertionError(
+                f"ranks {sorted(set(range(self.world)) - set(values))} gave no answer in {timeout} s"
+            ) from None
+        except AssertionError:
+            self.stop()
+            raise
+        return [values[r] for r in range(self.world)]
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Callable[[int], RankPool]]:
+    made: dict[int, RankPool] = {}
+
+    def get(world: int) -> RankPool:
+        return made.setdefault(world, RankPool(world))
+
+    yield get
+    for pool in made.values():
+        pool.stop()
+
+
+@pytest.fixture(scope="session")
+def ranks2(pools: Callable[[int], RankPool]) -> RankPool:
+    return pools(2)
+
+
+@pytest.fixture(scope="session")
+def ranks4(pools: Callable[[int], RankPool]) -> RankPool:
+    return pools(4)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device, none here")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)

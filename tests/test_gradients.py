@@ -1,0 +1,171 @@
+"""The gradient contract: under every engine, each gradient is that of the unsharded run's mean over all valid tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import make_model, make_samples, plain_run, worst_error
+from torch import Tensor, nn
+
+import alstlib
+from alstlib.data import SPDataLoader
+
+TOLERANCE = 1e-5
+ALL_ON = {"tiled_mlp": 5, "tiled_loss": 7, "checkpoint": True, "offload": "async", "save_attention": True}
+ALL_OFF = {"tiled_mlp": False, "tiled_loss": False, "checkpoint": False}
+
+
+class Averaged(nn.Module):
+    """The smallest engine: averages gradients over all ranks after backward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **kwargs: Any) -> Any:
+        return self.module(**kwargs)
+
+    def average(self, world: int) -> None:
+        for p in self.module.parameters():
+            if p.grad is not None:
+                torch.distributed.all_reduce(p.grad)
+                p.grad /= world
+
+
+def zero_config(stage: int, accumulation: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 100_000},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-3}},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def run_case(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
+    """One optimizer step's gradients on this rank's shards, against the plain run; returns the worst error."""
+    engine_kind, accumulation = case.get("engine", "average"), case.get("accumulation", 1)
+    scale, batch_size = case.get("scale", 1.0), case.get("batch", 1)
+    ctx = alstlib.SPContext.create(case["sp"])
+    model = make_model(case.get("model", "gqa"), **case.get("overrides", {}))
+    for name, p in model.named_parameters():
+        if any(part in name for part in case.get("frozen", ())):
+            p.requires_grad_(False)
+    samples = make_samples(ctx.dp * accumulation, length=case.get("length", 32), batch=batch_size)
+    if case.get("empty"):
+        samples[0]["labels"][:, : samples[0]["labels"].shape[1] // 2 + 1] = -100  # the first rank has no valid token
+    loss, want = plain_run(model, samples, scale)
+    handle = alstlib.apply(model, ctx, alstlib.Options(**case.get("options", {})))
+    if engine_kind == "ddp":
+        engine: Any = nn.parallel.DistributedDataParallel(model)
+    elif engine_kind == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (world,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        engine = fully_shard(model, mesh=mesh)
+    elif engine_kind.startswith("zero"):
+        import deepspeed
+
+        engine, *_ = deepspeed.initialize(model=model, config=zero_config(int(engine_kind[4:]), accumulation))
+    else:
+        engine = Averaged(model)
+    deep = engine_kind.startswith("zero")
+    mine = [s for i, s in enumerate(samples) if i % ctx.dp == ctx.dp_rank]
+    loader = SPDataLoader(mine, ctx, accumulation, replicated=True)
+    logged = 0.0
+    for i, batch in enumerate(loader):
+        if engine_kind == "fsdp2":
+            engine.set_requires_gradient_sync(i == accumulation - 1)
+        sync = engine.no_sync() if engine_kind == "ddp" and i < accumulation - 1 else torch.enable_grad()
+        with sync:
+            out = alstlib.causal_lm_loss(engine, batch, ctx, engine_divides_by=accumulation if deep else 1)
+            logged += float(out.mean) * int(out.tokens) / int(batch["step_tokens"])
+            if deep:
+                engine.backward(out.loss * scale)
+                if i < accumulation - 1:
+                    engine.step()
+            else:
+                (out.loss * scale).backward()
+    if isinstance(engine, Averaged):
+        engine.average(world)
+    got: dict[str, Tensor] = {}
+    for name, p in model.named_parameters():
+        if deep:
+            from deepspeed.utils import safe_get_full_grad
+
+            grad = safe_get_full_grad(p) if p.requires_grad else None
+        else:
+            grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        if grad is not None and p.requires_grad:
+            got[name] = grad.clone()
+    want = {n: g for n, g in want.items() if dict(model.named_parameters())[n].requires_grad}
+    error, name = worst_error(got, want)
+    if deep:
+        engine.step()
+        engine.destroy()
+    return {"loss": abs(logged - loss) / loss, "grad": error, "name": name, "kept": handle.attention_kept}
+
+
+def check(pool: Any, case: dict[str, Any]) -> None:
+    for rank, result in enumerate(pool(run_case, case)):
+        assert result["loss"] < 1e-6, (rank, result)
+        assert result["grad"] < TOLERANCE, (rank, result)
+
+
+@pytest.mark.parametrize("options", [ALL_OFF, ALL_ON], ids=["all off", "all on"])
+@pytest.mark.parametrize("model", ["mha", "gqa", "mqa", "qwen3", "gpt2", "gemma2"])
+def test_models_sp2(ranks2: Any, model: str, options: dict[str, Any]) -> None:
+    check(ranks2, {"sp": 2, "model": model, "options": options})
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        {"tiled_mlp": True}, {"tiled_mlp": 3}, {"tiled_loss": True}, {"tiled_loss": 3}, {"checkpoint": True},
+        {"checkpoint": True, "save_attention": True}, {"checkpoint": True, "offload": "sync"},
+        {"checkpoint": True, "offload": "async", "save_attention": "auto"}, {"attention": "eager"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_feature_alone_sp2(ranks2: Any, feature: dict[str, Any]) -> None:
+    check(ranks2, {"sp": 2, "options": {**ALL_OFF, **feature}})
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("options", [ALL_OFF, ALL_ON], ids=["all off", "all on"])
+def test_engines_sp2(ranks2: Any, engine: str, options: dict[str, Any]) -> None:
+    """Unequal valid tokens in two accumulation steps, a scaled loss, and a rank without a valid token."""
+    check(ranks2, {"sp": 2, "engine": engine, "accumulation": 2, "scale": 0.25, "empty": True, "options": options})
+
+
+@pytest.mark.parametrize("model", ["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("sp", [2, 4])
+def test_four_ranks(ranks4: Any, sp: int, model: str) -> None:
+    check(ranks4, {"sp": sp, "model": model, "accumulation": 2, "empty": True, "options": ALL_ON})
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"])
+def test_engines_sp2_dp2(ranks4: Any, engine: str) -> None:
+    check(ranks4, {"sp": 2, "engine": engine, "accumulation": 2, "scale": 0.25, "options": ALL_ON})
+
+
+@pytest.mark.parametrize("engine", ["average", "zero3"])
+def test_batch_of_two_and_an_odd_length(ranks2: Any, engine: str) -> None:
+    check(ranks2, {"sp": 2, "engine": engine, "batch": 2, "length": 31, "options": ALL_ON})
+
+
+@pytest.mark.parametrize("engine", ["average", "ddp", "zero1", "zero3"])
+@pytest.mark.parametrize("frozen", [["model."], ["lm_head"], ["embed"], ["mlp"]], ids=str)
+def test_frozen_parts(ranks2: Any, engine: str, frozen: list[str]) -> None:
+    check(ranks2, {"sp": 2, "engine": engine, "frozen": frozen, "options": ALL_ON})
+
+
+@pytest.mark.parametrize("engine", ["average", "ddp", "zero0", "zero2", "zero3"])
+def test_tied_embeddings(ranks2: Any, engine: str) -> None:
+    check(ranks2, {"sp": 2, "engine": engine, "overrides": {"tie_word_embeddings": True}, "options": ALL_ON})
