@@ -108,6 +108,8 @@ class HostStore:
         self.nbytes = 0
         """Host bytes taken now."""
         self.peak_nbytes = 0
+        self.on_slab: Callable[[Tensor], None] | None = None
+        """Told of each slab that is taken (a ledger counts it as host memory)."""
         self._streams: tuple[Any, Any] | None = None
         self._leaving: list[tuple[Tensor, Any]] = []
 
@@ -194,7 +196,10 @@ class HostStore:
             )
         self.nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-        return _Slab(nbytes, pin)
+        slab = _Slab(nbytes, pin)
+        if self.on_slab is not None:
+            self.on_slab(slab.bytes)
+        return slab
 
     def trim(self) -> None:
         """Give back the slabs that hold nothing."""

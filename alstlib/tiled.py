@@ -178,27 +178,35 @@ def output_unread(out: Tensor) -> bool:
     Then a recompute may skip them: in a layer that adds its MLP's output to the residual the values are never needed,
     in one that normalises them they are. Found from the graph of `out`, not from the model's name.
     """
-    reaches: dict[Any, bool] = {}
-
-    def visit(node: Any) -> bool:
-        if node not in reaches:
-            if type(node).__name__ == "_TiledComputeBackward":
-                reaches[node] = True
-            else:
-                found = [visit(child) for child, _ in node.next_functions if child is not None]  # all, not the first
-                reaches[node] = any(found)
-        return reaches[node]
-
-    if out.grad_fn is not None:
-        visit(out.grad_fn)
-    return all(_reads_nothing(node) for node, found in reaches.items() if found)
+    # nodes above a tiled compute, found without recursion: a closure that calls itself would keep the graph alive
+    parents: dict[Any, list[Any]] = {}
+    above, stack = [], [out.grad_fn] if out.grad_fn is not None else []
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if type(node).__name__ == "_TiledComputeBackward":
+            above.append(node)
+            continue
+        for child, _ in node.next_functions:
+            if child is not None:
+                parents.setdefault(child, []).append(node)
+                if child not in seen:
+                    seen.add(child)
+                    stack.append(child)
+    marked: set[Any] = set()
+    while above:
+        for parent in parents.get(above.pop(), []):
+            if parent not in marked:
+                marked.add(parent)
+                above.append(parent)
+    return all(_reads_nothing(node) for node in marked)
 
 
 def _reads_nothing(node: Any) -> bool:
     name = type(node).__name__
     if name == "MulBackward0":  # by a constant: one operand is kept, not both
         return node._saved_self is None or node._saved_other is None
-    return name == "_TiledComputeBackward" or name in _READS_NOTHING
+    return name in _READS_NOTHING
 
 
 def adopt(new: nn.Module, old: nn.Module) -> None:

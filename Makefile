@@ -1,0 +1,37 @@
+# Each target sets up .venv first (env/install.sh; nothing to do when it matches its lock).
+.DEFAULT_GOAL := help
+.PHONY: help setup ablation parity lab test lint clean
+BIN := .venv/bin
+export TOKENIZERS_PARALLELISM := false
+ARGS ?=
+
+help: ## this list
+	@echo "usage: make TARGET    (needs Python >= 3.11, git and make)"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "settings: PYTHON=python3.12  ALST_DEVICE=cpu|cuda  TORCH_INDEX_URL=...  WHEELHOUSE=folder  (env/README.md)"
+	@echo "          ARGS='...' is added to the command of ablation, parity, lab and test"
+
+setup: ## make or refresh .venv
+	@env/install.sh
+
+ablation: setup ## run every row of the paper's Table 1 here, print the table, write the report
+	$(BIN)/alst run papermill_runs/specs/ablation.yaml $(ARGS)
+
+parity: setup ## train the same data with and without sequence parallelism, compare the losses
+	$(BIN)/alst run papermill_runs/specs/parity.yaml $(ARGS)
+
+lab: setup ## open JupyterLab on notebooks/
+	$(BIN)/jupyter lab notebooks/ $(ARGS)
+
+# One thread a process: the ranks that the tests start share the cores. Nothing is fetched from a hub.
+test: setup ## run the tests
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean: ## remove .venv and caches, nothing else
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	find alstlib tests env notebooks -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

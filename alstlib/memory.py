@@ -1,0 +1,204 @@
+"""The byte ledger: how much device and host memory a run takes, on a GPU or on a laptop that stands in for one.
+
+On CUDA the device peak comes from PyTorch's allocator. On a CPU an instrument watches every operation and counts the
+storages alive: what a GPU would hold. Host memory is what checkpoint stores have taken and what an engine keeps on the
+host (`mark_host`), which on a CPU is taken out of the device's count.
+
+With a budget, a CPU run stops with `DeviceOutOfMemory` at the operation that goes beyond it, as a GPU would. The
+instrument costs time for each operation: time steps without it. Workspaces inside an operator are not seen (they are
+small: a test holds the reading against PyTorch's own allocation events to 1%).
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from alstlib.offload import HostStore
+
+
+class DeviceOutOfMemory(MemoryError):
+    """A run went beyond its device budget."""
+
+
+class _CpuInstrument(TorchDispatchMode):
+    """Counts the bytes of CPU storages alive, from the operations that make them."""
+
+    def __init__(self, budget: int | None, record: bool) -> None:
+        super().__init__()
+        self.budget, self.record = budget, record
+        self.live: dict[int, tuple[Any, int]] = {}
+        self.hosted: set[int] = set()
+        self.bytes = self.peak = 0
+        self.curve: list[int] = []
+        self.peak_operation = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.see(leaf, str(func))
+        return out
+
+    def see(self, tensor: Tensor, operation: str = "") -> None:
+        if tensor.device.type != "cpu":
+            return
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        known = self.live.get(key)
+        if known is not None and known[1] == nbytes:
+            return
+        if known is not None:
+            self._drop(key)
+        self.live[key] = (weakref.ref(storage, lambda _, key=key: self._drop(key)), nbytes)  # type: ignore[misc]
+        if key in self.hosted:
+            return
+        self.bytes += nbytes
+        if self.record:
+            self.curve.append(self.bytes)
+        if self.bytes > self.peak:
+            self.peak, self.peak_operation = self.bytes, operation
+        if self.budget is not None and self.bytes > self.budget:
+            raise DeviceOutOfMemory(
+                f"out of device memory: {self.bytes:,} bytes at {operation or 'the start'} go beyond the budget of "
+                f"{self.budget:,} bytes"
+            )
+
+    def _drop(self, key: int) -> None:
+        known = self.live.pop(key, None)
+        if known is None:
+            return
+        if key in self.hosted:
+            self.hosted.discard(key)
+            return
+        self.bytes -= known[1]
+        if self.record:
+            self.curve.append(self.bytes)
+
+    def host(self, tensor: Tensor) -> None:
+        """Count this tensor's storage as host memory from now on."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.hosted:
+            return
+        if key in self.live:
+            self.bytes -= self.live[key][1]
+            self.hosted.add(key)
+        else:
+            self.hosted.add(key)
+            self.see(tensor)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(nbytes for key, (_, nbytes) in self.live.items() if key in self.hosted)
+
+
+class Ledger:
+    """Device and host bytes of what runs inside `with Ledger(...) as ledger:`; everything alive at entry counts.
+
+    Args:
+        device: the run's device.
+        stores: checkpoint stores whose bytes are host memory.
+        budget: device bytes after which a run ends with `DeviceOutOfMemory` (on CUDA: PyTorch's OutOfMemoryError).
+        record: keep the curve of live device bytes (CPU only), for a figure.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        stores: Sequence[HostStore] = (),
+        budget: int | None = None,
+        record: bool = False,
+    ) -> None:
+        self.device, self.stores, self.budget = torch.device(device), list(stores), budget
+        self._cpu = _CpuInstrument(None, record) if self.device.type == "cpu" else None
+        self._watching = False
+        self._engine_host: list[Tensor] = []
+        self._host_peak = 0
+
+    def __enter__(self) -> Ledger:
+        if self._cpu is None:
+            if self.budget is not None:
+                total = torch.cuda.get_device_properties(self.device).total_memory
+                torch.cuda.set_per_process_memory_fraction(min(1.0, self.budget / total), self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return self
+        for thing in gc.get_objects():
+            if type(thing) in (Tensor, torch.nn.Parameter):
+                self._cpu.see(thing)
+                if thing.grad is not None:
+                    self._cpu.see(thing.grad)
+        self._cpu.__enter__()
+        self._watching = True
+        self.mark_host(())
+        self.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop watching before the end of the `with` block: what follows runs at full speed, without a budget."""
+        if self._cpu is not None:
+            if self._watching:
+                self._cpu.__exit__(None, None, None)
+            self._watching = False
+        elif self.budget is not None:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+
+    def mark_host(self, tensors: Iterable[Tensor]) -> None:
+        """These tensors live on the host: an engine's offloaded optimizer state or weights, and stores' slabs."""
+        tensors = list(tensors)
+        self._engine_host += tensors
+        if self._cpu is not None:
+            for tensor in tensors:
+                self._cpu.host(tensor)
+            for store in self.stores:
+                store.on_slab = self._cpu.host
+
+    def start(self) -> None:
+        """Begin a measurement: the peaks start from what is alive now, and the budget holds from now on."""
+        self._host_peak = 0
+        for store in self.stores:
+            store.peak_nbytes = store.nbytes
+        if self._cpu is None:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            self._cpu.budget = self.budget
+            self._cpu.peak, self._cpu.curve = self._cpu.bytes, []
+
+    @property
+    def device_bytes(self) -> int:
+        return self._cpu.bytes if self._cpu is not None else torch.cuda.memory_allocated(self.device)
+
+    @property
+    def device_peak(self) -> int:
+        return self._cpu.peak if self._cpu is not None else torch.cuda.max_memory_allocated(self.device)
+
+    @property
+    def host_peak(self) -> int:
+        """Peak bytes of the stores, and what the engine keeps on the host."""
+        return sum(store.peak_nbytes for store in self.stores) + storage_bytes(self._engine_host)
+
+    @property
+    def curve(self) -> list[int]:
+        """Live device bytes after each allocation and release since `start` (CPU, with `record`)."""
+        return self._cpu.curve if self._cpu is not None else []
+
+    @property
+    def peak_operation(self) -> str:
+        """The operation at which the device peak was reached (CPU)."""
+        return self._cpu.peak_operation if self._cpu is not None else ""
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind these tensors."""
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(sizes.values())

@@ -1,0 +1,107 @@
+"""Models to run: built-in shapes with random weights, hub names, local paths; and what their FLOPS are counted from."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from alstlib.config import RunConfig, check_names
+
+_LLAMA_8B = {
+    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+    },
+    "small": {
+        "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+    },
+    "llama-3.1-8b": _LLAMA_8B,
+}  # fmt: skip
+"""Shapes of Llama models with random weights. `small` shows every row's effect on a laptop's CPU."""
+
+
+def model_config(name: str, overrides: Mapping[str, Any], trust_remote_code: bool = False) -> Any:
+    """The transformers config of a built-in shape, a local path or a hub name, with fields overridden.
+
+    Raises:
+        ValueError: an unknown model (with the nearest built-in name) or an unknown field (with the nearest known one).
+    """
+    if name in SHAPES:
+        config: Any = LlamaConfig(**SHAPES[name])
+    else:
+        try:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as e:
+            known = f"built-in shapes: {', '.join(SHAPES)}"
+            where = "is not a folder here" if not Path(name).exists() else "cannot be read"
+            raise ValueError(f"model='{name}' {where} and could not be had from the hub ({known}): {e}") from e
+    check_names(overrides, config.to_dict(), "model_config field")
+    for field, value in overrides.items():
+        setattr(config, field, value)
+    return config
+
+
+def load_model(run: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The run's model, in training mode: pre-trained, or with random weights that its seed decides."""
+    config = model_config(run.model, run.model_config, run.trust_remote_code)
+    random = run.model in SHAPES if run.random_weights is None else run.random_weights
+    if run.model in SHAPES and not random:
+        raise ValueError(f"model='{run.model}' is a shape without weights: random_weights must be True")
+    if random:
+        torch.manual_seed(run.seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=run.trust_remote_code)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            run.model, config=config, dtype=dtype, trust_remote_code=run.trust_remote_code
+        )
+    return model.train()
+
+
+def flop_dimensions(model: PreTrainedModel) -> dict[str, int]:
+    """dense_params (matrices of layers and head, without the embedding lookup), heads, head_dim, layers of `flos`.
+
+    Call it before an engine shards the weights.
+    """
+    config = model.config.get_text_config()
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    inside = {id(p): p.numel() for p in model.parameters() if p.ndim >= 2 and p is not embedding}
+    inside[id(head)] = head.numel()  # a tied head multiplies too
+    heads = config.num_attention_heads
+    return {
+        "dense_params": sum(inside.values()),
+        "heads": heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "layers": config.num_hidden_layers,
+    }
+
+
+def use_liger(wanted: bool | str, model_type: str) -> bool:
+    """Should a run on CUDA use Liger's kernels? `auto`: where they are installed and know the model.
+
+    Raises:
+        ValueError: they are asked for and not installed.
+    """
+    installed = importlib.util.find_spec("liger_kernel") is not None
+    if wanted is True and not installed:
+        raise ValueError("liger=True needs the package liger-kernel; use liger='auto' or install it")
+    if not wanted or not installed:
+        return False
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    return wanted is True or model_type in MODEL_TYPE_TO_APPLY_LIGER_FN

@@ -1,0 +1,322 @@
+"""Documents made into samples of one length: text, token ids or chats, one long text a sample or packed documents.
+
+A sample is {"input_ids" [S], "labels" [S]} (int64) and, when packed, "document_lengths", a list that sums to S.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from alstlib.batches import IGNORE
+
+logger = logging.getLogger(__name__)
+
+_POOL = 32  # documents among which packing looks for one that fits
+
+
+def canonical_columns(corpus: Any, text_column: str | None = None) -> Any:
+    """The columns that training uses, under one name each: `text`, `input_ids` (+ `labels`) or `messages`.
+
+    Without `text_column`, in this order: `input_ids`, `messages` or `conversations`, `text`, the only string column.
+
+    Raises:
+        ValueError: no such column; it lists those there are.
+    """
+    if not hasattr(corpus, "select_columns"):
+        raise ValueError(f"the corpus is a {type(corpus).__name__}; it must be a dataset of the `datasets` library")
+    features = corpus.features
+    if features is None:  # a stream tells its columns with its first row
+        first = next(iter(corpus), None)
+        if first is None:
+            raise ValueError("the corpus is empty")
+        strings = [name for name, value in first.items() if isinstance(value, str)]
+        names = list(first)
+    else:
+        strings = [name for name, f in features.items() if getattr(f, "dtype", None) in ("string", "large_string")]
+        names = list(features)
+    if text_column is not None:
+        if text_column not in strings:
+            raise ValueError(f"text_column='{text_column}' is no column of text; columns: {names}, of text: {strings}")
+        keep = {text_column: "text"}
+    elif "input_ids" in names:
+        keep = {name: name for name in ("input_ids", "labels") if name in names}
+    elif chats := [name for name in ("messages", "conversations") if name in names]:
+        keep = {chats[0]: "messages"}
+    elif "text" in strings or len(strings) == 1:
+        keep = {"text" if "text" in strings else strings[0]: "text"}
+    else:
+        raise ValueError(
+            f"no column that can be trained on among {names}: give text_column (columns of text: {strings}), or a "
+            "dataset with input_ids, messages or text"
+        )
+    if list(keep) == names and list(keep) == list(keep.values()):
+        return corpus
+    corpus = corpus.select_columns(list(keep))
+    renamed = {old: new for old, new in keep.items() if old != new}
+    return corpus.rename_columns(renamed) if renamed else corpus
+
+
+class Document(NamedTuple):
+    """A tokenized document or a piece of one: int32 token ids and labels (-100 where there is no loss)."""
+
+    ids: np.ndarray
+    labels: np.ndarray
+
+    def piece(self, start: int, stop: int | None = None) -> Document:
+        return Document(self.ids[start:stop], self.labels[start:stop])
+
+
+def _document(ids: Sequence[int], labels: Sequence[int]) -> Document:
+    if len(ids) != len(labels):
+        raise ValueError(f"labels has {len(labels)} values for {len(ids)} input_ids; they must be as many")
+    return Document(np.asarray(ids, dtype=np.int32), np.asarray(labels, dtype=np.int32))
+
+
+def _chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> Document:
+    """A conversation through the tokenizer's template; labels on what the assistant says only.
+
+    Where the template does not mark it ({% generation %}), it is found by rendering the conversation message by
+    message, which is only right if each rendering begins with the one before it: anything else is refused.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        raise ValueError("the corpus holds chats, but the tokenizer has no chat template: name a chat model's")
+    turns = [{key: value for key, value in m.items() if value is not None} for m in messages]
+    if wrong := next((m for m in turns if "role" not in m), None):
+        raise ValueError(f"a message has the keys {sorted(wrong)}; it must have 'role' and 'content'")
+    try:
+        if isinstance(template, str) and re.search(r"\{%-?\s*generation\s*-?%\}", template):
+            out = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+            ids, mask = out["input_ids"], out["assistant_masks"]
+        else:
+            ids, mask = _by_rendering(turns, tokenizer)
+    except ValueError:
+        raise
+    except Exception as error:  # a template raises what it likes
+        raise ValueError(f"the chat template fails on a conversation: {type(error).__name__}: {error}") from error
+    return _document(ids, [token if said else IGNORE for token, said in zip(ids, mask)])
+
+
+def _by_rendering(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[list[int], list[bool]]:
+    def render(count: int, prompt: bool = False) -> str:
+        if count == 0:
+            return ""
+        return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)
+
+    whole = render(len(messages))
+    spans = []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, after = render(i, prompt=True), render(i + 1)
+            if not (after.startswith(before) and whole.startswith(after)):
+                raise ValueError(
+                    f"the chat template renders message {i} differently when more messages follow, so that the "
+                    "assistant's tokens cannot be told apart; use a template with {% generation %} marks, or give "
+                    "input_ids and labels"
+                )
+            spans.append((len(before), len(after)))
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError("a template without {% generation %} marks needs a fast tokenizer, which tells offsets")
+    out = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    mask = [any(start <= left < stop for start, stop in spans) for left, _ in out["offset_mapping"]]
+    return out["input_ids"], mask
+
+
+def _tokenize(row: Mapping[str, Any], tokenizer: Any) -> Document:
+    if "input_ids" in row:
+        return _document(row["input_ids"], row["labels"] if row.get("labels") is not None else row["input_ids"])
+    if "messages" in row:
+        return _chat(row["messages"], tokenizer)
+    ids = tokenizer(row["text"] or "", verbose=False)["input_ids"] if row["text"] else []
+    if ids and tokenizer.eos_token_id is not None and ids[-1] != tokenizer.eos_token_id:
+        ids = [*ids, tokenizer.eos_token_id]
+    return _document(ids, ids)
+
+
+def _join(pieces: Sequence[Document]) -> Document:
+    return Document(np.concatenate([p.ids for p in pieces]), np.concatenate([p.labels for p in pieces]))
+
+
+def _one_text(documents: Iterable[Document], seq_len: int) -> Iterator[list[Document]]:
+    """Long documents alone, as many samples as they fill; the rest one after another as one text."""
+    held: list[Document] = []
+    for document in documents:
+        whole = len(document.ids) // seq_len * seq_len
+        for start in range(0, whole, seq_len):
+            yield [document.piece(start, start + seq_len)]
+        held.append(document.piece(whole))
+        if sum(len(d.ids) for d in held) >= seq_len:
+            joined = _join(held)
+            yield [joined.piece(0, seq_len)]
+            held = [joined.piece(seq_len)]
+
+
+def _pack(documents: Iterable[Document], seq_len: int) -> Iterator[list[Document]]:
+    """The oldest document and the longest others that still fit; the rest is filled with a piece of the oldest."""
+    source, ended = iter(documents), False
+    pool: list[Document] = []
+    while True:
+        while not ended:
+            waiting = sum(len(d.ids) for d in pool)
+            if waiting >= 2 * seq_len or (waiting >= seq_len and len(pool) >= _POOL):
+                break
+            document = next(source, None)
+            ended = document is None
+            if document is not None and len(document.ids):
+                pool.append(document)
+        if sum(len(d.ids) for d in pool) < seq_len:
+            return
+        sample: list[Document] = []
+        space = seq_len
+        while space:
+            fits = [i for i, d in enumerate(pool) if len(d.ids) <= space]
+            best = max(fits, key=lambda i: len(pool[i].ids)) if sample and fits else 0
+            chosen = pool.pop(best)
+            if len(chosen.ids) > space:
+                pool.insert(0, chosen.piece(space))
+                chosen = chosen.piece(0, space)
+            sample.append(chosen)
+            space -= len(chosen.ids)
+        yield sample
+
+
+class Samples(Dataset):
+    """A map-style dataset of samples, tokenized as far as they are asked for; made by `make_samples`."""
+
+    def __init__(
+        self, corpus: Any, tokenizer: Any, seq_len: int, *, packed: bool, seed: int, limit: int | None, repeat: bool
+    ) -> None:
+        self.corpus, self.tokenizer, self.seq_len = canonical_columns(corpus), tokenizer, seq_len
+        self.packed, self.seed, self.limit, self.repeat = packed, seed, limit, repeat
+        self.passes = 0
+        """Passes over the corpus that were begun."""
+        self.tokens = 0
+        """Tokens of the first pass so far."""
+        self._made: list[list[Document]] = []
+        self._source: Iterator[list[Document]] | None = None
+        if limit is not None and repeat:
+            self._make(1)  # an unusable corpus is told at once
+            self.length = limit
+        else:
+            self._make(limit)
+            self.length = len(self._made)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a worker process makes the samples again, for a generator cannot be sent to it
+        return {**self.__dict__, "_made": [], "_source": None, "passes": 0, "tokens": 0}
+
+    def _rows(self, epoch: int) -> Iterator[Mapping[str, Any]]:
+        if not hasattr(self.corpus, "__len__"):
+            yield from self.corpus.shuffle(seed=self.seed + epoch, buffer_size=256)
+            return
+        for i in np.random.default_rng([self.seed, epoch]).permutation(len(self.corpus)).tolist():
+            yield self.corpus[i]
+
+    def _documents(self) -> Iterator[Document]:
+        for epoch in itertools.count():
+            self.passes = epoch + 1
+            for row in self._rows(epoch):
+                document = _tokenize(row, self.tokenizer)
+                self.tokens += len(document.ids) if epoch == 0 else 0
+                yield document
+            enough = self.limit is None and self.tokens >= self.seq_len
+            if not self.repeat or self.tokens == 0 or enough:
+                return
+            if epoch == 0:
+                logger.warning(
+                    f"one pass over the corpus is {self.tokens} tokens: its documents are repeated, in another order"
+                )
+
+    def _make(self, count: int | None) -> None:
+        """Samples up to `count`; None: those of one pass (or one sample, repeating)."""
+        if self._source is None:
+            self._source = (_pack if self.packed else _one_text)(self._documents(), self.seq_len)
+        while count is None or len(self._made) < count:
+            sample = next(self._source, None)
+            if sample is None:
+                break
+            self._made.append(sample)
+            if count is None and self.passes > 1:
+                break
+        if not self._made:
+            hint = "give more text, a shorter seq_len or repeat=True" if self.tokens else "it is empty"
+            raise ValueError(f"the corpus has {self.tokens} tokens, one sample needs seq_len={self.seq_len}: {hint}")
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not -self.length <= index < self.length:
+            raise IndexError(f"sample {index} of {self.length}")
+        index %= self.length
+        self._make(index + 1)
+        pieces = self._made[index]
+        ids, labels = _join(pieces)
+        sample: dict[str, Any] = {
+            "input_ids": torch.from_numpy(ids.astype(np.int64)),
+            "labels": torch.from_numpy(labels.astype(np.int64)),
+        }
+        if self.packed:
+            sample["document_lengths"] = [len(p.ids) for p in pieces]
+        return sample
+
+
+def make_samples(
+    corpus: Any,
+    tokenizer: Any,
+    seq_len: int,
+    *,
+    packed: bool = False,
+    seed: int = 0,
+    limit: int | None = None,
+    repeat: bool = True,
+) -> Samples:
+    """A map-style dataset of samples of exactly `seq_len` tokens, out of documents in a seeded shuffled order.
+
+    Args:
+        corpus: what `load_corpus` returns, or any `datasets` dataset with a column that `canonical_columns` knows.
+        packed: False: a sample is one document (positions 0 to S - 1): a long one alone, or short ones one after
+            another, each ended by the end-of-text token. True: whole documents side by side, of which at most the last
+            is cut, with `document_lengths`; what is cut off goes on in the next sample.
+        limit: number of samples, tokenized when they are asked for; None: those of one pass, tokenized at once.
+        repeat: begin the corpus again, in another order and with a warning, when it is too short for `limit` samples
+            (for one without `limit`). False: as many samples as one pass has.
+
+    Raises:
+        ValueError: fewer tokens than one sample needs, a corpus without usable column, a chat that cannot be labelled.
+    """
+    for name, value in (("seq_len", seq_len), ("limit", limit)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if limit is None and not hasattr(corpus, "__len__"):
+        raise ValueError("a streamed corpus has no end to wait for: give limit, the number of samples")
+    return Samples(corpus, tokenizer, seq_len, packed=packed, seed=seed, limit=limit, repeat=repeat)
+
+
+def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Samples of any length as one batch: int64 input_ids and labels [B, S], padded on the right (labels -100).
+
+    With padding there is an `attention_mask`; where a sample has them, `document_lengths` is a list per row.
+    """
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    batch: dict[str, Any] = {}
+    for name, fill in (("input_ids", 0), ("labels", IGNORE), ("position_ids", 0)):
+        rows = [torch.as_tensor(sample[name], dtype=torch.int64) for sample in samples if name in sample]
+        if len(rows) not in (0, len(samples)):
+            raise ValueError(f"{len(rows)} of {len(samples)} samples of a batch have '{name}': all or none must")
+        if rows:
+            batch[name] = torch.stack([torch.nn.functional.pad(r, (0, longest - len(r)), value=fill) for r in rows])
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    if min(lengths) < longest:
+        batch["attention_mask"] = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
+    if any("document_lengths" in sample for sample in samples):
+        batch["document_lengths"] = [list(s.get("document_lengths", [n])) for s, n in zip(samples, lengths)]
+    return batch

@@ -1,0 +1,246 @@
+"""The worker that torchrun starts, `python -m alstlib.train --config config.json --out DIR`: one run, one result.json.
+
+A run trains: real text, real optimizer steps, finite losses. With `search`, it first finds the longest sequence whose
+peak stays within the device budget (`search.py`), and then trains at that length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+import alstlib
+from alstlib import results
+from alstlib.config import RunConfig
+from alstlib.corpus import get_tokenizer, load_corpus
+from alstlib.engine import host_tensors, initialize, save_model
+from alstlib.memory import DeviceOutOfMemory, Ledger
+from alstlib.models import SHAPES, flop_dimensions, load_model, use_liger
+from alstlib.offload import HostOutOfMemory
+from alstlib.processes import die_with_parent
+from alstlib.progress import Progress
+from alstlib.samples import collate, make_samples
+from alstlib.search import longest_that_fits
+
+OUT_OF_MEMORY = (DeviceOutOfMemory, HostOutOfMemory, torch.OutOfMemoryError)
+
+
+class Trainer:
+    """One rank of a run: model, engine, data and ledger."""
+
+    def __init__(self, run: RunConfig, out: Path) -> None:
+        self.run, self.out, self.rank = run, out, dist.get_rank()
+        cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+        self.bf16 = run.dtype == "bf16" or (run.dtype == "auto" and cuda)
+        self.progress = Progress(out / "progress.jsonl", self.rank)
+        self.progress.emit("load", row=run.row, message=f"loading {run.model}")
+        self.ctx = alstlib.SPContext.create(run.sp)
+        model: Any = load_model(run, torch.bfloat16 if self.bf16 else torch.float32)
+        self.flops = flop_dimensions(model)
+        self.tokenizer = self._tokenizer(model.config.get_text_config().vocab_size)
+        model.to(self.device)
+        self.handle = alstlib.apply(model, self.ctx, _options(run, model.config.model_type, cuda))
+        self.engine = initialize(run, model, self.bf16)
+        self.ledger = Ledger(self.device, [self.handle.store], run.device_memory)
+        self.samples: dict[int, Any] = {}
+
+    def _tokenizer(self, vocabulary: int) -> Any:
+        name = self.run.tokenizer
+        if name == "auto" and self.run.model not in SHAPES:
+            name = self.run.model
+        return get_tokenizer(name, vocab_size=min(vocabulary, 8192))
+
+    def loader(self, seq_len: int, steps: int) -> Any:
+        """Batches of `steps` optimizer steps: every rank has its own samples, as under a distributed sampler."""
+        run, sp = self.run, self.ctx.sp
+        samples = steps * run.accumulation * self.ctx.dp * run.batch_size
+        if (dataset := self.samples.get(seq_len)) is None or len(dataset) < samples:
+            corpus = load_corpus(run.data)
+            dataset = make_samples(corpus, self.tokenizer, seq_len, packed=run.packed, seed=run.seed, limit=samples)
+            self.samples = {seq_len: dataset}
+        if run.accumulation * steps % sp:
+            sp = 1  # fewer steps than an SP group has ranks: the group shares one stream of samples
+        replicas = self.ctx.dp * sp
+        place = self.ctx.rank if sp > 1 else self.ctx.dp_rank
+        sampler: Any = DistributedSampler(dataset, replicas, place, shuffle=False, drop_last=True)
+        batches = DataLoader(dataset, batch_size=run.batch_size, sampler=sampler, collate_fn=collate)
+        return alstlib.SPDataLoader(
+            batches, self.ctx, run.accumulation, replicated=sp == 1 and self.ctx.sp > 1, device=self.device
+        )
+
+    def steps(
+        self, seq_len: int, count: int, event: str = "step", after_first: Callable[[], None] | None = None
+    ) -> dict[str, list[Any]]:
+        """Train `count` optimizer steps at this length; returns loss, seconds, valid tokens and wire bytes of each."""
+        run = self.run
+        made: dict[str, list[Any]] = {"loss": [], "step_seconds": [], "valid_tokens": [], "wire_bytes": []}
+        began, shares, wire = time.perf_counter(), [], self.handle.wire_bytes
+        for batch in self.loader(seq_len, count):
+            out = alstlib.causal_lm_loss(self.engine, batch, self.ctx, engine_divides_by=run.accumulation)
+            self.engine.backward(out.loss)
+            shares.append(out.mean * out.tokens)
+            last = self.engine.is_gradient_accumulation_boundary()
+            self.engine.step()
+            if not last:
+                continue
+            loss = float(sum(shares)) / max(1, int(batch["step_tokens"]))  # waits for the device: the step's end
+            done = len(made["loss"]) + 1
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"the loss of step {done} at {seq_len} tokens is {loss}")
+            seconds = time.perf_counter() - began
+            made["loss"].append(loss)
+            made["step_seconds"].append(seconds)
+            made["valid_tokens"].append(int(batch["step_tokens"]))
+            made["wire_bytes"].append(self.handle.wire_bytes - wire)
+            self.progress.emit(
+                event, row=run.row, seq_len=seq_len, step=done, steps=count, loss=loss,
+                tokens_per_second=self.tokens_per_step(seq_len) / seconds, eta_seconds=(count - done) * seconds,
+            )  # fmt: skip
+            if done == 1 and after_first is not None:
+                after_first()
+            began, shares, wire = time.perf_counter(), [], self.handle.wire_bytes
+        if len(made["loss"]) < count:
+            raise ValueError(f"the data ended after {len(made['loss'])} of {count} optimizer steps")
+        return made
+
+    def tokens_per_step(self, seq_len: int) -> int:
+        return seq_len * self.run.batch_size * self.run.accumulation * self.ctx.dp
+
+    def peaks(self, seq_len: int) -> int:
+        """Largest device peak of any rank in one optimizer step at this length (no budget is enforced)."""
+        budget, self.ledger.budget = self.ledger.budget, None
+        self.ledger.start()
+        self.steps(seq_len, 1, event="search")
+        self.ledger.budget = budget
+        peak = torch.tensor(self.ledger.device_peak, device=self.device)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        return int(peak)
+
+    def measure(self, seq_len: int) -> dict[str, Any]:
+        """Train the run's steps: memory and budget are watched in the first, time is taken in those after it."""
+        peaks: list[list[int]] = []
+
+        def unwatch() -> None:
+            peaks.extend(self._gather([self.ledger.device_peak, self.ledger.host_peak]))
+            if self.device.type == "cpu":
+                self.ledger.close()
+
+        self.ledger.start()
+        made = self.steps(seq_len, self.run.steps, after_first=unwatch)
+        timed = made["step_seconds"][1:] or made["step_seconds"]
+        tokens = self.tokens_per_step(seq_len)
+        flos = results.flos(seq_len, tokens, **self.flops)
+        seconds = statistics.median(timed)
+        per_rank = {k: v / seconds / self.ctx.world_size / 1e12 for k, v in flos.items()}
+        return {
+            "seq_len": seq_len,
+            "tokens_per_step": tokens,
+            "tokens_per_second": tokens / seconds,
+            "step_seconds": timed,
+            "loss": made["loss"],
+            "valid_tokens": made["valid_tokens"],
+            "device_peak_bytes": [device for device, _ in peaks],
+            "host_peak_bytes": [host for _, host in peaks],
+            "wire_bytes": made["wire_bytes"][-1],
+            "flos": flos,
+            "tflops": per_rank,
+            "mfu": None,
+            "attention_kept": self.handle.attention_kept,
+            "notes": self.handle.notes,
+        }
+
+    def _gather(self, values: list[int]) -> list[list[int]]:
+        mine = torch.tensor(values, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.ctx.world_size)]
+        dist.all_gather(everyone, mine)
+        return [t.tolist() for t in everyone]
+
+    def __call__(self) -> dict[str, Any]:
+        run, tried = self.run, []
+        length = max(run.seq_len, self.ctx.sp)
+        with self.ledger:
+            self.ledger.mark_host(host_tensors(self.engine, run))
+            if run.search:
+                if self.ledger.budget is None:
+                    raise ValueError("search=True needs device_memory, the budget that decides what fits")
+                found = longest_that_fits(
+                    self.peaks, self.ledger.budget, run.search_granule, start=length, limit=run.search_max
+                )
+                length, tried = found.length, found.tried
+            metrics = self.measure(length)
+        if tried:
+            metrics["tried"] = [{"seq_len": n, "device_peak_bytes": peak} for n, peak in tried]
+        if run.save_to:
+            save_model(self.handle, run.save_to, self.tokenizer)
+        return metrics
+
+
+def _options(run: RunConfig, model_type: str, cuda: bool) -> alstlib.Options:
+    return alstlib.Options(
+        attention=run.attention,
+        tiled_mlp=run.tiled_mlp,
+        tiled_loss=run.tiled_loss,
+        checkpoint=run.checkpoint,
+        offload=run.offload,
+        save_attention=run.save_attention,
+        chunk=run.chunk,
+        host_memory=run.host_memory,
+        liger=cuda and use_liger(run.liger, model_type),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="config.json of a RunConfig")
+    parser.add_argument("--out", type=Path, required=True, help="folder for result.json and progress.jsonl")
+    args = parser.parse_args()
+    die_with_parent()
+    run = RunConfig.from_dict(json.loads(args.config.read_text()))
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+    dist.init_process_group("nccl" if cuda else "gloo")
+    name = torch.cuda.get_device_name() if cuda else "cpu"
+    path = args.out / "result.json"
+    try:
+        metrics = Trainer(run, args.out)()
+    except BaseException as e:
+        status = "oom" if isinstance(e, OUT_OF_MEMORY) else "error"
+        error = {"type": type(e).__name__, "message": str(e)}
+        result = results.new_result(run, status, error=error, device=name, device_count=dist.get_world_size())
+        if claim(args.out):
+            results.write_result(path, result)
+        raise
+    if dist.get_rank() == 0:
+        results.write_result(
+            path, results.new_result(run, "ok", metrics=metrics, device=name, device_count=dist.get_world_size())
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def claim(out: Path) -> bool:
+    """True for the first rank that fails: the others fail because of it, and their errors say less."""
+    try:
+        os.close(os.open(out / f"failed.{os.environ['TORCHELASTIC_RUN_ID']}", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

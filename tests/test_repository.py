@@ -1,0 +1,284 @@
+"""The repository itself: locks and environments agree, nothing of one machine is in it, size limits hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+LOCKS = sorted((ROOT / "env").glob("*-py*.txt"))
+NOTEBOOKS = [p for p in sorted((ROOT / "notebooks").rglob("*.ipynb")) if ".ipynb_checkpoints" not in p.parts]
+SHARED = ("torch", "transformers", "datasets", "deepspeed", "papermill", "jupyterlab", "peft", "pytest", "ruff", "mypy")
+
+
+def pins(lock: Path) -> dict[str, str]:
+    lines = (line.split("#")[0].strip() for line in lock.read_text().splitlines())
+    return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines if line)}
+
+
+def repository_files() -> list[Path]:
+    """What git tracks or would track; without git (an unpacked archive), what is not hidden."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    if (ROOT / ".git").exists():
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+        return [p for name in listed if name and (p := ROOT / name).is_file()]
+    hidden = [p for p in ROOT.rglob("*") if p.is_file()]
+    return [p for p in hidden if not any(part[0] == "." for part in p.relative_to(ROOT).parts)]
+
+
+# Environments
+
+
+def test_there_is_a_lock_for_each_target() -> None:
+    assert [p.stem for p in LOCKS] == ["cpu-py311", "cpu-py312", "cuda-py311", "cuda-py312"]
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda p: p.stem)
+def test_lock_lines_are_exact_and_sorted(lock: Path) -> None:
+    lines = [line for line in lock.read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in lines)
+    names = [canonicalize_name(line.split("==")[0]) for line in lines]
+    assert names == sorted(set(names))
+
+
+def test_locks_agree() -> None:
+    found = {lock.stem: pins(lock) for lock in LOCKS}
+    reference = found["cpu-py311"]
+    assert set(SHARED) <= set(reference)
+    for name, versions in found.items():
+        assert set(SHARED) <= set(versions), name
+        assert {k: v for k, v in versions.items() if k in reference and reference[k] != v} == {}, name
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda p: p.stem)
+def test_lock_has_what_pyproject_asks_for(lock: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    versions = pins(lock)
+    for requirement in map(Requirement, asked):
+        version = versions.get(canonicalize_name(requirement.name), "absent")
+        assert version != "absent", requirement
+        assert requirement.specifier.contains(version), f"{requirement} against {version}"
+
+
+def test_environment_yml_has_the_versions_of_the_lock() -> None:
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert "pytorch" not in environment["channels"]
+    plain = [d for d in environment["dependencies"] if isinstance(d, str)]
+    assert "python=3.11" in plain
+    (pip,) = [d["pip"] for d in environment["dependencies"] if isinstance(d, dict)]
+    included = [line.split()[1] for line in pip if line.startswith("-r ")]
+    assert included == ["env/cpu-py311.txt"]
+    lock = pins(ROOT / included[0])
+    named = dict(line.split("==") for line in pip if "==" in line)
+    assert named["torch"] == lock["torch"]
+    assert {name: lock[canonicalize_name(name)] for name in named} == named
+
+
+def plan(tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(ROOT / "env/install.sh"), "--plan"]
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, cwd=tmp_path)
+
+
+def fake_python(folder: Path, version: str, name: str = "python") -> Path:
+    """A script that answers the installer's questions as a Python of this version would."""
+    major, minor = version.split(".")
+    code = int((int(major), int(minor)) < (3, 11))
+    path = folder / name
+    path.write_text(
+        f'#!/bin/sh\ncase "$2" in *base_executable*) echo "$0" ;; *) echo "{major} {minor}"; exit {code} ;; esac\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    "version, lock", [("3.11", "cpu-py311"), ("3.12", "cpu-py312"), ("3.13", "cpu-py312"), ("3.14", "cpu-py312")]
+)
+def test_installer_picks_the_lock_of_the_python(tmp_path: Path, version: str, lock: str) -> None:
+    done = plan(tmp_path, PYTHON=str(fake_python(tmp_path, version)), ALST_DEVICE="cpu")
+    assert done.returncode == 0, done.stderr
+    assert f"lock=env/{lock}.txt" in done.stdout
+    assert ("newer than the locks" in done.stderr) == (version > "3.12")
+
+
+def test_installer_refuses_an_old_python(tmp_path: Path) -> None:
+    done = plan(tmp_path, PYTHON=str(fake_python(tmp_path, "3.10")))
+    assert done.returncode == 1
+    assert "Python 3.10, not a Python >= 3.11" in done.stderr
+
+
+def test_installer_skips_an_old_python_on_the_path(tmp_path: Path) -> None:
+    fake_python(tmp_path, "3.9", "python3")
+    fake_python(tmp_path, "3.12", "python3.12")
+    done = plan(tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}", PYTHON="", ALST_DEVICE="cpu")
+    assert f"python={tmp_path}/python3.12 lock=env/cpu-py312.txt" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("output, lock", [("GPU 0: a GPU (UUID: GPU-1)", "cuda-py312"), ("", "cpu-py312")])
+def test_installer_picks_the_device(tmp_path: Path, output: str, lock: str) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f'#!/bin/sh\necho "{output}"\n')
+    smi.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    python = str(fake_python(tmp_path, "3.12"))
+    assert f"lock=env/{lock}.txt" in plan(tmp_path, PATH=path, PYTHON=python, ALST_DEVICE="").stdout
+    done = plan(tmp_path, PATH=path, PYTHON=python, ALST_DEVICE="tpu")
+    assert done.returncode == 1
+    assert "not one of cpu, cuda" in done.stderr
+
+
+# Continuous integration
+
+
+@pytest.mark.parametrize(
+    "lint, test, output, fails",
+    [
+        (0, 0, "3 passed, 1 skipped in 0.10s", False),
+        (0, 0, "300 passed in 400.10s (0:06:40)", False),
+        (0, 2, "no tests ran in 0.01s", True),
+        (0, 0, "4 skipped in 0.01s", True),
+        (0, 0, "10 deselected in 0.01s", True),
+        (0, 2, "1 failed, 3 passed in 0.10s", True),
+        (0, 2, "3 passed, 1 error in 0.10s", True),
+        (2, 0, "3 passed in 0.10s", True),
+        (0, 0, "nothing", True),
+    ],
+)
+def test_ci_fails_with_the_suite_and_ends_with_its_summary(
+    tmp_path: Path, lint: int, test: int, output: str, fails: bool
+) -> None:
+    make = tmp_path / "make"
+    make.write_text(f'#!/bin/sh\n[ "$1" = lint ] && exit {lint}\necho "{output}"\nexit {test}\n')
+    make.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([str(ROOT / ".ci/run")], env=env, capture_output=True, text=True)
+    assert (done.returncode != 0) == fails, done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert last == ("pytest gave no summary" if output == "nothing" else output)
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_make_help_lists_every_target() -> None:
+    if not shutil.which("make"):
+        pytest.skip("make is not installed")
+    done = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert set(re.findall(r"^  ([a-z]+) ", done.stdout, re.MULTILINE)) == make_targets()
+    assert {"ablation", "parity", "lab", "test", "lint", "clean", "help"} <= make_targets()
+
+
+def test_make_targets_in_the_readmes_exist() -> None:
+    readmes = [p for p in repository_files() if p.name == "README.md"]
+    if ROOT / "README.md" not in readmes:
+        pytest.skip("no README.md yet")
+    for readme in readmes:
+        text = readme.read_text()
+        code = [
+            *re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL),
+            *re.findall(r"(?m)^    (.*)$", text),
+        ]
+        code += re.findall(r"`([^`\n]+)`", text)
+        named = re.findall(r"^ *(?:\$ )?(?:[A-Z_]+=\S+ )*make ([a-z]+)\b", "\n".join(code), re.MULTILINE)
+        assert set(named) <= make_targets(), readme
+
+
+def test_jupyterlab_keeps_its_token() -> None:
+    pattern = re.compile(r"(token|password)\s*=\s*(''|\"\"|\s|$)", re.MULTILINE)
+    assert not pattern.search((ROOT / "Makefile").read_text())
+
+
+# Nothing of one machine
+
+
+FORBIDDEN = {
+    "a path of one machine": re.compile(r"(?<![\w.~}*-])/(?:work|root|home|Users)/[\w.]"),
+    "an address of a registry": re.compile(
+        r"(?i)\b[\w-]*(?:pypi|pythonhosted|anaconda|npmjs)[\w-]*\.[a-z]{2,}\b|//[^\s/]*/whl"
+    ),
+}
+NO_ADDRESS = re.compile(r"\w+://")
+
+
+@pytest.mark.parametrize(
+    "text, caught",
+    [
+        ("see " + "/".join(["", "root", "x"]), True),
+        ('"' + "/".join(["", "home", "me", "x"]) + '"', True),
+        ("../work/x and ~/root/x", False),
+        ("files." + "python" + "hosted.org", True),
+        ("py" + "pi.org/simple", True),
+        ("https://d.example/" + "whl/cpu", True),
+        ("the paper's arxiv.org page", False),
+    ],
+)
+def test_the_patterns_catch(text: str, caught: bool) -> None:
+    assert any(pattern.search(text) for pattern in FORBIDDEN.values()) == caught
+
+
+def test_no_machine_path_and_no_registry() -> None:
+    found = []
+    for path in repository_files():
+        text = path.read_bytes().decode("utf-8", errors="replace")
+        name = path.relative_to(ROOT).as_posix()
+        found += [f"{name}: {what}: {m[0]}" for what, pattern in FORBIDDEN.items() for m in pattern.finditer(text)]
+        configures = name.startswith((".ci/", "env/")) or name in ("Makefile", "environment.yml", "pyproject.toml")
+        if configures:
+            found += [f"{name}: an address: {m[0]}" for m in NO_ADDRESS.finditer(text)]
+    assert found == []
+
+
+def test_git_ignores_what_is_made_here() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    made = [".venv/x", "papermill_runs/out/x", "alstlib/__pycache__/x", "alstlib.egg-info/x", ".mypy_cache/x"]
+    done = subprocess.run(["git", "check-ignore", *made], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == made
+
+
+# Size and form
+
+
+@pytest.mark.parametrize("module", sorted((ROOT / "alstlib").rglob("*.py")), ids=lambda p: p.name)
+def test_modules_stay_small(module: Path) -> None:
+    lines = len(module.read_text(encoding="utf-8").splitlines())
+    assert lines <= 400, f"{module.name} has {lines} lines, at most 400"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+def test_notebooks_are_small_and_take_parameters(path: Path) -> None:
+    assert path.stat().st_size < 1_000_000
+    notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    assert "widgets" not in notebook["metadata"]
+    tagged = [c for c in notebook["cells"] if "parameters" in c["metadata"].get("tags", [])]
+    assert [c["cell_type"] for c in tagged] == ["code"]
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+
+
+CHECK = (
+    "import sys, pathlib; sys.path.insert(0, 'env'); import check; print(check.differences(pathlib.Path(sys.argv[1])))"
+)
+
+
+def test_this_environment_matches_its_lock() -> None:
+    """Where `make` set it up: a stale environment must not vouch for the locks."""
+    target = Path(sys.prefix) / ".target"
+    if not target.exists():
+        pytest.skip("this environment was not made by env/install.sh")
+    lock = target.read_text().split()[0]
+    done = subprocess.run([sys.executable, "-c", CHECK, lock], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
