@@ -42,10 +42,19 @@ class _CpuInstrument(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.see(leaf, str(func))
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if self.hosted and self._on_host(args):
+            for leaf in made:
+                if leaf.untyped_storage()._cdata not in self.live:
+                    self.host(leaf)
+        for leaf in made:
+            self.see(leaf, str(func))
         return out
+
+    def _on_host(self, args: Any) -> bool:
+        """Does an operation compute on host memory only? Then its results are host memory (an offloaded optimizer)."""
+        given = [a for a in tree_leaves(args) if isinstance(a, Tensor) and a.ndim > 0]
+        return bool(given) and all(a.untyped_storage()._cdata in self.hosted for a in given)
 
     def see(self, tensor: Tensor, operation: str = "") -> None:
         if tensor.device.type != "cpu":
@@ -133,7 +142,7 @@ class Ledger:
         for thing in gc.get_objects():
             if type(thing) in (Tensor, torch.nn.Parameter):
                 self._cpu.see(thing)
-                if thing.grad is not None:
+                if thing.is_leaf and thing.grad is not None:
                     self._cpu.see(thing.grad)
         self._cpu.__enter__()
         self._watching = True

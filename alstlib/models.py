@@ -28,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
     },
     "small": {
-        "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 8,
+        "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 16,
         "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
     },
     "llama-3.1-8b": _LLAMA_8B,

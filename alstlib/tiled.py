@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-TILE_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}
+TILE_BYTES = {"cuda": 512 * 2**20, "cpu": 2**20}
 """Target for one intermediate of a tile: large enough for efficient matrix products, small beside the model."""
 
 
@@ -107,9 +107,9 @@ class _TiledCompute(torch.autograd.Function):
                     grad_x[:, rows] = 0 if first is None else first
                 for i, g in enumerate(grads):
                     if g is not None:
-                        total = sums[i]
-                        # the first tile's gradient is ours to add to: autograd.grad made it
-                        sums[i] = g.to(torch.promote_types(g.dtype, torch.float32)) if total is None else total.add_(g)
+                        total, wide = sums[i], torch.promote_types(g.dtype, torch.float32)
+                        # copied before anything is added to it: a gradient may be a view of the caller's or of another
+                        sums[i] = g.to(wide, copy=ctx.tile < x.shape[1]) if total is None else total.add_(g)
                 del grads
         done = iter([s if s is None else s.to(p.dtype) for s, p in zip(sums, params)])
         return (None, None, None, None, None, grad_x, *(next(done) if need else None for need in needs))
@@ -185,8 +185,7 @@ def output_unread(out: Tensor) -> bool:
     while stack:
         node = stack.pop()
         if type(node).__name__ == "_TiledComputeBackward":
-            above.append(node)
-            continue
+            above.append(node)  # and go on below it: another may feed this one, which reads its input
         for child, _ in node.next_functions:
             if child is not None:
                 parents.setdefault(child, []).append(node)

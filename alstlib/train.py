@@ -32,6 +32,7 @@ from alstlib.processes import die_with_parent
 from alstlib.progress import Progress
 from alstlib.samples import collate, make_samples
 from alstlib.search import longest_that_fits
+from alstlib.state import load_state, save_state
 
 OUT_OF_MEMORY = (DeviceOutOfMemory, HostOutOfMemory, torch.OutOfMemoryError)
 
@@ -54,6 +55,7 @@ class Trainer:
         self.handle = alstlib.apply(model, self.ctx, _options(run, model.config.model_type, cuda))
         self.engine = initialize(run, model, self.bf16)
         self.ledger = Ledger(self.device, [self.handle.store], run.device_memory)
+        self.corpus: Any = None
         self.samples: dict[int, Any] = {}
 
     def _tokenizer(self, vocabulary: int) -> Any:
@@ -67,11 +69,13 @@ class Trainer:
         run, sp = self.run, self.ctx.sp
         samples = steps * run.accumulation * self.ctx.dp * run.batch_size
         if (dataset := self.samples.get(seq_len)) is None or len(dataset) < samples:
-            corpus = load_corpus(run.data)
-            dataset = make_samples(corpus, self.tokenizer, seq_len, packed=run.packed, seed=run.seed, limit=samples)
+            self.corpus = self.corpus or load_corpus(run.data)
+            dataset = make_samples(
+                self.corpus, self.tokenizer, seq_len, packed=run.packed, seed=run.seed, limit=samples
+            )
             self.samples = {seq_len: dataset}
-        if run.accumulation * steps % sp:
-            sp = 1  # fewer steps than an SP group has ranks: the group shares one stream of samples
+        if run.accumulation % sp:
+            sp = 1  # the ranks of a group cannot take turns within a step: they share one stream of samples
         replicas = self.ctx.dp * sp
         place = self.ctx.rank if sp > 1 else self.ctx.dp_rank
         sampler: Any = DistributedSampler(dataset, replicas, place, shuffle=False, drop_last=True)
@@ -83,11 +87,14 @@ class Trainer:
     def steps(
         self, seq_len: int, count: int, event: str = "step", after_first: Callable[[], None] | None = None
     ) -> dict[str, list[Any]]:
-        """Train `count` optimizer steps at this length; returns loss, seconds, valid tokens and wire bytes of each."""
-        run = self.run
+        """Train up to optimizer step `count` at this length; returns loss, seconds, valid tokens and wire bytes of
+        each. With the event `step`, training states are continued from and saved."""
+        run, loader, done = self.run, self.loader(seq_len, count), 0
+        if event == "step" and run.resume_from:
+            done = self.resume(loader, seq_len)
         made: dict[str, list[Any]] = {"loss": [], "step_seconds": [], "valid_tokens": [], "wire_bytes": []}
         began, shares, wire = time.perf_counter(), [], self.handle.wire_bytes
-        for batch in self.loader(seq_len, count):
+        for batch in loader:
             out = alstlib.causal_lm_loss(self.engine, batch, self.ctx, engine_divides_by=run.accumulation)
             self.engine.backward(out.loss)
             shares.append(out.mean * out.tokens)
@@ -96,7 +103,7 @@ class Trainer:
             if not last:
                 continue
             loss = float(sum(shares)) / max(1, int(batch["step_tokens"]))  # waits for the device: the step's end
-            done = len(made["loss"]) + 1
+            done += 1
             if not math.isfinite(loss):
                 raise FloatingPointError(f"the loss of step {done} at {seq_len} tokens is {loss}")
             seconds = time.perf_counter() - began
@@ -108,12 +115,29 @@ class Trainer:
                 event, row=run.row, seq_len=seq_len, step=done, steps=count, loss=loss,
                 tokens_per_second=self.tokens_per_step(seq_len) / seconds, eta_seconds=(count - done) * seconds,
             )  # fmt: skip
-            if done == 1 and after_first is not None:
+            if len(made["loss"]) == 1 and after_first is not None:
                 after_first()
+            if event == "step" and run.checkpoint_every and done % run.checkpoint_every == 0:
+                here, place = run.replace(seq_len=seq_len), loader.state_dict()
+                save_state(self.engine, here, self.out / "state", step=done, loader_state=place)
+            if done == count:
+                return made
             began, shares, wire = time.perf_counter(), [], self.handle.wire_bytes
-        if len(made["loss"]) < count:
-            raise ValueError(f"the data ended after {len(made['loss'])} of {count} optimizer steps")
-        return made
+        raise ValueError(f"the data ended after {done} of {count} optimizer steps")
+
+    def resume(self, loader: Any, seq_len: int) -> int:
+        """Continue from the run's `resume_from`; returns the optimizer steps that it has done."""
+        run = self.run
+        found = load_state(self.engine, run.replace(seq_len=seq_len), str(run.resume_from))
+        if found["step"] >= run.steps:
+            raise ValueError(
+                f"steps={run.steps} counts all steps, and resume_from='{run.resume_from}' has done {found['step']} "
+                f"already; use at least {found['step'] + 1}"
+            )
+        if found["loader"] is not None:
+            loader.load_state_dict(found["loader"])
+        self.progress.emit("load", row=run.row, message=found["note"] or f"continuing after step {found['step']}")
+        return found["step"]
 
     def tokens_per_step(self, seq_len: int) -> int:
         return seq_len * self.run.batch_size * self.run.accumulation * self.ctx.dp

@@ -1,0 +1,299 @@
+"""Start torchrun from a notebook or a script, follow it, and leave no process behind.
+
+Logs go to files, never through a notebook's kernel; `processes` says how nothing is left.
+Imports neither torch nor transformers: a kernel that launches must not hold a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from alstlib import results
+from alstlib.config import RunConfig
+from alstlib.processes import RUN_ID_VARIABLE, die_with_parent, sigterm_interrupts, start, stop
+from alstlib.progress import Progress, ProgressReader, log_tail, progress_printer, root_cause
+
+__all__ = ["Progress", "RunFailed", "die_with_parent", "finished", "launch", "progress_printer", "resolve"]
+
+POLL_SECONDS = 1.0
+
+_INHERITED = re.compile(
+    r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|NODE_RANK|MASTER_\w+|TORCHELASTIC_\w+|PET_\w+"
+    r"|MPLBACKEND"  # a notebook's inline backend does not exist in a rank
+)
+
+
+class RunFailed(RuntimeError):
+    """A run ended with status `error`, `cancelled` or `timeout`; `result` is its `result.json`."""
+
+    def __init__(self, result: dict[str, Any], out: Path) -> None:
+        error = result.get("error") or {}
+        tail = f"\n{error['log_tail']}" if error.get("log_tail") else ""
+        super().__init__(f"{result['status']}: {error.get('type', '')}: {error.get('message', '')} (in {out}){tail}")
+        self.result = result
+
+
+# What a run gets
+
+
+@functools.cache
+def _installed_gpus() -> int:
+    if not (smi := shutil.which("nvidia-smi")):
+        return 0
+    try:
+        listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def device_count() -> int:
+    """CUDA devices that ranks could use on this machine, without importing torch and without touching a device."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        if "+cpu" in importlib.metadata.version("torch"):
+            return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not visible.strip():
+        return 0
+    found = _installed_gpus()
+    if visible is None or not found:
+        return found
+    names = [name.strip() for name in visible.split(",")]
+    return names.index("-1") if "-1" in names else len(names)
+
+
+def resolve(config: RunConfig, nnodes: int = 1) -> RunConfig:
+    """The configuration with `world_size=0` and `sp=0` replaced by what this machine has.
+
+    Raises:
+        ValueError: more ranks than GPUs, ranks that do not divide into nodes, or sp that does not divide the ranks.
+    """
+    gpus = device_count()
+    world = config.world_size or (gpus or 2) * nnodes
+    if world % nnodes:
+        nearest = max(1, round(world / nnodes)) * nnodes
+        raise ValueError(f"world_size={world} does not divide into nnodes={nnodes}; nearest: {nearest}")
+    if gpus and world // nnodes > gpus:
+        raise ValueError(f"world_size={world} needs more GPUs than the {gpus} of a node; at most {gpus * nnodes}")
+    sp = config.sp or world
+    if world % sp:
+        fitting = max(d for d in range(1, world + 1) if world % d == 0 and d <= sp)
+        raise ValueError(f"sp={sp} does not divide world_size={world}; nearest: sp={fitting}, or world_size={sp}")
+    return config.replace(world_size=world, sp=sp)
+
+
+def import_path(inherited: str | None = None) -> str:
+    """PYTHONPATH under which another process imports this very package, `inherited` after it."""
+    root = str(Path(__file__).resolve().parents[1])
+    installed = root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    return os.pathsep.join(p for p in ("" if installed else root, inherited or "") if p)
+
+
+def environment(run: str, ranks: int, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Environment of torchrun: this one without what another launcher left, plus what the ranks need.
+
+    Sets only what is not set: threads a rank, the allocator on CUDA, DeepSpeed's accelerator without it.
+    """
+    env = {k: v for k, v in os.environ.items() if not _INHERITED.fullmatch(k)}
+    env.update(extra or {})
+    env["PYTHONPATH"] = import_path(env.get("PYTHONPATH"))
+    env[RUN_ID_VARIABLE] = run
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if not device_count():
+        defaults["DS_ACCELERATOR"] = "cpu"
+    elif not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(env):
+        defaults |= dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "expandable_segments:True")
+    return {**defaults, **env}
+
+
+def finished(config: RunConfig, out: str | os.PathLike[str], nnodes: int = 1) -> dict[str, Any] | None:
+    """The result in `out` if it is `ok` or `oom` and of this configuration at this commit, else None."""
+    try:
+        result = results.read_result(Path(out) / "result.json")
+    except (OSError, ValueError):
+        return None
+    same = result["run_id"] == results.run_id(resolve(config, nnodes))
+    return result if same and result["status"] in results.FINISHED else None
+
+
+# The run
+
+
+def default_folder(config: RunConfig) -> Path:
+    """Where a single run goes that was given no folder: below papermill_runs/out in a clone, else below ./alst_runs."""
+    root = Path(__file__).resolve().parents[1] / "papermill_runs"
+    name = f"{config.row or 'run'}-{results.run_id(resolve(config))}"
+    return (root / "out" / "single" if root.is_dir() else Path.cwd() / "alst_runs") / name
+
+
+@contextlib.contextmanager
+def _only_run_in(out: Path) -> Iterator[None]:
+    with open(out / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"out={str(out)!r} is in use by another run; wait for it or name another folder") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
+def command(config: RunConfig, out: Path, logs: Path, python: str, worker: str, rendezvous: list[str]) -> list[str]:
+    """torchrun for a resolved configuration, as a list."""
+    nnodes = int(rendezvous[1]) if rendezvous[0] == "--nnodes" else 1
+    per_node = ["--nproc-per-node", str(config.world_size // nnodes), "--max-restarts", "0"]
+    files = ["--log-dir", str(logs), "--redirects", "3"]
+    run = ["-m", worker, "--config", str(out / "config.json"), "--out", str(out)]
+    return [python, "-m", "torch.distributed.run", *rendezvous, *per_node, *files, *run]
+
+
+def _rendezvous(config: RunConfig, nnodes: int, node_rank: int, endpoint: str | None) -> list[str]:
+    if nnodes == 1:
+        return ["--standalone"]
+    if not endpoint:
+        raise ValueError(f"nnodes={nnodes} needs rdzv_endpoint, such as 'first-node:29500', the same on every node")
+    where = ["--nnodes", str(nnodes), "--node-rank", str(node_rank), "--rdzv-backend", "c10d"]
+    return [*where, "--rdzv-endpoint", endpoint, "--rdzv-id", results.run_id(config)]
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime_ns, path.stat().st_ino
+    return None
+
+
+class _Run:
+    """One attempt: what was in the folder before it, and what came of it."""
+
+    def __init__(self, config: RunConfig, out: Path, writes: bool, on_progress: Callable[..., None] | None) -> None:
+        self.config, self.out, self.writes, self.on_progress = config, out, writes, on_progress
+        self.id = f"{results.run_id(config)}-{uuid.uuid4().hex[:8]}"
+        self.logs = out / "logs" / self.id
+        self.reader = ProgressReader(out / "progress.jsonl")
+        self.before = _version(out / "result.json")
+        self.logs.mkdir(parents=True, exist_ok=True)
+        if writes:
+            results.write_json(out / "config.json", config.to_dict())
+            self.reader.path.unlink(missing_ok=True)
+
+    def follow(self, *more: dict[str, Any]) -> None:
+        """Hand on what the ranks said. A callback that fails is not worth a run: it is dropped with a warning."""
+        for event in [*self.reader.read(), *more]:
+            if self.on_progress:
+                try:
+                    self.on_progress(event)
+                except Exception as e:
+                    warnings.warn(f"on_progress failed and is not called again: {e!r}", stacklevel=2)
+                    self.on_progress = None
+
+    def wait(self, agent: subprocess.Popen[bytes]) -> int | None:
+        """torchrun's exit status, or None when the configuration's timeout came first."""
+        deadline = time.monotonic() + self.config.timeout
+        while time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                agent.wait(min(POLL_SECONDS, max(0.01, deadline - time.monotonic())))
+            self.follow()
+            if agent.returncode is not None:
+                return agent.returncode
+        return None
+
+    def end(self, status: str, kind: str = "", message: str = "") -> dict[str, Any]:
+        """The worker's result. Where it wrote none, or `ok` and something failed after it: one that says so.
+
+        An error that the worker wrote gets the end of the logs.
+        """
+        result = None
+        with contextlib.suppress(OSError, ValueError):
+            if _version(self.out / "result.json") != self.before:
+                result = results.read_result(self.out / "result.json")
+        written = result
+        if result is None or (result["status"] == "ok" and status != "ok"):
+            error = {"type": kind, "message": message, "log_tail": log_tail(self.logs)}
+            status = "error" if status == "ok" else status
+            result = results.new_result(self.config, status, error=error, metrics=result and result["metrics"])
+        elif result["status"] == "error" and not (result["error"] or {}).get("log_tail"):
+            result = {**result, "error": {**(result["error"] or {}), "log_tail": log_tail(self.logs)}}
+        if self.writes and result is not written:
+            results.write_result(self.out / "result.json", result)
+        self.follow({"time": time.time(), "event": "end", "row": self.config.row, "status": result["status"]})
+        return result
+
+
+def launch(
+    config: RunConfig,
+    out: str | os.PathLike[str],
+    *,
+    on_progress: Callable[[dict[str, Any]], None] | None = None,
+    force: bool = False,
+    python: str = sys.executable,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    rdzv_endpoint: str | None = None,
+    worker: str = "alstlib.train",
+    extra_env: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Run `config` under torchrun in the folder `out` and return its result (`ok` or `oom`).
+
+    `out` gets config.json, progress.jsonl, logs/ and result.json. The worker writes result.json; where it could not,
+    this function does. A finished run of the same configuration at the same commit is returned at once, unless
+    `force`. With several nodes, call it once on each of them, with `out` on a file system that they share.
+
+    Raises:
+        RunFailed: the run ended with status `error`, `cancelled` (torchrun was ended from outside) or `timeout`.
+        KeyboardInterrupt: an interrupt or SIGTERM of this process; the result says `cancelled`.
+        ValueError: a configuration that this machine cannot run, or a folder in use; nothing was started.
+        OSError: a file in `out` could not be written; an earlier result there is intact.
+    """
+    out, config = Path(out).resolve(), resolve(config, nnodes)
+    rendezvous = _rendezvous(config, nnodes, node_rank, rdzv_endpoint)
+    if not force and (done := finished(config, out, nnodes)):
+        return done
+    out.mkdir(parents=True, exist_ok=True)
+    first = node_rank == 0
+    with _only_run_in(out) if first else contextlib.nullcontext(), sigterm_interrupts():
+        run = _Run(config, out, first, on_progress)
+        argv = command(config, out, run.logs, python, worker, rendezvous)
+        env = environment(run.id, config.world_size // nnodes, extra_env)
+        agent = code = None
+        try:
+            agent = start(argv, env, run.logs / "agent.log")
+            code = run.wait(agent)
+        except BaseException as e:
+            with contextlib.suppress(OSError):  # the result first: a kernel that shuts down gives little time
+                run.end("cancelled" if isinstance(e, KeyboardInterrupt) else "error", type(e).__name__, str(e))
+            raise
+        finally:
+            stop(agent, run.id)
+        if code is None:
+            result = run.end("timeout", "Timeout", f"the run took longer than timeout={config.timeout:g} s")
+        elif code == 0:
+            result = run.end("ok", "NoResult", f"{worker} ended without writing result.json")
+        elif code < 0 or code > 128:
+            number = -code if code < 0 else code - 128
+            result = run.end("cancelled", "Cancelled", f"torchrun was ended by signal {number}")
+        else:
+            why = root_cause(run.logs) or f"torchrun ended with exit status {code}"
+            result = run.end("error", "RankFailed", why)
+    if result["status"] not in results.FINISHED:
+        raise RunFailed(result, out)
+    return result

@@ -1,0 +1,326 @@
+"""`result.json`: the only truth about a run. Writing, reading, collecting and tabulating it.
+
+Imports neither torch nor transformers, so that a launcher or a report starts at once.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import functools
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from alstlib.config import PAPER_ROWS, ROWS, RunConfig
+
+SCHEMA_VERSION = 1
+STATUSES = ("ok", "oom", "timeout", "cancelled", "error")
+MODES = ("real", "simulated", "emulated")
+FINISHED = ("ok", "oom")
+"""Statuses that say something about the configuration, not about the attempt: such a run is not repeated."""
+
+
+# Strict JSON, written atomically
+
+
+def strict(value: Any, nonfinite: list[str], path: str = "") -> Any:
+    """`value` as plain JSON types. NaN and infinities become None and their paths are appended to `nonfinite`.
+
+    Raises:
+        ValueError: a value that JSON cannot hold (the path says where).
+    """
+    if isinstance(value, Mapping):
+        return {str(k): strict(v, nonfinite, f"{path}.{k}" if path else str(k)) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(v, nonfinite, f"{path}[{i}]") for i, v in enumerate(value)]
+    if hasattr(value, "tolist"):  # numpy and torch, without importing either
+        return strict(value.tolist(), nonfinite, path)
+    if isinstance(value, float) and not math.isfinite(value):
+        nonfinite.append(path)
+        return None
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise ValueError(f"{path or 'value'}={value!r} ({type(value).__name__}) cannot be written as JSON")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by `value` in one step: a reader sees the old file or the new one, and a failure keeps the old.
+
+    Raises:
+        OSError: with the errno of the failure (ENOSPC on a full disk); the temporary file is gone by then.
+    """
+    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as e:
+        temporary.unlink(missing_ok=True)
+        why = "the disk is full" if e.errno in (errno.ENOSPC, errno.EDQUOT) else e.strerror
+        kept = "; the previous file is intact" if path.exists() else ""
+        raise OSError(e.errno, f"could not write {path.name}: {why}{kept}", str(path)) from e
+
+
+# One result
+
+
+def new_result(
+    config: RunConfig,
+    status: str,
+    *,
+    mode: str = "real",
+    metrics: Mapping[str, Any] | None = None,
+    error: Mapping[str, str] | None = None,
+    device: str | None = None,
+    device_count: int | None = None,
+) -> dict[str, Any]:
+    """A complete `result.json` as a dictionary.
+
+    `metrics` holds seq_len, tokens_per_step, step_seconds[], loss[], device_peak_bytes[] and host_peak_bytes[] (one a
+    rank), wire_bytes (a step), flos {paper, model} (a step, all ranks), tflops {paper, model} (a rank) and mfu.
+    `error` holds type, message and log_tail. `device` is the device's name.
+    """
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": run_id(config),
+        "row": config.row or None,
+        "status": status,
+        "mode": mode,
+        "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "config": config.to_dict(),
+        "git": git_state(),
+        "environment": environment(device, device_count),
+        "metrics": dict(metrics or {}),
+        "error": {"type": "", "message": "", "log_tail": "", **error} if error else None,
+    }
+
+
+def check_result(result: Mapping[str, Any], source: str = "result") -> None:
+    """Raise ValueError unless `result` has this version's schema, a known status and a known mode."""
+    if not isinstance(result, Mapping) or "schema_version" not in result:
+        raise ValueError(f"{source} is not a result.json: it has no schema_version")
+    if result["schema_version"] != SCHEMA_VERSION:
+        raise ValueError(f"{source} has schema_version={result['schema_version']}; this alstlib reads {SCHEMA_VERSION}")
+    for name in ("run_id", "config", "git", "environment", "metrics"):
+        if name not in result:
+            raise ValueError(f"{source} has no '{name}'")
+    for name, known in (("status", STATUSES), ("mode", MODES)):
+        if result.get(name) not in known:
+            raise ValueError(f"{source} has {name}={result.get(name)!r}, not one of {', '.join(known)}")
+
+
+def write_result(path: str | os.PathLike[str], result: Mapping[str, Any]) -> None:
+    """Write `result.json` atomically. NaN and infinities become null; `metrics.nonfinite` lists where they were.
+
+    Raises:
+        ValueError: the result lacks a field or holds something JSON cannot.
+        OSError: the disk is full or not writable; an earlier result at `path` is intact.
+    """
+    check_result(result)
+    nonfinite: list[str] = []
+    plain = strict(result, nonfinite)
+    if nonfinite:
+        plain["metrics"]["nonfinite"] = nonfinite
+    write_json(Path(path), plain)
+
+
+def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read and check a `result.json`.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: not JSON, another schema version, or an unknown status or mode.
+    """
+    try:
+        result = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path} is not JSON: {e}") from e
+    check_result(result, str(path))
+    return result
+
+
+def run_id(config: RunConfig) -> str:
+    """12 hexadecimal digits that name a resolved configuration at the package's commit."""
+    return config.digest(git_state()["sha"])
+
+
+def git_state(folder: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    """`{"sha", "dirty"}` of the commit that `folder` (default: this package) is at; sha 'unknown' outside git.
+
+    Only changes below `folder` make it dirty, so that a sweep that writes reports does not.
+    """
+
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(folder or Path(__file__).parent), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+
+    try:
+        return {"sha": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", "."))}
+    except (OSError, subprocess.SubprocessError):
+        return {"sha": "unknown", "dirty": None}
+
+
+@functools.cache
+def _installed() -> tuple[dict[str, str], str]:
+    found = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions() if d.name}
+    lines = "\n".join(f"{name}=={version}" for name, version in sorted(found.items()))
+    return found, hashlib.sha256(lines.encode()).hexdigest()[:12]
+
+
+def environment(device: str | None = None, device_count: int | None = None) -> dict[str, Any]:
+    """Versions of what decides a run. `lock_hash` covers every installed distribution and its version."""
+    found, lock_hash = _installed()
+    return {
+        "python": platform.python_version(),
+        **{name: found.get(name) for name in ("torch", "transformers", "deepspeed")},
+        "liger": found.get("liger-kernel"),
+        "device": device,
+        "device_count": device_count,
+        "lock_hash": lock_hash,
+    }
+
+
+def flos(seq_len: int, tokens: int, dense_params: int, heads: int, head_dim: int, layers: int) -> dict[str, float]:
+    """Floating-point operations of one training step over `tokens` tokens in samples of `seq_len`, both conventions.
+
+    A token's forward costs 2 N in the `dense_params` N (summed over the layers, with the head, without the embedding
+    lookup), and a sample's 4 S^2 head_dim heads a layer in QK^T and PV.
+
+    - paper: Megatron style, forward counted 4 times (with the recompute), full attention matrix:
+      `8 N T + 16 S^2 head_dim heads layers` a sample (ALST paper, section 5.1).
+    - model: forward counted 3 times, only the causal half of the attention: `6 N T + 6 S^2 head_dim heads layers`.
+    """
+    attention = float(seq_len) * tokens * head_dim * heads * layers  # S^2 a sample, times tokens / S samples
+    dense = float(dense_params) * tokens
+    return {"paper": 8 * dense + 16 * attention, "model": 6 * dense + 6 * attention}
+
+
+# Many results
+
+
+def collect(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Every result below `folder`, in the order of the ablation, each with its `folder`.
+
+    Of several results of a row (or, without a row, of a run id) beside each other, the newest. Unreadable ones are
+    left out with a warning.
+    """
+    newest: dict[tuple[Path, str], dict[str, Any]] = {}
+    for path in sorted(Path(folder).rglob("result.json")):
+        try:
+            result = {**read_result(path), "folder": str(path.parent)}
+        except (OSError, ValueError) as e:
+            warnings.warn(f"left out: {e}", stacklevel=2)
+            continue
+        key = (path.parent.parent, result.get("row") or result["run_id"])
+        if key not in newest or result.get("finished", "") >= newest[key].get("finished", ""):
+            newest[key] = result
+    order = list(ROWS)
+    place = {row: i for i, row in enumerate(order)}
+    return sorted(newest.values(), key=lambda r: (place.get(r.get("row") or "", len(order)), r.get("row") or ""))
+
+
+def step_seconds(metrics: Mapping[str, Any]) -> float | None:
+    """Median seconds of an optimizer step (the worker leaves out the first, which warms up and is watched)."""
+    times = [t for t in metrics.get("step_seconds") or [] if t is not None]
+    return statistics.median(times) if times else None
+
+
+def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One dictionary a result: what was measured (bytes, seconds, tokens, TFLOPS a rank), and the paper's row.
+
+    `device_peak_bytes` is that of the fullest rank, `host_peak_bytes` the sum over the ranks.
+    """
+    rows = []
+    for result in results:
+        m, row = result["metrics"], result.get("row") or ""
+        seconds = step_seconds(m)
+        paper = PAPER_ROWS.get(row, {})
+        device, host = (
+            [b for b in m.get(name) or [] if b is not None] for name in ("device_peak_bytes", "host_peak_bytes")
+        )
+        ranks = result["config"].get("world_size") or len(device) or 1
+        tflops = m.get("tflops") or {}
+        if seconds and not tflops:
+            tflops = {k: v / seconds / ranks / 1e12 for k, v in (m.get("flos") or {}).items()}
+        tokens = m.get("tokens_per_step")
+        rows.append({
+            "row": row or result["run_id"],
+            "status": result["status"],
+            "mode": result["mode"],
+            "seq_len": m.get("seq_len"),
+            "step_seconds": seconds,
+            "tokens_per_second": tokens / seconds if tokens and seconds else None,
+            "device_peak_bytes": max(device, default=None),
+            "host_peak_bytes": sum(host) if host else None,
+            "tflops_paper": tflops.get("paper"),
+            "tflops_model": tflops.get("model"),
+            "paper_seq_len": paper.get("seq_len"),
+            "paper_step_seconds": paper.get("step_seconds"),
+            "paper_tflops": paper.get("tflops"),
+        })  # fmt: skip
+    return rows
+
+
+def format_tokens(n: int) -> str:
+    """`500K`, `3.7M` (decimal), or all digits (`2,048`) where the short form would round."""
+    for unit, size, digits in (("M", 10**6, 2), ("K", 10**3, 1)):
+        if size <= n < size * 1000 and round((short := round(n / size, digits)) * size) == n:
+            return f"{short:g}{unit}"
+    return f"{n:,}"
+
+
+def format_bytes(n: float) -> str:
+    """Binary units: `1.50 GiB`."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(n) >= size:
+            return f"{n / size:.2f} {unit}"
+    return f"{n:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """`350 ms`, `12.3 s`, and from a minute on `h:mm:ss`."""
+    if seconds >= 59.95:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+    return f"{seconds:.1f} s" if seconds >= 0.9995 else f"{seconds * 1000:.0f} ms"
+
+
+def _number(x: float) -> str:
+    return f"{x:,.0f}" if x >= 1000 else f"{x:.1f}" if x >= 10 else f"{x:.3g}"
+
+
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "row": ("row", str), "status": ("status", str), "mode": ("mode", str),
+    "seq_len": ("length", format_tokens), "step_seconds": ("step", format_seconds),
+    "tokens_per_second": ("tokens/s", _number),
+    "device_peak_bytes": ("device peak", format_bytes), "host_peak_bytes": ("host peak, all ranks", format_bytes),
+    "tflops_paper": ("TFLOPS, paper's FLOS", _number), "tflops_model": ("TFLOPS, model FLOS", _number),
+    "paper_seq_len": ("paper: length", format_tokens), "paper_step_seconds": ("paper: step", format_seconds),
+    "paper_tflops": ("paper: TFLOPS", _number),
+}  # fmt: skip
+"""Heading and format of each column of `table`."""
+
+
+def to_markdown(rows: Iterable[Mapping[str, Any]], columns: Iterable[str] | None = None) -> str:
+    """`table`'s rows as a Markdown table; what was not measured is `-`."""
+    names = list(columns or COLUMNS)
+    lines = [[COLUMNS[n][0] for n in names], ["---"] * len(names)]
+    for row in rows:
+        values = [(COLUMNS[n][1], row.get(n)) for n in names]
+        lines.append(["-" if v is None else show(v).replace("|", "\\|") for show, v in values])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

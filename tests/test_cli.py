@@ -1,0 +1,224 @@
+"""`alst`: specs, sweeps through papermill, what is run again and what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from alstlib import cli, launch, results
+from alstlib.config import ROWS, RunConfig
+
+TESTS = Path(__file__).parent
+REPOSITORY = TESTS.parent
+ABLATION = REPOSITORY / "papermill_runs" / "specs" / "ablation.yaml"
+
+
+def write_spec(folder: Path, **changes) -> Path:
+    rows = [{"name": "good", "model_config": {"fake": "ok"}}, {"name": "bad", "model_config": {"fake": "fail"}}]
+    spec = {"name": "sweep", "notebook": "run.ipynb", "rows": rows, "parameters": {"worker": "fake_worker"}}
+    spec |= {"base": {"timeout": 60}, **changes}
+    (folder / "run.ipynb").write_text((REPOSITORY / "notebooks" / "run.ipynb").read_text())
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump({k: v for k, v in spec.items() if v is not None}))
+    return path
+
+
+def out_of(folder: Path) -> Path:
+    return folder / "papermill_runs" / "out" / "sweep"
+
+
+def recorder(ran: list, status: str):
+    """A stand-in for `cli.run_row` that notes the row."""
+    return lambda spec, row, force: ran.append(row) or results.new_result(spec.rows[row], status)
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """A sweep of a row that works and one that fails, run once."""
+    folder = tmp_path_factory.mktemp("cli")
+    report = {
+        "nbformat": 4, "nbformat_minor": 5,
+        "metadata": {"kernelspec": {"name": "gone", "language": "python", "display_name": "a kernel nobody has"}},
+        "cells": [
+            {"cell_type": "code", "id": "p", "metadata": {"tags": ["parameters"]}, "source": "results = ''",
+             "outputs": [], "execution_count": None},
+            {"cell_type": "code", "id": "r", "metadata": {}, "outputs": [], "execution_count": None,
+             "source": "import sys\nfrom pathlib import Path\n(Path(results) / 'reported').write_text(sys.executable)"},
+        ],
+    }  # fmt: skip
+    (folder / "report.ipynb").write_text(json.dumps(report))
+    spec = write_spec(folder, report="report.ipynb")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(TESTS))
+        code = cli.main(["run", str(spec)])
+    return spec, out_of(folder), code
+
+
+def test_a_failed_row_fails_the_sweep_and_the_others_still_run(sweep):
+    _, out, code = sweep
+    assert code == 1
+    assert [results.read_result(out / row / "result.json")["status"] for row in ("good", "bad")] == ["ok", "error"]
+    assert (out / "good" / "run.ipynb").exists()
+    assert "RunFailed" in (out / "bad" / "run.ipynb").read_text()
+
+
+def test_notebooks_run_in_the_running_python_whatever_kernel_they_name(sweep):
+    assert (sweep[1] / "reported").read_text() == sys.executable
+
+
+def test_what_is_run_again(sweep, monkeypatch, capsys):
+    spec, _, _ = sweep
+    ran = []
+
+    def run_row(spec, row, force):
+        ran.append((row, force))
+        return results.new_result(spec.rows[row], "ok")
+
+    monkeypatch.setattr(cli, "run_row", run_row)
+    monkeypatch.setattr(cli, "execute", lambda *a: None)
+    for arguments, expected in (
+        ([], [("bad", False)]),
+        (["--retry", "error"], [("bad", False)]),
+        (["--rows", "good"], []),
+        (["--force"], [("good", True), ("bad", True)]),
+        (["--dry-run"], []),
+    ):
+        ran.clear()
+        assert cli.main(["run", str(spec), *arguments]) == 0
+        assert ran == expected, arguments
+    assert "good: ok already" in capsys.readouterr().out
+
+
+def test_retry_leaves_alone_what_never_ran_and_takes_what_was_killed(tmp_path, monkeypatch):
+    spec, out = write_spec(tmp_path), out_of(tmp_path)
+    (out / "bad").mkdir(parents=True)
+    (out / "bad" / "config.json").write_text("{}")
+    ran = []
+    monkeypatch.setattr(cli, "run_row", recorder(ran, "oom"))
+    assert cli.main(["run", str(spec), "--retry", "error"]) == 0
+    assert ran == ["bad"]
+
+
+def test_fail_fast(tmp_path, monkeypatch):
+    spec, ran = write_spec(tmp_path), []
+    monkeypatch.setattr(cli, "run_row", recorder(ran, "timeout"))
+    assert cli.main(["run", str(spec), "--fail-fast"]) == 1
+    assert ran == ["good"]
+    assert cli.main(["run", str(spec)]) == 1
+    assert ran == ["good", "good", "bad"]
+
+
+def test_report_and_status(sweep, capsys):
+    spec, out, _ = sweep
+    assert cli.main(["report", str(out)]) == 0
+    table = capsys.readouterr().out
+    assert "| good | ok | real | 2,048 |" in table
+    assert "| bad | error |" in table
+    assert cli.main(["report", str(spec)]) == 0
+    assert capsys.readouterr().out == table
+    assert cli.main(["status", str(spec)]) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [["good", "ok"], ["bad", "error"]]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"bases": {}}, "unknown field of a spec 'bases'; did you mean 'base'?"),
+        ({"base": {"seq_length": 1}}, "unknown parameter 'seq_length'; did you mean 'seq_len'?"),
+        ({"base": {"cuda": {}, "cpu": {"modle": "tiny"}}}, "unknown parameter 'modle'; did you mean 'model'?"),
+        ({"rows": ["ulyses"]}, "unknown row 'ulyses'; did you mean 'ulysses'?"),
+        ({"rows": [{"name": "x", "tiled_los": True}]}, "unknown parameter 'tiled_los'; did you mean 'tiled_loss'?"),
+        ({"rows": [{"name": "../x"}]}, "row='../x' names a folder"),
+        ({"rows": [{"name": "x", "sp": 3}]}, "sp=3 does not divide world_size=2; nearest: sp=2"),
+        ({"rows": ["alst", "alst"]}, "row 'alst' is named twice"),
+        ({"rows": []}, "names no rows"),
+        ({"notebook": "rnu.ipynb"}, "notebook='rnu.ipynb'"),
+        ({"parameters": {"wroker": "w"}}, "unknown parameter of run.ipynb 'wroker'; did you mean 'worker'?"),
+        ({"report": "run.ipynb"}, "unknown parameter of run.ipynb 'results'"),
+    ],
+)
+def test_unknown_names_are_refused_before_anything_starts(tmp_path, monkeypatch, capsys, changes, message):
+    monkeypatch.setattr(launch, "device_count", lambda: 0)
+    monkeypatch.setattr(cli, "execute", lambda *a: pytest.fail("a notebook was executed"))
+    assert cli.main(["run", str(write_spec(tmp_path, **changes))]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "papermill_runs").exists()
+
+
+def test_rows_that_are_not_in_the_spec_and_specs_that_do_not_exist(tmp_path, capsys):
+    assert cli.main(["run", str(write_spec(tmp_path)), "--rows", "good,bda"]) == 2
+    assert "unknown row 'bda'; did you mean 'bad'?" in capsys.readouterr().err
+    assert cli.main(["status", str(tmp_path / "no.yaml")]) == 2
+    assert "cannot read the spec" in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path)]) == 2
+
+
+def test_the_hardware_chooses_its_section(tmp_path, monkeypatch):
+    base = {"steps": 5, "cpu": {"seq_len": 1000}, "cuda": {"seq_len": "8K", "steps": 7}}
+    spec = write_spec(tmp_path, base=base, rows=["alst", {"name": "ours", "tiled_mlp": 64}])
+    for gpus, length, steps, sp in ((0, 1000, 5, 2), (4, 8000, 7, 4)):
+        monkeypatch.setattr(launch, "device_count", lambda gpus=gpus: gpus)
+        rows = cli.load_spec(spec).rows
+        assert all((c.seq_len, c.steps, c.sp, c.world_size) == (length, steps, sp, sp) for c in rows.values())
+        assert rows["ours"].tiled_mlp == 64
+        assert rows["ours"].save_attention == "auto"
+        assert rows["alst"].offload == "sync"
+
+
+def test_the_ablation_is_the_seven_rows():
+    text = yaml.safe_load(ABLATION.read_text())
+    assert text["rows"] == list(ROWS)
+    base = {k: v for k, v in text["base"].items() if k not in ("cpu", "cuda")}
+    for section in ("cpu", "cuda"):
+        assert RunConfig.from_dict({**base, **text["base"][section]}).search
+
+
+def test_a_dead_kernel_is_an_error_in_the_result(tmp_path, monkeypatch):
+    path = write_spec(tmp_path)
+    monkeypatch.setattr(cli, "execute", lambda *a: RuntimeError("Kernel died"))
+    old = out_of(tmp_path) / "good" / "result.json"
+    old.parent.mkdir(parents=True)
+    results.write_result(old, results.new_result(RunConfig(), "ok"))
+    result = cli.run_row(cli.load_spec(path), "good")
+    assert result["status"] == "error"
+    assert result["error"]["message"] == "Kernel died"
+    assert results.read_result(old) == result
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupting_the_sweep_stops_it_and_leaves_nothing(tmp_path, number):
+    rows = [{"name": "one", "model_config": {"fake": "hang"}}, {"name": "two", "model_config": {"fake": "ok"}}]
+    spec, out = write_spec(tmp_path, rows=rows), out_of(tmp_path)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(TESTS)))}
+    sweep = subprocess.Popen(
+        [sys.executable, "-m", "alstlib.cli", "run", str(spec)], env=env, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        text = ""
+        while "step 1/2" not in text:  # progress of the row reaches the terminal
+            line = sweep.stdout.readline()
+            assert line, text
+            text += line
+        sweep.send_signal(number)
+        sweep.communicate(timeout=60)
+    finally:
+        sweep.kill()
+        sweep.wait()
+    assert sweep.returncode == 130
+    assert results.read_result(out / "one" / "result.json")["status"] == "cancelled"
+    assert "KeyboardInterrupt" in (out / "one" / "run.ipynb").read_text()  # the cell itself cleaned up
+    assert not (out / "two").exists()
+    left = [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(out).encode() in _read(p)]
+    assert left == []
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

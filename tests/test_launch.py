@@ -1,0 +1,408 @@
+"""The launcher, with real torchrun and a worker that imports nothing: how runs end, and that nothing stays behind."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from alstlib import launch, processes, progress, results
+from alstlib.config import RunConfig
+
+TESTS = Path(__file__).parent
+NOTEBOOK = TESTS.parent / "notebooks" / "run.ipynb"
+PATHS = {"PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
+
+
+def fake(what: str, **fields) -> RunConfig:
+    return RunConfig(model_config={"fake": what}, **fields)
+
+
+def start(what: str, out: Path, **kw):
+    return launch.launch(fake(what, timeout=kw.pop("timeout", 60)), out, worker="fake_worker", extra_env=PATHS, **kw)
+
+
+def processes_of(out: Path) -> dict[int, str]:
+    """Every other living process that names the folder `out`: papermill, the agent and its ranks."""
+    found = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if str(out) in line and int(pid) != os.getpid():
+            found[int(pid)] = line
+    return found
+
+
+def in_thread(what: str, out: Path, **kw) -> list[launch.RunFailed]:
+    """Launch in a thread; the list gets what was raised."""
+    raised: list[launch.RunFailed] = []
+
+    def run():
+        try:
+            start(what, out, **kw)
+        except launch.RunFailed as e:
+            raised.append(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    return raised
+
+
+def wait_for(condition, seconds: float = 60) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    """One run that ends well, with what another launcher would have left in the environment."""
+    out, events = tmp_path_factory.mktemp("launch") / "environ", []
+    left = {
+        "RANK": "7",
+        "WORLD_SIZE": "9",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+        "PET_NNODES": "4",
+        "MPLBACKEND": "?",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in left.items():
+            patch.setenv(name, value)
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        result = start("environ", out, on_progress=events.append)
+    return out, result, events
+
+
+def test_a_run_that_ends_well(finished_run):
+    out, result, events = finished_run
+    assert result["status"] == "ok"
+    assert result == results.read_result(out / "result.json")
+    config = json.loads((out / "config.json").read_text())
+    assert (config["world_size"], config["sp"]) == (result["config"]["world_size"], 1)
+    assert config["world_size"] > 0
+    assert [e["event"] for e in events] == ["step", "step", "end"]
+    assert events[-1]["status"] == "ok"
+    assert events[0]["loss"] is None
+    assert events[1]["loss"] == 2.5
+    assert events[0]["time"] > 0
+    assert not processes_of(out)
+
+
+def test_ranks_get_a_clean_environment(finished_run):
+    out, result, _ = finished_run
+    ranks = [json.loads((out / f"environ.{r}.json").read_text()) for r in range(result["config"]["world_size"])]
+    assert [e["RANK"] for e in ranks] == [str(r) for r in range(len(ranks))]
+    for env in ranks:
+        assert env["WORLD_SIZE"] == str(len(ranks))
+        assert env["MASTER_PORT"] != "1"
+        assert env["TORCHELASTIC_RUN_ID"] != "x"
+        assert "PET_NNODES" not in env
+        assert "MPLBACKEND" not in env
+        assert int(env["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // len(ranks))
+        assert env["ALST_RUN_ID"].startswith(result["run_id"])
+        if not launch.device_count():
+            assert env["DS_ACCELERATOR"] == "cpu"
+
+
+def test_a_finished_run_is_not_run_again(finished_run, monkeypatch):
+    out, result, _ = finished_run
+    monkeypatch.setattr(launch, "start", lambda *a: pytest.fail("torchrun was started"))
+    assert start("environ", out) == result
+    assert launch.finished(fake("environ", timeout=60), out) == result
+    assert launch.finished(fake("environ", timeout=60, seq_len=4096), out) is None
+    monkeypatch.setattr(results, "git_state", lambda: {"sha": "another", "dirty": False})
+    assert launch.finished(fake("environ", timeout=60), out) is None
+
+
+def test_a_failing_rank(tmp_path):
+    """The result of an earlier run does not count, and the log tail opens with the rank that failed."""
+    results.write_result(tmp_path / "result.json", results.new_result(fake("other"), "oom"))
+    with pytest.raises(launch.RunFailed, match=r"rank 1 ended with exit status 1.*\n.*(.|\n)*rank one is broken") as e:
+        start("fail", tmp_path)
+    result = results.read_result(tmp_path / "result.json")
+    assert result == e.value.result
+    assert result["status"] == "error"
+    assert result["run_id"] == results.run_id(launch.resolve(fake("fail", timeout=60)))
+    assert result["error"]["log_tail"].startswith("--- rank 1, stderr ---")
+    assert len(result["error"]["log_tail"]) <= 4000
+    assert not processes_of(tmp_path)
+
+
+def test_out_of_memory_is_a_result(tmp_path):
+    result = start("oom", tmp_path)
+    assert result["status"] == "oom"
+    assert result["error"]["message"] == "too long"
+    assert launch.finished(fake("oom", timeout=60), tmp_path) == result
+
+
+def test_an_error_that_the_worker_explains_gets_the_logs(tmp_path):
+    with pytest.raises(launch.RunFailed, match="error: Explained: too long"):
+        start("explained", tmp_path)
+    result = results.read_result(tmp_path / "result.json")
+    assert "rank 0 says: explained" in result["error"]["log_tail"]
+    assert result["metrics"]["step_seconds"] == [3.0, 1.0, 2.0]
+
+
+def test_a_failure_after_the_result_is_an_error_that_keeps_the_metrics(tmp_path):
+    with pytest.raises(launch.RunFailed):
+        start("ok_then_fail", tmp_path)
+    result = results.read_result(tmp_path / "result.json")
+    assert result["status"] == "error"
+    assert result["metrics"]["step_seconds"] == [3.0, 1.0, 2.0]
+
+
+def test_timeout_and_one_run_a_folder(tmp_path):
+    raised = in_thread("hang", tmp_path, timeout=6)
+    assert wait_for((tmp_path / "started.1").exists)
+    with pytest.raises(ValueError, match="in use by another run"):
+        start("ok", tmp_path)
+    assert len(processes_of(tmp_path)) >= 3
+    assert wait_for(lambda: raised, 30)
+    assert raised[0].result["status"] == "timeout"
+    assert "timeout=6 s" in raised[0].result["error"]["message"]
+    assert results.read_result(tmp_path / "result.json")["status"] == "timeout"
+    assert not processes_of(tmp_path)
+
+
+def test_a_worker_without_a_result(tmp_path):
+    """An `ok` that an earlier run left is not taken for this one's."""
+    results.write_result(tmp_path / "result.json", results.new_result(fake("other"), "ok"))
+    with pytest.raises(launch.RunFailed, match=r"without writing result\.json"):
+        start("silent", tmp_path)
+    assert results.read_result(tmp_path / "result.json")["status"] == "error"
+
+
+def pids_of(out: Path, program: str) -> list[int]:
+    """Processes of the run in `out` whose command line holds `program`."""
+    return [pid for pid, line in processes_of(out).items() if program in line]
+
+
+def test_signals_to_papermill_leave_nothing_behind(tmp_path):
+    """SIGINT, SIGTERM and SIGKILL of papermill, and SIGKILL of kernel and torchrun, at once in four runs that hang."""
+    runs = {}
+    for name in ("SIGINT", "SIGTERM", "SIGKILL", "both"):
+        out = tmp_path / name
+        command = [sys.executable, "-m", "papermill", str(NOTEBOOK), str(tmp_path / f"{name}.ipynb")]
+        command += ["-p", "out", str(out), "-p", "worker", "fake_worker", "-y", "config: {model_config: {fake: hang}}"]
+        with open(tmp_path / f"{name}.log", "wb") as log:
+            runs[name] = subprocess.Popen(command, env={**os.environ, **PATHS}, stdout=log, stderr=log)
+    try:
+        for name, papermill in runs.items():
+            out = tmp_path / name
+            assert wait_for(lambda out=out: all((out / f"started.{r}").exists() for r in (0, 1))), name
+            assert len(pids_of(out, "fake_worker")) >= 4  # papermill, torchrun, two ranks
+            if name == "both":
+                (agent,) = pids_of(out, "torch.distributed.run")
+                kernel = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
+                os.kill(agent, signal.SIGSTOP)  # or it would end its ranks before it is killed
+                os.kill(kernel, signal.SIGKILL)
+                os.kill(agent, signal.SIGKILL)
+            else:
+                papermill.send_signal(signal.Signals[name])
+        for name, papermill in runs.items():
+            assert papermill.wait(60) != 0, name
+            assert wait_for(lambda out=tmp_path / name: not processes_of(out), 30), processes_of(tmp_path / name)
+    finally:
+        for papermill in runs.values():
+            papermill.kill()
+            papermill.wait()
+        for pid in processes_of(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+    assert results.read_result(tmp_path / "SIGINT" / "result.json")["status"] == "cancelled"
+    for name in ("SIGTERM", "SIGKILL", "both"):  # nothing was left that could say so
+        assert launch.finished(fake("hang"), tmp_path / name) is None
+
+
+def test_torchrun_that_is_ended_from_outside(tmp_path):
+    raised = in_thread("hang", tmp_path)
+    assert wait_for((tmp_path / "started.1").exists)
+    os.kill(pids_of(tmp_path, "torch.distributed.run")[0], signal.SIGKILL)
+    assert wait_for(lambda: raised, 20)
+    assert raised[0].result["status"] == "cancelled"
+    assert raised[0].result["error"]["message"] == "torchrun was ended by signal 9"
+    assert not processes_of(tmp_path)
+
+
+def test_papermill_fails_with_a_failing_rank(tmp_path):
+    command = [sys.executable, "-m", "papermill", str(NOTEBOOK), str(tmp_path / "o.ipynb"), "--no-progress-bar"]
+    command += ["-p", "out", str(tmp_path), "-p", "worker", "fake_worker", "-y", "config: {model_config: {fake: fail}}"]
+    ran = subprocess.run(command, env={**os.environ, **PATHS}, capture_output=True, text=True)
+    assert ran.returncode != 0
+    assert "RunFailed: error: RankFailed" in ran.stderr
+    assert "rank one is broken" in ran.stderr
+    assert results.read_result(tmp_path / "result.json")["status"] == "error"
+
+
+@pytest.mark.parametrize("given", [["-p", "seq_length", "4096"], ["-y", "config: {seq_length: 4096}"]])
+def test_the_notebook_refuses_unknown_names(tmp_path, given):
+    command = [sys.executable, "-m", "papermill", str(NOTEBOOK), str(tmp_path / "o.ipynb"), "--no-progress-bar"]
+    command += ["-p", "out", str(tmp_path / "run"), *given]
+    ran = subprocess.run(command, env={**os.environ, **PATHS}, capture_output=True, text=True)
+    assert ran.returncode != 0
+    assert "unknown parameter 'seq_length'; did you mean 'seq_len'?" in ran.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_stopping_sweeps_processes_that_left_the_agent(tmp_path):
+    """A process in a session of its own that ignores SIGTERM, as a rank may; a namesake run is left alone."""
+    ignore = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+    )
+
+    def stray(run):
+        env = {**os.environ, "ALST_RUN_ID": run}
+        child = subprocess.Popen(
+            [sys.executable, "-c", ignore], env=env, start_new_session=True, stdout=subprocess.PIPE
+        )
+        child.stdout.readline()
+        return child
+
+    ours, other = stray("run-1"), stray("run-11")
+    try:
+        assert processes.processes("run-1") == [ours.pid]
+        processes.stop(None, "run-1")
+        assert ours.wait(5) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        for child in (ours, other):
+            child.kill()
+            child.wait()
+            child.stdout.close()
+
+
+def test_full_disk(tmp_path, monkeypatch, capsys):
+    """Before the run: refused, the old result intact. Progress: dropped with one warning."""
+    results.write_result(tmp_path / "result.json", results.new_result(fake("other"), "ok"))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        patch.setattr(launch, "start", lambda *a: pytest.fail("torchrun was started"))
+        with pytest.raises(OSError, match=r"config\.json: the disk is full"):
+            start("ok", tmp_path)
+    assert results.read_result(tmp_path / "result.json")["status"] == "ok"
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full to stand for a full disk")
+    writer = launch.Progress("/dev/full")
+    with pytest.warns(UserWarning, match="progress is not recorded"):
+        writer.emit("step", step=1)
+    writer.emit("step", step=2)  # warnings are errors nowhere: a second one would be seen below
+    assert writer.warned
+
+
+def test_resolve(monkeypatch):
+    monkeypatch.setattr(launch, "device_count", lambda: 0)
+    resolved = launch.resolve(RunConfig(sp=0))
+    assert (resolved.world_size, resolved.sp) == (2, 2)
+    with pytest.raises(ValueError, match=r"sp=3 does not divide world_size=2; nearest: sp=2, or world_size=3"):
+        launch.resolve(RunConfig(sp=3))
+    with pytest.raises(ValueError, match=r"world_size=3 does not divide into nnodes=2; nearest: 4"):
+        launch.resolve(RunConfig(world_size=3), nnodes=2)
+    monkeypatch.setattr(launch, "device_count", lambda: 8)
+    assert launch.resolve(RunConfig(sp=0), nnodes=4).sp == 32
+    with pytest.raises(ValueError, match=r"world_size=9 needs more GPUs than the 8"):
+        launch.resolve(RunConfig(world_size=9))
+    with pytest.raises(ValueError, match="needs rdzv_endpoint"):
+        launch.launch(RunConfig(), "nowhere", nnodes=2)
+    assert not Path("nowhere").exists()
+
+
+@pytest.mark.parametrize("visible, count", [(None, 4), ("", 0), ("0,2", 2), ("1,-1,2", 1), ("GPU-a", 1)])
+def test_visible_devices(monkeypatch, visible, count):
+    monkeypatch.setattr(launch, "_installed_gpus", lambda: 4)
+    monkeypatch.setattr(launch.importlib.metadata, "version", lambda name: "2.13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert launch.device_count() == count
+    monkeypatch.setattr(launch.importlib.metadata, "version", lambda name: "2.13.0+cpu")
+    assert launch.device_count() == 0
+
+
+def test_cuda_environment(monkeypatch):
+    monkeypatch.setattr(launch, "device_count", lambda: 8)
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "DS_ACCELERATOR"):
+        monkeypatch.delenv(name, raising=False)
+    env = launch.environment("r", 8)
+    assert env["PYTORCH_CUDA_ALLOC_CONF"] == env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "DS_ACCELERATOR" not in env
+    own = launch.environment("r", 8, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "OMP_NUM_THREADS": "3"})
+    assert own["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in own
+    assert own["OMP_NUM_THREADS"] == "3"
+
+
+def test_several_nodes_rendezvous_on_one_endpoint():
+    config = launch.resolve(RunConfig(world_size=4))
+    where = launch._rendezvous(config, 2, 1, "n1:29500")
+    argv = launch.command(config, Path("/o"), Path("/o/logs"), "python", "alstlib.train", where)
+    text = " ".join(argv)
+    assert "--nnodes 2 --node-rank 1 --rdzv-backend c10d --rdzv-endpoint n1:29500" in text
+    assert "--nproc-per-node 2" in text
+    assert "--standalone" not in text
+
+
+def test_reader_returns_whole_lines_once(tmp_path):
+    path = tmp_path / "progress.jsonl"
+    reader = launch.ProgressReader(path)
+    assert reader.read() == []
+    path.write_text('{"a": 1}\n{"a": 2')
+    assert reader.read() == [{"a": 1}]
+    assert reader.read() == []
+    with open(path, "a") as file:
+        file.write('}\nnot json\n{"a": 3}\n')
+    assert reader.read() == [{"a": 2}, {"a": 3}]
+    path.write_text('{"b": 1}\n')
+    assert reader.read() == [{"b": 1}]
+
+
+def test_only_rank_0_writes(tmp_path):
+    launch.Progress(tmp_path / "p", rank=1).emit("step")
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_callback_that_fails_is_dropped(tmp_path):
+    run = launch._Run(fake("ok"), tmp_path, True, lambda event: 1 / 0)
+    launch.Progress(tmp_path / "progress.jsonl").emit("step")
+    with pytest.warns(UserWarning, match="on_progress failed"):
+        run.follow()
+    launch.Progress(tmp_path / "progress.jsonl").emit("step")
+    run.follow()
+
+
+def test_one_line_says_it_all(capsys):
+    event = {"event": "step", "row": "alst", "seq_len": 3072, "step": 1, "steps": 3, "tokens_per_second": 1234.5}
+    event |= {"loss": 2.25, "eta_seconds": 75, "message": "searching"}
+    line = progress.describe(event)
+    assert line == "alst  length 3,072  step 1/3  1,234 tokens/s  loss 2.2500  0:01:15 left  searching"
+    show = launch.progress_printer()
+    for _ in range(1000):
+        show(event)
+    show({"event": "end", "row": "alst", "status": "ok"})
+    assert capsys.readouterr().out.splitlines() == [line, "alst  ok"]
+
+
+def test_log_tail_fits_and_starts_with_the_first_traceback(tmp_path):
+    for rank, text in enumerate(("x" * 5000, "y" * 5000 + "\nTraceback (most recent call last):\nBoom", "")):
+        file = tmp_path / "id" / "attempt_0" / str(rank) / "stderr.log"
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    tail = progress.log_tail(tmp_path)
+    assert tail.startswith("--- rank 1, stderr ---\n")
+    assert "Boom" in tail
+    assert "rank 0" in tail
+    assert "rank 2" not in tail
+    assert 2500 < len(tail) <= 4000
