@@ -68,16 +68,17 @@ class _TiledLoss(torch.autograd.Function):
         for lo in range(0, rows.shape[0], tile):
             part, target = rows[lo : lo + tile], targets[lo : lo + tile]
             valid = target != IGNORE
+            index = torch.where(valid, target, 0)[:, None]
             logits = transform(nn.functional.linear(part, weight, bias).to(wide))
             capped = logits.clone() if transform.softcap is not None and any(ctx.needs_input_grad) else None
-            picked = logits.gather(1, target.clamp_min(0)[:, None])[:, 0]
+            picked = logits.gather(1, index)[:, 0]
             shift = logits.amax(1)
             sums = logits.sub_(shift[:, None]).exp_().sum(1)
             total += torch.where(valid, sums.log() + shift - picked, 0.0).sum()
             if not any(ctx.needs_input_grad):
                 continue
             grad = logits.mul_((valid / sums)[:, None])  # softmax, zero in rows without a label
-            grad.scatter_add_(1, target.clamp_min(0)[:, None], -valid.to(wide)[:, None])
+            grad.scatter_add_(1, index, -valid.to(wide)[:, None])
             grad = transform.scale_grad(grad, capped)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
@@ -131,8 +132,12 @@ def tiled_logits_loss(
     """
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(f"labels {list(labels.shape)} must have hidden's shape {list(hidden.shape[:-1])}")
-    if labels.device.type == "cpu" and labels.numel() and int(labels.max()) >= weight.shape[0]:
-        raise ValueError(f"label {int(labels.max())} is outside the head's vocabulary of {weight.shape[0]}")
+    if labels.device.type == "cpu":
+        wrong = labels[(labels != IGNORE) & ((labels < 0) | (labels >= weight.shape[0]))]
+        if wrong.numel():
+            raise ValueError(
+                f"label {int(wrong[0])} is neither in the head's vocabulary of {weight.shape[0]} nor {IGNORE}, for none"
+            )
     transform = transform or LogitTransform()
     if liger:
         return _liger_loss(hidden, weight, labels, bias, transform)

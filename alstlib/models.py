@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,6 +51,8 @@ def model_config(name: str, overrides: Mapping[str, Any], trust_remote_code: boo
         except (OSError, ValueError) as e:
             known = f"built-in shapes: {', '.join(SHAPES)}"
             where = "is not a folder here" if not Path(name).exists() else "cannot be read"
+            if near := difflib.get_close_matches(name, SHAPES, n=1, cutoff=0.7):
+                known = f"did you mean '{near[0]}'? {known}"
             raise ValueError(f"model='{name}' {where} and could not be had from the hub ({known}): {e}") from e
     check_names(overrides, config.to_dict(), "model_config field")
     for field, value in overrides.items():
@@ -105,3 +108,15 @@ def use_liger(wanted: bool | str, model_type: str) -> bool:
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     return wanted is True or model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
+def liger_kernels(model: PreTrainedModel) -> None:
+    """Put Liger's norm, RoPE and SwiGLU kernels into the model, before `apply`: tiled MLPs then run them in tiles.
+
+    (The paper had to leave SwiGLU out with tiled MLPs.) The fused loss is not among them: `apply` brings it.
+    """
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(
+        model=model, rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
+    )

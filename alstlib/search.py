@@ -53,22 +53,31 @@ def longest_that_fits(
             raise MemoryError(f"not even {granule} tokens fit: they peak at {peaks[1]:,} bytes of {budget:,}")
         if (high is not None and high == low + 1) or low == top:
             return Found(low * granule, tried)
-        guess = _meets(peaks, budget)
-        if guess is None:  # one trial: double, or halve
-            guess = 2 * low if low else max(1, high // 2)  # type: ignore[operator]
-        elif guess == low:
-            guess = low + 1  # believed to be the answer: what is next must be seen to exceed
-        guess = min(guess, 4 * max(peaks))  # a line through short trials is not trusted far
-        if high is not None:
-            guess = min(guess, high - 1)
-        guess = max(guess, low + 1)
+        if high is None:  # a line through short trials is not trusted beyond twice their length
+            below = sorted(fits)[-2:]
+            guess = min(2 * low, _meets(peaks, budget, *below) if len(below) == 2 else 2 * low)
+        elif low == 0:
+            guess = high // 2
+        else:
+            guess = min(high - 1, _between(peaks, budget, low, high, [length // granule for length, _ in tried]))
+        guess = max(guess, low + 1)  # where the line says `low`, the length after it must be seen to exceed
         peak(guess if top is None else min(guess, top))
 
 
-def _meets(peaks: dict[int, int], budget: int) -> int | None:
-    """Where a line through the two trials nearest the budget meets it, in granules."""
-    if len(peaks) < 2:
-        return None
-    a, b = sorted(sorted(peaks, key=lambda n: abs(peaks[n] - budget))[:2])
+def _meets(peaks: dict[int, int], budget: int, a: int, b: int) -> int:
+    """Where the line through the trials at a and b granules meets the budget, in granules."""
     slope = (peaks[b] - peaks[a]) / (b - a)
-    return None if slope <= 0 else int(a + (budget - peaks[a]) / slope)
+    return 2 * b if slope <= 0 else int(a + (budget - peaks[a]) / slope)
+
+
+def _between(peaks: dict[int, int], budget: int, low: int, high: int, order: list[int]) -> int:
+    """Where the line from `low`, which fits, to `high`, which does not, meets the budget.
+
+    Where a jump makes the line miss on one side again and again, the other end counts half each time (the Illinois
+    variant of false position).
+    """
+    below, over = float(budget - peaks[low]), float(peaks[high] - budget)
+    sides = [peaks[n] <= budget for n in reversed(order)]
+    misses = next((i for i, side in enumerate(sides) if side != sides[0]), len(sides)) - 1
+    below, over = (below, over * 0.5**misses) if sides[0] else (below * 0.5**misses, over)
+    return int(low + (high - low) * below / (below + over))

@@ -1,0 +1,136 @@
+"""Figures over results; nothing computes here. Colour-blind palette and markers, log2 ticks for token counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from alstlib.results import format_bytes, format_tokens
+
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+"""Okabe and Ito's colours, which people with any colour vision can tell apart."""
+MARKERS = "osD^vPX"
+
+_STYLE = {
+    "figure.facecolor": "white", "axes.facecolor": "white", "savefig.facecolor": "white",
+    "axes.spines.top": False, "axes.spines.right": False, "font.size": 10, "axes.titlesize": 11,
+    "figure.constrained_layout.use": True,
+}  # fmt: skip
+
+
+def _axes(width: float, height: float, columns: int = 1, rows: int = 1, **kwargs: Any) -> tuple[Figure, Any]:
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(rows, columns, figsize=(width, height), dpi=110, **kwargs)
+    return figure, axes
+
+
+def _finish(figure: Figure) -> Figure:
+    plt.close(figure)  # a notebook shows what a cell returns; an open figure would be shown twice
+    return figure
+
+
+def token_axis(axis: Any) -> None:
+    """A log2 axis with ticks such as 32K and 1M."""
+    axis.set_label_text("sequence length [tokens]")
+    axis.set_major_formatter(FuncFormatter(lambda x, _: format_tokens(round(x)) if x >= 1 else ""))
+
+
+def ablation(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Longest sequence of each row that `results.table` made: measured here, and the paper's beside it."""
+    figure, (left, right) = _axes(10, 0.55 * len(rows) + 1.4, 2, sharey=True)
+    names = [row["row"] for row in rows]
+    modes = "/".join(sorted({str(row["mode"]) for row in rows}))
+    _length_bars(left, names, [row.get("seq_len") for row in rows], PALETTE[0], f"here ({modes})")
+    paper = [row.get("paper_seq_len") for row in rows]
+    _length_bars(right, names, paper, PALETTE[1], "the paper: Llama-3.1-8B on 8 H100 (measured by its authors)")
+    left.invert_yaxis()
+    return _finish(figure)
+
+
+def _length_bars(axes: Any, names: Sequence[str], lengths: Sequence[int | None], color: str, title: str) -> None:
+    base = next((n for n in lengths if n), None)
+    axes.barh(names, [n or 0 for n in lengths], color=color)
+    axes.set_xscale("log", base=2)
+    known = [n for n in lengths if n]
+    if known:
+        axes.set_xlim(min(known) / 2, max(known) * 5)
+    token_axis(axes.xaxis)
+    axes.set_title(title, loc="left")
+    for i, n in enumerate(lengths):
+        text = f" {format_tokens(n)} ({n / base:.1f}x)" if n and base else " not in the paper's table"
+        axes.text(n or (min(known) / 2 if known else 1), i, text, va="center", fontsize=9)
+
+
+def peaks(tried: Mapping[str, Sequence[tuple[int, int]]], budget: int | None = None) -> Figure:
+    """Measured (length, device peak in bytes) of rows, one line a row, and the budget that they meet."""
+    figure, axes = _axes(8, 4.2)
+    for i, (name, points) in enumerate(tried.items()):
+        x, y = zip(*points)
+        axes.plot(x, [b / 2**20 for b in y], color=PALETTE[i % 7], marker=MARKERS[i % 7], label=name, linewidth=1.2)
+    if budget:
+        axes.axhline(budget / 2**20, color="#666666", linestyle="--", linewidth=1)
+        axes.text(0.99, budget / 2**20, "budget", ha="right", va="bottom", color="#666666", fontsize=8,
+                  transform=axes.get_yaxis_transform())  # fmt: skip
+    token_axis(axes.xaxis)
+    axes.set_ylabel("device peak of the fullest rank [MiB]")
+    axes.legend(frameon=False, fontsize=9)
+    return _finish(figure)
+
+
+def parity(losses: Mapping[str, Sequence[float]]) -> Figure:
+    """Losses of runs on the same data, overlaid, and the relative difference of each from the first."""
+    figure, (top, bottom) = _axes(8, 5.4, rows=2, sharex=True, height_ratios=(3, 2))
+    names = list(losses)
+    first = losses[names[0]]
+    steps = range(1, len(first) + 1)
+    for i, name in enumerate(names):
+        style = {"linestyle": "-" if i == 0 else "none", "marker": MARKERS[i], "markersize": 7 if i == 0 else 3.5}
+        top.plot(steps, losses[name], color=PALETTE[i], label=name, fillstyle="none" if i == 0 else "full", **style)
+        if i:
+            gap = [abs(a - b) / abs(b) for a, b in zip(losses[name], first)]
+            bottom.semilogy(steps, [max(g, 1e-9) for g in gap], color=PALETTE[i], marker=MARKERS[i], markersize=4)
+    top.set_ylabel("loss [nats per token]")
+    top.legend(frameon=False)
+    bottom.axhline(1e-5, color="#666666", linestyle="--", linewidth=1)
+    bottom.text(1, 1.15e-5, "1e-5", fontsize=8, color="#666666")
+    bottom.set_ylabel(f"relative difference\nfrom {names[0]}")
+    bottom.set_xlabel("optimizer step")
+    return _finish(figure)
+
+
+def memory_curves(curves: Mapping[str, Sequence[int]], title: str = "") -> Figure:
+    """Live device bytes over one training step (in allocations, not seconds), one line a setting."""
+    figure, axes = _axes(8, 3.8)
+    for i, (name, curve) in enumerate(curves.items()):
+        x = [j / max(1, len(curve) - 1) for j in range(len(curve))]
+        axes.plot(x, [b / 2**20 for b in curve], color=PALETTE[i], linewidth=1.2, label=name)
+        peak = max(range(len(curve)), key=curve.__getitem__)
+        axes.plot(x[peak], curve[peak] / 2**20, MARKERS[i], color=PALETTE[i])
+        axes.annotate(format_bytes(curve[peak]), (x[peak], curve[peak] / 2**20), fontsize=8, va="bottom")
+    axes.set_xlabel("progress of one training step [share of its allocations]")
+    axes.set_ylabel("live device memory [MiB]")
+    axes.set_title(title, loc="left")
+    axes.legend(frameon=False)
+    return _finish(figure)
+
+
+def lines(
+    x: Sequence[int], series: Mapping[str, Sequence[float]], ylabel: str, title: str = "", log: bool = False
+) -> Figure:
+    """Quantities against the sequence length, one marked line a name."""
+    figure, axes = _axes(7, 3.8)
+    for i, (name, y) in enumerate(series.items()):
+        axes.plot(x, y, color=PALETTE[i], marker=MARKERS[i], label=name)
+    axes.set_xscale("log", base=2)
+    token_axis(axes.xaxis)
+    axes.set_xticks(list(x))
+    if log:
+        axes.set_yscale("log")
+    axes.set_ylabel(ylabel)
+    axes.set_title(title, loc="left")
+    axes.legend(frameon=False)
+    return _finish(figure)

@@ -1,0 +1,75 @@
+"""What the operator tests share: uninitialised memory that shows, seeded tensors, layouts, and comparing gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from alstlib.reference import relative_error
+
+EXACT = {torch.float64: 1e-12, torch.float32: 3e-6}
+"""Largest relative error of an operator that computes what the oracle does, in another order."""
+
+
+@contextlib.contextmanager
+def nan_memory() -> Iterator[None]:
+    """Memory that nobody wrote is NaN: an output with a forgotten row fails its comparison."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(1).isnan()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(scale).to(dtype)
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values, the first two dimensions swapped in memory, and (of three or more) a gap after each row."""
+    if x.ndim < 3:
+        return x.t().contiguous().t()
+    wide = x.new_empty(x.shape[1], x.shape[0], *x.shape[2:-1], x.shape[-1] + 3)
+    view = wide.transpose(0, 1)[..., : x.shape[-1]]
+    view.copy_(x)
+    assert view.shape == x.shape
+    return view
+
+
+def leaf(x: Tensor, dtype: torch.dtype | None = None, needs: bool = True) -> Tensor:
+    """A leaf with x's values and strides."""
+    return x.detach().to(dtype or x.dtype).requires_grad_(needs)
+
+
+def gradients(
+    fn: Callable[..., Tensor], inputs: Sequence[Tensor], upstream: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
+    """fn(*inputs) and its gradient for every input that requires one, None for others; the inputs are copied."""
+    own = [leaf(t, dtype, t.requires_grad) if t.is_floating_point() else t for t in inputs]
+    out = fn(*own)
+    out.backward(upstream.to(out.dtype))
+    return (out.detach(), *(t.grad for t in own))  # type: ignore[arg-type]
+
+
+def worst(
+    got: Sequence[Tensor | None], want: Sequence[Tensor | None], whole: Sequence[Tensor | None] | None = None
+) -> float:
+    """Largest relative error; shapes agree, and None belongs to None.
+
+    `whole` is what the tensors are slices of: a slice that is zero by construction (the gradient of the first row's
+    query) is measured by a thousandth of the whole's norm.
+    """
+    assert len(got) == len(want)
+    errors = [0.0]
+    for g, w, all_of_it in zip(got, want, whole or want):
+        assert (g is None) == (w is None), ([t is None for t in got], [t is None for t in want])
+        if g is not None and w is not None:
+            assert g.shape == w.shape, (g.shape, w.shape)
+            assert all_of_it is not None
+            error = relative_error(g, w, floor=float(all_of_it.detach().norm()) / 1000 or 1e-12)
+            errors.append(error if error == error else float("inf"))  # NaN is as wrong as can be
+    return max(errors)
