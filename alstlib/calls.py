@@ -47,6 +47,8 @@ def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext) -> 
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError("a cache (past_key_values, use_cache) is for generation, which works after detach()")
     kwargs["use_cache"] = False
+    if kwargs.get("return_dict") is False:
+        raise ValueError("return_dict=False is not supported by an attached model: its loss is in out.loss")
     shape = tokens.shape[:2]
     labels = _labels(ours, ctx)
     if labels is not None and labels.shape != shape:
@@ -89,8 +91,8 @@ def _check_mask(mask: Any, labels: Tensor | None, sp: int) -> None:
 def _documents(cu: Any, positions: Any, tokens: Tensor, ctx: SPContext) -> tuple[int, ...] | None:
     """Global document offsets of this call, or None where every batch row is one document."""
     batch, rows = tokens.shape[:2]
-    if positions is not None and positions.shape[-1] != rows:
-        raise ValueError(f"position_ids {list(positions.shape)} do not belong to inputs of {rows} tokens")
+    if positions is not None and (positions.shape[-1] != rows or positions.shape[:-1].numel() not in (1, batch)):
+        raise ValueError(f"position_ids {list(positions.shape)} do not belong to inputs of {batch} x {rows} tokens")
     if cu is not None:
         offsets = tuple(int(o) for o in torch.as_tensor(cu).tolist())
         if not offsets or offsets[-1] != batch * rows * ctx.sp:
@@ -100,6 +102,8 @@ def _documents(cu: Any, positions: Any, tokens: Tensor, ctx: SPContext) -> tuple
             )
         if positions is None and ctx.sp > 1:
             raise ValueError("position_ids are missing: each rank must give the positions of its own rows")
+        if positions is not None and positions.device.type == "cpu":  # on a GPU the look would cost a synchronisation
+            _check_positions(positions.expand(batch, -1), offsets, ctx)
         return offsets
     if ctx.sp > 1:
         if positions is None:
@@ -121,3 +125,22 @@ def _documents(cu: Any, positions: Any, tokens: Tensor, ctx: SPContext) -> tuple
     if not torch.equal(positions, expected):
         raise ValueError("position_ids must count from 0, starting again at 0 with each document")
     return (*starts, batch * rows)
+
+
+def _check_positions(positions: Tensor, offsets: tuple[int, ...], ctx: SPContext) -> None:
+    """Positions must count from the start of each document; padding (all zeros at the end of a row) may stay at 0."""
+    batch, rows = positions.shape
+    if offsets[0] != 0 or list(offsets) != sorted(offsets):
+        raise ValueError(f"cu_documents={list(offsets[:8])} must rise from 0")
+    whole = rows * ctx.sp
+    starts = torch.tensor(sorted({*offsets[:-1], *range(0, batch * whole, whole)}))  # a row begins a document
+    first = (torch.arange(batch) * ctx.sp + ctx.sp_rank)[:, None] * rows
+    row = first + torch.arange(rows)
+    expected = row - starts[torch.searchsorted(starts, row, right=True) - 1]
+    wrong = (positions != expected) & (positions != 0)
+    if bool(wrong.any()):
+        b, i = (int(n) for n in wrong.nonzero()[0])
+        raise ValueError(
+            f"position_ids of rank {ctx.sp_rank} do not fit cu_documents: row {b}, token {i} has position "
+            f"{int(positions[b, i])} where its document is at {int(expected[b, i])}"
+        )

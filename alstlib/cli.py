@@ -138,7 +138,7 @@ def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], watch: 
 
         @property
         def kernel_spec(self) -> KernelSpec:
-            argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+            argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=40"]
             env = {"PYTHONPATH": launch.import_path(os.environ.get("PYTHONPATH"))}
             return KernelSpec(argv=argv, env=env, display_name="Python 3 (ipykernel)", language="python")
 

@@ -1,4 +1,4 @@
-"""Attach to a Hugging Face model and detach from it: the only module that knows transformers' internals.
+"""Attach to a Hugging Face model and detach from it; with `support` and `probe`, what knows transformers' internals.
 
 `apply` uses transformers' own registration point for attention and swaps instances of modules (head, MLPs) that keep
 their parameters' names; hooks on the model carry what belongs to one call (documents, labels). Nothing global is
@@ -18,15 +18,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from alstlib.alltoall import check_heads
 from alstlib.calls import Call, take_call
 from alstlib.groups import SPContext
-from alstlib.kernels import choose_backend
 from alstlib.loss import IGNORE, TiledHead
 from alstlib.offload import MODES, HostStore, Saved, checkpoint
 from alstlib.probe import find_transform
+from alstlib.support import check_attention, check_model
 from alstlib.tiled import TiledMLP, check_tile, output_unread
 from alstlib.ulysses import UlyssesAttention
 
@@ -130,7 +128,7 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
         ValueError: a model or an option that cannot be run exactly, with the reason and what would work.
     """
     ctx, options = ctx or SPContext(), options or Options()
-    layers = _check_model(model, ctx, options)
+    layers = check_model(model, ctx, options.attention)
     handle = Handle(model, ctx, options)
     try:
         _attach_attention(handle)
@@ -147,45 +145,6 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
     for note in handle.notes:
         log.warning(note)
     return handle
-
-
-def _check_model(model: PreTrainedModel, ctx: SPContext, options: Options) -> Sequence[nn.Module]:
-    """Refuse what cannot be run exactly; returns the decoder layers."""
-    name = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"apply needs a transformers model before any wrapping, got {name}")
-    config = model.config.get_text_config()
-    if str(model.config._attn_implementation).startswith("alst_"):
-        raise ValueError(f"{name} is attached already; call its handle's detach() first")
-    if config.is_encoder_decoder or not getattr(config, "is_causal", True) or model.get_output_embeddings() is None:
-        raise ValueError(f"{name} is not a decoder-only causal language model with a head")
-    if not model._supports_attention_backend:
-        raise ValueError(f"{name} computes attention by itself, not through transformers' AttentionInterface")
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if other := sorted(kinds - {"full_attention", "sliding_attention"}):
-        raise ValueError(f"{name} mixes tokens by {', '.join(other)}, which is not exact on a sharded sequence")
-    if not layers:
-        raise ValueError(f"{name} has no decoder layers that transformers can checkpoint")
-    for i, layer in enumerate(layers):
-        if not any("attention" in type(m).__name__.lower() for m in layer.modules()):
-            raise ValueError(f"layer {i} of {name} ({type(layer).__name__}) has no attention module")
-        if any(n.endswith("sinks") for n, _ in layer.named_parameters()):
-            raise ValueError(f"layer {i} of {name} has attention sinks, which are not supported yet")
-    for field in ("attn_logit_softcapping", "attention_dropout", "attn_pdrop"):
-        if getattr(config, field, None):
-            raise ValueError(
-                f"config.{field}={getattr(config, field)} is not supported in attention; set it to 0 or None"
-            )
-    if getattr(config, "output_router_logits", False):
-        raise ValueError(
-            "config.output_router_logits=True: the router's auxiliary loss is not supported yet; use False"
-        )
-    heads = config.num_attention_heads
-    check_heads(heads, getattr(config, "num_key_value_heads", None) or heads, ctx.sp, name)
-    parameter = next(model.parameters())
-    choose_backend(options.attention, parameter.device, parameter.dtype, getattr(config, "head_dim", None) or 64)
-    return layers
 
 
 # ----- attention
@@ -207,7 +166,7 @@ def _attach_attention(handle: Handle) -> None:
     ) -> tuple[Tensor, None]:
         if (call := handle._call) is None:
             raise ValueError("call the model that apply() was given, not a part of it: documents and labels go with it")
-        _check_attention(module, query.shape[2] * handle.ctx.sp, attention_mask, dropout, kwargs)
+        check_attention(module, query.shape[2] * handle.ctx.sp, attention_mask, dropout, kwargs)
         out = handle.attention(query, key, value, scale=scaling, documents=call.documents, saved=call.saved)
         return out.transpose(1, 2), None
 
@@ -215,26 +174,6 @@ def _attach_attention(handle: Handle) -> None:
     handle._undo.callback(AttentionInterface._global_mapping.pop, name, None)
     model.set_attn_implementation(name)
     handle._undo.callback(model.set_attn_implementation, before)
-
-
-def _check_attention(module: nn.Module, length: int, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
-    where = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
-    if mask is not None:
-        raise ValueError(f"{where} got an attention mask; give position_ids and cu_documents (SPDataLoader does)")
-    if dropout:
-        raise ValueError(f"{where} has attention dropout {dropout}, which tiles cannot replay; set it to 0")
-    window = kwargs.get("sliding_window")
-    if window is not None and window < length:
-        raise ValueError(
-            f"{where} has a sliding window of {window}, shorter than the sequence of {length}, which is not supported "
-            f"yet; use at most {window} tokens or config.sliding_window=None"
-        )
-    for field in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(field) is not None:
-            raise ValueError(f"{where} uses {field} in attention, which is not supported yet")
-    causal = kwargs.get("is_causal")
-    if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise ValueError(f"{where} is not causal")
 
 
 # ----- tiled MLP and head
@@ -331,7 +270,7 @@ def _checkpointed(handle: Handle, layer: nn.Module, original: Any, index: int, c
         if index == 0:
             handle.attention_kept = _plan_host(handle, x, count) / count
         saved = Saved() if index < round(handle.attention_kept * count) else None
-        call = dataclasses.replace(handle._call or Call(), saved=saved)
+        call = None if handle._call is None else dataclasses.replace(handle._call, saved=saved)
         passes = 0
 
         def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -356,16 +295,14 @@ def _plan_host(handle: Handle, x: Tensor, layers: int) -> int:
     """Layers whose attention output is kept: all, none, or with `auto` as many as the host has room for, after the
     layers' inputs (outputs go first when memory is short)."""
     options, store = handle.options, handle.store
-    inputs = layers * x.numel() * x.element_size()
-    store.check_room(inputs)
-    if options.save_attention != "auto":
-        return layers if options.save_attention else 0
-    if options.offload == "none":
-        return 0
     config = handle.model.config.get_text_config()
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     each = x.shape[0] * x.shape[1] * heads * (width * x.element_size() + 4)
+    inputs = layers * x.numel() * x.element_size()
+    store.check_room(inputs + (layers * each if options.save_attention is True else 0))
+    if options.save_attention != "auto" or options.offload == "none":
+        return layers if options.save_attention is True else 0
     have = store.room() + sum(slab.bytes.numel() for slab in store.free)
     return max(0, min(layers, (have - inputs) // each))
 
@@ -382,7 +319,7 @@ def _attach_calls(handle: Handle) -> None:
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         call, handle._call = handle._call, None
-        if call is None or call.shift_labels is None:
+        if out is None or call is None or call.shift_labels is None:  # no output: the call failed
             return out
         labels = call.shift_labels
         if handle.head is not None:
@@ -396,8 +333,5 @@ def _attach_calls(handle: Handle) -> None:
         divisor = (labels != IGNORE).sum().clamp_min(1) if call.divisor is None else call.divisor
         return type(out)(**{**out, "logits": logits, "loss": total / divisor})
 
-    for hook in (
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after, with_kwargs=True),
-    ):
-        handle._undo.callback(hook.remove)
+    handle._undo.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+    handle._undo.callback(model.register_forward_hook(after, with_kwargs=True, always_call=True).remove)

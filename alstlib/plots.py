@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#0
 """Okabe and Ito's colours, which people with any colour vision can tell apart."""
 MARKERS = "osD^vPX"
 
-_STYLE = {
+_STYLE: Any = {
     "figure.facecolor": "white", "axes.facecolor": "white", "savefig.facecolor": "white",
     "axes.spines.top": False, "axes.spines.right": False, "font.size": 10, "axes.titlesize": 11,
     "figure.constrained_layout.use": True,
@@ -133,4 +134,84 @@ def lines(
     axes.set_ylabel(ylabel)
     axes.set_title(title, loc="left")
     axes.legend(frameon=False)
+    return _finish(figure)
+
+
+def blocks(
+    panels: Sequence[Sequence[Sequence[Sequence[int]]]], rows: Sequence[str], columns: Sequence[str], *,
+    legend: Sequence[str] = (), texts: Any = None, names: Sequence[Sequence[str]] = (), xlabel: str = "",
+    cell: tuple[float, float] = (0.3, 0.3),
+) -> Figure:  # fmt: skip
+    """Grids of coloured cells, such as who holds what. `panels[row][column]` is a matrix of colours, -1 for nothing.
+
+    Args:
+        legend: the name of each colour, which are those of PALETTE.
+        texts: written into the cells, nested like `panels`.
+        names: for each row of panels, the name of each line of cells.
+        cell: width and height of a cell in inches.
+    """
+    heights = [len(row[0]) for row in panels]
+    widths = [len(matrix[0]) for matrix in panels[0]]
+    size = (sum(widths) * cell[0] + 0.35 * len(widths) + 1.3, sum(heights) * cell[1] + 0.35 * len(heights) + 0.8)
+    figure, axes = _axes(*size, len(widths), len(heights), squeeze=False, height_ratios=heights, width_ratios=widths)
+    for i, row in enumerate(panels):
+        for j, matrix in enumerate(row):
+            ax = axes[i][j]
+            for y, line in enumerate(matrix):
+                for x, value in enumerate(line):
+                    color = PALETTE[value] if value >= 0 else "#f2f2f2"
+                    ax.add_patch(plt.Rectangle((x, y), 1, 1, facecolor=color, edgecolor="white", linewidth=1.5))
+                    if texts and texts[i][j][y][x] != "":
+                        ink = "white" if value in (0, 2, 5, 6) else "black"
+                        ax.text(x + 0.5, y + 0.5, texts[i][j][y][x], ha="center", va="center", fontsize=8, color=ink)
+            ax.set(xlim=(0, widths[j]), ylim=(heights[i], 0), xticks=[], yticks=[])
+            ax.spines[:].set_visible(False)
+            if names and j == 0:
+                ax.set_yticks([y + 0.5 for y in range(heights[i])], names[i], fontsize=8)
+                ax.tick_params(length=0)
+            if i == 0:
+                ax.set_title(columns[j], fontsize=10)
+            if j == 0:
+                ax.set_ylabel(rows[i], fontsize=10)
+            if i == len(panels) - 1:
+                ax.set_xlabel(xlabel, fontsize=9)
+    patches = [plt.Rectangle((0, 0), 1, 1, facecolor=PALETTE[i]) for i in range(len(legend))]
+    if patches:
+        figure.legend(patches, legend, loc="outside lower center", ncols=len(legend), frameon=False, fontsize=9)
+    return _finish(figure)
+
+
+def bars(values: Mapping[str, float], xlabel: str, title: str = "", floor: float | None = None) -> Figure:
+    """Horizontal bars, one a name; with `floor` on a log axis that begins there. What is not finite says so."""
+    figure, axes = _axes(8, 0.36 * len(values) + 1.1)
+    drawn = [v if math.isfinite(v) else 0.0 for v in values.values()]
+    axes.barh(list(values), [max(v, floor or v) for v in drawn], color=PALETTE[0])
+    if floor:
+        axes.set_xscale("log")
+        axes.set_xlim(floor, max(drawn) * 20)
+    for i, v in enumerate(values.values()):
+        axes.text(
+            max(drawn[i], floor or 0), i, f" {v:.2g}" if math.isfinite(v) else " not a number", va="center", fontsize=9
+        )
+    axes.invert_yaxis()
+    axes.set_xlabel(xlabel)
+    axes.set_title(title, loc="left")
+    return _finish(figure)
+
+
+def degrees(series: Mapping[str, Mapping[int, float]], ylabel: str, title: str = "", log: bool = True) -> Figure:
+    """Quantities against the number of ranks that share a sample, one marked line a name."""
+    figure, axes = _axes(7, 3.8)
+    for i, (name, points) in enumerate(series.items()):
+        axes.plot(list(points), list(points.values()), color=PALETTE[i], marker=MARKERS[i], label=name)
+    ticks = sorted({p for points in series.values() for p in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(p) for p in ticks])
+    axes.set_xlabel("sequence-parallel degree [ranks]")
+    if log:
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.set_ylabel(ylabel)
+    axes.set_title(title, loc="left")
+    axes.legend(frameon=False, fontsize=9)
     return _finish(figure)

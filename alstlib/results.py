@@ -317,8 +317,9 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def to_markdown(rows: Iterable[Mapping[str, Any]], columns: Iterable[str] | None = None) -> str:
-    """`table`'s rows as a Markdown table; what was not measured is `-`."""
-    names = list(columns or COLUMNS)
+    """`table`'s rows as a Markdown table; what was not measured is `-`, and columns that are all so are left out."""
+    rows = list(rows)
+    names = list(columns) if columns else [n for n in COLUMNS if any(row.get(n) is not None for row in rows)]
     lines = [[COLUMNS[n][0] for n in names], ["---"] * len(names)]
     for row in rows:
         values = [(COLUMNS[n][1], row.get(n)) for n in names]

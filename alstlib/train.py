@@ -25,16 +25,15 @@ from alstlib import results
 from alstlib.config import RunConfig
 from alstlib.corpus import get_tokenizer, load_corpus
 from alstlib.engine import host_tensors, initialize, save_model
-from alstlib.memory import DeviceOutOfMemory, Ledger
-from alstlib.models import SHAPES, flop_dimensions, load_model, use_liger
-from alstlib.offload import HostOutOfMemory
+from alstlib.memory import Ledger
+from alstlib.models import SHAPES, flop_dimensions, liger_kernels, load_model, use_liger
 from alstlib.processes import die_with_parent
 from alstlib.progress import Progress
 from alstlib.samples import collate, make_samples
 from alstlib.search import longest_that_fits
 from alstlib.state import load_state, save_state
 
-OUT_OF_MEMORY = (DeviceOutOfMemory, HostOutOfMemory, torch.OutOfMemoryError)
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # DeviceOutOfMemory and HostOutOfMemory are MemoryErrors
 
 
 class Trainer:
@@ -50,26 +49,47 @@ class Trainer:
         self.ctx = alstlib.SPContext.create(run.sp)
         model: Any = load_model(run, torch.bfloat16 if self.bf16 else torch.float32)
         self.flops = flop_dimensions(model)
-        self.tokenizer = self._tokenizer(model.config.get_text_config().vocab_size)
+        self.corpus = load_corpus(run.data)
+        self.vocabulary = model.config.get_text_config().vocab_size
+        self.tokenizer = self._tokenizer()
         model.to(self.device)
-        self.handle = alstlib.apply(model, self.ctx, _options(run, model.config.model_type, cuda))
+        options = _options(run, model.config.model_type, cuda)
+        if options.liger and run.tiled_loss:
+            liger_kernels(model)
+        self.handle = alstlib.apply(model, self.ctx, options)
+        torch.manual_seed(run.seed + 1 + self.rank)  # dropout masks differ between shards
         self.engine = initialize(run, model, self.bf16)
-        self.ledger = Ledger(self.device, [self.handle.store], run.device_memory)
-        self.corpus: Any = None
+        budget = run.device_memory
+        if budget is None and cuda and run.search:
+            # a margin for what the allocator does not count: context, communication buffers, fragments
+            budget = int(0.93 * torch.cuda.get_device_properties(self.device).total_memory)
+        self.ledger = Ledger(self.device, [self.handle.store], budget)
         self.samples: dict[int, Any] = {}
 
-    def _tokenizer(self, vocabulary: int) -> Any:
-        name = self.run.tokenizer
-        if name == "auto" and self.run.model not in SHAPES:
-            name = self.run.model
-        return get_tokenizer(name, vocab_size=min(vocabulary, 8192))
+    def _tokenizer(self) -> Any:
+        run, name = self.run, self.run.tokenizer
+        if name == "auto" and run.model not in SHAPES:
+            name = run.model
+        if name == "auto" and "input_ids" in self.corpus.column_names:
+            return None  # the data are tokens already
+        corpus = None if run.data == "stdlib" else self.corpus
+        size = min(self.vocabulary, 8192)
+        return get_tokenizer(name, corpus=corpus, vocab_size=size, trust=run.trust_remote_code)
+
+    def _collate(self, samples: Any) -> dict[str, Any]:
+        batch = collate(samples)
+        if (top := int(batch["input_ids"].max())) >= self.vocabulary:
+            raise ValueError(
+                f"data='{self.run.data}' has token {top}, but the model's vocab_size is {self.vocabulary}: take the "
+                "model's own tokenizer, or model_config={'vocab_size': ...} with random weights"
+            )
+        return batch
 
     def loader(self, seq_len: int, steps: int) -> Any:
         """Batches of `steps` optimizer steps: every rank has its own samples, as under a distributed sampler."""
         run, sp = self.run, self.ctx.sp
         samples = steps * run.accumulation * self.ctx.dp * run.batch_size
         if (dataset := self.samples.get(seq_len)) is None or len(dataset) < samples:
-            self.corpus = self.corpus or load_corpus(run.data)
             dataset = make_samples(
                 self.corpus, self.tokenizer, seq_len, packed=run.packed, seed=run.seed, limit=samples
             )
@@ -79,7 +99,7 @@ class Trainer:
         replicas = self.ctx.dp * sp
         place = self.ctx.rank if sp > 1 else self.ctx.dp_rank
         sampler: Any = DistributedSampler(dataset, replicas, place, shuffle=False, drop_last=True)
-        batches = DataLoader(dataset, batch_size=run.batch_size, sampler=sampler, collate_fn=collate)
+        batches = DataLoader(dataset, batch_size=run.batch_size, sampler=sampler, collate_fn=self._collate)
         return alstlib.SPDataLoader(
             batches, self.ctx, run.accumulation, replicated=sp == 1 and self.ctx.sp > 1, device=self.device
         )
@@ -199,6 +219,7 @@ class Trainer:
             if run.search:
                 if self.ledger.budget is None:
                     raise ValueError("search=True needs device_memory, the budget that decides what fits")
+                self.steps(run.search_granule, 3, event="search")  # ZeRO-3 prefetches from what these have read
                 found = longest_that_fits(
                     self.peaks, self.ledger.budget, run.search_granule, start=length, limit=run.search_max
                 )
@@ -212,6 +233,8 @@ class Trainer:
 
 
 def _options(run: RunConfig, model_type: str, cuda: bool) -> alstlib.Options:
+    if run.liger is True and not cuda:
+        raise ValueError("liger=True needs a GPU; use liger='auto', which takes Liger's kernels where they run")
     return alstlib.Options(
         attention=run.attention,
         tiled_mlp=run.tiled_mlp,
@@ -238,23 +261,25 @@ def main() -> None:
     else:
         torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
     dist.init_process_group("nccl" if cuda else "gloo")
-    name = torch.cuda.get_device_name() if cuda else "cpu"
-    path = args.out / "result.json"
+    work(run, args.out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def work(run: RunConfig, out: Path) -> None:
+    """One rank of the run; writes result.json, and raises what went wrong after that."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    where: Any = {"device": device, "device_count": dist.get_world_size()}
     try:
-        metrics = Trainer(run, args.out)()
+        metrics = Trainer(run, out)()
     except BaseException as e:
         status = "oom" if isinstance(e, OUT_OF_MEMORY) else "error"
         error = {"type": type(e).__name__, "message": str(e)}
-        result = results.new_result(run, status, error=error, device=name, device_count=dist.get_world_size())
-        if claim(args.out):
-            results.write_result(path, result)
+        if claim(out):
+            results.write_result(out / "result.json", results.new_result(run, status, error=error, **where))
         raise
     if dist.get_rank() == 0:
-        results.write_result(
-            path, results.new_result(run, "ok", metrics=metrics, device=name, device_count=dist.get_world_size())
-        )
-    dist.barrier()
-    dist.destroy_process_group()
+        results.write_result(out / "result.json", results.new_result(run, "ok", metrics=metrics, **where))
 
 
 def claim(out: Path) -> bool:

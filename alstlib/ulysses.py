@@ -96,7 +96,7 @@ class _Attention(torch.autograd.Function):
         ctx.from_saved = saved is not None and saved.replaying
         if saved is not None and saved.replaying:
             out, lse = saved.take()
-            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.kept = [t.detach() for t in (q, k, v, out, lse)]
             return out.view_as(out)  # a tensor of its own: autograd must not mark the saved one as an output
         qh, kh, vh = op.to_heads(q, k, v)
         out_heads, lse = attention_forward(ctx.backend, qh, kh, vh, scale=scale, documents=documents)
@@ -104,23 +104,24 @@ class _Attention(torch.autograd.Function):
         (out,) = op.exchange.to_seq(out_heads)
         if saved is not None:
             saved.tensors.append((out, lse))
-        if any(ctx.needs_input_grad):
-            ctx.save_for_backward(qh, kh, vh, out_heads, lse)
+        needed = any(ctx.needs_input_grad)
+        ctx.kept = [t.detach() for t in (qh, kh, vh, out_heads, lse)] if needed else None
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        # not save_for_backward: each tensor is let go as soon as the exchange or the kernel has read it
+        if ctx.kept is None:
+            raise RuntimeError("attention: backward a second time; what it kept is gone after the first")
         op: UlyssesAttention = ctx.op
-        if ctx.from_saved:
-            q, k, v, out, lse = ctx.saved_tensors
-            if op.exchange.ranks > 1:
-                delta, dout_heads, q, k, v = _exchange_with_delta(op, dout, q, k, v, out)
-                out = _output_with(delta, dout_heads)
-                dout = dout_heads
-        else:
-            q, k, v, out, lse = ctx.saved_tensors
+        (q, k, v, out, lse), ctx.kept = ctx.kept, None
+        if not ctx.from_saved:
             (dout,) = op.exchange.to_heads(dout)
+        elif op.exchange.ranks > 1:
+            delta, dout, q, k, v = _exchange_with_delta(op, dout, q, k, v, out)
+            out = _output_with(delta, dout)
         grads = attention_backward(ctx.backend, dout, q, k, v, out, lse, scale=ctx.scale, documents=ctx.documents)
+        del dout, q, k, v, out, lse
         return (*op.grads_to_seq(*grads, ctx.kv_heads), None, None, None, None)
 
 

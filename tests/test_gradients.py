@@ -1,4 +1,4 @@
-"""The gradient contract: under every engine, each gradient is that of the unsharded run's mean over all valid tokens."""
+"""The gradient contract: under every engine, each gradient is that of the unsharded run's mean over valid tokens."""
 
 from __future__ import annotations
 

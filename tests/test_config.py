@@ -1,0 +1,141 @@
+"""Configurations: units, refusals that say what would work, and rows that differ only in what they name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from alstlib.config import FEATURES, PAPER_ROWS, ROWS, RunConfig, parse_quantity, row_config
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("3.7M", 3_700_000), ("500K", 500_000), ("80GB", 80_000_000_000), ("64GiB", 64 * 2**30), ("1.5 TiB", 3 * 2**39),
+        ("2_048", 2048), ("12", 12), ("12B", 12), (".5k", 500), (7, 7), (7.9, 7), ("1gb", 10**9),
+    ],
+)  # fmt: skip
+def test_quantities(text: Any, value: int) -> None:
+    assert parse_quantity(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "many", "12 XB", "1e6", "-5", "5 5", True, "GB"])
+def test_what_is_no_quantity(text: Any) -> None:
+    with pytest.raises(ValueError, match="seq_len="):
+        parse_quantity(text, "seq_len")
+
+
+def test_quantities_are_read_in_a_config() -> None:
+    run = RunConfig(seq_len="3.7M", device_memory="80GB", host_memory="1.9TB", search_max="10M", steps="2")
+    assert (run.seq_len, run.device_memory, run.host_memory) == (3_700_000, 80 * 10**9, 1_900 * 10**9)
+    assert (run.search_max, run.steps) == (10_000_000, 2)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"seq_len": 0}, "seq_len=0 must be at least 1"),
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"accumulation": -1}, "accumulation=-1 must be at least 1"),
+        ({"zero_stage": 4}, "zero_stage=4 is not one of 0, 1, 2, 3"),
+        ({"offload": "disk"}, "offload='disk' is not one of 'none', 'sync', 'async'"),
+        ({"attention": "flash"}, "attention='flash' is not one of 'sdpa', 'flash_attention_2', 'eager'"),
+        ({"dtype": "fp16"}, "dtype='fp16' is not one of"),
+        ({"liger": "yes"}, "liger='yes' is not one of"),
+        ({"save_attention": "some"}, "save_attention='some' is not one of"),
+        ({"tiled_mlp": 0}, "tiled_mlp=0 must be True, False or a tile of at least 1 token"),
+        ({"tiled_loss": "big"}, "tiled_loss='big' must be"),
+        ({"chunk": 0}, "chunk=0 must be None or at least 1 token"),
+        ({"sp": -1}, "must not be negative"),
+        ({"world_size": 4, "sp": 3}, "sp=3 does not divide world_size=4"),
+        ({"offload": "sync", "checkpoint": False}, "it needs checkpoint=True"),
+        ({"save_attention": True, "checkpoint": False}, "it needs checkpoint=True"),
+        ({"offload_params": True, "zero_stage": 2}, "needs zero_stage=3, not 2"),
+        ({"offload_optimizer": True, "zero_stage": 0}, "needs zero_stage 1, 2 or 3"),
+        ({"packed": True, "batch_size": 2}, "batch_size=2 must be 1"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan must not be negative"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0 must not be negative"),
+    ],
+)
+def test_refusals(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        RunConfig(**changes)
+    assert message in str(refused.value)
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"unknown parameter 'sequence_len'; did you mean 'seq_len'\?"):
+        RunConfig.from_dict({"sequence_len": 5})
+    with pytest.raises(ValueError, match="unknown parameter 'qqq'; known: row, model"):
+        RunConfig.from_dict({"qqq": 5})
+    with pytest.raises(ValueError, match=r"unknown row 'ulises'; did you mean 'ulysses'\?"):
+        row_config("ulises")
+
+
+def test_every_field_is_documented() -> None:
+    for field in dataclasses.fields(RunConfig):
+        assert len(field.metadata["doc"]) > 8, field.name
+
+
+def test_a_config_is_frozen_and_survives_json() -> None:
+    run = RunConfig(model_config={"vocab_size": 300}, tiled_mlp=64, device_memory="1GB")
+    assert RunConfig.from_dict(json.loads(json.dumps(run.to_dict()))) == run
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        run.seq_len = 5  # type: ignore[misc]
+    assert run.replace(seq_len="4K").seq_len == 4000
+    assert run.replace(seq_len="4K").replace(seq_len=run.seq_len) == run
+
+
+def test_the_digest_names_a_config() -> None:
+    run = RunConfig(model="tiny")
+    assert run.digest() == RunConfig(model="tiny").digest()
+    assert len(run.digest()) == 12
+    assert int(run.digest(), 16) >= 0
+    changes = {"seq_len": 4096, "row": "alst", "seed": 1, "tiled_mlp": 64, "model_config": {"vocab_size": 300}}
+    digests = {run.replace(**{k: v}).digest() for k, v in changes.items()} | {run.digest(), run.digest("commit")}
+    assert len(digests) == len(changes) + 2
+    assert RunConfig(seq_len="4K").digest() == RunConfig(seq_len=4000).digest()
+
+
+PAPER = {
+    "baseline": set(),
+    "tiled_loss": {"tiled_loss"},
+    "ulysses": {"tiled_loss", "sp"},
+    "ulysses+tiled_mlp": {"tiled_loss", "sp", "tiled_mlp"},
+    "ulysses+offload": {"tiled_loss", "sp", "offload"},
+    "alst": {"tiled_loss", "sp", "tiled_mlp", "offload"},
+    "ours": {"tiled_loss", "sp", "tiled_mlp", "offload", "save_attention"},
+}
+"""Table 1 of the paper: the boxes that each row ticks; and ours."""
+
+
+@pytest.mark.parametrize("row", PAPER)
+def test_a_row_differs_from_the_baseline_only_in_the_features_it_names(row: str) -> None:
+    for base in (RunConfig(), RunConfig(model="tiny", offload="async", tiled_mlp=5, save_attention=True, sp=2)):
+        plain, featured = row_config("baseline", base).to_dict(), row_config(row, base).to_dict()
+        changed = {name for name in plain if plain[name] != featured[name]}
+        assert changed - {"row"} == PAPER[row] == set(ROWS[row])
+        assert featured["row"] == row
+        assert featured["model"] == base.model
+        off = {"tiled_loss": False, "tiled_mlp": False, "offload": "none", "save_attention": False, "chunk": None}
+        assert {name: plain[name] for name in off} == off
+        assert plain["sp"] == 1
+
+
+def test_rows_are_those_of_the_paper_and_ours() -> None:
+    assert list(ROWS) == list(PAPER) == [*PAPER_ROWS, "ours"]
+    assert set().union(*PAPER.values()) - {"save_attention"} == set(FEATURES)
+    for row in PAPER_ROWS:  # the paper's options
+        run = row_config(row)
+        assert run.save_attention is False
+        assert run.chunk is None
+        assert run.offload in ("none", "sync")
+        assert run.checkpoint
+        assert run.zero_stage == 3
+        assert run.offload_optimizer
+    lengths = [PAPER_ROWS[row]["seq_len"] for row in PAPER_ROWS]
+    assert lengths == sorted(lengths)
+    assert (lengths[0], lengths[-1]) == (32_000, 3_700_000)

@@ -1,0 +1,231 @@
+"""The worker, as the launcher starts it: what a run writes, and how each kind of failure ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from alstlib import results
+from alstlib.config import RunConfig
+from alstlib.corpus import load_corpus
+from alstlib.launch import RunFailed, launch
+from alstlib.samples import make_samples
+from alstlib.train import work
+
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+
+
+def run_config(**changes: Any) -> RunConfig:
+    defaults: dict[str, Any] = {
+        "model": "tiny", "seq_len": 129, "world_size": 2, "sp": 2, "steps": 2, "learning_rate": 1e-2, "timeout": 200,
+        "tiled_loss": True, "tiled_mlp": True, "offload": "sync",
+    }  # fmt: skip
+    return RunConfig(**{**defaults, **changes})
+
+
+# Launches of the real worker
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Five steps of two micro-batches with a state after the third; the model is saved at the end."""
+    out = tmp_path_factory.mktemp("first")
+    run = run_config(
+        row="alst", steps=5, accumulation=2, checkpoint_every=3, save_to=str(out / "model"), warmup_steps=2
+    )
+    return out, launch(run, out, extra_env=OFFLINE)
+
+
+def test_a_run_writes_a_complete_result(first: tuple[Path, dict[str, Any]]) -> None:
+    out, result = first
+    assert result == results.read_result(out / "result.json")
+    assert (result["status"], result["mode"], result["row"], result["error"]) == ("ok", "real", "alst", None)
+    assert result["environment"]["device"] == "cpu"
+    assert result["environment"]["device_count"] == 2
+    m = result["metrics"]
+    assert (m["seq_len"], m["tokens_per_step"]) == (129, 258)
+    assert len(m["loss"]) == len(m["valid_tokens"]) == 5
+    assert len(m["step_seconds"]) == 4  # the first step is watched, not timed
+    assert m["valid_tokens"] == [256] * 5
+    assert all(math.isfinite(loss) for loss in m["loss"])
+    assert m["loss"][0] == pytest.approx(math.log(512), rel=0.02)
+    assert m["loss"][-1] < m["loss"][0] - 0.1
+    assert len(m["device_peak_bytes"]) == len(m["host_peak_bytes"]) == 2
+    tiny = 4 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(out / "model").parameters())
+    slabs = 2 * 65 * 64 * 4  # two layers' inputs, of this rank's 65 of 130 tokens
+    for device, host in zip(m["device_peak_bytes"], m["host_peak_bytes"]):
+        assert device > tiny / 2
+        assert host >= 3 * tiny / 2 + slabs  # half of: fp32 weights, both moments
+    median = sorted(m["step_seconds"])[1:3]
+    for name in ("paper", "model"):
+        seconds = m["flos"][name] / m["tflops"][name] / 2 / 1e12
+        assert seconds == pytest.approx(sum(median) / 2)
+    assert m["tokens_per_second"] == pytest.approx(258 / (sum(median) / 2))
+    dense = 512 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160)
+    assert m["flos"]["paper"] == 8 * dense * 258 + 2 * 16 * 129**2 * 16 * 4 * 2
+    assert m["flos"]["model"] == 6 * dense * 258 + 2 * 6 * 129**2 * 16 * 4 * 2
+
+
+def test_wire_bytes_are_those_of_the_formula(first: tuple[Path, dict[str, Any]]) -> None:
+    """Each rank sends the other's half of q, k, v and of the output; twice forward (recompute), once backward."""
+    tokens, layers, head_dim, heads, kv = 65, 2, 16, 4, 2
+    exchange = tokens * head_dim * 4 * (heads + 2 * kv + heads) // 2
+    assert first[1]["metrics"]["wire_bytes"] == 2 * layers * 3 * exchange  # of two micro-batches
+
+
+def test_progress_tells_rows_steps_and_time(first: tuple[Path, dict[str, Any]]) -> None:
+    events = [json.loads(line) for line in (first[0] / "progress.jsonl").read_text().splitlines()]
+    assert events[0]["event"] == "load"
+    steps = [e for e in events if e["event"] == "step"]
+    assert [(e["row"], e["step"], e["steps"], e["seq_len"]) for e in steps] == [
+        ("alst", i, 5, 129) for i in range(1, 6)
+    ]
+    assert [e["loss"] for e in steps] == first[1]["metrics"]["loss"]
+    assert all(e["tokens_per_second"] > 0 and e["eta_seconds"] >= 0 for e in steps)
+    assert steps[-1]["eta_seconds"] == 0
+
+
+def test_a_run_is_resumed_where_it_was(first: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    out, result = first
+    assert sorted(p.name for p in (out / "state").iterdir()) == ["state-00001-of-00001.safetensors", "state.json"]
+    run = run_config(row="alst", steps=5, accumulation=2, warmup_steps=2, resume_from=str(out), zero_stage=1)
+    again = launch(run, tmp_path, extra_env=OFFLINE)["metrics"]
+    assert again["loss"] == pytest.approx(result["metrics"]["loss"][3:], rel=1e-6)
+    assert again["valid_tokens"] == [256] * 2
+    events = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["event"] == "step"] == [4, 5]
+
+
+@pytest.fixture(scope="module")
+def own(first: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunConfig]:
+    """The trained model as a folder, on a local JSONL file."""
+    out = tmp_path_factory.mktemp("own")
+    lines = [json.dumps({"text": f"def f_{i}(x):\n    return x + {i}\n" * 8}) for i in range(60)]
+    (out / "data.jsonl").write_text("\n".join(lines))
+    run = run_config(model=str(first[0] / "model"), data=str(out / "data.jsonl"), steps=2, zero_stage=2)
+    return out, run
+
+
+def test_the_trained_model_is_trained_on(own: tuple[Path, RunConfig], first: tuple[Path, dict[str, Any]]) -> None:
+    out, run = own
+    result = launch(run.replace(save_to=str(out / "again")), out / "run", extra_env=OFFLINE)
+    model, tokenizer = (kind.from_pretrained(run.model) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    sample = make_samples(load_corpus(run.data), tokenizer, 129, seed=run.seed, limit=2)[0]
+    with torch.no_grad():
+        want = float(model(input_ids=sample["input_ids"][None], labels=sample["labels"][None]).loss)
+    assert result["metrics"]["loss"][0] == pytest.approx(want, rel=1e-5)
+    old, new = AutoTokenizer.from_pretrained(first[0] / "model"), AutoTokenizer.from_pretrained(out / "again")
+    assert old.get_vocab() == new.get_vocab()
+    assert len(old) == 512
+    assert AutoModelForCausalLM.from_pretrained(out / "again").config.vocab_size == 512
+
+
+def test_a_nan_loss_is_an_error(own: tuple[Path, RunConfig], tmp_path: Path) -> None:
+    run = own[1]
+    for file in Path(run.model).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RunFailed, match="the loss of step 1 at 129 tokens is nan"):
+        launch(run.replace(model=str(tmp_path)), tmp_path / "run", extra_env=OFFLINE)
+    result = results.read_result(tmp_path / "run" / "result.json")
+    assert result["status"] == "error"
+    assert result["error"]["type"] == "FloatingPointError"
+    assert result["metrics"] == {}
+
+
+def test_the_search_ends_at_the_budget(tmp_path: Path) -> None:
+    budget = 7_500_000
+    run = run_config(search=True, device_memory=budget, search_granule=64, seq_len=512, tiled_mlp=64, tiled_loss=64)
+    m = launch(run, tmp_path, extra_env=OFFLINE)["metrics"]
+    tried = {t["seq_len"]: t["device_peak_bytes"] for t in m["tried"]}
+    assert m["seq_len"] % 64 == 0
+    assert tried[m["seq_len"]] <= budget < tried[m["seq_len"] + 64]
+    assert max(m["device_peak_bytes"]) <= budget
+    assert max(m["device_peak_bytes"]) == pytest.approx(tried[m["seq_len"]], rel=0.02)
+    assert len(m["loss"]) == 2
+    assert len(tried) <= 8
+
+
+def test_a_length_beyond_the_budget_is_out_of_memory(tmp_path: Path) -> None:
+    run = run_config(seq_len=4096, device_memory="7.5MB")  # the model alone fits
+    result = launch(run, tmp_path, extra_env=OFFLINE)
+    assert result["status"] == "oom"
+    assert result["error"]["type"] == "DeviceOutOfMemory"
+    assert "go beyond the budget of 7,500,000 bytes" in result["error"]["message"]
+    assert launch(run, tmp_path, python="/nowhere/python") == result  # it says all there is to know: not repeated
+
+
+# The worker's ranks in the tests' own pool: what ends a run before or in its first step
+
+
+def outcome(rank: int, world: int, out: str, run: RunConfig) -> tuple[str, str]:
+    os.environ["TORCHELASTIC_RUN_ID"] = f"{Path(out).name}-{run.digest()}"
+    import huggingface_hub.constants
+
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+    try:
+        work(run, Path(out))
+        return "ok", ""
+    except BaseException as e:
+        return type(e).__name__, str(e)
+
+
+def ends(pool: Any, out: Path, run: RunConfig) -> tuple[str, str, dict[str, Any]]:
+    """Status, message and result of a run that fails in the same way on every rank."""
+    answers = pool(outcome, str(out), run)
+    assert len({kind for kind, _ in answers}) == 1, answers
+    result = results.read_result(out / "result.json")
+    assert (result["error"]["type"], result["error"]["message"]) in answers
+    return result["status"], result["error"]["message"], result
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model": "tinny"}, "did you mean 'tiny'?"),
+        (
+            {"model_config": {"hidden_sise": 32}},
+            "unknown model_config field 'hidden_sise'; did you mean 'hidden_size'?",
+        ),
+        ({"model_config": {"num_attention_heads": 1, "num_key_value_heads": 1}}, "sp=2"),
+        ({"data": "empty.jsonl"}, "empty.jsonl"),
+        ({"data": "nowhere.jsonl"}, "data='nowhere.jsonl' does not exist"),
+        ({"data": "blank.txt"}, "holds no text"),
+        ({"data": "ids.jsonl"}, "has token 9999, but the model's vocab_size is 512"),
+        ({"data": "chats.jsonl"}, "the tokenizer has no chat template"),
+        ({"liger": True}, "liger=True needs a GPU"),
+        ({"chunk": 64}, "chunk=64"),
+        ({"search": True}, "search=True needs device_memory"),
+        ({"resume_from": "nowhere"}, "resume_from='nowhere': there is no such folder"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_an_error_on_every_rank(
+    ranks2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "blank.txt").write_text(" ")
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [1, 9999, 2] * 100}))
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
+    if str(changes.get("data", "")).partition(".")[0] in ("empty", "blank", "ids", "chats"):
+        changes = {"data": str(tmp_path / changes["data"])}
+    status, said, _ = ends(ranks2, tmp_path, run_config(**changes))
+    assert status == "error"
+    assert message in said
+
+
+def test_too_little_host_memory_is_out_of_memory(ranks2: Any, tmp_path: Path) -> None:
+    status, said, result = ends(ranks2, tmp_path, run_config(host_memory=10_000))
+    assert status == "oom"
+    assert result["error"]["type"] == "HostOutOfMemory"
+    assert "10,000" in said
