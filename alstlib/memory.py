@@ -130,14 +130,10 @@ class Ledger:
         self._cpu = _CpuInstrument(None, record) if self.device.type == "cpu" else None
         self._watching = False
         self._engine_host: list[Tensor] = []
-        self._host_peak = 0
 
     def __enter__(self) -> Ledger:
         if self._cpu is None:
-            if self.budget is not None:
-                total = torch.cuda.get_device_properties(self.device).total_memory
-                torch.cuda.set_per_process_memory_fraction(min(1.0, self.budget / total), self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
+            self.start()
             return self
         for thing in gc.get_objects():
             if type(thing) in (Tensor, torch.nn.Parameter):
@@ -159,8 +155,14 @@ class Ledger:
             if self._watching:
                 self._cpu.__exit__(None, None, None)
             self._watching = False
-        elif self.budget is not None:
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+        else:
+            self._limit_cuda(None)
+
+    def _limit_cuda(self, budget: int | None) -> None:
+        """Let PyTorch's allocator hand out `budget` bytes of the device, or all of them."""
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        share = 1.0 if budget is None else min(1.0, budget / total)
+        torch.cuda.set_per_process_memory_fraction(share, self.device)
 
     def mark_host(self, tensors: Iterable[Tensor]) -> None:
         """These tensors live on the host: an engine's offloaded optimizer state or weights, and stores' slabs."""
@@ -171,13 +173,15 @@ class Ledger:
                 self._cpu.host(tensor)
             for store in self.stores:
                 store.on_slab = self._cpu.host
+                for slab in store.free:  # taken by an earlier step
+                    self._cpu.host(slab.bytes)
 
     def start(self) -> None:
         """Begin a measurement: the peaks start from what is alive now, and the budget holds from now on."""
-        self._host_peak = 0
         for store in self.stores:
             store.peak_nbytes = store.nbytes
         if self._cpu is None:
+            self._limit_cuda(self.budget)
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
             self._cpu.budget = self.budget

@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 from alstlib.results import format_bytes, format_tokens
 
@@ -35,9 +35,15 @@ def _finish(figure: Figure) -> Figure:
 
 
 def token_axis(axis: Any) -> None:
-    """A log2 axis with ticks such as 32K and 1M."""
+    """A log2 axis with few ticks, labelled such as 32K and 1M (rounded)."""
     axis.set_label_text("sequence length [tokens]")
-    axis.set_major_formatter(FuncFormatter(lambda x, _: format_tokens(round(x)) if x >= 1 else ""))
+    if axis.get_scale() == "log":
+        axis.set_major_locator(LogLocator(base=2, numticks=7))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: _short(x)))
+
+
+def _short(x: float) -> str:
+    return f"{x / 1e6:.3g}M" if x >= 999_500 else f"{x / 1e3:.3g}K" if x >= 1000 else f"{x:.0f}"
 
 
 def ablation(rows: Sequence[Mapping[str, Any]]) -> Figure:
@@ -47,7 +53,7 @@ def ablation(rows: Sequence[Mapping[str, Any]]) -> Figure:
     modes = "/".join(sorted({str(row["mode"]) for row in rows}))
     _length_bars(left, names, [row.get("seq_len") for row in rows], PALETTE[0], f"here ({modes})")
     paper = [row.get("paper_seq_len") for row in rows]
-    _length_bars(right, names, paper, PALETTE[1], "the paper: Llama-3.1-8B on 8 H100 (measured by its authors)")
+    _length_bars(right, names, paper, PALETTE[1], "the paper: Llama-3.1-8B on 8 H100")
     left.invert_yaxis()
     return _finish(figure)
 
@@ -71,10 +77,12 @@ def peaks(tried: Mapping[str, Sequence[tuple[int, int]]], budget: int | None = N
     figure, axes = _axes(8, 4.2)
     for i, (name, points) in enumerate(tried.items()):
         x, y = zip(*points)
-        axes.plot(x, [b / 2**20 for b in y], color=PALETTE[i % 7], marker=MARKERS[i % 7], label=name, linewidth=1.2)
+        hollow = i == len(tried) - 1  # the last may lie on the one before it
+        style = {"linestyle": ":", "markersize": 11, "fillstyle": "none"} if hollow else {"linewidth": 1.2}
+        axes.plot(x, [b / 2**20 for b in y], color=PALETTE[i % 7], marker=MARKERS[i % 7], label=name, **style)
     if budget:
         axes.axhline(budget / 2**20, color="#666666", linestyle="--", linewidth=1)
-        axes.text(0.99, budget / 2**20, "budget", ha="right", va="bottom", color="#666666", fontsize=8,
+        axes.text(0.01, budget / 2**20, "budget", ha="left", va="bottom", color="#666666", fontsize=8,
                   transform=axes.get_yaxis_transform())  # fmt: skip
     token_axis(axes.xaxis)
     axes.set_ylabel("device peak of the fullest rank [MiB]")
@@ -214,4 +222,45 @@ def degrees(series: Mapping[str, Mapping[int, float]], ylabel: str, title: str =
     axes.set_ylabel(ylabel)
     axes.set_title(title, loc="left")
     axes.legend(frameon=False, fontsize=9)
+    return _finish(figure)
+
+
+def versus(
+    series: Mapping[str, Mapping[float, float]], xlabel: str, ylabel: str, title: str = "", *,
+    log: bool = False, marks: Mapping[str, float] | None = None,
+) -> Figure:  # fmt: skip
+    """Quantities against a number (log2 axis), one marked line a name; `marks` names vertical lines, `log` is y's."""
+    figure, axes = _axes(7, 3.8)
+    for i, (name, points) in enumerate(series.items()):
+        axes.plot(list(points), list(points.values()), color=PALETTE[i], marker=MARKERS[i], label=name)
+    ticks = sorted({x for points in series.values() for x in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [format_tokens(round(x)) for x in ticks], fontsize=9)
+    axes.minorticks_off()
+    if log:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    for i, (name, x) in enumerate((marks or {}).items()):
+        axes.axvline(x, color="#666666", linestyle="--", linewidth=1, zorder=0)
+        axes.text(x, 0.97 - 0.08 * i, f" {name}", fontsize=8, color="#666666", transform=axes.get_xaxis_transform())
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.set_title(title, loc="left")
+    if len(series) > 1:
+        axes.legend(frameon=False, fontsize=9)
+    return _finish(figure)
+
+
+def timeline(lanes: Mapping[str, Sequence[tuple[float, float]]], xlabel: str, title: str = "") -> Figure:
+    """Who is busy when: (start, length) spans, one lane a name; lanes of the same last word share a colour."""
+    figure, axes = _axes(9, 0.5 * len(lanes) + 1.2)
+    kinds = list(dict.fromkeys(name.split()[-1] for name in lanes))
+    for y, (name, spans) in enumerate(lanes.items()):
+        color = PALETTE[kinds.index(name.split()[-1])]
+        axes.broken_barh(list(spans), (y - 0.36, 0.72), facecolor=color, edgecolor="white", linewidth=0.8)
+    axes.set_yticks(range(len(lanes)), list(lanes))
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel(xlabel)
+    axes.set_title(title, loc="left")
     return _finish(figure)

@@ -282,3 +282,15 @@ def test_this_environment_matches_its_lock() -> None:
     lock = target.read_text().split()[0]
     done = subprocess.run([sys.executable, "-c", CHECK, lock], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_readme_shows_the_committed_ablation() -> None:
+    """The README's numbers are those of the committed results, and nothing else."""
+    from alstlib import results
+    from alstlib.config import ROWS
+
+    found = {r["row"]: r for r in results.collect(ROOT / "papermill_runs" / "results" / "ablation-cpu")}
+    columns = [c for c in results.COLUMNS if c != "status"]
+    table = results.to_markdown(results.table([found[name] for name in ROWS]), columns)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme.partition("<!-- ablation -->")[2].partition("<!-- /ablation -->")[0].strip() == table
