@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import socket
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ import torch.multiprocessing as mp
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu" if not torch.cuda.is_available() else "cuda")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# a shell that starts the tests in the background lets them, and all they start, ignore SIGINT: some tests send it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def free_port() -> int:
