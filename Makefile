@@ -1,6 +1,6 @@
 # Each target sets up .venv first (env/install.sh; nothing to do when it matches its lock).
 .DEFAULT_GOAL := help
-.PHONY: help setup ablation parity lab test lint clean
+.PHONY: help setup ablation parity lab lessons test lint clean
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 ARGS ?=
@@ -9,7 +9,7 @@ help: ## this list
 	@echo "usage: make TARGET    (needs Python >= 3.11, git and make)"
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "settings: PYTHON=python3.12  ALST_DEVICE=cpu|cuda  TORCH_INDEX_URL=...  WHEELHOUSE=folder  (env/README.md)"
-	@echo "          ARGS='...' is added to the command of ablation, parity, lab and test"
+	@echo "          ARGS='...' is added to the command of ablation, parity, lab, lessons and test"
 
 setup: ## make or refresh .venv
 	@env/install.sh
@@ -22,6 +22,9 @@ parity: setup ## train the same data with and without sequence parallelism, comp
 
 lab: setup ## open JupyterLab on notebooks/
 	$(BIN)/jupyter lab notebooks/ $(ARGS)
+
+lessons: setup ## run all lessons anew and store their outputs
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/[0-9]*.ipynb $(ARGS)
 
 # One thread a process: the ranks that the tests start share the cores. Nothing is fetched from a hub.
 test: setup ## run the tests

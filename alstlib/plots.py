@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -127,24 +126,6 @@ def memory_curves(curves: Mapping[str, Sequence[int]], title: str = "") -> Figur
     return _finish(figure)
 
 
-def lines(
-    x: Sequence[int], series: Mapping[str, Sequence[float]], ylabel: str, title: str = "", log: bool = False
-) -> Figure:
-    """Quantities against the sequence length, one marked line a name."""
-    figure, axes = _axes(7, 3.8)
-    for i, (name, y) in enumerate(series.items()):
-        axes.plot(x, y, color=PALETTE[i], marker=MARKERS[i], label=name)
-    axes.set_xscale("log", base=2)
-    token_axis(axes.xaxis)
-    axes.set_xticks(list(x))
-    if log:
-        axes.set_yscale("log")
-    axes.set_ylabel(ylabel)
-    axes.set_title(title, loc="left")
-    axes.legend(frameon=False)
-    return _finish(figure)
-
-
 def blocks(
     panels: Sequence[Sequence[Sequence[Sequence[int]]]], rows: Sequence[str], columns: Sequence[str], *,
     legend: Sequence[str] = (), texts: Any = None, names: Sequence[Sequence[str]] = (), xlabel: str = "",
@@ -189,24 +170,6 @@ def blocks(
     return _finish(figure)
 
 
-def bars(values: Mapping[str, float], xlabel: str, title: str = "", floor: float | None = None) -> Figure:
-    """Horizontal bars, one a name; with `floor` on a log axis that begins there. What is not finite says so."""
-    figure, axes = _axes(8, 0.36 * len(values) + 1.1)
-    drawn = [v if math.isfinite(v) else 0.0 for v in values.values()]
-    axes.barh(list(values), [max(v, floor or v) for v in drawn], color=PALETTE[0])
-    if floor:
-        axes.set_xscale("log")
-        axes.set_xlim(floor, max(drawn) * 20)
-    for i, v in enumerate(values.values()):
-        axes.text(
-            max(drawn[i], floor or 0), i, f" {v:.2g}" if math.isfinite(v) else " not a number", va="center", fontsize=9
-        )
-    axes.invert_yaxis()
-    axes.set_xlabel(xlabel)
-    axes.set_title(title, loc="left")
-    return _finish(figure)
-
-
 def degrees(series: Mapping[str, Mapping[int, float]], ylabel: str, title: str = "", log: bool = True) -> Figure:
     """Quantities against the number of ranks that share a sample, one marked line a name."""
     figure, axes = _axes(7, 3.8)
@@ -248,19 +211,4 @@ def versus(
     axes.set_title(title, loc="left")
     if len(series) > 1:
         axes.legend(frameon=False, fontsize=9)
-    return _finish(figure)
-
-
-def timeline(lanes: Mapping[str, Sequence[tuple[float, float]]], xlabel: str, title: str = "") -> Figure:
-    """Who is busy when: (start, length) spans, one lane a name; lanes of the same last word share a colour."""
-    figure, axes = _axes(9, 0.5 * len(lanes) + 1.2)
-    kinds = list(dict.fromkeys(name.split()[-1] for name in lanes))
-    for y, (name, spans) in enumerate(lanes.items()):
-        color = PALETTE[kinds.index(name.split()[-1])]
-        axes.broken_barh(list(spans), (y - 0.36, 0.72), facecolor=color, edgecolor="white", linewidth=0.8)
-    axes.set_yticks(range(len(lanes)), list(lanes))
-    axes.invert_yaxis()
-    axes.set_xlim(left=0)
-    axes.set_xlabel(xlabel)
-    axes.set_title(title, loc="left")
     return _finish(figure)
