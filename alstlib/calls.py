@@ -29,6 +29,7 @@ class Call:
     shift_labels: Tensor | None = None
     divisor: Any = None
     saved: Saved | None = None
+    release: bool = False
 
 
 def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext) -> Call:

@@ -167,7 +167,9 @@ def _attach_attention(handle: Handle) -> None:
         if (call := handle._call) is None:
             raise ValueError("call the model that apply() was given, not a part of it: documents and labels go with it")
         check_attention(module, query.shape[2] * handle.ctx.sp, attention_mask, dropout, kwargs)
-        out = handle.attention(query, key, value, scale=scaling, documents=call.documents, saved=call.saved)
+        out = handle.attention(
+            query, key, value, scale=scaling, documents=call.documents, saved=call.saved, release=call.release
+        )
         return out.transpose(1, 2), None
 
     AttentionInterface.register(name, attend)
@@ -279,7 +281,7 @@ def _checkpointed(handle: Handle, layer: nn.Module, original: Any, index: int, c
             for mlp in mlps:
                 mlp.skip = unread and passes > 1
             try:
-                with handle._using(call):
+                with handle._using(None if call is None else dataclasses.replace(call, release=passes > 1)):
                     return original(x, *args, **kwargs)
             finally:
                 for mlp in mlps:

@@ -82,6 +82,8 @@ class Ticket:
         store.latest = weakref.ref(self)
 
     def release(self) -> None:
+        if self.fetched is not None and self.fetched[1] is not None:  # dropped while its tensors are on their way back
+            torch.cuda.current_stream(self.fetched[0][0].device).wait_event(self.fetched[1])
         for _, slab in self.kept:
             if slab is not None:
                 self.store.free.append(slab)

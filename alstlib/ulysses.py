@@ -45,6 +45,7 @@ class UlyssesAttention:
         scale: float | None = None,
         documents: Documents = None,
         saved: Saved | None = None,
+        release: bool = False,
     ) -> Tensor:
         """q [B, H, L, D], k and v [B, K, L, D], this rank's rows after RoPE -> [B, H, L, D].
 
@@ -52,6 +53,8 @@ class UlyssesAttention:
             scale: of the scores; None for D ** -0.5.
             documents: global offsets into the flattened [B * S] batch; None makes every batch row one document.
             saved: where a checkpoint's first pass leaves the output, and where its recompute takes it from.
+            release: in backward, let each tensor go as soon as it has been read. For a recompute, whose graph is
+                gone after its one backward; otherwise tensors are kept as autograd keeps them (and its hooks see them).
 
         Raises:
             ValueError: heads that the SP degree cannot split, shapes that do not belong together, a kernel that
@@ -64,7 +67,7 @@ class UlyssesAttention:
             raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads")
         check_heads(q.shape[1], k.shape[1], self.exchange.ranks)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return _Attention.apply(q, k, v, self, float(scale), documents, saved)
+        return _Attention.apply(q, k, v, self, float(scale), documents, saved, release)
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> list[Tensor]:
         """q, k, v and tensors with q's heads, from sequence to head layout, in as few exchanges as possible."""
@@ -90,13 +93,14 @@ class _Attention(torch.autograd.Function):
         scale: float,
         documents: Documents,
         saved: Saved | None,
+        release: bool,
     ) -> Tensor:
-        ctx.op, ctx.scale, ctx.documents, ctx.kv_heads = op, scale, documents, k.shape[1]
+        ctx.op, ctx.scale, ctx.documents, ctx.kv_heads, ctx.release = op, scale, documents, k.shape[1], release
         ctx.backend = choose_backend(op.attention, q.device, q.dtype, q.shape[-1])
         ctx.from_saved = saved is not None and saved.replaying
         if saved is not None and saved.replaying:
             out, lse = saved.take()
-            ctx.kept = [t.detach() for t in (q, k, v, out, lse)]
+            _keep(ctx, q, k, v, out, lse)
             return out.view_as(out)  # a tensor of its own: autograd must not mark the saved one as an output
         qh, kh, vh = op.to_heads(q, k, v)
         out_heads, lse = attention_forward(ctx.backend, qh, kh, vh, scale=scale, documents=documents)
@@ -104,17 +108,14 @@ class _Attention(torch.autograd.Function):
         (out,) = op.exchange.to_seq(out_heads)
         if saved is not None:
             saved.tensors.append((out, lse))
-        needed = any(ctx.needs_input_grad)
-        ctx.kept = [t.detach() for t in (qh, kh, vh, out_heads, lse)] if needed else None
+        if any(ctx.needs_input_grad):
+            _keep(ctx, qh, kh, vh, out_heads, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        # not save_for_backward: each tensor is let go as soon as the exchange or the kernel has read it
-        if ctx.kept is None:
-            raise RuntimeError("attention: backward a second time; what it kept is gone after the first")
         op: UlyssesAttention = ctx.op
-        (q, k, v, out, lse), ctx.kept = ctx.kept, None
+        q, k, v, out, lse = ctx.__dict__.pop("kept") if ctx.release else ctx.saved_tensors
         if not ctx.from_saved:
             (dout,) = op.exchange.to_heads(dout)
         elif op.exchange.ranks > 1:
@@ -122,7 +123,14 @@ class _Attention(torch.autograd.Function):
             out = _output_with(delta, dout)
         grads = attention_backward(ctx.backend, dout, q, k, v, out, lse, scale=ctx.scale, documents=ctx.documents)
         del dout, q, k, v, out, lse
-        return (*op.grads_to_seq(*grads, ctx.kv_heads), None, None, None, None)
+        return (*op.grads_to_seq(*grads, ctx.kv_heads), None, None, None, None, None)
+
+
+def _keep(ctx: Any, *tensors: Tensor) -> None:
+    if ctx.release:
+        ctx.kept = [t.detach() for t in tensors]  # detached: the output itself would keep the graph alive
+    else:
+        ctx.save_for_backward(*tensors)
 
 
 def _exchange_with_delta(
