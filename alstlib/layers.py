@@ -1,0 +1,93 @@
+"""Checkpointed decoder layers of an attached model: what each keeps, where, and how it is recomputed.
+
+A layer's own `forward` is wrapped on the instance. How much is kept (inputs, attention outputs) is planned at the first
+layer of each forward, from what the host has room for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from alstlib.offload import Saved, checkpoint
+from alstlib.tiled import TiledMLP, output_unread
+
+if TYPE_CHECKING:
+    from alstlib.hf import Handle
+
+
+def attach_checkpoints(handle: Handle, layers: Sequence[nn.Module]) -> None:
+    """Layers' own `forward` is wrapped on the instance: engines' hooks stay outside, in every transformers version."""
+    for module in handle.model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            setattr(module, "gradient_checkpointing", False)  # noqa: B010 (no declared attribute)
+            handle._undo.callback(setattr, module, "gradient_checkpointing", True)
+    for i, layer in enumerate(layers):
+        handle._undo.callback(_restore_forward, layer, layer.__dict__.get("forward"))
+        layer.forward = _checkpointed(handle, layer, layer.forward, i, len(layers))
+
+
+def _restore_forward(layer: nn.Module, before: Any) -> None:
+    del layer.forward
+    if before is not None:
+        layer.forward = before
+
+
+def _checkpointed(handle: Handle, layer: nn.Module, original: Any, index: int, count: int) -> Any:
+    mlps = [m for m in layer.modules() if isinstance(m, TiledMLP)]
+    unread = bool(mlps)  # until the layer's graph says otherwise: the recompute need not compute the MLP's output
+
+    def accept(out: Any) -> bool:
+        nonlocal unread
+        outs = [out] if isinstance(out, Tensor) else [o for o in out if isinstance(o, Tensor)]
+        if unread and not all(output_unread(o) for o in outs):
+            unread = False
+            return False
+        return True
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+        if index == 0:
+            handle.attention_kept = _plan_host(handle, x, count) / count
+        saved = Saved() if index < round(handle.attention_kept * count) else None
+        call = None if handle._call is None else dataclasses.replace(handle._call, saved=saved)
+        passes = 0
+
+        def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal passes
+            passes += 1
+            for mlp in mlps:
+                mlp.skip = unread and passes > 1
+            try:
+                with handle._using(None if call is None else dataclasses.replace(call, release=passes > 1)):
+                    return original(x, *args, **kwargs)
+            finally:
+                for mlp in mlps:
+                    mlp.skip = False
+
+        trains = any(p.requires_grad for p in layer.parameters())
+        return checkpoint(run, x, *args, store=handle.store, saved=saved, trains=trains, accept=accept, **kwargs)
+
+    return forward
+
+
+def _plan_host(handle: Handle, x: Tensor, layers: int) -> int:
+    """Layers whose attention output is kept: all, none, or with `auto` as many as the host has room for, after the
+    layers' inputs (outputs go first when memory is short)."""
+    options, store = handle.options, handle.store
+    config = handle.model.config.get_text_config()
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    each = x.shape[0] * x.shape[1] * heads * (width * x.element_size() + 4)
+    inputs = layers * x.numel() * x.element_size()
+    store.check_room(inputs + (layers * each if options.save_attention is True else 0))
+    if options.save_attention != "auto" or options.offload == "none":
+        return layers if options.save_attention is True else 0
+    have = store.room() + sum(slab.bytes.numel() for slab in store.free)
+    return max(0, min(layers, (have - inputs) // each))
