@@ -27,15 +27,41 @@ def causal_mask(batch: int, length: int, documents: Sequence[int] | None = None)
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, documents: Sequence[int] | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, documents: Sequence[int] | None = None, causal: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention. q [B, H, S, D], k and v [B, K, S, D] -> output [B, H, S, D] and logsumexp [B, H, S]."""
+    """Attention. q [B, H, S, D], k and v [B, K, N, D] -> output [B, H, S, D] and logsumexp [B, H, S].
+
+    Causal (with N = S) and inside documents, or else over all keys.
+    """
     groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = _scores(q, k, scale, documents, causal)
+    return (scores.softmax(-1).to(v.dtype) @ v.repeat_interleave(groups, 1)), scores.logsumexp(-1)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, documents: Sequence[int] | None, causal: bool) -> Tensor:
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    if not causal:
+        return scores
     mask = causal_mask(q.shape[0], q.shape[2], documents).to(q.device)
-    scores = scores.masked_fill(~mask[:, None], float("-inf"))
-    return (scores.softmax(-1).to(v.dtype) @ v), scores.logsumexp(-1)
+    return scores.masked_fill(~mask[:, None], float("-inf"))
+
+
+def attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `attention` written out -> dq, dk, dv. With the output and logsumexp over more keys than k holds,
+    these keys' share of the gradients."""
+    groups = q.shape[1] // k.shape[1]
+    p = (_scores(q, k, scale, None, causal) - lse[..., None]).exp()
+    wide = p.dtype
+    dp = dout.to(wide) @ v.repeat_interleave(groups, 1).to(wide).transpose(-1, -2)
+    delta = (dout.to(wide)[..., None, :] @ out.to(wide)[..., None])[..., 0]
+    ds = p * (dp - delta) * scale
+    dq = ds @ k.repeat_interleave(groups, 1).to(wide)
+    dk = (ds.transpose(-1, -2) @ q.to(wide)).unflatten(1, (-1, groups)).sum(2)
+    dv = (p.transpose(-1, -2) @ dout.to(wide)).unflatten(1, (-1, groups)).sum(2)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def seq_to_heads(shards: Sequence[Tensor]) -> list[Tensor]:

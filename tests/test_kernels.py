@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from alstlib import reference
-from alstlib.kernels import BACKENDS, attention_backward, attention_forward, choose_backend
+from alstlib.kernels import (
+    BACKENDS,
+    attention_backward,
+    attention_backward_rows,
+    attention_forward,
+    choose_backend,
+    merge,
+)
 from alstlib.memory import Ledger
 
 ON_CPU = ["cpu", "eager"]
@@ -79,6 +86,54 @@ def test_kernel_is_the_oracle(name: str, shape: Any, dtype: torch.dtype, exchang
     assert worst(got, oracle(tensors, 0.3, shape[-1])) < EXACT[dtype]
     assert [t.dtype for t in got] == [dtype] * 5
     assert all(torch.equal(a, b) for a, b in zip(tensors, before)), "an input was changed"
+
+
+def run_in_chunks(
+    name: str, tensors: list[Tensor], scale: float, documents: Sequence[int] | None, chunk: int
+) -> list[Tensor]:
+    """Forward in row chunks from the first to the last, backward from the last to the first, as a streamed layer."""
+    (q, k, v, dout), backend = tensors, BACKENDS[name]
+    length, parts = q.shape[2], []
+    dk, dv = (torch.zeros(t.shape, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (k, v))
+    spans = [(lo, min(lo + chunk, length)) for lo in range(0, length, chunk)]
+    for lo, hi in spans:
+        seen = (q[:, :, lo:hi], k[:, :, :hi], v[:, :, :hi])
+        parts.append(attention_forward(backend, *seen, scale=scale, documents=documents, length=length))
+    out, lse = (torch.cat(ts, 2) for ts in zip(*parts))
+    dq = torch.empty_like(q)
+    for lo, hi in reversed(spans):
+        at = (slice(None), slice(None), slice(lo, hi))
+        dq[at] = attention_backward_rows(
+            backend, dout[at], q[at], k[:, :, :hi], v[:, :, :hi], out[at], lse[at], dk[:, :, :hi], dv[:, :, :hi],
+            scale=scale, documents=documents, length=length,
+        )  # fmt: skip
+    return [out, lse, dq, dk.to(k.dtype), dv.to(v.dtype)]
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 12, 600])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", ON_CPU)
+def test_chunks_of_rows_are_the_oracle(name: str, shape: Any, dtype: torch.dtype, chunk: int) -> None:
+    if chunk < 5 and shape[3] > 100:
+        chunk = 97
+    tensors = make(shape, dtype, exchanged=True)
+    before = [t.clone() for t in tensors]
+    got = run_in_chunks(name, tensors, 0.3, shape[-1], chunk)
+    assert worst(got, oracle(tensors, 0.3, shape[-1])) < EXACT[dtype]
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before)), "an input was changed"
+
+
+def test_chunks_in_bf16_are_as_good_as_one_call() -> None:
+    tensors = make((1, 4, 2, 531, 16, None), torch.bfloat16, True)
+    want = oracle(tensors, 0.25, None)
+    compare(run_in_chunks("cpu", tensors, 0.25, None, 100), list(run("cpu", tensors, 0.25, None)), want)
+
+
+def test_merge_with_a_set_without_keys_changes_nothing() -> None:
+    out, lse = randn(1, 2, 5, 4), randn(1, 2, 5, seed=1)
+    got = merge(out.clone(), lse, randn(1, 2, 5, 4, seed=2), torch.full_like(lse, float("-inf")))
+    assert torch.equal(got[0], out) and torch.equal(got[1], lse)
 
 
 @pytest.mark.parametrize("documents", [None, [0, 5, 6, 13, 14, 26]])
