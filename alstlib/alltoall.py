@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from alstlib.groups import SPContext
+
 
 class Exchange:
     """All-to-alls over one SP group, with a count of the bytes that this rank has sent to others.
@@ -93,6 +95,44 @@ class Exchange:
         wide = torch.promote_types(receive.dtype, torch.float32)
         whole = receive.unflatten(0, (heads, p // heads)).sum(1, dtype=wide).to(receive.dtype)  # [K, L, n, B, D]
         return [whole[:, :, i].permute(2, 0, 1, 3) for i in range(n)]
+
+
+def stripe(tensors: Sequence[Tensor], chunk: int, ctx: SPContext) -> list[Tensor]:
+    """Deal rows out in stripes: from this rank's block of the sequence to its rows of each chunk.
+
+    Chunk i of all P ranks together is rows [i P C, (i + 1) P C) of the sequence, rank r's part the r-th of P; the last
+    chunk is what is left. Attention of a chunk then needs keys of this and earlier chunks only (FPDT, section 4).
+
+    Args:
+        tensors: integers [B, L] of this rank's block (tokens, positions, labels), of one shape and dtype.
+        chunk: C, rows of one rank in a chunk.
+    """
+    rows, p = tensors[0].shape[1], ctx.sp
+    if p == 1 or rows <= chunk:
+        return list(tensors)
+    order, to_ranks, from_ranks = _stripe_plan(rows, chunk, p, ctx.sp_rank)
+    send = torch.stack(list(tensors)).permute(2, 0, 1)[order.to(tensors[0].device)].contiguous()
+    receive = torch.empty_like(send)
+    dist.all_to_all_single(receive, send, from_ranks, to_ranks, group=ctx.sp_group)
+    return [t.contiguous() for t in receive.permute(1, 2, 0)]
+
+
+def _stripe_plan(rows: int, chunk: int, ranks: int, rank: int) -> tuple[Tensor, list[int], list[int]]:
+    """(this rank's rows in the order in which they are sent, how many go to each rank, how many come from each)."""
+    whole, rest = divmod(rows, chunk)
+    even = whole * chunk  # rows of a rank in chunks of full length
+    mine = rank * rows + torch.arange(rows)
+    to = torch.where(
+        mine < even * ranks, mine % (chunk * ranks) // chunk, (mine - even * ranks) // max(1, rest)
+    )  # fmt: skip
+    local = torch.arange(rows)
+    wanted = torch.where(
+        local < even,
+        local // chunk * chunk * ranks + rank * chunk + local % chunk,
+        even * ranks + rank * rest + local - even,
+    )
+    count = [torch.bincount(t, minlength=ranks).tolist() for t in (to, wanted // rows)]
+    return torch.argsort(to, stable=True), count[0], count[1]
 
 
 class _SeqToHeads(torch.autograd.Function):

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alstlib.alltoall import agree_on
+from alstlib.alltoall import agree_on, stripe
+from alstlib.chunked import RowChunk
 from alstlib.groups import SPContext
 from alstlib.loss import IGNORE
 from alstlib.offload import Saved
@@ -30,10 +31,17 @@ class Call:
     divisor: Any = None
     saved: Saved | None = None
     release: bool = False
+    piece: RowChunk | None = None
+    """The chunk that a streamed layer is at."""
+    striped: bool = False
+    """Are the rows dealt out in stripes? Then logits are not in the order of the tokens."""
 
 
-def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext) -> Call:
+def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chunk: int | None = None) -> Call:
     """Take what is ours out of the `kwargs` of a model's call, check it, and set what the model must be told.
+
+    With a `chunk` that cuts the rows of several ranks, tokens, positions and labels are dealt out in stripes; then they
+    are all in `kwargs`.
 
     Raises:
         ValueError: inputs that cannot be run exactly, with what to give instead.
@@ -56,7 +64,28 @@ def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext) -> 
         raise ValueError(f"shift_labels {list(labels.shape)} must have the shape of input_ids {list(shape)}")
     _check_mask(kwargs.pop("attention_mask", None), labels, ctx.sp)
     documents = _documents(ours["cu_documents"], kwargs.get("position_ids"), tokens, ctx)
-    return Call(documents=documents, shift_labels=labels, divisor=ours["num_items_in_batch"])
+    call = Call(documents=documents, shift_labels=labels, divisor=ours["num_items_in_batch"])
+    if chunk is not None and ctx.sp > 1 and shape[1] > chunk:
+        _stripe_inputs(kwargs, tokens, call, chunk, ctx)
+    return call
+
+
+def _stripe_inputs(kwargs: dict[str, Any], tokens: Tensor, call: Call, chunk: int, ctx: SPContext) -> None:
+    if kwargs.get("inputs_embeds") is not None:
+        raise ValueError("chunk with sp > 1 deals tokens out anew: give input_ids, not inputs_embeds")
+    if call.shift_labels is None or kwargs.get("output_hidden_states"):
+        raise ValueError(
+            "chunk with sp > 1 deals rows out anew, so logits and hidden states would not be in order: give "
+            "shift_labels (causal_lm_loss does), or use chunk=None"
+        )
+    positions = kwargs["position_ids"].expand_as(tokens)
+    others = [n for n, t in kwargs.items() if n not in ("input_ids", "position_ids") and isinstance(t, Tensor)]
+    if others:
+        raise ValueError(f"chunk with sp > 1 cannot deal out {', '.join(others)}; leave it out, or use chunk=None")
+    like = tokens.dtype
+    given = [tokens, positions.to(like), call.shift_labels.to(like)]
+    kwargs["input_ids"], kwargs["position_ids"], call.shift_labels = stripe(given, chunk, ctx)
+    call.striped = True
 
 
 def _labels(ours: dict[str, Any], ctx: SPContext) -> Tensor | None:

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from alstlib.calls import Call, take_call
 from alstlib.groups import SPContext
-from alstlib.layers import attach_checkpoints
+from alstlib.layers import attach_checkpoints, attach_streams
 from alstlib.loss import IGNORE, TiledHead
 from alstlib.offload import MODES, HostStore
 from alstlib.probe import find_transform
@@ -49,7 +49,7 @@ class Options:
     """Keep attention outputs with the checkpoints, so that attention runs forward once. `auto`: while they are
     offloaded and fit the host's memory."""
     chunk: int | None = None
-    """Stream decoder layers in row chunks of so many tokens (not available yet: must be None)."""
+    """Stream decoder layers in chunks of so many rows of this rank, with keys and values resident; None: whole."""
     host_memory: int | None = None
     """Host bytes that checkpoints of this rank may take; None: what is free."""
     liger: bool = False
@@ -65,7 +65,10 @@ class Options:
         if self.save_attention is True and not self.checkpoint:
             raise ValueError("save_attention=True keeps outputs for the recompute: it needs checkpoint=True")
         if self.chunk is not None:
-            raise ValueError(f"chunk={self.chunk}: streaming layers in row chunks is not available yet; use chunk=None")
+            if isinstance(self.chunk, bool) or not isinstance(self.chunk, int) or self.chunk < 1:
+                raise ValueError(f"chunk={self.chunk!r} must be None or a whole number of tokens, at least 1")
+            if not self.checkpoint:
+                raise ValueError(f"chunk={self.chunk} recomputes layers chunk by chunk: it needs checkpoint=True")
         for tile in (self.tiled_mlp, self.tiled_loss):
             if not isinstance(tile, bool):
                 check_tile(tile)
@@ -136,7 +139,9 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
             _attach_mlps(handle, layers)
         if options.tiled_loss:
             _attach_head(handle)
-        if options.checkpoint:
+        if options.chunk is not None:
+            attach_streams(handle, layers)
+        elif options.checkpoint:
             attach_checkpoints(handle, layers)
         _attach_calls(handle)
     except BaseException:
@@ -166,7 +171,11 @@ def _attach_attention(handle: Handle) -> None:
     ) -> tuple[Tensor, None]:
         if (call := handle._call) is None:
             raise ValueError("call the model that apply() was given, not a part of it: documents and labels go with it")
-        check_attention(module, query.shape[2] * handle.ctx.sp, attention_mask, dropout, kwargs)
+        rows = query.shape[2] if call.piece is None else call.piece.resident.length // handle.ctx.sp
+        check_attention(module, rows * handle.ctx.sp, attention_mask, dropout, kwargs)
+        if call.piece is not None:
+            out = call.piece.attend(handle.attention, query, key, value, scaling, call.documents)
+            return out.transpose(1, 2), None
         out = handle.attention(
             query, key, value, scale=scaling, documents=call.documents, saved=call.saved, release=call.release
         )
@@ -240,8 +249,8 @@ def _attach_calls(handle: Handle) -> None:
     model = handle.model
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        handle._call = take_call(args, kwargs, handle.ctx)
-        return args, kwargs
+        handle._call = take_call(args, kwargs, handle.ctx, handle.options.chunk)
+        return () if handle._call.striped else args, kwargs
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         call, handle._call = handle._call, None
@@ -251,10 +260,10 @@ def _attach_calls(handle: Handle) -> None:
         if handle.head is not None:
             total, logits = out.logits * handle.head.unshrink, None
         else:
-            logits = out.logits
-            wide = torch.promote_types(logits.dtype, torch.float32)
+            logits = None if call.striped else out.logits
+            wide = torch.promote_types(out.logits.dtype, torch.float32)
             total = nn.functional.cross_entropy(
-                logits.to(wide).flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORE
+                out.logits.to(wide).flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORE
             )
         divisor = (labels != IGNORE).sum().clamp_min(1) if call.divisor is None else call.divisor
         return type(out)(**{**out, "logits": logits, "loss": total / divisor})

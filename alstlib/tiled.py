@@ -258,11 +258,15 @@ class TiledMLP(TiledModule):
         self.tile = None if tile is None else check_tile(tile)
         self.skip = False
         """Set by a checkpoint while it recomputes a layer that does not read the MLP's output."""
+        self.whole = False
+        """Set by a streamed layer: rows that are no more than a tile run as they are, and keep their intermediates."""
         self.draws = False
         """Did the last forward draw random numbers? Then a recompute has to draw them too."""
 
     def forward(self, x: Tensor) -> Tensor:
         tile = self.tile or self._default_tile(x)
+        if self.whole and x.shape[1] <= tile:
+            return self._run(x)
         if self.skip and not self.draws:
             return tiled_compute(self._run, x, self.trainable, tile=tile, skip=True)
         before = Replay(x.device)

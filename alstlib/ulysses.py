@@ -20,6 +20,7 @@ from alstlib.alltoall import Exchange, check_heads
 from alstlib.groups import SPContext
 from alstlib.kernels import Documents, attention_backward, attention_forward, choose_backend
 from alstlib.offload import Saved
+from alstlib.tiled import default_tile
 
 
 class UlyssesAttention:
@@ -60,14 +61,18 @@ class UlyssesAttention:
             ValueError: heads that the SP degree cannot split, shapes that do not belong together, a kernel that
                 cannot run here.
         """
+        self.check(q, k, v)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return _Attention.apply(q, k, v, self, float(scale), documents, saved, release)
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Raise ValueError for shapes that do not belong together or heads that the ranks cannot split."""
         if q.ndim != 4 or k.shape != v.shape or q.shape[::2] != k.shape[::2] or q.shape[3] != k.shape[3]:
             shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
             raise ValueError(f"attention needs q [B, H, L, D] and k, v [B, K, L, D] of one width, got {shapes}")
         if q.shape[1] % k.shape[1]:
             raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads")
         check_heads(q.shape[1], k.shape[1], self.exchange.ranks)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return _Attention.apply(q, k, v, self, float(scale), documents, saved, release)
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> list[Tensor]:
         """q, k, v and tensors with q's heads, from sequence to head layout, in as few exchanges as possible."""
@@ -75,6 +80,11 @@ class UlyssesAttention:
             return self.exchange.to_heads(q, k, v, *more)
         q, *rest = self.exchange.to_heads(q, *more)
         return [q, *self.exchange.shared_to_heads(k, v), *rest]
+
+    def keys_to_heads(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """k and v alone, from sequence to head layout."""
+        split = k.shape[1] % self.exchange.ranks == 0
+        return self.exchange.to_heads(k, v) if split else self.exchange.shared_to_heads(k, v)
 
     def grads_to_seq(self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int) -> list[Tensor]:
         if kv_heads % self.exchange.ranks == 0:
@@ -119,8 +129,9 @@ class _Attention(torch.autograd.Function):
         if not ctx.from_saved:
             (dout,) = op.exchange.to_heads(dout)
         elif op.exchange.ranks > 1:
-            delta, dout, q, k, v = _exchange_with_delta(op, dout, q, k, v, out)
-            out = _output_with(delta, dout)
+            (delta,) = op.exchange.to_heads(row_delta(dout, out))
+            q, k, v, dout = op.to_heads(q, k, v, dout)
+            out = output_with(delta, dout)
         grads = attention_backward(ctx.backend, dout, q, k, v, out, lse, scale=ctx.scale, documents=ctx.documents)
         del dout, q, k, v, out, lse
         return (*op.grads_to_seq(*grads, ctx.kv_heads), None, None, None, None, None)
@@ -133,18 +144,26 @@ def _keep(ctx: Any, *tensors: Tensor) -> None:
         ctx.save_for_backward(*tensors)
 
 
-def _exchange_with_delta(
-    op: UlyssesAttention, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def row_delta(dout: Tensor, out: Tensor) -> Tensor:
+    """rowsum(dout * out) in fp32, [B, H, S, 1]: all that a kernel's backward reads of its output."""
     wide = torch.promote_types(dout.dtype, torch.float32)
-    delta = (dout.to(wide) * out.to(wide)).sum(-1, keepdim=True)
-    (delta,) = op.exchange.to_heads(delta)
-    q, k, v, dout = op.to_heads(q, k, v, dout)
-    return delta, dout, q, k, v
+    delta = dout.new_empty(*dout.shape[:3], 1, dtype=wide)
+    for rows in _row_tiles(dout):
+        torch.sum(dout[rows].to(wide) * out[rows], -1, keepdim=True, out=delta[rows])
+    return delta
 
 
-def _output_with(delta: Tensor, dout: Tensor) -> Tensor:
+def output_with(delta: Tensor, dout: Tensor) -> Tensor:
     """A stand-in output whose rowsum(dO * O) is `delta`; zero where dO is (then delta is zero too)."""
-    wide = torch.promote_types(dout.dtype, torch.float32)
-    norm = dout.to(wide).square().sum(-1, keepdim=True)
-    return (dout * torch.where(norm > 0, delta / norm, 0.0)).to(dout.dtype)
+    made = torch.empty_like(dout)
+    for rows in _row_tiles(dout):
+        part = dout[rows].to(delta.dtype)
+        norm = torch.linalg.vecdot(part, part)[..., None]
+        made[rows] = part * torch.where(norm > 0, delta[rows] / norm, 0.0)
+    return made
+
+
+def _row_tiles(x: Tensor) -> list[tuple[slice, slice, slice]]:
+    """Slices of x [B, H, S, D] that cut S, so that fp32 intermediates are small."""
+    step = default_tile(x.shape[1] * x.shape[3], 4, x.device)
+    return [(slice(None), slice(None), slice(lo, lo + step)) for lo in range(0, x.shape[2], step)]

@@ -169,3 +169,38 @@ def test_frozen_parts(ranks2: Any, engine: str, frozen: list[str]) -> None:
 @pytest.mark.parametrize("engine", ["average", "ddp", "zero0", "zero2", "zero3"])
 def test_tied_embeddings(ranks2: Any, engine: str) -> None:
     check(ranks2, {"sp": 2, "engine": engine, "overrides": {"tie_word_embeddings": True}, "options": ALL_ON})
+
+
+STREAMED = {**ALL_ON, "chunk": 5}
+
+
+@pytest.mark.parametrize("save", [False, True], ids=["attention twice", "attention once"])
+@pytest.mark.parametrize("model", ["mha", "gqa", "mqa", "qwen3", "gpt2", "gemma2"])
+def test_streamed_layers_sp2(ranks2: Any, model: str, save: bool) -> None:
+    check(ranks2, {"sp": 2, "model": model, "options": {**STREAMED, "save_attention": save}})
+
+
+@pytest.mark.parametrize("options", [{"chunk": 4}, {"chunk": 16}, {"chunk": 1}, {"chunk": 100}], ids=str)
+@pytest.mark.parametrize("offload", ["none", "sync"])
+def test_streamed_layers_of_any_chunk(ranks2: Any, options: dict[str, Any], offload: str) -> None:
+    """Chunks that divide, do not divide, of one row, and longer than the sequence; all else off or as it is."""
+    check(ranks2, {"sp": 2, "batch": 2, "length": 30, "options": {**ALL_OFF, "checkpoint": True, "offload": offload,
+                                                                  "save_attention": True, **options}})  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"])
+def test_streamed_layers_under_engines(ranks2: Any, engine: str) -> None:
+    case = {"sp": 2, "engine": engine, "accumulation": 2, "scale": 0.25, "empty": True, "options": STREAMED}
+    check(ranks2, case)
+
+
+@pytest.mark.parametrize("sp", [1, 2, 4])
+def test_streamed_layers_on_four_ranks(ranks4: Any, sp: int) -> None:
+    """With sp 4 and two key/value heads, ranks share one; with sp 1 each rank has its own sample."""
+    check(ranks4, {"sp": sp, "model": "gqa", "accumulation": 2, "empty": True, "length": 36, "options": STREAMED})
+
+
+@pytest.mark.parametrize("engine", ["average", "ddp", "zero3"])
+@pytest.mark.parametrize("frozen", [["model."], ["embed"], ["mlp"], ["norm", "embed"]], ids=str)
+def test_streamed_layers_with_frozen_parts(ranks2: Any, engine: str, frozen: list[str]) -> None:
+    check(ranks2, {"sp": 2, "engine": engine, "frozen": frozen, "options": STREAMED})

@@ -133,7 +133,8 @@ def test_chunks_in_bf16_are_as_good_as_one_call() -> None:
 def test_merge_with_a_set_without_keys_changes_nothing() -> None:
     out, lse = randn(1, 2, 5, 4), randn(1, 2, 5, seed=1)
     got = merge(out.clone(), lse, randn(1, 2, 5, 4, seed=2), torch.full_like(lse, float("-inf")))
-    assert torch.equal(got[0], out) and torch.equal(got[1], lse)
+    assert torch.equal(got[0], out)
+    assert torch.equal(got[1], lse)
 
 
 @pytest.mark.parametrize("documents", [None, [0, 5, 6, 13, 14, 26]])

@@ -1,0 +1,289 @@
+"""A decoder layer streamed in row chunks, with its keys and values resident: working memory of O(chunk).
+
+Shape legend: B batch, S sequence, P ranks, L = S / P rows of this rank, C rows of a chunk, H query heads, K key/value
+heads, D head width, E model width. Everything token-wise in a layer (norms, projections, RoPE, MLP, residual) needs
+only its own rows; attention needs the keys and values of all rows before. So the layer runs chunk by chunk over one
+growing set of keys and values, as a model with a cache generates; beyond its input and output, only these are whole.
+
+Forward makes no graph. Backward first makes the keys and values again (each chunk is left at its attention), then goes
+from the last chunk to the first: recompute one with its graph, back-propagate, add what it contributes to the gradients
+of earlier keys and values. When a chunk's turn comes, all that later rows contribute to its own is there, and goes on
+into its projections. Exact for any length; the last chunk may be shorter. (FPDT, arXiv 2408.16978, chunks attention;
+here whole layers are, and keys and values stay on the device.)
+
+With P ranks, rows are dealt out in stripes (`alltoall.stripe`): chunk i of all ranks together is P C consecutive rows
+of the sequence, so that its keys are complete when it runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from alstlib.kernels import Documents, attention_backward_rows, attention_forward, choose_backend
+from alstlib.offload import HostStore, Ticket
+from alstlib.tiled import Replay
+from alstlib.ulysses import UlyssesAttention, output_with, row_delta
+
+
+class KeysDone(Exception):
+    """Leaves a layer at its attention, once a chunk's keys and values are where they belong. Not seen outside."""
+
+
+class Resident:
+    """Keys and values of one layer's whole sequence in head layout [B, K / P, S, D], filled chunk by chunk, and the
+    sums of their gradients (fp32)."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.keys: Tensor | None = None
+        self.sums: tuple[Tensor, Tensor] | None = None
+        self.filled = 0
+        """Rows that are in place."""
+
+    def fill(self, k: Tensor, v: Tensor) -> None:
+        """Put the next rows of k and v in place."""
+        b, heads, rows, d = k.shape
+        if self.keys is None:
+            self.keys = k.new_empty(self.length, 2, b, heads, d)
+        for i, t in enumerate((k, v)):
+            self.keys[self.filled : self.filled + rows, i].copy_(t.permute(2, 0, 1, 3))
+        self.filled += rows
+
+    def until(self, last: int) -> tuple[Tensor, Tensor]:
+        """The first `last` rows of keys and values, [B, K / P, last, D]."""
+        assert self.keys is not None
+        whole = self.keys[:last].permute(1, 2, 3, 0, 4)
+        return whole[0], whole[1]
+
+    def sums_until(self, last: int) -> tuple[Tensor, Tensor]:
+        """The same of their gradients; zeros at first."""
+        if self.sums is None:
+            k, v = self.until(self.length)
+            wide = torch.promote_types(k.dtype, torch.float32)
+            self.sums = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+        return self.sums[0][:, :, :last], self.sums[1][:, :, :last]
+
+
+@dataclass
+class RowChunk:
+    """One chunk of one layer in one pass: what its attention is to do."""
+
+    rows: slice
+    """Rows of this rank."""
+    first: int
+    """Its rows of the whole sequence: [first, last)."""
+    last: int
+    task: Literal["forward", "keys", "recompute"]
+    resident: Resident
+    keep: bool = False
+    kept: list[Tensor] = field(default_factory=list)
+    """Output [B, H, C, D] (sequence layout) and logsumexp [B, H / P, P C] (head layout): left by `forward` where `keep`
+    says so, taken by `recompute`."""
+    calls: int = 0
+
+    def attend(
+        self, op: UlyssesAttention, q: Tensor, k: Tensor, v: Tensor, scale: float | None, documents: Documents
+    ) -> Tensor:
+        """Attention of this chunk: q [B, H, C, D], k and v [B, K, C, D] -> [B, H, C, D].
+
+        Raises:
+            ValueError: the layer attends more than once.
+        """
+        self.calls += 1
+        if self.calls > 1:
+            raise ValueError("chunk: a layer that calls attention more than once cannot be streamed; use chunk=None")
+        op.check(q, k, v)
+        scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+        if self.task == "recompute":
+            return _ChunkAttention.apply(q, k, v, op, scale, documents, self)
+        if self.task == "keys":
+            self.resident.fill(*op.keys_to_heads(k, v))
+            raise KeysDone
+        q_heads, k, v = op.to_heads(q, k, v)
+        self.resident.fill(k, v)
+        out_heads, lse = self._forward(op, q_heads, scale, documents)
+        (out,) = op.exchange.to_seq(out_heads)
+        if self.keep:
+            self.kept = [out, lse]
+        return out
+
+    def _forward(self, op: UlyssesAttention, q: Tensor, scale: float, documents: Documents) -> tuple[Tensor, Tensor]:
+        keys, length = self.resident.until(self.last), self.resident.length
+        backend = choose_backend(op.attention, q.device, q.dtype, q.shape[-1])
+        op.forward_calls += self.last == length  # once a pass over the whole sequence
+        return attention_forward(backend, q, *keys, scale=scale, documents=documents, length=length)
+
+
+class _ChunkAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        op: UlyssesAttention,
+        scale: float,
+        documents: Documents,
+        piece: RowChunk,
+    ) -> Tensor:
+        ctx.op, ctx.scale, ctx.documents, ctx.piece, ctx.kv_heads = op, scale, documents, piece, k.shape[1]
+        if piece.resident.filled == piece.first:  # the last chunk: no pass before this one has made its keys
+            piece.resident.fill(*op.keys_to_heads(k, v))
+        if piece.kept:
+            out, lse = piece.kept
+            ctx.held = [q.detach(), out, lse]
+            return out.view_as(out)
+        (q_heads,) = op.exchange.to_heads(q)
+        out_heads, lse = piece._forward(op, q_heads, scale, documents)
+        ctx.held = [q_heads.detach(), out_heads, lse]
+        return op.exchange.to_seq(out_heads)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        op, piece = ctx.op, ctx.piece
+        q, out, lse = ctx.__dict__.pop("held")
+        if piece.kept and op.exchange.ranks > 1:
+            (delta,) = op.exchange.to_heads(row_delta(dout, out))
+            q, dout = op.exchange.to_heads(q, dout)
+            out = output_with(delta, dout)
+        elif not piece.kept:
+            (dout,) = op.exchange.to_heads(dout)
+        keys, sums = piece.resident.until(piece.last), piece.resident.sums_until(piece.last)
+        backend = choose_backend(op.attention, q.device, q.dtype, q.shape[-1])
+        (k, v), (dk, dv), length = keys, sums, piece.resident.length
+        dq = attention_backward_rows(
+            backend, dout, q, k, v, out, lse, dk, dv, scale=ctx.scale, documents=ctx.documents, length=length
+        )
+        dk, dv = (t[:, :, piece.first :].to(dq.dtype) for t in sums)
+        return (*op.grads_to_seq(dq, dk, dv, ctx.kv_heads), None, None, None, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """How one call of a layer is streamed.
+
+    Args:
+        run: (x [B, C, E], chunk) -> [B, C, E]: the layer on some rows; its attention goes to `RowChunk.attend`.
+        chunk: rows of this rank in a chunk.
+        ranks: P.
+        store: where the layer's input and, with `keep`, attention outputs wait for backward.
+        keep: keep attention outputs, so that attention runs forward once.
+        params: the layer's weights that train, called again in backward (an engine may swap them).
+    """
+
+    run: Callable[[Tensor, RowChunk], Tensor]
+    chunk: int
+    ranks: int
+    store: HostStore
+    keep: bool
+    params: Callable[[], Sequence[Tensor]]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [B, L, E] -> [B, L, E], with the same gradients for x and the weights as the layer as a whole."""
+        return _Streamed.apply(self, x, *self.params())
+
+    def chunks(self, rows: int, task: Any) -> list[RowChunk]:
+        resident, p = Resident(rows * self.ranks), self.ranks
+        bounds = [*range(0, rows, self.chunk), rows]
+        return [
+            RowChunk(slice(lo, hi), p * lo, p * hi, task, resident, keep=self.keep)
+            for lo, hi in itertools.pairwise(bounds)
+        ]
+
+
+class _Streamed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stream: Stream, x: Tensor, *_: Tensor) -> Tensor:
+        ctx.stream, store, train = stream, stream.store, any(ctx.needs_input_grad)
+        ctx.replays, ctx.tickets = [], []
+        out = torch.empty_like(x)
+        for piece in stream.chunks(x.shape[1], "forward"):
+            piece.keep &= train
+            if train:
+                ctx.replays.append(Replay(x.device))
+            out[:, piece.rows] = stream.run(x[:, piece.rows], piece)
+            if piece.kept:
+                ctx.tickets.append(store.ticket())
+                for t in piece.kept:
+                    store.put(ctx.tickets[-1], t)
+        if train:  # the input last, as it is wanted first; what is kept comes back in the opposite order
+            ctx.input = store.ticket()
+            store.put(ctx.input, x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        stream, store, ticket = ctx.stream, ctx.stream.store, ctx.input
+        if ticket is None:
+            raise RuntimeError("chunk: backward a second time; what the layer kept is gone after the first")
+        ctx.input, tickets = None, ctx.__dict__.pop("tickets")
+        (x,) = store.get(ticket, grad.device)
+        need_x, needs = ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
+        params = [p for p, need in zip(stream.params(), needs, strict=True) if need]
+        sums = _Sums(params)
+        # a copy that came back from the host is ours, and its rows are read for the last time before they are written
+        grad_x = (x if store.mode != "none" else torch.empty_like(x)) if need_x else None
+        pieces = stream.chunks(x.shape[1], "recompute")
+        _keys(stream, x, pieces[:-1], ctx.replays)
+        while pieces:
+            piece, replay = pieces.pop(), ctx.replays.pop()
+            piece.kept = _take(store, tickets, grad.device)
+            with replay(), torch.enable_grad():
+                leaf = x[:, piece.rows].contiguous().detach().requires_grad_(need_x)
+                y = stream.run(leaf, piece)
+                wanted = [*([leaf] if need_x else []), *params]
+                grads = list(torch.autograd.grad(y, wanted, grad[:, piece.rows], allow_unused=True))
+            del y, leaf
+            if grad_x is not None:
+                first = grads.pop(0)
+                grad_x[:, piece.rows] = 0 if first is None else first
+            sums.add(grads, last=not pieces)
+            del piece, grads
+        done = iter(sums.done())
+        return (None, grad_x, *(next(done) if need else None for need in needs))
+
+
+def _keys(stream: Stream, x: Tensor, pieces: Sequence[RowChunk], replays: Sequence[Replay]) -> None:
+    """Make the keys and values of these chunks again."""
+    for piece, replay in zip(pieces, replays):
+        piece.task = "keys"
+        with replay():
+            try:
+                stream.run(x[:, piece.rows], piece)
+            except KeysDone:
+                pass
+            else:
+                raise ValueError("chunk: the layer did not call attention; use chunk=None")
+        piece.task, piece.calls = "recompute", 0
+
+
+def _take(store: HostStore, tickets: list[Ticket], device: torch.device) -> list[Tensor]:
+    return store.get(tickets.pop(), device) if tickets else []
+
+
+class _Sums:
+    """Adds up gradients in fp32; a single one passes as it is."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params = params
+        self.sums: list[Tensor | None] = [None] * len(params)
+
+    def add(self, grads: Sequence[Tensor | None], last: bool) -> None:
+        for i, g in enumerate(grads):
+            if g is None:
+                continue
+            total = self.sums[i]
+            if total is None:  # copied before anything is added to it: a gradient may be a view of another
+                self.sums[i] = g if last else g.to(torch.promote_types(g.dtype, torch.float32), copy=True)
+            else:
+                total.add_(g)
+
+    def done(self) -> list[Tensor | None]:
+        sums, self.sums = self.sums, []
+        return [s if s is None else s.to(p.dtype) for s, p in zip(sums, self.params)]
