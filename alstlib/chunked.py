@@ -186,7 +186,7 @@ class Stream:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [B, L, E] -> [B, L, E], with the same gradients for x and the weights as the layer as a whole."""
-        return _Streamed.apply(self, x, *self.params())
+        return _Streamed.apply(self, torch.is_grad_enabled(), x, *self.params())
 
     def chunks(self, rows: int, task: Any) -> list[RowChunk]:
         resident, p = Resident(rows * self.ranks), self.ranks
@@ -199,8 +199,8 @@ class Stream:
 
 class _Streamed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, stream: Stream, x: Tensor, *_: Tensor) -> Tensor:
-        ctx.stream, store, train = stream, stream.store, any(ctx.needs_input_grad)
+    def forward(ctx: Any, stream: Stream, train: bool, x: Tensor, *_: Tensor) -> Tensor:
+        ctx.stream, store, train = stream, stream.store, train and any(ctx.needs_input_grad)
         ctx.replays, ctx.tickets = [], []
         out = torch.empty_like(x)
         for piece in stream.chunks(x.shape[1], "forward"):
@@ -224,7 +224,7 @@ class _Streamed(torch.autograd.Function):
             raise RuntimeError("chunk: backward a second time; what the layer kept is gone after the first")
         ctx.input, tickets = None, ctx.__dict__.pop("tickets")
         (x,) = store.get(ticket, grad.device)
-        need_x, needs = ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
+        need_x, needs = ctx.needs_input_grad[2], ctx.needs_input_grad[3:]
         params = [p for p, need in zip(stream.params(), needs, strict=True) if need]
         sums = _Sums(params)
         # a copy that came back from the host is ours, and its rows are read for the last time before they are written
@@ -246,7 +246,7 @@ class _Streamed(torch.autograd.Function):
             sums.add(grads, last=not pieces)
             del piece, grads
         done = iter(sums.done())
-        return (None, grad_x, *(next(done) if need else None for need in needs))
+        return (None, None, grad_x, *(next(done) if need else None for need in needs))
 
 
 def _keys(stream: Stream, x: Tensor, pieces: Sequence[RowChunk], replays: Sequence[Replay]) -> None:

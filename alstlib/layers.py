@@ -121,9 +121,7 @@ def _row_dimension(value: Any, rows: int, layer: nn.Module) -> int | None:
     if value.shape[at] == rows:
         return at
     if rows in value.shape or (value.ndim > 1 and value.shape[1] > 1):
-        raise ValueError(
-            f"{type(layer).__name__} takes an input {list(value.shape)} that is not cut by rows; chunk=None"
-        )
+        raise ValueError(f"{type(layer).__name__} takes an input {list(value.shape)} not to be cut by rows: chunk=None")
     return None
 
 

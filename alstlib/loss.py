@@ -57,8 +57,10 @@ class _TiledLoss(torch.autograd.Function):
         labels: Tensor,
         tile: int,
         transform: LogitTransform,
+        train: bool,
     ) -> Tensor:
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        # autograd says which inputs require a gradient, under no_grad too
+        needs = need_hidden, need_weight, need_bias = [train and need for need in ctx.needs_input_grad[:3]]
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
@@ -70,12 +72,12 @@ class _TiledLoss(torch.autograd.Function):
             valid = target != IGNORE
             index = torch.where(valid, target, 0)[:, None]
             logits = transform(nn.functional.linear(part, weight, bias).to(wide))
-            capped = logits.clone() if transform.softcap is not None and any(ctx.needs_input_grad) else None
+            capped = logits.clone() if transform.softcap is not None and any(needs) else None
             picked = logits.gather(1, index)[:, 0]
             shift = logits.amax(1)
             sums = logits.sub_(shift[:, None]).exp_().sum(1)
             total += torch.where(valid, sums.log() + shift - picked, 0.0).sum()
-            if not any(ctx.needs_input_grad):
+            if not any(needs):
                 continue
             grad = logits.mul_((valid / sums)[:, None])  # softmax, zero in rows without a label
             grad.scatter_add_(1, index, -valid.to(wide)[:, None])
@@ -103,7 +105,7 @@ class _TiledLoss(torch.autograd.Function):
         rows = None if rows is None else rows.mul_(upstream).view(shape)
         weight = None if weight is None else weight.mul_(upstream).to(weight_dtype)
         bias = None if bias is None else bias.mul_(upstream).to(bias_dtype)
-        return rows, weight, bias, None, None, None
+        return rows, weight, bias, None, None, None, None
 
 
 def tiled_logits_loss(
@@ -146,7 +148,7 @@ def tiled_logits_loss(
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    return _TiledLoss.apply(hidden, weight, bias, labels, tile, transform)
+    return _TiledLoss.apply(hidden, weight, bias, labels, tile, transform, torch.is_grad_enabled())
 
 
 def _liger_loss(

@@ -380,3 +380,16 @@ def test_gpu_loss_is_as_good_as_untiled(softcap: float | None, dtype: torch.dtyp
     )
     for g, u, w in zip(got, untiled, want):
         assert worst([g], [w]) <= 1.5 * max(worst([u], [w]), torch.finfo(dtype).eps / 4)
+
+
+def test_evaluation_makes_no_gradients() -> None:
+    """Autograd reports inputs that require a gradient under no_grad too: the loss must not take its word for it."""
+    hidden, weight = randn(3, 50, 8).requires_grad_(), randn(600, 8, seed=1).requires_grad_()
+    labels = torch.zeros(3, 50, dtype=torch.long)
+    peaks = []
+    for mode in (torch.no_grad(), torch.enable_grad()):
+        with mode, Ledger("cpu") as ledger:
+            start = ledger.device_bytes
+            tiled_logits_loss(hidden, weight, labels, tile=10)
+            peaks.append(ledger.device_peak - start)
+    assert peaks[1] - peaks[0] >= weight.nbytes + hidden.nbytes
