@@ -25,7 +25,7 @@ from alstlib.loss import IGNORE, TiledHead
 from alstlib.offload import MODES, HostStore
 from alstlib.probe import find_transform
 from alstlib.support import check_attention, check_model
-from alstlib.tiled import TiledMLP, check_tile
+from alstlib.tiled import TiledMLP, TiledNorm, check_tile
 from alstlib.ulysses import UlyssesAttention
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Options:
     tiled_mlp: bool | int = True
     """MLPs in sequence tiles; a number is the tile in tokens."""
     tiled_loss: bool | int = True
-    """Logits and loss in sequence tiles; a number is the tile in tokens."""
+    """Logits and loss in sequence tiles, and the norm before them; a number is the tile of the loss in tokens."""
     checkpoint: bool = True
     """Decoder layers keep only their input and are recomputed in backward."""
     offload: Literal["none", "sync", "async"] = "none"
@@ -240,6 +240,9 @@ def _attach_head(handle: Handle) -> None:
     handle.head.register_forward_hook(shrink)
     handle.head.unshrink = 1.0 / (factor * transform.scale)
     _swap(handle, head, handle.head)
+    for norm in handle.model.base_model.children():
+        if type(norm).__name__.endswith(("RMSNorm", "LayerNorm")):  # these are over the width, token by token
+            _swap(handle, norm, TiledNorm(norm))
 
 
 # ----- one call

@@ -280,3 +280,11 @@ class TiledMLP(TiledModule):
     def _default_tile(self, x: Tensor) -> int:
         widest = max([x.shape[-1], *(max(p.shape, default=0) for p in self.inner.parameters() if p.ndim == 2)])
         return default_tile(widest, x.element_size(), x.device)
+
+
+class TiledNorm(TiledModule):
+    """Stands in for a norm over the width and runs it in tiles: a norm computes in fp32, and untiled its intermediates
+    are several times the hidden states."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return tiled_compute(self.inner, x, self.trainable, tile=default_tile(x.shape[-1], 4, x.device))
