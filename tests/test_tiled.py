@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from alstlib import reference
 from alstlib.memory import Ledger
-from alstlib.tiled import TILE_BYTES, TiledMLP, default_tile, output_unread, tiled_compute
+from alstlib.tiled import TILE_BYTES, TiledMLP, TiledNorm, default_tile, output_unread, tiled_compute
 
 WIDTH = 6
 
@@ -576,6 +576,26 @@ def two_after_another(x: Tensor, mlps: list[TiledMLP], norm: nn.Module) -> Tenso
 )  # fmt: skip
 def test_output_unread(kind: str, unread: bool) -> None:
     assert output_unread(layer_graph(kind)) is unread
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LayerNorm(8), lambda: LlamaRMSNorm(8)], ids=["layer norm", "rms norm"])
+def test_norm_in_tiles_is_the_norm(make: Any) -> None:
+    """Sixteen tiles of the norm before the head; nothing as long as the sequence but input, output and gradients."""
+    norm, x, upstream = make(), randn(1, 16 * 256 - 3, 8, dtype=torch.float32), randn(1, 16 * 256 - 3, 8, seed=1).float()
+    with torch.no_grad():
+        for p in norm.parameters():
+            p.add_(randn(8, seed=2).float())
+    results, growth = [], []
+    for module in (copy.deepcopy(norm), TiledNorm(copy.deepcopy(norm))):
+        own = leaf(x, needs=True)
+        with Ledger("cpu") as ledger:
+            start = ledger.device_bytes
+            out = module(own)
+            growth.append(ledger.device_peak - start)
+        out.backward(upstream)
+        results.append([out, own.grad, *(p.grad for p in module.parameters())])
+    assert worst(results[1], results[0]) < EXACT[torch.float32]
+    assert growth[1] < 1.5 * x.nbytes
 
 
 def test_output_unread_of_a_constant() -> None:
