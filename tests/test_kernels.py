@@ -94,7 +94,7 @@ def run_in_chunks(
     """Forward in row chunks from the first to the last, backward from the last to the first, as a streamed layer."""
     (q, k, v, dout), backend = tensors, BACKENDS[name]
     length, parts = q.shape[2], []
-    dk, dv = (torch.zeros(t.shape, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (k, v))
+    dk, dv = (torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (k, v))
     spans = [(lo, min(lo + chunk, length)) for lo in range(0, length, chunk)]
     for lo, hi in spans:
         seen = (q[:, :, lo:hi], k[:, :, :hi], v[:, :, :hi])
@@ -252,9 +252,7 @@ def compare(got: list[Tensor], theirs: Sequence[Tensor | None], want: list[Tenso
             assert ours <= 1.5 * max(reference.relative_error(t, w), floor), name
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("documents", [None, [0, 1, 130, 257, 258, 300, 514]], ids=["rows", "documents"])
-@pytest.mark.parametrize(
+ON_CUDA = pytest.mark.parametrize(
     ("name", "dtype"),
     [
         ("cudnn", torch.bfloat16), ("cudnn", torch.float16), ("flash", torch.bfloat16), ("flash", torch.float16),
@@ -262,15 +260,40 @@ def compare(got: list[Tensor], theirs: Sequence[Tensor | None], want: list[Tenso
         ("flash_attention_2", torch.bfloat16),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("kv", [4, 2, 1])
-def test_gpu_kernel_is_as_good_as_torchs(name: str, dtype: torch.dtype, kv: int, documents: list[int] | None) -> None:
-    """Batch 2, odd length, views of one exchanged buffer: the error is at most 1.5 times that of PyTorch's own."""
+
+
+def on_cuda(name: str, dtype: torch.dtype, kv: int) -> list[Tensor]:
+    """Batch 2, odd length, views of one exchanged buffer, for a kernel that can run here."""
     if name == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         pytest.skip("flash-attn is not installed")
     major, _ = torch.cuda.get_device_capability()
     if dtype != torch.float32 and major < 8:
         pytest.skip("this GPU is older than these kernels")
-    tensors = [t.cuda() for t in make((2, 4, kv, 257, 64, None), dtype, True)]
+    return [t.cuda() for t in make((2, 4, kv, 257, 64, None), dtype, True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("documents", [None, [0, 1, 130, 257, 258, 300, 514]], ids=["rows", "documents"])
+@ON_CUDA
+@pytest.mark.parametrize("kv", [4, 1])
+def test_gpu_chunks_are_as_good_as_one_call(
+    name: str, dtype: torch.dtype, kv: int, documents: list[int] | None
+) -> None:
+    tensors = on_cuda(name, dtype, kv)
+    want = oracle([t.cpu() for t in tensors], 0.125, documents)
+    whole = [t.cpu() for t in run(name, tensors, 0.125, documents)]
+    for chunk in (100, 64):
+        got = [t.cpu() for t in run_in_chunks(name, tensors, 0.125, documents, chunk)]
+        compare(got, list(whole), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("documents", [None, [0, 1, 130, 257, 258, 300, 514]], ids=["rows", "documents"])
+@ON_CUDA
+@pytest.mark.parametrize("kv", [4, 2, 1])
+def test_gpu_kernel_is_as_good_as_torchs(name: str, dtype: torch.dtype, kv: int, documents: list[int] | None) -> None:
+    """The error is at most 1.5 times that of PyTorch's own."""
+    tensors = on_cuda(name, dtype, kv)
     got, want = run(name, tensors, 0.125, documents), oracle([t.cpu() for t in tensors], 0.125, documents)
     got = [t.cpu() for t in got]
     assert got[1].dtype == torch.float32
