@@ -96,6 +96,7 @@ class RunConfig:
     search: bool = _docs("find the longest sequence that fits, starting at seq_len", False)
     search_granule: int = _docs("lengths are multiples of so many tokens", 256)
     search_max: int | None = _docs("the search ends at this length", None)
+    peers: tuple[str, ...] = _docs("stacks that `alstlib.peers` compares (`alstlib/stacks.py`)", ())
     save_to: str | None = _docs("folder for the trained model (safetensors)", None)
     resume_from: str | None = _docs("folder of an earlier run whose training state is continued", None)
     checkpoint_every: int = _docs("save the training state every so many steps; 0: never", 0)
@@ -103,6 +104,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model_config", dict(self.model_config))
+        object.__setattr__(self, "peers", (self.peers,) if isinstance(self.peers, str) else tuple(self.peers))
         for name in ("seq_len", "batch_size", "steps", "accumulation", "search_granule"):
             value = parse_quantity(getattr(self, name), name)
             object.__setattr__(self, name, value)
@@ -149,7 +151,7 @@ class RunConfig:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
 
     def replace(self, **changes: Any) -> RunConfig:
         return RunConfig.from_dict({**self.to_dict(), **changes})

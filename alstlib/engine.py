@@ -38,6 +38,7 @@ def zero_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]:
     if run.offload_params:
         zero["offload_param"] = {"device": "cpu", "pin_memory": pin}
     adam = {"lr": run.learning_rate, "weight_decay": run.weight_decay, "betas": [0.9, 0.95], "torch_adam": True}
+    adam["fused"] = True  # one pass over the state: PyTorch's default makes temporaries as large as the weights
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": run.batch_size,
         "gradient_accumulation_steps": run.accumulation,

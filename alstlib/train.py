@@ -41,8 +41,7 @@ class Trainer:
 
     def __init__(self, run: RunConfig, out: Path) -> None:
         self.run, self.out, self.rank = run, out, dist.get_rank()
-        cuda = torch.cuda.is_available()
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+        self.device, cuda = this_device()
         self.bf16 = run.dtype == "bf16" or (run.dtype == "auto" and cuda)
         self.progress = Progress(out / "progress.jsonl", self.rank)
         self.progress.emit("load", row=run.row, message=f"loading {run.model}")
@@ -248,8 +247,15 @@ def _options(run: RunConfig, model_type: str, cuda: bool) -> alstlib.Options:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def this_device() -> tuple[torch.device, bool]:
+    """This rank's device, and whether it is a GPU."""
+    cuda = torch.cuda.is_available()
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu"), cuda
+
+
+def run_worker(doc: str | None, measure: Callable[[RunConfig, Path], dict[str, Any]]) -> None:
+    """What every worker does: read the configuration, join the ranks, `measure`, write result.json."""
+    parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--config", type=Path, required=True, help="config.json of a RunConfig")
     parser.add_argument("--out", type=Path, required=True, help="folder for result.json and progress.jsonl")
     args = parser.parse_args()
@@ -261,17 +267,21 @@ def main() -> None:
     else:
         torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
     dist.init_process_group("nccl" if cuda else "gloo")
-    work(run, args.out)
+    work(run, args.out, measure)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def work(run: RunConfig, out: Path) -> None:
+def main() -> None:
+    run_worker(__doc__, lambda run, out: Trainer(run, out)())
+
+
+def work(run: RunConfig, out: Path, measure: Callable[[RunConfig, Path], dict[str, Any]]) -> None:
     """One rank of the run; writes result.json, and raises what went wrong after that."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     where: Any = {"device": device, "device_count": dist.get_world_size()}
     try:
-        metrics = Trainer(run, out)()
+        metrics = measure(run, out)
     except BaseException as e:
         status = "oom" if isinstance(e, OUT_OF_MEMORY) else "error"
         error = {"type": type(e).__name__, "message": str(e)}

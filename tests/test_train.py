@@ -18,7 +18,7 @@ from alstlib.config import RunConfig
 from alstlib.corpus import load_corpus
 from alstlib.launch import RunFailed, launch
 from alstlib.samples import make_samples
-from alstlib.train import work
+from alstlib.train import Trainer, work
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
@@ -174,7 +174,7 @@ def outcome(rank: int, world: int, out: str, run: RunConfig) -> tuple[str, str]:
 
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
-        work(run, Path(out))
+        work(run, Path(out), lambda run, out: Trainer(run, out)())
         return "ok", ""
     except BaseException as e:
         return type(e).__name__, str(e)

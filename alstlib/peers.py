@@ -1,0 +1,325 @@
+"""The worker that compares stacks side by side, `python -m alstlib.peers --config config.json --out DIR`.
+
+One job builds every stack of the run's `peers` (`stacks`) from the same weights, and runs them in turn on the same
+sample: memory and counts in a step of their own, then times, one step of each stack after the other, `steps` times.
+With `search` it finds each stack's longest sequence in an equal budget instead (`device_memory`, over what is there at
+the start of a step).
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import itertools
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from alstlib import results
+from alstlib.config import RunConfig
+from alstlib.kernels import attention_backward, attention_forward, choose_backend
+from alstlib.models import flop_dimensions
+from alstlib.progress import Progress
+from alstlib.reference import relative_error
+from alstlib.search import longest_that_fits
+from alstlib.stacks import Stack
+from alstlib.train import run_worker, this_device
+
+EXACT_LENGTH = 512
+"""Tokens of the sample on which gradients are compared with the oracle."""
+
+
+class Counts(TorchDispatchMode):
+    """Counts attention's forward work: pairs of query and key, summed over the heads of this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if "attention" in name and "backward" not in name and len(args) > 2 and args[0].ndim == 4:
+            given = {a.name: v for a, v in zip(func._schema.arguments, args)} | (kwargs or {})
+            q, k = args[0], args[1]
+            at = 1 if "_flash_attention_forward" in name else 2
+            rows, keys, heads = q.shape[at], k.shape[at], q.shape[3 - at]
+            causal = given.get("is_causal", False)
+            self.pairs += heads * q.shape[0] * (rows * (rows + 1) // 2 if causal else rows * keys)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def wire() -> Iterator[Counter[str]]:
+    """Counts what this rank sends to others in all-to-alls and in gathers of integers (positions), in bytes and calls.
+    ZeRO's gathers of weights and reductions of gradients are not counted."""
+    count: Counter[str] = Counter()
+    originals = {n: getattr(dist, n) for n in ("all_to_all_single", "all_to_all", "all_gather")}
+
+    def counting(name: str) -> Callable[..., Any]:
+        signature = inspect.signature(originals[name])
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            group = given.get("group")
+            ranks, mine = dist.get_world_size(group), dist.get_rank(group)
+            if name == "all_to_all_single":
+                count.update(bytes=given["input"].nbytes * (ranks - 1) // ranks, calls=1)
+            elif name == "all_to_all":
+                sent = sum(t.nbytes for i, t in enumerate(given["input_tensor_list"]) if i != mine)
+                count.update(bytes=sent, calls=1)
+            elif not given["tensor"].is_floating_point() and given["tensor"].numel() > 1:
+                count.update(bytes=given["tensor"].nbytes * (ranks - 1), calls=1)
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    try:
+        for name in originals:
+            setattr(dist, name, counting(name))
+        yield count
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def peak_over_start(step: Callable[[], Any], device: torch.device) -> int:
+    """Largest number of live bytes over those at the start: PyTorch's allocation events, or CUDA's allocator."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats(device)
+        start = torch.cuda.memory_allocated(device)
+        step()
+        return torch.cuda.max_memory_allocated(device) - start
+    with profile(profile_memory=True, activities=[ProfilerActivity.CPU]) as found:
+        step()
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return max(itertools.accumulate(changes), default=0)
+
+
+class Comparison:
+    """One rank of the job."""
+
+    def __init__(self, run: RunConfig, out: Path) -> None:
+        self.run, self.rank, self.world = run, dist.get_rank(), dist.get_world_size()
+        self.device, cuda = this_device()
+        self.bf16 = run.dtype == "bf16" or (run.dtype == "auto" and cuda)
+        self.progress = Progress(out / "progress.jsonl", self.rank)
+        self.stacks: list[Stack] = []
+        if not run.peers:
+            raise ValueError("peers names no stack to compare, such as [ours, deepspeed, transformers]")
+        for name in run.peers:
+            self.progress.emit("load", row=run.row, message=f"building {name}")
+            self.stacks.append(Stack(name, run, self.device, self.bf16))
+        self.config = self.stacks[0].model.config
+
+    def sample(self, length: int) -> dict[str, Tensor]:
+        """Random tokens [1, S], the same on every rank."""
+        generator = torch.Generator().manual_seed(self.run.seed)
+        ids = torch.randint(0, self.config.vocab_size, (1, length), generator=generator)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    def __call__(self) -> dict[str, Any]:
+        return self.longest() if self.run.search else self.compare()
+
+    def emit(self, message: str) -> None:
+        self.progress.emit("load", row=self.run.row, message=message)
+
+    # ----- time, memory, counts
+
+    def compare(self) -> dict[str, Any]:
+        run, length = self.run, self.run.seq_len
+        sample, made = self.sample(length), {}
+        exact = self.oracle() if not run.offload_params else None
+        for stack in self.stacks:
+            self.emit(f"{stack.name} at {length:,} tokens: memory and counts")
+            made[stack.name] = self.look(stack, sample, exact)
+        times: dict[str, list[float]] = {stack.name: [] for stack in self.stacks}
+        for i in range(run.steps):
+            for stack in self.stacks:
+                times[stack.name].append(self.timed(lambda stack=stack: stack.step(sample)))  # type: ignore[misc]
+            self.emit(f"repetition {i + 1} of {run.steps} at {length:,} tokens")
+        floor = [self.timed(floor_step(self.config, length, self.world, self.device, self.bf16)) for _ in range(3)]
+        first = made[self.stacks[0].name]
+        for stack in self.stacks:
+            seconds = statistics.median(times[stack.name])
+            tokens = length * stack.sequences
+            made[stack.name] |= {"step_seconds": times[stack.name], "tokens_per_second": tokens / seconds}
+        flos = results.flos(length, length, **self.flops())
+        return {
+            "seq_len": length,
+            "tokens_per_step": length,
+            "step_seconds": times[self.stacks[0].name],
+            "loss": [first["loss"]],
+            "device_peak_bytes": first["device_peak_bytes"],
+            "host_peak_bytes": first["host_peak_bytes"],
+            "wire_bytes": first["wire_bytes"],
+            "flos": flos,
+            "floor_seconds": floor,
+            "peers": made,
+        }
+
+    def flops(self) -> dict[str, int]:
+        from alstlib.models import load_model
+
+        with torch.device("meta"):
+            return flop_dimensions(load_model(self.run, torch.float32))
+
+    def timed(self, step: Callable[[], Any]) -> float:
+        """Seconds from all ranks' start to all ranks' end."""
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        return time.perf_counter() - began
+
+    def look(self, stack: Stack, sample: dict[str, Tensor], exact: dict[str, Tensor] | None) -> dict[str, Any]:
+        """What a step of one stack needs, in steps that are not timed. The first two warm up ZeRO-3's prefetching."""
+        loss, _ = stack.step(sample), stack.step(sample)
+        peaks = self.gather(peak_over_start(lambda: stack.step(sample), self.device), stack.host_bytes())
+        rows = [0]
+        handles = [
+            m.register_forward_hook(lambda m, args, out: rows.__setitem__(0, rows[0] + out.shape[:-1].numel()))
+            for name, m in stack.model.named_modules()
+            if name.endswith("mlp.down_proj")
+        ]
+        with wire() as sent, Counts() as counts:
+            stack.step(sample)
+        for handle in handles:
+            handle.remove()
+        layers, length = self.config.num_hidden_layers, sample["input_ids"].shape[1]
+        whole = stack.sequences * layers * self.config.num_attention_heads * length * (length + 1) // 2 / self.world
+        return {
+            "loss": loss,
+            "device_peak_bytes": [p for p, _ in peaks],
+            "host_peak_bytes": [h for _, h in peaks],
+            "wire_bytes": sent["bytes"],
+            "exchanges": sent["calls"],
+            "attention_forwards": counts.pairs / whole,
+            "mlp_forwards": rows[0] * self.world / (stack.sequences * length * layers),
+            "gradient_error": None if exact is None else self.gradient_error(stack, exact),
+            "sequences": stack.sequences,
+            "notes": stack.notes,
+        }
+
+    def gather(self, *values: int) -> list[list[int]]:
+        mine = torch.tensor(values, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(everyone, mine)
+        return [t.tolist() for t in everyone]
+
+    # ----- gradients
+
+    def oracle(self) -> dict[str, Tensor]:
+        """Gradients of plain transformers in fp32, unsharded, of a short sample."""
+        from alstlib.models import load_model
+
+        model: Any = load_model(self.run, torch.float32)
+        model.set_attn_implementation("eager")
+        sample = self.sample(EXACT_LENGTH)
+        model(input_ids=sample["input_ids"], labels=sample["labels"], use_cache=False).loss.backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    def gradient_error(self, stack: Stack, exact: dict[str, Tensor]) -> float:
+        """Largest error of a gradient relative to its norm."""
+        from deepspeed.utils import safe_get_full_grad
+
+        loss, _ = stack.loss(self.sample(EXACT_LENGTH))
+        stack.engine.backward(loss)
+        errors = []
+        for name, p in stack.model.named_parameters():
+            grad = safe_get_full_grad(p)
+            errors.append(relative_error(grad.cpu(), exact[name]) if grad is not None else float("inf"))
+        stack.engine.step()
+        return max(errors)
+
+    # ----- the longest sequence
+
+    def longest(self) -> dict[str, Any]:
+        run, made = self.run, {}
+        if run.device_memory is None:
+            raise ValueError("search=True needs device_memory: the budget over what is there at the start of a step")
+        for stack in self.stacks:
+            for _ in range(2):
+                stack.step(self.sample(run.search_granule))
+
+            def peak(length: int, stack: Stack = stack) -> int:
+                sample = self.sample(length)
+                most = max(p for (p,) in self.gather(peak_over_start(lambda: stack.step(sample), self.device)))
+                self.emit(f"{stack.name} at {length:,} tokens peaks {results.format_bytes(most)} over its start")
+                return most
+
+            found = longest_that_fits(
+                peak, run.device_memory, run.search_granule, start=run.seq_len, limit=run.search_max
+            )
+            tried = [{"seq_len": n, "device_peak_bytes": p} for n, p in found.tried]
+            made[stack.name] = {"seq_len": found.length, "tried": tried, "host_peak_bytes": stack.host_bytes()}
+        first = made[self.stacks[0].name]
+        return {"seq_len": first["seq_len"], "tried": first["tried"], "peers": made}
+
+
+def floor_step(config: Any, length: int, ranks: int, device: torch.device, bf16: bool) -> Callable[[], None]:
+    """The kernels alone: what a step of one rank must compute under checkpointing, called bare on random numbers.
+
+    Attention forward once and backward once on whole sequences of this rank's heads; every matrix product of a layer
+    forward twice (once more to recompute) and its two backward products; the head forward once, with both backward
+    products. No norms, no activations, no exchange, no optimizer.
+    """
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    heads = config.num_attention_heads
+    kv = config.num_key_value_heads or heads
+    width, dim = config.hidden_size, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+    def make(*size: int) -> Tensor:
+        return torch.randn(*size, device=device, dtype=dtype)
+
+    q, dout = (make(1, heads // ranks, length, dim) for _ in range(2))
+    k, v = (make(1, max(1, kv // ranks), length, dim) for _ in range(2))
+    backend = choose_backend("sdpa", device, dtype, dim)
+    inner = config.intermediate_size
+    shapes = [(width, heads * dim), (width, kv * dim), (width, kv * dim), (heads * dim, width)]
+    shapes += [(width, inner), (width, inner), (inner, width)]
+    rows = length // ranks
+
+    def products(sizes: Sequence[tuple[int, int]], forwards: int) -> None:
+        for a, b in sizes:
+            x, w, grad = make(rows, a), make(b, a), make(rows, b)
+            for _ in range(forwards):
+                x @ w.T
+            grad @ w
+            grad.T @ x
+
+    def step() -> None:
+        for _ in range(config.num_hidden_layers):
+            out, lse = attention_forward(backend, q, k, v, scale=dim**-0.5)
+            attention_backward(backend, dout, q, k, v, out, lse, scale=dim**-0.5)
+            products(shapes, 2)
+        tile = 512
+        x, w = make(tile, width), make(config.vocab_size, width)
+        for _ in range(-(-rows // tile)):
+            logits = x @ w.T
+            logits @ w
+            logits.T @ x
+
+    return step
+
+
+def main() -> None:
+    run_worker(__doc__, lambda run, out: Comparison(run, out)())
+
+
+if __name__ == "__main__":
+    main()
