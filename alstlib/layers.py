@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from alstlib.offload import Saved, checkpoint
-from alstlib.tiled import TiledMLP, output_unread
+from alstlib.tiled import TiledMLP
+from alstlib.unread import Follower, find_followers, output_unread
 
 if TYPE_CHECKING:
     from alstlib.hf import Handle
@@ -27,27 +28,46 @@ def attach_checkpoints(handle: Handle, layers: Sequence[nn.Module]) -> None:
             setattr(module, "gradient_checkpointing", False)  # noqa: B010 (no declared attribute)
             handle._undo.callback(setattr, module, "gradient_checkpointing", True)
     for i, layer in enumerate(layers):
-        handle._undo.callback(_restore_forward, layer, layer.__dict__.get("forward"))
-        layer.forward = _checkpointed(handle, layer, layer.forward, i, len(layers))
+        _set_forward(handle, layer, _checkpointed(handle, layer, layer.forward, i, len(layers)))
 
 
-def _restore_forward(layer: nn.Module, before: Any) -> None:
-    del layer.forward
+def _set_forward(handle: Handle, module: nn.Module, forward: Any) -> None:
+    """Give this one module another `forward`, until detach."""
+    handle._undo.callback(_restore_forward, module, module.__dict__.get("forward"))
+    module.forward = forward
+
+
+def _restore_forward(module: nn.Module, before: Any) -> None:
+    del module.forward
     if before is not None:
-        layer.forward = before
+        module.forward = before
 
 
 def _checkpointed(handle: Handle, layer: nn.Module, original: Any, index: int, count: int) -> Any:
     mlps = [m for m in layer.modules() if isinstance(m, TiledMLP)]
     unread = bool(mlps)  # until the layer's graph says otherwise: the recompute need not compute the MLP's output
+    followers: dict[TiledMLP, Follower] = {}
+    looked = not mlps
+
+    def look(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer, and find out what follows its MLPs."""
+        nonlocal looked
+        with find_followers(layer, mlps) as found:
+            out = original(x, *args, **kwargs)
+        looked = True
+        for mlp, module in found.items():
+            followers[mlp] = Follower(module)
+            _set_forward(handle, module, followers[mlp].forward)
+        return out
 
     def accept(out: Any) -> bool:
         nonlocal unread
         outs = [out] if isinstance(out, Tensor) else [o for o in out if isinstance(o, Tensor)]
-        if unread and not all(output_unread(o) for o in outs):
-            unread = False
-            return False
-        return True
+        accepted = not unread or all(output_unread(o, followers.values()) for o in outs)
+        unread = unread and accepted
+        for follower in followers.values():
+            follower.forget()
+        return accepted
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -63,13 +83,17 @@ def _checkpointed(handle: Handle, layer: nn.Module, original: Any, index: int, c
             nonlocal passes
             passes += 1
             for mlp in mlps:
-                mlp.skip = unread and passes > 1
+                mlp.skip, mlp.then = unread and passes > 1, followers.get(mlp)
+            once = original if looked or passes > 1 or x.shape[1] < 2 else look
             try:
                 with handle._using(None if call is None else dataclasses.replace(call, release=passes > 1)):
-                    return original(x, *args, **kwargs)
+                    return once(x, *args, **kwargs)
             finally:
                 for mlp in mlps:
-                    mlp.skip = False
+                    mlp.skip, mlp.then = False, None
+                for mlp, follower in followers.items():
+                    follower.expected = None
+                    follower.gather_with(mlp)
 
         trains = any(p.requires_grad for p in layer.parameters())
         return checkpoint(run, x, *args, store=handle.store, saved=saved, trains=trains, accept=accept, **kwargs)
