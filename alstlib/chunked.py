@@ -175,6 +175,7 @@ class Stream:
         store: where the layer's input and, with `keep`, attention outputs wait for backward.
         keep: keep attention outputs, so that attention runs forward once.
         params: the layer's weights that train, called again in backward (an engine may swap them).
+        accept: looks at what a chunk's recompute returned; where it says False, the chunk is recomputed once more.
     """
 
     run: Callable[[Tensor, RowChunk], Tensor]
@@ -183,6 +184,7 @@ class Stream:
     store: HostStore
     keep: bool
     params: Callable[[], Sequence[Tensor]]
+    accept: Callable[[Tensor], bool] = lambda out: True
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [B, L, E] -> [B, L, E], with the same gradients for x and the weights as the layer as a whole."""
@@ -234,9 +236,13 @@ class _Streamed(torch.autograd.Function):
         while pieces:
             piece, replay = pieces.pop(), ctx.replays.pop()
             piece.kept = _take(store, tickets, grad.device)
-            with replay(), torch.enable_grad():
-                leaf = x[:, piece.rows].contiguous().detach().requires_grad_(need_x)
-                y = stream.run(leaf, piece)
+            leaf = x[:, piece.rows].contiguous().detach().requires_grad_(need_x)
+            y = _recompute(stream, leaf, piece, replay)
+            if not stream.accept(y):
+                del y
+                piece.calls = 0
+                y = _recompute(stream, leaf, piece, replay)
+            with replay():
                 wanted = [*([leaf] if need_x else []), *params]
                 grads = list(torch.autograd.grad(y, wanted, grad[:, piece.rows], allow_unused=True))
             del y, leaf
@@ -247,6 +253,11 @@ class _Streamed(torch.autograd.Function):
             del piece, grads
         done = iter(sums.done())
         return (None, None, grad_x, *(next(done) if need else None for need in needs))
+
+
+def _recompute(stream: Stream, leaf: Tensor, piece: RowChunk, replay: Replay) -> Tensor:
+    with replay(), torch.enable_grad():
+        return stream.run(leaf, piece)
 
 
 def _keys(stream: Stream, x: Tensor, pieces: Sequence[RowChunk], replays: Sequence[Replay]) -> None:

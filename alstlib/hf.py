@@ -20,10 +20,11 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from alstlib.calls import Call, take_call
 from alstlib.groups import SPContext
-from alstlib.layers import attach_checkpoints, attach_streams
+from alstlib.layers import attach_checkpoints
 from alstlib.loss import IGNORE, TiledHead
 from alstlib.offload import MODES, HostStore
 from alstlib.probe import find_transform
+from alstlib.streams import attach_streams
 from alstlib.support import check_attention, check_model
 from alstlib.tiled import TiledMLP, TiledNorm, check_tile
 from alstlib.ulysses import UlyssesAttention

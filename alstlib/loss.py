@@ -92,6 +92,7 @@ class _TiledLoss(torch.autograd.Function):
                     grad_weight.addmm_(grad.T, part)
                 else:
                     grad_weight += grad.T @ part
+            del logits, capped, grad  # before the next tile's are made
         ctx.grads = (grad_rows, grad_weight, grad_bias)
         ctx.like = (hidden.shape, weight.dtype, None if bias is None else bias.dtype)
         return total

@@ -152,7 +152,7 @@ def tiled_compute(
         tile: tokens in one tile.
         along: further inputs [B, S, ...] cut into the same tiles, which get no gradient (labels, say).
         skip: return zeros of x's shape instead of computing: for a recompute whose output nobody reads (the backward
-            runs the tiles anyway; see `output_unread`).
+            runs the tiles anyway; see `unread`).
 
     Returns:
         fn(x, *along), with the same gradients for x and `params` as the untiled function.
@@ -162,50 +162,6 @@ def tiled_compute(
     """
     get = params if callable(params) else lambda: params
     return _TiledCompute.apply(fn, check_tile(tile), get, tuple(along), skip, x, *get())
-
-
-_READS_NOTHING = (
-    "AddBackward0", "SubBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "CloneBackward0",
-    "TransposeBackward0", "ExpandBackward0", "ToCopyBackward0", "AliasBackward0",
-    "PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward",
-)  # fmt: skip
-"""Nodes of the autograd graph whose backward needs no value of their input (the last two are DeepSpeed's hooks)."""
-
-
-def output_unread(out: Tensor) -> bool:
-    """Does no backward between tiled computes and `out` read the values that the tiled computes returned?
-
-    Then a recompute may skip them: in a layer that adds its MLP's output to the residual the values are never needed,
-    in one that normalises them they are. Found from the graph of `out`, not from the model's name.
-    """
-    # nodes above a tiled compute, found without recursion: a closure that calls itself would keep the graph alive
-    parents: dict[Any, list[Any]] = {}
-    above, stack = [], [out.grad_fn] if out.grad_fn is not None else []
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if type(node).__name__ == "_TiledComputeBackward":
-            above.append(node)  # and go on below it: another may feed this one, which reads its input
-        for child, _ in node.next_functions:
-            if child is not None:
-                parents.setdefault(child, []).append(node)
-                if child not in seen:
-                    seen.add(child)
-                    stack.append(child)
-    marked: set[Any] = set()
-    while above:
-        for parent in parents.get(above.pop(), []):
-            if parent not in marked:
-                marked.add(parent)
-                above.append(parent)
-    return all(_reads_nothing(node) for node in marked)
-
-
-def _reads_nothing(node: Any) -> bool:
-    name = type(node).__name__
-    if name == "MulBackward0":  # by a constant: one operand is kept, not both
-        return node._saved_self is None or node._saved_other is None
-    return name in _READS_NOTHING
 
 
 def adopt(new: nn.Module, old: nn.Module) -> None:
@@ -260,6 +216,11 @@ class TiledMLP(TiledModule):
         """Set by a checkpoint while it recomputes a layer that does not read the MLP's output."""
         self.whole = False
         """Set by a streamed layer: rows that are no more than a tile run as they are, and keep their intermediates."""
+        self.then: Any = None
+        """Set beside `skip`: a `unread.Follower` whose module's work is done in these tiles too."""
+        self.watched = False
+        """Set by a checkpoint that looks for what the layer does with the output: keep it in `made`."""
+        self.made: Tensor | None = None
         self.draws = False
         """Did the last forward draw random numbers? Then a recompute has to draw them too."""
 
@@ -268,10 +229,14 @@ class TiledMLP(TiledModule):
         if self.whole and x.shape[1] <= tile:
             return self._run(x)
         if self.skip and not self.draws:
-            return tiled_compute(self._run, x, self.trainable, tile=tile, skip=True)
+            if self.then is None or not self.then.ready():
+                return tiled_compute(self._run, x, self.trainable, tile=tile, skip=True)
+            run, params = self.then.after(self._run, self.trainable)
+            return self.then.expect(tiled_compute(run, x, params, tile=tile, skip=True))
         before = Replay(x.device)
         out = tiled_compute(self._run, x, self.trainable, tile=tile)
         self.draws = before.has_moved()
+        self.made = out if self.watched and out.dtype == x.dtype else None
         return out
 
     def _run(self, x: Tensor) -> Tensor:

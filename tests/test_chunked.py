@@ -224,10 +224,13 @@ def test_packed_documents_one_by_one(ranks2: Any, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("save", [True, False])
-@pytest.mark.parametrize("kind", ["gqa", "qwen3", "gpt2", "gemma2"])
-def test_what_runs_how_often(monkeypatch: pytest.MonkeyPatch, kind: str, save: bool) -> None:
-    """Attention once or twice, the MLP twice even where its output is normalised; projections of all but the last
-    chunk once more, for their keys and values."""
+@pytest.mark.parametrize(
+    ("kind", "tile", "mlp"),
+    [("gqa", True, 2), ("gqa", 4, 2), ("qwen3", True, 2), ("gpt2", 4, 2), ("gemma2", True, 2), ("gemma2", 4, 2.9)],
+)
+def test_what_runs_how_often(monkeypatch: pytest.MonkeyPatch, kind: str, tile: Any, mlp: int, save: bool) -> None:
+    """Attention once or twice; the MLP twice, even where its output is normalised, unless tiles are smaller than the
+    chunk there; projections of all but the last chunk once more, for their keys and values."""
     model, count = make_model(kind), Counter[str]()
     layers = model.transformer.h if kind == "gpt2" else model.model.layers
     for layer in layers:
@@ -243,11 +246,14 @@ def test_what_runs_how_often(monkeypatch: pytest.MonkeyPatch, kind: str, save: b
         return kernel(*args, **kwargs)
 
     monkeypatch.setattr(chunked, "attention_forward", counting)
-    with alstlib.apply(model, None, alstlib.Options(chunk=6, save_attention=save)) as handle:
+    with alstlib.apply(model, None, alstlib.Options(chunk=6, save_attention=save, tiled_mlp=tile)) as handle:
         step(model, data(20))
-        assert handle.attention.forward_calls == len(layers) * (1 if save else 2)
+        count.clear()
+        before = handle.attention.forward_calls
+        step(model, data(20))
+        assert handle.attention.forward_calls - before == len(layers) * (1 if save else 2)
     per_row = {name: rows / 20 / len(layers) for name, rows in count.items()}
-    assert per_row == {"attention": 1 if save else 2, "mlp": 2, "query": 2 + 18 / 20}
+    assert per_row == {"attention": 1 if save else 2, "mlp": mlp, "query": 2 + 18 / 20}
 
 
 @pytest.mark.parametrize("tile", [4, True])

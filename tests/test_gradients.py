@@ -45,6 +45,10 @@ def zero_config(stage: int, accumulation: int) -> dict[str, Any]:
     }
 
 
+def decoder_layers(model: Any) -> Any:
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+
+
 def run_case(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     """One optimizer step's gradients on this rank's shards, against the plain run; returns the worst error."""
     engine_kind, accumulation = case.get("engine", "average"), case.get("accumulation", 1)
@@ -58,6 +62,13 @@ def run_case(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     if case.get("empty"):
         samples[0]["labels"][:, : samples[0]["labels"].shape[1] // 2 + 1] = -100  # the first rank has no valid token
     loss, want = plain_run(model, samples, scale)
+    forwards = [0] * len(list(decoder_layers(model)))
+    for i, layer in enumerate(decoder_layers(model)):
+
+        def count(module: Any, args: Any, out: Tensor, i: int = i) -> None:
+            forwards[i] += out.shape[1]
+
+        layer.mlp.register_forward_hook(count)
     handle = alstlib.apply(model, ctx, alstlib.Options(**case.get("options", {})))
     if engine_kind == "ddp":
         engine: Any = nn.parallel.DistributedDataParallel(model)
@@ -109,13 +120,17 @@ def run_case(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     if deep:
         engine.step()
         engine.destroy()
-    return {"loss": abs(logged - loss) / loss, "grad": error, "name": name, "kept": handle.attention_kept}
+    rows = sum(s["input_ids"].shape[1] for s in mine) / ctx.sp
+    return {"loss": abs(logged - loss) / loss, "grad": error, "name": name, "kept": handle.attention_kept,
+            "mlp": [n / rows for n in forwards]}  # fmt: skip
 
 
-def check(pool: Any, case: dict[str, Any]) -> None:
-    for rank, result in enumerate(pool(run_case, case)):
+def check(pool: Any, case: dict[str, Any]) -> list[dict[str, Any]]:
+    results = pool(run_case, case)
+    for rank, result in enumerate(results):
         assert result["loss"] < 1e-6, (rank, result)
         assert result["grad"] < TOLERANCE, (rank, result)
+    return results
 
 
 @pytest.mark.parametrize("options", [ALL_OFF, ALL_ON], ids=["all off", "all on"])
@@ -142,6 +157,17 @@ def test_each_feature_alone_sp2(ranks2: Any, feature: dict[str, Any]) -> None:
 def test_engines_sp2(ranks2: Any, engine: str, options: dict[str, Any]) -> None:
     """Unequal valid tokens in two accumulation steps, a scaled loss, and a rank without a valid token."""
     check(ranks2, {"sp": 2, "engine": engine, "accumulation": 2, "scale": 0.25, "empty": True, "options": options})
+
+
+@pytest.mark.parametrize("sp", [1, 2])
+@pytest.mark.parametrize("engine", ["fsdp2", "zero0", "zero2", "zero3"])
+@pytest.mark.parametrize("model", ["gqa", "gemma2"])
+def test_engines_run_the_mlp_twice(ranks2: Any, model: str, engine: str, sp: int) -> None:
+    """With their hooks in the graph too, and where a norm follows the MLP: its weight is then used in the MLP's tiles.
+    Four micro-batches: by then ZeRO-3 prefetches in the order that it has recorded."""
+    case = {"sp": sp, "model": model, "engine": engine, "options": ALL_ON, "accumulation": 4}
+    for result in check(ranks2, case):
+        assert result["mlp"] == [2, 2], result
 
 
 @pytest.mark.parametrize("model", ["mha", "gqa", "mqa"])

@@ -232,7 +232,7 @@ def counted_step(monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, 
 
 
 @pytest.mark.parametrize("options", [{"tiled_mlp": 7}, {"tiled_mlp": False}, {**ALL_ON}], ids=str)
-@pytest.mark.parametrize("kind", ["gqa", "qwen3", "gpt2"])
+@pytest.mark.parametrize("kind", ["gqa", "qwen3", "gpt2", "gemma2"])
 def test_recompute_contract(monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]) -> None:
     """With the outputs saved: attention forward once, MLP forward twice, projections twice."""
     options = {**options, "save_attention": True}

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from alstlib import reference
 from alstlib.memory import Ledger
-from alstlib.tiled import TILE_BYTES, TiledMLP, TiledNorm, default_tile, output_unread, tiled_compute
+from alstlib.tiled import TILE_BYTES, TiledMLP, TiledNorm, default_tile, tiled_compute
 
 WIDTH = 6
 
@@ -531,53 +531,6 @@ def test_memory_is_a_tile() -> None:
     assert growth(None, 2048) - growth(None, 512) > 12 * one, "the reading can tell"
 
 
-# ----- which layers read their MLP's output
-
-
-def layer_graph(kind: str) -> Tensor:
-    """The output of a layer of this kind on an input that needs a gradient; the MLP is tiled."""
-    mlps = [TiledMLP(llama(), 4), TiledMLP(gpt2(dropout=0.2 if kind == "dropout in the MLP" else 0.0), 4)]
-    norm, gain = nn.LayerNorm(WIDTH, dtype=torch.float64), leaf(randn(WIDTH, seed=3))
-    x = leaf(randn(1, 7, WIDTH))
-    layers: dict[str, Callable[[], Tensor]] = {
-        "pre-norm": lambda: x + mlps[0](norm(x)),
-        "pre-norm, dropout in the MLP": lambda: x + mlps[1](norm(x)),
-        "dropout after it": lambda: x + F.dropout(mlps[0](norm(x)), 0.2),
-        "scaled residual": lambda: x + 0.22 * mlps[0](norm(x)),
-        "reshaped": lambda: x + mlps[0](norm(x).view(1, 7, WIDTH)).view(7, WIDTH).view(1, 7, WIDTH),
-        "parallel": lambda: x + mlps[0](norm(x)) + torch.tanh(x),
-        "another MLP beside it": lambda: x + mlps[0](norm(x)) + mlps[1](norm(x)),
-        "no MLP": lambda: x * 2,
-        "post-norm": lambda: norm(x + mlps[0](x)),
-        "sandwich norm": lambda: x + norm(mlps[0](norm(x))),
-        "learned scale": lambda: x + gain * mlps[0](norm(x)),
-        "gated output": lambda: x + torch.sigmoid(x) * mlps[0](norm(x)),
-        "squared": lambda: x + mlps[0](norm(x)) ** 2,
-        "another MLP after it": lambda: two_after_another(x, mlps, norm),
-        "a projection after it": lambda: x + F.linear(mlps[0](norm(x)), leaf(randn(WIDTH, WIDTH))),
-    }
-    return layers[kind]()
-
-
-def two_after_another(x: Tensor, mlps: list[TiledMLP], norm: nn.Module) -> Tensor:
-    x = x + mlps[0](norm(x))
-    return x + mlps[1](norm(x))
-
-
-@pytest.mark.parametrize(
-    ("kind", "unread"),
-    [
-        ("pre-norm", True), ("pre-norm, dropout in the MLP", True), ("dropout after it", True),
-        ("scaled residual", True), ("reshaped", True), ("parallel", True), ("another MLP beside it", True),
-        ("no MLP", True),
-        ("post-norm", False), ("sandwich norm", False), ("learned scale", False), ("gated output", False),
-        ("squared", False), ("another MLP after it", False), ("a projection after it", False),
-    ],
-)  # fmt: skip
-def test_output_unread(kind: str, unread: bool) -> None:
-    assert output_unread(layer_graph(kind)) is unread
-
-
 @pytest.mark.parametrize("make", [lambda: nn.LayerNorm(8), lambda: LlamaRMSNorm(8)], ids=["layer norm", "rms norm"])
 def test_norm_in_tiles_is_the_norm(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
     """Sixteen tiles of the norm before the head; nothing as long as the sequence but input, output and gradients."""
@@ -601,10 +554,6 @@ def test_norm_in_tiles_is_the_norm(monkeypatch: pytest.MonkeyPatch, make: Any) -
         results.append([out, own.grad, *(p.grad for p in module.parameters())])
     assert worst(results[1], results[0]) < EXACT[torch.float32]
     assert growth[1] < 1.5 * x.nbytes
-
-
-def test_output_unread_of_a_constant() -> None:
-    assert output_unread(randn(1, 2, WIDTH))
 
 
 @pytest.mark.gpu

@@ -1,0 +1,114 @@
+"""Decoder layers of an attached model streamed in row chunks: what `chunked` needs to know of a Hugging Face layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from alstlib.chunked import RowChunk, Stream
+from alstlib.layers import plan_host, set_forward, stop_own_checkpointing
+from alstlib.tiled import TiledMLP
+from alstlib.unread import output_unread
+
+if TYPE_CHECKING:
+    from alstlib.hf import Handle
+
+
+def attach_streams(handle: Handle, layers: Sequence[nn.Module]) -> None:
+    """Layers run in row chunks (`chunked`). To ZeRO-3 each is a leaf: gathered once a pass, not once a chunk."""
+    for i, layer in enumerate(layers):
+        if not {"past_key_values", "past_key_value", "layer_past"} & set(inspect.signature(layer.forward).parameters):
+            raise ValueError(
+                f"layer {i} ({type(layer).__name__}) takes no cache: it cannot be streamed; use chunk=None"
+            )
+    stop_own_checkpointing(handle)
+    for i, layer in enumerate(layers):
+        set_forward(handle, layer, _streamed(handle, layer, layer.forward, i, len(layers)))
+        hook = layer.register_forward_pre_hook(_ensure_input_grad, with_kwargs=True)
+        handle._undo.callback(hook.remove)
+        handle._undo.callback(layer.__dict__.pop, "_z3_leaf", None)
+        layer._z3_leaf = True  # type: ignore[assignment]
+
+
+def _ensure_input_grad(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An input that needs no gradient makes ZeRO-3's hooks of a leaf fire before backward: let it need one."""
+    x = args[0] if args else kwargs["hidden_states"]
+    if not torch.is_grad_enabled() or x.requires_grad or not any(p.requires_grad for p in layer.parameters()):
+        return None
+    x = x.detach().requires_grad_()
+    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+
+
+def _streamed(handle: Handle, layer: nn.Module, original: Any, index: int, count: int) -> Any:
+    mlps = [m for m in layer.modules() if isinstance(m, TiledMLP)]
+    unread = bool(mlps)  # until a chunk's graph says otherwise: its recompute need not compute the tiles' output
+
+    def accept(out: Tensor) -> bool:
+        nonlocal unread
+        if unread and not output_unread(out):
+            unread = False
+            return False
+        return True
+
+    def trainable() -> list[nn.Parameter]:
+        return [p for p in layer.parameters() if p.requires_grad]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+        if index == 0:
+            handle.attention_kept = plan_host(handle, x, count) / count if torch.is_grad_enabled() else 0.0
+        call, as_tuple = handle._call, False
+        leaves, spec = tree_flatten((args, kwargs))
+        cuts = [_row_dimension(t, x.shape[1], layer) for t in leaves]
+
+        def run(part: Tensor, piece: RowChunk) -> Tensor:
+            nonlocal as_tuple
+            mine = [t if at is None else t[(slice(None),) * at + (piece.rows,)] for t, at in zip(leaves, cuts)]
+            some_args, some_kwargs = tree_unflatten(mine, spec)
+            for mlp in mlps:
+                mlp.whole, mlp.skip = True, unread and piece.task == "recompute"
+            try:
+                with handle._using(None if call is None else dataclasses.replace(call, piece=piece)):
+                    out = original(part, *some_args, **some_kwargs)
+            finally:
+                for mlp in mlps:
+                    mlp.whole = mlp.skip = False
+            as_tuple = not isinstance(out, Tensor)
+            if as_tuple and len(out) > 1:
+                raise ValueError(f"layer {index} ({type(layer).__name__}) returns more than its output; use chunk=None")
+            return out[0] if as_tuple else out
+
+        keep = index < round(handle.attention_kept * count)
+        chunk = handle.options.chunk
+        assert chunk is not None
+        stream = Stream(
+            run=run, chunk=chunk, ranks=handle.ctx.sp, store=handle.store, keep=keep, params=trainable, accept=accept
+        )  # fmt: skip
+        out = stream(x)
+        return (out,) if as_tuple else out
+
+    return forward
+
+
+def _row_dimension(value: Any, rows: int, layer: nn.Module) -> int | None:
+    """The dimension of a layer's further argument that goes with its rows; None for none.
+
+    Raises:
+        ValueError: an argument that a chunk cannot be cut out of, or that needs a gradient.
+    """
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return None
+    if value.requires_grad:
+        raise ValueError(f"{type(layer).__name__} takes a further input that needs a gradient; use chunk=None")
+    at = 0 if value.ndim == 1 else 1
+    if value.shape[at] == rows:
+        return at
+    if rows in value.shape or (value.ndim > 1 and value.shape[1] > 1):
+        raise ValueError(f"{type(layer).__name__} takes an input {list(value.shape)} not to be cut by rows: chunk=None")
+    return None
