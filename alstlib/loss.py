@@ -78,6 +78,7 @@ class _TiledLoss(torch.autograd.Function):
             sums = logits.sub_(shift[:, None]).exp_().sum(1)
             total += torch.where(valid, sums.log() + shift - picked, 0.0).sum()
             if not any(needs):
+                del logits
                 continue
             grad = logits.mul_((valid / sums)[:, None])  # softmax, zero in rows without a label
             grad.scatter_add_(1, index, -valid.to(wide)[:, None])

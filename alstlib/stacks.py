@@ -99,9 +99,9 @@ class Stack:
             layer.mlp.forward = MethodType(_reference_mlp, layer.mlp)
         vocabulary = model.config.vocab_size
 
-        def token_sum(causal_lm: Any, x: Tensor, y: Tensor) -> Tensor:
+        def tile_loss(causal_lm: Any, x: Tensor, y: Tensor) -> Tensor:
             logits = causal_lm.lm_head(x).float()
-            return nn.functional.cross_entropy(logits.view(-1, vocabulary), y.view(-1), reduction="sum")
+            return nn.functional.cross_entropy(logits.view(-1, vocabulary), y.view(-1))
 
         def loss(sample: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             shard: dict[str, Any] = shard_batch(sample, self.ctx.sp, self.ctx.sp_rank)
@@ -109,12 +109,11 @@ class Stack:
             hidden = model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
             tiles = math.ceil(labels.numel() * vocabulary * 4 / LOSS_TILE_BYTES)
             head = [model.lm_head.weight]
-            total = TiledFusedLogitsLoss.apply(token_sum, model, hidden, labels, None, tiles, head, "sum")
+            loss = TiledFusedLogitsLoss.apply(tile_loss, model, hidden, labels, None, tiles, head, "mean")
             valid = (labels != -100).sum()
             gather_with_gradient = torch.distributed.nn.functional.all_gather
-            totals = gather_with_gradient(total)
-            valids = gather_with_gradient(valid)
-            mean = sum(totals) / sum(valids)
+            losses, valids = gather_with_gradient(loss), gather_with_gradient(valid)
+            mean = sum(one * n for one, n in zip(losses, valids)) / sum(valids)
             return mean, mean.detach()
 
         return loss
