@@ -71,7 +71,11 @@ def _length_bars(axes: Any, names: Sequence[str], lengths: Sequence[int | None],
         axes.text(n or (min(known) / 2 if known else 1), i, text, va="center", fontsize=9)
 
 
-def peaks(tried: Mapping[str, Sequence[tuple[int, int]]], budget: int | None = None) -> Figure:
+def peaks(
+    tried: Mapping[str, Sequence[tuple[int, int]]],
+    budget: int | None = None,
+    ylabel: str = "device peak of the fullest rank [MiB]",
+) -> Figure:
     """Measured (length, device peak in bytes) of rows, one line a row, and the budget that they meet."""
     figure, axes = _axes(8, 4.2)
     for i, (name, points) in enumerate(tried.items()):
@@ -84,7 +88,7 @@ def peaks(tried: Mapping[str, Sequence[tuple[int, int]]], budget: int | None = N
         axes.text(0.01, budget / 2**20, "budget", ha="left", va="bottom", color="#666666", fontsize=8,
                   transform=axes.get_yaxis_transform())  # fmt: skip
     token_axis(axes.xaxis)
-    axes.set_ylabel("device peak of the fullest rank [MiB]")
+    axes.set_ylabel(ylabel)
     axes.legend(frameon=False, fontsize=9)
     return _finish(figure)
 

@@ -1,0 +1,127 @@
+"""The comparison with other stacks: every stack trains, is counted by the same rules, and takes the same turn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from alstlib import results
+from alstlib.alltoall import Exchange
+from alstlib.config import RunConfig
+from alstlib.launch import launch
+from alstlib.peers import Counts, floor_step, peak_over_start, wire
+
+SHAPE = {"num_hidden_layers": 2, "vocab_size": 256}
+RUN = {
+    "model": "tiny", "model_config": SHAPE, "world_size": 2, "sp": 2, "offload_optimizer": False, "dtype": "fp32",
+    "learning_rate": 0.0, "steps": 2, "chunk": 64, "seq_len": 320,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    names = ("ours", "deepspeed", "transformers", "ours+chunk", "ours+chunk+offload")
+    out = tmp_path_factory.mktemp("peers")
+    return launch(RunConfig.from_dict({**RUN, "peers": names}), out, worker="alstlib.peers")["metrics"]
+
+
+def test_stacks_side_by_side(compared: dict[str, Any]) -> None:
+    """All see the same sample (and so the same loss); ours is exact; work is counted as it was done."""
+    made = compared["peers"]
+    assert list(made) == ["ours", "deepspeed", "transformers", "ours+chunk", "ours+chunk+offload"]
+    assert all(one["loss"] == pytest.approx(made["ours"]["loss"], rel=1e-3) for one in made.values())
+    assert all(len(one["step_seconds"]) == 2 and max(one["device_peak_bytes"]) > 0 for one in made.values())
+    assert all(made[n]["gradient_error"] < 1e-5 for n in made if n != "deepspeed")
+    forwards = {n: (one["attention_forwards"], one["mlp_forwards"]) for n, one in made.items()}
+    assert forwards == {"ours": (1, 2), "ours+chunk": (1, 2), "ours+chunk+offload": (1, 2), "deepspeed": (2, 3),
+                        "transformers": (2, 2)}  # fmt: skip
+    assert [made[n]["sequences"] for n in ("ours", "transformers")] == [1, 2]
+    assert made["ours+chunk+offload"]["host_peak_bytes"][0] > 0 == made["ours"]["host_peak_bytes"][0]
+
+
+def test_wire_bytes_are_the_formulas(compared: dict[str, Any]) -> None:
+    """In units of a head's rows of one rank: 4 query and 2 key/value heads on 2 ranks."""
+    made, layers, rows, width, p = compared["peers"], 2, 160, 16, 2
+    head = rows * width * 4 * (p - 1) // p
+    q, k = 4, 2
+    ours = (q + 2 * k) + q + (q + 2 * k + q + q / width) + (q + 2 * k)
+    theirs = 2 * ((q + 2 * k) + q) + (q + 2 * k) + q  # twice forward, once backward
+    positions = 2 * 8 * rows * (p - 1) * layers  # gathered in each forward
+    stripes = 3 * 8 * rows * (p - 1) // p  # tokens, positions and labels of `chunk`
+    assert made["ours"]["wire_bytes"] == ours * head * layers
+    assert abs(made["ours+chunk"]["wire_bytes"] - made["ours"]["wire_bytes"] - stripes) <= 3 * 8 * 64
+    assert made["deepspeed"]["wire_bytes"] == theirs * head * layers + positions
+    assert made["transformers"]["wire_bytes"] == 0
+
+
+def test_longest_in_an_equal_budget(tmp_path: Path) -> None:
+    run = {**RUN, "search": True, "seq_len": 128, "search_granule": 128, "search_max": 512, "device_memory": "3MiB"}
+    config = RunConfig.from_dict({**run, "peers": ["ours+chunk+offload", "deepspeed"]})
+    metrics = launch(config, tmp_path, worker="alstlib.peers")["metrics"]
+    for one in metrics["peers"].values():
+        tried = {t["seq_len"]: t["device_peak_bytes"] for t in one["tried"]}
+        assert tried[one["seq_len"]] <= 3 * 2**20
+        assert one["seq_len"] == 512 or tried[one["seq_len"] + 128] > 3 * 2**20
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "ok"
+    assert results.table([results.read_result(tmp_path / "result.json")])[0]["seq_len"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peers": []}, "peers names no stack"),
+        ({"peers": ["our"]}, "unknown stack in peers 'our'; did you mean 'ours'"),
+        ({"peers": ["ours+chunk"], "chunk": None}, "set chunk, the rows of a chunk"),
+        ({"peers": ["ours"], "search": True}, "search=True needs device_memory"),
+    ],
+    ids=str,
+)
+def test_bad_input(ranks2: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    for found in ranks2(_refused, {**RUN, **changes}, str(tmp_path)):
+        assert message in found
+
+
+def _refused(rank: int, world: int, run: dict[str, Any], out: str) -> str:
+    from alstlib.peers import Comparison
+
+    try:
+        Comparison(RunConfig.from_dict(run), Path(out))()
+    except ValueError as e:
+        return str(e)
+    return "accepted"
+
+
+def _counted(rank: int, world: int) -> tuple[dict[str, int], int]:
+    exchange = Exchange(dist.group.WORLD)
+    with wire() as count:
+        exchange.to_heads(torch.ones(1, 4, 3, 2))
+        exchange.shared_to_heads(torch.ones(1, 1, 3, 2))
+        dist.all_gather([torch.empty(5, dtype=torch.int64) for _ in range(world)], torch.ones(5, dtype=torch.int64))
+        dist.all_gather([torch.empty(5) for _ in range(world)], torch.ones(5))  # a weight's: not counted
+    return dict(count), exchange.bytes_sent
+
+
+def test_wire_counts_what_is_sent(ranks2: Any) -> None:
+    for count, sent in ranks2(_counted):
+        assert count == {"bytes": sent + 40, "calls": 3}
+
+
+def test_counts_and_peak() -> None:
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    with Counts() as counts:
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k, 0.0, True)
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[:, :, :3], k, k, 0.0, False)
+    assert counts.pairs == 4 * (6 * 7 // 2 + 3 * 6)
+    assert peak_over_start(lambda: torch.zeros(1000).add(1), torch.device("cpu")) == pytest.approx(8000, rel=0.05)
+
+
+def test_floor_runs() -> None:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(**{**SHAPE, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4})
+    floor_step(config, 64, 2, torch.device("cpu"), bf16=False)()
