@@ -112,7 +112,7 @@ def stripe(tensors: Sequence[Tensor], chunk: int, ctx: SPContext) -> list[Tensor
         return list(tensors)
     order, to_ranks, from_ranks = _stripe_plan(rows, chunk, p, ctx.sp_rank)
     send = torch.stack(list(tensors)).permute(2, 0, 1)[order.to(tensors[0].device)].contiguous()
-    receive = torch.empty_like(send)
+    receive = torch.zeros_like(send)  # where ranks are emulated nothing arrives, and a token must be one
     dist.all_to_all_single(receive, send, from_ranks, to_ranks, group=ctx.sp_group)
     return [t.contiguous() for t in receive.permute(1, 2, 0)]
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from alstlib.kernels import Documents, attention_backward_rows, attention_forward, choose_backend
+from alstlib.kernels import Documents, attention_backward_rows, attention_forward
 from alstlib.offload import HostStore, Ticket
 from alstlib.tiled import Replay
 from alstlib.ulysses import UlyssesAttention, output_with, row_delta
@@ -115,7 +115,7 @@ class RowChunk:
 
     def _forward(self, op: UlyssesAttention, q: Tensor, scale: float, documents: Documents) -> tuple[Tensor, Tensor]:
         keys, length = self.resident.until(self.last), self.resident.length
-        backend = choose_backend(op.attention, q.device, q.dtype, q.shape[-1])
+        backend = op.backend_for(q)
         op.forward_calls += self.last == length  # once a pass over the whole sequence
         return attention_forward(backend, q, *keys, scale=scale, documents=documents, length=length)
 
@@ -155,7 +155,7 @@ class _ChunkAttention(torch.autograd.Function):
         elif not piece.kept:
             (dout,) = op.exchange.to_heads(dout)
         keys, sums = piece.resident.until(piece.last), piece.resident.sums_until(piece.last)
-        backend = choose_backend(op.attention, q.device, q.dtype, q.shape[-1])
+        backend = op.backend_for(q)
         (k, v), (dk, dv), length = keys, sums, piece.resident.length
         dq = attention_backward_rows(
             backend, dout, q, k, v, out, lse, dk, dv, scale=ctx.scale, documents=ctx.documents, length=length

@@ -96,6 +96,7 @@ class RunConfig:
     search: bool = _docs("find the longest sequence that fits, starting at seq_len", False)
     search_granule: int = _docs("lengths are multiples of so many tokens", 256)
     search_max: int | None = _docs("the search ends at this length", None)
+    emulate: int = _docs("run one rank of so many, with `alstlib.emulate`; 0: every rank is real", 0)
     peers: tuple[str, ...] = _docs("stacks that `alstlib.peers` compares (`alstlib/stacks.py`)", ())
     save_to: str | None = _docs("folder for the trained model (safetensors)", None)
     resume_from: str | None = _docs("folder of an earlier run whose training state is continued", None)
@@ -110,7 +111,7 @@ class RunConfig:
             object.__setattr__(self, name, value)
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        for name in ("device_memory", "host_memory", "search_max"):
+        for name in ("device_memory", "host_memory", "search_max", "chunk"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, parse_quantity(value, name))
         choices = {
@@ -127,6 +128,8 @@ class RunConfig:
                 raise ValueError(f"{name}={value!r} must be True, False or a tile of at least 1 token")
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"chunk={self.chunk} must be None or at least 1 token")
+        if self.emulate < 0 or (self.emulate and self.world_size not in (0, 1)):
+            raise ValueError(f"emulate={self.emulate} runs one rank: world_size={self.world_size} must be 1")
         if self.world_size < 0 or self.sp < 0:
             raise ValueError(f"world_size={self.world_size} and sp={self.sp} must not be negative")
         if self.world_size and self.sp and self.world_size % self.sp:

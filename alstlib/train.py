@@ -52,7 +52,7 @@ class Trainer:
         self.vocabulary = model.config.get_text_config().vocab_size
         self.tokenizer = self._tokenizer()
         model.to(self.device)
-        options = _options(run, model.config.model_type, cuda)
+        options = run_options(run, model.config.model_type, cuda)
         if options.liger and run.tiled_loss:
             liger_kernels(model)
         self.handle = alstlib.apply(model, self.ctx, options)
@@ -200,6 +200,7 @@ class Trainer:
             "flos": flos,
             "tflops": per_rank,
             "mfu": None,
+            "backend": self.handle.attention.backend_name,
             "attention_kept": self.handle.attention_kept,
             "notes": self.handle.notes,
         }
@@ -231,7 +232,7 @@ class Trainer:
         return metrics
 
 
-def _options(run: RunConfig, model_type: str, cuda: bool) -> alstlib.Options:
+def run_options(run: RunConfig, model_type: str, cuda: bool) -> alstlib.Options:
     if run.liger is True and not cuda:
         raise ValueError("liger=True needs a GPU; use liger='auto', which takes Liger's kernels where they run")
     return alstlib.Options(
@@ -266,7 +267,12 @@ def run_worker(doc: str | None, measure: Callable[[RunConfig, Path], dict[str, A
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
-    dist.init_process_group("nccl" if cuda else "gloo")
+    if run.emulate:  # ranks that are not there: nothing is sent
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=run.emulate - 1, world_size=run.emulate, store=FakeStore())
+    else:
+        dist.init_process_group("nccl" if cuda else "gloo")
     work(run, args.out, measure)
     dist.barrier()
     dist.destroy_process_group()
@@ -279,7 +285,8 @@ def main() -> None:
 def work(run: RunConfig, out: Path, measure: Callable[[RunConfig, Path], dict[str, Any]]) -> None:
     """One rank of the run; writes result.json, and raises what went wrong after that."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    where: Any = {"device": device, "device_count": dist.get_world_size()}
+    mode, ranks = ("emulated", 1) if run.emulate else ("real", dist.get_world_size())
+    where: Any = {"device": device, "device_count": ranks, "mode": mode}
     try:
         metrics = measure(run, out)
     except BaseException as e:
@@ -288,7 +295,7 @@ def work(run: RunConfig, out: Path, measure: Callable[[RunConfig, Path], dict[st
         if claim(out):
             results.write_result(out / "result.json", results.new_result(run, status, error=error, **where))
         raise
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 or run.emulate:
         results.write_result(out / "result.json", results.new_result(run, "ok", metrics=metrics, **where))
 
 

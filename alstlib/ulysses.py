@@ -18,7 +18,7 @@ from torch import Tensor
 
 from alstlib.alltoall import Exchange, check_heads
 from alstlib.groups import SPContext
-from alstlib.kernels import Documents, attention_backward, attention_forward, choose_backend
+from alstlib.kernels import Backend, Documents, attention_backward, attention_forward, choose_backend
 from alstlib.offload import Saved
 from alstlib.tiled import default_tile
 
@@ -34,6 +34,8 @@ class UlyssesAttention:
     def __init__(self, ctx: SPContext, attention: str = "sdpa") -> None:
         self.exchange = Exchange(ctx.sp_group)
         self.attention = attention
+        self.backend_name = ""
+        """The kernel that ran last."""
         self.forward_calls = 0
         """Number of times that core attention ran forward."""
 
@@ -74,6 +76,12 @@ class UlyssesAttention:
             raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads")
         check_heads(q.shape[1], k.shape[1], self.exchange.ranks)
 
+    def backend_for(self, q: Tensor) -> Backend:
+        """The kernel for this tensor's device, dtype and head width."""
+        backend = choose_backend(self.attention, q.device, q.dtype, q.shape[-1])
+        self.backend_name = backend.name
+        return backend
+
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> list[Tensor]:
         """q, k, v and tensors with q's heads, from sequence to head layout, in as few exchanges as possible."""
         if k.shape[1] % self.exchange.ranks == 0:
@@ -106,7 +114,7 @@ class _Attention(torch.autograd.Function):
         release: bool,
     ) -> Tensor:
         ctx.op, ctx.scale, ctx.documents, ctx.kv_heads, ctx.release = op, scale, documents, k.shape[1], release
-        ctx.backend = choose_backend(op.attention, q.device, q.dtype, q.shape[-1])
+        ctx.backend = op.backend_for(q)
         ctx.from_saved = saved is not None and saved.replaying
         if saved is not None and saved.replaying:
             out, lse = saved.take()

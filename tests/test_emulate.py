@@ -1,0 +1,92 @@
+"""One rank of many: the same sizes, bytes and peak as that rank has among real ones."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import alstlib
+from alstlib.batches import shard_batch
+from alstlib.config import RunConfig
+from alstlib.emulate import ballast
+from alstlib.launch import launch
+from alstlib.memory import Ledger
+from alstlib.models import load_model
+
+RANKS = 4
+SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
+RUN: dict[str, Any] = {
+    "model": "tiny", "model_config": SHAPE, "seq_len": 2048, "dtype": "fp32", "steps": 1, "tiled_loss": True,
+    "tiled_mlp": True, "offload": "sync", "save_attention": "auto", "world_size": 1, "sp": 1, "emulate": RANKS,
+}  # fmt: skip
+
+
+def real_rank(rank: int, world: int, chunk: int | None) -> tuple[int, int, int]:
+    """Peak, exchanged bytes and host bytes of a rank without an engine."""
+    run = RunConfig.from_dict({**RUN, "emulate": 0})
+    model, ctx = load_model(run, torch.float32), alstlib.SPContext.create(world)
+    ids = torch.randint(0, 512, (1, run.seq_len), generator=torch.Generator().manual_seed(0))
+    options = alstlib.Options(offload="sync", save_attention="auto", chunk=chunk)
+    with alstlib.apply(model, ctx, options) as handle:
+        batch = shard_batch({"input_ids": ids, "labels": ids}, world, rank)
+        gc.collect()
+        with Ledger(stores=[handle.store]) as ledger:
+            start = ledger.device_bytes
+            alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
+            return ledger.device_peak - start, handle.wire_bytes, handle.store.peak_nbytes
+
+
+@pytest.mark.parametrize("chunk", [None, 128])
+def test_an_emulated_rank_is_a_real_one(ranks4: Any, tmp_path: Path, chunk: int | None) -> None:
+    peak, wire, host = ranks4(real_rank, chunk)[-1]
+    run = RunConfig.from_dict({**RUN, "chunk": chunk})
+    result = launch(run, tmp_path, worker="alstlib.emulate")
+    metrics, parameters = result["metrics"], sum(p.numel() for p in load_model(run, torch.float32).parameters())
+    assert result["mode"] == "emulated"
+    assert metrics["wire_bytes"] == wire
+    assert metrics["host_peak_bytes"] == [host]
+    standing = 4 * parameters + sum(metrics["emulated"]["ballast_bytes"].values()) + 3 * 8 * 2048 // RANKS
+    assert metrics["device_peak_bytes"][0] - standing == pytest.approx(peak, rel=0.02)
+    emulated = metrics["emulated"]
+    assert (emulated["ranks"], emulated["layers_run"], emulated["backend"]) == (RANKS, 2, "cpu")
+    assert emulated["layer_forward_seconds"] > 0 < emulated["layer_backward_seconds"]
+
+
+def test_few_layers_stand_for_many(tmp_path: Path) -> None:
+    """Two layers of the shape's own depth: the rest is ballast and a projection that says so."""
+    run = RunConfig.from_dict({**RUN, "model": "small", "model_config": {"num_hidden_layers": 1}, "seq_len": 512})
+    emulated = launch(run, tmp_path, worker="alstlib.emulate")["metrics"]["emulated"]
+    assert (emulated["layers_run"], emulated["layers_of_the_model"]) == (1, 16)
+    whole = sum(p.numel() for p in load_model(run.replace(model_config={}), torch.float32).parameters())
+    assert emulated["ballast_bytes"]["weights"] == -(-whole // RANKS) * 4
+    layer = emulated["layer_forward_seconds"] + emulated["layer_backward_seconds"]
+    assert emulated["projected"]["step_seconds"] > 15 * layer
+
+
+def test_ballast_is_what_zero3_holds() -> None:
+    run = RunConfig.from_dict({**RUN, "offload_optimizer": False})
+    buckets = 2 * 1_000_000 * 2
+    assert ballast(run, 1001, 2) == {"weights": 502, "gradients": 502, "optimizer": 3012, "buckets": buckets}
+    run = run.replace(offload_optimizer=True, offload_params=True)
+    assert ballast(run, 1001, 2) == {"weights": 0, "gradients": 0, "optimizer": 0, "buckets": buckets}
+
+
+def test_emulate_takes_one_rank() -> None:
+    with pytest.raises(ValueError, match="emulate=4 runs one rank: world_size=2 must be 1"):
+        RunConfig(emulate=4, world_size=2)
+
+
+def test_kernels_are_timed(tmp_path: Path) -> None:
+    run = RunConfig.from_dict({"model": "tiny", "seq_len": 300, "steps": 1, "world_size": 1, "sp": 1, "chunk": 64})
+    metrics = launch(run, tmp_path, worker="alstlib.bench")["metrics"]
+    assert metrics["chosen"] == "cpu"
+    cpu = metrics["kernels"]["cpu"]
+    assert all(
+        cpu[n] > 0 for n in ("forward_tflops", "backward_tflops", "chunks_forward_tflops", "chunks_backward_tflops")
+    )
+    assert not metrics["kernels"]["flash"]["runs"]
+    assert "does not run on cpu" in metrics["kernels"]["flash"]["why"]
