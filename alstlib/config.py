@@ -52,6 +52,13 @@ def check_names(given: Mapping[str, Any], known: Any, what: str) -> None:
             raise ValueError(f"unknown {what} '{name}'{hint}")
 
 
+ATTENTION = (
+    "sdpa", "auto", "cpu", "cudnn", "flash", "efficient", "flash_attention_2", "flash_attention_3", "flash_attention_4",
+    "eager",
+)  # fmt: skip
+"""What `attention` may be (`alstlib/backends.py`)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Everything that decides what a run computes. Two equal configs at the same commit are the same run."""
@@ -73,7 +80,7 @@ class RunConfig:
     offload_optimizer: bool = _docs("ZeRO keeps the optimizer's state on the host", True)
     offload_params: bool = _docs("ZeRO-3 keeps the weights on the host", False)
 
-    attention: Literal["sdpa", "flash_attention_2", "eager"] = _docs("core attention", "sdpa")
+    attention: str = _docs("core attention: 'sdpa', 'auto' (flash-attn 3 or 4 if installed) or a kernel's name", "sdpa")
     tiled_loss: bool | int = _docs("tiled logits and loss; a number is the tile in tokens", False)
     tiled_mlp: bool | int = _docs("tiled MLP; a number is the tile in tokens", False)
     checkpoint: bool = _docs("activation checkpointing of decoder layers", True)
@@ -116,7 +123,7 @@ class RunConfig:
                 object.__setattr__(self, name, parse_quantity(value, name))
         choices = {
             "zero_stage": (0, 1, 2, 3), "offload": ("none", "sync", "async"), "dtype": ("auto", "fp32", "bf16"),
-            "attention": ("sdpa", "flash_attention_2", "eager"), "save_attention": (True, False, "auto"),
+            "attention": ATTENTION, "save_attention": (True, False, "auto"),
             "liger": (True, False, "auto"),
         }  # fmt: skip
         for name, allowed in choices.items():

@@ -37,7 +37,8 @@ class Options:
     """What `apply` attaches. Every feature works alone and with all others."""
 
     attention: str = "sdpa"
-    """Core attention: `sdpa` (PyTorch's best here), `flash_attention_2`, `eager` (for checking), or a kernel's name."""
+    """Core attention: `sdpa` (PyTorch's best here), `auto` (flash-attn 3 or 4 if installed, else `sdpa`), or a kernel's
+    name (`backends.BACKENDS`)."""
     tiled_mlp: bool | int = True
     """MLPs in sequence tiles; a number is the tile in tokens."""
     tiled_loss: bool | int = True

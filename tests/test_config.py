@@ -42,7 +42,7 @@ def test_quantities_are_read_in_a_config() -> None:
         ({"accumulation": -1}, "accumulation=-1 must be at least 1"),
         ({"zero_stage": 4}, "zero_stage=4 is not one of 0, 1, 2, 3"),
         ({"offload": "disk"}, "offload='disk' is not one of 'none', 'sync', 'async'"),
-        ({"attention": "flash"}, "attention='flash' is not one of 'sdpa', 'flash_attention_2', 'eager'"),
+        ({"attention": "fast"}, "attention='fast' is not one of 'sdpa', 'auto', 'cpu'"),
         ({"dtype": "fp16"}, "dtype='fp16' is not one of"),
         ({"liger": "yes"}, "liger='yes' is not one of"),
         ({"save_attention": "some"}, "save_attention='some' is not one of"),

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from alstlib import reference
+from alstlib.backends import PACKAGES
+from alstlib.config import ATTENTION
 from alstlib.kernels import (
     BACKENDS,
     attention_backward,
@@ -195,7 +197,7 @@ def test_choose_on_cpu() -> None:
     cpu = torch.device("cpu")
     assert choose_backend("sdpa", cpu, torch.float32, 64).name == "cpu"
     assert choose_backend("eager", cpu, torch.float64, 64).name == "eager"
-    with pytest.raises(ValueError, match=r"attention='fast' is unknown; known: sdpa, cpu, cudnn"):
+    with pytest.raises(ValueError, match=r"attention='fast' is unknown; known: sdpa, auto, cpu, cudnn"):
         choose_backend("fast", cpu, torch.float32, 64)
     for name in ("cudnn", "flash", "efficient"):
         with pytest.raises(ValueError, match=f"'{name}' does not run on cpu; attention='sdpa'"):
@@ -219,18 +221,37 @@ def test_choose_on_cuda(
     assert choose_backend("sdpa", torch.device("cuda"), dtype, head_dim).name == name
 
 
-def test_flash_attention_2_needs_its_package_cuda_and_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, name = torch.device("cuda"), "flash_attention_2"
+@pytest.mark.parametrize("name", PACKAGES)
+def test_flash_attn_needs_its_package_a_gpu_and_16_bits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    cuda, least = torch.device("cuda"), PACKAGES[name][2]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (least, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"needs the package flash-attn; 'sdpa' needs nothing"):
+    with pytest.raises(ValueError, match=r"needs the package flash-attn.*; 'sdpa' needs nothing"):
         choose_backend(name, cuda, torch.bfloat16, 64)
+    assert choose_backend("auto", cuda, torch.bfloat16, 512).name == "efficient"
     spec = importlib.machinery.ModuleSpec("flash_attn", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
     assert choose_backend(name, cuda, torch.bfloat16, 64).name == name
     with pytest.raises(ValueError, match=r"needs CUDA and fp16 or bf16, not cuda and torch\.float32"):
         choose_backend(name, cuda, torch.float32, 64)
-    with pytest.raises(ValueError, match="not cpu"):
+    with pytest.raises(ValueError, match="not cpu and"):
         choose_backend(name, torch.device("cpu"), torch.bfloat16, 64)
+    with pytest.raises(ValueError, match="width up to 256 that divides by 8, not 36"):
+        choose_backend(name, cuda, torch.bfloat16, 36)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (least - 1, 0))
+    with pytest.raises(ValueError, match=f"compute capability {least} or newer"):
+        choose_backend(name, cuda, torch.bfloat16, 64)
+
+
+def test_auto_prefers_an_installed_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, spec = torch.device("cuda"), importlib.machinery.ModuleSpec("flash_attn", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if "cute" in name else None)
+    assert choose_backend("auto", cuda, torch.bfloat16, 128).name == "flash_attention_4"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert choose_backend("auto", cuda, torch.bfloat16, 128).name == "flash_attention_3"
+    assert choose_backend("auto", torch.device("cpu"), torch.float32, 128).name == "cpu"
+    assert set(ATTENTION) == {"sdpa", "auto", *BACKENDS}
 
 
 # ----- against torch's own attention in the same precision
@@ -257,15 +278,18 @@ ON_CUDA = pytest.mark.parametrize(
     [
         ("cudnn", torch.bfloat16), ("cudnn", torch.float16), ("flash", torch.bfloat16), ("flash", torch.float16),
         ("efficient", torch.bfloat16), ("efficient", torch.float16), ("efficient", torch.float32),
-        ("flash_attention_2", torch.bfloat16),
+        ("flash_attention_2", torch.bfloat16), ("flash_attention_3", torch.bfloat16),
+        ("flash_attention_4", torch.bfloat16),
     ],
 )  # fmt: skip
 
 
 def on_cuda(name: str, dtype: torch.dtype, kv: int) -> list[Tensor]:
     """Batch 2, odd length, views of one exchanged buffer, for a kernel that can run here."""
-    if name == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
-        pytest.skip("flash-attn is not installed")
+    try:
+        choose_backend(name, torch.device("cuda"), dtype, 64)
+    except ValueError as e:
+        pytest.skip(str(e))
     major, _ = torch.cuda.get_device_capability()
     if dtype != torch.float32 and major < 8:
         pytest.skip("this GPU is older than these kernels")

@@ -1,0 +1,261 @@
+"""Attention kernels as pairs of functions: PyTorch's own operators on CPU and CUDA, flash-attn 2, 3 and 4 where they
+are installed, and the plain formulas; and which of them can run where.
+
+Shape legend: B batch, S query rows, N keys, H query heads, K key/value heads (H a multiple of K), D head width.
+q, dout, out [B, H, S, D]; k, v [B, K, N, D]; lse [B, H, S] (logsumexp of the scaled scores, fp32). Any strides with a
+contiguous last dimension.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alstlib import reference
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A pair of kernels, forward(q, k, v, scale, causal) -> (out, lse) and backward(dout, q, k, v, out, lse, scale,
+    causal) -> (dq, dk, dv); causal with as many queries as keys. `out` and `lse` may be those over more keys than `k`
+    holds: then the gradients are these keys' share."""
+
+    name: str
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    bottom_right: bool = False
+    """Forward takes fewer causal queries than keys, as the last rows."""
+
+
+# ----- PyTorch on CPU: native grouped-query attention, lse [B, H, S]
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def _cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+
+
+# ----- PyTorch on CUDA
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
+    rows, keys = q.shape[2], k.shape[2]
+    out, lse, *_ = aten._flash_attention_forward(qt, kt, vt, None, None, rows, keys, 0.0, causal, False, scale=scale)
+    return out.transpose(1, 2), lse
+
+
+def _flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dt, qt, kt, vt, ot = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+    rows, keys = q.shape[2], k.shape[2]
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's state, unread without dropout
+    grads = aten._flash_attention_backward(
+        dt, qt, kt, vt, ot, lse.contiguous(), None, None, rows, keys, 0.0, causal, seed, seed.new_empty(0), scale=scale
+    )
+    return tuple(g.transpose(1, 2) for g in grads)
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    return out, lse.reshape(q.shape[:3])
+
+
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    lse = lse.contiguous()[..., None]
+    rows, keys = q.shape[2], k.shape[2]
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse, seed, seed, None, None, None, rows, keys, 0.0, causal, scale=scale
+    )
+
+
+def _repeat(x: Tensor, groups: int) -> Tensor:
+    return x.repeat_interleave(groups, 1) if groups > 1 else x
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    groups = q.shape[1] // k.shape[1]
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+        q, _repeat(k, groups), _repeat(v, groups), None, True, 0.0, causal, scale=scale
+    )
+    return out, lse[..., : q.shape[2]]  # the kernel pads its logsumexp to a multiple of 32 rows
+
+
+def _efficient_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, groups = q.shape[1], q.shape[1] // k.shape[1]
+    padded = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=float("inf"))
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    need = [True, True, True, False]
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        dout, q, _repeat(k, groups), _repeat(v, groups), None, out, padded, seed, seed, 0.0, need, causal, scale=scale
+    )
+    if groups > 1:
+        dk, dv = (g.unflatten(1, (heads // groups, groups)).sum(2) for g in (dk, dv))
+    return dq, dk, dv
+
+
+# ----- flash-attn 2, 3 and 4, where they are installed; tensors [B, S, H, D], causal aligned at the end
+
+
+def _fa2_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    from flash_attn.flash_attn_interface import _flash_attn_forward
+
+    qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
+    out, lse, *_ = _flash_attn_forward(qt, kt, vt, 0.0, scale, causal, -1, -1, 0.0, None, False)
+    return out.transpose(1, 2), lse
+
+
+def _fa2_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flash_attn.flash_attn_interface import _flash_attn_backward
+
+    dt, qt, kt, vt, ot = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+    dq, dk, dv = (torch.empty_like(t) for t in (qt, kt, vt))
+    lse = lse.contiguous()
+    _flash_attn_backward(
+        dt.contiguous(), qt, kt, vt, ot, lse, dq, dk, dv, 0.0, scale, causal, -1, -1, 0.0, None, False, None
+    )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _fa3_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    from flash_attn_interface import _flash_attn_forward
+
+    qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
+    out, lse, *_ = _flash_attn_forward(qt, kt, vt, softmax_scale=scale, causal=causal)
+    return out.transpose(1, 2), lse
+
+
+def _fa3_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flash_attn_interface import _flash_attn_backward
+
+    dt, qt, kt, vt, ot = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (qt, kt, vt))
+    _flash_attn_backward(
+        dt, qt, kt, vt, ot, lse.contiguous(), dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=causal
+    )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _fa4_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
+    out, lse, *_ = _flash_attn_fwd(qt, kt, vt, softmax_scale=scale, causal=causal, return_lse=True)
+    return out.transpose(1, 2), lse
+
+
+def _fa4_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    dt, qt, kt, vt, ot = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+    dq, dk, dv, *_ = _flash_attn_bwd(qt, kt, vt, ot, dt, lse.contiguous(), softmax_scale=scale, causal=causal)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+# ----- the plain formulas as a kernel: [S, S] is made, for checking
+
+
+def _eager_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    return reference.attention(q, k, v, scale=scale, causal=causal)
+
+
+def _eager_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return reference.attention_backward(dout, q, k, v, out, lse, scale=scale, causal=causal)
+
+
+BACKENDS = {
+    b.name: b
+    for b in (
+        Backend("cpu", _cpu_forward, _cpu_backward),
+        Backend("cudnn", _cudnn_forward, _cudnn_backward),
+        Backend("flash", _flash_forward, _flash_backward),
+        Backend("efficient", _efficient_forward, _efficient_backward),
+        Backend("flash_attention_2", _fa2_forward, _fa2_backward, bottom_right=True),
+        Backend("flash_attention_3", _fa3_forward, _fa3_backward, bottom_right=True),
+        Backend("flash_attention_4", _fa4_forward, _fa4_backward, bottom_right=True),
+        Backend("eager", _eager_forward, _eager_backward),
+    )
+}
+
+
+PACKAGES = {
+    "flash_attention_2": ("flash_attn.flash_attn_interface", "flash-attn", 8),
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3", 9),
+    "flash_attention_4": ("flash_attn.cute.interface", "flash-attn-4", 9),
+}
+"""Module, package and the least compute capability of each flash-attn."""
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # its parent is not there, or does not load here
+        return False
+
+
+def choose_backend(attention: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+    """The kernel for `attention`: `sdpa` picks PyTorch's best for the hardware and dtype, `auto` prefers an installed
+    flash-attn 3 or 4 to it; any other name is taken at its word.
+
+    Raises:
+        ValueError: an unknown name, or a kernel that cannot run here, with what can.
+    """
+    if attention == "auto":
+        for name in ("flash_attention_3", "flash_attention_4"):
+            if _cannot(name, device, dtype, head_dim) is None:
+                return BACKENDS[name]
+        attention = "sdpa"
+    if attention == "sdpa":
+        if device.type != "cuda":
+            return BACKENDS["cpu"]
+        if dtype not in (torch.float16, torch.bfloat16) or head_dim > 256:
+            return BACKENDS["efficient"]
+        major, _ = torch.cuda.get_device_capability(device)
+        return BACKENDS["cudnn" if major >= 9 and head_dim <= 128 and head_dim % 8 == 0 else "flash"]
+    if attention not in BACKENDS:
+        raise ValueError(f"attention='{attention}' is unknown; known: sdpa, auto, {', '.join(BACKENDS)}")
+    if attention in PACKAGES:
+        if (why := _cannot(attention, device, dtype, head_dim)) is not None:
+            raise ValueError(f"attention='{attention}' needs {why}")
+    elif attention != "eager" and (attention == "cpu") != (device.type == "cpu"):
+        raise ValueError(f"attention='{attention}' does not run on {device.type}; attention='sdpa' chooses what does")
+    return BACKENDS[attention]
+
+
+def _cannot(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """What one of flash-attn's kernels lacks here, or None."""
+    module, package, capability = PACKAGES[name]
+    if not _installed(module):
+        return f"the package {package}; 'sdpa' needs nothing"
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return f"CUDA and fp16 or bf16, not {device.type} and {dtype}; 'sdpa' chooses what runs"
+    if torch.cuda.get_device_capability(device)[0] < capability:
+        return f"a GPU of compute capability {capability} or newer; 'sdpa' chooses what runs"
+    if head_dim > 256 or head_dim % 8:
+        return f"heads of a width up to 256 that divides by 8, not {head_dim}; 'sdpa' chooses what runs"
+    return None
