@@ -44,7 +44,9 @@ def longest_that_fits(
 
     n = max(1, -(-start // granule))
     n = n if top is None else min(n, top)
-    peak(n)
+    for first in (1, n):  # one granule costs next to nothing, and gives the line its other point
+        if peak(first) > budget:
+            break
     while True:
         fits = [m for m in peaks if peaks[m] <= budget]
         over = [m for m in peaks if peaks[m] > budget]

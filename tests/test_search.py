@@ -24,7 +24,7 @@ def longest_trial(found: Found) -> int:
     return max(length for length, _ in found.tried)
 
 
-def check(found: Found, peak_of: Callable[[int], int], budget: int, trials: int = 8) -> None:
+def check(found: Found, peak_of: Callable[[int], int], budget: int, trials: int = 9) -> None:
     assert found.length == truth(peak_of, budget)
     assert all(peak == peak_of(length) for length, peak in found.tried)
     tried = dict(found.tried)
@@ -50,6 +50,12 @@ def test_a_short_start_doubles_and_then_knows() -> None:
     assert len(found.tried) <= 12
 
 
+def test_a_start_near_the_answer_is_all_but_the_answer() -> None:
+    """One granule, the start, the answer and the length after it."""
+    found = search(lambda length: 5_000_000 + 900 * length, 60_000_000, start=60_416)
+    assert [length for length, _ in found.tried] == [256, 60_416, 60_928, 61_184]
+
+
 def test_an_exact_fit_counts_as_fitting() -> None:
     def peak_of(length: int) -> int:
         return 1000 * length
@@ -66,7 +72,7 @@ def test_a_peak_that_jumps(step: int) -> None:
         return 4_000_000 + 800 * length + (step if length > 40_000 else 0) + 300 * max(0, length - 60_000)
 
     for budget in (20_000_000, 36_500_000, 80_000_000):
-        check(search(peak_of, budget, start=10_000), peak_of, budget, trials=12)
+        check(search(peak_of, budget, start=10_000), peak_of, budget, trials=13)
 
 
 def test_steps_of_an_allocator() -> None:
@@ -75,7 +81,7 @@ def test_steps_of_an_allocator() -> None:
 
     for budget in (30_000_000, 77_000_000):
         found = search(peak_of, budget, start=10_000)
-        check(found, peak_of, budget, trials=12)
+        check(found, peak_of, budget, trials=13)
 
 
 def test_noise_ends_and_stays_honest() -> None:
@@ -98,7 +104,7 @@ def test_a_limit_ends_the_search() -> None:
     found = search(lambda length: length, 10**9, start=1000, limit=100_000)
     assert found.length == 100_000 // GRANULE * GRANULE
     assert found.tried[-1] == (found.length, found.length)
-    assert len(found.tried) <= 8
+    assert len(found.tried) <= 9
     assert max(length for length, _ in found.tried) == found.length
     assert search(lambda length: length, 10**9, start=10**6, limit=1000).length == 768
     assert search(lambda length: length, 50_000, limit=100_000).length == 49_920
@@ -123,5 +129,6 @@ def test_only_one_granule_fits() -> None:
     assert len(found.tried) <= 8
 
 
-def test_the_first_trial_is_the_start_rounded_up() -> None:
-    assert search(lambda length: length, 5000, start=700).tried[0][0] == 768
+def test_the_first_trials_are_one_granule_and_the_start_rounded_up() -> None:
+    tried = search(lambda length: length, 5000, start=700).tried
+    assert [length for length, _ in tried[:2]] == [GRANULE, 768]
