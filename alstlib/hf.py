@@ -84,7 +84,11 @@ class Handle:
         """What was left as it was, and why."""
         self.attention_kept: float = 0.0
         """Share of the layers whose attention output the last forward kept."""
+        self.inputs_kept_every: int = 1
+        """Of how many layers the last forward kept one input: more than 1 where the host has too little room."""
         self._call: Call | None = None
+        self._segment: Any = lambda: None
+        self._room: int | None = None
         self._undo: contextlib.ExitStack = contextlib.ExitStack()
 
     def detach(self) -> PreTrainedModel:
