@@ -53,7 +53,9 @@ class Options:
     chunk: int | None = None
     """Stream decoder layers in chunks of so many rows of this rank, with keys and values resident; None: whole."""
     host_memory: int | None = None
-    """Host bytes that checkpoints of this rank may take; None: what is free."""
+    """Host bytes that checkpoints of this rank may take; None: what is free (on the fullest rank, at the first
+    forward). When they are short, attention outputs go first, then the inputs of all but every k-th layer (streamed
+    layers need every input)."""
     liger: bool = False
     """Liger's fused loss on CUDA in place of our tiles; needs the package liger-kernel."""
 
@@ -89,7 +91,11 @@ class Handle:
         """What was left as it was, and why."""
         self.attention_kept: float = 0.0
         """Share of the layers whose attention output the last forward kept."""
+        self.inputs_kept_every: int = 1
+        """Of how many layers the last forward kept one input: more than 1 where the host has too little room."""
         self._call: Call | None = None
+        self._segment: Any = lambda: None
+        self._room: int | None = None
         self._undo: contextlib.ExitStack = contextlib.ExitStack()
 
     def detach(self) -> PreTrainedModel:

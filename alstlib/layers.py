@@ -6,19 +6,26 @@ layer of each forward, from what the host has room for.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from alstlib.offload import Saved, checkpoint
+from alstlib.offload import Saved, Segment, checkpoint
 from alstlib.tiled import TiledMLP
 from alstlib.unread import Follower, find_followers, output_unread
 
 if TYPE_CHECKING:
     from alstlib.hf import Handle
+
+log = logging.getLogger(__name__)
 
 
 def attach_checkpoints(handle: Handle, layers: Sequence[nn.Module]) -> None:
@@ -79,19 +86,18 @@ def _checkpointed(handle: Handle, layer: nn.Module, original: Any, index: int, c
             return original(*args, **kwargs)
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
         if index == 0:
-            handle.attention_kept = plan_host(handle, x, count) / count
-        saved = Saved() if index < round(handle.attention_kept * count) else None
-        call = None if handle._call is None else dataclasses.replace(handle._call, saved=saved)
-        passes = 0
+            plan(handle, x, count)
+        saved = Saved(keep=index < round(handle.attention_kept * count))
+        before, call = handle._segment() if index > 0 else None, handle._call
 
         def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            nonlocal passes
-            passes += 1
+            graph = saved.stage == "graph"
             for mlp in mlps:
-                mlp.skip, mlp.then = unread and passes > 1, followers.get(mlp)
-            once = original if looked or passes > 1 or x.shape[1] < 2 else look
+                mlp.skip, mlp.then = unread and graph, followers.get(mlp)
+            once = look if saved.stage == "first" and not looked and x.shape[1] > 1 else original
+            own = call and dataclasses.replace(call, saved=saved if saved.active else None, release=graph)
             try:
-                with handle._using(None if call is None else dataclasses.replace(call, release=passes > 1)):
+                with handle._using(own), _whole(layer, saved.stage == "again"):
                     return once(x, *args, **kwargs)
             finally:
                 for mlp in mlps:
@@ -100,23 +106,87 @@ def _checkpointed(handle: Handle, layer: nn.Module, original: Any, index: int, c
                     follower.expected = None
                     follower.gather_with(mlp)
 
+        segment = before if before and before.continues_with(x) else Segment(handle.store, handle.inputs_kept_every)
+        handle._segment = weakref.ref(segment)
         trains = any(p.requires_grad for p in layer.parameters())
-        return checkpoint(run, x, *args, store=handle.store, saved=saved, trains=trains, accept=accept, **kwargs)
+        out = checkpoint(run, x, *args, saved=saved, trains=trains, accept=accept, segment=segment, **kwargs)
+        if index == count - 1:
+            segment.end = None
+        return out
 
     return forward
 
 
-def plan_host(handle: Handle, x: Tensor, layers: int) -> int:
-    """Layers whose attention output is kept: all, none, or with `auto` as many as the host has room for, after the
-    layers' inputs (outputs go first when memory is short)."""
+@contextlib.contextmanager
+def _whole(layer: Any, again: bool) -> Iterator[None]:
+    """A layer that runs in another layer's backward: FSDP2 has not put its weights together."""
+    sharded = again and hasattr(layer, "unshard") and hasattr(layer, "reshard")
+    if sharded:
+        layer.unshard()
+    try:
+        yield
+    finally:
+        if sharded:
+            layer.reshard()
+
+
+def plan(handle: Handle, x: Tensor, layers: int, segments: bool = True) -> None:
+    """Decide what this forward keeps, from what the host has room for, before anything is taken. Without `segments`
+    the input of every layer must fit.
+
+    Raises:
+        HostOutOfMemory: what must be kept does not fit.
+    """
     options, store = handle.options, handle.store
     config = handle.model.config.get_text_config()
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    each = x.shape[0] * x.shape[1] * heads * (width * x.element_size() + 4)
-    inputs = layers * x.numel() * x.element_size()
-    store.check_room(inputs + (layers * each if options.save_attention is True else 0))
-    if options.save_attention != "auto" or options.offload == "none":
-        return layers if options.save_attention is True else 0
-    have = store.room() + sum(slab.bytes.numel() for slab in store.free)
-    return max(0, min(layers, (have - inputs) // each))
+    output = x.shape[0] * x.shape[1] * heads * (width * x.element_size() + 4)
+    row = x.numel() * x.element_size()
+    if options.offload == "none":
+        every, outputs = 1, layers if options.save_attention is True else 0
+    else:
+        room = _room(handle, x)
+        every, outputs = share_host(room, layers, row, output, options.save_attention)
+        if not segments and every > 1:
+            every, outputs = 1, outputs if options.save_attention is True else 0
+    store.check_room(-(-layers // every) * row + outputs * output)
+    handle.attention_kept = outputs / layers
+    if every > 1 and every != handle.inputs_kept_every:
+        note = (
+            f"host memory has no room for the inputs of all {layers} layers: one in {every} is kept; backward runs one "
+            f"more forward to make the others and holds up to {every} ({every * row:,} bytes) on the device"
+        )
+        handle.notes.append(note)
+        log.warning(note)
+    handle.inputs_kept_every = every
+
+
+def share_host(room: int, layers: int, input_bytes: int, output_bytes: int, save: bool | str) -> tuple[int, int]:
+    """How `room` bytes of host memory are used: inputs are kept every k layers, k the smallest that fits; attention
+    outputs of all layers with `save` True, of none with False, and with `auto` of as many as fit beside the inputs.
+
+    Returns:
+        (k, layers whose outputs are kept). Where nothing fits, the k that needs least.
+    """
+    outputs = layers if save is True else 0
+    kept = [-(-layers // k) for k in range(1, layers + 1)]
+    fits = (k for k, n in enumerate(kept, 1) if n * input_bytes + outputs * output_bytes <= room)
+    every = next(fits, layers)
+    if save == "auto":
+        outputs = max(0, min(layers, (room - kept[every - 1] * input_bytes) // output_bytes))
+    return every, outputs
+
+
+def _room(handle: Handle, x: Tensor) -> int:
+    """Host bytes for this forward, the same on every rank: ranks that keep different things recompute different
+    things, and their collectives would not meet. So what is free on the fullest is asked once, at the first forward."""
+    store = handle.store
+    unused = sum(slab.bytes.numel() for slab in store.free)
+    if handle.options.host_memory is not None or handle.ctx.world_size == 1 or isinstance(x, FakeTensor):
+        return store.room() + unused
+    if handle._room is None:
+        least = torch.tensor(store.room() + store.nbytes, device=x.device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=handle.ctx.world_group)
+        handle._room = int(least)
+    return handle._room - store.nbytes + unused

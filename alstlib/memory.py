@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from alstlib.offload import HostStore
+from alstlib.store import HostStore
 
 
 class DeviceOutOfMemory(MemoryError):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from alstlib.chunked import RowChunk, Stream
-from alstlib.layers import plan_host, set_forward, stop_own_checkpointing
+from alstlib.layers import plan, set_forward, stop_own_checkpointing
 from alstlib.tiled import TiledMLP
 from alstlib.unread import output_unread
 
@@ -61,8 +61,8 @@ def _streamed(handle: Handle, layer: nn.Module, original: Any, index: int, count
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-        if index == 0:
-            handle.attention_kept = plan_host(handle, x, count) / count if torch.is_grad_enabled() else 0.0
+        if index == 0 and torch.is_grad_enabled():
+            plan(handle, x, count, segments=False)
         call, as_tuple = handle._call, False
         leaves, spec = tree_flatten((args, kwargs))
         cuts = [_row_dimension(t, x.shape[1], layer) for t in leaves]

@@ -70,6 +70,20 @@ class Replay:
             yield
 
 
+class Values:
+    """The values of a tensor at this moment, to be known again: engines' hooks wrap a tensor in views of itself."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor.detach(), tensor._version
+
+    def are_those_of(self, x: Any) -> bool:
+        """Is x all of that memory, in the same order, and has nothing been written to it?"""
+        if not isinstance(x, Tensor) or x.shape != self.tensor.shape or x.stride() != self.tensor.stride():
+            return False
+        here = [(t.dtype, t.untyped_storage()._cdata, t.storage_offset()) for t in (x, self.tensor)]
+        return here[0] == here[1] and x._version == self.version
+
+
 class _TiledCompute(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -220,7 +234,7 @@ class TiledMLP(TiledModule):
         """Set beside `skip`: a `unread.Follower` whose module's work is done in these tiles too."""
         self.watched = False
         """Set by a checkpoint that looks for what the layer does with the output: keep it in `made`."""
-        self.made: Tensor | None = None
+        self.made: Values | None = None
         self.draws = False
         """Did the last forward draw random numbers? Then a recompute has to draw them too."""
 
@@ -236,7 +250,7 @@ class TiledMLP(TiledModule):
         before = Replay(x.device)
         out = tiled_compute(self._run, x, self.trainable, tile=tile)
         self.draws = before.has_moved()
-        self.made = out if self.watched and out.dtype == x.dtype else None
+        self.made = Values(out) if self.watched and out.dtype == x.dtype else None
         return out
 
     def _run(self, x: Tensor) -> Tensor:

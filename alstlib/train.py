@@ -202,6 +202,7 @@ class Trainer:
             "mfu": None,
             "backend": self.handle.attention.backend_name,
             "attention_kept": self.handle.attention_kept,
+            "inputs_kept_every": self.handle.inputs_kept_every,
             "notes": self.handle.notes,
         }
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from alstlib.tiled import Replay, TiledMLP, TiledModule
+from alstlib.tiled import Replay, TiledMLP, TiledModule, Values
 
 _HOOKS = (
     "PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward", "BackwardHookFunctionBackward"
@@ -43,7 +43,7 @@ class Follower:
 
     def forget(self) -> None:
         """Let go of one recompute's tensors and graph."""
-        self.expected: Tensor | None = None
+        self.expected: Values | None = None
         self.tiles: list[Any] = []
         self.passed: list[Any] = []
 
@@ -73,12 +73,12 @@ class Follower:
 
     def expect(self, out: Tensor) -> Tensor:
         """Pass this output of the tiles on when it comes."""
-        self.expected = out
+        self.expected = Values(out)
         self.tiles.append(out.grad_fn)
         return out
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.expected is not None and args and _same_memory(args[0], self.expected):
+        if self.expected is not None and args and self.expected.are_those_of(args[0]):
             out = args[0].view_as(args[0])
             self.passed.append(out.grad_fn)
             return out
@@ -105,14 +105,6 @@ class Follower:
         return self.module.parameters(recurse=False)
 
 
-def _same_memory(x: Any, y: Tensor) -> bool:
-    """Are these the same values in the same place? (Engines' hooks wrap a tensor in views of itself.)"""
-    if not isinstance(x, Tensor) or x.shape != y.shape or x.stride() != y.stride() or x.dtype != y.dtype:
-        return False
-    place = [(t.untyped_storage()._cdata, t.storage_offset(), t._version) for t in (x, y)]
-    return place[0] == place[1]
-
-
 @contextlib.contextmanager
 def find_followers(layer: nn.Module, mlps: Sequence[TiledMLP]) -> Iterator[dict[TiledMLP, nn.Module]]:
     """While the layer runs once without a graph: which of its direct children are given an MLP's output, and are
@@ -121,7 +113,7 @@ def find_followers(layer: nn.Module, mlps: Sequence[TiledMLP]) -> Iterator[dict[
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         for mlp in mlps:
-            if mlp.made is None or kwargs or len(args) != 1 or not _same_memory(args[0], mlp.made):
+            if mlp.made is None or kwargs or len(args) != 1 or not mlp.made.are_those_of(args[0]):
                 continue
             if mlp not in found and module not in found.values() and _is_token_wise(module, args[0], out):
                 found[mlp] = module

@@ -122,7 +122,7 @@ def run_case(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
         engine.destroy()
     rows = sum(s["input_ids"].shape[1] for s in mine) / ctx.sp
     return {"loss": abs(logged - loss) / loss, "grad": error, "name": name, "kept": handle.attention_kept,
-            "mlp": [n / rows for n in forwards]}  # fmt: skip
+            "every": handle.inputs_kept_every, "mlp": [n / rows for n in forwards]}  # fmt: skip
 
 
 def check(pool: Any, case: dict[str, Any]) -> list[dict[str, Any]]:
@@ -168,6 +168,18 @@ def test_engines_run_the_mlp_twice(ranks2: Any, model: str, engine: str, sp: int
     case = {"sp": sp, "model": model, "engine": engine, "options": ALL_ON, "accumulation": 4}
     for result in check(ranks2, case):
         assert result["mlp"] == [2, 2], result
+
+
+@pytest.mark.parametrize("frozen", [[], ["mlp"]], ids=str)
+@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero0", "zero2", "zero3"])
+def test_engines_with_the_inputs_of_some_layers(ranks2: Any, engine: str, save: bool, frozen: list[str]) -> None:
+    """A layer that runs in another layer's backward finds its weights gathered."""
+    inputs, outputs = 2 * 16 * 32 * 4, 5 * 16 * 4 * (8 * 4 + 4)
+    options = {**ALL_ON, "save_attention": save, "host_memory": inputs + outputs * save}
+    case = {"sp": 2, "engine": engine, "options": options, "overrides": {"num_hidden_layers": 5}, "accumulation": 4}
+    for result in check(ranks2, {**case, "frozen": frozen}):
+        assert result["every"] == 3
 
 
 @pytest.mark.parametrize("model", ["mha", "gqa", "mqa"])

@@ -1,0 +1,312 @@
+"""What layers keep on a host with little room: by rule, reported, exact, and its cost counted."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+import pytest
+import torch
+from cases import VOCAB, make_model, plain_run, worst_error
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import alstlib
+from alstlib import ulysses
+from alstlib.layers import share_host
+from alstlib.memory import Ledger
+from alstlib.offload import HostOutOfMemory, HostStore, Segment, checkpoint
+from alstlib.reference import shift
+
+LENGTH, WIDTH, HEADS, LAYERS = 64, 32, 4, 5
+INPUT = LENGTH * WIDTH * 4
+OUTPUT = LENGTH * HEADS * (WIDTH // HEADS * 4 + 4)
+TILES = {"tiled_mlp": 16, "tiled_loss": 16}
+EVERY = {1: 5, 2: 3, 3: 2, 5: 1}  # inputs kept of 5 layers
+DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
+
+
+def batch(seed: int = 0, length: int = LENGTH) -> dict[str, Tensor]:
+    ids = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "position_ids": torch.arange(length)[None], "shift_labels": shift(ids)}
+
+
+def model_of(kind: str = "gqa", **overrides: Any) -> PreTrainedModel:
+    return make_model(kind, **{"n_layer" if kind == "gpt2" else "num_hidden_layers": LAYERS}, **overrides)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def step(model: PreTrainedModel, seed: int = 0) -> dict[str, Tensor]:
+    model.zero_grad()
+    torch.manual_seed(7)
+    alstlib.causal_lm_loss(model, batch(seed)).loss.backward()
+    return gradients(model)
+
+
+def budget_for(every: int, outputs: int = 0) -> int:
+    return EVERY[every] * INPUT + outputs * OUTPUT
+
+
+# ----- the rule
+
+
+@pytest.mark.parametrize("save", [True, False, "auto"])
+def test_the_rule(save: bool | str) -> None:
+    """Against every choice there is: the smallest k that fits, and with `auto` the outputs that fit beside it."""
+    for layers in (1, 2, 5, 7):
+        for room in range(0, layers * 13 + 3):
+            every, outputs = share_host(room, layers, 10, 3, save)
+            forced = layers if save is True else 0
+            fitting = [k for k in range(1, layers + 1) if -(-layers // k) * 10 + forced * 3 <= room]
+            assert every == (fitting[0] if fitting else layers)
+            if save == "auto" and fitting:
+                rest = room - -(-layers // every) * 10
+                assert outputs == min(layers, rest // 3)
+            elif save == "auto":
+                assert outputs == 0
+            else:
+                assert outputs == forced
+
+
+# ----- through a model
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> dict[str, list[float]]:
+    """Forwards of each layer's MLP (in tokens) and attention, added up while the model runs."""
+    found: dict[str, list[float]] = {"mlp": [0.0] * LAYERS, "attention": [0.0] * LAYERS}
+    now = [0]
+    kernel = ulysses.attention_forward
+    for i, layer in enumerate(model.model.layers):
+
+        def enter(module: nn.Module, args: Any, i: int = i) -> None:
+            now[0] = i
+
+        def mlp(module: nn.Module, args: Any, out: Tensor, i: int = i) -> None:
+            found["mlp"][i] += out.shape[1] / LENGTH
+
+        layer.self_attn.q_proj.register_forward_pre_hook(enter)
+        layer.mlp.register_forward_hook(mlp)
+
+    def attention_forward(*args: Any, **kwargs: Any) -> Any:
+        found["attention"][now[0]] += 1
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr(ulysses, "attention_forward", attention_forward)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("save", [True, False, "auto"])
+@pytest.mark.parametrize("every", EVERY)
+def test_inputs_of_some_layers(monkeypatch: pytest.MonkeyPatch, every: int, save: bool | str, mode: str) -> None:
+    """Exact; the host holds the plan's bytes and no more; attention runs once where its output is kept and twice where
+    not, MLPs twice, and three times where their layer's input is made again for another layer."""
+    kept = {True: LAYERS, False: 0, "auto": {1: 3, 2: 1}.get(every, 0)}[save]
+    model = model_of()
+    want = plain_run(model, [{"input_ids": batch()["input_ids"], "labels": batch()["input_ids"]}])[1]
+    found = counted(monkeypatch, model)
+    options = alstlib.Options(**TILES, offload=mode, save_attention=save, host_memory=budget_for(every, kept))
+    with alstlib.apply(model, None, options) as handle:
+        for i in range(3):
+            for counts in found.values():
+                counts[:] = [0.0] * LAYERS
+            got = step(model)
+            assert worst_error(got, want)[0] < 1e-5
+            assert handle.inputs_kept_every == every
+            assert handle.attention_kept == kept / LAYERS
+            assert handle.store.nbytes == handle.store.peak_nbytes == budget_for(every, kept)
+            last = [(n + 1) % every == 0 or n == LAYERS - 1 for n in range(LAYERS)]
+            if i > 0:
+                assert found["mlp"] == [2 if alone else 3 for alone in last]
+                assert found["attention"] == [1 if n < kept else 2 for n in range(LAYERS)]
+        assert sum(slab.bytes.numel() for slab in handle.store.free) == handle.store.nbytes
+
+
+@pytest.mark.parametrize("save, needed", [(False, INPUT), (True, INPUT + LAYERS * OUTPUT), ("auto", INPUT)])
+def test_a_host_that_cannot_hold_one_input(save: bool | str, needed: int) -> None:
+    """Said before anything is taken, with what would help; a shorter sequence goes on afterwards."""
+    model = model_of()
+    options = alstlib.Options(offload="sync", save_attention=save, host_memory=needed - 1)
+    with alstlib.apply(model, None, options) as handle:
+        with pytest.raises(HostOutOfMemory, match=rf"needs {needed:,} bytes.* {needed - 1:,} are left.*host_memory"):
+            alstlib.causal_lm_loss(model, batch())
+        assert (handle.store.nbytes, handle.store.peak_nbytes) == (0, 0)
+        alstlib.causal_lm_loss(model, batch(length=LENGTH - 1)).loss.backward()
+        assert handle.inputs_kept_every == LAYERS
+
+
+def test_nothing_changes_without_offload() -> None:
+    model = model_of()
+    with alstlib.apply(model, None, alstlib.Options(save_attention=True, host_memory=1)) as handle:
+        step(model)
+        assert (handle.inputs_kept_every, handle.attention_kept, handle.store.nbytes) == (1, 1, 0)
+        assert handle.notes == []
+
+
+def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of()
+    options = alstlib.Options(offload="sync", save_attention=False, host_memory=budget_for(2))
+    with caplog.at_level(logging.WARNING, "alstlib"), alstlib.apply(model, None, options) as handle:
+        assert handle.notes == []
+        for _ in range(3):
+            step(model)
+    assert handle.notes == [r.message for r in caplog.records if r.name == "alstlib.layers"]
+    (note,) = handle.notes
+    assert "inputs of all 5 layers: one in 2 is kept; backward runs one more forward" in note
+    assert f"holds up to 2 ({2 * INPUT:,} bytes) on the device" in note
+
+
+@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize("every", EVERY)
+def test_dropout_is_replayed_by_each_layer(every: int, save: bool) -> None:
+    """GPT-2 with dropout in residuals and MLPs, some of it inside tiles: the gradients of no offload."""
+    model = model_of("gpt2", **DROPOUT)
+    with alstlib.apply(model, None, alstlib.Options(**TILES, save_attention=save)):
+        want = step(model)
+    kept = LAYERS if save else 0
+    options = alstlib.Options(**TILES, offload="async", save_attention=save, host_memory=budget_for(every, kept))
+    with alstlib.apply(model, None, options) as handle:
+        for _ in range(2):
+            assert worst_error(step(model), want)[0] < 1e-6
+        assert handle.inputs_kept_every == every
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    """The second finds less room and keeps fewer inputs; evaluation in between keeps nothing."""
+    model = model_of()
+    with alstlib.apply(model, None, alstlib.Options(**TILES)):
+        one, two = (step(model, seed) for seed in (0, 1))
+        want = {n: one[n] + two[n] for n in one}
+    options = alstlib.Options(**TILES, offload="sync", save_attention=False, host_memory=7 * INPUT)
+    with alstlib.apply(model, None, options) as handle:
+        for order in ([0, 1], [1, 0]):
+            model.zero_grad()
+            losses, every = [], []
+            for seed in (0, 1):
+                losses.append(alstlib.causal_lm_loss(model, batch(seed)).loss)
+                every.append(handle.inputs_kept_every)
+                with torch.no_grad():
+                    model(batch()["input_ids"])
+            assert every == [1, 3]
+            assert handle.store.nbytes == 7 * INPUT
+            for i in order:
+                losses[i].backward()
+            assert worst_error(gradients(model), want)[0] < 1e-5
+        del losses
+        assert sum(slab.bytes.numel() for slab in handle.store.free) == handle.store.nbytes
+
+
+@pytest.mark.parametrize("frozen", [["embed", "layers.0.", "layers.1."], ["layers.1."], ["mlp"], ["layers."]], ids=str)
+def test_frozen_parts(frozen: list[str]) -> None:
+    """Layers in front that keep nothing, in the middle, everywhere but the head."""
+    model = model_of()
+    for name, p in model.named_parameters():
+        p.requires_grad_(not any(part in name for part in frozen))
+    want = plain_run(model, [{"input_ids": batch()["input_ids"], "labels": batch()["input_ids"]}])[1]
+    options = alstlib.Options(**TILES, offload="sync", save_attention=False, host_memory=budget_for(2))
+    with alstlib.apply(model, None, options) as handle:
+        for _ in range(2):
+            assert worst_error(step(model), want)[0] < 1e-5
+        assert handle.store.nbytes <= budget_for(2)
+
+
+@pytest.mark.parametrize("change", ["new tensor", "in place"])
+def test_layers_with_something_in_between(change: str) -> None:
+    """A layer whose input is not what the layer before it returned keeps its own."""
+    model = model_of()
+
+    def between(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out * 1.5 if change == "new tensor" else out.mul_(1.5)
+
+    for i in (0, 3):
+        model.model.layers[i].register_forward_hook(between)
+    want = plain_run(model, [{"input_ids": batch()["input_ids"], "labels": batch()["input_ids"]}])[1]
+    options = alstlib.Options(**TILES, offload="sync", save_attention=False, host_memory=4 * INPUT)
+    with alstlib.apply(model, None, options) as handle:
+        for _ in range(2):
+            assert worst_error(step(model), want)[0] < 1e-5
+        assert handle.inputs_kept_every == 2
+        assert handle.store.nbytes == 4 * INPUT  # layers 0, 1 and 2, 3, 4: one more than the 3 of an unbroken chain
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_what_it_takes_of_the_device(save: bool) -> None:
+    """The peak grows by the segment's other inputs and attention outputs at most."""
+    peaks, longer = {}, 4
+    for every in EVERY:
+        model = model_of(max_position_embeddings=longer * LENGTH)
+        memory = longer * budget_for(every, LAYERS if save else 0)
+        options = alstlib.Options(tiled_mlp=64, tiled_loss=64, offload="sync", save_attention=save, host_memory=memory)
+        with alstlib.apply(model, None, options) as handle:
+            data = batch(length=longer * LENGTH)
+            alstlib.causal_lm_loss(model, data).loss.backward()
+            gc.collect()
+            with Ledger(stores=[handle.store]) as ledger:  # the gradients stay: they would hide what layers take
+                before = ledger.device_bytes
+                alstlib.causal_lm_loss(model, data).loss.backward()
+                peaks[every] = ledger.device_peak - before
+            assert handle.inputs_kept_every == every
+    for every in EVERY:
+        assert peaks[every] - peaks[1] <= longer * (every - 1) * (INPUT + OUTPUT), peaks
+        assert peaks[every] - peaks[1] >= longer * (every - 2) * INPUT, "the reading can tell"
+
+
+def test_backward_of_a_part_of_the_layers() -> None:
+    """A loss on an inner layer's output; what is after it keeps its place until the graph goes."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    x = torch.randn(1, 6, 8, requires_grad=True)
+
+    def run(every: int) -> list[Tensor]:
+        store, y, outs = HostStore("sync"), x, []
+        segment = Segment(store, every)
+        for layer in layers:
+            segment = segment if segment.continues_with(y) else Segment(store, every)
+            y = checkpoint(lambda t, layer=layer: t + layer(t).tanh(), y, segment=segment)
+            outs.append(y)
+        x.grad = None
+        for layer in layers:
+            layer.zero_grad()
+        outs[1].square().sum().backward()
+        with pytest.raises(RuntimeError, match="backward a second time"):
+            outs[3].sum().backward()
+        return [x.grad.clone(), *(p.grad.clone() for layer in layers[:2] for p in layer.parameters())]
+
+    one, four = run(1), run(4)
+    assert all(torch.equal(a, b) for a, b in zip(one, four))
+
+
+# ----- on several ranks
+
+
+def uneven_hosts(rank: int, world: int) -> tuple[int, float, float]:
+    """Rank 1's machine is fuller than rank 0's: both must keep the same, or their exchanges do not meet."""
+    ctx = alstlib.SPContext.create(world)
+    model = model_of()
+    whole = batch()
+    _, want = plain_run(model, [{"input_ids": whole["input_ids"], "labels": whole["input_ids"]}])
+    rows = slice(rank * LENGTH // world, (rank + 1) * LENGTH // world)
+    shard = {k: v[:, rows] for k, v in whole.items()}
+    documents = torch.tensor([0, LENGTH], dtype=torch.int32)
+    with alstlib.apply(model, ctx, alstlib.Options(**TILES, offload="sync", save_attention="auto")) as handle:
+        store, share = handle.store, (INPUT + OUTPUT) // world
+        room = [10 * LAYERS * share, 3 * INPUT // world + OUTPUT // world][rank]
+        store.room = lambda: room - store.nbytes  # type: ignore[method-assign]
+        for _ in range(2):
+            model.zero_grad()
+            alstlib.causal_lm_loss(model, {**shard, "cu_documents": documents}, ctx).loss.backward()
+        grads = gradients(model)
+        for g in grads.values():
+            torch.distributed.all_reduce(g)
+            g /= world
+        return handle.inputs_kept_every, handle.attention_kept, worst_error(grads, want)[0]
+
+
+def test_ranks_agree_on_the_fullest_host(ranks2: Any) -> None:
+    for every, kept, error in ranks2(uneven_hosts):
+        assert (every, kept) == (2, 1 / LAYERS)
+        assert error < 1e-5
