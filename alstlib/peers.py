@@ -9,13 +9,11 @@ the start of a step).
 from __future__ import annotations
 
 import gc
-import inspect
 import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from alstlib import results
 from alstlib.config import RunConfig
@@ -37,18 +36,30 @@ from alstlib.train import run_worker, this_device
 
 EXACT_LENGTH = 512
 """Tokens of the sample on which gradients are compared with the oracle."""
+PEAK_STEPS = 3
+"""Steps whose median is the peak: what ZeRO-3 gathers ahead, and when Python frees cycles, differ from step to step."""
 
 
 class Counts(TorchDispatchMode):
-    """Counts attention's forward work: pairs of query and key, summed over the heads of this rank."""
+    """Counts what passes PyTorch's dispatcher, where every stack's kernels and collectives do: attention's forward
+    work, and the bytes that this rank sends to others."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pairs = 0
+        """Pairs of query and key that attention's forward kernels were given, summed over the heads of this rank."""
+        self.sent: Counter[str] = Counter()
+        """Bytes sent: `exchange` (all-to-alls, and gathers of integers, which are positions) and `other` (ZeRO's
+        gathers of weights and reductions of gradients, and sums over the ranks)."""
+        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        if "attention" in name and "backward" not in name and len(args) > 2 and args[0].ndim == 4:
+        if name.startswith("c10d::"):
+            self._collective(name, args)
+        elif "all_to_all" in name:  # a stack's own operator around the collective, which is not seen inside it
+            self._collective("alltoall", args)
+        elif "attention" in name and "backward" not in name and len(args) > 2 and args[0].ndim == 4:
             given = {a.name: v for a, v in zip(func._schema.arguments, args)} | (kwargs or {})
             q, k = args[0], args[1]
             at = 1 if "_flash_attention_forward" in name else 2
@@ -57,39 +68,31 @@ class Counts(TorchDispatchMode):
             self.pairs += heads * q.shape[0] * (rows * (rows + 1) // 2 if causal else rows * keys)
         return func(*args, **(kwargs or {}))
 
+    def _collective(self, name: str, args: Any) -> None:
+        tensors = [_tensors(a) for a in args[:2]]
+        given = (
+            tensors[1] if len(tensors) > 1 and tensors[1] else tensors[0]
+        )  # (outputs, inputs, ...) or (tensors, ...)
+        ranks, nbytes = dist.get_world_size(), sum(t.nbytes for t in given)
+        share = nbytes * (ranks - 1) // ranks
+        if "alltoall" in name:
+            sent = share
+        elif "gather" in name:
+            sent = nbytes * (ranks - 1)
+        elif "reduce_scatter" in name:
+            sent = share
+        elif "allreduce" in name:
+            sent = 2 * share
+        else:
+            sent = 0 if "barrier" in name or ranks == 1 else nbytes
+        positions = "gather" in name and not given[0].is_floating_point() and given[0].numel() > 1
+        kind = "exchange" if "alltoall" in name or positions else "other"
+        self.sent[kind] += sent
+        self.calls[kind] += 1
 
-@contextmanager
-def wire() -> Iterator[Counter[str]]:
-    """Counts what this rank sends to others in all-to-alls and in gathers of integers (positions), in bytes and calls.
-    ZeRO's gathers of weights and reductions of gradients are not counted."""
-    count: Counter[str] = Counter()
-    originals = {n: getattr(dist, n) for n in ("all_to_all_single", "all_to_all", "all_gather")}
 
-    def counting(name: str) -> Callable[..., Any]:
-        signature = inspect.signature(originals[name])
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            group = given.get("group")
-            ranks, mine = dist.get_world_size(group), dist.get_rank(group)
-            if name == "all_to_all_single":
-                count.update(bytes=given["input"].nbytes * (ranks - 1) // ranks, calls=1)
-            elif name == "all_to_all":
-                sent = sum(t.nbytes for i, t in enumerate(given["input_tensor_list"]) if i != mine)
-                count.update(bytes=sent, calls=1)
-            elif not given["tensor"].is_floating_point() and given["tensor"].numel() > 1:
-                count.update(bytes=given["tensor"].nbytes * (ranks - 1), calls=1)
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    try:
-        for name in originals:
-            setattr(dist, name, counting(name))
-        yield count
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+def _tensors(value: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor)]
 
 
 def peak_over_start(step: Callable[[], Any], device: torch.device) -> int:
@@ -189,14 +192,15 @@ class Comparison:
     def look(self, stack: Stack, sample: dict[str, Tensor], exact: dict[str, Tensor] | None) -> dict[str, Any]:
         """What a step of one stack needs, in steps that are not timed. The first two warm up ZeRO-3's prefetching."""
         loss, _ = stack.step(sample), stack.step(sample)
-        peaks = self.gather(peak_over_start(lambda: stack.step(sample), self.device), stack.host_bytes())
+        seen = [peak_over_start(lambda: stack.step(sample), self.device) for _ in range(PEAK_STEPS)]
+        peaks = self.gather(int(statistics.median(seen)), stack.host_bytes())
         rows = [0]
         handles = [
             m.register_forward_hook(lambda m, args, out: rows.__setitem__(0, rows[0] + out.shape[:-1].numel()))
             for name, m in stack.model.named_modules()
             if name.endswith("mlp.down_proj")
         ]
-        with wire() as sent, Counts() as counts:
+        with Counts() as counts:
             stack.step(sample)
         for handle in handles:
             handle.remove()
@@ -206,8 +210,9 @@ class Comparison:
             "loss": loss,
             "device_peak_bytes": [p for p, _ in peaks],
             "host_peak_bytes": [h for _, h in peaks],
-            "wire_bytes": sent["bytes"],
-            "exchanges": sent["calls"],
+            "wire_bytes": counts.sent["exchange"],
+            "exchanges": counts.calls["exchange"],
+            "other_wire_bytes": counts.sent["other"],
             "attention_forwards": counts.pairs / whole,
             "mlp_forwards": rows[0] * self.world / (stack.sequences * length * layers),
             "gradient_error": None if exact is None else self.gradient_error(stack, exact),

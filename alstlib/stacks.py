@@ -1,9 +1,10 @@
 """The training stacks that `peers` compares, each as one object with the same face: ours, the reference's, plain.
 
 The reference is DeepSpeed's ALST stack put together as its tutorial and ArcticTraining do: Ulysses attention registered
-with transformers, its tiled MLP with sequence / width tiles, its fused logits and loss with tiles of 1 GiB of logits,
-transformers' checkpointing, and the loss gathered over the ranks. DeepSpeed replaces transformers' attention function
-for the whole process, so only a process that compares may build it.
+with transformers, its tiled MLP with sequence / width tiles, its fused logits and loss, transformers' checkpointing, and
+the loss gathered over the ranks. Its loss has two rules for the tiles: `deepspeed` takes ArcticTraining's, 1 GiB of
+logits (one tile at the lengths of a CPU), `deepspeed, loss tiles` takes as many as its MLP. DeepSpeed replaces
+transformers' attention function for the whole process, so only a process that compares may build it.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ OURS: dict[str, dict[str, Any]] = {
     "ours, attention twice": {"save_attention": False},
 }
 """Options of our variants; everything else is on. `chunk: True` takes the run's chunk."""
-STACKS = (*OURS, "deepspeed", "transformers")
-LOSS_TILE_BYTES = 2**30
-"""Of fp32 logits in a tile of the reference's loss (ArcticTraining's rule)."""
+LOSS_TILES: dict[str, Callable[[int, int, int], int]] = {
+    "deepspeed": lambda rows, width, vocabulary: math.ceil(rows * vocabulary * 4 / 2**30),
+    "deepspeed, loss tiles": lambda rows, width, vocabulary: math.ceil(rows / width),
+}
+"""Tiles of the reference's loss: ArcticTraining's rule, 1 GiB of fp32 logits in a tile, or the rule of its MLP."""
+STACKS = (*OURS, *LOSS_TILES, "transformers")
 
 
 class Stack:
@@ -53,8 +57,8 @@ class Stack:
         model.to(device)
         if name in OURS:
             self.loss = self._ours(model, OURS[name])
-        elif name == "deepspeed":
-            self.loss = self._deepspeed(model)
+        elif name in LOSS_TILES:
+            self.loss = self._deepspeed(model, LOSS_TILES[name])
         else:
             self.loss = self._plain(model)
         self.model = model
@@ -85,15 +89,17 @@ class Stack:
 
         return loss
 
-    def _deepspeed(self, model: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    def _deepspeed(self, model: Any, tiles_of: Callable[[int, int, int], int]) -> Callable[..., tuple[Tensor, Tensor]]:
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp
         from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, UlyssesSPAttentionHF
 
         _keep_plain_attention()
         model.set_attn_implementation("sdpa")
-        UlyssesSPAttentionHF.register_with_transformers(
-            model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=self.ctx.sp,
-            micro_batch_size=1, seq_length_is_variable=True,
-        )  # fmt: skip
+        if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:  # a second registration in a process fails
+            UlyssesSPAttentionHF.register_with_transformers(
+                model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=self.ctx.sp,
+                micro_batch_size=1, seq_length_is_variable=True,
+            )  # fmt: skip
         _checkpoint(model)
         for layer in model.model.layers:
             layer.mlp.forward = MethodType(_reference_mlp, layer.mlp)
@@ -107,7 +113,7 @@ class Stack:
             shard: dict[str, Any] = shard_batch(sample, self.ctx.sp, self.ctx.sp_rank)
             ids, positions, labels = (shard[n].to(self.device) for n in ("input_ids", "position_ids", "shift_labels"))
             hidden = model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
-            tiles = math.ceil(labels.numel() * vocabulary * 4 / LOSS_TILE_BYTES)
+            tiles = tiles_of(labels.numel(), hidden.shape[-1], vocabulary)
             head = [model.lm_head.weight]
             loss = TiledFusedLogitsLoss.apply(tile_loss, model, hidden, labels, None, tiles, head, "mean")
             valid = (labels != -100).sum()

@@ -14,8 +14,9 @@ from alstlib import results
 from alstlib.alltoall import Exchange
 from alstlib.config import RunConfig
 from alstlib.launch import launch
-from alstlib.peers import Counts, floor_step, peak_over_start, wire
+from alstlib.peers import Counts, floor_step, peak_over_start
 
+REFERENCE = ("deepspeed", "deepspeed, loss tiles")
 SHAPE = {"num_hidden_layers": 2, "vocab_size": 256}
 RUN = {
     "model": "tiny", "model_config": SHAPE, "world_size": 2, "sp": 2, "offload_optimizer": False, "dtype": "fp32",
@@ -25,7 +26,7 @@ RUN = {
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    names = ("ours", "deepspeed", "transformers", "ours+chunk", "ours+chunk+offload")
+    names = ("ours", "deepspeed", "deepspeed, loss tiles", "transformers", "ours+chunk", "ours+chunk+offload")
     out = tmp_path_factory.mktemp("peers")
     return launch(RunConfig.from_dict({**RUN, "peers": names}), out, worker="alstlib.peers")["metrics"]
 
@@ -33,13 +34,13 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_stacks_side_by_side(compared: dict[str, Any]) -> None:
     """All see the same sample (and so the same loss); ours is exact; work is counted as it was done."""
     made = compared["peers"]
-    assert list(made) == ["ours", "deepspeed", "transformers", "ours+chunk", "ours+chunk+offload"]
+    assert list(made) == ["ours", *REFERENCE, "transformers", "ours+chunk", "ours+chunk+offload"]
     assert all(one["loss"] == pytest.approx(made["ours"]["loss"], rel=1e-3) for one in made.values())
     assert all(len(one["step_seconds"]) == 2 and max(one["device_peak_bytes"]) > 0 for one in made.values())
-    assert all(made[n]["gradient_error"] < 1e-5 for n in made if n != "deepspeed")
+    assert all(made[n]["gradient_error"] < 1e-5 for n in made if n not in REFERENCE)
     forwards = {n: (one["attention_forwards"], one["mlp_forwards"]) for n, one in made.items()}
     assert forwards == {"ours": (1, 2), "ours+chunk": (1, 2), "ours+chunk+offload": (1, 2), "deepspeed": (2, 3),
-                        "transformers": (2, 2)}  # fmt: skip
+                        "deepspeed, loss tiles": (2, 3), "transformers": (2, 2)}  # fmt: skip
     assert [made[n]["sequences"] for n in ("ours", "transformers")] == [1, 2]
     assert made["ours+chunk+offload"]["host_peak_bytes"][0] > 0 == made["ours"]["host_peak_bytes"][0]
 
@@ -55,7 +56,7 @@ def test_wire_bytes_are_the_formulas(compared: dict[str, Any]) -> None:
     stripes = 3 * 8 * rows * (p - 1) // p  # tokens, positions and labels of `chunk`
     assert made["ours"]["wire_bytes"] == ours * head * layers
     assert abs(made["ours+chunk"]["wire_bytes"] - made["ours"]["wire_bytes"] - stripes) <= 3 * 8 * 64
-    assert made["deepspeed"]["wire_bytes"] == theirs * head * layers + positions
+    assert all(made[n]["wire_bytes"] == theirs * head * layers + positions for n in REFERENCE)
     assert made["transformers"]["wire_bytes"] == 0
 
 
@@ -96,19 +97,30 @@ def _refused(rank: int, world: int, run: dict[str, Any], out: str) -> str:
     return "accepted"
 
 
-def _counted(rank: int, world: int) -> tuple[dict[str, int], int]:
-    exchange = Exchange(dist.group.WORLD)
-    with wire() as count:
+def _counted(rank: int, world: int) -> tuple[dict[str, int], dict[str, int], int]:
+    exchange, x = Exchange(dist.group.WORLD), torch.ones(4)
+    with Counts() as counts:
         exchange.to_heads(torch.ones(1, 4, 3, 2))
         exchange.shared_to_heads(torch.ones(1, 1, 3, 2))
         dist.all_gather([torch.empty(5, dtype=torch.int64) for _ in range(world)], torch.ones(5, dtype=torch.int64))
-        dist.all_gather([torch.empty(5) for _ in range(world)], torch.ones(5))  # a weight's: not counted
-    return dict(count), exchange.bytes_sent
+        dist.all_gather([torch.empty(4) for _ in range(world)], x)  # as ZeRO gathers weights
+        dist.all_gather_into_tensor(torch.empty(4 * world), x)
+        dist.reduce_scatter_tensor(torch.empty(2), x)
+        dist.all_reduce(x)
+        dist.barrier()
+    return dict(counts.sent), dict(counts.calls), exchange.bytes_sent
 
 
-def test_wire_counts_what_is_sent(ranks2: Any) -> None:
-    for count, sent in ranks2(_counted):
-        assert count == {"bytes": sent + 40, "calls": 3}
+def test_what_is_sent_is_counted(ranks2: Any) -> None:
+    for sent, calls, exchanged in ranks2(_counted):
+        assert sent == {"exchange": exchanged + 40, "other": 16 + 16 + 8 + 16}
+        assert calls["exchange"] == 3
+
+
+def test_zeros_traffic_is_told_apart(compared: dict[str, Any]) -> None:
+    """The reference gathers a layer's weights again for each tile; ours once forward and once backward."""
+    other = {n: one["other_wire_bytes"] for n, one in compared["peers"].items()}
+    assert other["deepspeed, loss tiles"] > other["deepspeed"] > other["ours"] > 0
 
 
 def test_counts_and_peak() -> None:
