@@ -1,8 +1,8 @@
 """The training stacks that `peers` compares, each as one object with the same face: ours, the reference's, plain.
 
 The reference is DeepSpeed's ALST stack put together as its tutorial and ArcticTraining do: Ulysses attention registered
-with transformers, its tiled MLP with sequence / width tiles, its fused logits and loss, transformers' checkpointing, and
-the loss gathered over the ranks. Its loss has two rules for the tiles: `deepspeed` takes ArcticTraining's, 1 GiB of
+with transformers, its tiled MLP with sequence / width tiles, its fused logits and loss, transformers' checkpointing,
+and the loss gathered over the ranks. Its loss has two rules for the tiles: `deepspeed` takes ArcticTraining's, 1 GiB of
 logits (one tile at the lengths of a CPU), `deepspeed, loss tiles` takes as many as its MLP. DeepSpeed replaces
 transformers' attention function for the whole process, so only a process that compares may build it.
 """

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -277,6 +278,9 @@ def run_worker(doc: str | None, measure: Callable[[RunConfig, Path], dict[str, A
     work(run, args.out, measure)
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # all is written; seen once: threads of the libraries abort while the interpreter is taken down
 
 
 def main() -> None:
