@@ -70,6 +70,11 @@ def causal_lm_loss(
         dist.all_reduce(stats, group=ctx.world_group)
     tokens = stats[1]
     step_tokens = batch.get("step_tokens")
-    step_tokens = tokens if step_tokens is None else torch.as_tensor(step_tokens, device=tokens.device)
-    factor = ctx.world_size * engine_divides_by / step_tokens.double().clamp_min(1)
-    return Loss(loss=total * factor.to(total.dtype), mean=stats[0] / tokens.clamp_min(1), tokens=tokens.to(torch.int64))
+    if isinstance(step_tokens, Tensor) and step_tokens.device != tokens.device:
+        step_tokens = int(step_tokens)  # a number on the CPU: copying it to a device would wait for the device
+    step_tokens = tokens if step_tokens is None else step_tokens
+    if isinstance(step_tokens, Tensor):
+        factor: Any = (ctx.world_size * engine_divides_by / step_tokens.double().clamp_min(1)).to(total.dtype)
+    else:
+        factor = ctx.world_size * engine_divides_by / max(1, step_tokens)
+    return Loss(loss=total * factor, mean=stats[0] / tokens.clamp_min(1), tokens=tokens.to(torch.int64))

@@ -215,7 +215,7 @@ class Comparison:
             "other_wire_bytes": counts.sent["other"],
             "attention_forwards": counts.pairs / whole,
             "mlp_forwards": rows[0] * self.world / (stack.sequences * length * layers),
-            "gradient_error": None if exact is None else self.gradient_error(stack, exact),
+            **({} if exact is None else self.gradient_error(stack, exact)),
             "sequences": stack.sequences,
             "notes": stack.notes,
         }
@@ -238,18 +238,20 @@ class Comparison:
         model(input_ids=sample["input_ids"], labels=sample["labels"], use_cache=False).loss.backward()
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
-    def gradient_error(self, stack: Stack, exact: dict[str, Tensor]) -> float:
-        """Largest error of a gradient relative to its norm."""
+    def gradient_error(self, stack: Stack, exact: dict[str, Tensor]) -> dict[str, Any]:
+        """Errors of the gradients relative to their norms: the largest, whose it is, and the median."""
         from deepspeed.utils import safe_get_full_grad
 
         loss, _ = stack.loss(self.sample(EXACT_LENGTH))
         stack.engine.backward(loss)
-        errors = []
+        errors = {}
         for name, p in stack.model.named_parameters():
             grad = safe_get_full_grad(p)
-            errors.append(relative_error(grad.cpu(), exact[name]) if grad is not None else float("inf"))
+            errors[name] = relative_error(grad.cpu(), exact[name]) if grad is not None else float("inf")
         stack.engine.step()
-        return max(errors)
+        worst = max(errors, key=errors.__getitem__)
+        median = statistics.median(errors.values())
+        return {"gradient_error": errors[worst], "gradient_worst": worst, "gradient_error_median": median}
 
     # ----- the longest sequence
 
@@ -280,8 +282,9 @@ def floor_step(config: Any, length: int, ranks: int, device: torch.device, bf16:
     """The kernels alone: what a step of one rank must compute under checkpointing, called bare on random numbers.
 
     Attention forward once and backward once on whole sequences of this rank's heads; every matrix product of a layer
-    forward twice (once more to recompute) and its two backward products; the head forward once, with both backward
-    products. No norms, no activations, no exchange, no optimizer.
+    forward twice (once more to recompute; the last of the MLP, whose output nobody reads again, once) and its two
+    backward products; the head forward once, with both backward products. No norms, no activations, no exchange, no
+    optimizer.
     """
     dtype = torch.bfloat16 if bf16 else torch.float32
     heads = config.num_attention_heads
@@ -295,8 +298,8 @@ def floor_step(config: Any, length: int, ranks: int, device: torch.device, bf16:
     k, v = (make(1, max(1, kv // ranks), length, dim) for _ in range(2))
     backend = choose_backend("sdpa", device, dtype, dim)
     inner = config.intermediate_size
-    shapes = [(width, heads * dim), (width, kv * dim), (width, kv * dim), (heads * dim, width)]
-    shapes += [(width, inner), (width, inner), (inner, width)]
+    twice = [(width, heads * dim), (width, kv * dim), (width, kv * dim), (heads * dim, width)]
+    twice += [(width, inner), (width, inner)]
     rows = length // ranks
 
     def products(sizes: Sequence[tuple[int, int]], forwards: int) -> None:
@@ -311,7 +314,8 @@ def floor_step(config: Any, length: int, ranks: int, device: torch.device, bf16:
         for _ in range(config.num_hidden_layers):
             out, lse = attention_forward(backend, q, k, v, scale=dim**-0.5)
             attention_backward(backend, dout, q, k, v, out, lse, scale=dim**-0.5)
-            products(shapes, 2)
+            products(twice, 2)
+            products([(inner, width)], 1)
         tile = 512
         x, w = make(tile, width), make(config.vocab_size, width)
         for _ in range(-(-rows // tile)):
