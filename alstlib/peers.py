@@ -36,8 +36,6 @@ from alstlib.train import run_worker, this_device
 
 EXACT_LENGTH = 512
 """Tokens of the sample on which gradients are compared with the oracle."""
-PEAK_STEPS = 2
-"""Steps of which the larger peak counts: what ZeRO-3 gathers ahead differs from step to step."""
 
 
 class Counts(TorchDispatchMode):
@@ -190,10 +188,9 @@ class Comparison:
         return time.perf_counter() - began
 
     def look(self, stack: Stack, sample: dict[str, Tensor], exact: dict[str, Tensor] | None) -> dict[str, Any]:
-        """What a step of one stack needs, in steps that are not timed. The first warms up ZeRO-3's prefetching."""
-        loss = stack.step(sample)
-        seen = [peak_over_start(lambda: stack.step(sample), self.device) for _ in range(PEAK_STEPS)]
-        peaks = self.gather(max(seen), stack.host_bytes())
+        """What a step of one stack needs, in steps that are not timed. Memory last: ZeRO-3's prefetching settles after
+        about three steps."""
+        loss, _ = stack.step(sample), stack.step(sample)
         rows = [0]
         handles = [
             m.register_forward_hook(lambda m, args, out: rows.__setitem__(0, rows[0] + out.shape[:-1].numel()))
@@ -204,6 +201,8 @@ class Comparison:
             stack.step(sample)
         for handle in handles:
             handle.remove()
+        errors = {} if exact is None else self.gradient_error(stack, exact)
+        peaks = self.gather(peak_over_start(lambda: stack.step(sample), self.device), stack.host_bytes())
         layers, length = self.config.num_hidden_layers, sample["input_ids"].shape[1]
         whole = stack.sequences * layers * self.config.num_attention_heads * length * (length + 1) // 2 / self.world
         return {
@@ -215,7 +214,7 @@ class Comparison:
             "other_wire_bytes": counts.sent["other"],
             "attention_forwards": counts.pairs / whole,
             "mlp_forwards": rows[0] * self.world / (stack.sequences * length * layers),
-            **({} if exact is None else self.gradient_error(stack, exact)),
+            **errors,
             "sequences": stack.sequences,
             "notes": stack.notes,
         }
