@@ -259,7 +259,7 @@ class Comparison:
         if run.device_memory is None:
             raise ValueError("search=True needs device_memory: the budget over what is there at the start of a step")
         for stack in self.stacks:
-            for _ in range(2):
+            for _ in range(3):
                 stack.step(self.sample(run.search_granule))
 
             def peak(length: int, stack: Stack = stack) -> int:
@@ -268,9 +268,12 @@ class Comparison:
                 self.emit(f"{stack.name} at {length:,} tokens peaks {results.format_bytes(most)} over its start")
                 return most
 
-            found = longest_that_fits(
-                peak, run.device_memory, run.search_granule, start=run.seq_len, limit=run.search_max
-            )
+            budget, granule = run.device_memory, run.search_granule
+            try:
+                found = longest_that_fits(peak, budget, granule, start=run.seq_len, limit=run.search_max)
+            except MemoryError as e:  # not even one granule: a finding about this stack, not the end of the others
+                made[stack.name] = {"seq_len": 0, "tried": [], "host_peak_bytes": stack.host_bytes(), "why": str(e)}
+                continue
             tried = [{"seq_len": n, "device_peak_bytes": p} for n, p in found.tried]
             made[stack.name] = {"seq_len": found.length, "tried": tried, "host_peak_bytes": stack.host_bytes()}
         first = made[self.stacks[0].name]
