@@ -267,7 +267,6 @@ def exchanges(rank: int, world: int, save_attention: bool) -> tuple[float, Count
     documents = torch.tensor([0, LENGTH], dtype=torch.int32)
     with alstlib.apply(model, ctx, alstlib.Options(**{**ALL_ON, "save_attention": save_attention})):
         alstlib.causal_lm_loss(model, {**shard, "cu_documents": documents}, ctx).loss.backward()  # asks for host memory
-        alstlib.causal_lm_loss(model, {**shard, "cu_documents": documents}, ctx)  # agrees on host memory, once
         try:
             for name in originals:
                 setattr(dist, name, counting(name))
