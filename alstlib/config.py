@@ -79,6 +79,7 @@ class RunConfig:
     zero_stage: int = _docs("DeepSpeed ZeRO stage, 0 to 3", 3)
     offload_optimizer: bool = _docs("ZeRO keeps the optimizer's state on the host", True)
     offload_params: bool = _docs("ZeRO-3 keeps the weights on the host", False)
+    prefetch: bool = _docs("ZeRO-3 gathers weights ahead of their layer; False: a steadier and lower peak", True)
 
     attention: str = _docs("core attention: 'sdpa', 'auto' (flash-attn 3 or 4 if installed) or a kernel's name", "sdpa")
     tiled_loss: bool | int = _docs("tiled logits and loss; a number is the tile in tokens", False)

@@ -31,7 +31,8 @@ def zero_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]:
     }
     pin = torch.cuda.is_available()
     if run.zero_stage == 3:
-        zero |= {"stage3_prefetch_bucket_size": bucket, "stage3_param_persistence_threshold": 10_000}
+        ahead = bucket if run.prefetch else 0
+        zero |= {"stage3_prefetch_bucket_size": ahead, "stage3_param_persistence_threshold": 10_000}
         zero |= {"stage3_max_live_parameters": 2 * bucket, "stage3_max_reuse_distance": 2 * bucket}
     if run.offload_optimizer and run.zero_stage > 0:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}

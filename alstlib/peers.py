@@ -9,7 +9,6 @@ the start of a step).
 from __future__ import annotations
 
 import gc
-import itertools
 import statistics
 import time
 from collections import Counter
@@ -20,18 +19,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from alstlib import results
 from alstlib.config import RunConfig
 from alstlib.kernels import attention_backward, attention_forward, choose_backend
+from alstlib.memory import Ledger
 from alstlib.models import flop_dimensions
 from alstlib.progress import Progress
 from alstlib.reference import relative_error
 from alstlib.search import longest_that_fits
 from alstlib.stacks import Stack
+from alstlib.store import HostStore
 from alstlib.train import run_worker, this_device
 
 EXACT_LENGTH = 512
@@ -93,20 +93,17 @@ def _tensors(value: Any) -> list[Tensor]:
     return [t for t in tree_leaves(value) if isinstance(t, Tensor)]
 
 
-def peak_over_start(step: Callable[[], Any], device: torch.device) -> int:
-    """Largest number of live bytes over those at the start: PyTorch's allocation events, or CUDA's allocator."""
+def peak_over_start(step: Callable[[], Any], device: torch.device, stores: Sequence[HostStore] = ()) -> int:
+    """Largest number of live bytes over those at the start, by CUDA's allocator or the ledger's count of storages.
+
+    Not by the profiler's allocation events on a CPU: it misses what gloo's threads release, which adds tens of MiB, in
+    one step more than in the next.
+    """
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats(device)
-        start = torch.cuda.memory_allocated(device)
+    with Ledger(device, stores) as ledger:
+        start = ledger.device_bytes
         step()
-        return torch.cuda.max_memory_allocated(device) - start
-    with profile(profile_memory=True, activities=[ProfilerActivity.CPU]) as found:
-        step()
-    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
-    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
-    return max(itertools.accumulate(changes), default=0)
+        return ledger.device_peak - start
 
 
 class Comparison:
@@ -202,7 +199,7 @@ class Comparison:
         for handle in handles:
             handle.remove()
         errors = {} if exact is None else self.gradient_error(stack, exact)
-        peaks = self.gather(peak_over_start(lambda: stack.step(sample), self.device), stack.host_bytes())
+        peaks = self.gather(self.peak(stack, sample), stack.host_bytes())
         layers, length = self.config.num_hidden_layers, sample["input_ids"].shape[1]
         whole = stack.sequences * layers * self.config.num_attention_heads * length * (length + 1) // 2 / self.world
         return {
@@ -218,6 +215,9 @@ class Comparison:
             "sequences": stack.sequences,
             "notes": stack.notes,
         }
+
+    def peak(self, stack: Stack, sample: dict[str, Tensor]) -> int:
+        return peak_over_start(lambda: stack.step(sample), self.device, stack.stores)
 
     def gather(self, *values: int) -> list[list[int]]:
         mine = torch.tensor(values, device=self.device)
@@ -264,7 +264,7 @@ class Comparison:
 
             def peak(length: int, stack: Stack = stack) -> int:
                 sample = self.sample(length)
-                most = max(p for (p,) in self.gather(peak_over_start(lambda: stack.step(sample), self.device)))
+                most = max(p for (p,) in self.gather(self.peak(stack, sample)))
                 self.emit(f"{stack.name} at {length:,} tokens peaks {results.format_bytes(most)} over its start")
                 return most
 

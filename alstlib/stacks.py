@@ -26,6 +26,7 @@ from alstlib.batches import shard_batch
 from alstlib.config import RunConfig, check_names
 from alstlib.engine import initialize
 from alstlib.models import load_model
+from alstlib.store import HostStore
 
 OURS: dict[str, dict[str, Any]] = {
     "ours": {"save_attention": True},
@@ -51,7 +52,7 @@ class Stack:
         self.name, self.run, self.device = name, run, device
         self.ctx = alstlib.SPContext.create(dist.get_world_size())
         self.sequences = 1
-        self.host_bytes: Callable[[], int] = lambda: 0
+        self.stores: list[HostStore] = []
         self.notes: list[str] = []
         model: Any = load_model(run, torch.bfloat16 if bf16 else torch.float32)
         model.to(device)
@@ -72,13 +73,17 @@ class Stack:
             self.engine.step()
         return float(log)
 
+    def host_bytes(self) -> int:
+        """Peak bytes that this stack keeps on the host."""
+        return sum(store.peak_nbytes for store in self.stores)
+
     def _ours(self, model: Any, options: Mapping[str, Any]) -> Callable[..., tuple[Tensor, Tensor]]:
         chunk = self.run.chunk if options.get("chunk") else None
         if options.get("chunk") and chunk is None:
             raise ValueError(f"peers names '{self.name}': set chunk, the rows of a chunk")
         given = alstlib.Options(**{"attention": self.run.attention, **options, "chunk": chunk})
         handle = alstlib.apply(model, self.ctx, given)
-        self.host_bytes = lambda: handle.store.peak_nbytes
+        self.stores = [handle.store]
         self.notes = handle.notes
 
         def loss(sample: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -90,11 +95,13 @@ class Stack:
         return loss
 
     def _deepspeed(self, model: Any, tiles_of: Callable[[int, int, int], int]) -> Callable[..., tuple[Tensor, Tensor]]:
+        import deepspeed
         from deepspeed.runtime.sequence_parallel import parallel_state_sp
         from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, UlyssesSPAttentionHF
 
         _keep_plain_attention()
         model.set_attn_implementation("sdpa")
+        deepspeed.init_distributed(dist_init_required=False)  # its registration wants its own wrapper to be there
         if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:  # a second registration in a process fails
             UlyssesSPAttentionHF.register_with_transformers(
                 model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=self.ctx.sp,

@@ -156,4 +156,6 @@ def test_the_configuration_says_what_the_run_says() -> None:
     assert zero["reduce_bucket_size"] == 200_000_000
     assert zero_config(run, 10_000, bf16=False)["zero_optimization"]["reduce_bucket_size"] == 1_000_000
     plain = zero_config(RunConfig(zero_stage=1, offload_optimizer=False), 10_000, bf16=False)["zero_optimization"]
+    still = zero_config(run.replace(prefetch=False), 1_000_000, bf16=True)["zero_optimization"]
+    assert still["stage3_prefetch_bucket_size"] == 0 < config["zero_optimization"]["stage3_prefetch_bucket_size"]
     assert not {"offload_param", "offload_optimizer", "stage3_prefetch_bucket_size"} & set(plain)

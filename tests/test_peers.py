@@ -61,13 +61,21 @@ def test_wire_bytes_are_the_formulas(compared: dict[str, Any]) -> None:
 
 
 def test_longest_in_an_equal_budget(tmp_path: Path) -> None:
-    run = {**RUN, "search": True, "seq_len": 128, "search_granule": 128, "search_max": 512, "device_memory": "3MiB"}
-    config = RunConfig.from_dict({**run, "peers": ["ours+chunk+offload", "deepspeed"]})
+    run = {
+        **RUN,
+        "search": True,
+        "seq_len": 128,
+        "search_granule": 128,
+        "search_max": 512,
+        "device_memory": "1MiB",
+        "prefetch": False,
+    }
+    config = RunConfig.from_dict({**run, "peers": ["deepspeed", "ours+chunk+offload"]})
     metrics = launch(config, tmp_path, worker="alstlib.peers")["metrics"]
     for one in metrics["peers"].values():
         tried = {t["seq_len"]: t["device_peak_bytes"] for t in one["tried"]}
-        assert tried[one["seq_len"]] <= 3 * 2**20
-        assert one["seq_len"] == 512 or tried[one["seq_len"] + 128] > 3 * 2**20
+        assert tried[one["seq_len"]] <= 2**20
+        assert one["seq_len"] == 512 or tried[one["seq_len"] + 128] > 2**20
     assert json.loads((tmp_path / "result.json").read_text())["status"] == "ok"
     assert results.table([results.read_result(tmp_path / "result.json")])[0]["seq_len"]
 
@@ -130,6 +138,7 @@ def test_counts_and_peak() -> None:
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[:, :, :3], k, k, 0.0, False)
     assert counts.pairs == 4 * (6 * 7 // 2 + 3 * 6)
     assert peak_over_start(lambda: torch.zeros(1000).add(1), torch.device("cpu")) == pytest.approx(8000, rel=0.05)
+    assert peak_over_start(lambda: torch.ops.aten.add(torch.zeros(1000), 1), torch.device("cpu")) == 8000
 
 
 def test_floor_runs() -> None:
