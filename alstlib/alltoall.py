@@ -30,6 +30,7 @@ class Exchange:
     def __init__(self, group: Any = None) -> None:
         self.group = group
         self.ranks = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
         self.bytes_sent = 0
         """Bytes sent to other ranks since the start."""
 
@@ -44,57 +45,64 @@ class Exchange:
         self._count(send[0], self.ranks - 1)
         return receive
 
+    def swap_unequal(self, send: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> Tensor:
+        """send [sum of to_ranks], the parts for each rank in order -> [sum of from_ranks], those from each rank."""
+        receive = send.new_empty(sum(from_ranks))
+        dist.all_to_all_single(receive, send, list(from_ranks), list(to_ranks), group=self.group)
+        self.bytes_sent += (send.numel() - to_ranks[self.rank]) * send.element_size()
+        return receive
+
     def to_heads(self, *tensors: Tensor) -> list[Tensor]:
-        """Tensors [B, H, L, D], each with its own H divisible by P -> views [B, H / P, S, D] of one buffer."""
+        """Tensors [B, H, L, D], each with its own H (divisible by P) and D -> views [B, H / P, S, D] of one buffer."""
         if self.ranks == 1:
             return list(tensors)
-        p, widths = self.ranks, [t.shape[1] // self.ranks for t in tensors]
-        b, _, rows, d = tensors[0].shape
-        send = tensors[0].new_empty(p, rows, b, sum(widths), d)
-        for part, t in zip(send.split(widths, 3), tensors):
-            part.copy_(t.unflatten(1, (p, -1)).permute(1, 3, 0, 2, 4))
-        whole = self._swap(send).view(p * rows, b, sum(widths), d)  # rows of all ranks, in order
-        return [part.permute(1, 2, 0, 3) for part in whole.split(widths, 2)]
+        p, heads = self.ranks, [(t.shape[1] // self.ranks, t.shape[3]) for t in tensors]
+        b, rows, widths = tensors[0].shape[0], tensors[0].shape[2], [h * d for h, d in heads]
+        send = tensors[0].new_empty(p, rows, b, sum(widths))
+        for part, t, head in zip(send.split(widths, 3), tensors, heads):
+            part.unflatten(3, head).copy_(t.unflatten(1, (p, -1)).permute(1, 3, 0, 2, 4))
+        whole = self._swap(send).view(p * rows, b, sum(widths))  # rows of all ranks, in order
+        return [part.unflatten(2, head).permute(1, 2, 0, 3) for part, head in zip(whole.split(widths, 2), heads)]
 
     def to_seq(self, *tensors: Tensor) -> list[Tensor]:
         """The way back: tensors [B, h, S, D] -> [B, P * h, L, D] (stored as [B, L, H, D])."""
         if self.ranks == 1:
             return list(tensors)
-        p, widths = self.ranks, [t.shape[1] for t in tensors]
-        b, _, size, d = tensors[0].shape
+        p, heads = self.ranks, [(t.shape[1], t.shape[3]) for t in tensors]
+        (b, _, size, _), widths = tensors[0].shape, [h * d for h, d in heads]
         rows = size // p
         if len(tensors) == 1:
             send = tensors[0].permute(2, 0, 1, 3).contiguous()  # no copy for B = 1 and kernels that store [B, S, h, D]
         else:
-            send = tensors[0].new_empty(size, b, sum(widths), d)
-            for part, t in zip(send.split(widths, 2), tensors):
-                part.copy_(t.permute(2, 0, 1, 3))
-        whole = self._swap(send.view(p, rows, b, sum(widths), d))  # heads of all ranks, in order
-        parts = whole.split(widths, 3)
-        return [part.permute(2, 1, 0, 3, 4).reshape(b, rows, -1, d).transpose(1, 2) for part in parts]
+            send = tensors[0].new_empty(size, b, sum(widths))
+            for part, t, head in zip(send.split(widths, 2), tensors, heads):
+                part.unflatten(2, head).copy_(t.permute(2, 0, 1, 3))
+        whole = self._swap(send.view(p, rows, b, sum(widths)))  # heads of all ranks, in order
+        parts = [part.unflatten(3, head) for part, head in zip(whole.split(widths, 3), heads)]
+        return [part.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2) for part in parts]
 
     def shared_to_heads(self, *tensors: Tensor) -> list[Tensor]:
         """Tensors [B, K, L, D] with K < P, P a multiple of K -> [B, 1, S, D]: the one head that this rank needs."""
-        (b, heads, rows, d), n, p = tensors[0].shape, len(tensors), self.ranks
-        send = tensors[0].new_empty(heads, rows, n, b, d)
-        for i, t in enumerate(tensors):
-            send[:, :, i].copy_(t.permute(1, 2, 0, 3))
-        receive = send.new_empty(p, rows, n, b, d)
+        (b, heads, rows, _), p, widths = tensors[0].shape, self.ranks, [t.shape[3] for t in tensors]
+        send = tensors[0].new_empty(heads, rows, b, sum(widths))
+        for part, t in zip(send.split(widths, 3), tensors):
+            part.copy_(t.permute(1, 2, 0, 3))
+        receive = send.new_empty(p, rows, b, sum(widths))
         dist.all_to_all(list(receive), [send[r * heads // p] for r in range(p)], group=self.group)
         self._count(send[0], p - 1)
-        whole = receive.view(p * rows, n, b, d)
-        return [whole[:, i].transpose(0, 1)[:, None] for i in range(n)]
+        whole = receive.view(p * rows, b, sum(widths))
+        return [part.transpose(0, 1)[:, None] for part in whole.split(widths, 2)]
 
     def shared_to_seq(self, heads: int, *tensors: Tensor) -> list[Tensor]:
         """Gradients of `shared_to_heads`: [B, 1, S, D] of P ranks -> [B, K, L, D], summed in fp32 over the sharers."""
-        (b, _, size, d), n, p = tensors[0].shape, len(tensors), self.ranks
-        send = tensors[0].new_empty(size, n, b, d)
-        for i, t in enumerate(tensors):
-            send[:, i].copy_(t[:, 0].transpose(0, 1))
-        receive = self._swap(send.view(p, size // p, n, b, d))
+        (b, _, size, _), p, widths = tensors[0].shape, self.ranks, [t.shape[3] for t in tensors]
+        send = tensors[0].new_empty(size, b, sum(widths))
+        for part, t in zip(send.split(widths, 2), tensors):
+            part.copy_(t[:, 0].transpose(0, 1))
+        receive = self._swap(send.view(p, size // p, b, sum(widths)))
         wide = torch.promote_types(receive.dtype, torch.float32)
-        whole = receive.unflatten(0, (heads, p // heads)).sum(1, dtype=wide).to(receive.dtype)  # [K, L, n, B, D]
-        return [whole[:, :, i].permute(2, 0, 1, 3) for i in range(n)]
+        whole = receive.unflatten(0, (heads, p // heads)).sum(1, dtype=wide).to(receive.dtype)  # [K, L, B, widths]
+        return [part.permute(2, 0, 1, 3) for part in whole.split(widths, 3)]
 
 
 def stripe(tensors: Sequence[Tensor], chunk: int, ctx: SPContext) -> list[Tensor]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alstlib import reference
+from alstlib import blockwise, reference
 
 aten = torch.ops.aten
 
@@ -31,6 +31,16 @@ class Backend:
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     bottom_right: bool = False
     """Forward takes fewer causal queries than keys, as the last rows."""
+    softcap: bool = False
+    """Both take `softcap=`."""
+    widths: bool = False
+    """Values may have another width than keys."""
+    packed_by: str = ""
+    """The kernel that takes all documents of a batch, and a window, in one call."""
+    packed_forward: Callable[..., tuple[Tensor, Tensor]] | None = None
+    """(q, k, v, scale, offsets, longest, window) -> (out, lse), offsets [documents + 1] over the flattened batch."""
+    packed_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    """(dout, q, k, v, out, lse, scale, offsets, longest, window) -> (dq, dk, dv)."""
 
 
 # ----- PyTorch on CPU: native grouped-query attention, lse [B, H, S]
@@ -66,6 +76,48 @@ def _flash_backward(
         dt, qt, kt, vt, ot, lse.contiguous(), None, None, rows, keys, 0.0, causal, seed, seed.new_empty(0), scale=scale
     )
     return tuple(g.transpose(1, 2) for g in grads)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """[B, H, S, D] -> [B * S, H, D], as kernels for variable lengths take it."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _unflat(x: Tensor, like: Tensor) -> Tensor:
+    return x.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2)
+
+
+def _flat_lse(lse: Tensor) -> Tensor:
+    """[B, H, S] -> [H, B * S]."""
+    return lse.transpose(0, 1).flatten(1).contiguous()
+
+
+def _sides(window: int | None) -> tuple[int, int]:
+    return (-1, -1) if window is None else (window - 1, 0)
+
+
+def _flash_packed_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, offsets: Tensor, longest: int, window: int | None
+) -> tuple[Tensor, Tensor]:
+    left, right = _sides(window)
+    out, lse, *_ = aten._flash_attention_forward(
+        _flat(q), _flat(k), _flat(v), offsets, offsets, longest, longest, 0.0, True, False, scale=scale,
+        window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return _unflat(out, q), lse.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1)
+
+
+def _flash_packed_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, offsets: Tensor,
+    longest: int, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    left, right = _sides(window)
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    grads = aten._flash_attention_backward(
+        _flat(dout), _flat(q), _flat(k), _flat(v), _flat(out), _flat_lse(lse), offsets, offsets, longest, longest, 0.0,
+        True, seed, seed.new_empty(0), scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return _unflat(grads[0], q), _unflat(grads[1], k), _unflat(grads[2], v)
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -178,29 +230,32 @@ def _fa4_backward(
 # ----- the plain formulas as a kernel: [S, S] is made, for checking
 
 
-def _eager_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    return reference.attention(q, k, v, scale=scale, causal=causal)
+def _eager_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    return reference.attention(q, k, v, scale=scale, causal=causal, softcap=softcap)
 
 
 def _eager_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return reference.attention_backward(dout, q, k, v, out, lse, scale=scale, causal=causal)
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return reference.attention_backward(dout, q, k, v, out, lse, scale=scale, causal=causal, softcap=softcap)
 
 
-BACKENDS = {
-    b.name: b
-    for b in (
-        Backend("cpu", _cpu_forward, _cpu_backward),
-        Backend("cudnn", _cudnn_forward, _cudnn_backward),
-        Backend("flash", _flash_forward, _flash_backward),
-        Backend("efficient", _efficient_forward, _efficient_backward),
-        Backend("flash_attention_2", _fa2_forward, _fa2_backward, bottom_right=True),
-        Backend("flash_attention_3", _fa3_forward, _fa3_backward, bottom_right=True),
-        Backend("flash_attention_4", _fa4_forward, _fa4_backward, bottom_right=True),
-        Backend("eager", _eager_forward, _eager_backward),
-    )
-}
+_ALL = [
+    Backend("cpu", _cpu_forward, _cpu_backward),
+    Backend("cudnn", _cudnn_forward, _cudnn_backward, packed_by="flash"),
+    Backend("flash", _flash_forward, _flash_backward, packed_by="flash",
+            packed_forward=_flash_packed_forward, packed_backward=_flash_packed_backward),
+    Backend("efficient", _efficient_forward, _efficient_backward),
+    Backend("flash_attention_2", _fa2_forward, _fa2_backward, bottom_right=True, packed_by="flash"),
+    Backend("flash_attention_3", _fa3_forward, _fa3_backward, bottom_right=True, packed_by="flash"),
+    Backend("flash_attention_4", _fa4_forward, _fa4_backward, bottom_right=True, packed_by="flash"),
+    Backend("blockwise", blockwise.forward, blockwise.backward, bottom_right=True, softcap=True, widths=True),
+    Backend("eager", _eager_forward, _eager_backward, softcap=True, widths=True),
+]  # fmt: skip
+BACKENDS = {backend.name: backend for backend in _ALL}
 
 
 PACKAGES = {
@@ -218,13 +273,22 @@ def _installed(module: str) -> bool:
         return False
 
 
-def choose_backend(attention: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+def choose_backend(
+    attention: str, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
+) -> Backend:
     """The kernel for `attention`: `sdpa` picks PyTorch's best for the hardware and dtype, `auto` prefers an installed
-    flash-attn 3 or 4 to it; any other name is taken at its word.
+    flash-attn 3 or 4 to it; any other name is taken at its word. With a `softcap`, only kernels that compute it.
 
     Raises:
         ValueError: an unknown name, or a kernel that cannot run here, with what can.
     """
+    if softcap and attention in ("sdpa", "auto"):
+        return BACKENDS["blockwise"]
+    if softcap and attention in BACKENDS and not BACKENDS[attention].softcap:
+        can = ", ".join(b.name for b in BACKENDS.values() if b.softcap)
+        raise ValueError(
+            f"attention='{attention}' does not compute a soft cap of scores; 'sdpa' chooses what does: {can}"
+        )
     if attention == "auto":
         for name in ("flash_attention_3", "flash_attention_4"):
             if _cannot(name, device, dtype, head_dim) is None:
@@ -242,7 +306,7 @@ def choose_backend(attention: str, device: torch.device, dtype: torch.dtype, hea
     if attention in PACKAGES:
         if (why := _cannot(attention, device, dtype, head_dim)) is not None:
             raise ValueError(f"attention='{attention}' needs {why}")
-    elif attention != "eager" and (attention == "cpu") != (device.type == "cpu"):
+    elif attention not in ("eager", "blockwise") and (attention == "cpu") != (device.type == "cpu"):
         raise ValueError(f"attention='{attention}' does not run on {device.type}; attention='sdpa' chooses what does")
     return BACKENDS[attention]
 

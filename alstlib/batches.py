@@ -21,6 +21,8 @@ IGNORE = -100
 KEYS = ("input_ids", "labels", "position_ids", "attention_mask", "document_lengths", "cu_documents")
 SLICED = ("input_ids", "position_ids", "shift_labels")
 """What is cut along the sequence, in the order in which it travels."""
+WHOLE = ("cu_documents", "row_tokens")
+"""What every rank of a group has whole."""
 
 
 def _integers(batch: Mapping[str, Any], name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -100,7 +102,7 @@ def documents_from_positions(position_ids: torch.Tensor) -> torch.Tensor:
 def prepare(batch: Mapping[str, Any], multiple: int) -> Batch:
     """Check a batch, shift its labels and pad its rows to a `multiple` of tokens: `shard_batch` before the cut.
 
-    Returns: int64 [B, P] input_ids, position_ids, shift_labels; int32 cu_documents on the CPU.
+    Returns: int64 [B, P] input_ids, position_ids, shift_labels; int32 cu_documents and row_tokens on the CPU.
     """
     if not isinstance(batch, Mapping):
         raise ValueError(f"the loader yields {type(batch).__name__}; it must yield dicts with input_ids and labels")
@@ -158,13 +160,14 @@ def prepare(batch: Mapping[str, Any], multiple: int) -> Batch:
         "position_ids": (column - first).masked_fill(tail, 0),
         "shift_labels": F.pad(shifted, (0, extra + 1), value=IGNORE),
         "cu_documents": _offsets(starts),
+        "row_tokens": real.to("cpu", torch.int32),
     }
 
 
 def cut(whole: Batch, sp: int, sp_rank: int) -> Batch:
     """The slices of `prepare`'s batch for one rank; copies, so that the whole batch is not kept alive."""
     local = {name: whole[name].chunk(sp, 1)[sp_rank].clone() for name in SLICED}
-    return {**local, "cu_documents": whole["cu_documents"]}
+    return {**local, **{name: whole[name] for name in WHOLE}}
 
 
 def valid_tokens(whole: Batch) -> int:
@@ -187,7 +190,8 @@ def shard_batch(batch: Mapping[str, Any], sp: int, sp_rank: int, pad_to: int | N
 
     Returns:
         int64 [B, L] input_ids, position_ids, shift_labels; cu_documents (int32, CPU, global offsets over the padded
-        batch from 0 to B * P, every row's start among them); step_tokens (int64 scalar on the CPU: valid labels of the
+        batch from 0 to B * P, every row's start among them); row_tokens (int32 [B], CPU: tokens of each row that are
+        not padding); step_tokens (int64 scalar on the CPU: valid labels of the
         whole batch). Padding has token 0, position 0 and label -100; in a packed batch it is a document of its own.
 
     Raises:

@@ -18,6 +18,7 @@ from alstlib.config import RunConfig
 from alstlib.kernels import (
     BACKENDS,
     Backend,
+    Rule,
     attention_backward,
     attention_backward_rows,
     attention_forward,
@@ -76,9 +77,9 @@ class Bench:
 
         q, dout, (k, v) = make(self.heads), make(self.heads), (make(self.kv), make(self.kv))
         scale = self.dim**-0.5
-        out, lse = attention_forward(backend, q, k, v, scale=scale)
-        forward = self.median(lambda: attention_forward(backend, q, k, v, scale=scale))
-        backward = self.median(lambda: attention_backward(backend, dout, q, k, v, out, lse, scale=scale))
+        out, lse = attention_forward(backend, q, k, v, rule=Rule(scale))
+        forward = self.median(lambda: attention_forward(backend, q, k, v, rule=Rule(scale)))
+        backward = self.median(lambda: attention_backward(backend, dout, q, k, v, out, lse, rule=Rule(scale)))
         square = float(length) ** 2 * self.dim * self.heads
         made = {
             "forward_seconds": forward,
@@ -93,7 +94,7 @@ class Bench:
 
         def chunks_forward() -> None:
             for at in spans:
-                attention_forward(backend, q[:, :, at], k[:, :, : at.stop], v[:, :, : at.stop], scale=scale)
+                attention_forward(backend, q[:, :, at], k[:, :, : at.stop], v[:, :, : at.stop], rule=Rule(scale))
 
         dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
 
@@ -101,7 +102,7 @@ class Bench:
             for at in reversed(spans):
                 attention_backward_rows(
                     backend, dout[:, :, at], q[:, :, at], k[:, :, : at.stop], v[:, :, : at.stop], out[:, :, at],
-                    lse[:, :, at], dk[:, :, : at.stop], dv[:, :, : at.stop], scale=scale,
+                    lse[:, :, at], dk[:, :, : at.stop], dv[:, :, : at.stop], rule=Rule(scale),
                 )  # fmt: skip
 
         forward, backward = self.median(chunks_forward), self.median(chunks_backward)

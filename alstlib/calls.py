@@ -17,8 +17,9 @@ from alstlib.chunked import RowChunk
 from alstlib.groups import SPContext
 from alstlib.loss import IGNORE
 from alstlib.offload import Saved
+from alstlib.routers import RouterLoss
 
-OURS = ("labels", "shift_labels", "cu_documents", "num_items_in_batch", "step_tokens")
+OURS = ("labels", "shift_labels", "cu_documents", "num_items_in_batch", "step_tokens", "row_tokens")
 """Keyword arguments that an attached model takes and its own forward does not see."""
 
 
@@ -33,6 +34,10 @@ class Call:
     release: bool = False
     piece: RowChunk | None = None
     """The chunk that a streamed layer is at."""
+    real: Tensor | None = None
+    """[B, L] which of this rank's tokens are not padding; None: all."""
+    router: RouterLoss | None = None
+    """The load-balancing loss of this call, if it has one."""
     striped: bool = False
     """Are the rows dealt out in stripes? Then logits are not in the order of the tokens."""
 
@@ -54,7 +59,9 @@ def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chu
     if tokens is None:
         raise ValueError("the model needs input_ids or inputs_embeds")
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
-        raise ValueError("a cache (past_key_values, use_cache) is for generation, which works after detach()")
+        raise ValueError(
+            "a cache (past_key_values, use_cache) is for generation: call generate() with sp=1, or after detach()"
+        )
     kwargs["use_cache"] = False
     if kwargs.get("return_dict") is False:
         raise ValueError("return_dict=False is not supported by an attached model: its loss is in out.loss")
@@ -62,9 +69,11 @@ def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chu
     labels = _labels(ours, ctx)
     if labels is not None and labels.shape != shape:
         raise ValueError(f"shift_labels {list(labels.shape)} must have the shape of input_ids {list(shape)}")
-    _check_mask(kwargs.pop("attention_mask", None), labels, ctx.sp)
+    mask = kwargs.pop("attention_mask", None)
+    _check_mask(mask, labels, ctx.sp)
     documents = _documents(ours["cu_documents"], kwargs.get("position_ids"), tokens, ctx)
     call = Call(documents=documents, shift_labels=labels, divisor=ours["num_items_in_batch"])
+    call.real = _real_tokens(ours["row_tokens"], mask, tokens, ctx)
     if chunk is not None and ctx.sp > 1 and shape[1] > chunk:
         _stripe_inputs(kwargs, tokens, call, chunk, ctx)
     return call
@@ -84,8 +93,26 @@ def _stripe_inputs(kwargs: dict[str, Any], tokens: Tensor, call: Call, chunk: in
         raise ValueError(f"chunk with sp > 1 cannot deal out {', '.join(others)}; leave it out, or use chunk=None")
     like = tokens.dtype
     given = [tokens, positions.to(like), call.shift_labels.to(like)]
-    kwargs["input_ids"], kwargs["position_ids"], call.shift_labels = stripe(given, chunk, ctx)
+    given += [] if call.real is None else [call.real.to(like)]
+    kwargs["input_ids"], kwargs["position_ids"], call.shift_labels, *real = stripe(given, chunk, ctx)
+    call.real = real[0].bool() if real else None
     call.striped = True
+
+
+def _real_tokens(row_tokens: Any, mask: Any, tokens: Tensor, ctx: SPContext) -> Tensor | None:
+    """Which of this rank's tokens are not padding, where some are."""
+    batch, rows = tokens.shape[:2]
+    if row_tokens is None:
+        return None if mask is None or bool(mask.bool().all()) else mask.bool()
+    lengths = torch.as_tensor(row_tokens).flatten().cpu()
+    if lengths.numel() != batch or not bool(((lengths >= 0) & (lengths <= rows * ctx.sp)).all()):
+        raise ValueError(
+            f"row_tokens={lengths.tolist()[:8]} must hold the tokens of each of {batch} rows, 0 to {rows * ctx.sp}"
+        )
+    if bool((lengths == rows * ctx.sp).all()):
+        return None
+    at = torch.arange(rows, device=tokens.device) + ctx.sp_rank * rows
+    return at < lengths.to(tokens.device, non_blocking=True)[:, None]
 
 
 def _labels(ours: dict[str, Any], ctx: SPContext) -> Tensor | None:

@@ -25,7 +25,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from alstlib.kernels import Documents, attention_backward_rows, attention_forward
+from alstlib.kernels import Documents, Rule
+from alstlib.layouts import Layout
 from alstlib.offload import HostStore, Ticket
 from alstlib.tiled import Replay
 from alstlib.ulysses import UlyssesAttention, output_with, row_delta
@@ -36,30 +37,29 @@ class KeysDone(Exception):
 
 
 class Resident:
-    """Keys and values of one layer's whole sequence in head layout [B, K / P, S, D], filled chunk by chunk, and the
-    sums of their gradients (fp32)."""
+    """Keys and values of one layer's whole sequence in head layout [B, K / P, S, D] (with uneven heads those that this
+    rank needs), filled chunk by chunk, and the sums of their gradients (fp32)."""
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.keys: Tensor | None = None
+        self.keys: list[Tensor] = []
         self.sums: tuple[Tensor, Tensor] | None = None
         self.filled = 0
         """Rows that are in place."""
 
     def fill(self, k: Tensor, v: Tensor) -> None:
         """Put the next rows of k and v in place."""
-        b, heads, rows, d = k.shape
-        if self.keys is None:
-            self.keys = k.new_empty(self.length, 2, b, heads, d)
-        for i, t in enumerate((k, v)):
-            self.keys[self.filled : self.filled + rows, i].copy_(t.permute(2, 0, 1, 3))
+        if not self.keys:
+            self.keys = [t.new_empty(self.length, *t.shape[:2], t.shape[3]) for t in (k, v)]
+        rows = k.shape[2]
+        for held, t in zip(self.keys, (k, v)):
+            held[self.filled : self.filled + rows].copy_(t.permute(2, 0, 1, 3))
         self.filled += rows
 
     def until(self, last: int) -> tuple[Tensor, Tensor]:
         """The first `last` rows of keys and values, [B, K / P, last, D]."""
-        assert self.keys is not None
-        whole = self.keys[:last].permute(1, 2, 3, 0, 4)
-        return whole[0], whole[1]
+        k, v = (t[:last].permute(1, 2, 0, 3) for t in self.keys)
+        return k, v
 
     def sums_until(self, last: int) -> tuple[Tensor, Tensor]:
         """The same of their gradients; zeros at first."""
@@ -88,9 +88,13 @@ class RowChunk:
     calls: int = 0
 
     def attend(
-        self, op: UlyssesAttention, q: Tensor, k: Tensor, v: Tensor, scale: float | None, documents: Documents
-    ) -> Tensor:
-        """Attention of this chunk: q [B, H, C, D], k and v [B, K, C, D] -> [B, H, C, D].
+        self, op: UlyssesAttention, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None,
+        documents: Documents = None, **how: Any,
+    ) -> Tensor:  # fmt: skip
+        """Attention of this chunk: q [B, H, C, D], k [B, K, C, D], v [B, K, C, V] -> [B, H, C, V].
+
+        Args:
+            how: scale, window and softcap, as `UlyssesAttention` takes them.
 
         Raises:
             ValueError: the layer attends more than once.
@@ -98,26 +102,27 @@ class RowChunk:
         self.calls += 1
         if self.calls > 1:
             raise ValueError("chunk: a layer that calls attention more than once cannot be streamed; use chunk=None")
-        op.check(q, k, v)
-        scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+        rule = op.rule(q, k, v, sinks=sinks, **how)
+        layout = op.layouts.of(q, k, documents, self.first, self.last, self.resident.length)
         if self.task == "recompute":
-            return _ChunkAttention.apply(q, k, v, op, scale, documents, self)
+            return _ChunkAttention.apply(q, k, v, sinks, op, rule, layout, self)
         if self.task == "keys":
-            self.resident.fill(*op.keys_to_heads(k, v))
+            self.resident.fill(*layout.keys_to_heads(k, v))
             raise KeysDone
-        q_heads, k, v = op.to_heads(q, k, v)
+        q_heads, k, v = layout.to_heads(q, k, v)
         self.resident.fill(k, v)
-        out_heads, lse = self._forward(op, q_heads, scale, documents)
-        (out,) = op.exchange.to_seq(out_heads)
+        out_heads, lse = self._forward(op, layout, q_heads, rule, sinks)
+        out = layout.to_seq(out_heads)
         if self.keep:
             self.kept = [out, lse]
         return out
 
-    def _forward(self, op: UlyssesAttention, q: Tensor, scale: float, documents: Documents) -> tuple[Tensor, Tensor]:
-        keys, length = self.resident.until(self.last), self.resident.length
-        backend = op.backend_for(q)
-        op.forward_calls += self.last == length  # once a pass over the whole sequence
-        return attention_forward(backend, q, *keys, scale=scale, documents=documents, length=length)
+    def _forward(
+        self, op: UlyssesAttention, layout: Layout, q: Tensor, rule: Rule, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        k, v = self.resident.until(self.last)
+        op.forward_calls += self.last == self.resident.length  # once a pass over the whole sequence
+        return layout.forward(op.backend_for(q, v, rule), q, k, v, rule, sinks)
 
 
 class _ChunkAttention(torch.autograd.Function):
@@ -127,41 +132,43 @@ class _ChunkAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         op: UlyssesAttention,
-        scale: float,
-        documents: Documents,
+        rule: Rule,
+        layout: Layout,
         piece: RowChunk,
     ) -> Tensor:
-        ctx.op, ctx.scale, ctx.documents, ctx.piece, ctx.kv_heads = op, scale, documents, piece, k.shape[1]
+        ctx.op, ctx.rule, ctx.layout, ctx.piece = op, rule, layout, piece
+        ctx.sinks = None if sinks is None else sinks.detach().clone()
         if piece.resident.filled == piece.first:  # the last chunk: no pass before this one has made its keys
-            piece.resident.fill(*op.keys_to_heads(k, v))
+            piece.resident.fill(*layout.keys_to_heads(k, v))
         if piece.kept:
             out, lse = piece.kept
             ctx.held = [q.detach(), out, lse]
             return out.view_as(out)
-        (q_heads,) = op.exchange.to_heads(q)
-        out_heads, lse = piece._forward(op, q_heads, scale, documents)
+        (q_heads,) = layout.queries_to_heads(q)
+        out_heads, lse = piece._forward(op, layout, q_heads, rule, ctx.sinks)
         ctx.held = [q_heads.detach(), out_heads, lse]
-        return op.exchange.to_seq(out_heads)[0]
+        return layout.to_seq(out_heads)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        op, piece = ctx.op, ctx.piece
+        op, piece, layout, delta, dsinks = ctx.op, ctx.piece, ctx.layout, None, None
         q, out, lse = ctx.__dict__.pop("held")
         if piece.kept and op.exchange.ranks > 1:
-            (delta,) = op.exchange.to_heads(row_delta(dout, out))
-            q, dout = op.exchange.to_heads(q, dout)
+            (delta,) = layout.queries_to_heads(row_delta(dout, out))
+            q, dout = layout.queries_to_heads(q, dout)
             out = output_with(delta, dout)
         elif not piece.kept:
-            (dout,) = op.exchange.to_heads(dout)
-        keys, sums = piece.resident.until(piece.last), piece.resident.sums_until(piece.last)
-        backend = op.backend_for(q)
-        (k, v), (dk, dv), length = keys, sums, piece.resident.length
-        dq = attention_backward_rows(
-            backend, dout, q, k, v, out, lse, dk, dv, scale=ctx.scale, documents=ctx.documents, length=length
-        )
+            (dout,) = layout.queries_to_heads(dout)
+        if ctx.sinks is not None and ctx.needs_input_grad[3]:
+            delta = row_delta(dout, out) if delta is None else delta
+            dsinks = layout.sinks_backward(delta[..., 0], lse, ctx.sinks)
+        (k, v), sums = piece.resident.until(piece.last), piece.resident.sums_until(piece.last)
+        backend = op.backend_for(q, v, ctx.rule)
+        dq = layout.backward_rows(backend, dout, q, k, v, out, lse, *sums, ctx.rule)
         dk, dv = (t[:, :, piece.first :].to(dq.dtype) for t in sums)
-        return (*op.grads_to_seq(dq, dk, dv, ctx.kv_heads), None, None, None, None)
+        return (*layout.grads_to_seq(dq, dk, dv), dsinks, None, None, None, None)
 
 
 @dataclass(frozen=True, kw_only=True)

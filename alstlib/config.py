@@ -54,7 +54,7 @@ def check_names(given: Mapping[str, Any], known: Any, what: str) -> None:
 
 ATTENTION = (
     "sdpa", "auto", "cpu", "cudnn", "flash", "efficient", "flash_attention_2", "flash_attention_3", "flash_attention_4",
-    "eager",
+    "blockwise", "eager",
 )  # fmt: skip
 """What `attention` may be (`alstlib/backends.py`)."""
 

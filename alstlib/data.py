@@ -20,6 +20,7 @@ import torch.distributed as dist
 from alstlib.batches import (
     IGNORE,
     SLICED,
+    WHOLE,
     Batch,
     check_pad_to,
     cut,
@@ -312,18 +313,19 @@ class SPDataLoader:
         if self.replicated or sp == 1:
             assert whole is not None
             batch = cut(whole, sp, self.ctx.sp_rank)
-            return {**{name: batch[name].to(self.device) for name in SLICED}, "cu_documents": batch["cu_documents"]}
+            return {name: t.to(self.device) if name in SLICED else t for name, t in batch.items()}
         rows, padded, offsets = shapes[self.ctx.dp_rank * sp + turn]
         size = len(SLICED) * rows * padded // sp
         # all fields travel in one buffer; uninitialised memory, every element of which the scatter writes
-        mine = torch.empty(size + offsets, dtype=torch.int64, device=self._wire)
+        mine = torch.empty(size + offsets + rows, dtype=torch.int64, device=self._wire)
         parts = None
         if whole is not None:
-            cu = whole["cu_documents"].to(self._wire, torch.int64)
+            cu = torch.cat([whole[name] for name in WHOLE]).to(self._wire, torch.int64)
             fields = torch.stack([whole[name].to(self._wire) for name in SLICED])
             parts = [torch.cat([part.flatten(), cu]) for part in fields.chunk(sp, 2)]
         else:
             self.received_bytes += mine.numel() * mine.element_size()
         dist.scatter(mine, parts, group=self.ctx.sp_group, group_src=turn)
         slices = mine[:size].view(len(SLICED), rows, padded // sp).to(self.device)
-        return {**dict(zip(SLICED, slices)), "cu_documents": mine[size:].to("cpu", torch.int32)}
+        both = mine[size:].to("cpu", torch.int32).split([offsets, rows])
+        return {**dict(zip(SLICED, slices)), **dict(zip(WHOLE, both))}

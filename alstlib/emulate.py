@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import alstlib
 from alstlib import results
-from alstlib.batches import shard_batch
+from alstlib.batches import WHOLE, shard_batch
 from alstlib.config import RunConfig
 from alstlib.engine import zero_config
 from alstlib.memory import Ledger
@@ -85,7 +85,7 @@ class Emulation:
         generator = torch.Generator().manual_seed(self.run.seed)
         ids = torch.randint(0, self.model.config.vocab_size, (1, self.run.seq_len), generator=generator)
         made = shard_batch({"input_ids": ids, "labels": ids}, self.ctx.sp, self.ctx.sp_rank)
-        return {n: t if n == "cu_documents" else t.to(self.device) for n, t in made.items()}
+        return {n: t if n in WHOLE else t.to(self.device) for n, t in made.items()}
 
     def step(self, batch: dict[str, Any]) -> Tensor:
         out = alstlib.causal_lm_loss(self.model, batch, self.ctx)

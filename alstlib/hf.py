@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from alstlib.around import attach_generation, attach_rotary, attach_routers, router_loss
 from alstlib.calls import Call, take_call
 from alstlib.groups import SPContext
 from alstlib.layers import attach_checkpoints
@@ -93,7 +94,12 @@ class Handle:
         """Share of the layers whose attention output the last forward kept."""
         self.inputs_kept_every: int = 1
         """Of how many layers the last forward kept one input: more than 1 where the host has too little room."""
+        self.routers: list[nn.Module] = []
+        """Routers of a mixture of experts, whose load-balancing loss can be had (`output_router_logits`)."""
         self._call: Call | None = None
+        self._plain = False
+        """Does generate() run, with the model's own attention?"""
+        self._implementations = ("", "")
         self._segment: Any = lambda: None
         self._room: int | None = None
         self._undo: contextlib.ExitStack = contextlib.ExitStack()
@@ -151,7 +157,10 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
             attach_streams(handle, layers)
         elif options.checkpoint:
             attach_checkpoints(handle, layers)
+        attach_rotary(handle)
+        attach_routers(handle)
         _attach_calls(handle)
+        attach_generation(handle)
     except BaseException:
         handle.detach()
         raise
@@ -179,20 +188,22 @@ def _attach_attention(handle: Handle) -> None:
     ) -> tuple[Tensor, None]:
         if (call := handle._call) is None:
             raise ValueError("call the model that apply() was given, not a part of it: documents and labels go with it")
-        rows = query.shape[2] if call.piece is None else call.piece.resident.length // handle.ctx.sp
-        check_attention(module, rows * handle.ctx.sp, attention_mask, dropout, kwargs)
+        check_attention(module, attention_mask, dropout, kwargs)
+        how: dict[str, Any] = {
+            "scale": scaling, "window": kwargs.get("sliding_window"), "softcap": kwargs.get("softcap"),
+            "sinks": kwargs.get("s_aux"), "documents": call.documents,
+        }  # fmt: skip
         if call.piece is not None:
-            out = call.piece.attend(handle.attention, query, key, value, scaling, call.documents)
-            return out.transpose(1, 2), None
-        out = handle.attention(
-            query, key, value, scale=scaling, documents=call.documents, saved=call.saved, release=call.release
-        )
+            out = call.piece.attend(handle.attention, query, key, value, **how)
+        else:
+            out = handle.attention(query, key, value, saved=call.saved, release=call.release, **how)
         return out.transpose(1, 2), None
 
     AttentionInterface.register(name, attend)
     handle._undo.callback(AttentionInterface._global_mapping.pop, name, None)
     model.set_attn_implementation(name)
     handle._undo.callback(model.set_attn_implementation, before)
+    handle._implementations = before, name
 
 
 # ----- tiled MLP and head
@@ -260,8 +271,12 @@ def _attach_calls(handle: Handle) -> None:
     model = handle.model
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        handle._call = take_call(args, kwargs, handle.ctx, handle.options.chunk)
-        return () if handle._call.striped else args, kwargs
+        if handle._plain:
+            return None
+        call = take_call(args, kwargs, handle.ctx, handle.options.chunk)
+        call.router = router_loss(handle, call, kwargs)
+        handle._call = call
+        return () if call.striped else args, kwargs
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         call, handle._call = handle._call, None
@@ -276,8 +291,13 @@ def _attach_calls(handle: Handle) -> None:
             total = nn.functional.cross_entropy(
                 out.logits.to(wide).flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORE
             )
-        divisor = (labels != IGNORE).sum().clamp_min(1) if call.divisor is None else call.divisor
-        return type(out)(**{**out, "logits": logits, "loss": total / divisor})
+        tokens = (labels != IGNORE).sum()
+        more = {}
+        if call.router is not None:
+            total = call.router.add_to(total, tokens)
+            more["aux_loss"] = call.router.value
+        divisor = tokens.clamp_min(1) if call.divisor is None else call.divisor
+        return type(out)(**{**out, **more, "logits": logits, "loss": total / divisor})
 
     handle._undo.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
     handle._undo.callback(model.register_forward_hook(after, with_kwargs=True, always_call=True).remove)

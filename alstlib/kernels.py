@@ -1,41 +1,62 @@
 """Causal attention inside documents as (output, logsumexp) and its gradients, over any kernel of `backends`.
 
-Shape legend: B batch, S sequence, N keys, H query heads, K key/value heads (H a multiple of K), D head width.
-q [B, H, S, D]; k, v [B, K, N, D]; out [B, H, S, D]; lse [B, H, S] (logsumexp of the scaled scores, fp32). Nothing of
-shape [S, S] is made (except by the kernel `eager`, which is there for checking).
+Shape legend: B batch, S query rows, N keys, H query heads, K key/value heads (H a multiple of K), D key width, V value
+width. q [B, H, S, D]; k [B, K, N, D]; v [B, K, N, V]; out [B, H, S, V]; lse [B, H, S] (logsumexp of the scores, fp32).
+Nothing of shape [S, S] is made (except by the kernel `eager`, which is there for checking).
 
 Documents are offsets into the flattened [B * S] batch (0 first, B * S last); None makes every batch row one document.
-They are attended one after the other: exact for every kernel, and the cost of a document is its own square. Queries may
-be the last rows of the keys: then what lies before them and their own triangle are merged by their logsumexps.
+They are attended one after the other: exact for every kernel, and the cost of a document is its own square. On CUDA one
+call of a kernel for variable lengths takes them all. Queries may be the last rows of the keys. What a kernel's mask
+cannot say (those, and sliding windows) is put together from calls that it can (`spans`).
+
+Attention sinks are a further key of each head that has a score and no value: exp(sink) more in the sum. They change the
+logsumexp, and with it scale the output; a kernel's backward, which reads both, is right as it is.
 
 Keeping the logsumexp is what lets a backward run without a second forward (DistFlashAttn, arXiv 2310.03294).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from alstlib.backends import BACKENDS, Backend, choose_backend
+from alstlib.spans import Documents, Piece, Span, document_spans, pieces
 
 __all__ = [
-    "BACKENDS", "Backend", "Documents", "attention_backward", "attention_backward_rows", "attention_forward",
-    "choose_backend", "merge",
+    "BACKENDS", "Backend", "Documents", "Rule", "attention_backward", "attention_backward_rows", "attention_forward",
+    "choose_backend", "merge", "sinks_backward",
 ]  # fmt: skip
-
-Documents = Sequence[int] | None
 
 KEYS_PER_QUERY = 4
 """Keys in one call of a backward over chunks, for each query row in it."""
 
 
-def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of the same queries over two disjoint sets of keys -> over both; `out` and `lse` are overwritten.
+@dataclass(frozen=True)
+class Rule:
+    """How scores are made of products, and which keys a row sees."""
 
-    out and other [B, H, S, D], lse and other_lse [B, H, S] in fp32. A set without any key has a logsumexp of -inf.
+    scale: float
+    window: int | None = None
+    """Row i sees keys (i - window, i]; None: all before it."""
+    softcap: float | None = None
+    """Scores s become c * tanh(s / c)."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What a kernel is told beside the scale."""
+        return {} if self.softcap is None else {"softcap": self.softcap}
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of the same queries over two disjoint sets of keys -> over both; `out` is overwritten.
+
+    out and other [B, H, S, V], lse and other_lse [B, H, S] in fp32. A set without any key has a logsumexp of -inf.
     """
     gap = other_lse - lse
     share = torch.sigmoid(gap)[..., None]  # of the other set in the sum of both
@@ -45,40 +66,58 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     return out, torch.logaddexp(lse, other_lse)
 
 
-def _causal_forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Queries are the last rows of the keys: everything before them, and their own triangle."""
-    before = k.shape[2] - q.shape[2]
-    if before == 0 or backend.bottom_right:
-        return backend.forward(q, k, v, scale, True)
-    out, lse = backend.forward(q, k[:, :, before:], v[:, :, before:], scale, True)
-    return merge(out, lse, *backend.forward(q, k[:, :, :before], v[:, :, :before], scale, False))
+def _one_width(backend: Backend, *tensors: Tensor) -> list[Tensor]:
+    """Zeros beside keys or values that are narrower, for a kernel that knows one width."""
+    width = max(t.shape[-1] for t in tensors)
+    return [t if backend.widths or t.shape[-1] == width else pad(t, (0, width - t.shape[-1])) for t in tensors]
 
 
-def _causal_pieces(backend: Backend, rows: int, keys: int) -> list[tuple[slice, bool]]:
-    """Keys that one backward call takes, and whether it is causal: a kernel makes gradients (and with grouped heads
-    some make them for every query head) as long as its keys, so these are cut to a few times the queries."""
-    if rows == keys:
-        return [(slice(0, keys), True)]
-    own = keys - rows
-    step = max(rows * KEYS_PER_QUERY, 1)
-    pieces = [(slice(lo, min(lo + step, own)), False) for lo in range(0, own, step)]
-    return [*pieces, (slice(own, keys), True)]
+def _forward(
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, rule: Rule, kind: str, turned: bool = False
+) -> tuple[Tensor, Tensor]:
+    """One call of a kernel."""
+    if kind == "upper":  # backwards, this triangle is a causal one
+        out, lse = _forward(backend, q.flip(2), k.flip(2), v.flip(2), rule, "causal")
+        return out.flip(2), lse.flip(2)
+    width = v.shape[-1]
+    q, k, v = _one_width(backend, q, k, v)
+    out, lse = backend.forward(q, k, v, rule.scale, kind == "causal", **rule.given)
+    return out[..., :width], lse
 
 
-def _blocks(documents: Documents, batch: int, length: int, first: int, last: int) -> list[tuple[int, slice, slice]]:
-    """The documents that queries [first, last) of every batch row see: (batch row, their queries counted from `first`,
-    their keys)."""
-    offsets = range(0, batch * length + 1, length) if documents is None else [int(o) for o in documents]
-    total = batch * length
-    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != total or sorted(offsets) != list(offsets):
-        raise ValueError(f"documents={list(offsets[:8])} must rise from 0 to batch * sequence = {total}")
-    bounds = sorted({*offsets, *range(0, total + 1, length)})
-    found = []
-    for lo, hi in itertools.pairwise(bounds):
-        b, begin, end = lo // length, lo % length, (hi - 1) % length + 1
-        if max(begin, first) < (end := min(end, last)):
-            found.append((b, slice(max(begin, first) - first, end - first), slice(begin, end)))
-    return found
+def _backward(backend: Backend, tensors: Sequence[Tensor], rule: Rule, kind: str) -> tuple[Tensor, ...]:
+    """dout, q, k, v, out and lse of one call -> (dq, dk, dv)."""
+    if kind == "upper":
+        return tuple(g.flip(2) for g in _backward(backend, [t.flip(2) for t in tensors], rule, "causal"))
+    dout, q, k, v, out, lse = tensors
+    widths = q.shape[-1], k.shape[-1], v.shape[-1]
+    dout, q, k, v, out = _one_width(backend, dout, q, k, v, out)
+    grads = backend.backward(dout, q, k, v, out, lse, rule.scale, kind == "causal", **rule.given)
+    return tuple(g[..., :width] for g, width in zip(grads, widths))
+
+
+def _whole(spans: Sequence[Span], q: Tensor, k: Tensor, window: int | None) -> bool:
+    """Is every batch row one span of all its queries and keys, without a window that hides any?"""
+    rows, keys = q.shape[2], k.shape[2]
+    return (
+        len(spans) == q.shape[0]
+        and all((s.begin, s.end, s.rows, s.batch, s.q_batch) == (0, keys, rows, i, i) for i, s in enumerate(spans))
+        and (window is None or window >= keys)
+    )
+
+
+def _packed(backend: Backend, spans: Sequence[Span], q: Tensor, k: Tensor, own: bool) -> Backend | None:
+    """The kernel that takes all documents (and a window) of whole sequences in one call, if there is one."""
+    packed = BACKENDS.get(backend.packed_by)
+    square = q.shape[2] == k.shape[2] and q.shape[-1] == k.shape[-1]
+    return packed if packed is not None and square and not own and len(spans) > 0 else None
+
+
+def _offsets(spans: Sequence[Span], length: int, device: torch.device) -> tuple[Tensor, int]:
+    """Offsets of the documents over the flattened batch (int32), and the longest one's length."""
+    ends = [s.batch * length + s.end for s in spans]
+    offsets = torch.tensor([0, *ends], dtype=torch.int32)
+    return offsets.to(device, non_blocking=True), max(s.rows for s in spans)
 
 
 def attention_forward(
@@ -87,29 +126,75 @@ def attention_forward(
     k: Tensor,
     v: Tensor,
     *,
-    scale: float,
+    rule: Rule,
     documents: Documents = None,
     length: int | None = None,
+    sinks: Tensor | None = None,
+    spans: Sequence[Span] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention inside documents -> (out [B, H, S, D], lse [B, H, S] in fp32).
+    """Causal attention inside documents -> (out [B, H, S, V], lse [B, H, S] in fp32).
 
     Args:
-        k, v: [B, K, N, D] with N >= S: the queries are the last S of N rows.
+        k, v: with N >= S keys: the queries are the last S of N rows.
         documents: offsets into the flattened [B * length] batch.
         length: rows of a whole batch row where k and v hold only its first N; None: they hold it whole.
+        sinks: scores [H] of attention sinks.
+        spans: in place of `documents`, which queries see which keys; they hold every query once.
     """
-    rows, keys = q.shape[2], k.shape[2]
-    if documents is None:
-        return _causal_forward(backend, q, k, v, scale)
-    blocks = _blocks(documents, q.shape[0], length or keys, keys - rows, keys)
-    if len(blocks) == q.shape[0] and all(ks == slice(0, keys) for _, _, ks in blocks):
-        return _causal_forward(backend, q, k, v, scale)
-    out = torch.empty_like(q)
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    for b, qs, ks in blocks:
-        at, kv = (slice(b, b + 1), slice(None), qs), (slice(b, b + 1), slice(None), ks)
-        out[at], lse[at] = _causal_forward(backend, q[at], k[kv], v[kv], scale)
-    return out, lse
+    rows, keys, own = q.shape[2], k.shape[2], spans is not None
+    if spans is None:
+        spans = document_spans(documents, q.shape[0], length or keys, keys - rows, keys)
+    if _whole(spans, q, k, rule.window):
+        out, lse = _causal_forward(backend, q, k, v, rule)
+    elif (packed := _packed(backend, spans, q, k, own)) is not None and packed.packed_forward is not None:
+        offsets, longest = _offsets(spans, keys, q.device)
+        out, lse = packed.packed_forward(
+            q, *_one_width(packed, q, k, v)[1:], rule.scale, offsets, longest, rule.window, **rule.given
+        )
+        out = out[..., : v.shape[-1]]
+    else:
+        out = q.new_empty(*q.shape[:3], v.shape[-1])
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        for span in spans:
+            for piece in pieces(span, rule.window, bottom_right=backend.bottom_right):
+                _add_piece(backend, piece, span, q, k, v, rule, out, lse)
+    return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
+
+
+def _causal_forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """Queries are the last rows of the keys: everything before them, and their own triangle."""
+    before = k.shape[2] - q.shape[2]
+    if before == 0 or backend.bottom_right:
+        return _forward(backend, q, k, v, rule, "causal")
+    out, lse = _forward(backend, q, k[:, :, before:], v[:, :, before:], rule, "causal")
+    return merge(out, lse, *_forward(backend, q, k[:, :, :before], v[:, :, :before], rule, "full"))
+
+
+def _add_piece(
+    backend: Backend, piece: Piece, span: Span, q: Tensor, k: Tensor, v: Tensor, rule: Rule, out: Tensor, lse: Tensor
+) -> None:
+    """Compute a piece and merge it into what its queries have; causal pieces come first and are written."""
+    mine, keys, values = (
+        piece.queries_of(q, span.q_batch), piece.keys_of(k, span.batch), piece.keys_of(v, span.batch)
+    )  # fmt: skip
+    part, part_lse = _forward(backend, mine, keys, values, rule, piece.kind)
+    to, to_lse = piece.queries_of(out, span.q_batch), piece.queries_of(lse, span.q_batch)
+    if piece.kind == "causal":
+        to.copy_(part)
+        to_lse.copy_(part_lse)
+    else:
+        to_lse.copy_(merge(to, to_lse, part, part_lse)[1])
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    score = sinks.to(lse.dtype)[None, :, None]
+    return (out * torch.sigmoid(lse - score)[..., None]).to(out.dtype), torch.logaddexp(lse, score)
+
+
+def sinks_backward(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Gradient [H] of the sinks (fp32), from delta = rowsum(dout * out) and lse [B, H, S] that holds them."""
+    share = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
+    return -(share * delta).sum((0, 2))
 
 
 def attention_backward(
@@ -121,18 +206,33 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     *,
-    scale: float,
+    rule: Rule,
     documents: Documents = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    spans: Sequence[Span] | None = None,
+) -> tuple[Tensor, ...]:
     """Gradients of `attention_forward` over a whole sequence, from what it returned -> (dq, dk, dv)."""
-    blocks = _blocks(documents, q.shape[0], q.shape[2], 0, q.shape[2])
-    if len(blocks) == q.shape[0]:
-        return backend.backward(dout, q, k, v, out, lse, scale, True)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    for b, qs, _ in blocks:
-        at = (slice(b, b + 1), slice(None), qs)
-        dq[at], dk[at], dv[at] = backend.backward(dout[at], q[at], k[at], v[at], out[at], lse[at], scale, True)
-    return dq, dk, dv
+    own, length = spans is not None, k.shape[2]
+    if spans is None:
+        spans = document_spans(documents, q.shape[0], length, 0, length)
+    if _whole(spans, q, k, rule.window):
+        return _backward(backend, (dout, q, k, v, out, lse), rule, "causal")
+    if (packed := _packed(backend, spans, q, k, own)) is not None and packed.packed_backward is not None:
+        offsets, longest = _offsets(spans, length, q.device)
+        dout, _, k, padded, out = _one_width(packed, dout, q, k, v, out)
+        grads = packed.packed_backward(
+            dout, q, k, padded, out, lse, rule.scale, offsets, longest, rule.window, **rule.given
+        )
+        return grads[0], grads[1], grads[2][..., : v.shape[-1]]
+    if not own and (rule.window is None or all(s.rows <= rule.window for s in spans)):
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for span in spans:  # each key belongs to one call: nothing is summed
+            at = (slice(span.batch, span.batch + 1), slice(None), slice(span.begin, span.end))
+            dq[at], dk[at], dv[at] = _backward(backend, [t[at] for t in (dout, q, k, v, out, lse)], rule, "causal")
+        return dq, dk, dv
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    dq = attention_backward_rows(backend, dout, q, k, v, out, lse, dk, dv, rule=rule, spans=spans)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 def attention_backward_rows(
@@ -146,24 +246,27 @@ def attention_backward_rows(
     dk: Tensor,
     dv: Tensor,
     *,
-    scale: float,
+    rule: Rule,
     documents: Documents = None,
     length: int | None = None,
+    spans: Sequence[Span] | None = None,
 ) -> Tensor:
     """Gradient of `attention_forward` for queries that are the last rows of the keys -> dq [B, H, S, D].
 
-    What these rows contribute to the gradients of the keys and values they saw is added to dk and dv [B, K, N, D]
+    What these rows contribute to the gradients of the keys and values they saw is added to dk and dv [B, K, N, ...]
     (fp32: a key collects from many calls). `out` and `lse` are over all keys of a row: with them each set of keys gives
     its own share of the gradients, exactly (FlashAttention-2, section 3.1.2).
     """
     rows, keys = q.shape[2], k.shape[2]
+    if spans is None:
+        spans = document_spans(documents, q.shape[0], length or keys, keys - rows, keys)
     dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
-    for b, qs, ks in _blocks(documents, q.shape[0], length or keys, keys - rows, keys):
-        at = (slice(b, b + 1), slice(None), qs)
-        for piece, causal in _causal_pieces(backend, qs.stop - qs.start, ks.stop - ks.start):
-            kv = (slice(b, b + 1), slice(None), slice(ks.start + piece.start, ks.start + piece.stop))
-            grads = backend.backward(dout[at], q[at], k[kv], v[kv], out[at], lse[at], scale, causal)
-            dq[at].add_(grads[0])
-            dk[kv].add_(grads[1])
-            dv[kv].add_(grads[2])
+    for span in spans:
+        for piece in pieces(span, rule.window, keys_per_query=KEYS_PER_QUERY):
+            grad, mine, part, norm = (piece.queries_of(t, span.q_batch) for t in (dout, q, out, lse))
+            seen, values = (piece.keys_of(t, span.batch) for t in (k, v))
+            grads = _backward(backend, (grad, mine, seen, values, part, norm), rule, piece.kind)
+            piece.queries_of(dq, span.q_batch).add_(grads[0])
+            piece.keys_of(dk, span.batch).add_(grads[1])
+            piece.keys_of(dv, span.batch).add_(grads[2])
     return dq.to(q.dtype)

@@ -140,7 +140,7 @@ def plan(handle: Handle, x: Tensor, layers: int, segments: bool = True) -> None:
     options, store = handle.options, handle.store
     config = handle.model.config.get_text_config()
     heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    width = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
     output = x.shape[0] * x.shape[1] * heads * (width * x.element_size() + 4)
     row = x.numel() * x.element_size()
     if options.offload == "none":

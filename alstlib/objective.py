@@ -58,6 +58,7 @@ def causal_lm_loss(
         position_ids=batch["position_ids"],
         shift_labels=labels,
         cu_documents=batch.get("cu_documents"),
+        row_tokens=batch.get("row_tokens"),
         num_items_in_batch=1,
     )
     total = getattr(out, "loss", None)

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 
-def causal_mask(batch: int, length: int, documents: Sequence[int] | None = None) -> Tensor:
-    """Boolean [B, S, S]: may row i attend to column j? Causal, and inside one document.
+def causal_mask(batch: int, length: int, documents: Sequence[int] | None = None, window: int | None = None) -> Tensor:
+    """Boolean [B, S, S]: may row i attend to column j? Causal, inside one document, and among its last `window` keys.
 
     `documents` are offsets into the flattened [B * S] batch; None makes every batch row one document.
     """
     row = torch.arange(length)
     allowed = (row[:, None] >= row[None, :]).expand(batch, length, length)
+    if window is not None:
+        allowed = allowed & (row[:, None] - row[None, :] < window)
     if documents is None:
         return allowed
     starts = torch.as_tensor(documents[1:-1], dtype=torch.long)
@@ -27,37 +29,73 @@ def causal_mask(batch: int, length: int, documents: Sequence[int] | None = None)
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, documents: Sequence[int] | None = None, causal: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    documents: Sequence[int] | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention. q [B, H, S, D], k and v [B, K, N, D] -> output [B, H, S, D] and logsumexp [B, H, S].
+    """Attention. q [B, H, S, D], k [B, K, N, D], v [B, K, N, V] -> output [B, H, S, V] and logsumexp [B, H, S].
 
-    Causal (with N = S) and inside documents, or else over all keys.
+    Causal (with N = S), inside documents and a sliding window, or else over all keys. Scores may be capped to
+    c * tanh(s / c); sinks [H] are the score of a further key of each head, which has no value.
     """
     groups = q.shape[1] // k.shape[1]
-    scores = _scores(q, k, scale, documents, causal)
-    return (scores.softmax(-1).to(v.dtype) @ v.repeat_interleave(groups, 1)), scores.logsumexp(-1)
+    scores = _scores(q, k, scale, documents, causal, window, softcap)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+    shares = scores.softmax(-1)[..., : k.shape[2]]
+    return shares.to(v.dtype) @ v.repeat_interleave(groups, 1), scores.logsumexp(-1)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, documents: Sequence[int] | None, causal: bool) -> Tensor:
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    documents: Sequence[int] | None,
+    causal: bool,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if not causal:
         return scores
-    mask = causal_mask(q.shape[0], q.shape[2], documents).to(q.device)
+    mask = causal_mask(q.shape[0], q.shape[2], documents, window).to(q.device)
     return scores.masked_fill(~mask[:, None], float("-inf"))
 
 
 def attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: bool = True
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attention` written out -> dq, dk, dv. With the output and logsumexp over more keys than k holds,
     these keys' share of the gradients."""
     groups = q.shape[1] // k.shape[1]
-    p = (_scores(q, k, scale, None, causal) - lse[..., None]).exp()
+    scores = _scores(q, k, scale, None, causal, softcap=softcap)
+    p = (scores - lse[..., None]).exp()
     wide = p.dtype
     dp = dout.to(wide) @ v.repeat_interleave(groups, 1).to(wide).transpose(-1, -2)
     delta = (dout.to(wide)[..., None, :] @ out.to(wide)[..., None])[..., 0]
     ds = p * (dp - delta) * scale
+    if softcap is not None:
+        ds = torch.where(p > 0, ds * (1 - (scores / softcap) ** 2), 0)
     dq = ds @ k.repeat_interleave(groups, 1).to(wide)
     dk = (ds.transpose(-1, -2) @ q.to(wide)).unflatten(1, (-1, groups)).sum(2)
     dv = (p.transpose(-1, -2) @ dout.to(wide)).unflatten(1, (-1, groups)).sum(2)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 import alstlib
-from alstlib.batches import shard_batch
+from alstlib.batches import WHOLE, shard_batch
 from alstlib.config import RunConfig, check_names
 from alstlib.engine import initialize
 from alstlib.models import load_model
@@ -88,7 +88,7 @@ class Stack:
 
         def loss(sample: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             shard: dict[str, Any] = shard_batch(sample, self.ctx.sp, self.ctx.sp_rank)
-            shard = {n: t.to(self.device) if n != "cu_documents" else t for n, t in shard.items()}
+            shard = {n: t.to(self.device) if n not in WHOLE else t for n, t in shard.items()}
             out = alstlib.causal_lm_loss(self.engine, shard, self.ctx)
             return out.loss, out.mean
 

@@ -60,6 +60,8 @@ def _streamed(handle: Handle, layer: nn.Module, original: Any, index: int, count
         return [p for p in layer.parameters() if p.requires_grad]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if handle._plain:
+            return original(*args, **kwargs)
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
         if index == 0 and torch.is_grad_enabled():
             plan(handle, x, count, segments=False)

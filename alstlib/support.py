@@ -9,7 +9,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from alstlib.alltoall import check_heads
 from alstlib.groups import SPContext
 from alstlib.kernels import choose_backend
 
@@ -38,46 +37,66 @@ def check_model(model: PreTrainedModel, ctx: SPContext, attention: str) -> Seque
     if not layers:
         raise ValueError(f"{name} has no decoder layers that transformers can checkpoint")
     for i, layer in enumerate(layers):
+        where = f"layer {i} of {name} ({type(layer).__name__})"
         if not any("attention" in type(m).__name__.lower() for m in layer.modules()):
-            raise ValueError(f"layer {i} of {name} ({type(layer).__name__}) has no attention module")
-        if any(n.endswith("sinks") for n, _ in layer.named_parameters()):
-            raise ValueError(f"layer {i} of {name} has attention sinks, which are not supported yet")
-    for field in ("attn_logit_softcapping", "attention_dropout", "attn_pdrop"):
+            raise ValueError(f"{where} has no attention module")
+        for part, m in layer.named_modules():
+            if why := _mixes_tokens(m):
+                raise ValueError(
+                    f"{where}: {part} ({type(m).__name__}) {why}, which is not exact on a sharded sequence"
+                )
+        if getattr(config, "add_cross_attention", False) or any(
+            "crossattention" in n for n, _ in layer.named_modules()
+        ):
+            raise ValueError(f"{where} has cross-attention; only decoders that attend to themselves are supported")
+    for field in ("attention_dropout", "attn_pdrop"):
         if getattr(config, field, None):
             raise ValueError(
                 f"config.{field}={getattr(config, field)} is not supported in attention; set it to 0 or None"
             )
-    widths = getattr(config, "qk_rope_head_dim", None), getattr(config, "v_head_dim", None)
-    if None not in widths:
-        raise ValueError(f"{name} has keys and values of different widths (MLA), which is not supported yet")
-    if getattr(config, "output_router_logits", False):
-        raise ValueError(
-            "config.output_router_logits=True: the router's auxiliary loss is not supported yet; use False"
-        )
-    heads = config.num_attention_heads
-    check_heads(heads, getattr(config, "num_key_value_heads", None) or heads, ctx.sp, name)
-    parameter = next(model.parameters())
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    choose_backend(attention, parameter.device, parameter.dtype, width)
+    parameter, capped = next(model.parameters()), getattr(config, "attn_logit_softcapping", None) is not None
+    try:
+        choose_backend(attention, parameter.device, parameter.dtype, _head_width(config), capped)
+    except ValueError as e:
+        raise ValueError(f"layer 0 of {name} ({type(layers[0]).__name__}): {e}") from None
     return layers
 
 
-def check_attention(module: nn.Module, length: int, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
+MIXERS = ("mamba", "rwkv", "deltanet", "recurrent", "shortconv", "retention", "linearattention", "lightning")
+"""Names of modules, in part, that carry a state along the sequence."""
+
+
+def _mixes_tokens(module: nn.Module) -> str | None:
+    """Why a module of a layer gives a token something of others beside attention, as far as its kind tells."""
+    if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
+        return f"is a convolution over {module.kernel_size[0]} tokens"
+    if isinstance(module, nn.RNNBase):
+        return "is recurrent"
+    kind = type(module).__name__.lower()
+    return "mixes tokens in another way than attention" if any(m in kind for m in MIXERS) else None
+
+
+def _head_width(config: Any) -> int:
+    """The widest of a head's keys and values."""
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if getattr(config, "qk_nope_head_dim", None) is not None:  # MLA
+        return max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    return int(width)
+
+
+def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
     """Refuse what only a call shows: `kwargs` is what the layer hands to its attention beside q, k and v."""
-    where = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
+    index = getattr(module, "layer_idx", None)
+    where = f"layer {'?' if index is None else index} ({type(module).__name__})"
     if mask is not None:
         raise ValueError(f"{where} got an attention mask; give position_ids and cu_documents (SPDataLoader does)")
     if dropout:
         raise ValueError(f"{where} has attention dropout {dropout}, which tiles cannot replay; set it to 0")
-    window = kwargs.get("sliding_window")
-    if window is not None and window < length:
-        raise ValueError(
-            f"{where} has a sliding window of {window}, shorter than the sequence of {length}, which is not supported "
-            f"yet; use at most {window} tokens or config.sliding_window=None"
-        )
-    for field in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(field) is not None:
-            raise ValueError(f"{where} uses {field} in attention, which is not supported yet")
+    if kwargs.get("position_bias") is not None:
+        raise ValueError(f"{where} adds a position_bias to its scores, which is not supported")
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    if kinds and index is not None and kinds[index] == "sliding_attention" and kwargs.get("sliding_window") is None:
+        raise ValueError(f"{where} slides by config.layer_types, but its attention does not say its window")
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise ValueError(f"{where} is not causal")

@@ -1,6 +1,6 @@
 """Ulysses attention: exchange, core attention on whole sequences of some heads, exchange back (ALST, section 3.2).
 
-Shape legend: B batch, S sequence, P ranks, L = S / P, H query heads, K key/value heads, D width.
+Shape legend: B batch, S sequence, P ranks, L = S / P, H query heads, K key/value heads, D key width, V value width.
 
 One autograd function holds the exchange and the kernel, so that backward moves only what it needs: with attention
 recomputed under checkpointing it keeps q, k, v, output and logsumexp in head layout and exchanges dO, dq, dk, dv. With
@@ -16,23 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.alltoall import Exchange, check_heads
+from alstlib.alltoall import Exchange
 from alstlib.groups import SPContext
-from alstlib.kernels import Backend, Documents, attention_backward, attention_forward, choose_backend
+from alstlib.kernels import Backend, Documents, Rule, choose_backend
+from alstlib.layouts import Layouts
 from alstlib.offload import Saved
 from alstlib.tiled import default_tile
 
 
 class UlyssesAttention:
-    """Causal attention over a sequence that is sharded over an SP group.
+    """Causal attention over a sequence that is sharded over an SP group, with any number of heads.
 
     Args:
         ctx: the mesh; with sp = 1 this is plain attention.
-        attention: `sdpa`, `flash_attention_2`, `eager`, or the name of one kernel of `kernels.BACKENDS`.
+        attention: `sdpa`, `auto`, or the name of one kernel of `kernels.BACKENDS`.
+        split_rows: share rows of heads also where whole heads could be shared (to measure what it costs).
     """
 
-    def __init__(self, ctx: SPContext, attention: str = "sdpa") -> None:
+    def __init__(self, ctx: SPContext, attention: str = "sdpa", split_rows: bool = False) -> None:
         self.exchange = Exchange(ctx.sp_group)
+        self.layouts = Layouts(self.exchange, split_rows)
         self.attention = attention
         self.backend_name = ""
         """The kernel that ran last."""
@@ -46,58 +49,56 @@ class UlyssesAttention:
         v: Tensor,
         *,
         scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
         documents: Documents = None,
         saved: Saved | None = None,
         release: bool = False,
     ) -> Tensor:
-        """q [B, H, L, D], k and v [B, K, L, D], this rank's rows after RoPE -> [B, H, L, D].
+        """q [B, H, L, D], k [B, K, L, D], v [B, K, L, V], this rank's rows after RoPE -> [B, H, L, V].
 
         Args:
             scale: of the scores; None for D ** -0.5.
+            window: keys that a row sees, itself among them; None for all before it.
+            softcap: scores s become c * tanh(s / c).
+            sinks: scores [H] of a further key of each head, without a value (gpt-oss).
             documents: global offsets into the flattened [B * S] batch; None makes every batch row one document.
             saved: where a checkpoint's first pass leaves the output, and where its recompute takes it from.
             release: in backward, let each tensor go as soon as it has been read. For a recompute, whose graph is
                 gone after its one backward; otherwise tensors are kept as autograd keeps them (and its hooks see them).
 
         Raises:
-            ValueError: heads that the SP degree cannot split, shapes that do not belong together, a kernel that
-                cannot run here.
+            ValueError: shapes that do not belong together, a kernel that cannot run here.
         """
-        self.check(q, k, v)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return _Attention.apply(q, k, v, self, float(scale), documents, saved, release)
+        rule = self.rule(q, k, v, scale, window, softcap, sinks)
+        return _Attention.apply(q, k, v, sinks, self, rule, documents, saved, release)
 
-    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Raise ValueError for shapes that do not belong together or heads that the ranks cannot split."""
-        if q.ndim != 4 or k.shape != v.shape or q.shape[::2] != k.shape[::2] or q.shape[3] != k.shape[3]:
+    def rule(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, window: int | None = None,
+        softcap: float | None = None, sinks: Tensor | None = None,
+    ) -> Rule:  # fmt: skip
+        """Check shapes (ValueError for those that do not belong together) and give the rule of the scores."""
+        if q.ndim != 4 or k.shape[:3] != v.shape[:3] or q.shape[::2] != k.shape[::2] or q.shape[3] != k.shape[3]:
             shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
-            raise ValueError(f"attention needs q [B, H, L, D] and k, v [B, K, L, D] of one width, got {shapes}")
+            raise ValueError(f"attention needs q [B, H, L, D], k [B, K, L, D] and v [B, K, L, V], got {shapes}")
         if q.shape[1] % k.shape[1]:
             raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads")
-        check_heads(q.shape[1], k.shape[1], self.exchange.ranks)
+        if window is not None and window < 1:
+            raise ValueError(f"a sliding window of {window} hides every key; the least is 1, and None is no window")
+        if sinks is not None and sinks.shape != (q.shape[1],):
+            raise ValueError(
+                f"sinks have shape {list(sinks.shape)}; one for each of {q.shape[1]} query heads is needed"
+            )
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return Rule(float(scale), window, softcap or None)
 
-    def backend_for(self, q: Tensor) -> Backend:
-        """The kernel for this tensor's device, dtype and head width."""
-        backend = choose_backend(self.attention, q.device, q.dtype, q.shape[-1])
+    def backend_for(self, q: Tensor, v: Tensor, rule: Rule) -> Backend:
+        """The kernel for these tensors' device, dtype and head widths."""
+        width = max(q.shape[-1], v.shape[-1])
+        backend = choose_backend(self.attention, q.device, q.dtype, width, rule.softcap is not None)
         self.backend_name = backend.name
         return backend
-
-    def to_heads(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> list[Tensor]:
-        """q, k, v and tensors with q's heads, from sequence to head layout, in as few exchanges as possible."""
-        if k.shape[1] % self.exchange.ranks == 0:
-            return self.exchange.to_heads(q, k, v, *more)
-        q, *rest = self.exchange.to_heads(q, *more)
-        return [q, *self.exchange.shared_to_heads(k, v), *rest]
-
-    def keys_to_heads(self, k: Tensor, v: Tensor) -> list[Tensor]:
-        """k and v alone, from sequence to head layout."""
-        split = k.shape[1] % self.exchange.ranks == 0
-        return self.exchange.to_heads(k, v) if split else self.exchange.shared_to_heads(k, v)
-
-    def grads_to_seq(self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int) -> list[Tensor]:
-        if kv_heads % self.exchange.ranks == 0:
-            return self.exchange.to_seq(dq, dk, dv)
-        return [*self.exchange.to_seq(dq), *self.exchange.shared_to_seq(kv_heads, dk, dv)]
 
 
 class _Attention(torch.autograd.Function):
@@ -107,23 +108,25 @@ class _Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         op: UlyssesAttention,
-        scale: float,
+        rule: Rule,
         documents: Documents,
         saved: Saved | None,
         release: bool,
     ) -> Tensor:
-        ctx.op, ctx.scale, ctx.documents, ctx.kv_heads, ctx.release = op, scale, documents, k.shape[1], release
-        ctx.backend = op.backend_for(q)
+        ctx.op, ctx.rule, ctx.release = op, rule, release
+        ctx.backend, ctx.layout = op.backend_for(q, v, rule), op.layouts.of(q, k, documents)
+        ctx.sinks = None if sinks is None else sinks.detach().clone()  # an engine may take the parameter away
         ctx.from_saved = saved is not None and saved.replaying
         if saved is not None and saved.replaying:
             out, lse = saved.take()
             _keep(ctx, q, k, v, out, lse)
             return out.view_as(out)  # a tensor of its own: autograd must not mark the saved one as an output
-        qh, kh, vh = op.to_heads(q, k, v)
-        out_heads, lse = attention_forward(ctx.backend, qh, kh, vh, scale=scale, documents=documents)
+        qh, kh, vh = ctx.layout.to_heads(q, k, v)
+        out_heads, lse = ctx.layout.forward(ctx.backend, qh, kh, vh, rule, ctx.sinks)
         op.forward_calls += 1
-        (out,) = op.exchange.to_seq(out_heads)
+        out = ctx.layout.to_seq(out_heads)
         if saved is not None:
             saved.tensors.append((out, lse))
         if any(ctx.needs_input_grad):
@@ -132,17 +135,21 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        op: UlyssesAttention = ctx.op
+        layout, delta = ctx.layout, None
         q, k, v, out, lse = ctx.__dict__.pop("kept") if ctx.release else ctx.saved_tensors
         if not ctx.from_saved:
-            (dout,) = op.exchange.to_heads(dout)
-        elif op.exchange.ranks > 1:
-            (delta,) = op.exchange.to_heads(row_delta(dout, out))
-            q, k, v, dout = op.to_heads(q, k, v, dout)
+            (dout,) = layout.queries_to_heads(dout)
+        elif layout.exchange.ranks > 1:
+            (delta,) = layout.queries_to_heads(row_delta(dout, out))
+            q, k, v, dout = layout.to_heads(q, k, v, dout)
             out = output_with(delta, dout)
-        grads = attention_backward(ctx.backend, dout, q, k, v, out, lse, scale=ctx.scale, documents=ctx.documents)
-        del dout, q, k, v, out, lse
-        return (*op.grads_to_seq(*grads, ctx.kv_heads), None, None, None, None, None)
+        dsinks = None
+        if ctx.sinks is not None and ctx.needs_input_grad[3]:
+            delta = row_delta(dout, out) if delta is None else delta
+            dsinks = layout.sinks_backward(delta[..., 0], lse, ctx.sinks)
+        grads = layout.backward(ctx.backend, dout, q, k, v, out, lse, ctx.rule)
+        del dout, q, k, v, out, lse, delta
+        return (*layout.grads_to_seq(*grads), dsinks, None, None, None, None, None)
 
 
 def _keep(ctx: Any, *tensors: Tensor) -> None:

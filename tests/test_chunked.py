@@ -14,7 +14,7 @@ from operators import EXACT, leaf, nan_memory, randn, worst
 from torch import Tensor, nn
 
 import alstlib
-from alstlib import chunked
+from alstlib import layouts
 from alstlib.alltoall import stripe
 from alstlib.batches import shard_batch
 from alstlib.chunked import RowChunk, Stream
@@ -61,7 +61,7 @@ def streamed_layers(
     for weights in layers:
 
         def run(part: Tensor, piece: RowChunk, weights: list[Tensor] = weights) -> Tensor:
-            return toy(part, weights, lambda q, k, v: piece.attend(op, q, k, v, None, documents))
+            return toy(part, weights, lambda q, k, v: piece.attend(op, q, k, v, documents=documents))
 
         def trains(weights: list[Tensor] = weights) -> list[Tensor]:
             return [w for w in weights if w.requires_grad]
@@ -239,13 +239,13 @@ def test_what_runs_how_often(monkeypatch: pytest.MonkeyPatch, kind: str, tile: A
             ("query", layer.attn.c_attn if kind == "gpt2" else layer.self_attn.q_proj),
         ):
             module.register_forward_hook(lambda m, args, out, name=name: count.update({name: out.shape[1]}))
-    kernel = chunked.attention_forward
+    kernel = layouts.attention_forward
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         count["attention"] += args[1].shape[2]
         return kernel(*args, **kwargs)
 
-    monkeypatch.setattr(chunked, "attention_forward", counting)
+    monkeypatch.setattr(layouts, "attention_forward", counting)
     with alstlib.apply(model, None, alstlib.Options(chunk=6, save_attention=save, tiled_mlp=tile)) as handle:
         step(model, data(20))
         count.clear()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 import alstlib
-from alstlib import hf, ulysses
+from alstlib import hf, layouts
 from alstlib.groups import SPContext
 from alstlib.reference import shift
 from alstlib.tiled import TiledMLP
@@ -215,13 +215,13 @@ def counted_step(monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, 
         inner = [("mlp", layer.mlp), ("query", layer.attn.c_attn if kind == "gpt2" else layer.self_attn.q_proj)]
         for name, module in inner:
             module.register_forward_hook(hook(name))
-    kernel = ulysses.attention_forward
+    kernel = layouts.attention_forward
 
     def attention_forward(*args: Any, **kwargs: Any) -> Any:
         count["attention"] += args[1].shape[2]
         return kernel(*args, **kwargs)
 
-    monkeypatch.setattr(ulysses, "attention_forward", attention_forward)
+    monkeypatch.setattr(layouts, "attention_forward", attention_forward)
     with alstlib.apply(model, None, alstlib.Options(**options)) as handle:
         step(model)
         count.clear()
@@ -396,17 +396,6 @@ def test_experts_are_left_untiled_and_said_so(caplog: pytest.LogCaptureFixture) 
     assert worst_error(got[1], want)[0] < 1e-5
 
 
-def test_sliding_window_as_long_as_the_sequence() -> None:
-    model = small("MistralConfig", sliding_window=LENGTH)
-    loss, want = plain(model)
-    with alstlib.apply(model, None, alstlib.Options(**ALL_ON)):
-        got = step(model)
-        with pytest.raises(ValueError, match=rf"layer 0 .* window of {LENGTH}, shorter than .* {LENGTH + 1}.* at most"):
-            step(model, batch(length=LENGTH + 1))
-    assert got[0] == pytest.approx(loss, rel=1e-6)
-    assert worst_error(got[1], want)[0] < 1e-5
-
-
 @pytest.mark.parametrize("scale", [0.25, 3.0])
 def test_scaled_logits(scale: float) -> None:
     model = small("CohereConfig", logit_scale=scale)
@@ -468,6 +457,12 @@ def t5() -> PreTrainedModel:
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**fields))
 
 
+def mixing(module: nn.Module) -> PreTrainedModel:
+    model = make_model()
+    model.model.layers[1].mlp.mixer = module
+    return model
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "encoder-decoder": (t5, "T5ForConditionalGeneration is not a decoder-only causal language model"),
     "no head": (lambda: make_model().model, "LlamaModel is not a decoder-only causal language model with a head"),
@@ -486,22 +481,25 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: small("Llama4TextConfig", head_dim=8, num_local_experts=2, intermediate_size_mlp=48),
         "mixes tokens by chunked_attention",
     ),
-    "sinks": (
-        lambda: small("GptOssConfig", head_dim=8, num_local_experts=4, num_experts_per_tok=2),
-        r"layer 0 of GptOssForCausalLM has attention sinks",
-    ),
-    "softcap": (
-        lambda: make_model("gemma2", attn_logit_softcapping=50.0),
-        r"config.attn_logit_softcapping=50.0 is not supported in attention; set it to 0 or None",
-    ),
     "gpt2's attention dropout": (
         lambda: make_model("gpt2", attn_pdrop=0.1),
         "config.attn_pdrop=0.1 is not supported in attention; set it to 0",
     ),
     "llama's attention dropout": (lambda: make_model(attention_dropout=0.2), "config.attention_dropout=0.2"),
-    "router loss": (
-        lambda: small("MixtralConfig", num_local_experts=4, output_router_logits=True),
-        "config.output_router_logits=True: the router's auxiliary loss is not supported yet; use False",
+    "cross-attention": (
+        lambda: make_model("gpt2", add_cross_attention=True),
+        r"layer 0 of GPT2LMHeadModel \(GPT2Block\) has cross-attention",
+    ),
+    "convolution beside attention": (
+        lambda: mixing(nn.Conv1d(32, 32, 4, groups=32)),
+        r"layer 1 of LlamaForCausalLM .*: mlp.mixer \(Conv1d\) is a convolution over 4 tokens, .* sharded sequence",
+    ),
+    "recurrence beside attention": (
+        lambda: mixing(nn.GRU(32, 32)), r"layer 1 of .*: mlp.mixer \(GRU\) is recurrent",
+    ),
+    "state space beside attention": (
+        lambda: mixing(type("Mamba2Mixer", (nn.Module,), {})()),
+        r"mlp.mixer \(Mamba2Mixer\) mixes tokens in another way than attention",
     ),
 }  # fmt: skip
 
@@ -516,16 +514,16 @@ def test_models_that_cannot_be_exact_are_refused(make: Any, message: str) -> Non
     assert [(n, id(m), len(m.__dict__)) for n, m in model.named_modules()] == modules
 
 
-@pytest.mark.parametrize(
-    "kind, sp, degrees", [("gqa", 3, "1, 2, 4"), ("wide", 16, "1, 2, 4, 8"), ("mqa", 8, "1, 2, 4")]
-)
-def test_heads_that_do_not_divide_name_the_degrees(kind: str, sp: int, degrees: str) -> None:
-    with pytest.raises(ValueError, match=rf"sp={sp} cannot split the heads of LlamaForCausalLM .*that can: {degrees}$"):
-        alstlib.apply(make_model(kind), SPContext(sp=sp))
+def test_a_soft_cap_needs_a_kernel_that_computes_it() -> None:
+    model = make_model("gemma2", attn_logit_softcapping=50.0)
+    message = r"layer 0 of Gemma2ForCausalLM \(Gemma2DecoderLayer\): attention='cpu' does not compute a soft cap"
+    with pytest.raises(ValueError, match=message):
+        alstlib.apply(model, None, alstlib.Options(attention="cpu"))
+    alstlib.apply(model).detach()
 
 
 def test_unknown_attention_names_what_there_is() -> None:
-    with pytest.raises(ValueError, match=r"attention='flashy' is unknown; known: sdpa, .*flash_attention_4, eager"):
+    with pytest.raises(ValueError, match=r"attention='flashy' is unknown; known: sdpa, .*_4, blockwise, eager"):
         alstlib.apply(make_model(), None, alstlib.Options(attention="flashy"))
     with pytest.raises(ValueError, match=r"attention='cudnn' does not run on cpu; attention='sdpa' chooses"):
         alstlib.apply(make_model(), None, alstlib.Options(attention="cudnn"))

@@ -19,6 +19,7 @@ from alstlib.backends import PACKAGES
 from alstlib.config import ATTENTION
 from alstlib.kernels import (
     BACKENDS,
+    Rule,
     attention_backward,
     attention_backward_rows,
     attention_forward,
@@ -64,8 +65,8 @@ def make(shape: Sequence[Any], dtype: torch.dtype, exchanged: bool) -> list[Tens
 
 def run(name: str, tensors: list[Tensor], scale: float, documents: Sequence[int] | None) -> list[Tensor]:
     q, k, v, dout = tensors
-    out, lse = attention_forward(BACKENDS[name], q, k, v, scale=scale, documents=documents)
-    grads = attention_backward(BACKENDS[name], dout, q, k, v, out, lse, scale=scale, documents=documents)
+    out, lse = attention_forward(BACKENDS[name], q, k, v, rule=Rule(scale), documents=documents)
+    grads = attention_backward(BACKENDS[name], dout, q, k, v, out, lse, rule=Rule(scale), documents=documents)
     return [out, lse, *grads]
 
 
@@ -100,14 +101,14 @@ def run_in_chunks(
     spans = [(lo, min(lo + chunk, length)) for lo in range(0, length, chunk)]
     for lo, hi in spans:
         seen = (q[:, :, lo:hi], k[:, :, :hi], v[:, :, :hi])
-        parts.append(attention_forward(backend, *seen, scale=scale, documents=documents, length=length))
+        parts.append(attention_forward(backend, *seen, rule=Rule(scale), documents=documents, length=length))
     out, lse = (torch.cat(ts, 2) for ts in zip(*parts))
     dq = torch.empty_like(q)
     for lo, hi in reversed(spans):
         at = (slice(None), slice(None), slice(lo, hi))
         dq[at] = attention_backward_rows(
             backend, dout[at], q[at], k[:, :, :hi], v[:, :, :hi], out[at], lse[at], dk[:, :, :hi], dv[:, :, :hi],
-            scale=scale, documents=documents, length=length,
+            rule=Rule(scale), documents=documents, length=length,
         )  # fmt: skip
     return [out, lse, dq, dk.to(k.dtype), dv.to(v.dtype)]
 

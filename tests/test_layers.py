@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import alstlib
-from alstlib import ulysses
+from alstlib import layouts
 from alstlib.layers import share_host
 from alstlib.memory import Ledger
 from alstlib.offload import HostOutOfMemory, HostStore, Segment, checkpoint
@@ -79,7 +79,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> dict[str
     """Forwards of each layer's MLP (in tokens) and attention, added up while the model runs."""
     found: dict[str, list[float]] = {"mlp": [0.0] * LAYERS, "attention": [0.0] * LAYERS}
     now = [0]
-    kernel = ulysses.attention_forward
+    kernel = layouts.attention_forward
     for i, layer in enumerate(model.model.layers):
 
         def enter(module: nn.Module, args: Any, i: int = i) -> None:
@@ -95,7 +95,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> dict[str
         found["attention"][now[0]] += 1
         return kernel(*args, **kwargs)
 
-    monkeypatch.setattr(ulysses, "attention_forward", attention_forward)
+    monkeypatch.setattr(layouts, "attention_forward", attention_forward)
     return found
 
 

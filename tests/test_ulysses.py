@@ -44,13 +44,17 @@ def one_call(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     h, kv, batch, rows = case["heads"], case["kv"], case.get("batch", 1), case.get("rows", 5)
     dtype, documents, scale = case.get("dtype", torch.float64), case.get("documents"), case.get("scale")
     size = rows * world
-    whole = [randn(batch, n, size, WIDTH, seed=i, dtype=dtype) for i, n in enumerate((h, kv, kv, h))]
+    widths = (WIDTH, WIDTH, case.get("values", WIDTH), case.get("values", WIDTH))
+    whole = [randn(batch, n, size, d, seed=i, dtype=dtype) for i, (n, d) in enumerate(zip((h, kv, kv, h), widths))]
+    rule = {n: case.get(n) for n in ("window", "softcap")}
+    sinks = leaf(randn(h, seed=9, dtype=dtype)) if case.get("sinks") else None
+    exact_sinks = None if sinks is None else leaf(sinks, torch.float64)
     whole[3][:, :, case.get("zero_rows", [])] = 0
     if (rank_without := case.get("zero_rank")) is not None:
         whole[3][:, :, rank_without * rows : (rank_without + 1) * rows] = 0
     needs = case.get("needs", (True, True, True))
     leaves = [leaf(t, torch.float64, n) for t, n in zip(whole, needs)]
-    want, lse = reference.attention(*leaves, scale=scale or WIDTH**-0.5, documents=documents)
+    want, lse = reference.attention(*leaves, scale=scale or WIDTH**-0.5, documents=documents, sinks=exact_sinks, **rule)
     want.backward(whole[3].double())
     mine = slice(rank * rows, (rank + 1) * rows)
     uncut = [want, *(t.grad for t in leaves[:3])]
@@ -66,17 +70,22 @@ def one_call(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
         if case.get("replay"):
             saved = Saved()
             with torch.no_grad():
-                op(q, k, v, scale=scale, documents=documents, saved=saved)
+                op(q, k, v, scale=scale, documents=documents, saved=saved, sinks=sinks, **rule)
             ((out, kept_lse),) = saved.tensors
             heads = h // world
-            result["lse"] = worst([kept_lse], [lse[:, rank * heads : (rank + 1) * heads]])
+            even = kept_lse.shape == (batch, heads, size)
+            result["lse"] = worst([kept_lse], [lse[:, rank * heads : (rank + 1) * heads]]) if even else 0.0
             saved.rewind([out.clone(), kept_lse])
             result["first calls"], result["first bytes"] = counted.calls, op.exchange.bytes_sent
-        out = op(q, k, v, scale=scale, documents=documents, saved=saved)
+        out = op(q, k, v, scale=scale, documents=documents, saved=saved, sinks=sinks, **rule)
         result["calls"], result["bytes"] = counted.calls, op.exchange.bytes_sent
         out.backward(dout)
         result["all bytes"] = op.exchange.bytes_sent
     result["error"] = worst([out, q.grad, k.grad, v.grad], oracle, uncut)
+    if sinks is not None and exact_sinks is not None:
+        assert sinks.grad is not None
+        dist.all_reduce(sinks.grad)  # each rank has its heads' share
+        result["error"] = max(result["error"], worst([sinks.grad], [exact_sinks.grad]))
     result["forward calls"] = op.forward_calls
     result["dtypes"] = {t.dtype for t in (out, q.grad, k.grad, v.grad) if t is not None}
     result["untouched"] = all(torch.equal(a, b) for a, b in zip(inputs, (q, k, v, dout)))
@@ -98,6 +107,10 @@ def check(pool: Any, case: dict[str, Any], tolerance: float | None = None) -> li
             assert result["calls"] == result["first calls"], (rank, result)
             assert result["bytes"] == result["first bytes"], (rank, result)
     return results
+
+
+UNEVEN = [(2, 3, 3), (2, 6, 3), (2, 5, 1), (3, 4, 2), (3, 7, 1), (3, 8, 8), (4, 9, 3), (4, 7, 7), (5, 4, 1), (6, 9, 3)]
+"""Ranks, query heads, key/value heads: no whole number of heads for each rank."""
 
 
 REPLAY = pytest.mark.parametrize("replay", [False, True], ids=["recomputed", "saved"])
@@ -258,7 +271,7 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
     op = UlyssesAttention(SPContext.create(1))
     q, k = randn(1, 4, 5, WIDTH), randn(1, 2, 5, WIDTH)
     for bad in ((q, k, k[:, :1]), (q, k[:, :, 1:], k[:, :, 1:]), (q[..., 1:], k, k), (q[0], k, k), (q, k[..., 2:], k)):
-        with pytest.raises(ValueError, match=r"attention needs q \[B, H, L, D\] and k, v \[B, K, L, D\] of one width"):
+        with pytest.raises(ValueError, match=r"attention needs q \[B, H, L, D\], k \[B, K, L, D\] and v"):
             op(*bad)
     with pytest.raises(ValueError, match="3 query heads are not a multiple of 2"):
         op(q[:, :3], k, k)
@@ -266,17 +279,44 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
         UlyssesAttention(SPContext.create(1), "fast")(q, k, k)
 
 
-def cannot_split(rank: int, world: int) -> str:
-    op = UlyssesAttention(SPContext.create(world))
-    q = randn(1, 6, 3, WIDTH)
-    try:
-        op(q, q[:, :2], q[:, :2])
-    except ValueError as error:
-        return str(error)
-    return "no error"
+@REPLAY
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("world", "heads", "kv"), UNEVEN)
+def test_any_heads_on_any_ranks(pools: Any, world: int, heads: int, kv: int, dtype: torch.dtype, replay: bool) -> None:
+    check(pools(world), {"heads": heads, "kv": kv, "dtype": dtype, "replay": replay, "batch": 2})
 
 
-def test_heads_that_do_not_split_are_refused_with_the_degrees_that_do(ranks4: Any) -> None:
-    for message in ranks4(cannot_split):
-        assert message.startswith("sp=4 cannot split the heads of attention (6 query heads, 2 key/value heads)")
-        assert message.endswith("degrees that can: 1, 2, 6")
+VARIANTS = [
+    {"window": 4}, {"window": 1, "sinks": True}, {"softcap": 1.5}, {"sinks": True}, {"values": 12}, {"values": 3},
+    {"window": 4, "sinks": True, "values": 3, "scale": 0.6}, {"window": 4, "softcap": 1.5, "sinks": True},
+]  # fmt: skip
+
+
+@REPLAY
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("documents", [None, [0, 1, 7, 8, 13, 30, 40]], ids=["one", "documents"])
+@pytest.mark.parametrize(("world", "heads", "kv"), [(2, 4, 2), (4, 4, 2), (2, 3, 1), (4, 6, 3)])
+def test_variants_on_ranks(
+    pools: Any, world: int, heads: int, kv: int, documents: list[int] | None, variant: dict[str, Any], replay: bool
+) -> None:
+    rows = 40 // world
+    check(pools(world), {"heads": heads, "kv": kv, "rows": rows, "documents": documents, "replay": replay, **variant})
+
+
+@REPLAY
+def test_long_and_short_documents_with_uneven_heads(pools: Any, replay: bool) -> None:
+    """Documents long enough to be shared by the ranks, and short ones that are dealt out."""
+    documents = [0, 200, 203, 210, 211, 400, 450, 600]
+    case = {"heads": 7, "kv": 1, "rows": 200, "documents": documents, "replay": replay}
+    check(pools(3), case)
+    check(pools(3), {**case, "batch": 2, "documents": [*documents[:-1], 600, 1190, 1200], "window": 50})
+
+
+def test_bytes_of_uneven_heads(pools: Any) -> None:
+    """Query rows travel as with whole heads; a key/value head to each rank that has a part of its query heads."""
+    world, heads, kv, rows = 4, 6, 3, 8
+    results = check(pools(world), {"heads": heads, "kv": kv, "rows": rows})
+    needed = [len({h * kv // heads for h in range(r * 6 // 4, -(-(r + 1) * 6 // 4))}) for r in range(world)]
+    queries = 2 * heads * rows * (world - 1)  # to their ranks, and their outputs back; a few stay where they are
+    keys = 2 * rows * (world - 1) * sum(needed)
+    assert sum(r["bytes"] for r in results) == pytest.approx((queries + keys) * WIDTH * 8, rel=0.05)

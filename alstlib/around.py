@@ -1,0 +1,95 @@
+"""What an attached model does beside attention, MLPs and loss: positions that depend on the whole length, a router's
+loss, and generation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from alstlib.calls import Call
+from alstlib.routers import RouterLoss, find_routers
+
+if TYPE_CHECKING:
+    from alstlib.hf import Handle
+
+
+def attach_rotary(handle: Handle) -> None:
+    """Frequencies that depend on the longest position (dynamic NTK, LongRoPE) must be the whole sequence's on every
+    rank: the largest position of all of them is put beside a rank's own, and its row dropped."""
+    if handle.ctx.sp == 1:
+        return
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        at = args[1] if len(args) > 1 else kwargs["position_ids"]
+        longest = at.max().reshape(1, 1)
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=handle.ctx.sp_group)
+        at = torch.cat([at, longest.expand(at.shape[0], 1)], 1)
+        return ((args[0], at, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "position_ids": at})
+
+    def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        return tuple(t[:, :-1] for t in out)
+
+    for module in handle.model.modules():
+        kind = getattr(module, "rope_type", None)
+        kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
+        if any(k == "longrope" or "dynamic" in k for k in kinds if isinstance(k, str)):
+            handle._undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            handle._undo.callback(module.register_forward_hook(after).remove)
+
+
+def attach_routers(handle: Handle) -> None:
+    handle.routers = find_routers(handle.model)
+    if not handle.routers and getattr(handle.model.config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            f"config.output_router_logits=True: the routers of {type(handle.model).__name__} are not known; use False"
+        )
+
+    def see(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        call = handle._call
+        if call is None or call.router is None:
+            return None
+        rows = None if call.piece is None else call.piece.rows
+        return (out[0], call.router.see(out[0], out[1], rows), *out[2:])
+
+    for router in handle.routers:
+        handle._undo.callback(router.register_forward_hook(see).remove)
+
+
+def router_loss(handle: Handle, call: Call, kwargs: dict[str, Any]) -> RouterLoss | None:
+    """The load-balancing loss of this call where it is asked for; transformers itself is told not to make it."""
+    config = handle.model.config.get_text_config()
+    asked = kwargs.get("output_router_logits")
+    if not handle.routers or not (getattr(config, "output_router_logits", False) if asked is None else asked):
+        return None
+    if call.shift_labels is None:
+        if handle.ctx.sp > 1:
+            raise ValueError("output_router_logits=True needs shift_labels with sp > 1: its loss is that of all ranks")
+        return None
+    kwargs["output_router_logits"] = False
+    experts = getattr(config, "num_local_experts", None) or config.num_experts
+    weight = float(config.router_aux_loss_coef)
+    return RouterLoss(experts, config.num_experts_per_tok, weight, handle.ctx.sp_group, call.real)
+
+
+def attach_generation(handle: Handle) -> None:
+    """`generate()` inside `apply`: the model's own attention, masks and cache, while tiles stay."""
+    model: Any = handle.model
+    own, ours = handle._implementations
+    original = model.generate
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        if handle.ctx.sp > 1:
+            raise ValueError("generate() needs the whole sequence on one rank: call it after detach(), or with sp=1")
+        model.set_attn_implementation(own)
+        handle._plain = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            handle._plain = False
+            model.set_attn_implementation(ours)
+
+    model.generate = generate
+    handle._undo.callback(model.__dict__.pop, "generate", None)

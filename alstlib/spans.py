@@ -1,0 +1,135 @@
+"""Which queries see which keys, as calls of a kernel that knows only squares: causal, full, and the causal one turned.
+
+Shape legend: S sequence, N keys, w window.
+
+A `Span` is a run of queries that are the last rows of a run of keys: a document, its rows in one chunk, the rows of it
+that a rank has of a head. Under a sliding window row i sees keys (i - w, i]. Cut into blocks of w rows, a block sees
+its own triangle and, of the block before, the keys that are not too old: a triangle of w - 1 rows the other way round.
+That one is causal when rows and keys are read backwards. So any kernel with a causal mask computes windows exactly,
+with no work outside them; the parts are merged by their logsumexps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+Documents = Sequence[int] | None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Queries that are the last `rows` of the keys [begin, end) of one batch row."""
+
+    batch: int
+    begin: int
+    end: int
+    rows: int
+    at: int
+    """Where its queries are stored: rows [at, at + rows)."""
+    q_batch: int
+    """The batch row in which they are stored."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One call of a kernel on `repeat` equal parts, each `stride` rows and keys after the one before."""
+
+    kind: Literal["causal", "full", "upper"]
+    """causal: row i sees keys 0 to i; full: all keys; upper: row i sees keys from i on. Causal and upper are squares
+    (or, for a kernel that aligns at the end, causal with more keys than rows)."""
+    q: int
+    rows: int
+    k: int
+    keys: int
+    repeat: int = 1
+    stride: int = 0
+
+    def queries_of(self, x: Tensor, batch: int) -> Tensor:
+        """View of x [B, H, S, D] -> [repeat, H, rows, D]; of x [B, H, S] -> [repeat, H, rows]."""
+        return _parts(x[batch], self.q, self.rows, self.repeat, self.stride)
+
+    def keys_of(self, x: Tensor, batch: int) -> Tensor:
+        """View of x [B, K, N, D] -> [repeat, K, keys, D]."""
+        return _parts(x[batch], self.k, self.keys, self.repeat, self.stride)
+
+
+def _parts(x: Tensor, first: int, rows: int, repeat: int, stride: int) -> Tensor:
+    if repeat == 1:
+        return x[None, :, first : first + rows]
+    parts = x[:, first : first + (repeat - 1) * stride + rows].unfold(1, rows, stride)  # [H, repeat, (D,) rows]
+    return parts.movedim(-1, 2).transpose(0, 1)
+
+
+def document_spans(documents: Documents, batch: int, length: int, first: int, last: int) -> list[Span]:
+    """The documents that queries [first, last) of every batch row see; queries are stored from `first` on.
+
+    Args:
+        documents: offsets into the flattened [batch * length] rows; None makes every batch row one document.
+
+    Raises:
+        ValueError: offsets that do not rise from 0 to batch * length.
+    """
+    offsets = range(0, batch * length + 1, length) if documents is None else [int(o) for o in documents]
+    total = batch * length
+    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != total or sorted(offsets) != list(offsets):
+        raise ValueError(f"documents={list(offsets[:8])} must rise from 0 to batch * sequence = {total}")
+    bounds = sorted({*offsets, *range(0, total + 1, length)})
+    found = []
+    for lo, hi in itertools.pairwise(bounds):
+        b, begin, end = lo // length, lo % length, (hi - 1) % length + 1
+        start, end = max(begin, first), min(end, last)
+        if start < end:
+            found.append(Span(b, begin, end, end - start, start - first, b))
+    return found
+
+
+def pieces(
+    span: Span, window: int | None = None, *, bottom_right: bool = False, keys_per_query: int | None = None
+) -> Iterator[Piece]:
+    """The calls that make up a span. Those of kind causal come first and hold every query once.
+
+    Args:
+        window: keys that a row sees, itself among them; None for all before it.
+        bottom_right: the kernel takes causal squares with more keys than rows, aligned at the end.
+        keys_per_query: cut full pieces to so many keys for each row (a kernel's backward makes gradients for all keys).
+    """
+    start, keys = span.end - span.rows, span.end - span.begin
+    if window is None or window >= keys:
+        if bottom_right and keys_per_query is None:
+            yield Piece("causal", span.at, span.rows, span.begin, keys)
+            return
+        yield Piece("causal", span.at, span.rows, start, span.rows)
+        step = max(1, start - span.begin if keys_per_query is None else keys_per_query * span.rows)
+        for k in range(span.begin, start, step):
+            yield Piece("full", span.at, span.rows, k, min(step, start - k))
+        return
+    blocks = _window_blocks(span, window)
+    for a, n, repeat in blocks:
+        yield Piece("causal", a - start + span.at, n, a, n, repeat, window)
+    for a, n, repeat in blocks:
+        b = a + n
+        at = a - start + span.at
+        if (k := max(span.begin, b - window)) < a:  # what all rows of a block shorter than the window see
+            yield Piece("full", at, n, k, a - k)
+        if b - window > span.begin and n > 1:
+            yield Piece("upper", at, n - 1, a - window + 1, n - 1, repeat, window)
+
+
+def _window_blocks(span: Span, window: int) -> list[tuple[int, int, int]]:
+    """(first key position, rows, repeats) of the blocks: cut at multiples of the window from the span's first key."""
+    found: list[tuple[int, int, int]] = []
+    a = span.end - span.rows
+    while a < span.end:
+        inside = (a - span.begin) % window
+        whole = 0 if inside else (span.end - a) // window
+        if whole and a == span.begin:
+            whole = 1  # the first block sees nothing before itself: it is not like those after it
+        n = window if whole else min(window - inside, span.end - a)
+        found.append((a, n, max(1, whole)))
+        a += n * max(1, whole)
+    return found
