@@ -22,6 +22,7 @@ def attach_rotary(handle: Handle) -> None:
     if handle.ctx.sp == 1:
         return
 
+    @torch.compiler.disable
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         at = args[1] if len(args) > 1 else kwargs["position_ids"]
         longest = at.max().reshape(1, 1)
@@ -29,6 +30,7 @@ def attach_rotary(handle: Handle) -> None:
         at = torch.cat([at, longest.expand(at.shape[0], 1)], 1)
         return ((args[0], at, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "position_ids": at})
 
+    @torch.compiler.disable
     def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         return tuple(t[:, :-1] for t in out)
 
@@ -47,6 +49,7 @@ def attach_routers(handle: Handle) -> None:
             f"config.output_router_logits=True: the routers of {type(handle.model).__name__} are not known; use False"
         )
 
+    @torch.compiler.disable
     def see(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         call = handle._call
         if call is None or call.router is None:

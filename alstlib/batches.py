@@ -99,7 +99,7 @@ def documents_from_positions(position_ids: torch.Tensor) -> torch.Tensor:
     return _offsets(_starts_from_positions(position_ids))
 
 
-def prepare(batch: Mapping[str, Any], multiple: int) -> Batch:
+def prepare(batch: Mapping[str, Any], multiple: int, sp: int = 1) -> Batch:
     """Check a batch, shift its labels and pad its rows to a `multiple` of tokens: `shard_batch` before the cut.
 
     Returns: int64 [B, P] input_ids, position_ids, shift_labels; int32 cu_documents and row_tokens on the CPU.
@@ -116,6 +116,11 @@ def prepare(batch: Mapping[str, Any], multiple: int) -> Batch:
     if ids.dim() != 2 or 0 in ids.shape:
         raise ValueError(f"input_ids has shape {list(ids.shape)}; it must be [B, S] with at least one token")
     rows, length = ids.shape
+    if length < sp:
+        raise ValueError(
+            f"input_ids has rows of {length} tokens for sp={sp} ranks: some would have none; use longer samples (pack "
+            f"them) or sp <= {length}"
+        )
     labels = _integers(given, "labels", (rows, length)).to(ids.device)
     if (lowest := int(ids.min())) < 0:
         raise ValueError(f"input_ids holds {lowest}; tokens are 0 or more (only labels may be {IGNORE})")
@@ -201,7 +206,7 @@ def shard_batch(batch: Mapping[str, Any], sp: int, sp_rank: int, pad_to: int | N
     if not 0 <= sp_rank < sp:
         raise ValueError(f"sp_rank={sp_rank} must lie between 0 and {sp - 1} (sp={sp})")
     check_pad_to(sp, pad_to)
-    whole = prepare(batch, pad_to or sp)
+    whole = prepare(batch, pad_to or sp, sp)
     return {**cut(whole, sp, sp_rank), "step_tokens": torch.tensor(valid_tokens(whole))}
 
 

@@ -211,8 +211,9 @@ class SPDataLoader:
         done = self._position = resume["micro_batches"] if resume else 0
         first = done - done % self.accumulation  # of the present optimizer step, in micro-batches
         known = first // self._turns  # rounds that all ranks have read
-        multiple = self.pad_to or self.ctx.sp
-        reader = self._reader = _Reader(self.dataloader, lambda batch: prepare(batch, multiple), resume, known)
+        sp = self.ctx.sp
+        multiple = self.pad_to or sp
+        reader = self._reader = _Reader(self.dataloader, lambda batch: prepare(batch, multiple, sp), resume, known)
         self._agree(done)
         own: dict[int, Batch] = {}  # this rank's batches that still have to be shared, by round
         shapes: dict[int, list[list[int]]] = {}  # by round and rank: B, P, number of offsets

@@ -189,6 +189,7 @@ def _attach_attention(handle: Handle) -> None:
         if (call := handle._call) is None:
             raise ValueError("call the model that apply() was given, not a part of it: documents and labels go with it")
         check_attention(module, attention_mask, dropout, kwargs)
+        query, key, value = _one_dtype(query, key, value)
         how: dict[str, Any] = {
             "scale": scaling, "window": kwargs.get("sliding_window"), "softcap": kwargs.get("softcap"),
             "sinks": kwargs.get("s_aux"), "documents": call.documents,
@@ -199,18 +200,27 @@ def _attach_attention(handle: Handle) -> None:
             out = handle.attention(query, key, value, saved=call.saved, release=call.release, **how)
         return out.transpose(1, 2), None
 
-    AttentionInterface.register(name, attend)
+    AttentionInterface.register(name, torch.compiler.disable(attend))
     handle._undo.callback(AttentionInterface._global_mapping.pop, name, None)
     model.set_attn_implementation(name)
     handle._undo.callback(model.set_attn_implementation, before)
     handle._implementations = before, name
 
 
+def _one_dtype(*tensors: Tensor) -> list[Tensor]:
+    """Queries, keys and values in autocast's precision, as PyTorch's own attention takes them; else in the values'."""
+    kind, dtype = tensors[0].device.type, tensors[-1].dtype
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+    return [t.to(dtype) for t in tensors]
+
+
 # ----- tiled MLP and head
 
 
 def _swap(handle: Handle, old: nn.Module, new: nn.Module) -> None:
-    """Put `new` where `old` is, everywhere in the model, until detach."""
+    """Put `new` where `old` is, everywhere in the model, until detach; torch.compile leaves it as it is."""
+    new.forward = torch.compiler.disable(new.forward)
     for parent in list(handle.model.modules()):
         for name, child in list(parent._modules.items()):
             if child is old:
@@ -270,6 +280,7 @@ def _attach_head(handle: Handle) -> None:
 def _attach_calls(handle: Handle) -> None:
     model = handle.model
 
+    @torch.compiler.disable
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if handle._plain:
             return None
@@ -278,6 +289,7 @@ def _attach_calls(handle: Handle) -> None:
         handle._call = call
         return () if call.striped else args, kwargs
 
+    @torch.compiler.disable
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         call, handle._call = handle._call, None
         if out is None or call is None or call.shift_labels is None:  # no output: the call failed

@@ -44,9 +44,9 @@ def stop_own_checkpointing(handle: Handle) -> None:
 
 
 def set_forward(handle: Handle, module: nn.Module, forward: Any) -> None:
-    """Give this one module another `forward`, until detach."""
+    """Give this one module another `forward`, until detach; torch.compile leaves it as it is."""
     handle._undo.callback(_restore_forward, module, module.__dict__.get("forward"))
-    module.forward = forward
+    module.forward = torch.compiler.disable(forward)
 
 
 def _restore_forward(module: nn.Module, before: Any) -> None:

@@ -64,7 +64,7 @@ def test_the_papers_example():
     assert first["step_tokens"].item() == 7
 
 
-@pytest.mark.parametrize("sp, length, pad_to", [(1, 7, None), (2, 7, None), (4, 9, None), (4, 1, None), (2, 7, 6)])
+@pytest.mark.parametrize("sp, length, pad_to", [(1, 7, None), (2, 7, None), (4, 9, None), (4, 4, None), (2, 7, 6)])
 def test_slices_join_to_the_padded_batch(sp, length, pad_to):
     batch = make(0, length, rows=2)
     shards = [shard_batch(batch, sp, r, pad_to) for r in range(sp)]
@@ -172,6 +172,8 @@ def test_bad_batches_are_refused_by_name(message):
 def test_bad_arguments():
     with pytest.raises(ValueError, match=r"pad_to=7 .* nearest: 8"):
         shard_batch(make(0, 4), 2, 0, pad_to=7)
+    with pytest.raises(ValueError, match=r"rows of 3 tokens for sp=4 ranks: some would have none; .* or sp <= 3"):
+        shard_batch(make(0, 3), 4, 0)
     with pytest.raises(ValueError, match="sp_rank=2"):
         shard_batch(make(0, 4), 2, 2)
     with pytest.raises(ValueError, match="accumulation=0"):

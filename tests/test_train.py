@@ -197,7 +197,7 @@ def ends(pool: Any, out: Path, run: RunConfig) -> tuple[str, str, dict[str, Any]
             {"model_config": {"hidden_sise": 32}},
             "unknown model_config field 'hidden_sise'; did you mean 'hidden_size'?",
         ),
-        ({"model_config": {"num_attention_heads": 1, "num_key_value_heads": 1}}, "sp=2"),
+        ({"model_config": {"attention_dropout": 0.1}}, "config.attention_dropout=0.1 is not supported in attention"),
         ({"data": "empty.jsonl"}, "empty.jsonl"),
         ({"data": "nowhere.jsonl"}, "data='nowhere.jsonl' does not exist"),
         ({"data": "blank.txt"}, "holds no text"),

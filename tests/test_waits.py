@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import alstlib
-from alstlib.batches import shard_batch
+from alstlib.batches import WHOLE, shard_batch
 
 ON_THE_CPU = {
     ("tiled", "has_moved"),  # random states lie on the CPU, a GPU's too
     ("loss", "tiled_logits_loss"),  # labels are checked on a CPU only
     ("calls", "_check_positions"),  # and so are positions
+    ("calls", "_real_tokens"),  # row_tokens are always there
 }
 """Where values are read that are never on a GPU."""
 
@@ -78,7 +79,7 @@ def test_the_watch_sees_a_wait() -> None:
 @pytest.mark.parametrize("chunk", [None, 64])
 def test_gpu_step_waits_for_nothing(chunk: int | None) -> None:
     model = make_model("gqa").to("cuda", torch.bfloat16)
-    batch = {n: t.cuda() if n not in ("cu_documents", "step_tokens") else t for n, t in shard(0, 1, 301).items()}
+    batch = {n: t.cuda() if n not in (*WHOLE, "step_tokens") else t for n, t in shard(0, 1, 301).items()}
     with alstlib.apply(model, None, alstlib.Options(chunk=chunk, **{**ALL_ON, "tiled_mlp": 50, "tiled_loss": 70})):
         for _ in range(2):
             alstlib.causal_lm_loss(model, batch).loss.backward()
