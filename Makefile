@@ -1,13 +1,13 @@
 # Each target sets up .venv first (env/install.sh; nothing to do when it matches its lock).
 .DEFAULT_GOAL := help
-.PHONY: help setup ablation parity lab lessons test lint clean
+.PHONY: help setup ablation parity lab lessons test test-compat lint clean
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 ARGS ?=
 
 help: ## this list
 	@echo "usage: make TARGET    (needs Python >= 3.11, git and make)"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "settings: PYTHON=python3.12  ALST_DEVICE=cpu|cuda  TORCH_INDEX_URL=...  WHEELHOUSE=folder  (env/README.md)"
 	@echo "          ARGS='...' is added to the command of ablation, parity, lab, lessons and test"
 
@@ -30,11 +30,14 @@ lessons: setup ## run all lessons anew and store their outputs
 test: setup ## run the tests
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
 
+test-compat: setup ## every supported decoder with the newest and the oldest transformers; the README's table of them
+	env/compat.sh $(ARGS)
+
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean: ## remove .venv and caches, nothing else
-	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf .venv .compat .pytest_cache .ruff_cache .mypy_cache *.egg-info
 	find alstlib tests env notebooks -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

@@ -294,3 +294,9 @@ def test_readme_shows_the_committed_ablation() -> None:
     table = results.to_markdown(results.table([found[name] for name in ROWS]), columns)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert readme.partition("<!-- ablation -->")[2].partition("<!-- /ablation -->")[0].strip() == table
+
+
+def test_the_table_of_decoders_is_what_was_measured() -> None:
+    import support_table
+
+    assert support_table.table() in (ROOT / "README.md").read_text(encoding="utf-8")

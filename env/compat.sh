@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# The support matrix on the newest and the oldest transformers that are supported, side by side; called by
+# `make test-compat`. What it measured goes to papermill_runs/results/support, and from there into the README's table.
+# The older transformers is installed beside the environment, into .compat (ignored), and changes nothing in it.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+oldest=5.17.0
+folder=.compat/$oldest
+export ALST_SUPPORT_OUT=$PWD/papermill_runs/results/support OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1
+if [ ! -d "$folder/transformers" ]; then
+    echo "[compat] installing transformers $oldest into $folder" >&2
+    .venv/bin/python -m pip install -q --no-deps --target "$folder.part" "transformers==$oldest" "huggingface-hub<2"
+    mkdir -p .compat && mv "$folder.part" "$folder"
+fi
+status=0
+for path in "" "$PWD/$folder"; do
+    PYTHONPATH=$path .venv/bin/python -c 'import transformers; print("[compat] transformers", transformers.__version__)'
+    PYTHONPATH=$path .venv/bin/python -m pytest tests/test_support.py tests/test_around.py tests/test_hf.py "$@" || status=$?
+done
+[ "$status" -ne 0 ] || .venv/bin/python tests/support_table.py
+exit "$status"

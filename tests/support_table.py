@@ -1,0 +1,60 @@
+"""Writes the README's table of supported decoders from what the tests measured (papermill_runs/results/support).
+
+`python tests/support_table.py` rewrites the table; `tests/test_repository.py` holds it against the results.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from zoo import MODELS
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "papermill_runs" / "results" / "support"
+BEGIN, END = "<!-- support -->\n", "<!-- /support -->"
+WHAT = {
+    "llama": "llama3 RoPE", "qwen2": "sliding and full layers", "qwen3": "YaRN, normed queries and keys",
+    "mistral": "sliding window", "mixtral": "experts, router loss, sliding window",
+    "qwen3_moe": "experts, router loss", "gemma2": "soft caps, sliding and full layers, own scale",
+    "gemma3": "sliding and full layers, two RoPEs", "phi3": "fused projections, sliding window",
+    "olmo2": "norms after", "granite": "own scale and multipliers",
+    "gpt_oss": "sinks, experts, router loss, sliding and full layers", "smollm3": "layers without RoPE",
+    "cohere": "parallel blocks, scaled logits", "starcoder2": "biases, sliding window",
+    "gpt_neox": "partial RoPE, parallel blocks", "gpt2": "learned positions",
+    "deepseek_v3": "MLA (values of another width), experts", "glm": "partial RoPE",
+}  # fmt: skip
+
+
+def table() -> str:
+    """One row a decoder: what is particular to it, and the worst errors over everything that was tried."""
+    runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    versions = [run["transformers"] for run in runs]
+    lines = [
+        "| decoder | tested with | gradient error, sp 1 | sp 2 | sp 3 | loss error | left as it was |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in MODELS:
+        found = [run["models"][name] for run in runs]
+        gradient = [max(one["sp"][sp]["gradient"] for one in found) for sp in ("1", "2", "3")]
+        loss = max(one["sp"][sp]["loss"] for one in found for sp in ("1", "2", "3"))
+        notes = sorted({n for one in found for n in one["notes"]})
+        cells = [name, WHAT[name], *(f"{g:.1e}" for g in gradient), f"{loss:.1e}", "; ".join(notes) or "-"]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines.append("")
+    lines.append(
+        f"Largest over transformers {' and '.join(versions)}, whole and packed, tiled and streamed in row chunks."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    readme.write_text(before + BEGIN + table() + END + after)
+
+
+if __name__ == "__main__":
+    main()
