@@ -169,23 +169,14 @@ class _HeadsToSeq(torch.autograd.Function):
         return ctx.exchange.to_heads(grad)[0], None
 
 
-def _splits(heads: int, kv_heads: int, ranks: int) -> bool:
+def whole_heads(heads: int, kv_heads: int, ranks: int) -> bool:
+    """Can every rank have the same number of whole heads, and their key/value heads be split or shared evenly?"""
     return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
-def supported_degrees(heads: int, kv_heads: int) -> list[int]:
-    """The SP degrees that split `heads` query heads and split or share `kv_heads` key/value heads evenly."""
-    return [p for p in range(1, heads + 1) if _splits(heads, kv_heads, p)]
-
-
-def check_heads(heads: int, kv_heads: int, ranks: int, where: str = "attention") -> None:
-    """Raise ValueError, naming the degrees that would work, where `ranks` cannot split the heads evenly."""
-    if not _splits(heads, kv_heads, ranks):
-        degrees = ", ".join(map(str, supported_degrees(heads, kv_heads)))
-        raise ValueError(
-            f"sp={ranks} cannot split the heads of {where} ({heads} query heads, {kv_heads} key/value heads); "
-            f"degrees that can: {degrees}"
-        )
+def whole_head_degrees(heads: int, kv_heads: int) -> list[int]:
+    """The SP degrees at which every rank has whole heads; at others, ranks share rows of heads (`rows`)."""
+    return [p for p in range(1, heads + 1) if whole_heads(heads, kv_heads, p)]
 
 
 def seq_to_heads(x: Tensor, group: Any | Exchange = None) -> Tensor:

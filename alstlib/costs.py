@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from alstlib import SPContext
+from alstlib.alltoall import whole_heads
 from alstlib.config import RunConfig
-from alstlib.layouts import whole_heads
 from alstlib.models import model_config
 from alstlib.progress import Progress
 from alstlib.rows import area, balance

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.alltoall import Exchange
+from alstlib.alltoall import Exchange, whole_heads
 from alstlib.kernels import (
     Backend,
     Documents,
@@ -27,11 +27,6 @@ from alstlib.kernels import (
     sinks_backward,
 )
 from alstlib.rows import Group, Plan
-
-
-def whole_heads(heads: int, kv_heads: int, ranks: int) -> bool:
-    """Can every rank have the same number of whole heads, and their key/value heads be split or shared evenly?"""
-    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
 class WholeHeads:

@@ -11,7 +11,7 @@ from operators import leaf, nan_memory, randn, strided, worst
 from torch import Tensor
 
 from alstlib import reference
-from alstlib.alltoall import Exchange, agree_on, check_heads, heads_to_seq, seq_to_heads, supported_degrees
+from alstlib.alltoall import Exchange, agree_on, heads_to_seq, seq_to_heads, whole_head_degrees
 
 ROWS, WIDTH = 3, 5
 
@@ -193,15 +193,10 @@ def test_shapes_that_do_not_divide_are_refused(ranks2: Any) -> None:
 
 
 def test_degrees() -> None:
-    assert supported_degrees(32, 8) == [1, 2, 4, 8, 16, 32]
-    assert supported_degrees(9, 3) == [1, 3, 9]
-    assert supported_degrees(14, 2) == [1, 2, 14]
-    assert supported_degrees(12, 12) == [1, 2, 3, 4, 6, 12]
-    check_heads(14, 2, 14)
-    with pytest.raises(ValueError, match=r"sp=4 cannot split the heads of layer 3 \(14 query heads, 2 key/value heads"):
-        check_heads(14, 2, 4, "layer 3")
-    with pytest.raises(ValueError, match=r"degrees that can: 1, 2, 14$"):
-        check_heads(14, 2, 7)
+    assert whole_head_degrees(32, 8) == [1, 2, 4, 8, 16, 32]
+    assert whole_head_degrees(9, 3) == [1, 3, 9]
+    assert whole_head_degrees(14, 2) == [1, 2, 14]
+    assert whole_head_degrees(12, 12) == [1, 2, 3, 4, 6, 12]
 
 
 def disagree(rank: int, world: int) -> list[str]:

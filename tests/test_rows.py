@@ -13,8 +13,9 @@ import torch
 from operators import randn, worst
 
 from alstlib import reference
+from alstlib.alltoall import whole_heads
 from alstlib.kernels import BACKENDS, Rule
-from alstlib.layouts import Layouts, SplitRows, WholeHeads, whole_heads
+from alstlib.layouts import Layouts, SplitRows, WholeHeads
 from alstlib.rows import Plan, Shares, balance, folded_rows, parts_of
 
 LAYOUTS = [

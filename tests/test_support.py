@@ -22,6 +22,7 @@ from torch import Tensor
 
 import alstlib
 from alstlib.batches import shard_batch
+from alstlib.results import git_state
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "off": {"tiled_mlp": False, "tiled_loss": False, "checkpoint": False},
@@ -117,11 +118,8 @@ def outcome() -> Iterator[Outcome]:
     if folder := os.environ.get("ALST_SUPPORT_OUT"):
         path = Path(folder) / f"transformers-{transformers.__version__}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = {
-            "transformers": transformers.__version__,
-            "torch": torch.__version__.split("+")[0],
-            "models": made.models,
-        }
+        about = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0], "git": git_state()}
+        text = {**about, "models": made.models}
         path.write_text(json.dumps(text, indent=1, sort_keys=True) + "\n")
 
 
