@@ -21,6 +21,15 @@ from alstlib.routers import RouterLoss
 
 OURS = ("labels", "shift_labels", "cu_documents", "num_items_in_batch", "step_tokens", "row_tokens")
 """Keyword arguments that an attached model takes and its own forward does not see."""
+MIXED = (
+    "pixel_values",
+    "pixel_values_videos",
+    "input_features",
+    "encoder_hidden_states",
+    "token_type_ids",
+    "mm_token_type_ids",
+)
+"""Inputs whose tokens may attend in both directions, or to what is not in the sequence."""
 
 
 @dataclass
@@ -62,6 +71,9 @@ def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chu
         raise ValueError(
             "a cache (past_key_values, use_cache) is for generation: call generate() with sp=1, or after detach()"
         )
+    for name in MIXED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name} is not supported: tokens attend causally to tokens; leave it out")
     kwargs["use_cache"] = False
     if kwargs.get("return_dict") is False:
         raise ValueError("return_dict=False is not supported by an attached model: its loss is in out.loss")

@@ -94,9 +94,16 @@ def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[s
         raise ValueError(f"{where} has attention dropout {dropout}, which tiles cannot replay; set it to 0")
     if kwargs.get("position_bias") is not None:
         raise ValueError(f"{where} adds a position_bias to its scores, which is not supported")
-    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
     if kinds and index is not None and kinds[index] == "sliding_attention" and kwargs.get("sliding_window") is None:
         raise ValueError(f"{where} slides by config.layer_types, but its attention does not say its window")
+    slides = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    if slides and not kinds and "sliding_window" not in kwargs:
+        raise ValueError(
+            f"{where} may slide by config.sliding_window={config.sliding_window}, but its attention does not say its "
+            "window; set it to None if no layer slides"
+        )
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise ValueError(f"{where} is not causal")

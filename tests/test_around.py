@@ -348,3 +348,15 @@ def test_a_sliding_layer_that_does_not_say_its_window_is_refused() -> None:
     model.model.layers[0].self_attn.sliding_window = None
     with alstlib.apply(model), pytest.raises(ValueError, match=r"layer 0 .* slides by config.layer_types, but"):
         model(**sample())
+
+
+def test_a_window_that_attention_is_not_told_is_refused() -> None:
+    model = make_model()
+    model.config.sliding_window = 7
+    with alstlib.apply(model):
+        with pytest.raises(
+            ValueError, match=r"layer 0 .* may slide by config.sliding_window=7, .* set it to None if no"
+        ):
+            model(**sample())
+        model.config.sliding_window = None
+        model(**sample())

@@ -40,6 +40,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({}, "needs input_ids or inputs_embeds"),
     "cache": ({"input_ids": ids(), "past_key_values": object()}, r"past_key_values, use_cache.* after detach\(\)"),
     "use_cache": ({"input_ids": ids(), "use_cache": True}, "use_cache"),
+    "images": ({"input_ids": ids(), "pixel_values": torch.ones(1)}, "pixel_values is not supported: tokens attend"),
+    "an encoder's states": (
+        {"input_ids": ids(), "encoder_hidden_states": torch.ones(1)},
+        "encoder_hidden_states is not",
+    ),
+    "token types": ({"input_ids": ids(), "token_type_ids": ids()}, "token_type_ids is not supported"),
     "tuple output": (
         {"input_ids": ids(), "shift_labels": ids(), "return_dict": False},
         "return_dict=False .*out.loss",
