@@ -3,6 +3,7 @@ loss, and generation."""
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,10 +45,8 @@ def attach_rotary(handle: Handle) -> None:
 
 def attach_routers(handle: Handle) -> None:
     handle.routers = find_routers(handle.model)
-    if not handle.routers and getattr(handle.model.config.get_text_config(), "output_router_logits", False):
-        raise ValueError(
-            f"config.output_router_logits=True: the routers of {type(handle.model).__name__} are not known; use False"
-        )
+    if getattr(handle.model.config.get_text_config(), "output_router_logits", False):
+        _check_routers(handle, "config.output_router_logits")
 
     @torch.compiler.disable
     def see(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
@@ -61,12 +60,24 @@ def attach_routers(handle: Handle) -> None:
         handle._undo.callback(router.register_forward_hook(see).remove)
 
 
+def _check_routers(handle: Handle, name: str) -> None:
+    config = handle.model.config.get_text_config()
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if not handle.routers or experts is None or not hasattr(config, "router_aux_loss_coef"):
+        raise ValueError(
+            f"{name}=True: the router's loss of {type(handle.model).__name__} is not known here; use False"
+        )
+
+
 def router_loss(handle: Handle, call: Call, kwargs: dict[str, Any]) -> RouterLoss | None:
     """The load-balancing loss of this call where it is asked for; transformers itself is told not to make it."""
     config = handle.model.config.get_text_config()
     asked = kwargs.get("output_router_logits")
-    if not handle.routers or not (getattr(config, "output_router_logits", False) if asked is None else asked):
+    if not (getattr(config, "output_router_logits", False) if asked is None else asked):
         return None
+    if not handle.routers and "output_router_logits" not in inspect.signature(handle.model.forward).parameters:
+        return None  # a model without routers, that has no such loss
+    _check_routers(handle, "output_router_logits")
     if call.shift_labels is None:
         if handle.ctx.sp > 1:
             raise ValueError("output_router_logits=True needs shift_labels with sp > 1: its loss is that of all ranks")

@@ -17,9 +17,10 @@ Keeping the logsumexp is what lets a backward run without a second forward (Dist
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,8 +34,12 @@ __all__ = [
     "choose_backend", "merge", "sinks_backward",
 ]  # fmt: skip
 
+P = ParamSpec("P")
+R = TypeVar("R")
 KEYS_PER_QUERY = 4
 """Keys in one call of a backward over chunks, for each query row in it."""
+ROWS = 4096
+"""Of an output that are worked on at a time."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,28 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
 
     out and other [B, H, S, V], lse and other_lse [B, H, S] in fp32. A set without any key has a logsumexp of -inf.
     """
-    gap = other_lse - lse
-    share = torch.sigmoid(gap)[..., None]  # of the other set in the sum of both
-    out.add_((other.to(share.dtype) - out) * share) if out.dtype == share.dtype else out.copy_(
-        torch.lerp(out.to(share.dtype), other.to(share.dtype), share)
-    )
+    share = torch.sigmoid(other_lse - lse)[..., None]  # of the other set in the sum of both
+    for rows in _row_tiles(out):
+        wide = out[rows].to(share.dtype)
+        out[rows] = wide.lerp(other[rows].to(share.dtype), share[rows])
     return out, torch.logaddexp(lse, other_lse)
+
+
+def _row_tiles(x: Tensor) -> list[tuple[slice, slice, slice]]:
+    """Slices that cut the rows of x [B, H, S, D], so that fp32 intermediates are small."""
+    return [(slice(None), slice(None), slice(lo, lo + ROWS)) for lo in range(0, x.shape[2], ROWS)]
+
+
+def _in_full(fn: Callable[P, R]) -> Callable[P, R]:
+    """Without autocast, which would take back the precision in which kernels sum."""
+
+    @functools.wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        (device,) = {a.device.type for a in args if isinstance(a, Tensor)}
+        with torch.autocast(device, enabled=False):
+            return fn(*args, **kwargs)
+
+    return run
 
 
 def _one_width(backend: Backend, *tensors: Tensor) -> list[Tensor]:
@@ -120,6 +141,7 @@ def _offsets(spans: Sequence[Span], length: int, device: torch.device) -> tuple[
     return offsets.to(device, non_blocking=True), max(s.rows for s in spans)
 
 
+@_in_full
 def attention_forward(
     backend: Backend,
     q: Tensor,
@@ -188,7 +210,10 @@ def _add_piece(
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     score = sinks.to(lse.dtype)[None, :, None]
-    return (out * torch.sigmoid(lse - score)[..., None]).to(out.dtype), torch.logaddexp(lse, score)
+    share = torch.sigmoid(lse - score)[..., None]
+    for rows in _row_tiles(out):
+        out[rows] = out[rows] * share[rows]
+    return out, torch.logaddexp(lse, score)
 
 
 def sinks_backward(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -197,6 +222,7 @@ def sinks_backward(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return -(share * delta).sum((0, 2))
 
 
+@_in_full
 def attention_backward(
     backend: Backend,
     dout: Tensor,
@@ -235,6 +261,7 @@ def attention_backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
+@_in_full
 def attention_backward_rows(
     backend: Backend,
     dout: Tensor,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from alstlib.offload import Saved, Segment, checkpoint
+from alstlib.support import check_layer_inputs
 from alstlib.tiled import TiledMLP
 from alstlib.unread import Follower, find_followers, output_unread
 
@@ -85,6 +86,7 @@ def _checkpointed(handle: Handle, layer: nn.Module, original: Any, index: int, c
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+        check_layer_inputs(index, layer, (*args, *kwargs.values()))
         if index == 0:
             plan(handle, x, count)
         saved = Saved(keep=index < round(handle.attention_kept * count))

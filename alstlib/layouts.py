@@ -235,13 +235,12 @@ Layout = WholeHeads | SplitRows
 
 
 class Layouts:
-    """The layouts of an operator's calls; plans are kept while documents stay the same (all layers of a step)."""
-
-    KEPT = 64
-    """Plans at most: one for each chunk of a sequence."""
+    """The layouts of an operator's calls; plans are kept while shapes and documents stay the same (all layers and
+    chunks of a step)."""
 
     def __init__(self, exchange: Exchange, split_rows: bool = False) -> None:
         self.exchange, self.split_rows = exchange, split_rows
+        self._sample: Any = None
         self._plans: dict[Any, Plan] = {}
 
     def of(
@@ -253,11 +252,11 @@ class Layouts:
         length = rows * ranks if length is None else length
         if whole_heads(heads, kv, ranks) and not self.split_rows:
             return WholeHeads(self.exchange, kv, documents, length)
-        key = (heads, kv, batch, length, None if documents is None else tuple(documents), first, last, q.device)
+        sample = (batch, length, None if documents is None else tuple(documents), q.device)
+        if sample != self._sample:
+            self._sample = sample
+            self._plans.clear()
+        key = (heads, kv, first, last)
         if key not in self._plans:
-            while len(self._plans) >= self.KEPT:
-                self._plans.pop(next(iter(self._plans)))
-            self._plans[key] = Plan(
-                heads, kv, ranks, self.exchange.rank, batch, length, documents, first, last, q.device
-            )
+            self._plans[key] = Plan(heads, kv, ranks, self.exchange.rank, *sample[:3], first, last, q.device)
         return SplitRows(self.exchange, self._plans[key], documents, length)

@@ -11,6 +11,7 @@ graph (forward or recompute, whole or in chunks of rows) that gradient is put in
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from torch import Tensor, nn
 
 
 def find_routers(model: nn.Module) -> list[nn.Module]:
-    """The modules whose logits transformers records as `router_logits`, those with (logits, scores, ...) as output."""
+    """The modules whose logits transformers records as `router_logits`, those with (logits, scores, ...) as output, of
+    a model that makes the loss that is made here."""
+    if not hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func"):
+        return []
     recorders: list[Any] = []
     for m in model.modules():
         found = (getattr(m, "_can_record_outputs", None) or {}).get("router_logits")

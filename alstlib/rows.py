@@ -51,7 +51,9 @@ def parts_of(heads: int, ranks: int, rank: int) -> list[Part]:
 
 
 SHORT = 128
-"""Rows of a document from which it is shared by all ranks; shorter ones are handed out whole, or nearly."""
+"""Rows of a document from which it may be shared by all ranks; shorter ones are handed out whole, or nearly."""
+DEALT = 16
+"""Shorter, too, is one that many others outweigh: of which each rank has so many or more."""
 
 
 def folded_rows(rows: int, lo: int, hi: int) -> list[tuple[int, int]]:
@@ -69,10 +71,11 @@ class Shares:
     order that has all lengths everywhere, and the line is cut: at most two of them at each cut are in parts.
     """
 
-    def __init__(self, rows: Sequence[int]) -> None:
+    def __init__(self, rows: Sequence[int], ranks: int = 1) -> None:
         self.rows = rows
-        self.long = [i for i, n in enumerate(rows) if n >= SHORT]
-        by_length = sorted((i for i, n in enumerate(rows) if n < SHORT), key=lambda i: rows[i])
+        short = max(SHORT, sum(rows) // (DEALT * ranks))
+        self.long = [i for i, n in enumerate(rows) if n >= short]
+        by_length = sorted((i for i, n in enumerate(rows) if n < short), key=lambda i: rows[i])
         spread = sorted(range(len(by_length)), key=lambda i: i * GOLDEN % 1)
         self.short = [by_length[i] for i in spread]
         self.ends = list(itertools.accumulate(rows[i] for i in self.short))
@@ -152,15 +155,14 @@ class Plan:
         self.heads, self.kv_heads, self.ranks, self.rank = heads, kv_heads, ranks, rank
         self.batch, self.rows, self.own = batch, last - first, (last - first) // ranks
         self.spans = document_spans(documents, batch, length, first, last)
-        self._shares = Shares([s.rows for s in self.spans])
+        self._shares = Shares([s.rows for s in self.spans], ranks)
         runs = [self._runs(r) for r in range(ranks)]
         self.stored = int(runs[rank][:, 3].sum())
         """Query rows of this rank, over its heads."""
         self.kv = self.kv_of(rank)
-        self.messages = [
-            Message(self._sent(runs[r]).to(device), self._received(runs[rank], r).to(device), self.kv_of(r))
-            for r in range(ranks)
-        ]
+        indices = [self._sent(runs[r]) for r in range(ranks)] + [self._received(runs[rank], r) for r in range(ranks)]
+        moved = torch.cat(indices).to(device).split([i.numel() for i in indices])  # one copy for all
+        self.messages = [Message(moved[r], moved[ranks + r], self.kv_of(r)) for r in range(ranks)]
         self.groups = self._groups(runs[rank], first)
 
     def kv_of(self, rank: int) -> slice:

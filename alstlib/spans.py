@@ -11,7 +11,8 @@ with no work outside them; the parts are merged by their logsumexps.
 
 from __future__ import annotations
 
-import itertools
+import bisect
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +20,10 @@ from typing import Literal
 from torch import Tensor
 
 Documents = Sequence[int] | None
+
+
+LEAST_KEYS = 16_384
+"""A full piece is not cut into fewer keys: few rows behind many keys would make calls without end."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ def _parts(x: Tensor, first: int, rows: int, repeat: int, stride: int) -> Tensor
     return parts.movedim(-1, 2).transpose(0, 1)
 
 
-def document_spans(documents: Documents, batch: int, length: int, first: int, last: int) -> list[Span]:
+def document_spans(documents: Documents, batch: int, length: int, first: int, last: int) -> Sequence[Span]:
     """The documents that queries [first, last) of every batch row see; queries are stored from `first` on.
 
     Args:
@@ -74,18 +79,33 @@ def document_spans(documents: Documents, batch: int, length: int, first: int, la
     Raises:
         ValueError: offsets that do not rise from 0 to batch * length.
     """
-    offsets = range(0, batch * length + 1, length) if documents is None else [int(o) for o in documents]
+    return _spans(None if documents is None else tuple(documents), batch, length, first, last)
+
+
+@functools.lru_cache(maxsize=4096)  # the same in every layer and pass of a step
+def _spans(documents: tuple[int, ...] | None, batch: int, length: int, first: int, last: int) -> tuple[Span, ...]:
+    bounds = _bounds(documents, batch, length)
+    found = []
+    for b in range(batch):
+        at = max(0, bisect.bisect_right(bounds, b * length + first) - 1)
+        while at + 1 < len(bounds) and bounds[at] < b * length + last:
+            begin, end = bounds[at] - b * length, min(bounds[at + 1] - b * length, last)
+            start = max(begin, first)
+            if start < end:
+                found.append(Span(b, begin, end, end - start, start - first, b))
+            at += 1
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=16)
+def _bounds(documents: tuple[int, ...] | None, batch: int, length: int) -> tuple[int, ...]:
+    """Where documents and batch rows begin, and the end."""
+    rows = range(0, batch * length + 1, length)
+    offsets = rows if documents is None else [int(o) for o in documents]
     total = batch * length
     if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != total or sorted(offsets) != list(offsets):
         raise ValueError(f"documents={list(offsets[:8])} must rise from 0 to batch * sequence = {total}")
-    bounds = sorted({*offsets, *range(0, total + 1, length)})
-    found = []
-    for lo, hi in itertools.pairwise(bounds):
-        b, begin, end = lo // length, lo % length, (hi - 1) % length + 1
-        start, end = max(begin, first), min(end, last)
-        if start < end:
-            found.append(Span(b, begin, end, end - start, start - first, b))
-    return found
+    return tuple(sorted({*offsets, *rows}))
 
 
 def pieces(
@@ -104,7 +124,7 @@ def pieces(
             yield Piece("causal", span.at, span.rows, span.begin, keys)
             return
         yield Piece("causal", span.at, span.rows, start, span.rows)
-        step = max(1, start - span.begin if keys_per_query is None else keys_per_query * span.rows)
+        step = max(LEAST_KEYS, start - span.begin if keys_per_query is None else keys_per_query * span.rows)
         for k in range(span.begin, start, step):
             yield Piece("full", span.at, span.rows, k, min(step, start - k))
         return

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from alstlib.chunked import RowChunk, Stream
 from alstlib.layers import plan, set_forward, stop_own_checkpointing
+from alstlib.support import check_layer_inputs
 from alstlib.tiled import TiledMLP
 from alstlib.unread import output_unread
 
@@ -63,6 +64,7 @@ def _streamed(handle: Handle, layer: nn.Module, original: Any, index: int, count
         if handle._plain:
             return original(*args, **kwargs)
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+        check_layer_inputs(index, layer, (*args, *kwargs.values()))
         if index == 0 and torch.is_grad_enabled():
             plan(handle, x, count, segments=False)
         call, as_tuple = handle._call, False

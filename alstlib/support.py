@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -76,6 +76,15 @@ def _mixes_tokens(module: nn.Module) -> str | None:
     return "mixes tokens in another way than attention" if any(m in kind for m in MIXERS) else None
 
 
+def check_layer_inputs(index: int, layer: nn.Module, inputs: Iterable[Any]) -> None:
+    """Refuse what layers would hand to each other beside their outputs: a recompute could not give it a gradient."""
+    if any(isinstance(v, MutableMapping) for v in inputs):
+        raise ValueError(
+            f"layer {index} ({type(layer).__name__}) shares state with other layers (such as keys and values) in a "
+            "mapping: recomputed, it would lose their gradients; use checkpoint=False and chunk=None"
+        )
+
+
 def _head_width(config: Any) -> int:
     """The widest of a head's keys and values."""
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -98,10 +107,11 @@ def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[s
     kinds = getattr(config, "layer_types", None)
     if kinds and index is not None and kinds[index] == "sliding_attention" and kwargs.get("sliding_window") is None:
         raise ValueError(f"{where} slides by config.layer_types, but its attention does not say its window")
-    slides = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    window = getattr(config, "sliding_window", None)
+    slides = window is not None and getattr(config, "use_sliding_window", True)
     if slides and not kinds and "sliding_window" not in kwargs:
         raise ValueError(
-            f"{where} may slide by config.sliding_window={config.sliding_window}, but its attention does not say its "
+            f"{where} may slide by config.sliding_window={window}, but its attention does not say its "
             "window; set it to None if no layer slides"
         )
     causal = kwargs.get("is_causal")

@@ -173,7 +173,7 @@ def output_with(delta: Tensor, dout: Tensor) -> Tensor:
     made = torch.empty_like(dout)
     for rows in _row_tiles(dout):
         part = dout[rows].to(delta.dtype)
-        norm = torch.linalg.vecdot(part, part)[..., None]
+        norm = part.square().sum(-1, keepdim=True)  # not vecdot, which autocast would lower
         made[rows] = part * torch.where(norm > 0, delta[rows] / norm, 0.0)
     return made
 

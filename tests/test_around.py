@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import zoo
 from cases import make_model, make_samples, plain_run, worst_error
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from alstlib.batches import shard_batch
 from alstlib.reference import relative_error
 
 ALL_ON = {"tiled_mlp": 5, "tiled_loss": 7, "offload": "async", "save_attention": True}
+ALL_OFF = {"tiled_mlp": False, "tiled_loss": False, "checkpoint": False}
 HOW = {
     "on": ALL_ON,
     "chunk": {**ALL_ON, "chunk": 5},
@@ -360,3 +362,55 @@ def test_a_window_that_attention_is_not_told_is_refused() -> None:
             model(**sample())
         model.config.sliding_window = None
         model(**sample())
+
+
+@pytest.mark.parametrize("how", ["on", "chunk"])
+def test_layers_that_share_keys_are_refused_where_they_would_be_recomputed(how: str) -> None:
+    fields = {
+        "num_kv_shared_layers": 2,
+        "num_hidden_layers": 4,
+        "sliding_window": 64,
+        "head_dim": 8,
+        "intermediate_size": 48,
+    }
+    layer_types = ["sliding_attention", "full_attention"] * 2
+    config = transformers.Gemma3nTextConfig(
+        **{**zoo.COMMON, **fields}, layer_types=layer_types, hidden_size_per_layer_input=8, laurel_rank=4,
+        vocab_size_per_layer_input=zoo.VOCAB, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, data = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"), sample()
+    with (
+        alstlib.apply(model, None, alstlib.Options(**HOW[how])),
+        pytest.raises(ValueError, match=r"layer 0|takes no cache"),
+    ):
+        alstlib.causal_lm_loss(model, shard_batch(data, 1, 0))
+    _, want = plain_run(model, [data])
+    with alstlib.apply(model, None, alstlib.Options(**ALL_OFF)):
+        alstlib.causal_lm_loss(model, shard_batch(data, 1, 0)).loss.backward()
+    assert worst_error(gradients(model), want)[0] < 1e-5
+
+
+def test_a_router_loss_that_is_not_known_is_refused() -> None:
+    config = transformers.JetMoeConfig(
+        vocab_size=zoo.VOCAB, hidden_size=32, num_hidden_layers=1, num_key_value_heads=2, kv_channels=8,
+        intermediate_size=48, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with (
+        alstlib.apply(model),
+        pytest.raises(ValueError, match="output_router_logits=True: the router's loss of JetMoe"),
+    ):
+        model(**sample(), output_router_logits=True)
+
+
+@pytest.mark.parametrize("name", ["cpu", "blockwise"])
+def test_kernels_sum_in_full_precision_under_autocast(name: str) -> None:
+    from alstlib.kernels import BACKENDS, Rule, attention_forward
+
+    q, k, v = (torch.randn(1, n, 64, 8, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (4, 2, 2))
+    rule = Rule(1.0, softcap=30.0 if name == "blockwise" else None)
+    plain = attention_forward(BACKENDS[name], q, k, v, rule=rule)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = attention_forward(BACKENDS[name], q, k, v, rule=rule)
+    assert all(torch.equal(a, b) for a, b in zip(plain, under))

@@ -341,7 +341,7 @@ def refused(rank: int, world: int) -> list[str]:
     embedded = {**shard, "inputs_embeds": model.model.embed_tokens(shard["input_ids"]).detach()}
     del embedded["input_ids"]
     unlabelled = {k: v for k, v in shard.items() if k != "shift_labels"}
-    more: list[dict[str, Any]] = [{"output_hidden_states": True}, {"token_type_ids": shard["input_ids"]}]
+    more: list[dict[str, Any]] = [{"output_hidden_states": True}, {"own_tensor": shard["input_ids"]}]
     found = []
     with alstlib.apply(model, ctx, alstlib.Options(chunk=5)):
         for kwargs in (embedded, unlabelled, *({**shard, **wrong} for wrong in more)):
@@ -358,7 +358,7 @@ def test_calls_whose_rows_cannot_be_dealt_out(ranks2: Any) -> None:
         assert "give input_ids, not inputs_embeds" in messages[0]
         assert "would not be in order: give shift_labels" in messages[1]
         assert "would not be in order" in messages[2]
-        assert "cannot deal out token_type_ids" in messages[3]
+        assert "cannot deal out own_tensor" in messages[3]
 
 
 def test_layers_that_cannot_be_streamed(monkeypatch: pytest.MonkeyPatch) -> None:

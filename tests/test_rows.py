@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 from collections.abc import Sequence
 from fractions import Fraction
@@ -156,7 +157,28 @@ def test_plans_are_made_once_for_all_layers() -> None:
     assert isinstance(one, SplitRows)
     assert isinstance(two, SplitRows)
     assert one.plan is two.plan
-    assert layouts.of(q, k, [0, 4, 8]).plan is not one.plan  # type: ignore[union-attr]
-    for i in range(1, 100):
-        layouts.of(q, k, [0, i % 8, 8] if i % 8 else None)
-    assert len(layouts._plans) <= Layouts.KEPT
+    other = layouts.of(q, k, [0, 4, 8])
+    assert isinstance(other, SplitRows)
+    assert other.plan is not one.plan
+    assert len(layouts._plans) == 1  # those of other documents are gone
+
+
+@pytest.mark.parametrize("lengths", [(50, 600), (10, 4000), (300, 3000)], ids=str)
+@pytest.mark.parametrize(("heads", "kv", "ranks"), [(9, 3, 8), (40, 8, 16), (28, 4, 8), (7, 1, 4)])
+def test_work_is_even_over_many_documents(heads: int, kv: int, ranks: int, lengths: tuple[int, int]) -> None:
+    generator, documents = random.Random(0), [0]
+    while documents[-1] < 65_536:
+        documents.append(min(65_536, documents[-1] + generator.randint(*lengths)))
+    rows, areas = balance(heads, kv, ranks, 65_536, documents)
+    assert rows <= 1.001
+    assert areas <= 1.01
+
+
+def test_many_documents_are_handed_out_whole() -> None:
+    """A rank calls its kernel for its own documents, not for a part of every one."""
+    documents = [*range(0, 65_536, 256), 65_536]
+    plan = Plan(28, 4, 8, 3, 1, 65_536, documents)
+    parts = [len(g.spans) for g in plan.groups if g.spans is not None]
+    assert parts
+    assert all(n < 0.6 * len(documents) for n in parts)
+    assert balance(28, 4, 8, 65_536, documents)[1] < 1.01

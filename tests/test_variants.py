@@ -184,6 +184,11 @@ def test_pieces_hold_every_pair_once(bottom_right: bool, keys_per_query: int | N
             assert torch.equal(seen, want.long()), (begin, keys, window, rows)
 
 
+def test_few_rows_behind_many_keys_are_few_calls() -> None:
+    """The last chunk of a long sequence may be a row."""
+    assert len(list(pieces(Span(0, 0, 1_000_001, 1, 0, 0), None, keys_per_query=4))) < 100
+
+
 def test_a_window_costs_only_what_it_sees() -> None:
     span = Span(0, 0, 4096, 4096, 0, 0)
     done = sum(p.repeat * p.rows * (p.keys if p.kind == "full" else (p.keys + 1) / 2) for p in pieces(span, 64))
