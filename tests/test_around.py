@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import alstlib
 from alstlib.batches import shard_batch
+from alstlib.memory import Ledger
 from alstlib.reference import relative_error
 
 ALL_ON = {"tiled_mlp": 5, "tiled_loss": 7, "offload": "async", "save_attention": True}
@@ -414,3 +415,38 @@ def test_kernels_sum_in_full_precision_under_autocast(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         under = attention_forward(BACKENDS[name], q, k, v, rule=rule)
     assert all(torch.equal(a, b) for a, b in zip(plain, under))
+
+
+# ----- evaluation, dropout
+
+
+def evaluation_peak(rank: int, world: int) -> float:
+    """Device bytes that an evaluation takes over the weights, of a sample much larger than they are."""
+    ctx, model, data = alstlib.SPContext.create(world), make_model("wide").eval(), sample(6000)
+    with alstlib.apply(model, ctx, alstlib.Options(tiled_mlp=64, tiled_loss=64)), torch.no_grad():
+        batch = shard_batch(data, world, rank)
+        alstlib.causal_lm_loss(model, batch, ctx)
+        with Ledger() as ledger:
+            start = ledger.device_bytes
+            alstlib.causal_lm_loss(model, batch, ctx)
+            return ledger.device_peak - start
+
+
+def test_evaluation_is_sharded_too(pools: Any) -> None:
+    """No rank falls back to the memory of the whole sample."""
+    whole = evaluation_peak(0, 1)
+    for world, share in ((2, 0.7), (3, 0.55)):
+        assert max(pools(world)(evaluation_peak)) < share * whole
+
+
+def dropout_notes(rank: int, world: int) -> list[str]:
+    model = make_model("gpt2", resid_pdrop=0.1)
+    with alstlib.apply(model, alstlib.SPContext.create(world), alstlib.Options(**ALL_OFF)) as handle:
+        return handle.notes
+
+
+def test_dropout_on_ranks_is_said(ranks2: Any) -> None:
+    for notes in ranks2(dropout_notes):
+        assert any("seed with seed + rank" in note for note in notes)
+    with alstlib.apply(make_model("gpt2", resid_pdrop=0.1), None, alstlib.Options(**ALL_OFF)) as handle:
+        assert handle.notes == []
