@@ -167,7 +167,7 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
     drops = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0})
     if drops and ctx.sp > 1:
         handle.notes.append(
-            f"{', '.join(drops)}: ranks that are seeded alike drop the same places of their slices; seed with seed + rank"
+            f"{', '.join(drops)}: ranks seeded alike drop the same places of their slices; seed with seed + rank"
         )
     for note in handle.notes:
         log.warning(note)
