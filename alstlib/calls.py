@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from alstlib.alltoall import agree_on, stripe
 from alstlib.chunked import RowChunk
 from alstlib.groups import SPContext
-from alstlib.loss import IGNORE
+from alstlib.loss import IGNORE, readable
 from alstlib.offload import Saved
 from alstlib.routers import RouterLoss
 
@@ -163,7 +163,7 @@ def _documents(cu: Any, positions: Any, tokens: Tensor, ctx: SPContext) -> tuple
     if positions is not None and (positions.shape[-1] != rows or positions.shape[:-1].numel() not in (1, batch)):
         raise ValueError(f"position_ids {list(positions.shape)} do not belong to inputs of {batch} x {rows} tokens")
     if cu is not None:
-        offsets = tuple(int(o) for o in torch.as_tensor(cu).tolist())
+        offsets = tuple(int(o) for o in (cu.tolist() if isinstance(cu, Tensor) else cu))
         if not offsets or offsets[-1] != batch * rows * ctx.sp:
             raise ValueError(
                 f"cu_documents ends at {offsets[-1] if offsets else None}, but {batch} x {rows} tokens on each of "
@@ -171,7 +171,7 @@ def _documents(cu: Any, positions: Any, tokens: Tensor, ctx: SPContext) -> tuple
             )
         if positions is None and ctx.sp > 1:
             raise ValueError("position_ids are missing: each rank must give the positions of its own rows")
-        if positions is not None and positions.device.type == "cpu":  # on a GPU the look would cost a synchronisation
+        if positions is not None and readable(positions):  # on a GPU the look would cost a synchronisation
             _check_positions(positions.expand(batch, -1), offsets, ctx)
         return offsets
     if ctx.sp > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
@@ -108,7 +109,8 @@ def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[s
     if kinds and index is not None and kinds[index] == "sliding_attention" and kwargs.get("sliding_window") is None:
         raise ValueError(f"{where} slides by config.layer_types, but its attention does not say its window")
     window = getattr(config, "sliding_window", None)
-    slides = window is not None and getattr(config, "use_sliding_window", True)
+    makes_masks = hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
+    slides = window is not None and getattr(config, "use_sliding_window", True) and makes_masks
     if slides and not kinds and "sliding_window" not in kwargs:
         raise ValueError(
             f"{where} may slide by config.sliding_window={window}, but its attention does not say its "

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 TILE_BYTES = {"cuda": 512 * 2**20, "cpu": 2**20}
 """Target for one intermediate of a tile: large enough for efficient matrix products, small beside the model."""
@@ -54,11 +55,12 @@ class Replay:
     def has_moved(self) -> bool:
         """Have random numbers been drawn since?"""
         now = Replay(self.device)
-        if not torch.equal(self.cpu_state, now.cpu_state):
-            return True
-        if self.cuda_state is None or now.cuda_state is None:
-            return False
-        return not torch.equal(self.cuda_state, now.cuda_state)
+        with unset_fake_temporarily():  # the states are real in a simulation too
+            if not torch.equal(self.cpu_state, now.cpu_state):
+                return True
+            if self.cuda_state is None or now.cuda_state is None:
+                return False
+            return not torch.equal(self.cuda_state, now.cuda_state)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
