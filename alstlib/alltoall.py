@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from alstlib.groups import SPContext
 
@@ -118,7 +119,8 @@ def stripe(tensors: Sequence[Tensor], chunk: int, ctx: SPContext) -> list[Tensor
     rows, p = tensors[0].shape[1], ctx.sp
     if p == 1 or rows <= chunk:
         return list(tensors)
-    order, to_ranks, from_ranks = _stripe_plan(rows, chunk, p, ctx.sp_rank)
+    with unset_fake_temporarily():  # a simulation, too, must know how many rows go where
+        order, to_ranks, from_ranks = _stripe_plan(rows, chunk, p, ctx.sp_rank)
     send = torch.stack(list(tensors)).permute(2, 0, 1)[order.to(tensors[0].device)].contiguous()
     receive = torch.zeros_like(send)  # where ranks are emulated nothing arrives, and a token must be one
     dist.all_to_all_single(receive, send, from_ranks, to_ranks, group=ctx.sp_group)

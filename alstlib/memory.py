@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -136,7 +137,7 @@ class Ledger:
             self.start()
             return self
         for thing in gc.get_objects():
-            if type(thing) in (Tensor, torch.nn.Parameter):
+            if type(thing) in (Tensor, torch.nn.Parameter, FakeTensor):
                 self._cpu.see(thing)
                 if thing.is_leaf and thing.grad is not None:
                     self._cpu.see(thing.grad)

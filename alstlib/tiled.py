@@ -11,6 +11,7 @@ backward, because `TiledMLP` is marked as a leaf.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,12 +23,25 @@ TILE_BYTES = {"cuda": 512 * 2**20, "cpu": 2**20}
 """Target for one intermediate of a tile: large enough for efficient matrix products, small beside the model."""
 
 
+_AS_ON: contextvars.ContextVar[str | None] = contextvars.ContextVar("as_on", default=None)
+
+
+@contextlib.contextmanager
+def as_on(kind: str) -> Iterator[None]:
+    """Choose tiles as on this kind of device (`cuda`, `cpu`), wherever tensors are: for a simulation."""
+    token = _AS_ON.set(kind)
+    try:
+        yield
+    finally:
+        _AS_ON.reset(token)
+
+
 def default_tile(width: int, element_bytes: int, device: torch.device) -> int:
     """Tile in tokens whose widest intermediate [tile, width] takes about `TILE_BYTES`: a power of two, at least 256.
 
     The paper takes as many tiles as sequence / width, which for a narrow model means tiny tiles.
     """
-    tokens = TILE_BYTES.get(device.type, TILE_BYTES["cpu"]) // max(1, width * element_bytes)
+    tokens = TILE_BYTES.get(_AS_ON.get() or device.type, TILE_BYTES["cpu"]) // max(1, width * element_bytes)
     return max(256, 1 << max(0, tokens.bit_length() - 1))
 
 

@@ -1,0 +1,149 @@
+"""One rank of many without the GPUs: the real model, exchange, tiles, checkpoints and offload under fake tensors.
+
+A fake tensor has a shape, a dtype and a device and no memory, so that a laptop runs one rank's step of any model at any
+length, and the byte ledger counts what would be alive. The process group is fake too. What an engine holds besides
+(shards of weights, gradients and optimizer, buffers) is not run: it is a formula (`emulate.ballast`). Tiles are those
+of the device that is simulated. Kernels are PyTorch's CPU ones: workspaces that a GPU's kernels take are not seen.
+
+All layers but the first and last are alike, so a deep model's peaks are found from two shallow ones (`extend`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import alstlib
+from alstlib.config import RunConfig
+from alstlib.memory import Ledger
+from alstlib.models import load_model, model_config
+from alstlib.tiled import as_on
+from alstlib.train import run_options
+
+FEW = (1, 2)
+"""Layers of the two models that are run in place of a deep one."""
+
+
+PLENTY = 2**60
+"""Host bytes where a run names none: what this machine has free says nothing about the one that is simulated."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """One rank's step. Bytes."""
+
+    seq_len: int
+    ranks: int
+    layers: int
+    device_peak: int
+    """Largest number of bytes alive over the weights, without gradients, which an engine takes as they come."""
+    host_peak: int
+    """Of the checkpoints that wait on the host."""
+    wire_bytes: int
+    """Sent by this rank for attention."""
+    peak_operation: str
+    """The operation at which the device peak was reached."""
+    notes: tuple[str, ...] = ()
+
+
+@contextmanager
+def fake_ranks(ranks: int) -> Iterator[alstlib.SPContext]:
+    """The last of `ranks` ranks that share a sample, over a process group that sends nothing.
+
+    Raises:
+        RuntimeError: a process group is there already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("simulate needs a process without a process group: it makes a fake one")
+    if ranks == 1:
+        yield alstlib.SPContext()
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=ranks - 1, world_size=ranks, store=FakeStore())
+    try:
+        yield alstlib.SPContext.create(ranks)
+    finally:
+        dist.destroy_process_group()
+
+
+def simulate(run: RunConfig, ranks: int, device: str = "cuda", fake: bool = True) -> Simulated:
+    """One step of one of `ranks` ranks that share a sample of `run.seq_len` tokens, with the run's model and options.
+
+    Args:
+        run: model, model_config, seq_len, dtype and the options of a run; its engine is not run.
+        ranks: the SP degree.
+        device: whose tiles are taken, `cuda` or `cpu`.
+        fake: False runs real tensors on the CPU, which must have room: to hold the simulation against.
+    """
+    dtype = torch.float32 if run.dtype == "fp32" else torch.bfloat16
+    run = run.replace(host_memory=PLENTY if run.host_memory is None else run.host_memory)
+    length = run.seq_len - run.seq_len % ranks
+    with fake_ranks(ranks) as ctx, as_on(device):
+        with torch.device("meta" if fake else "cpu"):
+            model: Any = load_model(run, dtype)
+        handle = alstlib.apply(model, ctx, run_options(run, model.config.model_type, False))
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        if not fake:
+            return _step(run, model, handle, ctx, length)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            return _step(run, model, handle, ctx, length)
+
+
+def _step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPContext, length: int) -> Simulated:
+    rows = length // ctx.sp
+    first = ctx.sp_rank * rows
+    ids = torch.zeros(1, rows, dtype=torch.long)
+    batch = {"input_ids": ids, "position_ids": torch.arange(first, first + rows)[None], "shift_labels": ids.clone()}
+    for _ in range(2):  # a checkpoint knows its layer from the first
+        gc.collect()
+        sent = handle.wire_bytes
+        with Ledger(stores=[handle.store]) as ledger:
+            start = ledger.device_bytes
+            alstlib.causal_lm_loss(model, {**batch, "cu_documents": [0, length]}, ctx).loss.backward()
+        found = Simulated(
+            seq_len=length, ranks=ctx.sp, layers=model.config.get_text_config().num_hidden_layers,
+            device_peak=ledger.device_peak - start, host_peak=handle.store.peak_nbytes,
+            wire_bytes=handle.wire_bytes - sent, peak_operation=ledger.peak_operation, notes=tuple(handle.notes),
+        )  # fmt: skip
+    return found
+
+
+def extend(few: Simulated, more: Simulated, layers: int) -> Simulated:
+    """A model of so many `layers`, from simulations of two shallower ones: each further layer adds the same.
+
+    Raises:
+        ValueError: the two are not of one length and number of ranks, or of one depth.
+    """
+    if (few.seq_len, few.ranks) != (more.seq_len, more.ranks) or few.layers == more.layers:
+        raise ValueError("extend needs two simulations of one length on as many ranks, with unequal numbers of layers")
+    steps, between = layers - more.layers, more.layers - few.layers
+
+    def at(a: int, b: int) -> int:
+        return b + (b - a) * steps // between
+
+    return replace(
+        more, layers=layers, device_peak=at(few.device_peak, more.device_peak),
+        host_peak=at(few.host_peak, more.host_peak), wire_bytes=at(few.wire_bytes, more.wire_bytes),
+    )  # fmt: skip
+
+
+def simulate_deep(run: RunConfig, ranks: int, device: str = "cuda") -> Simulated:
+    """`simulate` with only `FEW` layers run, extended to those of the model. A host budget is for all layers together:
+    with one, all are run."""
+    whole = model_config(run.model, run.model_config, run.trust_remote_code).get_text_config().num_hidden_layers
+    if whole <= FEW[1] or run.host_memory is not None:
+        return simulate(run, ranks, device)
+    few, more = (
+        simulate(run.replace(model_config={**run.model_config, "num_hidden_layers": n}), ranks, device) for n in FEW
+    )
+    return extend(few, more, whole)

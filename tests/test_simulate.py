@@ -1,0 +1,82 @@
+"""A simulated rank takes the same bytes, device, host and wire, as the same rank with real tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from alstlib.config import RunConfig
+from alstlib.simulate import extend, simulate, simulate_deep
+
+RUN: dict[str, Any] = {"model": "tiny", "seq_len": 512, "dtype": "fp32", "tiled_loss": True, "tiled_mlp": True}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tiled": {},
+    "untiled": {"tiled_mlp": False, "tiled_loss": False},
+    "tiles of a size": {"tiled_mlp": 100, "tiled_loss": 60},
+    "no checkpoints": {"checkpoint": False},
+    "attention kept": {"save_attention": True},
+    "offload": {"offload": "async", "save_attention": "auto"},
+    "chunk": {"offload": "async", "save_attention": "auto", "chunk": 64},
+    "some inputs": {"offload": "sync", "save_attention": "auto", "host_memory": 200_000},
+    "half precision": {"dtype": "bf16", "offload": "async"},
+    "9 heads on 3": {"model_config": {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}},
+    "9 heads on 3, chunk": {"model_config": {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3},
+                            "chunk": 70},
+}  # fmt: skip
+
+
+def run_of(layers: int = 2, **changes: Any) -> RunConfig:
+    shape = {"num_hidden_layers": layers, **changes.pop("model_config", {})}
+    return RunConfig.from_dict({**RUN, **changes, "model_config": shape})
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_simulated_rank_is_a_real_one(options: dict[str, Any], ranks: int) -> None:
+    """To the byte."""
+    fake, real = (simulate(run_of(**options), ranks, "cpu", fake=how) for how in (True, False))
+    assert fake == real
+    assert fake.device_peak > 0
+    assert (fake.host_peak > 0) == ("offload" in options)
+    assert (fake.wire_bytes > 0) == (ranks > 1)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("options", [o for n, o in OPTIONS.items() if n != "some inputs"], ids=str)
+def test_few_layers_tell_of_many(options: dict[str, Any]) -> None:
+    assert simulate_deep(run_of(4, **options), 4, "cpu") == simulate(run_of(4, **options), 4, "cpu")
+
+
+def test_a_host_budget_is_shared_by_all_layers() -> None:
+    """So all are run."""
+    run = run_of(6, **OPTIONS["some inputs"])
+    found = simulate_deep(run, 1, "cpu")
+    assert found == simulate(run, 1, "cpu")
+    assert found.host_peak <= 200_000
+    assert any("one in" in note for note in found.notes)
+
+
+def test_tiles_are_those_of_the_device_that_is_simulated() -> None:
+    """A GPU's tiles are larger; and this laptop's free memory does not count."""
+    run = run_of(seq_len=8192)
+    assert simulate(run, 1, "cuda").device_peak > 1.2 * simulate(run, 1, "cpu").device_peak
+
+
+def test_a_large_model_on_a_laptop() -> None:
+    """One rank of 8 at 1M tokens: the checkpoints are 32 layers' inputs and attention outputs."""
+    run = RunConfig.from_dict({**RUN, "model": "llama-3.1-8b", "dtype": "bf16", "seq_len": "1M", "offload": "async",
+                               "save_attention": "auto"})  # fmt: skip
+    found = simulate_deep(run, 8)
+    rows = 1_000_000 // 8
+    assert found.layers == 32
+    assert found.host_peak == pytest.approx(32 * rows * (2 * 4096 * 2 + 32 * 4), rel=1e-3)
+
+
+def test_what_cannot_be_extended() -> None:
+    one, other = simulate(run_of(2), 1, "cpu"), simulate(run_of(3, seq_len=256), 1, "cpu")
+    with pytest.raises(ValueError, match="two simulations of one length on as many ranks"):
+        extend(one, other, 5)
+    with pytest.raises(ValueError, match="unequal numbers of layers"):
+        extend(one, one, 5)
