@@ -46,7 +46,7 @@ def attach_rotary(handle: Handle) -> None:
 def attach_routers(handle: Handle) -> None:
     handle.routers = find_routers(handle.model)
     if getattr(handle.model.config.get_text_config(), "output_router_logits", False):
-        _check_routers(handle, "config.output_router_logits")
+        _experts(handle, "config.output_router_logits")
 
     @torch.compiler.disable
     def see(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
@@ -60,13 +60,15 @@ def attach_routers(handle: Handle) -> None:
         handle._undo.callback(router.register_forward_hook(see).remove)
 
 
-def _check_routers(handle: Handle, name: str) -> None:
+def _experts(handle: Handle, name: str) -> int:
+    """The number of experts of a model whose router's loss is known."""
     config = handle.model.config.get_text_config()
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if not handle.routers or experts is None or not hasattr(config, "router_aux_loss_coef"):
         raise ValueError(
             f"{name}=True: the router's loss of {type(handle.model).__name__} is not known here; use False"
         )
+    return experts
 
 
 def router_loss(handle: Handle, call: Call, kwargs: dict[str, Any]) -> RouterLoss | None:
@@ -77,13 +79,12 @@ def router_loss(handle: Handle, call: Call, kwargs: dict[str, Any]) -> RouterLos
         return None
     if not handle.routers and "output_router_logits" not in inspect.signature(handle.model.forward).parameters:
         return None  # a model without routers, that has no such loss
-    _check_routers(handle, "output_router_logits")
+    experts = _experts(handle, "output_router_logits")
     if call.shift_labels is None:
         if handle.ctx.sp > 1:
             raise ValueError("output_router_logits=True needs shift_labels with sp > 1: its loss is that of all ranks")
         return None
     kwargs["output_router_logits"] = False
-    experts = getattr(config, "num_local_experts", None) or config.num_experts
     weight = float(config.router_aux_loss_coef)
     return RouterLoss(experts, config.num_experts_per_tok, weight, handle.ctx.sp_group, call.real)
 

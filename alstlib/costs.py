@@ -8,7 +8,6 @@ pairs of query and key, so that times can be compared at equal work.
 from __future__ import annotations
 
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from alstlib.models import model_config
 from alstlib.progress import Progress
 from alstlib.rows import area, balance
 from alstlib.spans import document_spans
-from alstlib.train import run_worker, this_device
+from alstlib.train import run_worker, this_device, timed
 from alstlib.ulysses import UlyssesAttention
 
 SHORT = 64
@@ -88,7 +87,7 @@ class Costs:
                 steps[name] = step
         for _ in range(run.steps):
             for name, step in steps.items():
-                made[name]["step_seconds"].append(self.timed(step))
+                made[name]["step_seconds"].append(timed(step))
         first = next(iter(made.values()))
         return {
             "seq_len": length,
@@ -97,16 +96,6 @@ class Costs:
             "heads": [self.heads, self.kv],
             "costs": {n: {**one, "seconds": statistics.median(one["step_seconds"])} for n, one in made.items()},
         }
-
-    def timed(self, step: Any) -> float:
-        """Seconds from all ranks' start to all ranks' end."""
-        dist.barrier()
-        began = time.perf_counter()
-        step()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
-        return time.perf_counter() - began
 
 
 def main() -> None:

@@ -73,3 +73,10 @@ class SPContext:
             sp_group=group if sp > 1 else None,
             world_group=dist.group.WORLD,
         )
+
+
+def join_fake(ranks: int) -> None:
+    """Make this process the last of `ranks` ranks of a default process group that sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=ranks - 1, world_size=ranks, store=FakeStore())

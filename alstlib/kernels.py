@@ -31,7 +31,7 @@ from alstlib.spans import Documents, Piece, Span, document_spans, pieces
 
 __all__ = [
     "BACKENDS", "Backend", "Documents", "Rule", "attention_backward", "attention_backward_rows", "attention_forward",
-    "choose_backend", "merge", "sinks_backward",
+    "choose_backend", "merge", "row_tiles", "sinks_backward",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -64,15 +64,15 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     out and other [B, H, S, V], lse and other_lse [B, H, S] in fp32. A set without any key has a logsumexp of -inf.
     """
     share = torch.sigmoid(other_lse - lse)[..., None]  # of the other set in the sum of both
-    for rows in _row_tiles(out):
+    for rows in row_tiles(out):
         wide = out[rows].to(share.dtype)
         out[rows] = wide.lerp(other[rows].to(share.dtype), share[rows])
     return out, torch.logaddexp(lse, other_lse)
 
 
-def _row_tiles(x: Tensor) -> list[tuple[slice, slice, slice]]:
-    """Slices that cut the rows of x [B, H, S, D], so that fp32 intermediates are small."""
-    return [(slice(None), slice(None), slice(lo, lo + ROWS)) for lo in range(0, x.shape[2], ROWS)]
+def row_tiles(x: Tensor, step: int = ROWS) -> list[tuple[slice, slice, slice]]:
+    """Slices of x [B, H, S, D] that cut S, so that fp32 intermediates are small."""
+    return [(slice(None), slice(None), slice(lo, lo + step)) for lo in range(0, x.shape[2], step)]
 
 
 def _in_full(fn: Callable[P, R]) -> Callable[P, R]:
@@ -93,9 +93,7 @@ def _one_width(backend: Backend, *tensors: Tensor) -> list[Tensor]:
     return [t if backend.widths or t.shape[-1] == width else pad(t, (0, width - t.shape[-1])) for t in tensors]
 
 
-def _forward(
-    backend: Backend, q: Tensor, k: Tensor, v: Tensor, rule: Rule, kind: str, turned: bool = False
-) -> tuple[Tensor, Tensor]:
+def _forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, rule: Rule, kind: str) -> tuple[Tensor, Tensor]:
     """One call of a kernel."""
     if kind == "upper":  # backwards, this triangle is a causal one
         out, lse = _forward(backend, q.flip(2), k.flip(2), v.flip(2), rule, "causal")
@@ -127,11 +125,11 @@ def _whole(spans: Sequence[Span], q: Tensor, k: Tensor, window: int | None) -> b
     )
 
 
-def _packed(backend: Backend, spans: Sequence[Span], q: Tensor, k: Tensor, own: bool) -> Backend | None:
+def _packed(backend: Backend, q: Tensor, k: Tensor, own: bool) -> Backend | None:
     """The kernel that takes all documents (and a window) of whole sequences in one call, if there is one."""
     packed = BACKENDS.get(backend.packed_by)
     square = q.shape[2] == k.shape[2] and q.shape[-1] == k.shape[-1]
-    return packed if packed is not None and square and not own and len(spans) > 0 else None
+    return packed if packed is not None and square and not own else None
 
 
 def _offsets(spans: Sequence[Span], length: int, device: torch.device) -> tuple[Tensor, int]:
@@ -168,7 +166,7 @@ def attention_forward(
         spans = document_spans(documents, q.shape[0], length or keys, keys - rows, keys)
     if _whole(spans, q, k, rule.window):
         out, lse = _causal_forward(backend, q, k, v, rule)
-    elif (packed := _packed(backend, spans, q, k, own)) is not None and packed.packed_forward is not None:
+    elif (packed := _packed(backend, q, k, own)) is not None and packed.packed_forward is not None:
         offsets, longest = _offsets(spans, keys, q.device)
         out, lse = packed.packed_forward(
             q, *_one_width(packed, q, k, v)[1:], rule.scale, offsets, longest, rule.window, **rule.given
@@ -211,7 +209,7 @@ def _add_piece(
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     score = sinks.to(lse.dtype)[None, :, None]
     share = torch.sigmoid(lse - score)[..., None]
-    for rows in _row_tiles(out):
+    for rows in row_tiles(out):
         out[rows] = out[rows] * share[rows]
     return out, torch.logaddexp(lse, score)
 
@@ -242,7 +240,7 @@ def attention_backward(
         spans = document_spans(documents, q.shape[0], length, 0, length)
     if _whole(spans, q, k, rule.window):
         return _backward(backend, (dout, q, k, v, out, lse), rule, "causal")
-    if (packed := _packed(backend, spans, q, k, own)) is not None and packed.packed_backward is not None:
+    if (packed := _packed(backend, q, k, own)) is not None and packed.packed_backward is not None:
         offsets, longest = _offsets(spans, length, q.device)
         dout, _, k, padded, out = _one_width(packed, dout, q, k, v, out)
         grads = packed.packed_backward(

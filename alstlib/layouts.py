@@ -62,9 +62,8 @@ class WholeHeads:
         self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Attention of this rank's heads -> (out, lse); the queries are the last rows of the keys."""
-        return attention_forward(
-            backend, q, k, v, rule=rule, documents=self.documents, length=self.length, sinks=self._own(sinks, q)
-        )
+        own = None if sinks is None else sinks[self._own(q)]
+        return attention_forward(backend, q, k, v, rule=rule, documents=self.documents, length=self.length, sinks=own)
 
     def backward(
         self, backend: Backend, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
@@ -82,15 +81,13 @@ class WholeHeads:
     def sinks_backward(self, delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         """This rank's share of the gradient [H] of the sinks, from delta and lse [B, H / P, S]."""
         grad = torch.zeros_like(sinks, dtype=lse.dtype)
-        own = self._own(sinks, lse)
-        assert own is not None
-        first = self.exchange.rank * lse.shape[1]
-        grad[first : first + lse.shape[1]] = sinks_backward(delta, lse, own)
+        own = self._own(lse)
+        grad[own] = sinks_backward(delta, lse, sinks[own])
         return grad.to(sinks.dtype)
 
-    def _own(self, sinks: Tensor | None, q: Tensor) -> Tensor | None:
-        first = self.exchange.rank * q.shape[1]
-        return None if sinks is None else sinks[first : first + q.shape[1]]
+    def _own(self, q: Tensor) -> slice:
+        """This rank's heads."""
+        return slice(self.exchange.rank * q.shape[1], (self.exchange.rank + 1) * q.shape[1])
 
 
 class SplitRows:
@@ -144,7 +141,7 @@ class SplitRows:
         """Query rows go back to the ranks that they came from; what the ranks have of a key is summed in fp32."""
         plan, b, rows = self.plan, self.plan.batch, self.plan.own
         flat, d = stored[0, 0], stored.shape[-1]
-        kv, parts, sizes = plan.kv.stop - plan.kv.start, [], []
+        parts, sizes = [], []
         for r, message in enumerate(plan.messages):
             own = [flat.index_select(0, message.received)] + [t[:, :, r * rows : (r + 1) * rows] for t in keys]
             parts += [t.flatten() for t in own]
@@ -154,7 +151,7 @@ class SplitRows:
             for m in plan.messages
         ]
         receive = self.exchange.swap_unequal(torch.cat(parts), sizes, [sum(c) for c in counts])
-        del parts, kv
+        del parts
         made = flat.new_empty(b * plan.heads * rows, d)
         wide = torch.promote_types(flat.dtype, torch.float32)
         sums = [torch.zeros(b, plan.kv_heads, rows, t.shape[-1], dtype=wide, device=t.device) for t in keys]
@@ -177,7 +174,7 @@ class SplitRows:
                 backend, view(q), keys(k), keys(v), rule=rule, length=self.length, sinks=own, **how
             )
             view(out).copy_(part)
-            view(lse[..., None])[..., 0].copy_(part_lse)
+            view(lse).copy_(part_lse)
         return out, lse
 
     def backward(
@@ -188,7 +185,7 @@ class SplitRows:
         dq = torch.empty_like(q)
         for group in self.plan.groups:
             view, keys, how = self._views(group)
-            given = [view(dout), view(q), keys(k), keys(v), view(out), view(lse[..., None])[..., 0]]
+            given = [view(dout), view(q), keys(k), keys(v), view(out), view(lse)]
             if group.spans is None:
                 grads = attention_backward(backend, *given, rule=rule, **how)
                 view(dq).copy_(grads[0])
@@ -206,7 +203,7 @@ class SplitRows:
         dq = torch.empty_like(q)
         for group in self.plan.groups:
             view, keys, how = self._views(group)
-            given = [view(dout), view(q), keys(k), keys(v), view(out), view(lse[..., None])[..., 0], keys(dk), keys(dv)]
+            given = [view(dout), view(q), keys(k), keys(v), view(out), view(lse), keys(dk), keys(dv)]
             view(dq).copy_(attention_backward_rows(backend, *given, rule=rule, length=self.length, **how))
         return dq
 
@@ -215,16 +212,16 @@ class SplitRows:
         for group in self.plan.groups:
             view, _, _ = self._views(group)
             own = slice(group.first_head, group.first_head + group.heads)
-            grad[own] += sinks_backward(view(delta[..., None])[..., 0], view(lse[..., None])[..., 0], sinks[own])
+            grad[own] += sinks_backward(view(delta), view(lse), sinks[own])
         return grad.to(sinks.dtype)
 
     def _views(self, group: Group) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], dict[str, Any]]:
-        """(a group's rows of stored queries [1, 1, rows, D] as [B, heads, S, D], its keys, which queries see which)."""
+        """(a group's stored rows [1, 1, rows, ...] as [B, heads, S, ...], its keys, which queries see which)."""
         batch = self.plan.batch if group.spans is None else 1
 
         def view(x: Tensor) -> Tensor:
             mine = x[0, 0, group.at : group.at + group.heads * group.rows]
-            return mine.view(group.heads, batch, -1, x.shape[-1]).transpose(0, 1)
+            return mine.view(group.heads, batch, -1, *x.shape[3:]).transpose(0, 1)
 
         def keys(x: Tensor) -> Tensor:
             return x[:, group.kv : group.kv + 1]

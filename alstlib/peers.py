@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from alstlib.reference import relative_error
 from alstlib.search import longest_that_fits
 from alstlib.stacks import Stack
 from alstlib.store import HostStore
-from alstlib.train import run_worker, this_device
+from alstlib.train import run_worker, this_device, timed
 
 EXACT_LENGTH = 512
 """Tokens of the sample on which gradients are compared with the oracle."""
@@ -146,9 +145,9 @@ class Comparison:
         times: dict[str, list[float]] = {stack.name: [] for stack in self.stacks}
         for i in range(run.steps):
             for stack in self.stacks:
-                times[stack.name].append(self.timed(lambda stack=stack: stack.step(sample)))  # type: ignore[misc]
+                times[stack.name].append(timed(lambda stack=stack: stack.step(sample)))  # type: ignore[misc]
             self.emit(f"repetition {i + 1} of {run.steps} at {length:,} tokens")
-        floor = [self.timed(floor_step(self.config, length, self.world, self.device, self.bf16)) for _ in range(3)]
+        floor = [timed(floor_step(self.config, length, self.world, self.device, self.bf16)) for _ in range(3)]
         first = made[self.stacks[0].name]
         for stack in self.stacks:
             seconds = statistics.median(times[stack.name])
@@ -173,16 +172,6 @@ class Comparison:
 
         with torch.device("meta"):
             return flop_dimensions(load_model(self.run, torch.float32))
-
-    def timed(self, step: Callable[[], Any]) -> float:
-        """Seconds from all ranks' start to all ranks' end."""
-        dist.barrier()
-        began = time.perf_counter()
-        step()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
-        return time.perf_counter() - began
 
     def look(self, stack: Stack, sample: dict[str, Tensor], exact: dict[str, Tensor] | None) -> dict[str, Any]:
         """What a step of one stack needs, in steps that are not timed. Memory last: ZeRO-3's prefetching settles after

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import alstlib
 from alstlib.config import RunConfig
+from alstlib.groups import join_fake
 from alstlib.memory import Ledger
 from alstlib.models import load_model, model_config
 from alstlib.tiled import as_on
@@ -65,9 +66,7 @@ def fake_ranks(ranks: int) -> Iterator[alstlib.SPContext]:
     if ranks == 1:
         yield alstlib.SPContext()
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=ranks - 1, world_size=ranks, store=FakeStore())
+    join_fake(ranks)
     try:
         yield alstlib.SPContext.create(ranks)
     finally:
@@ -89,17 +88,17 @@ def simulate(run: RunConfig, ranks: int, device: str = "cuda", fake: bool = True
     with fake_ranks(ranks) as ctx, as_on(device):
         with torch.device("meta" if fake else "cpu"):
             model: Any = load_model(run, dtype)
-        handle = alstlib.apply(model, ctx, run_options(run, model.config.model_type, False))
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        if not fake:
-            return _step(run, model, handle, ctx, length)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            model.to_empty(device="cpu")
-            return _step(run, model, handle, ctx, length)
+        with alstlib.apply(model, ctx, run_options(run, model.config.model_type, False)) as handle:
+            if not fake:
+                return _step(model, handle, ctx, length)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                model.to_empty(device="cpu")
+                return _step(model, handle, ctx, length)
 
 
-def _step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPContext, length: int) -> Simulated:
+def _step(model: Any, handle: alstlib.Handle, ctx: alstlib.SPContext, length: int) -> Simulated:
     rows = length // ctx.sp
     first = ctx.sp_rank * rows
     ids = torch.zeros(1, rows, dtype=torch.long)

@@ -26,6 +26,7 @@ from alstlib import results
 from alstlib.config import RunConfig
 from alstlib.corpus import get_tokenizer, load_corpus
 from alstlib.engine import host_tensors, initialize, save_model
+from alstlib.groups import join_fake
 from alstlib.memory import Ledger
 from alstlib.models import SHAPES, flop_dimensions, liger_kernels, load_model, use_liger
 from alstlib.processes import die_with_parent
@@ -256,6 +257,17 @@ def this_device() -> tuple[torch.device, bool]:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu"), cuda
 
 
+def timed(step: Callable[[], Any]) -> float:
+    """Seconds of a step, from all ranks' start to all ranks' end."""
+    dist.barrier()
+    began = time.perf_counter()
+    step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
+    return time.perf_counter() - began
+
+
 def run_worker(doc: str | None, measure: Callable[[RunConfig, Path], dict[str, Any]]) -> None:
     """What every worker does: read the configuration, join the ranks, `measure`, write result.json."""
     parser = argparse.ArgumentParser(description=doc)
@@ -270,9 +282,7 @@ def run_worker(doc: str | None, measure: Callable[[RunConfig, Path], dict[str, A
     else:
         torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
     if run.emulate:  # ranks that are not there: nothing is sent
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", rank=run.emulate - 1, world_size=run.emulate, store=FakeStore())
+        join_fake(run.emulate)
     else:
         dist.init_process_group("nccl" if cuda else "gloo")
     work(run, args.out, measure)

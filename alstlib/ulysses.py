@@ -18,7 +18,7 @@ from torch import Tensor
 
 from alstlib.alltoall import Exchange
 from alstlib.groups import SPContext
-from alstlib.kernels import Backend, Documents, Rule, choose_backend
+from alstlib.kernels import Backend, Documents, Rule, choose_backend, row_tiles
 from alstlib.layouts import Layouts
 from alstlib.offload import Saved
 from alstlib.tiled import default_tile
@@ -163,7 +163,7 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     """rowsum(dout * out) in fp32, [B, H, S, 1]: all that a kernel's backward reads of its output."""
     wide = torch.promote_types(dout.dtype, torch.float32)
     delta = dout.new_empty(*dout.shape[:3], 1, dtype=wide)
-    for rows in _row_tiles(dout):
+    for rows in row_tiles(dout, default_tile(dout.shape[1] * dout.shape[3], 4, dout.device)):
         torch.sum(dout[rows].to(wide) * out[rows], -1, keepdim=True, out=delta[rows])
     return delta
 
@@ -171,14 +171,8 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
 def output_with(delta: Tensor, dout: Tensor) -> Tensor:
     """A stand-in output whose rowsum(dO * O) is `delta`; zero where dO is (then delta is zero too)."""
     made = torch.empty_like(dout)
-    for rows in _row_tiles(dout):
+    for rows in row_tiles(dout, default_tile(dout.shape[1] * dout.shape[3], 4, dout.device)):
         part = dout[rows].to(delta.dtype)
         norm = part.square().sum(-1, keepdim=True)  # not vecdot, which autocast would lower
         made[rows] = part * torch.where(norm > 0, delta[rows] / norm, 0.0)
     return made
-
-
-def _row_tiles(x: Tensor) -> list[tuple[slice, slice, slice]]:
-    """Slices of x [B, H, S, D] that cut S, so that fp32 intermediates are small."""
-    step = default_tile(x.shape[1] * x.shape[3], 4, x.device)
-    return [(slice(None), slice(None), slice(lo, lo + step)) for lo in range(0, x.shape[2], step)]

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 
 VOCAB = 96
 WINDOW = 7
@@ -78,8 +77,3 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overri
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.1)
     return model.train()
-
-
-def decoder_layers(model: nn.Module) -> Any:
-    base = model.base_model
-    return base.h if hasattr(base, "h") else base.layers  # type: ignore[union-attr]
