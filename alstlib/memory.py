@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,11 +36,14 @@ class _CpuInstrument(TorchDispatchMode):
     def __init__(self, budget: int | None, record: bool) -> None:
         super().__init__()
         self.budget, self.record = budget, record
-        self.live: dict[int, tuple[Any, int]] = {}
+        self.place: Callable[[], str] | None = None
+        self.live: dict[int, tuple[Any, int, str]] = {}
         self.hosted: set[int] = set()
         self.bytes = self.peak = 0
+        self.places: Counter[str] = Counter()
+        self.peak_places: dict[str, int] = {}
         self.curve: list[int] = []
-        self.peak_operation = ""
+        self.peak_operation = self.peak_place = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -67,14 +71,17 @@ class _CpuInstrument(TorchDispatchMode):
             return
         if known is not None:
             self._drop(key)
-        self.live[key] = (weakref.ref(storage, lambda _, key=key: self._drop(key)), nbytes)  # type: ignore[misc]
+        place = self.place() if self.place is not None else ""
+        self.live[key] = (weakref.ref(storage, lambda _, key=key: self._drop(key)), nbytes, place)  # type: ignore[misc]
         if key in self.hosted:
             return
         self.bytes += nbytes
+        self.places[place] += nbytes
         if self.record:
             self.curve.append(self.bytes)
         if self.bytes > self.peak:
             self.peak, self.peak_operation = self.bytes, operation
+            self.peak_place, self.peak_places = place, dict(self.places)
         if self.budget is not None and self.bytes > self.budget:
             raise DeviceOutOfMemory(
                 f"out of device memory: {self.bytes:,} bytes at {operation or 'the start'} go beyond the budget of "
@@ -89,8 +96,19 @@ class _CpuInstrument(TorchDispatchMode):
             self.hosted.discard(key)
             return
         self.bytes -= known[1]
+        self.places[known[2]] -= known[1]
         if self.record:
             self.curve.append(self.bytes)
+
+    def move(self, tensor: Tensor, place: str) -> None:
+        """Count this tensor's storage under another place from now on."""
+        key = tensor.untyped_storage()._cdata
+        if (known := self.live.get(key)) is None:
+            return
+        self.live[key] = (*known[:2], place)
+        if key not in self.hosted:
+            self.places[known[2]] -= known[1]
+            self.places[place] += known[1]
 
     def host(self, tensor: Tensor) -> None:
         """Count this tensor's storage as host memory from now on."""
@@ -98,8 +116,9 @@ class _CpuInstrument(TorchDispatchMode):
         key = storage._cdata
         if key in self.hosted:
             return
-        if key in self.live:
-            self.bytes -= self.live[key][1]
+        if known := self.live.get(key):
+            self.bytes -= known[1]
+            self.places[known[2]] -= known[1]
             self.hosted.add(key)
         else:
             self.hosted.add(key)
@@ -107,7 +126,7 @@ class _CpuInstrument(TorchDispatchMode):
 
     @property
     def host_bytes(self) -> int:
-        return sum(nbytes for key, (_, nbytes) in self.live.items() if key in self.hosted)
+        return sum(nbytes for key, (_, nbytes, _) in self.live.items() if key in self.hosted)
 
 
 class Ledger:
@@ -118,6 +137,7 @@ class Ledger:
         stores: checkpoint stores whose bytes are host memory.
         budget: device bytes after which a run ends with `DeviceOutOfMemory` (on CUDA: PyTorch's OutOfMemoryError).
         record: keep the curve of live device bytes (CPU only), for a figure.
+        place: says where in the model an operation runs (CPU only), so that `peak_places` can tell bytes apart.
     """
 
     def __init__(
@@ -126,8 +146,10 @@ class Ledger:
         stores: Sequence[HostStore] = (),
         budget: int | None = None,
         record: bool = False,
+        place: Callable[[], str] | None = None,
     ) -> None:
         self.device, self.stores, self.budget = torch.device(device), list(stores), budget
+        self._place = place
         self._cpu = _CpuInstrument(None, record) if self.device.type == "cpu" else None
         self._watching = False
         self._engine_host: list[Tensor] = []
@@ -141,6 +163,7 @@ class Ledger:
                 self._cpu.see(thing)
                 if thing.is_leaf and thing.grad is not None:
                     self._cpu.see(thing.grad)
+        self._cpu.place = self._place  # what was there before belongs to no place
         self._cpu.__enter__()
         self._watching = True
         self.mark_host(())
@@ -187,6 +210,7 @@ class Ledger:
         else:
             self._cpu.budget = self.budget
             self._cpu.peak, self._cpu.curve = self._cpu.bytes, []
+            self._cpu.peak_places = dict(self._cpu.places)
 
     @property
     def device_bytes(self) -> int:
@@ -205,6 +229,21 @@ class Ledger:
     def curve(self) -> list[int]:
         """Live device bytes after each allocation and release since `start` (CPU, with `record`)."""
         return self._cpu.curve if self._cpu is not None else []
+
+    @property
+    def peak_places(self) -> dict[str, int]:
+        """Bytes alive at the device peak by the place that made them (CPU, with `place`); "" was there before."""
+        return {name: nbytes for name, nbytes in self._cpu.peak_places.items() if nbytes} if self._cpu else {}
+
+    @property
+    def peak_place(self) -> str:
+        """Where the device peak was reached (CPU, with `place`)."""
+        return self._cpu.peak_place if self._cpu is not None else ""
+
+    def move(self, tensor: Tensor, place: str) -> None:
+        """Count this tensor under another place from now on (CPU)."""
+        if self._cpu is not None:
+            self._cpu.move(tensor, place)
 
     @property
     def peak_operation(self) -> str:

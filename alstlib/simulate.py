@@ -11,6 +11,7 @@ All layers but the first and last are alike, so a deep model's peaks are found f
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,12 +26,12 @@ from alstlib.config import RunConfig
 from alstlib.groups import join_fake
 from alstlib.memory import Ledger
 from alstlib.models import load_model, model_config
+from alstlib.places import CHECKPOINTS, EXCHANGE, ROOT, Places, category
 from alstlib.tiled import as_on
 from alstlib.train import run_options
 
-FEW = (1, 2)
-"""Layers of the two models that are run in place of a deep one."""
-
+FEW = (1, 2, 3)
+"""Layers of the models that are run in place of a deep one: two, and a third where those peak at different places."""
 
 PLENTY = 2**60
 """Host bytes where a run names none: what this machine has free says nothing about the one that is simulated."""
@@ -49,8 +50,12 @@ class Simulated:
     """Of the checkpoints that wait on the host."""
     wire_bytes: int
     """Sent by this rank for attention."""
+    categories: dict[str, int]
+    """What the device peak consists of (`places`); the sum is `device_peak`."""
+    peak_place: str
+    """The module in whose forward, recompute or backward the device peak was reached."""
     peak_operation: str
-    """The operation at which the device peak was reached."""
+    """The operation that reached it."""
     notes: tuple[str, ...] = ()
 
 
@@ -106,15 +111,35 @@ def _step(model: Any, handle: alstlib.Handle, ctx: alstlib.SPContext, length: in
     for _ in range(2):  # a checkpoint knows its layer from the first
         gc.collect()
         sent = handle.wire_bytes
-        with Ledger(stores=[handle.store]) as ledger:
+        with Places(model) as places, Ledger(stores=[handle.store], place=places.now) as ledger:
+            watch(handle, places, ledger)
             start = ledger.device_bytes
             alstlib.causal_lm_loss(model, {**batch, "cu_documents": [0, length]}, ctx).loss.backward()
+        categories: Counter[str] = Counter()
+        for place, nbytes in ledger.peak_places.items():
+            categories[category(place) if place else "before"] += nbytes
+        categories["before"] -= start
         found = Simulated(
             seq_len=length, ranks=ctx.sp, layers=model.config.get_text_config().num_hidden_layers,
             device_peak=ledger.device_peak - start, host_peak=handle.store.peak_nbytes,
-            wire_bytes=handle.wire_bytes - sent, peak_operation=ledger.peak_operation, notes=tuple(handle.notes),
+            wire_bytes=handle.wire_bytes - sent, categories={n: b for n, b in sorted(categories.items()) if b},
+            peak_place=ledger.peak_place.removeprefix(f"{ROOT}."), peak_operation=ledger.peak_operation, notes=tuple(handle.notes),
         )  # fmt: skip
     return found
+
+
+def watch(handle: alstlib.Handle, places: Places, ledger: Ledger) -> None:
+    """Tell apart what the exchange makes, and what checkpoints keep, from what the module makes that they run in."""
+    for method in ("to_heads", "to_seq", "shared_to_heads", "shared_to_seq", "swap_unequal"):
+        places.wrap(handle.attention.exchange, method, EXCHANGE)
+    put = handle.store.put
+
+    def kept(ticket: Any, x: torch.Tensor) -> None:
+        put(ticket, x)
+        ledger.move(x, f"<{CHECKPOINTS}>")
+
+    handle.store.put = kept  # type: ignore[method-assign]
+    places.finally_do(lambda: delattr(handle.store, "put"))
 
 
 def extend(few: Simulated, more: Simulated, layers: int) -> Simulated:
@@ -130,9 +155,12 @@ def extend(few: Simulated, more: Simulated, layers: int) -> Simulated:
     def at(a: int, b: int) -> int:
         return b + (b - a) * steps // between
 
+    names = sorted({*few.categories, *more.categories})
+    categories = {n: at(few.categories.get(n, 0), more.categories.get(n, 0)) for n in names}
     return replace(
-        more, layers=layers, device_peak=at(few.device_peak, more.device_peak),
+        _as_last(more, layers), layers=layers, device_peak=at(few.device_peak, more.device_peak),
         host_peak=at(few.host_peak, more.host_peak), wire_bytes=at(few.wire_bytes, more.wire_bytes),
+        categories={n: b for n, b in categories.items() if b},
     )  # fmt: skip
 
 
@@ -142,7 +170,17 @@ def simulate_deep(run: RunConfig, ranks: int, device: str = "cuda") -> Simulated
     whole = model_config(run.model, run.model_config, run.trust_remote_code).get_text_config().num_hidden_layers
     if whole <= FEW[1] or run.host_memory is not None:
         return simulate(run, ranks, device)
-    few, more = (
-        simulate(run.replace(model_config={**run.model_config, "num_hidden_layers": n}), ranks, device) for n in FEW
-    )
+
+    def shallow(layers: int) -> Simulated:
+        config = {**run.model_config, "num_hidden_layers": layers}
+        return simulate(run.replace(model_config=config), ranks, device)
+
+    few, more = (shallow(n) for n in FEW[:2])
+    if _as_last(few, more.layers).peak_place != more.peak_place and whole > FEW[2]:
+        few, more = more, shallow(FEW[2])
     return extend(few, more, whole)
+
+
+def _as_last(of: Simulated, layers: int) -> Simulated:
+    """The last layer's peak place, in a model of so many layers."""
+    return replace(of, peak_place=of.peak_place.replace(f".{of.layers - 1}", f".{layers - 1}"))

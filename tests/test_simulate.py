@@ -39,6 +39,9 @@ def test_a_simulated_rank_is_a_real_one(options: dict[str, Any], ranks: int) -> 
     fake, real = (simulate(run_of(**options), ranks, "cpu", fake=how) for how in (True, False))
     assert fake == real
     assert fake.device_peak > 0
+    assert sum(fake.categories.values()) == fake.device_peak
+    assert set(fake.categories) <= {"attention", "checkpoints", "exchange", "hidden states", "loss", "mlp"}
+    assert fake.peak_place
     assert (fake.host_peak > 0) == ("offload" in options)
     assert (fake.wire_bytes > 0) == (ranks > 1)
     assert not dist.is_initialized()
@@ -47,6 +50,25 @@ def test_a_simulated_rank_is_a_real_one(options: dict[str, Any], ranks: int) -> 
 @pytest.mark.parametrize("options", [o for n, o in OPTIONS.items() if n != "some inputs"], ids=str)
 def test_few_layers_tell_of_many(options: dict[str, Any]) -> None:
     assert simulate_deep(run_of(4, **options), 4, "cpu") == simulate(run_of(4, **options), 4, "cpu")
+
+
+def test_the_peak_says_what_it_is_made_of() -> None:
+    """Untiled logits, the intermediates of an untiled MLP, and checkpoints that stay on the device."""
+    wide = {"model_config": {"vocab_size": 32_768}}
+    logits = simulate(run_of(tiled_loss=False, **wide), 2, "cpu")
+    assert logits.categories["loss"] > 0.9 * logits.device_peak
+    assert logits.categories["loss"] > 2 * 256 * 32_768 * 4
+    mlp = simulate(run_of(tiled_mlp=False, model_config={"intermediate_size": 4096}), 2, "cpu")
+    assert mlp.peak_place.startswith("model.layers.1.mlp")
+    assert mlp.categories["mlp"] > 3 * 256 * 4096 * 4
+    kept = simulate(run_of(8), 2, "cpu")
+    assert kept.categories["checkpoints"] == 8 * 256 * 64 * 4
+
+
+def test_what_the_exchange_takes_is_told_apart() -> None:
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64, "intermediate_size": 64}
+    assert simulate(run_of(tiled_loss=False, model_config=heads), 4, "cpu").categories.get("exchange", 0) > 0
+    assert "exchange" not in simulate(run_of(model_config=heads), 1, "cpu").categories
 
 
 def test_a_host_budget_is_shared_by_all_layers() -> None:

@@ -1,0 +1,132 @@
+"""Where in a model an operation runs, in forward and in backward: to say what memory belongs to, and who took it.
+
+Hooks on the modules say it for forward passes and recomputes; an autograd node remembers where it was made, for its
+backward. Nothing here holds a tensor, so that lifetimes stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+HIDDEN, ATTENTION, MLP, LOSS, EXCHANGE, CHECKPOINTS = (
+    "hidden states", "attention", "mlp", "loss", "exchange", "checkpoints",
+)  # fmt: skip
+"""Categories of what a step takes: hidden states are embeddings, norms, residuals and their gradients."""
+
+ROOT = "model"
+"""The path of the model itself."""
+
+_LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)(.*)$")
+
+
+def category(path: str) -> str:
+    """The category of what a module makes, from its path in a decoder."""
+    if path.startswith("<"):
+        return path[1:-1]
+    if match := _LAYER.match(path):
+        child = match[2].partition(".")[0]
+        if "norm" not in child and ("attn" in child or "attention" in child):
+            return ATTENTION
+        return MLP if child in ("mlp", "feed_forward", "ffn", "block_sparse_moe") else HIDDEN
+    return HIDDEN if "embed" in path or "rotary" in path or "wte" in path else LOSS
+
+
+class _Tag(TorchFunctionMode):
+    """Writes the place into the autograd nodes that are made there."""
+
+    def __init__(self, stack: list[str]) -> None:
+        super().__init__()
+        self.stack = stack
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.stack:
+            tag(out, self.stack[-1])
+        return out
+
+
+def tag(out: Any, place: str) -> None:
+    """Write a place into the nodes that made this, and into those before them that have none: functions of ours, which
+    no mode sees."""
+    first = next((o for o in out if isinstance(o, Tensor)), None) if isinstance(out, tuple | list) else out
+    if isinstance(first, Tensor) and (node := first.grad_fn) is not None:
+        for made in (node, *(before for before, _ in node.next_functions)):
+            if made is not None:
+                made.metadata.setdefault("place", place)
+
+
+class Places:
+    """While it is entered, `now()` is the path of the module whose operation runs (of its forward or backward)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.stack: list[str] = []
+        self._tagging: list[_Tag | None] = []
+        self._last = ROOT
+        self._undo: list[Callable[[], Any]] = []
+        for name, module in model.named_modules(prefix=ROOT):
+            self._undo += [
+                module.register_forward_pre_hook(self._enter(name)).remove,
+                module.register_forward_hook(self._leave, always_call=True).remove,
+            ]
+
+    def _enter(self, name: str) -> Any:
+        def enter(*_: Any) -> None:
+            self.stack.append(name)
+            tagging = None if torch._C._len_torch_function_stack() else _Tag(self.stack)  # none within a backward
+            if tagging is not None:
+                tagging.__enter__()
+            self._tagging.append(tagging)
+
+        return enter
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        tag(out, self.stack.pop())
+        if (tagging := self._tagging.pop()) is not None:
+            tagging.__exit__(None, None, None)
+
+    def wrap(self, thing: Any, method: str, place: str) -> None:
+        """What this object's method makes belongs to a category of its own, whichever module calls it."""
+        original = getattr(thing, method)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self.at(f"<{place}>"):
+                return original(*args, **kwargs)
+
+        setattr(thing, method, wrapped)
+        self._undo.append(lambda: delattr(thing, method))
+
+    def finally_do(self, undo: Callable[[], Any]) -> None:
+        """At the end, undo this too."""
+        self._undo.append(undo)
+
+    @contextmanager
+    def at(self, path: str) -> Iterator[None]:
+        self.stack.append(path)
+        try:
+            yield
+        finally:
+            self.stack.pop()
+
+    def now(self) -> str:
+        if self.stack:
+            return self.stack[-1]
+        node = torch._C._current_autograd_node()
+        place = "" if node is None else node.metadata.get("place", "")
+        if not place:  # made by a layer itself while it was recomputed, between its modules
+            return _LAYER.sub(r"\1", self._last)
+        self._last = place
+        return str(place)
+
+    def __enter__(self) -> Places:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for undo in self._undo:
+            undo()
