@@ -84,6 +84,7 @@ class RunConfig:
     attention: str = _docs("core attention: 'sdpa', 'auto' (flash-attn 3 or 4 if installed) or a kernel's name", "sdpa")
     tiled_loss: bool | int = _docs("tiled logits and loss; a number is the tile in tokens", False)
     tiled_mlp: bool | int = _docs("tiled MLP; a number is the tile in tokens", False)
+    tiled_norm: bool | int = _docs("layers' norms in tiles (they compute in fp32); a number is the tile", False)
     checkpoint: bool = _docs("activation checkpointing of decoder layers", True)
     offload: Literal["none", "sync", "async"] = _docs("checkpoints leave for the host", "none")
     save_attention: bool | Literal["auto"] = _docs("keep attention outputs, so that attention runs forward once", False)
@@ -130,7 +131,7 @@ class RunConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, allowed))}")
-        for name in ("tiled_loss", "tiled_mlp"):
+        for name in ("tiled_loss", "tiled_mlp", "tiled_norm"):
             value = getattr(self, name)
             if not isinstance(value, bool) and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} must be True, False or a tile of at least 1 token")
@@ -183,7 +184,14 @@ ROWS: dict[str, dict[str, Any]] = {
     "ulysses+tiled_mlp": {"tiled_loss": True, "sp": 0, "tiled_mlp": True},
     "ulysses+offload": {"tiled_loss": True, "sp": 0, "offload": "sync"},
     "alst": {"tiled_loss": True, "sp": 0, "tiled_mlp": True, "offload": "sync"},
-    "ours": {"tiled_loss": True, "sp": 0, "tiled_mlp": True, "offload": "async", "save_attention": "auto"},
+    "ours": {
+        "tiled_loss": True,
+        "sp": 0,
+        "tiled_mlp": True,
+        "tiled_norm": True,
+        "offload": "async",
+        "save_attention": "auto",
+    },
 }
 """Rows of the ablation (ALST paper, Table 1) and a last one, `ours`, with everything on. `sp=0` is the world size.
 The paper copies checkpoints synchronously and keeps no attention outputs; so do its six rows here."""
@@ -202,5 +210,6 @@ PAPER_ROWS: dict[str, dict[str, Any]] = {
 def row_config(row: str, base: RunConfig | None = None) -> RunConfig:
     """The configuration of a row: `base` with the row's features switched on and every other feature off."""
     check_names({row: None}, ROWS, "row")
-    off = {"tiled_loss": False, "sp": 1, "tiled_mlp": False, "offload": "none", "save_attention": False, "chunk": None}
+    off = {"tiled_loss": False, "sp": 1, "tiled_mlp": False, "tiled_norm": False, "offload": "none",
+           "save_attention": False, "chunk": None}  # fmt: skip
     return (base or RunConfig()).replace(**{**off, **ROWS[row], "row": row})

@@ -42,6 +42,9 @@ class Options:
     name (`backends.BACKENDS`)."""
     tiled_mlp: bool | int = True
     """MLPs in sequence tiles; a number is the tile in tokens."""
+    tiled_norm: bool | int = True
+    """Norms of decoder layers in sequence tiles: they compute in fp32, several times their input; a number is the tile
+    in tokens. (Streamed layers run in chunks, and a norm of an MLP's output in the MLP's tiles.)"""
     tiled_loss: bool | int = True
     """Logits and loss in sequence tiles, and the norm before them; a number is the tile of the loss in tokens."""
     checkpoint: bool = True
@@ -74,7 +77,7 @@ class Options:
                 raise ValueError(f"chunk={self.chunk!r} must be None or a whole number of tokens, at least 1")
             if not self.checkpoint:
                 raise ValueError(f"chunk={self.chunk} recomputes layers chunk by chunk: it needs checkpoint=True")
-        for tile in (self.tiled_mlp, self.tiled_loss):
+        for tile in (self.tiled_mlp, self.tiled_norm, self.tiled_loss):
             if not isinstance(tile, bool):
                 check_tile(tile)
 
@@ -151,6 +154,8 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
         _attach_attention(handle)
         if options.tiled_mlp:
             _attach_mlps(handle, layers)
+        if options.tiled_norm and options.chunk is None:
+            _attach_norms(handle, layers)
         if options.tiled_loss:
             _attach_head(handle)
         if options.chunk is not None:
@@ -249,6 +254,19 @@ def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
             handle.mlps.append(tiled)
 
 
+def _attach_norms(handle: Handle, layers: Sequence[nn.Module]) -> None:
+    tile = None if handle.options.tiled_norm is True else int(handle.options.tiled_norm)
+    for layer in layers:
+        for name, norm in list(layer.named_children()):
+            if _is_norm(norm) and not name.startswith(("post_feedforward", "post_mlp")):
+                _swap(handle, norm, TiledNorm(norm, tile))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Of the names that norms over the width have, token by token."""
+    return type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
+
+
 _TINY = 2.0**-40
 """Loss handed through a model's own transformation of its logits: so small that a soft cap is the identity on it."""
 
@@ -275,7 +293,7 @@ def _attach_head(handle: Handle) -> None:
     handle.head.unshrink = 1.0 / (factor * transform.scale)
     _swap(handle, head, handle.head)
     for norm in handle.model.base_model.children():
-        if type(norm).__name__.endswith(("RMSNorm", "LayerNorm")):  # these are over the width, token by token
+        if _is_norm(norm):
             _swap(handle, norm, TiledNorm(norm))
 
 

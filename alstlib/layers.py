@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from alstlib.offload import Saved, Segment, checkpoint
+from alstlib.rules import share_host
 from alstlib.support import check_layer_inputs
 from alstlib.tiled import TiledMLP
 from alstlib.unread import Follower, find_followers, output_unread
@@ -162,22 +163,6 @@ def plan(handle: Handle, x: Tensor, layers: int, segments: bool = True) -> None:
         handle.notes.append(note)
         log.warning(note)
     handle.inputs_kept_every = every
-
-
-def share_host(room: int, layers: int, input_bytes: int, output_bytes: int, save: bool | str) -> tuple[int, int]:
-    """How `room` bytes of host memory are used: inputs are kept every k layers, k the smallest that fits; attention
-    outputs of all layers with `save` True, of none with False, and with `auto` of as many as fit beside the inputs.
-
-    Returns:
-        (k, layers whose outputs are kept). Where nothing fits, the k that needs least.
-    """
-    outputs = layers if save is True else 0
-    kept = [-(-layers // k) for k in range(1, layers + 1)]
-    fits = (k for k, n in enumerate(kept, 1) if n * input_bytes + outputs * output_bytes <= room)
-    every = next(fits, layers)
-    if save == "auto":
-        outputs = max(0, min(layers, (room - kept[every - 1] * input_bytes) // output_bytes))
-    return every, outputs
 
 
 def _room(handle: Handle, x: Tensor) -> int:

@@ -140,6 +140,8 @@ class Ledger:
         place: says where in the model an operation runs (CPU only), so that `peak_places` can tell bytes apart.
     """
 
+    instrument = _CpuInstrument
+
     def __init__(
         self,
         device: torch.device | str = "cpu",
@@ -150,7 +152,7 @@ class Ledger:
     ) -> None:
         self.device, self.stores, self.budget = torch.device(device), list(stores), budget
         self._place = place
-        self._cpu = _CpuInstrument(None, record) if self.device.type == "cpu" else None
+        self._cpu = self.instrument(None, record) if self.device.type == "cpu" else None
         self._watching = False
         self._engine_host: list[Tensor] = []
 

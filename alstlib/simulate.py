@@ -123,7 +123,8 @@ def _step(model: Any, handle: alstlib.Handle, ctx: alstlib.SPContext, length: in
             seq_len=length, ranks=ctx.sp, layers=model.config.get_text_config().num_hidden_layers,
             device_peak=ledger.device_peak - start, host_peak=handle.store.peak_nbytes,
             wire_bytes=handle.wire_bytes - sent, categories={n: b for n, b in sorted(categories.items()) if b},
-            peak_place=ledger.peak_place.removeprefix(f"{ROOT}."), peak_operation=ledger.peak_operation, notes=tuple(handle.notes),
+            peak_place=ledger.peak_place.removeprefix(f"{ROOT}."), peak_operation=ledger.peak_operation,
+            notes=tuple(handle.notes),
         )  # fmt: skip
     return found
 

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-TILE_BYTES = {"cuda": 512 * 2**20, "cpu": 2**20}
-"""Target for one intermediate of a tile: large enough for efficient matrix products, small beside the model."""
+from alstlib.rules import tile_for
 
-
-_AS_ON: contextvars.ContextVar[str | None] = contextvars.ContextVar("as_on", default=None)
+TileRule = Callable[[int, int], int]
+_AS_ON: contextvars.ContextVar[str | TileRule | None] = contextvars.ContextVar("as_on", default=None)
 
 
 @contextlib.contextmanager
-def as_on(kind: str) -> Iterator[None]:
-    """Choose tiles as on this kind of device (`cuda`, `cpu`), wherever tensors are: for a simulation."""
+def as_on(kind: str | TileRule) -> Iterator[None]:
+    """Choose tiles as on this kind of device (`cuda`, `cpu`), wherever tensors are, or by a rule of the caller's, of
+    the width and the bytes of an element: for a simulation."""
     token = _AS_ON.set(kind)
     try:
         yield
@@ -41,8 +41,9 @@ def default_tile(width: int, element_bytes: int, device: torch.device) -> int:
 
     The paper takes as many tiles as sequence / width, which for a narrow model means tiny tiles.
     """
-    tokens = TILE_BYTES.get(_AS_ON.get() or device.type, TILE_BYTES["cpu"]) // max(1, width * element_bytes)
-    return max(256, 1 << max(0, tokens.bit_length() - 1))
+    if callable(rule := _AS_ON.get()):
+        return rule(width, element_bytes)
+    return tile_for(width, element_bytes, rule or device.type)
 
 
 def check_tile(tile: int) -> int:
@@ -113,6 +114,7 @@ class _TiledCompute(torch.autograd.Function):
         *_: Tensor,
     ) -> Tensor:
         ctx.fn, ctx.tile, ctx.params, ctx.replay = fn, tile, params, Replay(x.device)
+        ctx.skipped = skip
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(x, *along)
         return x.new_zeros(()).expand_as(x) if skip else _run_tiles(fn, x, along, tile)
@@ -279,7 +281,17 @@ class TiledMLP(TiledModule):
 
 class TiledNorm(TiledModule):
     """Stands in for a norm over the width and runs it in tiles: a norm computes in fp32, and untiled its intermediates
-    are several times the hidden states."""
+    are several times the hidden states.
+
+    Args:
+        norm: a module mapping [B, S, E] to [B, S, E], token by token.
+        tile: tokens in one tile; None chooses by `default_tile`.
+    """
+
+    def __init__(self, norm: nn.Module, tile: int | None = None) -> None:
+        super().__init__(norm)
+        self.tile = None if tile is None else check_tile(tile)
 
     def forward(self, x: Tensor) -> Tensor:
-        return tiled_compute(self.inner, x, self.trainable, tile=default_tile(x.shape[-1], 4, x.device))
+        tile = self.tile or default_tile(x.shape[-1], 4, x.device)
+        return tiled_compute(self.inner, x, self.trainable, tile=tile)

@@ -241,6 +241,7 @@ def run_options(run: RunConfig, model_type: str, cuda: bool) -> alstlib.Options:
     return alstlib.Options(
         attention=run.attention,
         tiled_mlp=run.tiled_mlp,
+        tiled_norm=run.tiled_norm,
         tiled_loss=run.tiled_loss,
         checkpoint=run.checkpoint,
         offload=run.offload,

@@ -160,7 +160,7 @@ def output_unread(out: Tensor, followers: Iterable[Follower] = ()) -> bool:
     seen = set(stack)
     while stack:
         node = stack.pop()
-        if type(node).__name__ == "_TiledComputeBackward":
+        if type(node).__name__ == "_TiledComputeBackward" and node.skipped:
             above.append(node)  # and go on below it: another may feed this one, which reads its input
         for child, _ in node.next_functions:
             if child is not None:

@@ -18,12 +18,12 @@ from alstlib.batches import shard_batch
 from alstlib.memory import Ledger
 from alstlib.reference import relative_error
 
-ALL_ON = {"tiled_mlp": 5, "tiled_loss": 7, "offload": "async", "save_attention": True}
-ALL_OFF = {"tiled_mlp": False, "tiled_loss": False, "checkpoint": False}
+ALL_ON = {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "offload": "async", "save_attention": True}
+ALL_OFF = {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False}
 HOW = {
     "on": ALL_ON,
     "chunk": {**ALL_ON, "chunk": 5},
-    "off": {"tiled_mlp": False, "tiled_loss": False, "checkpoint": False},
+    "off": {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False},
 }
 LENGTH = 26
 Run = tuple[float, dict[str, Tensor]]

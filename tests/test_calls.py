@@ -17,7 +17,7 @@ from alstlib.reference import relative_error, shift
 
 ONE = SPContext()
 LENGTH = 12
-ALL_ON = {"tiled_mlp": 5, "tiled_loss": 7, "offload": "async", "save_attention": True}
+ALL_ON = {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "offload": "async", "save_attention": True}
 
 
 def ids(batch: int = 1, length: int = LENGTH, seed: int = 0) -> Tensor:

@@ -21,7 +21,8 @@ RANKS = 4
 SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
 RUN: dict[str, Any] = {
     "model": "tiny", "model_config": SHAPE, "seq_len": 2048, "dtype": "fp32", "steps": 1, "tiled_loss": True,
-    "tiled_mlp": True, "offload": "sync", "save_attention": "auto", "world_size": 1, "sp": 1, "emulate": RANKS,
+    "tiled_mlp": True, "tiled_norm": True, "offload": "sync", "save_attention": "auto", "world_size": 1, "sp": 1,
+    "emulate": RANKS,
 }  # fmt: skip
 
 

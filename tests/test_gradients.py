@@ -13,8 +13,15 @@ import alstlib
 from alstlib.data import SPDataLoader
 
 TOLERANCE = 1e-5
-ALL_ON = {"tiled_mlp": 5, "tiled_loss": 7, "checkpoint": True, "offload": "async", "save_attention": True}
-ALL_OFF = {"tiled_mlp": False, "tiled_loss": False, "checkpoint": False}
+ALL_ON = {
+    "tiled_mlp": 5,
+    "tiled_norm": 6,
+    "tiled_loss": 7,
+    "checkpoint": True,
+    "offload": "async",
+    "save_attention": True,
+}
+ALL_OFF = {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False}
 
 
 class Averaged(nn.Module):

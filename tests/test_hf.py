@@ -24,8 +24,8 @@ from alstlib.groups import SPContext
 from alstlib.reference import shift
 from alstlib.tiled import TiledMLP
 
-ALL_ON = {"tiled_mlp": 5, "tiled_loss": 7, "offload": "async", "save_attention": True}
-ALL_OFF = {"tiled_mlp": False, "tiled_loss": False, "checkpoint": False}
+ALL_ON = {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "offload": "async", "save_attention": True}
+ALL_OFF = {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False}
 LENGTH = 20
 
 

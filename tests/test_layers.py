@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 import alstlib
 from alstlib import layouts
-from alstlib.layers import share_host
 from alstlib.memory import Ledger
 from alstlib.offload import HostOutOfMemory, HostStore, Segment, checkpoint
 from alstlib.reference import shift
+from alstlib.rules import share_host
 
 LENGTH, WIDTH, HEADS, LAYERS = 64, 32, 4, 5
 INPUT = LENGTH * WIDTH * 4

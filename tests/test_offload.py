@@ -290,7 +290,7 @@ def test_host_available_is_shared_by_the_local_ranks(monkeypatch: pytest.MonkeyP
 # ----- through a model
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "nothing": {"tiled_mlp": False, "tiled_loss": False, "checkpoint": False},
+    "nothing": {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False},
     "checkpoint": {"tiled_mlp": False, "tiled_loss": False},
     "saved": {"tiled_mlp": 16, "tiled_loss": 16, "save_attention": True},
     "sync": {"tiled_mlp": 16, "tiled_loss": 16, "offload": "sync", "save_attention": False},

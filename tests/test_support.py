@@ -25,10 +25,10 @@ from alstlib.batches import shard_batch
 from alstlib.results import git_state
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "off": {"tiled_mlp": False, "tiled_loss": False, "checkpoint": False},
-    "on": {"tiled_mlp": 5, "tiled_loss": 7, "offload": "async", "save_attention": True},
-    "twice": {"tiled_mlp": 5, "tiled_loss": 7, "save_attention": False},
-    "chunk": {"tiled_mlp": 5, "tiled_loss": 7, "offload": "async", "save_attention": True, "chunk": 4},
+    "off": {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False},
+    "on": {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "offload": "async", "save_attention": True},
+    "twice": {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "save_attention": False},
+    "chunk": {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "offload": "async", "save_attention": True, "chunk": 4},
 }
 LENGTH = 26
 PACKED = [3, 1, 9, 13]

@@ -17,7 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from alstlib import reference
 from alstlib.memory import Ledger
-from alstlib.tiled import TILE_BYTES, TiledMLP, TiledNorm, default_tile, tiled_compute
+from alstlib.rules import TILE_BYTES
+from alstlib.tiled import TiledMLP, TiledNorm, default_tile, tiled_compute
 
 WIDTH = 6
 

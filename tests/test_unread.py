@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import alstlib
 from alstlib.memory import Ledger
 from alstlib.reference import shift
-from alstlib.tiled import TiledMLP
+from alstlib.tiled import TiledMLP, TiledNorm
 from alstlib.unread import output_unread
 
 WIDTH, LENGTH = 6, 20
@@ -42,8 +42,10 @@ def gpt2(dropout: float) -> GPT2MLP:
 
 
 def layer_graph(kind: str) -> Tensor:
-    """The output of a layer of this kind on an input that needs a gradient; the MLP is tiled."""
+    """The output of a layer of this kind on an input that needs a gradient; the MLP is tiled, its output skipped."""
     mlps = [TiledMLP(llama(), 4), TiledMLP(gpt2(0.2 if kind == "dropout in the MLP" else 0.0), 4)]
+    for mlp in mlps:
+        mlp.skip = True
     norm, gain = nn.LayerNorm(WIDTH, dtype=torch.float64), leaf(randn(WIDTH, seed=3))
     x = leaf(randn(1, 7, WIDTH))
     layers: dict[str, Callable[[], Tensor]] = {
@@ -55,6 +57,8 @@ def layer_graph(kind: str) -> Tensor:
         "parallel": lambda: x + mlps[0](norm(x)) + torch.tanh(x),
         "another MLP beside it": lambda: x + mlps[0](norm(x)) + mlps[1](norm(x)),
         "no MLP": lambda: x * 2,
+        "a tiled norm before it": lambda: x + mlps[0](TiledNorm(norm)(x)),
+        "a tiled norm after it": lambda: x + TiledNorm(norm)(mlps[0](norm(x))),
         "post-norm": lambda: norm(x + mlps[0](x)),
         "sandwich norm": lambda: x + norm(mlps[0](norm(x))),
         "learned scale": lambda: x + gain * mlps[0](norm(x)),
@@ -76,7 +80,7 @@ def two_after_another(x: Tensor, mlps: list[TiledMLP], norm: nn.Module) -> Tenso
     [
         ("pre-norm", True), ("pre-norm, dropout in the MLP", True), ("dropout after it", True),
         ("scaled residual", True), ("reshaped", True), ("parallel", True), ("another MLP beside it", True),
-        ("no MLP", True),
+        ("no MLP", True), ("a tiled norm before it", True), ("a tiled norm after it", False),
         ("post-norm", False), ("sandwich norm", False), ("learned scale", False), ("gated output", False),
         ("squared", False), ("another MLP after it", False), ("a projection after it", False),
     ],

@@ -1,0 +1,317 @@
+"""The closed form of a step's memory, read off the real code: `python -m alstlib.forms` writes `forms.json`.
+
+One rank's step is simulated (`simulate`) with sizes that are prime: rows, widths, heads, tiles. The bytes of every
+tensor alive then factor into the names of what it is made of: 3788800000 says nothing, `2 R H` says rows times width in
+bf16. A *moment* is what is alive when memory stops growing for a while; the peak of any run is the largest of its
+moments. Only those are kept that are the largest at some plausible sizes. The planner evaluates them in microseconds,
+without torch; tests hold it against simulations at real sizes.
+
+Names: R rows of a rank; P ranks; H width; I width of the MLP; V vocabulary; L layers; q query heads per key/value head;
+k key/value heads per rank; where ranks share those, K key/value heads, m ranks that share one, g query heads per rank;
+d a quarter of the head width; C rows of a chunk; and tiles: M of the MLP, U of the loss, N of norms, D of attention's
+row sums. A moment within attention's backward is marked `#kernel`: a GPU's kernel has a workspace of its own then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import alstlib
+from alstlib.memory import Ledger, _CpuInstrument
+from alstlib.places import Places, category
+from alstlib.planner import KERNEL, product
+from alstlib.rules import tile_for
+from alstlib.simulate import PLENTY, fake_ranks, watch
+from alstlib.tiled import as_on
+
+FILE = Path(__file__).with_name("forms.json")
+LAYERS, MIDDLE = 4, 1
+"""Layers that are traced, and the one that stands for all further ones."""
+HEADS: dict[str, tuple[dict[str, int], int, str]] = {
+    "one": ({"k": 5, "q": 137, "a": 139, "b": 23}, 1, "kq"),
+    "whole": ({"P": 7, "k": 5, "q": 137, "a": 139, "b": 23}, 7, "Pkq"),
+    "shared": ({"K": 5, "m": 7, "g": 17}, 35, "Kmg"),
+}
+"""How ranks share heads: the primes of each way, its ranks, and the names of its query heads. What goes over the wire
+together is a sum: a is q + 2 (queries, keys, values), b is q + 1 (with gradients of queries 2 b), its prime a sixth."""
+SIZES = {"d": 11, "I": 5000011, "V": 32_003, "R": 1009, "M": 373, "U": 379, "N": 409, "D": 353, "C": 349}
+TAILS = {"M": 263, "U": 251, "N": 191, "C": 311}
+"""What is left of R after whole tiles (or chunks): counted as a whole one."""
+WIDTH = 1013
+"""The width is this prime times the query heads (transformers wants heads that divide it)."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {}, "mistral": {"sliding_window": None}, "qwen2": {"use_sliding_window": False}, "qwen3": {},
+    "phi3": {"sliding_window": None, "pad_token_id": None}, "olmo2": {}, "granite": {}, "smollm3": {},
+}  # fmt: skip
+"""Decoders that have a form: transformers' model types, and the fields that they need."""
+
+KEEP = ("all", "device", "device+attention", "host", "host+attention")
+"""What is kept for backward, and where: everything (no checkpoints), or layers' inputs, and attention outputs too."""
+
+Term = tuple[str, str]
+"""(category, names): `("mlp", "M I")`. A moment is its bytes by term: coefficients of these products."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """What a form depends on besides sizes."""
+
+    family: str
+    dtype: str = "bf16"
+    heads: str = "one"
+    keep: str = "device"
+    """`all` (no checkpoints), `device` or `host`; with `+attention`, attention outputs too."""
+    mlp: bool = True
+    norm: bool = True
+    loss: bool = True
+    chunk: bool = False
+
+    @property
+    def name(self) -> str:
+        on = [name for name in ("mlp", "norm", "loss", "chunk") if getattr(self, name)]
+        return "/".join([self.family, self.dtype, self.heads, self.keep, "+".join(on)])
+
+
+class _Recorder(_CpuInstrument):
+    """Keeps what was alive at each moment, as counts of (category, first pass of the middle layer?, bytes)."""
+
+    places: Places
+
+    def __init__(self, budget: int | None, record: bool) -> None:
+        super().__init__(budget, record)
+        self.made: dict[int, tuple[str, bool, int]] = {}
+        self.alive: Counter[tuple[str, bool, int]] = Counter()
+        self.moments: dict[frozenset[Any], str] = {}
+        self.rising = ""
+
+    def see(self, tensor: Tensor, operation: str = "") -> None:
+        super().see(tensor, operation)
+        key = tensor.untyped_storage()._cdata
+        if self.place is None or key in self.made or key not in self.live or key in self.hosted:
+            return
+        place = self.live[key][2]
+        first = torch._C._current_autograd_node() is None and f".{MIDDLE}" in place
+        self.made[key] = (category(place), first, self.live[key][1])
+        self.alive[self.made[key]] += 1
+        self.rising = place
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if "attention_for_cpu_backward" in str(func) and self.place is not None:
+            self.moments.setdefault(frozenset(self.alive.items()), f"{self.place()}{KERNEL}")
+        return out
+
+    def _drop(self, key: int) -> None:
+        if (made := self.made.pop(key, None)) is not None:
+            if self.rising and f".{MIDDLE}" not in self.rising:
+                self.moments.setdefault(frozenset(self.alive.items()), self.rising)
+            self.rising = ""
+            self.alive[made] -= 1
+            if not self.alive[made]:
+                del self.alive[made]
+        super()._drop(key)
+
+    def move(self, tensor: Tensor, place: str) -> None:
+        super().move(tensor, place)
+        if (made := self.made.get(tensor.untyped_storage()._cdata)) is None:
+            return
+        self.alive[made] -= 1
+        self.made[tensor.untyped_storage()._cdata] = made = (category(place), *made[1:])
+        self.alive[made] += 1
+
+    def host(self, tensor: Tensor) -> None:
+        super().host(tensor)
+        if (made := self.made.pop(tensor.untyped_storage()._cdata, None)) is not None:
+            self.alive[made] -= 1
+
+
+class _Recording(Ledger):
+    instrument = _Recorder
+
+
+def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str, tuple[str, int]]]:
+    """One simulated step at prime sizes: its moments, the primes, and the tiles' names with the width and element
+    bytes that decide them."""
+    primes, ranks, query = HEADS[way.heads]
+    sizes = {**SIZES, **primes}
+    kv = primes.get("K", primes.get("k", 1) * ranks)
+    heads = kv * primes["q"] if "q" in primes else primes["g"] * ranks
+    fields = {
+        "vocab_size": sizes["V"], "hidden_size": WIDTH * heads, "intermediate_size": sizes["I"],
+        "head_dim": 4 * sizes["d"], "num_hidden_layers": LAYERS, "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "max_position_embeddings": 4096, "tie_word_embeddings": False, **FAMILIES[way.family],
+    }  # fmt: skip
+    tiles: dict[str, tuple[str, int]] = {}
+
+    def tile(width: int, element: int) -> int:
+        names = factor(width, sizes, query)
+        name = next((tile for size, tile in (("I", "M"), ("V", "U"), ("d", "D")) if size in names[1]), "N")
+        tiles[name] = (f"{names[0]:g} {names[1]}", element)
+        return sizes[name]
+
+    keep, _, outputs = way.keep.partition("+")
+    options = alstlib.Options(
+        tiled_mlp=way.mlp, tiled_norm=way.norm, tiled_loss=way.loss, checkpoint=keep != "all",
+        offload="sync" if keep == "host" else "none",
+        save_attention=bool(outputs), chunk=sizes["C"] if way.chunk else None, host_memory=PLENTY,
+    )  # fmt: skip
+    dtype = torch.bfloat16 if way.dtype == "bf16" else torch.float32
+    rows = sizes["R"]
+    with fake_ranks(ranks) as ctx, as_on(tile), torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(way.family, **fields), dtype=dtype).train()
+    with fake_ranks(ranks) as ctx, as_on(tile):
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        with alstlib.apply(model, ctx, options) as handle, FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            first = ctx.sp_rank * rows
+            ids = torch.zeros(1, rows, dtype=torch.long)
+            at = torch.arange(first, first + rows)[None]
+            batch = {
+                "input_ids": ids,
+                "position_ids": at,
+                "shift_labels": ids.clone(),
+                "cu_documents": [0, rows * ranks],
+            }
+            for _ in range(2):
+                gc.collect()
+                with Places(model) as places, _Recording(stores=[handle.store], place=places.now) as ledger:
+                    watch(handle, places, ledger)
+                    alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
+    recorder: Any = ledger._cpu
+    return recorder.moments, sizes, tiles, query
+
+
+def factor(number: int, sizes: Mapping[str, int], query: str) -> tuple[float, str]:
+    """(coefficient, names) of a number that is a product of sizes; the width, written H, has the query heads in it."""
+    found: Counter[str] = Counter()
+    for name, prime in [*sizes.items(), ("H", WIDTH), *TAILS.items()]:
+        while number % prime == 0:
+            number //= prime
+            found[name] += 1
+    rest = number / 6 ** found["b"]
+    for _ in range(found["H"]):
+        found.subtract(query)
+    return rest, " ".join(f"{n}^{e}" if e != 1 else n for n, e in sorted(found.items()) if e)
+
+
+def moments(way: Way) -> tuple[list[tuple[str, dict[Term, float]]], dict[str, Any]]:
+    """The moments of a step as sums of terms, for any number of layers, and what decides the tiles."""
+    snapshots, sizes, tiles, query = trace(way)
+    names: dict[int, tuple[float, str]] = {}
+    found: list[tuple[str, dict[Term, float]]] = []
+    for alive, place in snapshots.items():
+        terms: Counter[Term] = Counter()
+        for (kind, middle, nbytes), count in alive:
+            if nbytes not in names:
+                names[nbytes] = factor(nbytes, sizes, query)
+            coefficient, product = names[nbytes]
+            if middle:  # stands for all layers but the others that are traced
+                terms[kind, f"{product} L".strip()] += count * coefficient
+                coefficient *= 1 - LAYERS
+            terms[kind, product] += count * coefficient
+        found.append((place.removeprefix("model."), {t: c for t, c in terms.items() if c}))
+    plain = [m for m in found if all(c == int(c) and abs(c) < ODD for c in m[1].values())]
+    return prune(plain), tiles
+
+
+ODD = 2000
+"""A coefficient from which a number did not factor: the tail of a tile, smaller than the tile itself."""
+
+
+def prune(found: Sequence[tuple[str, dict[Term, float]]], samples: int = 400) -> list[tuple[str, dict[Term, float]]]:
+    """The moments that are the largest at some of many plausible sizes."""
+    draw = random.Random(0)
+    points = [plausible(draw) for _ in range(samples)]
+    products: dict[str, np.ndarray] = {}
+    for _, terms in found:
+        for _, names in terms:
+            if names not in products:
+                products[names] = np.array([product(names, point) for point in points])
+    totals = np.array([sum(c * products[names] for (_, names), c in terms.items()) for _, terms in found])
+    kernel = np.array([KERNEL in place for place, _ in found])
+    best = {*totals.argmax(0).tolist(), *np.where(kernel[:, None], totals, -1.0).argmax(0).tolist()}
+    return [found[i] for i in sorted(best)]
+
+
+def plausible(draw: random.Random) -> dict[str, float]:
+    """Sizes as models and runs have them."""
+    width, ranks, k = draw.choice([256, 1024, 2048, 4096, 8192]), 2 ** draw.randint(1, 6), draw.choice([1, 2, 4, 8])
+    head, rows = draw.choice([64, 128, 256]), 2 ** draw.uniform(8, 20)
+    heads = width / head * draw.choice([1, 1, 2])
+    sizes = {
+        "R": rows, "P": ranks, "H": width, "I": width * draw.uniform(1.5, 6),
+        "V": draw.choice([8e3, 32e3, 128e3, 256e3]), "L": draw.choice([4, 16, 32, 80]), "d": head / 4, "k": k,
+        "q": max(1.0, heads / ranks / k), "K": k,
+        "m": ranks / k, "g": max(1.0, heads / ranks), "C": min(rows, 2 ** draw.uniform(8, 15)),
+    }  # fmt: skip
+    device = draw.choice(["cuda", "cpu"])
+    sizes |= {"a": sizes["q"] + 2, "b": sizes["q"] + 1}
+    for name, of, element in (("M", "I", 2), ("U", "V", 4), ("N", "H", 4)):
+        sizes[name] = min(rows, tile_for(int(sizes[of]), element, device))
+    sizes["D"] = min(rows * ranks, tile_for(int(4 * sizes["d"] * sizes["g"]), 4, device))
+    return sizes
+
+
+def write(families: Iterable[str], path: Path = FILE) -> None:
+    """Calibrate these families, and add them to a file."""
+    made = json.loads(path.read_text()) if path.exists() else {"moments": [], "ways": {}, "tiles": {}}
+    known = {json.dumps(m): i for i, m in enumerate(made["moments"])}
+    for way in ways(families):
+        found, tiles = moments(way)
+        made["tiles"].setdefault(way.family, {}).update({n: f"{names} {size}" for n, (names, size) in tiles.items()})
+        places = []
+        for place, terms in found:
+            text = [place, {kind: _text(terms, kind) for kind in sorted({k for k, _ in terms})}]
+            key = json.dumps(text)
+            if key not in known:
+                known[key] = len(made["moments"])
+                made["moments"].append(text)
+            places.append(known[key])
+        made["ways"][way.name] = places
+        print(way.name, len(places), flush=True)
+    path.write_text(json.dumps(made, indent=0, sort_keys=True) + "\n")
+
+
+def _text(terms: dict[Term, float], kind: str) -> str:
+    """`12 R H + 2 M I`: what one category has."""
+    return " + ".join(f"{c:g} {names}".strip() for (k, names), c in sorted(terms.items()) if k == kind)
+
+
+def ways(families: Iterable[str]) -> Iterator[Way]:
+    """Every way of these families that is calibrated."""
+    either = (True, False)
+    plain = itertools.product(KEEP, either, either, either, (False,))
+    streamed = itertools.product(KEEP[1:], either, (False,), either, (True,))  # chunks need no tiles for norms
+    how = list(itertools.chain(plain, streamed))
+    for family, dtype, heads in itertools.product(families, ("bf16", "fp32"), HEADS):
+        for keep, *switches in how:
+            yield Way(family, dtype, heads, keep, *switches)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*", default=list(FAMILIES), help="model types; all by default")
+    parser.add_argument("--out", type=Path, default=FILE)
+    args = parser.parse_args()
+    write(args.families, args.out)
+
+
+if __name__ == "__main__":
+    main()

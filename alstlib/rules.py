@@ -1,0 +1,29 @@
+"""Rules by which a run sizes itself, and by which the planner foretells it. Pure: without torch."""
+
+from __future__ import annotations
+
+TILE_BYTES = {"cuda": 512 * 2**20, "cpu": 2**20}
+"""Target for one intermediate of a tile: large enough for efficient matrix products, small beside the model."""
+
+
+def tile_for(width: int, element_bytes: int, device: str) -> int:
+    """Tile in tokens whose widest intermediate [tile, width] takes about `TILE_BYTES` of a device (`cuda`, `cpu`): a
+    power of two, at least 256."""
+    tokens = TILE_BYTES.get(device, TILE_BYTES["cpu"]) // max(1, width * element_bytes)
+    return max(256, 1 << max(0, tokens.bit_length() - 1))
+
+
+def share_host(room: int, layers: int, input_bytes: int, output_bytes: int, save: bool | str) -> tuple[int, int]:
+    """How `room` bytes of host memory are used: inputs are kept every k layers, k the smallest that fits; attention
+    outputs of all layers with `save` True, of none with False, and with `auto` of as many as fit beside the inputs.
+
+    Returns:
+        (k, layers whose outputs are kept). Where nothing fits, the k that needs least.
+    """
+    outputs = layers if save is True else 0
+    kept = [-(-layers // k) for k in range(1, layers + 1)]
+    fits = (k for k, n in enumerate(kept, 1) if n * input_bytes + outputs * output_bytes <= room)
+    every = next(fits, layers)
+    if save == "auto":
+        outputs = max(0, min(layers, (room - kept[every - 1] * input_bytes) // output_bytes))
+    return every, outputs
