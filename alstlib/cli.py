@@ -1,4 +1,4 @@
-"""`alst run | report | status`: sweeps of runs, named by a YAML file and driven by papermill, one row at a time.
+"""`alst run | report | status | plan`: sweeps of runs, named by a YAML file and driven by papermill, one row at a time.
 
 A spec (papermill_runs/specs/) is a mapping of
 
@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from alstlib import launch, results
+from alstlib import launch, plan, results
 from alstlib.config import ROWS, RunConfig, check_names, row_config
 
 FAILED = tuple(s for s in results.STATUSES if s not in results.FINISHED)
@@ -297,7 +297,7 @@ def status(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 a row failed or could not be written, 2 refused before it started, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="alst", description="Arctic Long Sequence Training: sweeps of runs.")
-    commands = parser.add_subparsers(required=True, metavar="run | report | status")
+    commands = parser.add_subparsers(required=True, metavar="run | report | status | plan")
     p = commands.add_parser("run", help="run the rows of a spec that are not finished")
     p.add_argument("spec", type=Path, help="a YAML file, such as papermill_runs/specs/ablation.yaml")
     p.add_argument("--rows", help="only these rows, separated by commas")
@@ -312,6 +312,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     s = commands.add_parser("status", help="say how each row of a spec ended")
     s.add_argument("spec", type=Path)
     s.set_defaults(command=status)
+    w = commands.add_parser("plan", help="say what fits on which GPUs, and how long a step takes; runs nothing")
+    plan.add_arguments(w)
+    w.set_defaults(command=plan.command)
     for sub in (p, r, s):
         sub.add_argument("--out", help="folder of the results, instead of papermill_runs/out/NAME")
     args = parser.parse_args(argv)

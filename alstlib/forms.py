@@ -8,8 +8,9 @@ without torch; tests hold it against simulations at real sizes.
 
 Names: R rows of a rank; P ranks; H width; I width of the MLP; V vocabulary; L layers; q query heads per key/value head;
 k key/value heads per rank; where ranks share those, K key/value heads, m ranks that share one, g query heads per rank;
-d a quarter of the head width; C rows of a chunk; and tiles: M of the MLP, U of the loss, N of norms, D of attention's
-row sums. A moment within attention's backward is marked `#kernel`: a GPU's kernel has a workspace of its own then.
+where ranks have parts of heads, n key/value heads that a rank needs; d a quarter of the head width; C rows of a chunk;
+and tiles: M of the MLP, U of the loss, N of norms, D of attention's row sums. A moment within attention's backward is
+marked `#kernel`: a GPU's kernel has a workspace of its own then.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import argparse
 import gc
 import itertools
 import json
+import multiprocessing
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +35,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import alstlib
+from alstlib.activations import KERNEL, product
 from alstlib.memory import Ledger, _CpuInstrument
 from alstlib.places import Places, category
-from alstlib.planner import KERNEL, product
 from alstlib.rules import tile_for
 from alstlib.simulate import PLENTY, fake_ranks, watch
 from alstlib.tiled import as_on
@@ -42,16 +45,21 @@ from alstlib.tiled import as_on
 FILE = Path(__file__).with_name("forms.json")
 LAYERS, MIDDLE = 4, 1
 """Layers that are traced, and the one that stands for all further ones."""
+MIDDLES = range(MIDDLE, LAYERS - 1)
+"""Layers whose own moments are not looked at: the last one has all that they have."""
 HEADS: dict[str, tuple[dict[str, int], int, str]] = {
     "one": ({"k": 5, "q": 137, "a": 139, "b": 23}, 1, "kq"),
     "whole": ({"P": 7, "k": 5, "q": 137, "a": 139, "b": 23}, 7, "Pkq"),
     "shared": ({"K": 5, "m": 7, "g": 17}, 35, "Kmg"),
+    "parts": ({"P": 7, "K": 29, "q": 23, "n": 5}, 7, "Kq"),
 }
 """How ranks share heads: the primes of each way, its ranks, and the names of its query heads. What goes over the wire
 together is a sum: a is q + 2 (queries, keys, values), b is q + 1 (with gradients of queries 2 b), its prime a sixth."""
 SIZES = {"d": 11, "I": 5000011, "V": 32_003, "R": 1009, "M": 373, "U": 379, "N": 409, "D": 353, "C": 349}
-TAILS = {"M": 263, "U": 251, "N": 191, "C": 311}
-"""What is left of R after whole tiles (or chunks): counted as a whole one."""
+FINE = 151
+"""An MLP's tile that is shorter than a chunk."""
+TAILS = {"M": 263, "U": 251, "N": 191, "c": 311}
+"""What is left of R after whole tiles, counted as a whole one, and after two chunks."""
 WIDTH = 1013
 """The width is this prime times the query heads (transformers wants heads that divide it)."""
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -80,17 +88,17 @@ class Way:
     norm: bool = True
     loss: bool = True
     chunk: bool = False
+    fine: bool = False
+    """Are the MLP's tiles shorter than the chunk?"""
 
     @property
     def name(self) -> str:
-        on = [name for name in ("mlp", "norm", "loss", "chunk") if getattr(self, name)]
+        on = [name for name in ("mlp", "norm", "loss", "chunk", "fine") if getattr(self, name)]
         return "/".join([self.family, self.dtype, self.heads, self.keep, "+".join(on)])
 
 
 class _Recorder(_CpuInstrument):
     """Keeps what was alive at each moment, as counts of (category, first pass of the middle layer?, bytes)."""
-
-    places: Places
 
     def __init__(self, budget: int | None, record: bool) -> None:
         super().__init__(budget, record)
@@ -100,9 +108,10 @@ class _Recorder(_CpuInstrument):
         self.rising = ""
 
     def see(self, tensor: Tensor, operation: str = "") -> None:
-        super().see(tensor, operation)
         key = tensor.untyped_storage()._cdata
-        if self.place is None or key in self.made or key not in self.live or key in self.hosted:
+        before = self.live.get(key)
+        super().see(tensor, operation)
+        if self.place is None or self.live.get(key) is before or key in self.hosted:  # weights were there before
             return
         place = self.live[key][2]
         first = torch._C._current_autograd_node() is None and f".{MIDDLE}" in place
@@ -118,7 +127,7 @@ class _Recorder(_CpuInstrument):
 
     def _drop(self, key: int) -> None:
         if (made := self.made.pop(key, None)) is not None:
-            if self.rising and f".{MIDDLE}" not in self.rising:
+            if self.rising and not any(f".{i}" in self.rising for i in MIDDLES):
                 self.moments.setdefault(frozenset(self.alive.items()), self.rising)
             self.rising = ""
             self.alive[made] -= 1
@@ -144,19 +153,12 @@ class _Recording(Ledger):
     instrument = _Recorder
 
 
-def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str, tuple[str, int]]]:
-    """One simulated step at prime sizes: its moments, the primes, and the tiles' names with the width and element
-    bytes that decide them."""
+def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str, tuple[str, int]], str]:
+    """One simulated step at prime sizes: its moments, the primes, the tiles' names with the width and element bytes
+    that decide them, and the names of the query heads."""
     primes, ranks, query = HEADS[way.heads]
-    sizes = {**SIZES, **primes}
-    kv = primes.get("K", primes.get("k", 1) * ranks)
-    heads = kv * primes["q"] if "q" in primes else primes["g"] * ranks
-    fields = {
-        "vocab_size": sizes["V"], "hidden_size": WIDTH * heads, "intermediate_size": sizes["I"],
-        "head_dim": 4 * sizes["d"], "num_hidden_layers": LAYERS, "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "max_position_embeddings": 4096, "tie_word_embeddings": False, **FAMILIES[way.family],
-    }  # fmt: skip
+    sizes = {**SIZES, **primes} | ({"M": FINE} if way.fine else {})
+    config = prime_config(way.family, sizes, ranks)
     tiles: dict[str, tuple[str, int]] = {}
 
     def tile(width: int, element: int) -> int:
@@ -174,7 +176,7 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str
     dtype = torch.bfloat16 if way.dtype == "bf16" else torch.float32
     rows = sizes["R"]
     with fake_ranks(ranks) as ctx, as_on(tile), torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(way.family, **fields), dtype=dtype).train()
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     with fake_ranks(ranks) as ctx, as_on(tile):
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -198,6 +200,19 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str
     return recorder.moments, sizes, tiles, query
 
 
+def prime_config(family: str, sizes: Mapping[str, int], ranks: int) -> Any:
+    """The config of a decoder with these sizes."""
+    kv = sizes.get("K", sizes.get("k", 1) * ranks)
+    heads = kv * sizes["q"] if "q" in sizes else sizes["g"] * ranks
+    fields = {
+        "vocab_size": sizes["V"], "hidden_size": WIDTH * heads, "intermediate_size": sizes["I"],
+        "head_dim": 4 * sizes["d"], "num_hidden_layers": LAYERS, "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "max_position_embeddings": 4096, "tie_word_embeddings": False, **FAMILIES[family],
+    }  # fmt: skip
+    return AutoConfig.for_model(family, **fields)
+
+
 def factor(number: int, sizes: Mapping[str, int], query: str) -> tuple[float, str]:
     """(coefficient, names) of a number that is a product of sizes; the width, written H, has the query heads in it."""
     found: Counter[str] = Counter()
@@ -211,34 +226,88 @@ def factor(number: int, sizes: Mapping[str, int], query: str) -> tuple[float, st
     return rest, " ".join(f"{n}^{e}" if e != 1 else n for n, e in sorted(found.items()) if e)
 
 
+def split(number: int, sizes: Mapping[str, int], query: str) -> list[tuple[float, str]]:
+    """A number as a sum of products: one, but where ranks have parts of heads. There rows do not come out even, and
+    what is within 1% of queries, keys and values of all of a rank's rows counts as these; lesser parts are left out."""
+    coefficient, names = factor(number, sizes, query)
+    if "n" not in sizes or (coefficient == int(coefficient) <= SMALL):
+        return [(coefficient, names)]
+    queries, keys = sizes["K"] * sizes["q"], sizes["P"] * sizes["n"]
+    for unit, base in ((sizes["R"] * sizes["d"], "R d"), (sizes["R"], "R")):
+        for q, kv in ((1, 0), (0, 1), (1, 2), (2, 2), (1, 1)):
+            times = number / unit / (q * queries + kv * keys)
+            nearest = min((2**i for i in range(7)), key=lambda power: abs(times / power - 1))
+            if abs(times / nearest - 1) < 0.012:
+                first = [(float(q * nearest), " ".join(sorted(f"{base} K q".split())))] if q else []
+                return first + ([(float(kv * nearest), " ".join(sorted(f"{base} P n".split())))] if kv else [])
+    return []
+
+
+SMALL = 64
+
+
 def moments(way: Way) -> tuple[list[tuple[str, dict[Term, float]]], dict[str, Any]]:
     """The moments of a step as sums of terms, for any number of layers, and what decides the tiles."""
     snapshots, sizes, tiles, query = trace(way)
-    names: dict[int, tuple[float, str]] = {}
+    return prune(sums(snapshots, sizes, query)), tiles
+
+
+def sums(
+    snapshots: Mapping[frozenset[Any], str], sizes: Mapping[str, int], query: str
+) -> list[tuple[str, dict[Term, float]]]:
+    """What was alive at each moment, as a sum of terms."""
+    names: dict[int, list[tuple[float, str]]] = {}
     found: list[tuple[str, dict[Term, float]]] = []
     for alive, place in snapshots.items():
         terms: Counter[Term] = Counter()
         for (kind, middle, nbytes), count in alive:
             if nbytes not in names:
-                names[nbytes] = factor(nbytes, sizes, query)
-            coefficient, product = names[nbytes]
-            if middle:  # stands for all layers but the others that are traced
-                terms[kind, f"{product} L".strip()] += count * coefficient
-                coefficient *= 1 - LAYERS
-            terms[kind, product] += count * coefficient
-        found.append((place.removeprefix("model."), {t: c for t, c in terms.items() if c}))
-    plain = [m for m in found if all(c == int(c) and abs(c) < ODD for c in m[1].values())]
-    return prune(plain), tiles
+                names[nbytes] = split(nbytes, sizes, query)
+            for coefficient, what in names[nbytes]:
+                if middle:  # stands for all layers but the others that are traced
+                    terms[kind, " ".join(sorted([*what.split(), "L"]))] += count * coefficient
+                    terms[kind, what] -= (LAYERS - 1) * count * coefficient
+                else:
+                    terms[kind, what] += count * coefficient
+        whole_chunks(terms)
+        if "n" in sizes:
+            one_a_rank(terms, sizes["P"])
+        found.append((place.removeprefix("model."), {t: c for t, c in sorted(terms.items()) if c}))
+    return [m for m in found if all(c == int(c) and abs(c) < ODD for c in m[1].values())]
 
 
+def whole_chunks(terms: Counter[Term]) -> None:
+    """What there is of two chunks and of the rest of the rows is there of all rows, however many chunks they make."""
+    for kind, names in [t for t in terms if "c" in t[1].split()]:
+        count = terms.pop((kind, names))
+        parts = names.split()
+        full = " ".join(sorted("C" if n == "c" else n for n in parts))
+        if count > 0 and terms[kind, full] >= 2 * count:
+            terms[kind, full] -= 2 * count
+            full = " ".join(sorted("R" if n == "c" else n for n in parts))
+        terms[kind, full] += count
+
+
+def one_a_rank(terms: Counter[Term], ranks: int) -> None:
+    """Where ranks have parts of heads, keys' gradients arrive in as many pieces as there are ranks."""
+    for kind, names in [t for t in terms if "n" in t[1].split() and "P" not in t[1].split()]:
+        if terms[kind, names] % ranks == 0:
+            terms[kind, " ".join(sorted(["P", *names.split()]))] += terms.pop((kind, names)) // ranks
+
+
+REFERENCE = "reference"
 ODD = 2000
 """A coefficient from which a number did not factor: the tail of a tile, smaller than the tile itself."""
 
 
-def prune(found: Sequence[tuple[str, dict[Term, float]]], samples: int = 400) -> list[tuple[str, dict[Term, float]]]:
+def prune(
+    found: Sequence[tuple[str, dict[Term, float]]],
+    samples: int = 400,
+    sizes: Callable[[random.Random], dict[str, float]] | None = None,
+) -> list[tuple[str, dict[Term, float]]]:
     """The moments that are the largest at some of many plausible sizes."""
     draw = random.Random(0)
-    points = [plausible(draw) for _ in range(samples)]
+    points = [(sizes or plausible)(draw) for _ in range(samples)]
     products: dict[str, np.ndarray] = {}
     for _, terms in found:
         for _, names in terms:
@@ -246,7 +315,9 @@ def prune(found: Sequence[tuple[str, dict[Term, float]]], samples: int = 400) ->
                 products[names] = np.array([product(names, point) for point in points])
     totals = np.array([sum(c * products[names] for (_, names), c in terms.items()) for _, terms in found])
     kernel = np.array([KERNEL in place for place, _ in found])
-    best = {*totals.argmax(0).tolist(), *np.where(kernel[:, None], totals, -1.0).argmax(0).tolist()}
+    best = {*totals.argmax(0).tolist()}
+    if kernel.any():
+        best |= {*np.where(kernel[:, None], totals, -1.0).argmax(0).tolist()}
     return [found[i] for i in sorted(best)]
 
 
@@ -258,8 +329,8 @@ def plausible(draw: random.Random) -> dict[str, float]:
     sizes = {
         "R": rows, "P": ranks, "H": width, "I": width * draw.uniform(1.5, 6),
         "V": draw.choice([8e3, 32e3, 128e3, 256e3]), "L": draw.choice([4, 16, 32, 80]), "d": head / 4, "k": k,
-        "q": max(1.0, heads / ranks / k), "K": k,
-        "m": ranks / k, "g": max(1.0, heads / ranks), "C": min(rows, 2 ** draw.uniform(8, 15)),
+        "q": max(1.0, heads / ranks / k), "K": k, "m": ranks / k, "g": max(1.0, heads / ranks),
+        "n": draw.choice([1, 2]), "C": min(rows, 2 ** draw.uniform(8, 15)),
     }  # fmt: skip
     device = draw.choice(["cuda", "cpu"])
     sizes |= {"a": sizes["q"] + 2, "b": sizes["q"] + 1}
@@ -269,16 +340,28 @@ def plausible(draw: random.Random) -> dict[str, float]:
     return sizes
 
 
-def write(families: Iterable[str], path: Path = FILE) -> None:
-    """Calibrate these families, and add them to a file."""
+def write(families: Iterable[str], path: Path = FILE, jobs: int = 1) -> None:
+    """Calibrate these families (`reference` for the reference stack), and add them to a file."""
+    from alstlib import reference_forms
+
     made = json.loads(path.read_text()) if path.exists() else {"moments": [], "ways": {}, "tiles": {}}
     known = {json.dumps(m): i for i, m in enumerate(made["moments"])}
-    for way in ways(families):
-        found, tiles = moments(way)
-        made["tiles"].setdefault(way.family, {}).update({n: f"{names} {size}" for n, (names, size) in tiles.items()})
+    named = list(families)
+    kinds: list[tuple[Any, list[Any]]] = [(moments, list(ways(name for name in named if name != REFERENCE)))]
+    if REFERENCE in named:
+        kinds.append((reference_forms.moments, reference_forms.ways()))
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for calibrate, wanted in kinds:
+            _add(made, known, zip(wanted, pool.map(calibrate, wanted, chunksize=4)))
+    path.write_text(json.dumps(made, indent=0, sort_keys=True) + "\n")
+
+
+def _add(made: dict[str, Any], known: dict[str, int], calibrated: Iterable[Any]) -> None:
+    for way, (found, tiles) in calibrated:
+        kind = REFERENCE if way.name.startswith(REFERENCE) else way.family
+        made["tiles"].setdefault(kind, {}).update({n: f"{names} {size}" for n, (names, size) in tiles.items()})
         places = []
-        for place, terms in found:
-            text = [place, {kind: _text(terms, kind) for kind in sorted({k for k, _ in terms})}]
+        for text in text_of(found):
             key = json.dumps(text)
             if key not in known:
                 known[key] = len(made["moments"])
@@ -286,11 +369,14 @@ def write(families: Iterable[str], path: Path = FILE) -> None:
             places.append(known[key])
         made["ways"][way.name] = places
         print(way.name, len(places), flush=True)
-    path.write_text(json.dumps(made, indent=0, sort_keys=True) + "\n")
 
 
-def _text(terms: dict[Term, float], kind: str) -> str:
-    """`12 R H + 2 M I`: what one category has."""
+def text_of(found: Sequence[tuple[str, dict[Term, float]]]) -> list[Any]:
+    """Moments as the file has them: [place, {category: `12 R H + 2 M I`}]."""
+    return [[place, {kind: _sum(terms, kind) for kind in sorted({k for k, _ in terms})}] for place, terms in found]
+
+
+def _sum(terms: dict[Term, float], kind: str) -> str:
     return " + ".join(f"{c:g} {names}".strip() for (k, names), c in sorted(terms.items()) if k == kind)
 
 
@@ -299,7 +385,8 @@ def ways(families: Iterable[str]) -> Iterator[Way]:
     either = (True, False)
     plain = itertools.product(KEEP, either, either, either, (False,))
     streamed = itertools.product(KEEP[1:], either, (False,), either, (True,))  # chunks need no tiles for norms
-    how = list(itertools.chain(plain, streamed))
+    fine = itertools.product(KEEP[1:], (True,), (False,), either, (True,), (True,))
+    how = list(itertools.chain(plain, streamed, fine))
     for family, dtype, heads in itertools.product(families, ("bf16", "fp32"), HEADS):
         for keep, *switches in how:
             yield Way(family, dtype, heads, keep, *switches)
@@ -307,10 +394,11 @@ def ways(families: Iterable[str]) -> Iterator[Way]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("families", nargs="*", default=list(FAMILIES), help="model types; all by default")
+    parser.add_argument("families", nargs="*", default=[*FAMILIES, REFERENCE], help="model types; all by default")
     parser.add_argument("--out", type=Path, default=FILE)
+    parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
-    write(args.families, args.out)
+    write(args.families, args.out, args.jobs)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import Any
 
 from alstlib import results
 from alstlib.config import RunConfig
+from alstlib.foretell import why_not
 from alstlib.processes import RUN_ID_VARIABLE, die_with_parent, sigterm_interrupts, start, stop
 from alstlib.progress import Progress, ProgressReader, log_tail, progress_printer, root_cause
 
@@ -255,8 +256,9 @@ def launch(
     """Run `config` under torchrun in the folder `out` and return its result (`ok` or `oom`).
 
     `out` gets config.json, progress.jsonl, logs/ and result.json. The worker writes result.json; where it could not,
-    this function does. A finished run of the same configuration at the same commit is returned at once, unless
-    `force`. With several nodes, call it once on each of them, with `out` on a file system that they share.
+    this function does. A run that cannot fit (`foretell.why_not`) is not started: its result is `oom` and says what
+    would fit; `force` starts it. A finished run of the same configuration at the same commit is returned at once,
+    unless `force`. With several nodes, call it once on each of them, with `out` on a file system that they share.
 
     Raises:
         RunFailed: the run ended with status `error`, `cancelled` (torchrun was ended from outside) or `timeout`.
@@ -275,6 +277,8 @@ def launch(
         argv = command(config, out, run.logs, python, worker, rendezvous)
         env = environment(run.id, config.world_size // nnodes, extra_env)
         agent = code = None
+        if not force and worker == "alstlib.train" and (why := why_not(config, nnodes, device_count())):
+            return run.end("oom", "WouldNotFit", why)
         try:
             agent = start(argv, env, run.logs / "agent.log")
             code = run.wait(agent)

@@ -12,17 +12,22 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from alstlib.config import RunConfig, check_names
-from alstlib.shapes import SHAPES
+from alstlib.shapes import PUBLIC, SHAPES
 
 
-def model_config(name: str, overrides: Mapping[str, Any], trust_remote_code: bool = False) -> Any:
-    """The transformers config of a built-in shape, a local path or a hub name, with fields overridden.
+def model_config(
+    name: str, overrides: Mapping[str, Any], trust_remote_code: bool = False, *, shape_only: bool = False
+) -> Any:
+    """The transformers config of a built-in shape, a local path or a hub name, with fields overridden. With
+    `shape_only`, published shapes (`shapes.PUBLIC`) need no hub: their sizes are right, other fields are defaults.
 
     Raises:
         ValueError: an unknown model (with the nearest built-in name) or an unknown field (with the nearest known one).
     """
     if name in SHAPES:
         config: Any = LlamaConfig(**SHAPES[name])
+    elif shape_only and name in PUBLIC and not Path(name).exists():
+        config = AutoConfig.for_model(**PUBLIC[name])
     else:
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -38,10 +43,12 @@ def model_config(name: str, overrides: Mapping[str, Any], trust_remote_code: boo
     return config
 
 
-def load_model(run: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The run's model, in training mode: pre-trained, or with random weights that its seed decides."""
-    config = model_config(run.model, run.model_config, run.trust_remote_code)
+def load_model(run: RunConfig, dtype: torch.dtype, *, shape_only: bool = False) -> PreTrainedModel:
+    """The run's model, in training mode: pre-trained, or with random weights that its seed decides. With `shape_only`
+    nothing is read but its config (see `model_config`)."""
+    config = model_config(run.model, run.model_config, run.trust_remote_code, shape_only=shape_only)
     random = run.model in SHAPES if run.random_weights is None else run.random_weights
+    random = random or shape_only
     if run.model in SHAPES and not random:
         raise ValueError(f"model='{run.model}' is a shape without weights: random_weights must be True")
     if random:

@@ -7,8 +7,7 @@ backward. Nothing here holds a tensor, so that lifetimes stay as they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)(.*)$")
 
 def category(path: str) -> str:
     """The category of what a module makes, from its path in a decoder."""
-    if path.startswith("<"):
-        return path[1:-1]
+    if path.endswith(">"):
+        return path[path.index("<") + 1 : -1]
     if match := _LAYER.match(path):
         child = match[2].partition(".")[0]
         if "norm" not in child and ("attn" in child or "attention" in child):
@@ -59,7 +58,12 @@ def tag(out: Any, place: str) -> None:
     if isinstance(first, Tensor) and (node := first.grad_fn) is not None:
         for made in (node, *(before for before, _ in node.next_functions)):
             if made is not None:
-                made.metadata.setdefault("place", place)
+                _metadata(made).setdefault("place", place)
+
+
+def _metadata(node: Any) -> dict[str, str]:
+    """What may be written into a node, for whoever looks at it in backward."""
+    return node.metadata
 
 
 class Places:
@@ -96,8 +100,11 @@ class Places:
         original = getattr(thing, method)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with self.at(f"<{place}>"):
+            self.stack.append(f"{self.now()}<{place}>")
+            try:
                 return original(*args, **kwargs)
+            finally:
+                self.stack.pop()
 
         setattr(thing, method, wrapped)
         self._undo.append(lambda: delattr(thing, method))
@@ -106,23 +113,15 @@ class Places:
         """At the end, undo this too."""
         self._undo.append(undo)
 
-    @contextmanager
-    def at(self, path: str) -> Iterator[None]:
-        self.stack.append(path)
-        try:
-            yield
-        finally:
-            self.stack.pop()
-
     def now(self) -> str:
         if self.stack:
             return self.stack[-1]
         node = torch._C._current_autograd_node()
-        place = "" if node is None else node.metadata.get("place", "")
+        place = "" if node is None else _metadata(node).get("place", "")
         if not place:  # made by a layer itself while it was recomputed, between its modules
             return _LAYER.sub(r"\1", self._last)
         self._last = place
-        return str(place)
+        return place
 
     def __enter__(self) -> Places:
         return self

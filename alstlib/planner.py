@@ -1,37 +1,37 @@
-"""What fits: device and host memory of a run, its longest sequence and its step time, before anything is started.
+"""What fits: device and host memory of a run, its longest sequence, and what would help, before anything is started.
 
-Closed forms, in microseconds, without torch: activations from `forms.json`, which the simulator read off the real code;
-model states from DeepSpeed ZeRO's rules; what neither sees (CUDA context, NCCL, fragments, a kernel's workspace) as
-named terms (`Overheads`) that can be set. Step time from FLOPs and rates (`rates`).
+Activations come from closed forms (`activations`), model states from DeepSpeed ZeRO's rules, step time from rates
+(`speed`); what none of these sees (CUDA context, NCCL, fragments) are named terms (`Overheads`) that can be set.
+Without torch and transformers: a plan takes milliseconds.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from alstlib.activations import Activations, activations, element_bytes, reference_activations
 from alstlib.config import RunConfig
-from alstlib.rules import share_host, tile_for
+from alstlib.rates import Rates, rates_of
 from alstlib.shapes import Shape
+from alstlib.speed import step_seconds
 
 GIB = 2**30
-KERNEL = "#kernel"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overheads:
-    """Device memory that no tensor of ours takes. Each is a round figure with a reason, none is fitted to a result."""
+    """Memory that no tensor of ours takes. Each is a round figure with a reason, none is fitted to a result."""
 
     context: int = GIB
-    """Bytes of a CUDA context with its kernels ("typically around 1 GiB per GPU", ALST, section 2.1)."""
+    """Device bytes of a CUDA context with its kernels ("typically around 1 GiB per GPU", ALST, section 2.1)."""
     nccl: int = 2 * GIB
-    """Bytes of NCCL's buffers where there is more than one GPU ("multiple gigabytes", ALST, section 2.1)."""
+    """Device bytes of NCCL's buffers, with more than one GPU ("multiple gigabytes", ALST, section 2.1)."""
     fragmentation: float = 0.03
     """Share of the device that the allocator cannot use: with expandable segments, the unused ends of its blocks."""
+    process: int = 4 * GIB
+    """Host bytes of a rank's process: Python, PyTorch, CUDA's libraries and what they map."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,197 +40,247 @@ class Machine:
 
     gpus: int = 8
     per_node: int = 8
-    gpu_memory: int | None = 80 * 10**9
-    """Bytes of a GPU, None for no limit. `80GB` is a vendor's label (`label_bytes`)."""
+    gpu_memory: int | None = int(79.1 * GIB)
+    """Bytes that PyTorch finds on a GPU (`rates.label_bytes` knows labels); None for no limit."""
     host_memory: int | None = None
     """Bytes of a node's memory; None for no limit."""
-    gpu: str = "H100"
-    """Whose rates are taken (`rates.GPUS`)."""
+    rates: Rates = field(default_factory=lambda: rates_of("H100"))
     device: str = "cuda"
+    """`cpu`: ranks on a CPU that stand in for GPUs, without overheads."""
     overheads: Overheads = field(default_factory=Overheads)
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or self.per_node < 1:
+            raise ValueError(f"gpus={self.gpus} and per_node={self.per_node} must be at least 1")
 
     @property
     def nodes(self) -> int:
         return -(-self.gpus // self.per_node)
 
     @property
-    def host_share(self) -> int | None:
-        """Host bytes for each rank of a full node."""
-        return None if self.host_memory is None else self.host_memory // min(self.gpus, self.per_node)
+    def ranks_of_node(self) -> int:
+        return min(self.gpus, self.per_node)
 
-    @property
-    def device_budget(self) -> int | None:
-        """Device bytes that tensors may take."""
-        if self.gpu_memory is None or self.device == "cpu":
-            return self.gpu_memory
-        rest = self.gpu_memory - self.overheads.context - (self.overheads.nccl if self.gpus > 1 else 0)
-        return int(rest - self.overheads.fragmentation * self.gpu_memory)
-
-
-@functools.cache
-def _factors(names: str) -> tuple[tuple[str, int], ...]:
-    parts = (name.partition("^") for name in names.split())
-    return tuple((name, int(power or 1)) for name, _, power in parts)
-
-
-def product(names: str, sizes: Mapping[str, float]) -> float:
-    """The product of these names' sizes: `R H`, `d^2 k`."""
-    result = 1.0
-    for name, power in _factors(names):
-        result *= sizes[name] ** power
-    return result
-
-
-@functools.cache
-def _forms() -> dict[str, Any]:
-    """forms.json, with each moment as (place, {category: [(coefficient, names)]})."""
-    found = json.loads(Path(__file__).with_name("forms.json").read_text())
-
-    def terms(text: str) -> list[tuple[float, str]]:
-        parts = (part.partition(" ") for part in text.split(" + "))
-        return [(float(number), names) for number, _, names in parts]
-
-    found["moments"] = [(place, {kind: terms(t) for kind, t in kinds.items()}) for place, kinds in found["moments"]]
-    return found
-
-
-def families() -> list[str]:
-    """Decoders that have a form."""
-    return sorted(_forms()["tiles"])
-
-
-def heads_way(shape: Shape, ranks: int) -> tuple[str, dict[str, float]]:
-    """How so many ranks share the heads (`forms.HEADS`), with the sizes that belong to it."""
-    heads, kv = shape.heads, shape.kv_heads
-    if heads % ranks == 0 and kv % ranks == 0:
-        k, q = kv / ranks, heads / kv
-    elif heads % ranks == 0 and ranks % kv == 0:
-        return "shared", {"K": kv, "m": ranks / kv, "g": heads / ranks}
-    else:  # parts of heads: as many rows of queries, and all keys and values of the heads that they belong to
-        k = max(kv_needed(heads, kv, ranks))
-        q = heads / ranks / k
-    return "one" if ranks == 1 else "whole", {"k": k, "q": q, "a": q + 2, "b": q + 1}
-
-
-def kv_needed(heads: int, kv_heads: int, ranks: int) -> list[int]:
-    """Key/value heads that each rank needs, where ranks have parts of heads."""
-    group = heads // kv_heads
-    firsts = [heads * r // ranks // group for r in range(ranks)]
-    lasts = [(-(-heads * (r + 1) // ranks) - 1) // group for r in range(ranks)]
-    return [last - first + 1 for first, last in zip(firsts, lasts)]
+    def overhead(self) -> dict[str, int]:
+        """Device bytes that are gone before the first tensor, by name."""
+        if self.device == "cpu":
+            return {}
+        terms = self.overheads
+        fragments = 0 if self.gpu_memory is None else int(terms.fragmentation * self.gpu_memory)
+        return {"CUDA context": terms.context, "NCCL": terms.nccl if self.gpus > 1 else 0, "fragments": fragments}
 
 
 @dataclass(frozen=True)
-class Activations:
-    """What one rank's step takes besides model states. Bytes."""
+class Prediction:
+    """One length on one machine. Bytes a rank; host bytes a rank too."""
 
+    seq_len: int
     device: dict[str, int]
-    """At the device peak, by category (`places`)."""
-    place: str
-    """The module in which the peak is reached."""
-    host: int
-    """Of the checkpoints that wait on the host."""
+    """At the device peak, by category."""
+    device_limit: int | None
+    host: dict[str, int]
+    host_limit: int | None
     host_needed: int
-    """The least that the host must have."""
-    attention_kept: float
-    """Share of the layers whose attention outputs are kept."""
-    inputs_kept_every: int
+    """The least that this rank needs of the host."""
+    activations: Activations
+    seconds: dict[str, float]
+    """Of one optimizer step, by part; `step` is what passes."""
 
     @property
-    def peak(self) -> int:
+    def device_peak(self) -> int:
         return sum(self.device.values())
 
+    @property
+    def host_peak(self) -> int:
+        return sum(self.host.values())
 
-def activations(shape: Shape, run: RunConfig, ranks: int, seq_len: int, machine: Machine) -> Activations:
-    """Device and host memory of one of `ranks` ranks that share each sample of `seq_len` tokens.
+    @property
+    def limit(self) -> str:
+        """What this length goes beyond: `device`, `host`, or nothing."""
+        if self.device_limit is not None and self.device_peak > self.device_limit:
+            return "device"
+        if self.host_limit is not None and self.host_needed > self.host_limit:
+            return "host"
+        return ""
+
+    @property
+    def fits(self) -> bool:
+        return not self.limit
+
+
+def states(
+    shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours"
+) -> tuple[dict[str, int], dict[str, int]]:
+    """(device, host) bytes of a rank's model states, and of ZeRO's buffers.
+
+    ZeRO keeps fp32 weights and AdamW's two moments (12 bytes a parameter). With the optimizer on the host, gradients
+    go there too, with an fp32 copy for its step. Under stage 3 a device holds its shards, the bucket in which
+    gradients are reduced and two copies of it, and the weights that are gathered: DeepSpeed's limit of two buckets
+    (`engine.zero_config`), or the largest module. (Rajbhandari et al., 2020, arXiv 1910.02054; DeepSpeed 0.19.8.)
+    """
+    world, element, parameters = machine.gpus, element_bytes(run, machine.device), shape.parameters
+    shard = -(-parameters // world)
+    bucket = element * (zero_bucket(parameters) if preset == "ours" else ZERO_DEFAULT)
+    stage = run.zero_stage
+    away = run.offload_optimizer and stage > 0
+    optimizer = 12 * (shard if stage else parameters) - (0 if stage or element == 2 else 4 * parameters)
+    gradients = element * (shard if stage >= 2 else parameters)
+    weights = element * (shard if stage == 3 else parameters)
+    gathered = max(2 * bucket, element * max(shape.embedding, shape.layer_parameters)) if stage == 3 else 0
+    device = {
+        "weights": 0 if run.offload_params else weights,
+        "gathered weights": gathered,
+        "gradients": gradients if not away else element * parameters if stage == 1 else 0,
+        "optimizer": 0 if away else optimizer,
+        "buckets": 3 * bucket if world > 1 or stage == 3 else 0,
+    }
+    host = {
+        "weights": weights if run.offload_params else 0,
+        "optimizer": optimizer if away else 0,
+        "gradients": (element + 4) * shard if away else 0,
+    }
+    return {n: b for n, b in device.items() if b}, {n: b for n, b in host.items() if b}
+
+
+ZERO_DEFAULT = 500_000_000
+"""Elements of DeepSpeed's buckets where nothing is said, as in the paper; up to twice as many stay gathered."""
+
+
+def zero_bucket(parameters: int) -> int:
+    """Elements of ZeRO's buckets: a sixteenth of the model, between 1M and 200M."""
+    return max(1_000_000, min(200_000_000, parameters // 16))
+
+
+def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset: str = "ours") -> Prediction:
+    """What a run of this length takes. The preset `paper` is the reference stack as the ALST paper ran it.
 
     Raises:
-        ValueError: a decoder that has no form.
+        ValueError: a decoder without a form, or an SP degree that does not divide the GPUs.
     """
-    made = _forms()
-    if shape.family not in made["tiles"]:
-        raise ValueError(
-            f"model='{shape.name}' is a {shape.family or 'decoder of no model_type'}, which has no form; there are "
-            f"forms of {', '.join(families())}. Add it to alstlib/forms.py and run python -m alstlib.forms"
-        )
-    element = element_bytes(run, machine)
-    rows = -(-seq_len // ranks) * run.batch_size
-    heads, sizes = heads_way(shape, ranks)
-    sizes |= {"R": rows, "P": ranks, "H": shape.width, "I": shape.mlp, "V": shape.vocab, "L": shape.layers}
-    sizes |= {"d": shape.head_dim / 4, "C": min(rows, run.chunk or rows)}
-    for name, (of, size) in {n: t.rsplit(" ", 1) for n, t in made["tiles"][shape.family].items()}.items():
-        number, _, names = of.partition(" ")
-        width = float(number) * product(names, sizes) if name != "D" else shape.head_dim * shape.heads / ranks
-        wide = element if name == "M" else int(size)
-        given = {"M": run.tiled_mlp, "U": run.tiled_loss, "N": run.tiled_norm}.get(name, True)
-        tile = tile_for(int(max(width, shape.width) if name == "M" else width), wide, machine.device)
-        sizes[name] = min(rows, tile if isinstance(given, bool) else given)
-    chunked = run.chunk is not None and run.chunk < rows
-    row, output = rows * shape.width * element, rows * shape.heads * (shape.head_dim * element + 4)
-    every, outputs = _kept(run, shape.layers, row, output, machine)
-    keeps = _keeps(run, shape.layers, outputs)
-    switches = {"mlp": run.tiled_mlp, "norm": run.tiled_norm and not chunked, "loss": run.tiled_loss, "chunk": chunked}
-    on = "+".join(name for name, value in switches.items() if value)
-    best: dict[str, float] = {}
-    where = ""
-    workspace = kernel_workspace(shape, run, sizes["C"] if chunked else rows, machine)
-    for keep in keeps:
-        for index in made["ways"]["/".join([shape.family, _dtype(run, machine), heads, keep, on])]:
-            place, kinds = made["moments"][index]
-            found = {kind: sum(c * product(n, sizes) for c, n in terms) for kind, terms in kinds.items()}
-            if KERNEL in place:
-                found["kernel workspace"] = workspace
-            if sum(found.values()) > sum(best.values()):
-                best, where = found, place.removesuffix(KERNEL)
-    if every > 1:  # a segment's inputs, made again, wait on the device, with their attention outputs
-        best["checkpoints"] = best.get("checkpoints", 0.0) + (every - 1) * (row + output)
-    host = 0 if run.offload == "none" else -(-shape.layers // every) * row + outputs * output
-    needed = 0 if run.offload == "none" else _least_host(run, shape.layers, row, output)
-    device = {kind: round(nbytes) for kind, nbytes in best.items() if nbytes >= 0.5}
-    last = where.replace(".3.", f".{shape.layers - 1}.")
-    return Activations(device, last, host, needed, outputs / shape.layers, every)
+    ranks = run.sp or machine.gpus
+    if machine.gpus % ranks:
+        raise ValueError(f"sp={ranks} does not divide {machine.gpus} GPUs")
+    device, host = states(shape, run, machine, preset)
+    limit = None
+    if machine.host_memory is not None:
+        limit = machine.host_memory // machine.ranks_of_node
+        if machine.device != "cpu":
+            host = {**host, "process": machine.overheads.process}
+    room = None if limit is None else max(0, limit - sum(host.values()))
+    if preset == "paper":
+        found = reference_activations(shape, run, ranks, seq_len)
+    else:
+        found = activations(shape, run, ranks, seq_len, machine.device, room)
+    needed = sum(host.values()) + found.host_needed
+    if found.host:
+        host = {**host, "checkpoints": found.host}
+    return Prediction(
+        seq_len=seq_len, device={**machine.overhead(), **device, **found.device}, device_limit=machine.gpu_memory,
+        host=host, host_limit=limit, host_needed=needed, activations=found,
+        seconds=step_seconds(shape, run, machine.rates, ranks, machine.gpus, machine.per_node, seq_len, found, preset),
+    )  # fmt: skip
 
 
-def _dtype(run: RunConfig, machine: Machine) -> str:
-    return run.dtype if run.dtype != "auto" else "bf16" if machine.device == "cuda" else "fp32"
+LONGEST = 2**40
+"""No search goes further."""
 
 
-def element_bytes(run: RunConfig, machine: Machine) -> int:
-    """Of a weight and an activation."""
-    return 2 if _dtype(run, machine) == "bf16" else 4
+def longest(
+    shape: Shape, run: RunConfig, machine: Machine, granule: int | None = None, preset: str = "ours"
+) -> Prediction | None:
+    """The longest sequence that fits, to three digits (or a multiple of `granule`); None where not even the shortest
+    does."""
+    ranks = run.sp or machine.gpus
+    step = granule or ranks * 8
+
+    def fits(seq_len: int) -> bool:
+        return predict(shape, run, machine, seq_len, preset).fits
+
+    if not fits(step):
+        return None
+    low, high = step, 2 * step
+    while high < LONGEST and fits(high):
+        low, high = high, 2 * high
+    while high - low > max(step, 0 if granule else low // 2000):
+        middle = (low + high) // 2 // step * step
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    if granule is None and low > 1000:
+        unit = 10 ** (int(math.log10(low)) - 2)
+        low = low // unit * unit
+    return predict(shape, run, machine, low, preset)
 
 
-def _kept(run: RunConfig, layers: int, row: int, output: int, machine: Machine) -> tuple[int, int]:
-    """(of how many layers one input is kept, layers whose attention outputs are), as `layers.plan` decides."""
-    if not run.checkpoint:
-        return 1, 0
-    if run.offload == "none":
-        return 1, layers if run.save_attention is True else 0
-    room = run.host_memory if run.host_memory is not None else machine.host_share
-    every, outputs = share_host(2**62 if room is None else room, layers, row, output, run.save_attention)
-    if run.chunk is not None and every > 1:  # streamed layers need every input
-        every, outputs = 1, outputs if run.save_attention is True else 0
-    return every, outputs
+HELP: dict[str, dict[str, Any]] = {
+    "sequence parallelism over all GPUs": {"sp": 0},
+    "tiled loss": {"tiled_loss": True},
+    "tiled MLP": {"tiled_mlp": True},
+    "tiled norms": {"tiled_norm": True},
+    "checkpoints": {"checkpoint": True},
+    "checkpoints on the host": {"checkpoint": True, "offload": "async"},
+    "layers in chunks of 16K rows": {"checkpoint": True, "chunk": 16_384},
+    "attention outputs not kept": {"save_attention": False},
+    "optimizer on the host": {"offload_optimizer": True},
+    "ZeRO-3": {"zero_stage": 3},
+    "weights on the host": {"zero_stage": 3, "offload_params": True},
+}
+"""What can be switched on, as fields of RunConfig."""
 
 
-def _least_host(run: RunConfig, layers: int, row: int, output: int) -> int:
-    outputs = layers * output if run.save_attention is True else 0
-    return (layers if run.chunk is not None else 1) * row + outputs
+@dataclass(frozen=True)
+class Help:
+    """One change, and what it would do."""
+
+    what: str
+    changes: dict[str, Any]
+    longest: int
+    seconds: float
+    """Of a step at the longest that fits now (or, where nothing does, at the longest that then fits)."""
 
 
-def _keeps(run: RunConfig, layers: int, outputs: int) -> list[str]:
-    """Forms that apply: a share of the layers may keep its outputs, and another not."""
-    if not run.checkpoint:
-        return ["all"]
-    where = "device" if run.offload == "none" else "host"
-    return [where] * (outputs < layers) + [f"{where}+attention"] * (outputs > 0)
+def advice(shape: Shape, run: RunConfig, machine: Machine) -> list[Help]:
+    """Single changes that let longer sequences fit, the most helpful first."""
+    now = longest(shape, run, machine)
+    found = []
+    for what, changes in HELP.items():
+        same = all(getattr(run, name) == value for name, value in changes.items())
+        if (
+            same
+            or ("chunk" in changes and run.chunk is not None)
+            or (changes.get("sp") == 0 and run.sp == machine.gpus)
+        ):
+            continue
+        try:
+            other = run.replace(**changes)
+        except ValueError:
+            continue
+        then = longest(shape, other, machine)
+        if then is not None and then.seq_len > 1.01 * (now.seq_len if now else 0):
+            at = predict(shape, other, machine, now.seq_len) if now else then
+            found.append(Help(what, changes, then.seq_len, at.seconds["step"]))
+    return sorted(found, key=lambda h: -h.longest)
 
 
-def kernel_workspace(shape: Shape, run: RunConfig, rows: float, machine: Machine) -> float:
-    """Bytes that a GPU's attention backward takes for itself: dQ summed in fp32 (flash-attn and cuDNN both), and with
-    flash-attn 2 the gradients of keys and values of each query head, before they are summed."""
-    if machine.device == "cpu":
-        return 0.0
-    queries = rows * shape.heads * shape.head_dim
-    expanded = run.attention in ("flash", "flash_attention_2") and shape.kv_heads < shape.heads
-    return 4 * queries + (2 * 2 * queries if expanded else 0)
+def nearest_that_fits(
+    shape: Shape, run: RunConfig, machine: Machine, seq_len: int
+) -> tuple[list[str], RunConfig] | None:
+    """The fewest changes (three at most) after which this length fits, cheapest first; None where none do."""
+    seen, now = [], run
+    for _ in range(3):
+        options = []
+        for what, changes in HELP.items():
+            try:
+                other = now.replace(**changes)
+            except ValueError:
+                continue
+            if other != now:
+                found = predict(shape, other, machine, seq_len)
+                options.append((not found.fits, found.device_peak, found.seconds["step"], what, other))
+        if not options:
+            return None
+        fitting = [o for o in options if not o[0]]
+        best = min(fitting, key=lambda o: o[2]) if fitting else min(options, key=lambda o: o[1])
+        seen.append(best[3])
+        now = best[4]
+        if fitting:
+            return seen, now
+    return None

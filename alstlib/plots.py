@@ -216,3 +216,48 @@ def versus(
     if len(series) > 1:
         axes.legend(frameon=False, fontsize=9)
     return _finish(figure)
+
+
+def stacked(
+    parts: Mapping[int, Mapping[str, float]], limit: float | None = None, title: str = "", label: str = "device [GiB]"
+) -> Figure:
+    """Memory by category against the sequence length (log2 axis): {tokens: {category: GiB}}; `limit` is a line."""
+    lengths = sorted(parts)
+    names = sorted({n for one in parts.values() for n in one}, key=lambda n: -parts[lengths[0]].get(n, 0.0))
+    figure, axes = _axes(8.4, 4.2)
+    heights = [[parts[s].get(n, 0.0) for s in lengths] for n in names]
+    hatches = ("", "//", "..", "xx")
+    drawn = axes.stackplot(lengths, heights, labels=names, edgecolor="white", linewidth=0.4)
+    for i, area in enumerate(drawn):
+        area.set_facecolor(PALETTE[i % len(PALETTE)])
+        area.set_hatch(hatches[i // len(PALETTE)])
+    if limit is not None:
+        axes.axhline(limit, color="black", linestyle="--", linewidth=1)
+        axes.text(lengths[0], limit, f" {limit:.1f} GiB that a GPU has", va="bottom", fontsize=8)
+    axes.set_xscale("log", base=2)
+    token_axis(axes.xaxis)
+    axes.set(ylabel=label, xlim=(lengths[0], lengths[-1]))
+    axes.set_title(title, loc="left")
+    handles, texts = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], texts[::-1], frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left")
+    return _finish(figure)
+
+
+def paired(rows: Mapping[str, tuple[float, float]], names: tuple[str, str], xlabel: str) -> Figure:
+    """Two values a row side by side, such as stated and predicted lengths (log axis), each with its number."""
+    figure, axes = _axes(8, 0.62 * len(rows) + 1.1)
+    for i, name in enumerate(names):
+        for y, pair in enumerate(rows.values()):
+            bar = axes.barh(
+                y + 0.2 * (2 * i - 1), pair[i], 0.38, color=PALETTE[i], hatch=("", "//")[i], edgecolor="white",
+                label=name if y == 0 else None,
+            )  # fmt: skip
+            axes.bar_label(bar, [f" {_short(pair[i])}"], fontsize=8)
+    axes.set_xscale("log", base=2)
+    token_axis(axes.xaxis)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_xlabel(xlabel)
+    axes.margins(x=0.12)
+    axes.invert_yaxis()
+    axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+    return _finish(figure)

@@ -92,7 +92,7 @@ def simulate(run: RunConfig, ranks: int, device: str = "cuda", fake: bool = True
     length = run.seq_len - run.seq_len % ranks
     with fake_ranks(ranks) as ctx, as_on(device):
         with torch.device("meta" if fake else "cpu"):
-            model: Any = load_model(run, dtype)
+            model: Any = load_model(run, dtype, shape_only=True)
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         with alstlib.apply(model, ctx, run_options(run, model.config.model_type, False)) as handle:
@@ -139,7 +139,7 @@ def watch(handle: alstlib.Handle, places: Places, ledger: Ledger) -> None:
         put(ticket, x)
         ledger.move(x, f"<{CHECKPOINTS}>")
 
-    handle.store.put = kept  # type: ignore[method-assign]
+    handle.store.put = kept
     places.finally_do(lambda: delattr(handle.store, "put"))
 
 
@@ -168,7 +168,8 @@ def extend(few: Simulated, more: Simulated, layers: int) -> Simulated:
 def simulate_deep(run: RunConfig, ranks: int, device: str = "cuda") -> Simulated:
     """`simulate` with only `FEW` layers run, extended to those of the model. A host budget is for all layers together:
     with one, all are run."""
-    whole = model_config(run.model, run.model_config, run.trust_remote_code).get_text_config().num_hidden_layers
+    config = model_config(run.model, run.model_config, run.trust_remote_code, shape_only=True)
+    whole = config.get_text_config().num_hidden_layers
     if whole <= FEW[1] or run.host_memory is not None:
         return simulate(run, ranks, device)
 

@@ -26,6 +26,7 @@ from alstlib import results
 from alstlib.config import RunConfig
 from alstlib.corpus import get_tokenizer, load_corpus
 from alstlib.engine import host_tensors, initialize, save_model
+from alstlib.foretell import as_metrics, foretell, machine_of
 from alstlib.groups import join_fake
 from alstlib.memory import Ledger
 from alstlib.models import SHAPES, flop_dimensions, liger_kernels, load_model, use_liger
@@ -190,6 +191,7 @@ class Trainer:
         seconds = statistics.median(timed)
         per_rank = {k: v / seconds / self.ctx.world_size / 1e12 for k, v in flos.items()}
         return {
+            "predicted": self.predicted(seq_len),
             "seq_len": seq_len,
             "tokens_per_step": tokens,
             "tokens_per_second": tokens / seconds,
@@ -207,6 +209,16 @@ class Trainer:
             "inputs_kept_every": self.handle.inputs_kept_every,
             "notes": self.handle.notes,
         }
+
+    def predicted(self, seq_len: int) -> dict[str, Any]:
+        """What the planner says of this run, to stand beside the measurement."""
+        gpus = self.ctx.world_size if self.device.type == "cuda" else 0
+        nodes = max(1, self.ctx.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", self.ctx.world_size)))
+        try:
+            run = self.run.replace(world_size=self.ctx.world_size, sp=self.ctx.sp)
+            return as_metrics(foretell(run, machine_of(run, nodes, gpus), seq_len)[1])
+        except (ValueError, KeyError) as e:
+            return {"unknown": str(e)}
 
     def _gather(self, values: list[int]) -> list[list[int]]:
         mine = torch.tensor(values, device=self.device)

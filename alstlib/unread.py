@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -160,7 +160,7 @@ def output_unread(out: Tensor, followers: Iterable[Follower] = ()) -> bool:
     seen = set(stack)
     while stack:
         node = stack.pop()
-        if type(node).__name__ == "_TiledComputeBackward" and node.skipped:
+        if type(node).__name__ == "_TiledComputeBackward" and cast(Any, node).skipped:
             above.append(node)  # and go on below it: another may feed this one, which reads its input
         for child, _ in node.next_functions:
             if child is not None:

@@ -1,0 +1,115 @@
+"""The planner asked about a run on this machine: before it starts, and to stand beside what was measured."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from typing import Any
+
+from alstlib.config import RunConfig
+from alstlib.plan import settings
+from alstlib.planner import GIB, Machine, Prediction, longest, nearest_that_fits, predict
+from alstlib.rates import GPUS, rates_of
+from alstlib.shapes import Shape, read_shape
+
+CERTAIN = 1.1
+"""A run is refused when it would take so many times what there is: the planner is right within a few percent."""
+
+
+def machine_of(run: RunConfig, nodes: int, gpus: int) -> Machine:
+    """This machine and others like it, for a resolved run. `gpus` are those that it has; with none, ranks run on its
+    CPU, and `device_memory` stands in for a device's."""
+    per_node = max(1, run.world_size // nodes)
+    memory, host = run.device_memory, _host_memory()
+    if not gpus:
+        return Machine(gpus=run.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, device="cpu")
+    name, found = _gpu()
+    rates = next((r for n, r in GPUS.items() if n in name), rates_of("H100"))
+    memory = memory or found
+    return Machine(gpus=run.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, rates=rates)
+
+
+def _host_memory() -> int | None:
+    """Bytes of this machine's memory that are free."""
+    with contextlib.suppress(OSError, StopIteration), open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    return None
+
+
+def _gpu() -> tuple[str, int | None]:
+    """Name of the first GPU and its bytes, without touching a device."""
+    if not (smi := shutil.which("nvidia-smi")):
+        return "", None
+    query = [smi, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits", "-i", _first_visible()]
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        out = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        name, _, mebibytes = out.splitlines()[0].rpartition(",")
+        return name.strip(), int(mebibytes) * 2**20
+    return "", None
+
+
+def _first_visible() -> str:
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    return first if first.isdigit() else "0"
+
+
+def foretell(run: RunConfig, machine: Machine, seq_len: int | None = None) -> tuple[Shape, Prediction]:
+    """The prediction for a resolved run.
+
+    Raises:
+        ValueError: the planner does not know its model.
+    """
+    shape = read_shape(run.model, run.model_config)
+    return shape, predict(shape, run, machine, seq_len or max(run.seq_len, run.sp))
+
+
+def as_metrics(found: Prediction) -> dict[str, Any]:
+    """What a result records of a prediction: bytes of a rank. Seconds only for GPUs, whose rates are known."""
+    return {
+        "device_peak_bytes": found.device_peak,
+        "device_bytes": found.device,
+        "host_peak_bytes": found.host_peak - found.host.get("process", 0),
+        "host_bytes": found.host,
+    }
+
+
+def why_not(run: RunConfig, nodes: int, gpus: int) -> str | None:
+    """Why a resolved run cannot fit this machine, and what would; None where it may. Runs that search for a length, or
+    that the planner does not know, are not judged."""
+    if run.search or run.emulate or run.peers:
+        return None
+    machine = machine_of(run, nodes, gpus)
+    try:
+        shape, found = foretell(run, machine)
+    except (ValueError, KeyError):
+        return None
+    over = [
+        ("device", found.device_peak, found.device_limit, "device_memory is" if run.device_memory else "a GPU has"),
+        ("host", found.host_needed, found.host_limit, "a rank's share of the host's free memory is"),
+    ]
+    beyond = [one for one in over if one[2] is not None and one[1] > CERTAIN * one[2]]
+    if not beyond:
+        return None
+    where, needs, has, what = beyond[0]
+    text = (
+        f"{found.seq_len:,} tokens would take {needs / GIB:.2f} GiB of {where} memory a rank, and {what} "
+        f"{(has or 0) / GIB:.2f} GiB (predicted, largest parts: {largest(found, where)})"
+    )
+    if near := nearest_that_fits(shape, run, machine, found.seq_len):
+        text += f"; it would fit with {' and '.join(near[0])}: {settings(changed(run, near[1]))}"
+    elif best := longest(shape, run, machine):
+        text += f"; the longest that fits is {best.seq_len:,} tokens"
+    return f"{text}. force=True (--force) runs it all the same"
+
+
+def largest(found: Prediction, where: str) -> str:
+    parts = found.device if where == "device" else found.host
+    top = sorted(parts.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{name} {nbytes / GIB:.2f}" for name, nbytes in top)
+
+
+def changed(before: RunConfig, after: RunConfig) -> dict[str, Any]:
+    old = before.to_dict()
+    return {name: value for name, value in after.to_dict().items() if value != old[name]}

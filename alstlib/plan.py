@@ -1,0 +1,224 @@
+"""`alst plan`: what fits, what limits it, what would help and what that costs. Without torch and transformers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from alstlib.config import RunConfig, parse_quantity, row_config
+from alstlib.planner import GIB, Help, Machine, Overheads, Prediction, advice, longest, nearest_that_fits, predict
+from alstlib.rates import GPUS, label_bytes, rates_of, with_measured
+from alstlib.shapes import Shape, read_shape
+
+PRESETS = {"ours": "ours", "paper": "alst"}
+"""Rows of the ablation that the presets begin from."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `alst plan`."""
+    what = parser.add_argument_group("the run")
+    what.add_argument("--model", default="meta-llama/Llama-3.1-8B", help="hub name, folder, config.json or built in")
+    what.add_argument("--seq-len", help="tokens in a sample, such as 500K or 3.7M; without it the longest is found")
+    what.add_argument("--preset", choices=PRESETS, default="ours", help="ours, or what the ALST paper ran")
+    what.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of RunConfig")
+    where = parser.add_argument_group("the machine")
+    where.add_argument("--gpus", type=int, default=8, help="all of them; 0 for what this machine has")
+    where.add_argument("--gpus-per-node", type=int, default=8)
+    where.add_argument("--gpu", default="H100", help=f"whose rates: {', '.join(GPUS)}")
+    where.add_argument("--gpu-memory", help="80GB is a label; GiB is exact; the GPU's own by default")
+    where.add_argument("--host-memory", help="of a node: 1.9TB or 1.9TiB; without it no limit")
+    where.add_argument("--rates", type=Path, help="result.json of alstlib.bench: attention as measured")
+    for name, text in (("context", "CUDA context"), ("nccl", "NCCL's buffers"), ("process", "a rank's process")):
+        where.add_argument(f"--{name}", help=f"bytes of {text}; {getattr(Overheads(), name) / GIB:g}GiB")
+    where.add_argument("--fragmentation", type=float, help="share of the device lost to fragments; 0.03")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def command(args: argparse.Namespace) -> int:
+    """Exit status: 0 it fits, 1 it does not."""
+    shape, run, machine, understood = read(args)
+    wanted = parse_quantity(args.seq_len, "seq-len") if args.seq_len else None
+    if wanted is not None and wanted < (run.sp or machine.gpus):
+        raise ValueError(f"seq-len={wanted} is shorter than the {run.sp or machine.gpus} ranks are many")
+    best = longest(shape, run, machine)
+    found = best if wanted is None else predict(shape, run, machine, wanted)
+    helps = advice(shape, run, machine)
+    fits = found is not None and found.fits
+    if args.json:
+        print(json.dumps(as_json(shape, run, machine, understood, best, found, helps), indent=2))
+        return 0 if fits else 1
+    print("\n".join(describe(shape, run, machine, understood, best, found, helps)))
+    if found is not None and not fits:
+        print("\n".join(remedy(shape, run, machine, found)))
+    return 0 if fits else 1
+
+
+def read(args: argparse.Namespace) -> tuple[Shape, RunConfig, Machine, dict[str, str]]:
+    """The shape, run and machine that the options describe, and how quantities were understood."""
+    if args.gpus < 0 or args.gpus_per_node < 1:
+        raise ValueError(f"gpus={args.gpus} and gpus-per-node={args.gpus_per_node} must be at least 1")
+    gpus = args.gpus
+    if gpus == 0:
+        from alstlib.launch import device_count
+
+        if not (gpus := device_count()):
+            raise ValueError("gpus=0 means this machine's, and it has none; name their number")
+    changes: dict[str, Any] = {}
+    for text in args.set:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--set {text} is not FIELD=VALUE")
+        changes[name.strip()] = yaml.safe_load(value)
+    base = RunConfig(model=args.model, dtype="bf16", sp=0)
+    run = row_config(PRESETS[args.preset], base).replace(**changes)
+    shape = read_shape(args.model, run.model_config)
+    rates = rates_of(args.gpu)
+    if args.rates:
+        rates = with_measured(rates, args.rates)
+    terms: dict[str, Any] = {
+        n: parse_quantity(v, n) for n in ("context", "nccl", "process") if (v := getattr(args, n)) is not None
+    }
+    if args.fragmentation is not None:
+        if not 0 <= args.fragmentation < 1:
+            raise ValueError(f"fragmentation={args.fragmentation} is a share, from 0 to 1")
+        terms["fragmentation"] = args.fragmentation
+    memory = label_bytes(args.gpu_memory) if args.gpu_memory else int(rates.usable)
+    host = parse_quantity(args.host_memory, "host-memory") if args.host_memory else None
+    machine = Machine(
+        gpus=gpus, per_node=args.gpus_per_node, gpu_memory=memory, host_memory=host, rates=rates,
+        overheads=Overheads(**terms),
+    )  # fmt: skip
+    understood = {
+        "gpu_memory": f"{args.gpu_memory or args.gpu}: {memory / GIB:.1f} GiB that PyTorch finds on a GPU",
+        "host_memory": f"{args.host_memory}: {host / GIB:,.0f} GiB a node" if host else "no limit",
+    }
+    if args.seq_len:
+        understood["seq_len"] = f"{args.seq_len}: {parse_quantity(args.seq_len, 'seq-len'):,} tokens"
+    return shape, run, machine, understood
+
+
+def as_json(
+    shape: Shape, run: RunConfig, machine: Machine, understood: dict[str, str], best: Prediction | None,
+    found: Prediction | None, helps: list[Help],
+) -> dict[str, Any]:  # fmt: skip
+    """What programs read. Bytes, tokens and seconds; memory is each GPU's, and its share of the host's."""
+    made: dict[str, Any] = {
+        "mode": "predicted",
+        "model": {"name": shape.name, "family": shape.family, "parameters": shape.parameters},
+        "gpus": machine.gpus, "nodes": machine.nodes, "understood": understood,
+        "fits": found is not None and found.fits,
+        "longest_sequence": best.seq_len if best else 0,
+        "limit": limit_of(shape, run, machine, best, found),
+    }  # fmt: skip
+    if found is not None:
+        made |= {
+            "seq_len": found.seq_len,
+            "device": {"peak": found.device_peak, "limit": found.device_limit, "by_category": found.device,
+                       "peak_place": found.activations.place},
+            "host": {"peak": found.host_peak, "limit": found.host_limit, "by_category": found.host,
+                     "attention_kept": found.activations.attention_kept,
+                     "inputs_kept_every": found.activations.inputs_kept_every},
+            "step_seconds": found.seconds,
+        }  # fmt: skip
+    made["help"] = [
+        {"what": h.what, "changes": h.changes, "longest_sequence": h.longest, "step_seconds": h.seconds} for h in helps
+    ]
+    made["options"] = {n: v for n, v in run.to_dict().items() if v != RunConfig().to_dict()[n]}
+    return made
+
+
+def limit_of(shape: Shape, run: RunConfig, machine: Machine, best: Prediction | None, found: Prediction | None) -> str:
+    """What a length goes beyond; for the longest, what a longer one would."""
+    if found is not None and not found.fits:
+        return found.limit
+    if best is None:
+        return predict(shape, run, machine, 8 * (run.sp or machine.gpus)).limit
+    return predict(shape, run, machine, int(1.02 * best.seq_len) + 8 * machine.gpus).limit
+
+
+def describe(
+    shape: Shape, run: RunConfig, machine: Machine, understood: dict[str, str], best: Prediction | None,
+    found: Prediction | None, helps: list[Help],
+) -> list[str]:  # fmt: skip
+    """What people read."""
+    nodes = f"{machine.nodes} node{'s' if machine.nodes > 1 else ''}"
+    name = f"{shape.name} ({shape.family}, {shape.parameters / 1e9:.2f}B parameters)"
+    lines = [f"{name} on {machine.gpus} x {machine.rates.name}, {nodes}; predicted, nothing was run"]
+    lines += [f"  {key}: {text}" for key, text in understood.items()]
+    limit = limit_of(shape, run, machine, best, best)
+    if best is None:
+        lines += ["", f"Not even a short sequence fits: {limit} memory."]
+    else:
+        lines += ["", f"Longest sequence: {best.seq_len:,} tokens; {limit or 'nothing known'} limits it."]
+    if found is None:
+        found = predict(shape, run, machine, 8 * (run.sp or machine.gpus))
+    if found is not best:
+        lines.append(f"{found.seq_len:,} tokens: {verdict(found)}")
+    lines += ["", f"At {found.seq_len:,} tokens, each GPU:", ""]
+    lines += table(found.device, found.device_limit, "device")
+    lines += [f"  (peak in {found.activations.place})", ""]
+    if found.host:
+        lines += table(found.host, found.host_limit, "host, a GPU's share")
+        kept = found.activations
+        lines.append(f"  (attention outputs of {kept.attention_kept:.0%} of the layers are kept)")
+        if kept.inputs_kept_every > 1:
+            lines.append(f"  (inputs of one layer in {kept.inputs_kept_every} are kept: the host is short)")
+        lines.append("")
+    parts = ", ".join(f"{n} {duration(s)}" for n, s in found.seconds.items() if n != "step" and s >= 0.05)
+    lines.append(f"A step: {duration(found.seconds['step'])} ({parts})")
+    if helps:
+        lines += ["", "What would help:"]
+        base = found.seconds["step"] if best is found else best.seconds["step"] if best else None
+        for h in helps[:5]:
+            cost = "" if base is None else f", a step {h.seconds / base - 1:+.0%} at today's longest"
+            lines.append(f"  {h.what}: {h.longest:,} tokens{cost}  ({settings(h.changes)})")
+    return lines
+
+
+def verdict(found: Prediction) -> str:
+    """Does it fit, and by how much?"""
+    spare = [
+        f"{abs(limit - peak) / GIB:.1f} GiB {'spare' if limit >= peak else 'short'} on the {where}"
+        for where, limit, peak in (
+            ("device", found.device_limit, found.device_peak),
+            ("host", found.host_limit, max(found.host_needed, 0)),
+        )
+        if limit is not None
+    ]
+    return f"{'fits' if found.fits else 'does not fit'} ({', '.join(spare) or 'no limits were named'})"
+
+
+def remedy(shape: Shape, run: RunConfig, machine: Machine, found: Prediction) -> list[str]:
+    """The nearest configuration under which this length fits."""
+    near = nearest_that_fits(shape, run, machine, found.seq_len)
+    if near is None:
+        return ["", "No options make it fit here: fewer tokens, or more GPUs."]
+    what, other = near
+    changes = {n: v for n, v in other.to_dict().items() if v != run.to_dict()[n]}
+    return ["", f"It fits with {' and '.join(what)} ({settings(changes)})."]
+
+
+def settings(changes: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in changes.items())
+
+
+def table(parts: dict[str, int], limit: int | None, title: str) -> list[str]:
+    """Categories in GiB, the largest first."""
+    rows = sorted(parts.items(), key=lambda item: -item[1])
+    total = sum(parts.values())
+    lines = [f"  {title:24} {'GiB':>9}"]
+    lines += [f"  {name:24} {nbytes / GIB:9.2f}" for name, nbytes in rows if nbytes]
+    of = f" of {limit / GIB:.2f}" if limit is not None else ""
+    return [*lines, f"  {'in all':24} {total / GIB:9.2f}{of}"]
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

@@ -1,0 +1,55 @@
+"""Live controls over the planner, for a notebook; the figures beside them read without a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from alstlib import plots
+from alstlib.config import RunConfig
+from alstlib.planner import GIB, Machine, Prediction, predict
+from alstlib.results import format_tokens
+from alstlib.shapes import Shape
+
+
+def by_category(found: Prediction) -> dict[str, float]:
+    """GiB of the device by category."""
+    return {name: nbytes / GIB for name, nbytes in found.device.items() if nbytes}
+
+
+def memory_figure(shape: Shape, run: RunConfig, machine: Machine, lengths: Any, title: str = "") -> Any:
+    """Memory by category against the length."""
+    parts = {n: by_category(predict(shape, run, machine, n)) for n in lengths}
+    limit = None if machine.gpu_memory is None else machine.gpu_memory / GIB
+    return plots.stacked(parts, limit, title)
+
+
+def explore(shape: Shape, run: RunConfig, machine: Machine, switches: Mapping[str, Any]) -> Any:
+    """A slider for the length and a checkbox for each of `switches` (name: RunConfig's fields when it is on); the
+    verdict and the memory by category follow. Returns the widget; without a kernel nothing of it is needed."""
+    import ipywidgets
+
+    length = ipywidgets.FloatLogSlider(
+        value=1e6, base=10, min=4, max=8, step=0.02, description="tokens", readout_format=".3s", continuous_update=False
+    )
+    boxes = {name: ipywidgets.Checkbox(value=True, description=name, indent=False) for name in switches}
+    text = ipywidgets.HTML()
+
+    def update(*_: Any) -> None:
+        now = run
+        for name, box in boxes.items():
+            if not box.value:
+                now = now.replace(**switches[name])
+        found = predict(shape, now, machine, round(length.value))
+        rows = sorted(by_category(found).items(), key=lambda item: -item[1])
+        cells = "".join(f"<tr><td>{name}</td><td align=right>{gib:.2f}</td></tr>" for name, gib in rows)
+        verdict = "fits" if found.fits else f"does not fit: {found.limit} memory"
+        text.value = (
+            f"<b>{format_tokens(found.seq_len)} tokens: {verdict}</b>, {found.device_peak / GIB:.1f} GiB a GPU, a step "
+            f"takes {found.seconds['step']:,.0f} s<table><tr><th>device</th><th>GiB</th></tr>{cells}</table>"
+        )
+
+    for control in (length, *boxes.values()):
+        control.observe(update, "value")
+    update()
+    return ipywidgets.VBox([length, ipywidgets.HBox(list(boxes.values())), text])

@@ -1,0 +1,87 @@
+"""The planner's closed forms beside the simulator, at random configurations: `python -m tests.plan_table`.
+
+Writes what it found to papermill_runs/results/planner/simulated.json; tests simulate some of them again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from alstlib.activations import activations, families
+from alstlib.config import RunConfig
+from alstlib.results import git_state
+from alstlib.shapes import PUBLIC, read_shape
+
+FILE = Path("papermill_runs/results/planner/simulated.json")
+COUNT = 200
+
+
+def draw(seed: int) -> tuple[RunConfig, int, str]:
+    """A run, its ranks and its kind of device: models, lengths, options and ranks as people have them."""
+    pick = random.Random(seed)
+    models = ["tiny", "small", *(name for name, fields in PUBLIC.items() if fields["model_type"] in families())]
+    device = pick.choice(["cuda", "cuda", "cpu"])
+    model = pick.choice(models)
+    deep = {"num_hidden_layers": 6} if model == "tiny" else {}
+    shape = read_shape(model)
+    ranks = pick.choice([1, 2, 3, 4, 6, 8, 16, 32])
+    rows = int(2 ** pick.uniform(8, 17 if shape.width < 1000 else 15 + ranks.bit_length() / 4))
+    checkpoint = pick.random() < 0.85
+    offload = pick.choice(["none", "sync", "async"]) if checkpoint else "none"
+    chunk = max(256, rows // pick.choice([2, 5, 16])) if checkpoint and pick.random() < 0.3 else None
+    run = RunConfig(
+        model=model, model_config=deep, seq_len=rows * ranks + pick.randrange(ranks),
+        dtype=pick.choice(["bf16", "fp32"]),
+        tiled_mlp=pick.choice([True, True, False, 512]), tiled_norm=pick.choice([True, True, False]),
+        tiled_loss=pick.choice([True, True, True, False, 300]), checkpoint=checkpoint, offload=offload,
+        save_attention=pick.choice([False, "auto", True]) if checkpoint else False, chunk=chunk,
+    )  # fmt: skip
+    return run, ranks, device
+
+
+def compare(seed: int) -> dict[str, Any]:
+    """One configuration, planned and simulated. Bytes over the weights, of the last rank."""
+    from alstlib.simulate import simulate_deep
+
+    run, ranks, device = draw(seed)
+    shape = read_shape(run.model, run.model_config)
+    length = run.seq_len - run.seq_len % ranks
+    planned = activations(shape, run, ranks, length, device, workspace=False)
+    began = time.perf_counter()
+    simulated = simulate_deep(run, ranks, device)
+    options = {n: v for n, v in run.to_dict().items() if v != RunConfig().to_dict()[n]}
+    return {
+        "seed": seed, "ranks": ranks, "device": device, "options": options, "planned": planned.peak,
+        "simulated": simulated.device_peak, "error": planned.peak / simulated.device_peak - 1,
+        "planned_host": planned.host, "simulated_host": simulated.host_peak,
+        "planned_categories": planned.device, "simulated_categories": simulated.categories,
+        "planned_place": planned.place, "simulated_place": simulated.peak_place,
+        "seconds": round(time.perf_counter() - began, 1),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=COUNT)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=FILE)
+    args = parser.parse_args()
+    found = []
+    for seed in range(args.first, args.first + args.count):
+        found.append(compare(seed))
+        one = found[-1]
+        print(
+            f"{seed}: {one['error']:+.2%} {one['options'].get('model', 'small')} on {one['ranks']}, {one['seconds']} s",
+            flush=True,
+        )
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps({"git": git_state(), "mode": "simulated", "found": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Closed forms: every tensor of a step factors into its sizes, and what is committed is what the code does today."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from alstlib.activations import _forms, product
+from alstlib.forms import FILE, HEADS, LAYERS, SIZES, SMALL, Way, factor, moments, plausible, text_of, trace
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        Way("llama", heads="whole", keep="host+attention"),
+        Way("llama", dtype="fp32", keep="all", mlp=False, norm=False, loss=False),
+        Way("qwen3", heads="shared", keep="device"),
+        Way("llama", heads="whole", keep="host", norm=False, chunk=True),
+    ],
+    ids=lambda way: way.name,
+)
+def test_the_committed_forms_are_those_of_the_code(way: Way) -> None:
+    made = json.loads(FILE.read_text())
+    committed = [made["moments"][i] for i in made["ways"][way.name]]
+    assert text_of(moments(way)[0]) == committed
+
+
+def test_every_tensor_factors() -> None:
+    snapshots, sizes, tiles, query = trace(Way("llama", heads="whole", keep="host+attention"))
+    assert set(tiles) == {"M", "N", "U", "D"}
+    assert len(snapshots) > 100
+    for alive in snapshots:
+        for (_, _, nbytes), _ in alive:
+            coefficient, _ = factor(nbytes, sizes, query)
+            assert coefficient == int(coefficient) <= SMALL, nbytes
+
+
+def test_factoring() -> None:
+    primes, ranks, query = HEADS["whole"]
+    sizes = {**SIZES, **primes}
+    heads = primes["P"] * primes["k"] * primes["q"]
+    width = 1013 * heads
+    assert ranks == primes["P"]
+    assert factor(2 * sizes["R"] * width, sizes, query) == (2, "H R")
+    assert factor(4 * sizes["R"] * heads, sizes, query) == (4, "P R k q")
+    assert factor(8 * sizes["R"] * ranks * (primes["q"] + 2) * primes["k"] * sizes["d"], sizes, query) == (
+        8,
+        "P R a d k",
+    )
+    assert factor(2 * (2 * primes["q"] + 2) * primes["k"] * sizes["R"], sizes, query) == (4, "R b k")
+
+
+def test_deep_models_have_as_many_checkpoints_as_layers() -> None:
+    found, _ = moments(Way("llama", keep="device"))
+    head = next(terms for place, terms in found if place == "lm_head")
+    assert head["checkpoints", "H R L"] == 2
+    assert ("checkpoints", "H R") not in head
+    assert LAYERS > 3
+
+
+def test_a_product_of_names() -> None:
+    assert product("R H", {"R": 3, "H": 5}) == 15
+    assert product("d^2 k", {"d": 3, "k": 2}) == 18
+    assert product("", {}) == 1
+
+
+def test_all_names_of_the_forms_have_sizes() -> None:
+    import random
+
+    known = set(plausible(random.Random(0)))
+    for _, kinds in _forms()["moments"]:
+        for terms in kinds.values():
+            for _, names in terms:
+                assert {name.partition("^")[0] for name in names.split()} <= known

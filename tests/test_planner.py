@@ -1,0 +1,222 @@
+"""The planner: closed forms against the simulator, model states against real runs, its answers against rules."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from alstlib import results
+from alstlib.activations import activations, families, kv_needed
+from alstlib.config import RunConfig, row_config
+from alstlib.foretell import foretell
+from alstlib.planner import GIB, Machine, Overheads, advice, longest, nearest_that_fits, predict, states, zero_bucket
+from alstlib.rates import label_bytes, rates_of, with_measured
+from alstlib.shapes import read_shape
+from alstlib.speed import attention_flops, exchange_bytes, linear_flops
+from tests import plan_table
+
+EIGHT_B = read_shape("meta-llama/Llama-3.1-8B")
+OURS = row_config("ours", RunConfig(model=EIGHT_B.name, dtype="bf16", sp=0))
+EIGHT = Machine(gpus=8, host_memory=1_900_000_000_000)
+
+
+# ----- against the simulator
+
+
+def committed() -> list[dict[str, Any]]:
+    return json.loads(plan_table.FILE.read_text())["found"]
+
+
+def test_the_committed_comparison_is_within_its_bounds() -> None:
+    found = committed()
+    errors = sorted(abs(one["error"]) for one in found)
+    assert len(found) == plan_table.COUNT
+    assert errors[int(0.95 * len(errors)) - 1] <= 0.05
+    assert errors[-1] <= 0.10
+    for one in found:
+        assert one["planned_host"] == pytest.approx(one["simulated_host"], rel=0.02)
+
+
+@pytest.mark.parametrize("seed", [3, 41, 77, 120, 163])
+def test_configurations_drawn_again(seed: int) -> None:
+    """What is committed is what comes out today."""
+    again, before = plan_table.compare(seed), next(one for one in committed() if one["seed"] == seed)
+    for name in ("planned", "simulated", "options", "planned_host", "simulated_host"):
+        assert again[name] == before[name], name
+
+
+# ----- model states
+
+
+@pytest.mark.parametrize("row", ["baseline", "tiled_loss", "ulysses", "ulysses+tiled_mlp", "ulysses+offload", "alst"])
+def test_real_runs_took_what_is_predicted(row: str) -> None:
+    """The ablation's committed results, real ranks under ZeRO-3 with the engine's buffers, at every length tried."""
+    (found,) = [r for r in results.collect("papermill_runs/results/ablation-cpu") if r["row"] == row]
+    run = RunConfig.from_dict(found["config"])
+    machine = Machine(gpus=run.world_size, per_node=run.world_size, gpu_memory=None, device="cpu")
+    metrics = found["metrics"]
+    lengths = [(t["seq_len"], t["device_peak_bytes"]) for t in metrics.get("tried", [])]
+    lengths.append((metrics["seq_len"], max(metrics["device_peak_bytes"])))
+    for seq_len, measured in lengths:
+        if seq_len >= 512:
+            assert foretell(run, machine, seq_len)[1].device_peak == pytest.approx(measured, rel=0.05), seq_len
+    host = foretell(run, machine, metrics["seq_len"])[1].host_peak
+    assert host == pytest.approx(max(metrics["host_peak_bytes"]), rel=0.02)
+
+
+def test_states_follow_the_stage() -> None:
+    parameters, world = EIGHT_B.parameters, 8
+    bare = Machine(gpus=world)
+    for stage, bytes_each in ((0, 16), (1, 2 + 2 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)):
+        run = OURS.replace(zero_stage=stage, offload_optimizer=False)
+        device, host = states(EIGHT_B, run, bare)
+        held = sum(device.get(name, 0) for name in ("weights", "gradients", "optimizer"))
+        assert held == pytest.approx(bytes_each * parameters, rel=1e-6), stage
+        assert host == {}
+    device, host = states(EIGHT_B, OURS.replace(offload_params=True), bare)
+    assert not {"weights", "optimizer"} & set(device)
+    assert sum(host.values()) == pytest.approx((2 + 12 + 2 + 4) * parameters / 8, rel=1e-6)
+
+
+def test_buckets_are_those_of_the_engine() -> None:
+    from alstlib.engine import zero_config
+
+    for parameters in (10**6, 10**8, 10**10):
+        config = zero_config(RunConfig(), parameters, True)["zero_optimization"]
+        assert zero_bucket(parameters) == config["reduce_bucket_size"]
+
+
+# ----- answers
+
+
+def test_the_longest_fits_and_a_longer_one_does_not() -> None:
+    best = longest(EIGHT_B, OURS, EIGHT)
+    assert best is not None
+    assert best.fits
+    assert not predict(EIGHT_B, OURS, EIGHT, int(1.02 * best.seq_len)).fits
+    assert str(best.seq_len).rstrip("0") == str(best.seq_len // 10 ** (len(str(best.seq_len)) - 3)).rstrip("0")
+
+
+def test_more_gpus_and_more_memory_never_fit_less() -> None:
+    lengths = [longest(EIGHT_B, OURS, Machine(gpus=n)) for n in (8, 16, 32, 64)]
+    assert all(a and b and a.seq_len < b.seq_len for a, b in itertools.pairwise(lengths))
+    small, large = (longest(EIGHT_B, OURS, Machine(gpus=8, gpu_memory=n * GIB)) for n in (60, 100))
+    assert small is not None
+    assert large is not None
+    assert small.seq_len < large.seq_len
+
+
+def test_what_limits_is_named() -> None:
+    poor = Machine(gpus=8, host_memory=300 * 10**9)
+    assert predict(EIGHT_B, OURS.replace(save_attention=True), poor, 3_000_000).limit == "host"
+    assert predict(EIGHT_B, OURS, EIGHT, 30_000_000).limit == "device"
+    assert predict(EIGHT_B, OURS, EIGHT, 100_000).limit == ""
+    assert longest(EIGHT_B, OURS, Machine(gpus=1, gpu_memory=10 * GIB)) is None
+
+
+def test_the_host_gives_up_outputs_before_inputs() -> None:
+    rich, short, poor = (
+        predict(EIGHT_B, OURS, Machine(gpus=8, host_memory=n * 10**12), 2_000_000) for n in (9, 1, 0.6)
+    )
+    assert rich.activations.attention_kept == 1
+    assert 0 < short.activations.attention_kept < 1
+    assert poor.activations.attention_kept < short.activations.attention_kept
+    assert all(p.host_peak <= (p.host_limit or 0) for p in (rich, short, poor))
+
+
+def test_advice_helps_and_says_what_it_costs() -> None:
+    plain = row_config("baseline", RunConfig(model=EIGHT_B.name, dtype="bf16", sp=8))
+    now = longest(EIGHT_B, plain, EIGHT)
+    helps = advice(EIGHT_B, plain, EIGHT)
+    assert now is not None
+    assert helps[0].what == "tiled loss"
+    for one in helps:
+        then = longest(EIGHT_B, plain.replace(**one.changes), EIGHT)
+        assert then is not None
+        assert then.seq_len == one.longest > now.seq_len
+    assert [h.longest for h in helps] == sorted((h.longest for h in helps), reverse=True)
+
+
+def test_the_nearest_configuration_fits() -> None:
+    plain = row_config("ulysses", RunConfig(model=EIGHT_B.name, dtype="bf16", sp=8))
+    assert not predict(EIGHT_B, plain, EIGHT, 3_000_000).fits
+    found = nearest_that_fits(EIGHT_B, plain, EIGHT, 3_000_000)
+    assert found is not None
+    assert predict(EIGHT_B, found[1], EIGHT, 3_000_000).fits
+    assert nearest_that_fits(EIGHT_B, plain, EIGHT, 10**10) is None
+
+
+def test_a_decoder_without_a_form_is_refused() -> None:
+    strange = read_shape("tiny", {"model_type": "mamba"})
+    with pytest.raises(ValueError, match="has no form; there are forms of"):
+        activations(strange, OURS, 1, 1000, "cuda")
+    assert "llama" in families()
+
+
+def test_overheads_are_named_and_can_be_set() -> None:
+    none = Overheads(context=0, nccl=0, fragmentation=0.0)
+    bare, full = (predict(EIGHT_B, OURS, Machine(gpus=8, overheads=o), 10**6) for o in (none, Overheads()))
+    named = {name: full.device[name] for name in ("CUDA context", "NCCL", "fragments")}
+    assert full.device_peak - bare.device_peak == sum(named.values())
+    assert predict(EIGHT_B, OURS, Machine(gpus=1), 10**4).device["NCCL"] == 0
+
+
+def test_labels_are_not_bytes() -> None:
+    assert label_bytes("80GB") == int(79.1 * GIB)
+    assert label_bytes("79.5GiB") == int(79.5 * GIB)
+    assert label_bytes("16GB") == pytest.approx(0.988 * 16 * GIB)
+    assert label_bytes(10**9) == 10**9
+    with pytest.raises(ValueError, match="did you mean 'H100'"):
+        rates_of("H10")
+
+
+# ----- time
+
+
+def test_flops_are_those_of_a_result() -> None:
+    """The closed counts beside `results.flos`: model convention, three times forward."""
+    made = results.flos(10**6, 10**6, EIGHT_B.dense_parameters, 32, 128, 32)["model"]
+    linear = sum(linear_flops(EIGHT_B, 10**6).values())
+    assert 3 * (linear + attention_flops(EIGHT_B, 10**6)) == pytest.approx(made)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 16])
+@pytest.mark.parametrize("how", [{"save_attention": True}, {"save_attention": False}, {"checkpoint": False}], ids=str)
+def test_the_exchange_is_that_of_a_simulated_step(how: dict[str, Any], ranks: int) -> None:
+    from alstlib.simulate import simulate
+
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32, "num_hidden_layers": 2}
+    run = RunConfig(model="tiny", model_config=heads, dtype="bf16", seq_len=1600, **how)
+    shape = read_shape("tiny", heads)
+    wire = simulate(run, ranks).wire_bytes
+    kept = float(how.get("save_attention", False))
+    assert exchange_bytes(shape, ranks, 1600, 2, 2.0 if run.checkpoint else 1.0, kept) == pytest.approx(wire, rel=1e-6)
+
+
+def test_a_step_gets_longer_with_less_help() -> None:
+    at = 1_000_000
+    ours = predict(EIGHT_B, OURS, EIGHT, at).seconds["step"]
+    assert predict(EIGHT_B, OURS.replace(save_attention=False), EIGHT, at).seconds["step"] > 1.1 * ours
+    assert predict(EIGHT_B, OURS.replace(offload="sync"), EIGHT, at).seconds["step"] > ours
+    assert predict(EIGHT_B, OURS, Machine(gpus=16, host_memory=10**13), at).seconds["step"] < ours
+    four_times = predict(EIGHT_B, OURS, EIGHT, 4 * at).seconds["attention"]
+    assert four_times == pytest.approx(16 * predict(EIGHT_B, OURS, EIGHT, at).seconds["attention"])
+
+
+def test_measured_rates_take_the_tables_place(tmp_path: Any) -> None:
+    kernels = {"cudnn": {"runs": True, "forward_tflops": 500.0, "backward_tflops": 400.0}}
+    (tmp_path / "result.json").write_text(json.dumps({"metrics": {"chosen": "cudnn", "kernels": kernels}}))
+    rates = with_measured(rates_of("H100"), tmp_path / "result.json")
+    assert (rates.attention_forward, rates.attention_backward) == (500e12, 400e12)
+    (tmp_path / "result.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no measured kernel"):
+        with_measured(rates_of("H100"), tmp_path / "result.json")
+
+
+def test_ranks_with_parts_of_heads_need_whole_keys() -> None:
+    assert kv_needed(9, 3, 8) == [1, 1, 1, 2, 2, 1, 1, 1]
+    assert kv_needed(32, 8, 8) == [1] * 8
+    assert kv_needed(40, 8, 16)[:4] == [1, 1, 1, 1]
