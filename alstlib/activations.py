@@ -18,6 +18,8 @@ from alstlib.shapes import Shape
 KERNEL = "#kernel"
 """Marks a moment within attention's backward."""
 REFERENCE = "reference"
+SAME = {"mistral": "llama"}
+"""Decoders whose step is another's (`tests/test_forms.py`)."""
 
 
 @functools.cache
@@ -49,7 +51,7 @@ def _forms() -> dict[str, Any]:
 
 def families() -> list[str]:
     """Decoders that have a form."""
-    return sorted(name for name in _forms()["tiles"] if name != REFERENCE)
+    return sorted([*(name for name in _forms()["tiles"] if name != REFERENCE), *SAME])
 
 
 def heads_way(shape: Shape, ranks: int) -> tuple[str, dict[str, float]]:
@@ -62,6 +64,13 @@ def heads_way(shape: Shape, ranks: int) -> tuple[str, dict[str, float]]:
     else:
         return "parts", {"K": kv, "q": heads / kv, "n": kv_needed(heads, kv, ranks)[-1]}
     return "one" if ranks == 1 else "whole", {"k": k, "q": q, "a": q + 2, "b": q + 1}
+
+
+def as_whole(shape: Shape, ranks: int) -> dict[str, float]:
+    """Sizes with which ranks that share heads, or rows of them, are taken as if they had whole ones: about the same."""
+    k = max(kv_needed(shape.heads, shape.kv_heads, ranks))
+    q = shape.heads / ranks / k
+    return {"k": k, "q": q, "a": q + 2, "b": q + 1}
 
 
 def kv_needed(heads: int, kv_heads: int, ranks: int) -> list[int]:
@@ -98,6 +107,9 @@ def activations(
 ) -> Activations:
     """Device and host memory of one of `ranks` ranks that share each sample of `seq_len` tokens.
 
+    Most simulated peaks are met to the byte; a last tile that is shorter than the others counts as a whole one. With
+    more ranks than query heads, what attention takes is overestimated by up to three quarters.
+
     Args:
         device: whose tiles and dtype are taken, `cuda` or `cpu`.
         room: host bytes for this rank's checkpoints, where the run names no `host_memory`; None for plenty.
@@ -112,19 +124,23 @@ def activations(
             f"model='{shape.name}' is a {shape.family or 'decoder of no model_type'}, which has no form; there are "
             f"forms of {', '.join(families())}. Add it to alstlib/forms.py and run python -m alstlib.forms"
         )
+    family = SAME.get(shape.family, shape.family)
     element = element_bytes(run, device)
     rows = -(-seq_len // ranks) * run.batch_size
+    chunked = run.chunk is not None and run.chunk < rows
+    dtype = _dtype(run, device)
     heads, sizes = heads_way(shape, ranks)
+    if heads in ("shared", "parts") and (dtype == "fp32" or (heads == "parts" and (chunked or family != "llama"))):
+        heads, sizes = "whole", as_whole(shape, ranks)
     sizes |= {"R": rows, "P": ranks, "H": shape.width, "I": shape.mlp, "V": shape.vocab, "L": shape.layers}
     sizes |= {"d": shape.head_dim / 4, "C": min(rows, run.chunk or rows)}
-    for name, (of, size) in {n: t.rsplit(" ", 1) for n, t in made["tiles"][shape.family].items()}.items():
+    for name, (of, size) in {n: t.rsplit(" ", 1) for n, t in made["tiles"][family].items()}.items():
         number, _, names = of.partition(" ")
         width = float(number) * product(names, sizes) if name != "D" else shape.head_dim * shape.heads / ranks
         wide = element if name == "M" else int(size)
         given = {"M": run.tiled_mlp, "U": run.tiled_loss, "N": run.tiled_norm}.get(name, True)
         tile = tile_for(int(max(width, shape.width) if name == "M" else width), wide, device)
         sizes[name] = min(rows, tile if isinstance(given, bool) else given)
-    chunked = run.chunk is not None and run.chunk < rows
     row, output = rows * shape.width * element, rows * shape.heads * (shape.head_dim * element + 4)
     every, outputs = _kept(run, shape.layers, row, output, room)
     keeps = _keeps(run, shape.layers, outputs)
@@ -137,7 +153,10 @@ def activations(
     where = ""
     kernel = kernel_workspace(shape, run, sizes["C"] if chunked else rows, device) if workspace else 0.0
     for keep in keeps:
-        for index in made["ways"]["/".join([shape.family, _dtype(run, device), heads, keep, on])]:
+        way = "/".join([family, dtype, heads, keep, on])
+        if way not in made["ways"]:
+            raise ValueError(f"model='{shape.name}': {family} has no form in {dtype}, only in bf16")
+        for index in made["ways"][way]:
             place, kinds = made["moments"][index]
             found = {kind: sum(c * product(n, sizes) for c, n in terms) for kind, terms in kinds.items()}
             if KERNEL in place:

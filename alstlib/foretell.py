@@ -9,7 +9,7 @@ import subprocess
 from typing import Any
 
 from alstlib.config import RunConfig
-from alstlib.plan import settings
+from alstlib.plan import changed, settings
 from alstlib.planner import GIB, Machine, Prediction, longest, nearest_that_fits, predict
 from alstlib.rates import GPUS, rates_of
 from alstlib.shapes import Shape, read_shape
@@ -98,7 +98,7 @@ def why_not(run: RunConfig, nodes: int, gpus: int) -> str | None:
         f"{(has or 0) / GIB:.2f} GiB (predicted, largest parts: {largest(found, where)})"
     )
     if near := nearest_that_fits(shape, run, machine, found.seq_len):
-        text += f"; it would fit with {' and '.join(near[0])}: {settings(changed(run, near[1]))}"
+        text += f"; it would fit with {' and '.join(near[0])}: {settings(changed(run, near[1].to_dict()))}"
     elif best := longest(shape, run, machine):
         text += f"; the longest that fits is {best.seq_len:,} tokens"
     return f"{text}. force=True (--force) runs it all the same"
@@ -108,8 +108,3 @@ def largest(found: Prediction, where: str) -> str:
     parts = found.device if where == "device" else found.host
     top = sorted(parts.items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{name} {nbytes / GIB:.2f}" for name, nbytes in top)
-
-
-def changed(before: RunConfig, after: RunConfig) -> dict[str, Any]:
-    old = before.to_dict()
-    return {name: value for name, value in after.to_dict().items() if value != old[name]}

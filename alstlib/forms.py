@@ -63,10 +63,14 @@ TAILS = {"M": 263, "U": 251, "N": 191, "c": 311}
 WIDTH = 1013
 """The width is this prime times the query heads (transformers wants heads that divide it)."""
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {}, "mistral": {"sliding_window": None}, "qwen2": {"use_sliding_window": False}, "qwen3": {},
-    "phi3": {"sliding_window": None, "pad_token_id": None}, "olmo2": {}, "granite": {}, "smollm3": {},
-}  # fmt: skip
+    "llama": {},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {},
+}
 """Decoders that have a form: transformers' model types, and the fields that they need."""
+FULL = ("llama",)
+"""Those that are traced in fp32 too, and with parts of heads; others in bf16 with whole and shared heads. What is not
+traced (it takes many minutes) is taken as if heads were whole."""
 
 KEEP = ("all", "device", "device+attention", "host", "host+attention")
 """What is kept for backward, and where: everything (no checkpoints), or layers' inputs, and attention outputs too."""
@@ -208,7 +212,7 @@ def prime_config(family: str, sizes: Mapping[str, int], ranks: int) -> Any:
         "vocab_size": sizes["V"], "hidden_size": WIDTH * heads, "intermediate_size": sizes["I"],
         "head_dim": 4 * sizes["d"], "num_hidden_layers": LAYERS, "num_attention_heads": heads,
         "num_key_value_heads": kv,
-        "max_position_embeddings": 4096, "tie_word_embeddings": False, **FAMILIES[family],
+        "max_position_embeddings": 4096, "tie_word_embeddings": False, **FAMILIES.get(family, {"sliding_window": None}),
     }  # fmt: skip
     return AutoConfig.for_model(family, **fields)
 
@@ -388,8 +392,14 @@ def ways(families: Iterable[str]) -> Iterator[Way]:
     fine = itertools.product(KEEP[1:], (True,), (False,), either, (True,), (True,))
     how = list(itertools.chain(plain, streamed, fine))
     for family, dtype, heads in itertools.product(families, ("bf16", "fp32"), HEADS):
+        if (dtype == "fp32" or heads == "parts") and family not in FULL:
+            continue
+        if dtype == "fp32" and heads not in ("one", "whole"):
+            continue
         for keep, *switches in how:
-            yield Way(family, dtype, heads, keep, *switches)
+            way = Way(family, dtype, heads, keep, *switches)
+            if not (way.chunk and heads == "parts"):
+                yield way
 
 
 def main() -> None:

@@ -175,7 +175,7 @@ def describe(
         base = found.seconds["step"] if best is found else best.seconds["step"] if best else None
         for h in helps[:5]:
             cost = "" if base is None else f", a step {h.seconds / base - 1:+.0%} at today's longest"
-            lines.append(f"  {h.what}: {h.longest:,} tokens{cost}  ({settings(h.changes)})")
+            lines.append(f"  {h.what}: {h.longest:,} tokens{cost}  ({settings(changed(run, h.changes))})")
     return lines
 
 
@@ -198,8 +198,12 @@ def remedy(shape: Shape, run: RunConfig, machine: Machine, found: Prediction) ->
     if near is None:
         return ["", "No options make it fit here: fewer tokens, or more GPUs."]
     what, other = near
-    changes = {n: v for n, v in other.to_dict().items() if v != run.to_dict()[n]}
-    return ["", f"It fits with {' and '.join(what)} ({settings(changes)})."]
+    return ["", f"It fits with {' and '.join(what)} ({settings(changed(run, other.to_dict()))})."]
+
+
+def changed(run: RunConfig, changes: dict[str, Any]) -> dict[str, Any]:
+    """Those that are not so already."""
+    return {name: value for name, value in changes.items() if getattr(run, name) != value}
 
 
 def settings(changes: dict[str, Any]) -> str:

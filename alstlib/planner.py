@@ -8,6 +8,7 @@ Without torch and transformers: a plan takes milliseconds.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,10 +98,10 @@ class Prediction:
     @property
     def limit(self) -> str:
         """What this length goes beyond: `device`, `host`, or nothing."""
-        if self.device_limit is not None and self.device_peak > self.device_limit:
-            return "device"
         if self.host_limit is not None and self.host_needed > self.host_limit:
             return "host"
+        if self.device_limit is not None and self.device_peak > self.device_limit:
+            return "device"
         return ""
 
     @property
@@ -115,8 +116,9 @@ def states(
 
     ZeRO keeps fp32 weights and AdamW's two moments (12 bytes a parameter). With the optimizer on the host, gradients
     go there too, with an fp32 copy for its step. Under stage 3 a device holds its shards, the bucket in which
-    gradients are reduced and two copies of it, and the weights that are gathered: DeepSpeed's limit of two buckets
-    (`engine.zero_config`), or the largest module. (Rajbhandari et al., 2020, arXiv 1910.02054; DeepSpeed 0.19.8.)
+    gradients are reduced and, in layers' backward, two copies of it, and the weights that are gathered: DeepSpeed's
+    limit of two buckets (`engine.zero_config`), or the largest module. (Rajbhandari et al., 2020, arXiv 1910.02054;
+    DeepSpeed 0.19.8.)
     """
     world, element, parameters = machine.gpus, element_bytes(run, machine.device), shape.parameters
     shard = -(-parameters // world)
@@ -126,13 +128,15 @@ def states(
     optimizer = 12 * (shard if stage else parameters) - (0 if stage or element == 2 else 4 * parameters)
     gradients = element * (shard if stage >= 2 else parameters)
     weights = element * (shard if stage == 3 else parameters)
-    gathered = max(2 * bucket, element * max(shape.embedding, shape.layer_parameters)) if stage == 3 else 0
+    whole = element * parameters
+    gathered = min(whole, max(2 * bucket, element * max(shape.embedding, shape.layer_parameters)))
     device = {
         "weights": 0 if run.offload_params else weights,
-        "gathered weights": gathered,
+        "gathered weights": gathered if stage == 3 else 0,
         "gradients": gradients if not away else element * parameters if stage == 1 else 0,
         "optimizer": 0 if away else optimizer,
-        "buckets": 3 * bucket if world > 1 or stage == 3 else 0,
+        "buckets": bucket if world > 1 or stage == 3 else 0,
+        COPIES: 2 * min(bucket, whole) if world > 1 or stage == 3 else 0,
     }
     host = {
         "weights": weights if run.offload_params else 0,
@@ -142,6 +146,7 @@ def states(
     return {n: b for n, b in device.items() if b}, {n: b for n, b in host.items() if b}
 
 
+COPIES = "copies of buckets"
 ZERO_DEFAULT = 500_000_000
 """Elements of DeepSpeed's buckets where nothing is said, as in the paper; up to twice as many stay gathered."""
 
@@ -171,6 +176,8 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
         found = reference_activations(shape, run, ranks, seq_len)
     else:
         found = activations(shape, run, ranks, seq_len, machine.device, room)
+    if not re.search(r"\.\d+", found.place):  # the head's gradients are the first to be reduced
+        device.pop(COPIES, None)
     needed = sum(host.values()) + found.host_needed
     if found.host:
         host = {**host, "checkpoints": found.host}

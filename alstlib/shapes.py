@@ -158,13 +158,15 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     """The shape that a config describes.
 
     Raises:
-        ValueError: a size that is missing or no number; experts, whose memory depends on the data.
+        ValueError: a size that is missing or no number; experts, whose memory depends on the data; sliding windows.
     """
     family = str(config.get("model_type", ""))
     if missing := [field for field in _REQUIRED if not isinstance(config.get(field), int)]:
         raise ValueError(f"model='{name}' ({family or 'no model_type'}): its config has no {', '.join(missing)}")
     if any(config.get(field) for field in ("num_local_experts", "num_experts", "n_routed_experts")):
         raise ValueError(f"model='{name}' ({family}) routes to experts: what they take depends on the data")
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        raise ValueError(f"model='{name}' ({family}) has a sliding window, which the planner does not know")
     heads = config["num_attention_heads"]
     return Shape(
         name=name, family=family, vocab=config["vocab_size"], width=config["hidden_size"],

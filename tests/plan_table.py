@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import random
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from alstlib.activations import activations, families
+from alstlib.activations import activations, families, heads_way
 from alstlib.config import RunConfig
 from alstlib.results import git_state
 from alstlib.shapes import PUBLIC, read_shape
@@ -22,21 +24,23 @@ COUNT = 200
 
 
 def draw(seed: int) -> tuple[RunConfig, int, str]:
-    """A run, its ranks and its kind of device: models, lengths, options and ranks as people have them."""
+    """A run, its ranks and its kind of device: models, lengths, options and ranks as people have them. (No more ranks
+    than query heads: beyond, forms are conservative, see `activations`.)"""
     pick = random.Random(seed)
     models = ["tiny", "small", *(name for name, fields in PUBLIC.items() if fields["model_type"] in families())]
     device = pick.choice(["cuda", "cuda", "cpu"])
     model = pick.choice(models)
     deep = {"num_hidden_layers": 6} if model == "tiny" else {}
     shape = read_shape(model)
-    ranks = pick.choice([1, 2, 3, 4, 6, 8, 16, 32])
+    ranks = pick.choice([n for n in (1, 2, 3, 4, 6, 8, 16, 32) if n <= shape.heads])
+    way = heads_way(shape, ranks)[0]
     rows = int(2 ** pick.uniform(8, 17 if shape.width < 1000 else 15 + ranks.bit_length() / 4))
     checkpoint = pick.random() < 0.85
     offload = pick.choice(["none", "sync", "async"]) if checkpoint else "none"
     chunk = max(256, rows // pick.choice([2, 5, 16])) if checkpoint and pick.random() < 0.3 else None
     run = RunConfig(
         model=model, model_config=deep, seq_len=rows * ranks + pick.randrange(ranks),
-        dtype=pick.choice(["bf16", "fp32"]),
+        dtype=pick.choice(["bf16", "fp32"]) if shape.family == "llama" and way in ("one", "whole") else "bf16",
         tiled_mlp=pick.choice([True, True, False, 512]), tiled_norm=pick.choice([True, True, False]),
         tiled_loss=pick.choice([True, True, True, False, 300]), checkpoint=checkpoint, offload=offload,
         save_attention=pick.choice([False, "auto", True]) if checkpoint else False, chunk=chunk,
@@ -70,15 +74,14 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=COUNT)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--out", type=Path, default=FILE)
+    parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
     found = []
-    for seed in range(args.first, args.first + args.count):
-        found.append(compare(seed))
-        one = found[-1]
-        print(
-            f"{seed}: {one['error']:+.2%} {one['options'].get('model', 'small')} on {one['ranks']}, {one['seconds']} s",
-            flush=True,
-        )
+    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for one in pool.map(compare, range(args.first, args.first + args.count)):
+            found.append(one)
+            model = one["options"].get("model", "small")
+            print(f"{one['seed']}: {one['error']:+.2%} {model} on {one['ranks']}, {one['seconds']} s", flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({"git": git_state(), "mode": "simulated", "found": found}, indent=1) + "\n")
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from alstlib.activations import _forms, product
+from alstlib.activations import SAME, _forms, product
 from alstlib.forms import FILE, HEADS, LAYERS, SIZES, SMALL, Way, factor, moments, plausible, text_of, trace
 
 
@@ -24,6 +25,12 @@ def test_the_committed_forms_are_those_of_the_code(way: Way) -> None:
     made = json.loads(FILE.read_text())
     committed = [made["moments"][i] for i in made["ways"][way.name]]
     assert text_of(moments(way)[0]) == committed
+
+
+@pytest.mark.parametrize("how", [{"heads": "whole", "keep": "host+attention"}, {"keep": "all", "norm": False}], ids=str)
+def test_decoders_that_are_the_same(how: dict[str, Any]) -> None:
+    for name, other in SAME.items():
+        assert moments(Way(name, **how)) == moments(Way(other, **how))
 
 
 def test_every_tensor_factors() -> None:

@@ -25,7 +25,7 @@ TINY = {
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", families())
 def test_parameters_are_those_of_the_model(family: str, tied: bool) -> None:
-    config = AutoConfig.for_model(family, **TINY, tie_word_embeddings=tied)
+    config = AutoConfig.for_model(family, **TINY, tie_word_embeddings=tied, sliding_window=None)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shape = shape_of(config.to_dict(), family)
@@ -82,6 +82,7 @@ def test_an_unknown_model_is_refused_with_the_nearest(name: str, says: str) -> N
         ({"hidden_size": None}, "its config has no hidden_size"),
         ({"intermediate_size": "wide"}, "its config has no intermediate_size"),
         ({"num_experts": 8}, "routes to experts"),
+        ({"sliding_window": 4096}, "has a sliding window"),
     ],
 )
 def test_a_config_without_a_known_shape_is_refused(changes: dict[str, Any], says: str) -> None:

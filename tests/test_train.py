@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ def test_a_run_writes_a_complete_result(first: tuple[Path, dict[str, Any]]) -> N
     assert all(math.isfinite(loss) for loss in m["loss"])
     assert m["loss"][0] == pytest.approx(math.log(512), rel=0.02)
     assert m["loss"][-1] < m["loss"][0] - 0.1
+    assert m["predicted"]["device_peak_bytes"] == pytest.approx(max(m["device_peak_bytes"]), rel=0.25)  # mostly buckets
+    assert m["predicted"]["host_peak_bytes"] == pytest.approx(max(m["host_peak_bytes"]), rel=0.05)
     assert len(m["device_peak_bytes"]) == len(m["host_peak_bytes"]) == 2
     tiny = 4 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(out / "model").parameters())
     slabs = 2 * 65 * 64 * 4  # two layers' inputs, of this rank's 65 of 130 tokens
@@ -158,11 +161,24 @@ def test_the_search_ends_at_the_budget(tmp_path: Path) -> None:
 
 def test_a_length_beyond_the_budget_is_out_of_memory(tmp_path: Path) -> None:
     run = run_config(seq_len=4096, device_memory="7.5MB")  # the model alone fits
-    result = launch(run, tmp_path, extra_env=OFFLINE)
+    result = launch(run, tmp_path, extra_env=OFFLINE, force=True)
     assert result["status"] == "oom"
     assert result["error"]["type"] == "DeviceOutOfMemory"
     assert "go beyond the budget of 7,500,000 bytes" in result["error"]["message"]
     assert launch(run, tmp_path, python="/nowhere/python") == result  # it says all there is to know: not repeated
+
+
+def test_a_run_that_cannot_fit_is_not_started(tmp_path: Path) -> None:
+    run = run_config(seq_len=40_000, device_memory="30MB", tiled_loss=False, offload="none")
+    began = time.monotonic()
+    result = launch(run, tmp_path, python="/nowhere/python")
+    assert time.monotonic() - began < 3
+    assert (result["status"], result["error"]["type"]) == ("oom", "WouldNotFit")
+    message = result["error"]["message"]
+    for text in ("40,000 tokens would take", "GiB of device memory a rank", "predicted, largest parts: loss",
+                 "it would fit with", "tiled_loss=True", "force=True (--force)"):  # fmt: skip
+        assert text in message, message
+    assert results.read_result(tmp_path / "result.json") == result
 
 
 # The worker's ranks in the tests' own pool: what ends a run before or in its first step
