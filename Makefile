@@ -24,7 +24,7 @@ lab: setup ## open JupyterLab on notebooks/
 	$(BIN)/jupyter lab notebooks/ $(ARGS)
 
 lessons: setup ## run all lessons anew and store their outputs
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/[0-9]*.ipynb $(ARGS)
+	ALST_STATIC=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/[0-9]*.ipynb $(ARGS)
 
 # One thread a process: the ranks that the tests start share the cores. Nothing is fetched from a hub.
 test: setup ## run the tests

@@ -107,8 +107,8 @@ def activations(
 ) -> Activations:
     """Device and host memory of one of `ranks` ranks that share each sample of `seq_len` tokens.
 
-    Most simulated peaks are met to the byte; a last tile that is shorter than the others counts as a whole one. With
-    more ranks than query heads, what attention takes is overestimated by up to three quarters.
+    Most simulated peaks are met to the byte, for widths from 256; a last tile that is shorter than the others counts as
+    a whole one. With more ranks than query heads, what attention takes is overestimated by up to three quarters.
 
     Args:
         device: whose tiles and dtype are taken, `cuda` or `cpu`.

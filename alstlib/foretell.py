@@ -10,8 +10,9 @@ from typing import Any
 
 from alstlib.config import RunConfig
 from alstlib.plan import changed, settings
-from alstlib.planner import GIB, Machine, Prediction, longest, nearest_that_fits, predict
+from alstlib.planner import Machine, Prediction, longest, nearest_that_fits, predict
 from alstlib.rates import GPUS, rates_of
+from alstlib.results import format_bytes
 from alstlib.shapes import Shape, read_shape
 
 CERTAIN = 1.1
@@ -94,8 +95,8 @@ def why_not(run: RunConfig, nodes: int, gpus: int) -> str | None:
         return None
     where, needs, has, what = beyond[0]
     text = (
-        f"{found.seq_len:,} tokens would take {needs / GIB:.2f} GiB of {where} memory a rank, and {what} "
-        f"{(has or 0) / GIB:.2f} GiB (predicted, largest parts: {largest(found, where)})"
+        f"{found.seq_len:,} tokens would take {format_bytes(needs)} of {where} memory a rank, and {what} "
+        f"{format_bytes(has or 0)} (predicted, largest parts: {largest(found, where)})"
     )
     if near := nearest_that_fits(shape, run, machine, found.seq_len):
         text += f"; it would fit with {' and '.join(near[0])}: {settings(changed(run, near[1].to_dict()))}"
@@ -107,4 +108,4 @@ def why_not(run: RunConfig, nodes: int, gpus: int) -> str | None:
 def largest(found: Prediction, where: str) -> str:
     parts = found.device if where == "device" else found.host
     top = sorted(parts.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(f"{name} {nbytes / GIB:.2f}" for name, nbytes in top)
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in top)

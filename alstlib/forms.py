@@ -20,25 +20,23 @@ import gc
 import itertools
 import json
 import multiprocessing
-import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import alstlib
-from alstlib.activations import KERNEL, product
+from alstlib.activations import KERNEL
 from alstlib.memory import Ledger, _CpuInstrument
 from alstlib.places import Places, category
-from alstlib.rules import tile_for
+from alstlib.pruning import Term, prune
 from alstlib.simulate import PLENTY, fake_ranks, watch
 from alstlib.tiled import as_on
 
@@ -74,9 +72,6 @@ traced (it takes many minutes) is taken as if heads were whole."""
 
 KEEP = ("all", "device", "device+attention", "host", "host+attention")
 """What is kept for backward, and where: everything (no checkpoints), or layers' inputs, and attention outputs too."""
-
-Term = tuple[str, str]
-"""(category, names): `("mlp", "M I")`. A moment is its bytes by term: coefficients of these products."""
 
 
 @dataclass(frozen=True)
@@ -302,46 +297,6 @@ def one_a_rank(terms: Counter[Term], ranks: int) -> None:
 REFERENCE = "reference"
 ODD = 2000
 """A coefficient from which a number did not factor: the tail of a tile, smaller than the tile itself."""
-
-
-def prune(
-    found: Sequence[tuple[str, dict[Term, float]]],
-    samples: int = 400,
-    sizes: Callable[[random.Random], dict[str, float]] | None = None,
-) -> list[tuple[str, dict[Term, float]]]:
-    """The moments that are the largest at some of many plausible sizes."""
-    draw = random.Random(0)
-    points = [(sizes or plausible)(draw) for _ in range(samples)]
-    products: dict[str, np.ndarray] = {}
-    for _, terms in found:
-        for _, names in terms:
-            if names not in products:
-                products[names] = np.array([product(names, point) for point in points])
-    totals = np.array([sum(c * products[names] for (_, names), c in terms.items()) for _, terms in found])
-    kernel = np.array([KERNEL in place for place, _ in found])
-    best = {*totals.argmax(0).tolist()}
-    if kernel.any():
-        best |= {*np.where(kernel[:, None], totals, -1.0).argmax(0).tolist()}
-    return [found[i] for i in sorted(best)]
-
-
-def plausible(draw: random.Random) -> dict[str, float]:
-    """Sizes as models and runs have them."""
-    width, ranks, k = draw.choice([256, 1024, 2048, 4096, 8192]), 2 ** draw.randint(1, 6), draw.choice([1, 2, 4, 8])
-    head, rows = draw.choice([64, 128, 256]), 2 ** draw.uniform(8, 20)
-    heads = width / head * draw.choice([1, 1, 2])
-    sizes = {
-        "R": rows, "P": ranks, "H": width, "I": width * draw.uniform(1.5, 6),
-        "V": draw.choice([8e3, 32e3, 128e3, 256e3]), "L": draw.choice([4, 16, 32, 80]), "d": head / 4, "k": k,
-        "q": max(1.0, heads / ranks / k), "K": k, "m": ranks / k, "g": max(1.0, heads / ranks),
-        "n": draw.choice([1, 2]), "C": min(rows, 2 ** draw.uniform(8, 15)),
-    }  # fmt: skip
-    device = draw.choice(["cuda", "cpu"])
-    sizes |= {"a": sizes["q"] + 2, "b": sizes["q"] + 1}
-    for name, of, element in (("M", "I", 2), ("U", "V", 4), ("N", "H", 4)):
-        sizes[name] = min(rows, tile_for(int(sizes[of]), element, device))
-    sizes["D"] = min(rows * ranks, tile_for(int(4 * sizes["d"] * sizes["g"]), 4, device))
-    return sizes
 
 
 def write(families: Iterable[str], path: Path = FILE, jobs: int = 1) -> None:

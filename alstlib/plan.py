@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from alstlib.config import RunConfig, parse_quantity, row_config
 from alstlib.planner import GIB, Help, Machine, Overheads, Prediction, advice, longest, nearest_that_fits, predict
 from alstlib.rates import GPUS, label_bytes, rates_of, with_measured
+from alstlib.results import format_seconds
 from alstlib.shapes import Shape, read_shape
 
 PRESETS = {"ours": "ours", "paper": "alst"}
@@ -38,27 +40,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
+@dataclass(frozen=True)
+class Question:
+    """What is asked about: a model, a run, a machine, and whose stack it is."""
+
+    shape: Shape
+    run: RunConfig
+    machine: Machine
+    preset: str
+    understood: dict[str, str]
+    """Quantities as they were understood."""
+
+    @property
+    def shortest(self) -> int:
+        return 8 * (self.run.sp or self.machine.gpus)
+
+    def at(self, seq_len: int) -> Prediction:
+        return predict(self.shape, self.run, self.machine, seq_len, self.preset)
+
+    def longest(self) -> Prediction | None:
+        return longest(self.shape, self.run, self.machine, preset=self.preset)
+
+    def advice(self) -> list[Help]:
+        """Of ours: the reference's options are those of its paper."""
+        return advice(self.shape, self.run, self.machine) if self.preset == "ours" else []
+
+    def limit(self, best: Prediction | None, found: Prediction | None) -> str:
+        """What a length goes beyond; for the longest, what a longer one would."""
+        if found is not None and not found.fits:
+            return found.limit
+        if best is None:
+            return self.at(self.shortest).limit
+        return self.at(int(1.02 * best.seq_len) + self.shortest).limit
+
+
 def command(args: argparse.Namespace) -> int:
     """Exit status: 0 it fits, 1 it does not."""
-    shape, run, machine, understood = read(args)
+    question = read(args)
+    run, machine = question.run, question.machine
     wanted = parse_quantity(args.seq_len, "seq-len") if args.seq_len else None
     if wanted is not None and wanted < (run.sp or machine.gpus):
         raise ValueError(f"seq-len={wanted} is shorter than the {run.sp or machine.gpus} ranks are many")
-    best = longest(shape, run, machine)
-    found = best if wanted is None else predict(shape, run, machine, wanted)
-    helps = advice(shape, run, machine)
+    best = question.longest()
+    found = best if wanted is None else question.at(wanted)
+    helps = question.advice()
     fits = found is not None and found.fits
     if args.json:
-        print(json.dumps(as_json(shape, run, machine, understood, best, found, helps), indent=2))
+        print(json.dumps(as_json(question, best, found, helps), indent=2))
         return 0 if fits else 1
-    print("\n".join(describe(shape, run, machine, understood, best, found, helps)))
-    if found is not None and not fits:
-        print("\n".join(remedy(shape, run, machine, found)))
+    print("\n".join(describe(question, best, found, helps)))
+    if found is not None and not fits and question.preset == "ours":
+        print("\n".join(remedy(question, found)))
     return 0 if fits else 1
 
 
-def read(args: argparse.Namespace) -> tuple[Shape, RunConfig, Machine, dict[str, str]]:
-    """The shape, run and machine that the options describe, and how quantities were understood."""
+def read(args: argparse.Namespace) -> Question:
+    """What the options describe."""
     if args.gpus < 0 or args.gpus_per_node < 1:
         raise ValueError(f"gpus={args.gpus} and gpus-per-node={args.gpus_per_node} must be at least 1")
     gpus = args.gpus
@@ -98,21 +135,20 @@ def read(args: argparse.Namespace) -> tuple[Shape, RunConfig, Machine, dict[str,
     }
     if args.seq_len:
         understood["seq_len"] = f"{args.seq_len}: {parse_quantity(args.seq_len, 'seq-len'):,} tokens"
-    return shape, run, machine, understood
+    return Question(shape, run, machine, args.preset, understood)
 
 
-def as_json(
-    shape: Shape, run: RunConfig, machine: Machine, understood: dict[str, str], best: Prediction | None,
-    found: Prediction | None, helps: list[Help],
-) -> dict[str, Any]:  # fmt: skip
+def as_json(question: Question, best: Prediction | None, found: Prediction | None, helps: list[Help]) -> dict[str, Any]:
     """What programs read. Bytes, tokens and seconds; memory is each GPU's, and its share of the host's."""
+    shape, run, machine = question.shape, question.run, question.machine
     made: dict[str, Any] = {
         "mode": "predicted",
+        "preset": question.preset,
         "model": {"name": shape.name, "family": shape.family, "parameters": shape.parameters},
-        "gpus": machine.gpus, "nodes": machine.nodes, "understood": understood,
+        "gpus": machine.gpus, "nodes": machine.nodes, "understood": question.understood,
         "fits": found is not None and found.fits,
         "longest_sequence": best.seq_len if best else 0,
-        "limit": limit_of(shape, run, machine, best, found),
+        "limit": question.limit(best, found),
     }  # fmt: skip
     if found is not None:
         made |= {
@@ -131,31 +167,21 @@ def as_json(
     return made
 
 
-def limit_of(shape: Shape, run: RunConfig, machine: Machine, best: Prediction | None, found: Prediction | None) -> str:
-    """What a length goes beyond; for the longest, what a longer one would."""
-    if found is not None and not found.fits:
-        return found.limit
-    if best is None:
-        return predict(shape, run, machine, 8 * (run.sp or machine.gpus)).limit
-    return predict(shape, run, machine, int(1.02 * best.seq_len) + 8 * machine.gpus).limit
-
-
-def describe(
-    shape: Shape, run: RunConfig, machine: Machine, understood: dict[str, str], best: Prediction | None,
-    found: Prediction | None, helps: list[Help],
-) -> list[str]:  # fmt: skip
+def describe(question: Question, best: Prediction | None, found: Prediction | None, helps: list[Help]) -> list[str]:
     """What people read."""
+    shape, run, machine = question.shape, question.run, question.machine
     nodes = f"{machine.nodes} node{'s' if machine.nodes > 1 else ''}"
+    whose = "" if question.preset == "ours" else ", as the ALST paper ran it"
     name = f"{shape.name} ({shape.family}, {shape.parameters / 1e9:.2f}B parameters)"
-    lines = [f"{name} on {machine.gpus} x {machine.rates.name}, {nodes}; predicted, nothing was run"]
-    lines += [f"  {key}: {text}" for key, text in understood.items()]
-    limit = limit_of(shape, run, machine, best, best)
+    lines = [f"{name} on {machine.gpus} x {machine.rates.name}, {nodes}{whose}; predicted, nothing was run"]
+    lines += [f"  {key}: {text}" for key, text in question.understood.items()]
+    limit = question.limit(best, best)
     if best is None:
         lines += ["", f"Not even a short sequence fits: {limit} memory."]
     else:
         lines += ["", f"Longest sequence: {best.seq_len:,} tokens; {limit or 'nothing known'} limits it."]
     if found is None:
-        found = predict(shape, run, machine, 8 * (run.sp or machine.gpus))
+        found = question.at(question.shortest)
     if found is not best:
         lines.append(f"{found.seq_len:,} tokens: {verdict(found)}")
     lines += ["", f"At {found.seq_len:,} tokens, each GPU:", ""]
@@ -164,12 +190,13 @@ def describe(
     if found.host:
         lines += table(found.host, found.host_limit, "host, a GPU's share")
         kept = found.activations
-        lines.append(f"  (attention outputs of {kept.attention_kept:.0%} of the layers are kept)")
+        if run.save_attention:
+            lines.append(f"  (attention outputs of {kept.attention_kept:.0%} of the layers are kept)")
         if kept.inputs_kept_every > 1:
             lines.append(f"  (inputs of one layer in {kept.inputs_kept_every} are kept: the host is short)")
         lines.append("")
-    parts = ", ".join(f"{n} {duration(s)}" for n, s in found.seconds.items() if n != "step" and s >= 0.05)
-    lines.append(f"A step: {duration(found.seconds['step'])} ({parts})")
+    parts = ", ".join(f"{n} {format_seconds(s)}" for n, s in found.seconds.items() if n != "step" and s >= 0.05)
+    lines.append(f"A step: {format_seconds(found.seconds['step'])} ({parts})")
     if helps:
         lines += ["", "What would help:"]
         base = found.seconds["step"] if best is found else best.seconds["step"] if best else None
@@ -192,13 +219,13 @@ def verdict(found: Prediction) -> str:
     return f"{'fits' if found.fits else 'does not fit'} ({', '.join(spare) or 'no limits were named'})"
 
 
-def remedy(shape: Shape, run: RunConfig, machine: Machine, found: Prediction) -> list[str]:
+def remedy(question: Question, found: Prediction) -> list[str]:
     """The nearest configuration under which this length fits."""
-    near = nearest_that_fits(shape, run, machine, found.seq_len)
+    near = nearest_that_fits(question.shape, question.run, question.machine, found.seq_len)
     if near is None:
         return ["", "No options make it fit here: fewer tokens, or more GPUs."]
     what, other = near
-    return ["", f"It fits with {' and '.join(what)} ({settings(changed(run, other.to_dict()))})."]
+    return ["", f"It fits with {' and '.join(what)} ({settings(changed(question.run, other.to_dict()))})."]
 
 
 def changed(run: RunConfig, changes: dict[str, Any]) -> dict[str, Any]:
@@ -218,11 +245,3 @@ def table(parts: dict[str, int], limit: int | None, title: str) -> list[str]:
     lines += [f"  {name:24} {nbytes / GIB:9.2f}" for name, nbytes in rows if nbytes]
     of = f" of {limit / GIB:.2f}" if limit is not None else ""
     return [*lines, f"  {'in all':24} {total / GIB:9.2f}{of}"]
-
-
-def duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"

@@ -223,7 +223,7 @@ def stacked(
 ) -> Figure:
     """Memory by category against the sequence length (log2 axis): {tokens: {category: GiB}}; `limit` is a line."""
     lengths = sorted(parts)
-    names = sorted({n for one in parts.values() for n in one}, key=lambda n: -parts[lengths[0]].get(n, 0.0))
+    names = list(dict.fromkeys(n for s in lengths for n in parts[s]))
     figure, axes = _axes(8.4, 4.2)
     heights = [[parts[s].get(n, 0.0) for s in lengths] for n in names]
     hatches = ("", "//", "..", "xx")

@@ -33,6 +33,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from alstlib import forms
 from alstlib.memory import Ledger
 from alstlib.places import CHECKPOINTS, EXCHANGE, Places
+from alstlib.pruning import Term, plausible, prune
 from alstlib.rules import reference_tiles
 from alstlib.simulate import fake_ranks
 from alstlib.stacks import _checkpoint
@@ -277,15 +278,15 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], str]:
     return recorder.moments, sizes, query
 
 
-def moments(way: Way) -> tuple[list[tuple[str, dict[forms.Term, float]]], dict[str, Any]]:
-    """The moments of a step as `forms.moments` gives them; what decides the tiles is `tile_rows`."""
+def moments(way: Way) -> tuple[list[tuple[str, dict[Term, float]]], dict[str, Any]]:
+    """The moments of a step as `forms.moments` gives them; what decides the tiles is `rules.reference_tiles`."""
     tiles = {"M": ("1 I", 2)} if way.mlp else {}
-    found = forms.prune(forms.sums(*trace(way)), sizes=_plausible)
+    found = prune(forms.sums(*trace(way)), sizes=_plausible)
     return found, {**tiles, **({"U": ("1 V", 2)} if way.loss else {})}
 
 
 def _plausible(draw: random.Random) -> dict[str, float]:
-    sizes = forms.plausible(draw)
+    sizes = plausible(draw)
     return sizes | reference_tiles(int(sizes["R"]), int(sizes["H"]), int(sizes["V"]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,20 +18,62 @@ def by_category(found: Prediction) -> dict[str, float]:
     return {name: nbytes / GIB for name, nbytes in found.device.items() if nbytes}
 
 
+GROUPS = {
+    "outside PyTorch": ("CUDA context", "NCCL", "fragments"),
+    "model states and ZeRO's buffers": (
+        "weights", "gathered weights", "gradients", "optimizer", "buckets", "copies of buckets",
+    ),
+}  # fmt: skip
+"""What a figure shows together."""
+
+
+def grouped(parts: Mapping[str, float]) -> dict[str, float]:
+    """Categories with model states, and what lies outside PyTorch, added up; these first."""
+    inside = {name for names in GROUPS.values() for name in names}
+    made = {group: sum(parts.get(name, 0.0) for name in names) for group, names in GROUPS.items()}
+    return made | {name: gib for name, gib in parts.items() if name not in inside}
+
+
 def memory_figure(shape: Shape, run: RunConfig, machine: Machine, lengths: Any, title: str = "") -> Any:
     """Memory by category against the length."""
-    parts = {n: by_category(predict(shape, run, machine, n)) for n in lengths}
+    parts = {n: grouped(by_category(predict(shape, run, machine, n))) for n in lengths}
     limit = None if machine.gpu_memory is None else machine.gpu_memory / GIB
     return plots.stacked(parts, limit, title)
 
 
+FIRST = 1_000_000
+"""Tokens at which the slider begins."""
+
+
+def _verdict(found: Prediction) -> str:
+    rows = sorted(by_category(found).items(), key=lambda item: -item[1])
+    cells = "".join(f"<tr><td>{name}</td><td align=right>{gib:.2f}</td></tr>" for name, gib in rows)
+    verdict = "fits" if found.fits else f"does not fit: {found.limit} memory"
+    return (
+        f"<b>{format_tokens(found.seq_len)} tokens: {verdict}</b>, {found.device_peak / GIB:.1f} GiB a GPU, a step "
+        f"takes {found.seconds['step']:,.0f} s<table><tr><th>device</th><th>GiB</th></tr>{cells}</table>"
+    )
+
+
 def explore(shape: Shape, run: RunConfig, machine: Machine, switches: Mapping[str, Any]) -> Any:
     """A slider for the length and a checkbox for each of `switches` (name: RunConfig's fields when it is on); the
-    verdict and the memory by category follow. Returns the widget; without a kernel nothing of it is needed."""
+    verdict and the memory by category follow. Where ALST_STATIC is set (a notebook that is stored to be read without a
+    kernel), what they would show at first."""
+    if os.environ.get("ALST_STATIC"):
+        from IPython.display import HTML
+
+        return HTML(_verdict(predict(shape, run, machine, FIRST)))
     import ipywidgets
 
     length = ipywidgets.FloatLogSlider(
-        value=1e6, base=10, min=4, max=8, step=0.02, description="tokens", readout_format=".3s", continuous_update=False
+        value=FIRST,
+        base=10,
+        min=4,
+        max=8,
+        step=0.02,
+        description="tokens",
+        readout_format=".3s",
+        continuous_update=False,
     )
     boxes = {name: ipywidgets.Checkbox(value=True, description=name, indent=False) for name in switches}
     text = ipywidgets.HTML()
@@ -40,14 +83,7 @@ def explore(shape: Shape, run: RunConfig, machine: Machine, switches: Mapping[st
         for name, box in boxes.items():
             if not box.value:
                 now = now.replace(**switches[name])
-        found = predict(shape, now, machine, round(length.value))
-        rows = sorted(by_category(found).items(), key=lambda item: -item[1])
-        cells = "".join(f"<tr><td>{name}</td><td align=right>{gib:.2f}</td></tr>" for name, gib in rows)
-        verdict = "fits" if found.fits else f"does not fit: {found.limit} memory"
-        text.value = (
-            f"<b>{format_tokens(found.seq_len)} tokens: {verdict}</b>, {found.device_peak / GIB:.1f} GiB a GPU, a step "
-            f"takes {found.seconds['step']:,.0f} s<table><tr><th>device</th><th>GiB</th></tr>{cells}</table>"
-        )
+        text.value = _verdict(predict(shape, now, machine, round(length.value)))
 
     for control in (length, *boxes.values()):
         control.observe(update, "value")

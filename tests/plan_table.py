@@ -24,13 +24,12 @@ COUNT = 200
 
 
 def draw(seed: int) -> tuple[RunConfig, int, str]:
-    """A run, its ranks and its kind of device: models, lengths, options and ranks as people have them. (No more ranks
-    than query heads: beyond, forms are conservative, see `activations`.)"""
+    """A run, its ranks and its kind of device: models, lengths, options and ranks as people have them. (Widths
+    from 256, for which forms were pruned; no more ranks than query heads: beyond, forms are conservative.)"""
     pick = random.Random(seed)
-    models = ["tiny", "small", *(name for name, fields in PUBLIC.items() if fields["model_type"] in families())]
+    models = ["small", "small", *(name for name, fields in PUBLIC.items() if fields["model_type"] in families())]
     device = pick.choice(["cuda", "cuda", "cpu"])
     model = pick.choice(models)
-    deep = {"num_hidden_layers": 6} if model == "tiny" else {}
     shape = read_shape(model)
     ranks = pick.choice([n for n in (1, 2, 3, 4, 6, 8, 16, 32) if n <= shape.heads])
     way = heads_way(shape, ranks)[0]
@@ -39,7 +38,7 @@ def draw(seed: int) -> tuple[RunConfig, int, str]:
     offload = pick.choice(["none", "sync", "async"]) if checkpoint else "none"
     chunk = max(256, rows // pick.choice([2, 5, 16])) if checkpoint and pick.random() < 0.3 else None
     run = RunConfig(
-        model=model, model_config=deep, seq_len=rows * ranks + pick.randrange(ranks),
+        model=model, seq_len=rows * ranks + pick.randrange(ranks),
         dtype=pick.choice(["bf16", "fp32"]) if shape.family == "llama" and way in ("one", "whole") else "bf16",
         tiled_mlp=pick.choice([True, True, False, 512]), tiled_norm=pick.choice([True, True, False]),
         tiled_loss=pick.choice([True, True, True, False, 300]), checkpoint=checkpoint, offload=offload,
@@ -75,13 +74,17 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--out", type=Path, default=FILE)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="*", help="only these again; the others are kept as they are")
     args = parser.parse_args()
-    found = []
+    seeds = args.seeds or range(args.first, args.first + args.count)
+    before = json.loads(args.out.read_text())["found"] if args.seeds else []
+    found = [one for one in before if one["seed"] not in seeds]
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for one in pool.map(compare, range(args.first, args.first + args.count)):
+        for one in pool.map(compare, seeds):
             found.append(one)
             model = one["options"].get("model", "small")
             print(f"{one['seed']}: {one['error']:+.2%} {model} on {one['ranks']}, {one['seconds']} s", flush=True)
+    found.sort(key=lambda one: one["seed"])
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({"git": git_state(), "mode": "simulated", "found": found}, indent=1) + "\n")
 

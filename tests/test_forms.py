@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from alstlib.activations import SAME, _forms, product
-from alstlib.forms import FILE, HEADS, LAYERS, SIZES, SMALL, Way, factor, moments, plausible, text_of, trace
+from alstlib.forms import FILE, HEADS, LAYERS, SIZES, SMALL, Way, factor, moments, text_of, trace
+from alstlib.pruning import plausible
 
 
 @pytest.mark.parametrize(

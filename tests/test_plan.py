@@ -67,6 +67,20 @@ def test_options_are_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert shallow["model"]["parameters"] < plain["model"]["parameters"] / 3
 
 
+def test_the_reference_as_the_paper_ran_it(capsys: pytest.CaptureFixture[str]) -> None:
+    ours, paper = as_json(capsys)[1], as_json(capsys, "--preset", "paper")[1]
+    assert paper["preset"] == "paper"
+    assert paper["longest_sequence"] >= 3_700_000  # which it reached
+    assert (
+        paper["step_seconds"]["step"] > 1.3 * ours["step_seconds"]["step"] * (paper["seq_len"] / ours["seq_len"]) ** 2
+    )
+    assert paper["help"] == []
+    assert main([*EIGHT, "--preset", "paper", "--seq-len", "3.7M"]) == 0
+    assert "as the ALST paper ran it" in capsys.readouterr().out
+    assert main([*EIGHT, "--preset", "paper", "--gpus", "24"]) == 2
+    assert "the reference cannot share 32/8 heads over sp=24 ranks" in capsys.readouterr().err
+
+
 def test_terms_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
     made = as_json(capsys, "--context", "2GiB", "--nccl", "0", "--fragmentation", "0.1", "--process", "0")[1]
     device = made["device"]["by_category"]
