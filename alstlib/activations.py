@@ -149,6 +149,7 @@ def activations(
         "fine": chunked and run.tiled_mlp and sizes["M"] < sizes["C"],
     }  # fmt: skip
     on = "+".join(name for name, value in switches.items() if value)
+    once = run.tiled_mlp and dtype == "fp32" and sizes["M"] >= (sizes["C"] if chunked else rows)
     best: dict[str, float] = {}
     where = ""
     kernel = kernel_workspace(shape, run, sizes["C"] if chunked else rows, device) if workspace else 0.0
@@ -156,9 +157,12 @@ def activations(
         way = "/".join([family, dtype, heads, keep, on])
         if way not in made["ways"]:
             raise ValueError(f"model='{shape.name}': {family} has no form in {dtype}, only in bf16")
-        for index in made["ways"][way]:
-            place, kinds = made["moments"][index]
+        for place, kinds in _moments(way):
             found = {kind: sum(c * product(n, sizes) for c, n in terms) for kind, terms in kinds.items()}
+            if once:
+                found["mlp"] = found.get("mlp", 0.0) - _sums(kinds) * product("H I", sizes)
+            if place.endswith(".norm") and sizes["N"] == rows:  # one tile is no copy of its rows
+                found["loss"] -= element * product("H N", sizes)
             if KERNEL in place:
                 found["kernel workspace"] = kernel
             if sum(found.values()) > sum(best.values()):
@@ -201,6 +205,22 @@ def reference_activations(shape: Shape, run: RunConfig, ranks: int, seq_len: int
     host = shape.layers * row if where == "host" else 0
     peak = {kind: round(nbytes) for kind, nbytes in best.items() if nbytes >= 0.5}
     return Activations(peak, _last_layer(place, shape), host, host, 0.0, 1)
+
+
+def _moments(way: str) -> list[Any]:
+    """The moments of a way. Outside the layers those of chunks whose tiles are not shorter are the same, and more."""
+    made = _forms()
+    found = [made["moments"][i] for i in made["ways"][way]]
+    if way.endswith("+fine"):
+        others = (made["moments"][i] for i in made["ways"][way.removesuffix("+fine")])
+        found += [m for m in others if not re.search(r"\.\d", m[0])]
+    return found
+
+
+def _sums(kinds: Mapping[str, list[tuple[float, str]]]) -> float:
+    """Bytes a weight that a moment has for summing an MLP's gradients over tiles: in fp32 a single tile's are used as
+    they are (up to 4 of each of three matrices)."""
+    return min(12.0, sum(c for c, names in kinds.get("mlp", []) if names == "H I"))
 
 
 def _last_layer(place: str, shape: Shape) -> str:

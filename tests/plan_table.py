@@ -52,19 +52,24 @@ def compare(seed: int) -> dict[str, Any]:
     from alstlib.simulate import simulate_deep
 
     run, ranks, device = draw(seed)
-    shape = read_shape(run.model, run.model_config)
-    length = run.seq_len - run.seq_len % ranks
-    planned = activations(shape, run, ranks, length, device, workspace=False)
     began = time.perf_counter()
     simulated = simulate_deep(run, ranks, device)
     options = {n: v for n, v in run.to_dict().items() if v != RunConfig().to_dict()[n]}
-    return {
-        "seed": seed, "ranks": ranks, "device": device, "options": options, "planned": planned.peak,
-        "simulated": simulated.device_peak, "error": planned.peak / simulated.device_peak - 1,
-        "planned_host": planned.host, "simulated_host": simulated.host_peak,
-        "planned_categories": planned.device, "simulated_categories": simulated.categories,
-        "planned_place": planned.place, "simulated_place": simulated.peak_place,
-        "seconds": round(time.perf_counter() - began, 1),
+    return plan_again({
+        "seed": seed, "ranks": ranks, "device": device, "options": options, "simulated": simulated.device_peak,
+        "simulated_host": simulated.host_peak, "simulated_categories": simulated.categories,
+        "simulated_place": simulated.peak_place, "seconds": round(time.perf_counter() - began, 1),
+    })  # fmt: skip
+
+
+def plan_again(one: dict[str, Any]) -> dict[str, Any]:
+    """A configuration that was simulated, planned."""
+    run, ranks, device = draw(one["seed"])
+    shape = read_shape(run.model, run.model_config)
+    planned = activations(shape, run, ranks, run.seq_len - run.seq_len % ranks, device, workspace=False)
+    return one | {
+        "planned": planned.peak, "error": planned.peak / one["simulated"] - 1, "planned_host": planned.host,
+        "planned_categories": planned.device, "planned_place": planned.place,
     }  # fmt: skip
 
 
@@ -75,7 +80,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FILE)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seeds", type=int, nargs="*", help="only these again; the others are kept as they are")
+    parser.add_argument("--replan", action="store_true", help="simulate nothing: plan again what was simulated")
     args = parser.parse_args()
+    if args.replan:
+        made = json.loads(args.out.read_text())
+        made["found"] = [plan_again(one) for one in made["found"]]
+        args.out.write_text(json.dumps(made, indent=1) + "\n")
+        return
     seeds = args.seeds or range(args.first, args.first + args.count)
     before = json.loads(args.out.read_text())["found"] if args.seeds else []
     found = [one for one in before if one["seed"] not in seeds]
