@@ -122,7 +122,7 @@ def activations(
     if shape.family not in families():
         raise ValueError(
             f"model='{shape.name}' is a {shape.family or 'decoder of no model_type'}, which has no form; there are "
-            f"forms of {', '.join(families())}. Add it to alstlib/forms.py and run python -m alstlib.forms"
+            f"forms of {', '.join(families())}. Add it to alstlib/forms.py and run python -m alstlib.calibrate"
         )
     family = SAME.get(shape.family, shape.family)
     element = element_bytes(run, device)

@@ -9,8 +9,7 @@ import subprocess
 from typing import Any
 
 from alstlib.config import RunConfig
-from alstlib.plan import changed, settings
-from alstlib.planner import Machine, Prediction, longest, nearest_that_fits, predict
+from alstlib.planner import Machine, Prediction, changed, longest, nearest_that_fits, predict, settings
 from alstlib.rates import GPUS, rates_of
 from alstlib.results import format_bytes
 from alstlib.shapes import Shape, read_shape

@@ -1,4 +1,4 @@
-"""The closed form of a step's memory, read off the real code: `python -m alstlib.forms` writes `forms.json`.
+"""The closed form of a step's memory, read off the real code (`calibrate` writes `forms.json`).
 
 One rank's step is simulated (`simulate`) with sizes that are prime: rows, widths, heads, tiles. The bytes of every
 tensor alive then factor into the names of what it is made of: 3788800000 says nothing, `2 R H` says rows times width in
@@ -15,14 +15,10 @@ marked `#kernel`: a GPU's kernel has a workspace of its own then.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
-import json
-import multiprocessing
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -294,49 +290,8 @@ def one_a_rank(terms: Counter[Term], ranks: int) -> None:
             terms[kind, " ".join(sorted(["P", *names.split()]))] += terms.pop((kind, names)) // ranks
 
 
-REFERENCE = "reference"
 ODD = 2000
 """A coefficient from which a number did not factor: the tail of a tile, smaller than the tile itself."""
-
-
-def write(families: Iterable[str], path: Path = FILE, jobs: int = 1) -> None:
-    """Calibrate these families (`reference` for the reference stack), and add them to a file."""
-    from alstlib import reference_forms
-
-    made = json.loads(path.read_text()) if path.exists() else {"moments": [], "ways": {}, "tiles": {}}
-    known = {json.dumps(m): i for i, m in enumerate(made["moments"])}
-    named = list(families)
-    kinds: list[tuple[Any, list[Any]]] = [(moments, list(ways(name for name in named if name != REFERENCE)))]
-    if REFERENCE in named:
-        kinds.append((reference_forms.moments, reference_forms.ways()))
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for calibrate, wanted in kinds:
-            _add(made, known, zip(wanted, pool.map(calibrate, wanted, chunksize=4)))
-    path.write_text(json.dumps(made, indent=0, sort_keys=True) + "\n")
-
-
-def _add(made: dict[str, Any], known: dict[str, int], calibrated: Iterable[Any]) -> None:
-    for way, (found, tiles) in calibrated:
-        kind = REFERENCE if way.name.startswith(REFERENCE) else way.family
-        made["tiles"].setdefault(kind, {}).update({n: f"{names} {size}" for n, (names, size) in tiles.items()})
-        places = []
-        for text in text_of(found):
-            key = json.dumps(text)
-            if key not in known:
-                known[key] = len(made["moments"])
-                made["moments"].append(text)
-            places.append(known[key])
-        made["ways"][way.name] = places
-        print(way.name, len(places), flush=True)
-
-
-def text_of(found: Sequence[tuple[str, dict[Term, float]]]) -> list[Any]:
-    """Moments as the file has them: [place, {category: `12 R H + 2 M I`}]."""
-    return [[place, {kind: _sum(terms, kind) for kind in sorted({k for k, _ in terms})}] for place, terms in found]
-
-
-def _sum(terms: dict[Term, float], kind: str) -> str:
-    return " + ".join(f"{c:g} {names}".strip() for (k, names), c in sorted(terms.items()) if k == kind)
 
 
 def ways(families: Iterable[str]) -> Iterator[Way]:
@@ -355,16 +310,3 @@ def ways(families: Iterable[str]) -> Iterator[Way]:
             way = Way(family, dtype, heads, keep, *switches)
             if not (way.chunk and heads == "parts"):
                 yield way
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("families", nargs="*", default=[*FAMILIES, REFERENCE], help="model types; all by default")
-    parser.add_argument("--out", type=Path, default=FILE)
-    parser.add_argument("--jobs", type=int, default=1)
-    args = parser.parse_args()
-    write(args.families, args.out, args.jobs)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,19 @@ from typing import Any
 import yaml
 
 from alstlib.config import RunConfig, parse_quantity, row_config
-from alstlib.planner import GIB, Help, Machine, Overheads, Prediction, advice, longest, nearest_that_fits, predict
+from alstlib.planner import (
+    GIB,
+    Help,
+    Machine,
+    Overheads,
+    Prediction,
+    advice,
+    changed,
+    longest,
+    nearest_that_fits,
+    predict,
+    settings,
+)
 from alstlib.rates import GPUS, label_bytes, rates_of, with_measured
 from alstlib.results import format_seconds
 from alstlib.shapes import Shape, read_shape
@@ -226,15 +238,6 @@ def remedy(question: Question, found: Prediction) -> list[str]:
         return ["", "No options make it fit here: fewer tokens, or more GPUs."]
     what, other = near
     return ["", f"It fits with {' and '.join(what)} ({settings(changed(question.run, other.to_dict()))})."]
-
-
-def changed(run: RunConfig, changes: dict[str, Any]) -> dict[str, Any]:
-    """Those that are not so already."""
-    return {name: value for name, value in changes.items() if getattr(run, name) != value}
-
-
-def settings(changes: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in changes.items())
 
 
 def table(parts: dict[str, int], limit: int | None, title: str) -> list[str]:

@@ -291,3 +291,13 @@ def nearest_that_fits(
         if fitting:
             return seen, now
     return None
+
+
+def changed(run: RunConfig, changes: dict[str, Any]) -> dict[str, Any]:
+    """Those that are not so already."""
+    return {name: value for name, value in changes.items() if getattr(run, name) != value}
+
+
+def settings(changes: dict[str, Any]) -> str:
+    """`chunk=16384, offload=async`."""
+    return ", ".join(f"{name}={value}" for name, value in changes.items())

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from alstlib.activations import SAME, _forms, product
-from alstlib.forms import FILE, HEADS, LAYERS, SIZES, SMALL, Way, factor, moments, text_of, trace
+from alstlib.calibrate import FILE, text_of, without_unused
+from alstlib.forms import HEADS, LAYERS, SIZES, SMALL, Way, factor, moments, trace
 from alstlib.pruning import plausible
 
 
@@ -81,3 +82,10 @@ def test_all_names_of_the_forms_have_sizes() -> None:
         for terms in kinds.values():
             for _, names in terms:
                 assert {name.partition("^")[0] for name in names.split()} <= known
+
+
+def test_moments_that_no_way_has_are_dropped() -> None:
+    made = {"moments": ["a", "b", "c"], "ways": {"x": [2, 0]}, "tiles": {}}
+    assert without_unused(made) == {"moments": ["a", "c"], "ways": {"x": [1, 0]}, "tiles": {}}
+    committed = json.loads(FILE.read_text())
+    assert without_unused(committed) == committed
