@@ -72,9 +72,9 @@ def tables_2_to_4() -> list[dict[str, Any]]:
 def hugging_face() -> list[dict[str, Any]]:
     """Ulysses in Hugging Face: device peaks of Qwen3-4B on 4 H100, without a tiled loss (GB are decimal).
 
-    The slope agrees (507 KB a token predicted, 479 stated), and a constant of 11 GB is missing. The same source has
+    The slope agrees (507 KB a token predicted, 479 stated), and 11 to 14 GB are missing. The same source has
     22.4 GB for 8K tokens without sequence parallelism, of which the logits are 15, and 22.8 GB with it, where they are
-    4: so its stack takes those 11 GB with sequence parallelism only, and they are no tensors of the model.
+    4: so its stack takes those GB with sequence parallelism only, and they are no tensors of the model.
     """
     shape = read_shape("Qwen/Qwen3-4B")
     run, machine = BASE.replace(model=shape.name, sp=4), Machine(gpus=4)
