@@ -110,10 +110,12 @@ class Prediction:
 
 
 def states(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours") -> States:
-    """A rank's model states, and ZeRO's buffers."""
+    """A rank's model states, and ZeRO's buffers. The reference's buckets are DeepSpeed's default, and it tells the
+    engine of its sequence parallelism, whose gradients are then reduced in fp32 by default."""
     largest = max(shape.embedding, shape.layer_parameters)
-    bucket = None if preset == "ours" else ZERO_DEFAULT
-    return model_states(run, shape.parameters, largest, machine.gpus, element_bytes(run, machine.device), bucket)
+    paper = {"bucket": ZERO_DEFAULT, "reduced": 4 if (run.sp or machine.gpus) > 1 else None}
+    of = paper if preset == "paper" else {}
+    return model_states(run, shape.parameters, largest, machine.gpus, element_bytes(run, machine.device), **of)
 
 
 def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset: str = "ours") -> Prediction:

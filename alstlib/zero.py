@@ -33,8 +33,9 @@ class States:
 
 
 def model_states(
-    run: RunConfig, parameters: int, largest: int, world: int, element: int, bucket: int | None = None
-) -> States:
+    run: RunConfig, parameters: int, largest: int, world: int, element: int, bucket: int | None = None,
+    reduced: int | None = None,
+) -> States:  # fmt: skip
     """What a model of so many `parameters` takes on each of `world` ranks.
 
     ZeRO keeps fp32 weights and AdamW's two moments (12 bytes a parameter). With the optimizer on the host, gradients
@@ -46,6 +47,7 @@ def model_states(
         largest: elements of the largest module that is gathered as one.
         element: bytes of a weight on the device.
         bucket: elements of a bucket; by default `zero_bucket`.
+        reduced: bytes of an element while gradients are reduced; by default `element`.
     """
     shard, whole = -(-parameters // world), element * parameters
     buffer = element * (zero_bucket(parameters) if bucket is None else bucket)
@@ -61,7 +63,7 @@ def model_states(
         "gradients": gradients if not away else whole if stage == 1 else 0,
         "optimizer": 0 if away else optimizer,
         "buckets": buffer if reduces else 0,
-        COPIES: 2 * min(buffer, whole) if reduces else 0,
+        COPIES: 2 * min(buffer, whole) // element * (reduced or element) if reduces else 0,
     }
     host = {
         "weights": weights if run.offload_params else 0,
