@@ -119,9 +119,12 @@ def repository(root: Path, *links: str) -> Path:
         cell(f"from pathlib import Path\nPath({str(root / 'executed')!r}).touch()", []),
         cell("figure", shown(image_png=PNG), alt='One dark dot, and "quotes"'),
         cell("table", shown(text_markdown="| a | b |\n|---|---|\n| 1 MiB | $2 and $3 |")),
-        cell("## Remember\n\nThat."),
+        cell(
+            "## Remember\n\nThat. [All](.), [up](#Remember), [next](02_second.ipynb#Two,-or-more)\n\n$$x^2 \\cdot 3$$"
+        ),
+        cell("folded = 1", [], jupyter={"source_hidden": True}),
     )
-    write(lessons / "02_second.ipynb", cell("# Second\n\n[back](01_first.ipynb#Remember)"))
+    write(lessons / "02_second.ipynb", cell("# Second\n\n[back](01_first.ipynb#Remember)\n\n## Two, or more"))
     write(lessons / "solutions" / "01_first.ipynb", cell("# First: a lesson\n\n[lesson](../01_first.ipynb)"))
     (root / "alst" / "deep").mkdir(parents=True)
     (root / "alst" / "x.py").write_text('"""A <module>."""\n')
@@ -165,6 +168,8 @@ def test_stored_outputs_are_shown(site: Path) -> None:
     assert image[0] == "One dark dot, and &quot;quotes&quot;"
     assert (site / "notebooks" / image[1]).read_bytes() == base64.b64decode(PNG)
     assert re.search(r"<td[^>]*><p>1 MiB</p></td>", page)
+    assert len(re.findall(r"<details[^>]*hide", page)) == 1
+    assert "<math" in page
     assert "mathjax" not in page.lower()
 
 
@@ -181,6 +186,7 @@ def test_navigation_is_in_the_order_of_the_lessons(site: Path) -> None:
         ("Reference", "", ""),
         ("", "../README.html", "The project"),
     ]
+    assert "<h1>Solutions: First: a lesson<" in (site / "notebooks/solutions/01_first.html").read_text()
     assert "url=notebooks/index.html" in (site / "index.html").read_text()
 
 
@@ -194,6 +200,9 @@ def test_files_of_the_repository_are_pages(site: Path) -> None:
     assert 'href="deep/index.html"' in folder
     assert "z.bin (2 bytes)" in folder
     assert (site / "source" / "alst" / "deep" / "y.json.html").exists()
+    folder = (site / "source" / "notebooks" / "index.html").read_text()
+    assert 'href="../../notebooks/01_first.html"' in folder
+    assert not (site / "source" / "notebooks" / "01_first.ipynb.html").exists()
 
 
 @needs_sphinx

@@ -47,8 +47,9 @@ def numbered(page: Path) -> str:
     return f"{page.name[:2]} {heading(page).partition(':')[0]}"
 
 
-def copy(source: Path, target: Path) -> None:
-    """A page as Sphinx reads it. A cell's `metadata.alt` becomes the alternative text of the images that it shows."""
+def copy(source: Path, target: Path, title: str = "") -> None:
+    """A page as Sphinx reads it: a cell's `metadata.alt` becomes the alternative text of the images that it shows, and
+    code that is folded in JupyterLab is folded here. `title` is put before its heading."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.suffix != ".ipynb":
         shutil.copyfile(source, target)
@@ -57,6 +58,11 @@ def copy(source: Path, target: Path) -> None:
     for cell in notebook["cells"]:
         if alt := cell["metadata"].get("alt"):
             cell["metadata"].setdefault("mystnb", {}).setdefault("image", {})["alt"] = alt
+        if cell["metadata"].get("jupyter", {}).get("source_hidden"):
+            cell["metadata"]["tags"] = [*cell["metadata"].get("tags", []), "hide-input"]
+        if title and cell["cell_type"] == "markdown":
+            text = re.sub(r"^# +", f"# {title}", "".join(cell["source"]), count=1, flags=re.MULTILINE)
+            title, cell["source"] = "" if text != "".join(cell["source"]) else title, text
     target.write_text(json.dumps(notebook), encoding="utf-8")
 
 
@@ -70,7 +76,7 @@ def stage(root: Path, work: Path) -> None:
     lessons, solutions = ([*sorted(root.glob(pattern))] for pattern in (LESSONS, SOLUTIONS))
     others = [name for name in REFERENCE if name != "api.rst" and (root / name).exists()]
     for page in (*lessons, *solutions, *(root / name for name in others)):
-        copy(page, work / page.relative_to(root))
+        copy(page, work / page.relative_to(root), "Solutions: " * (page in solutions))
     if (root / "alstlib").is_dir():
         copy(HERE / "api.rst", work / "api.rst")
         others.insert(0, "api.rst")

@@ -22,9 +22,10 @@ nb_ipywidgets_js: dict[str, dict[str, str]] = {}
 nb_merge_streams = True
 nb_render_markdown_format = "myst"
 
-# No page has formulas; with "dollarmath" here MathJax would have to lie beside the site.
-myst_enable_extensions: list[str] = []
+# Formulas become MathML, which browsers draw by themselves: no MathJax.
+myst_enable_extensions = ["dollarmath"]
 myst_update_mathjax = False
+html_math_renderer = "mathml"
 myst_heading_anchors = 4
 
 # Docstrings are plain text: `name` is code.

@@ -1,4 +1,4 @@
-"""What Sphinx lacks for this site: links to files of the repository, pages that show them, docstrings as plain text.
+"""What Sphinx lacks for this site: links to files of the repository, pages that show them, formulas, docstrings.
 
 A link to a file or folder that is no page of the site (`../alstlib/tiled.py`, `../papermill_runs/specs`) leads to a
 page that shows it, and so does a code span that names one (`tests/test_tiled.py`).
@@ -15,8 +15,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from docutils import nodes
+from docutils.utils.math import MathError
+from docutils.utils.math.latex2mathml import tex2mathml
+from myst_parser.slugs import github_slugify
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import TextLexer, get_lexer_for_filename
@@ -48,6 +52,11 @@ def shown(path: Path) -> bool:
         return False
 
 
+def slug(anchor: str | None) -> str | None:
+    """An anchor as it is here: JupyterLab's keep capitals and commas (`#The-papers,-one-by-one`)."""
+    return github_slugify(unquote(anchor)) if anchor else None
+
+
 def page_name(root: Path, name: str) -> str:
     return f"source/{name}/index" if (root / name).is_dir() else f"source/{name}"
 
@@ -73,10 +82,13 @@ class RepositoryLinks(SphinxTransform):
             if (root / name).exists() and (new := self.reference(root, name, [literal.deepcopy()])):
                 literal.replace_self(new)
 
+        for node in self.document.findall(nodes.reference):
+            if node.get("id_link"):  # within the page
+                node["refuri"] = f"#{slug(node['refuri'])}"
+
     def link(self, node: nodes.Element, root: Path, here: str) -> None:
         if node.get("refdomain") == "doc":
-            # JupyterLab's anchors keep their capitals.
-            node["reftargetid"] = node["reftargetid"] and node["reftargetid"].lower()
+            node["reftargetid"] = slug(node["reftargetid"])
             return
         path, _, anchor = node["reftarget"].partition("#")
         name = posixpath.normpath(posixpath.join(here, path))
@@ -89,7 +101,7 @@ class RepositoryLinks(SphinxTransform):
     def reference(self, root: Path, name: str, children: list[nodes.Node], anchor: str = "") -> nodes.Element | None:
         docname = self.env.path2doc(str(Path(self.env.srcdir) / name))
         if docname in self.env.found_docs:
-            where = {"refdomain": "doc", "reftarget": docname, "reftargetid": anchor.lower() or None}
+            where = {"refdomain": "doc", "reftarget": docname, "reftargetid": slug(anchor)}
             new = addnodes.pending_xref(reftype="myst", refdoc=self.env.docname, refexplicit=True, **where)
         elif shown(root / name):
             page = page_name(root, name)
@@ -125,6 +137,10 @@ def ancestors(node: nodes.Node) -> Iterator[nodes.Node]:
 def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """A page for each file that was linked, and for the folders above and below."""
     root = Path(app.config.repository_root)
+
+    def link(page: str, other: str, text: str) -> str:
+        return f'<a href="{html.escape(app.builder.get_relative_uri(page, other))}">{text}</a>'
+
     waiting, done = set(LINKED), set()
     while waiting:
         name = waiting.pop()
@@ -132,23 +148,26 @@ def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
         path, page = root / name, page_name(root, name)
         if path.is_dir():
             entries = [p for p in sorted(path.iterdir()) if not HIDDEN.search(p.relative_to(root).as_posix())]
-            below = {p.relative_to(root).as_posix() for p in entries if shown(p)}
-            items = (
-                f'<li><a href="{html.escape(app.builder.get_relative_uri(page, page_name(root, n)))}">'
-                f"{html.escape(p.name)}{'/' if p.is_dir() else ''}</a></li>"
-                if (n := p.relative_to(root).as_posix()) in below
-                else f"<li>{html.escape(p.name)} ({p.stat().st_size:,} bytes)</li>"
-                for p in entries
-            )
-            body = f"<ul>{''.join(items)}</ul>"
+            below, items = set(), []
+            for entry in entries:
+                inside = entry.relative_to(root).as_posix()
+                docname = app.env.path2doc(str(Path(app.srcdir) / inside))
+                text = html.escape(entry.name) + "/" * entry.is_dir()
+                if docname in app.env.found_docs:
+                    items.append(link(page, docname, text))
+                elif shown(entry):
+                    below.add(inside)
+                    items.append(link(page, page_name(root, inside), text))
+                else:
+                    items.append(f"{text} ({entry.stat().st_size:,} bytes)")
+            body = f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
         else:
             below = set()
             body = show(path)
         parent = posixpath.dirname(name)
         above = {parent} if parent else set()
         waiting |= (below | above) - done
-        up = [app.builder.get_relative_uri(page, page_name(root, parent))] if parent else []
-        crumbs = "".join(f'<a href="{html.escape(u)}">{html.escape(parent)}</a>/' for u in up)
+        crumbs = f"{link(page, page_name(root, parent), html.escape(parent))}/" if parent else ""
         title = f"<h1>{crumbs}{html.escape(posixpath.basename(name))}</h1>"
         yield page, {"title": name, "body": f'<section class="repository-file">{title}{body}</section>'}, "page.html"
 
@@ -162,6 +181,16 @@ def show(path: Path) -> str:
         lexer = TextLexer()
     options = {"linenos": "inline", "lineanchors": "L", "anchorlinenos": True, "wrapcode": True}
     return highlight(text, lexer, HtmlFormatter(**options))
+
+
+def formula(writer: Any, node: nodes.Element) -> None:
+    """TeX as MathML, which needs no script."""
+    try:
+        writer.body.append(tex2mathml(node.astext(), as_block=isinstance(node, nodes.math_block)))
+    except MathError as error:
+        log.warning("formula %r: %s", node.astext(), error, location=node)
+        writer.body.append(f"<code>{html.escape(node.astext())}</code>")
+    raise nodes.SkipNode
 
 
 def plain_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
@@ -222,6 +251,7 @@ def finish(app: Sphinx, error: Exception | None) -> None:
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_config_value("repository_root", "", "env")
     LINKED.clear()
+    app.add_html_math_renderer("mathml", (formula, None), (formula, None))
     app.add_transform(RepositoryLinks)
     app.add_transform(Tables)
     app.connect("html-collect-pages", source_pages)
