@@ -232,6 +232,15 @@ def test_broken_links_fail_the_build(tmp_path: Path) -> None:
     assert (root / "build/site/notebooks/01_first.html").exists()
 
 
+def test_a_lesson_stored_without_its_figures_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "01_first.ipynb"
+    write(page, cell("figure", shown(image_png=PNG), alt="One dot"))
+    assert builder.without_figures(page) == []
+    write(page, cell("figure", [], alt="One dot"))
+    (problem,) = builder.without_figures(page)
+    assert "no stored image" in problem
+
+
 @needs_sphinx
 def test_only_a_site_is_replaced(tmp_path: Path) -> None:
     root = repository(tmp_path)

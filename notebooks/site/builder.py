@@ -66,6 +66,13 @@ def copy(source: Path, target: Path, title: str = "") -> None:
     target.write_text(json.dumps(notebook), encoding="utf-8")
 
 
+def without_figures(page: Path) -> list[str]:
+    """Cells that have an alternative text and no stored image: the lesson was not run before it was stored."""
+    cells = json.loads(page.read_text(encoding="utf-8"))["cells"]
+    bare = [c for c in cells if c["metadata"].get("alt") and "image/png" not in json.dumps(c.get("outputs"))]
+    return [f"{page}: cell {c['id']} has an alternative text and no stored image: run the lesson" for c in bare]
+
+
 def toctree(caption: str, entries: list[tuple[str, str]]) -> str:
     lines = "\n".join(f"{title} </{name.rsplit('.', 1)[0]}>" for title, name in entries)
     return f"```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{lines}\n```\n" if entries else ""
@@ -133,6 +140,8 @@ def main() -> int:
     out = (args.out or root / "build" / "site").resolve()
     status = build(root, out, args.lenient)
     report = checker.check(out) if (out / "index.html").exists() else checker.Report(["no page was built"])
+    for pattern in (INDEX, LESSONS, SOLUTIONS):
+        report.problems += [problem for page in sorted(root.glob(pattern)) for problem in without_figures(page)]
     print("\n".join(report.problems), file=sys.stderr)
     print(f"{out / 'index.html'}: {report.summary()}; {time.monotonic() - start:.0f} s")
     return 0 if args.lenient else int(bool(status or report.problems))
