@@ -154,9 +154,9 @@ def get_tokenizer(
         try:
             return AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
         except Exception as error:
-            if Path(name).is_dir() and not list(Path(name).glob("*token*")):
-                error = ValueError("the folder has no tokenizer.json; save a tokenizer there, or name another")
-            raise ValueError(f"tokenizer='{name}' cannot be loaded: {error}") from error
+            bare = Path(name).is_dir() and not list(Path(name).glob("*token*"))
+            why = "the folder has no tokenizer.json; save a tokenizer there, or name another" if bare else error
+            raise ValueError(f"tokenizer='{name}' cannot be loaded: {why}") from error
     if vocab_size < 257:
         raise ValueError(f"vocab_size={vocab_size} must be at least 257: every byte and {EOS}")
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -410,7 +410,7 @@ def test_a_folder_without_tokenizer(tmp_path):
     with pytest.raises(ValueError, match=r"has no tokenizer\.json; save a tokenizer there"):
         get_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{broken")
-    with pytest.raises(ValueError, match="cannot be loaded: (?!the folder has no)"):
+    with pytest.raises(ValueError, match=r"cannot be loaded: (?!the folder has no)"):
         get_tokenizer(str(tmp_path))
 
 
