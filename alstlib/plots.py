@@ -276,3 +276,16 @@ def training(runs: Mapping[str, Mapping[int, float]], marks: Mapping[str, float]
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=9)
     return _finish(figure)
+
+
+def bars(values: Mapping[str, float], xlabel: str, title: str = "") -> Figure:
+    """One bar a name, each with its number."""
+    figure, axes = _axes(7, 0.5 * len(values) + 1.1)
+    for i, (name, value) in enumerate(values.items()):
+        bar = axes.barh(name, value, color=PALETTE[i % len(PALETTE)], hatch=("", "//", "..")[i % 3], edgecolor="white")
+        axes.bar_label(bar, [f" {value:,.1f}"], fontsize=9)
+    axes.set(xlabel=xlabel)
+    axes.set_title(title, loc="left")
+    axes.margins(x=0.15)
+    axes.invert_yaxis()
+    return _finish(figure)
