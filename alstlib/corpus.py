@@ -42,7 +42,7 @@ def load_corpus(
         streaming: read a hub dataset as it is used, without downloading all of it.
         trust: has no effect but a warning: no dataset's code is ever run.
 
-    Returns: columns `text`, or `input_ids` (and `labels`), or `messages`; see `canonical_columns`.
+    Returns: columns `text`, or `input_ids` (and `labels`), or `messages` (and `text`); see `canonical_columns`.
 
     Raises:
         ValueError: a path or dataset that does not exist, cannot be read, is empty or has no usable column.
@@ -154,7 +154,9 @@ def get_tokenizer(
         try:
             return AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
         except Exception as error:
-            raise ValueError(f"tokenizer='{name}' cannot be loaded: {error}") from error
+            bare = Path(name).is_dir() and not list(Path(name).glob("*token*"))
+            why = "the folder has no tokenizer.json; save a tokenizer there, or name another" if bare else error
+            raise ValueError(f"tokenizer='{name}' cannot be loaded: {why}") from error
     if vocab_size < 257:
         raise ValueError(f"vocab_size={vocab_size} must be at least 257: every byte and {EOS}")
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -185,7 +187,8 @@ def _training_texts(corpus: Any) -> list[str]:
     for row in (corpus[i] for i in order) if isinstance(rows, range) else corpus:
         if "input_ids" in row:
             raise ValueError("a corpus of input_ids has its own tokenizer: name it instead of 'auto'")
-        text = row["text"] if "text" in row else "\n".join(str(m.get("content") or "") for m in row["messages"])
+        chat = row.get("messages")
+        text = row["text"] if chat is None else "\n".join(str(m.get("content") or "") for m in chat)
         texts.append((text or "")[:left])
         left -= len(texts[-1])
         if left <= 0:

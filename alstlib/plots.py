@@ -264,3 +264,31 @@ def paired(rows: Mapping[str, tuple[float, float]], names: tuple[str, str], xlab
     axes.invert_yaxis()
     axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
     return _finish(figure)
+
+
+def training(runs: Mapping[str, Mapping[int, float]], marks: Mapping[str, float] | None = None) -> Figure:
+    """Loss against the optimizer step: the first run as a line, others as hollow markers on it; `marks` names steps."""
+    figure, axes = _axes(7, 3.6)
+    for i, (name, points) in enumerate(runs.items()):
+        style: Any = {"linewidth": 1.5} if i == 0 else {"linestyle": "none", "marker": MARKERS[i], "fillstyle": "none"}
+        axes.plot(list(points), list(points.values()), color=PALETTE[i], label=name, **style)
+    for name, x in (marks or {}).items():
+        axes.axvline(x, color="#666666", linestyle="--", linewidth=1, zorder=0)
+        axes.text(x, 0.02, f" {name}", fontsize=8, color="#666666", transform=axes.get_xaxis_transform())
+    axes.set(xlabel="optimizer step", ylabel="loss [nats per token]")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=9)
+    return _finish(figure)
+
+
+def bars(values: Mapping[str, float], xlabel: str, title: str = "") -> Figure:
+    """One bar a name, each with its number."""
+    figure, axes = _axes(7, 0.5 * len(values) + 1.1)
+    for i, (name, value) in enumerate(values.items()):
+        bar = axes.barh(name, value, color=PALETTE[i % len(PALETTE)], hatch=("", "//", "..")[i % 3], edgecolor="white")
+        axes.bar_label(bar, [f" {value:,.1f}"], fontsize=9)
+    axes.set(xlabel=xlabel)
+    axes.set_title(title, loc="left")
+    axes.margins(x=0.15)
+    axes.invert_yaxis()
+    return _finish(figure)

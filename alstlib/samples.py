@@ -23,9 +23,10 @@ _POOL = 32  # documents among which packing looks for one that fits
 
 
 def canonical_columns(corpus: Any, text_column: str | None = None) -> Any:
-    """The columns that training uses, under one name each: `text`, `input_ids` (+ `labels`) or `messages`.
+    """The columns that training uses, under one name each: `text`, `input_ids` (+ `labels`) or `messages` (+ `text`).
 
     Without `text_column`, in this order: `input_ids`, `messages` or `conversations`, `text`, the only string column.
+    Chats and plain texts may be in one corpus: a row without messages is its `text`.
 
     Raises:
         ValueError: no such column; it lists those there are.
@@ -49,7 +50,7 @@ def canonical_columns(corpus: Any, text_column: str | None = None) -> Any:
     elif "input_ids" in names:
         keep = {name: name for name in ("input_ids", "labels") if name in names}
     elif chats := [name for name in ("messages", "conversations") if name in names]:
-        keep = {chats[0]: "messages"}
+        keep = {chats[0]: "messages"} | ({"text": "text"} if "text" in strings else {})
     elif "text" in strings or len(strings) == 1:
         keep = {"text" if "text" in strings else strings[0]: "text"}
     else:
@@ -133,7 +134,7 @@ def _by_rendering(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[list[
 def _tokenize(row: Mapping[str, Any], tokenizer: Any) -> Document:
     if "input_ids" in row:
         return _document(row["input_ids"], row["labels"] if row.get("labels") is not None else row["input_ids"])
-    if "messages" in row:
+    if row.get("messages") is not None or "text" not in row:
         return _chat(row["messages"], tokenizer)
     ids = tokenizer(row["text"] or "", verbose=False)["input_ids"] if row["text"] else []
     if ids and tokenizer.eos_token_id is not None and ids[-1] != tokenizer.eos_token_id:

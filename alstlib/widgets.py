@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import html
+import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from alstlib import plots
@@ -111,3 +114,52 @@ def step_through(draw: Callable[[int], Any], count: int, name: str = "step") -> 
     slider.observe(update, "value")
     update()
     return ipywidgets.VBox([slider, shown])
+
+
+# A figure with its table, drawn anew by controls
+
+
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A small table: the first column is text, the others are numbers."""
+    lines = ["".join(f"<th>{html.escape(name)}</th>" for name in head)]
+    lines += [
+        "".join(f'<td align="{"right" if i else "left"}">{html.escape(text)}</td>' for i, text in enumerate(row))
+        for row in rows
+    ]
+    return '<table style="line-height: 1.3">' + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+
+
+def follow(draw: Callable[..., tuple[Any, str]], **controls: tuple[Sequence[Any], Any]) -> Any:
+    """A figure and its table (HTML), which `draw(**values)` gives, drawn anew as sliders move. Each of `controls` is a
+    name, the values it steps through, and the first to show. Where ALST_STATIC is set: what is shown at first."""
+    names = {name: first for name, (_, first) in controls.items()}
+    if os.environ.get("ALST_STATIC"):
+        from IPython.display import HTML, display
+
+        figure, table = draw(**names)
+        display(figure)
+        return HTML(table)
+    import ipywidgets
+
+    sliders = {
+        name: ipywidgets.SelectionSlider(
+            options=[(str(value), value) for value in values], value=names[name], description=name,
+            layout={"width": "32em"},
+        )
+        for name, (values, _) in controls.items()
+    }  # fmt: skip
+    shown = ipywidgets.HTML()
+
+    def update(*_: Any) -> None:
+        figure, table = draw(**{name: slider.value for name, slider in sliders.items()})
+        file = io.BytesIO()
+        figure.savefig(file, format="png", dpi=100)
+        png = base64.b64encode(file.getvalue()).decode()
+        says = html.escape(", ".join(f"{name} {slider.value}" for name, slider in sliders.items()))
+        alt = f"figure for {says}; its numbers are in the table below"
+        shown.value = f'<img alt="{alt}" src="data:image/png;base64,{png}">{table}'
+
+    for slider in sliders.values():
+        slider.observe(update, "value")
+    update()
+    return ipywidgets.VBox([*sliders.values(), shown])

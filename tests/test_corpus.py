@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from alstlib.batches import shard_batch
-from alstlib.corpus import canonical_columns, collate, get_tokenizer, load_corpus, make_samples
+from alstlib.corpus import EOS, canonical_columns, collate, get_tokenizer, load_corpus, make_samples
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -119,7 +119,9 @@ def test_columns():
     with pytest.raises(ValueError, match="text_column='n' is no column of text"):
         canonical_columns(many, "n")
     chats = datasets.Dataset.from_dict({"conversations": [CHAT], "text": ["rendered"]})
-    assert canonical_columns(chats).column_names == ["messages"]
+    assert canonical_columns(chats).column_names == ["messages", "text"]
+    alone = datasets.Dataset.from_dict({"conversations": [CHAT], "rendered": ["x"]})
+    assert canonical_columns(alone).column_names == ["messages"]
     tokens = datasets.Dataset.from_dict({"input_ids": [[1]], "labels": [[1]], "text": ["x"]})
     assert canonical_columns(tokens).column_names == ["input_ids", "labels"]
     with pytest.raises(ValueError, match="list"):
@@ -371,6 +373,45 @@ def test_only_the_assistant_is_labelled(tokenizer, template):
     said = sample["labels"] != -100
     assert torch.equal(sample["labels"][said], sample["input_ids"][said])
     assert tokenizer.decode(sample["labels"][said]) == "It is four.<|im_end|>\nThat makes six.<|im_end|>\n"
+
+
+def test_chats_and_texts_in_one_file(tokenizer, tmp_path):
+    """Row by row: messages where there are some, text otherwise; a row with both is its messages."""
+    rows = [
+        {"text": "plain words"},
+        {"messages": CHAT[:2]},
+        {"text": "rendered", "messages": CHAT[:2]},
+        {"text": "end"},
+    ]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    corpus = load_corpus(str(tmp_path / "mixed.jsonl"))
+    tokenizer = pickle.loads(pickle.dumps(tokenizer))
+    tokenizer.chat_template = MARKED
+    chat = tokenizer.apply_chat_template(CHAT[:2], tokenize=False)
+    (sample,) = make_samples(corpus, tokenizer, sum(map(len, _ids(tokenizer, corpus))), packed=True, repeat=False)
+    documents = [tokenizer.decode(ids) for ids in sample["input_ids"].split(sample["document_lengths"])]
+    assert sorted(documents) == sorted([f"plain words{EOS}", chat, chat, f"end{EOS}"])
+    labelled = tokenizer.decode(sample["labels"][sample["labels"] != -100])
+    assert labelled.count("It is four.") == 2
+    assert "What is" not in labelled
+    assert "plain words" in labelled
+    trained = get_tokenizer("auto", corpus=corpus, vocab_size=300, cache_dir=tmp_path)
+    assert len(trained("It is four.").input_ids) < 11  # its merges come from the chats too
+
+
+def _ids(tokenizer, corpus):
+    from alstlib.samples import _tokenize
+
+    return [_tokenize(row, tokenizer).ids for row in corpus]
+
+
+def test_a_folder_without_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json; save a tokenizer there"):
+        get_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    with pytest.raises(ValueError, match=r"cannot be loaded: (?!the folder has no)"):
+        get_tokenizer(str(tmp_path))
 
 
 def test_templates_that_cannot_be_followed_are_refused(tokenizer):
