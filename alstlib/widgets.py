@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from alstlib import plots
@@ -39,6 +41,28 @@ def memory_figure(shape: Shape, run: RunConfig, machine: Machine, lengths: Any, 
     parts = {n: grouped(by_category(predict(shape, run, machine, n))) for n in lengths}
     limit = None if machine.gpu_memory is None else machine.gpu_memory / GIB
     return plots.stacked(parts, limit, title)
+
+
+def slide(draw: Callable[[int], Any], first: int, lowest: int, highest: int, name: str = "tokens") -> Any:
+    """A slider over a figure that `draw(tokens)` makes. Where ALST_STATIC is set, the figure at `first`."""
+    if os.environ.get("ALST_STATIC"):
+        return draw(first)
+    import ipywidgets
+
+    slider = ipywidgets.FloatLogSlider(
+        value=first, base=10, min=math.log10(lowest), max=math.log10(highest), step=0.02, description=name,
+        readout_format=".3s", continuous_update=False,
+    )  # fmt: skip
+    picture = ipywidgets.Image(format="png", layout={"max_width": "100%", "object_fit": "contain"})
+
+    def update(*_: Any) -> None:
+        made = io.BytesIO()
+        draw(round(slider.value)).savefig(made, format="png")
+        picture.value = made.getvalue()
+
+    slider.observe(update, "value")
+    update()
+    return ipywidgets.VBox([slider, picture])
 
 
 FIRST = 1_000_000
