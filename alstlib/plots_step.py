@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.figure import Figure
 
 from alstlib.plots import PALETTE, _area, _axes, _finish
 from alstlib.results import format_bytes
+
+KNOWN = (
+    ("weights", "model states and ZeRO's buffers"), ("optimizer",), ("gradients", "outside PyTorch", "projections"),
+    ("hidden states",), ("attention",), ("mlp",), ("loss",), ("checkpoints",), ("exchange",),
+)  # fmt: skip
+"""Parts that have the same colour in all figures."""
+
+
+def _looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colour and hatch of each name: those of `KNOWN`, and for others what is left."""
+    taken = {name: i for name in names for i, group in enumerate(KNOWN) if name in group}
+    left = (i for i in range(28) if i not in taken.values())
+    return {name: _area(taken[name] if name in taken else next(left)) for name in names}
 
 
 def step_memory(
@@ -24,8 +38,9 @@ def step_memory(
     totals = [sum(point.values()) / 2**20 for point in points]
     x = [i / max(1, len(points) - 1) for i in range(len(points))]
     heights = [[point.get(name, 0) / 2**20 for point in points] for name in names]
-    for i, area in enumerate(axes.stackplot(x, heights, labels=names, linewidth=0.3)):
-        area.set(**_area(i))
+    looks = _looks(names)
+    for name, area in zip(names, axes.stackplot(x, heights, labels=names, linewidth=0.3)):
+        area.set(**looks[name])
     top = max(totals)
     starts = [i for i, phase in enumerate(phases) if not i or phase != phases[i - 1]]
     for n, i in enumerate(starts):
@@ -49,11 +64,13 @@ def parts(
 ) -> Figure:
     """One bar a row, made of named parts, with the sum at its end; `limit` is a line and its name."""
     names = list(dict.fromkeys(name for bar in bars.values() for name in bar))
+    looks = _looks(names)
     figure, axes = _axes(9, 0.5 * len(bars) + 1.7)
     for y, bar in enumerate(bars.values()):
         left = 0.0
-        for i, name in enumerate(names):
-            axes.barh(y, bar.get(name, 0.0), 0.7, left=left, label=name if y == 0 else None, linewidth=0.4, **_area(i))
+        for name in names:
+            label = name if y == 0 else None
+            axes.barh(y, bar.get(name, 0.0), 0.7, left=left, label=label, linewidth=0.4, **looks[name])
             left += bar.get(name, 0.0)
         axes.text(left, y, f" {left:,.3g}" if left < 1000 else f" {left:,.0f}", va="center", fontsize=9)
     if limit is not None:
@@ -61,8 +78,7 @@ def parts(
         axes.text(limit[0], -0.62, f" {limit[1]}", fontsize=8, va="bottom")
     axes.set_yticks(range(len(bars)), list(bars))
     axes.set_ylim(len(bars) - 0.5, -0.9 if limit is not None else -0.5)
-    axes.margins(x=0.1)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.12 * max(sum(bar.values()) for bar in bars.values()))
     axes.set_xlabel(xlabel)
     axes.set_title(title, loc="left")
     axes.legend(frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left")
@@ -86,8 +102,7 @@ def timeline(
     for ax, (name, spans) in zip(axes[:, 0], panels.items()):
         for lane, what, start, length in spans:
             i = lanes.index(lane)
-            box = {**_area(i), "alpha": 0.85, "linewidth": 1}
-            ax.barh(i, length * scale, 0.8, left=start * scale, **box)
+            ax.barh(i, length * scale, 0.8, left=start * scale, linewidth=1, **_area(i))
             if length > 0.011 * len(what) * end:
                 ink = "white" if PALETTE[i % 7] in (PALETTE[0], PALETTE[2], PALETTE[5]) else "black"
                 ax.text((start + length / 2) * scale, i, what, ha="center", va="center", fontsize=8, color=ink)
