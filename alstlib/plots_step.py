@@ -60,10 +60,12 @@ def step_memory(
 
 
 def parts(
-    bars: Mapping[str, Mapping[str, float]], xlabel: str, title: str = "", limit: tuple[float, str] | None = None
-) -> Figure:
-    """One bar a row, made of named parts, with the sum at its end; `limit` is a line and its name."""
-    names = list(dict.fromkeys(name for bar in bars.values() for name in bar))
+    bars: Mapping[str, Mapping[str, float]], xlabel: str, title: str = "", limit: tuple[float, str] | None = None,
+    ends: Sequence[str] = (),
+) -> Figure:  # fmt: skip
+    """One bar a row, made of named parts, with the sum (or the row's text in `ends`) at its end; `limit` is a line and
+    its name."""
+    names = list(dict.fromkeys(name for bar in bars.values() for name in bar if bar[name]))
     looks = _looks(names)
     figure, axes = _axes(9, 0.5 * len(bars) + 1.7)
     for y, bar in enumerate(bars.values()):
@@ -72,7 +74,8 @@ def parts(
             label = name if y == 0 else None
             axes.barh(y, bar.get(name, 0.0), 0.7, left=left, label=label, linewidth=0.4, **looks[name])
             left += bar.get(name, 0.0)
-        axes.text(left, y, f" {left:,.3g}" if left < 1000 else f" {left:,.0f}", va="center", fontsize=9)
+        end = ends[y] if ends else f"{left:,.3g}" if left < 1000 else f"{left:,.0f}"
+        axes.text(left, y, f" {end}", va="center", fontsize=9)
     if limit is not None:
         axes.axvline(limit[0], color="black", linestyle="--", linewidth=1)
         axes.text(limit[0], -0.62, f" {limit[1]}", fontsize=8, va="bottom")

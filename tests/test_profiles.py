@@ -137,3 +137,6 @@ def test_figures_have_every_part() -> None:
         0
     ]
     assert {text.get_text().strip() for text in bars.texts} == {"3", "4", "what there is"}
+    named = plots_step.parts({"a": {"x": 1.0, "nothing": 0.0}}, "seconds", ends=["1 step"]).axes[0]
+    assert [text.get_text().strip() for text in named.texts] == ["1 step"]
+    assert [text.get_text() for text in named.get_legend().get_texts()] == ["x"]
