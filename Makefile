@@ -1,6 +1,6 @@
 # Each target sets up .venv first (env/install.sh; nothing to do when it matches its lock).
 .DEFAULT_GOAL := help
-.PHONY: help setup ablation parity lab lessons test test-compat lint clean
+.PHONY: help setup ablation parity lab lessons site test test-compat lint clean
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 ARGS ?=
@@ -9,7 +9,7 @@ help: ## this list
 	@echo "usage: make TARGET    (needs Python >= 3.11, git and make)"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "settings: PYTHON=python3.12  ALST_DEVICE=cpu|cuda  TORCH_INDEX_URL=...  WHEELHOUSE=folder  (env/README.md)"
-	@echo "          ARGS='...' is added to the command of ablation, parity, lab, lessons and test"
+	@echo "          ARGS='...' is added to the command of ablation, parity, lab, lessons, site and test"
 
 setup: ## make or refresh .venv
 	@env/install.sh
@@ -25,6 +25,11 @@ lab: setup ## open JupyterLab on notebooks/
 
 lessons: setup ## run all lessons anew and store their outputs
 	ALST_STATIC=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/[0-9]*.ipynb $(ARGS)
+
+# What Sphinx needs besides the lock is pinned apart; pip asks no index when all of it is there.
+site: setup ## build the lessons, their solutions and the API as web pages in build/site, and check them
+	$(BIN)/python -m pip install -q --no-deps $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE)) -r env/site.txt
+	$(BIN)/python notebooks/site/builder.py $(ARGS)
 
 # One thread a process: the ranks that the tests start share the cores. Nothing is fetched from a hub.
 test: setup ## run the tests
