@@ -130,6 +130,12 @@ def memory_curves(curves: Mapping[str, Sequence[int]], title: str = "") -> Figur
     return _finish(figure)
 
 
+def _area(i: int) -> dict[str, Any]:
+    """Colour and hatch of the i-th part, the same in every figure that stacks parts."""
+    hatches = ("", "//", "..", "xx")
+    return {"facecolor": PALETTE[i % len(PALETTE)], "hatch": hatches[i // len(PALETTE)], "edgecolor": "white"}
+
+
 def blocks(
     panels: Sequence[Sequence[Sequence[Sequence[int]]]], rows: Sequence[str], columns: Sequence[str], *,
     legend: Sequence[str] = (), texts: Any = None, names: Sequence[Sequence[str]] = (), xlabel: str = "",
@@ -229,11 +235,8 @@ def stacked(
     names = list(dict.fromkeys(n for s in lengths for n in parts[s]))
     figure, axes = _axes(8.4, 4.2)
     heights = [[parts[s].get(n, 0.0) for s in lengths] for n in names]
-    hatches = ("", "//", "..", "xx")
-    drawn = axes.stackplot(lengths, heights, labels=names, edgecolor="white", linewidth=0.4)
-    for i, area in enumerate(drawn):
-        area.set_facecolor(PALETTE[i % len(PALETTE)])
-        area.set_hatch(hatches[i // len(PALETTE)])
+    for i, area in enumerate(axes.stackplot(lengths, heights, labels=names, linewidth=0.4)):
+        area.set(**_area(i))
     if limit is not None:
         axes.axhline(limit, color="black", linestyle="--", linewidth=1)
         axes.text(lengths[0], limit, f" {limit:.1f} GiB that a GPU has", va="bottom", fontsize=8)
