@@ -82,6 +82,11 @@ def exercises(nb: Any) -> list[tuple[Any, Any]]:
     return [(cell, after) for cell, after in zip(nb.cells, following) if tagged(cell, "exercise")]
 
 
+def solvable(nb: Any) -> list[tuple[Any, Any]]:
+    """Exercises that say how they are solved: all of a lesson's, none of a twin's."""
+    return [(answer, check) for answer, check in exercises(nb) if "solution" in answer.metadata]
+
+
 def lessons(root: Path = ROOT) -> list[Path]:
     return sorted((root / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 
@@ -143,7 +148,9 @@ def execute(path: Path) -> Pass:
     source = Notebook(path)
     work = normalised(source.nb)
     count = len(work.cells)
-    for answer, check in exercises(work):
+    for answer, check in solvable(work):
+        if check is None or not tagged(check, "check"):
+            raise Failed(f"cell {answer.id}: the cell after it is not tagged `check`")
         work.cells += [solved(answer), copy.deepcopy(check)]
         for cell in work.cells[-2:]:
             cell.id += "-solved"
@@ -156,7 +163,7 @@ def execute(path: Path) -> Pass:
     seconds = time.perf_counter() - began
     tail, work.cells = work.cells[count:], work.cells[:count]
     work = normalised(work, outputs=True)
-    for (answer, check), done in zip(exercises(work), tail[1::2]):
+    for (answer, check), done in zip(solvable(work), tail[1::2]):
         if not stdout(check).startswith(UNANSWERED):
             raise Failed(f"cell {check.id}: says {stdout(check)!r} of an exercise that is not answered")
         if not stdout(done).startswith(RIGHT):
@@ -170,6 +177,7 @@ def _execute(work: Any, root: Path, folder: Path) -> None:
         client = NotebookClient(
             work, km=manager(), timeout=round(SECONDS * slow()), resources={"metadata": {"path": str(folder)}},
             record_timing=False, store_widget_state=False, coalesce_streams=True,
+            extra_arguments=["--IPKernelApp.log_level=ERROR"],
         )  # fmt: skip
         try:
             client.execute(env=kernel_environment(root, ipython))
