@@ -18,10 +18,12 @@ import os
 import posixpath
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +31,7 @@ from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellControlSignal, DeadKernelError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
 LESSONS = 10
 """How many there are, counted by hand, so that a lost lesson is seen (index.ipynb is none)."""
@@ -128,7 +130,8 @@ def kernel_environment(root: Path, ipython: str) -> dict[str, str]:
     """This environment, with figures that need no kernel, this repository's package and nobody's startup files."""
     path = os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH", "")) if p)
     fixed = {"ALST_STATIC": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "IPYTHONDIR": ipython}
-    return {**os.environ, **fixed, "PYTHONPATH": path}
+    waits = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that spin make minutes of seconds where the cores are shared
+    return {**waits, **os.environ, **fixed, "PYTHONPATH": path}
 
 
 def manager() -> Any:
@@ -173,26 +176,37 @@ def execute(path: Path) -> Pass:
 
 
 def _execute(work: Any, root: Path, folder: Path) -> None:
-    with tempfile.TemporaryDirectory() as ipython:
+    """In another thread, where nbclient leaves signals alone: an interrupt ends the cell, then this program."""
+    km, begun = manager(), ["1"]
+    with tempfile.TemporaryDirectory() as ipython, open(Path(ipython) / "stderr", "w+") as log:
         client = NotebookClient(
-            work, km=manager(), timeout=round(SECONDS * slow()), resources={"metadata": {"path": str(folder)}},
+            work, km=km, timeout=round(SECONDS * slow()), resources={"metadata": {"path": str(folder)}},
             record_timing=False, store_widget_state=False, coalesce_streams=True,
             extra_arguments=["--IPKernelApp.log_level=ERROR"],
+            on_cell_start=lambda cell, cell_index: begun.append(cell.id),
         )  # fmt: skip
-        try:
-            client.execute(env=kernel_environment(root, ipython))
-        except (CellControlSignal, DeadKernelError) as error:  # a failed cell, a time limit, a dead kernel
-            raise Failed(_where(work, error)) from None
+        with ThreadPoolExecutor(1) as pool:
+            end = pool.submit(client.execute, env=kernel_environment(root, ipython), stderr=log, cleanup_kc=True)
+            try:
+                end.result()
+            except KeyboardInterrupt:
+                if km.provisioner and (pid := km.provisioner.pid):
+                    os.kill(pid, signal.SIGINT)
+                wait([end], SECONDS)
+                raise
+            except CellTimeoutError:
+                raise Failed(f"cell {begun[-1]}: not done after {SECONDS * slow():.0f} s") from None
+            except DeadKernelError:
+                log.seek(0)
+                raise Failed(f"cell {begun[-1]}: its kernel died {log.read()[-500:]}".rstrip()) from None
+            except CellExecutionError:
+                raise Failed(_where(work)) from None
 
 
-def _where(work: Any, error: Exception) -> str:
-    for cell in work.cells:
-        for output in cell.get("outputs", []):
-            if output.output_type == "error":
-                lines = plain("\n".join(output.traceback)).splitlines()[-12:]
-                return f"cell {cell.id}: {output.ename}: {output.evalue}\n" + "\n".join(f"    {line}" for line in lines)
-    running = [c for c in work.cells if c.get("execution_count")]
-    return f"at or after cell {running[-1].id if running else 'one'}: {type(error).__name__}: {str(error)[:300]}"
+def _where(work: Any) -> str:
+    cell, error = next((c, o) for c in work.cells for o in c.get("outputs", []) if o.output_type == "error")
+    lines = plain("\n".join(error.traceback)).splitlines()[-12:]
+    return "\n".join([f"cell {cell.id}: {error.ename}: {error.evalue}", *(f"    {line}" for line in lines)])
 
 
 def plain(text: str) -> str:
