@@ -136,8 +136,8 @@ def memory_curves(curves: Mapping[str, Sequence[int]], title: str = "") -> Figur
         peak = max(range(len(curve)), key=curve.__getitem__)
         y = [b / 2**20 for b in curve]
         axes.plot(x, y, color=PALETTE[i], linewidth=1.2, marker=MARKERS[i], markevery=[peak], label=name)
-        axes.annotate(format_bytes(curve[peak]), (x[peak], y[peak]), (6, 2), textcoords="offset points", fontsize=8,
-                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8})  # fmt: skip
+        axes.annotate(format_bytes(curve[peak]), (x[peak], y[peak]), (5, 5), textcoords="offset points", fontsize=8,
+                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 0, "alpha": 0.7})  # fmt: skip
     axes.set_xlabel("progress of one training step [share of its allocations]")
     axes.set_ylabel("live device memory [MiB]")
     axes.set_title(title, loc="left")
