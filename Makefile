@@ -1,6 +1,6 @@
 # Each target sets up .venv first (env/install.sh; nothing to do when it matches its lock).
 .DEFAULT_GOAL := help
-.PHONY: help setup ablation parity lab lessons check-lessons test test-compat lint clean
+.PHONY: help setup ablation parity lab lessons check-lessons site test test-compat lint clean
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 ARGS ?=
@@ -10,7 +10,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-15s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "settings: PYTHON=python3.12  ALST_DEVICE=cpu|cuda  TORCH_INDEX_URL=...  WHEELHOUSE=folder  (env/README.md)"
 	@echo "          ALST_SLOW=2 doubles the time limits of check-lessons"
-	@echo "          ARGS='...' is added to the command of ablation, parity, lab, lessons (ARGS='05 12'), check-lessons and test"
+	@echo "          ARGS='...' is added to the command of ablation, parity, lab, lessons (ARGS='05 12'), check-lessons, site and test"
 
 setup: ## make or refresh .venv
 	@env/install.sh
@@ -29,6 +29,11 @@ lessons: setup ## run all lessons anew and store their outputs and solutions
 
 check-lessons: setup ## run all lessons anew and compare them with what is stored
 	$(BIN)/python -m tests.lessons check $(ARGS)
+
+# What Sphinx needs besides the lock is pinned apart; pip asks no index when all of it is there.
+site: setup ## build the lessons, their solutions and the API as web pages in build/site, and check them
+	$(BIN)/python -m pip install -q --no-deps $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE)) -r env/site.txt
+	$(BIN)/python notebooks/site/builder.py $(ARGS)
 
 # One thread a process: the ranks that the tests start share the cores. Nothing is fetched from a hub.
 test: setup ## run the tests

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from alstlib.config import RunConfig
 from alstlib.rules import reference_tiles, share_host, tile_for
 from alstlib.shapes import Shape
 
+FILE = Path(__file__).with_name("forms.json")
 KERNEL = "#kernel"
 """Marks a moment within attention's backward."""
 REFERENCE = "reference"
@@ -39,7 +40,7 @@ def product(names: str, sizes: Mapping[str, float]) -> float:
 @functools.cache
 def _forms() -> dict[str, Any]:
     """forms.json, with each moment as (place, {category: [(coefficient, names)]})."""
-    found = json.loads(Path(__file__).with_name("forms.json").read_text())
+    found = json.loads(FILE.read_text())
 
     def terms(text: str) -> list[tuple[float, str]]:
         parts = (part.partition(" ") for part in text.split(" + "))
@@ -47,6 +48,26 @@ def _forms() -> dict[str, Any]:
 
     found["moments"] = [(place, {kind: terms(t) for kind, t in kinds.items()}) for place, kinds in found["moments"]]
     return found
+
+
+Kinds = Mapping[str, list[tuple[float, str]]]
+"""What is alive at a moment: for each category, (coefficient, names) of a sum."""
+
+
+def largest_of(
+    moments: Iterable[tuple[str, Kinds]],
+    sizes: Mapping[str, float],
+    adjust: Callable[[str, Kinds, dict[str, float]], None] = lambda *_: None,
+) -> tuple[dict[str, float], str]:
+    """(bytes by category, place) of the largest moment at these sizes, each adjusted for what its form leaves open."""
+    best: dict[str, float] = {}
+    where = ""
+    for place, kinds in moments:
+        found = {kind: sum(c * product(n, sizes) for c, n in terms) for kind, terms in kinds.items()}
+        adjust(place, kinds, found)
+        if sum(found.values()) > sum(best.values()):
+            best, where = found, place.removesuffix(KERNEL)
+    return best, where
 
 
 def families() -> list[str]:
@@ -150,23 +171,20 @@ def activations(
     }  # fmt: skip
     on = "+".join(name for name, value in switches.items() if value)
     once = run.tiled_mlp and dtype == "fp32" and sizes["M"] >= (sizes["C"] if chunked else rows)
-    best: dict[str, float] = {}
-    where = ""
     kernel = kernel_workspace(shape, run, sizes["C"] if chunked else rows, device) if workspace else 0.0
-    for keep in keeps:
-        way = "/".join([family, dtype, heads, keep, on])
-        if way not in made["ways"]:
-            raise ValueError(f"model='{shape.name}': {family} has no form in {dtype}, only in bf16")
-        for place, kinds in _moments(way):
-            found = {kind: sum(c * product(n, sizes) for c, n in terms) for kind, terms in kinds.items()}
-            if once:
-                found["mlp"] = found.get("mlp", 0.0) - _sums(kinds) * product("H I", sizes)
-            if place.endswith(".norm") and sizes["N"] == rows:  # one tile is no copy of its rows
-                found["loss"] -= element * product("H N", sizes)
-            if KERNEL in place:
-                found["kernel workspace"] = kernel
-            if sum(found.values()) > sum(best.values()):
-                best, where = found, place.removesuffix(KERNEL)
+
+    def adjust(place: str, kinds: Kinds, found: dict[str, float]) -> None:
+        if once:
+            found["mlp"] = found.get("mlp", 0.0) - _sums(kinds) * product("H I", sizes)
+        if place.endswith(".norm") and sizes["N"] == rows:  # one tile is no copy of its rows
+            found["loss"] -= element * product("H N", sizes)
+        if KERNEL in place:
+            found["kernel workspace"] = kernel
+
+    ways = ["/".join([family, dtype, heads, keep, on]) for keep in keeps]
+    if not all(way in made["ways"] for way in ways):
+        raise ValueError(f"model='{shape.name}': {family} has no form in {dtype}, only in bf16")
+    best, where = largest_of((m for way in ways for m in _moments(way)), sizes, adjust)
     if every > 1:  # a segment's inputs, made again, wait on the device, with their attention outputs
         best["checkpoints"] = best.get("checkpoints", 0.0) + (every - 1) * (row + output)
     host = 0 if run.offload == "none" else -(-shape.layers // every) * row + outputs * output
@@ -194,13 +212,7 @@ def reference_activations(shape: Shape, run: RunConfig, ranks: int, seq_len: int
     way = "/".join([REFERENCE, shape.family, "bf16", heads, where, on])
     if way not in made["ways"]:
         raise ValueError(f"model='{shape.name}' is a {shape.family}, with which the reference was not traced")
-    best: dict[str, float] = {}
-    place = ""
-    for index in made["ways"][way]:
-        name, kinds = made["moments"][index]
-        found = {kind: sum(c * product(n, sizes) for c, n in terms) for kind, terms in kinds.items()}
-        if sum(found.values()) > sum(best.values()):
-            best, place = found, name
+    best, place = largest_of((made["moments"][i] for i in made["ways"][way]), sizes)
     row = rows * shape.width * 2
     host = shape.layers * row if where == "host" else 0
     peak = {kind: round(nbytes) for kind, nbytes in best.items() if nbytes >= 0.5}
@@ -213,11 +225,16 @@ def _moments(way: str) -> list[Any]:
     found = [made["moments"][i] for i in made["ways"][way]]
     if way.endswith("+fine"):
         others = (made["moments"][i] for i in made["ways"][way.removesuffix("+fine")])
-        found += [m for m in others if not re.search(r"\.\d", m[0])]
+        found += [m for m in others if not in_layer(m[0])]
     return found
 
 
-def _sums(kinds: Mapping[str, list[tuple[float, str]]]) -> float:
+def in_layer(place: str) -> bool:
+    """Does a module's path lie in a decoder layer?"""
+    return re.search(r"\.\d", place) is not None
+
+
+def _sums(kinds: Kinds) -> float:
     """Bytes a weight that a moment has for summing an MLP's gradients over tiles: in fp32 a single tile's are used as
     they are (up to 4 of each of three matrices)."""
     return min(12.0, sum(c for c, names in kinds.get("mlp", []) if names == "H I"))

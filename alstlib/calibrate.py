@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from alstlib import forms, reference_forms
-from alstlib.activations import REFERENCE
+from alstlib.activations import FILE, REFERENCE
 from alstlib.pruning import Term
-
-FILE = Path(__file__).with_name("forms.json")
 
 
 def write(families: Iterable[str], path: Path = FILE, jobs: int = 1) -> None:

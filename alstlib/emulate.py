@@ -16,34 +16,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import alstlib
 from alstlib import results
 from alstlib.batches import WHOLE, shard_batch
 from alstlib.config import RunConfig
-from alstlib.engine import zero_config
 from alstlib.memory import Ledger
 from alstlib.models import flop_dimensions, load_model, model_config
 from alstlib.progress import Progress
+from alstlib.simulate import decoder_layers
 from alstlib.train import run_options, run_worker, this_device
+from alstlib.zero import model_states
 
 
 def ballast(run: RunConfig, parameters: int, element_bytes: int) -> dict[str, int]:
-    """Bytes that ZeRO-3 over `run.emulate` ranks holds on a device besides what is built here.
-
-    Of `parameters` in all: this rank's shard of the weights (unless they wait on the host), of the gradients and of
-    AdamW's fp32 weights and moments (unless offloaded; then gradients go to the host too), and buckets for reducing
-    and prefetching. The weights of the layers that are built are here in full, as ZeRO-3 gathers them.
-    """
-    shard = -(-parameters // max(1, run.emulate))
-    bucket = zero_config(run, parameters, element_bytes == 2)["zero_optimization"]["reduce_bucket_size"]
-    return {
-        "weights": 0 if run.offload_params else shard * element_bytes,
-        "gradients": 0 if run.offload_optimizer else shard * element_bytes,
-        "optimizer": 0 if run.offload_optimizer else shard * 12,
-        "buckets": 2 * bucket * element_bytes,
-    }
+    """Bytes that ZeRO-3 over `run.emulate` ranks holds on a device besides what is built here (`zero.model_states`).
+    The weights of the layers that are built are here in full, as ZeRO-3 gathers them."""
+    held = model_states(run.replace(zero_stage=3), parameters, 0, max(1, run.emulate), element_bytes).device
+    return {name: nbytes for name, nbytes in held.items() if name != "gathered weights"}
 
 
 class Emulation:
@@ -63,7 +54,7 @@ class Emulation:
             model: Any = load_model(run, torch.bfloat16 if self.bf16 else torch.float32)
         self.model = model.to(self.device)
         self.dimensions = flop_dimensions(self.model)
-        self.layers = self._layers()
+        self.layers = decoder_layers(self.model)
         of_layers = sum(p.numel() for layer in self.layers for p in layer.parameters())
         self.per_layer = of_layers // len(self.layers)
         parameters = sum(p.numel() for p in self.model.parameters()) + self.per_layer * (self.depth - len(self.layers))
@@ -71,11 +62,6 @@ class Emulation:
         self.weight = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in self.ballast.values() if n]
         self.handle = alstlib.apply(self.model, self.ctx, run_options(run, self.model.config.model_type, cuda))
         self.ledger = Ledger(self.device, [self.handle.store], run.device_memory)
-
-    def _layers(self) -> list[nn.Module]:
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        return [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
     def emit(self, message: str) -> None:
         self.progress.emit("load", row=self.run.row, message=message)

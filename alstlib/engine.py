@@ -13,16 +13,16 @@ from torch import Tensor
 
 from alstlib.config import RunConfig
 from alstlib.hf import Handle
+from alstlib.zero import zero_bucket
 
 
 def zero_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]:
     """DeepSpeed's configuration for a run.
 
-    Buckets are sized on purpose: DeepSpeed's default of 5e8 elements is a buffer of 1 to 2 GB on every device. Ours is
-    a sixteenth of the model, between 1M and 200M elements. All ranks are data parallel to ZeRO; the factor that makes
-    gradients right is in the loss (`objective`).
+    Buckets are sized on purpose (`zero.zero_bucket`): DeepSpeed's default is a buffer of 1 to 2 GB on every device. All
+    ranks are data parallel to ZeRO; the factor that makes gradients right is in the loss (`objective`).
     """
-    bucket = max(1_000_000, min(200_000_000, parameters // 16))
+    bucket = zero_bucket(parameters)
     zero: dict[str, Any] = {
         "stage": run.zero_stage,
         "reduce_bucket_size": bucket,

@@ -12,6 +12,7 @@ from alstlib.config import RunConfig
 from alstlib.planner import Machine, Prediction, changed, longest, nearest_that_fits, predict, settings
 from alstlib.rates import GPUS, rates_of
 from alstlib.results import format_bytes
+from alstlib.rules import host_free
 from alstlib.shapes import Shape, read_shape
 
 CERTAIN = 1.1
@@ -22,20 +23,13 @@ def machine_of(run: RunConfig, nodes: int, gpus: int) -> Machine:
     """This machine and others like it, for a resolved run. `gpus` are those that it has; with none, ranks run on its
     CPU, and `device_memory` stands in for a device's."""
     per_node = max(1, run.world_size // nodes)
-    memory, host = run.device_memory, _host_memory()
+    memory, host = run.device_memory, host_free()
     if not gpus:
         return Machine(gpus=run.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, device="cpu")
     name, found = _gpu()
     rates = next((r for n, r in GPUS.items() if n in name), rates_of("H100"))
     memory = memory or found
     return Machine(gpus=run.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, rates=rates)
-
-
-def _host_memory() -> int | None:
-    """Bytes of this machine's memory that are free."""
-    with contextlib.suppress(OSError, StopIteration), open("/proc/meminfo") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    return None
 
 
 def _gpu() -> tuple[str, int | None]:
@@ -66,7 +60,7 @@ def foretell(run: RunConfig, machine: Machine, seq_len: int | None = None) -> tu
 
 
 def as_metrics(found: Prediction) -> dict[str, Any]:
-    """What a result records of a prediction: bytes of a rank. Seconds only for GPUs, whose rates are known."""
+    """What a result records of a prediction: bytes of a rank."""
     return {
         "device_peak_bytes": found.device_peak,
         "device_bytes": found.device,

@@ -20,7 +20,6 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,10 +32,9 @@ from alstlib.activations import KERNEL
 from alstlib.memory import Ledger, _CpuInstrument
 from alstlib.places import Places, category
 from alstlib.pruning import Term, prune
-from alstlib.simulate import PLENTY, fake_ranks, watch
+from alstlib.simulate import PLENTY, drop_gradients, fake_ranks, shard_of, watch
 from alstlib.tiled import as_on
 
-FILE = Path(__file__).with_name("forms.json")
 LAYERS, MIDDLE = 4, 1
 """Layers that are traced, and the one that stands for all further ones."""
 MIDDLES = range(MIDDLE, LAYERS - 1)
@@ -169,23 +167,13 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str
         save_attention=bool(outputs), chunk=sizes["C"] if way.chunk else None, host_memory=PLENTY,
     )  # fmt: skip
     dtype = torch.bfloat16 if way.dtype == "bf16" else torch.float32
-    rows = sizes["R"]
     with fake_ranks(ranks) as ctx, as_on(tile), torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     with fake_ranks(ranks) as ctx, as_on(tile):
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        drop_gradients(model)
         with alstlib.apply(model, ctx, options) as handle, FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
-            first = ctx.sp_rank * rows
-            ids = torch.zeros(1, rows, dtype=torch.long)
-            at = torch.arange(first, first + rows)[None]
-            batch = {
-                "input_ids": ids,
-                "position_ids": at,
-                "shift_labels": ids.clone(),
-                "cu_documents": [0, rows * ranks],
-            }
+            batch = shard_of(ctx, sizes["R"])
             for _ in range(2):
                 gc.collect()
                 with Places(model) as places, _Recording(stores=[handle.store], place=places.now) as ledger:

@@ -191,8 +191,7 @@ class TiledHead(TiledModule):
         transform: LogitTransform | None = None,
         liger: bool = False,
     ) -> None:
-        super().__init__(head)
-        self.tile = None if tile is None else check_tile(tile)
+        super().__init__(head, tile)
         self.transform = transform or LogitTransform()
         self.liger = liger
         self.unshrink = 1.0

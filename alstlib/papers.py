@@ -24,8 +24,9 @@ HOST = 1_900_000_000_000
 EIGHT_B = "meta-llama/Llama-3.1-8B"
 BASE = RunConfig(model=EIGHT_B, dtype="bf16", attention="flash_attention_2")
 SEARCHED = (
-    "about 10 GiB are not accounted for: the paper says that the last GiBs could not be used (a loss of NaN, footnote "
-    "17) and that NCCL takes 'multiple gigabytes'; Hugging Face's table has a constant of that size too"
+    "what lies between the predicted peak and 79 GiB is not accounted for: the paper says that the last GiBs could not "
+    "be used (a loss of NaN, footnote 17) and that NCCL takes 'multiple gigabytes'; Hugging Face's table has a "
+    "constant of that size too"
 )
 MEGATRON = (
     "its Ulysses is Megatron-DeepSpeed's, with fused kernels of its own: on whole fp32 logits and norms, as traced "

@@ -8,15 +8,15 @@ Without torch and transformers: a plan takes milliseconds.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from alstlib.activations import Activations, activations, element_bytes, reference_activations
+from alstlib.activations import Activations, activations, element_bytes, in_layer, reference_activations
 from alstlib.config import RunConfig
 from alstlib.rates import Rates, rates_of
 from alstlib.shapes import Shape
 from alstlib.speed import step_seconds
+from alstlib.zero import ZERO_DEFAULT, States, model_states
 
 GIB = 2**30
 
@@ -109,51 +109,13 @@ class Prediction:
         return not self.limit
 
 
-def states(
-    shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours"
-) -> tuple[dict[str, int], dict[str, int]]:
-    """(device, host) bytes of a rank's model states, and of ZeRO's buffers.
-
-    ZeRO keeps fp32 weights and AdamW's two moments (12 bytes a parameter). With the optimizer on the host, gradients
-    go there too, with an fp32 copy for its step. Under stage 3 a device holds its shards, the bucket in which
-    gradients are reduced and, in layers' backward, two copies of it, and the weights that are gathered: DeepSpeed's
-    limit of two buckets (`engine.zero_config`), or the largest module. (Rajbhandari et al., 2020, arXiv 1910.02054;
-    DeepSpeed 0.19.8.)
-    """
-    world, element, parameters = machine.gpus, element_bytes(run, machine.device), shape.parameters
-    shard = -(-parameters // world)
-    bucket = element * (zero_bucket(parameters) if preset == "ours" else ZERO_DEFAULT)
-    stage = run.zero_stage
-    away = run.offload_optimizer and stage > 0
-    optimizer = 12 * (shard if stage else parameters) - (0 if stage or element == 2 else 4 * parameters)
-    gradients = element * (shard if stage >= 2 else parameters)
-    weights = element * (shard if stage == 3 else parameters)
-    whole = element * parameters
-    gathered = min(whole, max(2 * bucket, element * max(shape.embedding, shape.layer_parameters)))
-    device = {
-        "weights": 0 if run.offload_params else weights,
-        "gathered weights": gathered if stage == 3 else 0,
-        "gradients": gradients if not away else element * parameters if stage == 1 else 0,
-        "optimizer": 0 if away else optimizer,
-        "buckets": bucket if world > 1 or stage == 3 else 0,
-        COPIES: 2 * min(bucket, whole) if world > 1 or stage == 3 else 0,
-    }
-    host = {
-        "weights": weights if run.offload_params else 0,
-        "optimizer": optimizer if away else 0,
-        "gradients": (element + 4) * shard if away else 0,
-    }
-    return {n: b for n, b in device.items() if b}, {n: b for n, b in host.items() if b}
-
-
-COPIES = "copies of buckets"
-ZERO_DEFAULT = 500_000_000
-"""Elements of DeepSpeed's buckets where nothing is said, as in the paper; up to twice as many stay gathered."""
-
-
-def zero_bucket(parameters: int) -> int:
-    """Elements of ZeRO's buckets: a sixteenth of the model, between 1M and 200M."""
-    return max(1_000_000, min(200_000_000, parameters // 16))
+def states(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours") -> States:
+    """A rank's model states, and ZeRO's buffers. The reference's buckets are DeepSpeed's default, and it tells the
+    engine of its sequence parallelism, whose gradients are then reduced in fp32 by default."""
+    largest = max(shape.embedding, shape.layer_parameters)
+    paper = {"bucket": ZERO_DEFAULT, "reduced": 4 if (run.sp or machine.gpus) > 1 else None}
+    of = paper if preset == "paper" else {}
+    return model_states(run, shape.parameters, largest, machine.gpus, element_bytes(run, machine.device), **of)
 
 
 def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset: str = "ours") -> Prediction:
@@ -165,8 +127,8 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
     ranks = run.sp or machine.gpus
     if machine.gpus % ranks:
         raise ValueError(f"sp={ranks} does not divide {machine.gpus} GPUs")
-    device, host = states(shape, run, machine, preset)
-    limit = None
+    held = states(shape, run, machine, preset)
+    host, limit = held.host, None
     if machine.host_memory is not None:
         limit = machine.host_memory // machine.ranks_of_node
         if machine.device != "cpu":
@@ -176,14 +138,12 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
         found = reference_activations(shape, run, ranks, seq_len)
     else:
         found = activations(shape, run, ranks, seq_len, machine.device, room)
-    if not re.search(r"\.\d+", found.place):  # the head's gradients are the first to be reduced
-        device.pop(COPIES, None)
     needed = sum(host.values()) + found.host_needed
     if found.host:
         host = {**host, "checkpoints": found.host}
     return Prediction(
-        seq_len=seq_len, device={**machine.overhead(), **device, **found.device}, device_limit=machine.gpu_memory,
-        host=host, host_limit=limit, host_needed=needed, activations=found,
+        seq_len=seq_len, device={**machine.overhead(), **held.at(in_layer(found.place)), **found.device},
+        device_limit=machine.gpu_memory, host=host, host_limit=limit, host_needed=needed, activations=found,
         seconds=step_seconds(shape, run, machine.rates, ranks, machine.gpus, machine.per_node, seq_len, found, preset),
     )  # fmt: skip
 
@@ -249,12 +209,8 @@ def advice(shape: Shape, run: RunConfig, machine: Machine) -> list[Help]:
     now = longest(shape, run, machine)
     found = []
     for what, changes in HELP.items():
-        same = all(getattr(run, name) == value for name, value in changes.items())
-        if (
-            same
-            or ("chunk" in changes and run.chunk is not None)
-            or (changes.get("sp") == 0 and run.sp == machine.gpus)
-        ):
+        chunked = "chunk" in changes and run.chunk is not None
+        if not changed(run, changes) or chunked or (changes.get("sp") == 0 and run.sp == machine.gpus):
             continue
         try:
             other = run.replace(**changes)

@@ -235,7 +235,10 @@ def versus(
         axes.axvline(x, color="#666666", linestyle="--", linewidth=1, zorder=0)
         axes.text(x, 0.97 - 0.08 * i, f" {name}", fontsize=8, color="#666666", transform=axes.get_xaxis_transform())
     axes.set_title(title, loc="left")
-    if len(series) > 1:
+    if len(series) > 4:  # too many to lie between the lines
+        figure.set_figwidth(9.5)
+        axes.legend(frameon=False, fontsize=9, bbox_to_anchor=(1.01, 1), loc="upper left")
+    elif len(series) > 1:
         axes.legend(frameon=False, fontsize=9)
     return _finish(figure)
 

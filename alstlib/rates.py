@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from alstlib.config import check_names
+from alstlib.config import check_names, parse_quantity
 
 T = 10**12
 G = 10**9
@@ -20,8 +20,6 @@ class Rates:
     """Of one GPU (or one rank of a CPU). FLOPs and bytes a second."""
 
     name: str
-    label: int
-    """Memory on the vendor's label, bytes (decimal)."""
     usable: float
     """Bytes that PyTorch finds on it."""
     matmul: float
@@ -42,15 +40,15 @@ class Rates:
 
 
 _H100 = Rates(
-    name="H100", label=80 * G, usable=79.1 * 2**30, matmul=650 * T, attention_forward=607 * T,
+    name="H100", usable=79.1 * 2**30, matmul=650 * T, attention_forward=607 * T,
     attention_backward=517 * T, flash2_forward=366 * T, flash2_backward=330 * T, link=450 * G, network=50 * G,
     host=50 * G,
 )  # fmt: skip
 GPUS: dict[str, Rates] = {
     "H100": _H100,
-    "H200": replace(_H100, name="H200", label=141 * G, usable=139.8 * 2**30),
+    "H200": replace(_H100, name="H200", usable=139.8 * 2**30),
     "A100": Rates(
-        name="A100", label=80 * G, usable=79.15 * 2**30, matmul=250 * T, attention_forward=190 * T,
+        name="A100", usable=79.15 * 2**30, matmul=250 * T, attention_forward=190 * T,
         attention_backward=165 * T, flash2_forward=190 * T, flash2_backward=165 * T, link=300 * G, network=25 * G,
         host=24 * G,
     ),
@@ -70,8 +68,6 @@ def label_bytes(text: int | str) -> int:
     Raises:
         ValueError: no quantity.
     """
-    from alstlib.config import parse_quantity
-
     nbytes = parse_quantity(text, "gpu_memory")
     if isinstance(text, str) and text.strip().upper().endswith("GB"):
         label = nbytes / G

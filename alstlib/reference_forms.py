@@ -35,7 +35,7 @@ from alstlib.memory import Ledger
 from alstlib.places import CHECKPOINTS, EXCHANGE, Places
 from alstlib.pruning import Term, plausible, prune
 from alstlib.rules import reference_tiles
-from alstlib.simulate import fake_ranks
+from alstlib.simulate import fake_ranks, shard_of
 from alstlib.stacks import _checkpoint
 
 TILES = 7
@@ -262,8 +262,7 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], str]:
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(_take)
         _checkpoint(model)
-        rows, first = sizes["R"], ctx.sp_rank * sizes["R"]
-        ids, at = torch.zeros(1, rows, dtype=torch.long), torch.arange(first, first + rows)[None]
+        shard = shard_of(ctx, sizes["R"])
         gc.collect()
         with Places(model) as places, _Recording(place=places.now) as ledger:
             recorder: Any = ledger._cpu
@@ -274,7 +273,7 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], str]:
                 places.wrap(ulysses, "_partition_global_sequence", EXCHANGE)
             for layer in model.model.layers:
                 _keep(layer, ledger, way.offload)
-            _loss(model, way, ids, at).backward()
+            _loss(model, way, shard["input_ids"], shard["position_ids"]).backward()
     return recorder.moments, sizes, query
 
 

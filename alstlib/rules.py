@@ -1,6 +1,8 @@
-"""Rules by which a run sizes itself, and by which the planner foretells it. Pure: without torch."""
+"""Rules by which a run sizes itself, and by which the planner foretells it. Without torch."""
 
 from __future__ import annotations
+
+import os
 
 TILE_BYTES = {"cuda": 512 * 2**20, "cpu": 2**20}
 """Target for one intermediate of a tile: large enough for efficient matrix products, small beside the model."""
@@ -11,6 +13,23 @@ def tile_for(width: int, element_bytes: int, device: str) -> int:
     power of two, at least 256."""
     tokens = TILE_BYTES.get(device, TILE_BYTES["cpu"]) // max(1, width * element_bytes)
     return max(256, 1 << max(0, tokens.bit_length() - 1))
+
+
+def host_free() -> int:
+    """Bytes of this machine's memory that are free, or what its control group leaves of it."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    try:
+        with open("/proc/meminfo") as lines:
+            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        pass
+    try:
+        with open("/sys/fs/cgroup/memory.max") as top, open("/sys/fs/cgroup/memory.current") as now:
+            if (text := top.read().strip()) != "max":
+                free = min(free, int(text) - int(now.read()))
+    except (OSError, ValueError):
+        pass
+    return max(0, free)
 
 
 def share_host(room: int, layers: int, input_bytes: int, output_bytes: int, save: bool | str) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 A fake tensor has a shape, a dtype and a device and no memory, so that a laptop runs one rank's step of any model at any
 length, and the byte ledger counts what would be alive. The process group is fake too. What an engine holds besides
-(shards of weights, gradients and optimizer, buffers) is not run: it is a formula (`emulate.ballast`). Tiles are those
+(shards of weights, gradients and optimizer, buffers) is not run: it is a formula (`zero.model_states`). Tiles are those
 of the device that is simulated. Kernels are PyTorch's CPU ones: workspaces that a GPU's kernels take are not seen.
 
 All layers but the first and last are alike, so a deep model's peaks are found from two shallow ones (`extend`).
@@ -19,9 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import alstlib
+from alstlib.activations import in_layer
 from alstlib.config import RunConfig
 from alstlib.groups import join_fake
 from alstlib.memory import Ledger
@@ -29,6 +32,7 @@ from alstlib.models import load_model, model_config
 from alstlib.places import CHECKPOINTS, EXCHANGE, ROOT, Places, category
 from alstlib.tiled import as_on
 from alstlib.train import run_options
+from alstlib.zero import States, model_states
 
 FEW = (1, 2, 3)
 """Layers of the models that are run in place of a deep one: two, and a third where those peak at different places."""
@@ -56,7 +60,28 @@ class Simulated:
     """The module in whose forward, recompute or backward the device peak was reached."""
     peak_operation: str
     """The operation that reached it."""
+    run: RunConfig
+    parameters: int
+    largest: int
+    """Elements of the largest module that ZeRO-3 gathers as one."""
     notes: tuple[str, ...] = ()
+
+    @property
+    def states(self) -> States:
+        """Model states and ZeRO's buffers of a rank, by formula: of `run.world_size` ranks, at least those of the
+        sample."""
+        element = 4 if self.run.dtype == "fp32" else 2
+        return model_states(self.run, self.parameters, self.largest, max(self.ranks, self.run.world_size), element)
+
+    @property
+    def device(self) -> dict[str, int]:
+        """Everything on the device at its peak, by category."""
+        return {**self.states.at(in_layer(self.peak_place)), **self.categories}
+
+    @property
+    def host(self) -> dict[str, int]:
+        """Everything on the host, by category, but the process itself."""
+        return {**self.states.host, **({"checkpoints": self.host_peak} if self.host_peak else {})}
 
 
 @contextmanager
@@ -88,43 +113,63 @@ def simulate(run: RunConfig, ranks: int, device: str = "cuda", fake: bool = True
         fake: False runs real tensors on the CPU, which must have room: to hold the simulation against.
     """
     dtype = torch.float32 if run.dtype == "fp32" else torch.bfloat16
-    run = run.replace(host_memory=PLENTY if run.host_memory is None else run.host_memory)
-    length = run.seq_len - run.seq_len % ranks
+    run = _roomy(run)
     with fake_ranks(ranks) as ctx, as_on(device):
         with torch.device("meta" if fake else "cpu"):
             model: Any = load_model(run, dtype, shape_only=True)
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        drop_gradients(model)
         with alstlib.apply(model, ctx, run_options(run, model.config.model_type, False)) as handle:
             if not fake:
-                return _step(model, handle, ctx, length)
+                return step(run, model, handle, ctx)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 model.to_empty(device="cpu")
-                return _step(model, handle, ctx, length)
+                return step(run, model, handle, ctx)
 
 
-def _step(model: Any, handle: alstlib.Handle, ctx: alstlib.SPContext, length: int) -> Simulated:
-    rows = length // ctx.sp
+def _roomy(run: RunConfig) -> RunConfig:
+    return run.replace(host_memory=PLENTY if run.host_memory is None else run.host_memory)
+
+
+def drop_gradients(model: nn.Module) -> None:
+    """Weights' gradients go as they come, as an engine takes them."""
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
+
+def shard_of(ctx: alstlib.SPContext, rows: int) -> dict[str, Any]:
+    """A rank's shard of a sample, of so many rows: the token 0 everywhere."""
     first = ctx.sp_rank * rows
     ids = torch.zeros(1, rows, dtype=torch.long)
-    batch = {"input_ids": ids, "position_ids": torch.arange(first, first + rows)[None], "shift_labels": ids.clone()}
+    at = torch.arange(first, first + rows)[None]
+    return {"input_ids": ids, "position_ids": at, "shift_labels": ids.clone(), "cu_documents": [0, rows * ctx.sp]}
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPContext) -> Simulated:
+    """What one step of an attached model takes, whose gradients are dropped."""
+    batch = shard_of(ctx, run.seq_len // ctx.sp)
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
+    numbers = [p.numel() for p in model.parameters()]
     for _ in range(2):  # a checkpoint knows its layer from the first
         gc.collect()
         sent = handle.wire_bytes
         with Places(model) as places, Ledger(stores=[handle.store], place=places.now) as ledger:
             watch(handle, places, ledger)
             start = ledger.device_bytes
-            alstlib.causal_lm_loss(model, {**batch, "cu_documents": [0, length]}, ctx).loss.backward()
+            alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
         categories: Counter[str] = Counter()
         for place, nbytes in ledger.peak_places.items():
             categories[category(place) if place else "before"] += nbytes
         categories["before"] -= start
         found = Simulated(
-            seq_len=length, ranks=ctx.sp, layers=model.config.get_text_config().num_hidden_layers,
+            seq_len=batch["cu_documents"][1], ranks=ctx.sp, layers=model.config.get_text_config().num_hidden_layers,
             device_peak=ledger.device_peak - start, host_peak=handle.store.peak_nbytes,
             wire_bytes=handle.wire_bytes - sent, categories={n: b for n, b in sorted(categories.items()) if b},
             peak_place=ledger.peak_place.removeprefix(f"{ROOT}."), peak_operation=ledger.peak_operation,
-            notes=tuple(handle.notes),
+            run=run, parameters=sum(numbers), largest=max(*layers, *numbers), notes=tuple(handle.notes),
         )  # fmt: skip
     return found
 
@@ -161,7 +206,7 @@ def extend(few: Simulated, more: Simulated, layers: int) -> Simulated:
     return replace(
         _as_last(more, layers), layers=layers, device_peak=at(few.device_peak, more.device_peak),
         host_peak=at(few.host_peak, more.host_peak), wire_bytes=at(few.wire_bytes, more.wire_bytes),
-        categories={n: b for n, b in categories.items() if b},
+        categories={n: b for n, b in categories.items() if b}, parameters=at(few.parameters, more.parameters),
     )  # fmt: skip
 
 
@@ -180,7 +225,7 @@ def simulate_deep(run: RunConfig, ranks: int, device: str = "cuda") -> Simulated
     few, more = (shallow(n) for n in FEW[:2])
     if _as_last(few, more.layers).peak_place != more.peak_place and whole > FEW[2]:
         few, more = more, shallow(FEW[2])
-    return extend(few, more, whole)
+    return replace(extend(few, more, whole), run=_roomy(run))
 
 
 def _as_last(of: Simulated, layers: int) -> Simulated:

@@ -20,6 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from alstlib.rules import host_free
+
 Mode = Literal["none", "sync", "async"]
 MODES = ("none", "sync", "async")
 
@@ -29,21 +31,9 @@ class HostOutOfMemory(MemoryError):
 
 
 def host_available() -> int:
-    """Bytes of host memory that this process may still take: free memory (or its control group's rest), shared evenly
-    by the ranks of this machine (LOCAL_WORLD_SIZE)."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    try:
-        with open("/proc/meminfo") as lines:
-            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        pass
-    try:
-        with open("/sys/fs/cgroup/memory.max") as top, open("/sys/fs/cgroup/memory.current") as now:
-            if (text := top.read().strip()) != "max":
-                free = min(free, int(text) - int(now.read()))
-    except (OSError, ValueError):
-        pass
-    return max(0, free) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    """Bytes of host memory that this process may still take: what is free, shared evenly by the ranks of this machine
+    (LOCAL_WORLD_SIZE)."""
+    return host_free() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 class _Slab:

@@ -211,9 +211,10 @@ class TiledModule(nn.Module):
     _z3_leaf = True  # DeepSpeed ZeRO-3 gathers the weights of a leaf once around forward and once around backward
     inner: nn.Module
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, tile: int | None = None) -> None:
         super().__init__()
         adopt(self, inner)
+        self.tile = None if tile is None else check_tile(tile)
         self.register_forward_pre_hook(self._ensure_input_grad)
 
     @staticmethod
@@ -242,8 +243,7 @@ class TiledMLP(TiledModule):
     """
 
     def __init__(self, mlp: nn.Module, tile: int | None = None) -> None:
-        super().__init__(mlp)
-        self.tile = None if tile is None else check_tile(tile)
+        super().__init__(mlp, tile)
         self.skip = False
         """Set by a checkpoint while it recomputes a layer that does not read the MLP's output."""
         self.whole = False
@@ -287,10 +287,6 @@ class TiledNorm(TiledModule):
         norm: a module mapping [B, S, E] to [B, S, E], token by token.
         tile: tokens in one tile; None chooses by `default_tile`.
     """
-
-    def __init__(self, norm: nn.Module, tile: int | None = None) -> None:
-        super().__init__(norm)
-        self.tile = None if tile is None else check_tile(tile)
 
     def forward(self, x: Tensor) -> Tensor:
         tile = self.tile or default_tile(x.shape[-1], 4, x.device)

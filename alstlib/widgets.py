@@ -1,9 +1,9 @@
-"""Live controls over the planner, for a notebook; the figures beside them read without a kernel."""
+"""Live controls for a notebook, over figures and over the planner; without a kernel their first view is left."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from alstlib import plots
@@ -89,3 +89,25 @@ def explore(shape: Shape, run: RunConfig, machine: Machine, switches: Mapping[st
         control.observe(update, "value")
     update()
     return ipywidgets.VBox([length, ipywidgets.HBox(list(boxes.values())), text])
+
+
+def step_through(draw: Callable[[int], Any], count: int, name: str = "step") -> Any:
+    """A slider over `draw(1)` to `draw(count)`, each of which returns what a cell may show, such as a figure. Where
+    ALST_STATIC is set, `draw(1)`."""
+    if os.environ.get("ALST_STATIC"):
+        return draw(1)
+    import ipywidgets
+    from IPython.display import display
+
+    slider = ipywidgets.IntSlider(value=1, min=1, max=count, description=name, continuous_update=False)
+    shown = ipywidgets.Output()
+
+    def update(*_: Any) -> None:
+        view = draw(slider.value)
+        shown.clear_output(wait=True)
+        with shown:
+            display(view)
+
+    slider.observe(update, "value")
+    update()
+    return ipywidgets.VBox([slider, shown])

@@ -39,7 +39,7 @@ if [ -n "${TORCH_INDEX_URL:-}" ]; then torch_from=(--index-url "$TORCH_INDEX_URL
 rest=$(mktemp)
 trap 'rm -f "$rest"' EXIT
 grep -v -e '^deepspeed==' -e '^torch==' "$lock" > "$rest"
-"$python" -m pip download -q --dest "$folder" "${target[@]}" --no-deps -r "$rest"
+"$python" -m pip download -q --dest "$folder" "${target[@]}" --no-deps -r "$rest" -r env/site.txt
 # deepspeed is published as source; with nothing compiled its wheel is pure Python, the same for every target.
 DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "$python" -m pip wheel -q --no-deps --wheel-dir "$folder" "deepspeed==$(pin deepspeed)"
 echo "$(find "$folder" -name '*.whl' | wc -l) wheels, $(du -sh "$folder" | cut -f 1) in $folder for $lock on $arch"

@@ -12,7 +12,7 @@ from alstlib import results
 from alstlib.activations import activations, families, kv_needed
 from alstlib.config import RunConfig, row_config
 from alstlib.foretell import foretell
-from alstlib.planner import GIB, Machine, Overheads, advice, longest, nearest_that_fits, predict, states, zero_bucket
+from alstlib.planner import GIB, Machine, Overheads, advice, longest, nearest_that_fits, predict, states
 from alstlib.rates import label_bytes, rates_of, with_measured
 from alstlib.shapes import read_shape
 from alstlib.speed import attention_flops, exchange_bytes, linear_flops
@@ -72,21 +72,14 @@ def test_states_follow_the_stage() -> None:
     bare = Machine(gpus=world)
     for stage, bytes_each in ((0, 16), (1, 2 + 2 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)):
         run = OURS.replace(zero_stage=stage, offload_optimizer=False)
-        device, host = states(EIGHT_B, run, bare)
+        found = states(EIGHT_B, run, bare)
+        device = found.device
         held = sum(device.get(name, 0) for name in ("weights", "gradients", "optimizer"))
         assert held == pytest.approx(bytes_each * parameters, rel=1e-6), stage
-        assert host == {}
-    device, host = states(EIGHT_B, OURS.replace(offload_params=True), bare)
-    assert not {"weights", "optimizer"} & set(device)
-    assert sum(host.values()) == pytest.approx((2 + 12 + 2 + 4) * parameters / 8, rel=1e-6)
-
-
-def test_buckets_are_those_of_the_engine() -> None:
-    from alstlib.engine import zero_config
-
-    for parameters in (10**6, 10**8, 10**10):
-        config = zero_config(RunConfig(), parameters, True)["zero_optimization"]
-        assert zero_bucket(parameters) == config["reduce_bucket_size"]
+        assert found.host == {}
+    found = states(EIGHT_B, OURS.replace(offload_params=True), bare)
+    assert not {"weights", "optimizer"} & set(found.device)
+    assert sum(found.host.values()) == pytest.approx((2 + 12 + 2 + 4) * parameters / 8, rel=1e-6)
 
 
 # ----- answers

@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = sorted((ROOT / "env").glob("*-py*.txt"))
+SITE = ROOT / "env" / "site.txt"
 SHARED = ("torch", "transformers", "datasets", "deepspeed", "papermill", "jupyterlab", "peft", "pytest", "ruff", "mypy")
 
 
@@ -44,7 +45,7 @@ def test_there_is_a_lock_for_each_target() -> None:
     assert [p.stem for p in LOCKS] == ["cpu-py311", "cpu-py312", "cuda-py311", "cuda-py312"]
 
 
-@pytest.mark.parametrize("lock", LOCKS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("lock", [*LOCKS, SITE], ids=lambda p: p.stem)
 def test_lock_lines_are_exact_and_sorted(lock: Path) -> None:
     lines = [line for line in lock.read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in lines)
@@ -65,11 +66,16 @@ def test_locks_agree() -> None:
 def test_lock_has_what_pyproject_asks_for(lock: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
-    versions = pins(lock)
+    versions = pins(lock) | pins(SITE)
     for requirement in map(Requirement, asked):
         version = versions.get(canonicalize_name(requirement.name), "absent")
         assert version != "absent", requirement
         assert requirement.specifier.contains(version), f"{requirement} against {version}"
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda p: p.stem)
+def test_the_site_changes_nothing_that_is_locked(lock: Path) -> None:
+    assert pins(lock).keys() & pins(SITE).keys() == set()
 
 
 def test_environment_yml_has_the_versions_of_the_lock() -> None:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 import alstlib
 from alstlib.config import ROWS, RunConfig, row_config
 from alstlib.models import load_model
-from alstlib.simulate import _step as simulate_step
-from alstlib.simulate import extend, simulate, simulate_deep
+from alstlib.planner import Machine, predict
+from alstlib.shapes import read_shape
+from alstlib.simulate import drop_gradients, extend, simulate, simulate_deep, step
 from alstlib.train import run_options
 
 RUN: dict[str, Any] = {"model": "tiny", "seq_len": 512, "dtype": "fp32", "tiled_loss": True, "tiled_mlp": True}
@@ -56,10 +57,9 @@ def real_step(rank: int, world: int, run: RunConfig) -> Any:
     """A step over real ranks, without an engine. The least of three: gloo's threads may hold what was sent a moment
     longer than the exchange lasts."""
     ctx, model = alstlib.SPContext.create(world), load_model(run, torch.float32)
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    drop_gradients(model)
     with alstlib.apply(model, ctx, run_options(run, "llama", False)) as handle:
-        return min((simulate_step(model, handle, ctx, run.seq_len) for _ in range(3)), key=lambda s: s.device_peak)
+        return min((step(run, model, handle, ctx) for _ in range(3)), key=lambda s: s.device_peak)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -91,6 +91,32 @@ def test_the_peak_says_what_it_is_made_of() -> None:
     assert mlp.categories["mlp"] > 3 * 256 * 4096 * 4
     kept = simulate(run_of(8), 2, "cpu")
     assert kept.categories["checkpoints"] == 8 * 256 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"zero_stage": 3},
+        {"zero_stage": 2, "offload_optimizer": True},
+        {"zero_stage": 0, "offload_optimizer": False, "dtype": "bf16"},
+    ],
+    ids=str,
+)
+def test_model_states_stand_beside_activations(changes: dict[str, Any]) -> None:
+    """By category, on the device and on the host, as the planner has them."""
+    run = RunConfig.from_dict({**RUN, "model": "small", "offload": "sync", **changes})
+    found = simulate_deep(run, 4, "cpu")
+    planned = predict(
+        read_shape("small"), run.replace(sp=4), Machine(gpus=4, gpu_memory=None, device="cpu"), run.seq_len
+    )
+    assert found.parameters == read_shape("small").parameters
+    assert {n: b for n, b in found.device.items() if n not in found.categories} == {
+        n: b for n, b in planned.device.items() if n not in found.categories
+    }
+    assert found.host == planned.host
+    assert found.states.host == {} or "optimizer" in found.host
+    gathered = simulate_deep(run.replace(zero_stage=3), 4, "cpu").device["gathered weights"]
+    assert gathered >= 4 * read_shape("small").layer_parameters / (2 if run.dtype == "bf16" else 1)
 
 
 def test_what_the_exchange_takes_is_told_apart() -> None:

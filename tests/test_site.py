@@ -1,0 +1,266 @@
+"""The course's site: nothing is executed, everything it links to or shows is there, and the check finds what is not."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import alstlib
+
+ROOT = Path(__file__).resolve().parents[1]
+SITE = ROOT / "notebooks" / "site"
+sys.path.insert(0, str(SITE))
+import builder  # noqa: E402
+import checker  # noqa: E402
+
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
+
+
+needs_sphinx = pytest.mark.skipif(
+    importlib.util.find_spec("myst_nb") is None or importlib.util.find_spec("sphinx_book_theme") is None,
+    reason="Sphinx is not installed (`make site` installs it)",
+)
+
+
+# The check
+
+
+@pytest.mark.parametrize(
+    "body, problem",
+    [
+        ('<a href="b.html#here">b</a> <a href="#top">up</a><p id="top"></p> <a href="mailto:a@b">m</a>', ""),
+        ('<a href="https://example.org/nowhere">counted, not fetched</a>', ""),
+        ('<img src="i%20j.png" alt="a dot">', ""),
+        ('<img src="data:image/png;base64,AA==" alt="a dot">', ""),
+        ('<svg><use href="#symbol"/></svg><p id="symbol"></p>', ""),
+        ("<script>const page = 'https://example.org/docs'</script>", ""),
+        ('<a href="c.html">c</a>', "c.html does not exist"),
+        ('<a href="../a.html">a</a>', "../a.html does not exist"),
+        ('<a href="sub">a folder</a>', "sub does not exist"),
+        ('<a href="b.html#there">b</a>', "b.html#there has no such anchor"),
+        ('<a href="#there">b</a>', "#there has no such anchor"),
+        ('<img src="k.png" alt="a dot">', "loads k.png, which does not exist"),
+        ('<img src="i%20j.png">', "i%20j.png has no alternative text"),
+        ('<img src="i%20j.png" alt=" ">', "i%20j.png has no alternative text"),
+        ('<img src="i%20j.png" alt="i%20j.png">', "i%20j.png has no alternative text"),
+        ('<img srcset="https://example.org/i.png 2x" alt="x">', "loads https://example.org/i.png from elsewhere"),
+        ('<script src="https://example.org/a.js"></script>', "loads https://example.org/a.js from elsewhere"),
+        ('<script src="//example.org/a.js"></script>', "loads //example.org/a.js from elsewhere"),
+        ("<script>load('https://example.org/a.js')</script>", "loads https://example.org/a.js from elsewhere"),
+        ('<link rel="stylesheet" href="https://example.org/a.css">', "loads https://example.org/a.css from elsewhere"),
+        ("<style>@import 'https://example.org/a.css';</style>", "loads https://example.org/a.css from elsewhere"),
+        (
+            '<p style="background: url(https://example.org/i.png)"></p>',
+            "loads https://example.org/i.png from elsewhere",
+        ),
+    ],
+)
+def test_the_check_finds(tmp_path: Path, body: str, problem: str) -> None:
+    site = tmp_path / "site"
+    (site / "sub").mkdir(parents=True)
+    (tmp_path / "a.html").write_text("outside of the site")
+    (site / "i j.png").write_bytes(base64.b64decode(PNG))
+    (site / "b.html").write_text('<p id="here"></p>')
+    (site / "a.html").write_text(f"<html><body>\n{body}</body></html>")
+    found = checker.check(site).problems
+    assert len(found) == bool(problem)
+    assert problem in "".join(found)
+    assert all(line.startswith("a.html:2: ") for line in found)
+
+
+def test_the_check_reads_style_sheets(tmp_path: Path) -> None:
+    text = "a {src: url('https://example.org/f.woff2')}\nb {background: url(here.png), url(gone.png), url(data:x)}"
+    (tmp_path / "a.css").write_text(text)
+    (tmp_path / "here.png").touch()
+    assert checker.check(tmp_path).problems == [
+        "a.css:1: loads https://example.org/f.woff2 from elsewhere",
+        "a.css:2: loads gone.png, which does not exist",
+    ]
+
+
+# A small site
+
+
+def cell(source: str, outputs: list[dict[str, Any]] | None = None, **metadata: Any) -> dict[str, Any]:
+    """A code cell with `outputs`, or a markdown cell."""
+    made = {"id": f"c{abs(hash(source)) % 10**8}", "metadata": metadata, "source": source}
+    if outputs is None:
+        return {**made, "cell_type": "markdown"}
+    return {**made, "cell_type": "code", "execution_count": None, "outputs": outputs}
+
+
+def shown(**data: str) -> list[dict[str, Any]]:
+    data = {kind.replace("_", "/"): value for kind, value in data.items()}
+    return [{"output_type": "execute_result", "execution_count": None, "metadata": {}, "data": data}]
+
+
+def write(path: Path, *cells: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    path.write_text(json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
+
+
+def repository(root: Path, *links: str) -> Path:
+    """Two lessons, one solution; a cell that would write `root / executed`."""
+    lessons = root / "notebooks"
+    more = ", ".join(f"[{link}]({link})" for link in ("02_second.ipynb", *links))
+    write(lessons / "index.ipynb", cell("# Course\n\n[start](01_first.ipynb), [README](../README.md)"))
+    write(
+        lessons / "01_first.ipynb",
+        cell(f"# First: a lesson\n\nBelongs to `alst/x.py`. {more}, [folder](../alst), [code](../alst/x.py)"),
+        cell(f"from pathlib import Path\nPath({str(root / 'executed')!r}).touch()", []),
+        cell("figure", shown(image_png=PNG), alt='One dark dot, and "quotes"'),
+        cell("table", shown(text_markdown="| a | b |\n|---|---|\n| 1 MiB | $2 and $3 |")),
+        cell(
+            "## Remember\n\nThat. [All](.), [up](#Remember), [next](02_second.ipynb#Two,-or-more)\n\n$$x^2 \\cdot 3$$"
+        ),
+        cell("folded = 1", [], jupyter={"source_hidden": True}),
+    )
+    write(lessons / "02_second.ipynb", cell("# Second\n\n[back](01_first.ipynb#Remember)\n\n## Two, or more"))
+    write(lessons / "solutions" / "01_first.ipynb", cell("# First: a lesson\n\n[lesson](../01_first.ipynb)"))
+    (root / "alst" / "deep").mkdir(parents=True)
+    (root / "alst" / "x.py").write_text('"""A <module>."""\n')
+    (root / "alst" / "deep" / "y.json").write_text("{}\n")
+    (root / "alst" / "z.bin").write_bytes(b"\xff\x00")
+    (root / "README.md").write_text("# Read me\n\n[a lesson](notebooks/02_second.ipynb)\n")
+    return root
+
+
+def run(root: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SITE / "builder.py"), "--root", str(root), *args]
+    return subprocess.run(command, capture_output=True, text=True, cwd=root)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    root = repository(tmp_path_factory.mktemp("repository"))
+    return root / "build" / "site", run(root)
+
+
+@pytest.fixture(scope="module")
+def site(built: tuple[Path, subprocess.CompletedProcess[str]]) -> Path:
+    """A small site, built strictly."""
+    site, done = built
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 0 problems" in done.stdout
+    return site
+
+
+@needs_sphinx
+def test_no_cell_is_executed(built: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    site, _ = built
+    assert "executed" in (site / "notebooks" / "01_first.html").read_text()
+    assert not (site.parents[1] / "executed").exists()
+
+
+@needs_sphinx
+def test_stored_outputs_are_shown(site: Path) -> None:
+    page = (site / "notebooks" / "01_first.html").read_text()
+    (image,) = re.findall(r'<img alt="([^"]*)" src="([^"]*)"', page)
+    assert image[0] == "One dark dot, and &quot;quotes&quot;"
+    assert (site / "notebooks" / image[1]).read_bytes() == base64.b64decode(PNG)
+    assert re.search(r"<td[^>]*><p>1 MiB</p></td>", page)
+    assert len(re.findall(r"<details[^>]*hide", page)) == 1
+    assert "<math" in page
+    assert "mathjax" not in page.lower()
+
+
+@needs_sphinx
+def test_navigation_is_in_the_order_of_the_lessons(site: Path) -> None:
+    page = (site / "notebooks" / "index.html").read_text()
+    (menu,) = re.findall(r'<nav class="bd-links.*?</nav>', page, re.DOTALL)
+    assert re.findall(r'caption-text">([^<]*)<|href="([^"#]*)">([^<]*)</a>', menu) == [
+        ("Lessons", "", ""),
+        ("", "01_first.html", "01 First"),
+        ("", "02_second.html", "02 Second"),
+        ("Solutions", "", ""),
+        ("", "solutions/01_first.html", "01 First"),
+        ("Reference", "", ""),
+        ("", "../README.html", "The project"),
+    ]
+    assert "<h1>Solutions: First: a lesson<" in (site / "notebooks/solutions/01_first.html").read_text()
+    assert "url=notebooks/index.html" in (site / "index.html").read_text()
+
+
+@needs_sphinx
+def test_files_of_the_repository_are_pages(site: Path) -> None:
+    page = (site / "notebooks" / "01_first.html").read_text()
+    assert 'href="../source/alst/index.html"' in page
+    assert page.count('href="../source/alst/x.py.html"') == 2  # the link and the code span
+    assert "A &lt;module&gt;." in (site / "source" / "alst" / "x.py.html").read_text()
+    folder = (site / "source" / "alst" / "index.html").read_text()
+    assert 'href="deep/index.html"' in folder
+    assert "z.bin (2 bytes)" in folder
+    assert (site / "source" / "alst" / "deep" / "y.json.html").exists()
+    folder = (site / "source" / "notebooks" / "index.html").read_text()
+    assert 'href="../../notebooks/01_first.html"' in folder
+    assert not (site / "source" / "notebooks" / "01_first.ipynb.html").exists()
+
+
+@needs_sphinx
+def test_the_site_can_be_searched_from_the_disk(site: Path) -> None:
+    index = (site / "searchindex.js").read_text()
+    assert index.startswith("Search.setIndex(")
+    assert "notebooks/01_first" in index
+    assert "source/alst" not in index
+
+
+@needs_sphinx
+def test_broken_links_fail_the_build(tmp_path: Path) -> None:
+    broken = {
+        "09_none.ipynb": "notebooks/09_none.ipynb",
+        "../alst/none.py": "alst/none.py",
+        "../alst/z.bin": "alst/z.bin",
+        "../..": "..",
+        "02_second.ipynb#Nowhere": "'nowhere'",
+    }
+    root = repository(tmp_path, *broken)
+    done = run(root)
+    assert done.returncode == 1
+    for link in broken.values():
+        assert re.search(rf"WARNING: .*{re.escape(link)}[ ,]", done.stderr), link
+    assert done.stderr.count("WARNING: ") == len(broken)
+    assert run(root, "--lenient").returncode == 0
+    assert (root / "build/site/notebooks/01_first.html").exists()
+
+
+def test_a_lesson_stored_without_its_figures_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "01_first.ipynb"
+    write(page, cell("figure", shown(image_png=PNG), alt="One dot"))
+    assert builder.without_figures(page) == []
+    write(page, cell("figure", [], alt="One dot"))
+    (problem,) = builder.without_figures(page)
+    assert "no stored image" in problem
+
+
+@needs_sphinx
+def test_only_a_site_is_replaced(tmp_path: Path) -> None:
+    root = repository(tmp_path)
+    done = run(root, "--out", str(root / "alst"))
+    assert done.returncode == 1
+    assert "not a site" in done.stderr
+    assert (root / "alst" / "x.py").exists()
+
+
+# The real one
+
+
+def test_the_public_face_is_documented() -> None:
+    named = re.findall(r"alstlib\.(?:config\.)?(\w+)$", (SITE / "api.rst").read_text(), re.MULTILINE)
+    assert set(alstlib.__all__) <= set(named)
+
+
+def test_every_lesson_has_a_title_for_the_navigation() -> None:
+    pages = [p for pattern in (builder.LESSONS, builder.SOLUTIONS) for p in sorted(ROOT.glob(pattern))]
+    assert len(pages) >= 10
+    for page in pages:
+        assert re.fullmatch(r"\d\d [A-Z].*", builder.numbered(page)), page
+        assert builder.heading(page) != page.stem, page
