@@ -1,15 +1,16 @@
 # Each target sets up .venv first (env/install.sh; nothing to do when it matches its lock).
 .DEFAULT_GOAL := help
-.PHONY: help setup ablation parity lab lessons site test test-compat lint clean
+.PHONY: help setup ablation parity lab lessons check-lessons site test test-compat lint clean
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 ARGS ?=
 
 help: ## this list
 	@echo "usage: make TARGET    (needs Python >= 3.11, git and make)"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-15s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "settings: PYTHON=python3.12  ALST_DEVICE=cpu|cuda  TORCH_INDEX_URL=...  WHEELHOUSE=folder  (env/README.md)"
-	@echo "          ARGS='...' is added to the command of ablation, parity, lab, lessons, site and test"
+	@echo "          ALST_SLOW=2 doubles the time limits of check-lessons"
+	@echo "          ARGS='...' is added to the command of ablation, parity, lab, lessons (ARGS='05 12'), check-lessons, site and test"
 
 setup: ## make or refresh .venv
 	@env/install.sh
@@ -23,8 +24,11 @@ parity: setup ## train the same data with and without sequence parallelism, comp
 lab: setup ## open JupyterLab on notebooks/
 	$(BIN)/jupyter lab notebooks/ $(ARGS)
 
-lessons: setup ## run all lessons anew and store their outputs
-	ALST_STATIC=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/[0-9]*.ipynb $(ARGS)
+lessons: setup ## run all lessons anew and store their outputs and solutions
+	$(BIN)/python -m tests.lessons run $(ARGS)
+
+check-lessons: setup ## run all lessons anew and compare them with what is stored
+	$(BIN)/python -m tests.lessons check $(ARGS)
 
 # What Sphinx needs besides the lock is pinned apart; pip asks no index when all of it is there.
 site: setup ## build the lessons, their solutions and the API as web pages in build/site, and check them

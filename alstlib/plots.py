@@ -7,7 +7,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator
+from matplotlib.ticker import FuncFormatter, Locator, NullLocator
 
 from alstlib.results import format_bytes, format_tokens
 
@@ -33,11 +33,25 @@ def _finish(figure: Figure) -> Figure:
     return figure
 
 
-def token_axis(axis: Any) -> None:
-    """A log2 axis with few ticks, labelled such as 32K and 1M (rounded)."""
-    axis.set_label_text("sequence length [tokens]")
+class Doublings(Locator):
+    """Ticks at few of ..., 256, 512, 1K, 2K, ..., 512K, 1M, 2M, ...: round numbers, each about twice the one before."""
+
+    def __call__(self) -> Any:
+        return self.tick_values(*self.axis.get_view_interval())  # type: ignore[union-attr]
+
+    def tick_values(self, vmin: float, vmax: float) -> Any:
+        low, high = sorted((vmin, vmax))
+        inside = [i for i in range(40) if low <= 1000 ** (i // 10) * 2 ** (i % 10) <= high]
+        every = -(-len(inside) // 7)
+        return [1000 ** (i // 10) * 2 ** (i % 10) for i in inside if i % max(1, every) == 0]
+
+
+def token_axis(axis: Any, label: str = "sequence length [tokens]") -> None:
+    """An axis with few ticks, labelled such as 32K and 1M."""
+    axis.set_label_text(label)
     if axis.get_scale() == "log":
-        axis.set_major_locator(LogLocator(base=2, numticks=7))
+        axis.set_major_locator(Doublings())
+        axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda x, _: _short(x)))
 
 
@@ -85,7 +99,7 @@ def peaks(
         axes.plot(x, [b / 2**20 for b in y], color=PALETTE[i % 7], marker=MARKERS[i % 7], label=name, **style)
     if budget:
         axes.axhline(budget / 2**20, color="#666666", linestyle="--", linewidth=1)
-        axes.text(0.01, budget / 2**20, "budget", ha="left", va="bottom", color="#666666", fontsize=8,
+        axes.text(0.6, budget / 2**20, "budget", ha="left", va="bottom", color="#666666", fontsize=8,
                   transform=axes.get_yaxis_transform())  # fmt: skip
     token_axis(axes.xaxis)
     axes.set_ylabel(ylabel)
@@ -119,10 +133,11 @@ def memory_curves(curves: Mapping[str, Sequence[int]], title: str = "") -> Figur
     figure, axes = _axes(8, 3.8)
     for i, (name, curve) in enumerate(curves.items()):
         x = [j / max(1, len(curve) - 1) for j in range(len(curve))]
-        axes.plot(x, [b / 2**20 for b in curve], color=PALETTE[i], linewidth=1.2, label=name)
         peak = max(range(len(curve)), key=curve.__getitem__)
-        axes.plot(x[peak], curve[peak] / 2**20, MARKERS[i], color=PALETTE[i])
-        axes.annotate(format_bytes(curve[peak]), (x[peak], curve[peak] / 2**20), fontsize=8, va="bottom")
+        y = [b / 2**20 for b in curve]
+        axes.plot(x, y, color=PALETTE[i], linewidth=1.2, marker=MARKERS[i], markevery=[peak], label=name)
+        axes.annotate(format_bytes(curve[peak]), (x[peak], y[peak]), (5, 5), textcoords="offset points", fontsize=8,
+                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 0, "alpha": 0.7})  # fmt: skip
     axes.set_xlabel("progress of one training step [share of its allocations]")
     axes.set_ylabel("live device memory [MiB]")
     axes.set_title(title, loc="left")
@@ -139,7 +154,7 @@ def _area(i: int) -> dict[str, Any]:
 def blocks(
     panels: Sequence[Sequence[Sequence[Sequence[int]]]], rows: Sequence[str], columns: Sequence[str], *,
     legend: Sequence[str] = (), texts: Any = None, names: Sequence[Sequence[str]] = (), xlabel: str = "",
-    cell: tuple[float, float] = (0.3, 0.3),
+    below: Sequence[str] = (), cell: tuple[float, float] = (0.3, 0.3),
 ) -> Figure:  # fmt: skip
     """Grids of coloured cells, such as who holds what. `panels[row][column]` is a matrix of colours, -1 for nothing.
 
@@ -147,6 +162,7 @@ def blocks(
         legend: the name of each colour, which are those of PALETTE.
         texts: written into the cells, nested like `panels`.
         names: for each row of panels, the name of each line of cells.
+        below: the name of each column of cells, written under the last row of panels.
         cell: width and height of a cell in inches.
     """
     heights = [len(row[0]) for row in panels]
@@ -174,6 +190,9 @@ def blocks(
                 ax.set_ylabel(rows[i], fontsize=10)
             if i == len(panels) - 1:
                 ax.set_xlabel(xlabel, fontsize=9)
+                if below:
+                    ax.set_xticks([x + 0.5 for x in range(widths[j])], below, fontsize=8)
+                    ax.tick_params(length=0)
     patches = [plt.Rectangle((0, 0), 1, 1, facecolor=PALETTE[i]) for i in range(len(legend))]
     if patches:
         figure.legend(patches, legend, loc="outside lower center", ncols=len(legend), frameon=False, fontsize=9)
@@ -210,14 +229,17 @@ def versus(
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [format_tokens(round(x)) for x in ticks], fontsize=9)
     axes.minorticks_off()
-    if log:
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    if log and ylabel.endswith("[tokens]"):
+        axes.set_yscale("log", base=2)
+        token_axis(axes.yaxis, ylabel)
+    elif log:
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
     for i, (name, x) in enumerate((marks or {}).items()):
         axes.axvline(x, color="#666666", linestyle="--", linewidth=1, zorder=0)
         axes.text(x, 0.97 - 0.08 * i, f" {name}", fontsize=8, color="#666666", transform=axes.get_xaxis_transform())
-    axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.set_title(title, loc="left")
     if len(series) > 4:  # too many to lie between the lines
         figure.set_figwidth(9.5)

@@ -20,7 +20,6 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = sorted((ROOT / "env").glob("*-py*.txt"))
 SITE = ROOT / "env" / "site.txt"
-NOTEBOOKS = [p for p in sorted((ROOT / "notebooks").rglob("*.ipynb")) if ".ipynb_checkpoints" not in p.parts]
 SHARED = ("torch", "transformers", "datasets", "deepspeed", "papermill", "jupyterlab", "peft", "pytest", "ruff", "mypy")
 
 
@@ -150,42 +149,48 @@ def test_installer_picks_the_device(tmp_path: Path, output: str, lock: str) -> N
 
 
 @pytest.mark.parametrize(
-    "lint, test, output, fails",
+    "lint, test, lessons, output, fails",
     [
-        (0, 0, "3 passed, 1 skipped in 0.10s", False),
-        (0, 0, "300 passed in 400.10s (0:06:40)", False),
-        (0, 2, "no tests ran in 0.01s", True),
-        (0, 0, "4 skipped in 0.01s", True),
-        (0, 0, "10 deselected in 0.01s", True),
-        (0, 2, "1 failed, 3 passed in 0.10s", True),
-        (0, 2, "3 passed, 1 error in 0.10s", True),
-        (2, 0, "3 passed in 0.10s", True),
-        (0, 0, "nothing", True),
+        (0, 0, 0, "3 passed, 1 skipped in 0.10s", False),
+        (0, 0, 0, "300 passed in 400.10s (0:06:40)", False),
+        (0, 2, 0, "no tests ran in 0.01s", True),
+        (0, 0, 0, "4 skipped in 0.01s", True),
+        (0, 0, 0, "10 deselected in 0.01s", True),
+        (0, 2, 0, "1 failed, 3 passed in 0.10s", True),
+        (0, 2, 0, "3 passed, 1 error in 0.10s", True),
+        (2, 0, 0, "3 passed in 0.10s", True),
+        (0, 0, 2, "3 passed in 0.10s", True),
+        (0, 0, 0, "nothing", True),
     ],
 )
-def test_ci_fails_with_the_suite_and_ends_with_its_summary(
-    tmp_path: Path, lint: int, test: int, output: str, fails: bool
+def test_ci_fails_with_the_suite_and_the_lessons_and_ends_with_the_suites_summary(
+    tmp_path: Path, lint: int, test: int, lessons: int, output: str, fails: bool
 ) -> None:
     make = tmp_path / "make"
-    make.write_text(f'#!/bin/sh\n[ "$1" = lint ] && exit {lint}\necho "{output}"\nexit {test}\n')
+    make.write_text(
+        f'#!/bin/sh\necho "$1" >> {tmp_path}/called\n[ "$1" = lint ] && exit {lint}\n'
+        f'[ "$1" = check-lessons ] && {{ echo "1 failed in 9.9s, says a lesson"; exit {lessons}; }}\n'
+        f'echo "{output}"\nexit {test}\n'
+    )
     make.chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run([str(ROOT / ".ci/run")], env=env, capture_output=True, text=True)
     assert (done.returncode != 0) == fails, done.stdout
     last = done.stdout.splitlines()[-1]
     assert last == ("pytest gave no summary" if output == "nothing" else output)
+    assert (tmp_path / "called").read_text().split() == ["lint", "test", "check-lessons"]
 
 
 def make_targets() -> set[str]:
-    return set(re.findall(r"^([a-z]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def test_make_help_lists_every_target() -> None:
     if not shutil.which("make"):
         pytest.skip("make is not installed")
     done = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert set(re.findall(r"^  ([a-z]+) ", done.stdout, re.MULTILINE)) == make_targets()
-    assert {"ablation", "parity", "lab", "test", "lint", "clean", "help"} <= make_targets()
+    assert set(re.findall(r"^  ([a-z-]+) ", done.stdout, re.MULTILINE)) == make_targets()
+    assert {"ablation", "parity", "lab", "lessons", "check-lessons", "test", "lint", "clean", "help"} <= make_targets()
 
 
 def test_make_targets_in_the_readmes_exist() -> None:
@@ -199,7 +204,7 @@ def test_make_targets_in_the_readmes_exist() -> None:
             *re.findall(r"(?m)^    (.*)$", text),
         ]
         code += re.findall(r"`([^`\n]+)`", text)
-        named = re.findall(r"^ *(?:\$ )?(?:[A-Z_]+=\S+ )*make ([a-z]+)\b", "\n".join(code), re.MULTILINE)
+        named = re.findall(r"^ *(?:\$ )?(?:[A-Z_]+=\S+ )*make ([a-z-]+)\b", "\n".join(code), re.MULTILINE)
         assert set(named) <= make_targets(), readme
 
 
@@ -265,14 +270,16 @@ def test_modules_stay_small(module: Path) -> None:
     assert lines <= 400, f"{module.name} has {lines} lines, at most 400"
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
-def test_notebooks_are_small_and_take_parameters(path: Path) -> None:
+def test_the_run_template_is_small_takes_parameters_and_holds_no_outputs() -> None:
+    """The lessons' rules are in test_lessons.py."""
+    path = ROOT / "notebooks" / "run.ipynb"
     assert path.stat().st_size < 1_000_000
     notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     assert "widgets" not in notebook["metadata"]
-    tagged = [c for c in notebook["cells"] if "parameters" in c["metadata"].get("tags", [])]
-    assert [c["cell_type"] for c in tagged] == ["code"]
     assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    code = [c for c in notebook["cells"] if c["cell_type"] == "code"]
+    assert sum("parameters" in c["metadata"].get("tags", []) for c in code) == 1
+    assert all(c["outputs"] == [] and c["execution_count"] is None for c in code)
 
 
 CHECK = (

@@ -1,0 +1,367 @@
+"""The lessons as they are stored, and the tool that holds them to their form: each of its checks can fail."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lessons
+import nbformat
+import psutil
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+STORED = [*lessons.notebooks(), *lessons.twins()]
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda p: f"{lessons.kind(p)}-{p.stem}")
+def test_stored_notebooks_keep_the_rules(path: Path) -> None:
+    assert lessons.problems(path) == []
+
+
+def test_no_lesson_is_lost() -> None:
+    assert lessons.miscounted() == []
+    assert lessons.stray() == []
+
+
+# A lesson that keeps all rules, in a repository of its own
+
+CARD = """# A demonstration
+
+| | |
+|---|---|
+| **Question** | How much is 2 and 3? |
+| **You need to know** | counting |
+| **Belongs to** | `alstlib/demo.py`, `tests/test_demo.py` |
+| **Run time** | a second |
+| **Hardware** | any |
+
+It is computed, as [page 2](../README.md) says."""
+END = """## Remember
+
+- Numbers add up.
+
+## Next
+
+[01 again](01_demo.ipynb)
+
+## Exercises
+
+### Exercise 1
+
+Add them."""
+FIGURE = """display({"image/png": "iVBORw0KGgo=", "text/plain": "a figure"}, raw=True)
+display({"text/markdown": "| a | b |\\n|---|---|\\n| 1 | 2 |\\n"}, raw=True)"""
+CHECK = """if mine is None:
+    print("not answered yet: set mine above")
+else:
+    assert mine == two + 3, f"{mine} is not right"
+    print("right:", mine)"""
+
+
+def lesson() -> Any:
+    cells = [
+        new_markdown_cell(CARD, id="card"),
+        new_code_cell("import os", id="imports"),
+        new_code_cell("two = 2", id="parameters", metadata={"tags": ["parameters"]}),
+        new_code_cell("print(two, 'is not', two + 1)", id="said"),
+        new_markdown_cell("**What to see:** a point.", id="see"),
+        new_code_cell(FIGURE, id="figure", metadata={"alt": "A point in an empty plane."}),
+        new_markdown_cell(END, id="end"),
+        new_code_cell("mine = None", id="answer", metadata={"tags": ["exercise"], "solution": "mine = 5"}),
+        new_code_cell(CHECK, id="check", metadata={"tags": ["check"]}),
+    ]
+    return new_notebook(cells=cells)
+
+
+def repository(folder: Path, notebook: Any) -> Path:
+    for name in ("README.md", "alstlib/demo.py", "tests/test_demo.py", "notebooks/01_demo.ipynb"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    nbformat.write(notebook, folder / "notebooks" / "01_demo.ipynb")
+    return folder / "notebooks" / "01_demo.ipynb"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Executed and stored by the tool."""
+    path = repository(tmp_path_factory.mktemp("good"), lesson())
+    assert lessons.run(root=path.parent.parent) == 0
+    return path
+
+
+@pytest.fixture
+def demo(good: Path, tmp_path: Path) -> Path:
+    shutil.copytree(good.parent.parent, tmp_path / "copy")
+    return tmp_path / "copy" / "notebooks" / "01_demo.ipynb"
+
+
+def changed(path: Path, change: Callable[[Any], None]) -> Path:
+    notebook = nbformat.read(path, as_version=4)
+    change(notebook)
+    path.write_text(json.dumps(notebook), encoding="utf-8")  # nbformat would mend it
+    return path
+
+
+def cell(notebook: Any, name: str) -> Any:
+    return next(c for c in notebook.cells if c.id == name)
+
+
+def test_run_stores_the_lesson_and_its_twin(good: Path) -> None:
+    assert lessons.problems(good) == []
+    stored, twin = lessons.Notebook(good).nb, lessons.Notebook(lessons.twin_path(good))
+    assert [c.execution_count for c in lessons.Notebook(good).code] == [1, 2, 3, 4, 5, 6]
+    assert lessons.stdout(cell(stored, "said")) == "2 is not 3\n"
+    assert lessons.stdout(cell(stored, "check")).startswith("not answered yet")
+    assert cell(stored, "answer").source == "mine = None"
+    assert lessons.problems(twin.path) == []
+    assert "by `python -m tests.lessons run 01`" in twin.nb.cells[0].source
+    assert cell(twin.nb, "answer").source == "mine = 5"
+    assert "solution" not in cell(twin.nb, "answer").metadata
+    assert lessons.stdout(cell(twin.nb, "check")) == "right: 5\n"
+    assert "(../../README.md)" in cell(twin.nb, "card").source
+    assert "(../01_demo.ipynb)" in cell(twin.nb, "end").source
+
+
+def test_a_twin_runs_where_it_lies(good: Path) -> None:
+    done = lessons.execute(lessons.twin_path(good))
+    assert lessons.stdout(cell(done.nb, "check")) == "right: 5\n"
+
+
+def set_source(name: str, source: str) -> Callable[[Any], None]:
+    return lambda nb: cell(nb, name).update(source=source)
+
+
+def replace(name: str, old: str, new: str) -> Callable[[Any], None]:
+    def change(nb: Any) -> None:
+        assert old in cell(nb, name).source
+        cell(nb, name).source = cell(nb, name).source.replace(old, new)
+
+    return change
+
+
+def store(name: str, output: Any) -> Callable[[Any], None]:
+    return lambda nb: cell(nb, name).outputs.append(output)
+
+
+def text(content: str, stream: str = "stdout") -> Any:
+    return new_output("stream", name=stream, text=content)
+
+
+def shows(number: int, mime: str, content: str) -> Callable[[Any], None]:
+    return lambda nb: cell(nb, "figure").outputs[number].data.update({mime: content})
+
+
+ERROR = new_output("error", ename="KeyError", evalue="", traceback=[])
+WIDGET = new_output("display_data", {"application/vnd.jupyter.widget-view+json": {"model_id": "a"}})
+BROKEN: list[tuple[str, Callable[[Any], None]]] = [
+    ("well_formed", lambda nb: cell(nb, "said").update(id="a-very-long-name-for-a-small-cell")),
+    ("well_formed", lambda nb: cell(nb, "said").update(id="imports")),
+    ("well_formed", lambda nb: nb.metadata.kernelspec.update(name="julia")),
+    ("well_formed", lambda nb: nb.update(nbformat_minor=6)),
+    ("small", store("said", text("x" * lessons.BYTES))),
+    ("stateless", lambda nb: nb.metadata.update(widgets={})),
+    ("stateless", store("said", WIDGET)),
+    ("stateless", lambda nb: cell(nb, "said").metadata.update(execution={})),
+    ("counted", lambda nb: cell(nb, "said").update(execution_count=7)),
+    ("counted", lambda nb: cell(nb, "said").update(execution_count=None)),
+    ("portable", store("said", ERROR)),
+    ("portable", store("said", text("a warning", "stderr"))),
+    ("portable", store("said", text("written to " + "/".join(["", "home", "me", "out"])))),
+    ("portable", store("said", text("written to " + "/".join(["", "tmp", "out"])))),
+    ("portable", store("said", text("<object at 0x7f0011223344>"))),
+    ("described", lambda nb: cell(nb, "figure").metadata.pop("alt")),
+    ("described", lambda nb: cell(nb, "figure").metadata.update(alt="a figure")),
+    ("described", store("said", new_output("display_data", {"text/html": "<svg></svg>"}))),
+    ("linked", replace("end", "01_demo.ipynb", "02_demo.ipynb")),
+    ("linked", replace("card", "../README.md", "README.md")),
+    ("linked", replace("card", "tests/test_demo.py", "tests/test_lost.py")),
+    ("linked", replace("card", "alstlib/demo.py", "alstlib/lost.py")),
+    ("carded", replace("card", "# A demonstration", "A demonstration")),
+    ("carded", replace("card", "| **Hardware** | any |\n", "")),
+    ("carded", replace("card", "| **Hardware** | any |", "| **Hardware** | |")),
+    ("carded", replace("card", "`tests/test_demo.py`", "a test")),
+    ("carded", replace("card", "`alstlib/demo.py`", "a module")),
+    ("parametrized", lambda nb: cell(nb, "parameters").metadata.pop("tags")),
+    ("parametrized", lambda nb: cell(nb, "said").metadata.update(tags=["parameters"])),
+    ("parametrized", set_source("imports", "one = 1")),
+    ("sectioned", replace("end", "## Remember", "## By the way")),
+    ("sectioned", replace("end", "## Next", "## Before")),
+    ("sectioned", replace("end", "## Exercises", "## Questions")),
+    ("sectioned", replace("end", "[01 again](01_demo.ipynb)", "Nothing.")),
+    ("drilled", lambda nb: cell(nb, "answer").metadata.pop("tags")),
+    ("drilled", lambda nb: cell(nb, "answer").metadata.pop("solution")),
+    ("drilled", lambda nb: cell(nb, "answer").metadata.update(solution="mine =")),
+    ("drilled", lambda nb: cell(nb, "answer").metadata.update(solution="yours = 5")),
+    ("drilled", lambda nb: cell(nb, "check").metadata.pop("tags")),
+    ("drilled", lambda nb: nb.cells.pop()),
+    ("drilled", lambda nb: cell(nb, "check").update(outputs=[text("right: 5\n")])),
+    ("drilled", replace("end", "### Exercise 1", "### Exercise 2")),
+    ("drilled", lambda nb: nb.cells.append(new_code_cell("three = 3", id="more"))),
+    ("announced", set_source("see", "A point.")),
+    ("announced", lambda nb: nb.cells.insert(6, nb.cells.pop(4))),
+    ("twinned", set_source("said", "print(2)")),
+    ("twinned", lambda nb: cell(nb, "answer").metadata.update(solution="mine = two + 3")),
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # nbformat's, of what is broken on purpose
+@pytest.mark.parametrize("rule, change", BROKEN, ids=[f"{rule}-{i}" for i, (rule, _) in enumerate(BROKEN)])
+def test_each_rule_can_fail(demo: Path, rule: str, change: Callable[[Any], None]) -> None:
+    found = lessons.problems(changed(demo, change))
+    assert rule in {line.partition(":")[0] for line in found}, found
+
+
+def test_every_rule_of_a_lesson_is_broken_once() -> None:
+    assert {rule.__name__ for rule in lessons.RULES["lesson"]} == {rule for rule, _ in BROKEN}
+
+
+def test_a_lost_lesson_a_lost_twin_and_a_stray_one_are_seen(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = demo.parent.parent
+    monkeypatch.setattr(lessons, "LESSONS", 1)
+    assert lessons.miscounted(root) == lessons.stray(root) == []
+    lessons.twin_path(demo).unlink()
+    assert any(line.startswith("twinned: there is no") for line in lessons.problems(demo))
+    stray = lessons.twin_path(demo).with_name("02_gone.ipynb")
+    shutil.copy(demo, stray)
+    assert lessons.stray(root) == [stray]
+    assert any(line.startswith("answered: there is no lesson") for line in lessons.problems(stray))
+    demo.unlink()
+    assert lessons.miscounted(root) != []
+
+
+def test_an_unanswered_twin_is_seen(demo: Path) -> None:
+    twin = changed(lessons.twin_path(demo), lambda nb: cell(nb, "check").update(outputs=[]))
+    assert lessons.problems(twin) == ["answered: cell check: says '', not 'right'"]
+
+
+# Executing and comparing
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (set_source("said", "1 / 0"), "cell said: ZeroDivisionError: division by zero"),
+        (lambda nb: cell(nb, "answer").metadata.update(solution="mine = 4"), "cell check-solved: AssertionError: 4"),
+        (set_source("check", "print('right')"), "of an exercise that is not answered"),
+        (set_source("check", "print('not answered yet')"), "says 'not answered yet\\n' of the solution in cell answer"),
+        (lambda nb: cell(nb, "check").metadata.pop("tags"), "cell answer: the cell after it is not tagged"),
+        (set_source("said", "os._exit(1)"), "cell said: its kernel died"),
+        (set_source("said", "import time; time.sleep(60)"), "cell said: not done after 5 s"),
+    ],
+)  # fmt: skip
+def test_a_lesson_that_fails_is_not_stored(
+    demo: Path, change: Any, says: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALST_SLOW", str(5 / lessons.SECONDS))
+    before = changed(demo, change).read_text()
+    assert lessons.run(root=demo.parent.parent) == 1
+    assert says in capsys.readouterr().out
+    assert demo.read_text() == before
+
+
+def kernels() -> list[Any]:
+    return [p for p in psutil.Process().children(recursive=True) if "ipykernel" in " ".join(p.cmdline())]
+
+
+def test_no_kernel_is_left_behind(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lessons.execute(demo)
+    assert kernels() == []
+    changed(demo, set_source("said", "import time; time.sleep(60)"))
+    began = time.monotonic()
+    threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        lessons.run(root=demo.parent.parent)
+    assert time.monotonic() - began < 30
+    assert kernels() == []
+
+
+def test_check_compares_and_writes_nothing(demo: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lessons, "LESSONS", 1)
+    root = demo.parent.parent
+    out = root / "papermill_runs" / "out" / "lesson-01"
+    out.mkdir(parents=True)
+    assert lessons.check(root=root) == 0
+    assert not out.exists(), "a run of before would have been taken for a new one"
+    changed(demo, lambda nb: cell(nb, "said").update(outputs=[text("9 is not 10\n")]))  # numbers may differ
+    changed(demo, lambda nb: cell(nb, "figure").outputs.pop())
+    before = demo.read_text()
+    capsys.readouterr()
+    assert lessons.check(["1"], root=root) == 1
+    said = capsys.readouterr().out
+    assert "cell figure: outputs: stored ['display_data of image/png, text/plain'], now [" in said
+    assert "'display_data of text/markdown; table | a | b | of 1 rows'" in said
+    assert demo.read_text() == before
+
+
+@pytest.mark.parametrize("setting, says", [("SECONDS", "takes "), ("ALL_SECONDS", "all together take ")])
+def test_check_holds_the_time(
+    demo: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, setting: str, says: str
+) -> None:
+    done = lessons.Pass(lessons.Notebook(demo).nb, None, 200.0)
+    monkeypatch.setattr(lessons, "execute", lambda path: done)
+    monkeypatch.setattr(lessons, "LESSONS", 1)
+    monkeypatch.setenv("ALST_SLOW", "1.5")
+    assert lessons.check(root=demo.parent.parent) == 0
+    monkeypatch.setattr(lessons, setting, 100)
+    assert lessons.check(root=demo.parent.parent) == 1
+    assert says in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda nb: nb.cells.pop(3), ["cell said: stored, and not there now"]),
+        (lambda nb: nb.cells.append(new_code_cell("1", id="more")), ["cell more: there now, and not stored"]),
+        (lambda nb: nb.cells.insert(0, nb.cells.pop(3)), ["cells: stored in the order card, imports"]),
+        (set_source("imports", "import re"), ["source differs in line 1: stored 'import os', now 'import re'"]),
+        (store("imports", text("hello")), ["cell imports: outputs: stored none, now ['stdout']"]),
+        (store("imports", text("a warning", "stderr")), []),
+        (store("said", text("of the same stream")), []),
+        (store("said", ERROR), ["now ['stdout', 'error KeyError']"]),
+        (shows(1, "text/markdown", "| a | c |\n|---|---|\n| 1 | 2 |"), ["table | a | c | of 1 rows"]),
+        (shows(1, "text/markdown", "| a | b |\n|---|---|\n"), ["table | a | b | of 0 rows"]),
+        (shows(0, "text/html", ""), ["image/png, text/html, text/plain"]),
+    ],
+)  # fmt: skip
+def test_differences_say_where_and_what(good: Path, change: Any, says: list[str]) -> None:
+    stored = lessons.Notebook(good).nb
+    fresh = copy.deepcopy(stored)
+    change(fresh)
+    found = lessons.differences(stored, fresh)
+    assert len(found) == len(says), found
+    assert all(part in line for part, line in zip(says, found)), found
+
+
+def test_tables_in_html_are_compared_by_header_and_rows() -> None:
+    html = "<b>fits</b><table class=x><tr><th>device</th><th>GiB</th></tr><tr><td>a</td><td>1</td></tr></table>"
+    assert lessons.tables(html) == ["table <device | GiB> of 2 rows"]
+    assert lessons.tables("a | b\n\n| no table |\n") == []
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("[3](03_x.ipynb)", "[3](../03_x.ipynb)"),
+        ("[r](../README.md#use)", "[r](../../README.md#use)"),
+        ("[s](solutions/01_x.ipynb)", "[s](01_x.ipynb)"),
+        ("[p](https://example.org/a) and [h](#remember)", "[p](https://example.org/a) and [h](#remember)"),
+    ],
+)
+def test_links_of_a_twin_lead_where_those_of_the_lesson_lead(before: str, after: str) -> None:
+    assert lessons.relinked(before) == after
+
+
+def test_lessons_are_chosen_by_number(good: Path) -> None:
+    assert lessons.chosen([], good.parent.parent) == lessons.chosen(["01"], good.parent.parent) == [good]
+    assert lessons.chosen(["1"], good.parent.parent) == lessons.chosen(["01_demo"], good.parent.parent)
+    with pytest.raises(SystemExit, match="no lesson '7'"):
+        lessons.chosen(["7"], good.parent.parent)
