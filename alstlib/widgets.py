@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import html
+import io
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from alstlib import plots
 from alstlib.config import RunConfig
-from alstlib.planner import GIB, Machine, Prediction, predict
-from alstlib.results import format_tokens
+from alstlib.planner import GIB, Machine, Prediction, longest, predict
+from alstlib.results import format_seconds, format_tokens
 from alstlib.shapes import Shape
 
 
@@ -89,3 +92,83 @@ def explore(shape: Shape, run: RunConfig, machine: Machine, switches: Mapping[st
         control.observe(update, "value")
     update()
     return ipywidgets.VBox([length, ipywidgets.HBox(list(boxes.values())), text])
+
+
+# A figure with its table, drawn anew by controls
+
+
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A small table: the first column is text, the others are numbers."""
+    lines = ["".join(f"<th>{html.escape(name)}</th>" for name in head)]
+    lines += [
+        "".join(f'<td align="{"right" if i else "left"}">{html.escape(text)}</td>' for i, text in enumerate(row))
+        for row in rows
+    ]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+
+
+COLOURS = (*GROUPS, "checkpoints", "loss", "hidden states", "mlp", "exchange", "attention", "kernel workspace")
+"""The order of categories in `wall`: each keeps its colour from one figure to the next."""
+
+
+def wall(shape: Shape, run: RunConfig, machine: Machine, lengths: Sequence[int], title: str) -> tuple[Any, str]:
+    """Memory by category against the length, cut off a little over what a GPU has, with the longest sequence that fits
+    marked; and the table (HTML) of what a GPU holds there.
+
+    Raises:
+        ValueError: a machine with `gpu_memory=None`, which has no wall.
+    """
+    if machine.gpu_memory is None:
+        raise ValueError("gpu_memory=None: without a limit every length fits, give the bytes of a GPU")
+    found = longest(shape, run, machine)
+    parts = {n: dict.fromkeys(COLOURS, 0.0) | grouped(by_category(predict(shape, run, machine, n))) for n in lengths}
+    limit = machine.gpu_memory / GIB
+    figure = plots.stacked(parts, limit, title, top=1.25 * limit, mark=found.seq_len if found else None)
+    if found is None:
+        return figure, "<p>No length fits: what does not depend on it is more than the device or the host has.</p>"
+    stops = predict(shape, run, machine, round(1.05 * found.seq_len)).limit
+    rows = [
+        ("longest sequence", f"{format_tokens(found.seq_len)} tokens"),
+        ("what stops it", f"{stops} memory"),
+        ("one step", f"{format_seconds(found.seconds['step'])}"),
+        ("host, one rank", f"{found.host_peak / GIB:.1f} GiB"),
+        ("device", f"{found.device_peak / GIB:.1f} GiB"),
+    ]
+    rows += [(f"of it {name}", f"{gib:.1f} GiB") for name, gib in grouped(by_category(found)).items()]
+    return figure, html_table(("predicted", ""), rows)
+
+
+def follow(draw: Callable[..., tuple[Any, str]], **controls: tuple[Sequence[Any], Any]) -> Any:
+    """A figure and its table (HTML), which `draw(**values)` gives, drawn anew as sliders move. Each of `controls` is a
+    name, the values it steps through, and the first to show. Where ALST_STATIC is set: what is shown at first."""
+    names = {name: first for name, (_, first) in controls.items()}
+    if os.environ.get("ALST_STATIC"):
+        from IPython.display import HTML, display
+
+        figure, table = draw(**names)
+        display(figure)
+        return HTML(table)
+    import ipywidgets
+
+    sliders = {
+        name: ipywidgets.SelectionSlider(
+            options=[(str(value), value) for value in values], value=names[name], description=name,
+            layout={"width": "32em"},
+        )
+        for name, (values, _) in controls.items()
+    }  # fmt: skip
+    shown = ipywidgets.HTML()
+
+    def update(*_: Any) -> None:
+        figure, table = draw(**{name: slider.value for name, slider in sliders.items()})
+        file = io.BytesIO()
+        figure.savefig(file, format="png", dpi=100)
+        png = base64.b64encode(file.getvalue()).decode()
+        says = html.escape(", ".join(f"{name} {slider.value}" for name, slider in sliders.items()))
+        alt = f"figure for {says}; its numbers are in the table below"
+        shown.value = f'<img alt="{alt}" src="data:image/png;base64,{png}">{table}'
+
+    for slider in sliders.values():
+        slider.observe(update, "value")
+    update()
+    return ipywidgets.VBox([*sliders.values(), shown])
