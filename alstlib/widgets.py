@@ -104,7 +104,7 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         "".join(f'<td align="{"right" if i else "left"}">{html.escape(text)}</td>' for i, text in enumerate(row))
         for row in rows
     ]
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+    return '<table style="line-height: 1.3">' + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 COLOURS = (*GROUPS, "checkpoints", "loss", "hidden states", "mlp", "exchange", "attention", "kernel workspace")
