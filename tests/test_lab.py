@@ -136,6 +136,8 @@ class Window:
         return self.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
 
     def menu(self, *names: str) -> None:
+        dialog = self.page.locator(".jp-Dialog")
+        assert not dialog.count(), f"JupyterLab asks: {dialog.first.inner_text()}"
         bar = self.page.locator("#jp-MainMenu .lm-MenuBar-item")
         bar.filter(has_text=re.compile(f"^{names[0]}$")).click()
         for name in names[1:]:
@@ -143,9 +145,9 @@ class Window:
             found.last.click()
 
     def ready(self, seconds: float = 60) -> None:
-        """Waits for the notebook's kernel."""
-        indicator = self.panel.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]")
-        indicator.wait_for(timeout=1000 * seconds)
+        """Waits for the notebook, and for its kernel to have nothing to do."""
+        self.panel.locator(".jp-Notebook").wait_for()
+        self.page.locator("#jp-main-statusbar").get_by_text("| Idle").wait_for(timeout=1000 * seconds)
 
     def run_all(self, name: str, seconds: float = 150) -> list[dict[str, Any]]:
         """Run, Run All Cells; the code cells as the browser saves them when they have run."""
@@ -234,6 +236,39 @@ def visit(address: str, folder: Path, shots: Path) -> dict[str, Any]:
         finally:
             browser.close()
     return seen
+
+
+def test_a_figure_that_follows_sliders_reads_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from IPython.utils.capture import capture_output
+
+    from alstlib import widgets
+    from alstlib.config import RunConfig, row_config
+    from alstlib.planner import Machine, longest
+    from alstlib.results import format_tokens
+    from alstlib.shapes import read_shape
+
+    shape, lengths = read_shape("llama-3.1-8b"), [2**n for n in range(14, 24)]
+    base = RunConfig(model="llama-3.1-8b", dtype="bf16", sp=0)
+
+    def draw(row: str, gpus: int) -> tuple[Any, str]:
+        return widgets.wall(shape, row_config(row, base), Machine(gpus=gpus), lengths, row)
+
+    monkeypatch.setenv("ALST_STATIC", "1")
+    with capture_output() as shown:
+        table = widgets.follow(draw, row=(["baseline", "alst"], "alst"), gpus=([1, 8], 8))
+    found = longest(shape, row_config("alst", base), Machine(gpus=8))
+    assert found is not None
+    assert f"{format_tokens(found.seq_len)} tokens" in table.data
+    assert len(shown.outputs) == 1
+    monkeypatch.delenv("ALST_STATIC")
+    live = widgets.follow(draw, row=(["baseline", "alst"], "alst"), gpus=([1, 8], 8))
+    row, _, picture = live.children
+    before = picture.value
+    row.value = "baseline"
+    assert picture.value != before
+    assert 'alt="figure for row baseline, gpus 8' in picture.value
+    with pytest.raises(ValueError, match="gpu_memory=None"):
+        widgets.wall(shape, base, Machine(gpu_memory=None), lengths, "")
 
 
 def why_not() -> str:
