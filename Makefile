@@ -21,8 +21,11 @@ ablation: setup ## run every row of the paper's Table 1 here, print the table, w
 parity: setup ## train the same data with and without sequence parallelism, compare the losses
 	$(BIN)/alst run papermill_runs/specs/parity.yaml $(ARGS)
 
-lab: setup ## open JupyterLab on notebooks/
-	$(BIN)/jupyter lab notebooks/ $(ARGS)
+# What is first on JUPYTER_PATH wins over kernels of the same name elsewhere (your own, conda's, the system's).
+# The root is the checkout, so that notebooks can link to the README and the specs.
+lab: setup ## open JupyterLab on the landing notebook
+	JUPYTER_PATH="$$(cd $(BIN)/.. && pwd)/share/jupyter$${JUPYTER_PATH:+:$$JUPYTER_PATH}" \
+		$(BIN)/jupyter lab --ServerApp.root_dir=. notebooks/index.ipynb $(ARGS)
 
 lessons: setup ## run all lessons anew and store their outputs and solutions
 	$(BIN)/python -m tests.lessons run $(ARGS)

@@ -250,9 +250,11 @@ def versus(
 
 
 def stacked(
-    parts: Mapping[int, Mapping[str, float]], limit: float | None = None, title: str = "", label: str = "device [GiB]"
-) -> Figure:
-    """Memory by category against the sequence length (log2 axis): {tokens: {category: GiB}}; `limit` is a line."""
+    parts: Mapping[int, Mapping[str, float]], limit: float | None = None, title: str = "", label: str = "device [GiB]",
+    *, top: float | None = None, mark: int | None = None,
+) -> Figure:  # fmt: skip
+    """Memory by category against the sequence length (log2 axis): {tokens: {category: GiB}}; `limit` is a line, `top`
+    the end of the axis, `mark` a length of note."""
     lengths = sorted(parts)
     names = list(dict.fromkeys(n for s in lengths for n in parts[s]))
     figure, axes = _axes(8.4, 4.2)
@@ -264,7 +266,12 @@ def stacked(
         axes.text(lengths[0], limit, f" {limit:.1f} GiB that a GPU has", va="bottom", fontsize=8)
     axes.set_xscale("log", base=2)
     token_axis(axes.xaxis)
-    axes.set(ylabel=label, xlim=(lengths[0], lengths[-1]))
+    axes.set(ylabel=label, xlim=(lengths[0], lengths[-1]), ylim=(0, top))
+    if mark is not None:
+        axes.axvline(mark, color="black", linewidth=1)
+        axes.text(mark, 0.97, f" {_short(mark)} ", va="top", fontsize=9, fontweight="bold", rotation=0,
+                  ha="left" if mark < lengths[len(lengths) * 3 // 4] else "right", transform=axes.get_xaxis_transform(),
+                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
     axes.set_title(title, loc="left")
     handles, texts = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], texts[::-1], frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left")

@@ -11,8 +11,8 @@ from typing import Any
 
 from alstlib import plots
 from alstlib.config import RunConfig
-from alstlib.planner import GIB, Machine, Prediction, predict
-from alstlib.results import format_tokens
+from alstlib.planner import GIB, Machine, Prediction, longest, predict
+from alstlib.results import format_seconds, format_tokens
 from alstlib.shapes import Shape
 
 
@@ -94,28 +94,6 @@ def explore(shape: Shape, run: RunConfig, machine: Machine, switches: Mapping[st
     return ipywidgets.VBox([length, ipywidgets.HBox(list(boxes.values())), text])
 
 
-def step_through(draw: Callable[[int], Any], count: int, name: str = "step") -> Any:
-    """A slider over `draw(1)` to `draw(count)`, each of which returns what a cell may show, such as a figure. Where
-    ALST_STATIC is set, `draw(1)`."""
-    if os.environ.get("ALST_STATIC"):
-        return draw(1)
-    import ipywidgets
-    from IPython.display import display
-
-    slider = ipywidgets.IntSlider(value=1, min=1, max=count, description=name, continuous_update=False)
-    shown = ipywidgets.Output()
-
-    def update(*_: Any) -> None:
-        view = draw(slider.value)
-        shown.clear_output(wait=True)
-        with shown:
-            display(view)
-
-    slider.observe(update, "value")
-    update()
-    return ipywidgets.VBox([slider, shown])
-
-
 # A figure with its table, drawn anew by controls
 
 
@@ -129,37 +107,79 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return '<table style="line-height: 1.3">' + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
-def follow(draw: Callable[..., tuple[Any, str]], **controls: tuple[Sequence[Any], Any]) -> Any:
-    """A figure and its table (HTML), which `draw(**values)` gives, drawn anew as sliders move. Each of `controls` is a
-    name, the values it steps through, and the first to show. Where ALST_STATIC is set: what is shown at first."""
+COLOURS = (*GROUPS, "checkpoints", "loss", "hidden states", "mlp", "exchange", "attention", "kernel workspace")
+"""The order of categories in `wall`: each keeps its colour from one figure to the next."""
+
+
+def wall(shape: Shape, run: RunConfig, machine: Machine, lengths: Sequence[int], title: str) -> tuple[Any, str]:
+    """Memory by category against the length, cut off a little over what a GPU has, with the longest sequence that fits
+    marked; and the table (HTML) of what a GPU holds there.
+
+    Raises:
+        ValueError: a machine with `gpu_memory=None`, which has no wall.
+    """
+    if machine.gpu_memory is None:
+        raise ValueError("gpu_memory=None: without a limit every length fits, give the bytes of a GPU")
+    found = longest(shape, run, machine)
+    parts = {n: dict.fromkeys(COLOURS, 0.0) | grouped(by_category(predict(shape, run, machine, n))) for n in lengths}
+    limit = machine.gpu_memory / GIB
+    figure = plots.stacked(parts, limit, title, top=1.25 * limit, mark=found.seq_len if found else None)
+    if found is None:
+        return figure, "<p>No length fits: what does not depend on it is more than the device or the host has.</p>"
+    stops = predict(shape, run, machine, round(1.05 * found.seq_len)).limit
+    rows = [
+        ("longest sequence", f"{format_tokens(found.seq_len)} tokens"),
+        ("what stops it", f"{stops} memory"),
+        ("one step", f"{format_seconds(found.seconds['step'])}"),
+        ("host, one rank", f"{found.host_peak / GIB:.1f} GiB"),
+        ("device", f"{found.device_peak / GIB:.1f} GiB"),
+    ]
+    rows += [(f"of it {name}", f"{gib:.1f} GiB") for name, gib in grouped(by_category(found)).items()]
+    return figure, html_table(("predicted", ""), rows)
+
+
+def follow(draw: Callable[..., Any], **controls: tuple[Sequence[Any], Any]) -> Any:
+    """What `draw(**values)` gives, drawn anew as sliders move: a figure, or a figure and its table (HTML).
+
+    Each of `controls` is a name, the values it steps through, and the first to show. Where ALST_STATIC is set: what is
+    shown at first.
+    """
     names = {name: first for name, (_, first) in controls.items()}
     if os.environ.get("ALST_STATIC"):
         from IPython.display import HTML, display
 
-        figure, table = draw(**names)
-        display(figure)
-        return HTML(table)
+        made = draw(**names)
+        if not isinstance(made, tuple):
+            return made
+        display(made[0])
+        return HTML(made[1])
     import ipywidgets
 
     sliders = {
         name: ipywidgets.SelectionSlider(
-            options=[(str(value), value) for value in values], value=names[name], description=name,
-            layout={"width": "32em"},
+            options=[(_label(value), value) for value in values], value=names[name], description=name,
+            layout={"width": "32em"}, continuous_update=False,
         )
         for name, (values, _) in controls.items()
     }  # fmt: skip
     shown = ipywidgets.HTML()
 
     def update(*_: Any) -> None:
-        figure, table = draw(**{name: slider.value for name, slider in sliders.items()})
+        made = draw(**{name: slider.value for name, slider in sliders.items()})
+        figure, table = made if isinstance(made, tuple) else (made, "")
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=100)
         png = base64.b64encode(file.getvalue()).decode()
-        says = html.escape(", ".join(f"{name} {slider.value}" for name, slider in sliders.items()))
-        alt = f"figure for {says}; its numbers are in the table below"
-        shown.value = f'<img alt="{alt}" src="data:image/png;base64,{png}">{table}'
+        says = html.escape(", ".join(f"{name} {_label(slider.value)}" for name, slider in sliders.items()))
+        alt = f"figure for {says}" + ("; its numbers are in the table below" if table else "")
+        shown.value = f'<img alt="{alt}" style="max-width: 100%" src="data:image/png;base64,{png}">{table}'
 
     for slider in sliders.values():
         slider.observe(update, "value")
     update()
     return ipywidgets.VBox([*sliders.values(), shown])
+
+
+def _label(value: Any) -> str:
+    """Long lengths as `32K`."""
+    return format_tokens(value) if isinstance(value, int) and value >= 1000 else str(value)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 from matplotlib.colors import to_hex
 
-from alstlib import plots, widgets
+from alstlib import plots
 
 
 def test_a_training_curve_draws_every_step_of_every_run() -> None:
@@ -30,33 +27,3 @@ def test_bars_have_names_numbers_and_colours_that_differ() -> None:
     assert [to_hex(bar.get_facecolor()).upper() for bar in axes.patches] == list(plots.PALETTE[:3])
     assert len({bar.get_hatch() for bar in axes.patches}) == 3
     assert axes.get_xlabel() == "sent [MiB]"
-
-
-def draw(ranks: int, heads: int) -> tuple[Any, str]:
-    return plots.bars({"a": float(ranks * heads)}, "MiB"), widgets.html_table(
-        ("", "MiB"), [("a<b", str(ranks * heads))]
-    )
-
-
-def test_controls_draw_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ALST_STATIC", raising=False)
-    ranks, heads, shown = widgets.follow(draw, ranks=([2, 4], 4), heads=([1, 8], 8)).children
-    first = shown.value
-    assert ">32<" in first
-    assert "a&lt;b" in first
-    assert 'alt="figure for ranks 4, heads 8' in first
-    ranks.value = 2
-    assert ">16<" in shown.value
-    heads.value = 1
-    assert ">2<" in shown.value
-    assert shown.value.partition("</table>")[0] != first
-
-
-def test_controls_without_a_kernel_show_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ALST_STATIC", "1")
-    figures: list[Any] = []
-    monkeypatch.setattr("IPython.display.display", figures.append)
-    left = widgets.follow(draw, ranks=([2, 4], 4), heads=([1, 8], 8))
-    assert [bar.get_width() for bar in figures[0].axes[0].patches] == [32.0]
-    assert ">32<" in left.data
-    assert not hasattr(left, "children")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from alstlib import plots_step, widgets
+from alstlib import plots_step
 from alstlib.activations import activations
 from alstlib.config import RunConfig, row_config
 from alstlib.rates import rates_of
@@ -94,22 +94,3 @@ def test_the_figure_has_each_lane_and_pass() -> None:
     assert [axes.get_title("left") for axes in figure.axes] == ["forward", "backward"]
     assert {t.get_text() for t in figure.axes[0].get_yticklabels()} == {COMPUTE, EXCHANGE, COPIES, STATES}
     assert "attention" in {text.get_text() for text in figure.axes[0].texts}
-
-
-def test_a_slider_leaves_its_first_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-
-    def draw(tokens: int) -> Any:
-        drawn.append(tokens)
-        return plots_step.parts({"a": {"x": float(tokens)}}, "tokens")
-
-    monkeypatch.setenv("ALST_STATIC", "1")
-    assert widgets.slide(draw, 1000, 100, 10_000).axes
-    assert drawn == [1000]
-    monkeypatch.delenv("ALST_STATIC")
-    slider, picture = widgets.slide(draw, 1000, 100, 10_000).children
-    first = bytes(picture.value)
-    slider.value = 2000
-    assert drawn == [1000, 1000, 2000]
-    assert first.startswith(b"\x89PNG")
-    assert bytes(picture.value) != first

@@ -2,22 +2,56 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from alstlib.widgets import step_through
+from alstlib import plots, widgets
 
 
-def test_without_a_kernel_the_first_view_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ALST_STATIC", "1")
-    assert step_through(lambda i: f"view {i}", 3) == "view 1"
+def draw(ranks: int, heads: int) -> tuple[Any, str]:
+    return plots.bars({"a": float(ranks * heads)}, "MiB"), widgets.html_table(
+        ("", "MiB"), [("a<b", str(ranks * heads))]
+    )
 
 
-def test_the_slider_draws_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_controls_draw_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ALST_STATIC", raising=False)
-    drawn: list[int] = []
-    box = step_through(drawn.append, 3, "rank")
-    slider, _ = box.children
-    assert (slider.min, slider.max, slider.description) == (1, 3, "rank")
-    slider.value = 3
-    slider.value = 2
-    assert drawn == [1, 3, 2]
+    ranks, heads, shown = widgets.follow(draw, ranks=([2, 4], 4), heads=([1, 8], 8)).children
+    first = shown.value
+    assert ">32<" in first
+    assert "a&lt;b" in first
+    assert 'alt="figure for ranks 4, heads 8' in first
+    ranks.value = 2
+    assert ">16<" in shown.value
+    heads.value = 1
+    assert ">2<" in shown.value
+    assert shown.value.partition("</table>")[0] != first
+
+
+def test_controls_without_a_kernel_show_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALST_STATIC", "1")
+    figures: list[Any] = []
+    monkeypatch.setattr("IPython.display.display", figures.append)
+    left = widgets.follow(draw, ranks=([2, 4], 4), heads=([1, 8], 8))
+    assert [bar.get_width() for bar in figures[0].axes[0].patches] == [32.0]
+    assert ">32<" in left.data
+    assert not hasattr(left, "children")
+
+
+def test_a_figure_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With values named as lengths are."""
+    drawn = []
+
+    def one(tokens: int) -> Any:
+        drawn.append(tokens)
+        return plots.bars({"a": float(tokens)}, "tokens")
+
+    monkeypatch.setenv("ALST_STATIC", "1")
+    assert widgets.follow(one, tokens=([1000, 2000], 1000)).axes
+    monkeypatch.delenv("ALST_STATIC")
+    slider, shown = widgets.follow(one, tokens=([1000, 2000], 1000)).children
+    first = shown.value
+    slider.value = 2000
+    assert drawn == [1000, 1000, 2000]
+    assert 'alt="figure for tokens 2K"' in shown.value != first

@@ -1,0 +1,320 @@
+"""JupyterLab as a user meets it: a real browser opens what `make lab` opens, runs notebooks from the menu, moves
+sliders with the keyboard. Needs Chromium (Debian: `apt-get install chromium`; CHROMIUM names another one) and
+Playwright's Python package; nothing is downloaded. Screenshots are left in papermill_runs/out/browser/.
+
+    .venv/bin/python tests/test_lab.py notebooks/images     # takes the README's pictures anew
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import free_port
+from test_repository import ROOT, repository_files
+
+CHROMIUM = next(filter(None, map(shutil.which, (os.environ.get("CHROMIUM") or "chromium", "chromium-browser"))), None)
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+LANDING, LESSON = "notebooks/index.ipynb", "notebooks/12_max_sequence_length.ipynb"
+SHOTS = ROOT / "papermill_runs" / "out" / "browser"
+DECOY = {"argv": ["false"], "display_name": "not this one", "language": "python"}
+
+
+def checkout(folder: Path) -> None:
+    """A copy of this checkout (a browser saves what it runs), its notebooks without outputs."""
+    for path in repository_files():
+        copy = folder / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    for path in (folder / "notebooks").glob("*.ipynb"):
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                cell.update(outputs=[], execution_count=None)
+        path.write_text(json.dumps(notebook), encoding="utf-8")
+
+
+def a_users_machine(home: Path) -> dict[str, str]:
+    """A home with a `python3` kernel of its own, another on JUPYTER_PATH, and an active conda with its own jupyter."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JUPYTER", "CONDA", "XDG", "ALST_"))}
+    for data in (home / ".local/share/jupyter", home / "shared"):
+        (data / "kernels/python3").mkdir(parents=True)
+        (data / "kernels/python3/kernel.json").write_text(json.dumps(DECOY))
+    conda = home / "conda/bin"
+    conda.mkdir(parents=True)
+    for name in ("jupyter", "jupyter-lab"):
+        (conda / name).write_text("#!/bin/sh\nexit 1\n")
+        (conda / name).chmod(0o755)
+    settings = home / ".jupyter/lab/user-settings/@jupyterlab/apputils-extension"
+    settings.mkdir(parents=True)
+    (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')  # asks a new user at its start
+    return env | {
+        "HOME": str(home), "CONDA_PREFIX": str(home / "conda"), "PATH": f"{conda}:{env['PATH']}",
+        "JUPYTER_PATH": str(home / "shared"), "JUPYTER_RUNTIME_DIR": str(home / "runtime"), "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+
+
+def make_lab(folder: Path, args: str) -> str:
+    """The command that `make lab` runs once .venv is there, with this environment's programs."""
+    command = ["make", "-s", "-n", "lab", f"BIN={Path(sys.executable).parent}", f"ARGS={args}"]
+    lines = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.splitlines()
+    return "\n".join(lines[lines.index("env/install.sh") + 1 :])
+
+
+@contextlib.contextmanager
+def jupyterlab(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """The address that `make lab` opens in a browser, and the server. At the end nothing of it is left, or it fails."""
+    home = folder / "home"
+    env = a_users_machine(home)
+    checkout(folder / "alst")
+    args = f"--no-browser --port={free_port()} --ServerApp.port_retries=0" + " --allow-root" * (os.geteuid() == 0)
+    command = make_lab(folder / "alst", args)
+    with open(folder / "server.log", "w") as log:
+        shell = subprocess.Popen(
+            ["bash", "-c", command], cwd=folder / "alst", env=env, stdout=log, stderr=log,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    server = psutil.Process(shell.pid)
+    family: dict[int, psutil.Process] = {server.pid: server}
+    try:
+        end = time.monotonic() + 90
+        while not (opened := list((home / "runtime").glob("jpserver-file-to-run-*-open.html"))):
+            assert shell.poll() is None, (folder / "server.log").read_text()[-3000:]
+            assert time.monotonic() < end, f"{command} opens nothing"
+            time.sleep(0.2)
+        time.sleep(0.5)
+        (address,) = re.findall(r'href="(http[^"]+)"', opened[0].read_text())
+        yield address, server
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family |= {p.pid: p for p in server.children(recursive=True)}
+        for process in family.values():
+            if process.pid == server.pid or "jupyter" in " ".join(cmdline(process)[:2]):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.terminate()
+        _, left = psutil.wait_procs(list(family.values()), timeout=30)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        shell.wait(10)
+    assert not left, f"the server left {left}"
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+class Window:
+    """A browser's page with JupyterLab in it."""
+
+    def __init__(self, page: Any, folder: Path) -> None:
+        self.page, self.folder = page, folder
+        page.set_default_timeout(60_000)
+
+    @property
+    def panel(self) -> Any:
+        return self.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
+
+    def menu(self, *names: str) -> None:
+        dialog = self.page.locator(".jp-Dialog")
+        assert not dialog.count(), f"JupyterLab asks: {dialog.first.inner_text()}"
+        bar = self.page.locator("#jp-MainMenu .lm-MenuBar-item")
+        bar.filter(has_text=re.compile(f"^{names[0]}$")).click()
+        for name in names[1:]:
+            found = self.page.locator(".lm-Menu-itemLabel").filter(has_text=re.compile(f"^{name}$"))
+            found.last.click()
+
+    def ready(self, seconds: float = 60) -> None:
+        """Waits for the notebook, and for its kernel to have nothing to do."""
+        self.panel.locator(".jp-Notebook").wait_for()
+        self.page.locator("#jp-main-statusbar").get_by_text("| Idle").wait_for(timeout=1000 * seconds)
+
+    def run_all(self, name: str, seconds: float = 150) -> list[dict[str, Any]]:
+        """Run, Run All Cells; the code cells as the browser saves them when they have run."""
+        self.menu("Run", "Run All Cells")
+        end = time.monotonic() + seconds
+        while True:
+            self.page.wait_for_timeout(1500)
+            self.ready(seconds)
+            self.menu("File", "Save Notebook")
+            self.page.wait_for_timeout(500)
+            cells = json.loads((self.folder / name).read_text(encoding="utf-8"))["cells"]
+            cells = [c for c in cells if c["cell_type"] == "code"]
+            errors = ["\n".join(o["traceback"]) for c in cells for o in c["outputs"] if o["output_type"] == "error"]
+            assert not errors, "\n".join(errors)
+            if all(c["execution_count"] for c in cells):
+                return cells
+            assert time.monotonic() < end, f"{name} has not run in {seconds} s"
+
+    def slide(self, number: int, key: str, shown: str) -> tuple[str, str]:
+        """Presses a key on a slider; what was shown before, and after it has changed."""
+        read = "e => e.innerText + [...e.querySelectorAll('img')].map(i => i.src).join()"
+        handle = self.panel.locator(".widget-slider .noUi-handle, .widget-slider [role=slider]").nth(number)
+        text = self.panel.locator(shown).last
+        handle.scroll_into_view_if_needed()
+        end = time.monotonic() + 60
+        while not (before := text.evaluate(read)):
+            assert time.monotonic() < end, f"slider {number} shows nothing"
+            self.page.wait_for_timeout(100)
+        handle.focus()
+        handle.press(key)
+        while (after := text.evaluate(read)) == before:
+            assert time.monotonic() < end, f"nothing changed after {key} on slider {number}"
+            self.page.wait_for_timeout(100)
+        return before, after
+
+    def show(self, heading: str) -> None:
+        """Scrolls a heading to the top of the window."""
+        self.panel.get_by_role("heading", name=heading).first.evaluate("e => e.scrollIntoView()")
+        self.page.wait_for_timeout(400)
+
+
+def visit(address: str, folder: Path, shots: Path) -> dict[str, Any]:
+    """What a new user does first; screenshots on the way. Returns what was seen."""
+    from playwright.sync_api import sync_playwright
+
+    shots.mkdir(parents=True, exist_ok=True)
+    seen: dict[str, Any] = {}
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
+        try:
+            page = browser.new_page(viewport={"width": 1360, "height": 850})
+            window = Window(page, folder)
+            page.goto(address)
+            window.ready()
+            seen["title"] = page.locator(".jp-NotebookPanel h1").first.inner_text()
+            seen["kernel"] = window.panel.locator(".jp-KernelName").inner_text()
+            seen["landing"] = window.run_all(LANDING)
+            window.show("Training on very long")
+            page.screenshot(path=shots / "lab-landing.png")
+            seen["figure"] = window.slide(0, "ArrowRight", ".widget-html-content")
+            window.panel.locator(".widget-slider").first.evaluate("e => e.scrollIntoView()")
+            page.wait_for_timeout(400)
+            page.screenshot(path=shots / "lab-slider.png")
+            window.menu("Settings", "Theme", "JupyterLab Dark")
+            page.wait_for_selector("body[data-jp-theme-light=false]", state="attached")
+            for name, heading in {
+                "taste": "A first taste",
+                "slider": "The same on real",
+                "read": "What to read",
+            }.items():
+                window.show(heading)
+                page.screenshot(path=shots / f"dark-{name}.png")
+            window.menu("Settings", "Theme", "JupyterLab Light")
+            page.wait_for_selector("body[data-jp-theme-light=true]", state="attached")
+            window.panel.locator(".jp-OutputArea a", has_text="12 max sequence length").first.click()
+            window.panel.get_by_role("heading", name="How far can it go?").wait_for()
+            page.wait_for_timeout(3000)  # the status bar turns to this notebook: a kernel that starts refuses to run
+            window.ready()
+            seen["lesson"] = window.run_all(LESSON)
+            seen["verdict"] = window.slide(0, "ArrowRight", ".widget-html-content")
+            window.show("Memory by category")
+            page.screenshot(path=shots / "lab-lesson.png")
+        except BaseException:
+            with contextlib.suppress(Exception):
+                page.screenshot(path=shots / "failed.png")
+            raise
+        finally:
+            browser.close()
+    return seen
+
+
+def test_a_figure_that_follows_sliders_reads_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from alstlib import widgets
+    from alstlib.config import RunConfig, row_config
+    from alstlib.planner import Machine, longest
+    from alstlib.results import format_tokens
+    from alstlib.shapes import read_shape
+
+    shape, lengths = read_shape("llama-3.1-8b"), [2**n for n in range(14, 24)]
+    base = RunConfig(model="llama-3.1-8b", dtype="bf16", sp=0)
+
+    def draw(row: str, gpus: int) -> tuple[Any, str]:
+        return widgets.wall(shape, row_config(row, base), Machine(gpus=gpus), lengths, row)
+
+    monkeypatch.setenv("ALST_STATIC", "1")
+    shown: list[Any] = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    table = widgets.follow(draw, row=(["baseline", "alst"], "alst"), gpus=([1, 8], 8))
+    found = longest(shape, row_config("alst", base), Machine(gpus=8))
+    assert found is not None
+    assert f"{format_tokens(found.seq_len)} tokens" in table.data
+    assert [type(figure).__name__ for figure in shown] == ["Figure"]
+    monkeypatch.delenv("ALST_STATIC")
+    live = widgets.follow(draw, row=(["baseline", "alst"], "alst"), gpus=([1, 8], 8))
+    row, _, picture = live.children
+    before = picture.value
+    row.value = "baseline"
+    assert picture.value != before
+    assert 'alt="figure for row baseline, gpus 8' in picture.value
+    with pytest.raises(ValueError, match="gpu_memory=None"):
+        widgets.wall(shape, base, Machine(gpu_memory=None), lengths, "")
+
+
+def why_not() -> str:
+    """Why there is no browser to test with; empty if there is one."""
+    try:
+        import playwright  # noqa: F401
+    except ImportError:
+        return "Playwright's Python package is not installed"
+    if CHROMIUM is None:
+        return "no Chromium on the PATH (Debian: apt-get install chromium; or set CHROMIUM)"
+    return "" if shutil.which("make") else "make is not installed"
+
+
+@pytest.mark.browser
+@pytest.mark.timeout(480)
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+def test_a_user_runs_the_landing_notebook_and_a_lesson_in_jupyterlab(tmp_path: Path) -> None:
+    with jupyterlab(tmp_path) as (address, server):
+        assert "/lab/tree/notebooks/index.ipynb?token=" in address
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(address.split("/lab/")[0] + "/api/contents", timeout=20)
+        seen = visit(address, tmp_path / "alst", SHOTS)
+        kernels = [cmdline(p) for p in server.children(recursive=True) if "ipykernel_launcher" in cmdline(p)]
+    assert len(kernels) == 2
+    assert {Path(k[0]).parent for k in kernels} == {Path(sys.executable).parent}
+    assert seen["title"].startswith("Training on very long sequences")
+    assert "not this one" not in seen["kernel"]
+    assert "**Ready.**" in json.dumps(seen["landing"])
+    before, after = seen["figure"]
+    assert "data:image/png" in before
+    assert "data:image/png" in after
+    assert before.split("data:")[0] != after.split("data:")[0], "the figure changed, its table did not"
+    assert all("tokens" in text for text in seen["verdict"]), seen["verdict"]
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    from PIL import Image
+
+    target = Path(sys.argv[1])
+    if why_not():
+        sys.exit(why_not())
+    with tempfile.TemporaryDirectory() as made, jupyterlab(Path(made)) as (where, _):
+        visit(where, Path(made) / "alst", SHOTS)
+    target.mkdir(parents=True, exist_ok=True)
+    for shot in SHOTS.glob("lab-*.png"):
+        Image.open(shot).convert("RGB").quantize(128).save(target / shot.name, optimize=True)
+        print(shlex.quote(str(target / shot.name)), (target / shot.name).stat().st_size // 1000, "KB")
