@@ -77,8 +77,8 @@ class Emulation:
 
         return [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
-    def emit(self, message: str) -> None:
-        self.progress.emit("load", row=self.run.row, message=message)
+    def emit(self, message: str, **fields: Any) -> None:
+        self.progress.emit("load", row=self.run.row, message=message, **fields)
 
     def shard(self) -> dict[str, Any]:
         """Random tokens of this rank (the last, whose rows see the most keys)."""
@@ -95,6 +95,7 @@ class Emulation:
 
     def __call__(self) -> dict[str, Any]:
         run, batch, times = self.run, self.shard(), []
+        self.emit(f"{run.seq_len:,} tokens: step 1 of {run.steps}, which warms up")
         for i in range(run.steps):  # the first is watched for memory; its time counts where there is no other
             if i == 0:
                 self.ledger.__enter__()
@@ -110,7 +111,9 @@ class Emulation:
                 reserved = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
                 self.ledger.close()
             times.append({name: sum(values) for name, values in seconds.items()})
-            self.emit(f"{run.seq_len:,} tokens: step {i + 1} of {run.steps}, {times[-1]['step']:.1f} s")
+            seconds = times[-1]["step"]
+            left = (run.steps - i - 1) * seconds
+            self.emit(f"{run.seq_len:,} tokens: step {i + 1} of {run.steps}, {seconds:.1f} s", eta_seconds=left)
         times = times[1:] or times
         return self._metrics(times, peak, host, reserved, wire)
 
