@@ -224,8 +224,11 @@ def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: 
             bad.append("report")
         else:
             print(f"report: {shown(output)}")
-    if found:
-        print(f"page: {shown(report.write_page(spec.out, found, spec))}")
+    try:
+        if found:
+            print(f"page: {shown(report.write_page(spec.out, found, spec))}")
+    except (ValueError, OSError) as e:  # the results are there
+        print(f"no page: {e}", file=sys.stderr)
     if bad:
         print(f"failed: {', '.join(bad)}; again with: alst run {args.spec} --retry error", file=sys.stderr)
     return 1 if bad else 0
@@ -290,6 +293,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.command(args)
+    except BrokenPipeError:  # such as `alst status | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError) as e:
         print(f"alst: {e}", file=sys.stderr)
         return 2 if isinstance(e, ValueError) else 1

@@ -175,6 +175,7 @@ class Printer:
         self.terminal = self.handle is None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self.event: Mapping[str, Any] | None = None
         self.began, self.shown, self.width = time.monotonic(), -math.inf, 0
+        self.line = ""
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         self.event = event
@@ -199,8 +200,9 @@ class Printer:
             line = line if len(line) <= room else f"{line[: room - 1]}…"
             print("\r" + line.ljust(min(self.width, room)), end="", flush=True)
             self.width = len(line)
-        else:
+        elif line != self.line:
             print(line, flush=True)
+        self.line = line
 
     def close(self) -> None:
         """Nothing follows: what is printed next begins a line of its own."""

@@ -46,9 +46,12 @@ def write_page(
 
     Raises:
         OSError: it could not be written.
+        ValueError: jinja2 is not installed.
     """
-    import jinja2
-
+    try:
+        import jinja2
+    except ImportError:
+        raise ValueError("the page needs jinja2: pip install 'alstlib[notebooks]'") from None
     page = (page or folder / PAGE).resolve()
     env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = env.from_string(TEMPLATE.read_text(encoding="utf-8"))
@@ -84,7 +87,9 @@ def contents(folder: Path, found: Sequence[Mapping[str, Any]], spec: Spec | None
         "modes": sorted({str(r["mode"]) for r in found}), "missing": missing, "head": head, "body": body,
         "predicted": any("predicted" in n for n in names), "paper": any(n.startswith("paper_") for n in names),
         "figures": list(figures(found, table)), "environments": environments(found),
-        "command": _command(spec, record), "rows": [_row(r, base) for r in found],
+        "command": spec.command if spec else str(record.get("command") or ""),
+        "notebooks": [(p.name, _link(p, base)) for p in sorted(folder.glob("*.ipynb"))],
+        "rows": [_row(r, base, spec.worker if spec else record.get("worker") or "alstlib.train") for r in found],
     }  # fmt: skip
 
 
@@ -105,13 +110,11 @@ def _when(text: str) -> str:
         return text
 
 
-def _command(spec: Spec | None, record: Mapping[str, Any]) -> str:
-    if spec:
-        return f"alst run {shlex.quote(os.path.relpath(spec.path, spec.root))}"
-    return str(record.get("command") or "")
+def _link(path: Path, base: Path) -> str:
+    return Path(os.path.relpath(path, base)).as_posix()
 
 
-def _row(result: Mapping[str, Any], base: Path) -> dict[str, Any]:
+def _row(result: Mapping[str, Any], base: Path, worker: str) -> dict[str, Any]:
     """One result: its error, its configuration, what lies in its folder, and the command that repeats it alone."""
     folder = Path(result["folder"]).resolve()
     files = [*sorted(folder.glob("*.ipynb")), folder / "result.json"]
@@ -119,14 +122,15 @@ def _row(result: Mapping[str, Any], base: Path) -> dict[str, Any]:
     default = RunConfig().to_dict()
     fields = {n: v for n, v in known.items() if v != default[n]}
     error = result.get("error") or {}
-    text = json.dumps({"config": {n: v for n, v in fields.items() if n != "row"}})
+    given: dict[str, Any] = {"config": {n: v for n, v in fields.items() if n != "row"}}
+    text = json.dumps(given if worker == "alstlib.train" else {"worker": worker, **given})
     return {
         "anchor": _anchor(result), "name": result.get("row") or result["run_id"], "status": result["status"],
         "mode": result["mode"], "run_id": result["run_id"], "finished": _when(str(result.get("finished") or "")),
         "why": ": ".join(str(error[n]) for n in ("type", "message") if error.get(n)),
         "log_tail": error.get("log_tail") or "", "fields": fields,
         "notes": [str(n) for n in result["metrics"].get("notes") or []],
-        "links": [(f.name, Path(os.path.relpath(f, base)).as_posix()) for f in files if f.exists()],
+        "links": [(f.name, _link(f, base)) for f in files if f.exists()],
         "command": f"papermill notebooks/run.ipynb out.ipynb -y {shlex.quote(text)}",
     }  # fmt: skip
 
@@ -202,7 +206,8 @@ def _losses(plots: Any, found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
         for r in losses.values()
     }
     alike = 1 < len(curves) <= 7 and len(kinds) == 1 and len({len(c) for c in curves.values()}) == 1
-    what = "The same data: curves lie on one another." if alike else "Loss of each optimizer step."
+    same_data = "The same data and settings: above the curves, below how far each is from the first."
+    what = same_data if alike else "Loss of each optimizer step."
     figure = plots.parity(curves) if alike else plots.losses(curves)
     yield _figure(figure, "Losses", what, f"Lines of the loss against the optimizer step: {ends}.")
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ import yaml
 from alstlib import launch, results
 from alstlib.config import ROWS, RunConfig, check_names, row_config
 
+OUT = Path("papermill_runs", "out")
 RECORD = "sweep.json"
 """Left in a sweep's folder by `alst run`: which spec it is of, and its rows."""
 
@@ -48,6 +50,12 @@ class Spec:
     @property
     def worker(self) -> str:
         return str(self.parameters.get("worker", "alstlib.train"))
+
+    @property
+    def command(self) -> str:
+        """What runs it, typed in `root`."""
+        out = [] if self.out == self.root / OUT / self.name else ["--out", os.path.relpath(self.out, self.root)]
+        return shlex.join(["alst", "run", os.path.relpath(self.path, self.root), *out])
 
 
 def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Spec:
@@ -88,7 +96,7 @@ def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None =
         raise ValueError(f"the spec {path} names no rows")
     notebook, root = _locate(spec.get("notebook") or "notebooks/run.ipynb", path)
     report = _locate(spec["report"], path)[0] if spec.get("report") else None
-    folder = Path(out).resolve() if out else root / "papermill_runs" / "out" / name
+    folder = Path(out).resolve() if out else root / OUT / name
     parameters = dict(spec.get("parameters") or {})
     return Spec(
         name=name, path=path, root=root, notebook=notebook, parameters=parameters, rows=rows, sets=sets, report=report,
@@ -143,7 +151,7 @@ def write_record(spec: Spec) -> None:
     results.write_json(
         spec.out / RECORD,
         {"name": spec.name, "spec": os.path.relpath(spec.path, spec.out), "rows": list(spec.rows),
-         "command": f"alst run {os.path.relpath(spec.path, spec.root)}", "worker": spec.worker},
+         "command": spec.command, "worker": spec.worker},
     )  # fmt: skip
 
 

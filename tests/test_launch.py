@@ -91,10 +91,10 @@ def test_a_run_that_ends_well(finished_run):
     config = json.loads((out / "config.json").read_text())
     assert (config["world_size"], config["sp"]) == (result["config"]["world_size"], 1)
     assert config["world_size"] > 0
-    assert [e["event"] for e in events] == ["step", "step", "end"]
+    assert [e["event"] for e in events] == ["start", "step", "step", "end"]
     assert events[-1]["status"] == "ok"
-    assert events[0]["loss"] is None
-    assert events[1]["loss"] == 2.5
+    assert events[1]["loss"] is None
+    assert events[2]["loss"] == 2.5
     assert events[0]["time"] > 0
     assert not processes_of(out)
 
