@@ -111,9 +111,9 @@ class Emulation:
                 reserved = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
                 self.ledger.close()
             times.append({name: sum(values) for name, values in seconds.items()})
-            seconds = times[-1]["step"]
-            left = (run.steps - i - 1) * seconds
-            self.emit(f"{run.seq_len:,} tokens: step {i + 1} of {run.steps}, {seconds:.1f} s", eta_seconds=left)
+            took = times[-1]["step"]
+            left = (run.steps - i - 1) * took
+            self.emit(f"{run.seq_len:,} tokens: step {i + 1} of {run.steps}, {took:.1f} s", eta_seconds=left)
         times = times[1:] or times
         return self._metrics(times, peak, host, reserved, wire)
 

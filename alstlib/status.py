@@ -242,7 +242,7 @@ def text(sweep: Sweep) -> list[str]:
 
 def overview(found: Sequence[Sweep]) -> list[str]:
     """A line a sweep, and one for each row that runs."""
-    table = [("sweep", "rows", "running", "finished", "failed", "stale", "never run", "next")]
+    table: list[tuple[str, ...]] = [("sweep", "rows", "running", "finished", "failed", "stale", "never run", "next")]
     for sweep in found:
         counts = [
             len(sweep.named(*states)) for states in (["running"], results.FINISHED, FAILED, ["stale"], ["never run"])

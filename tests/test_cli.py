@@ -328,7 +328,7 @@ def test_interrupting_the_sweep_stops_it_and_leaves_nothing(tmp_path, number):
     )
     try:
         text = ""
-        while "step 1/2" not in text:  # progress of the row reaches the terminal
+        while "/2  loss" not in text and "step 1/2" not in text:  # progress of the row reaches the terminal
             line = sweep.stdout.readline()
             assert line, text
             text += line
