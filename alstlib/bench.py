@@ -48,7 +48,7 @@ class Bench:
     def __call__(self) -> dict[str, Any]:
         made: dict[str, Any] = {}
         run = self.run
-        for name in BACKENDS:
+        for i, name in enumerate(BACKENDS):
             if name in CHECKING or run.seq_len > SLOW.get(name, run.seq_len):
                 continue
             try:
@@ -56,7 +56,8 @@ class Bench:
             except ValueError as e:
                 made[name] = {"runs": False, "why": str(e)}
                 continue
-            self.progress.emit("load", row=self.run.row, message=f"{name} at {self.run.seq_len:,} tokens")
+            text = f"{name} at {run.seq_len:,} tokens, {i + 1} of {len(BACKENDS)} kernels"
+            self.progress.emit("load", row=run.row, message=text)
             try:
                 made[name] = {"runs": True, **self.time(backend)}
             except (RuntimeError, ImportError, TypeError) as e:  # a kernel that fails is a finding, not the end

@@ -15,6 +15,7 @@ from typing import Any
 
 from alstlib import forms, reference_forms
 from alstlib.activations import FILE, REFERENCE
+from alstlib.progress import Pace, Printer
 from alstlib.pruning import Term
 
 
@@ -29,8 +30,11 @@ def write(families: Iterable[str], path: Path = FILE, jobs: int = 1) -> None:
     if REFERENCE in named:
         kinds.append((reference_forms.moments, reference_forms.ways()))
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        show = Printer()
         for calibrate, wanted in kinds:
-            _add(made, known, zip(wanted, pool.map(calibrate, wanted, chunksize=4)))
+            pace = Pace(lambda **fields: show({"row": "calibrate", **fields}), f"{len(wanted)} ways", len(wanted))
+            _add(made, known, zip(wanted, pool.map(calibrate, wanted, chunksize=4)), pace)
+        show.close()
     path.write_text(json.dumps(without_unused(made), indent=0, sort_keys=True) + "\n")
 
 
@@ -42,8 +46,8 @@ def without_unused(made: dict[str, Any]) -> dict[str, Any]:
     return {**made, "moments": [made["moments"][i] for i in used], "ways": ways}
 
 
-def _add(made: dict[str, Any], known: dict[str, int], calibrated: Iterable[Any]) -> None:
-    for way, (found, tiles) in calibrated:
+def _add(made: dict[str, Any], known: dict[str, int], calibrated: Iterable[Any], pace: Pace) -> None:
+    for i, (way, (found, tiles)) in enumerate(calibrated):
         kind = REFERENCE if way.name.startswith(REFERENCE) else way.family
         made["tiles"].setdefault(kind, {}).update({n: f"{names} {size}" for n, (names, size) in tiles.items()})
         places = []
@@ -54,7 +58,7 @@ def _add(made: dict[str, Any], known: dict[str, int], calibrated: Iterable[Any])
                 made["moments"].append(text)
             places.append(known[key])
         made["ways"][way.name] = places
-        print(way.name, len(places), flush=True)
+        pace(i + 1)
 
 
 def text_of(found: Sequence[tuple[str, dict[Term, float]]]) -> list[Any]:

@@ -8,6 +8,7 @@ pairs of query and key, so that times can be compared at equal work.
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from alstlib import SPContext
 from alstlib.alltoall import whole_heads
 from alstlib.config import RunConfig
 from alstlib.models import model_config
-from alstlib.progress import Progress
+from alstlib.progress import Pace, Progress
 from alstlib.rows import area, balance
 from alstlib.spans import document_spans
 from alstlib.train import run_worker, this_device, timed
@@ -85,9 +86,11 @@ class Costs:
                               "rows_max_over_mean": uneven[0], "area_max_over_mean": uneven[1],
                               "backend": op.backend_name, "step_seconds": []}  # fmt: skip
                 steps[name] = step
-        for _ in range(run.steps):
+        pace = Pace(partial(self.progress.emit, "load", row=run.row), f"timing {len(steps)} kinds", run.steps)
+        for i in range(run.steps):
             for name, step in steps.items():
                 made[name]["step_seconds"].append(timed(step))
+            pace(i + 1)
         first = next(iter(made.values()))
         return {
             "seq_len": length,

@@ -63,8 +63,8 @@ class Emulation:
         self.handle = alstlib.apply(self.model, self.ctx, run_options(run, self.model.config.model_type, cuda))
         self.ledger = Ledger(self.device, [self.handle.store], run.device_memory)
 
-    def emit(self, message: str) -> None:
-        self.progress.emit("load", row=self.run.row, message=message)
+    def emit(self, message: str, **fields: Any) -> None:
+        self.progress.emit("load", row=self.run.row, message=message, **fields)
 
     def shard(self) -> dict[str, Any]:
         """Random tokens of this rank (the last, whose rows see the most keys)."""
@@ -81,6 +81,7 @@ class Emulation:
 
     def __call__(self) -> dict[str, Any]:
         run, batch, times = self.run, self.shard(), []
+        self.emit(f"{run.seq_len:,} tokens: step 1 of {run.steps}, which warms up")
         for i in range(run.steps):  # the first is watched for memory; its time counts where there is no other
             if i == 0:
                 self.ledger.__enter__()
@@ -96,7 +97,9 @@ class Emulation:
                 reserved = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
                 self.ledger.close()
             times.append({name: sum(values) for name, values in seconds.items()})
-            self.emit(f"{run.seq_len:,} tokens: step {i + 1} of {run.steps}, {times[-1]['step']:.1f} s")
+            took = times[-1]["step"]
+            left = (run.steps - i - 1) * took
+            self.emit(f"{run.seq_len:,} tokens: step {i + 1} of {run.steps}, {took:.1f} s", eta_seconds=left)
         times = times[1:] or times
         return self._metrics(times, peak, host, reserved, wire)
 

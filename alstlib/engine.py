@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,14 +132,24 @@ def full_weights(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, p.detach()
 
 
-def save_model(handle: Handle, folder: str | Path, tokenizer: Any = None) -> None:
+Told = Callable[[float], None]
+"""Hears how much of a long piece of work is done, from 0 to 1."""
+
+
+def silent(_: float) -> None:
+    """A `Told` for nobody."""
+
+
+def save_model(handle: Handle, folder: str | Path, tokenizer: Any = None, told: Told = silent) -> None:
     """Write the model as safetensors that `from_pretrained` loads, from DDP, FSDP2 and every ZeRO stage.
 
     A collective: every rank calls it, rank 0 writes. The model stays attached.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
     model, weights = handle.model, {}
-    for name, tensor in full_weights(model):
+    count = sum(1 for _ in model.parameters())
+    for i, (name, tensor) in enumerate(full_weights(model)):
+        told(i / count)
         if first:
             weights[name] = tensor.to("cpu", copy=True)
     if first:

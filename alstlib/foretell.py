@@ -6,17 +6,26 @@ import contextlib
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from typing import Any
 
 from alstlib.config import RunConfig
 from alstlib.planner import Machine, Prediction, changed, longest, nearest_that_fits, predict, settings
 from alstlib.rates import GPUS, rates_of
-from alstlib.results import format_bytes
+from alstlib.results import format_bytes, format_seconds
 from alstlib.rules import host_free
 from alstlib.shapes import Shape, read_shape
 
 CERTAIN = 1.1
 """A run is refused when it would take so many times what there is: the planner is right within a few percent."""
+
+
+UNKNOWN = "a GPU of unknown rates"
+
+
+def rates_known(machine: Machine) -> bool:
+    """Whether a predicted time says something: not of a CPU, nor of a GPU that is not in the table."""
+    return machine.device != "cpu" and machine.rates.name != UNKNOWN
 
 
 def machine_of(run: RunConfig, nodes: int, gpus: int) -> Machine:
@@ -27,7 +36,7 @@ def machine_of(run: RunConfig, nodes: int, gpus: int) -> Machine:
     if not gpus:
         return Machine(gpus=run.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, device="cpu")
     name, found = _gpu()
-    rates = next((r for n, r in GPUS.items() if n in name), rates_of("H100"))
+    rates = next((r for n, r in GPUS.items() if n in name), replace(rates_of("H100"), name=UNKNOWN))
     memory = memory or found
     return Machine(gpus=run.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, rates=rates)
 
@@ -59,9 +68,10 @@ def foretell(run: RunConfig, machine: Machine, seq_len: int | None = None) -> tu
     return shape, predict(shape, run, machine, seq_len or max(run.seq_len, run.sp))
 
 
-def as_metrics(found: Prediction) -> dict[str, Any]:
-    """What a result records of a prediction: bytes of a rank."""
+def as_metrics(found: Prediction, machine: Machine) -> dict[str, Any]:
+    """What a result records of a prediction: bytes of a rank. Seconds only for GPUs, whose rates are known."""
     return {
+        "step_seconds": found.seconds["step"] if rates_known(machine) else None,
         "device_peak_bytes": found.device_peak,
         "device_bytes": found.device,
         "host_peak_bytes": found.host_peak - found.host.get("process", 0),
@@ -96,6 +106,40 @@ def why_not(run: RunConfig, nodes: int, gpus: int) -> str | None:
     elif best := longest(shape, run, machine):
         text += f"; the longest that fits is {best.seq_len:,} tokens"
     return f"{text}. force=True (--force) runs it all the same"
+
+
+def outlook(run: RunConfig, gpus: int) -> dict[str, Any]:
+    """What the planner says of a resolved run on this machine before it starts: `text`, a line or two; and where the
+    planner knows it: fits, seq_len (for a search the longest), device_peak_bytes, device_limit_bytes,
+    host_needed_bytes, host_limit_bytes (a rank's) and step_seconds (None where rates are not known)."""
+    if run.emulate or run.peers:
+        return {"text": "not predicted: it is no training run"}
+    machine = machine_of(run, 1, gpus)
+    try:
+        shape, found = foretell(run, machine)
+        if run.search:
+            best = longest(shape, run, machine, run.search_granule)
+            if best and run.search_max and best.seq_len > run.search_max:
+                best = foretell(run, machine, run.search_max)[1]
+            found = best or found
+    except (ValueError, KeyError) as e:
+        return {"text": f"not predicted: {e}"}
+    seconds = found.seconds["step"] if rates_known(machine) else None
+    parts = [f"longest that fits {found.seq_len:,} tokens" if run.search and found.fits else _verdict(found)]
+    for where, needs, has in (
+        ("device", found.device_peak, found.device_limit), ("host", found.host_needed, found.host_limit),
+    ):  # fmt: skip
+        parts.append(f"{where} {format_bytes(needs)}" + (f" of {format_bytes(has)} a rank" if has else " a rank"))
+    parts.append(f"a step {format_seconds(seconds)}" if seconds else "no step time: rates are known for GPUs only")
+    return {
+        "text": "; ".join(parts), "fits": found.fits, "seq_len": found.seq_len, "step_seconds": seconds,
+        "device_peak_bytes": found.device_peak, "device_limit_bytes": found.device_limit,
+        "host_needed_bytes": found.host_needed, "host_limit_bytes": found.host_limit,
+    }  # fmt: skip
+
+
+def _verdict(found: Prediction) -> str:
+    return "fits" if found.fits else f"does not fit, it goes beyond the {found.limit}"
 
 
 def largest(found: Prediction, where: str) -> str:

@@ -7,7 +7,6 @@ Imports neither torch nor transformers: a kernel that launches must not hold a G
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import importlib.metadata
 import os
@@ -19,11 +18,11 @@ import sysconfig
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from alstlib import results
+from alstlib import locks, results
 from alstlib.config import RunConfig
 from alstlib.foretell import why_not
 from alstlib.processes import RUN_ID_VARIABLE, die_with_parent, sigterm_interrupts, start, stop
@@ -140,23 +139,16 @@ def finished(config: RunConfig, out: str | os.PathLike[str], nnodes: int = 1) ->
 # The run
 
 
+def default_home() -> Path:
+    """papermill_runs of the clone that this package is in (which is not there where it was installed)."""
+    return Path(__file__).resolve().parents[1] / "papermill_runs"
+
+
 def default_folder(config: RunConfig) -> Path:
     """Where a single run goes that was given no folder: below papermill_runs/out in a clone, else below ./alst_runs."""
-    root = Path(__file__).resolve().parents[1] / "papermill_runs"
+    root = default_home()
     name = f"{config.row or 'run'}-{results.run_id(resolve(config))}"
     return (root / "out" / "single" if root.is_dir() else Path.cwd() / "alst_runs") / name
-
-
-@contextlib.contextmanager
-def _only_run_in(out: Path) -> Iterator[None]:
-    with open(out / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"out={str(out)!r} is in use by another run; wait for it or name another folder") from None
-        except OSError:  # a file system without locks
-            pass
-        yield
 
 
 def command(config: RunConfig, out: Path, logs: Path, python: str, worker: str, rendezvous: list[str]) -> list[str]:
@@ -196,16 +188,21 @@ class _Run:
         if writes:
             results.write_json(out / "config.json", config.to_dict())
             self.reader.path.unlink(missing_ok=True)
+            ranks = f"{config.world_size} rank{'s' if config.world_size > 1 else ''}"
+            Progress(self.reader.path).emit("start", row=config.row, run_id=self.id, message=f"starting {ranks}")
 
     def follow(self, *more: dict[str, Any]) -> None:
-        """Hand on what the ranks said. A callback that fails is not worth a run: it is dropped with a warning."""
-        for event in [*self.reader.read(), *more]:
-            if self.on_progress:
-                try:
-                    self.on_progress(event)
-                except Exception as e:
-                    warnings.warn(f"on_progress failed and is not called again: {e!r}", stacklevel=2)
-                    self.on_progress = None
+        """Hand on what the ranks said, or that time passes to a callback that has `tick`. One that fails is not worth a
+        run: it is dropped with a warning."""
+        events = [*self.reader.read(), *more]
+        try:
+            for event in events if self.on_progress else ():
+                self.on_progress(event)  # type: ignore[misc]
+            if not events and (tick := getattr(self.on_progress, "tick", None)):
+                tick()
+        except Exception as e:
+            warnings.warn(f"on_progress failed and is not called again: {e!r}", stacklevel=2)
+            self.on_progress = None
 
     def wait(self, agent: subprocess.Popen[bytes]) -> int | None:
         """torchrun's exit status, or None when the configuration's timeout came first."""
@@ -272,7 +269,7 @@ def launch(
         return done
     out.mkdir(parents=True, exist_ok=True)
     first = node_rank == 0
-    with _only_run_in(out) if first else contextlib.nullcontext(), sigterm_interrupts():
+    with locks.hold(out) if first else contextlib.nullcontext(), sigterm_interrupts():
         run = _Run(config, out, first, on_progress)
         argv = command(config, out, run.logs, python, worker, rendezvous)
         env = environment(run.id, config.world_size // nnodes, extra_env)

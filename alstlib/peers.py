@@ -117,7 +117,7 @@ class Comparison:
         if not run.peers:
             raise ValueError("peers names no stack to compare, such as [ours, deepspeed, transformers]")
         for name in run.peers:
-            self.progress.emit("load", row=run.row, message=f"building {name}")
+            self.emit(f"building {name}")
             self.stacks.append(Stack(name, run, self.device, self.bf16))
         self.config = self.stacks[0].model.config
 
@@ -130,8 +130,8 @@ class Comparison:
     def __call__(self) -> dict[str, Any]:
         return self.longest() if self.run.search else self.compare()
 
-    def emit(self, message: str) -> None:
-        self.progress.emit("load", row=self.run.row, message=message)
+    def emit(self, message: str, **fields: Any) -> None:
+        self.progress.emit("load", row=self.run.row, message=message, **fields)
 
     # ----- time, memory, counts
 
@@ -146,7 +146,8 @@ class Comparison:
         for i in range(run.steps):
             for stack in self.stacks:
                 times[stack.name].append(timed(lambda stack=stack: stack.step(sample)))  # type: ignore[misc]
-            self.emit(f"repetition {i + 1} of {run.steps} at {length:,} tokens")
+            left = (run.steps - i - 1) * sum(one[-1] for one in times.values())
+            self.emit(f"repetition {i + 1} of {run.steps} at {length:,} tokens", eta_seconds=left)
         floor = [timed(floor_step(self.config, length, self.world, self.device, self.bf16)) for _ in range(3)]
         first = made[self.stacks[0].name]
         for stack in self.stacks:

@@ -7,7 +7,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, Locator, NullLocator
+from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 
 from alstlib.results import format_bytes, format_tokens
 
@@ -323,4 +323,33 @@ def bars(values: Mapping[str, float], xlabel: str, title: str = "") -> Figure:
     axes.set_title(title, loc="left")
     axes.margins(x=0.15)
     axes.invert_yaxis()
+    return _finish(figure)
+
+
+def measured_and_predicted(rows: Mapping[str, tuple[float, float]]) -> Figure:
+    """Device peak of each row in bytes, as measured and as predicted, side by side from zero."""
+    unit, size = ("GiB", 2**30) if max(max(pair) for pair in rows.values()) >= 2**31 else ("MiB", 2**20)
+    figure, axes = _axes(8, 0.62 * len(rows) + 1.1)
+    for i, name in enumerate(("measured", "predicted")):
+        values = [pair[i] / size for pair in rows.values()]
+        places = [y + 0.2 * (2 * i - 1) for y in range(len(rows))]
+        bars = axes.barh(places, values, 0.38, color=PALETTE[i], hatch=("", "//")[i], edgecolor="white", label=name)
+        axes.bar_label(bars, [f" {v:,.1f}" for v in values], fontsize=8)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_xlabel(f"device peak of the fullest rank [{unit}]")
+    axes.margins(x=0.12)
+    axes.invert_yaxis()
+    axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+    return _finish(figure)
+
+
+def losses(curves: Mapping[str, Sequence[float]]) -> Figure:
+    """Loss of each optimizer step, one marked line a run."""
+    figure, axes = _axes(8, 3.8)
+    for i, (name, curve) in enumerate(curves.items()):
+        style: Any = {"color": PALETTE[i % 7], "marker": MARKERS[i % 7], "linestyle": ("-", "--", ":")[i // 7 % 3]}
+        axes.plot(range(1, len(curve) + 1), curve, label=name, markersize=4, linewidth=1.2, **style)
+    axes.set(xlabel="optimizer step", ylabel="loss [nats per token]")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False, fontsize=9)
     return _finish(figure)

@@ -1,12 +1,13 @@
 """What a run says while it runs: logs, and `progress.jsonl`: rank 0 appends, the launcher reads, a person sees a line.
 
 An event is an object with `time` (seconds since the epoch) and `event`, and any of row, seq_len, step, steps,
-tokens_per_second, loss, eta_seconds, message, status.
+tokens_per_second, loss, eta_seconds (of what the event names), message, status.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -68,8 +69,25 @@ class ProgressReader:
         return [e for e in events if isinstance(e, dict)]
 
 
-def describe(event: Mapping[str, Any]) -> str:
-    """One line: row, length tried, step, tokens/s, loss, time left, message."""
+class Pace:
+    """Says how far a long piece of work is and how long it will take on: nothing in its first second, then ever less
+    often. Called with what is done of `total`; `emit` gets `message` and `eta_seconds`."""
+
+    def __init__(self, emit: Callable[..., Any], message: str, total: float) -> None:
+        self.emit, self.message, self.total = emit, message, total
+        self.began = self.said = time.monotonic()
+
+    def __call__(self, done: float) -> None:
+        now = time.monotonic()
+        if now - self.said < max(1.0, (now - self.began) / 50) or not 0 < done <= self.total:
+            return
+        self.said = now
+        left = (now - self.began) * (self.total - done) / done
+        self.emit(message=f"{self.message}, {done / self.total:.0%}", eta_seconds=left)
+
+
+def describe(event: Mapping[str, Any], now: float | None = None) -> str:
+    """One line: row, length tried, step, tokens/s, loss, message, time left (at `now`, seconds since the epoch)."""
     parts = [str(event.get("row") or "run")]
     if event.get("event") == "end":
         return f"{parts[0]}  {event.get('status', 'ended')}"
@@ -81,11 +99,24 @@ def describe(event: Mapping[str, Any]) -> str:
         parts.append(f"{event['tokens_per_second']:,.0f} tokens/s")
     if event.get("loss") is not None:
         parts.append(f"loss {event['loss']:.4f}")
-    if event.get("eta_seconds") is not None:
-        parts.append(f"{format_seconds(event['eta_seconds'])} left")
     if event.get("message"):
         parts.append(str(event["message"]))
-    return "  ".join(parts if len(parts) > 1 else [*parts, str(event.get("event", ""))])
+    parts = parts if len(parts) > 1 else [*parts, str(event.get("event", ""))]
+    waited = max(0.0, now - event["time"]) if now and event.get("time") else 0.0
+    if (left := time_left(event, now)) is not None:
+        over = -left >= 5
+        parts.append(f"expected {format_seconds(-left)} ago" if over else f"{format_seconds(max(0.0, left))} left")
+    elif waited >= 5:
+        parts.append(f"for {format_seconds(waited)}")
+    return "  ".join(parts)
+
+
+def time_left(event: Mapping[str, Any], now: float | None = None) -> float | None:
+    """Seconds that what an event names takes on, at `now`; negative when it should have ended; None when unknown."""
+    if event.get("eta_seconds") is None:
+        return None
+    waited = max(0.0, now - event["time"]) if now and event.get("time") else 0.0
+    return event["eta_seconds"] - waited
 
 
 def log_tail(logs: Path, limit: int = TAIL_CHARACTERS) -> str:
@@ -133,29 +164,53 @@ def _notebook_display() -> Any:
     return display({"text/plain": "starting"}, raw=True, display_id=True)
 
 
-def progress_printer(log_seconds: float = 10.0) -> Callable[[Mapping[str, Any]], None]:
-    """An `on_progress` that keeps one line up to date: in a terminal, in a notebook, or every 10 s in a log file.
+class Printer:
+    """Keeps one line up to date in a terminal or a notebook, at most once a second; in a log file it prints lines at
+    growing intervals, from a second to ten minutes. The event `end` is always shown."""
 
-    A terminal and a notebook are updated at most once a second; the event `end` is always shown.
-    """
-    shown, every, width, handle = 0.0, 1.0, 0, _notebook_display()
-    terminal = handle is None and sys.stdout.isatty()
-    if handle is None and not terminal:
-        every = log_seconds
+    LOG_SECONDS = 600.0
 
-    def show(event: Mapping[str, Any]) -> None:
-        nonlocal shown, width
-        end = event.get("event") == "end"
-        if not end and time.monotonic() - shown < every:
+    def __init__(self) -> None:
+        self.handle = _notebook_display()
+        self.terminal = self.handle is None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self.event: Mapping[str, Any] | None = None
+        self.began, self.shown, self.width = time.monotonic(), -math.inf, 0
+        self.line = ""
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        self.event = event
+        self.tick()
+        if event.get("event") == "end":
+            self.close()
+
+    def tick(self) -> None:
+        """Called about once a second while nothing happens: time passes."""
+        now = time.monotonic()
+        log = self.handle is None and not self.terminal
+        every = min(self.LOG_SECONDS, max(1.0, self.shown - self.began)) if log else 1.0
+        if self.event is None or (self.event.get("event") != "end" and now - self.shown < every):
             return
-        shown, line = time.monotonic(), describe(event)
-        if handle is not None:
-            handle.update({"text/plain": line}, raw=True)
-        elif terminal:
-            room = os.get_terminal_size(sys.stdout.fileno()).columns - 1
-            print("\r" + line[:room].ljust(min(width, room)), end="\n" if end else "", flush=True)
-            width = 0 if end else len(line)
-        else:
+        if self.event.get("event") != "end":
+            self.shown = now
+        line = describe(self.event, time.time())
+        if self.handle is not None:
+            self.handle.update({"text/plain": line}, raw=True)
+        elif self.terminal:
+            room = max(20, os.get_terminal_size(sys.stdout.fileno()).columns or 80) - 1
+            line = line if len(line) <= room else f"{line[: room - 1]}…"
+            print("\r" + line.ljust(min(self.width, room)), end="", flush=True)
+            self.width = len(line)
+        elif line != self.line:
             print(line, flush=True)
+        self.line = line
 
-    return show
+    def close(self) -> None:
+        """Nothing follows: what is printed next begins a line of its own."""
+        if self.terminal and self.width:
+            print(flush=True)
+        self.event, self.width = None, 0
+
+
+def progress_printer() -> Printer:
+    """An `on_progress` for `launch.launch`: one line up to date in a terminal or a notebook, few lines in a log."""
+    return Printer()

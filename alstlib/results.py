@@ -241,7 +241,8 @@ def step_seconds(metrics: Mapping[str, Any]) -> float | None:
 
 
 def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One dictionary a result: what was measured (bytes, seconds, tokens, TFLOPS a rank), and the paper's row.
+    """One dictionary a result: what was measured (bytes, seconds, tokens, TFLOPS a rank), what was predicted of it,
+    and the paper's row.
 
     `device_peak_bytes` is that of the fullest rank, `host_peak_bytes` the sum over the ranks.
     """
@@ -258,6 +259,8 @@ def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if seconds and not tflops:
             tflops = {k: v / seconds / ranks / 1e12 for k, v in (m.get("flos") or {}).items()}
         tokens = m.get("tokens_per_step")
+        predicted = m.get("predicted") or {}
+        its_host = predicted.get("host_peak_bytes")
         rows.append({
             "row": row or result["run_id"],
             "status": result["status"],
@@ -267,6 +270,9 @@ def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "tokens_per_second": tokens / seconds if tokens and seconds else None,
             "device_peak_bytes": max(device, default=None),
             "host_peak_bytes": sum(host) if host else None,
+            "predicted_step_seconds": predicted.get("step_seconds"),
+            "predicted_device_peak_bytes": predicted.get("device_peak_bytes"),
+            "predicted_host_peak_bytes": None if its_host is None else its_host * ranks,
             "tflops_paper": tflops.get("paper"),
             "tflops_model": tflops.get("model"),
             "paper_seq_len": paper.get("seq_len"),
@@ -306,9 +312,13 @@ def _number(x: float) -> str:
 
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "row": ("row", str), "status": ("status", str), "mode": ("mode", str),
-    "seq_len": ("length", format_tokens), "step_seconds": ("step", format_seconds),
+    "seq_len": ("length", format_tokens),
+    "step_seconds": ("step", format_seconds), "predicted_step_seconds": ("predicted step", format_seconds),
     "tokens_per_second": ("tokens/s", _number),
-    "device_peak_bytes": ("device peak", format_bytes), "host_peak_bytes": ("host peak, all ranks", format_bytes),
+    "device_peak_bytes": ("device peak", format_bytes),
+    "predicted_device_peak_bytes": ("predicted device peak", format_bytes),
+    "host_peak_bytes": ("host peak, all ranks", format_bytes),
+    "predicted_host_peak_bytes": ("predicted host peak, all ranks", format_bytes),
     "tflops_paper": ("TFLOPS, paper's FLOS", _number), "tflops_model": ("TFLOPS, model FLOS", _number),
     "paper_seq_len": ("paper: length", format_tokens), "paper_step_seconds": ("paper: step", format_seconds),
     "paper_tflops": ("paper: TFLOPS", _number),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -193,14 +193,18 @@ class Samples(Dataset):
     """A map-style dataset of samples, tokenized as far as they are asked for; made by `make_samples`."""
 
     def __init__(
-        self, corpus: Any, tokenizer: Any, seq_len: int, *, packed: bool, seed: int, limit: int | None, repeat: bool
-    ) -> None:
+        self, corpus: Any, tokenizer: Any, seq_len: int, *, packed: bool, seed: int, limit: int | None, repeat: bool,
+        pace: Callable[[int], Callable[[int], None]] | None = None,
+    ) -> None:  # fmt: skip
+        self.pace = pace
+        self._told: Callable[[int], None] | None = None
         self.corpus, self.tokenizer, self.seq_len = canonical_columns(corpus), tokenizer, seq_len
         self.packed, self.seed, self.limit, self.repeat = packed, seed, limit, repeat
         self.passes = 0
         """Passes over the corpus that were begun."""
         self.tokens = 0
         """Tokens of the first pass so far."""
+        self._seen = 0  # tokens of all passes
         self._made: list[list[Document]] = []
         self._source: Iterator[list[Document]] | None = None
         if limit is not None and repeat:
@@ -212,7 +216,7 @@ class Samples(Dataset):
 
     def __getstate__(self) -> dict[str, Any]:
         # a worker process makes the samples again, for a generator cannot be sent to it
-        return {**self.__dict__, "_made": [], "_source": None, "passes": 0, "tokens": 0}
+        return {**self.__dict__, "_made": [], "_source": None, "passes": 0, "tokens": 0, "pace": None, "_told": None}
 
     def _rows(self, epoch: int) -> Iterator[Mapping[str, Any]]:
         if not hasattr(self.corpus, "__len__"):
@@ -227,6 +231,9 @@ class Samples(Dataset):
             for row in self._rows(epoch):
                 document = _tokenize(row, self.tokenizer)
                 self.tokens += len(document.ids) if epoch == 0 else 0
+                self._seen += len(document.ids)
+                if self._told:
+                    self._told(self._seen)
                 yield document
             enough = self.limit is None and self.tokens >= self.seq_len
             if not self.repeat or self.tokens == 0 or enough:
@@ -238,6 +245,10 @@ class Samples(Dataset):
 
     def _make(self, count: int | None) -> None:
         """Samples up to `count`; None: those of one pass (or one sample, repeating)."""
+        wanted, before = (0 if count is None else count - len(self._made)) * self.seq_len, self._seen
+        if self.pace and wanted > 0:
+            tell = self.pace(wanted)
+            self._told = lambda seen: tell(min(seen - before, wanted))
         if self._source is None:
             self._source = (_pack if self.packed else _one_text)(self._documents(), self.seq_len)
         while count is None or len(self._made) < count:
@@ -279,6 +290,7 @@ def make_samples(
     seed: int = 0,
     limit: int | None = None,
     repeat: bool = True,
+    pace: Callable[[int], Callable[[int], None]] | None = None,
 ) -> Samples:
     """A map-style dataset of samples of exactly `seq_len` tokens, out of documents in a seeded shuffled order.
 
@@ -290,6 +302,7 @@ def make_samples(
         limit: number of samples, tokenized when they are asked for; None: those of one pass, tokenized at once.
         repeat: begin the corpus again, in another order and with a warning, when it is too short for `limit` samples
             (for one without `limit`). False: as many samples as one pass has.
+        pace: for whom tokenizing takes long: given the tokens that are to be made, returns what is told those made.
 
     Raises:
         ValueError: fewer tokens than one sample needs, a corpus without usable column, a chat that cannot be labelled.
@@ -299,7 +312,7 @@ def make_samples(
             raise ValueError(f"{name}={value} must be at least 1")
     if limit is None and not hasattr(corpus, "__len__"):
         raise ValueError("a streamed corpus has no end to wait for: give limit, the number of samples")
-    return Samples(corpus, tokenizer, seq_len, packed=packed, seed=seed, limit=limit, repeat=repeat)
+    return Samples(corpus, tokenizer, seq_len, packed=packed, seed=seed, limit=limit, repeat=repeat, pace=pace)
 
 
 def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

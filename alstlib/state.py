@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from alstlib.config import RunConfig
-from alstlib.engine import WholeState
+from alstlib.engine import Told, WholeState, silent
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,9 @@ _DATA = ("accumulation", "batch_size", "data", "model", "packed", "seed", "seq_l
 """Fields of a run that decide, with the number of ranks, which rank reads which sample when."""
 
 
-def save_state(engine: Any, run: RunConfig, folder: str | Path, *, step: int, loader_state: Any) -> None:
+def save_state(
+    engine: Any, run: RunConfig, folder: str | Path, *, step: int, loader_state: Any, told: Told = silent
+) -> None:
     """Write the training state after optimizer step `step`. A collective: every rank calls it, rank 0 writes.
 
     It is written beside `folder` and renamed when it is whole: whatever happens, the state saved before is intact.
@@ -41,6 +43,7 @@ def save_state(engine: Any, run: RunConfig, folder: str | Path, *, step: int, lo
     Args:
         engine: a DeepSpeed engine with AdamW, at the end of an optimizer step.
         loader_state: this rank's `SPDataLoader.state_dict()`, or anything that JSON holds.
+        told: called with the share that is written, 0 to 1.
 
     Raises:
         OSError: on every rank, when rank 0 could not write (a full disk).
@@ -48,10 +51,13 @@ def save_state(engine: Any, run: RunConfig, folder: str | Path, *, step: int, lo
     whole, writer = WholeState(engine), _Writer(Path(folder), dist.get_rank() == 0)
     rng = [_bytes(get()).tobytes().hex() for get in _rng()[0]]
     ranks = _gather(json.dumps({"loader": loader_state, "rng": rng}), engine.device)
+    written, size = 0, _elements(whole)
     for file, names in _shards(whole):
         writer.begin(file, {name: whole.shape_of(name) for name in names})
         for name in names:
             writer.add(name, whole.read(name))  # a collective: it goes on when rank 0 cannot write
+            written += math.prod(whole.shape_of(name))
+            told(written / size)
     state = {
         "schema_version": SCHEMA_VERSION,
         "step": step,
@@ -66,13 +72,14 @@ def save_state(engine: Any, run: RunConfig, folder: str | Path, *, step: int, lo
         raise OSError(f"could not save the training state in {folder}: {error}")
 
 
-def load_state(engine: Any, run: RunConfig, folder: str | Path) -> dict[str, Any]:
+def load_state(engine: Any, run: RunConfig, folder: str | Path, told: Told = silent) -> dict[str, Any]:
     """Put a saved state into an engine of the same model, on any number of ranks, at any sp and under any ZeRO stage.
 
     A collective. Everything is checked before the engine is touched.
 
     Args:
         folder: what `save_state` was given, or the folder of a run, which has it in `state`.
+        told: called with the share that is read, 0 to 1.
 
     Returns: `step` (optimizer steps done), `loader` (this rank's loader state, or None where this run reads other
         samples or spreads them otherwise) and `note` (why `loader` is None; also logged).
@@ -90,6 +97,7 @@ def load_state(engine: Any, run: RunConfig, folder: str | Path) -> dict[str, Any
     if problems := [p for p in _gather(problem, device) if p]:
         raise ValueError(f"resume_from='{folder}': {problems[0]}")
     where = {name: place / file for file, names in state["files"].items() for name in names}
+    done, size = 0, _elements(whole)
     for name in whole.names():
         value = torch.empty(whole.shape_of(name), dtype=torch.float32, device=device)
         if dist.get_rank() == 0:
@@ -97,6 +105,8 @@ def load_state(engine: Any, run: RunConfig, folder: str | Path) -> dict[str, Any
                 value.copy_(shard.get_tensor(name))
         dist.broadcast(value, 0)
         whole.write(name, value)
+        done += value.numel()
+        told(done / size)
     whole.set_steps({name: p["step"] for name, p in state["parameters"].items()})
     if engine.lr_scheduler is not None:
         saved_step = state["scheduler_step"]  # None: that run had no warm-up
@@ -188,6 +198,10 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _elements(whole: WholeState) -> int:
+    return max(1, sum(math.prod(whole.shape_of(name)) for name in whole.names()))
 
 
 def _shards(whole: WholeState) -> Iterator[tuple[str, list[str]]]:

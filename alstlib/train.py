@@ -31,9 +31,9 @@ from alstlib.groups import join_fake
 from alstlib.memory import Ledger
 from alstlib.models import SHAPES, flop_dimensions, liger_kernels, load_model, use_liger
 from alstlib.processes import die_with_parent
-from alstlib.progress import Progress
+from alstlib.progress import Pace, Progress
 from alstlib.samples import collate, make_samples
-from alstlib.search import longest_that_fits
+from alstlib.search import expected_seconds, longest_that_fits
 from alstlib.state import load_state, save_state
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # DeviceOutOfMemory and HostOutOfMemory are MemoryErrors
@@ -47,10 +47,11 @@ class Trainer:
         self.device, cuda = this_device()
         self.bf16 = run.dtype == "bf16" or (run.dtype == "auto" and cuda)
         self.progress = Progress(out / "progress.jsonl", self.rank)
-        self.progress.emit("load", row=run.row, message=f"loading {run.model}")
+        self.say(message=f"loading {run.model}")
         self.ctx = alstlib.SPContext.create(run.sp)
         model: Any = load_model(run, torch.bfloat16 if self.bf16 else torch.float32)
         self.flops = flop_dimensions(model)
+        self.say(message=f"reading data '{run.data}' and the tokenizer")
         self.corpus = load_corpus(run.data)
         self.vocabulary = model.config.get_text_config().vocab_size
         self.tokenizer = self._tokenizer()
@@ -60,6 +61,7 @@ class Trainer:
             liger_kernels(model)
         self.handle = alstlib.apply(model, self.ctx, options)
         torch.manual_seed(run.seed + 1 + self.rank)  # dropout masks differ between shards
+        self.say(message=f"starting DeepSpeed, ZeRO {run.zero_stage} (the first time it compiles)")
         self.engine = initialize(run, model, self.bf16)
         budget = run.device_memory
         if budget is None and cuda and run.search:
@@ -67,6 +69,14 @@ class Trainer:
             budget = int(0.93 * torch.cuda.get_device_properties(self.device).total_memory)
         self.ledger = Ledger(self.device, [self.handle.store], budget)
         self.samples: dict[int, Any] = {}
+        self.trials: list[tuple[int, float]] = []
+
+    def say(self, **fields: Any) -> None:
+        self.progress.emit("load", row=self.run.row, **fields)
+
+    def told(self, message: str) -> Callable[[float], None]:
+        """Who hears the share of a long piece of work that is done."""
+        return Pace(self.say, message, 1.0)
 
     def _tokenizer(self) -> Any:
         run, name = self.run, self.run.tokenizer
@@ -93,8 +103,9 @@ class Trainer:
         samples = steps * run.accumulation * self.ctx.dp * run.batch_size
         if (dataset := self.samples.get(seq_len)) is None or len(dataset) < samples:
             dataset = make_samples(
-                self.corpus, self.tokenizer, seq_len, packed=run.packed, seed=run.seed, limit=samples
-            )
+                self.corpus, self.tokenizer, seq_len, packed=run.packed, seed=run.seed, limit=samples,
+                pace=lambda tokens: Pace(self.say, f"tokenizing {tokens:,} tokens", tokens),
+            )  # fmt: skip
             self.samples = {seq_len: dataset}
         if run.accumulation % sp:
             sp = 1  # the ranks of a group cannot take turns within a step: they share one stream of samples
@@ -115,6 +126,8 @@ class Trainer:
         if event == "step" and run.resume_from:
             done = self.resume(loader, seq_len)
         made: dict[str, list[Any]] = {"loss": [], "step_seconds": [], "valid_tokens": [], "wire_bytes": []}
+        if event == "step":
+            self.say(seq_len=seq_len, message=f"step {done + 1} of {count}, which warms up")
         began, shares, wire = time.perf_counter(), [], self.handle.wire_bytes
         for batch in loader:
             out = alstlib.causal_lm_loss(self.engine, batch, self.ctx, engine_divides_by=run.accumulation)
@@ -133,15 +146,17 @@ class Trainer:
             made["step_seconds"].append(seconds)
             made["valid_tokens"].append(int(batch["step_tokens"]))
             made["wire_bytes"].append(self.handle.wire_bytes - wire)
+            usual = statistics.median(made["step_seconds"][1:][-9:] or [seconds])
             self.progress.emit(
                 event, row=run.row, seq_len=seq_len, step=done, steps=count, loss=loss,
-                tokens_per_second=self.tokens_per_step(seq_len) / seconds, eta_seconds=(count - done) * seconds,
+                tokens_per_second=self.tokens_per_step(seq_len) / seconds, eta_seconds=(count - done) * usual,
             )  # fmt: skip
             if len(made["loss"]) == 1 and after_first is not None:
                 after_first()
             if event == "step" and run.checkpoint_every and done % run.checkpoint_every == 0:
                 here, place = run.replace(seq_len=seq_len), loader.state_dict()
-                save_state(self.engine, here, self.out / "state", step=done, loader_state=place)
+                told = self.told(f"saving the training state of step {done}")
+                save_state(self.engine, here, self.out / "state", step=done, loader_state=place, told=told)
             if done == count:
                 return made
             began, shares, wire = time.perf_counter(), [], self.handle.wire_bytes
@@ -150,7 +165,9 @@ class Trainer:
     def resume(self, loader: Any, seq_len: int) -> int:
         """Continue from the run's `resume_from`; returns the optimizer steps that it has done."""
         run = self.run
-        found = load_state(self.engine, run.replace(seq_len=seq_len), str(run.resume_from))
+        self.say(message=f"reading the training state in {run.resume_from}")
+        told = self.told("reading the training state")
+        found = load_state(self.engine, run.replace(seq_len=seq_len), str(run.resume_from), told)
         if found["step"] >= run.steps:
             raise ValueError(
                 f"steps={run.steps} counts all steps, and resume_from='{run.resume_from}' has done {found['step']} "
@@ -158,7 +175,7 @@ class Trainer:
             )
         if found["loader"] is not None:
             loader.load_state_dict(found["loader"])
-        self.progress.emit("load", row=run.row, message=found["note"] or f"continuing after step {found['step']}")
+        self.say(message=found["note"] or f"continuing after step {found['step']}")
         return found["step"]
 
     def tokens_per_step(self, seq_len: int) -> int:
@@ -167,8 +184,12 @@ class Trainer:
     def peaks(self, seq_len: int) -> int:
         """Largest device peak of any rank in one optimizer step at this length (no budget is enforced)."""
         budget, self.ledger.budget = self.ledger.budget, None
+        what, expected = f"trial {len(self.trials) + 1} of the search", expected_seconds(self.trials, seq_len)
+        self.progress.emit("search", row=self.run.row, seq_len=seq_len, message=what, eta_seconds=expected)
         self.ledger.start()
-        self.steps(seq_len, 1, event="search")
+        began = time.perf_counter()
+        self.steps(seq_len, 1, event="trial")
+        self.trials.append((seq_len, time.perf_counter() - began))
         self.ledger.budget = budget
         peak = torch.tensor(self.ledger.device_peak, device=self.device)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
@@ -216,7 +237,8 @@ class Trainer:
         nodes = max(1, self.ctx.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", self.ctx.world_size)))
         try:
             run = self.run.replace(world_size=self.ctx.world_size, sp=self.ctx.sp)
-            return as_metrics(foretell(run, machine_of(run, nodes, gpus), seq_len)[1])
+            machine = machine_of(run, nodes, gpus)
+            return as_metrics(foretell(run, machine, seq_len)[1], machine)
         except (ValueError, KeyError) as e:
             return {"unknown": str(e)}
 
@@ -234,7 +256,7 @@ class Trainer:
             if run.search:
                 if self.ledger.budget is None:
                     raise ValueError("search=True needs device_memory, the budget that decides what fits")
-                self.steps(run.search_granule, 3, event="search")  # ZeRO-3 prefetches from what these have read
+                self.steps(run.search_granule, 3, event="trial")  # ZeRO-3 prefetches from what these have read
                 found = longest_that_fits(
                     self.peaks, self.ledger.budget, run.search_granule, start=length, limit=run.search_max
                 )
@@ -243,7 +265,8 @@ class Trainer:
         if tried:
             metrics["tried"] = [{"seq_len": n, "device_peak_bytes": peak} for n, peak in tried]
         if run.save_to:
-            save_model(self.handle, run.save_to, self.tokenizer)
+            self.say(message=f"saving the model to {run.save_to}")
+            save_model(self.handle, run.save_to, self.tokenizer, self.told("saving the model: gathering weights"))
         return metrics
 
 

@@ -2,15 +2,18 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
-from alstlib import cli, launch, results
+from alstlib import cli, launch, locks, results, status
 from alstlib.config import ROWS, RunConfig
 
 TESTS = Path(__file__).parent
@@ -113,16 +116,141 @@ def test_fail_fast(tmp_path, monkeypatch):
     assert ran == ["good", "good", "bad"]
 
 
-def test_report_and_status(sweep, capsys):
+def test_report_prints_a_table_and_writes_a_page(sweep, capsys):
     spec, out, _ = sweep
+    assert (out / "report.html").exists()  # alst run wrote it
+    (out / "report.html").unlink()
     assert cli.main(["report", str(out)]) == 0
     table = capsys.readouterr().out
     assert "| good | ok | real | 2,048 |" in table
     assert "| bad | error |" in table
+    assert (out / "report.html").exists()
     assert cli.main(["report", str(spec)]) == 0
     assert capsys.readouterr().out == table
-    assert cli.main(["status", str(spec)]) == 0
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [["good", "ok"], ["bad", "error"]]
+
+
+def test_status_of_what_ended(sweep, capsys):
+    spec = sweep[0]
+    assert cli.main(["status", str(spec)]) == 1
+    shown = capsys.readouterr().out
+    lines = [line.split() for line in shown.splitlines()]
+    assert next(line for line in lines if line[:1] == ["good"])[:2] == ["good", "ok"]
+    bad = next(line for line in shown.splitlines() if line.startswith("bad"))
+    assert "RankFailed: rank 1 ended with exit status 1" in bad
+    assert all(len(line) <= 100 for line in shown.partition("next:")[0].splitlines())
+    assert f"alst run {spec} --retry error" in shown
+    log = re.search(r"less (\S+)", shown)[1]
+    assert "rank one is broken" in Path(log).read_text()
+    assert cli.main(["status", str(spec), "--json"]) == 1
+    made = json.loads(capsys.readouterr().out)
+    assert made["counts"] == {"ok": 1, "error": 1}
+    assert [(r["row"], r["state"]) for r in made["rows"]] == [("good", "ok"), ("bad", "error")]
+    assert made["rows"][0]["seconds"] > 0
+    assert made["rows"][1]["log"] == log
+
+
+def test_status_of_what_was_changed_or_cut_off(tmp_path, monkeypatch, capsys):
+    rows = [
+        {"name": n, "model_config": {"fake": "ok"}} for n in ("changed", "committed", "cut", "again", "never", "torn")
+    ]
+    spec, out = write_spec(tmp_path, rows=rows), out_of(tmp_path)
+    configs = cli.load_spec(spec).rows
+
+    def put(row, config, began=0.0, **changes):
+        (out / row).mkdir(parents=True)
+        results.write_json(out / row / "config.json", config.to_dict())
+        event = {"time": began or time.time() - 100, "event": "step", "step": 3, "steps": 9}
+        (out / row / "progress.jsonl").write_text(json.dumps(event) + "\n")
+        if changes:
+            results.write_result(out / row / "result.json", {**results.new_result(config, "ok"), **changes})
+
+    put("changed", configs["changed"].replace(seq_len=77), status="oom")
+    put("committed", configs["committed"], run_id="another", git={"sha": "0123456789abcdef", "dirty": False})
+    put("cut", configs["cut"])
+    put("again", configs["again"].replace(steps=5), began=time.time() + 50, status="ok")
+    put("torn", configs["torn"])
+    (out / "torn" / "result.json").write_text("{")
+    assert cli.main(["status", str(spec)]) == 1
+    shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line[:1].isalpha()}
+    assert "stale" in shown["changed"]
+    assert "oom with seq_len=77 (now 2048)" in shown["changed"]
+    assert "ok at commit 0123456789" in shown["committed"]
+    assert "interrupted" in shown["cut"]
+    assert "after: step 3/9" in shown["cut"]
+    assert "interrupted" in shown["again"]  # a newer attempt than the result, which is not of this configuration
+    assert "never run" in shown["never"]
+    assert "unreadable" in shown["torn"]
+    for row in ("cut", "again", "torn"):
+        shutil.rmtree(out / row)
+    assert cli.main(["status", str(spec)]) == 3
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    cli.write_record(cli.load_spec(spec))
+    assert cli.main(["status"]) == 3
+    assert re.search(r"^sweep +6 +- +- +- +2 +4 +alst status spec.yaml$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_what_runs_and_that_it_runs_once(tmp_path, capsys):
+    """Status follows a running sweep; a second one says who runs and touches nothing; killed, it is interrupted."""
+    spec, out = write_spec(tmp_path, rows=[{"name": "one", "model_config": {"fake": "hang"}}]), out_of(tmp_path)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(TESTS)))}
+    command = [sys.executable, "-m", "alstlib.cli", "run", str(spec)]
+    sweep = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    kernel = None
+    try:
+        deadline = time.monotonic() + 120
+        while not (out / "one" / "started.0").exists() or not (out / "one" / "started.1").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        assert cli.main(["status", str(spec), "--json"]) == 3
+        made = json.loads(capsys.readouterr().out)
+        row = made["rows"][0]
+        assert (row["state"], row["step"], row["steps"]) == ("running", 2, 2)
+        assert row["seconds"] > 0
+        assert made["holder"]["pid"] == sweep.pid
+        assert cli.main(["status", str(spec)]) == 3
+        shown = capsys.readouterr().out
+        assert f"run by process {sweep.pid} since" in shown
+        assert re.search(r"^one +running +2/2 ", shown, re.MULTILINE)
+        before = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file() and p.suffix != ".ipynb"}
+        assert cli.main(["run", str(spec), "--force"]) == 2
+        assert f"in use by another run: process {sweep.pid} since" in capsys.readouterr().err
+        assert {p: p.stat().st_mtime_ns for p in before} == before
+        with pytest.raises(ValueError, match="its folder is in use by process"):
+            cli.run_row(cli.load_spec(spec), "one")
+        kernel = locks.holder(out / "one")["pid"]
+    finally:
+        sweep.kill()
+        sweep.wait()
+        if kernel:
+            os.kill(kernel, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while (state := status.look(out / "one", None).state) == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert state == "interrupted"
+    assert locks.holder(out) is None
+
+
+def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(launch, "device_count", lambda: 0)
+    base = {"model": "tiny", "seq_len": 256, "steps": 2}
+    rows = ["alst", {"name": "long", "sp": 2, "seq_len": "1G", "device_memory": "96MiB"}]
+    spec = write_spec(tmp_path, base=base, rows=rows, parameters=None)
+    assert cli.main(["run", str(spec), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "the row sets  tiled_loss=True, sp=2, tiled_mlp=True, offload=sync\n" in shown
+    assert "the base sets model=tiny, seq_len=256, world_size=2, steps=2\n" in shown
+    assert "predicted     fits; device" in shown
+    assert "predicted     does not fit, it goes beyond the device; device" in shown
+    assert "of 96.00 MiB a rank" in shown
+    config = out_of(tmp_path) / "alst" / "config.json"
+    assert "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 0 --log-dir" in shown
+    assert f"-m alstlib.train --config {config}" in shown
+    assert not (tmp_path / "papermill_runs").exists()
+    spec = write_spec(tmp_path, rows=[{"name": "k"}], parameters={"worker": "alstlib.bench"})
+    assert cli.main(["run", str(spec), "--dry-run"]) == 0
+    assert "not predicted: the worker is alstlib.bench" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -200,7 +328,7 @@ def test_interrupting_the_sweep_stops_it_and_leaves_nothing(tmp_path, number):
     )
     try:
         text = ""
-        while "step 1/2" not in text:  # progress of the row reaches the terminal
+        while "/2  loss" not in text and "step 1/2" not in text:  # progress of the row reaches the terminal
             line = sweep.stdout.readline()
             assert line, text
             text += line

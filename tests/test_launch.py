@@ -91,10 +91,10 @@ def test_a_run_that_ends_well(finished_run):
     config = json.loads((out / "config.json").read_text())
     assert (config["world_size"], config["sp"]) == (result["config"]["world_size"], 1)
     assert config["world_size"] > 0
-    assert [e["event"] for e in events] == ["step", "step", "end"]
+    assert [e["event"] for e in events] == ["start", "step", "step", "end"]
     assert events[-1]["status"] == "ok"
-    assert events[0]["loss"] is None
-    assert events[1]["loss"] == 2.5
+    assert events[1]["loss"] is None
+    assert events[2]["loss"] == 2.5
     assert events[0]["time"] > 0
     assert not processes_of(out)
 
@@ -387,7 +387,7 @@ def test_one_line_says_it_all(capsys):
     event = {"event": "step", "row": "alst", "seq_len": 3072, "step": 1, "steps": 3, "tokens_per_second": 1234.5}
     event |= {"loss": 2.25, "eta_seconds": 75, "message": "searching"}
     line = progress.describe(event)
-    assert line == "alst  length 3,072  step 1/3  1,234 tokens/s  loss 2.2500  0:01:15 left  searching"
+    assert line == "alst  length 3,072  step 1/3  1,234 tokens/s  loss 2.2500  searching  0:01:15 left"
     show = launch.progress_printer()
     for _ in range(1000):
         show(event)

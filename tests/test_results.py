@@ -194,6 +194,12 @@ def test_table_and_markdown():
     assert lines[2] == f"| alst | ok | real | {figures} | 3.7M | 1:47:35 | 590.6 |"
     assert lines[3].startswith("| mine | oom | real | - | - |")
     assert len({line.count("|") for line in lines}) == 1
+    measured["metrics"]["predicted"] = {"device_peak_bytes": 2**30, "host_peak_bytes": 2**20, "step_seconds": None}
+    (row,) = results.table([measured])
+    assert (row["predicted_device_peak_bytes"], row["predicted_host_peak_bytes"]) == (2**30, 2**21)  # of 2 ranks
+    heading = results.to_markdown([row]).splitlines()[0]
+    assert "| device peak | predicted device peak |" in heading
+    assert "predicted step" not in heading
 
 
 @pytest.mark.parametrize("n", [1, 999, 1000, 1500, 2048, 131_072, 999_999, 1_050_000, 123_456_000, 1_234_567_000])

@@ -86,7 +86,7 @@ def test_wire_bytes_are_those_of_the_formula(first: tuple[Path, dict[str, Any]])
 
 def test_progress_tells_rows_steps_and_time(first: tuple[Path, dict[str, Any]]) -> None:
     events = [json.loads(line) for line in (first[0] / "progress.jsonl").read_text().splitlines()]
-    assert events[0]["event"] == "load"
+    assert [e["event"] for e in events[:2]] == ["start", "load"]
     steps = [e for e in events if e["event"] == "step"]
     assert [(e["row"], e["step"], e["steps"], e["seq_len"]) for e in steps] == [
         ("alst", i, 5, 129) for i in range(1, 6)

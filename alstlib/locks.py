@@ -1,0 +1,89 @@
+"""Folders that one process at a time writes: a lock that ends with the process that holds it, and says who that is."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+FILE = ".lock"
+PATIENCE_SECONDS = 0.5
+"""How long a lock is asked for again: `holder` takes it for a moment."""
+
+
+@contextlib.contextmanager
+def hold(folder: Path) -> Iterator[Callable[..., None]]:
+    """Hold a folder for this block; yields `note(**fields)`, which adds to what others read about the holder.
+
+    A file system without locks protects nothing.
+
+    Raises:
+        ValueError: another process holds it; the message says which, and since when.
+    """
+    with open(folder / FILE, "a+", encoding="utf-8") as file:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not _lock(file, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                who = describe(_read(folder) or {})
+                raise ValueError(f"out={str(folder)!r} is in use by another run: {who}; wait for it or name another")
+            time.sleep(0.05)
+        since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        about: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+
+        def note(**fields: Any) -> None:
+            about.update(fields)
+            with contextlib.suppress(OSError):  # a full disk: what others read is not worth a run
+                file.seek(0)
+                file.truncate()
+                file.write(json.dumps(about))
+                file.flush()
+
+        note()
+        yield note
+
+
+def holder(folder: Path) -> dict[str, Any] | None:
+    """What is known about the process that holds a folder (`pid`, `host`, `since` and its notes); None when none does.
+
+    The lock decides, so a process that was killed holds nothing.
+    """
+    try:
+        with open(folder / FILE, encoding="utf-8") as file:
+            free = _lock(file, fcntl.LOCK_SH)
+    except OSError:
+        return None
+    return None if free else _read(folder) or {}
+
+
+def describe(about: Mapping[str, Any]) -> str:
+    """`process 123 on node7 since 2026-01-31T12:00:00+01:00`."""
+    if "pid" not in about:
+        return "process unknown"
+    where = "" if about.get("host") == socket.gethostname() else f" on {about.get('host')}"
+    return f"process {about['pid']}{where} since {str(about.get('since', '')).replace('T', ' ')[:19]}"
+
+
+def _lock(file: Any, kind: int) -> bool:
+    """False where another process has it. True also on a file system without locks."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

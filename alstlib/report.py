@@ -1,0 +1,219 @@
+"""`alst report`: the table of results, and a page of a sweep that opens anywhere: one HTML file, nothing outside it.
+
+Nothing is computed here: figures are `plots` over results, the rest is what result.json says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import datetime
+import io
+import json
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from alstlib import results
+from alstlib.config import RunConfig
+from alstlib.results import COLUMNS, format_bytes, format_tokens
+from alstlib.specs import Spec, load_spec, read_record, shown
+
+PAGE = "report.html"
+TEMPLATE = Path(__file__).with_name("report.html.j2")
+
+
+def report(args: argparse.Namespace) -> int:
+    """`alst report`: the table of a spec's results, or of those below a folder, and their page."""
+    source = Path(args.source)
+    spec = None if source.is_dir() else load_spec(source, args.out)
+    folder = spec.out if spec else source
+    found = results.collect(folder)
+    if not found:
+        raise ValueError(f"no result.json below {folder}")
+    print(results.to_markdown(results.table(found)))
+    page = write_page(folder, found, spec, Path(args.html) if args.html else None)
+    print(f"\npage: {shown(page)}")
+    return 0
+
+
+def write_page(
+    folder: Path, found: Sequence[Mapping[str, Any]], spec: Spec | None = None, page: Path | None = None
+) -> Path:
+    """Write the page of `results.collect(folder)` and return where it is: `folder`/report.html unless `page` says.
+
+    Raises:
+        OSError: it could not be written.
+        ValueError: jinja2 is not installed.
+    """
+    try:
+        import jinja2
+    except ImportError:
+        raise ValueError("the page needs jinja2: pip install 'alstlib[notebooks]'") from None
+    page = (page or folder / PAGE).resolve()
+    env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = env.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    text = template.render(**contents(folder.resolve(), found, spec, page.parent))
+    page.parent.mkdir(parents=True, exist_ok=True)
+    temporary = page.with_name(f".{page.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(page)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return page
+
+
+def contents(folder: Path, found: Sequence[Mapping[str, Any]], spec: Spec | None, base: Path) -> dict[str, Any]:
+    """What the template shows; links are relative to `base`."""
+    record = read_record(folder)
+    known = spec.rows if spec else record.get("rows", ())
+    missing = [name for name in known if name not in {r.get("row") for r in found}]
+    table = results.table(found)
+    names = [n for n in COLUMNS if any(row.get(n) is not None for row in table)]
+    head = [(COLUMNS[n][0], _kind(n)) for n in names]
+    body = []
+    for result, row in zip(found, table):
+        cells = [("-" if row.get(n) is None else COLUMNS[n][1](row[n]), _kind(n)) for n in names]
+        body.append({"status": row["status"], "cells": cells, "anchor": _anchor(result)})
+    times = sorted(str(r["finished"]) for r in found if r.get("finished"))
+    return {
+        "title": (spec.name if spec else record.get("name")) or folder.name,
+        "first": _when(times[0]) if times else "", "last": _when(times[-1]) if times else "",
+        "written": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        "counts": [(s, n) for s in results.STATUSES if (n := sum(r["status"] == s for r in found))],
+        "modes": sorted({str(r["mode"]) for r in found}), "missing": missing, "head": head, "body": body,
+        "predicted": any("predicted" in n for n in names), "paper": any(n.startswith("paper_") for n in names),
+        "figures": list(figures(found, table)), "environments": environments(found),
+        "command": spec.command if spec else str(record.get("command") or ""),
+        "notebooks": [(p.name, _link(p, base)) for p in sorted(folder.glob("*.ipynb"))],
+        "rows": [_row(r, base, spec.worker if spec else record.get("worker") or "alstlib.train") for r in found],
+    }  # fmt: skip
+
+
+def _kind(name: str) -> str:
+    """The class of a column: of whom its numbers are."""
+    whose = "predicted" if name.startswith("predicted_") else "paper" if name.startswith("paper_") else ""
+    return f"{whose} {'text' if name in ('row', 'status', 'mode') else 'number'}".strip()
+
+
+def _anchor(result: Mapping[str, Any]) -> str:
+    return f"row-{result.get('row') or result['run_id']}"
+
+
+def _when(text: str) -> str:
+    try:
+        return datetime.datetime.fromisoformat(text).astimezone(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except ValueError:
+        return text
+
+
+def _link(path: Path, base: Path) -> str:
+    return Path(os.path.relpath(path, base)).as_posix()
+
+
+def _row(result: Mapping[str, Any], base: Path, worker: str) -> dict[str, Any]:
+    """One result: its error, its configuration, what lies in its folder, and the command that repeats it alone."""
+    folder = Path(result["folder"]).resolve()
+    files = [*sorted(folder.glob("*.ipynb")), folder / "result.json"]
+    known = {f: v for f, v in result["config"].items() if f in RunConfig.__dataclass_fields__}
+    default = RunConfig().to_dict()
+    fields = {n: v for n, v in known.items() if v != default[n]}
+    error = result.get("error") or {}
+    given: dict[str, Any] = {"config": {n: v for n, v in fields.items() if n != "row"}}
+    text = json.dumps(given if worker == "alstlib.train" else {"worker": worker, **given})
+    return {
+        "anchor": _anchor(result), "name": result.get("row") or result["run_id"], "status": result["status"],
+        "mode": result["mode"], "run_id": result["run_id"], "finished": _when(str(result.get("finished") or "")),
+        "why": ": ".join(str(error[n]) for n in ("type", "message") if error.get(n)),
+        "log_tail": error.get("log_tail") or "", "fields": fields,
+        "notes": [str(n) for n in result["metrics"].get("notes") or []],
+        "links": [(f.name, _link(f, base)) for f in files if f.exists()],
+        "command": f"papermill notebooks/run.ipynb out.ipynb -y {shlex.quote(text)}",
+    }  # fmt: skip
+
+
+def environments(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Where the results were made: each environment and commit once, with its rows."""
+    made: dict[str, dict[str, Any]] = {}
+    for result in found:
+        git = result["git"]
+        dirty = {True: "yes", False: "no"}.get(git.get("dirty"), "unknown")
+        facts = {**result["environment"], "git commit": git.get("sha"), "git: uncommitted changes": dirty}
+        one = made.setdefault(json.dumps(facts, sort_keys=True, default=str), {"rows": []})
+        one["facts"] = {n.replace("_", " "): "-" if v is None else v for n, v in facts.items()}
+        one["rows"].append(str(result.get("row") or result["run_id"]))
+    return list(made.values())
+
+
+# Figures
+
+
+def figures(found: Sequence[Mapping[str, Any]], table: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
+    """Those that these results allow, as data URIs, each with what to see and an alternative text.
+
+    Without matplotlib there are none.
+    """
+    try:
+        from alstlib import plots
+    except ImportError:
+        return
+    searched = {str(r["row"]): r["metrics"]["tried"] for r in found if r.get("row") and r["metrics"].get("tried")}
+    if searched:
+        rows = [row for row in table if row["row"] in searched]
+        lengths = ", ".join(f"{row['row']} {format_tokens(row['seq_len'])}" for row in rows if row.get("seq_len"))
+        if any(row.get("paper_seq_len") for row in rows):
+            yield _figure(
+                plots.ablation(rows), "Longest sequence that fits",
+                "What each row adds here (left), and in the paper's Table 1 on its own machine (right).",
+                f"Bars of the longest sequence of each row: {lengths}.",
+            )  # fmt: skip
+        budgets = {r["config"].get("device_memory") for r in found if r.get("row") in searched}
+        budget = next(iter(budgets)) if len(budgets) == 1 else None
+        points = {n: sorted((t["seq_len"], t["device_peak_bytes"]) for t in tried) for n, tried in searched.items()}
+        yield _figure(
+            plots.peaks(points, budget), "Trials of the search",
+            "Device peak of every length that was tried; the budget is where a search ends.",
+            f"Lines of device peak against sequence length, rising to the budget: {lengths}.",
+        )  # fmt: skip
+    both = {
+        str(row["row"]): (row["device_peak_bytes"], row["predicted_device_peak_bytes"])
+        for row in table if row.get("device_peak_bytes") and row.get("predicted_device_peak_bytes")
+    }  # fmt: skip
+    if both:
+        pairs = ", ".join(
+            f"{n} {format_bytes(a)} measured and {format_bytes(b)} predicted" for n, (a, b) in both.items()
+        )
+        yield _figure(
+            plots.measured_and_predicted(both), "Device peak, measured and predicted",
+            "Bars of a row are alike where the planner is right.", f"Pairs of bars of the device peak: {pairs}.",
+        )  # fmt: skip
+    yield from _losses(plots, found)
+
+
+def _losses(plots: Any, found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
+    """Losses by step: overlaid with their differences where runs took the same tokens, else just drawn."""
+    losses = {str(r.get("row") or r["run_id"]): r for r in found if len(r["metrics"].get("loss") or []) >= 3}
+    curves = {n: [float("nan") if x is None else x for x in r["metrics"]["loss"]] for n, r in losses.items()}
+    if not curves:
+        return
+    ends = ", ".join(f"{n} {curve[0]:.3f} to {curve[-1]:.3f}" for n, curve in curves.items())
+    same = ("seq_len", "tokens_per_step"), ("model", "model_config", "data", "seed", "steps", "learning_rate")
+    kinds = {
+        json.dumps([[r["metrics"].get(n) for n in same[0]], [r["config"].get(n) for n in same[1]]], default=str)
+        for r in losses.values()
+    }
+    alike = 1 < len(curves) <= 7 and len(kinds) == 1 and len({len(c) for c in curves.values()}) == 1
+    same_data = "The same data and settings: above the curves, below how far each is from the first."
+    what = same_data if alike else "Loss of each optimizer step."
+    figure = plots.parity(curves) if alike else plots.losses(curves)
+    yield _figure(figure, "Losses", what, f"Lines of the loss against the optimizer step: {ends}.")
+
+
+def _figure(figure: Any, title: str, what: str, alt: str) -> dict[str, str]:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return {"title": title, "what": what, "alt": alt, "source": f"data:image/png;base64,{data}"}

@@ -1,0 +1,207 @@
+"""What a run says meanwhile: in a terminal, in a log, in a notebook, at the right pace; who holds a folder."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from alstlib import locks, progress
+from alstlib.search import expected_seconds
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+class Clock:
+    """In place of `time`: passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    return clock
+
+
+class Handle:
+    """What IPython's display returns."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def update(self, data, raw):
+        assert raw
+        self.texts.append(data["text/plain"])
+
+
+def event(clock, step=1, **fields):
+    return {"time": clock.now, "event": "step", "row": "r", "step": step, "steps": 9000, "eta_seconds": 60.0, **fields}
+
+
+def test_time_left_counts_down_and_says_when_it_is_over(clock):
+    e = event(clock)
+    assert progress.describe(e, clock.now).endswith("0:01:00 left")
+    assert progress.describe(e, clock.now + 45).endswith("15.0 s left")
+    assert progress.describe(e, clock.now + 62).endswith("0 ms left")
+    assert progress.describe(e, clock.now + 90).endswith("expected 30.0 s ago")
+    assert progress.time_left(e, clock.now + 90) == -30
+    assert (
+        progress.describe({"time": clock.now, "row": "r", "message": "loading"}, clock.now + 7)
+        == "r  loading  for 7.0 s"
+    )
+
+
+def test_a_log_gets_lines_at_growing_intervals(clock, capsys):
+    show = progress.progress_printer()
+    for second in range(7200):
+        show(event(clock, second)) if second % 2 else show.tick()
+        clock.now += 1
+    lines = capsys.readouterr().out.splitlines()
+    assert 20 <= len(lines) <= 26  # doubling to 10 minutes, then every 10 minutes
+    show({"event": "end", "row": "r", "status": "ok"})
+    show.tick()
+    assert capsys.readouterr().out == "r  ok\n"
+
+
+def test_a_notebook_has_one_display_updated_once_a_second(clock, monkeypatch, capsys):
+    handle = Handle()
+    monkeypatch.setattr(progress, "_notebook_display", lambda: handle)
+    show = progress.progress_printer()
+    for i in range(100):
+        show(event(clock, i))
+        clock.now += 0.1
+    assert 9 <= len(handle.texts) <= 11
+    clock.now += 30
+    show.tick()  # nothing new, but time passes
+    assert handle.texts[-1].endswith("29.9 s left")
+    show({"event": "end", "row": "r", "status": "ok"})
+    assert handle.texts[-1] == "r  ok"
+    assert capsys.readouterr().out == ""
+
+
+def test_a_terminal_has_one_line_rewritten():
+    code = """
+import time
+from alstlib.progress import progress_printer
+show = progress_printer()
+show({"event": "step", "row": "r", "message": "m" * 300})
+time.sleep(1.1)
+show({"event": "step", "row": "r", "message": "short"})
+show({"event": "step", "row": "r", "message": "not shown: too soon"})
+show({"event": "end", "row": "r", "status": "ok"})
+print("next")
+"""
+    master, slave = pty.openpty()  # of no size, as under some tools
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TERM": "xterm"}
+    ran = subprocess.Popen([sys.executable, "-c", code], stdout=slave, env=env)
+    os.close(slave)
+    said = b""
+    while True:
+        try:
+            chunk = os.read(master, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not chunk:
+            break
+        said += chunk
+    os.close(master)
+    assert ran.wait() == 0
+    parts = said.decode().replace("\r\n", "\n").split("\r")
+    assert [p.rstrip(" ") for p in parts[2:]] == ["r  short", f"r  ok{' ' * 3}\nnext\n"]
+    assert len(parts[1]) == 79
+    assert parts[1].endswith("…")
+    assert len(parts[2]) == 79  # what was longer is wiped
+
+
+def test_pace_is_silent_at_first_and_then_says_less_and_less(clock):
+    said = []
+    pace = progress.Pace(lambda **fields: said.append((clock.now - 1000, fields)), "saving", 1000)
+    for done in range(1, 1001):
+        clock.now += 0.5
+        pace(done)
+    assert said[0][0] == 1.0
+    assert said[0][1]["message"] == "saving, 0%"
+    assert said[0][1]["eta_seconds"] == pytest.approx(499)
+    assert len(said) < 160  # 500 seconds
+    assert all(fields["eta_seconds"] == pytest.approx(500 - at) for at, fields in said)
+
+
+def test_expected_seconds_of_a_trial():
+    assert expected_seconds([], 100) is None
+    assert expected_seconds([(100, 1.0)], 400) == pytest.approx(8.0)
+    assert expected_seconds([(100, 1.0), (200, 2.0)], 400) == pytest.approx(4.0)  # linear
+    assert expected_seconds([(200, 4.0), (100, 1.0)], 400) == pytest.approx(16.0)  # square
+    assert expected_seconds([(100, 1.0), (200, 100.0)], 400) == pytest.approx(400.0)  # never more than the square
+    assert expected_seconds([(100, 5.0), (200, 1.0)], 400) == pytest.approx(2.0)
+
+
+def test_tokenizing_tells_how_far_it_is():
+    import datasets
+
+    from alstlib.corpus import make_samples
+
+    told: list = []
+
+    def pace(tokens):
+        told.append(("wanted", tokens))
+        return lambda done: told.append(done)
+
+    corpus = datasets.Dataset.from_dict({"input_ids": [list(range(10))] * 20})
+    make_samples(corpus, None, 40, limit=2, pace=pace)[1]
+    counts = [t for t in told if isinstance(t, int)]
+    assert [t for t in told if not isinstance(t, int)] == [("wanted", 40), ("wanted", 40)]
+    assert counts[:4] == [10, 20, 30, 40]
+    assert max(counts) == 40
+
+
+def test_a_folder_has_one_holder_who_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "PATIENCE_SECONDS", 0.0)
+    assert locks.holder(tmp_path) is None
+    with locks.hold(tmp_path) as note:
+        note(row="alst")
+        about = locks.holder(tmp_path)
+        assert (about["pid"], about["row"]) == (os.getpid(), "alst")
+        with (
+            pytest.raises(ValueError, match=f"in use by another run: process {os.getpid()} since 20"),
+            locks.hold(tmp_path),
+        ):
+            pass
+        assert locks.holder(tmp_path)["row"] == "alst"
+    assert locks.holder(tmp_path) is None
+    with locks.hold(tmp_path):  # what an earlier one noted is gone
+        assert "row" not in json.loads((tmp_path / locks.FILE).read_text())
+
+
+def test_a_dead_process_holds_nothing(tmp_path):
+    code = f"""
+import time
+from pathlib import Path
+from alstlib import locks
+with locks.hold(Path({str(tmp_path)!r})):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        assert child.stdout.readline() == "held\n"
+        assert locks.holder(tmp_path)["pid"] == child.pid
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    assert locks.holder(tmp_path) is None
+    with locks.hold(tmp_path):
+        pass

@@ -1,0 +1,112 @@
+"""The page of a sweep: whole, escaped, and with nothing outside it."""
+
+import re
+from html.parser import HTMLParser
+from urllib.parse import unquote, urlparse
+
+import pytest
+
+from alstlib import report, results
+from alstlib.config import RunConfig
+
+NASTY = "<script>alert('x')</script> & \"quoted\""
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and text outside scripts and styles."""
+
+    VOID = ("meta", "img", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict]] = []
+        self.open: list[str] = []
+        self.said = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.said += "" if self.open[-1:] == ["style"] else data
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Results of each kind: measured and predicted, with trials, failed with everything that HTML could trip over."""
+    folder = tmp_path_factory.mktemp("sweep")
+    metrics = {
+        "seq_len": 512, "tokens_per_step": 512, "step_seconds": [2.0], "loss": [3.0, 2.5, 2.25],
+        "device_peak_bytes": [2**20, 3 * 2**20], "host_peak_bytes": [2**20, 2**20],
+        "predicted": {"step_seconds": 1.5, "device_peak_bytes": 5 * 2**20, "host_peak_bytes": 2**21},
+        "tried": [{"seq_len": 256, "device_peak_bytes": 2**20}, {"seq_len": 512, "device_peak_bytes": 3 * 2**20}],
+    }  # fmt: skip
+    base = RunConfig(world_size=2, device_memory="4MiB")
+    error = {"type": "Boom", "message": NASTY, "log_tail": f"the end {NASTY}"}
+    made = {
+        "alst": results.new_result(base.replace(row="alst"), "ok", metrics=metrics, device="cpu"),
+        "ulysses+offload": results.new_result(base.replace(row="ulysses+offload"), "ok", metrics=metrics, device="cpu"),
+        "bad": results.new_result(base.replace(row="bad", data=NASTY), "error", error=error),
+    }
+    for row, result in made.items():
+        (folder / row).mkdir()
+        results.write_result(folder / row / "result.json", result)
+        (folder / row / "run.ipynb").write_text("{}")
+    page = report.write_page(folder, results.collect(folder))
+    return folder, page, Page(page.read_text(encoding="utf-8"))
+
+
+def test_the_page_is_well_formed_and_has_everything(written):
+    _, _, page = written
+    assert page.open == []
+    for text in ("3.00 MiB", "5.00 MiB", "predicted device peak", "predicted step", "1.5 s", "torch", "git commit"):
+        assert text in page.said, text
+    assert len(page.all("details")) == 3 + 1  # configurations, and the log of the one that failed
+
+
+def test_what_results_say_is_text_and_never_markup(written):
+    _, path, page = written
+    assert page.all("script") == []
+    assert page.said.count(NASTY) >= 3  # the error, the log, the configuration
+    assert "<script" not in path.read_text()
+
+
+def test_nothing_is_loaded_from_elsewhere_and_links_lead_to_files(written):
+    folder, path, page = written
+    assert page.all("link") == []
+    figures = page.all("img")
+    assert len(figures) == 4
+    for image in figures:
+        assert image["src"].startswith("data:image/png;base64,")
+        assert len(image["alt"]) > 20
+    links = [a["href"] for a in page.all("a")]
+    anchors = {attributes.get("id") for _, attributes in page.tags}
+    for link in links:
+        assert urlparse(link).scheme == ""
+        assert link[1:] in anchors if link[0] == "#" else (folder / unquote(link)).is_file(), link
+    assert sum(link.endswith("run.ipynb") for link in links) == 3
+    assert not re.search(r"url\(|@import|https?://", path.read_text())
+    assert str(folder) not in path.read_text()
+
+
+def test_both_themes(written):
+    text = written[1].read_text()
+    assert "prefers-color-scheme: dark" in text
+    light, dark = (set(re.findall(r"--([a-z]+):", part)) for part in text.split("@media (prefers-color-scheme")[:2])
+    assert light == dark
+
+
+def test_a_page_elsewhere_links_to_the_results(written, tmp_path):
+    folder, _, _ = written
+    path = report.write_page(folder, results.collect(folder), page=tmp_path / "deep" / "page.html")
+    links = [unquote(a["href"]) for a in Page(path.read_text()).all("a") if a["href"][0] != "#"]
+    assert links
+    assert all((path.parent / link).is_file() for link in links)
