@@ -27,14 +27,14 @@ from alstlib.models import flop_dimensions, load_model, model_config
 from alstlib.progress import Progress
 from alstlib.simulate import decoder_layers
 from alstlib.train import run_options, run_worker, this_device
-from alstlib.zero import model_states
+from alstlib.zero import Sizes, model_states
 
 
 def ballast(run: RunConfig, parameters: int, element_bytes: int) -> dict[str, int]:
     """Bytes that ZeRO-3 over `run.emulate` ranks holds on a device besides what is built here (`zero.model_states`).
     The weights of the layers that are built are here in full, as ZeRO-3 gathers them."""
-    held = model_states(run.replace(zero_stage=3), parameters, 0, max(1, run.emulate), element_bytes).device
-    return {name: nbytes for name, nbytes in held.items() if name != "gathered weights"}
+    sizes = Sizes(parameters=parameters, layer=0, embedding=0)
+    return model_states(run.replace(zero_stage=3), sizes, max(1, run.emulate), element_bytes).device
 
 
 class Emulation:

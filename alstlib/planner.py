@@ -16,7 +16,7 @@ from alstlib.config import RunConfig
 from alstlib.rates import Rates, rates_of
 from alstlib.shapes import Shape
 from alstlib.speed import step_seconds
-from alstlib.zero import ZERO_DEFAULT, States, model_states
+from alstlib.zero import ZERO_DEFAULT, Sizes, States, model_states
 
 GIB = 2**30
 
@@ -112,10 +112,10 @@ class Prediction:
 def states(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours") -> States:
     """A rank's model states, and ZeRO's buffers. The reference's buckets are DeepSpeed's default, and it tells the
     engine of its sequence parallelism, whose gradients are then reduced in fp32 by default."""
-    largest = max(shape.embedding, shape.layer_parameters)
+    sizes = Sizes(parameters=shape.parameters, layer=shape.layer_parameters, embedding=shape.embedding)
     paper = {"bucket": ZERO_DEFAULT, "reduced": 4 if (run.sp or machine.gpus) > 1 else None}
     of = paper if preset == "paper" else {}
-    return model_states(run, shape.parameters, largest, machine.gpus, element_bytes(run, machine.device), **of)
+    return model_states(run, sizes, machine.gpus, element_bytes(run, machine.device), **of)
 
 
 def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset: str = "ours") -> Prediction:

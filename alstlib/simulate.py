@@ -32,7 +32,7 @@ from alstlib.models import load_model, model_config
 from alstlib.places import CHECKPOINTS, EXCHANGE, ROOT, Places, category
 from alstlib.tiled import as_on
 from alstlib.train import run_options
-from alstlib.zero import States, model_states
+from alstlib.zero import Sizes, States, model_states
 
 FEW = (1, 2, 3)
 """Layers of the models that are run in place of a deep one: two, and a third where those peak at different places."""
@@ -61,9 +61,7 @@ class Simulated:
     peak_operation: str
     """The operation that reached it."""
     run: RunConfig
-    parameters: int
-    largest: int
-    """Elements of the largest module that ZeRO-3 gathers as one."""
+    sizes: Sizes
     notes: tuple[str, ...] = ()
 
     @property
@@ -71,7 +69,7 @@ class Simulated:
         """Model states and ZeRO's buffers of a rank, by formula: of `run.world_size` ranks, at least those of the
         sample."""
         element = 4 if self.run.dtype == "fp32" else 2
-        return model_states(self.run, self.parameters, self.largest, max(self.ranks, self.run.world_size), element)
+        return model_states(self.run, self.sizes, max(self.ranks, self.run.world_size), element)
 
     @property
     def device(self) -> dict[str, int]:
@@ -151,8 +149,11 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPContext) -> Simulated:
     """What one step of an attached model takes, whose gradients are dropped."""
     batch = shard_of(ctx, run.seq_len // ctx.sp)
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
-    numbers = [p.numel() for p in model.parameters()]
+    sizes = Sizes(
+        parameters=sum(p.numel() for p in model.parameters()),
+        layer=max(sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)),
+        embedding=model.get_input_embeddings().weight.numel(),
+    )
     for _ in range(2):  # a checkpoint knows its layer from the first
         gc.collect()
         sent = handle.wire_bytes
@@ -169,7 +170,7 @@ def step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPCont
             device_peak=ledger.device_peak - start, host_peak=handle.store.peak_nbytes,
             wire_bytes=handle.wire_bytes - sent, categories={n: b for n, b in sorted(categories.items()) if b},
             peak_place=ledger.peak_place.removeprefix(f"{ROOT}."), peak_operation=ledger.peak_operation,
-            run=run, parameters=sum(numbers), largest=max(*layers, *numbers), notes=tuple(handle.notes),
+            run=run, sizes=sizes, notes=tuple(handle.notes),
         )  # fmt: skip
     return found
 
@@ -206,7 +207,8 @@ def extend(few: Simulated, more: Simulated, layers: int) -> Simulated:
     return replace(
         _as_last(more, layers), layers=layers, device_peak=at(few.device_peak, more.device_peak),
         host_peak=at(few.host_peak, more.host_peak), wire_bytes=at(few.wire_bytes, more.wire_bytes),
-        categories={n: b for n, b in categories.items() if b}, parameters=at(few.parameters, more.parameters),
+        categories={n: b for n, b in categories.items() if b},
+        sizes=replace(more.sizes, parameters=at(few.sizes.parameters, more.sizes.parameters)),
     )  # fmt: skip
 
 

@@ -36,6 +36,9 @@ from alstlib.samples import collate, make_samples
 from alstlib.search import expected_seconds, longest_that_fits
 from alstlib.state import load_state, save_state
 
+WATCHED = 2
+"""Steps whose memory is watched: from the second on ZeRO-3 gathers weights ahead."""
+
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # DeviceOutOfMemory and HostOutOfMemory are MemoryErrors
 
 
@@ -118,10 +121,11 @@ class Trainer:
         )
 
     def steps(
-        self, seq_len: int, count: int, event: str = "step", after_first: Callable[[], None] | None = None
+        self, seq_len: int, count: int, event: str = "step", after: tuple[int, Callable[[], None]] | None = None
     ) -> dict[str, list[Any]]:
         """Train up to optimizer step `count` at this length; returns loss, seconds, valid tokens and wire bytes of
-        each. With the event `step`, training states are continued from and saved."""
+        each. With the event `step`, training states are continued from and saved. `after` so many steps something is
+        called."""
         run, loader, done = self.run, self.loader(seq_len, count), 0
         if event == "step" and run.resume_from:
             done = self.resume(loader, seq_len)
@@ -151,8 +155,8 @@ class Trainer:
                 event, row=run.row, seq_len=seq_len, step=done, steps=count, loss=loss,
                 tokens_per_second=self.tokens_per_step(seq_len) / seconds, eta_seconds=(count - done) * usual,
             )  # fmt: skip
-            if len(made["loss"]) == 1 and after_first is not None:
-                after_first()
+            if after is not None and len(made["loss"]) == after[0]:
+                after[1]()
             if event == "step" and run.checkpoint_every and done % run.checkpoint_every == 0:
                 here, place = run.replace(seq_len=seq_len), loader.state_dict()
                 told = self.told(f"saving the training state of step {done}")
@@ -196,7 +200,8 @@ class Trainer:
         return int(peak)
 
     def measure(self, seq_len: int) -> dict[str, Any]:
-        """Train the run's steps: memory and budget are watched in the first, time is taken in those after it."""
+        """Train the run's steps: memory and budget are watched in the first `WATCHED`, time is taken in those after."""
+        watched = 1 if self.run.search else min(WATCHED, self.run.steps)  # a search has made steps already
         peaks: list[list[int]] = []
 
         def unwatch() -> None:
@@ -205,8 +210,10 @@ class Trainer:
                 self.ledger.close()
 
         self.ledger.start()
-        made = self.steps(seq_len, self.run.steps, after_first=unwatch)
-        timed = made["step_seconds"][1:] or made["step_seconds"]
+        made = self.steps(seq_len, self.run.steps, after=(watched, unwatch))
+        if not peaks:  # a continued run had fewer steps to do
+            unwatch()
+        timed = made["step_seconds"][watched:] or made["step_seconds"][-1:]
         tokens = self.tokens_per_step(seq_len)
         flos = results.flos(seq_len, tokens, **self.flops)
         seconds = statistics.median(timed)

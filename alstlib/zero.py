@@ -12,12 +12,23 @@ from alstlib.config import RunConfig
 ZERO_DEFAULT = 500_000_000
 """Elements of DeepSpeed's buckets where nothing is said, as in the paper; up to twice as many stay gathered."""
 COPIES = "copies of buckets"
-"""What exists only while gradients of layers are reduced."""
+GATHERED = "gathered weights"
 
 
 def zero_bucket(parameters: int) -> int:
     """Elements of ZeRO's buckets as our runs set them: a sixteenth of the model, between 1M and 200M."""
     return max(1_000_000, min(200_000_000, parameters // 16))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Elements of a model."""
+
+    parameters: int
+    layer: int
+    """Of a decoder layer."""
+    embedding: int
+    """Of the embedding (and the head)."""
 
 
 @dataclass(frozen=True)
@@ -26,29 +37,38 @@ class States:
 
     device: dict[str, int]
     host: dict[str, int]
+    outside: dict[str, int]
+    """Those that are of another size where memory peaks outside the layers."""
 
     def at(self, in_a_layer: bool) -> dict[str, int]:
-        """The device's, while memory peaks in a layer or outside (the head's gradients are the first to be reduced)."""
-        return {name: nbytes for name, nbytes in self.device.items() if in_a_layer or name != COPIES}
+        """The device's, while memory peaks in a layer or outside."""
+        found = self.device if in_a_layer else {**self.device, **self.outside}
+        return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
 def model_states(
-    run: RunConfig, parameters: int, largest: int, world: int, element: int, bucket: int | None = None,
-    reduced: int | None = None,
-) -> States:  # fmt: skip
-    """What a model of so many `parameters` takes on each of `world` ranks.
+    run: RunConfig, sizes: Sizes, world: int, element: int, bucket: int | None = None, reduced: int | None = None
+) -> States:
+    """What a model takes on each of `world` ranks.
 
     ZeRO keeps fp32 weights and AdamW's two moments (12 bytes a parameter). With the optimizer on the host, gradients
-    go there too, with an fp32 copy for its step. Under stage 3 a device holds its shards, the bucket in which
-    gradients are reduced and, in layers' backward, two copies of it, and the weights that are gathered: DeepSpeed's
-    limit of two buckets (`engine.zero_config`), or the largest module.
+    go there too, with an fp32 copy for its step.
+
+    Under stage 3 a device holds its shards, the bucket in which gradients are reduced, and the weights that are
+    gathered: a layer's, and the embedding's. The head's are there still when the last layer's backward runs, where
+    memory peaks while checkpoints lie on the device. Where they do not, all layers are alike, and the peak is in the
+    first one's backward, while the embedding arrives: in the buffer of the all-gather and as the weight, both
+    (`partition_parameters.AllGatherCoalescedHandle.wait`).
 
     Args:
-        largest: elements of the largest module that is gathered as one.
+        sizes: elements of the model.
         element: bytes of a weight on the device.
-        bucket: elements of a bucket; by default `zero_bucket`.
-        reduced: bytes of an element while gradients are reduced; by default `element`.
+        bucket: elements of a bucket; by default `zero_bucket`, for our engine. A number means DeepSpeed's defaults: up
+            to two buckets of weights stay gathered, and gradients are reduced on a stream of their own, whose two
+            copies of the bucket the allocator keeps for it.
+        reduced: bytes of an element in those copies; by default `element`.
     """
+    parameters = sizes.parameters
     shard, whole = -(-parameters // world), element * parameters
     buffer = element * (zero_bucket(parameters) if bucket is None else bucket)
     stage = run.zero_stage
@@ -56,18 +76,25 @@ def model_states(
     optimizer = 12 * (shard if stage else parameters) - (0 if stage or element == 2 else 4 * parameters)
     gradients = element * (shard if stage >= 2 else parameters)
     weights = element * (shard if stage == 3 else parameters)
+    alike = run.checkpoint and run.offload != "none"
+    gathered = element * (sizes.layer + (2 if alike else 1) * sizes.embedding)
+    if bucket is not None:
+        gathered = max(gathered, 2 * buffer)
+    alone = world == 1 and not run.offload_params  # what is gathered is the shard
     reduces = world > 1 or stage == 3
     device = {
         "weights": 0 if run.offload_params else weights,
-        "gathered weights": min(whole, max(2 * buffer, element * largest)) if stage == 3 else 0,
+        GATHERED: min(whole, gathered) if stage == 3 and not alone else 0,
         "gradients": gradients if not away else whole if stage == 1 else 0,
         "optimizer": 0 if away else optimizer,
         "buckets": buffer if reduces else 0,
-        COPIES: 2 * min(buffer, whole) // element * (reduced or element) if reduces else 0,
+        COPIES: 2 * min(buffer, whole) // element * (reduced or element) if reduces and bucket is not None else 0,
     }
     host = {
         "weights": weights if run.offload_params else 0,
         "optimizer": optimizer if away else 0,
         "gradients": (element + 4) * shard if away else 0,
     }
-    return States({n: b for n, b in device.items() if b}, {n: b for n, b in host.items() if b})
+    head = max(element * sizes.embedding, 2 * buffer if bucket is not None else 0)
+    outside = {GATHERED: min(device[GATHERED], head), COPIES: 0}  # the head's gradients are the first to be reduced
+    return States({n: b for n, b in device.items() if b}, {n: b for n, b in host.items() if b}, outside)

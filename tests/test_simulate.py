@@ -109,7 +109,7 @@ def test_model_states_stand_beside_activations(changes: dict[str, Any]) -> None:
     planned = predict(
         read_shape("small"), run.replace(sp=4), Machine(gpus=4, gpu_memory=None, device="cpu"), run.seq_len
     )
-    assert found.parameters == read_shape("small").parameters
+    assert found.sizes.parameters == read_shape("small").parameters
     assert {n: b for n, b in found.device.items() if n not in found.categories} == {
         n: b for n, b in planned.device.items() if n not in found.categories
     }
