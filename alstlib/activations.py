@@ -234,6 +234,11 @@ def in_layer(place: str) -> bool:
     return re.search(r"\.\d", place) is not None
 
 
+def part_of(place: str) -> str:
+    """Where in the model a module lies: `layer`, `mlp` (a layer's) or `outside`."""
+    return "outside" if not in_layer(place) else "mlp" if re.search(r"\.\d+\.mlp", place) else "layer"
+
+
 def _sums(kinds: Kinds) -> float:
     """Bytes a weight that a moment has for summing an MLP's gradients over tiles: in fp32 a single tile's are used as
     they are (up to 4 of each of three matrices)."""

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from alstlib.activations import Activations, activations, element_bytes, in_layer, reference_activations
+from alstlib.activations import Activations, activations, element_bytes, part_of, reference_activations
 from alstlib.config import RunConfig
 from alstlib.rates import Rates, rates_of
 from alstlib.shapes import Shape
@@ -142,7 +142,7 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
     if found.host:
         host = {**host, "checkpoints": found.host}
     return Prediction(
-        seq_len=seq_len, device={**machine.overhead(), **held.at(in_layer(found.place)), **found.device},
+        seq_len=seq_len, device={**machine.overhead(), **held.at(part_of(found.place)), **found.device},
         device_limit=machine.gpu_memory, host=host, host_limit=limit, host_needed=needed, activations=found,
         seconds=step_seconds(shape, run, machine.rates, ranks, machine.gpus, machine.per_node, seq_len, found, preset),
     )  # fmt: skip

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import alstlib
-from alstlib.activations import in_layer
+from alstlib.activations import part_of
 from alstlib.config import RunConfig
 from alstlib.groups import join_fake
 from alstlib.memory import Ledger
@@ -74,7 +74,7 @@ class Simulated:
     @property
     def device(self) -> dict[str, int]:
         """Everything on the device at its peak, by category."""
-        return {**self.states.at(in_layer(self.peak_place)), **self.categories}
+        return {**self.states.at(part_of(self.peak_place)), **self.categories}
 
     @property
     def host(self) -> dict[str, int]:

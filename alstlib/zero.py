@@ -37,12 +37,12 @@ class States:
 
     device: dict[str, int]
     host: dict[str, int]
-    outside: dict[str, int]
-    """Those that are of another size where memory peaks outside the layers."""
+    others: dict[str, dict[str, int]]
+    """Those that are of another size where memory peaks in a layer's MLP (`mlp`) or outside the layers (`outside`)."""
 
-    def at(self, in_a_layer: bool) -> dict[str, int]:
-        """The device's, while memory peaks in a layer or outside."""
-        found = self.device if in_a_layer else {**self.device, **self.outside}
+    def at(self, part: str) -> dict[str, int]:
+        """The device's, while memory peaks in this part of the model: `layer`, `mlp` or `outside`."""
+        found = {**self.device, **self.others.get(part, {})}
         return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
@@ -57,8 +57,8 @@ def model_states(
     Under stage 3 a device holds its shards, the bucket in which gradients are reduced, and the weights that are
     gathered: a layer's, and the embedding's. The head's are there still when the last layer's backward runs, where
     memory peaks while checkpoints lie on the device. Where they do not, all layers are alike, and the peak is in the
-    first one's backward, while the embedding arrives: in the buffer of the all-gather and as the weight, both
-    (`partition_parameters.AllGatherCoalescedHandle.wait`).
+    first one's backward, while the embedding arrives: with its MLP, whose backward comes first, it is in the buffer of
+    the all-gather, beside a bucket of other weights; later in that and as the weight, both.
 
     Args:
         sizes: elements of the model.
@@ -96,5 +96,12 @@ def model_states(
         "gradients": (element + 4) * shard if away else 0,
     }
     head = max(element * sizes.embedding, 2 * buffer if bucket is not None else 0)
-    outside = {GATHERED: min(device[GATHERED], head), COPIES: 0}  # the head's gradients are the first to be reduced
-    return States({n: b for n, b in device.items() if b}, {n: b for n, b in host.items() if b}, outside)
+    early = element * (sizes.layer + sizes.embedding) + buffer if alike and bucket is None else gathered
+    others = {
+        "mlp": {GATHERED: min(device[GATHERED], early)},
+        "outside": {
+            GATHERED: min(device[GATHERED], head),
+            COPIES: 0,
+        },  # the head's gradients are the first to be reduced
+    }
+    return States({n: b for n, b in device.items() if b}, {n: b for n, b in host.items() if b}, others)
