@@ -488,8 +488,9 @@ def drilled(book: Notebook) -> Iterator[str]:
         yield from _unsolved(answer)
     known = {c.id for pair in pairs for c in pair if c is not None}
     starts = [i for i, c in enumerate(cells) if c.cell_type == "markdown" and "## Exercises" in c.source.splitlines()]
-    after = [c for c in (cells[starts[0] :] if starts else []) if c.cell_type == "code" and c.id not in known]
-    yield from (f"cell {c.id}: comes after '## Exercises' and is none" for c in after)
+    ends = [i for i, c in enumerate(cells) if c.cell_type == "markdown" and "## Remember" in c.source.splitlines()]
+    after = [c for c in (cells[ends[0] :] if ends else []) if c.cell_type == "code" and c.id not in known]
+    yield from (f"cell {c.id}: comes after '## Remember' and is no exercise" for c in after)
     if starts and any(cells.index(answer) < starts[0] for answer, _ in pairs):
         yield "an exercise comes before '## Exercises'"
 

@@ -206,6 +206,10 @@ BROKEN: list[tuple[str, Callable[[Any], None]]] = [
     ("drilled", lambda nb: cell(nb, "check").update(outputs=[text("right: 5\n")])),
     ("drilled", replace("end", "### Exercise 1", "### Exercise 2")),
     ("drilled", lambda nb: nb.cells.append(new_code_cell("three = 3", id="more"))),
+    (
+        "drilled",
+        lambda nb: nb.cells.__setitem__(slice(6, 6), [new_markdown_cell("## Remember"), new_code_cell("1", id="l")]),
+    ),
     ("announced", set_source("see", "A point.")),
     ("announced", lambda nb: nb.cells.insert(6, nb.cells.pop(4))),
     ("twinned", set_source("said", "print(2)")),
