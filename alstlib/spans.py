@@ -22,8 +22,9 @@ from torch import Tensor
 Documents = Sequence[int] | None
 
 
-LEAST_KEYS = 16_384
-"""A full piece is not cut into fewer keys: few rows behind many keys would make calls without end."""
+LEAST_KEYS, LEAST_PAIRS = 16_384, 2**18
+"""A full piece is not cut into fewer keys, unless with its rows they are so many pairs: few rows behind many keys would
+make calls without end."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ def pieces(
             yield Piece("causal", span.at, span.rows, span.begin, keys)
             return
         yield Piece("causal", span.at, span.rows, start, span.rows)
-        step = max(LEAST_KEYS, start - span.begin if keys_per_query is None else keys_per_query * span.rows)
+        least = max(1, min(LEAST_KEYS, LEAST_PAIRS // span.rows))
+        step = max(least, start - span.begin if keys_per_query is None else keys_per_query * span.rows)
         for k in range(span.begin, start, step):
             yield Piece("full", span.at, span.rows, k, min(step, start - k))
         return

@@ -187,6 +187,8 @@ def test_pieces_hold_every_pair_once(bottom_right: bool, keys_per_query: int | N
 def test_few_rows_behind_many_keys_are_few_calls() -> None:
     """The last chunk of a long sequence may be a row."""
     assert len(list(pieces(Span(0, 0, 1_000_001, 1, 0, 0), None, keys_per_query=4))) < 100
+    chunk = list(pieces(Span(0, 0, 10_240, 256, 0, 0), None, keys_per_query=4))  # a laptop's: gradients of 4 keys a row
+    assert {p.keys for p in chunk if p.kind == "full"} == {1024, 768}
 
 
 def test_a_window_costs_only_what_it_sees() -> None:
