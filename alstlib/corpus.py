@@ -188,7 +188,7 @@ def _training_texts(corpus: Any) -> list[str]:
         if "input_ids" in row:
             raise ValueError("a corpus of input_ids has its own tokenizer: name it instead of 'auto'")
         chat = row.get("messages")
-        text = row["text"] if chat is None else "\n".join(str(m.get("content") or "") for m in chat)
+        text = row.get("text") if chat is None else "\n".join(str(m.get("content") or "") for m in chat)
         texts.append((text or "")[:left])
         left -= len(texts[-1])
         if left <= 0:

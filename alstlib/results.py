@@ -235,7 +235,7 @@ def collect(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def step_seconds(metrics: Mapping[str, Any]) -> float | None:
-    """Median seconds of an optimizer step (the worker leaves out the first, which warms up and is watched)."""
+    """Median seconds of an optimizer step (the worker leaves out those whose memory is watched)."""
     times = [t for t in metrics.get("step_seconds") or [] if t is not None]
     return statistics.median(times) if times else None
 

@@ -134,8 +134,10 @@ def _by_rendering(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[list[
 def _tokenize(row: Mapping[str, Any], tokenizer: Any) -> Document:
     if "input_ids" in row:
         return _document(row["input_ids"], row["labels"] if row.get("labels") is not None else row["input_ids"])
-    if row.get("messages") is not None or "text" not in row:
+    if row.get("messages") is not None:
         return _chat(row["messages"], tokenizer)
+    if "text" not in row:
+        raise ValueError(f"a document has neither text nor messages: {dict(row)!r}")
     ids = tokenizer(row["text"] or "", verbose=False)["input_ids"] if row["text"] else []
     if ids and tokenizer.eos_token_id is not None and ids[-1] != tokenizer.eos_token_id:
         ids = [*ids, tokenizer.eos_token_id]

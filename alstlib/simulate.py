@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import alstlib
-from alstlib.activations import part_of
+from alstlib.activations import element_bytes, part_of
 from alstlib.config import RunConfig
 from alstlib.groups import join_fake
 from alstlib.memory import Ledger
@@ -68,7 +68,7 @@ class Simulated:
     def states(self) -> States:
         """Model states and ZeRO's buffers of a rank, by formula: of `run.world_size` ranks, at least those of the
         sample."""
-        element = 4 if self.run.dtype == "fp32" else 2
+        element = element_bytes(self.run, "cuda")
         return model_states(self.run, self.sizes, max(self.ranks, self.run.world_size), element)
 
     @property

@@ -38,6 +38,7 @@ from alstlib.state import load_state, save_state
 
 WATCHED = 2
 """Steps whose memory is watched: from the second on ZeRO-3 gathers weights ahead."""
+WATCHED_TIME = "the step's time is that of one whose memory was watched, which takes longer: more steps tell more"
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # DeviceOutOfMemory and HostOutOfMemory are MemoryErrors
 
@@ -200,7 +201,8 @@ class Trainer:
         return int(peak)
 
     def measure(self, seq_len: int) -> dict[str, Any]:
-        """Train the run's steps: memory and budget are watched in the first `WATCHED`, time is taken in those after."""
+        """Train the run's steps: memory and budget are watched in the first `WATCHED`, time is taken in those after, or
+        where there are none in the last."""
         watched = 1 if self.run.search else min(WATCHED, self.run.steps)  # a search has made steps already
         peaks: list[list[int]] = []
 
@@ -235,7 +237,7 @@ class Trainer:
             "backend": self.handle.attention.backend_name,
             "attention_kept": self.handle.attention_kept,
             "inputs_kept_every": self.handle.inputs_kept_every,
-            "notes": self.handle.notes,
+            "notes": [*self.handle.notes, *([] if made["step_seconds"][watched:] else [WATCHED_TIME])],
         }
 
     def predicted(self, seq_len: int) -> dict[str, Any]:

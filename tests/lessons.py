@@ -2,7 +2,7 @@
 
 `python -m tests.lessons run [NN ...]` executes lessons in fresh kernels of the running Python and stores the outputs,
 and the twin of each lesson with its exercises answered in notebooks/solutions/.
-`python -m tests.lessons check [NN ...]` executes them into memory and compares; it writes nothing.
+`python -m tests.lessons check [NN ...]` executes them into memory and compares; it stores nothing.
 What needs no execution is in RULES; `tests/test_lessons.py` asserts it too.
 
 A lesson runs in one pass: its cells first, then, in the same kernel, each exercise's `metadata.solution` and its check.

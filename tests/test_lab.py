@@ -239,38 +239,6 @@ def visit(address: str, folder: Path, shots: Path) -> dict[str, Any]:
     return seen
 
 
-def test_a_figure_that_follows_sliders_reads_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from alstlib import widgets
-    from alstlib.config import RunConfig, row_config
-    from alstlib.planner import Machine, longest
-    from alstlib.results import format_tokens
-    from alstlib.shapes import read_shape
-
-    shape, lengths = read_shape("llama-3.1-8b"), [2**n for n in range(14, 24)]
-    base = RunConfig(model="llama-3.1-8b", dtype="bf16", sp=0)
-
-    def draw(row: str, gpus: int) -> tuple[Any, str]:
-        return widgets.wall(shape, row_config(row, base), Machine(gpus=gpus), lengths, row)
-
-    monkeypatch.setenv("ALST_STATIC", "1")
-    shown: list[Any] = []
-    monkeypatch.setattr("IPython.display.display", shown.append)
-    table = widgets.follow(draw, row=(["baseline", "alst"], "alst"), gpus=([1, 8], 8))
-    found = longest(shape, row_config("alst", base), Machine(gpus=8))
-    assert found is not None
-    assert f"{format_tokens(found.seq_len)} tokens" in table.data
-    assert [type(figure).__name__ for figure in shown] == ["Figure"]
-    monkeypatch.delenv("ALST_STATIC")
-    live = widgets.follow(draw, row=(["baseline", "alst"], "alst"), gpus=([1, 8], 8))
-    row, _, picture = live.children
-    before = picture.value
-    row.value = "baseline"
-    assert picture.value != before
-    assert 'alt="figure for row baseline, gpus 8' in picture.value
-    with pytest.raises(ValueError, match="gpu_memory=None"):
-        widgets.wall(shape, base, Machine(gpu_memory=None), lengths, "")
-
-
 def why_not() -> str:
     """Why there is no browser to test with; empty if there is one."""
     try:

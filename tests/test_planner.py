@@ -68,7 +68,8 @@ def test_real_runs_took_what_is_predicted(row: str) -> None:
     assert host == pytest.approx(max(metrics["host_peak_bytes"]), rel=0.02)
 
 
-REAL = sorted(Path("papermill_runs/results/planner/real").glob("*/result.json"))
+ROOT = Path(__file__).resolve().parents[1]
+REAL = sorted((ROOT / "papermill_runs/results/planner/real").glob("*/result.json"))
 
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.parent.name)

@@ -1,4 +1,4 @@
-"""Figures say what they were given, and controls draw them anew."""
+"""Figures say what they were given."""
 
 from __future__ import annotations
 

@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 
 from alstlib import plots, widgets
+from alstlib.config import RunConfig, row_config
+from alstlib.planner import Machine, longest
+from alstlib.results import format_tokens
+from alstlib.shapes import read_shape
 
 
 def draw(ranks: int, heads: int) -> tuple[Any, str]:
@@ -26,7 +30,7 @@ def test_controls_draw_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ">16<" in shown.value
     heads.value = 1
     assert ">2<" in shown.value
-    assert shown.value.partition("</table>")[0] != first
+    assert shown.value.partition("<table")[0] != first.partition("<table")[0]
 
 
 def test_controls_without_a_kernel_show_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,3 +59,15 @@ def test_a_figure_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     slider.value = 2000
     assert drawn == [1000, 1000, 2000]
     assert 'alt="figure for tokens 2K"' in shown.value != first
+
+
+def test_the_wall_marks_the_longest_that_fits() -> None:
+    shape, lengths = read_shape("llama-3.1-8b"), [2**n for n in range(14, 24)]
+    run = row_config("alst", RunConfig(model="llama-3.1-8b", dtype="bf16", sp=0))
+    found = longest(shape, run, Machine(gpus=8))
+    assert found is not None
+    figure, table = widgets.wall(shape, run, Machine(gpus=8), lengths, "alst")
+    assert f"{format_tokens(found.seq_len)} tokens" in table
+    assert figure.axes[0].get_title("left") == "alst"
+    with pytest.raises(ValueError, match="gpu_memory=None"):
+        widgets.wall(shape, run, Machine(gpu_memory=None), lengths, "")

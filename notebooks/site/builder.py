@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -66,10 +67,13 @@ def copy(source: Path, target: Path, title: str = "") -> None:
     target.write_text(json.dumps(notebook), encoding="utf-8")
 
 
+FIGURE = re.compile(r"\"image/|<(svg|img|canvas)\b")
+
+
 def without_figures(page: Path) -> list[str]:
     """Cells that have an alternative text and no stored image: the lesson was not run before it was stored."""
     cells = json.loads(page.read_text(encoding="utf-8"))["cells"]
-    bare = [c for c in cells if c["metadata"].get("alt") and "image/png" not in json.dumps(c.get("outputs"))]
+    bare = [c for c in cells if c["metadata"].get("alt") and not FIGURE.search(json.dumps(c.get("outputs")))]
     return [f"{page}: cell {c['id']} has an alternative text and no stored image: run the lesson" for c in bare]
 
 
@@ -117,16 +121,15 @@ def build(root: Path, out: Path, lenient: bool = False) -> int:
     """Sphinx's exit status; its warnings are errors, unless `lenient`."""
     from sphinx.cmd.build import main as sphinx
 
-    work = out.with_name(out.name + "-work")
     sys.path.insert(0, str(root))  # this repository's alstlib is the one that is documented
     empty(out)
-    shutil.rmtree(work, ignore_errors=True)
-    stage(root, work)
-    options = ["-q", "-E", "-b", "html", "-c", str(HERE), "-d", str(work / ".doctrees")]
-    options += ["-D", f"repository_root={root}", *([] if lenient else ["-W", "--keep-going"])]
-    status = sphinx([*options, str(work), str(out)])
-    shutil.rmtree(work)
-    return status
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="site-", dir=out.parent) as folder:
+        work = Path(folder).resolve()
+        stage(root, work)
+        options = ["-q", "-E", "-b", "html", "-c", str(HERE), "-d", str(work / ".doctrees")]
+        options += ["-D", f"repository_root={root}", *([] if lenient else ["-W", "--keep-going"])]
+        return sphinx([*options, str(work), str(out)])
 
 
 def main() -> int:
