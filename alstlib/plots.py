@@ -146,9 +146,23 @@ def memory_curves(curves: Mapping[str, Sequence[int]], title: str = "") -> Figur
 
 
 def _area(i: int) -> dict[str, Any]:
-    """Colour and hatch of the i-th part, the same in every figure that stacks parts."""
+    """Colour and hatch of the i-th part."""
     hatches = ("", "//", "..", "xx")
     return {"facecolor": PALETTE[i % len(PALETTE)], "hatch": hatches[i // len(PALETTE)], "edgecolor": "white"}
+
+
+KNOWN = (
+    ("weights", "model states and ZeRO's buffers"), ("optimizer",), ("gradients", "outside PyTorch", "projections"),
+    ("hidden states",), ("attention",), ("mlp",), ("loss",), ("checkpoints",), ("exchange",), ("kernel workspace",),
+)  # fmt: skip
+"""Parts that look the same in all figures."""
+
+
+def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colour and hatch of each name: those of `KNOWN`, and for others what is left."""
+    taken = {name: i for name in names for i, group in enumerate(KNOWN) if name in group}
+    left = (i for i in range(28) if i not in taken.values())
+    return {name: _area(taken[name] if name in taken else next(left)) for name in names}
 
 
 def blocks(
@@ -259,8 +273,9 @@ def stacked(
     names = list(dict.fromkeys(n for s in lengths for n in parts[s]))
     figure, axes = _axes(8.4, 4.2)
     heights = [[parts[s].get(n, 0.0) for s in lengths] for n in names]
-    for i, area in enumerate(axes.stackplot(lengths, heights, labels=names, linewidth=0.4)):
-        area.set(**_area(i))
+    look = looks(names)
+    for name, area in zip(names, axes.stackplot(lengths, heights, labels=names, linewidth=0.4)):
+        area.set(**look[name])
     if limit is not None:
         axes.axhline(limit, color="black", linestyle="--", linewidth=1)
         axes.text(lengths[0], limit, f" {limit:.1f} GiB that a GPU has", va="bottom", fontsize=8)

@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from matplotlib.figure import Figure
 
-from alstlib.plots import PALETTE, _area, _axes, _finish
+from alstlib.plots import PALETTE, _area, _axes, _finish, looks
 from alstlib.results import format_bytes
-
-KNOWN = (
-    ("weights", "model states and ZeRO's buffers"), ("optimizer",), ("gradients", "outside PyTorch", "projections"),
-    ("hidden states",), ("attention",), ("mlp",), ("loss",), ("checkpoints",), ("exchange",),
-)  # fmt: skip
-"""Parts that have the same colour in all figures."""
-
-
-def _looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Colour and hatch of each name: those of `KNOWN`, and for others what is left."""
-    taken = {name: i for name in names for i, group in enumerate(KNOWN) if name in group}
-    left = (i for i in range(28) if i not in taken.values())
-    return {name: _area(taken[name] if name in taken else next(left)) for name in names}
 
 
 def step_memory(
@@ -38,9 +24,9 @@ def step_memory(
     totals = [sum(point.values()) / 2**20 for point in points]
     x = [i / max(1, len(points) - 1) for i in range(len(points))]
     heights = [[point.get(name, 0) / 2**20 for point in points] for name in names]
-    looks = _looks(names)
+    look = looks(names)
     for name, area in zip(names, axes.stackplot(x, heights, labels=names, linewidth=0.3)):
-        area.set(**looks[name])
+        area.set(**look[name])
     top = max(totals)
     starts = [i for i, phase in enumerate(phases) if not i or phase != phases[i - 1]]
     for n, i in enumerate(starts):
@@ -66,13 +52,13 @@ def parts(
     """One bar a row, made of named parts, with the sum (or the row's text in `ends`) at its end; `limit` is a line and
     its name."""
     names = list(dict.fromkeys(name for bar in bars.values() for name in bar if bar[name]))
-    looks = _looks(names)
+    look = looks(names)
     figure, axes = _axes(9, 0.5 * len(bars) + 1.7)
     for y, bar in enumerate(bars.values()):
         left = 0.0
         for name in names:
             label = name if y == 0 else None
-            axes.barh(y, bar.get(name, 0.0), 0.7, left=left, label=label, linewidth=0.4, **looks[name])
+            axes.barh(y, bar.get(name, 0.0), 0.7, left=left, label=label, linewidth=0.4, **look[name])
             left += bar.get(name, 0.0)
         end = ends[y] if ends else f"{left:,.3g}" if left < 1000 else f"{left:,.0f}"
         axes.text(left, y, f" {end}", va="center", fontsize=9)
