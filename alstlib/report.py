@@ -28,7 +28,7 @@ TEMPLATE = Path(__file__).with_name("report.html.j2")
 def report(args: argparse.Namespace) -> int:
     """`alst report`: the table of a spec's results, or of those below a folder, and their page."""
     source = Path(args.source)
-    spec = None if source.is_dir() else load_spec(source, args.out)
+    spec = None if source.is_dir() else load_spec(source, args.out, as_run=True)
     folder = spec.out if spec else source
     found = results.collect(folder)
     if not found:

@@ -28,12 +28,12 @@ from alstlib.config import ROWS, RunConfig, check_names, row_config
 
 OUT = Path("papermill_runs", "out")
 RECORD = "sweep.json"
-"""Left in a sweep's folder by `alst run`: which spec it is of, and its rows."""
+"""Left in a sweep's folder by `alst run`: which spec it is of, its rows, and how many GPUs the machine had."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A sweep whose names were all checked and whose rows are resolved for this machine."""
+    """A sweep whose names were all checked and whose rows are resolved for a machine."""
 
     name: str
     path: Path
@@ -58,8 +58,9 @@ class Spec:
         return shlex.join(["alst", "run", os.path.relpath(self.path, self.root), *out])
 
 
-def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Spec:
-    """Read and check a spec; `out` replaces the folder of its results.
+def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, as_run: bool = False) -> Spec:
+    """Read and check a spec; `out` replaces the folder of its results. Its rows are resolved for this machine, or with
+    `as_run` for the one that ran the sweep, where its folder says which: a login node asks about a node with GPUs.
 
     Raises:
         ValueError: what cannot be read, unknown names (with the nearest known one), or values RunConfig refuses.
@@ -73,7 +74,11 @@ def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None =
         raise ValueError(f"the spec {path} is not a mapping with name, notebook, base and rows")
     check_names(spec, ["name", "notebook", "base", "rows", "parameters", "report"], "field of a spec")
     name = str(spec.get("name") or path.stem)
-    device = "cuda" if launch.device_count() else "cpu"
+    notebook, root = _locate(spec.get("notebook") or "notebooks/run.ipynb", path)
+    folder = Path(out).resolve() if out else root / OUT / name
+    ran_on = read_record(folder).get("gpus") if as_run else None
+    gpus = ran_on if isinstance(ran_on, int) else launch.device_count()
+    device = "cuda" if gpus else "cpu"
     rows: dict[str, RunConfig] = {}
     sets: dict[str, dict[str, Any]] = {}
     for given in spec.get("rows") or []:
@@ -91,12 +96,10 @@ def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None =
         base = RunConfig.from_dict(_for_device(spec.get("base") or {}, device))
         config = row_config(row, base) if row in ROWS else base.replace(row=row)
         fields = _for_device(fields, device)
-        rows[row], sets[row] = launch.resolve(config.replace(**fields)), {**ROWS.get(row, {}), **fields}
+        rows[row], sets[row] = launch.resolve(config.replace(**fields), gpus=gpus), {**ROWS.get(row, {}), **fields}
     if not rows:
         raise ValueError(f"the spec {path} names no rows")
-    notebook, root = _locate(spec.get("notebook") or "notebooks/run.ipynb", path)
     report = _locate(spec["report"], path)[0] if spec.get("report") else None
-    folder = Path(out).resolve() if out else root / OUT / name
     parameters = dict(spec.get("parameters") or {})
     return Spec(
         name=name, path=path, root=root, notebook=notebook, parameters=parameters, rows=rows, sets=sets, report=report,
@@ -147,11 +150,13 @@ def shown(path: Path) -> str:
 
 
 def write_record(spec: Spec) -> None:
-    """Say in the sweep's folder which spec it is of, so that a report or `alst status` finds it."""
+    """Say in the sweep's folder which spec it is of and for how many GPUs its rows are resolved, so that a report or
+    `alst status` finds it and judges its rows as they were run."""
     results.write_json(
         spec.out / RECORD,
         {"name": spec.name, "spec": os.path.relpath(spec.path, spec.out), "rows": list(spec.rows),
-         "command": spec.command, "worker": spec.worker},
+         "command": spec.command, "worker": spec.worker,
+         "gpus": launch.device_count()},
     )  # fmt: skip
 
 

@@ -153,7 +153,7 @@ def of_folder(folder: Path) -> Sweep:
     record = read_record(folder)
     if record.get("spec"):
         with contextlib.suppress(ValueError):
-            return of_spec(load_spec(folder / record["spec"], folder))
+            return of_spec(load_spec(folder / record["spec"], folder, as_run=True))
     found = sorted(p.parent for p in folder.glob("*/config.json"))
     holder = locks.holder(folder)
     rows = [look(p, None, holder) for p in found]
@@ -260,7 +260,7 @@ def overview(found: Sequence[Sweep]) -> list[str]:
 
 def status(args: argparse.Namespace) -> int:
     """`alst status`: of one sweep, or of all below papermill_runs/out; see EXIT."""
-    found = [of_spec(load_spec(args.spec, args.out))] if args.spec else [of_folder(p) for p in sweeps()]
+    found = [of_spec(load_spec(args.spec, args.out, as_run=True))] if args.spec else [of_folder(p) for p in sweeps()]
     if args.json:
         made = [as_json(sweep) for sweep in found]
         print(json.dumps(made[0] if args.spec else made, indent=2))

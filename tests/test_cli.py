@@ -190,6 +190,33 @@ def test_status_of_what_was_changed_or_cut_off(tmp_path, monkeypatch, capsys):
     assert re.search(r"^sweep +6 +- +- +- +2 +4 +alst status spec.yaml$", capsys.readouterr().out, re.MULTILINE)
 
 
+def test_status_judges_rows_as_the_machine_that_ran_them(tmp_path, monkeypatch, capsys):
+    """A login node without GPUs, and a machine with fewer of them, look at a sweep that ran on eight."""
+    base = {"cpu": {"seq_len": 1000}, "cuda": {"seq_len": "8K"}}
+    rows = ["alst", {"name": "all", "world_size": 8, "steps": 3}]
+    spec, out = write_spec(tmp_path, base=base, rows=rows), out_of(tmp_path)
+    monkeypatch.setattr(launch, "device_count", lambda: 8)
+    loaded = cli.load_spec(spec)
+    for name, config in loaded.rows.items():
+        (out / name).mkdir(parents=True)
+        results.write_json(out / name / "config.json", config.to_dict())
+        results.write_result(out / name / "result.json", results.new_result(config, "ok"))
+    cli.write_record(loaded)
+    for gpus in (0, 2, 8):
+        monkeypatch.setattr(launch, "device_count", lambda gpus=gpus: gpus)
+        assert cli.main(["status", str(spec)]) == 0, gpus
+        shown = capsys.readouterr().out
+        assert "stale" not in shown
+        assert "alst run" not in shown
+        assert cli.main(["report", str(spec)]) == 0
+    monkeypatch.setattr(launch, "device_count", lambda: 0)
+    assert cli.load_spec(spec).rows["alst"].world_size == 2  # what `alst run` would run here
+    write_spec(tmp_path, base=base, rows=["alst", {"name": "all", "world_size": 8, "steps": 4}])
+    capsys.readouterr()
+    assert cli.main(["status", str(spec)]) == 3
+    assert "ok with steps=3 (now 4)" in capsys.readouterr().out
+
+
 def test_what_runs_and_that_it_runs_once(tmp_path, capsys):
     """Status follows a running sweep; a second one says who runs and touches nothing; killed, it is interrupted."""
     spec, out = write_spec(tmp_path, rows=[{"name": "one", "model_config": {"fake": "hang"}}]), out_of(tmp_path)
