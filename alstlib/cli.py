@@ -230,7 +230,7 @@ def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: 
     except (ValueError, OSError) as e:  # the results are there
         print(f"no page: {e}", file=sys.stderr)
     if bad:
-        print(f"failed: {', '.join(bad)}; again with: alst run {args.spec} --retry error", file=sys.stderr)
+        print(f"failed: {', '.join(bad)}; again with: {spec.typed('run', '--retry', 'error')}", file=sys.stderr)
     return 1 if bad else 0
 
 

@@ -51,11 +51,16 @@ class Spec:
     def worker(self) -> str:
         return str(self.parameters.get("worker", "alstlib.train"))
 
+    def typed(self, verb: str, *flags: str, at: Path | None = None) -> str:
+        """`alst VERB SPEC [--out FOLDER] FLAGS` for a shell, as typed in the folder `at`; without one, here."""
+        usual = self.out.resolve() == (self.root / OUT / self.name).resolve()
+        path, out = (os.path.relpath(p, at) if at else shown(p) for p in (self.path, self.out))
+        return shlex.join(["alst", verb, path, *([] if usual else ["--out", out]), *flags])
+
     @property
     def command(self) -> str:
         """What runs it, typed in `root`."""
-        out = [] if self.out == self.root / OUT / self.name else ["--out", os.path.relpath(self.out, self.root)]
-        return shlex.join(["alst", "run", os.path.relpath(self.path, self.root), *out])
+        return self.typed("run", at=self.root)
 
 
 def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, as_run: bool = False) -> Spec:

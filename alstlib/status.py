@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -60,13 +61,17 @@ class Row:
 class Sweep:
     name: str
     folder: Path
-    spec: Path | None
+    spec: Spec | None
     holder: Mapping[str, Any] | None
     """Of the `alst run` that is at it."""
     rows: Sequence[Row]
 
     def named(self, *states: str) -> list[Row]:
         return [row for row in self.rows if row.state in states]
+
+    def typed(self, verb: str, *flags: str) -> str:
+        """The command that does it to this sweep: by its spec, or by its folder where that has none."""
+        return self.spec.typed(verb, *flags) if self.spec else shlex.join(["alst", verb, shown(self.folder), *flags])
 
     def exit_status(self) -> int:
         return 1 if self.named(*FAILED) else 3 if self.named(*OPEN) else 0
@@ -145,7 +150,7 @@ def _stale(result: Mapping[str, Any], config: RunConfig) -> str:
 def of_spec(spec: Spec) -> Sweep:
     holder = locks.holder(spec.out)
     rows = [look(spec.out / name, config, holder) for name, config in spec.rows.items()]
-    return Sweep(name=spec.name, folder=spec.out, spec=spec.path, holder=holder, rows=rows)
+    return Sweep(name=spec.name, folder=spec.out, spec=spec, holder=holder, rows=rows)
 
 
 def of_folder(folder: Path) -> Sweep:
@@ -163,19 +168,18 @@ def of_folder(folder: Path) -> Sweep:
 def following(sweep: Sweep) -> list[tuple[str, str]]:
     """Commands to type next, each with its reason."""
     failed, commands = sweep.named(*FAILED), []
-    spec = shown(sweep.spec) if sweep.spec else None
     for row in failed[:1]:
         if log := row.log():
-            commands.append((f"less {shown(log)}", f"why {row.name} failed"))
-    if spec and not sweep.holder:
+            commands.append((shlex.join(["less", shown(log)]), f"why {row.name} failed"))
+    if sweep.spec and not sweep.holder:
         if failed:
-            commands.append((f"alst run {spec} --retry error", f"repeat {_names(failed)}"))
+            commands.append((sweep.typed("run", "--retry", "error"), f"repeat {_names(failed)}"))
         if waiting := sweep.named("stale", "never run"):
-            commands.append((f"alst run {spec}", f"run {_names([*waiting, *failed])}"))
+            commands.append((sweep.typed("run"), f"run {_names([*waiting, *failed])}"))
     if sweep.named("running"):
-        commands.append((f"watch -n 5 alst status {spec or ''}".strip(), "follow it"))
+        commands.append((shlex.join(["watch", "-n", "5", sweep.typed("status")]), "follow it"))
     if any((row.folder / "result.json").exists() for row in sweep.rows):
-        commands.append((f"alst report {spec or shown(sweep.folder)}", "the table and a page"))
+        commands.append((sweep.typed("report"), "the table and a page"))
     return commands
 
 
@@ -186,7 +190,7 @@ def _names(rows: Sequence[Row]) -> str:
 def as_json(sweep: Sweep) -> dict[str, Any]:
     """What programs read. Seconds, and times since the epoch."""
     return {
-        "name": sweep.name, "folder": str(sweep.folder), "spec": str(sweep.spec) if sweep.spec else None,
+        "name": sweep.name, "folder": str(sweep.folder), "spec": str(sweep.spec.path) if sweep.spec else None,
         "holder": sweep.holder, "counts": dict(Counter(row.state for row in sweep.rows)),
         "rows": [
             {"row": r.name, "state": r.state, "what": r.what, "seconds": r.seconds, "left_seconds": r.left,
@@ -247,7 +251,7 @@ def overview(found: Sequence[Sweep]) -> list[str]:
         counts = [
             len(sweep.named(*states)) for states in (["running"], results.FINISHED, FAILED, ["stale"], ["never run"])
         ]
-        what = f"alst status {shown(sweep.spec)}" if sweep.spec else f"alst report {shown(sweep.folder)}"
+        what = sweep.typed("status" if sweep.spec else "report")
         table.append((sweep.name, str(len(sweep.rows)), *(str(n or "-") for n in counts), what))
     lines = columns(table)
     for sweep in found:

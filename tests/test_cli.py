@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -215,6 +216,35 @@ def test_status_judges_rows_as_the_machine_that_ran_them(tmp_path, monkeypatch, 
     capsys.readouterr()
     assert cli.main(["status", str(spec)]) == 3
     assert "ok with steps=3 (now 4)" in capsys.readouterr().out
+
+
+def test_commands_to_type_next_can_be_typed(tmp_path, monkeypatch, capsys):
+    """They name the folder of the results where it is not the usual one, and quote what a shell would take apart."""
+    home = tmp_path / "my sweeps"
+    home.mkdir()
+    spec, out = write_spec(home), tmp_path / "other results"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "run_row", recorder([], "error"))
+    assert cli.main(["run", str(spec), "--out", str(out), "--rows", "bad"]) == 1
+    where = ["my sweeps/spec.yaml", "--out", "other results"]
+    again = capsys.readouterr().err.partition("again with: ")[2]
+    assert shlex.split(again) == ["alst", "run", *where, "--retry", "error"]
+    log = out / "bad" / "logs" / "one" / "agent.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("ended")
+    results.write_result(out / "bad" / "result.json", results.new_result(cli.load_spec(spec).rows["bad"], "error"))
+    with locks.hold(out) as note:
+        assert cli.main(["status", str(spec), "--out", str(out), "--json"]) == 1
+        typed = [shlex.split(n["command"]) for n in json.loads(capsys.readouterr().out)["next"]]
+        assert typed == [["less", "other results/bad/logs/one/agent.log"], ["alst", "report", *where]]
+        note(row="good")
+        assert cli.main(["status", str(spec), "--out", str(out), "--json"]) == 1
+        typed = [shlex.split(n["command"]) for n in json.loads(capsys.readouterr().out)["next"]]
+        assert [shlex.split(words[3]) for words in typed if words[0] == "watch"] == [["alst", "status", *where]]
+    assert cli.main(["status", str(spec), "--out", str(out), "--json"]) == 1
+    typed = [shlex.split(n["command"]) for n in json.loads(capsys.readouterr().out)["next"]]
+    assert ["alst", "run", *where, "--retry", "error"] in typed
+    assert ["alst", "run", *where] in typed
 
 
 def test_what_runs_and_that_it_runs_once(tmp_path, capsys):
