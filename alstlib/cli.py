@@ -282,14 +282,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     r.add_argument("--html", metavar="PATH", help="where the page goes, instead of report.html in the results' folder")
     r.set_defaults(command=report.report)
     s = commands.add_parser("status", help="say what runs, what finished and what to type next", epilog=status.EXIT)
-    s.add_argument("spec", type=Path, nargs="?", help="without it, all sweeps below papermill_runs/out")
+    s.add_argument(
+        "spec", type=Path, nargs="?", help="a spec or a sweep's folder; without it, all sweeps below papermill_runs/out"
+    )
     s.add_argument("--json", action="store_true", help="for programs")
     s.set_defaults(command=status.status)
     w = commands.add_parser("plan", help="say what fits on which GPUs, and how long a step takes; runs nothing")
     plan.add_arguments(w)
     w.set_defaults(command=plan.command)
     for sub in (p, r, s):
-        sub.add_argument("--out", help="folder of the results, instead of papermill_runs/out/NAME")
+        sub.add_argument("--out", help="folder of a spec's results, instead of papermill_runs/out/NAME")
     args = parser.parse_args(argv)
     try:
         return args.command(args)

@@ -28,6 +28,10 @@ TEMPLATE = Path(__file__).with_name("report.html.j2")
 def report(args: argparse.Namespace) -> int:
     """`alst report`: the table of a spec's results, or of those below a folder, and their page."""
     source = Path(args.source)
+    if args.out and source.is_dir():
+        raise ValueError(
+            f"out={args.out!r} goes with a spec, and {source} is a folder; --html says where the page goes"
+        )
     spec = None if source.is_dir() else load_spec(source, args.out, as_run=True)
     folder = spec.out if spec else source
     found = results.collect(folder)

@@ -263,8 +263,17 @@ def overview(found: Sequence[Sweep]) -> list[str]:
 
 
 def status(args: argparse.Namespace) -> int:
-    """`alst status`: of one sweep, or of all below papermill_runs/out; see EXIT."""
-    found = [of_spec(load_spec(args.spec, args.out, as_run=True))] if args.spec else [of_folder(p) for p in sweeps()]
+    """`alst status`: of one sweep, named by its spec or its folder, or of all below papermill_runs/out; see EXIT."""
+    if args.out and (args.spec is None or args.spec.is_dir()):
+        raise ValueError(f"out={args.out!r} goes with a spec; the status of a folder: alst status FOLDER")
+    if args.spec is None:
+        found = [of_folder(p) for p in sweeps()]
+    elif args.spec.is_dir():
+        found = [of_folder(args.spec)]
+        if not found[0].rows:
+            raise ValueError(f"no runs in {args.spec}")
+    else:
+        found = [of_spec(load_spec(args.spec, args.out, as_run=True))]
     if args.json:
         made = [as_json(sweep) for sweep in found]
         print(json.dumps(made[0] if args.spec else made, indent=2))

@@ -247,6 +247,20 @@ def test_commands_to_type_next_can_be_typed(tmp_path, monkeypatch, capsys):
     assert ["alst", "run", *where] in typed
 
 
+def test_status_of_a_folder_and_out_without_a_spec(sweep, tmp_path, capsys):
+    spec, out, _ = sweep
+    assert cli.main(["status", str(spec)]) == 1
+    shown = capsys.readouterr().out
+    assert cli.main(["status", str(out)]) == 1
+    assert capsys.readouterr().out == shown  # it knows its spec
+    assert cli.main(["status", str(tmp_path)]) == 2
+    assert f"no runs in {tmp_path}" in capsys.readouterr().err
+    for arguments in (["status"], ["status", str(out)], ["report", str(out)]):
+        assert cli.main([*arguments, "--out", str(tmp_path)]) == 2, arguments
+        assert "goes with a spec" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_what_runs_and_that_it_runs_once(tmp_path, capsys):
     """Status follows a running sweep; a second one says who runs and touches nothing; killed, it is interrupted."""
     spec, out = write_spec(tmp_path, rows=[{"name": "one", "model_config": {"fake": "hang"}}]), out_of(tmp_path)
