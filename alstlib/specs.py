@@ -156,10 +156,10 @@ def shown(path: Path) -> str:
 
 def write_record(spec: Spec) -> None:
     """Say in the sweep's folder which spec it is of and for how many GPUs its rows are resolved, so that a report or
-    `alst status` finds it and judges its rows as they were run."""
+    `alst status` finds it and judges its rows as they were run. The spec is relative to the folder behind symlinks."""
     results.write_json(
         spec.out / RECORD,
-        {"name": spec.name, "spec": os.path.relpath(spec.path, spec.out), "rows": list(spec.rows),
+        {"name": spec.name, "spec": os.path.relpath(spec.path, spec.out.resolve()), "rows": list(spec.rows),
          "command": spec.command, "worker": spec.worker,
          "gpus": launch.device_count()},
     )  # fmt: skip

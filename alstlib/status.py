@@ -65,6 +65,8 @@ class Sweep:
     holder: Mapping[str, Any] | None
     """Of the `alst run` that is at it."""
     rows: Sequence[Row]
+    problem: str = ""
+    """Why its spec cannot be used."""
 
     def named(self, *states: str) -> list[Row]:
         return [row for row in self.rows if row.state in states]
@@ -155,14 +157,17 @@ def of_spec(spec: Spec) -> Sweep:
 
 def of_folder(folder: Path) -> Sweep:
     """By the spec that `alst run` left named there; without one, what the folder holds."""
-    record = read_record(folder)
+    record, problem = read_record(folder), ""
     if record.get("spec"):
-        with contextlib.suppress(ValueError):
-            return of_spec(load_spec(folder / record["spec"], folder, as_run=True))
+        try:
+            return of_spec(load_spec(folder.resolve() / record["spec"], folder, as_run=True))
+        except ValueError as e:
+            problem = str(e)
     found = sorted(p.parent for p in folder.glob("*/config.json"))
     holder = locks.holder(folder)
     rows = [look(p, None, holder) for p in found]
-    return Sweep(name=str(record.get("name") or folder.name), folder=folder, spec=None, holder=holder, rows=rows)
+    name = str(record.get("name") or folder.name)
+    return Sweep(name=name, folder=folder, spec=None, holder=holder, rows=rows, problem=problem)
 
 
 def following(sweep: Sweep) -> list[tuple[str, str]]:
@@ -191,7 +196,8 @@ def as_json(sweep: Sweep) -> dict[str, Any]:
     """What programs read. Seconds, and times since the epoch."""
     return {
         "name": sweep.name, "folder": str(sweep.folder), "spec": str(sweep.spec.path) if sweep.spec else None,
-        "holder": sweep.holder, "counts": dict(Counter(row.state for row in sweep.rows)),
+        "problem": sweep.problem or None, "holder": sweep.holder,
+        "counts": dict(Counter(row.state for row in sweep.rows)),
         "rows": [
             {"row": r.name, "state": r.state, "what": r.what, "seconds": r.seconds, "left_seconds": r.left,
              "step": r.event.get("step"), "steps": r.event.get("steps"), "folder": str(r.folder),
@@ -227,6 +233,8 @@ def text(sweep: Sweep) -> list[str]:
     at = (sweep.holder or {}).get("row")
     who += f", at {at}" if at and at not in [row.name for row in sweep.rows] else ""
     lines = [f"{sweep.name}: {len(sweep.rows)} rows in {shown(sweep.folder)}{who}", ""]
+    if sweep.problem:
+        lines[1:1] = [_unusable(sweep)]
     table = [("row", "state", "step", "time", "left", "")]
     for row in sweep.rows:
         step, steps = row.event.get("step"), row.event.get("steps")
@@ -244,6 +252,10 @@ def text(sweep: Sweep) -> list[str]:
     return lines
 
 
+def _unusable(sweep: Sweep) -> str:
+    return f"{sweep.name}: its spec cannot be used, so nothing is known of stale rows: {sweep.problem}"
+
+
 def overview(found: Sequence[Sweep]) -> list[str]:
     """A line a sweep, and one for each row that runs."""
     table: list[tuple[str, ...]] = [("sweep", "rows", "running", "finished", "failed", "stale", "never run", "next")]
@@ -255,6 +267,8 @@ def overview(found: Sequence[Sweep]) -> list[str]:
         table.append((sweep.name, str(len(sweep.rows)), *(str(n or "-") for n in counts), what))
     lines = columns(table)
     for sweep in found:
+        if sweep.problem:
+            lines.append(_unusable(sweep))
         for row in sweep.named("running"):
             left = f", {format_seconds(max(0.0, row.left))} left" if row.left is not None else ""
             so_far = format_seconds(row.seconds or 0.0)
@@ -270,7 +284,7 @@ def status(args: argparse.Namespace) -> int:
         found = [of_folder(p) for p in sweeps()]
     elif args.spec.is_dir():
         found = [of_folder(args.spec)]
-        if not found[0].rows:
+        if not found[0].rows and not found[0].problem:
             raise ValueError(f"no runs in {args.spec}")
     else:
         found = [of_spec(load_spec(args.spec, args.out, as_run=True))]

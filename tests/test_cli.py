@@ -261,6 +261,25 @@ def test_status_of_a_folder_and_out_without_a_spec(sweep, tmp_path, capsys):
     assert not (tmp_path / "report.html").exists()
 
 
+def test_a_sweep_behind_a_symlink_knows_its_spec_and_says_when_that_became_invalid(tmp_path, monkeypatch, capsys):
+    home, scratch = tmp_path / "home", tmp_path / "a" / "deep" / "scratch"
+    (home / "papermill_runs").mkdir(parents=True)
+    scratch.mkdir(parents=True)
+    (home / "papermill_runs" / "out").symlink_to(scratch)
+    monkeypatch.chdir(home)
+    spec = write_spec(home)
+    monkeypatch.setattr(cli, "run_row", recorder([], "oom"))
+    assert cli.main(["run", str(spec)]) == 0
+    capsys.readouterr()
+    assert cli.main(["status"]) == 3  # both never ran
+    assert "alst status spec.yaml\n" in capsys.readouterr().out
+    spec.write_text(spec.read_text().replace("timeout", "tiemout"))
+    for arguments in ([], [str(out_of(home))]):
+        cli.main(["status", *arguments])
+        shown = capsys.readouterr()
+        assert "unknown parameter 'tiemout'; did you mean 'timeout'?" in shown.out + shown.err, arguments
+
+
 def test_what_runs_and_that_it_runs_once(tmp_path, capsys):
     """Status follows a running sweep; a second one says who runs and touches nothing; killed, it is interrupted."""
     spec, out = write_spec(tmp_path, rows=[{"name": "one", "model_config": {"fake": "hang"}}]), out_of(tmp_path)
