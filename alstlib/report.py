@@ -11,6 +11,7 @@ import datetime
 import io
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ def report(args: argparse.Namespace) -> int:
     found = results.collect(folder)
     if not found:
         raise ValueError(f"no result.json below {folder}")
-    print(results.to_markdown(results.table(found)))
+    print(results.to_markdown(results.table(labelled(found, folder))))
     page = write_page(folder, found, spec, Path(args.html) if args.html else None)
     print(f"\npage: {shown(page)}")
     return 0
@@ -70,11 +71,21 @@ def write_page(
     return page
 
 
+def labelled(found: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """The results, each with a `label` that no other has: its row or run id; where sweeps share it, its folder."""
+    names = [str(r.get("row") or r["run_id"]) for r in found]
+    paths = [_link(Path(r["folder"]).resolve(), folder.resolve()) for r in found]
+    made = [path if names.count(name) > 1 else name for name, path in zip(names, paths)]
+    made = made if len(set(made)) == len(made) else paths
+    return [{**r, "label": label} for r, label in zip(found, made)]
+
+
 def contents(folder: Path, found: Sequence[Mapping[str, Any]], spec: Spec | None, base: Path) -> dict[str, Any]:
     """What the template shows; links are relative to `base`."""
     record = read_record(folder)
     known = spec.rows if spec else record.get("rows", ())
     missing = [name for name in known if name not in {r.get("row") for r in found}]
+    found = labelled(found, folder)
     table = results.table(found)
     names = [n for n in COLUMNS if any(row.get(n) is not None for row in table)]
     head = [(COLUMNS[n][0], _kind(n)) for n in names]
@@ -104,7 +115,7 @@ def _kind(name: str) -> str:
 
 
 def _anchor(result: Mapping[str, Any]) -> str:
-    return f"row-{result.get('row') or result['run_id']}"
+    return "row-" + re.sub(r"\s", "_", result["label"])
 
 
 def _when(text: str) -> str:
@@ -129,7 +140,7 @@ def _row(result: Mapping[str, Any], base: Path, worker: str) -> dict[str, Any]:
     given: dict[str, Any] = {"config": {n: v for n, v in fields.items() if n != "row"}}
     text = json.dumps(given if worker == "alstlib.train" else {"worker": worker, **given})
     return {
-        "anchor": _anchor(result), "name": result.get("row") or result["run_id"], "status": result["status"],
+        "anchor": _anchor(result), "name": result["label"], "status": result["status"],
         "mode": result["mode"], "run_id": result["run_id"], "finished": _when(str(result.get("finished") or "")),
         "why": ": ".join(str(error[n]) for n in ("type", "message") if error.get(n)),
         "log_tail": error.get("log_tail") or "", "fields": fields,
@@ -148,7 +159,7 @@ def environments(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         facts = {**result["environment"], "git commit": git.get("sha"), "git: uncommitted changes": dirty}
         one = made.setdefault(json.dumps(facts, sort_keys=True, default=str), {"rows": []})
         one["facts"] = {n.replace("_", " "): "-" if v is None else v for n, v in facts.items()}
-        one["rows"].append(str(result.get("row") or result["run_id"]))
+        one["rows"].append(result["label"])
     return list(made.values())
 
 
@@ -164,7 +175,7 @@ def figures(found: Sequence[Mapping[str, Any]], table: Sequence[Mapping[str, Any
         from alstlib import plots
     except ImportError:
         return
-    searched = {str(r["row"]): r["metrics"]["tried"] for r in found if r.get("row") and r["metrics"].get("tried")}
+    searched = {r["label"]: r["metrics"]["tried"] for r in found if r.get("row") and r["metrics"].get("tried")}
     if searched:
         rows = [row for row in table if row["row"] in searched]
         lengths = ", ".join(f"{row['row']} {format_tokens(row['seq_len'])}" for row in rows if row.get("seq_len"))
@@ -174,7 +185,7 @@ def figures(found: Sequence[Mapping[str, Any]], table: Sequence[Mapping[str, Any
                 "What each row adds here (left), and in the paper's Table 1 on its own machine (right).",
                 f"Bars of the longest sequence of each row: {lengths}.",
             )  # fmt: skip
-        budgets = {r["config"].get("device_memory") for r in found if r.get("row") in searched}
+        budgets = {r["config"].get("device_memory") for r in found if r["label"] in searched}
         budget = next(iter(budgets)) if len(budgets) == 1 else None
         points = {n: sorted((t["seq_len"], t["device_peak_bytes"]) for t in tried) for n, tried in searched.items()}
         yield _figure(
@@ -199,7 +210,7 @@ def figures(found: Sequence[Mapping[str, Any]], table: Sequence[Mapping[str, Any
 
 def _losses(plots: Any, found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
     """Losses by step: overlaid with their differences where runs took the same tokens, else just drawn."""
-    losses = {str(r.get("row") or r["run_id"]): r for r in found if len(r["metrics"].get("loss") or []) >= 3}
+    losses = {r["label"]: r for r in found if len(r["metrics"].get("loss") or []) >= 3}
     curves = {n: [float("nan") if x is None else x for x in r["metrics"]["loss"]] for n, r in losses.items()}
     if not curves:
         return

@@ -244,7 +244,8 @@ def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One dictionary a result: what was measured (bytes, seconds, tokens, TFLOPS a rank), what was predicted of it,
     and the paper's row.
 
-    `device_peak_bytes` is that of the fullest rank, `host_peak_bytes` the sum over the ranks.
+    `device_peak_bytes` is that of the fullest rank, `host_peak_bytes` the sum over the ranks. `row` is the result's
+    `label` where it was given one.
     """
     rows = []
     for result in results:
@@ -262,7 +263,7 @@ def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         predicted = m.get("predicted") or {}
         its_host = predicted.get("host_peak_bytes")
         rows.append({
-            "row": row or result["run_id"],
+            "row": result.get("label") or row or result["run_id"],
             "status": result["status"],
             "mode": result["mode"],
             "seq_len": m.get("seq_len"),

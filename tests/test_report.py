@@ -104,6 +104,27 @@ def test_both_themes(written):
     assert light == dark
 
 
+def test_rows_of_the_same_name_in_several_sweeps_stay_apart(tmp_path):
+    """Ids, figures and environments of `alst report` over a folder of sweeps."""
+    for sweep, losses in (("first", [3.0, 2.5, 2.25]), ("the second", [3.0, 2.0, 1.0])):
+        for row in ("alst", f"only {sweep}"):
+            metrics = {"seq_len": 512, "loss": losses, "device_peak_bytes": [2**20]}
+            metrics["predicted"] = {"device_peak_bytes": 2**21}
+            result = results.new_result(RunConfig(row=row), "ok", metrics=metrics, device="cpu")
+            (tmp_path / sweep / row).mkdir(parents=True)
+            results.write_result(tmp_path / sweep / row / "result.json", result)
+    text = report.write_page(tmp_path, results.collect(tmp_path)).read_text()
+    page = Page(text)
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {"row-first/alst", "row-the_second/alst", "row-only_first", "row-only_the_second"} <= set(ids)
+    assert {a["href"][1:] for a in page.all("a") if a["href"][0] == "#"} <= set(ids)
+    for image in page.all("img"):
+        assert all(name in image["alt"] for name in ("first/alst", "the second/alst", "only first")), image["alt"]
+    assert len(page.all("img")) == 2
+    assert "alst, alst" not in text
+
+
 def test_a_page_elsewhere_links_to_the_results(written, tmp_path):
     folder, _, _ = written
     path = report.write_page(folder, results.collect(folder), page=tmp_path / "deep" / "page.html")
