@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,55 +165,88 @@ def environments(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 # Figures
 
+Results = Sequence[Mapping[str, Any]]
 
-def figures(found: Sequence[Mapping[str, Any]], table: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
+
+def figures(found: Results, table: Results) -> Iterator[dict[str, str]]:
     """Those that these results allow, as data URIs, each with what to see and an alternative text.
 
+    One that fails says so in place of its picture (`source` is empty): a finished sweep is not lost by its page.
     Without matplotlib there are none.
     """
     try:
         from alstlib import plots
     except ImportError:
         return
-    searched = {r["label"]: r["metrics"]["tried"] for r in found if r.get("row") and r["metrics"].get("tried")}
-    if searched:
-        rows = [row for row in table if row["row"] in searched]
-        lengths = ", ".join(f"{row['row']} {format_tokens(row['seq_len'])}" for row in rows if row.get("seq_len"))
-        if any(row.get("paper_seq_len") for row in rows):
-            yield _figure(
-                plots.ablation(rows), "Longest sequence that fits",
-                "What each row adds here (left), and in the paper's Table 1 on its own machine (right).",
-                f"Bars of the longest sequence of each row: {lengths}.",
-            )  # fmt: skip
-        budgets = {r["config"].get("device_memory") for r in found if r["label"] in searched}
-        budget = next(iter(budgets)) if len(budgets) == 1 else None
-        points = {n: sorted((t["seq_len"], t["device_peak_bytes"]) for t in tried) for n, tried in searched.items()}
-        yield _figure(
-            plots.peaks(points, budget), "Trials of the search",
-            "Device peak of every length that was tried; the budget is where a search ends.",
-            f"Lines of device peak against sequence length, rising to the budget: {lengths}.",
-        )  # fmt: skip
+    kinds: dict[str, Callable[[Any, Results, Results], tuple[Any, str, str] | None]] = {
+        "Longest sequence that fits": _longest, "Trials of the search": _trials,
+        "Device peak, measured and predicted": _predicted, "Losses": _losses,
+    }  # fmt: skip
+    for title, draw in kinds.items():
+        try:
+            if made := draw(plots, found, table):
+                figure, what, alt = made
+                yield {"title": title, "what": what, "alt": alt, "source": _data(figure)}
+        except Exception as e:
+            yield {"title": title, "what": f"It could not be drawn: {type(e).__name__}: {e}", "alt": "", "source": ""}
+
+
+def _searched(found: Results) -> list[Mapping[str, Any]]:
+    return [r for r in found if r.get("row") and r["metrics"].get("tried")]
+
+
+def _reached(found: Results, table: Results) -> str:
+    return ", ".join(
+        f"{row['row']} {format_tokens(row['seq_len'])}"
+        for result, row in zip(found, table) if result in _searched(found) and row.get("seq_len")
+    )  # fmt: skip
+
+
+def _longest(plots: Any, found: Results, table: Results) -> tuple[Any, str, str] | None:
+    rows = [row for result, row in zip(found, table) if result in _searched(found)]
+    if not any(row.get("paper_seq_len") for row in rows):
+        return None
+    return (
+        plots.ablation(rows),
+        "What each row adds here (left), and in the paper's Table 1 on its own machine (right).",
+        f"Bars of the longest sequence of each row: {_reached(found, table)}.",
+    )
+
+
+def _trials(plots: Any, found: Results, table: Results) -> tuple[Any, str, str] | None:
+    points = {}
+    for result in _searched(found):
+        known = [t for t in result["metrics"]["tried"] if t.get("device_peak_bytes") is not None]
+        if known:
+            points[result["label"]] = sorted((t["seq_len"], t["device_peak_bytes"]) for t in known)
+    if not points:
+        return None
+    budgets = {r["config"].get("device_memory") for r in _searched(found)}
+    return (
+        plots.peaks(points, next(iter(budgets)) if len(budgets) == 1 else None),
+        "Device peak of every length that was tried; the budget is where a search ends.",
+        f"Lines of device peak against sequence length, rising to the budget: {_reached(found, table)}.",
+    )
+
+
+def _predicted(plots: Any, found: Results, table: Results) -> tuple[Any, str, str] | None:
     both = {
         str(row["row"]): (row["device_peak_bytes"], row["predicted_device_peak_bytes"])
         for row in table if row.get("device_peak_bytes") and row.get("predicted_device_peak_bytes")
     }  # fmt: skip
-    if both:
-        pairs = ", ".join(
-            f"{n} {format_bytes(a)} measured and {format_bytes(b)} predicted" for n, (a, b) in both.items()
-        )
-        yield _figure(
-            plots.measured_and_predicted(both), "Device peak, measured and predicted",
-            "Bars of a row are alike where the planner is right.", f"Pairs of bars of the device peak: {pairs}.",
-        )  # fmt: skip
-    yield from _losses(plots, found)
+    if not both:
+        return None
+    pairs = ", ".join(f"{n} {format_bytes(a)} measured and {format_bytes(b)} predicted" for n, (a, b) in both.items())
+    figure = plots.measured_and_predicted(both)
+    return figure, "Bars of a row are alike where the planner is right.", f"Pairs of bars of the device peak: {pairs}."
 
 
-def _losses(plots: Any, found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
+def _losses(plots: Any, found: Results, table: Results) -> tuple[Any, str, str] | None:
     """Losses by step: overlaid with their differences where runs took the same tokens, else just drawn."""
     losses = {r["label"]: r for r in found if len(r["metrics"].get("loss") or []) >= 3}
     curves = {n: [float("nan") if x is None else x for x in r["metrics"]["loss"]] for n, r in losses.items()}
     if not curves:
-        return
+        return None
     ends = ", ".join(f"{n} {curve[0]:.3f} to {curve[-1]:.3f}" for n, curve in curves.items())
     same = ("seq_len", "tokens_per_step"), ("model", "model_config", "data", "seed", "steps", "learning_rate")
     kinds = {
@@ -224,11 +257,10 @@ def _losses(plots: Any, found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
     same_data = "The same data and settings: above the curves, below how far each is from the first."
     what = same_data if alike else "Loss of each optimizer step."
     figure = plots.parity(curves) if alike else plots.losses(curves)
-    yield _figure(figure, "Losses", what, f"Lines of the loss against the optimizer step: {ends}.")
+    return figure, what, f"Lines of the loss against the optimizer step: {ends}."
 
 
-def _figure(figure: Any, title: str, what: str, alt: str) -> dict[str, str]:
+def _data(figure: Any) -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
-    data = base64.b64encode(buffer.getvalue()).decode()
-    return {"title": title, "what": what, "alt": alt, "source": f"data:image/png;base64,{data}"}
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -125,6 +125,19 @@ def test_rows_of_the_same_name_in_several_sweeps_stay_apart(tmp_path):
     assert "alst, alst" not in text
 
 
+def test_a_figure_that_fails_says_so_and_the_others_are_drawn(tmp_path):
+    tried = [{"seq_len": 256, "device_peak_bytes": 2**20}, {"seq_len": 512, "device_peak_bytes": None}]
+    for row in ("alst", "ours"):
+        metrics = {"seq_len": 512, "loss": [1.0, 0.0, 0.0], "tried": [*tried, tried[1]]}
+        (tmp_path / row).mkdir()
+        result = results.new_result(RunConfig(row=row), "ok", metrics=metrics, device="cpu")
+        results.write_result(tmp_path / row / "result.json", result)
+    page = Page(report.write_page(tmp_path, results.collect(tmp_path)).read_text())
+    assert page.open == []
+    assert len(page.all("img")) == 2  # the longest sequences, and trials of which peaks are known
+    assert "It could not be drawn: ZeroDivisionError" in page.said
+
+
 def test_a_page_elsewhere_links_to_the_results(written, tmp_path):
     folder, _, _ = written
     path = report.write_page(folder, results.collect(folder), page=tmp_path / "deep" / "page.html")
