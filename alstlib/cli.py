@@ -18,7 +18,7 @@ from typing import Any
 from alstlib import foretell, launch, locks, plan, report, results, status
 from alstlib.config import RunConfig
 from alstlib.progress import Printer, ProgressReader
-from alstlib.specs import Spec, check_parameters, load_spec, select, shown, write_record
+from alstlib.specs import Spec, check_parameters, load_spec, papermill_line, select, shown, write_record
 
 KERNEL_SECONDS = 60.0  # for an interrupted notebook: longer than the launcher's own grace
 
@@ -235,7 +235,8 @@ def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: 
 
 
 def _would(spec: Spec, row: str, args: argparse.Namespace) -> list[str]:
-    """What `--dry-run` says of a row: its parameters, what the planner expects, its folder, and torchrun's command."""
+    """What `--dry-run` says of a row: its fields, what the planner expects, its folder, the command that runs it by
+    itself, and the one that the launcher would start in turn."""
     config, folder = spec.rows[row], spec.out / row
     if why := _left_alone(spec, row, args):
         return [f"{row}: {why}"]
@@ -247,6 +248,9 @@ def _would(spec: Spec, row: str, args: argparse.Namespace) -> list[str]:
     ours = spec.worker == "alstlib.train"
     expected = foretell.outlook(config, gpus)["text"] if ours else f"not predicted: the worker is {spec.worker}"
     logs = folder / "logs" / results.run_id(config)
+    parameters = {**spec.parameters, "out": str(folder), **({"force": True} if args.force else {})}
+    where, output = shlex.join(["mkdir", "-p", shown(folder)]), shown(folder / spec.notebook.name)
+    alone = papermill_line(shown(spec.notebook), output, parameters, config.to_dict())
     argv = launch.command(config, folder, logs, sys.executable, spec.worker, ["--standalone"])
     return [
         f"{row}: would run as {results.run_id(config)}",
@@ -254,7 +258,8 @@ def _would(spec: Spec, row: str, args: argparse.Namespace) -> list[str]:
         f"  the base sets {_fields(others)}",
         f"  predicted     {expected}",
         f"  folder        {shown(folder)}",
-        f"  command       {shlex.join(argv)}",
+        f"  by itself     {where} && {alone}",
+        f"  which starts  {shlex.join(argv)}",
     ]
 
 

@@ -12,7 +12,6 @@ import io
 import json
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from alstlib import results
 from alstlib.config import RunConfig
 from alstlib.results import COLUMNS, format_bytes, format_tokens
-from alstlib.specs import Spec, load_spec, read_record, shown
+from alstlib.specs import Spec, load_spec, papermill_line, read_record, shown
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -104,7 +103,7 @@ def contents(folder: Path, found: Sequence[Mapping[str, Any]], spec: Spec | None
         "figures": list(figures(found, table)), "environments": environments(found),
         "command": spec.command if spec else str(record.get("command") or ""),
         "notebooks": [(p.name, _link(p, base)) for p in sorted(folder.glob("*.ipynb"))],
-        "rows": [_row(r, base, spec.worker if spec else record.get("worker") or "alstlib.train") for r in found],
+        "rows": [_row(r, base, spec) for r in found],
     }  # fmt: skip
 
 
@@ -129,7 +128,7 @@ def _link(path: Path, base: Path) -> str:
     return Path(os.path.relpath(path, base)).as_posix()
 
 
-def _row(result: Mapping[str, Any], base: Path, worker: str) -> dict[str, Any]:
+def _row(result: Mapping[str, Any], base: Path, spec: Spec | None) -> dict[str, Any]:
     """One result: its error, its configuration, what lies in its folder, and the command that repeats it alone."""
     folder = Path(result["folder"]).resolve()
     files = [*sorted(folder.glob("*.ipynb")), folder / "result.json"]
@@ -137,8 +136,9 @@ def _row(result: Mapping[str, Any], base: Path, worker: str) -> dict[str, Any]:
     default = RunConfig().to_dict()
     fields = {n: v for n, v in known.items() if v != default[n]}
     error = result.get("error") or {}
-    given: dict[str, Any] = {"config": {n: v for n, v in fields.items() if n != "row"}}
-    text = json.dumps(given if worker == "alstlib.train" else {"worker": worker, **given})
+    its_sweep = read_record(folder.parent)
+    notebook = _link(spec.notebook, spec.root) if spec else its_sweep.get("notebook") or "notebooks/run.ipynb"
+    parameters = spec.parameters if spec else its_sweep.get("parameters") or {}
     return {
         "anchor": _anchor(result), "name": result["label"], "status": result["status"],
         "mode": result["mode"], "run_id": result["run_id"], "finished": _when(str(result.get("finished") or "")),
@@ -146,7 +146,7 @@ def _row(result: Mapping[str, Any], base: Path, worker: str) -> dict[str, Any]:
         "log_tail": error.get("log_tail") or "", "fields": fields,
         "notes": [str(n) for n in result["metrics"].get("notes") or []],
         "links": [(f.name, _link(f, base)) for f in files if f.exists()],
-        "command": f"papermill notebooks/run.ipynb out.ipynb -y {shlex.quote(text)}",
+        "command": papermill_line(notebook, "out.ipynb", parameters, result["config"]),
     }  # fmt: skip
 
 

@@ -128,6 +128,14 @@ def _locate(name: str, spec: Path) -> tuple[Path, Path]:
     raise ValueError(f"notebook={name!r} of {spec} is in no folder above the spec")
 
 
+def papermill_line(notebook: str, output: str, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """What runs a row by itself, for a shell: the template with a sweep's parameters, and with those fields of `config`
+    that are not the default."""
+    default = RunConfig().to_dict()
+    fields = {n: v for n, v in config.items() if n in default and v != default[n]}
+    return shlex.join(["papermill", notebook, output, "-y", json.dumps({**parameters, "config": fields}, default=str)])
+
+
 def check_parameters(notebook: Path, names: Iterable[str]) -> None:
     """Refuse names that the notebook's parameters cell lacks (papermill itself only warns)."""
     import papermill
@@ -160,7 +168,9 @@ def write_record(spec: Spec) -> None:
     results.write_json(
         spec.out / RECORD,
         {"name": spec.name, "spec": os.path.relpath(spec.path, spec.out.resolve()), "rows": list(spec.rows),
-         "command": spec.command, "worker": spec.worker,
+         "command": spec.command,
+         "notebook": Path(os.path.relpath(spec.notebook, spec.root)).as_posix(),
+         "parameters": results.strict(spec.parameters, []),
          "gpus": launch.device_count()},
     )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """`alst`: specs, sweeps through papermill, what is run again and what is refused."""
 
+import html
 import json
 import os
 import re
@@ -148,6 +149,32 @@ def test_status_of_what_ended(sweep, capsys):
     assert [(r["row"], r["state"]) for r in made["rows"]] == [("good", "ok"), ("bad", "error")]
     assert made["rows"][0]["seconds"] > 0
     assert made["rows"][1]["log"] == log
+
+
+def test_the_commands_of_a_dry_run_and_of_the_page_run_a_row(sweep, tmp_path, monkeypatch, capsys):
+    """As typed: the dry run's is this very run, in its folder; the page's has the sweep's notebook and parameters."""
+    spec, out, _ = sweep
+    monkeypatch.chdir(spec.parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(REPOSITORY), str(TESTS))))
+    monkeypatch.setenv("PATH", os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
+    page = html.unescape((out / "report.html").read_text())
+    paged = re.search(r"<pre>(papermill .*good.*)</pre>", page)[1]
+    notebook, output, parameters = (shlex.split(paged)[i] for i in (1, 2, 4))
+    assert (notebook, output) == ("run.ipynb", "out.ipynb")
+    assert json.loads(parameters)["worker"] == "fake_worker"
+    assert json.loads(parameters)["config"] == {
+        "row": "good", "model_config": {"fake": "ok"}, "timeout": 60, "world_size": launch.device_count() or 2
+    }  # fmt: skip
+    capsys.readouterr()
+    other = tmp_path / "an other"
+    assert cli.main(["run", str(spec), "--rows", "good", "--out", str(other), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    line = re.search(r"by itself +(.*)", shown)[1]
+    assert not other.exists()
+    assert subprocess.run(line, shell=True, capture_output=True).returncode == 0, line
+    assert results.read_result(other / "good" / "result.json")["status"] == "ok"
+    assert cli.main(["run", str(spec), "--rows", "good", "--out", str(other), "--dry-run"]) == 0
+    assert "good: ok already" in capsys.readouterr().out
 
 
 def test_status_of_what_was_changed_or_cut_off(tmp_path, monkeypatch, capsys):
@@ -338,6 +365,7 @@ def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, capsys):
     assert "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 0 --log-dir" in shown
     assert f"-m alstlib.train --config {config}" in shown
     assert not (tmp_path / "papermill_runs").exists()
+    assert "  which starts  " in shown
     spec = write_spec(tmp_path, rows=[{"name": "k"}], parameters={"worker": "alstlib.bench"})
     assert cli.main(["run", str(spec), "--dry-run"]) == 0
     assert "not predicted: the worker is alstlib.bench" in capsys.readouterr().out
