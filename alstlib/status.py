@@ -20,7 +20,7 @@ from typing import Any
 
 from alstlib import launch, locks, results
 from alstlib.config import RunConfig
-from alstlib.progress import ProgressReader, describe, time_left
+from alstlib.progress import ProgressReader, describe, first_failed, time_left
 from alstlib.results import format_seconds, format_tokens
 from alstlib.specs import Spec, load_spec, read_record, shown, sweeps
 
@@ -47,14 +47,14 @@ class Row:
     """Its last line of progress."""
 
     def log(self) -> Path | None:
-        """The log to look at: that of the rank that failed first, as far as it is known."""
-        runs = [p for p in (self.folder / "logs").glob("*") if p.is_dir()]
-        newest = max(runs, key=lambda p: p.stat().st_mtime, default=None)
-        if newest is None:
+        """The log to look at: that of the rank that failed first in the newest attempt. None where it left none."""
+        events = ProgressReader(self.folder / "progress.jsonl").read()
+        if not events:  # it ended before ranks started, and logs are of earlier attempts
             return None
-        ranks = [f for f in newest.glob("*/attempt_*/*/stderr.log") if f.stat().st_size]
-        broken = [f for f in ranks if b"Traceback (most" in f.read_bytes()[-100_000:]]
-        return min(broken or ranks or [newest / "agent.log"], key=lambda f: f.stat().st_mtime if f.exists() else 0.0)
+        logs = [log for p in (self.folder / "logs").glob("*") if p.is_dir() and (log := first_failed(p))]
+        newest = max(logs, key=lambda f: f.stat().st_mtime, default=None)
+        began = int(_began(events))  # some file systems have whole seconds
+        return newest if newest and newest.stat().st_mtime >= began else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def look(folder: Path, config: RunConfig | None, sweep: Mapping[str, Any] | None
     now, row = time.time(), folder.name
     holder = locks.holder(folder)
     events = ProgressReader(folder / "progress.jsonl").read()
-    began = float(events[0].get("time") or 0) if events else 0.0
+    began = _began(events)
     last = events[-1] if events else {}
     if holder is not None or (sweep or {}).get("row") == row:
         what = describe({**last, "row": "", "step": None, "eta_seconds": None}, now) if last else "starting"
@@ -110,6 +110,11 @@ def look(folder: Path, config: RunConfig | None, sweep: Mapping[str, Any] | None
     if state in results.FINISHED and not current and config is not None:
         return Row(name=row, folder=folder, state="stale", what=f"{state} {_stale(result, config)}", seconds=took)
     return Row(name=row, folder=folder, state=state, what=_ended(result), seconds=took, event=last)
+
+
+def _began(events: Sequence[Mapping[str, Any]]) -> float:
+    """When an attempt began, in seconds since the epoch; 0 where it said nothing."""
+    return float(events[0].get("time") or 0) if events else 0.0
 
 
 def _epoch(text: Any) -> float:

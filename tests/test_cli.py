@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from alstlib import cli, launch, locks, results, status
+from alstlib import cli, launch, locks, progress, results, status
 from alstlib.config import ROWS, RunConfig
 
 TESTS = Path(__file__).parent
@@ -259,6 +259,7 @@ def test_commands_to_type_next_can_be_typed(tmp_path, monkeypatch, capsys):
     log = out / "bad" / "logs" / "one" / "agent.log"
     log.parent.mkdir(parents=True)
     log.write_text("ended")
+    (out / "bad" / "progress.jsonl").write_text(json.dumps({"time": time.time(), "event": "start"}) + "\n")
     results.write_result(out / "bad" / "result.json", results.new_result(cli.load_spec(spec).rows["bad"], "error"))
     with locks.hold(out) as note:
         assert cli.main(["status", str(spec), "--out", str(out), "--json"]) == 1
@@ -305,6 +306,33 @@ def test_a_sweep_behind_a_symlink_knows_its_spec_and_says_when_that_became_inval
         cli.main(["status", *arguments])
         shown = capsys.readouterr()
         assert "unknown parameter 'tiemout'; did you mean 'timeout'?" in shown.out + shown.err, arguments
+
+
+def test_the_log_to_look_at_exists_and_is_of_the_newest_attempt(tmp_path):
+    def put(path, text, age):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        os.utime(path, (time.time() - age,) * 2)
+
+    def log():
+        return status.Row(name="r", folder=tmp_path, state="error").log()
+
+    old, new = tmp_path / "logs" / "old", tmp_path / "logs" / "new"
+    put(old / "x" / "attempt_0" / "0" / "stderr.log", "Traceback (most recent call last)", 100)
+    assert log() is None  # this attempt did not come to start ranks
+    (tmp_path / "progress.jsonl").write_text(json.dumps({"time": time.time() - 50, "event": "start"}) + "\n")
+    new.mkdir()
+    assert log() is None
+    put(new / "agent.log", "", 40)
+    assert log() is None
+    put(new / "agent.log", "torchrun says", 40)
+    assert log() == new / "agent.log"
+    put(new / "x" / "attempt_0" / "0" / "stderr.log", "waited", 30)
+    broken = new / "x" / "attempt_0" / "1" / "stderr.log"
+    put(broken, "Traceback (most recent call last)" + "frames\n" * 2000, 20)  # longer than what a result keeps
+    put(old / "x" / "attempt_0" / "0" / "stderr.log", "Traceback (most recent call last)", 100)
+    assert log() == broken
+    assert progress.log_tail(new).startswith("--- rank 1, stderr ---")
 
 
 def test_what_runs_and_that_it_runs_once(tmp_path, capsys):
