@@ -246,7 +246,7 @@ def _would(spec: Spec, row: str, args: argparse.Namespace) -> list[str]:
     others = {n: v for n, v in fields.items() if n not in of_row and v != default.to_dict()[n]}
     gpus = launch.device_count()
     ours = spec.worker == "alstlib.train"
-    expected = foretell.outlook(config, gpus)["text"] if ours else f"not predicted: the worker is {spec.worker}"
+    expected = foretell.outlook(config, gpus) if ours else f"not predicted: the worker is {spec.worker}"
     logs = folder / "logs" / results.run_id(config)
     parameters = {**spec.parameters, "out": str(folder), **({"force": True} if args.force else {})}
     where, output = shlex.join(["mkdir", "-p", shown(folder)]), shown(folder / spec.notebook.name)

@@ -26,7 +26,8 @@ from alstlib import locks, results
 from alstlib.config import RunConfig
 from alstlib.foretell import why_not
 from alstlib.processes import RUN_ID_VARIABLE, die_with_parent, sigterm_interrupts, start, stop
-from alstlib.progress import Progress, ProgressReader, log_tail, progress_printer, root_cause
+from alstlib.progress import Printer as progress_printer
+from alstlib.progress import Progress, ProgressReader, log_tail, root_cause
 
 __all__ = ["Progress", "RunFailed", "die_with_parent", "finished", "launch", "progress_printer", "resolve"]
 

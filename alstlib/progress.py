@@ -177,7 +177,9 @@ def _notebook_display() -> Any:
 
 class Printer:
     """Keeps one line up to date in a terminal or a notebook, at most once a second; in a log file it prints lines at
-    growing intervals, from a second to ten minutes. The event `end` is always shown."""
+    growing intervals, from a second to ten minutes. The event `end` is always shown.
+
+    An instance is an `on_progress` for `launch.launch`; notebooks know the class as `launch.progress_printer`."""
 
     LOG_SECONDS = 600.0
 
@@ -220,8 +222,3 @@ class Printer:
         if self.terminal and self.width:
             print(flush=True)
         self.event, self.width = None, 0
-
-
-def progress_printer() -> Printer:
-    """An `on_progress` for `launch.launch`: one line up to date in a terminal or a notebook, few lines in a log."""
-    return Printer()

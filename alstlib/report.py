@@ -61,12 +61,7 @@ def write_page(
     template = env.from_string(TEMPLATE.read_text(encoding="utf-8"))
     text = template.render(**contents(folder.resolve(), found, spec, page.parent))
     page.parent.mkdir(parents=True, exist_ok=True)
-    temporary = page.with_name(f".{page.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(page)
-    finally:
-        temporary.unlink(missing_ok=True)
+    results.replace_text(page, text)
     return page
 
 

@@ -56,12 +56,16 @@ def strict(value: Any, nonfinite: list[str], path: str = "") -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` in one step: a reader sees the old file or the new one, and a failure keeps the old.
+    """Replace `path` by `value`, as `replace_text` does."""
+    replace_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace `path` by `text` in one step: a reader sees the old file or the new one, and a failure keeps the old.
 
     Raises:
         OSError: with the errno of the failure (ENOSPC on a full disk); the temporary file is gone by then.
     """
-    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
