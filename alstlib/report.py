@@ -232,7 +232,11 @@ def _predicted(plots: Any, found: Results, table: Results) -> tuple[Any, str, st
     if not both:
         return None
     pairs = ", ".join(f"{n} {format_bytes(a)} measured and {format_bytes(b)} predicted" for n, (a, b) in both.items())
-    figure = plots.measured_and_predicted(both)
+    unit, size = ("GiB", 2**30) if max(max(pair) for pair in both.values()) >= 2**31 else ("MiB", 2**20)
+    figure = plots.paired(
+        {n: (a / size, b / size) for n, (a, b) in both.items()}, ("measured", "predicted"),
+        f"device peak of the fullest rank [{unit}]", log=False, show="{:,.1f}".format,
+    )  # fmt: skip
     return figure, "Bars of a row are alike where the planner is right.", f"Pairs of bars of the device peak: {pairs}."
 
 
@@ -251,7 +255,7 @@ def _losses(plots: Any, found: Results, table: Results) -> tuple[Any, str, str] 
     alike = 1 < len(curves) <= 7 and len(kinds) == 1 and len({len(c) for c in curves.values()}) == 1
     same_data = "The same data and settings: above the curves, below how far each is from the first."
     what = same_data if alike else "Loss of each optimizer step."
-    figure = plots.parity(curves) if alike else plots.losses(curves)
+    figure = plots.parity(curves) if alike else plots.training({n: dict(enumerate(c, 1)) for n, c in curves.items()})
     return figure, what, f"Lines of the loss against the optimizer step: {ends}."
 
 
