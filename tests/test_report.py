@@ -1,5 +1,6 @@
 """The page of a sweep: whole, escaped, and with nothing outside it."""
 
+import errno
 import re
 from html.parser import HTMLParser
 from urllib.parse import unquote, urlparse
@@ -136,6 +137,21 @@ def test_a_figure_that_fails_says_so_and_the_others_are_drawn(tmp_path):
     assert page.open == []
     assert len(page.all("img")) == 2  # the longest sequences, and trials of which peaks are known
     assert "It could not be drawn: ZeroDivisionError" in page.said
+
+
+def test_a_page_that_cannot_be_written_keeps_the_one_before(written, monkeypatch):
+    folder, path, _ = written
+    before = path.read_text()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results.os, "fsync", full)
+        with pytest.raises(OSError, match=r"write report\.html: the disk is full; the previous file is intact"):
+            report.write_page(folder, results.collect(folder))
+    assert path.read_text() == before
+    assert not list(folder.glob("*.tmp")) + list(folder.glob(".*.tmp"))
 
 
 def test_a_page_elsewhere_links_to_the_results(written, tmp_path):
