@@ -18,7 +18,7 @@ from typing import Any
 from alstlib import foretell, launch, locks, plan, report, results, status
 from alstlib.config import RunConfig
 from alstlib.progress import Printer, ProgressReader
-from alstlib.specs import Spec, check_parameters, load_spec, select, shown, write_record
+from alstlib.specs import Spec, check_parameters, load_spec, papermill_line, select, shown, write_record
 
 KERNEL_SECONDS = 60.0  # for an interrupted notebook: longer than the launcher's own grace
 
@@ -230,12 +230,13 @@ def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: 
     except (ValueError, OSError) as e:  # the results are there
         print(f"no page: {e}", file=sys.stderr)
     if bad:
-        print(f"failed: {', '.join(bad)}; again with: alst run {args.spec} --retry error", file=sys.stderr)
+        print(f"failed: {', '.join(bad)}; again with: {spec.typed('run', '--retry', 'error')}", file=sys.stderr)
     return 1 if bad else 0
 
 
 def _would(spec: Spec, row: str, args: argparse.Namespace) -> list[str]:
-    """What `--dry-run` says of a row: its parameters, what the planner expects, its folder, and torchrun's command."""
+    """What `--dry-run` says of a row: its fields, what the planner expects, its folder, the command that runs it by
+    itself, and the one that the launcher would start in turn."""
     config, folder = spec.rows[row], spec.out / row
     if why := _left_alone(spec, row, args):
         return [f"{row}: {why}"]
@@ -245,8 +246,11 @@ def _would(spec: Spec, row: str, args: argparse.Namespace) -> list[str]:
     others = {n: v for n, v in fields.items() if n not in of_row and v != default.to_dict()[n]}
     gpus = launch.device_count()
     ours = spec.worker == "alstlib.train"
-    expected = foretell.outlook(config, gpus)["text"] if ours else f"not predicted: the worker is {spec.worker}"
+    expected = foretell.outlook(config, gpus) if ours else f"not predicted: the worker is {spec.worker}"
     logs = folder / "logs" / results.run_id(config)
+    parameters = {**spec.parameters, "out": str(folder), **({"force": True} if args.force else {})}
+    where, output = shlex.join(["mkdir", "-p", shown(folder)]), shown(folder / spec.notebook.name)
+    alone = papermill_line(shown(spec.notebook), output, parameters, config.to_dict())
     argv = launch.command(config, folder, logs, sys.executable, spec.worker, ["--standalone"])
     return [
         f"{row}: would run as {results.run_id(config)}",
@@ -254,7 +258,8 @@ def _would(spec: Spec, row: str, args: argparse.Namespace) -> list[str]:
         f"  the base sets {_fields(others)}",
         f"  predicted     {expected}",
         f"  folder        {shown(folder)}",
-        f"  command       {shlex.join(argv)}",
+        f"  by itself     {where} && {alone}",
+        f"  which starts  {shlex.join(argv)}",
     ]
 
 
@@ -282,14 +287,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     r.add_argument("--html", metavar="PATH", help="where the page goes, instead of report.html in the results' folder")
     r.set_defaults(command=report.report)
     s = commands.add_parser("status", help="say what runs, what finished and what to type next", epilog=status.EXIT)
-    s.add_argument("spec", type=Path, nargs="?", help="without it, all sweeps below papermill_runs/out")
+    s.add_argument(
+        "spec", type=Path, nargs="?", help="a spec or a sweep's folder; without it, all sweeps below papermill_runs/out"
+    )
     s.add_argument("--json", action="store_true", help="for programs")
     s.set_defaults(command=status.status)
     w = commands.add_parser("plan", help="say what fits on which GPUs, and how long a step takes; runs nothing")
     plan.add_arguments(w)
     w.set_defaults(command=plan.command)
     for sub in (p, r, s):
-        sub.add_argument("--out", help="folder of the results, instead of papermill_runs/out/NAME")
+        sub.add_argument("--out", help="folder of a spec's results, instead of papermill_runs/out/NAME")
     args = parser.parse_args(argv)
     try:
         return args.command(args)

@@ -108,12 +108,11 @@ def why_not(run: RunConfig, nodes: int, gpus: int) -> str | None:
     return f"{text}. force=True (--force) runs it all the same"
 
 
-def outlook(run: RunConfig, gpus: int) -> dict[str, Any]:
-    """What the planner says of a resolved run on this machine before it starts: `text`, a line or two; and where the
-    planner knows it: fits, seq_len (for a search the longest), device_peak_bytes, device_limit_bytes,
-    host_needed_bytes, host_limit_bytes (a rank's) and step_seconds (None where rates are not known)."""
+def outlook(run: RunConfig, gpus: int) -> str:
+    """What the planner says of a resolved run on this machine before it starts: whether it fits (of a search:
+    the longest sequence), bytes of a rank, seconds of a step."""
     if run.emulate or run.peers:
-        return {"text": "not predicted: it is no training run"}
+        return "not predicted: it is no training run"
     machine = machine_of(run, 1, gpus)
     try:
         shape, found = foretell(run, machine)
@@ -123,7 +122,7 @@ def outlook(run: RunConfig, gpus: int) -> dict[str, Any]:
                 best = foretell(run, machine, run.search_max)[1]
             found = best or found
     except (ValueError, KeyError) as e:
-        return {"text": f"not predicted: {e}"}
+        return f"not predicted: {e}"
     seconds = found.seconds["step"] if rates_known(machine) else None
     parts = [f"longest that fits {found.seq_len:,} tokens" if run.search and found.fits else _verdict(found)]
     for where, needs, has in (
@@ -131,11 +130,7 @@ def outlook(run: RunConfig, gpus: int) -> dict[str, Any]:
     ):  # fmt: skip
         parts.append(f"{where} {format_bytes(needs)}" + (f" of {format_bytes(has)} a rank" if has else " a rank"))
     parts.append(f"a step {format_seconds(seconds)}" if seconds else "no step time: rates are known for GPUs only")
-    return {
-        "text": "; ".join(parts), "fits": found.fits, "seq_len": found.seq_len, "step_seconds": seconds,
-        "device_peak_bytes": found.device_peak, "device_limit_bytes": found.device_limit,
-        "host_needed_bytes": found.host_needed, "host_limit_bytes": found.host_limit,
-    }  # fmt: skip
+    return "; ".join(parts)
 
 
 def _verdict(found: Prediction) -> str:

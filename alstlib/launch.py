@@ -26,7 +26,8 @@ from alstlib import locks, results
 from alstlib.config import RunConfig
 from alstlib.foretell import why_not
 from alstlib.processes import RUN_ID_VARIABLE, die_with_parent, sigterm_interrupts, start, stop
-from alstlib.progress import Progress, ProgressReader, log_tail, progress_printer, root_cause
+from alstlib.progress import Printer as progress_printer
+from alstlib.progress import Progress, ProgressReader, log_tail, root_cause
 
 __all__ = ["Progress", "RunFailed", "die_with_parent", "finished", "launch", "progress_printer", "resolve"]
 
@@ -77,13 +78,13 @@ def device_count() -> int:
     return names.index("-1") if "-1" in names else len(names)
 
 
-def resolve(config: RunConfig, nnodes: int = 1) -> RunConfig:
-    """The configuration with `world_size=0` and `sp=0` replaced by what this machine has.
+def resolve(config: RunConfig, nnodes: int = 1, gpus: int | None = None) -> RunConfig:
+    """The configuration with `world_size=0` and `sp=0` replaced by what this machine has, or one of `gpus` GPUs.
 
     Raises:
         ValueError: more ranks than GPUs, ranks that do not divide into nodes, or sp that does not divide the ranks.
     """
-    gpus = device_count()
+    gpus = device_count() if gpus is None else gpus
     world = config.world_size or (gpus or 2) * nnodes
     if world % nnodes:
         nearest = max(1, round(world / nnodes)) * nnodes
@@ -127,12 +128,16 @@ def environment(run: str, ranks: int, extra: Mapping[str, str] | None = None) ->
 
 
 def finished(config: RunConfig, out: str | os.PathLike[str], nnodes: int = 1) -> dict[str, Any] | None:
-    """The result in `out` if it is `ok` or `oom` and of this configuration at this commit, else None."""
+    """The result in `out` if it is `ok` or `oom` and of this configuration at this commit, else None.
+
+    A configuration that is resolved already may be that of another machine.
+    """
     try:
         result = results.read_result(Path(out) / "result.json")
     except (OSError, ValueError):
         return None
-    same = result["run_id"] == results.run_id(resolve(config, nnodes))
+    resolved = config if config.world_size and config.sp else resolve(config, nnodes)
+    same = result["run_id"] == results.run_id(resolved)
     return result if same and result["status"] in results.FINISHED else None
 
 

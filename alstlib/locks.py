@@ -63,11 +63,11 @@ def holder(folder: Path) -> dict[str, Any] | None:
 
 
 def describe(about: Mapping[str, Any]) -> str:
-    """`process 123 on node7 since 2026-01-31T12:00:00+01:00`."""
+    """`process 123 on node7 since 2026-01-31 12:00:00+01:00`: with the zone, as machines may differ."""
     if "pid" not in about:
         return "process unknown"
     where = "" if about.get("host") == socket.gethostname() else f" on {about.get('host')}"
-    return f"process {about['pid']}{where} since {str(about.get('since', '')).replace('T', ' ')[:19]}"
+    return f"process {about['pid']}{where} since {str(about.get('since', '')).replace('T', ' ')}"
 
 
 def _lock(file: Any, kind: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -26,6 +26,11 @@ def _axes(width: float, height: float, columns: int = 1, rows: int = 1, **kwargs
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(rows, columns, figsize=(width, height), dpi=110, **kwargs)
     return figure, axes
+
+
+def _look(i: int) -> dict[str, str]:
+    """Colour and marker of the i-th line: after 7 each colour comes again with another marker."""
+    return {"color": PALETTE[i % 7], "marker": MARKERS[(i + i // 7) % 7]}
 
 
 def _finish(figure: Figure) -> Figure:
@@ -96,7 +101,7 @@ def peaks(
         x, y = zip(*points)
         hollow = i == len(tried) - 1  # the last may lie on the one before it
         style = {"linestyle": ":", "markersize": 11, "fillstyle": "none"} if hollow else {"linewidth": 1.2}
-        axes.plot(x, [b / 2**20 for b in y], color=PALETTE[i % 7], marker=MARKERS[i % 7], label=name, **style)
+        axes.plot(x, [b / 2**20 for b in y], label=name, **_look(i), **style)
     if budget:
         axes.axhline(budget / 2**20, color="#666666", linestyle="--", linewidth=1)
         axes.text(0.6, budget / 2**20, "budget", ha="left", va="bottom", color="#666666", fontsize=8,
@@ -114,11 +119,11 @@ def parity(losses: Mapping[str, Sequence[float]]) -> Figure:
     first = losses[names[0]]
     steps = range(1, len(first) + 1)
     for i, name in enumerate(names):
-        style = {"linestyle": "-" if i == 0 else "none", "marker": MARKERS[i], "markersize": 7 if i == 0 else 3.5}
-        top.plot(steps, losses[name], color=PALETTE[i], label=name, fillstyle="none" if i == 0 else "full", **style)
+        style = {"linestyle": "-" if i == 0 else "none", "markersize": 7 if i == 0 else 3.5, **_look(i)}
+        top.plot(steps, losses[name], label=name, fillstyle="none" if i == 0 else "full", **style)
         if i:
             gap = [abs(a - b) / abs(b) for a, b in zip(losses[name], first)]
-            bottom.semilogy(steps, [max(g, 1e-9) for g in gap], color=PALETTE[i], marker=MARKERS[i], markersize=4)
+            bottom.semilogy(steps, [max(g, 1e-9) for g in gap], markersize=4, **_look(i))
     top.set_ylabel("loss [nats per token]")
     top.legend(frameon=False)
     bottom.axhline(1e-5, color="#666666", linestyle="--", linewidth=1)
@@ -135,7 +140,7 @@ def memory_curves(curves: Mapping[str, Sequence[int]], title: str = "") -> Figur
         x = [j / max(1, len(curve) - 1) for j in range(len(curve))]
         peak = max(range(len(curve)), key=curve.__getitem__)
         y = [b / 2**20 for b in curve]
-        axes.plot(x, y, color=PALETTE[i], linewidth=1.2, marker=MARKERS[i], markevery=[peak], label=name)
+        axes.plot(x, y, linewidth=1.2, markevery=[peak], label=name, **_look(i))
         axes.annotate(format_bytes(curve[peak]), (x[peak], y[peak]), (5, 5), textcoords="offset points", fontsize=8,
                       bbox={"facecolor": "white", "edgecolor": "none", "pad": 0, "alpha": 0.7})  # fmt: skip
     axes.set_xlabel("progress of one training step [share of its allocations]")
@@ -217,7 +222,7 @@ def degrees(series: Mapping[str, Mapping[int, float]], ylabel: str, title: str =
     """Quantities against the number of ranks that share a sample, one marked line a name."""
     figure, axes = _axes(7, 3.8)
     for i, (name, points) in enumerate(series.items()):
-        axes.plot(list(points), list(points.values()), color=PALETTE[i], marker=MARKERS[i], label=name)
+        axes.plot(list(points), list(points.values()), label=name, **_look(i))
     ticks = sorted({p for points in series.values() for p in points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(p) for p in ticks])
@@ -238,7 +243,7 @@ def versus(
     """Quantities against a number (log2 axis), one marked line a name; `marks` names vertical lines, `log` is y's."""
     figure, axes = _axes(7, 3.8)
     for i, (name, points) in enumerate(series.items()):
-        axes.plot(list(points), list(points.values()), color=PALETTE[i], marker=MARKERS[i], label=name)
+        axes.plot(list(points), list(points.values()), label=name, **_look(i))
     ticks = sorted({x for points in series.values() for x in points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [format_tokens(round(x)) for x in ticks], fontsize=9)
@@ -293,8 +298,12 @@ def stacked(
     return _finish(figure)
 
 
-def paired(rows: Mapping[str, tuple[float, float]], names: tuple[str, str], xlabel: str) -> Figure:
-    """Two values a row side by side, such as stated and predicted lengths (log axis), each with its number."""
+def paired(
+    rows: Mapping[str, tuple[float, float]], names: tuple[str, str], xlabel: str, *, log: bool = True,
+    show: Callable[[float], str] = _short,
+) -> Figure:  # fmt: skip
+    """Two values a row side by side, such as stated and predicted lengths, each with its number, as `show` writes it:
+    on a log2 axis of tokens, or from zero where `log` is False."""
     figure, axes = _axes(8, 0.62 * len(rows) + 1.1)
     for i, name in enumerate(names):
         for y, pair in enumerate(rows.values()):
@@ -302,9 +311,10 @@ def paired(rows: Mapping[str, tuple[float, float]], names: tuple[str, str], xlab
                 y + 0.2 * (2 * i - 1), pair[i], 0.38, color=PALETTE[i], hatch=("", "//")[i], edgecolor="white",
                 label=name if y == 0 else None,
             )  # fmt: skip
-            axes.bar_label(bar, [f" {_short(pair[i])}"], fontsize=8)
-    axes.set_xscale("log", base=2)
-    token_axis(axes.xaxis)
+            axes.bar_label(bar, [f" {show(pair[i])}"], fontsize=8)
+    if log:
+        axes.set_xscale("log", base=2)
+        token_axis(axes.xaxis)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set_xlabel(xlabel)
     axes.margins(x=0.12)
@@ -317,12 +327,13 @@ def training(runs: Mapping[str, Mapping[int, float]], marks: Mapping[str, float]
     """Loss against the optimizer step: the first run as a line, others as hollow markers on it; `marks` names steps."""
     figure, axes = _axes(7, 3.6)
     for i, (name, points) in enumerate(runs.items()):
-        style: Any = {"linewidth": 1.5} if i == 0 else {"linestyle": "none", "marker": MARKERS[i], "fillstyle": "none"}
-        axes.plot(list(points), list(points.values()), color=PALETTE[i], label=name, **style)
+        style: Any = {"linewidth": 1.5, "marker": ""} if i == 0 else {"linestyle": "none", "fillstyle": "none"}
+        axes.plot(list(points), list(points.values()), label=name, **{**_look(i), **style})
     for name, x in (marks or {}).items():
         axes.axvline(x, color="#666666", linestyle="--", linewidth=1, zorder=0)
         axes.text(x, 0.02, f" {name}", fontsize=8, color="#666666", transform=axes.get_xaxis_transform())
     axes.set(xlabel="optimizer step", ylabel="loss [nats per token]")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=9)
     return _finish(figure)
@@ -338,33 +349,4 @@ def bars(values: Mapping[str, float], xlabel: str, title: str = "") -> Figure:
     axes.set_title(title, loc="left")
     axes.margins(x=0.15)
     axes.invert_yaxis()
-    return _finish(figure)
-
-
-def measured_and_predicted(rows: Mapping[str, tuple[float, float]]) -> Figure:
-    """Device peak of each row in bytes, as measured and as predicted, side by side from zero."""
-    unit, size = ("GiB", 2**30) if max(max(pair) for pair in rows.values()) >= 2**31 else ("MiB", 2**20)
-    figure, axes = _axes(8, 0.62 * len(rows) + 1.1)
-    for i, name in enumerate(("measured", "predicted")):
-        values = [pair[i] / size for pair in rows.values()]
-        places = [y + 0.2 * (2 * i - 1) for y in range(len(rows))]
-        bars = axes.barh(places, values, 0.38, color=PALETTE[i], hatch=("", "//")[i], edgecolor="white", label=name)
-        axes.bar_label(bars, [f" {v:,.1f}" for v in values], fontsize=8)
-    axes.set_yticks(range(len(rows)), list(rows))
-    axes.set_xlabel(f"device peak of the fullest rank [{unit}]")
-    axes.margins(x=0.12)
-    axes.invert_yaxis()
-    axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
-    return _finish(figure)
-
-
-def losses(curves: Mapping[str, Sequence[float]]) -> Figure:
-    """Loss of each optimizer step, one marked line a run."""
-    figure, axes = _axes(8, 3.8)
-    for i, (name, curve) in enumerate(curves.items()):
-        style: Any = {"color": PALETTE[i % 7], "marker": MARKERS[i % 7], "linestyle": ("-", "--", ":")[i // 7 % 3]}
-        axes.plot(range(1, len(curve) + 1), curve, label=name, markersize=4, linewidth=1.2, **style)
-    axes.set(xlabel="optimizer step", ylabel="loss [nats per token]")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(frameon=False, fontsize=9)
     return _finish(figure)

@@ -20,6 +20,8 @@ from typing import Any
 from alstlib.results import format_seconds, format_tokens, strict
 
 TAIL_CHARACTERS = 4000
+SEARCHED_BYTES = 100_000
+"""Of the end of a log, in which a traceback is looked for."""
 
 
 class Progress:
@@ -119,21 +121,30 @@ def time_left(event: Mapping[str, Any], now: float | None = None) -> float | Non
     return event["eta_seconds"] - waited
 
 
-def log_tail(logs: Path, limit: int = TAIL_CHARACTERS) -> str:
-    """The last `limit` characters of the ranks' logs: the rank whose traceback came first gets half of it.
-
-    The agent's log stands in where the ranks said nothing.
-    """
+def _tails(logs: Path) -> list[tuple[Path, str]]:
+    """The ranks' logs and what they end with: first those with a traceback, in the order in which they ended. Where the
+    ranks said nothing, the agent's log."""
     files = [f for f in logs.glob("*/attempt_*/*/std*.log") if f.stat().st_size]
     tails = []
-    for file in files or [f for f in [logs / "agent.log"] if f.exists()]:
+    for file in files or [f for f in [logs / "agent.log"] if f.exists() and f.stat().st_size]:
         with open(file, "rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - limit))
+            log.seek(max(0, os.fstat(log.fileno()).st_size - SEARCHED_BYTES))
             text = log.read().decode(errors="replace").strip()
         tails.append(("Traceback (most" not in text, file.stat().st_mtime, file, text))
-    parts, room = [], limit
-    for _, _, file, text in sorted(tails):
-        name = f"--- rank {file.parent.name}, {file.stem} ---\n" if files else "--- torchrun ---\n"
+    return [(file, text) for _, _, file, text in sorted(tails)]
+
+
+def first_failed(logs: Path) -> Path | None:
+    """The log of the rank that failed first in an attempt, as far as it is known; None where there is nothing."""
+    return next((file for file, _ in _tails(logs)), None)
+
+
+def log_tail(logs: Path, limit: int = TAIL_CHARACTERS) -> str:
+    """The last `limit` characters of the ranks' logs: that of `first_failed` gets half of it."""
+    parts, room, tails = [], limit, _tails(logs)
+    for file, text in tails:
+        ranks = file.name != "agent.log"
+        name = f"--- rank {file.parent.name}, {file.stem} ---\n" if ranks else "--- torchrun ---\n"
         share = room if len(tails) == 1 else room // 2
         if share > len(name) + 80:
             parts.append(name + text[-(share - len(name)) :])
@@ -166,7 +177,9 @@ def _notebook_display() -> Any:
 
 class Printer:
     """Keeps one line up to date in a terminal or a notebook, at most once a second; in a log file it prints lines at
-    growing intervals, from a second to ten minutes. The event `end` is always shown."""
+    growing intervals, from a second to ten minutes. The event `end` is always shown.
+
+    An instance is an `on_progress` for `launch.launch`; notebooks know the class as `launch.progress_printer`."""
 
     LOG_SECONDS = 600.0
 
@@ -209,8 +222,3 @@ class Printer:
         if self.terminal and self.width:
             print(flush=True)
         self.event, self.width = None, 0
-
-
-def progress_printer() -> Printer:
-    """An `on_progress` for `launch.launch`: one line up to date in a terminal or a notebook, few lines in a log."""
-    return Printer()

@@ -56,12 +56,16 @@ def strict(value: Any, nonfinite: list[str], path: str = "") -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` in one step: a reader sees the old file or the new one, and a failure keeps the old.
+    """Replace `path` by `value`, as `replace_text` does."""
+    replace_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace `path` by `text` in one step: a reader sees the old file or the new one, and a failure keeps the old.
 
     Raises:
         OSError: with the errno of the failure (ENOSPC on a full disk); the temporary file is gone by then.
     """
-    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -244,7 +248,8 @@ def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One dictionary a result: what was measured (bytes, seconds, tokens, TFLOPS a rank), what was predicted of it,
     and the paper's row.
 
-    `device_peak_bytes` is that of the fullest rank, `host_peak_bytes` the sum over the ranks.
+    `device_peak_bytes` is that of the fullest rank, `host_peak_bytes` the sum over the ranks. `row` is the result's
+    `label` where it was given one.
     """
     rows = []
     for result in results:
@@ -262,7 +267,7 @@ def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         predicted = m.get("predicted") or {}
         its_host = predicted.get("host_peak_bytes")
         rows.append({
-            "row": row or result["run_id"],
+            "row": result.get("label") or row or result["run_id"],
             "status": result["status"],
             "mode": result["mode"],
             "seq_len": m.get("seq_len"),

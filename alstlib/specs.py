@@ -28,12 +28,12 @@ from alstlib.config import ROWS, RunConfig, check_names, row_config
 
 OUT = Path("papermill_runs", "out")
 RECORD = "sweep.json"
-"""Left in a sweep's folder by `alst run`: which spec it is of, and its rows."""
+"""Left in a sweep's folder by `alst run`: which spec it is of, its rows, and how many GPUs the machine had."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A sweep whose names were all checked and whose rows are resolved for this machine."""
+    """A sweep whose names were all checked and whose rows are resolved for a machine."""
 
     name: str
     path: Path
@@ -51,15 +51,21 @@ class Spec:
     def worker(self) -> str:
         return str(self.parameters.get("worker", "alstlib.train"))
 
+    def typed(self, verb: str, *flags: str, at: Path | None = None) -> str:
+        """`alst VERB SPEC [--out FOLDER] FLAGS` for a shell, as typed in the folder `at`; without one, here."""
+        usual = self.out.resolve() == (self.root / OUT / self.name).resolve()
+        path, out = (os.path.relpath(p, at) if at else shown(p) for p in (self.path, self.out))
+        return shlex.join(["alst", verb, path, *([] if usual else ["--out", out]), *flags])
+
     @property
     def command(self) -> str:
         """What runs it, typed in `root`."""
-        out = [] if self.out == self.root / OUT / self.name else ["--out", os.path.relpath(self.out, self.root)]
-        return shlex.join(["alst", "run", os.path.relpath(self.path, self.root), *out])
+        return self.typed("run", at=self.root)
 
 
-def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Spec:
-    """Read and check a spec; `out` replaces the folder of its results.
+def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, as_run: bool = False) -> Spec:
+    """Read and check a spec; `out` replaces the folder of its results. Its rows are resolved for this machine, or with
+    `as_run` for the one that ran the sweep, where its folder says which: a login node asks about a node with GPUs.
 
     Raises:
         ValueError: what cannot be read, unknown names (with the nearest known one), or values RunConfig refuses.
@@ -73,7 +79,11 @@ def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None =
         raise ValueError(f"the spec {path} is not a mapping with name, notebook, base and rows")
     check_names(spec, ["name", "notebook", "base", "rows", "parameters", "report"], "field of a spec")
     name = str(spec.get("name") or path.stem)
-    device = "cuda" if launch.device_count() else "cpu"
+    notebook, root = _locate(spec.get("notebook") or "notebooks/run.ipynb", path)
+    folder = Path(out).resolve() if out else root / OUT / name
+    ran_on = read_record(folder).get("gpus") if as_run else None
+    gpus = ran_on if isinstance(ran_on, int) else launch.device_count()
+    device = "cuda" if gpus else "cpu"
     rows: dict[str, RunConfig] = {}
     sets: dict[str, dict[str, Any]] = {}
     for given in spec.get("rows") or []:
@@ -91,12 +101,10 @@ def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None =
         base = RunConfig.from_dict(_for_device(spec.get("base") or {}, device))
         config = row_config(row, base) if row in ROWS else base.replace(row=row)
         fields = _for_device(fields, device)
-        rows[row], sets[row] = launch.resolve(config.replace(**fields)), {**ROWS.get(row, {}), **fields}
+        rows[row], sets[row] = launch.resolve(config.replace(**fields), gpus=gpus), {**ROWS.get(row, {}), **fields}
     if not rows:
         raise ValueError(f"the spec {path} names no rows")
-    notebook, root = _locate(spec.get("notebook") or "notebooks/run.ipynb", path)
     report = _locate(spec["report"], path)[0] if spec.get("report") else None
-    folder = Path(out).resolve() if out else root / OUT / name
     parameters = dict(spec.get("parameters") or {})
     return Spec(
         name=name, path=path, root=root, notebook=notebook, parameters=parameters, rows=rows, sets=sets, report=report,
@@ -118,6 +126,14 @@ def _locate(name: str, spec: Path) -> tuple[Path, Path]:
         if (folder / name).is_file():
             return folder / name, folder
     raise ValueError(f"notebook={name!r} of {spec} is in no folder above the spec")
+
+
+def papermill_line(notebook: str, output: str, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """What runs a row by itself, for a shell: the template with a sweep's parameters, and with those fields of `config`
+    that are not the default."""
+    default = RunConfig().to_dict()
+    fields = {n: v for n, v in config.items() if n in default and v != default[n]}
+    return shlex.join(["papermill", notebook, output, "-y", json.dumps({**parameters, "config": fields}, default=str)])
 
 
 def check_parameters(notebook: Path, names: Iterable[str]) -> None:
@@ -147,11 +163,15 @@ def shown(path: Path) -> str:
 
 
 def write_record(spec: Spec) -> None:
-    """Say in the sweep's folder which spec it is of, so that a report or `alst status` finds it."""
+    """Say in the sweep's folder which spec it is of and for how many GPUs its rows are resolved, so that a report or
+    `alst status` finds it and judges its rows as they were run. The spec is relative to the folder behind symlinks."""
     results.write_json(
         spec.out / RECORD,
-        {"name": spec.name, "spec": os.path.relpath(spec.path, spec.out), "rows": list(spec.rows),
-         "command": spec.command, "worker": spec.worker},
+        {"name": spec.name, "spec": os.path.relpath(spec.path, spec.out.resolve()), "rows": list(spec.rows),
+         "command": spec.command,
+         "notebook": Path(os.path.relpath(spec.notebook, spec.root)).as_posix(),
+         "parameters": results.strict(spec.parameters, []),
+         "gpus": launch.device_count()},
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 
 from alstlib import launch, locks, results
 from alstlib.config import RunConfig
-from alstlib.progress import ProgressReader, describe, time_left
+from alstlib.progress import ProgressReader, describe, first_failed, time_left
 from alstlib.results import format_seconds, format_tokens
 from alstlib.specs import Spec, load_spec, read_record, shown, sweeps
 
@@ -46,27 +47,33 @@ class Row:
     """Its last line of progress."""
 
     def log(self) -> Path | None:
-        """The log to look at: that of the rank that failed first, as far as it is known."""
-        runs = [p for p in (self.folder / "logs").glob("*") if p.is_dir()]
-        newest = max(runs, key=lambda p: p.stat().st_mtime, default=None)
-        if newest is None:
+        """The log to look at: that of the rank that failed first in the newest attempt. None where it left none."""
+        events = ProgressReader(self.folder / "progress.jsonl").read()
+        if not events:  # it ended before ranks started, and logs are of earlier attempts
             return None
-        ranks = [f for f in newest.glob("*/attempt_*/*/stderr.log") if f.stat().st_size]
-        broken = [f for f in ranks if b"Traceback (most" in f.read_bytes()[-100_000:]]
-        return min(broken or ranks or [newest / "agent.log"], key=lambda f: f.stat().st_mtime if f.exists() else 0.0)
+        logs = [log for p in (self.folder / "logs").glob("*") if p.is_dir() and (log := first_failed(p))]
+        newest = max(logs, key=lambda f: f.stat().st_mtime, default=None)
+        began = int(_began(events))  # some file systems have whole seconds
+        return newest if newest and newest.stat().st_mtime >= began else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
     name: str
     folder: Path
-    spec: Path | None
+    spec: Spec | None
     holder: Mapping[str, Any] | None
     """Of the `alst run` that is at it."""
     rows: Sequence[Row]
+    problem: str = ""
+    """Why its spec cannot be used."""
 
     def named(self, *states: str) -> list[Row]:
         return [row for row in self.rows if row.state in states]
+
+    def typed(self, verb: str, *flags: str) -> str:
+        """The command that does it to this sweep: by its spec, or by its folder where that has none."""
+        return self.spec.typed(verb, *flags) if self.spec else shlex.join(["alst", verb, shown(self.folder), *flags])
 
     def exit_status(self) -> int:
         return 1 if self.named(*FAILED) else 3 if self.named(*OPEN) else 0
@@ -77,7 +84,7 @@ def look(folder: Path, config: RunConfig | None, sweep: Mapping[str, Any] | None
     now, row = time.time(), folder.name
     holder = locks.holder(folder)
     events = ProgressReader(folder / "progress.jsonl").read()
-    began = float(events[0].get("time") or 0) if events else 0.0
+    began = _began(events)
     last = events[-1] if events else {}
     if holder is not None or (sweep or {}).get("row") == row:
         what = describe({**last, "row": "", "step": None, "eta_seconds": None}, now) if last else "starting"
@@ -103,6 +110,11 @@ def look(folder: Path, config: RunConfig | None, sweep: Mapping[str, Any] | None
     if state in results.FINISHED and not current and config is not None:
         return Row(name=row, folder=folder, state="stale", what=f"{state} {_stale(result, config)}", seconds=took)
     return Row(name=row, folder=folder, state=state, what=_ended(result), seconds=took, event=last)
+
+
+def _began(events: Sequence[Mapping[str, Any]]) -> float:
+    """When an attempt began, in seconds since the epoch; 0 where it said nothing."""
+    return float(events[0].get("time") or 0) if events else 0.0
 
 
 def _epoch(text: Any) -> float:
@@ -145,37 +157,39 @@ def _stale(result: Mapping[str, Any], config: RunConfig) -> str:
 def of_spec(spec: Spec) -> Sweep:
     holder = locks.holder(spec.out)
     rows = [look(spec.out / name, config, holder) for name, config in spec.rows.items()]
-    return Sweep(name=spec.name, folder=spec.out, spec=spec.path, holder=holder, rows=rows)
+    return Sweep(name=spec.name, folder=spec.out, spec=spec, holder=holder, rows=rows)
 
 
 def of_folder(folder: Path) -> Sweep:
     """By the spec that `alst run` left named there; without one, what the folder holds."""
-    record = read_record(folder)
+    record, problem = read_record(folder), ""
     if record.get("spec"):
-        with contextlib.suppress(ValueError):
-            return of_spec(load_spec(folder / record["spec"], folder))
+        try:
+            return of_spec(load_spec(folder.resolve() / record["spec"], folder, as_run=True))
+        except ValueError as e:
+            problem = str(e)
     found = sorted(p.parent for p in folder.glob("*/config.json"))
     holder = locks.holder(folder)
     rows = [look(p, None, holder) for p in found]
-    return Sweep(name=str(record.get("name") or folder.name), folder=folder, spec=None, holder=holder, rows=rows)
+    name = str(record.get("name") or folder.name)
+    return Sweep(name=name, folder=folder, spec=None, holder=holder, rows=rows, problem=problem)
 
 
 def following(sweep: Sweep) -> list[tuple[str, str]]:
     """Commands to type next, each with its reason."""
     failed, commands = sweep.named(*FAILED), []
-    spec = shown(sweep.spec) if sweep.spec else None
     for row in failed[:1]:
         if log := row.log():
-            commands.append((f"less {shown(log)}", f"why {row.name} failed"))
-    if spec and not sweep.holder:
+            commands.append((shlex.join(["less", shown(log)]), f"why {row.name} failed"))
+    if sweep.spec and not sweep.holder:
         if failed:
-            commands.append((f"alst run {spec} --retry error", f"repeat {_names(failed)}"))
+            commands.append((sweep.typed("run", "--retry", "error"), f"repeat {_names(failed)}"))
         if waiting := sweep.named("stale", "never run"):
-            commands.append((f"alst run {spec}", f"run {_names([*waiting, *failed])}"))
+            commands.append((sweep.typed("run"), f"run {_names([*waiting, *failed])}"))
     if sweep.named("running"):
-        commands.append((f"watch -n 5 alst status {spec or ''}".strip(), "follow it"))
+        commands.append((shlex.join(["watch", "-n", "5", sweep.typed("status")]), "follow it"))
     if any((row.folder / "result.json").exists() for row in sweep.rows):
-        commands.append((f"alst report {spec or shown(sweep.folder)}", "the table and a page"))
+        commands.append((sweep.typed("report"), "the table and a page"))
     return commands
 
 
@@ -186,8 +200,9 @@ def _names(rows: Sequence[Row]) -> str:
 def as_json(sweep: Sweep) -> dict[str, Any]:
     """What programs read. Seconds, and times since the epoch."""
     return {
-        "name": sweep.name, "folder": str(sweep.folder), "spec": str(sweep.spec) if sweep.spec else None,
-        "holder": sweep.holder, "counts": dict(Counter(row.state for row in sweep.rows)),
+        "name": sweep.name, "folder": str(sweep.folder), "spec": str(sweep.spec.path) if sweep.spec else None,
+        "problem": sweep.problem or None, "holder": sweep.holder,
+        "counts": dict(Counter(row.state for row in sweep.rows)),
         "rows": [
             {"row": r.name, "state": r.state, "what": r.what, "seconds": r.seconds, "left_seconds": r.left,
              "step": r.event.get("step"), "steps": r.event.get("steps"), "folder": str(r.folder),
@@ -223,6 +238,8 @@ def text(sweep: Sweep) -> list[str]:
     at = (sweep.holder or {}).get("row")
     who += f", at {at}" if at and at not in [row.name for row in sweep.rows] else ""
     lines = [f"{sweep.name}: {len(sweep.rows)} rows in {shown(sweep.folder)}{who}", ""]
+    if sweep.problem:
+        lines[1:1] = [_unusable(sweep)]
     table = [("row", "state", "step", "time", "left", "")]
     for row in sweep.rows:
         step, steps = row.event.get("step"), row.event.get("steps")
@@ -240,6 +257,10 @@ def text(sweep: Sweep) -> list[str]:
     return lines
 
 
+def _unusable(sweep: Sweep) -> str:
+    return f"{sweep.name}: its spec cannot be used, so nothing is known of stale rows: {sweep.problem}"
+
+
 def overview(found: Sequence[Sweep]) -> list[str]:
     """A line a sweep, and one for each row that runs."""
     table: list[tuple[str, ...]] = [("sweep", "rows", "running", "finished", "failed", "stale", "never run", "next")]
@@ -247,10 +268,12 @@ def overview(found: Sequence[Sweep]) -> list[str]:
         counts = [
             len(sweep.named(*states)) for states in (["running"], results.FINISHED, FAILED, ["stale"], ["never run"])
         ]
-        what = f"alst status {shown(sweep.spec)}" if sweep.spec else f"alst report {shown(sweep.folder)}"
+        what = sweep.typed("status" if sweep.spec else "report")
         table.append((sweep.name, str(len(sweep.rows)), *(str(n or "-") for n in counts), what))
     lines = columns(table)
     for sweep in found:
+        if sweep.problem:
+            lines.append(_unusable(sweep))
         for row in sweep.named("running"):
             left = f", {format_seconds(max(0.0, row.left))} left" if row.left is not None else ""
             so_far = format_seconds(row.seconds or 0.0)
@@ -259,8 +282,17 @@ def overview(found: Sequence[Sweep]) -> list[str]:
 
 
 def status(args: argparse.Namespace) -> int:
-    """`alst status`: of one sweep, or of all below papermill_runs/out; see EXIT."""
-    found = [of_spec(load_spec(args.spec, args.out))] if args.spec else [of_folder(p) for p in sweeps()]
+    """`alst status`: of one sweep, named by its spec or its folder, or of all below papermill_runs/out; see EXIT."""
+    if args.out and (args.spec is None or args.spec.is_dir()):
+        raise ValueError(f"out={args.out!r} goes with a spec; the status of a folder: alst status FOLDER")
+    if args.spec is None:
+        found = [of_folder(p) for p in sweeps()]
+    elif args.spec.is_dir():
+        found = [of_folder(args.spec)]
+        if not found[0].rows and not found[0].problem:
+            raise ValueError(f"no runs in {args.spec}")
+    else:
+        found = [of_spec(load_spec(args.spec, args.out, as_run=True))]
     if args.json:
         made = [as_json(sweep) for sweep in found]
         print(json.dumps(made[0] if args.spec else made, indent=2))

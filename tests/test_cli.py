@@ -1,8 +1,10 @@
 """`alst`: specs, sweeps through papermill, what is run again and what is refused."""
 
+import html
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from alstlib import cli, launch, locks, results, status
+from alstlib import cli, launch, locks, progress, results, status
 from alstlib.config import ROWS, RunConfig
 
 TESTS = Path(__file__).parent
@@ -149,6 +151,32 @@ def test_status_of_what_ended(sweep, capsys):
     assert made["rows"][1]["log"] == log
 
 
+def test_the_commands_of_a_dry_run_and_of_the_page_run_a_row(sweep, tmp_path, monkeypatch, capsys):
+    """As typed: the dry run's is this very run, in its folder; the page's has the sweep's notebook and parameters."""
+    spec, out, _ = sweep
+    monkeypatch.chdir(spec.parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(REPOSITORY), str(TESTS))))
+    monkeypatch.setenv("PATH", os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
+    page = html.unescape((out / "report.html").read_text())
+    paged = re.search(r"<pre>(papermill .*good.*)</pre>", page)[1]
+    notebook, output, parameters = (shlex.split(paged)[i] for i in (1, 2, 4))
+    assert (notebook, output) == ("run.ipynb", "out.ipynb")
+    assert json.loads(parameters)["worker"] == "fake_worker"
+    assert json.loads(parameters)["config"] == {
+        "row": "good", "model_config": {"fake": "ok"}, "timeout": 60, "world_size": launch.device_count() or 2
+    }  # fmt: skip
+    capsys.readouterr()
+    other = tmp_path / "an other"
+    assert cli.main(["run", str(spec), "--rows", "good", "--out", str(other), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    line = re.search(r"by itself +(.*)", shown)[1]
+    assert not other.exists()
+    assert subprocess.run(line, shell=True, capture_output=True).returncode == 0, line
+    assert results.read_result(other / "good" / "result.json")["status"] == "ok"
+    assert cli.main(["run", str(spec), "--rows", "good", "--out", str(other), "--dry-run"]) == 0
+    assert "good: ok already" in capsys.readouterr().out
+
+
 def test_status_of_what_was_changed_or_cut_off(tmp_path, monkeypatch, capsys):
     rows = [
         {"name": n, "model_config": {"fake": "ok"}} for n in ("changed", "committed", "cut", "again", "never", "torn")
@@ -188,6 +216,123 @@ def test_status_of_what_was_changed_or_cut_off(tmp_path, monkeypatch, capsys):
     cli.write_record(cli.load_spec(spec))
     assert cli.main(["status"]) == 3
     assert re.search(r"^sweep +6 +- +- +- +2 +4 +alst status spec.yaml$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_status_judges_rows_as_the_machine_that_ran_them(tmp_path, monkeypatch, capsys):
+    """A login node without GPUs, and a machine with fewer of them, look at a sweep that ran on eight."""
+    base = {"cpu": {"seq_len": 1000}, "cuda": {"seq_len": "8K"}}
+    rows = ["alst", {"name": "all", "world_size": 8, "steps": 3}]
+    spec, out = write_spec(tmp_path, base=base, rows=rows), out_of(tmp_path)
+    monkeypatch.setattr(launch, "device_count", lambda: 8)
+    loaded = cli.load_spec(spec)
+    for name, config in loaded.rows.items():
+        (out / name).mkdir(parents=True)
+        results.write_json(out / name / "config.json", config.to_dict())
+        results.write_result(out / name / "result.json", results.new_result(config, "ok"))
+    cli.write_record(loaded)
+    for gpus in (0, 2, 8):
+        monkeypatch.setattr(launch, "device_count", lambda gpus=gpus: gpus)
+        assert cli.main(["status", str(spec)]) == 0, gpus
+        shown = capsys.readouterr().out
+        assert "stale" not in shown
+        assert "alst run" not in shown
+        assert cli.main(["report", str(spec)]) == 0
+    monkeypatch.setattr(launch, "device_count", lambda: 0)
+    assert cli.load_spec(spec).rows["alst"].world_size == 2  # what `alst run` would run here
+    write_spec(tmp_path, base=base, rows=["alst", {"name": "all", "world_size": 8, "steps": 4}])
+    capsys.readouterr()
+    assert cli.main(["status", str(spec)]) == 3
+    assert "ok with steps=3 (now 4)" in capsys.readouterr().out
+
+
+def test_commands_to_type_next_can_be_typed(tmp_path, monkeypatch, capsys):
+    """They name the folder of the results where it is not the usual one, and quote what a shell would take apart."""
+    home = tmp_path / "my sweeps"
+    home.mkdir()
+    spec, out = write_spec(home), tmp_path / "other results"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "run_row", recorder([], "error"))
+    assert cli.main(["run", str(spec), "--out", str(out), "--rows", "bad"]) == 1
+    where = ["my sweeps/spec.yaml", "--out", "other results"]
+    again = capsys.readouterr().err.partition("again with: ")[2]
+    assert shlex.split(again) == ["alst", "run", *where, "--retry", "error"]
+    log = out / "bad" / "logs" / "one" / "agent.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("ended")
+    (out / "bad" / "progress.jsonl").write_text(json.dumps({"time": time.time(), "event": "start"}) + "\n")
+    results.write_result(out / "bad" / "result.json", results.new_result(cli.load_spec(spec).rows["bad"], "error"))
+    with locks.hold(out) as note:
+        assert cli.main(["status", str(spec), "--out", str(out), "--json"]) == 1
+        typed = [shlex.split(n["command"]) for n in json.loads(capsys.readouterr().out)["next"]]
+        assert typed == [["less", "other results/bad/logs/one/agent.log"], ["alst", "report", *where]]
+        note(row="good")
+        assert cli.main(["status", str(spec), "--out", str(out), "--json"]) == 1
+        typed = [shlex.split(n["command"]) for n in json.loads(capsys.readouterr().out)["next"]]
+        assert [shlex.split(words[3]) for words in typed if words[0] == "watch"] == [["alst", "status", *where]]
+    assert cli.main(["status", str(spec), "--out", str(out), "--json"]) == 1
+    typed = [shlex.split(n["command"]) for n in json.loads(capsys.readouterr().out)["next"]]
+    assert ["alst", "run", *where, "--retry", "error"] in typed
+    assert ["alst", "run", *where] in typed
+
+
+def test_status_of_a_folder_and_out_without_a_spec(sweep, tmp_path, capsys):
+    spec, out, _ = sweep
+    assert cli.main(["status", str(spec)]) == 1
+    shown = capsys.readouterr().out
+    assert cli.main(["status", str(out)]) == 1
+    assert capsys.readouterr().out == shown  # it knows its spec
+    assert cli.main(["status", str(tmp_path)]) == 2
+    assert f"no runs in {tmp_path}" in capsys.readouterr().err
+    for arguments in (["status"], ["status", str(out)], ["report", str(out)]):
+        assert cli.main([*arguments, "--out", str(tmp_path)]) == 2, arguments
+        assert "goes with a spec" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_sweep_behind_a_symlink_knows_its_spec_and_says_when_that_became_invalid(tmp_path, monkeypatch, capsys):
+    home, scratch = tmp_path / "home", tmp_path / "a" / "deep" / "scratch"
+    (home / "papermill_runs").mkdir(parents=True)
+    scratch.mkdir(parents=True)
+    (home / "papermill_runs" / "out").symlink_to(scratch)
+    monkeypatch.chdir(home)
+    spec = write_spec(home)
+    monkeypatch.setattr(cli, "run_row", recorder([], "oom"))
+    assert cli.main(["run", str(spec)]) == 0
+    capsys.readouterr()
+    assert cli.main(["status"]) == 3  # both never ran
+    assert "alst status spec.yaml\n" in capsys.readouterr().out
+    spec.write_text(spec.read_text().replace("timeout", "tiemout"))
+    for arguments in ([], [str(out_of(home))]):
+        cli.main(["status", *arguments])
+        shown = capsys.readouterr()
+        assert "unknown parameter 'tiemout'; did you mean 'timeout'?" in shown.out + shown.err, arguments
+
+
+def test_the_log_to_look_at_exists_and_is_of_the_newest_attempt(tmp_path):
+    def put(path, text, age):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        os.utime(path, (time.time() - age,) * 2)
+
+    def log():
+        return status.Row(name="r", folder=tmp_path, state="error").log()
+
+    old, new = tmp_path / "logs" / "old", tmp_path / "logs" / "new"
+    put(old / "x" / "attempt_0" / "0" / "stderr.log", "Traceback (most recent call last)", 100)
+    assert log() is None  # this attempt did not come to start ranks
+    (tmp_path / "progress.jsonl").write_text(json.dumps({"time": time.time() - 50, "event": "start"}) + "\n")
+    new.mkdir()
+    assert log() is None
+    put(new / "agent.log", "", 40)
+    assert log() is None
+    put(new / "agent.log", "torchrun says", 40)
+    assert log() == new / "agent.log"
+    put(new / "x" / "attempt_0" / "0" / "stderr.log", "waited", 30)
+    broken = new / "x" / "attempt_0" / "1" / "stderr.log"
+    put(broken, "Traceback (most recent call last)" + "frames\n" * 2000, 20)  # longer than what a result keeps
+    put(old / "x" / "attempt_0" / "0" / "stderr.log", "Traceback (most recent call last)", 100)
+    assert log() == broken
+    assert progress.log_tail(new).startswith("--- rank 1, stderr ---")
 
 
 def test_what_runs_and_that_it_runs_once(tmp_path, capsys):
@@ -248,6 +393,7 @@ def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, capsys):
     assert "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 0 --log-dir" in shown
     assert f"-m alstlib.train --config {config}" in shown
     assert not (tmp_path / "papermill_runs").exists()
+    assert "  which starts  " in shown
     spec = write_spec(tmp_path, rows=[{"name": "k"}], parameters={"worker": "alstlib.bench"})
     assert cli.main(["run", str(spec), "--dry-run"]) == 0
     assert "not predicted: the worker is alstlib.bench" in capsys.readouterr().out

@@ -64,7 +64,7 @@ def test_time_left_counts_down_and_says_when_it_is_over(clock):
 
 
 def test_a_log_gets_lines_at_growing_intervals(clock, capsys):
-    show = progress.progress_printer()
+    show = progress.Printer()
     for second in range(7200):
         show(event(clock, second)) if second % 2 else show.tick()
         clock.now += 1
@@ -78,7 +78,7 @@ def test_a_log_gets_lines_at_growing_intervals(clock, capsys):
 def test_a_notebook_has_one_display_updated_once_a_second(clock, monkeypatch, capsys):
     handle = Handle()
     monkeypatch.setattr(progress, "_notebook_display", lambda: handle)
-    show = progress.progress_printer()
+    show = progress.Printer()
     for i in range(100):
         show(event(clock, i))
         clock.now += 0.1
@@ -94,8 +94,8 @@ def test_a_notebook_has_one_display_updated_once_a_second(clock, monkeypatch, ca
 def test_a_terminal_has_one_line_rewritten():
     code = """
 import time
-from alstlib.progress import progress_printer
-show = progress_printer()
+from alstlib.progress import Printer
+show = Printer()
 show({"event": "step", "row": "r", "message": "m" * 300})
 time.sleep(1.1)
 show({"event": "step", "row": "r", "message": "short"})
@@ -173,6 +173,8 @@ def test_a_folder_has_one_holder_who_is_named(tmp_path, monkeypatch):
         note(row="alst")
         about = locks.holder(tmp_path)
         assert (about["pid"], about["row"]) == (os.getpid(), "alst")
+        since = locks.describe({**about, "since": "2026-01-31T12:00:00+01:00", "host": "node7"})
+        assert since == f"process {os.getpid()} on node7 since 2026-01-31 12:00:00+01:00"
         with (
             pytest.raises(ValueError, match=f"in use by another run: process {os.getpid()} since 20"),
             locks.hold(tmp_path),

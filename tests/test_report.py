@@ -1,5 +1,6 @@
 """The page of a sweep: whole, escaped, and with nothing outside it."""
 
+import errno
 import re
 from html.parser import HTMLParser
 from urllib.parse import unquote, urlparse
@@ -102,6 +103,55 @@ def test_both_themes(written):
     assert "prefers-color-scheme: dark" in text
     light, dark = (set(re.findall(r"--([a-z]+):", part)) for part in text.split("@media (prefers-color-scheme")[:2])
     assert light == dark
+
+
+def test_rows_of_the_same_name_in_several_sweeps_stay_apart(tmp_path):
+    """Ids, figures and environments of `alst report` over a folder of sweeps."""
+    for sweep, losses in (("first", [3.0, 2.5, 2.25]), ("the second", [3.0, 2.0, 1.0])):
+        for row in ("alst", f"only {sweep}"):
+            metrics = {"seq_len": 512, "loss": losses, "device_peak_bytes": [2**20]}
+            metrics["predicted"] = {"device_peak_bytes": 2**21}
+            result = results.new_result(RunConfig(row=row), "ok", metrics=metrics, device="cpu")
+            (tmp_path / sweep / row).mkdir(parents=True)
+            results.write_result(tmp_path / sweep / row / "result.json", result)
+    text = report.write_page(tmp_path, results.collect(tmp_path)).read_text()
+    page = Page(text)
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {"row-first/alst", "row-the_second/alst", "row-only_first", "row-only_the_second"} <= set(ids)
+    assert {a["href"][1:] for a in page.all("a") if a["href"][0] == "#"} <= set(ids)
+    for image in page.all("img"):
+        assert all(name in image["alt"] for name in ("first/alst", "the second/alst", "only first")), image["alt"]
+    assert len(page.all("img")) == 2
+    assert "alst, alst" not in text
+
+
+def test_a_figure_that_fails_says_so_and_the_others_are_drawn(tmp_path):
+    tried = [{"seq_len": 256, "device_peak_bytes": 2**20}, {"seq_len": 512, "device_peak_bytes": None}]
+    for row in ("alst", "ours"):
+        metrics = {"seq_len": 512, "loss": [1.0, 0.0, 0.0], "tried": [*tried, tried[1]]}
+        (tmp_path / row).mkdir()
+        result = results.new_result(RunConfig(row=row), "ok", metrics=metrics, device="cpu")
+        results.write_result(tmp_path / row / "result.json", result)
+    page = Page(report.write_page(tmp_path, results.collect(tmp_path)).read_text())
+    assert page.open == []
+    assert len(page.all("img")) == 2  # the longest sequences, and trials of which peaks are known
+    assert "It could not be drawn: ZeroDivisionError" in page.said
+
+
+def test_a_page_that_cannot_be_written_keeps_the_one_before(written, monkeypatch):
+    folder, path, _ = written
+    before = path.read_text()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results.os, "fsync", full)
+        with pytest.raises(OSError, match=r"write report\.html: the disk is full; the previous file is intact"):
+            report.write_page(folder, results.collect(folder))
+    assert path.read_text() == before
+    assert not list(folder.glob("*.tmp")) + list(folder.glob(".*.tmp"))
 
 
 def test_a_page_elsewhere_links_to_the_results(written, tmp_path):
