@@ -84,7 +84,7 @@ def main() -> None:
     import torch.distributed as dist
 
     out, rank, world = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
     source, name, args = pickle.loads((out / "job").read_bytes())
     try:
         dist.init_process_group("gloo", init_method=f"file://{out / 'store'}", rank=rank, world_size=world)

@@ -329,7 +329,7 @@ def run_worker(doc: str | None, measure: Callable[[RunConfig, Path], dict[str, A
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
-        torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+        torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
     if run.emulate:  # ranks that are not there: nothing is sent
         join_fake(run.emulate)
     else:
