@@ -23,6 +23,7 @@ HERE = Path(__file__).resolve().parent
 INDEX = "notebooks/index.ipynb"
 LESSONS = "notebooks/[0-9][0-9]_*.ipynb"
 SOLUTIONS = "notebooks/solutions/*.ipynb"
+IMAGES = "notebooks/images"
 REFERENCE = {
     "api.rst": "Public API",
     "notebooks/run.ipynb": "The run template",
@@ -86,6 +87,8 @@ def stage(root: Path, work: Path) -> None:
     """Copy the pages of the repository at `root` to `work`, and give the landing page the navigation."""
     lessons, solutions = ([*sorted(root.glob(pattern))] for pattern in (LESSONS, SOLUTIONS))
     others = [name for name in REFERENCE if name != "api.rst" and (root / name).exists()]
+    if (root / IMAGES).is_dir():
+        shutil.copytree(root / IMAGES, work / IMAGES)
     for page in (*lessons, *solutions, *(root / name for name in others)):
         copy(page, work / page.relative_to(root), "Solutions: " * (page in solutions))
     if (root / "alstlib").is_dir():

@@ -39,7 +39,7 @@ WIDE = 8
 """Columns of a table from which on it is set smaller."""
 COLON = "\ue000"
 """Stands for a colon that napoleon is not to see."""
-HIDDEN = re.compile(r"(^|/)(\.[^/]+|__pycache__|out|build|dist|[^/]+\.egg-info)$")
+HIDDEN = re.compile(r"(^|/)(\.[^/]+|__pycache__|out|build|dist|[^/]+\.egg-info)(/|$)")
 
 
 def shown(path: Path) -> bool:
@@ -76,7 +76,12 @@ class RepositoryLinks(SphinxTransform):
         for literal in list(self.document.findall(nodes.literal)):
             name = literal.astext()
             inside = (nodes.reference, nodes.title, addnodes.pending_xref, addnodes.desc_signature)
-            if "/" not in name or " " in name or any(isinstance(p, inside) for p in ancestors(literal)):
+            if (
+                "/" not in name
+                or " " in name
+                or HIDDEN.search(name.rstrip("/"))
+                or any(isinstance(p, inside) for p in ancestors(literal))
+            ):
                 continue
             name = name.rstrip("/")
             if (root / name).exists() and (new := self.reference(root, name, [literal.deepcopy()])):
