@@ -270,7 +270,7 @@ def overview(found: Sequence[Sweep]) -> list[str]:
         ]
         what = sweep.typed("status" if sweep.spec else "report")
         table.append((sweep.name, str(len(sweep.rows)), *(str(n or "-") for n in counts), what))
-    lines = columns(table)
+    lines = columns(table, 2 * WIDTH)  # a command that is cut cannot be typed
     for sweep in found:
         if sweep.problem:
             lines.append(_unusable(sweep))
