@@ -21,11 +21,10 @@ from alstlib.hf import Handle
 from alstlib.memory import Ledger, _CpuInstrument
 from alstlib.places import ATTENTION, Places, category
 from alstlib.simulate import watch
+from alstlib.zero import GRADIENTS, OPTIMIZER, WEIGHTS
 
 PHASES = ("forward", "loss", "backward", "optimizer")
 """Of a training step, in order; `loss` is the head and the loss in forward."""
-WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
-"""Categories of the model's states, beside those of `places`."""
 PROJECTIONS = "projections"
 """Of seconds: what an attention module does besides attention itself. There, `attention` is the kernel alone."""
 

@@ -14,6 +14,7 @@ from alstlib.config import RunConfig
 from alstlib.planner import GIB, Machine, Prediction, longest, predict
 from alstlib.results import format_seconds, format_tokens
 from alstlib.shapes import Shape
+from alstlib.zero import BUCKETS, COPIES, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS
 
 
 def by_category(found: Prediction) -> dict[str, float]:
@@ -23,9 +24,7 @@ def by_category(found: Prediction) -> dict[str, float]:
 
 GROUPS = {
     "outside PyTorch": ("CUDA context", "NCCL", "fragments"),
-    "model states and ZeRO's buffers": (
-        "weights", "gathered weights", "gradients", "optimizer", "buckets", "copies of buckets",
-    ),
+    "model states and ZeRO's buffers": (WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, BUCKETS, COPIES),
 }  # fmt: skip
 """What a figure shows together."""
 

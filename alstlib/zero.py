@@ -11,8 +11,10 @@ from alstlib.config import RunConfig
 
 ZERO_DEFAULT = 500_000_000
 """Elements of DeepSpeed's buckets where nothing is said, as in the paper; up to twice as many stay gathered."""
-COPIES = "copies of buckets"
-GATHERED = "gathered weights"
+WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, BUCKETS, COPIES = (
+    "weights", "gathered weights", "gradients", "optimizer", "buckets", "copies of buckets",
+)  # fmt: skip
+"""Categories of what is held."""
 
 
 def zero_bucket(parameters: int) -> int:
@@ -83,25 +85,22 @@ def model_states(
     alone = world == 1 and not run.offload_params  # what is gathered is the shard
     reduces = world > 1 or stage == 3
     device = {
-        "weights": 0 if run.offload_params else weights,
+        WEIGHTS: 0 if run.offload_params else weights,
         GATHERED: min(whole, gathered) if stage == 3 and not alone else 0,
-        "gradients": gradients if not away else whole if stage == 1 else 0,
-        "optimizer": 0 if away else optimizer,
-        "buckets": buffer if reduces else 0,
+        GRADIENTS: gradients if not away else whole if stage == 1 else 0,
+        OPTIMIZER: 0 if away else optimizer,
+        BUCKETS: buffer if reduces else 0,
         COPIES: 2 * min(buffer, whole) // element * (reduced or element) if reduces and bucket is not None else 0,
     }
     host = {
-        "weights": weights if run.offload_params else 0,
-        "optimizer": optimizer if away else 0,
-        "gradients": (element + 4) * shard if away else 0,
+        WEIGHTS: weights if run.offload_params else 0,
+        OPTIMIZER: optimizer if away else 0,
+        GRADIENTS: (element + 4) * shard if away else 0,
     }
     head = max(element * sizes.embedding, 2 * buffer if bucket is not None else 0)
     early = element * (sizes.layer + sizes.embedding) + buffer if alike and bucket is None else gathered
     others = {
         "mlp": {GATHERED: min(device[GATHERED], early)},
-        "outside": {
-            GATHERED: min(device[GATHERED], head),
-            COPIES: 0,
-        },  # the head's gradients are the first to be reduced
+        "outside": {GATHERED: min(device[GATHERED], head), COPIES: 0},  # gradients are reduced from the head's on
     }
     return States({n: b for n, b in device.items() if b}, {n: b for n, b in host.items() if b}, others)
