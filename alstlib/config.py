@@ -6,56 +6,39 @@ Imports neither torch nor transformers, so that commands which only look at conf
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-_UNITS = {
-    "": 1, "B": 1,
-    "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-}  # fmt: skip
-
-
-def parse_quantity(value: int | float | str, what: str = "value") -> int:
-    """Read `3.7M` (decimal tokens), `80GB` (decimal bytes), `64GiB` (binary bytes) or a plain number as an integer.
-
-    Raises:
-        ValueError: the text is not a number with one of the known units.
-    """
-    if isinstance(value, bool):
-        raise ValueError(f"{what}={value!r} is not a number")
-    if isinstance(value, int | float):
-        return int(value)
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(value).replace("_", ""))
-    if not match or match[2].upper() not in _UNITS:
-        raise ValueError(f"{what}={value!r} is not a number with a unit (such as 3.7M, 80GB or 64GiB)")
-    return round(float(match[1]) * _UNITS[match[2].upper()])
+from alstlib.fields import (
+    Bytes,
+    Count,
+    Fields,
+    FlagOrAuto,
+    Name,
+    Natural,
+    Rate,
+    Seconds,
+    Stage,
+    Text,
+    Texts,
+    Tile,
+    check_checkpoints,
+    check_fields,
+    check_names,
+)  # fmt: skip
 
 
 def _docs(text: str, default: Any = dataclasses.MISSING, **kw: Any) -> Any:
     return field(default=default, metadata={"doc": text}, **kw)
 
 
-def check_names(given: Mapping[str, Any], known: Any, what: str) -> None:
-    """Refuse names that are not known, each with the nearest one that is."""
-    names = list(known)
-    for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-            hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(names)}"
-            raise ValueError(f"unknown {what} '{name}'{hint}")
-
-
-ATTENTION = (
+Attention = Literal[
     "sdpa", "auto", "cpu", "cudnn", "flash", "efficient", "flash_attention_2", "flash_attention_3", "flash_attention_4",
     "blockwise", "eager",
-)  # fmt: skip
+]  # fmt: skip
 """What `attention` may be (`alstlib/backends.py`)."""
 
 
@@ -63,98 +46,70 @@ ATTENTION = (
 class RunConfig:
     """Everything that decides what a run computes. Two equal configs at the same commit are the same run."""
 
-    row: str = _docs("name of the row of a sweep, a label only", "")
-    model: str = _docs("built-in shape ('tiny', 'small', 'llama-3.1-8b'), hub name or local path", "small")
-    model_config: Mapping[str, Any] = _docs("fields of the model's config to override", default_factory=dict)
+    row: Name = _docs("name of the row of a sweep, a label only", "")
+    model: Text = _docs("built-in shape ('tiny', 'small', 'llama-3.1-8b'), hub name or local path", "small")
+    model_config: Fields = _docs("fields of the model's config to override", default_factory=dict)
     random_weights: bool | None = _docs("random weights from the config; None: for built-in shapes only", None)
     trust_remote_code: bool = _docs("run code that the model's repository brings along", False)
-    data: str = _docs("'stdlib', a hub name, or a local file or folder (text, JSONL, Parquet)", "stdlib")
-    tokenizer: str = _docs("'auto' (the model's own, or one trained on the corpus), hub name or local path", "auto")
-    seq_len: int = _docs("tokens in one sample, before padding to what SP needs", 2048)
-    batch_size: int = _docs("samples in one micro-batch", 1)
+    data: Text = _docs("'stdlib', a hub name, or a local file or folder (text, JSONL, Parquet)", "stdlib")
+    tokenizer: Text = _docs("'auto' (the model's own, or one trained on the corpus), hub name or local path", "auto")
+    seq_len: Count = _docs("tokens in one sample, before padding to what SP needs", 2048)
+    batch_size: Count = _docs("samples in one micro-batch", 1)
     packed: bool = _docs("pack whole documents into a sample; False: one long text a sample", False)
 
-    world_size: int = _docs("number of ranks; 0: every GPU of this machine, or 2 ranks on a CPU", 0)
-    sp: int = _docs("sequence-parallel degree; 0: the world size", 1)
-    zero_stage: int = _docs("DeepSpeed ZeRO stage, 0 to 3", 3)
+    world_size: Natural = _docs("number of ranks; 0: every GPU of this machine, or 2 ranks on a CPU", 0)
+    sp: Natural = _docs("sequence-parallel degree; 0: the world size", 1)
+    zero_stage: Stage = _docs("DeepSpeed ZeRO stage, 0 to 3", 3)
     offload_optimizer: bool = _docs("ZeRO keeps the optimizer's state on the host", True)
     offload_params: bool = _docs("ZeRO-3 keeps the weights on the host", False)
     prefetch: bool = _docs("ZeRO-3 gathers weights ahead of their layer; False: a steadier and lower peak", True)
 
-    attention: str = _docs("core attention: 'sdpa', 'auto' (flash-attn 3 or 4 if installed) or a kernel's name", "sdpa")
-    tiled_loss: bool | int = _docs("tiled logits and loss; a number is the tile in tokens", False)
-    tiled_mlp: bool | int = _docs("tiled MLP; a number is the tile in tokens", False)
-    tiled_norm: bool | int = _docs("layers' norms in tiles (they compute in fp32); a number is the tile", False)
+    attention: Attention = _docs(
+        "core attention: 'sdpa', 'auto' (flash-attn 3 or 4 if installed) or a kernel's name", "sdpa"
+    )
+    tiled_loss: Tile = _docs("tiled logits and loss; a number is the tile in tokens", False)
+    tiled_mlp: Tile = _docs("tiled MLP; a number is the tile in tokens", False)
+    tiled_norm: Tile = _docs("layers' norms in tiles (they compute in fp32); a number is the tile", False)
     checkpoint: bool = _docs("activation checkpointing of decoder layers", True)
     offload: Literal["none", "sync", "async"] = _docs("checkpoints leave for the host", "none")
-    save_attention: bool | Literal["auto"] = _docs("keep attention outputs, so that attention runs forward once", False)
-    chunk: int | None = _docs("stream layers in row chunks of so many tokens", None)
-    liger: bool | Literal["auto"] = _docs("Liger's kernels; auto: where installed, supported and on a GPU", "auto")
+    save_attention: FlagOrAuto = _docs("keep attention outputs, so that attention runs forward once", False)
+    chunk: Count | None = _docs("stream layers in row chunks of so many tokens", None)
+    liger: FlagOrAuto = _docs("Liger's kernels; auto: where installed, supported and on a GPU", "auto")
 
-    steps: int = _docs("optimizer steps", 3)
-    accumulation: int = _docs("micro-batches in one optimizer step", 1)
-    learning_rate: float = _docs("AdamW's learning rate", 1e-4)
-    warmup_steps: int = _docs("steps of linear warm-up", 0)
-    weight_decay: float = _docs("AdamW's weight decay", 0.0)
-    max_grad_norm: float = _docs("gradient clipping; 0 for none", 0.0)
+    steps: Count = _docs("optimizer steps", 3)
+    accumulation: Count = _docs("micro-batches in one optimizer step", 1)
+    learning_rate: Rate = _docs("AdamW's learning rate", 1e-4)
+    warmup_steps: Natural = _docs("steps of linear warm-up", 0)
+    weight_decay: Rate = _docs("AdamW's weight decay", 0.0)
+    max_grad_norm: Rate = _docs("gradient clipping; 0 for none", 0.0)
     dtype: Literal["auto", "fp32", "bf16"] = _docs("auto: bf16 on CUDA, fp32 on CPU", "auto")
-    seed: int = _docs("seed of weights and data order", 0)
+    seed: Natural = _docs("seed of weights and data order", 0)
 
-    device_memory: int | None = _docs("device budget per rank in bytes; a run beyond it ends as `oom`", None)
-    host_memory: int | None = _docs("host budget per rank in bytes; None: what is free, shared by the ranks", None)
+    device_memory: Bytes | None = _docs("device budget per rank in bytes; a run beyond it ends as `oom`", None)
+    host_memory: Bytes | None = _docs("host budget per rank in bytes; None: what is free, shared by the ranks", None)
     search: bool = _docs("find the longest sequence that fits, starting at seq_len", False)
-    search_granule: int = _docs("lengths are multiples of so many tokens", 256)
-    search_max: int | None = _docs("the search ends at this length", None)
-    emulate: int = _docs("run one rank of so many, with `alstlib.emulate`; 0: every rank is real", 0)
-    peers: tuple[str, ...] = _docs("stacks that `alstlib.peers` compares (`alstlib/stacks.py`)", ())
-    save_to: str | None = _docs("folder for the trained model (safetensors)", None)
-    resume_from: str | None = _docs("folder of an earlier run whose training state is continued", None)
-    checkpoint_every: int = _docs("save the training state every so many steps; 0: never", 0)
-    timeout: float = _docs("seconds after which the launcher ends the run", 3600.0)
+    search_granule: Count = _docs("lengths are multiples of so many tokens", 256)
+    search_max: Count | None = _docs("the search ends at this length", None)
+    emulate: Natural = _docs("run one rank of so many, with `alstlib.emulate`; 0: every rank is real", 0)
+    peers: Texts = _docs("stacks that `alstlib.peers` compares (`alstlib/stacks.py`)", ())
+    save_to: Text | None = _docs("folder for the trained model (safetensors)", None)
+    resume_from: Text | None = _docs("folder of an earlier run whose training state is continued", None)
+    checkpoint_every: Natural = _docs("save the training state every so many steps; 0: never", 0)
+    timeout: Seconds = _docs("seconds after which the launcher ends the run", 3600.0)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model_config", dict(self.model_config))
-        object.__setattr__(self, "peers", (self.peers,) if isinstance(self.peers, str) else tuple(self.peers))
-        for name in ("seq_len", "batch_size", "steps", "accumulation", "search_granule"):
-            value = parse_quantity(getattr(self, name), name)
-            object.__setattr__(self, name, value)
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        for name in ("device_memory", "host_memory", "search_max", "chunk"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, parse_quantity(value, name))
-        choices = {
-            "zero_stage": (0, 1, 2, 3), "offload": ("none", "sync", "async"), "dtype": ("auto", "fp32", "bf16"),
-            "attention": ATTENTION, "save_attention": (True, False, "auto"),
-            "liger": (True, False, "auto"),
-        }  # fmt: skip
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, allowed))}")
-        for name in ("tiled_loss", "tiled_mlp", "tiled_norm"):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} must be True, False or a tile of at least 1 token")
-        if self.chunk is not None and self.chunk < 1:
-            raise ValueError(f"chunk={self.chunk} must be None or at least 1 token")
-        if self.emulate < 0 or (self.emulate and self.world_size not in (0, 1)):
+        check_fields(self)
+        check_checkpoints(self)
+        if self.emulate and self.world_size not in (0, 1):
             raise ValueError(f"emulate={self.emulate} runs one rank: world_size={self.world_size} must be 1")
-        if self.world_size < 0 or self.sp < 0:
-            raise ValueError(f"world_size={self.world_size} and sp={self.sp} must not be negative")
         if self.world_size and self.sp and self.world_size % self.sp:
             raise ValueError(f"sp={self.sp} does not divide world_size={self.world_size}")
-        if self.offload != "none" and not self.checkpoint:
-            raise ValueError(f"offload='{self.offload}' moves checkpoints: it needs checkpoint=True")
-        if self.save_attention is True and not self.checkpoint:
-            raise ValueError("save_attention=True keeps outputs for the recompute: it needs checkpoint=True")
         if self.offload_params and self.zero_stage != 3:
             raise ValueError(f"offload_params=True needs zero_stage=3, not {self.zero_stage}")
         if self.offload_optimizer and self.zero_stage == 0:
             raise ValueError("offload_optimizer=True needs zero_stage 1, 2 or 3, not 0")
         if self.packed and self.batch_size > 1:
             raise ValueError(f"packed=True fills one row: batch_size={self.batch_size} must be 1")
-        if not self.learning_rate >= 0:
-            raise ValueError(f"learning_rate={self.learning_rate} must not be negative")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:

@@ -20,14 +20,15 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from alstlib.around import attach_generation, attach_rotary, attach_routers, router_loss
 from alstlib.calls import Call, take_call
+from alstlib.fields import Bytes, Count, FlagOrAuto, Text, Tile, check_checkpoints, check_fields
 from alstlib.groups import SPContext
 from alstlib.layers import attach_checkpoints
 from alstlib.loss import IGNORE, TiledHead
-from alstlib.offload import MODES, HostStore
+from alstlib.offload import HostStore
 from alstlib.probe import find_transform
 from alstlib.streams import attach_streams
 from alstlib.support import check_attention, check_model
-from alstlib.tiled import TiledMLP, TiledNorm, check_tile
+from alstlib.tiled import TiledMLP, TiledNorm
 from alstlib.ulysses import UlyssesAttention
 
 log = logging.getLogger(__name__)
@@ -37,26 +38,26 @@ log = logging.getLogger(__name__)
 class Options:
     """What `apply` attaches. Every feature works alone and with all others."""
 
-    attention: str = "sdpa"
+    attention: Text = "sdpa"
     """Core attention: `sdpa` (PyTorch's best here), `auto` (flash-attn 3 or 4 if installed, else `sdpa`), or a kernel's
     name (`backends.BACKENDS`)."""
-    tiled_mlp: bool | int = True
+    tiled_mlp: Tile = True
     """MLPs in sequence tiles; a number is the tile in tokens."""
-    tiled_norm: bool | int = True
+    tiled_norm: Tile = True
     """Norms of decoder layers in sequence tiles: they compute in fp32, several times their input; a number is the tile
     in tokens. (Streamed layers run in chunks, and a norm of an MLP's output in the MLP's tiles.)"""
-    tiled_loss: bool | int = True
+    tiled_loss: Tile = True
     """Logits and loss in sequence tiles, and the norm before them; a number is the tile of the loss in tokens."""
     checkpoint: bool = True
     """Decoder layers keep only their input and are recomputed in backward."""
     offload: Literal["none", "sync", "async"] = "none"
     """Where checkpoints wait: on the device, or on the host (copied on the compute stream or beside it)."""
-    save_attention: bool | Literal["auto"] = "auto"
+    save_attention: FlagOrAuto = "auto"
     """Keep attention outputs with the checkpoints, so that attention runs forward once. `auto`: while they are
     offloaded and fit the host's memory."""
-    chunk: int | None = None
+    chunk: Count | None = None
     """Stream decoder layers in chunks of so many rows of this rank, with keys and values resident; None: whole."""
-    host_memory: int | None = None
+    host_memory: Bytes | None = None
     """Host bytes that checkpoints of this rank may take; None: what is free (on the fullest rank, at the first
     forward). When they are short, attention outputs go first, then the inputs of all but every k-th layer (streamed
     layers need every input)."""
@@ -64,22 +65,8 @@ class Options:
     """Liger's fused loss on CUDA in place of our tiles; needs the package liger-kernel."""
 
     def __post_init__(self) -> None:
-        if self.offload not in MODES:
-            raise ValueError(f"offload={self.offload!r} is not one of {', '.join(MODES)}")
-        if self.save_attention not in (True, False, "auto"):
-            raise ValueError(f"save_attention={self.save_attention!r} is not True, False or 'auto'")
-        if self.offload != "none" and not self.checkpoint:
-            raise ValueError(f"offload={self.offload!r} moves checkpoints: it needs checkpoint=True")
-        if self.save_attention is True and not self.checkpoint:
-            raise ValueError("save_attention=True keeps outputs for the recompute: it needs checkpoint=True")
-        if self.chunk is not None:
-            if isinstance(self.chunk, bool) or not isinstance(self.chunk, int) or self.chunk < 1:
-                raise ValueError(f"chunk={self.chunk!r} must be None or a whole number of tokens, at least 1")
-            if not self.checkpoint:
-                raise ValueError(f"chunk={self.chunk} recomputes layers chunk by chunk: it needs checkpoint=True")
-        for tile in (self.tiled_mlp, self.tiled_norm, self.tiled_loss):
-            if not isinstance(tile, bool):
-                check_tile(tile)
+        check_fields(self)
+        check_checkpoints(self)
 
 
 class Handle:

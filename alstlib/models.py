@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from alstlib.config import RunConfig, check_names
+from alstlib.config import RunConfig
+from alstlib.fields import check_names
 from alstlib.shapes import PUBLIC, SHAPES
 
 

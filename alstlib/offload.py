@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from alstlib.store import MODES, HostOutOfMemory, HostStore, Ticket, host_available
+from alstlib.store import HostOutOfMemory, HostStore, Ticket, host_available
 from alstlib.tiled import Replay, Values
 
-__all__ = ["MODES", "HostOutOfMemory", "HostStore", "Saved", "Segment", "checkpoint", "host_available"]
+__all__ = ["HostOutOfMemory", "HostStore", "Saved", "Segment", "checkpoint", "host_available"]
 
 
 class Saved:

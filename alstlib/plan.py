@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from alstlib.config import RunConfig, parse_quantity, row_config
+from alstlib.config import RunConfig, row_config
+from alstlib.fields import parse_quantity
 from alstlib.planner import (
     GIB,
     Help,

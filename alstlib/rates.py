@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from alstlib.config import check_names, parse_quantity
+from alstlib.fields import check_names, parse_quantity
 
 T = 10**12
 G = 10**9

@@ -24,7 +24,8 @@ from typing import Any
 import yaml
 
 from alstlib import launch, results
-from alstlib.config import ROWS, RunConfig, check_names, row_config
+from alstlib.config import ROWS, RunConfig, row_config
+from alstlib.fields import FOLDER_NAME, check_names
 
 OUT = Path("papermill_runs", "out")
 RECORD = "sweep.json"
@@ -90,7 +91,7 @@ def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None =
         fields = dict(given) if isinstance(given, Mapping) else {"name": given}
         row = str(fields.pop("name", ""))
         for what, text in (("name", name), ("row", row)):
-            if not re.fullmatch(r"\w[\w.+-]*", text):
+            if not re.fullmatch(FOLDER_NAME, text):
                 raise ValueError(
                     f"{what}={text!r} names a folder: letters, digits and _ . + - only, such as 'baseline'"
                 )

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from alstlib.config import FEATURES, PAPER_ROWS, ROWS, RunConfig, parse_quantity, row_config
+from alstlib.config import FEATURES, PAPER_ROWS, ROWS, RunConfig, row_config
+from alstlib.fields import parse_quantity
 
 
 @pytest.mark.parametrize(
     "text, value",
     [
         ("3.7M", 3_700_000), ("500K", 500_000), ("80GB", 80_000_000_000), ("64GiB", 64 * 2**30), ("1.5 TiB", 3 * 2**39),
-        ("2_048", 2048), ("12", 12), ("12B", 12), (".5k", 500), (7, 7), (7.9, 7), ("1gb", 10**9),
+        ("2_048", 2048), ("12", 12), ("12B", 12), (".5k", 500), (7, 7), (7.0, 7), ("1gb", 10**9),
     ],
 )  # fmt: skip
 def test_quantities(text: Any, value: int) -> None:
     assert parse_quantity(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "many", "12 XB", "1e6", "-5", "5 5", True, "GB"])
+@pytest.mark.parametrize("text", ["", "many", "12 XB", "1e6", "-5", "5 5", True, "GB", 7.9, "7.9", None])
 def test_what_is_no_quantity(text: Any) -> None:
     with pytest.raises(ValueError, match="seq_len="):
         parse_quantity(text, "seq_len")
@@ -37,33 +40,92 @@ def test_quantities_are_read_in_a_config() -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"seq_len": 0}, "seq_len=0 must be at least 1"),
-        ({"steps": 0}, "steps=0 must be at least 1"),
-        ({"accumulation": -1}, "accumulation=-1 must be at least 1"),
-        ({"zero_stage": 4}, "zero_stage=4 is not one of 0, 1, 2, 3"),
-        ({"offload": "disk"}, "offload='disk' is not one of 'none', 'sync', 'async'"),
-        ({"attention": "fast"}, "attention='fast' is not one of 'sdpa', 'auto', 'cpu'"),
-        ({"dtype": "fp16"}, "dtype='fp16' is not one of"),
-        ({"liger": "yes"}, "liger='yes' is not one of"),
-        ({"save_attention": "some"}, "save_attention='some' is not one of"),
+        ({"seq_len": 0}, "seq_len=0 must be a whole number of at least 1, such as 2048 or 3.7M"),
+        ({"steps": 0}, "steps=0 must be a whole number of at least 1"),
+        ({"steps": 2.7}, "steps=2.7 must be a whole number of at least 1"),
+        ({"steps": True}, "steps=True must be a whole number of at least 1"),
+        ({"steps": None}, "steps=None must be a whole number of at least 1"),
+        ({"accumulation": -1}, "accumulation=-1 must be a whole number of at least 1"),
+        ({"warmup_steps": -1}, "warmup_steps=-1 must be a whole number of at least 0"),
+        ({"checkpoint_every": -5}, "checkpoint_every=-5 must be a whole number of at least 0"),
+        ({"device_memory": "much"}, "device_memory='much' must be a whole number of at least 1, such as 80GB or 64GiB"),
+        ({"zero_stage": 4}, "zero_stage=4 must be one of 0, 1, 2, 3"),
+        ({"zero_stage": True}, "zero_stage=True must be one of 0, 1, 2, 3"),
+        ({"offload": "disk"}, "offload='disk' must be one of 'none', 'sync', 'async'"),
+        ({"attention": "fast"}, "attention='fast' must be one of 'sdpa', 'auto', 'cpu'"),
+        ({"dtype": "fp16"}, "dtype='fp16' must be one of"),
+        ({"liger": "perhaps"}, "liger='perhaps' must be True, False or 'auto'"),
+        ({"save_attention": "some"}, "save_attention='some' must be True, False or 'auto'"),
+        ({"packed": "perhaps"}, "packed='perhaps' must be True or False"),
+        ({"packed": 2}, "packed=2 must be True or False"),
         ({"tiled_mlp": 0}, "tiled_mlp=0 must be True, False or a tile of at least 1 token"),
+        ({"tiled_mlp": 1.5}, "tiled_mlp=1.5 must be True, False or a tile"),
         ({"tiled_loss": "big"}, "tiled_loss='big' must be"),
-        ({"chunk": 0}, "chunk=0 must be None or at least 1 token"),
-        ({"sp": -1}, "must not be negative"),
+        ({"chunk": 0}, "chunk=0 must be a whole number of at least 1, such as 2048 or 3.7M, or None"),
+        ({"chunk": 64, "checkpoint": False}, "it needs checkpoint=True"),
+        ({"sp": -1}, "sp=-1 must be a whole number of at least 0"),
         ({"world_size": 4, "sp": 3}, "sp=3 does not divide world_size=4"),
         ({"offload": "sync", "checkpoint": False}, "it needs checkpoint=True"),
         ({"save_attention": True, "checkpoint": False}, "it needs checkpoint=True"),
         ({"offload_params": True, "zero_stage": 2}, "needs zero_stage=3, not 2"),
         ({"offload_optimizer": True, "zero_stage": 0}, "needs zero_stage 1, 2 or 3"),
         ({"packed": True, "batch_size": 2}, "batch_size=2 must be 1"),
-        ({"learning_rate": float("nan")}, "learning_rate=nan must not be negative"),
-        ({"learning_rate": -1.0}, "learning_rate=-1.0 must not be negative"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan must be a number of at least 0, such as 1e-4"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0 must be a number of at least 0"),
+        ({"learning_rate": "fast"}, "learning_rate='fast' must be a number of at least 0"),
+        ({"learning_rate": True}, "learning_rate=True must be a number"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0 must be a number of at least 0"),
+        ({"weight_decay": float("inf")}, "weight_decay=inf must be a number of at least 0"),
+        ({"timeout": 0}, "timeout=0 must be a number above 0"),
+        ({"model": 7}, "model=7 must be text"),
+        ({"model": ["small"]}, "model=['small'] must be text"),
+        ({"data": None}, "data=None must be text"),
+        ({"model_config": [1]}, "model_config=[1] must be a mapping"),
+        ({"peers": 5}, "peers=5 must be a list of texts"),
+        ({"save_to": 5}, "save_to=5 must be text, or None"),
+        ({"row": "../../x"}, "row='../../x' must be the name of a folder: letters, digits and _ . + - only"),
+        ({"row": "a/b"}, "row='a/b' must be the name of a folder"),
+        ({"row": ".."}, "row='..' must be the name of a folder"),
     ],
 )
 def test_refusals(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as refused:
         RunConfig(**changes)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "given, field, value",
+    [
+        ("1e-4", "learning_rate", 1e-4), ("0.5", "max_grad_norm", 0.5), (0, "learning_rate", 0),
+        ("false", "packed", False), ("no", "trust_remote_code", False), ("True", "prefetch", True), (1, "search", True),
+        ("false", "tiled_loss", False), ("true", "tiled_mlp", True), (1, "tiled_mlp", 1), ("4K", "tiled_norm", 4000),
+        ("auto", "liger", "auto"), ("false", "liger", False), (1, "save_attention", True), ("8", "seed", 8),
+        ("2", "zero_stage", 2), ("600", "timeout", 600),
+        (2.0, "steps", 2), ("16K", "chunk", 16_000), (None, "chunk", None), (Path("x"), "save_to", "x"), (2, "sp", 2),
+        ("alst", "peers", ("alst",)), (["alst", "ref"], "peers", ("alst", "ref")), ("a.b+c-d", "row", "a.b+c-d"),
+    ],
+)  # fmt: skip
+def test_values_are_converted_by_their_fields_type(given: Any, field: str, value: Any) -> None:
+    found = getattr(RunConfig(**{field: given}), field)
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_what_yaml_writes_is_read() -> None:
+    text = "{learning_rate: 1e-4, packed: 'false', steps: 4, timeout: 300, chunk: 16K, tiled_mlp: true}"
+    run = RunConfig.from_dict(yaml.safe_load(text))
+    assert run == RunConfig(learning_rate=1e-4, packed=False, steps=4, timeout=300, chunk=16_000, tiled_mlp=True)
+
+
+def test_committed_configurations_are_read_as_they_were_written() -> None:
+    """A run's id is a digest of its configuration: checking it must not change it."""
+    results = sorted((Path(__file__).parents[1] / "papermill_runs" / "results").rglob("result.json"))
+    known = {field.name for field in dataclasses.fields(RunConfig)}
+    for path in results:
+        written = {n: v for n, v in json.loads(path.read_text())["config"].items() if n in known}
+        read = RunConfig.from_dict(written).to_dict()
+        assert json.dumps({n: read[n] for n in written}) == json.dumps(written), path
+    assert len(results) > 20
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:

@@ -6,7 +6,7 @@ import importlib.machinery
 import importlib.util
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from alstlib import reference
 from alstlib.backends import PACKAGES
-from alstlib.config import ATTENTION
+from alstlib.config import Attention
 from alstlib.kernels import (
     BACKENDS,
     Rule,
@@ -252,7 +252,7 @@ def test_auto_prefers_an_installed_flash_attn(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     assert choose_backend("auto", cuda, torch.bfloat16, 128).name == "flash_attention_3"
     assert choose_backend("auto", torch.device("cpu"), torch.float32, 128).name == "cpu"
-    assert set(ATTENTION) == {"sdpa", "auto", *BACKENDS}
+    assert set(get_args(Attention)) == {"sdpa", "auto", *BACKENDS}
 
 
 # ----- against torch's own attention in the same precision

@@ -111,7 +111,7 @@ def test_rows_of_the_same_name_in_several_sweeps_stay_apart(tmp_path):
         for row in ("alst", f"only {sweep}"):
             metrics = {"seq_len": 512, "loss": losses, "device_peak_bytes": [2**20]}
             metrics["predicted"] = {"device_peak_bytes": 2**21}
-            result = results.new_result(RunConfig(row=row), "ok", metrics=metrics, device="cpu")
+            result = {**results.new_result(RunConfig(), "ok", metrics=metrics, device="cpu"), "row": row}
             (tmp_path / sweep / row).mkdir(parents=True)
             results.write_result(tmp_path / sweep / row / "result.json", result)
     text = report.write_page(tmp_path, results.collect(tmp_path)).read_text()

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from alstlib import results
-from alstlib.config import RunConfig, parse_quantity
+from alstlib.config import RunConfig
+from alstlib.fields import parse_quantity
 
 CONFIG = RunConfig(row="alst", world_size=2, sp=2)
 
