@@ -39,8 +39,8 @@ def attach_rotary(handle: Handle) -> None:
         kind = getattr(module, "rope_type", None)
         kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
         if any(k == "longrope" or "dynamic" in k for k in kinds if isinstance(k, str)):
-            handle._undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            handle._undo.callback(module.register_forward_hook(after).remove)
+            handle.edits.hook(module, module.register_forward_pre_hook(before, with_kwargs=True))
+            handle.edits.hook(module, module.register_forward_hook(after))
 
 
 def attach_routers(handle: Handle) -> None:
@@ -57,7 +57,7 @@ def attach_routers(handle: Handle) -> None:
         return (out[0], call.router.see(out[0], out[1], rows), *out[2:])
 
     for router in handle.routers:
-        handle._undo.callback(router.register_forward_hook(see).remove)
+        handle.edits.hook(router, router.register_forward_hook(see))
 
 
 def _experts(handle: Handle, name: str) -> int:
@@ -92,19 +92,17 @@ def router_loss(handle: Handle, call: Call, kwargs: dict[str, Any]) -> RouterLos
 def attach_generation(handle: Handle) -> None:
     """`generate()` inside `apply`: the model's own attention, masks and cache, while tiles stay."""
     model: Any = handle.model
-    own, ours = handle._implementations
     original = model.generate
 
     def generate(*args: Any, **kwargs: Any) -> Any:
+        if handle._plain:
+            return original(*args, **kwargs)
         if handle.ctx.sp > 1:
             raise ValueError("generate() needs the whole sequence on one rank: call it after detach(), or with sp=1")
-        model.set_attn_implementation(own)
         handle._plain = True
         try:
             return original(*args, **kwargs)
         finally:
             handle._plain = False
-            model.set_attn_implementation(ours)
 
-    model.generate = generate
-    handle._undo.callback(model.__dict__.pop, "generate", None)
+    handle.edits.set(model, "generate", generate)

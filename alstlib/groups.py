@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,25 @@ class SPContext:
             sp_group=group if sp > 1 else None,
             world_group=dist.group.WORLD,
         )
+
+
+ATTACHED = "_alst_handle"
+"""Attribute of an attached model: a weak reference to its `Handle`."""
+
+
+def context_of(model: Any, given: SPContext | None = None) -> SPContext:
+    """The mesh that a model, or the model inside a wrapper, was attached with.
+
+    Raises:
+        ValueError: no model in there is attached, or `given` is another mesh.
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    found = next((m.__dict__[ATTACHED]().ctx for m in modules if ATTACHED in m.__dict__), None)
+    if found is None:
+        raise ValueError(f"{type(model).__name__} is not attached: attach the model with alstlib.apply first")
+    if given is not None and given != found:
+        raise ValueError(f"ctx={given} is not the mesh that the model was attached with, {found}: leave ctx out")
+    return found
 
 
 def join_fake(ranks: int) -> None:

@@ -8,20 +8,23 @@ patched, each model has its own registration, and `detach` takes all of it back.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import uuid
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from alstlib.around import attach_generation, attach_rotary, attach_routers, router_loss
 from alstlib.calls import Call, take_call
+from alstlib.edits import Edits
 from alstlib.fields import Bytes, Count, FlagOrAuto, Text, Tile, check_checkpoints, check_fields
-from alstlib.groups import SPContext
+from alstlib.groups import ATTACHED, SPContext
 from alstlib.layers import attach_checkpoints
 from alstlib.loss import IGNORE, TiledHead
 from alstlib.offload import HostStore
@@ -88,15 +91,17 @@ class Handle:
         """Routers of a mixture of experts, whose load-balancing loss can be had (`output_router_logits`)."""
         self._call: Call | None = None
         self._plain = False
-        """Does generate() run, with the model's own attention?"""
-        self._implementations = ("", "")
+        """Does the model run as its own, in generate() or after detach()?"""
         self._segment: Any = lambda: None
         self._room: int | None = None
-        self._undo: contextlib.ExitStack = contextlib.ExitStack()
+        self.edits = Edits()
+        self._unregister: Any = lambda: None
 
     def detach(self) -> PreTrainedModel:
         """Restore the model exactly; unwrap it from engines first. Safe to call twice."""
-        self._undo.close()
+        self._plain = True
+        self.edits.close()
+        self._unregister()
         self.store.trim()
         return self.model
 
@@ -113,6 +118,9 @@ class Handle:
 
     @contextlib.contextmanager
     def _using(self, call: Call | None) -> Iterator[None]:
+        if self._plain:
+            name = type(self.model).__name__
+            raise ValueError(f"backward of a graph that {name} made before detach(): call backward before detach()")
         before, self._call = self._call, call
         try:
             yield
@@ -123,8 +131,8 @@ class Handle:
 def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options | None = None) -> Handle:
     """Attach sequence parallelism, tiled compute and checkpoint offload to a causal language model.
 
-    Call it before any engine, DDP or FSDP wrapping. The model's parameters, their names and its saved form stay as
-    they are.
+    Call it before any engine, DDP or FSDP wrapping. The model's parameters, their names, its config and its saved form
+    stay as they are; a deep copy of an attached model is not attached.
 
     Args:
         model: a transformers causal language model whose attention goes through transformers' AttentionInterface.
@@ -170,8 +178,7 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
 
 
 def _attach_attention(handle: Handle) -> None:
-    name = f"alst_{uuid.uuid4().hex}"
-    model, before = handle.model, handle.model.config._attn_implementation
+    name, alive = f"alst_{uuid.uuid4().hex}", weakref.ref(handle)  # weak, because the registration is global
 
     def attend(
         module: nn.Module,
@@ -183,7 +190,8 @@ def _attach_attention(handle: Handle) -> None:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        if (call := handle._call) is None:
+        handle = alive()
+        if handle is None or (call := handle._call) is None:
             raise ValueError("call the model that apply() was given, not a part of it: documents and labels go with it")
         check_attention(module, attention_mask, dropout, kwargs)
         query, key, value = _one_dtype(query, key, value)
@@ -198,10 +206,32 @@ def _attach_attention(handle: Handle) -> None:
         return out.transpose(1, 2), None
 
     AttentionInterface.register(name, torch.compiler.disable(attend))
-    handle._undo.callback(AttentionInterface._global_mapping.pop, name, None)
-    model.set_attn_implementation(name)
-    handle._undo.callback(model.set_attn_implementation, before)
-    handle._implementations = before, name
+    handle._unregister = weakref.finalize(handle, AttentionInterface._global_mapping.pop, name, None)
+    views: dict[int, PreTrainedConfig] = {}
+    for module in handle.model.modules():
+        configs = {n: v for n, v in module.__dict__.items() if isinstance(v, PreTrainedConfig)}
+        for attribute, config in configs.items() if module is not handle.model else ():
+            if id(config) not in views:
+                views[id(config)] = _view(handle, config, name)
+            handle.edits.set(module, attribute, views[id(config)])
+
+
+def _view(handle: Handle, config: PreTrainedConfig, name: str) -> PreTrainedConfig:
+    """The config as parts of the model see it: the same object in all but the attention. So the model's own config,
+    which others read, copy and save, stays as it is."""
+    kind: Any = type(config)
+
+    def implementation(view: Any) -> str | None:
+        return view._attn_implementation_internal if handle._plain else name
+
+    fields = {
+        "__module__": kind.__module__, "__init__": kind.__init__,
+        "__deepcopy__": lambda view, memo: copy.deepcopy(config, memo),
+        "_attn_implementation": property(implementation, kind._attn_implementation.fset),
+    }  # fmt: skip
+    made: Any = object.__new__(type(kind.__name__, (kind,), fields))
+    made.__dict__ = config.__dict__
+    return made
 
 
 def _one_dtype(*tensors: Tensor) -> list[Tensor]:
@@ -217,12 +247,11 @@ def _one_dtype(*tensors: Tensor) -> list[Tensor]:
 
 def _swap(handle: Handle, old: nn.Module, new: nn.Module) -> None:
     """Put `new` where `old` is, everywhere in the model, until detach; torch.compile leaves it as it is."""
-    new.forward = torch.compiler.disable(new.forward)
+    handle.edits.set(new, "forward", torch.compiler.disable(new.forward))
     for parent in list(handle.model.modules()):
         for name, child in list(parent._modules.items()):
             if child is old:
-                parent._modules[name] = new
-                handle._undo.callback(parent._modules.__setitem__, name, old)
+                handle.edits.swap(parent, name, new)
 
 
 def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
@@ -321,5 +350,6 @@ def _attach_calls(handle: Handle) -> None:
         divisor = tokens.clamp_min(1) if call.divisor is None else call.divisor
         return type(out)(**{**out, **more, "logits": logits, "loss": total / divisor})
 
-    handle._undo.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
-    handle._undo.callback(model.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
+    handle.edits.hook(model, model.register_forward_pre_hook(before, with_kwargs=True))
+    handle.edits.hook(model, model.register_forward_hook(after, with_kwargs=True, always_call=True))
+    handle.edits.set(model, ATTACHED, weakref.ref(handle))

@@ -41,20 +41,12 @@ def stop_own_checkpointing(handle: Handle) -> None:
     """Switch transformers' own checkpointing off, until detach."""
     for module in handle.model.modules():
         if getattr(module, "gradient_checkpointing", False):
-            setattr(module, "gradient_checkpointing", False)  # noqa: B010 (no declared attribute)
-            handle._undo.callback(setattr, module, "gradient_checkpointing", True)
+            handle.edits.set(module, "gradient_checkpointing", False)
 
 
 def set_forward(handle: Handle, module: nn.Module, forward: Any) -> None:
     """Give this one module another `forward`, until detach; torch.compile leaves it as it is."""
-    handle._undo.callback(_restore_forward, module, module.__dict__.get("forward"))
-    module.forward = torch.compiler.disable(forward)
-
-
-def _restore_forward(module: nn.Module, before: Any) -> None:
-    del module.forward
-    if before is not None:
-        module.forward = before
+    handle.edits.set(module, "forward", torch.compiler.disable(forward))
 
 
 def _checkpointed(handle: Handle, layer: nn.Module, original: Any, index: int, count: int) -> Any:
@@ -84,7 +76,7 @@ def _checkpointed(handle: Handle, layer: nn.Module, original: Any, index: int, c
         return accepted
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if handle._plain or not torch.is_grad_enabled():
             return original(*args, **kwargs)
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
         check_layer_inputs(index, layer, (*args, *kwargs.values()))

@@ -31,10 +31,8 @@ def attach_streams(handle: Handle, layers: Sequence[nn.Module]) -> None:
     stop_own_checkpointing(handle)
     for i, layer in enumerate(layers):
         set_forward(handle, layer, _streamed(handle, layer, layer.forward, i, len(layers)))
-        hook = layer.register_forward_pre_hook(_ensure_input_grad, with_kwargs=True)
-        handle._undo.callback(hook.remove)
-        handle._undo.callback(layer.__dict__.pop, "_z3_leaf", None)
-        layer._z3_leaf = True  # type: ignore[assignment]
+        handle.edits.hook(layer, layer.register_forward_pre_hook(_ensure_input_grad, with_kwargs=True))
+        handle.edits.set(layer, "_z3_leaf", True)
 
 
 def _ensure_input_grad(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

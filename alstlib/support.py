@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from alstlib.groups import SPContext
+from alstlib.groups import ATTACHED, SPContext
 from alstlib.kernels import choose_backend
 
 
@@ -25,7 +25,7 @@ def check_model(model: PreTrainedModel, ctx: SPContext, attention: str) -> Seque
         hint = "; give model.get_base_model(), and call either" if hasattr(model, "get_base_model") else ""
         raise ValueError(f"apply needs a transformers model before any wrapping, got {name}{hint}")
     config = model.config.get_text_config()
-    if str(model.config._attn_implementation).startswith("alst_"):
+    if ATTACHED in model.__dict__:
         raise ValueError(f"{name} is attached already; call its handle's detach() first")
     if config.is_encoder_decoder or not getattr(config, "is_causal", True) or model.get_output_embeddings() is None:
         raise ValueError(f"{name} is not a decoder-only causal language model with a head")

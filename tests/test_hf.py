@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections import Counter
@@ -166,6 +167,53 @@ def test_two_models_in_one_process() -> None:
     handles[0].detach()
 
 
+AFTER: dict[str, tuple[dict[str, Any], bool]] = {
+    "default": ({}, True),
+    "all on": (ALL_ON, True),
+    "offload": ({"offload": "sync", "save_attention": False}, True),
+    "segments": ({**ALL_ON, "host_memory": 6000, "save_attention": "auto"}, True),
+    "chunk": ({"chunk": 5}, True),
+    "chunk, all on": ({**ALL_ON, "chunk": 5}, True),
+    "tiles": ({"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "checkpoint": False}, False),
+    "all off": (ALL_OFF, False),
+}
+"""Options, and whether their backward needs the attachment."""
+
+
+@pytest.mark.parametrize("options, recomputes", AFTER.values(), ids=AFTER)
+@pytest.mark.parametrize("kind", ["gqa", "gpt2"])
+def test_backward_after_detach_is_right_or_refused(kind: str, options: dict[str, Any], recomputes: bool) -> None:
+    """What is recomputed would run the model's own attention, without documents; also when it is attached again."""
+    model = make_model(kind, **({"num_hidden_layers": 3} if kind != "gpt2" else {"n_layer": 3}))
+    halves = [batch(length=8), batch(1, length=12)]
+    joined = {n: torch.cat([h[n] for h in halves], 1) for n in halves[0]}
+    joined["shift_labels"][:, 7] = -100  # a document ends: plain transformers would see across
+    documents = torch.tensor([0, 8, 20])
+    for attached_again in (False, True):
+        with alstlib.apply(model, None, alstlib.Options(**options)):
+            _, want = step(model, {**joined, "cu_documents": documents})
+            model.zero_grad()
+            loss = alstlib.causal_lm_loss(model, {**joined, "cu_documents": documents}).loss
+        with alstlib.apply(model) if attached_again else contextlib.nullcontext():
+            if recomputes:
+                with pytest.raises(ValueError, match=r"made before detach\(\): call backward before detach\(\)"):
+                    loss.backward()
+            else:
+                loss.backward()
+                assert worst_error(gradients(model), want)[0] < 1e-6
+
+
+def test_two_models_of_one_config_are_attached_by_themselves() -> None:
+    config = make_model().config
+    models = [transformers.LlamaForCausalLM(config) for _ in range(2)]
+    want = plain(models[1])[0]
+    with alstlib.apply(models[0]):
+        assert models[1](**{"input_ids": batch()["input_ids"], "labels": batch()["input_ids"]}).loss.item() == want
+        with alstlib.apply(models[1]):
+            assert step(models[0])[0] == pytest.approx(plain(models[0])[0], rel=1e-6)
+            assert step(models[1])[0] == pytest.approx(want, rel=1e-6)
+
+
 # ----- names and files
 
 
@@ -188,6 +236,48 @@ def test_names_and_saved_form_stay(tmp_path: Path, kind: str, tied: bool) -> Non
     ids = batch()["input_ids"]
     assert torch.equal(loaded(ids).logits, make_model(kind, tie_word_embeddings=tied).eval()(ids).logits)
     assert torch.equal(model(ids).logits, other(ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "gemma2", "gpt2"])
+def test_the_config_of_an_attached_model_is_the_models_own(tmp_path: Path, kind: str) -> None:
+    """It is saved, copied and built from as ever; what is changed in it reaches the parts of the model."""
+    model, ids = make_model(kind), batch()["input_ids"]
+    own, config, attention = model.config, model.config.to_dict(), model.config._attn_implementation
+    body = model.base_model
+    with alstlib.apply(model):
+        assert model.config is own
+        assert (own._attn_implementation, own.to_dict()) == (attention, config)
+        for made_from in (model.config, copy.deepcopy(model.config), copy.deepcopy(body.config)):
+            fresh = AutoModelForCausalLM.from_config(made_from)
+            assert type(fresh.config) is type(own)
+            assert fresh.config._attn_implementation == attention
+            fresh(ids)
+        for part, folder in ((model, tmp_path / "whole"), (body, tmp_path / "body")):
+            part.save_pretrained(folder)
+            assert "alst" not in "".join(f.read_text() for f in folder.glob("*.json"))
+        saved = json.loads((tmp_path / "whole" / "config.json").read_text())
+        body.config.marked = 1
+        assert own.marked == 1
+        own.marked = 2
+        assert body.config.marked == 2
+    del own.marked
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "whole").config._attn_implementation == attention
+    model.save_pretrained(tmp_path / "after")
+    assert json.loads((tmp_path / "after" / "config.json").read_text()) == saved
+
+
+def test_a_composite_config_is_saved_as_it_was(tmp_path: Path) -> None:
+    text = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    made = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = transformers.Gemma3ForConditionalGeneration(made)
+    model.save_pretrained(tmp_path / "before")
+    with alstlib.apply(model):
+        model.save_pretrained(tmp_path / "while")
+    texts = [(tmp_path / name / "config.json").read_text() for name in ("before", "while")]
+    assert texts[0] == texts[1]
 
 
 def test_a_weight_replaced_while_attached_is_the_models() -> None:
