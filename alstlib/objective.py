@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alstlib.groups import SPContext
+from alstlib.groups import SPContext, context_of
 from alstlib.loss import IGNORE
 
 
@@ -40,18 +40,18 @@ def causal_lm_loss(
         model: the model `apply` was given, or its wrapper.
         batch: from `SPDataLoader`: input_ids, position_ids and shift_labels [B, L], cu_documents, and step_tokens,
             the valid tokens of the whole optimizer step; without step_tokens the micro-batch is the step.
-        ctx: the mesh the model was attached with; None is one rank.
+        ctx: the mesh the model was attached with; it may be left out.
         engine_divides_by: the number by which the engine divides the loss (gradient accumulation steps in DeepSpeed).
 
     Raises:
-        ValueError: a field is missing, or the model is not attached.
+        ValueError: a field is missing, the model is not attached, or `ctx` is not the mesh that it was attached with.
     """
-    ctx = ctx or SPContext()
     for name in ("input_ids", "position_ids", "shift_labels"):
         if batch.get(name) is None:
             raise ValueError(f"the batch has no {name}; it has {', '.join(batch) or 'nothing'} (SPDataLoader makes it)")
     if engine_divides_by < 1:
         raise ValueError(f"engine_divides_by={engine_divides_by} must be at least 1")
+    ctx = context_of(model, ctx)
     labels = batch["shift_labels"]
     out = model(
         input_ids=batch["input_ids"],
@@ -61,11 +61,7 @@ def causal_lm_loss(
         row_tokens=batch.get("row_tokens"),
         num_items_in_batch=1,
     )
-    total = getattr(out, "loss", None)
-    if total is None:
-        raise ValueError(
-            f"{type(model).__name__} returned no loss for shift_labels: attach it with alstlib.apply first"
-        )
+    total = out.loss
     stats = torch.stack([total.detach().double(), labels.ne(IGNORE).sum().double()])
     if ctx.world_group is not None:
         dist.all_reduce(stats, group=ctx.world_group)

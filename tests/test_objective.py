@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import peft
 import pytest
 import torch
 from cases import VOCAB, make_model
+from test_engine import wrap
 from torch import Tensor, nn
 
 import alstlib
+from alstlib.config import RunConfig
 from alstlib.groups import SPContext
 from alstlib.reference import relative_error, shift
 
@@ -62,6 +66,39 @@ def test_a_model_that_is_not_attached_is_refused() -> None:
     alstlib.apply(model).detach()
     with pytest.raises(ValueError, match=r"alstlib\.apply first"):
         alstlib.causal_lm_loss(model, batch())
+
+
+def without_ctx(rank: int, world: int, kind: str) -> dict[str, Any]:
+    """Losses of the model as `kind` wraps it, with the context given and left out; and messages for other contexts."""
+    ctx, rows = SPContext.create(world), LENGTH // world
+    mine = {k: v[:, rank * rows : (rank + 1) * rows] for k, v in batch(masked=3).items()}
+    model: Any = make_model()
+    if kind == "peft":
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    handle = alstlib.apply(model.get_base_model() if kind == "peft" else model, ctx, OPTIONS)
+    run = RunConfig(zero_stage=int(kind[4:]) if kind.startswith("zero") else 0, offload_optimizer=False, dtype="fp32")
+    wrapped = model if kind in ("bare", "peft") else wrap(model, kind, world, run)
+    losses = [alstlib.causal_lm_loss(wrapped, mine, *given).loss.item() for given in ((ctx,), ())]
+    messages = []
+    for other in (SPContext(), SPContext(dp=2), SPContext(sp=2, sp_rank=1 - rank)):
+        try:
+            alstlib.causal_lm_loss(wrapped, mine, other)
+        except ValueError as e:
+            messages.append(str(e))
+    if kind.startswith("zero"):
+        wrapped.destroy()
+    handle.detach()
+    return {"losses": losses, "messages": messages}
+
+
+@pytest.mark.parametrize("kind", ["bare", "peft", "ddp", "fsdp2", "zero2", "zero3"])
+def test_a_context_that_is_left_out_is_that_of_the_attachment(ranks2: Any, kind: str) -> None:
+    for result in ranks2(without_ctx, kind):
+        given, left_out = result["losses"]
+        assert given == left_out
+        assert len(result["messages"]) == 3
+        for message in result["messages"]:
+            assert re.search(r"ctx=SPContext\(.*\) is not the mesh .* attached with, SPContext\(sp=2, .*leave", message)
 
 
 @pytest.mark.parametrize("value", [0, -2])
