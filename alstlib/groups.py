@@ -81,13 +81,13 @@ ATTACHED = "_alst_handle"
 
 
 def context_of(model: Any, given: SPContext | None = None) -> SPContext:
-    """The mesh that a model, or the model inside a wrapper, was attached with.
+    """The mesh that a model, or the model inside a wrapper, was attached with; `given` where no attached one is found.
 
     Raises:
-        ValueError: no model in there is attached, or `given` is another mesh.
+        ValueError: `given` is another mesh, or there is none.
     """
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    found = next((m.__dict__[ATTACHED]().ctx for m in modules if ATTACHED in m.__dict__), None)
+    found = next((m.__dict__[ATTACHED]().ctx for m in modules if ATTACHED in m.__dict__), given)
     if found is None:
         raise ValueError(f"{type(model).__name__} is not attached: attach the model with alstlib.apply first")
     if given is not None and given != found:

@@ -61,7 +61,11 @@ def causal_lm_loss(
         row_tokens=batch.get("row_tokens"),
         num_items_in_batch=1,
     )
-    total = out.loss
+    total = getattr(out, "loss", None)
+    if total is None:
+        raise ValueError(
+            f"{type(model).__name__} returned no loss for shift_labels: attach it with alstlib.apply first"
+        )
     stats = torch.stack([total.detach().double(), labels.ne(IGNORE).sum().double()])
     if ctx.world_group is not None:
         dist.all_reduce(stats, group=ctx.world_group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -64,8 +65,19 @@ def test_a_model_that_is_not_attached_is_refused() -> None:
     with pytest.raises(ValueError, match=r"alstlib\.apply first"):
         alstlib.causal_lm_loss(model, batch())
     alstlib.apply(model).detach()
-    with pytest.raises(ValueError, match=r"alstlib\.apply first"):
-        alstlib.causal_lm_loss(model, batch())
+    for ctx in (None, SPContext()):
+        with pytest.raises(ValueError, match=r"alstlib\.apply first"):
+            alstlib.causal_lm_loss(model, batch(), ctx)
+
+
+def test_a_stand_in_for_a_model_needs_a_context() -> None:
+    def stand_in(**given: Any) -> Any:
+        return SimpleNamespace(loss=torch.tensor(6.0))
+
+    with pytest.raises(ValueError, match=r"function is not attached: attach the model with alstlib\.apply first"):
+        alstlib.causal_lm_loss(stand_in, batch(masked=3))
+    out = alstlib.causal_lm_loss(stand_in, batch(masked=3), SPContext(sp=2))
+    assert out.loss.item() == pytest.approx(2 * 6.0 / 8)
 
 
 def without_ctx(rank: int, world: int, kind: str) -> dict[str, Any]:
