@@ -9,9 +9,8 @@ each rank is called a round. `alstlib.batches` holds what happens to a single ba
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from alstlib.batches import (
     valid_tokens,
 )
 from alstlib.groups import SPContext
+from alstlib.reader import Reader
 
 __all__ = ["IGNORE", "SPDataLoader", "documents_from_positions", "shard_batch"]
 
@@ -38,76 +38,6 @@ logger = logging.getLogger(__name__)
 
 _FIXED = 5  # numbers of a rank's row in the step's table, before the shapes of its batches
 _MESSAGE = 2048  # bytes of an error's text that reach the other ranks
-
-
-class _Reader:
-    """One pass over the inner loader, from round `start` on; remembers where each round began, for resuming."""
-
-    def __init__(
-        self, loader: Any, prepare: Callable[[Any], Batch], resume: Mapping[str, Any] | None, start: int
-    ) -> None:
-        self.loader, self.prepare, self.resume, self.rounds = loader, prepare, resume, start
-        self.stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        self.states: dict[int, Any] = {}
-        self.iterator: Iterator[Any] | None = None
-        owners = (loader, getattr(loader, "sampler", None))
-        found = [getattr(owner, "generator", None) for owner in owners]
-        self.generators = [g for g in found if isinstance(g, torch.Generator)]
-        self.rng: list[str] = list(resume["rng"]) if resume else self._rng()
-
-    def _rng(self) -> list[str]:
-        states = [torch.get_rng_state(), *(g.get_state() for g in self.generators)]
-        return [state.numpy().tobytes().hex() for state in states]
-
-    def _set_rng(self, states: list[str]) -> None:
-        tensors = [torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8) for state in states]
-        torch.set_rng_state(tensors[0])
-        for generator, state in zip(self.generators, tensors[1:]):
-            generator.set_state(state)
-
-    def state(self, round_: int) -> Any:
-        """The inner loader's own state at the start of a round that is not older than the present step."""
-        if not self.stateful:
-            return None
-        return self.states[round_] if round_ in self.states else copy.deepcopy(self.loader.state_dict())
-
-    def read(self, count: int) -> tuple[list[Batch], Exception | None]:
-        """Up to `count` more batches; fewer at the end of the data or before an error, which is returned."""
-        got: list[Batch] = []
-        trainer_rng = None
-        try:
-            if self.iterator is None:
-                if self.resume and self.stateful:
-                    self.loader.load_state_dict(copy.deepcopy(self.resume["loader"]))
-                elif self.resume:  # draw the same order again, without disturbing the training's random numbers
-                    trainer_rng = torch.get_rng_state()
-                    self._set_rng(self.rng)
-                self.iterator = iter(self.loader)
-                if self.resume and not self.stateful:
-                    for _ in range(self.rounds):
-                        next(self.iterator, None)
-            while len(got) < count:
-                if self.stateful:
-                    self.states[self.rounds] = copy.deepcopy(self.loader.state_dict())
-                try:
-                    batch = next(self.iterator)
-                except StopIteration:
-                    break
-                got.append(self.prepare(batch))
-                self.rounds += 1
-        except Exception as error:  # whatever a dataset raises has to reach the other ranks, or they hang
-            return got, error
-        finally:
-            if trainer_rng is not None:
-                torch.set_rng_state(trainer_rng)
-        return got, None
-
-    def left(self) -> int:
-        """Batches not read yet; -1 when the loader does not know its length."""
-        try:
-            return max(len(self.loader) - self.rounds, 0)
-        except (TypeError, NotImplementedError):
-            return -1
 
 
 class SPDataLoader:
@@ -155,7 +85,7 @@ class SPDataLoader:
         self._position = 0
         self._epoch: int | None = None
         self._resume: Mapping[str, Any] | None = None
-        self._reader: _Reader | None = None
+        self._reader: Reader | None = None
         self._warned = False
 
     def __len__(self) -> int:
@@ -181,16 +111,19 @@ class SPDataLoader:
         """Where this rank stands, to be saved per rank: JSON values (`loader` is the inner loader's own state)."""
         if self._resume is not None:
             return dict(self._resume)
-        state = {"micro_batches": self._position, "epoch": self._epoch, **self._layout(), "rng": None, "loader": None}
+        state = {"micro_batches": self._position, "epoch": self._epoch, **self._layout(), "reader": None}
         if self._reader is not None:
             step_start = self._position - self._position % self.accumulation
-            state.update(rng=self._reader.rng, loader=self._reader.state(step_start // self._turns))
+            state["reader"] = self._reader.state(step_start // self._turns)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the micro-batch at which `state` was taken, with the next iteration.
 
-        A loader without a state of its own is advanced batch by batch, in the order it drew then.
+        A loader without a state of its own is advanced batch by batch, in the order it drew then: every random
+        generator that the loader or its samplers hold is set back for that. The next iteration checks that the batches
+        are those that were read, and raises ValueError where they are not: an order that comes from elsewhere cannot
+        be continued.
 
         Raises:
             ValueError: the state comes from another accumulation, sp, dp or replicated.
@@ -203,7 +136,7 @@ class SPDataLoader:
         self._reader, self._resume, self._position = None, None, state["micro_batches"]
         if state["epoch"] is not None:
             self.set_epoch(state["epoch"])
-        if state["rng"]:
+        if state["reader"]:
             self._resume = dict(state)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -213,7 +146,8 @@ class SPDataLoader:
         known = first // self._turns  # rounds that all ranks have read
         sp = self.ctx.sp
         multiple = self.pad_to or sp
-        reader = self._reader = _Reader(self.dataloader, lambda batch: prepare(batch, multiple, sp), resume, known)
+        before = resume and resume["reader"]
+        reader = self._reader = Reader(self.dataloader, lambda batch: prepare(batch, multiple, sp), before, known)
         self._agree(done)
         own: dict[int, Batch] = {}  # this rank's batches that still have to be shared, by round
         shapes: dict[int, list[list[int]]] = {}  # by round and rank: B, P, number of offsets
@@ -242,7 +176,7 @@ class SPDataLoader:
             first = last
             for old in [r for r in shapes if r < first // self._turns]:
                 del shapes[old]
-                reader.states.pop(old, None)
+                reader.begun.pop(old, None)
         self._position, self._reader = 0, None
 
     def _all_reduce(self, row: list[int], width: int) -> list[list[int]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import random
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 
 from alstlib.data import SPDataLoader, documents_from_positions, shard_batch
 from alstlib.groups import SPContext
@@ -475,6 +477,87 @@ def test_resume_on_one_process(kind, accumulation, stop):
 def test_resume_inside_a_round(ranks2, kind, accumulation, stop):
     rest = ranks2(_resume, 2, kind, accumulation, stop)
     assert rest[0] == rest[1] > 0
+
+
+class NumpyOrder(Sampler):
+    """A permutation from numpy or random: a generator of its own, the process's, or (hidden) one that nobody finds."""
+
+    def __init__(self, kind):
+        held = {"numpy": np.random.default_rng(3), "numpy-old": np.random.RandomState(3), "random": random.Random(3)}
+        self._rng = held.get(kind)
+        draws = np.random.default_rng()  # another one each time
+        self.draw = {"global": np.random.permutation, "hidden": draws.permutation}.get(kind)
+
+    def __len__(self):
+        return 16
+
+    def __iter__(self):
+        if isinstance(self._rng, random.Random):
+            yield from self._rng.sample(range(16), 16)
+        else:
+            yield from (self.draw or self._rng.permutation)(16).tolist()
+
+
+class Pair(Sampler):
+    def __init__(self, samplers):
+        self.samplers = samplers
+
+    def __iter__(self):
+        for sampler in self.samplers:
+            yield from sampler
+
+
+class Sixteen(Numbered):
+    def __len__(self):
+        return 16
+
+
+def _order(kind):
+    torchs = RandomSampler(range(16), generator=torch.Generator().manual_seed(1))
+    samplers = {"batch_sampler": torchs, "listed": Pair([torchs])}
+    batches = BatchSampler(samplers.get(kind) or NumpyOrder(kind), 2, False)
+    return SPDataLoader(DataLoader(Sixteen(), batch_sampler=batches), SPContext.create())
+
+
+def _seen(batches):
+    return [row[0] for b in as_lists(batches) for row in b["input_ids"]]
+
+
+@pytest.mark.parametrize("kind", ["batch_sampler", "listed", "numpy", "numpy-old", "random", "global", "hidden"])
+def test_each_sample_comes_once_after_a_resume_whatever_draws_the_order(kind):
+    np.random.seed(11)
+    loader = _order(kind)
+    for _ in range(2):  # in the second epoch the generators are further on
+        stream = iter(loader)
+        before = [next(stream) for _ in range(3)]
+        state = json.loads(json.dumps(loader.state_dict()))
+        rest = as_lists(stream)
+    again = _order(kind)
+    np.random.seed(5)
+    numbers = np.random.get_state(legacy=False)["state"]["key"].copy()
+    again.load_state_dict(state)
+    if kind == "hidden":
+        with pytest.raises(ValueError, match="first 3 batches are not those that were read before"):
+            list(again)
+        return
+    resumed = as_lists(again)
+    assert resumed == rest
+    assert sorted(_seen(before) + [row[0] for b in resumed for row in b["input_ids"]]) == list(range(1, 17))
+    if kind != "global":
+        assert (np.random.get_state(legacy=False)["state"]["key"] == numbers).all()
+
+
+def test_data_that_changed_are_not_continued():
+    rows = [make(i, 4 + i) for i in range(6)]
+    loader = SPDataLoader(Rows(rows), SPContext.create())
+    stream = iter(loader)
+    next(stream), next(stream)
+    state = loader.state_dict()
+    for changed in (rows[1:], rows[:1]):
+        again = SPDataLoader(Rows(changed), SPContext.create())
+        again.load_state_dict(state)
+        with pytest.raises(ValueError, match="the data changed, or their order"):
+            list(again)
 
 
 def test_a_stateful_loader_is_not_read_twice():
