@@ -136,7 +136,7 @@ class Bench:
 
 
 def main() -> None:
-    run_worker(__doc__, lambda run, out: Bench(run, out)())
+    run_worker(__doc__, Bench)
 
 
 if __name__ == "__main__":

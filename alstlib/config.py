@@ -94,6 +94,7 @@ class RunConfig:
     peers: Texts = _docs("stacks that `alstlib.peers` compares (`alstlib/stacks.py`)", ())
     save_to: Text | None = _docs("folder for the trained model (safetensors)", None)
     resume_from: Text | None = _docs("folder of an earlier run whose training state is continued", None)
+    resume: Literal["auto", "never"] = _docs("auto: continue from an own state of this configuration", "auto")
     checkpoint_every: Natural = _docs("save the training state every so many steps; 0: never", 0)
     timeout: Seconds = _docs("seconds after which the launcher ends the run", 3600.0)
 

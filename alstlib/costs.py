@@ -102,7 +102,7 @@ class Costs:
 
 
 def main() -> None:
-    run_worker(__doc__, lambda run, out: Costs(run, out)())
+    run_worker(__doc__, Costs)
 
 
 if __name__ == "__main__":

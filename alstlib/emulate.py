@@ -173,7 +173,7 @@ class Emulation:
 
 
 def main() -> None:
-    run_worker(__doc__, lambda run, out: Emulation(run, out)())
+    run_worker(__doc__, Emulation)
 
 
 if __name__ == "__main__":

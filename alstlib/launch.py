@@ -25,9 +25,9 @@ from typing import Any
 from alstlib import locks, results
 from alstlib.config import RunConfig
 from alstlib.foretell import why_not
-from alstlib.processes import RUN_ID_VARIABLE, die_with_parent, sigterm_interrupts, start, stop
+from alstlib.processes import DEADLINE_VARIABLE, RUN_ID_VARIABLE, die_with_parent, sigterm_interrupts, start, stop
 from alstlib.progress import Printer as progress_printer
-from alstlib.progress import Progress, ProgressReader, log_tail, root_cause
+from alstlib.progress import Progress, ProgressReader, log_tail, root_cause, whereabouts
 
 __all__ = ["Progress", "RunFailed", "die_with_parent", "finished", "launch", "progress_printer", "resolve"]
 
@@ -278,6 +278,7 @@ def launch(
         run = _Run(config, out, first, on_progress)
         argv = command(config, out, run.logs, python, worker, rendezvous)
         env = environment(run.id, config.world_size // nnodes, extra_env)
+        env[DEADLINE_VARIABLE] = str(time.time() + config.timeout)
         agent = code = None
         if not force and worker == "alstlib.train" and (why := why_not(config, nnodes, device_count())):
             return run.end("oom", "WouldNotFit", why)
@@ -291,7 +292,8 @@ def launch(
         finally:
             stop(agent, run.id)
         if code is None:
-            result = run.end("timeout", "Timeout", f"the run took longer than timeout={config.timeout:g} s")
+            where = whereabouts(run.reader.path, run.logs)
+            result = run.end("timeout", "Timeout", f"the run took longer than timeout={config.timeout:g} s: {where}")
         elif code == 0:
             result = run.end("ok", "NoResult", f"{worker} ended without writing result.json")
         elif code < 0 or code > 128:

@@ -319,7 +319,7 @@ def floor_step(config: Any, length: int, ranks: int, device: torch.device, bf16:
 
 
 def main() -> None:
-    run_worker(__doc__, lambda run, out: Comparison(run, out)())
+    run_worker(__doc__, Comparison)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import subprocess
@@ -20,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 RUN_ID_VARIABLE = "ALST_RUN_ID"
+DEADLINE_VARIABLE = "ALST_DEADLINE"
+"""When the launcher will end the run, in seconds since the epoch."""
+DUMP_SECONDS = 1.0  # before the deadline
 GRACE_SECONDS = 35.0  # longer than the 30 s that torchrun gives its ranks
 
 # Runs before torchrun, in its process: `preexec_fn` would run Python between fork and exec of a threaded kernel.
@@ -55,6 +59,18 @@ def die_with_parent() -> None:
     if run and not _belongs(os.getppid(), run):  # torchrun ended before the line above
         print("torchrun is gone; this rank ends", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def seconds_left() -> float:
+    """Seconds until the launcher ends this rank's run; infinite where none does."""
+    return float(os.environ.get(DEADLINE_VARIABLE, "inf")) - time.time()
+
+
+def dump_before_deadline() -> None:
+    """Called by a rank at its start: shortly before its time is up, it writes to its log where it is
+    (`progress.whereabouts` reads that)."""
+    if (left := seconds_left()) < threading.TIMEOUT_MAX:
+        faulthandler.dump_traceback_later(max(0.1, left - DUMP_SECONDS))
 
 
 def _belongs(pid: int, run: str) -> bool:

@@ -127,11 +127,15 @@ def _tails(logs: Path) -> list[tuple[Path, str]]:
     files = [f for f in logs.glob("*/attempt_*/*/std*.log") if f.stat().st_size]
     tails = []
     for file in files or [f for f in [logs / "agent.log"] if f.exists() and f.stat().st_size]:
-        with open(file, "rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - SEARCHED_BYTES))
-            text = log.read().decode(errors="replace").strip()
+        text = _tail(file).strip()
         tails.append(("Traceback (most" not in text, file.stat().st_mtime, file, text))
     return [(file, text) for _, _, file, text in sorted(tails)]
+
+
+def _tail(file: Path) -> str:
+    with open(file, "rb") as log:
+        log.seek(max(0, os.fstat(log.fileno()).st_size - SEARCHED_BYTES))
+        return log.read().decode(errors="replace")
 
 
 def first_failed(logs: Path) -> Path | None:
@@ -163,6 +167,26 @@ def root_cause(logs: Path) -> str:
         return ""
     killed = " (killed: is the host short of memory?)" if found[2] == "-9" else ""
     return f"rank {found[1]} ended with exit status {found[2]}{killed}"
+
+
+def whereabouts(progress: Path, logs: Path) -> str:
+    """The last step that ended, and where each rank was when it wrote that down (`processes.dump_before_deadline`):
+    first the ranks that did not wait for others."""
+    steps = [e for e in ProgressReader(progress).read() if e.get("step") is not None]
+    told = [f"the last step was {steps[-1]['step']} of {steps[-1].get('steps', '?')}" if steps else "it ended no step"]
+    ranks: dict[tuple[bool, str], list[int]] = {}
+    for file in logs.glob("*/attempt_*/*/stderr.log"):
+        main_thread = _tail(file).rpartition("Timeout (")[2].rpartition("(most recent call first)")[2]
+        frames = re.findall(r'File "(.*)", line (\d+) in (\S+)', main_thread)
+        if frames:
+            waits = "/torch/distributed/" in frames[0][0]
+            path, line, name = next((f for f in frames if "/alstlib/" in f[0]), frames[0])
+            ranks.setdefault((waits, f"{name} ({Path(path).name}, line {line})"), []).append(int(file.parent.name))
+    for (waits, place), members in sorted(ranks.items(), key=lambda item: (item[0][0], len(item[1])))[:4]:
+        plural = "s" if len(members) > 1 else ""
+        verb = "waited" if waits else "were" if plural else "was"
+        told.append(f"rank{plural} {', '.join(map(str, sorted(members)))} {verb} in {place}")
+    return "; ".join(told)
 
 
 def _notebook_display() -> Any:

@@ -12,6 +12,7 @@ import math
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,15 +31,18 @@ from alstlib.foretell import as_metrics, foretell, machine_of
 from alstlib.groups import join_fake
 from alstlib.memory import Ledger
 from alstlib.models import SHAPES, flop_dimensions, liger_kernels, load_model, use_liger
-from alstlib.processes import die_with_parent
+from alstlib.processes import die_with_parent, dump_before_deadline
 from alstlib.progress import Pace, Progress
+from alstlib.resume import RunStates, Timeout
 from alstlib.samples import collate, make_samples
 from alstlib.search import expected_seconds, longest_that_fits
-from alstlib.state import load_state, save_state
+from alstlib.state import gather_text
 
 WATCHED = 2
 """Steps whose memory is watched: from the second on ZeRO-3 gathers weights ahead."""
 WATCHED_TIME = "the step's time is that of one whose memory was watched, which takes longer: more steps tell more"
+
+NO_STEP = "no step was left to do: the time is that of the last step then, the memory that of loading"
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # DeviceOutOfMemory and HostOutOfMemory are MemoryErrors
 
@@ -49,6 +53,7 @@ class Trainer:
     def __init__(self, run: RunConfig, out: Path) -> None:
         self.run, self.out, self.rank = run, out, dist.get_rank()
         self.device, cuda = this_device()
+        self._check_writable()
         self.bf16 = run.dtype == "bf16" or (run.dtype == "auto" and cuda)
         self.progress = Progress(out / "progress.jsonl", self.rank)
         self.say(message=f"loading {run.model}")
@@ -122,17 +127,20 @@ class Trainer:
         )
 
     def steps(
-        self, seq_len: int, count: int, event: str = "step", after: tuple[int, Callable[[], None]] | None = None
-    ) -> dict[str, list[Any]]:
+        self, seq_len: int, count: int, event: str = "trial", states: RunStates | None = None,
+        after: tuple[int, Callable[[], None]] | None = None,
+    ) -> dict[str, list[Any]]:  # fmt: skip
         """Train up to optimizer step `count` at this length; returns loss, seconds, valid tokens and wire bytes of
-        each. With the event `step`, training states are continued from and saved. `after` so many steps something is
-        called."""
-        run, loader, done = self.run, self.loader(seq_len, count), 0
-        if event == "step" and run.resume_from:
-            done = self.resume(loader, seq_len)
+        each, those that `states` continues included. `after` so many steps something is called."""
+        run, loader = self.run, self.loader(seq_len, count)
         made: dict[str, list[Any]] = {"loss": [], "step_seconds": [], "valid_tokens": [], "wire_bytes": []}
-        if event == "step":
-            self.say(seq_len=seq_len, message=f"step {done + 1} of {count}, which warms up")
+        if states:
+            made |= states.resume(loader)
+            for message in (*states.notes, f"step {states.begun + 1} of {count}, which warms up"):
+                self.say(seq_len=seq_len, message=message)
+        done = begun = states.begun if states else 0
+        if done == count:
+            return made
         began, shares, wire = time.perf_counter(), [], self.handle.wire_bytes
         for batch in loader:
             out = alstlib.causal_lm_loss(self.engine, batch, self.ctx, engine_divides_by=run.accumulation)
@@ -151,37 +159,32 @@ class Trainer:
             made["step_seconds"].append(seconds)
             made["valid_tokens"].append(int(batch["step_tokens"]))
             made["wire_bytes"].append(self.handle.wire_bytes - wire)
-            usual = statistics.median(made["step_seconds"][1:][-9:] or [seconds])
+            recent = made["step_seconds"][begun - done :][-10:]
+            usual = statistics.median(recent[1:] or [seconds])
             self.progress.emit(
                 event, row=run.row, seq_len=seq_len, step=done, steps=count, loss=loss,
                 tokens_per_second=self.tokens_per_step(seq_len) / seconds, eta_seconds=(count - done) * usual,
             )  # fmt: skip
-            if after is not None and len(made["loss"]) == after[0]:
+            if after is not None and done - begun == after[0]:
                 after[1]()
-            if event == "step" and run.checkpoint_every and done % run.checkpoint_every == 0:
-                here, place = run.replace(seq_len=seq_len), loader.state_dict()
-                told = self.told(f"saving the training state of step {done}")
-                save_state(self.engine, here, self.out / "state", step=done, loader_state=place, told=told)
+            if states:
+                states.after_step(loader, done, max(recent), made)
             if done == count:
                 return made
             began, shares, wire = time.perf_counter(), [], self.handle.wire_bytes
         raise ValueError(f"the data ended after {done} of {count} optimizer steps")
 
-    def resume(self, loader: Any, seq_len: int) -> int:
-        """Continue from the run's `resume_from`; returns the optimizer steps that it has done."""
-        run = self.run
-        self.say(message=f"reading the training state in {run.resume_from}")
-        told = self.told("reading the training state")
-        found = load_state(self.engine, run.replace(seq_len=seq_len), str(run.resume_from), told)
-        if found["step"] >= run.steps:
-            raise ValueError(
-                f"steps={run.steps} counts all steps, and resume_from='{run.resume_from}' has done {found['step']} "
-                f"already; use at least {found['step'] + 1}"
-            )
-        if found["loader"] is not None:
-            loader.load_state_dict(found["loader"])
-        self.say(message=found["note"] or f"continuing after step {found['step']}")
-        return found["step"]
+    def _check_writable(self) -> None:
+        """Raise OSError on every rank if rank 0 cannot write to `save_to`: told before the steps, not after."""
+        problem = ""
+        if self.run.save_to and self.rank == 0:
+            try:
+                Path(self.run.save_to).mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=self.run.save_to).close()
+            except OSError as e:
+                problem = f"save_to='{self.run.save_to}' cannot be written to: {e.strerror or e}"
+        if problem := gather_text(problem, self.device)[0]:
+            raise OSError(problem)
 
     def tokens_per_step(self, seq_len: int) -> int:
         return seq_len * self.run.batch_size * self.run.accumulation * self.ctx.dp
@@ -193,7 +196,7 @@ class Trainer:
         self.progress.emit("search", row=self.run.row, seq_len=seq_len, message=what, eta_seconds=expected)
         self.ledger.start()
         began = time.perf_counter()
-        self.steps(seq_len, 1, event="trial")
+        self.steps(seq_len, 1)
         self.trials.append((seq_len, time.perf_counter() - began))
         self.ledger.budget = budget
         peak = torch.tensor(self.ledger.device_peak, device=self.device)
@@ -212,10 +215,13 @@ class Trainer:
                 self.ledger.close()
 
         self.ledger.start()
-        made = self.steps(seq_len, self.run.steps, after=(watched, unwatch))
+        states = RunStates(self.engine, self.run.replace(seq_len=seq_len), self.out, self.told)
+        made = self.steps(seq_len, self.run.steps, "step", states, (watched, unwatch))
         if not peaks:  # a continued run had fewer steps to do
             unwatch()
-        timed = made["step_seconds"][watched:] or made["step_seconds"][-1:]
+        own = made["step_seconds"][-(self.run.steps - states.begun) :] if states.begun < self.run.steps else []
+        timed = own[watched:] or made["step_seconds"][-1:]
+        untimed = [] if own[watched:] else [WATCHED_TIME if own else NO_STEP]
         tokens = self.tokens_per_step(seq_len)
         flos = results.flos(seq_len, tokens, **self.flops)
         seconds = statistics.median(timed)
@@ -237,7 +243,7 @@ class Trainer:
             "backend": self.handle.attention.backend_name,
             "attention_kept": self.handle.attention_kept,
             "inputs_kept_every": self.handle.inputs_kept_every,
-            "notes": [*self.handle.notes, *([] if made["step_seconds"][watched:] else [WATCHED_TIME])],
+            "notes": [*states.notes, *self.handle.notes, *untimed],
         }
 
     def predicted(self, seq_len: int) -> dict[str, Any]:
@@ -265,7 +271,7 @@ class Trainer:
             if run.search:
                 if budget is None:
                     raise ValueError("search=True needs device_memory, the budget that decides what fits")
-                self.steps(run.search_granule, 3, event="trial")  # ZeRO-3 prefetches from what these have read
+                self.steps(run.search_granule, 3)  # ZeRO-3 prefetches from what these have read
                 found = longest_that_fits(self.peaks, budget, run.search_granule, start=length, limit=run.search_max)
                 length, tried = found.length, found.tried
                 while length > run.search_granule and (again := self.peaks(length)) > budget:
@@ -277,10 +283,13 @@ class Trainer:
                 metrics["notes"].append("the measured step took more than the budget, which two others kept")
         if tried:
             metrics["tried"] = [{"seq_len": n, "device_peak_bytes": peak} for n, peak in tried]
-        if run.save_to:
-            self.say(message=f"saving the model to {run.save_to}")
-            save_model(self.handle, run.save_to, self.tokenizer, self.told("saving the model: gathering weights"))
         return metrics
+
+    def finish(self) -> None:
+        """Save the trained model."""
+        folder = str(self.run.save_to)
+        self.say(message=f"saving the model to {folder}")
+        save_model(self.handle, folder, self.tokenizer, self.told("saving the model: gathering weights"))
 
 
 def run_options(run: RunConfig, model_type: str, cuda: bool) -> alstlib.Options:
@@ -317,13 +326,14 @@ def timed(step: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def run_worker(doc: str | None, measure: Callable[[RunConfig, Path], dict[str, Any]]) -> None:
-    """What every worker does: read the configuration, join the ranks, `measure`, write result.json."""
+def run_worker(doc: str | None, job: Callable[[RunConfig, Path], Any]) -> None:
+    """What every worker does: read the configuration, join the ranks, `work`."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--config", type=Path, required=True, help="config.json of a RunConfig")
     parser.add_argument("--out", type=Path, required=True, help="folder for result.json and progress.jsonl")
     args = parser.parse_args()
     die_with_parent()
+    dump_before_deadline()
     run = RunConfig.from_dict(json.loads(args.config.read_text()))
     cuda = torch.cuda.is_available()
     if cuda:
@@ -334,7 +344,7 @@ def run_worker(doc: str | None, measure: Callable[[RunConfig, Path], dict[str, A
         join_fake(run.emulate)
     else:
         dist.init_process_group("nccl" if cuda else "gloo")
-    work(run, args.out, measure)
+    work(run, args.out, job)
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
@@ -343,24 +353,38 @@ def run_worker(doc: str | None, measure: Callable[[RunConfig, Path], dict[str, A
 
 
 def main() -> None:
-    run_worker(__doc__, lambda run, out: Trainer(run, out)())
+    run_worker(__doc__, Trainer)
 
 
-def work(run: RunConfig, out: Path, measure: Callable[[RunConfig, Path], dict[str, Any]]) -> None:
-    """One rank of the run; writes result.json, and raises what went wrong after that."""
+def work(run: RunConfig, out: Path, job: Callable[[RunConfig, Path], Any]) -> None:
+    """One rank of the run: `job(run, out)()` gives the metrics, and with `save_to` its `finish` saves the model.
+
+    Writes result.json, and raises what went wrong after that. Metrics are written before the model is saved: a run that
+    ends meanwhile has them, and is no finished one.
+    """
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     mode, ranks = ("emulated", 1) if run.emulate else ("real", dist.get_world_size())
-    where: Any = {"device": device, "device_count": ranks, "mode": mode}
+    metrics: dict[str, Any] = {}
+
+    def write(status: str, **error: str) -> None:
+        about: Any = {"device": device, "device_count": ranks, "mode": mode, "metrics": metrics, "error": error}
+        results.write_result(out / "result.json", results.new_result(run, status, **about))
+
+    first = dist.get_rank() == 0 or bool(run.emulate)
     try:
-        metrics = measure(run, out)
+        working = job(run, out)
+        metrics = working()
+        if run.save_to and hasattr(working, "finish"):
+            if first:
+                write("error", type="Unfinished", message=f"the steps are done, but not saving to '{run.save_to}'")
+            working.finish()
     except BaseException as e:
-        status = "oom" if isinstance(e, OUT_OF_MEMORY) else "error"
-        error = {"type": type(e).__name__, "message": str(e)}
+        status = "oom" if isinstance(e, OUT_OF_MEMORY) else "timeout" if isinstance(e, Timeout) else "error"
         if claim(out):
-            results.write_result(out / "result.json", results.new_result(run, status, error=error, **where))
+            write(status, type=type(e).__name__, message=str(e))
         raise
-    if dist.get_rank() == 0 or run.emulate:
-        results.write_result(out / "result.json", results.new_result(run, "ok", metrics=metrics, **where))
+    if first:
+        write("ok")
 
 
 def claim(out: Path) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from alstlib import launch, results
 from alstlib.config import RunConfig
+from alstlib.processes import dump_before_deadline
 
 
 def main() -> None:
@@ -21,6 +22,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     launch.die_with_parent()
+    dump_before_deadline()
     config = RunConfig.from_dict(json.loads(args.config.read_text()))
     what, rank = config.model_config["fake"], int(os.environ["RANK"])
     progress = launch.Progress(args.out / "progress.jsonl", rank)

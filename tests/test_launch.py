@@ -170,7 +170,8 @@ def test_timeout_and_one_run_a_folder(tmp_path):
     assert len(processes_of(tmp_path)) >= 3
     assert wait_for(lambda: raised, 30)
     assert raised[0].result["status"] == "timeout"
-    assert "timeout=6 s" in raised[0].result["error"]["message"]
+    message = raised[0].result["error"]["message"]
+    assert "timeout=6 s: the last step was 2 of 2; ranks 0, 1 were in main (fake_worker.py, line " in message
     assert results.read_result(tmp_path / "result.json")["status"] == "timeout"
     assert not processes_of(tmp_path)
 

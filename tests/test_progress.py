@@ -207,3 +207,31 @@ with locks.hold(Path({str(tmp_path)!r})):
     assert locks.holder(tmp_path) is None
     with locks.hold(tmp_path):
         pass
+
+
+DUMP = """Timeout (0:00:09)!
+Thread 0x00007f2 (most recent call first):
+  File "/usr/lib/python3/threading.py", line 1 in wait
+Thread 0x00007f1 (most recent call first):
+{}"""
+READS = '  File "/lib/python3/ssl.py", line 9 in recv\n  File "/there/alstlib/reader.py", line 60 in read\n'
+WAITS = """  File "/lib/torch/distributed/distributed_c10d.py", line 2 in all_reduce
+  File "/there/alstlib/data.py", line 190 in _all_reduce
+  File "/there/alstlib/train.py", line 20 in steps
+"""
+
+
+def test_after_a_timeout_the_rank_that_others_wait_for_comes_first(tmp_path):
+    assert progress.whereabouts(tmp_path / "progress.jsonl", tmp_path) == "it ended no step"
+    writer = progress.Progress(tmp_path / "progress.jsonl")
+    writer.emit("step", step=7, steps=9)
+    writer.emit("load", message="saving")
+    for rank, stack in enumerate([WAITS, WAITS, READS, WAITS]):
+        log = tmp_path / "logs" / "attempt_0" / str(rank) / "stderr.log"
+        log.parent.mkdir(parents=True)
+        log.write_text("a warning\n" + DUMP.format(stack))
+    (tmp_path / "logs" / "attempt_0" / "3" / "stderr.log").write_text("nothing of it")
+    assert progress.whereabouts(tmp_path / "progress.jsonl", tmp_path) == (
+        "the last step was 7 of 9; rank 2 was in read (reader.py, line 60); "
+        "ranks 0, 1 waited in _all_reduce (data.py, line 190)"
+    )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import random
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ ZERO = [(0, False), (1, True), (2, False), (3, False), (3, True)]
 def run_config(stage: int, offload: bool = False, **changes: Any) -> RunConfig:
     defaults: dict[str, Any] = {
         "model": "tiny", "zero_stage": stage, "offload_optimizer": offload, "sp": 2, "learning_rate": 1e-2,
-        "warmup_steps": 3, "weight_decay": 0.1, "max_grad_norm": 0.5, "accumulation": 2, "dtype": "fp32",
+        "warmup_steps": 3, "weight_decay": 0.1, "max_grad_norm": 0.5, "accumulation": 2, "dtype": "fp32", "steps": 9,
     }  # fmt: skip
     return RunConfig(**{**defaults, **changes})
 
@@ -199,10 +202,10 @@ def test_files_are_safetensors_of_limited_size_and_strict_json(ranks2: Any, tmp_
         raise AssertionError(f"{name} is not JSON")
 
     state = json.loads((tmp_path / "state" / "state.json").read_text(), parse_constant=refuse)
-    assert state["schema_version"] == 1
+    assert state["schema_version"] == 2
     assert state["step"] == 2
     assert state["scheduler_step"] == 2
-    assert len(state["ranks"]) == 2
+    assert state["ranks"] == len(state["by_rank"]) == 2
     assert RunConfig.from_dict(state["config"]) == run_config(3)
     back = ranks2(read, str(tmp_path / "state"), run_config(3), {})
     assert all(differing(want, result["values"]) == [] for result in back)
@@ -249,7 +252,7 @@ def test_a_full_disk_leaves_the_state_before(ranks2: Any, tmp_path: Path, writes
             assert "the disk is full; the state saved before is intact" in said
             assert (step, apart) == ("1", "")
         assert last == "3"
-    assert [f.name for f in tmp_path.iterdir()] == ["state"]
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["state", "state.old"]
 
 
 def after_crashes(rank: int, world: int, folder: str) -> list[int]:
@@ -286,7 +289,7 @@ def after_crashes(rank: int, world: int, folder: str) -> list[int]:
 
 def test_a_crash_leaves_a_state(ranks2: Any, tmp_path: Path) -> None:
     assert ranks2(after_crashes, str(tmp_path / "state")) == [[1, 1, 1, 1, 3]] * 2
-    assert [f.name for f in tmp_path.iterdir()] == ["state"]
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["state", "state.old"]
 
 
 def refusals(rank: int, world: int, folders: list[str]) -> list[str]:
@@ -322,15 +325,166 @@ def test_what_cannot_be_loaded_is_refused_and_nothing_is_touched(ranks2: Any, tm
     (tmp_path / "flipped" / shard).write_bytes(content)
     text = (tmp_path / "good" / "state.json").read_text()
     (tmp_path / "half" / "state.json").write_text(text[: len(text) // 2])
-    (tmp_path / "future" / "state.json").write_text(text.replace('"schema_version": 1', '"schema_version": 2'))
+    (tmp_path / "future" / "state.json").write_text(text.replace('"schema_version": 2', '"schema_version": 3'))
     (tmp_path / "gone" / shard).unlink()
     want = {
-        "nowhere": "there is no such folder", "empty": "it has no training state", "flipped": "is damaged",
-        "cut": "is damaged", "half": "is damaged", "future": "schema_version=2; this alstlib reads 1",
-        "gone": "is damaged", "wider": "it is of another model: 6 parameters differ",
+        "nowhere": "there is no such folder", "empty": "it has no training state", "flipped": f"{shard} is damaged",
+        "cut": f"{shard} is damaged", "half": "state.json is damaged", "gone": f"{shard} is damaged: FileNotFoundError",
+        "future": "schema_version=3; this alstlib reads 2", "wider": "it is of another model: 6 parameters differ",
     }  # fmt: skip
     for said in ranks2(refusals, [str(tmp_path / name) for name in want]):
         assert said.pop() == ""
         for name, message in zip(want, said):
             assert message.startswith(f"resume_from='{tmp_path / name}': "), message
         assert [part in message for part, message in zip(want.values(), said)] == [True] * len(want), said
+
+
+def damages(content: bytes, draw: random.Random) -> Iterator[bytes]:
+    """A byte changed, a piece cut out, zeroed or doubled, the end cut off; at random places."""
+    for _ in range(12):
+        at, size = draw.randrange(len(content)), draw.choice([1, 8, 300])
+        one = bytes([content[at] ^ (1 << draw.randrange(8))])
+        yield content[:at] + one + content[at + 1 :]
+        yield content[:at] + content[at + size :]
+        yield content[:at] + bytes(min(size, len(content) - at)) + content[at + size :]
+        yield content[:at] + content[at : at + size] + content[at:]
+        yield content[:at]
+
+
+def meaning(content: bytes) -> Any:
+    """What a file says: white space between JSON's parts says nothing."""
+    try:
+        return json.loads(content)
+    except ValueError:
+        return content
+
+
+def each_damage(rank: int, world: int, folder: str) -> list[str]:
+    """Every damage to each file of a state, tried once: those that were loaded, or of which the error says nothing."""
+    fresh = Training(run_config(2))
+    before, missed = fresh.everything(), []
+    digit = {"scheduler_step": b": 2", "step": b": 2", "micro_batches": b": 4"}
+    for path in sorted(Path(folder).iterdir()):
+        content = path.read_bytes()
+        tried = list(damages(content, random.Random(0)))
+        if path.suffix == ".json":  # what stays JSON, and would be a plausible state
+            tried += [content.replace(f'"{k}"'.encode() + v, f'"{k}"'.encode() + b": 7") for k, v in digit.items()]
+            tried += [content.replace(b'"exp_avg_sq.', b'"exp_avg_sq .', 1), content.replace(b"0.5", b"0.25")]
+        for i, damaged in enumerate(d for d in tried if meaning(d) != meaning(content)):
+            torch.distributed.barrier()
+            if rank == 0:
+                path.write_bytes(damaged)
+            torch.distributed.barrier()
+            try:
+                load_state(fresh.engine, fresh.run, folder)
+                missed.append(f"{path.name} {i}: loaded")
+            except ValueError as e:
+                if str(path) not in str(e):
+                    missed.append(f"{path.name} {i}: {e}")
+        torch.distributed.barrier()
+        if rank == 0:
+            path.write_bytes(content)
+    missed += differing(before, fresh.everything())
+    torch.distributed.barrier()
+    load_state(fresh.engine, fresh.run, folder)  # the state as it was
+    fresh.engine.destroy()
+    return missed
+
+
+def test_every_damage_is_found_before_anything_is_loaded(ranks2: Any, tmp_path: Path) -> None:
+    ranks2(write, str(tmp_path), run_config(2), {})
+    assert ranks2(each_damage, str(tmp_path)) == [[], []]
+
+
+OTHER = {
+    "learning_rate": 0.02, "warmup_steps": 4, "weight_decay": 0.2, "max_grad_norm": 0.0, "accumulation": 4, "seed": 1,
+    "batch_size": 2, "seq_len": 99, "packed": True, "data": "other.jsonl", "tokenizer": "other", "model": "small",
+    "model_config": {"rope_theta": 5.0}, "random_weights": False, "dtype": "bf16",
+}  # fmt: skip
+"""Another value of every field that a state belongs to."""
+
+
+def configurations(rank: int, world: int, folder: str, changes: list[dict[str, Any]]) -> list[str]:
+    fresh = Training(run_config(2))
+    said = []
+    for change in changes:
+        run = fresh.run if change.keys() == {"dtype"} else fresh.run.replace(**change)
+        fresh.engine.bfloat16_enabled = lambda change=change: change.get("dtype") == "bf16"
+        try:
+            said.append(str(load_state(fresh.engine, run, folder)["step"]))
+        except states.OtherState as e:
+            said.append(str(e))
+    fresh.engine.destroy()
+    return said
+
+
+def test_a_state_belongs_to_its_configuration(ranks2: Any, tmp_path: Path) -> None:
+    fields = RunConfig().to_dict()
+    assert fields.keys() >= states.FREE
+    assert OTHER.keys() == fields.keys() - states.FREE
+    ranks2(write, str(tmp_path), run_config(2), {})
+    free = {
+        "zero_stage": 3, "steps": 20, "sp": 1, "timeout": 5, "row": "alst", "tiled_loss": True, "chunk": 64,
+        "checkpoint_every": 1, "save_to": "there", "resume_from": "here", "attention": "eager", "dtype": "auto",
+    }  # fmt: skip
+    differs = [{k: v} for k, v in OTHER.items()]
+    for said in ranks2(configurations, str(tmp_path), [*differs, {"steps": 2}, free]):
+        assert said.pop() == "2"
+        assert "steps=2 counts all steps, and it has done 2 already; use at least 3" in said.pop()
+        for name, message in zip(OTHER, said):
+            assert "its state of step 2 belongs to another configuration" in message
+            assert re.search(rf"\b{name}=.*\(here ", message), message
+            assert message.count("(here") == 1, message
+
+
+def not_finite(rank: int, world: int, folder: str, key: str) -> list[str]:
+    trained = Training(run_config(2))
+    trained.save(folder, step=1)
+    saved = trained.everything()
+    whole = WholeState(trained.engine)
+    name = next(n for n in whole.names() if n.startswith(key))
+    whole.write(name, torch.full(whole.shape_of(name), float("nan")))
+    try:
+        trained.save(folder, step=2)
+        said = "nothing"
+    except FloatingPointError as e:
+        said = str(e)
+    found = load_state(trained.engine, trained.run, folder)
+    apart = differing(saved, trained.everything())
+    trained.engine.destroy()
+    return [said, str(found["step"]), ",".join(apart)]
+
+
+@pytest.mark.parametrize("key", ["weight.", "exp_avg_sq."])
+def test_a_state_that_is_not_finite_is_not_saved(ranks2: Any, tmp_path: Path, key: str) -> None:
+    for said, step, apart in ranks2(not_finite, str(tmp_path / "state"), key):
+        assert re.search(rf"state: {key}.* is not finite; the state saved before is intact", said), said
+        assert (step, apart) == ("1", "")
+    assert [f.name for f in tmp_path.iterdir()] == ["state"]
+
+
+def three(rank: int, world: int, folder: str) -> list[int]:
+    """Three states one after another, and one that does not follow them."""
+    trained, place = Training(run_config(2)), Path(folder)
+    for step in (1, 2, 3):
+        trained.save(folder, step=step)
+    aside = states.place_aside(place)
+    save_state(trained.engine, trained.run, folder, step=4, loader_state=None, aside=aside)
+    trained.engine.destroy()
+    torch.distributed.barrier()
+    places = [place, aside, states._old(aside)]
+    return [json.loads((p / "state.json").read_text())["step"] for p in places]
+
+
+def test_the_last_two_states_are_kept_and_those_of_others_too(ranks2: Any, tmp_path: Path) -> None:
+    assert ranks2(three, str(tmp_path / "state")) == [[4, 3, 2]] * 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["state", "state.kept1", "state.kept1.old"]
+
+
+def test_a_damaged_state_names_the_one_before_it(ranks2: Any, tmp_path: Path) -> None:
+    ranks2(three, str(tmp_path / "state"))
+    kept = tmp_path / "state.kept1"
+    (kept / "state.json").write_text("{")
+    (said, *_) = ranks2(refusals, [str(kept)])[0]
+    assert f"{kept}/state.json is damaged" in said or f"{kept}/state.json has schema_version" in said
+    assert f"the state saved before it is in {kept}.old" in said

@@ -18,6 +18,8 @@ from alstlib import results
 from alstlib.config import RunConfig
 from alstlib.corpus import load_corpus
 from alstlib.launch import RunFailed, launch
+from alstlib.processes import DEADLINE_VARIABLE
+from alstlib.resume import RunStates
 from alstlib.samples import make_samples
 from alstlib.train import Trainer, work
 
@@ -101,8 +103,11 @@ def test_a_run_is_resumed_where_it_was(first: tuple[Path, dict[str, Any]], tmp_p
     assert sorted(p.name for p in (out / "state").iterdir()) == ["state-00001-of-00001.safetensors", "state.json"]
     run = run_config(row="alst", steps=5, accumulation=2, warmup_steps=2, resume_from=str(out), zero_stage=1)
     again = launch(run, tmp_path, extra_env=OFFLINE)["metrics"]
-    assert again["loss"] == pytest.approx(result["metrics"]["loss"][3:], rel=1e-6)
-    assert again["valid_tokens"] == [256] * 2
+    assert again["loss"][:3] == result["metrics"]["loss"][:3]
+    assert again["loss"] == pytest.approx(result["metrics"]["loss"], rel=1e-6)
+    assert again["valid_tokens"] == [256] * 5
+    assert len(again["step_seconds"]) == 1  # of its own two steps the one that took longest to be watched
+    assert f"continued after step 3 from {out / 'state'}" in again["notes"]
     events = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["event"] == "step"] == [4, 5]
 
@@ -190,7 +195,7 @@ def outcome(rank: int, world: int, out: str, run: RunConfig) -> tuple[str, str]:
 
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
-        work(run, Path(out), lambda run, out: Trainer(run, out)())
+        work(run, Path(out), Trainer)
         return "ok", ""
     except BaseException as e:
         return type(e).__name__, str(e)
@@ -244,3 +249,137 @@ def test_too_little_host_memory_is_out_of_memory(ranks2: Any, tmp_path: Path) ->
     assert status == "oom"
     assert result["error"]["type"] == "HostOutOfMemory"
     assert "10,000" in said
+
+
+# What a run continues from, in the tests' own pool
+
+
+def trained(rank: int, world: int, out: str, run: RunConfig, dies_after: int = 0, seconds: float = 0) -> dict[str, Any]:
+    """A run, ended after some step without a result, or with so many seconds left after its first; what it left."""
+    work_out = Path(out)
+    os.environ["TORCHELASTIC_RUN_ID"] = f"{work_out.name}-{time.monotonic()}"
+    original = RunStates.after_step
+
+    def after_step(self: RunStates, loader: Any, step: int, took: float, history: Any) -> None:
+        if seconds:
+            os.environ[DEADLINE_VARIABLE] = str(time.time() + seconds)
+        original(self, loader, step, took, history)
+        if step == dies_after:
+            raise KeyboardInterrupt
+
+    RunStates.after_step = after_step  # type: ignore[method-assign]
+    said = ""
+    try:
+        work(run, work_out, Trainer)
+    except BaseException as e:
+        said = f"{type(e).__name__}: {e}"
+    finally:
+        RunStates.after_step = original  # type: ignore[method-assign]
+        os.environ.pop(DEADLINE_VARIABLE, None)
+    torch.distributed.barrier()
+    result = results.read_result(work_out / "result.json")
+    torch.distributed.barrier()
+    return {**result, "said": said}
+
+
+def step_of(folder: Path) -> int:
+    return json.loads((folder / "state.json").read_text())["step"]
+
+
+def resumable(**changes: Any) -> RunConfig:
+    return run_config(**{"steps": 4, "checkpoint_every": 1, "zero_stage": 2, "accumulation": 2, **changes})
+
+
+@pytest.fixture(scope="module")
+def whole(ranks2: Any, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the run that is not interrupted."""
+    return ranks2(trained, str(tmp_path_factory.mktemp("whole")), resumable())[0]["metrics"]["loss"]
+
+
+def test_the_same_command_continues_by_itself(ranks2: Any, tmp_path: Path, whole: list[float]) -> None:
+    assert ranks2(trained, str(tmp_path), resumable(), 2)[0]["status"] == "error"
+    assert (step_of(tmp_path / "state"), step_of(tmp_path / "state.old")) == (2, 1)
+    result = ranks2(trained, str(tmp_path), resumable())[0]
+    assert result["status"] == "ok"
+    assert f"continued after step 2 from {tmp_path / 'state'}" in result["metrics"]["notes"]
+    assert result["metrics"]["loss"] == pytest.approx(whole, rel=1e-6)
+    assert (step_of(tmp_path / "state"), step_of(tmp_path / "state.old")) == (4, 3)
+    assert sorted(p.name for p in tmp_path.glob("state*")) == ["state", "state.old"]
+
+    again = ranks2(trained, str(tmp_path), resumable())[0]  # finished: repeated, and its states are kept
+    assert again["metrics"]["loss"] == pytest.approx(whole, rel=1e-6)
+    assert not any("continued" in note for note in again["metrics"]["notes"])
+    assert step_of(tmp_path / "state.kept1") == 4
+    more = ranks2(trained, str(tmp_path), resumable(steps=5, sp=1))[0]["metrics"]  # more steps are another matter
+    assert more["loss"][:4] == again["metrics"]["loss"]
+    assert len(more["loss"]) == 5
+    assert any("sp=2 (now 1): the data begin at the first sample" in note for note in more["notes"])
+
+
+def test_a_run_that_ended_after_its_last_step_has_no_step_to_do(
+    ranks2: Any, tmp_path: Path, whole: list[float]
+) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    run = resumable(save_to=str(tmp_path / "model"))
+    ranks2(trained, str(out), run, 4)
+    result = ranks2(trained, str(out), run)[0]
+    assert result["status"] == "ok"
+    assert result["metrics"]["loss"] == pytest.approx(whole, rel=1e-6)
+    assert any("no step was left to do" in note for note in result["metrics"]["notes"])
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_a_state_of_another_configuration_is_kept(ranks2: Any, tmp_path: Path) -> None:
+    ranks2(trained, str(tmp_path), resumable(), 3)
+    other = ranks2(trained, str(tmp_path), resumable(learning_rate=1e-3), 2)[0]
+    assert other["status"] == "error"
+    assert step_of(tmp_path / "state.kept1") == 3
+    assert step_of(tmp_path / "state.kept1.old") == 2
+    result = ranks2(trained, str(tmp_path), resumable(learning_rate=1e-3, resume="never", steps=2))[0]
+    assert len(result["metrics"]["loss"]) == 2
+    assert step_of(tmp_path / "state.kept2") == 2
+    result = ranks2(trained, str(tmp_path), resumable(learning_rate=1e-4, steps=1, checkpoint_every=0))[0]
+    (note,) = [n for n in result["metrics"]["notes"] if "not continued" in n]
+    assert "belongs to another configuration: learning_rate=0.001 (here 0.0001)" in note
+    assert step_of(tmp_path / "state") == 2  # nothing was saved: it stays
+
+
+def test_a_run_whose_time_is_up_saves_its_state_first(ranks2: Any, tmp_path: Path, whole: list[float]) -> None:
+    run = resumable(checkpoint_every=3)
+    result = ranks2(trained, str(tmp_path), run, 0, 1.0)[0]
+    assert (result["status"], result["error"]["type"]) == ("timeout", "Timeout")
+    assert "leaves no time for a step after step 1 of 4; the training state is saved" in result["error"]["message"]
+    assert step_of(tmp_path / "state") == 1
+    result = ranks2(trained, str(tmp_path), run, 0, 1e6)[0]
+    assert result["metrics"]["loss"] == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_folder_for_the_model_is_tried_before_the_first_step(ranks2: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    status, said, result = ends(ranks2, tmp_path, run_config(save_to=str(tmp_path / "file" / "model")))
+    assert (status, result["error"]["type"]) == ("error", "OSError")
+    assert f"save_to='{tmp_path}/file/model' cannot be written to" in said
+    assert result["metrics"] == {}
+
+
+def save_fails(rank: int, world: int, out: str, run: RunConfig) -> dict[str, Any]:
+    from alstlib import train
+
+    def full(*_: Any) -> None:
+        seen = results.read_result(Path(out) / "result.json")
+        assert (seen["status"], seen["error"]["type"]) == ("error", "Unfinished")
+        assert len(seen["metrics"]["loss"]) == 2
+        raise OSError(28, "No space left on device")
+
+    original, train.save_model = train.save_model, full
+    try:
+        return trained(rank, world, out, run)
+    finally:
+        train.save_model = original
+
+
+def test_a_model_that_cannot_be_saved_leaves_the_metrics(ranks2: Any, tmp_path: Path) -> None:
+    result = ranks2(save_fails, str(tmp_path), run_config(save_to=str(tmp_path / "model"), zero_stage=2))[0]
+    assert (result["status"], result["error"]["message"]) == ("error", "[Errno 28] No space left on device")
+    assert len(result["metrics"]["loss"]) == 2

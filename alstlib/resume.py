@@ -1,0 +1,105 @@
+"""The training states of one run: which one it continues from, when it saves one, and what is kept.
+
+The same command continues by itself: a state of the same configuration in the run's own folder comes before
+`resume_from`. A state there that is not continued is never replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from alstlib import results
+from alstlib.config import RunConfig
+from alstlib.engine import Told
+from alstlib.processes import seconds_left
+from alstlib.state import OtherState, find_state, gather_text, load_state, place_aside, save_state
+
+SLOW_DISK = 2e8
+"""Bytes a second that a training state is taken to be written with, before one was written."""
+
+
+class Timeout(TimeoutError):
+    """The run's time is up; its state is saved."""
+
+
+class RunStates:
+    """What a run continues from and saves, in `state` below its folder `out`. Every rank calls the methods.
+
+    Args:
+        run: the run, with the length that it trains at as `seq_len`.
+        told: gives who hears the share of a piece of work that is done.
+    """
+
+    def __init__(self, engine: Any, run: RunConfig, out: Path, told: Callable[[str], Told]) -> None:
+        self.engine, self.run, self.out, self.told = engine, run, out, told
+        self.folder = out / "state"
+        self.begun = 0
+        """Optimizer steps that were done before this attempt."""
+        self.notes: list[str] = []
+        self.aside: Path | None = None  # where a state that is not continued goes when one is saved
+        self.saving = 12 * sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()) / SLOW_DISK
+
+    def resume(self, loader: Any) -> dict[str, Any]:
+        """Put engine and loader where an earlier attempt was; returns the `history` that it saved."""
+        left, found, told = find_state(self.folder), None, self.told("reading the training state")
+        there, finished = self._agreed([left is not None, self._finished()])
+        if there:
+            self.aside = place_aside(self.folder)
+        if there and not finished and self.run.resume == "auto":
+            try:
+                found = load_state(
+                    self.engine, self.run, self.folder, self.told("reading the training state"), own=True
+                )
+            except OtherState as e:
+                self.notes.append(f"the state in {left} is kept and not continued: {e}")
+        if found is None and self.run.resume_from:
+            found = load_state(self.engine, self.run, self.run.resume_from, told)
+        if found is None:
+            return {}
+        if left is not None and found["place"].resolve() == left.resolve():
+            self.aside = None  # the states to come follow it
+        if found["loader"] is not None:
+            loader.load_state_dict(found["loader"])
+        self.begun = found["step"]
+        self.notes += [f"continued after step {self.begun} from {found['place']}", *filter(None, [found["note"]])]
+        return found["history"] or {}
+
+    def after_step(self, loader: Any, step: int, seconds: float, history: Any) -> None:
+        """Save the state of every `checkpoint_every`th step, and of the last one that there is time for.
+
+        Raises:
+            Timeout: another step of so many `seconds` might not leave the time to save a state.
+        """
+        every = self.run.checkpoint_every
+        ends = bool(every) and step < self.run.steps and self._time_is_up(seconds)
+        if every and (ends or step % every == 0):
+            began, told = time.monotonic(), self.told(f"saving the training state of step {step}")
+            place: dict[str, Any] = {"loader_state": loader.state_dict(), "history": history, "aside": self.aside}
+            save_state(self.engine, self.run, self.folder, step=step, told=told, **place)
+            self.aside, self.saving = None, time.monotonic() - began
+        if ends:
+            raise Timeout(
+                f"timeout={self.run.timeout:g} s leaves no time for a step after step {step} of {self.run.steps}; the "
+                f"training state is saved in {self.folder}, and the same command continues from there"
+            )
+
+    def _time_is_up(self, seconds: float) -> bool:
+        left = seconds_left()
+        return left < math.inf and self._agreed([left < 1.2 * seconds + 2 * self.saving + 1])[0]
+
+    def _finished(self) -> bool:
+        """Whether an earlier run with as many steps ended well here: this one repeats it, from its first step."""
+        try:
+            result = results.read_result(self.out / "result.json")
+        except (OSError, ValueError):
+            return False
+        return result["status"] == "ok" and result["config"].get("steps") == self.run.steps
+
+    def _agreed(self, answers: list[bool]) -> list[bool]:
+        """Rank 0's answers, on every rank."""
+        return json.loads(gather_text(json.dumps(answers), self.engine.device)[0])
