@@ -251,7 +251,7 @@ def _would(spec: Spec, row: str, args: argparse.Namespace) -> list[str]:
     parameters = {**spec.parameters, "out": str(folder), **({"force": True} if args.force else {})}
     where, output = shlex.join(["mkdir", "-p", shown(folder)]), shown(folder / spec.notebook.name)
     alone = papermill_line(shown(spec.notebook), output, parameters, config.to_dict())
-    argv = launch.command(config, folder, logs, sys.executable, spec.worker, ["--standalone"])
+    argv = launch.command(config, folder, logs, sys.executable, spec.worker, launch.meeting(config))
     return [
         f"{row}: would run as {results.run_id(config)}",
         f"  the row sets  {_fields(of_row)}",

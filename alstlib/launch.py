@@ -105,12 +105,16 @@ def import_path(inherited: str | None = None) -> str:
     return os.pathsep.join(p for p in ("" if installed else root, inherited or "") if p)
 
 
-def environment(run: str, ranks: int, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+def environment(run: str, ranks: int, extra: Mapping[str, str] | None = None, nnodes: int = 1) -> dict[str, str]:
     """Environment of torchrun: this one without what another launcher left, plus what the ranks need.
 
-    Sets only what is not set: threads a rank, the allocator on CUDA, DeepSpeed's accelerator without it.
+    Sets only what is not set: threads a rank, the allocator on CUDA, DeepSpeed's accelerator without it. On one node
+    gloo and NCCL use the loopback, whatever is set for several: nobody else has to reach them.
     """
     env = {k: v for k, v in os.environ.items() if not _INHERITED.fullmatch(k)}
+    if nnodes == 1:
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        env |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
     env.update(extra or {})
     env["PYTHONPATH"] = import_path(env.get("PYTHONPATH"))
     env[RUN_ID_VARIABLE] = run
@@ -157,21 +161,26 @@ def default_folder(config: RunConfig) -> Path:
 
 
 def command(config: RunConfig, out: Path, logs: Path, python: str, worker: str, rendezvous: list[str]) -> list[str]:
-    """torchrun for a resolved configuration, as a list."""
-    nnodes = int(rendezvous[1]) if rendezvous[0] == "--nnodes" else 1
+    """torchrun (`agent`) for a resolved configuration, as a list."""
+    nnodes = int(rendezvous[rendezvous.index("--nnodes") + 1])
     per_node = ["--nproc-per-node", str(config.world_size // nnodes), "--max-restarts", "0"]
     files = ["--log-dir", str(logs), "--redirects", "3"]
     run = ["-m", worker, "--config", str(out / "config.json"), "--out", str(out)]
-    return [python, "-m", "torch.distributed.run", *rendezvous, *per_node, *files, *run]
+    return [python, "-m", "alstlib.agent", *rendezvous, *per_node, *files, *run]
 
 
-def _rendezvous(config: RunConfig, nnodes: int, node_rank: int, endpoint: str | None) -> list[str]:
-    if nnodes == 1:
-        return ["--standalone"]
-    if not endpoint:
-        raise ValueError(f"nnodes={nnodes} needs rdzv_endpoint, such as 'first-node:29500', the same on every node")
-    where = ["--nnodes", str(nnodes), "--node-rank", str(node_rank), "--rdzv-backend", "c10d"]
-    return [*where, "--rdzv-endpoint", endpoint, "--rdzv-id", results.run_id(config)]
+def meeting(config: RunConfig, nnodes: int = 1, node_rank: int = 0, endpoint: str | None = None) -> list[str]:
+    """torchrun's flags that say where its nodes meet: on one node at a free port of the loopback.
+
+    Raises:
+        ValueError: several nodes without `endpoint`, a host (or address) and port on the first node.
+    """
+    if nnodes > 1 and not re.fullmatch(r".+:\d+", endpoint or ""):
+        raise ValueError(
+            f"nnodes={nnodes} needs rdzv_endpoint, such as 'first-node:29500', the same on every node, not {endpoint!r}"
+        )
+    where = ["--rdzv-endpoint", endpoint if nnodes > 1 and endpoint else "127.0.0.1:0"]
+    return ["--nnodes", str(nnodes), *where, "--rdzv-id", results.run_id(config), "--rdzv-conf", f"rank={node_rank}"]
 
 
 def _version(path: Path) -> tuple[int, int] | None:
@@ -192,7 +201,8 @@ class _Run:
         self.logs.mkdir(parents=True, exist_ok=True)
         if writes:
             results.write_json(out / "config.json", config.to_dict())
-            self.reader.path.unlink(missing_ok=True)
+            for old in (self.reader.path, *out.glob("failed.*")):
+                old.unlink(missing_ok=True)
             ranks = f"{config.world_size} rank{'s' if config.world_size > 1 else ''}"
             Progress(self.reader.path).emit("start", row=config.row, run_id=self.id, message=f"starting {ranks}")
 
@@ -221,7 +231,8 @@ class _Run:
         return None
 
     def end(self, status: str, kind: str = "", message: str = "") -> dict[str, Any]:
-        """The worker's result. Where it wrote none, or `ok` and something failed after it: one that says so.
+        """The worker's result. Where it wrote none, or `ok` and something failed after it, or an error because the run
+        was ended (ranks that lose each other): one that says so.
 
         An error that the worker wrote gets the end of the logs.
         """
@@ -230,7 +241,8 @@ class _Run:
             if _version(self.out / "result.json") != self.before:
                 result = results.read_result(self.out / "result.json")
         written = result
-        if result is None or (result["status"] == "ok" and status != "ok"):
+        ended = ("ok",) if status == "error" else ("ok", "error") if status != "ok" else ()
+        if result is None or result["status"] in ended:
             error = {"type": kind, "message": message, "log_tail": log_tail(self.logs)}
             status = "error" if status == "ok" else status
             result = results.new_result(self.config, status, error=error, metrics=result and result["metrics"])
@@ -269,7 +281,7 @@ def launch(
         OSError: a file in `out` could not be written; an earlier result there is intact.
     """
     out, config = Path(out).resolve(), resolve(config, nnodes)
-    rendezvous = _rendezvous(config, nnodes, node_rank, rdzv_endpoint)
+    rendezvous = meeting(config, nnodes, node_rank, rdzv_endpoint)
     if not force and (done := finished(config, out, nnodes)):
         return done
     out.mkdir(parents=True, exist_ok=True)
@@ -277,7 +289,7 @@ def launch(
     with locks.hold(out) if first else contextlib.nullcontext(), sigterm_interrupts():
         run = _Run(config, out, first, on_progress)
         argv = command(config, out, run.logs, python, worker, rendezvous)
-        env = environment(run.id, config.world_size // nnodes, extra_env)
+        env = environment(run.id, config.world_size // nnodes, extra_env, nnodes)
         env[DEADLINE_VARIABLE] = str(time.time() + config.timeout)
         agent = code = None
         if not force and worker == "alstlib.train" and (why := why_not(config, nnodes, device_count())):

@@ -1,12 +1,13 @@
 """A worker for tests of the launcher, run by torchrun with `-m fake_worker`: imports nothing heavy.
 
-`model_config.fake` says what to do: ok, fail (rank 1 only), oom, hang, silent (no result), ok_then_fail, explained (a
-result with an error), environ.
+`model_config.fake` says what to do: ok, fail (rank 1 only), oom, hang, hang_then_explain (an error when it is ended),
+silent (no result), ok_then_fail, explained (a result with an error), environ.
 """
 
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,12 @@ from pathlib import Path
 from alstlib import launch, results
 from alstlib.config import RunConfig
 from alstlib.processes import dump_before_deadline
+
+
+def explain(config: RunConfig, out: Path) -> None:
+    error = {"type": "Explained", "message": "the other rank is gone"}
+    results.write_result(out / "result.json", results.new_result(config, "error", error=error))
+    sys.exit(1)
 
 
 def main() -> None:
@@ -30,7 +37,9 @@ def main() -> None:
     for step, loss in ((1, float("nan")), (2, 2.5)):
         progress.emit("step", row=config.row, seq_len=config.seq_len, step=step, steps=2, loss=loss)
     (args.out / f"started.{rank}").write_text(str(os.getpid()))
-    if what == "hang":
+    if what == "hang_then_explain":
+        signal.signal(signal.SIGTERM, lambda *_: explain(config, args.out))
+    if what.startswith("hang"):
         time.sleep(600)
     if what == "fail":
         if rank == 1:

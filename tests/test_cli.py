@@ -390,7 +390,7 @@ def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, capsys):
     assert "predicted     does not fit, it goes beyond the device; device" in shown
     assert "of 96.00 MiB a rank" in shown
     config = out_of(tmp_path) / "alst" / "config.json"
-    assert "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 0 --log-dir" in shown
+    assert "-m alstlib.agent --nnodes 1 --rdzv-endpoint 127.0.0.1:0 --rdzv-id" in shown
     assert f"-m alstlib.train --config {config}" in shown
     assert not (tmp_path / "papermill_runs").exists()
     assert "  which starts  " in shown

@@ -1,9 +1,12 @@
 """The launcher, with real torchrun and a worker that imports nothing: how runs end, and that nothing stays behind."""
 
+import contextlib
 import errno
+import ipaddress
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,8 +27,9 @@ def fake(what: str, **fields) -> RunConfig:
     return RunConfig(model_config={"fake": what}, **fields)
 
 
-def start(what: str, out: Path, **kw):
-    return launch.launch(fake(what, timeout=kw.pop("timeout", 60)), out, worker="fake_worker", extra_env=PATHS, **kw)
+def start(what: str, out: Path, *, timeout: float = 60, world_size: int = 0, **kw):
+    config = fake(what, timeout=timeout, world_size=world_size)
+    return launch.launch(config, out, worker="fake_worker", extra_env=PATHS, **kw)
 
 
 def processes_of(out: Path) -> dict[int, str]:
@@ -75,6 +79,7 @@ def finished_run(tmp_path_factory):
         "TORCHELASTIC_RUN_ID": "x",
         "PET_NNODES": "4",
         "MPLBACKEND": "?",
+        "GLOO_SOCKET_IFNAME": "eth7",
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in left.items():
@@ -109,6 +114,7 @@ def test_ranks_get_a_clean_environment(finished_run):
         assert env["TORCHELASTIC_RUN_ID"] != "x"
         assert "PET_NNODES" not in env
         assert "MPLBACKEND" not in env
+        assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == ("lo0" if sys.platform == "darwin" else "lo")
         assert int(env["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // len(ranks))
         assert env["ALST_RUN_ID"].startswith(result["run_id"])
         if not launch.device_count():
@@ -204,7 +210,7 @@ def test_signals_to_papermill_leave_nothing_behind(tmp_path):
             assert wait_for(lambda out=out: all((out / f"started.{r}").exists() for r in (0, 1))), name
             assert len(pids_of(out, "fake_worker")) >= 4  # papermill, torchrun, two ranks
             if name == "both":
-                (agent,) = pids_of(out, "torch.distributed.run")
+                (agent,) = pids_of(out, "alstlib.agent")
                 kernel = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
                 os.kill(agent, signal.SIGSTOP)  # or it would end its ranks before it is killed
                 os.kill(kernel, signal.SIGKILL)
@@ -225,13 +231,16 @@ def test_signals_to_papermill_leave_nothing_behind(tmp_path):
         assert launch.finished(fake("hang"), tmp_path / name) is None
 
 
-def test_torchrun_that_is_ended_from_outside(tmp_path):
-    raised = in_thread("hang", tmp_path)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_torchrun_that_is_ended_from_outside(tmp_path, number):
+    """Also where a rank that loses the other still writes an error."""
+    raised = in_thread("hang" if number == signal.SIGKILL else "hang_then_explain", tmp_path)
     assert wait_for((tmp_path / "started.1").exists)
-    os.kill(pids_of(tmp_path, "torch.distributed.run")[0], signal.SIGKILL)
-    assert wait_for(lambda: raised, 20)
+    os.kill(pids_of(tmp_path, "alstlib.agent")[0], number)
+    assert wait_for(lambda: raised, 60)
     assert raised[0].result["status"] == "cancelled"
-    assert raised[0].result["error"]["message"] == "torchrun was ended by signal 9"
+    assert raised[0].result["error"]["message"] == f"torchrun was ended by signal {int(number)}"
+    assert results.read_result(tmp_path / "result.json")["status"] == "cancelled"
     assert not processes_of(tmp_path)
 
 
@@ -346,14 +355,70 @@ def test_cuda_environment(monkeypatch):
     assert own["OMP_NUM_THREADS"] == "3"
 
 
-def test_several_nodes_rendezvous_on_one_endpoint():
+def test_several_nodes_meet_at_one_endpoint():
     config = launch.resolve(RunConfig(world_size=4))
-    where = launch._rendezvous(config, 2, 1, "n1:29500")
-    argv = launch.command(config, Path("/o"), Path("/o/logs"), "python", "alstlib.train", where)
-    text = " ".join(argv)
-    assert "--nnodes 2 --node-rank 1 --rdzv-backend c10d --rdzv-endpoint n1:29500" in text
-    assert "--nproc-per-node 2" in text
-    assert "--standalone" not in text
+    where = launch.meeting(config, 2, 1, "n1:29500")
+    text = " ".join(launch.command(config, Path("/o"), Path("/o/logs"), "python", "alstlib.train", where))
+    assert "--nnodes 2 --rdzv-endpoint n1:29500" in text
+    assert "--rdzv-conf rank=1 --nproc-per-node 2" in text
+    for endpoint in (None, "n1", "n1:port"):
+        with pytest.raises(ValueError, match="nnodes=2 needs rdzv_endpoint"):
+            launch.meeting(config, 2, 1, endpoint)
+
+
+def listening(out: Path) -> dict[int, set[str]]:
+    """Addresses on which each process of the run in `out` listens (TCP) or receives (UDP), read from /proc."""
+    run = json.loads((out / "progress.jsonl").read_text().splitlines()[0])["run_id"]
+    tables: dict[str, str] = {}
+    for kind, state in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
+            fields = line.split()
+            words = bytes.fromhex(fields[1].partition(":")[0])
+            words = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+            if fields[3] == state:
+                tables[f"socket:[{fields[9]}]"] = str(ipaddress.ip_address(words))
+    found: dict[int, set[str]] = {}
+    for pid in processes.processes(run):
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError, KeyError):
+                    address = tables[os.readlink(f"/proc/{pid}/fd/{name}")]
+                    found.setdefault(pid, set()).add(address)
+    return found
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or sys.byteorder != "little", reason="reads Linux's /proc")
+def test_a_run_listens_on_the_loopback_only(tmp_path):
+    """torchrun's store, gloo's sockets and whatever DeepSpeed opens, while real ranks train."""
+    seen: list[dict[int, set[str]]] = []
+
+    class Look:
+        def tick(self) -> None:
+            seen.append(listening(tmp_path))
+
+        def __call__(self, event) -> None:
+            self.tick()
+
+    tiny = RunConfig(world_size=2, sp=2, seq_len=64, steps=8, model_config={"num_hidden_layers": 1}, timeout=500)
+    launch.launch(tiny, tmp_path, on_progress=Look())
+    assert max(len(found) for found in seen) >= 3, "torchrun and both ranks"
+    assert {address for found in seen for addresses in found.values() for address in addresses} == {"127.0.0.1"}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or sys.byteorder != "little", reason="reads Linux's /proc")
+def test_several_nodes_listen_on_the_interface_that_is_given(tmp_path):
+    """Two launchers as on two nodes; the worker opens nothing, so what is seen is the rendezvous."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.2", 0))
+        endpoint = f"127.0.0.2:{free.getsockname()[1]}"
+    raised = [
+        in_thread("hang", tmp_path, world_size=2, nnodes=2, node_rank=rank, rdzv_endpoint=endpoint, timeout=20)
+        for rank in (0, 1)
+    ]
+    assert wait_for(lambda: all((tmp_path / f"started.{rank}").exists() for rank in (0, 1))), raised
+    assert list(listening(tmp_path).values()) == [{"127.0.0.2"}]
+    assert wait_for(lambda: all(raised))
+    assert not processes_of(tmp_path)
 
 
 def test_reader_returns_whole_lines_once(tmp_path):
