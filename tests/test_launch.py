@@ -169,15 +169,15 @@ def test_a_failure_after_the_result_is_an_error_that_keeps_the_metrics(tmp_path)
 
 
 def test_timeout_and_one_run_a_folder(tmp_path):
-    raised = in_thread("hang", tmp_path, timeout=6)
+    raised = in_thread("hang", tmp_path, timeout=20)
     assert wait_for((tmp_path / "started.1").exists)
     with pytest.raises(ValueError, match="in use by another run"):
         start("ok", tmp_path)
     assert len(processes_of(tmp_path)) >= 3
-    assert wait_for(lambda: raised, 30)
+    assert wait_for(lambda: raised, 90)
     assert raised[0].result["status"] == "timeout"
     message = raised[0].result["error"]["message"]
-    assert "timeout=6 s: the last step was 2 of 2; ranks 0, 1 were in main (fake_worker.py, line " in message
+    assert "timeout=20 s: the last step was 2 of 2; ranks 0, 1 were in main (fake_worker.py, line " in message
     assert results.read_result(tmp_path / "result.json")["status"] == "timeout"
     assert not processes_of(tmp_path)
 
