@@ -98,6 +98,7 @@ def _forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, rule: Rule, kind
     if kind == "upper":  # backwards, this triangle is a causal one
         out, lse = _forward(backend, q.flip(2), k.flip(2), v.flip(2), rule, "causal")
         return out.flip(2), lse.flip(2)
+    assert q.shape[0] == k.shape[0] == v.shape[0]  # not every kernel looks
     width = v.shape[-1]
     q, k, v = _one_width(backend, q, k, v)
     out, lse = backend.forward(q, k, v, rule.scale, kind == "causal", **rule.given)
@@ -109,6 +110,7 @@ def _backward(backend: Backend, tensors: Sequence[Tensor], rule: Rule, kind: str
     if kind == "upper":
         return tuple(g.flip(2) for g in _backward(backend, [t.flip(2) for t in tensors], rule, "causal"))
     dout, q, k, v, out, lse = tensors
+    assert q.shape[0] == k.shape[0] == v.shape[0]
     widths = q.shape[-1], k.shape[-1], v.shape[-1]
     dout, q, k, v, out = _one_width(backend, dout, q, k, v, out)
     grads = backend.backward(dout, q, k, v, out, lse, rule.scale, kind == "causal", **rule.given)
@@ -116,10 +118,11 @@ def _backward(backend: Backend, tensors: Sequence[Tensor], rule: Rule, kind: str
 
 
 def _whole(spans: Sequence[Span], q: Tensor, k: Tensor, window: int | None) -> bool:
-    """Is every batch row one span of all its queries and keys, without a window that hides any?"""
+    """Is every batch row one span of all its queries and keys, without a window that hides any? (Queries of some batch
+    rows, stored as one, have keys of more batch rows than they see.)"""
     rows, keys = q.shape[2], k.shape[2]
     return (
-        len(spans) == q.shape[0]
+        len(spans) == q.shape[0] == k.shape[0]
         and all((s.begin, s.end, s.rows, s.batch, s.q_batch) == (0, keys, rows, i, i) for i, s in enumerate(spans))
         and (window is None or window >= keys)
     )

@@ -15,7 +15,7 @@ from operators import randn, worst
 
 from alstlib import reference
 from alstlib.alltoall import whole_heads
-from alstlib.kernels import BACKENDS, Rule
+from alstlib.kernels import BACKENDS, Backend, Rule
 from alstlib.layouts import Layouts, SplitRows, WholeHeads
 from alstlib.rows import Plan, Shares, balance, folded_rows, parts_of
 
@@ -103,17 +103,46 @@ class Emulated:
 
 
 def attend(exchange: Emulated, given: dict[str, Any], results: list[Any]) -> None:
+    try:
+        results[exchange.rank] = attended(exchange, given)
+    except BaseException:
+        exchange.board.barrier.abort()  # the other ranks need not wait
+        raise
+
+
+def attended(exchange: Emulated, given: dict[str, Any]) -> list[torch.Tensor]:
     q, k, v, dout = given["tensors"]
     rows = q.shape[2] // exchange.ranks
     mine = [t[:, :, exchange.rank * rows : (exchange.rank + 1) * rows] for t in (q, k, v, dout)]
     layout = Layouts(exchange, split_rows=True).of(mine[0], mine[1], given["documents"])  # type: ignore[arg-type]
     assert isinstance(layout, SplitRows)
-    backend, rule = BACKENDS["cpu"], given["rule"]
+    backend, rule = given["backend"], given["rule"]
     qh, kh, vh = layout.to_heads(*mine[:3])
     out, lse = layout.forward(backend, qh, kh, vh, rule, None)
     (dh,) = layout.queries_to_heads(mine[3])
     grads = layout.backward(backend, dh, qh, kh, vh, out, lse, rule)
-    results[exchange.rank] = [layout.to_seq(out), *layout.grads_to_seq(*grads)]
+    return [layout.to_seq(out), *layout.grads_to_seq(*grads)]
+
+
+def emulate(
+    heads: int, kv: int, ranks: int, batch: int, length: int, documents: list[int] | None, window: int | None,
+    backend: Backend,
+) -> float:  # fmt: skip
+    """The worst error of the output and the gradients of all ranks together."""
+    tensors = [randn(batch, n, length, 4, seed=i) for i, n in enumerate((heads, kv, kv, heads))]
+    leaves = [t.clone().requires_grad_() for t in tensors[:3]]
+    want, _ = reference.attention(*leaves, scale=0.5, documents=documents, window=window)
+    want.backward(tensors[3])
+    board, results = Board(ranks), [None] * ranks
+    given = {"tensors": tensors, "documents": documents, "rule": Rule(0.5, window), "backend": backend}
+    threads = [threading.Thread(target=attend, args=(Emulated(board, r), given, results)) for r in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(r is not None for r in results), "a rank has raised"
+    got = [torch.cat([r[i] for r in results], 2) for i in range(4)]  # type: ignore[index]
+    return worst(got, [want, *(t.grad for t in leaves)])
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -125,20 +154,16 @@ def test_emulated_ranks_are_the_oracle(
 ) -> None:
     if batch == 2 and documents is not None:
         documents = [*documents[:-1], 300, 384, 500, 768]
-    length = 384
-    tensors = [randn(batch, n, length, 4, seed=i) for i, n in enumerate((heads, kv, kv, heads))]
-    leaves = [t.clone().requires_grad_() for t in tensors[:3]]
-    want, _ = reference.attention(*leaves, scale=0.5, documents=documents, window=window)
-    want.backward(tensors[3])
-    board, results = Board(ranks), [None] * ranks
-    given = {"tensors": tensors, "documents": documents, "rule": Rule(0.5, window)}
-    threads = [threading.Thread(target=attend, args=(Emulated(board, r), given, results)) for r in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    got = [torch.cat([r[i] for r in results], 2) for i in range(4)]  # type: ignore[index]
-    assert worst(got, [want, *(t.grad for t in leaves)]) < 1e-12
+    assert emulate(heads, kv, ranks, batch, 384, documents, window, BACKENDS["cpu"]) < 1e-12
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+@pytest.mark.parametrize("name", ["cpu", "eager", "blockwise"])
+def test_batch_rows_that_are_dealt_out_whole(name: str, batch: int) -> None:
+    """A rank that has exactly one short row of a head calls its kernel with the keys of this row alone."""
+    for heads, kv, ranks in ((3, 1, 2), (5, 5, 2), (7, 1, 4)):
+        for length in (4, 24, 124):
+            assert emulate(heads, kv, ranks, batch, length, None, None, BACKENDS[name]) < 1e-12
 
 
 def test_whole_heads_where_they_can_be() -> None:

@@ -286,6 +286,13 @@ def test_any_heads_on_any_ranks(pools: Any, world: int, heads: int, kv: int, dty
     check(pools(world), {"heads": heads, "kv": kv, "dtype": dtype, "replay": replay, "batch": 2})
 
 
+@REPLAY
+@pytest.mark.parametrize("attention", ["eager", "blockwise"])
+def test_short_rows_of_uneven_heads(ranks2: Any, attention: str, replay: bool) -> None:
+    """One rank has a whole batch row of a head, and the keys of both rows."""
+    check(ranks2, {"heads": 3, "kv": 1, "rows": 6, "batch": 2, "attention": attention, "replay": replay})
+
+
 VARIANTS = [
     {"window": 4}, {"window": 1, "sinks": True}, {"softcap": 1.5}, {"sinks": True}, {"values": 12}, {"values": 3},
     {"window": 4, "sinks": True, "values": 3, "scale": 0.6}, {"window": 4, "softcap": 1.5, "sinks": True},
