@@ -79,8 +79,7 @@ class SPDataLoader:
         self.received_bytes = 0
         """Bytes of other ranks' batches that came to this rank, in total."""
         self._turns = 1 if replicated else ctx.sp  # micro-batches of a round
-        on_cpu = ctx.world_size == 1 or "cpu:" in dist.get_backend_config(ctx.world_group)
-        self._wire = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        self._wire = ctx.wire
         self.device = torch.device(device) if device is not None else self._wire
         self._position = 0
         self._epoch: int | None = None

@@ -6,9 +6,11 @@ all-to-all stays inside a node, and data parallel (DP) replicas lie across nodes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -35,6 +37,22 @@ class SPContext:
     @property
     def rank(self) -> int:
         return self.dp_rank * self.sp + self.sp_rank
+
+    @property
+    def wire(self) -> torch.device:
+        """Where numbers lie that all ranks exchange: on the CPU, or on the CUDA device where the group sends from no
+        other."""
+        if self.world_size == 1 or "cpu:" in dist.get_backend_config(self.world_group):
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """Over all ranks, the largest of each number. Collective."""
+        if self.world_size == 1:
+            return list(numbers)
+        table = torch.tensor(numbers, dtype=torch.int64, device=self.wire)
+        dist.all_reduce(table, dist.ReduceOp.MAX, group=self.world_group)
+        return table.tolist()
 
     @classmethod
     def create(cls, sp: int = 1) -> SPContext:

@@ -61,9 +61,9 @@ class Options:
     chunk: Count | None = None
     """Stream decoder layers in chunks of so many rows of this rank, with keys and values resident; None: whole."""
     host_memory: Bytes | None = None
-    """Host bytes that checkpoints of this rank may take; None: what is free (on the fullest rank, at the first
-    forward). When they are short, attention outputs go first, then the inputs of all but every k-th layer (streamed
-    layers need every input)."""
+    """Host bytes that checkpoints of this rank may take; None: what is free at each forward. When they are short,
+    attention outputs go first, then the inputs of all but every k-th layer (streamed layers need every input). All
+    ranks keep what the rank keeps that can keep least."""
     liger: bool = False
     """Liger's fused loss on CUDA in place of our tiles; needs the package liger-kernel."""
 
@@ -93,7 +93,6 @@ class Handle:
         self._plain = False
         """Does the model run as its own, in generate() or after detach()?"""
         self._segment: Any = lambda: None
-        self._room: int | None = None
         self.edits = Edits()
         self._unregister: Any = lambda: None
 

@@ -1,7 +1,7 @@
 """Checkpointed decoder layers of an attached model: what each keeps, where, and how it is recomputed.
 
 A layer's own `forward` is wrapped on the instance. How much is kept (inputs, attention outputs) is planned at the first
-layer of each forward, from what the host has room for.
+layer of each forward, from what the hosts of all ranks have room for.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from alstlib.offload import Saved, Segment, checkpoint
+from alstlib.offload import HostOutOfMemory, Saved, Segment, checkpoint
 from alstlib.rules import share_host
 from alstlib.support import check_layer_inputs
 from alstlib.tiled import TiledMLP
@@ -89,7 +88,7 @@ def _checkpointed(handle: Handle, layer: nn.Module, original: Any, index: int, c
             graph = saved.stage == "graph"
             for mlp in mlps:
                 mlp.skip, mlp.then = unread and graph, followers.get(mlp)
-            once = look if saved.stage == "first" and not looked and x.shape[1] > 1 else original
+            once = look if saved.stage == "first" and not looked else original
             own = call and dataclasses.replace(call, saved=saved if saved.active else None, release=graph)
             try:
                 with handle._using(own), _whole(layer, saved.stage == "again"):
@@ -126,46 +125,45 @@ def _whole(layer: Any, again: bool) -> Iterator[None]:
 
 
 def plan(handle: Handle, x: Tensor, layers: int, segments: bool = True) -> None:
-    """Decide what this forward keeps, from what the host has room for, before anything is taken. Without `segments`
+    """Decide what this forward keeps, from what the hosts have room for, before anything is taken. Without `segments`
     the input of every layer must fit.
 
+    Collective where tensors are offloaded: all ranks of all replicas keep what the rank keeps that can keep least.
+    Ranks that keep different things recompute different layers, for which engines gather weights. It is decided anew
+    in each forward, because samples differ in length from step to step and from replica to replica.
+
     Raises:
-        HostOutOfMemory: what must be kept does not fit.
+        HostOutOfMemory: on every rank, where on some rank what must be kept does not fit.
     """
-    options, store = handle.options, handle.store
+    options, store, ctx = handle.options, handle.store, handle.ctx
+    if options.offload == "none":
+        handle.inputs_kept_every, handle.attention_kept = 1, float(options.save_attention is True)
+        return
     config = handle.model.config.get_text_config()
     heads = config.num_attention_heads
     width = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
     output = x.shape[0] * x.shape[1] * heads * (width * x.element_size() + 4)
     row = x.numel() * x.element_size()
-    if options.offload == "none":
-        every, outputs = 1, layers if options.save_attention is True else 0
-    else:
-        room = _room(handle, x)
-        every, outputs = share_host(room, layers, row, output, options.save_attention)
-        if not segments and every > 1:
-            every, outputs = 1, outputs if options.save_attention is True else 0
-    store.check_room(-(-layers // every) * row + outputs * output)
-    handle.attention_kept = outputs / layers
-    if every > 1 and every != handle.inputs_kept_every:
+    room = store.room() + store.unused
+    every, outputs = share_host(room, layers, row, output, options.save_attention)
+    if not segments and every > 1:
+        every, outputs = 1, outputs if options.save_attention is True else 0
+    lacking = max(0, -(-layers // every) * row + outputs * output - room)
+    if not isinstance(x, FakeTensor):
+        mine = [every, -outputs, lacking * ctx.world_size + ctx.rank]
+        every, negative, most = ctx.largest(mine)
+        outputs, (most, rank) = -negative, divmod(most, ctx.world_size)
+        if most > 0 and not lacking:
+            raise HostOutOfMemory(
+                f"offload needs {most:,} bytes of host memory more than rank {rank} has left; use shorter sequences, "
+                "more ranks, a larger host_memory, or offload='none'"
+            )
+    store.reserve(-(-layers // every) * row + outputs * output, room)
+    handle.attention_kept, handle.inputs_kept_every = outputs / layers, every
+    if every > 1 and not any(f"one in {every} is kept" in note for note in handle.notes):
         note = (
             f"host memory has no room for the inputs of all {layers} layers: one in {every} is kept; backward runs one "
             f"more forward to make the others and holds up to {every} ({every * row:,} bytes) on the device"
         )
         handle.notes.append(note)
         log.warning(note)
-    handle.inputs_kept_every = every
-
-
-def _room(handle: Handle, x: Tensor) -> int:
-    """Host bytes for this forward, the same on every rank: ranks that keep different things recompute different
-    things, and their collectives would not meet. So what is free on the fullest is asked once, at the first forward."""
-    store = handle.store
-    unused = sum(slab.bytes.numel() for slab in store.free)
-    if handle.options.host_memory is not None or handle.ctx.world_size == 1 or isinstance(x, FakeTensor):
-        return store.room() + unused
-    if handle._room is None:
-        least = torch.tensor(store.room() + store.nbytes, device=x.device)
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=handle.ctx.world_group)
-        handle._room = int(least)
-    return handle._room - store.nbytes + unused

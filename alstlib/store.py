@@ -103,6 +103,8 @@ class HostStore:
         self.peak_nbytes = 0
         self.on_slab: Callable[[Tensor], None] | None = None
         """Told of each slab that is taken (a ledger counts it as host memory)."""
+        self._granted = self._spare = 0
+        """Bytes of this forward that may be taken without a look, and that slabs may be larger than what they hold."""
         self._streams: tuple[Any, Any] | None = None
         self._leaving: list[tuple[Tensor, Any]] = []
 
@@ -176,13 +178,18 @@ class HostStore:
         return self._streams
 
     def _slab(self, nbytes: int, pin: bool) -> _Slab:
-        fits = [slab for slab in self.free if nbytes <= slab.bytes.numel() <= nbytes * 5 // 4]
-        if fits:
-            best = min(fits, key=lambda slab: slab.bytes.numel())
+        granted = nbytes <= self._granted
+        slack = min(nbytes // 4, self._spare) if granted else nbytes // 4
+        fits = [slab for slab in self.free if nbytes <= slab.bytes.numel() <= nbytes + slack]
+        best = min(fits, key=lambda slab: slab.bytes.numel(), default=None)
+        if granted:
+            self._granted -= nbytes
+            self._spare -= 0 if best is None else best.bytes.numel() - nbytes
+        if best is not None:
             self.free.remove(best)
             return best
         self.trim()  # what is free belongs to another length
-        if (room := self.room()) < nbytes:
+        if not granted and (room := self.room()) < nbytes:
             raise HostOutOfMemory(
                 f"offload needs {nbytes:,} more bytes of host memory for this rank, and {room:,} are left; "
                 "use a shorter sequence, more ranks, or a larger host_memory"
@@ -196,14 +203,25 @@ class HostStore:
 
     def trim(self) -> None:
         """Give back the slabs that hold nothing."""
-        self.nbytes -= sum(slab.bytes.numel() for slab in self.free)
+        self.nbytes -= self.unused
         self.free.clear()
 
-    def check_room(self, nbytes: int) -> None:
-        """Raise HostOutOfMemory, before anything is taken, when `nbytes` for one whole forward will not fit."""
-        have = self.room() + sum(slab.bytes.numel() for slab in self.free)
-        if self.mode != "none" and nbytes > have:
+    @property
+    def unused(self) -> int:
+        """Bytes of slabs that hold nothing."""
+        return sum(slab.bytes.numel() for slab in self.free)
+
+    def reserve(self, nbytes: int, room: int | None = None) -> None:
+        """Grant a whole forward `nbytes` of the `room` that there is (None: now), before anything is taken: then no
+        rank runs out of memory in the middle, where the others would wait for it.
+
+        Raises:
+            HostOutOfMemory: they do not fit.
+        """
+        room = self.room() + self.unused if room is None else room
+        if nbytes > room:
             raise HostOutOfMemory(
-                f"offload needs {nbytes:,} bytes of host memory for this rank, and {have:,} are left; "
+                f"offload needs {nbytes:,} bytes of host memory for this rank, and {room:,} are left; "
                 "use a shorter sequence, more ranks, a larger host_memory, or offload='none'"
             )
+        self._granted, self._spare = nbytes + nbytes // 64, room - nbytes  # heads that are shared unevenly take more

@@ -63,7 +63,7 @@ def plain_run(
     tokens = max(1, sum(int((y != -100).sum()) for y in shifted))
     total = 0.0
     for sample, y in zip(samples, shifted):
-        logits = model(input_ids=sample["input_ids"], use_cache=False).logits
+        logits = model(sample["input_ids"], position_ids=sample.get("position_ids"), use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="sum") / tokens
         (loss * scale).backward()
         total += loss.item()

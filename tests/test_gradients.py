@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from cases import make_model, make_samples, plain_run, worst_error
+from cases import VOCAB, make_model, make_samples, plain_run, worst_error
 from torch import Tensor, nn
 
 import alstlib
@@ -56,6 +57,15 @@ def decoder_layers(model: Any) -> Any:
     return model.transformer.h if hasattr(model, "transformer") else model.model.layers
 
 
+def varied(seed: int, rows: int, length: int, documents: int) -> dict[str, Tensor]:
+    """A sample of so many rows, tokens of a row, and packed documents of a row."""
+    ids = torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+    at = torch.arange(length)
+    starts = torch.linspace(0, length, documents + 1)[:-1].long()
+    first = starts[torch.searchsorted(starts, at, right=True) - 1]
+    return {"input_ids": ids, "labels": ids.masked_fill(at == first, -100), "position_ids": (at - first).expand_as(ids)}
+
+
 def run_case(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     """One optimizer step's gradients on this rank's shards, against the plain run; returns the worst error."""
     engine_kind, accumulation = case.get("engine", "average"), case.get("accumulation", 1)
@@ -66,6 +76,8 @@ def run_case(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
         if any(part in name for part in case.get("frozen", ())):
             p.requires_grad_(False)
     samples = make_samples(ctx.dp * accumulation, length=case.get("length", 32), batch=batch_size)
+    if "shapes" in case:
+        samples = [varied(i, *shape) for i, shape in enumerate(itertools.chain(*zip(*case["shapes"])))]
     if case.get("empty"):
         samples[0]["labels"][:, : samples[0]["labels"].shape[1] // 2 + 1] = -100  # the first rank has no valid token
     loss, want = plain_run(model, samples, scale)
@@ -76,7 +88,10 @@ def run_case(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
             forwards[i] += out.shape[1]
 
         layer.mlp.register_forward_hook(count)
-    handle = alstlib.apply(model, ctx, alstlib.Options(**case.get("options", {})))
+    options = case.get("options", {})
+    if "host_memory" in case:
+        options = {**options, "host_memory": case["host_memory"][rank]}
+    handle = alstlib.apply(model, ctx, alstlib.Options(**options))
     if engine_kind == "ddp":
         engine: Any = nn.parallel.DistributedDataParallel(model)
     elif engine_kind == "fsdp2":
@@ -187,6 +202,39 @@ def test_engines_with_the_inputs_of_some_layers(ranks2: Any, engine: str, save: 
     case = {"sp": 2, "engine": engine, "options": options, "overrides": {"num_hidden_layers": 5}, "accumulation": 4}
     for result in check(ranks2, {**case, "frozen": frozen}):
         assert result["every"] == 3
+
+
+# micro-batches of each replica: (rows, tokens of a row, documents of a row)
+SHAPES = [
+    [(1, 1, 1), (2, 30, 3), (1, 64, 1), (1, 5, 2), (3, 17, 1)],
+    [(1, 48, 5), (1, 7, 1), (2, 2, 1), (3, 40, 7), (1, 96, 2)],
+]  # fmt: skip
+ROOM = {
+    "plenty": [None, None], "both short": [9_000, 20_000], "second short": [200_000, 16_000],
+    "one limited": [25_000, None],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("memory", ROOM.values(), ids=ROOM)
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_replicas_in_which_all_that_is_local_differs(ranks2: Any, engine: str, memory: list[Any]) -> None:
+    """Rows, lengths, documents and room on the host, from replica to replica and from micro-batch to micro-batch: the
+    engine gathers weights, so all replicas must run the same layers in the same order."""
+    case = {"sp": 1, "model": "gemma2", "engine": engine, "accumulation": 5, "shapes": SHAPES}
+    case["options"] = {**ALL_ON, "save_attention": "auto"}
+    case |= {"host_memory": memory, "overrides": {"num_hidden_layers": 5}}
+    kept = [(r["every"], r["kept"]) for r in check(ranks2, case)]
+    assert kept[0] == kept[1]
+    assert kept[0][0] > 1 or memory == [None, None]
+
+
+def test_groups_in_which_all_that_is_local_differs(ranks4: Any) -> None:
+    """The same with two ranks in each replica; the first has one token a rank in its first sample."""
+    shapes = [[(1, 2, 1), (1, 61, 3), (2, 9, 1)], [(1, 48, 5), (3, 7, 1), (1, 96, 2)]]
+    case = {"sp": 2, "model": "gemma2", "engine": "zero3", "accumulation": 3, "shapes": shapes}
+    case |= {"options": {**ALL_ON, "save_attention": "auto"}, "host_memory": [10**6, 10_000, 10**6, 10**6]}
+    kept = {(r["every"], r["kept"]) for r in check(ranks4, {**case, "overrides": {"num_hidden_layers": 5}})}
+    assert len(kept) == 1
 
 
 @pytest.mark.parametrize("model", ["mha", "gqa", "mqa"])

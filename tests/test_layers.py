@@ -310,3 +310,54 @@ def test_ranks_agree_on_the_fullest_host(ranks2: Any) -> None:
     for every, kept, error in ranks2(uneven_hosts):
         assert (every, kept) == (2, 1 / LAYERS)
         assert error < 1e-5
+
+
+def short_hosts(rank: int, world: int) -> tuple[str, int]:
+    """Rank 1 has a longer sample of its own than its host has room for; then a shorter one."""
+    ctx = alstlib.SPContext.create(1)
+    options = alstlib.Options(offload="sync", save_attention=False, host_memory=2 * INPUT)
+    model = model_of(max_position_embeddings=4 * LENGTH)
+    with alstlib.apply(model, ctx, options) as handle:
+        with pytest.raises(HostOutOfMemory) as error:
+            alstlib.causal_lm_loss(model, batch(length=3 * LENGTH if rank else LENGTH), ctx)
+        assert (handle.store.nbytes, handle.store.peak_nbytes) == (0, 0)
+        alstlib.causal_lm_loss(model, batch(length=2 * LENGTH if rank else LENGTH), ctx).loss.backward()
+        return str(error.value), handle.inputs_kept_every
+
+
+def test_all_ranks_say_that_one_has_too_little_room(ranks2: Any) -> None:
+    first, second = ranks2(short_hosts)
+    assert f"needs {INPUT:,} bytes of host memory more than rank 1 has left" in first[0]
+    assert f"needs {3 * INPUT:,} bytes of host memory for this rank, and {2 * INPUT:,} are left" in second[0]
+    assert first[1] == second[1] == LAYERS
+
+
+@pytest.mark.parametrize("save", [False, "auto"])
+def test_lengths_that_change_keep_to_the_budget(save: bool | str) -> None:
+    """What the plan allows is never refused in the middle, and slabs that are larger than needed are counted."""
+    model, memory = model_of(), 3 * INPUT + OUTPUT
+    options = alstlib.Options(**TILES, offload="sync", save_attention=save, host_memory=memory)
+    with alstlib.apply(model, None, options) as handle:
+        for length in (64, 62, 54, 37, 64, 63, 52, 50, 47, 30, 33, 57, 64):
+            alstlib.causal_lm_loss(model, batch(length=length)).loss.backward()
+            assert handle.store.nbytes <= memory
+        assert handle.store.peak_nbytes <= memory
+
+
+def test_what_is_granted_is_not_asked_for_again() -> None:
+    """Other ranks of the machine take their share meanwhile."""
+    model = model_of()
+    with alstlib.apply(model, None, alstlib.Options(**TILES, offload="sync")) as handle:
+        room = LAYERS * (INPUT + OUTPUT)
+        handle.store.room = lambda: room - 2 * handle.store.nbytes  # type: ignore[method-assign]
+        step(model)
+        assert (handle.attention_kept, handle.store.nbytes) == (1, room)
+
+
+def test_lengths_that_change_are_noted_once_each() -> None:
+    model = model_of()
+    options = alstlib.Options(**TILES, offload="sync", save_attention=False, host_memory=budget_for(2))
+    with alstlib.apply(model, None, options) as handle:
+        for length in (64, 30, 63, 29, 62, 28):
+            alstlib.causal_lm_loss(model, batch(length=length)).loss.backward()
+        assert len(handle.notes) == 1
