@@ -213,7 +213,7 @@ def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: 
                 break
     note(row="the report", row_since=time.time())
     found = results.collect(spec.out)
-    print(f"\n{results.to_markdown(results.table(found))}\n")
+    print(f"\n{results.with_notes(results.table(found))}\n")
     if spec.report and not (bad and args.fail_fast):
         output = spec.out / spec.report.name
         watch, show = watch_cells(spec.report, output)
@@ -288,7 +288,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     r.set_defaults(command=report.report)
     s = commands.add_parser("status", help="say what runs, what finished and what to type next", epilog=status.EXIT)
     s.add_argument(
-        "spec", type=Path, nargs="?", help="a spec or a sweep's folder; without it, all sweeps below papermill_runs/out"
+        "spec",
+        type=Path,
+        nargs="?",
+        help="a spec, or the folder of a sweep or a run; without it, all sweeps below papermill_runs/out",
     )
     s.add_argument("--json", action="store_true", help="for programs")
     s.set_defaults(command=status.status)

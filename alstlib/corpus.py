@@ -16,7 +16,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from alstlib.samples import canonical_columns, collate, make_samples
+from alstlib.formats import canonical_columns, plain_text
+from alstlib.samples import collate, make_samples
 
 __all__ = ["canonical_columns", "collate", "get_tokenizer", "load_corpus", "make_samples"]
 
@@ -42,7 +43,7 @@ def load_corpus(
         streaming: read a hub dataset as it is used, without downloading all of it.
         trust: has no effect but a warning: no dataset's code is ever run.
 
-    Returns: columns `text`, or `input_ids` (and `labels`), or `messages` (and `text`); see `canonical_columns`.
+    Returns: columns `text`, `input_ids`, `messages`, ...: those of the formats that `formats` knows.
 
     Raises:
         ValueError: a path or dataset that does not exist, cannot be read, is empty or has no usable column.
@@ -187,9 +188,7 @@ def _training_texts(corpus: Any) -> list[str]:
     for row in (corpus[i] for i in order) if isinstance(rows, range) else corpus:
         if "input_ids" in row:
             raise ValueError("a corpus of input_ids has its own tokenizer: name it instead of 'auto'")
-        chat = row.get("messages")
-        text = row.get("text") if chat is None else "\n".join(str(m.get("content") or "") for m in chat)
-        texts.append((text or "")[:left])
+        texts.append(plain_text(row)[:left])
         left -= len(texts[-1])
         if left <= 0:
             break

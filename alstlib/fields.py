@@ -13,7 +13,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, TypeAdapter, ValidationError
@@ -39,14 +39,19 @@ def parse_quantity(value: int | float | str, what: str = "value") -> int:
     return round(float(match[1]) * unit)
 
 
-def check_names(given: Mapping[str, Any], known: Any, what: str) -> None:
-    """Refuse names that are not known, each with the nearest one that is."""
-    names = list(known)
+def check_names(
+    given: Mapping[str, Any], known: Iterable[str], what: str, section: str = "", inside: Iterable[str] = ()
+) -> None:
+    """Refuse names that are not known, each with the nearest one that is, or that is known inside of a section."""
+    names, inside = list(known), list(inside)
     for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-            hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(names)}"
-            raise ValueError(f"unknown {what} '{name}'{hint}")
+        if name in names:
+            continue
+        near = difflib.get_close_matches(str(name), [*names, *inside], n=1, cutoff=0.5)
+        hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(names)}"
+        if near and near[0] not in names:
+            hint = f"; put '{name}' under '{section}'" if name in inside else f"{hint} It goes under '{section}'"
+        raise ValueError(f"unknown {what} '{name}'{hint}")
 
 
 # Types of fields. A refusal quotes the description.

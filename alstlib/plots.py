@@ -334,7 +334,6 @@ def training(runs: Mapping[str, Mapping[int, float]], marks: Mapping[str, float]
         axes.text(x, 0.02, f" {name}", fontsize=8, color="#666666", transform=axes.get_xaxis_transform())
     axes.set(xlabel="optimizer step", ylabel="loss [nats per token]")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=9)
     return _finish(figure)
 

@@ -37,7 +37,7 @@ def report(args: argparse.Namespace) -> int:
     found = results.collect(folder)
     if not found:
         raise ValueError(f"no result.json below {folder}")
-    print(results.to_markdown(results.table(labelled(found, folder))))
+    print(results.with_notes(results.table(labelled(found, folder))))
     page = write_page(folder, found, spec, Path(args.html) if args.html else None)
     print(f"\npage: {shown(page)}")
     return 0

@@ -248,8 +248,8 @@ def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One dictionary a result: what was measured (bytes, seconds, tokens, TFLOPS a rank), what was predicted of it,
     and the paper's row.
 
-    `device_peak_bytes` is that of the fullest rank, `host_peak_bytes` the sum over the ranks. `row` is the result's
-    `label` where it was given one.
+    `loss` is that of the last step, `device_peak_bytes` that of the fullest rank, `host_peak_bytes` the sum over the
+    ranks. `row` is the result's `label` where it was given one.
     """
     rows = []
     for result in results:
@@ -271,6 +271,7 @@ def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "status": result["status"],
             "mode": result["mode"],
             "seq_len": m.get("seq_len"),
+            "loss": next((x for x in reversed(m.get("loss") or []) if x is not None), None),
             "step_seconds": seconds,
             "tokens_per_second": tokens / seconds if tokens and seconds else None,
             "device_peak_bytes": max(device, default=None),
@@ -283,6 +284,7 @@ def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "paper_seq_len": paper.get("seq_len"),
             "paper_step_seconds": paper.get("step_seconds"),
             "paper_tflops": paper.get("tflops"),
+            "notes": [str(note) for note in m.get("notes") or []],
         })  # fmt: skip
     return rows
 
@@ -317,7 +319,7 @@ def _number(x: float) -> str:
 
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "row": ("row", str), "status": ("status", str), "mode": ("mode", str),
-    "seq_len": ("length", format_tokens),
+    "seq_len": ("length", format_tokens), "loss": ("last loss", "{:.4g}".format),
     "step_seconds": ("step", format_seconds), "predicted_step_seconds": ("predicted step", format_seconds),
     "tokens_per_second": ("tokens/s", _number),
     "device_peak_bytes": ("device peak", format_bytes),
@@ -340,3 +342,10 @@ def to_markdown(rows: Iterable[Mapping[str, Any]], columns: Iterable[str] | None
         values = [(COLUMNS[n][1], row.get(n)) for n in names]
         lines.append(["-" if v is None else show(v).replace("|", "\\|") for show, v in values])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def with_notes(rows: Iterable[Mapping[str, Any]]) -> str:
+    """`to_markdown` of `table`'s rows, and below it what must be known of each, such as data that were repeated."""
+    rows = list(rows)
+    notes = [f"- {row['row']}: {note}" for row in rows for note in row["notes"]]
+    return "\n".join([to_markdown(rows), *([""] if notes else []), *notes])

@@ -1,4 +1,4 @@
-"""Documents made into samples of one length: text, token ids or chats, one long text a sample or packed documents.
+"""Documents made into samples of one length, tokenized and labelled: one long text a sample, or packed documents.
 
 A sample is {"input_ids" [S], "labels" [S]} (int64) and, when packed, "document_lengths", a list that sums to S.
 """
@@ -16,53 +16,11 @@ import torch
 from torch.utils.data import Dataset
 
 from alstlib.batches import IGNORE
+from alstlib.formats import Messages, canonical_columns, read_row
 
 logger = logging.getLogger(__name__)
 
 _POOL = 32  # documents among which packing looks for one that fits
-
-
-def canonical_columns(corpus: Any, text_column: str | None = None) -> Any:
-    """The columns that training uses, under one name each: `text`, `input_ids` (+ `labels`) or `messages` (+ `text`).
-
-    Without `text_column`, in this order: `input_ids`, `messages` or `conversations`, `text`, the only string column.
-    Chats and plain texts may be in one corpus: a row without messages is its `text`.
-
-    Raises:
-        ValueError: no such column; it lists those there are.
-    """
-    if not hasattr(corpus, "select_columns"):
-        raise ValueError(f"the corpus is a {type(corpus).__name__}; it must be a dataset of the `datasets` library")
-    features = corpus.features
-    if features is None:  # a stream tells its columns with its first row
-        first = next(iter(corpus), None)
-        if first is None:
-            raise ValueError("the corpus is empty")
-        strings = [name for name, value in first.items() if isinstance(value, str)]
-        names = list(first)
-    else:
-        strings = [name for name, f in features.items() if getattr(f, "dtype", None) in ("string", "large_string")]
-        names = list(features)
-    if text_column is not None:
-        if text_column not in strings:
-            raise ValueError(f"text_column='{text_column}' is no column of text; columns: {names}, of text: {strings}")
-        keep = {text_column: "text"}
-    elif "input_ids" in names:
-        keep = {name: name for name in ("input_ids", "labels") if name in names}
-    elif chats := [name for name in ("messages", "conversations") if name in names]:
-        keep = {chats[0]: "messages"} | ({"text": "text"} if "text" in strings else {})
-    elif "text" in strings or len(strings) == 1:
-        keep = {"text" if "text" in strings else strings[0]: "text"}
-    else:
-        raise ValueError(
-            f"no column that can be trained on among {names}: give text_column (columns of text: {strings}), or a "
-            "dataset with input_ids, messages or text"
-        )
-    if list(keep) == names and list(keep) == list(keep.values()):
-        return corpus
-    corpus = corpus.select_columns(list(keep))
-    renamed = {old: new for old, new in keep.items() if old != new}
-    return corpus.rename_columns(renamed) if renamed else corpus
 
 
 class Document(NamedTuple):
@@ -81,24 +39,22 @@ def _document(ids: Sequence[int], labels: Sequence[int]) -> Document:
     return Document(np.asarray(ids, dtype=np.int32), np.asarray(labels, dtype=np.int32))
 
 
-def _chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> Document:
-    """A conversation through the tokenizer's template; labels on what the assistant says only.
+def _chat(messages: Messages, tokenizer: Any, first: int = 0) -> Document:
+    """A conversation through the tokenizer's template; labels on what the assistant says, from message `first` on.
 
-    Where the template does not mark it ({% generation %}), it is found by rendering the conversation message by
-    message, which is only right if each rendering begins with the one before it: anything else is refused.
+    Where the template does not mark it ({% generation %}), and where only later messages count, it is found by
+    rendering the conversation message by message, which is only right if each rendering begins with the one before it:
+    anything else is refused.
     """
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         raise ValueError("the corpus holds chats, but the tokenizer has no chat template: name a chat model's")
-    turns = [{key: value for key, value in m.items() if value is not None} for m in messages]
-    if wrong := next((m for m in turns if "role" not in m), None):
-        raise ValueError(f"a message has the keys {sorted(wrong)}; it must have 'role' and 'content'")
     try:
-        if isinstance(template, str) and re.search(r"\{%-?\s*generation\s*-?%\}", template):
-            out = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+        if not first and isinstance(template, str) and re.search(r"\{%-?\s*generation\s*-?%\}", template):
+            out = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
             ids, mask = out["input_ids"], out["assistant_masks"]
         else:
-            ids, mask = _by_rendering(turns, tokenizer)
+            ids, mask = _by_rendering(messages, tokenizer, first)
     except ValueError:
         raise
     except Exception as error:  # a template raises what it likes
@@ -106,7 +62,7 @@ def _chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> Document:
     return _document(ids, [token if said else IGNORE for token, said in zip(ids, mask)])
 
 
-def _by_rendering(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[list[int], list[bool]]:
+def _by_rendering(messages: Messages, tokenizer: Any, first: int) -> tuple[list[int], list[bool]]:
     def render(count: int, prompt: bool = False) -> str:
         if count == 0:
             return ""
@@ -115,7 +71,7 @@ def _by_rendering(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[list[
     whole = render(len(messages))
     spans = []
     for i, message in enumerate(messages):
-        if message["role"] == "assistant":
+        if message["role"] == "assistant" and i >= first:
             before, after = render(i, prompt=True), render(i + 1)
             if not (after.startswith(before) and whole.startswith(after)):
                 raise ValueError(
@@ -124,24 +80,38 @@ def _by_rendering(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[list[
                     "input_ids and labels"
                 )
             spans.append((len(before), len(after)))
+    return _said(whole, spans, tokenizer, "a template without {% generation %} marks", special=False)
+
+
+def _said(
+    text: str, spans: Sequence[tuple[int, int]], tokenizer: Any, what: str, *, special: bool
+) -> tuple[list[int], list[bool]]:
+    """Tokens of a text, and which of them begin in one of these spans of characters."""
     if not getattr(tokenizer, "is_fast", False):
-        raise ValueError("a template without {% generation %} marks needs a fast tokenizer, which tells offsets")
-    out = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        raise ValueError(f"{what} needs a fast tokenizer, which tells offsets")
+    out = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
     mask = [any(start <= left < stop for start, stop in spans) for left, _ in out["offset_mapping"]]
     return out["input_ids"], mask
 
 
 def _tokenize(row: Mapping[str, Any], tokenizer: Any) -> Document:
+    """A row with canonical columns as a document; one without tokens where it has no text."""
     if "input_ids" in row:
         return _document(row["input_ids"], row["labels"] if row.get("labels") is not None else row["input_ids"])
-    if row.get("messages") is not None:
-        return _chat(row["messages"], tokenizer)
-    if "text" not in row:
-        raise ValueError(f"a document has neither text nor messages: {dict(row)!r}")
-    ids = tokenizer(row["text"] or "", verbose=False)["input_ids"] if row["text"] else []
+    example = read_row(row, chats=bool(getattr(tokenizer, "chat_template", None)))
+    if example.messages is not None:
+        return _chat(example.messages, tokenizer, example.first) if example.messages else _document([], [])
+    if not example.text:
+        return _document([], [])
+    if example.prompt:
+        whole, start = example.prompt + example.text, len(example.prompt)
+        ids, said = _said(whole, [(start, len(whole))], tokenizer, "a prompt with a completion", special=True)
+    else:
+        ids = tokenizer(example.text, verbose=False)["input_ids"]
+        said = [True] * len(ids)
     if ids and tokenizer.eos_token_id is not None and ids[-1] != tokenizer.eos_token_id:
-        ids = [*ids, tokenizer.eos_token_id]
-    return _document(ids, ids)
+        ids, said = [*ids, tokenizer.eos_token_id], [*said, True]
+    return _document(ids, [token if one else IGNORE for token, one in zip(ids, said)])
 
 
 def _join(pieces: Sequence[Document]) -> Document:
@@ -206,6 +176,8 @@ class Samples(Dataset):
         """Passes over the corpus that were begun."""
         self.tokens = 0
         """Tokens of the first pass so far."""
+        self.rows = self.empty = self.unlabelled = 0
+        """Rows of the first pass so far; those without a token, and others without a token that has a loss."""
         self._seen = 0  # tokens of all passes
         self._made: list[list[Document]] = []
         self._source: Iterator[list[Document]] | None = None
@@ -215,10 +187,22 @@ class Samples(Dataset):
         else:
             self._make(limit)
             self.length = len(self._made)
+        self._refuse_unlabelled()
 
     def __getstate__(self) -> dict[str, Any]:
         # a worker process makes the samples again, for a generator cannot be sent to it
-        return {**self.__dict__, "_made": [], "_source": None, "passes": 0, "tokens": 0, "pace": None, "_told": None}
+        return {
+            **self.__dict__,
+            "_made": [],
+            "_source": None,
+            "passes": 0,
+            "tokens": 0,
+            "rows": 0,
+            "empty": 0,
+            "unlabelled": 0,
+            "pace": None,
+            "_told": None,
+        }
 
     def _rows(self, epoch: int) -> Iterator[Mapping[str, Any]]:
         if not hasattr(self.corpus, "__len__"):
@@ -232,7 +216,8 @@ class Samples(Dataset):
             self.passes = epoch + 1
             for row in self._rows(epoch):
                 document = _tokenize(row, self.tokenizer)
-                self.tokens += len(document.ids) if epoch == 0 else 0
+                if epoch == 0:
+                    self._count(document)
                 self._seen += len(document.ids)
                 if self._told:
                     self._told(self._seen)
@@ -244,6 +229,43 @@ class Samples(Dataset):
                 logger.warning(
                     f"one pass over the corpus is {self.tokens} tokens: its documents are repeated, in another order"
                 )
+
+    def _count(self, document: Document) -> None:
+        self.rows += 1
+        self.tokens += len(document.ids)
+        self.empty += not len(document.ids)
+        self.unlabelled += len(document.ids) > 0 and bool((document.labels == IGNORE).all())
+
+    def notes(self) -> list[str]:
+        """What whoever reads a result must know of its data."""
+        made = []
+        if self.empty:
+            made.append(f"{self.empty} of {self.rows} rows have no text and were left out")
+        if self.unlabelled:
+            made.append(
+                f"{self.unlabelled} of {self.rows} rows have no token with a loss, such as a chat without an answer"
+            )
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is None:
+            made.append("the tokenizer has no end-of-text token, so that no document is ended by one")
+        if self.tokenizer is not None and self.tokenizer.pad_token_id is None:
+            made.append("the tokenizer has no padding token, which generation in batches needs")
+        if self.passes > 1:
+            made.append(f"the corpus of {self.tokens:,} tokens was read {self.passes} times")
+        return made
+
+    def _refuse_unlabelled(self) -> None:
+        """Make samples until one has a token with a loss: a corpus that has none trains nothing."""
+
+        def trains(sample: list[Document]) -> bool:  # the first token is no other's next
+            return any((d.labels[1:] != IGNORE).any() for d in (sample if self.packed else [_join(sample)]))
+
+        while not any(map(trains, self._made)):
+            if len(self._made) >= (self.limit or 0) or self.passes > 1:
+                raise ValueError(
+                    f"none of {self.tokens:,} tokens in {self.rows} rows has a loss: chats need a message of the "
+                    "assistant, prompts a completion, and labels a value besides -100"
+                )
+            self._make(len(self._made) + 1)
 
     def _make(self, count: int | None) -> None:
         """Samples up to `count`; None: those of one pass (or one sample, repeating)."""

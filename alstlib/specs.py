@@ -2,7 +2,7 @@
 
 A spec is a mapping of
 
-    name        of the sweep; its results go to papermill_runs/out/NAME/ROW/
+    name        of the sweep; its results go to papermill_runs/out/NAME/ROW/ (a spec may lie anywhere)
     notebook    the run template that papermill executes for each row
     base        fields of RunConfig; its sections `cpu` and `cuda` apply where no GPU, or one, is found
     rows        names out of config.ROWS, or mappings with a `name` and fields of RunConfig
@@ -39,7 +39,7 @@ class Spec:
     name: str
     path: Path
     root: Path
-    """The folder that its notebook's name begins at: the repository."""
+    """The folder that its notebook's name begins at: the repository, for a spec outside of it too."""
     notebook: Path
     parameters: Mapping[str, Any]
     rows: Mapping[str, RunConfig]
@@ -78,7 +78,8 @@ def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None =
         raise ValueError(f"cannot read the spec {path}: {e}") from e
     if not isinstance(spec, dict):
         raise ValueError(f"the spec {path} is not a mapping with name, notebook, base and rows")
-    check_names(spec, ["name", "notebook", "base", "rows", "parameters", "report"], "field of a spec")
+    names = ["name", "notebook", "base", "rows", "parameters", "report"]
+    check_names(spec, names, "field of a spec", "base", RunConfig.__dataclass_fields__)
     name = str(spec.get("name") or path.stem)
     notebook, root = _locate(spec.get("notebook") or "notebooks/run.ipynb", path)
     folder = Path(out).resolve() if out else root / OUT / name
@@ -122,11 +123,13 @@ def _for_device(fields: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 
 def _locate(name: str, spec: Path) -> tuple[Path, Path]:
-    """A notebook named by a spec, relative to the spec's folder or one above it; and that folder."""
-    for folder in spec.parents:
+    """A notebook named by a spec, relative to the spec's folder, one above it or the clone of this package; and that
+    folder."""
+    clone = launch.default_home().parent
+    for folder in (*spec.parents, clone):
         if (folder / name).is_file():
             return folder / name, folder
-    raise ValueError(f"notebook={name!r} of {spec} is in no folder above the spec")
+    raise ValueError(f"notebook={name!r} of {spec} is in no folder above the spec, nor in {clone}; give its whole path")
 
 
 def papermill_line(notebook: str, output: str, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -142,7 +145,8 @@ def check_parameters(notebook: Path, names: Iterable[str]) -> None:
     import papermill
 
     known = papermill.inspect_notebook(str(notebook))
-    check_names(dict.fromkeys(names), known, f"parameter of {notebook.name}")
+    inside = RunConfig.__dataclass_fields__ if "config" in known else ()
+    check_names(dict.fromkeys(names), known, f"parameter of {notebook.name}", "config", inside)
 
 
 def select(spec: Spec, rows: str | None) -> list[str]:

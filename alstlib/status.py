@@ -14,7 +14,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,13 @@ def of_spec(spec: Spec) -> Sweep:
 
 
 def of_folder(folder: Path) -> Sweep:
-    """By the spec that `alst run` left named there; without one, what the folder holds."""
+    """By the spec that `alst run` left named there; without one, what the folder holds: runs, or the files of one."""
+    if any((folder / name).exists() for name in ("config.json", "result.json")):
+        around = folder.resolve().parent
+        sweep = of_folder(around) if read_record(around) else None
+        if sweep and (rows := [row for row in sweep.rows if row.folder.resolve() == folder.resolve()]):
+            return replace(sweep, rows=rows)
+        return Sweep(name=folder.resolve().name, folder=folder, spec=None, holder=None, rows=[look(folder, None)])
     record, problem = read_record(folder), ""
     if record.get("spec"):
         try:

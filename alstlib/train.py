@@ -243,7 +243,7 @@ class Trainer:
             "backend": self.handle.attention.backend_name,
             "attention_kept": self.handle.attention_kept,
             "inputs_kept_every": self.handle.inputs_kept_every,
-            "notes": [*states.notes, *self.handle.notes, *untimed],
+            "notes": [*states.notes, *self.handle.notes, *self.samples[seq_len].notes(), *untimed],
         }
 
     def predicted(self, seq_len: int) -> dict[str, Any]:

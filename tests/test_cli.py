@@ -281,6 +281,16 @@ def test_status_of_a_folder_and_out_without_a_spec(sweep, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert cli.main(["status", str(out)]) == 1
     assert capsys.readouterr().out == shown  # it knows its spec
+    for row, code in (("good", 0), ("bad", 1)):  # a run's own folder
+        assert cli.main(["status", str(out / row)]) == code
+        told = capsys.readouterr().out
+        assert [line.split()[:2] for line in told.splitlines() if line.startswith(("good", "bad"))] == [
+            [row, "ok" if row == "good" else "error"]
+        ]
+    alone = tmp_path / "other" / "alone"
+    shutil.copytree(out / "bad", alone)
+    assert cli.main(["status", str(alone)]) == 1
+    assert "alone  error" in capsys.readouterr().out
     assert cli.main(["status", str(tmp_path)]) == 2
     assert f"no runs in {tmp_path}" in capsys.readouterr().err
     for arguments in (["status"], ["status", str(out)], ["report", str(out)]):
@@ -413,6 +423,9 @@ def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, capsys):
         ({"rows": []}, "names no rows"),
         ({"notebook": "rnu.ipynb"}, "notebook='rnu.ipynb'"),
         ({"parameters": {"wroker": "w"}}, "unknown parameter of run.ipynb 'wroker'; did you mean 'worker'?"),
+        ({"data": "x.jsonl"}, "unknown field of a spec 'data'; put 'data' under 'base'"),
+        ({"parameters": {"data": "x"}}, "unknown parameter of run.ipynb 'data'; put 'data' under 'config'"),
+        ({"parameters": {"tiled_lose": 1}}, "'tiled_lose'; did you mean 'tiled_loss'? It goes under 'config'"),
         ({"report": "run.ipynb"}, "unknown parameter of run.ipynb 'results'"),
     ],
 )
@@ -422,6 +435,17 @@ def test_unknown_names_are_refused_before_anything_starts(tmp_path, monkeypatch,
     assert cli.main(["run", str(write_spec(tmp_path, **changes))]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "papermill_runs").exists()
+
+
+def test_a_spec_outside_of_the_clone_runs_its_notebook(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(launch, "device_count", lambda: 0)
+    path = tmp_path / "mine.yaml"
+    path.write_text("{rows: [{name: one, model: tiny}]}")
+    spec = cli.load_spec(path)
+    assert spec.notebook == REPOSITORY / "notebooks" / "run.ipynb"
+    assert spec.out == REPOSITORY / "papermill_runs" / "out" / "mine"
+    assert cli.main(["run", str(path), "--out", str(tmp_path / "out"), "--dry-run"]) == 0
+    assert "one: would run as" in capsys.readouterr().out
 
 
 def test_rows_that_are_not_in_the_spec_and_specs_that_do_not_exist(tmp_path, capsys):

@@ -419,9 +419,117 @@ def test_templates_that_cannot_be_followed_are_refused(tokenizer):
         chat_sample(tokenizer, FORGETS)
     with pytest.raises(ValueError, match="no chat template"):
         make_samples(datasets.Dataset.from_dict({"messages": [CHAT]}), tokenizer, 8)
-    sharegpt = [{"from": "human", "value": "hello"}]
-    with pytest.raises(ValueError, match=r"keys \['from', 'value'\]"):
-        make_samples(datasets.Dataset.from_dict({"conversations": [sharegpt]}), chat_sample(tokenizer, CHATML)[0], 8)
+    for message, says in (
+        ({"by": "human", "value": "hello"}, r"keys \['by', 'value'\]; it must have 'role' and 'content', or 'from'"),
+        ({"from": "narrator", "value": "hello"}, "a message is from 'narrator'; known: human, user, gpt"),
+    ):
+        corpus = datasets.Dataset.from_dict({"conversations": [[message]]})
+        with pytest.raises(ValueError, match=says):
+            make_samples(corpus, chat_sample(tokenizer, CHATML)[0], 8)
+
+
+# ---- formats of the field
+
+
+def sharegpt(*turns):
+    return [{"from": speaker, "value": text} for speaker, text in turns]
+
+
+def first_document(rows, tokenizer, template=None):
+    """Text and labelled text of the only row's document."""
+    from alstlib.samples import _tokenize
+
+    tokenizer = pickle.loads(pickle.dumps(tokenizer))
+    tokenizer.chat_template = template
+    (row,) = canonical_columns(datasets.Dataset.from_list([rows]))
+    document = _tokenize(row, tokenizer)
+    assert make_samples(datasets.Dataset.from_list([rows]), tokenizer, len(document.ids), repeat=False).notes() == []
+    return tokenizer.decode(document.ids), tokenizer.decode(document.ids[document.labels != -100])
+
+
+SAID = "It is four.<|im_end|>\n"
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize(
+    "row, asked",
+    [
+        ({"conversations": sharegpt(("human", "What is 2 + 2?"), ("gpt", "It is four."))}, "user\nWhat is 2 + 2?"),
+        (
+            {"conversations": sharegpt(("human", "Sum?"), ("gpt", "It is four.")), "system": "Count."},
+            "system\nCount.<|im_end|>\n<|im_start|>user\nSum?",
+        ),
+        ({"instruction": "Add.", "input": "2 + 2", "output": "It is four."}, "user\nAdd.\n2 + 2"),
+        ({"instruction": "Add 2 + 2.", "output": "It is four.", "id": 3}, "user\nAdd 2 + 2."),
+        (
+            {"prompt": CHAT[:1] + CHAT[3:] + CHAT[2:3], "completion": CHAT[1:2]},
+            "user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\nThat makes six.<|im_end|>\n"
+            "<|im_start|>user\nAnd 3 + 3?",
+        ),
+    ],
+    ids=["sharegpt", "system", "alpaca", "instruction", "prompt-of-messages"],
+)
+def test_chats_of_other_formats(tokenizer, template, row, asked):
+    whole, said = first_document(row, tokenizer, template)
+    assert whole == f"<|im_start|>{asked}<|im_end|>\n<|im_start|>assistant\n{SAID}"
+    assert said == SAID  # of a prompt's own answers none
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_a_completion_after_a_prompt(tokenizer, template):
+    row = {"prompt": "The sky is", "completion": " blue."}
+    assert first_document(row, tokenizer, template) == (f"The sky is blue.{EOS}", f" blue.{EOS}")
+
+
+def test_instructions_without_a_chat_template_are_alpacas_text(tokenizer):
+    whole, said = first_document({"instruction": "Add.", "input": "2 + 2", "output": "Four."}, tokenizer)
+    assert whole == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n2 + 2\n\n"
+        f"### Response:\nFour.{EOS}"
+    )
+    assert said == f"Four.{EOS}"
+    assert "Input" not in first_document({"instruction": "Add.", "input": "", "output": "Four."}, tokenizer)[0]
+
+
+def test_a_prompt_of_one_kind_with_a_completion_of_another(tokenizer):
+    corpus = datasets.Dataset.from_dict({"prompt": [CHAT[:1]], "completion": ["blue"]})
+    with pytest.raises(ValueError, match="must both be texts, or both lists of messages"):
+        make_samples(corpus, tokenizer, 4)
+
+
+# ---- what a result says of its data
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("limit", [None, 2, 50])
+def test_a_corpus_without_a_loss_is_refused(tokenizer, packed, limit):
+    tokenizer = chat_sample(tokenizer, CHATML)[0]
+    asked = datasets.Dataset.from_dict({"messages": [CHAT[:1]] * 6})
+    with pytest.raises(
+        ValueError, match=r"none of [\d,]+ tokens in \d rows has a loss: chats need a message of the assist"
+    ):
+        make_samples(asked, tokenizer, 20, packed=packed, limit=limit)
+    mixed = datasets.Dataset.from_dict({"messages": [CHAT[:1]] * 6 + [CHAT]})
+    samples = make_samples(mixed, tokenizer, 20, packed=packed)
+    assert "6 of 7 rows have no token with a loss, such as a chat without an answer" in samples.notes()
+
+
+def test_notes_on_data(tokenizer, stdlib):
+    assert make_samples(stdlib, tokenizer, 100, limit=2).notes() == []
+    rows = datasets.Dataset.from_dict({"text": ["one two three", None, "", "four five six"]})
+    samples = make_samples(rows, tokenizer, 8, limit=3)
+    samples[2]
+    size = len(tokenizer("one two three").input_ids) + len(tokenizer("four five six").input_ids) + 2
+    assert samples.notes() == [
+        "2 of 4 rows have no text and were left out", f"the corpus of {size} tokens was read {samples.passes} times",
+    ]  # fmt: skip
+    bare = pickle.loads(pickle.dumps(tokenizer))
+    bare.eos_token = bare.pad_token = None
+    assert [note.partition(",")[0] for note in make_samples(rows, bare, 4, limit=1).notes()] == [
+        "1 of 2 rows have no text and were left out", "the tokenizer has no end-of-text token",
+        "the tokenizer has no padding token",
+    ]  # fmt: skip
 
 
 # ---- batches

@@ -16,7 +16,7 @@ def test_a_training_curve_draws_every_step_of_every_run() -> None:
     assert (lines["after"].get_linestyle(), lines["before"].get_linestyle()) == ("-", "None")
     assert lines["before"].get_marker() in plots.MARKERS
     assert [text.get_text().strip() for text in axes.texts] == ["saved"]
-    assert axes.get_ylim()[0] == 0
+    assert axes.get_ylim()[0] > 1.0  # losses fill the axis: it does not begin at 0
     assert "nats" in axes.get_ylabel()
 
 

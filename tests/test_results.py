@@ -181,6 +181,8 @@ def test_table_and_markdown():
         seq_len=4096, tokens_per_step=8192, step_seconds=[9.0, 1.0, 2.0], device_peak_bytes=[2**30, 3 * 2**29],
         host_peak_bytes=[2**20, 2**20], flos={"paper": 8e12, "model": 4e12},
     )  # fmt: skip
+    measured["metrics"]["loss"] = [9.0, 8.12345, float("nan")]
+    measured["metrics"] = results.strict(measured["metrics"], [])
     row, failed = results.table([measured, result("oom", row="mine")])
     assert row["step_seconds"] == 2.0
     assert row["tokens_per_second"] == 4096
@@ -191,10 +193,14 @@ def test_table_and_markdown():
     assert failed["step_seconds"] is None
     assert failed["paper_seq_len"] is None
     lines = results.to_markdown([row, failed]).splitlines()
-    figures = "4,096 | 2.0 s | 4,096 | 1.50 GiB | 2.00 MiB | 2 | 1"
+    figures = "4,096 | 8.123 | 2.0 s | 4,096 | 1.50 GiB | 2.00 MiB | 2 | 1"
     assert lines[2] == f"| alst | ok | real | {figures} | 3.7M | 1:47:35 | 590.6 |"
     assert lines[3].startswith("| mine | oom | real | - | - |")
     assert len({line.count("|") for line in lines}) == 1
+    assert results.with_notes([row, failed]) == "\n".join(lines)
+    measured["metrics"]["notes"] = ["its data were read 3 times"]
+    told = results.with_notes(results.table([measured]))
+    assert told.splitlines()[-2:] == ["", "- alst: its data were read 3 times"]
     measured["metrics"]["predicted"] = {"device_peak_bytes": 2**30, "host_peak_bytes": 2**20, "step_seconds": None}
     (row,) = results.table([measured])
     assert (row["predicted_device_peak_bytes"], row["predicted_host_peak_bytes"]) == (2**30, 2**21)  # of 2 ranks

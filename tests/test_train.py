@@ -117,7 +117,7 @@ def own(first: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFac
     """The trained model as a folder, on a local JSONL file."""
     out = tmp_path_factory.mktemp("own")
     lines = [json.dumps({"text": f"def f_{i}(x):\n    return x + {i}\n" * 8}) for i in range(60)]
-    (out / "data.jsonl").write_text("\n".join(lines))
+    (out / "data.jsonl").write_text("\n".join(lines + ['{"text": null}'] * 60))
     run = run_config(model=str(first[0] / "model"), data=str(out / "data.jsonl"), steps=2, zero_stage=2)
     return out, run
 
@@ -130,6 +130,7 @@ def test_the_trained_model_is_trained_on(own: tuple[Path, RunConfig], first: tup
     with torch.no_grad():
         want = float(model(input_ids=sample["input_ids"][None], labels=sample["labels"][None]).loss)
     assert result["metrics"]["loss"][0] == pytest.approx(want, rel=1e-5)
+    assert any("rows have no text and were left out" in note for note in result["metrics"]["notes"])
     old, new = AutoTokenizer.from_pretrained(first[0] / "model"), AutoTokenizer.from_pretrained(out / "again")
     assert old.get_vocab() == new.get_vocab()
     assert len(old) == 512
