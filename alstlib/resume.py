@@ -1,7 +1,7 @@
 """The training states of one run: which one it continues from, when it saves one, and what is kept.
 
 The same command continues by itself: a state of the same configuration in the run's own folder comes before
-`resume_from`. A state there that is not continued is never replaced.
+`resume_from`. A state there that is not continued is never replaced, unless it is that of this run, which ended well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from alstlib import results
 from alstlib.config import RunConfig
 from alstlib.engine import Told
 from alstlib.processes import seconds_left
-from alstlib.state import OtherState, find_state, gather_text, load_state, place_aside, save_state
+from alstlib.state import FREE, OtherState, find_state, gather_text, load_state, place_aside, save_state
 
 SLOW_DISK = 2e8
 """Bytes a second that a training state is taken to be written with, before one was written."""
@@ -31,12 +31,13 @@ class RunStates:
     """What a run continues from and saves, in `state` below its folder `out`. Every rank calls the methods.
 
     Args:
-        run: the run, with the length that it trains at as `seq_len`.
+        run: the run as it was asked for.
+        seq_len: the length that it trains at, which a search may have found.
         told: gives who hears the share of a piece of work that is done.
     """
 
-    def __init__(self, engine: Any, run: RunConfig, out: Path, told: Callable[[str], Told]) -> None:
-        self.engine, self.run, self.out, self.told = engine, run, out, told
+    def __init__(self, engine: Any, run: RunConfig, seq_len: int, out: Path, told: Callable[[str], Told]) -> None:
+        self.engine, self.asked, self.run, self.out, self.told = engine, run, run.replace(seq_len=seq_len), out, told
         self.folder = out / "state"
         self.begun = 0
         """Optimizer steps that were done before this attempt."""
@@ -48,7 +49,7 @@ class RunStates:
         """Put engine and loader where an earlier attempt was; returns the `history` that it saved."""
         left, found, told = find_state(self.folder), None, self.told("reading the training state")
         there, finished = self._agreed([left is not None, self._finished()])
-        if there:
+        if there and not finished:
             self.aside = place_aside(self.folder)
         if there and not finished and self.run.resume == "auto":
             try:
@@ -93,12 +94,14 @@ class RunStates:
         return left < math.inf and self._agreed([left < 1.2 * seconds + 2 * self.saving + 1])[0]
 
     def _finished(self) -> bool:
-        """Whether an earlier run with as many steps ended well here: this one repeats it, from its first step."""
+        """Whether this very run ended well here before: it is repeated, from its first step, and its states with it."""
         try:
             result = results.read_result(self.out / "result.json")
         except (OSError, ValueError):
             return False
-        return result["status"] == "ok" and result["config"].get("steps") == self.run.steps
+        before, now = result["config"], self.asked.to_dict()
+        bound = now.keys() - FREE | {"steps", "resume_from"}
+        return result["status"] == "ok" and all(before.get(name) == now[name] for name in bound)
 
     def _agreed(self, answers: list[bool]) -> list[bool]:
         """Rank 0's answers, on every rank."""

@@ -47,7 +47,7 @@ Every other field, a new one too, belongs to the state."""
 
 
 class OtherState(ValueError):
-    """A sound state that belongs to another configuration or model, or has more steps than the run asks for."""
+    """A state of another configuration, model or alstlib, or one with more steps than the run asks for."""
 
 
 def save_state(
@@ -210,7 +210,7 @@ class _Writer:
     def finish(self, state: Mapping[str, Any]) -> None:
         content = {**state, "files": self.files}
         content["crc32"] = _sum(content)
-        self._do(self._append, "state.json", json.dumps(content, indent=1).encode())
+        self._do(self._append, "state.json", json.dumps(content).encode())
         self._do(self._replace)
 
     def _write(self, content: Any) -> None:
@@ -303,7 +303,7 @@ def _read(place: Path) -> dict[str, Any]:
         raise _damaged(place, "state.json", f"{type(e).__name__}: {e}") from e
     version = state.get("schema_version") if isinstance(state, dict) else None
     if version != SCHEMA_VERSION:
-        raise ValueError(f"{place / 'state.json'} has schema_version={version!r}; this alstlib reads {SCHEMA_VERSION}")
+        raise OtherState(f"{place / 'state.json'} has schema_version={version!r}; this alstlib reads {SCHEMA_VERSION}")
     if state.get("crc32") != _sum(state):
         raise _damaged(place, "state.json", "it has not the checksum that it was saved with")
     return state

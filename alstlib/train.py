@@ -215,7 +215,7 @@ class Trainer:
                 self.ledger.close()
 
         self.ledger.start()
-        states = RunStates(self.engine, self.run.replace(seq_len=seq_len), self.out, self.told)
+        states = RunStates(self.engine, self.run, seq_len, self.out, self.told)
         made = self.steps(seq_len, self.run.steps, "step", states, (watched, unwatch))
         if not peaks:  # a continued run had fewer steps to do
             unwatch()
