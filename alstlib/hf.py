@@ -30,7 +30,7 @@ from alstlib.loss import IGNORE, TiledHead
 from alstlib.offload import HostStore
 from alstlib.probe import find_transform
 from alstlib.streams import attach_streams
-from alstlib.support import check_attention, check_model
+from alstlib.support import check_attention, check_model, check_shared, shared_weights
 from alstlib.tiled import TiledMLP, TiledNorm
 from alstlib.ulysses import UlyssesAttention
 
@@ -90,6 +90,7 @@ class Handle:
         self.routers: list[nn.Module] = []
         """Routers of a mixture of experts, whose load-balancing loss can be had (`output_router_logits`)."""
         self._call: Call | None = None
+        self._shared: list[tuple[str, nn.Parameter]] = []
         self._plain = False
         """Does the model run as its own, in generate() or after detach()?"""
         self._segment: Any = lambda: None
@@ -156,6 +157,8 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
             attach_streams(handle, layers)
         elif options.checkpoint:
             attach_checkpoints(handle, layers)
+        leaves = [m for m in model.modules() if getattr(m, "_z3_leaf", False)]
+        handle._shared = shared_weights(model, [*(layers if options.checkpoint else []), *leaves])
         attach_rotary(handle)
         attach_routers(handle)
         _attach_calls(handle)
@@ -322,6 +325,8 @@ def _attach_calls(handle: Handle) -> None:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if handle._plain:
             return None
+        if torch.is_grad_enabled():
+            check_shared(handle._shared)
         call = take_call(args, kwargs, handle.ctx, handle.options.chunk)
         call.router = router_loss(handle, call, kwargs)
         handle._call = call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
@@ -65,6 +66,27 @@ def check_model(model: PreTrainedModel, ctx: SPContext, attention: str) -> Seque
 
 MIXERS = ("mamba", "rwkv", "deltanet", "recurrent", "shortconv", "retention", "linearattention", "lightning")
 """Names of modules, in part, that carry a state along the sequence."""
+
+
+def shared_weights(model: nn.Module, parts: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """(name, weight) of the weights of these parts of the model that another part uses too."""
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    inside = [Counter(id(p) for _, p in part.named_parameters(remove_duplicate=False)) for part in parts]
+    return [(n, p) for n, p in model.named_parameters() if any(0 < c[id(p)] < uses[id(p)] for c in inside)]
+
+
+def check_shared(shared: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse weights under DeepSpeed ZeRO-3 whose gradient arrives in several pieces, of which it takes one.
+
+    Raises:
+        ValueError: names the weight, and what works.
+    """
+    for name, p in shared:
+        if hasattr(p, "ds_id") and p.requires_grad:
+            raise ValueError(
+                f"{name} trains and is used in several parts of the model that are recomputed one by one, and ZeRO-3 "
+                "keeps the gradient of one of them: use zero_stage 0 or 1, or freeze it"
+            )
 
 
 def _mixes_tokens(module: nn.Module) -> str | None:

@@ -208,12 +208,15 @@ def adopt(new: nn.Module, old: nn.Module) -> None:
 class TiledModule(nn.Module):
     """Base of modules that stand in for another of the same names and run it tile by tile. `inner` is the original."""
 
-    _z3_leaf = True  # DeepSpeed ZeRO-3 gathers the weights of a leaf once around forward and once around backward
     inner: nn.Module
 
     def __init__(self, inner: nn.Module, tile: int | None = None) -> None:
         super().__init__()
         adopt(self, inner)
+        # DeepSpeed ZeRO-3 gathers the weights of a leaf once around forward and once around backward. A module without
+        # children is gathered so anyway, and a leaf's gradients are sent when its own backward ends, which is too early
+        # for a weight that another module uses too
+        self._z3_leaf = bool(self._modules)
         self.tile = None if tile is None else check_tile(tile)
         self.register_forward_pre_hook(self._ensure_input_grad)
 
