@@ -71,6 +71,19 @@ def initialize(run: RunConfig, model: Any, bf16: bool) -> Any:
     return engine
 
 
+def take_step(engine: Any) -> bool:
+    """`engine.step()`; False where an optimizer step's gradients are not finite: on every rank alike, with weights and
+    AdamW's state as they were."""
+    last = engine.is_gradient_accumulation_boundary()
+    if last and engine.zero_optimization_stage() == 0:  # where DeepSpeed looks in some precisions only
+        norm = torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
+        if not bool(norm.isfinite()):
+            engine.zero_grad()
+            return False
+    engine.step()
+    return not last or engine.was_step_applied()
+
+
 def _adam(engine: Any) -> Any:
     """PyTorch's optimizer inside the engine's."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)

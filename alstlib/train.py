@@ -26,7 +26,7 @@ import alstlib
 from alstlib import results
 from alstlib.config import RunConfig
 from alstlib.corpus import get_tokenizer, load_corpus
-from alstlib.engine import host_tensors, initialize, save_model
+from alstlib.engine import host_tensors, initialize, save_model, take_step
 from alstlib.foretell import as_metrics, foretell, machine_of
 from alstlib.groups import join_fake
 from alstlib.memory import Ledger
@@ -147,7 +147,8 @@ class Trainer:
             self.engine.backward(out.loss)
             shares.append(out.mean * out.tokens)
             last = self.engine.is_gradient_accumulation_boundary()
-            self.engine.step()
+            if not take_step(self.engine):
+                raise FloatingPointError(f"the gradients of step {done + 1} at {seq_len} tokens are not finite")
             if not last:
                 continue
             loss = float(sum(shares)) / max(1, int(batch["step_tokens"]))  # waits for the device: the step's end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import alstlib
 from alstlib.config import RunConfig
 from alstlib.corpus import get_tokenizer
 from alstlib.data import SPDataLoader
-from alstlib.engine import WholeState, host_tensors, initialize, save_model, zero_config
+from alstlib.engine import WholeState, host_tensors, initialize, save_model, take_step, zero_config
 
 ENGINES = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"]
 
@@ -159,3 +160,41 @@ def test_the_configuration_says_what_the_run_says() -> None:
     still = zero_config(run.replace(prefetch=False), 1_000_000, bf16=True)["zero_optimization"]
     assert still["stage3_prefetch_bucket_size"] == 0 < config["zero_optimization"]["stage3_prefetch_bucket_size"]
     assert not {"offload_param", "offload_optimizer", "stage3_prefetch_bucket_size"} & set(plain)
+
+
+def step_on_nan(rank: int, world: int, stage: int, bf16: bool, accumulation: int) -> dict[str, Any]:
+    """A step whose last micro-batch gives one rank a gradient that is not finite, while every loss is."""
+    run = RunConfig(zero_stage=stage, offload_optimizer=False, learning_rate=1e-2, accumulation=accumulation)
+    ctx = alstlib.SPContext.create(2)
+    model = make_model(dtype=torch.bfloat16 if bf16 else torch.float32)
+    alstlib.apply(model, ctx, alstlib.Options())
+    engine, poison, losses, taken = initialize(run, model, bf16), torch.ones(()), [], []
+    model.model.norm.weight.register_hook(lambda grad: grad * poison.to(grad.dtype))  # in place of a bad kernel
+    before = full_state(engine)
+    for i, batch in enumerate(SPDataLoader(make_samples(accumulation), ctx, accumulation, replicated=True)):
+        poison.fill_(float("nan") if rank == 1 and i == accumulation - 1 else 1.0)
+        out = alstlib.causal_lm_loss(engine, batch, ctx, engine_divides_by=accumulation)
+        losses.append(float(out.mean))
+        engine.backward(out.loss)
+        taken.append(take_step(engine))
+    after = full_state(engine)
+    engine.destroy()
+    same = all(torch.equal(before[name], after[name]) for name in before)
+    return {"finite": all(map(math.isfinite, losses)), "taken": taken, "same": same}
+
+
+def full_state(engine: Any) -> dict[str, torch.Tensor]:
+    whole = WholeState(engine)
+    return {name: whole.read(name).clone() for name in whole.names()}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_that_is_not_finite_never_enters_the_weights(
+    ranks2: Any, stage: int, bf16: bool, accumulation: int
+) -> None:
+    for result in ranks2(step_on_nan, stage, bf16, accumulation):
+        assert result["finite"]
+        assert result["taken"] == [True] * (accumulation - 1) + [False]
+        assert result["same"]
