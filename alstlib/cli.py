@@ -18,6 +18,7 @@ from typing import Any
 from alstlib import foretell, launch, locks, plan, report, results, status
 from alstlib.config import RunConfig
 from alstlib.progress import Printer, ProgressReader
+from alstlib.shapes import check_model
 from alstlib.specs import Spec, check_parameters, load_spec, papermill_line, select, shown, write_record
 
 KERNEL_SECONDS = 60.0  # for an interrupted notebook: longer than the launcher's own grace
@@ -169,6 +170,9 @@ def run(args: argparse.Namespace) -> int:
     check_parameters(spec.notebook, [*spec.parameters, "config", "out", *(["force"] if args.force else [])])
     if spec.report:
         check_parameters(spec.report, ["results"])
+    if spec.worker == "alstlib.train":
+        for model in {spec.rows[row].model for row in names}:
+            check_model(model)
     print(f"{spec.name}: {len(names)} rows, results in {shown(spec.out)}", flush=True)
     if args.dry_run:
         for row in names:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from alstlib.fields import nearest_path
 from alstlib.formats import canonical_columns, plain_text
 from alstlib.samples import collate, make_samples
 
@@ -59,11 +60,14 @@ def load_corpus(
         kind, files = _local_files(path)
         if kind == "text":
             return _from_files([(str(f), f) for f in files], split, str(path))
+        if kind == "json":
+            for file in files:
+                _check_text(file)
         source: tuple[str, ...] = (kind,)
         options: dict[str, Any] = {"data_files": [str(f) for f in files]}
     else:
         if path.is_absolute() or name.startswith((".", "~")) or path.suffix in (*_TEXT, *_JSON, *_PARQUET):
-            raise ValueError(f"data='{name}' does not exist; {_nearest(path)}")
+            raise ValueError(f"data='{name}' does not exist; {nearest_path(path)}")
         repository, _, config = name.partition(":")
         if "/" not in repository and repository in datasets.packaged_modules._PACKAGED_DATASETS_MODULES:
             raise ValueError(f"data='{name}' names a file format; give the file or folder itself")
@@ -79,14 +83,21 @@ def load_corpus(
     return canonical_columns(corpus, text_column)
 
 
-def _nearest(path: Path) -> str:
-    import difflib
-
-    parent = path.parent
-    if not parent.is_dir():
-        return f"neither does its folder {parent}"
-    near = difflib.get_close_matches(path.name, sorted(p.name for p in parent.iterdir()), n=1)
-    return f"did you mean '{parent / near[0]}'?" if near else f"its folder {parent} has nothing of a similar name"
+def _check_text(path: Path) -> None:
+    """Refuse a file without a line, and one that is no UTF-8: the reader names neither, and may read other bytes."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            empty = not any(part.strip() for part in iter(lambda: file.read(1 << 20), ""))
+            while file.read(1 << 20):  # the rest must decode too
+                pass
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"data='{path}' is no UTF-8 text ({error}); convert it, such as with: iconv -f latin1 -t utf-8"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"data='{path}' cannot be read: {error}") from error
+    if empty:
+        raise ValueError(f"data='{path}' is empty: it must have a document in each line")
 
 
 def _library_files() -> list[tuple[str, Path]]:

@@ -14,6 +14,7 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, TypeAdapter, ValidationError
@@ -52,6 +53,15 @@ def check_names(
         if near and near[0] not in names:
             hint = f"; put '{name}' under '{section}'" if name in inside else f"{hint} It goes under '{section}'"
         raise ValueError(f"unknown {what} '{name}'{hint}")
+
+
+def nearest_path(path: Path) -> str:
+    """What is there in place of a path that is not."""
+    parent = path.parent
+    if not parent.is_dir():
+        return f"neither does its folder {parent}"
+    near = difflib.get_close_matches(path.name, sorted(p.name for p in parent.iterdir()), n=1)
+    return f"did you mean '{parent / near[0]}'?" if near else f"its folder {parent} has nothing of a similar name"
 
 
 # Types of fields. A refusal quotes the description.

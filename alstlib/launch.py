@@ -28,6 +28,7 @@ from alstlib.foretell import why_not
 from alstlib.processes import DEADLINE_VARIABLE, RUN_ID_VARIABLE, die_with_parent, sigterm_interrupts, start, stop
 from alstlib.progress import Printer as progress_printer
 from alstlib.progress import Progress, ProgressReader, log_tail, root_cause, whereabouts
+from alstlib.shapes import check_model
 
 __all__ = ["Progress", "RunFailed", "die_with_parent", "finished", "launch", "progress_printer", "resolve"]
 
@@ -284,6 +285,8 @@ def launch(
     rendezvous = meeting(config, nnodes, node_rank, rdzv_endpoint)
     if not force and (done := finished(config, out, nnodes)):
         return done
+    if worker == "alstlib.train":
+        check_model(config.model)
     out.mkdir(parents=True, exist_ok=True)
     first = node_rank == 0
     with locks.hold(out) if first else contextlib.nullcontext(), sigterm_interrupts():

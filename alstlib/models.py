@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from alstlib.config import RunConfig
 from alstlib.fields import check_names
-from alstlib.shapes import PUBLIC, SHAPES
+from alstlib.shapes import PUBLIC, SHAPES, check_model
 
 
 def model_config(
@@ -30,14 +30,11 @@ def model_config(
     elif shape_only and name in PUBLIC and not Path(name).exists():
         config = AutoConfig.for_model(**PUBLIC[name])
     else:
+        check_model(name)
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as e:
-            known = f"built-in shapes: {', '.join(SHAPES)}"
-            where = "is not a folder here" if not Path(name).exists() else "cannot be read"
-            if near := difflib.get_close_matches(name, SHAPES, n=1, cutoff=0.7):
-                known = f"did you mean '{near[0]}'? {known}"
-            raise ValueError(f"model='{name}' {where} and could not be had from the hub ({known}): {e}") from e
+            raise ValueError(f"model='{name}': its config cannot be read: {str(e).partition(chr(10))[0]}") from e
     check_names(overrides, config.to_dict(), "model_config field")
     for field, value in overrides.items():
         setattr(config, field, value)
@@ -56,10 +53,31 @@ def load_model(run: RunConfig, dtype: torch.dtype, *, shape_only: bool = False) 
         torch.manual_seed(run.seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=run.trust_remote_code)
     else:
-        model = AutoModelForCausalLM.from_pretrained(
-            run.model, config=config, dtype=dtype, trust_remote_code=run.trust_remote_code
-        )
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                run.model, config=config, dtype=dtype, trust_remote_code=run.trust_remote_code
+            )
+        except (SafetensorError, RuntimeError) as e:
+            raise ValueError(_why_unreadable(run, e)) from e
     return model.train()
+
+
+def _why_unreadable(run: RunConfig, error: Exception) -> str:
+    """Which weights cannot be loaded, and why."""
+    if "mismatched_sizes" in str(error):
+        fields = ", ".join(f"{name}={value!r}" for name, value in run.model_config.items())
+        what = f"model_config asks for ({fields})" if fields else "its config.json says"
+        return (
+            f"model='{run.model}': its weights have other sizes than {what}; leave those fields out, or train from "
+            "random_weights=True"
+        )
+    for path in sorted(Path(run.model).glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as e:
+            return f"model='{run.model}': {path} is damaged or was cut off ({e}); copy it again"
+    return f"model='{run.model}': its weights cannot be loaded: {error}"
 
 
 def flop_dimensions(model: PreTrainedModel) -> dict[str, int]:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from alstlib.fields import nearest_path
+
 _LLAMA_8B = {
     "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
@@ -104,6 +106,44 @@ class Shape:
         """What multiplies each token: the layers' matrices and the head (as `results.flos` counts)."""
         query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return self.layers * self.width * (2 * query + 2 * kv + 3 * self.mlp) + self.embedding
+
+
+def check_path(name: str) -> None:
+    """Refuse a model's name that can only be a path here, and is none, or one without a config.json.
+
+    Raises:
+        ValueError: it names what is there instead.
+    """
+    path = Path(name).expanduser()
+    if name in SHAPES or name in PUBLIC:
+        return
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"model='{name}' is a folder without config.json; name one that save_pretrained wrote")
+    if not path.exists() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
+        raise ValueError(f"model='{name}' does not exist; {nearest_path(path)}")
+
+
+def check_model(name: str) -> None:
+    """Refuse a model that the ranks could not load a config of: neither here, nor built in, nor had from the hub.
+
+    Raises:
+        ValueError: it names the nearest that is known.
+    """
+    check_path(name)
+    if name in SHAPES or Path(name).expanduser().exists() or _in_cache(name) is not None:
+        return
+    from huggingface_hub import hf_hub_download
+
+    try:
+        hf_hub_download(name, "config.json")
+    except Exception as e:  # of a name, a network, a login: each has a kind of its own
+        near = difflib.get_close_matches(name, SHAPES, n=1, cutoff=0.7)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        why = str(e).strip().partition("\n")[0]
+        raise ValueError(
+            f"model='{name}' is not a folder here and could not be had from the hub ({hint}built-in shapes: "
+            f"{', '.join(SHAPES)}): {why}"
+        ) from e
 
 
 def read_shape(name: str, overrides: Mapping[str, Any] | None = None) -> Shape:

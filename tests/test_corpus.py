@@ -134,6 +134,8 @@ def test_bad_corpora(tmp_path):
     (tmp_path / "none.txt").write_text("")
     (tmp_path / "no.parquet").write_text("not parquet")
     (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "latin.jsonl").write_bytes('{"text": "caf\u00e9"}\n'.encode("latin-1"))
+    (tmp_path / "nulls.jsonl").write_text('{"text": null}\n{"text": null}\n')
     (tmp_path / "folder").mkdir()
     (tmp_path / "data.pkl").write_bytes(pickle.dumps([1]))
     for name, message in {
@@ -143,7 +145,9 @@ def test_bad_corpora(tmp_path):
         "binary.txt": "no UTF-8 text",
         "none.txt": "holds no text",
         "no.parquet": "cannot be read",
-        "empty.jsonl": "cannot be read|is empty",
+        "empty.jsonl": r"empty\.jsonl' is empty: it must have a document in each line",
+        "latin.jsonl": r"latin\.jsonl' is no UTF-8 text \(.*\); convert it, such as with: iconv",
+        "nulls.jsonl": r"among \['text'\] \(text: no row has a value\): name the columns",
         "folder": r"no file that can be read; known endings: \.txt",
         "data.pkl": "no file that can be read",
     }.items():

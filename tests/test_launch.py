@@ -472,3 +472,12 @@ def test_log_tail_fits_and_starts_with_the_first_traceback(tmp_path):
     assert "rank 0" in tail
     assert "rank 2" not in tail
     assert 2500 < len(tail) <= 4000
+
+
+def test_a_model_that_is_not_there_starts_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(launch, "start", lambda *a: pytest.fail("ranks were started"))
+    for name, says in (("tinny", "did you mean 'tiny'"), (str(tmp_path / "lama"), "does not exist")):
+        with pytest.raises(ValueError, match=says):
+            launch.launch(RunConfig(model=name), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -47,13 +47,23 @@ def test_unknown_models_name_what_there_is(tmp_path: Path, monkeypatch: pytest.M
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    for name in ("tinny", str(tmp_path / "nowhere")):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("tinny", "someone/nothing"):
         with pytest.raises(ValueError) as refused:
             model_config(name, {})
         message = str(refused.value)
         assert message.startswith(f"model='{name}' is not a folder here and could not be had from the hub")
         assert "built-in shapes: tiny, small, llama-3.1-8b" in message
         assert ("did you mean 'tiny'?" in message) == (name == "tinny")
+        assert "\n" not in message
+    (tmp_path / "llama").mkdir()
+    for name, says in (
+        (str(tmp_path / "lama"), f"lama' does not exist; did you mean '{tmp_path / 'llama'}'"),
+        ("./no/where", "does not exist; neither does its folder no"),
+        (str(tmp_path / "llama"), "is a folder without config.json"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            model_config(name, {})
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot be read"):
         model_config(str(tmp_path), {})
@@ -114,3 +124,14 @@ def test_liger_is_asked_for_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert use_liger(False, "llama") is False
     with pytest.raises(ValueError, match="liger=True needs the package liger-kernel"):
         use_liger(True, "llama")
+
+
+def test_weights_that_do_not_fit_or_were_cut_off(tmp_path: Path) -> None:
+    load_model(RunConfig(model="tiny"), torch.float32).save_pretrained(tmp_path)
+    run = RunConfig(model=str(tmp_path))
+    with pytest.raises(ValueError, match=r"its weights have other sizes than model_config asks for \(vocab_size=300\)"):
+        load_model(run.replace(model_config={"vocab_size": 300}), torch.float32)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged or was cut off"):
+        load_model(run, torch.float32)
