@@ -1,5 +1,5 @@
-"""What an attached model does beside attention, MLPs and loss: positions that depend on the whole length, a router's
-loss, and generation."""
+"""What an attached model does beside attention, MLPs and loss: numbering tokens, positions that depend on the whole
+length, a router's loss, and generation."""
 
 from __future__ import annotations
 
@@ -15,6 +15,27 @@ from alstlib.routers import RouterLoss, find_routers
 
 if TYPE_CHECKING:
     from alstlib.hf import Handle
+
+
+def number_tokens(handle: Handle, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Positions count from 0; give the model those of its own counting (RoBERTa begins after its padding token).
+
+    Raises:
+        ValueError: a token that the model leaves out of its own counting, where it is not padding.
+    """
+    facts, positions, tokens = handle.facts, kwargs.get("position_ids"), args[0] if args else kwargs.get("input_ids")
+    if positions is None:
+        return
+    if facts.uncounted is not None and tokens is not None:
+        left_out = tokens == facts.uncounted
+        if bool((left_out if call.real is None else left_out & call.real).any()):
+            raise ValueError(
+                f"input_ids hold the padding token {facts.uncounted} among the tokens of a sample, and "
+                f"{type(handle.model).__name__} leaves it out of its positions; give an attention_mask for padding on "
+                "the right, and another token elsewhere"
+            )
+    if facts.offset:
+        kwargs["position_ids"] = positions + facts.offset
 
 
 def attach_rotary(handle: Handle) -> None:

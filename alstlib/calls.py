@@ -84,6 +84,8 @@ def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chu
     mask = kwargs.pop("attention_mask", None)
     _check_mask(mask, labels, ctx.sp)
     documents = _documents(ours["cu_documents"], kwargs.get("position_ids"), tokens, ctx)
+    if ours["cu_documents"] is not None and kwargs.get("position_ids") is None:  # a model would count on through them
+        kwargs["position_ids"] = _positions(documents or (), shape[0], shape[1], ctx).to(tokens.device)
     call = Call(documents=documents, shift_labels=labels, divisor=ours["num_items_in_batch"])
     call.real = _real_tokens(ours["row_tokens"], mask, tokens, ctx)
     if chunk is not None and ctx.sp > 1 and shape[1] > chunk:
@@ -196,16 +198,20 @@ def _documents(cu: Any, positions: Any, tokens: Tensor, ctx: SPContext) -> tuple
     return (*starts, batch * rows)
 
 
-def _check_positions(positions: Tensor, offsets: tuple[int, ...], ctx: SPContext) -> None:
-    """Positions must count from the start of each document; padding (all zeros at the end of a row) may stay at 0."""
-    batch, rows = positions.shape
+def _positions(offsets: tuple[int, ...], batch: int, rows: int, ctx: SPContext) -> Tensor:
+    """[B, L] positions of this rank's tokens, counted from the start of each document."""
     if offsets[0] != 0 or list(offsets) != sorted(offsets):
         raise ValueError(f"cu_documents={list(offsets[:8])} must rise from 0")
     whole = rows * ctx.sp
     starts = torch.tensor(sorted({*offsets[:-1], *range(0, batch * whole, whole)}))  # a row begins a document
     first = (torch.arange(batch) * ctx.sp + ctx.sp_rank)[:, None] * rows
     row = first + torch.arange(rows)
-    expected = row - starts[torch.searchsorted(starts, row, right=True) - 1]
+    return row - starts[torch.searchsorted(starts, row, right=True) - 1]
+
+
+def _check_positions(positions: Tensor, offsets: tuple[int, ...], ctx: SPContext) -> None:
+    """Positions must count from the start of each document; padding (all zeros at the end of a row) may stay at 0."""
+    expected = _positions(offsets, positions.shape[0], positions.shape[1], ctx)
     wrong = (positions != expected) & (positions != 0)
     if bool(wrong.any()):
         b, i = (int(n) for n in wrong.nonzero()[0])

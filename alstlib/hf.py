@@ -13,14 +13,14 @@ import logging
 import uuid
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from alstlib.around import attach_generation, attach_rotary, attach_routers, router_loss
+from alstlib.around import attach_generation, attach_rotary, attach_routers, number_tokens, router_loss
 from alstlib.calls import Call, take_call
 from alstlib.edits import Edits
 from alstlib.fields import Bytes, Count, FlagOrAuto, Text, Tile, check_checkpoints, check_fields
@@ -30,7 +30,7 @@ from alstlib.loss import IGNORE, TiledHead
 from alstlib.offload import HostStore
 from alstlib.probe import find_transform
 from alstlib.streams import attach_streams
-from alstlib.support import check_attention, check_model, check_shared, shared_weights
+from alstlib.support import Facts, check_attention, check_model, check_shared, shared_weights
 from alstlib.tiled import TiledMLP, TiledNorm
 from alstlib.ulysses import UlyssesAttention
 
@@ -75,8 +75,8 @@ class Options:
 class Handle:
     """What `apply` returns: the attachment to one model. Use `detach()`, or `with apply(...)`."""
 
-    def __init__(self, model: PreTrainedModel, ctx: SPContext, options: Options) -> None:
-        self.model, self.ctx, self.options = model, ctx, options
+    def __init__(self, model: PreTrainedModel, ctx: SPContext, options: Options, facts: Facts) -> None:
+        self.model, self.ctx, self.options, self.facts = model, ctx, options, facts
         self.attention = UlyssesAttention(ctx, options.attention)
         self.store = HostStore(options.offload, budget=options.host_memory)
         self.mlps: list[TiledMLP] = []
@@ -143,8 +143,8 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
         ValueError: a model or an option that cannot be run exactly, with the reason and what would work.
     """
     ctx, options = ctx or SPContext(), options or Options()
-    layers = check_model(model, ctx, options.attention)
-    handle = Handle(model, ctx, options)
+    facts = check_model(model, ctx, options.attention)
+    layers, handle = facts.layers, Handle(model, ctx, options, facts)
     try:
         _attach_attention(handle)
         if options.tiled_mlp:
@@ -173,6 +173,7 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
         )
     for note in handle.notes:
         log.warning(note)
+    handle.facts = replace(facts, calls=())
     return handle
 
 
@@ -205,7 +206,7 @@ def _attach_attention(handle: Handle) -> None:
             out = call.piece.attend(handle.attention, query, key, value, **how)
         else:
             out = handle.attention(query, key, value, saved=call.saved, release=call.release, **how)
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2).contiguous(), None  # as the plain kernels do: some models read it by view
 
     AttentionInterface.register(name, torch.compiler.disable(attend))
     handle._unregister = weakref.finalize(handle, AttentionInterface._global_mapping.pop, name, None)
@@ -328,6 +329,7 @@ def _attach_calls(handle: Handle) -> None:
         if torch.is_grad_enabled():
             check_shared(handle._shared)
         call = take_call(args, kwargs, handle.ctx, handle.options.chunk)
+        number_tokens(handle, call, args, kwargs)
         call.router = router_loss(handle, call, kwargs)
         handle._call = call
         return () if call.striped else args, kwargs

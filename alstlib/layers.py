@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from alstlib.offload import HostOutOfMemory, Saved, Segment, checkpoint
 from alstlib.rules import share_host
-from alstlib.support import check_layer_inputs
+from alstlib.support import check_recompute
 from alstlib.tiled import TiledMLP
 from alstlib.unread import Follower, find_followers, output_unread
 
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 def attach_checkpoints(handle: Handle, layers: Sequence[nn.Module]) -> None:
     """Layers' own `forward` is wrapped on the instance: engines' hooks stay outside, in every transformers version."""
+    check_recompute(handle.facts)
     stop_own_checkpointing(handle)
     for i, layer in enumerate(layers):
         set_forward(handle, layer, _checkpointed(handle, layer, layer.forward, i, len(layers)))
@@ -78,7 +79,6 @@ def _checkpointed(handle: Handle, layer: nn.Module, original: Any, index: int, c
         if handle._plain or not torch.is_grad_enabled():
             return original(*args, **kwargs)
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-        check_layer_inputs(index, layer, (*args, *kwargs.values()))
         if index == 0:
             plan(handle, x, count)
         saved = Saved(keep=index < round(handle.attention_kept * count))
@@ -135,14 +135,11 @@ def plan(handle: Handle, x: Tensor, layers: int, segments: bool = True) -> None:
     Raises:
         HostOutOfMemory: on every rank, where on some rank what must be kept does not fit.
     """
-    options, store, ctx = handle.options, handle.store, handle.ctx
+    options, store, ctx, facts = handle.options, handle.store, handle.ctx, handle.facts
     if options.offload == "none":
         handle.inputs_kept_every, handle.attention_kept = 1, float(options.save_attention is True)
         return
-    config = handle.model.config.get_text_config()
-    heads = config.num_attention_heads
-    width = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
-    output = x.shape[0] * x.shape[1] * heads * (width * x.element_size() + 4)
+    output = x.shape[0] * x.shape[1] * facts.heads * (facts.value_width * x.element_size() + 4)
     row = x.numel() * x.element_size()
     room = store.room() + store.unused
     every, outputs = share_host(room, layers, row, output, options.save_attention)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from alstlib.chunked import RowChunk, Stream
+from alstlib.dryrun import LayerCall
 from alstlib.layers import plan, set_forward, stop_own_checkpointing
-from alstlib.support import check_layer_inputs
+from alstlib.support import check_recompute
 from alstlib.tiled import TiledMLP
 from alstlib.unread import output_unread
 
@@ -28,11 +29,24 @@ def attach_streams(handle: Handle, layers: Sequence[nn.Module]) -> None:
             raise ValueError(
                 f"layer {i} ({type(layer).__name__}) takes no cache: it cannot be streamed; use chunk=None"
             )
+    check_recompute(handle.facts)
+    for i, call in enumerate(handle.facts.calls):
+        _check_call(f"layer {i} ({type(call.layer).__name__})", call)
     stop_own_checkpointing(handle)
     for i, layer in enumerate(layers):
         set_forward(handle, layer, _streamed(handle, layer, layer.forward, i, len(layers)))
         handle.edits.hook(layer, layer.register_forward_pre_hook(_ensure_input_grad, with_kwargs=True))
         handle.edits.set(layer, "_z3_leaf", True)
+
+
+def _check_call(where: str, call: LayerCall) -> None:
+    """Refuse a layer that cannot be streamed, by how it was called in a dry run."""
+    for value in tree_flatten(call.others)[0]:
+        _row_dimension(value, call.hidden.shape[1], call.layer)
+    if len(call.attention) > 1:
+        raise ValueError(f"{where} calls attention more than once: it cannot be streamed; use chunk=None")
+    if call.outputs > 1:
+        raise ValueError(f"{where} returns more than its output: it cannot be streamed; use chunk=None")
 
 
 def _ensure_input_grad(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,7 +76,6 @@ def _streamed(handle: Handle, layer: nn.Module, original: Any, index: int, count
         if handle._plain:
             return original(*args, **kwargs)
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-        check_layer_inputs(index, layer, (*args, *kwargs.values()))
         if index == 0 and torch.is_grad_enabled():
             plan(handle, x, count, segments=False)
         call, as_tuple = handle._call, False

@@ -5,18 +5,38 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from alstlib.dryrun import DryRun, LayerCall, dry_run
 from alstlib.groups import ATTACHED, SPContext
 from alstlib.kernels import choose_backend
 
 
-def check_model(model: PreTrainedModel, ctx: SPContext, attention: str) -> Sequence[nn.Module]:
-    """Refuse, before anything is attached, what cannot be run exactly; returns the decoder layers.
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What `apply` needs to know of a model that can be run exactly."""
+
+    layers: Sequence[nn.Module]
+    """Its decoder layers, in order."""
+    calls: Sequence[LayerCall]
+    """How they were called in a dry run, as far as it came."""
+    heads: int
+    """Of the layer with the widest attention output."""
+    value_width: int
+    """Of one of these heads."""
+    offset: int = 0
+    """The model numbers its tokens from here."""
+    uncounted: int | None = None
+    """A token that the model does not count when it numbers its tokens."""
+
+
+def check_model(model: PreTrainedModel, ctx: SPContext, attention: str) -> Facts:
+    """Refuse, before anything is attached, what cannot be run exactly.
 
     Raises:
         ValueError: names the model, layer or field of its config, and what would work.
@@ -30,38 +50,68 @@ def check_model(model: PreTrainedModel, ctx: SPContext, attention: str) -> Seque
         raise ValueError(f"{name} is attached already; call its handle's detach() first")
     if config.is_encoder_decoder or not getattr(config, "is_causal", True) or model.get_output_embeddings() is None:
         raise ValueError(f"{name} is not a decoder-only causal language model with a head")
-    if not model._supports_attention_backend:
-        raise ValueError(f"{name} computes attention by itself, not through transformers' AttentionInterface")
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     kinds = set(getattr(config, "layer_types", None) or ())
     if other := sorted(kinds - {"full_attention", "sliding_attention"}):
         raise ValueError(f"{name} mixes tokens by {', '.join(other)}, which is not exact on a sharded sequence")
-    if not layers:
+    candidates = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not candidates:
         raise ValueError(f"{name} has no decoder layers that transformers can checkpoint")
+    run = dry_run(model, candidates)
+    layers = run.layers if run.finished else candidates
     for i, layer in enumerate(layers):
-        where = f"layer {i} of {name} ({type(layer).__name__})"
-        if not any("attention" in type(m).__name__.lower() for m in layer.modules()):
-            raise ValueError(f"{where} has no attention module")
-        for part, m in layer.named_modules():
-            if why := _mixes_tokens(m):
-                raise ValueError(
-                    f"{where}: {part} ({type(m).__name__}) {why}, which is not exact on a sharded sequence"
-                )
-        if getattr(config, "add_cross_attention", False) or any(
-            "crossattention" in n for n, _ in layer.named_modules()
-        ):
-            raise ValueError(f"{where} has cross-attention; only decoders that attend to themselves are supported")
-    for field in ("attention_dropout", "attn_pdrop"):
-        if getattr(config, field, None):
+        _check_parts(f"layer {i} of {name} ({type(layer).__name__})", layer, config)
+    _check_calls(model, run)
+    if run.numbers_itself:
+        raise ValueError(f"{name} numbers its tokens by itself, without position_ids: every slice would begin at 0")
+    attended = [(a.heads, a.width, a.value_width) for a in run.attention]
+    attended = attended or [(config.num_attention_heads, _head_width(config), _head_width(config))]
+    heads, _, value_width = max(attended, key=lambda sizes: sizes[0] * sizes[2])
+    width = max(max(sizes[1:]) for sizes in attended)
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    parameter = next(model.parameters())
+    try:
+        choose_backend(attention, parameter.device, parameter.dtype, width, capped)
+    except ValueError as e:
+        raise ValueError(f"layer 0 of {name} ({type(layers[0]).__name__}): {e}") from None
+    return Facts(
+        layers=layers, calls=run.calls, heads=heads, value_width=value_width, offset=run.offset, uncounted=run.uncounted
+    )
+
+
+def _check_parts(where: str, layer: nn.Module, config: Any) -> None:
+    """Refuse a layer by the modules that it is made of."""
+    if not any("attention" in type(m).__name__.lower() for m in layer.modules()):
+        raise ValueError(f"{where} has no attention module")
+    for part, m in layer.named_modules():
+        if why := _mixes_tokens(m):
+            raise ValueError(f"{where}: {part} ({type(m).__name__}) {why}, which is not exact on a sharded sequence")
+    crosses = any("crossattention" in n for n, _ in layer.named_modules())
+    if crosses or getattr(config, "add_cross_attention", False):
+        raise ValueError(f"{where} has cross-attention; only decoders that attend to themselves are supported")
+
+
+def _check_calls(model: PreTrainedModel, run: DryRun) -> None:
+    """Refuse a model by what its layers did in a dry run."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    silent = [call for call in run.calls if not call.attention]
+    unknown = not run.finished or any(not call.finished for call in silent)
+    if any(call.finished for call in silent) or (unknown and not model._supports_attention_backend):
+        raise ValueError(f"{name} computes attention by itself, not through transformers' AttentionInterface")
+    for a in run.attention:
+        if a.mask is not None:
+            raise ValueError(
+                f"layer {getattr(a.module, 'layer_idx', '?')} of {name} ({type(a.module).__name__}) makes an attention "
+                "mask by itself, and masks of the whole sequence are not supported"
+            )
+        if not a.dropout:
+            check_attention(a.module, None, 0.0, a.kwargs)
+    for field in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+        if getattr(config, field, None) and (unknown or any(a.dropout for a in run.attention)):
             raise ValueError(
                 f"config.{field}={getattr(config, field)} is not supported in attention; set it to 0 or None"
             )
-    parameter, capped = next(model.parameters()), getattr(config, "attn_logit_softcapping", None) is not None
-    try:
-        choose_backend(attention, parameter.device, parameter.dtype, _head_width(config), capped)
-    except ValueError as e:
-        raise ValueError(f"layer 0 of {name} ({type(layers[0]).__name__}): {e}") from None
-    return layers
+    for a in run.attention:
+        check_attention(a.module, None, a.dropout, a.kwargs)
 
 
 MIXERS = ("mamba", "rwkv", "deltanet", "recurrent", "shortconv", "retention", "linearattention", "lightning")
@@ -99,13 +149,15 @@ def _mixes_tokens(module: nn.Module) -> str | None:
     return "mixes tokens in another way than attention" if any(m in kind for m in MIXERS) else None
 
 
-def check_layer_inputs(index: int, layer: nn.Module, inputs: Iterable[Any]) -> None:
-    """Refuse what layers would hand to each other beside their outputs: a recompute could not give it a gradient."""
-    if any(isinstance(v, MutableMapping) for v in inputs):
-        raise ValueError(
-            f"layer {index} ({type(layer).__name__}) shares state with other layers (such as keys and values) in a "
-            "mapping: recomputed, it would lose their gradients; use checkpoint=False and chunk=None"
-        )
+def check_recompute(facts: Facts) -> None:
+    """Refuse layers that hand each other something beside their outputs: a recompute could not give it a gradient."""
+    for i, call in enumerate(facts.calls):
+        known = call.finished or call.attention
+        if any(isinstance(v, MutableMapping) for v in call.others) and (call.reads or not known):
+            raise ValueError(
+                f"layer {i} ({type(call.layer).__name__}) shares state with other layers (such as keys and values) in "
+                "a mapping: recomputed, it would lose their gradients; use checkpoint=False and chunk=None"
+            )
 
 
 def _head_width(config: Any) -> int:

@@ -260,6 +260,8 @@ class TiledMLP(TiledModule):
         """Did the last forward draw random numbers? Then a recompute has to draw them too."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 2:  # [B * S, E]
+            return self.forward(x[None])[0]
         tile = self.tile or self._default_tile(x)
         if self.whole and x.shape[1] <= tile:
             return self._run(x)
@@ -292,5 +294,7 @@ class TiledNorm(TiledModule):
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 2:  # [B * S, E]
+            return self.forward(x[None])[0]
         tile = self.tile or default_tile(x.shape[-1], 4, x.device)
         return tiled_compute(self.inner, x, self.trainable, tile=tile)

@@ -238,7 +238,7 @@ def test_masks_that_may_be_dropped_are_exact(model: Any, kind: str) -> None:
     assert relative_error(logits[keep.bool()], plain.logits[keep.bool()]) < 1e-5
 
 
-@pytest.mark.parametrize("how", ["position_ids", "cu_documents"])
+@pytest.mark.parametrize("how", ["position_ids", "cu_documents", "both"])
 def test_packed_documents_are_those_one_by_one(model: Any, how: str) -> None:
     """Positions that start again, or offsets: logits of each document alone, and gradients of their sum."""
     lengths, tokens = [5, 1, 6], ids()
@@ -250,9 +250,9 @@ def test_packed_documents_are_those_one_by_one(model: Any, how: str) -> None:
         nn.functional.cross_entropy(a.flatten(0, 1), shift(p).flatten(), reduction="sum") for a, p in zip(alone, pieces)
     )
     want = (total.item() / 9, grads(model, total / 9))
-    given: dict[str, Any] = {"position_ids": positions}
-    if how == "cu_documents":
-        given["cu_documents"] = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+    offsets = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+    given = {"position_ids": positions} if how != "cu_documents" else {}
+    given |= {"cu_documents": offsets} if how != "position_ids" else {}
     with alstlib.apply(model, None, alstlib.Options(**ALL_ON)):
         loss = model(tokens, shift_labels=labels, **given).loss
         check_same(model, want, (loss.item(), grads(model, loss)))

@@ -562,7 +562,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: small("BloomConfig", n_layer=1, n_head=4),
         "BloomForCausalLM computes attention by itself, not through transformers' AttentionInterface",
     ),
-    "state space": (lambda: small("MambaConfig", state_size=4), "MambaForCausalLM computes attention by itself"),
+    "state space": (lambda: small("MambaConfig", state_size=4), "MambaForCausalLM mixes tokens by linear_attention"),
     "recurrent layers": (
         lambda: small("RecurrentGemmaConfig"),
         r"RecurrentGemmaForCausalLM .*(mixes tokens by linear_attention|no attention module)",

@@ -566,3 +566,19 @@ def test_gpu_dropout_is_replayed(tile: int) -> None:
     got = run(TiledMLP(mlp, tile), x, upstream)
     mask = (got[0] != 0).float() / 0.7  # type: ignore[union-attr]
     assert worst(got, run(Masked(gpt2().float().cuda(), mask), x, upstream)) < 1e-5
+
+
+@pytest.mark.parametrize("stand_in", [TiledMLP, TiledNorm])
+def test_rows_without_a_batch_are_tiled_by_rows(stand_in: Any) -> None:
+    """OPT hands its norm [B * S, E]: the width is not the sequence."""
+    inner: nn.Module = nn.LayerNorm(12, dtype=torch.float64)
+    inner = nn.Sequential(inner, nn.Linear(12, 12, dtype=torch.float64)) if stand_in is TiledMLP else inner
+    x = torch.randn(17, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    plain, tiled = x.clone().requires_grad_(), x.clone().requires_grad_()
+    want, got = inner(plain), stand_in(inner, tile=5)(tiled)
+    for out in (want, got):
+        out.square().sum().backward()
+    assert torch.allclose(got, want, rtol=1e-12)
+    assert plain.grad is not None
+    assert tiled.grad is not None
+    assert torch.allclose(tiled.grad, plain.grad, rtol=1e-12)

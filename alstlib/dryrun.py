@@ -1,0 +1,259 @@
+"""What a model does around its kernels, seen without its weights: which layers attend, with which arguments, and how it
+numbers its tokens. That takes milliseconds and no memory, whatever the size, and also where an engine has sharded it.
+
+The model's own forward runs once on a few tokens. Weights outside the layers are zeros of one element, expanded; layers
+run on the meta device, where tensors have shapes and no values; attention gives back an empty output; the head ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+
+ROWS = 11
+"""Tokens of a dry run: few, and the size of nothing else."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of attention: what a layer hands to it."""
+
+    module: nn.Module
+    heads: int
+    width: int
+    """Of queries and keys."""
+    value_width: int
+    mask: Any
+    dropout: float
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class LayerCall:
+    """One call of a decoder layer."""
+
+    layer: nn.Module
+    hidden: Tensor
+    others: tuple[Any, ...]
+    """Its further arguments, by order and by name."""
+    attention: list[AttentionCall] = field(default_factory=list)
+    reads: bool = False
+    """Did it read a mapping that it was given, where other layers leave something for it?"""
+    outputs: int = 1
+    finished: bool = False
+    """False where the layer does something that needs values, and its end is not known."""
+
+
+@dataclass
+class DryRun:
+    """What was seen. Facts that are not there (`finished` is False) were not to be had without values."""
+
+    calls: list[LayerCall] = field(default_factory=list)
+    finished: bool = False
+    offset: int = 0
+    """The model numbers its tokens from here where it is not given positions."""
+    numbers_itself: bool = False
+    """Does it number its tokens whatever positions it is given?"""
+    uncounted: int | None = None
+    """The padding token, where the model does not count it."""
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers that ran, in order."""
+        return list(dict.fromkeys(call.layer for call in self.calls))
+
+    @property
+    def attention(self) -> list[AttentionCall]:
+        return [attended for call in self.calls for attended in call.attention]
+
+
+class _Watched(MutableMapping[Any, Any]):
+    """A mapping that notes when a layer reads it."""
+
+    def __init__(self, inner: MutableMapping[Any, Any], call: LayerCall) -> None:
+        self.inner, self.call = inner, call
+
+    def __getitem__(self, key: Any) -> Any:
+        self.call.reads = True
+        return self.inner[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.inner[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self.inner[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.call.reads = True
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+class _Ended(Exception):
+    """The dry run has seen enough."""
+
+
+def dry_run(model: PreTrainedModel, layers: Sequence[nn.Module]) -> DryRun:
+    """Run `model` dry, with `layers` those modules that may be its decoder layers. The model is left as it was."""
+    run = DryRun()
+    with unset_fake_temporarily(), _standing_in(model, layers, run) as forward:
+        token = next(t for t in range(model.config.get_text_config().vocab_size) if t not in _special(model))
+        tokens = torch.full((1, ROWS), token)
+        counted = torch.arange(ROWS)[None]
+        own = _numbers(lambda: forward(tokens, stop=True))
+        first = own[0] + ROWS if own else ROWS
+        given = _numbers(lambda: forward(tokens, counted + first, stop=True))
+        if own:
+            run.numbers_itself = not given or given[0] == own[0]
+            run.offset = own[0] - given[0] + first if given else 0
+            padding = getattr(model.get_input_embeddings(), "padding_idx", None)
+            if padding is not None:
+                padded = tokens.clone()
+                padded[0, ROWS // 2] = padding
+                run.uncounted = padding if _numbers(lambda: forward(padded, stop=True)) != own else None
+        run.finished = _ends(lambda: forward(tokens, counted))
+    return run
+
+
+def _special(model: PreTrainedModel) -> set[Any]:
+    config = model.config.get_text_config()
+    return {getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "sep", "cls", "mask")}
+
+
+class _Indices(TorchFunctionMode):
+    """Notes the indices with which tables are read, where they count the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (nn.functional.embedding, Tensor.index_select, torch.index_select):
+            for index in (*args, *(kwargs or {}).values()):
+                if isinstance(index, Tensor) and not index.is_floating_point() and index.numel() == ROWS:
+                    flat = index.flatten().tolist()
+                    if flat == list(range(flat[0], flat[0] + ROWS)):
+                        self.found.append(flat[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _numbers(forward: Callable[[], Any]) -> list[int]:
+    """The first number of each counting of the tokens that the forward reads a table with."""
+    with _Indices() as indices:
+        _ends(forward)
+    return indices.found
+
+
+def _ends(forward: Callable[[], Any]) -> bool:
+    """Does the forward come to its end? Not where it needs the values of weights."""
+    try:
+        forward()
+    except _Ended:
+        pass
+    except Exception:  # whatever code of the model it was
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _standing_in(model: Any, layers: Sequence[nn.Module], run: DryRun) -> Iterator[Callable[..., None]]:
+    """Give `forward(tokens, positions, stop=)` while layers, head, attention and weights are replaced: with `stop` it
+    ends at the first layer."""
+    name = f"alst_{uuid.uuid4().hex}"
+    configs = {id(c): c for m in model.modules() for c in vars(m).values() if isinstance(c, PreTrainedConfig)}
+    implementations = {key: config._attn_implementation_internal for key, config in configs.items()}
+    head, training = model.get_output_embeddings(), {m: m.training for m in model.modules()}
+    own = {m: m.__dict__.get("forward") for m in (*layers, head)}
+    weights, stopping = _weights(model, layers), False
+
+    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **kwargs: Any) -> Any:
+        mask, dropout = kwargs.pop("attention_mask", mask), kwargs.pop("dropout", 0.0)
+        if run.calls:
+            run.calls[-1].attention.append(
+                AttentionCall(module, q.shape[1], q.shape[3], v.shape[3], mask, dropout, kwargs)
+            )
+        return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
+
+    def stand_in(layer: nn.Module, original: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if stopping:
+                raise _Ended
+            x, *others = [*args, *kwargs.values()] if args else [kwargs.pop("hidden_states"), *kwargs.values()]
+            run.calls.append(call := LayerCall(layer, x, tuple(others)))
+            dry = [_for_layer(value, call) for value in (x, *args[1:])]
+            try:
+                out = original(*dry, **{key: _for_layer(value, call) for key, value in kwargs.items()})
+            except Exception:  # whatever code of the model it was
+                return x
+            call.finished, call.outputs = True, 1 if isinstance(out, Tensor) else len(out)
+            return tree_map(lambda t: torch.zeros_like(t, device="cpu") if isinstance(t, Tensor) else t, out)
+
+        return forward
+
+    def end(*args: Any, **kwargs: Any) -> Any:
+        raise _Ended
+
+    def forward(tokens: Tensor, positions: Tensor | None = None, stop: bool = False) -> None:
+        nonlocal stopping
+        stopping = stop
+        run.calls.clear()
+        given = {} if positions is None else {"position_ids": positions}
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            torch.func.functional_call(model, weights, (), {"input_ids": tokens, "use_cache": False, **given})
+
+    AttentionInterface.register(name, attend)
+    try:
+        for config in configs.values():
+            config._attn_implementation_internal = name
+        model.train()
+        for layer in layers:
+            layer.forward = stand_in(layer, layer.forward)
+        head.forward = end
+        yield forward
+    finally:
+        for m, was in own.items():
+            m.__dict__.pop("forward", None)
+            if was is not None:
+                m.forward = was
+        for m, mode in training.items():
+            m.training = mode
+        for key, config in configs.items():
+            config._attn_implementation_internal = implementations[key]
+        AttentionInterface._global_mapping.pop(name, None)
+
+
+def _for_layer(value: Any, call: LayerCall) -> Any:
+    """A layer's argument for the meta device."""
+    if isinstance(value, MutableMapping):
+        return _Watched(value, call)
+    return tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, value)
+
+
+def _weights(model: nn.Module, dry: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Stand-ins for all weights: on the meta device in the modules `dry`, zeros elsewhere; and small buffers."""
+    inside = {id(t) for m in dry for t in (*m.parameters(), *m.buffers())}
+    made: dict[str, Tensor] = {}
+    for n, p in model.named_parameters():
+        shape = getattr(p, "ds_shape", p.shape)
+        if id(p) in inside:
+            made[n] = torch.empty(shape, dtype=p.dtype, device="meta", requires_grad=p.requires_grad)
+        else:
+            made[n] = torch.zeros((), dtype=p.dtype, requires_grad=p.requires_grad).expand(shape)
+    for n, b in model.named_buffers():
+        if id(b) in inside:
+            made[n] = torch.empty_like(b, device="meta")
+        else:
+            made[n] = torch.zeros(b.shape, dtype=b.dtype) if b.is_meta or isinstance(b, FakeTensor) else b.cpu()
+    return made
