@@ -94,8 +94,7 @@ class Trainer:
         if name == "auto" and "input_ids" in self.corpus.column_names:
             return None  # the data are tokens already
         corpus = None if run.data == "stdlib" else self.corpus
-        size = min(self.vocabulary, 8192)
-        return get_tokenizer(name, corpus=corpus, vocab_size=size, trust=run.trust_remote_code)
+        return get_tokenizer(name, corpus=corpus, vocab_size=min(self.vocabulary, 8192), trust=run.trust_remote_code)
 
     def _collate(self, samples: Any) -> dict[str, Any]:
         batch = collate(samples)
