@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from alstlib import operators
 from alstlib.config import RunConfig
 from alstlib.hf import Handle
 from alstlib.zero import zero_bucket
@@ -54,10 +55,11 @@ def zero_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]:
     return config
 
 
-def initialize(run: RunConfig, model: Any, bf16: bool) -> Any:
-    """The DeepSpeed engine of an attached model."""
+def initialize(run: RunConfig, model: Any, bf16: bool, told: Callable[[str], None] = lambda message: None) -> Any:
+    """The DeepSpeed engine of an attached model; `told` hears what takes time before it."""
     import deepspeed
 
+    operators.load(told)
     parameters = sum(p.numel() for p in model.parameters())
     config, scheduler = zero_config(run, parameters, bf16), None
     if run.warmup_steps:  # not DeepSpeed's WarmupLR, whose first two steps have a rate of 0

@@ -19,20 +19,24 @@ PATIENCE_SECONDS = 0.5
 
 
 @contextlib.contextmanager
-def hold(folder: Path) -> Iterator[Callable[..., None]]:
+def hold(folder: Path, waiting: Callable[[str], None] | None = None) -> Iterator[Callable[..., None]]:
     """Hold a folder for this block; yields `note(**fields)`, which adds to what others read about the holder.
 
-    A file system without locks protects nothing.
+    With `waiting` another holder is waited for, and `waiting` hears who it is. A file system without locks protects
+    nothing.
 
     Raises:
         ValueError: another process holds it; the message says which, and since when.
     """
-    with open(folder / FILE, "a+", encoding="utf-8") as file:
-        deadline = time.monotonic() + PATIENCE_SECONDS
+    with open(folder / FILE, "a+b", buffering=0) as file:  # what a buffer cannot write would be an error at the end
+        deadline, told = time.monotonic() + PATIENCE_SECONDS, ""
         while not _lock(file, fcntl.LOCK_EX):
-            if time.monotonic() > deadline:
-                who = describe(_read(folder) or {})
-                raise ValueError(f"out={str(folder)!r} is in use by another run: {who}; wait for it or name another")
+            if time.monotonic() > deadline and (who := describe(_read(folder) or {})) != told:
+                if waiting is None:
+                    raise ValueError(
+                        f"out={str(folder)!r} is in use by another run: {who}; wait for it or name another"
+                    )
+                waiting(told := who)
             time.sleep(0.05)
         since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         about: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
@@ -42,8 +46,7 @@ def hold(folder: Path) -> Iterator[Callable[..., None]]:
             with contextlib.suppress(OSError):  # a full disk: what others read is not worth a run
                 file.seek(0)
                 file.truncate()
-                file.write(json.dumps(about))
-                file.flush()
+                file.write(json.dumps(about).encode())
 
         note()
         yield note

@@ -14,6 +14,7 @@ from cases import make_model, make_samples, plain_run, worst_error
 from torch import Tensor, nn
 
 import alstlib
+from alstlib import operators
 from alstlib.batches import shard_batch
 from alstlib.memory import Ledger
 from alstlib.reference import relative_error
@@ -175,6 +176,7 @@ def under(rank: int, world: int, name: str, engine_kind: str, how: str) -> tuple
         import deepspeed
         from test_gradients import zero_config
 
+        operators.load()
         engine, *_ = deepspeed.initialize(model=model, config=zero_config(int(engine_kind[4:]), 1))
     out = alstlib.causal_lm_loss(engine, shard_batch(data, world, rank), ctx)
     engine.backward(out.loss) if engine_kind != "ddp" else out.loss.backward()

@@ -11,6 +11,7 @@ from cases import VOCAB, make_model, make_samples, plain_run, worst_error
 from torch import Tensor, nn
 
 import alstlib
+from alstlib import operators
 from alstlib.data import SPDataLoader
 
 TOLERANCE = 1e-5
@@ -111,6 +112,7 @@ def run_case(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     elif engine_kind.startswith("zero"):
         import deepspeed
 
+        operators.load()
         config = zero_config(int(engine_kind[4:]), accumulation, case.get("bucket", 100_000))
         engine, *_ = deepspeed.initialize(model=model, config=config)
     else:

@@ -186,6 +186,21 @@ def test_a_folder_has_one_holder_who_is_named(tmp_path, monkeypatch):
         assert "row" not in json.loads((tmp_path / locks.FILE).read_text())
 
 
+def test_a_full_disk_does_not_hide_what_went_wrong(tmp_path):
+    """A file that may not grow stands for it: the lock's own note is not written, and the error is the block's."""
+    code = """
+import resource, signal, sys
+from pathlib import Path
+from alstlib import locks
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+with locks.hold(Path(sys.argv[1])):
+    raise LookupError("the first error")
+"""
+    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert ran.stderr.strip().splitlines()[-1] == "LookupError: the first error"
+
+
 def test_a_dead_process_holds_nothing(tmp_path):
     code = f"""
 import time
