@@ -56,10 +56,11 @@ def zero_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]:
 
 
 def initialize(run: RunConfig, model: Any, bf16: bool, told: Callable[[str], None] = lambda message: None) -> Any:
-    """The DeepSpeed engine of an attached model; `told` hears what takes time before it."""
+    """The DeepSpeed engine of an attached model; `told` hears what takes time."""
     import deepspeed
 
     operators.load(told)
+    told(f"starting DeepSpeed, ZeRO {run.zero_stage}")
     parameters = sum(p.numel() for p in model.parameters())
     config, scheduler = zero_config(run, parameters, bf16), None
     if run.warmup_steps:  # not DeepSpeed's WarmupLR, whose first two steps have a rate of 0

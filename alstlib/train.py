@@ -70,7 +70,6 @@ class Trainer:
             liger_kernels(model)
         self.handle = alstlib.apply(model, self.ctx, options)
         torch.manual_seed(run.seed + 1 + self.rank)  # dropout masks differ between shards
-        self.say(message=f"starting DeepSpeed, ZeRO {run.zero_stage}")
         self.engine = initialize(run, model, self.bf16, lambda message: self.say(message=message))
         budget = run.device_memory
         if budget is None and cuda and run.search:
