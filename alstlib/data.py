@@ -220,7 +220,7 @@ class SPDataLoader:
             raise raised(f"the data of rank {failed} failed: {message}") from error
         for group in range(self.ctx.dp if self.replicated else 0):
             ranks = range(group * self.ctx.sp, (group + 1) * self.ctx.sp)
-            if len({(table[r][0], table[r][3]) for r in ranks}) > 1:
+            if len({table[r][3] for r in ranks}) > 1 and all(table[r][0] == count for r in ranks):
                 raise ValueError(
                     f"replicated=True, but ranks {list(ranks)} hold different batches; give the ranks of a group the "
                     "same sampler (num_replicas=dp, rank=dp_rank), or use replicated=False"

@@ -348,6 +348,17 @@ def test_replicated_refuses_different_data(ranks4):
         assert "ranks [2, 3] hold different batches" in message
 
 
+@pytest.mark.parametrize("counts, steps", [((3, 2), 2), ((0, 4), 0)])
+def test_replicated_data_that_end_earlier_on_a_rank(ranks2, counts, steps):
+    """The data's end is what is said, not that the batches differ from none."""
+    data = [[make(i, 6) for i in range(n)] for n in counts]
+    short = counts.index(min(counts))
+    for result in ranks2(_stream, 2, data, {"replicated": True}):
+        assert len(result["got"]) == steps
+        (message,) = result["logs"]
+        assert message.startswith(f"the data ended after {steps} batches on ranks [{short}]")
+
+
 @pytest.mark.parametrize("counts, steps, dropped", [((3, 2), 4, "1 further"), ((1, 4), 2, "3 further")])
 def test_unequal_counts_stop_together(ranks2, counts, steps, dropped):
     data = [[make(10 * r + i, 6) for i in range(counts[r])] for r in range(2)]
