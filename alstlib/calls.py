@@ -18,6 +18,7 @@ from alstlib.groups import SPContext
 from alstlib.loss import IGNORE, readable
 from alstlib.offload import Saved
 from alstlib.routers import RouterLoss
+from alstlib.spans import Offsets
 
 OURS = ("labels", "shift_labels", "cu_documents", "num_items_in_batch", "step_tokens", "row_tokens")
 """Keyword arguments that an attached model takes and its own forward does not see."""
@@ -36,7 +37,7 @@ MIXED = (
 class Call:
     """What belongs to one call of the model and travels beside its arguments."""
 
-    documents: tuple[int, ...] | None = None
+    documents: Offsets | None = None
     shift_labels: Tensor | None = None
     divisor: Any = None
     saved: Saved | None = None
@@ -159,13 +160,13 @@ def _check_mask(mask: Any, labels: Tensor | None, sp: int) -> None:
         )
 
 
-def _documents(cu: Any, positions: Any, tokens: Tensor, ctx: SPContext) -> tuple[int, ...] | None:
+def _documents(cu: Any, positions: Any, tokens: Tensor, ctx: SPContext) -> Offsets | None:
     """Global document offsets of this call, or None where every batch row is one document."""
     batch, rows = tokens.shape[:2]
     if positions is not None and (positions.shape[-1] != rows or positions.shape[:-1].numel() not in (1, batch)):
         raise ValueError(f"position_ids {list(positions.shape)} do not belong to inputs of {batch} x {rows} tokens")
     if cu is not None:
-        offsets = tuple(int(o) for o in (cu.tolist() if isinstance(cu, Tensor) else cu))
+        offsets = Offsets(int(o) for o in (cu.tolist() if isinstance(cu, Tensor) else cu))
         if not offsets or offsets[-1] != batch * rows * ctx.sp:
             raise ValueError(
                 f"cu_documents ends at {offsets[-1] if offsets else None}, but {batch} x {rows} tokens on each of "
@@ -195,7 +196,7 @@ def _documents(cu: Any, positions: Any, tokens: Tensor, ctx: SPContext) -> tuple
     expected[:, 1:] = torch.where(positions[:, 1:] == 0, 0, positions[:, :-1] + 1)
     if not torch.equal(positions, expected):
         raise ValueError("position_ids must count from 0, starting again at 0 with each document")
-    return (*starts, batch * rows)
+    return Offsets((*starts, batch * rows))
 
 
 def _positions(offsets: tuple[int, ...], batch: int, rows: int, ctx: SPContext) -> Tensor:

@@ -250,7 +250,8 @@ class Layouts:
         length = rows * ranks if length is None else length
         if whole_heads(heads, kv, ranks) and not self.split_rows:
             return WholeHeads(self.exchange, kv, documents, length)
-        sample = (batch, length, None if documents is None else tuple(documents), q.device)
+        offsets = documents if documents is None or isinstance(documents, tuple) else tuple(documents)
+        sample = (batch, length, offsets, q.device)
         if sample != self._sample:
             self._sample = sample
             self._plans.clear()

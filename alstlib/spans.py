@@ -12,7 +12,6 @@ with no work outside them; the parts are merged by their logsumexps.
 from __future__ import annotations
 
 import bisect
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -27,7 +26,7 @@ LEAST_KEYS, LEAST_PAIRS = 16_384, 2**18
 make calls without end."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Span:
     """Queries that are the last `rows` of the keys [begin, end) of one batch row."""
 
@@ -71,6 +70,15 @@ def _parts(x: Tensor, first: int, rows: int, repeat: int, stride: int) -> Tensor
     return parts.movedim(-1, 2).transpose(0, 1)
 
 
+class Offsets(tuple[int, ...]):
+    """Document offsets of one sample that keep what `document_spans` found for them: the same in every layer, chunk and
+    pass of a step. It goes with the sample."""
+
+    def __init__(self, *_: object) -> None:
+        self.bounds: dict[tuple[int, int], list[int]] = {}
+        self.spans: dict[tuple[int, int, int, int], tuple[Span, ...]] = {}
+
+
 def document_spans(documents: Documents, batch: int, length: int, first: int, last: int) -> Sequence[Span]:
     """The documents that queries [first, last) of every batch row see; queries are stored from `first` on.
 
@@ -80,33 +88,34 @@ def document_spans(documents: Documents, batch: int, length: int, first: int, la
     Raises:
         ValueError: offsets that do not rise from 0 to batch * length.
     """
-    return _spans(None if documents is None else tuple(documents), batch, length, first, last)
+    known = documents if isinstance(documents, Offsets) else Offsets()
+    shape, key = (batch, length), (batch, length, first, last)
+    if shape not in known.bounds:
+        known.bounds[shape] = _bounds(documents, batch, length)
+    if key not in known.spans:
+        known.spans[key] = tuple(_spans(known.bounds[shape], *key))
+    return known.spans[key]
 
 
-@functools.lru_cache(maxsize=4096)  # the same in every layer and pass of a step
-def _spans(documents: tuple[int, ...] | None, batch: int, length: int, first: int, last: int) -> tuple[Span, ...]:
-    bounds = _bounds(documents, batch, length)
-    found = []
+def _spans(bounds: Sequence[int], batch: int, length: int, first: int, last: int) -> Iterator[Span]:
     for b in range(batch):
         at = max(0, bisect.bisect_right(bounds, b * length + first) - 1)
         while at + 1 < len(bounds) and bounds[at] < b * length + last:
             begin, end = bounds[at] - b * length, min(bounds[at + 1] - b * length, last)
             start = max(begin, first)
             if start < end:
-                found.append(Span(b, begin, end, end - start, start - first, b))
+                yield Span(b, begin, end, end - start, start - first, b)
             at += 1
-    return tuple(found)
 
 
-@functools.lru_cache(maxsize=16)
-def _bounds(documents: tuple[int, ...] | None, batch: int, length: int) -> tuple[int, ...]:
+def _bounds(documents: Documents, batch: int, length: int) -> list[int]:
     """Where documents and batch rows begin, and the end."""
     rows = range(0, batch * length + 1, length)
     offsets = rows if documents is None else [int(o) for o in documents]
     total = batch * length
     if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != total or sorted(offsets) != list(offsets):
         raise ValueError(f"documents={list(offsets[:8])} must rise from 0 to batch * sequence = {total}")
-    return tuple(sorted({*offsets, *rows}))
+    return sorted({*offsets, *rows})
 
 
 def pieces(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import re
 from typing import Any
 
@@ -11,6 +13,7 @@ from cases import VOCAB, make_model
 from torch import Tensor, nn
 
 import alstlib
+from alstlib import spans
 from alstlib.calls import OURS, take_call
 from alstlib.groups import SPContext
 from alstlib.reference import relative_error, shift
@@ -324,3 +327,23 @@ def test_positions_must_fit_the_documents() -> None:
     assert take(input_ids=ids(), position_ids=packed, cu_documents=[0, 7, 12]).documents == (0, 7, 12)
     padded = torch.tensor([[*range(10), 0, 0]])
     assert take(input_ids=ids(), position_ids=padded, cu_documents=[0, 12]).documents == (0, 12)
+
+
+def test_documents_of_a_call_are_cut_once_and_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers and passes of a step share what is found about its documents; the next packing finds it gone."""
+    made: list[Any] = []
+    init = spans.Span.__init__
+    monkeypatch.setattr(spans.Span, "__init__", lambda self, *args: (made.append(args), init(self, *args))[1])
+    model = make_model("gqa")
+    with alstlib.apply(model):
+        for seed in range(4):
+            made.clear()
+            ends = torch.randperm(63, generator=torch.Generator().manual_seed(seed))[:30].sort().values + 1
+            offsets = [0, *ends.tolist(), 64]
+            positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(offsets)])[None]
+            out = model(torch.ones(1, 64).long(), labels=torch.ones(1, 64).long(), position_ids=positions)
+            out.loss.backward()
+            assert len(made) == 31
+            del out
+            gc.collect()
+            assert not [o for o in gc.get_objects() if isinstance(o, spans.Span)]
