@@ -54,12 +54,21 @@ def load_model(run: RunConfig, dtype: torch.dtype, *, shape_only: bool = False) 
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=run.trust_remote_code)
     else:
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                run.model, config=config, dtype=dtype, trust_remote_code=run.trust_remote_code
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                run.model, config=config, dtype=dtype, trust_remote_code=run.trust_remote_code, output_loading_info=True
             )
         except (SafetensorError, RuntimeError) as e:
             raise ValueError(_why_unreadable(run, e)) from e
+        if missing := sorted(loaded["missing_keys"]):
+            raise ValueError(
+                f"model='{run.model}' has no weights for {missing[0]}{_more(len(missing) - 1)}, which would be random: "
+                "model_config must not make the model larger than its weights, or random_weights must be True"
+            )
     return model.train()
+
+
+def _more(others: int) -> str:
+    return f" and {others} more" if others else ""
 
 
 def _why_unreadable(run: RunConfig, error: Exception) -> str:

@@ -135,3 +135,13 @@ def test_weights_that_do_not_fit_or_were_cut_off(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged or was cut off"):
         load_model(run, torch.float32)
+
+
+def test_weights_that_are_missing_are_refused_and_not_made_up(tmp_path: Path) -> None:
+    make_model("llama", num_hidden_layers=2, tie_word_embeddings=True).save_pretrained(tmp_path)
+    run = RunConfig(model=str(tmp_path))
+    assert load_model(run, torch.float32).config.num_hidden_layers == 2  # a tied head is not missing
+    with pytest.raises(
+        ValueError, match=r"has no weights for model\.layers\.2\..* and \d+ more, which would be random"
+    ):
+        load_model(run.replace(model_config={"num_hidden_layers": 3}), torch.float32)
