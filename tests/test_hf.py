@@ -371,11 +371,12 @@ def exchanges(rank: int, world: int, save_attention: bool) -> tuple[float, Count
 @pytest.mark.parametrize("save_attention, per_layer", [(True, 5), (False, 6)])
 def test_few_exchanges(ranks2: Any, save_attention: bool, per_layer: int) -> None:
     """Per layer and step 5 exchanges with saved outputs and 6 without (the reference: 12, and 2 gathers of positions);
-    one reduction, of the loss."""
+    two reductions of numbers, of the loss and of what all ranks' hosts have room for (samples differ from step to
+    step, so that it is agreed in each)."""
     want, _ = plain(make_model("gqa"))
     for mean, count in ranks2(exchanges, save_attention):
         assert mean == pytest.approx(want, rel=1e-6)
-        assert count == {"all_to_all_single": 2 * per_layer, "all_reduce": 1}
+        assert count == {"all_to_all_single": 2 * per_layer, "all_reduce": 2}
 
 
 # ----- dropout

@@ -141,7 +141,5 @@ def test_weights_that_are_missing_are_refused_and_not_made_up(tmp_path: Path) ->
     make_model("llama", num_hidden_layers=2, tie_word_embeddings=True).save_pretrained(tmp_path)
     run = RunConfig(model=str(tmp_path))
     assert load_model(run, torch.float32).config.num_hidden_layers == 2  # a tied head is not missing
-    with pytest.raises(
-        ValueError, match=r"has no weights for model\.layers\.2\..* and \d+ more, which"
-    ):
+    with pytest.raises(ValueError, match=r"has no weights for model\.layers\.2\..* and \d+ more, which"):
         load_model(run.replace(model_config={"num_hidden_layers": 3}), torch.float32)
