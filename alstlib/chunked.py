@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from alstlib.kernels import Documents, Rule
 from alstlib.layouts import Layout
@@ -183,6 +183,7 @@ class Stream:
         keep: keep attention outputs, so that attention runs forward once.
         params: the layer's weights that train, called again in backward (an engine may swap them).
         accept: looks at what a chunk's recompute returned; where it says False, the chunk is recomputed once more.
+        module: the layer, which a recompute runs in the mode (training or evaluation) of the first pass.
     """
 
     run: Callable[[Tensor, RowChunk], Tensor]
@@ -192,6 +193,7 @@ class Stream:
     keep: bool
     params: Callable[[], Sequence[Tensor]]
     accept: Callable[[Tensor], bool] = lambda out: True
+    module: nn.Module | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [B, L, E] -> [B, L, E], with the same gradients for x and the weights as the layer as a whole."""
@@ -215,7 +217,7 @@ class _Streamed(torch.autograd.Function):
         for piece in stream.chunks(x.shape[1], "forward"):
             piece.keep &= train
             if train:
-                ctx.replays.append(Replay(x.device))
+                ctx.replays.append(Replay(x.device, stream.module))
             out[:, piece.rows] = stream.run(x[:, piece.rows], piece)
             if piece.kept:
                 ctx.tickets.append(store.ticket())

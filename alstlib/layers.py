@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from alstlib.offload import HostOutOfMemory, Saved, Segment, checkpoint
 from alstlib.rules import share_host
 from alstlib.support import check_recompute
-from alstlib.tiled import TiledMLP
+from alstlib.tiled import Pass, TiledMLP, entered
 from alstlib.unread import Follower, find_followers, output_unread
 
 if TYPE_CHECKING:
@@ -81,21 +81,18 @@ def _checkpointed(handle: Handle, layer: nn.Module, original: Any, index: int, c
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
         if index == 0:
             plan(handle, x, count)
-        saved = Saved(keep=index < round(handle.attention_kept * count))
+        saved, drew = Saved(keep=index < round(handle.attention_kept * count)), set[nn.Module]()
         before, call = handle._segment() if index > 0 else None, handle._call
 
         def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             graph = saved.stage == "graph"
-            for mlp in mlps:
-                mlp.skip, mlp.then = unread and graph, followers.get(mlp)
+            now = Pass(drew, skip=unread and graph, followers=followers)
             once = look if saved.stage == "first" and not looked else original
             own = call and dataclasses.replace(call, saved=saved if saved.active else None, release=graph)
             try:
-                with handle._using(own), _whole(layer, saved.stage == "again"):
+                with handle._using(own), _whole(layer, saved.stage == "again"), entered(now):
                     return once(x, *args, **kwargs)
             finally:
-                for mlp in mlps:
-                    mlp.skip, mlp.then = False, None
                 for mlp, follower in followers.items():
                     follower.expected = None
                     follower.gather_with(mlp)
@@ -103,7 +100,9 @@ def _checkpointed(handle: Handle, layer: nn.Module, original: Any, index: int, c
         segment = before if before and before.continues_with(x) else Segment(handle.store, handle.inputs_kept_every)
         handle._segment = weakref.ref(segment)
         trains = any(p.requires_grad for p in layer.parameters())
-        out = checkpoint(run, x, *args, saved=saved, trains=trains, accept=accept, segment=segment, **kwargs)
+        out = checkpoint(
+            run, x, *args, saved=saved, trains=trains, accept=accept, segment=segment, module=layer, **kwargs
+        )
         if index == count - 1:
             segment.end = None
         return out

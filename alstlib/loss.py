@@ -229,4 +229,4 @@ class TiledHead(TiledModule):
             )
             return loss.view(target.shape)
 
-        return tiled_compute(token_losses, hidden, self.trainable, tile=tile, along=(labels,)).sum()
+        return tiled_compute(token_losses, hidden, self.trainable, tile=tile, along=(labels,), module=self.inner).sum()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from alstlib.store import HostOutOfMemory, HostStore, Ticket, host_available
@@ -98,9 +98,9 @@ class Segment:
         """Is x what the last checkpoint returned, and may another follow?"""
         return self.end is not None and self.end.are_those_of(x)
 
-    def first_pass(self, run: Callable[..., Any], saved: Saved, x: Tensor, rest: list[Tensor]) -> Any:
+    def first_pass(self, run: Callable[..., Any], saved: Saved, replay: Replay, x: Tensor, rest: list[Tensor]) -> Any:
         """Run a checkpoint without a graph, and keep what backward cannot make."""
-        member = _Member(run, [t.detach() for t in rest], Replay(x.device), saved)
+        member = _Member(run, [t.detach() for t in rest], replay, saved)
         if not self.members:
             member.ticket = self.store.ticket()
             self.store.put(member.ticket, x)
@@ -154,13 +154,14 @@ class _Checkpoint(torch.autograd.Function):
         segment: Segment,
         saved: Saved,
         accept: Callable[[Any], bool],
+        module: nn.Module | None,
         x: Tensor,
         *rest: Tensor,
     ) -> Any:
         ctx.segment, ctx.index, ctx.accept, ctx.device = segment, len(segment.members), accept, x.device
         ctx.needs = (x.requires_grad, *(t.requires_grad for t in rest))
         ctx.save_for_backward(*rest)
-        return segment.first_pass(run, saved, x, list(rest))
+        return segment.first_pass(run, saved, Replay(x.device, module), x, list(rest))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -177,7 +178,7 @@ class _Checkpoint(torch.autograd.Function):
         pairs = [(o, g) for o, g in zip(outs, grads) if isinstance(o, Tensor) and o.requires_grad and g is not None]
         del out, outs
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        return (None, None, None, None, *(leaf.grad for leaf in leaves))
+        return (None, None, None, None, None, *(leaf.grad for leaf in leaves))
 
 
 def _recompute(member: _Member, leaves: list[Tensor], kept: list[Tensor]) -> Any:
@@ -195,6 +196,7 @@ def checkpoint(
     trains: bool = True,
     accept: Callable[[Any], bool] = lambda out: True,
     segment: Segment | None = None,
+    module: nn.Module | None = None,
     **kwargs: Any,
 ) -> Any:
     """Run fn(x, *args, **kwargs) keeping only x, and recompute it in backward (ALST, section 3.3).
@@ -210,6 +212,7 @@ def checkpoint(
         trains: `fn` has weights that train: x is made to need a gradient where it does not.
         accept: looks at what a recompute returned, before its backward; where it says False, `fn` runs once more.
         segment: a segment that x continues (`continues_with`), or a new one, in place of `store`.
+        module: what `fn` calls: a recompute runs it in the mode (training or evaluation) of the first pass.
 
     Returns:
         What `fn` returned. Without gradients (`no_grad`), `fn` is simply run.
@@ -234,4 +237,4 @@ def checkpoint(
         return fn(x, *a, **kw)
 
     segment = segment or Segment(store or HostStore())
-    return _Checkpoint.apply(run, segment, saved or Saved(keep=False), accept, x, *needing)
+    return _Checkpoint.apply(run, segment, saved or Saved(keep=False), accept, module, x, *needing)

@@ -15,7 +15,7 @@ from alstlib.chunked import RowChunk, Stream
 from alstlib.dryrun import LayerCall
 from alstlib.layers import plan, set_forward, stop_own_checkpointing
 from alstlib.support import check_recompute
-from alstlib.tiled import TiledMLP
+from alstlib.tiled import Pass, TiledMLP, entered
 from alstlib.unread import output_unread
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def _ensure_input_grad(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _streamed(handle: Handle, layer: nn.Module, original: Any, index: int, count: int) -> Any:
-    mlps = [m for m in layer.modules() if isinstance(m, TiledMLP)]
-    unread = bool(mlps)  # until a chunk's graph says otherwise: its recompute need not compute the tiles' output
+    # until a chunk's graph says otherwise: its recompute need not compute the tiles' output
+    unread = any(isinstance(m, TiledMLP) for m in layer.modules())
 
     def accept(out: Tensor) -> bool:
         nonlocal unread
@@ -78,7 +78,7 @@ def _streamed(handle: Handle, layer: nn.Module, original: Any, index: int, count
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
         if index == 0 and torch.is_grad_enabled():
             plan(handle, x, count, segments=False)
-        call, as_tuple = handle._call, False
+        call, as_tuple, drew = handle._call, False, set[nn.Module]()
         leaves, spec = tree_flatten((args, kwargs))
         cuts = [_row_dimension(t, x.shape[1], layer) for t in leaves]
 
@@ -86,14 +86,9 @@ def _streamed(handle: Handle, layer: nn.Module, original: Any, index: int, count
             nonlocal as_tuple
             mine = [t if at is None else t[(slice(None),) * at + (piece.rows,)] for t, at in zip(leaves, cuts)]
             some_args, some_kwargs = tree_unflatten(mine, spec)
-            for mlp in mlps:
-                mlp.whole, mlp.skip = True, unread and piece.task == "recompute"
-            try:
-                with handle._using(None if call is None else dataclasses.replace(call, piece=piece)):
-                    out = original(part, *some_args, **some_kwargs)
-            finally:
-                for mlp in mlps:
-                    mlp.whole = mlp.skip = False
+            now = Pass(drew, skip=unread and piece.task == "recompute", whole=True)
+            with handle._using(None if call is None else dataclasses.replace(call, piece=piece)), entered(now):
+                out = original(part, *some_args, **some_kwargs)
             as_tuple = not isinstance(out, Tensor)
             if as_tuple and len(out) > 1:
                 raise ValueError(f"layer {index} ({type(layer).__name__}) returns more than its output; use chunk=None")
@@ -103,7 +98,8 @@ def _streamed(handle: Handle, layer: nn.Module, original: Any, index: int, count
         chunk = handle.options.chunk
         assert chunk is not None
         stream = Stream(
-            run=run, chunk=chunk, ranks=handle.ctx.sp, store=handle.store, keep=keep, params=trainable, accept=accept
+            run=run, chunk=chunk, ranks=handle.ctx.sp, store=handle.store, keep=keep, params=trainable, accept=accept,
+            module=layer,
         )  # fmt: skip
         out = stream(x)
         return (out,) if as_tuple else out

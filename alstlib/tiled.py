@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,10 +54,16 @@ def check_tile(tile: int) -> int:
 
 
 class Replay:
-    """Random state and autocast of a first pass, so that recomputing it draws the same dropout masks and dtypes."""
+    """Random state, autocast and modes of a first pass, so that recomputing it draws the same dropout masks and dtypes.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: whose random state it is, beside the CPU's.
+        module: whose modes (training or evaluation) are those of the first pass again.
+    """
+
+    def __init__(self, device: torch.device, module: nn.Module | None = None) -> None:
         self.device = device
+        self.modes = [] if module is None else [(m, m.training) for m in module.modules()]
         self.cpu_state = torch.get_rng_state()
         self.cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         kind = device.type
@@ -80,11 +87,18 @@ class Replay:
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         devices = [self.device] if self.cuda_state is not None else []
+        switched = [(m, mode) for m, mode in self.modes if m.training != mode]
         with torch.random.fork_rng(devices=devices), torch.autocast(*self.autocast):
             torch.set_rng_state(self.cpu_state)
             if self.cuda_state is not None:
                 torch.cuda.set_rng_state(self.cuda_state, self.device)
-            yield
+            for module, mode in switched:
+                module.training = mode
+            try:
+                yield
+            finally:
+                for module, mode in switched:
+                    module.training = not mode
 
 
 class Values:
@@ -110,10 +124,11 @@ class _TiledCompute(torch.autograd.Function):
         params: Callable[[], Sequence[Tensor]],
         along: Sequence[Tensor],
         skip: bool,
+        module: nn.Module | None,
         x: Tensor,
         *_: Tensor,
     ) -> Tensor:
-        ctx.fn, ctx.tile, ctx.params, ctx.replay = fn, tile, params, Replay(x.device)
+        ctx.fn, ctx.tile, ctx.params, ctx.replay = fn, tile, params, Replay(x.device, module)
         ctx.skipped = skip
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(x, *along)
@@ -122,7 +137,7 @@ class _TiledCompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, *along = ctx.saved_tensors
-        need_x, needs = ctx.needs_input_grad[5], ctx.needs_input_grad[6:]
+        need_x, needs = ctx.needs_input_grad[6], ctx.needs_input_grad[7:]
         params = [p for p, need in zip(ctx.params(), needs, strict=True) if need]
         sums: list[Tensor | None] = [None] * len(params)
         grad_x = torch.empty_like(x) if need_x else None
@@ -144,7 +159,7 @@ class _TiledCompute(torch.autograd.Function):
                         sums[i] = g.to(wide, copy=ctx.tile < x.shape[1]) if total is None else total.add_(g)
                 del grads
         done = iter([s if s is None else s.to(p.dtype) for s, p in zip(sums, params)])
-        return (None, None, None, None, None, grad_x, *(next(done) if need else None for need in needs))
+        return (None, None, None, None, None, None, grad_x, *(next(done) if need else None for need in needs))
 
 
 def _run_tiles(fn: Callable[..., Tensor], x: Tensor, along: Sequence[Tensor], tile: int) -> Tensor:
@@ -172,6 +187,7 @@ def tiled_compute(
     tile: int,
     along: Sequence[Tensor] = (),
     skip: bool = False,
+    module: nn.Module | None = None,
 ) -> Tensor:
     """Apply a token-wise `fn` to x [B, S, ...] in tiles of `tile` tokens (ALST, section 3.1).
 
@@ -185,6 +201,7 @@ def tiled_compute(
         along: further inputs [B, S, ...] cut into the same tiles, which get no gradient (labels, say).
         skip: return zeros of x's shape instead of computing: for a recompute whose output nobody reads (the backward
             runs the tiles anyway; see `unread`).
+        module: what `fn` calls: backward runs it in the mode (training or evaluation) of this call.
 
     Returns:
         fn(x, *along), with the same gradients for x and `params` as the untiled function.
@@ -193,7 +210,7 @@ def tiled_compute(
         ValueError: `tile` below 1, or a function that does not keep [B, S, ...].
     """
     get = params if callable(params) else lambda: params
-    return _TiledCompute.apply(fn, check_tile(tile), get, tuple(along), skip, x, *get())
+    return _TiledCompute.apply(fn, check_tile(tile), get, tuple(along), skip, module, x, *get())
 
 
 def adopt(new: nn.Module, old: nn.Module) -> None:
@@ -202,7 +219,6 @@ def adopt(new: nn.Module, old: nn.Module) -> None:
     for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         new.__dict__[name] = old.__dict__[name]
     new.__dict__["inner"] = old  # not a child: its children are ours already
-    new.training = old.training
 
 
 class TiledModule(nn.Module):
@@ -228,13 +244,45 @@ class TiledModule(nn.Module):
             x = x.detach().requires_grad_()
         return (x, *rest)
 
-    def train(self, mode: bool = True) -> TiledModule:
-        super().train(mode)
-        self.inner.training = mode
-        return self
+    @property
+    def training(self) -> bool:
+        """The mode of the original, which its own forward reads."""
+        return self.inner.training if "inner" in self.__dict__ else True
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "inner" in self.__dict__:
+            self.inner.training = mode
 
     def trainable(self) -> list[nn.Parameter]:
         return [p for p in self.inner.parameters() if p.requires_grad]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one pass through a layer asks of the tiled MLPs in it: they do so inside `with entered(...)`."""
+
+    drew: set[nn.Module] = field(default_factory=set)
+    """MLPs that drew random numbers: found by a first pass, and given to its recompute, which has to draw them too."""
+    skip: bool = False
+    """A recompute that reads no MLP's output: tiles return zeros (see `unread`)."""
+    whole: bool = False
+    """Rows that are no more than a tile run as they are, and keep their intermediates."""
+    followers: Mapping[Any, Any] = field(default_factory=dict)
+    """Where `skip` says so, `unread.Follower`s whose modules' work is done in the MLPs' tiles too."""
+
+
+_PASS: contextvars.ContextVar[Pass | None] = contextvars.ContextVar("pass", default=None)
+
+
+@contextlib.contextmanager
+def entered(one: Pass) -> Iterator[None]:
+    """Run what is inside as this pass."""
+    token = _PASS.set(one)
+    try:
+        yield
+    finally:
+        _PASS.reset(token)
 
 
 class TiledMLP(TiledModule):
@@ -247,33 +295,23 @@ class TiledMLP(TiledModule):
 
     def __init__(self, mlp: nn.Module, tile: int | None = None) -> None:
         super().__init__(mlp, tile)
-        self.skip = False
-        """Set by a checkpoint while it recomputes a layer that does not read the MLP's output."""
-        self.whole = False
-        """Set by a streamed layer: rows that are no more than a tile run as they are, and keep their intermediates."""
-        self.then: Any = None
-        """Set beside `skip`: a `unread.Follower` whose module's work is done in these tiles too."""
-        self.watched = False
-        """Set by a checkpoint that looks for what the layer does with the output: keep it in `made`."""
-        self.made: Values | None = None
-        self.draws = False
-        """Did the last forward draw random numbers? Then a recompute has to draw them too."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim == 2:  # [B * S, E]
             return self.forward(x[None])[0]
-        tile = self.tile or self._default_tile(x)
-        if self.whole and x.shape[1] <= tile:
+        tile, now = self.tile or self._default_tile(x), _PASS.get() or Pass()
+        if now.whole and x.shape[1] <= tile:
             return self._run(x)
-        if self.skip and not self.draws:
-            if self.then is None or not self.then.ready():
-                return tiled_compute(self._run, x, self.trainable, tile=tile, skip=True)
-            run, params = self.then.after(self._run, self.trainable)
-            return self.then.expect(tiled_compute(run, x, params, tile=tile, skip=True))
+        if now.skip and self not in now.drew:
+            then = now.followers.get(self)
+            if then is None or not then.ready():
+                return tiled_compute(self._run, x, self.trainable, tile=tile, skip=True, module=self.inner)
+            run, params = then.after(self._run, self.trainable)
+            return then.expect(tiled_compute(run, x, params, tile=tile, skip=True, module=self.inner))
         before = Replay(x.device)
-        out = tiled_compute(self._run, x, self.trainable, tile=tile)
-        self.draws = before.has_moved()
-        self.made = Values(out) if self.watched and out.dtype == x.dtype else None
+        out = tiled_compute(self._run, x, self.trainable, tile=tile, module=self.inner)
+        if before.has_moved():
+            now.drew.add(self)
         return out
 
     def _run(self, x: Tensor) -> Tensor:
@@ -297,4 +335,4 @@ class TiledNorm(TiledModule):
         if x.ndim == 2:  # [B * S, E]
             return self.forward(x[None])[0]
         tile = self.tile or default_tile(x.shape[-1], 4, x.device)
-        return tiled_compute(self.inner, x, self.trainable, tile=tile)
+        return tiled_compute(self.inner, x, self.trainable, tile=tile, module=self.inner)

@@ -110,10 +110,15 @@ def find_followers(layer: nn.Module, mlps: Sequence[TiledMLP]) -> Iterator[dict[
     """While the layer runs once without a graph: which of its direct children are given an MLP's output, and are
     token-wise, without children, buffers and random numbers?"""
     found: dict[TiledMLP, nn.Module] = {}
+    made: dict[TiledMLP, Values] = {}
+
+    def keep(mlp: Any, args: tuple[Any, ...], out: Tensor) -> None:
+        if out.ndim == 3 and out.dtype == args[0].dtype:
+            made[mlp] = Values(out)
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        for mlp in mlps:
-            if mlp.made is None or kwargs or len(args) != 1 or not mlp.made.are_those_of(args[0]):
+        for mlp, values in made.items():
+            if kwargs or len(args) != 1 or not values.are_those_of(args[0]):
                 continue
             if mlp not in found and module not in found.values() and _is_token_wise(module, args[0], out):
                 found[mlp] = module
@@ -121,15 +126,12 @@ def find_followers(layer: nn.Module, mlps: Sequence[TiledMLP]) -> Iterator[dict[
     plain = [m for m in layer.children() if not (isinstance(m, TiledModule) or [*m.children(), *m.buffers()])]
     # first of the hooks: engines take weights away in theirs
     hooks = [m.register_forward_hook(look, prepend=True, with_kwargs=True) for m in plain]
-    for mlp in mlps:
-        mlp.watched = True
+    hooks += [mlp.register_forward_hook(keep, prepend=True) for mlp in mlps]
     try:
         yield found
     finally:
         for hook in hooks:
             hook.remove()
-        for mlp in mlps:
-            mlp.watched, mlp.made = False, None
 
 
 def _is_token_wise(module: nn.Module, x: Tensor, out: Any) -> bool:

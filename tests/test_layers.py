@@ -6,8 +6,10 @@ import gc
 import logging
 from typing import Any
 
+import peft
 import pytest
 import torch
+import zoo
 from cases import VOCAB, make_model, plain_run, worst_error
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -198,6 +200,80 @@ def test_two_forwards_before_their_backwards() -> None:
             assert worst_error(gradients(model), want)[0] < 1e-5
         del losses
         assert sum(slab.bytes.numel() for slab in handle.store.free) == handle.store.nbytes
+
+
+PASSES: dict[str, dict[str, Any]] = {
+    "tiles": {**TILES, "checkpoint": False},
+    "layers": {"save_attention": True},
+    "layers in tiles": TILES,
+    "inputs of some": {**TILES, "offload": "sync", "save_attention": False, "host_memory": 3 * INPUT},
+    "chunks": {"chunk": 20},
+    "chunks in tiles": {**TILES, "chunk": 20},
+}
+
+
+def with_lora() -> Any:
+    """GPT-NeoX with dropout after its MLP, and adapters that drop in front of it and inside."""
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["dense", "dense_4h_to_h"], init_lora_weights=False)
+    return peft.get_peft_model(zoo.build("gpt_neox", hidden_dropout=0.3), config).train()
+
+
+def evaluate(wrapped: Any) -> None:
+    wrapped.eval()
+    with torch.no_grad():
+        wrapped(input_ids=batch(5)["input_ids"])
+
+
+def evaluate_and_go_on(wrapped: Any) -> None:
+    evaluate(wrapped)
+    wrapped.train()
+
+
+def ask_the_reference(wrapped: Any) -> None:
+    """As DPO does: the model without its adapter, in training mode."""
+    with torch.no_grad(), wrapped.disable_adapter():
+        wrapped(input_ids=batch(5)["input_ids"])
+
+
+@pytest.mark.parametrize("between", [evaluate, evaluate_and_go_on, ask_the_reference])
+@pytest.mark.parametrize("how", PASSES)
+def test_a_forward_between_a_forward_and_its_backward(how: str, between: Any) -> None:
+    """What a pass draws, and in which mode it runs, belongs to the pass: gradients are the same, bit for bit."""
+    wrapped = with_lora()
+    with alstlib.apply(wrapped.get_base_model(), None, alstlib.Options(**PASSES[how])):
+        step(wrapped)  # layers are known from their first pass
+        want = step(wrapped)
+        assert all("lora" in name for name in want)
+        wrapped.zero_grad()
+        torch.manual_seed(7)
+        loss = alstlib.causal_lm_loss(wrapped, batch()).loss
+        between(wrapped)
+        loss.backward()
+        got = gradients(wrapped)
+        assert all(torch.equal(got[n], want[n]) for n in want)
+        assert wrapped.training == (between is not evaluate)
+
+
+@pytest.mark.parametrize("how", PASSES)
+def test_two_forwards_in_two_modes(how: str) -> None:
+    """One with dropout, one without, then their backwards in either order."""
+    wrapped = with_lora()
+
+    def loss(seed: int) -> Tensor:
+        wrapped.train(seed == 0)
+        torch.manual_seed(seed)
+        return alstlib.causal_lm_loss(wrapped, batch(seed)).loss
+
+    with alstlib.apply(wrapped.get_base_model(), None, alstlib.Options(**PASSES[how])):
+        loss(0).backward()
+        loss(1).backward()
+        want = gradients(wrapped)
+        for order in (1, -1):
+            wrapped.zero_grad()
+            for one in [loss(0), loss(1)][::order]:
+                one.backward()
+            assert worst_error(gradients(wrapped), want)[0] < 1e-6
 
 
 @pytest.mark.parametrize("frozen", [["embed", "layers.0.", "layers.1."], ["layers.1."], ["mlp"], ["layers."]], ids=str)

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from alstlib import reference
 from alstlib.memory import Ledger
 from alstlib.rules import TILE_BYTES
-from alstlib.tiled import TiledMLP, TiledNorm, default_tile, tiled_compute
+from alstlib.tiled import Pass, TiledMLP, TiledNorm, default_tile, entered, tiled_compute
 
 WIDTH = 6
 
@@ -394,13 +394,10 @@ def test_dropout_inside_an_mlp_is_replayed() -> None:
     """GPT-2's dropout is the last thing its MLP does, so that the mask shows in the output."""
     mlp = gpt2(dropout=0.3)
     x, upstream = leaf(randn(2, 13, WIDTH)), randn(2, 13, WIDTH, seed=1)
-    tiled_mlp = TiledMLP(mlp, 4)
-    got = run(tiled_mlp, x, upstream)
-    assert tiled_mlp.draws
+    got = run(TiledMLP(mlp, 4), x, upstream)
     mask = (got[0] != 0).double() / 0.7  # type: ignore[union-attr]
     assert 0 < (mask == 0).sum() < mask.numel() / 2
     assert worst(got, run(Masked(gpt2(), mask), x, upstream)) < 1e-12
-    assert not run_draws(TiledMLP(mlp.eval(), 4), x)
 
 
 class Masked(nn.Module):
@@ -410,11 +407,6 @@ class Masked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) * self.mask
-
-
-def run_draws(mlp: TiledMLP, x: Tensor) -> bool:
-    mlp(x)
-    return mlp.draws
 
 
 def test_dropout_of_lora_is_replayed() -> None:
@@ -501,14 +493,34 @@ def test_skip_of_an_mlp_unless_it_draws() -> None:
     x, upstream = leaf(randn(2, 13, WIDTH)), randn(2, 13, WIDTH, seed=1)
     mlp = TiledMLP(llama(), 4)
     want = run(mlp, x, upstream)
-    mlp.skip = True
-    got = run(mlp, x, upstream)
+    with entered(Pass(skip=True)):
+        got = run(mlp, x, upstream)
     assert not got[0].any()  # type: ignore[union-attr]
     assert worst(got[1:], want[1:]) < 1e-12
-    mlp = TiledMLP(gpt2(dropout=0.5), 4)
-    mlp(x)
-    mlp.skip = True
-    assert mlp(x).any()
+    mlp, first = TiledMLP(gpt2(dropout=0.5), 4), Pass()
+    with entered(first):
+        mlp(x)
+    assert first.drew == {mlp}
+    mlp.eval()(x)  # another pass, which draws nothing
+    with entered(Pass(first.drew, skip=True)):
+        assert mlp.train()(x).any()
+    with entered(Pass(skip=True)):
+        assert not mlp.eval()(x).any()
+
+
+def test_a_backward_runs_in_the_mode_of_its_forward() -> None:
+    """Modes that are switched between forward and backward matter to neither, and stay as they were switched."""
+    x = leaf(randn(2, 13, WIDTH))
+    for wrap in (lambda mlp: TiledMLP(mlp, 4), lambda mlp: mlp):
+        grads = []
+        for later in (True, False):
+            mlp = wrap(gpt2(dropout=0.5)).train()
+            torch.manual_seed(0)
+            out = mlp(x)
+            mlp.train(later)
+            grads.append(torch.autograd.grad(out.square().sum(), x)[0])
+            assert mlp.training == later
+        assert torch.equal(*grads)
 
 
 def test_memory_is_a_tile() -> None:

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import alstlib
 from alstlib.memory import Ledger
 from alstlib.reference import shift
-from alstlib.tiled import TiledMLP, TiledNorm
+from alstlib.tiled import Pass, TiledMLP, TiledNorm, entered
 from alstlib.unread import output_unread
 
 WIDTH, LENGTH = 6, 20
@@ -44,8 +44,6 @@ def gpt2(dropout: float) -> GPT2MLP:
 def layer_graph(kind: str) -> Tensor:
     """The output of a layer of this kind on an input that needs a gradient; the MLP is tiled, its output skipped."""
     mlps = [TiledMLP(llama(), 4), TiledMLP(gpt2(0.2 if kind == "dropout in the MLP" else 0.0), 4)]
-    for mlp in mlps:
-        mlp.skip = True
     norm, gain = nn.LayerNorm(WIDTH, dtype=torch.float64), leaf(randn(WIDTH, seed=3))
     x = leaf(randn(1, 7, WIDTH))
     layers: dict[str, Callable[[], Tensor]] = {
@@ -67,7 +65,8 @@ def layer_graph(kind: str) -> Tensor:
         "another MLP after it": lambda: two_after_another(x, mlps, norm),
         "a projection after it": lambda: x + F.linear(mlps[0](norm(x)), leaf(randn(WIDTH, WIDTH))),
     }
-    return layers[kind]()
+    with entered(Pass(skip=True)):
+        return layers[kind]()
 
 
 def two_after_another(x: Tensor, mlps: list[TiledMLP], norm: nn.Module) -> Tensor:
