@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from alstlib.groups import SPContext
+from alstlib.tiled import first_order
 
 
 class Exchange:
@@ -154,6 +155,7 @@ class _SeqToHeads(torch.autograd.Function):
         return exchange.shared_to_heads(x)[0]
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if ctx.heads % ctx.exchange.ranks == 0:
             return ctx.exchange.to_seq(grad)[0], None
@@ -167,6 +169,7 @@ class _HeadsToSeq(torch.autograd.Function):
         return exchange.to_seq(x)[0]
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.exchange.to_heads(grad)[0], None
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from alstlib.kernels import Documents, Rule
 from alstlib.layouts import Layout
 from alstlib.offload import HostStore, Ticket
-from alstlib.tiled import Replay
+from alstlib.tiled import Replay, first_order, those_that_train, unchanged
 from alstlib.ulysses import UlyssesAttention, output_with, row_delta
 
 
@@ -152,6 +152,7 @@ class _ChunkAttention(torch.autograd.Function):
         return layout.to_seq(out_heads)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         op, piece, layout, delta, dsinks = ctx.op, ctx.piece, ctx.layout, None, None
         q, out, lse = ctx.__dict__.pop("held")
@@ -218,7 +219,8 @@ class _Streamed(torch.autograd.Function):
             piece.keep &= train
             if train:
                 ctx.replays.append(Replay(x.device, stream.module))
-            out[:, piece.rows] = stream.run(x[:, piece.rows], piece)
+            with unchanged(x, stream.module):
+                out[:, piece.rows] = stream.run(x[:, piece.rows], piece)
             if piece.kept:
                 ctx.tickets.append(store.ticket())
                 for t in piece.kept:
@@ -229,6 +231,7 @@ class _Streamed(torch.autograd.Function):
         return out
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         stream, store, ticket = ctx.stream, ctx.stream.store, ctx.input
         if ticket is None:
@@ -236,7 +239,7 @@ class _Streamed(torch.autograd.Function):
         ctx.input, tickets = None, ctx.__dict__.pop("tickets")
         (x,) = store.get(ticket, grad.device)
         need_x, needs = ctx.needs_input_grad[2], ctx.needs_input_grad[3:]
-        params = [p for p, need in zip(stream.params(), needs, strict=True) if need]
+        params = those_that_train(stream.params(), needs)
         sums = _Sums(params)
         # a copy that came back from the host is ours, and its rows are read for the last time before they are written
         grad_x = (x if store.mode != "none" else torch.empty_like(x)) if need_x else None

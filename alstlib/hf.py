@@ -25,7 +25,7 @@ from alstlib.calls import Call, take_call
 from alstlib.edits import Edits
 from alstlib.fields import Bytes, Count, FlagOrAuto, Text, Tile, check_checkpoints, check_fields
 from alstlib.groups import ATTACHED, SPContext
-from alstlib.layers import attach_checkpoints
+from alstlib.layers import attach_checkpoints, stop_own_checkpointing
 from alstlib.loss import IGNORE, TiledHead
 from alstlib.offload import HostStore
 from alstlib.probe import find_transform
@@ -153,6 +153,7 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
             _attach_norms(handle, layers)
         if options.tiled_loss:
             _attach_head(handle)
+        stop_own_checkpointing(handle)
         if options.chunk is not None:
             attach_streams(handle, layers)
         elif options.checkpoint:

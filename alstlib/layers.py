@@ -32,16 +32,32 @@ log = logging.getLogger(__name__)
 def attach_checkpoints(handle: Handle, layers: Sequence[nn.Module]) -> None:
     """Layers' own `forward` is wrapped on the instance: engines' hooks stay outside, in every transformers version."""
     check_recompute(handle.facts)
-    stop_own_checkpointing(handle)
     for i, layer in enumerate(layers):
         set_forward(handle, layer, _checkpointed(handle, layer, layer.forward, i, len(layers)))
 
 
 def stop_own_checkpointing(handle: Handle) -> None:
-    """Switch transformers' own checkpointing off, until detach."""
-    for module in handle.model.modules():
-        if getattr(module, "gradient_checkpointing", False):
+    """Switch transformers' own checkpointing off, until detach, whenever it is switched on: ours takes its place.
+
+    Raises:
+        ValueError: now or at a call, where there is none of ours.
+    """
+
+    @torch.compiler.disable
+    def stop(*_: Any) -> None:
+        for module in handle.model.modules():
+            if not getattr(module, "gradient_checkpointing", False):
+                continue
+            if not handle.options.checkpoint and handle.model.training:
+                raise ValueError(
+                    "gradient_checkpointing_enable() with checkpoint=False: a recompute by transformers would not know "
+                    "the call that it belongs to; use Options(checkpoint=True), which does the same, or "
+                    "gradient_checkpointing_disable()"
+                )
             handle.edits.set(module, "gradient_checkpointing", False)
+
+    stop()
+    handle.edits.hook(handle.model, handle.model.register_forward_pre_hook(stop))
 
 
 def set_forward(handle: Handle, module: nn.Module, forward: Any) -> None:
@@ -99,10 +115,14 @@ def _checkpointed(handle: Handle, layer: nn.Module, original: Any, index: int, c
 
         segment = before if before and before.continues_with(x) else Segment(handle.store, handle.inputs_kept_every)
         handle._segment = weakref.ref(segment)
-        trains = any(p.requires_grad for p in layer.parameters())
+        weights = [p for p in layer.parameters() if p.requires_grad]
+        # an engine that takes gradients one by one, or (FSDP2) puts weights in place for the time of a call
+        taken = any(p._post_accumulate_grad_hooks for p in weights)
+        taken = taken or any(hasattr(m, "unshard") for m in layer.modules())
         out = checkpoint(
-            run, x, *args, saved=saved, trains=trains, accept=accept, segment=segment, module=layer, **kwargs
-        )
+            run, x, *args, saved=saved, trains=bool(weights), accept=accept, segment=segment, module=layer,
+            weights=None if taken else weights, **kwargs,
+        )  # fmt: skip
         if index == count - 1:
             segment.end = None
         return out

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from alstlib.tiled import TiledModule, check_tile, default_tile, tiled_compute
+from alstlib.tiled import TiledModule, check_tile, default_tile, first_order, tiled_compute
 
 IGNORE = -100
 """Label of a token without loss, as in torch.nn.functional.cross_entropy."""
@@ -105,6 +105,7 @@ class _TiledLoss(torch.autograd.Function):
         return total
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
         if ctx.grads is None:
             raise RuntimeError("tiled_logits_loss: backward a second time; its gradients are gone after the first")

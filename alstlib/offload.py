@@ -8,7 +8,7 @@ its inputs (and attention outputs) on the device, before it recomputes and back-
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from alstlib.store import HostOutOfMemory, HostStore, Ticket, host_available
-from alstlib.tiled import Replay, Values
+from alstlib.tiled import Replay, Values, first_order, those_that_train, unchanged
 
 __all__ = ["HostOutOfMemory", "HostStore", "Saved", "Segment", "checkpoint", "host_available"]
 
@@ -155,16 +155,27 @@ class _Checkpoint(torch.autograd.Function):
         saved: Saved,
         accept: Callable[[Any], bool],
         module: nn.Module | None,
+        weights: Sequence[Tensor] | None,
         x: Tensor,
         *rest: Tensor,
     ) -> Any:
+        ctx.weights, needing = weights, rest[: len(rest) - len(weights or ())]
         ctx.segment, ctx.index, ctx.accept, ctx.device = segment, len(segment.members), accept, x.device
-        ctx.needs = (x.requires_grad, *(t.requires_grad for t in rest))
-        ctx.save_for_backward(*rest)
-        return segment.first_pass(run, saved, Replay(x.device, module), x, list(rest))
+        ctx.needs = (x.requires_grad, *(t.requires_grad for t in needing))
+        ctx.save_for_backward(*needing)
+        with unchanged(x, module):
+            return segment.first_pass(run, saved, Replay(x.device, module), x, list(needing))
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        everywhere = torch.autograd._is_checkpoint_valid()  # not for chosen tensors, as torch.autograd.grad
+        if ctx.weights is None and not everywhere:
+            raise RuntimeError(
+                "torch.autograd.grad and backward(inputs=...) are not possible here: an engine (DeepSpeed, FSDP) or a "
+                "hook takes each gradient of a checkpointed layer as it is made; call backward() without inputs, or "
+                "use checkpoint=False"
+            )
         x, kept, member = ctx.segment.take(ctx.index, ctx.device)
         leaves = [t.detach().requires_grad_(need) for t, need in zip((x, *ctx.saved_tensors), ctx.needs)]
         del x
@@ -177,8 +188,33 @@ class _Checkpoint(torch.autograd.Function):
         outs = (out,) if isinstance(out, Tensor) else out
         pairs = [(o, g) for o, g in zip(outs, grads) if isinstance(o, Tensor) and o.requires_grad and g is not None]
         del out, outs
-        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        return (None, None, None, None, None, *(leaf.grad for leaf in leaves))
+        roots, grads = [o for o, _ in pairs], tuple(g for _, g in pairs)
+        del pairs
+        if ctx.weights is None:
+            torch.autograd.backward(roots, grads)
+            return (*[None] * 6, *(leaf.grad for leaf in leaves))
+        known = [t for t in (*leaves, *those_that_train(ctx.weights, [True] * len(ctx.weights))) if t.requires_grad]
+        strays = _leaves(roots, known) if everywhere else []
+        found = torch.autograd.grad(roots, [*known, *strays], grads, allow_unused=True) if known or strays else []
+        del roots, grads
+        if strays:  # weights that the module uses and does not own
+            torch.autograd.backward(strays, found[len(known) :])
+        of = {id(t): g for t, g in zip(known, found)}
+        return (*[None] * 6, *(of.get(id(t)) for t in (*leaves, *ctx.weights)))
+
+
+def _leaves(roots: Sequence[Tensor], known: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves of the graph that need a gradient, without those that are known."""
+    mine, found, stack = {id(t) for t in known}, [], [t.grad_fn for t in roots]
+    seen = set(stack)
+    while stack:
+        node: Any = stack.pop()
+        if (leaf := getattr(node, "variable", None)) is not None and id(leaf) not in mine:
+            found.append(leaf)
+        new = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= new
+        stack += new
+    return found
 
 
 def _recompute(member: _Member, leaves: list[Tensor], kept: list[Tensor]) -> Any:
@@ -197,12 +233,14 @@ def checkpoint(
     accept: Callable[[Any], bool] = lambda out: True,
     segment: Segment | None = None,
     module: nn.Module | None = None,
+    weights: Sequence[Tensor] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Run fn(x, *args, **kwargs) keeping only x, and recompute it in backward (ALST, section 3.3).
 
-    Gradients of weights inside `fn` are added up by the recompute's own backward, as in PyTorch's re-entrant
-    checkpointing, so that engines' hooks see them; dropout and autocast are replayed.
+    Gradients of weights inside `fn` arrive through autograd, all at once. Or, without `weights`, they are added up by
+    the recompute's own backward one by one, as in PyTorch's re-entrant checkpointing: so an engine takes each as it is
+    made. Dropout and autocast are replayed.
 
     Args:
         fn: returns a tensor or a tuple of tensors.
@@ -210,9 +248,13 @@ def checkpoint(
         store: where x is kept; None keeps it on its device.
         saved: attention outputs to keep beside x; the same object must reach the attention inside `fn`.
         trains: `fn` has weights that train: x is made to need a gradient where it does not.
+        weights: those inside `fn` that train, or None.
         accept: looks at what a recompute returned, before its backward; where it says False, `fn` runs once more.
         segment: a segment that x continues (`continues_with`), or a new one, in place of `store`.
         module: what `fn` calls: a recompute runs it in the mode (training or evaluation) of the first pass.
+
+    Raises:
+        RuntimeError: in backward, for chosen tensors (`torch.autograd.grad`, `backward(inputs=...)`) without `weights`.
 
     Returns:
         What `fn` returned. Without gradients (`no_grad`), `fn` is simply run.
@@ -237,4 +279,6 @@ def checkpoint(
         return fn(x, *a, **kw)
 
     segment = segment or Segment(store or HostStore())
-    return _Checkpoint.apply(run, segment, saved or Saved(keep=False), accept, module, x, *needing)
+    return _Checkpoint.apply(
+        run, segment, saved or Saved(keep=False), accept, module, weights, x, *needing, *(weights or ())
+    )

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from alstlib.tiled import first_order
+
 
 def find_routers(model: nn.Module) -> list[nn.Module]:
     """The modules whose logits transformers records as `router_logits`, those with (logits, scores, ...) as output, of
@@ -103,6 +105,7 @@ class _WithLoss(torch.autograd.Function):
         return total + extra
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         ctx.loss.scale = grad.detach()
         return grad, None, None
@@ -118,6 +121,7 @@ class _Balance(torch.autograd.Function):
         return scores.view_as(scores)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         loss: RouterLoss = ctx.loss
         (logits,) = ctx.saved_tensors

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from alstlib.chunked import RowChunk, Stream
 from alstlib.dryrun import LayerCall
-from alstlib.layers import plan, set_forward, stop_own_checkpointing
+from alstlib.layers import plan, set_forward
 from alstlib.support import check_recompute
 from alstlib.tiled import Pass, TiledMLP, entered
 from alstlib.unread import output_unread
@@ -32,7 +32,6 @@ def attach_streams(handle: Handle, layers: Sequence[nn.Module]) -> None:
     check_recompute(handle.facts)
     for i, call in enumerate(handle.facts.calls):
         _check_call(f"layer {i} ({type(call.layer).__name__})", call)
-    stop_own_checkpointing(handle)
     for i, layer in enumerate(layers):
         set_forward(handle, layer, _streamed(handle, layer, layer.forward, i, len(layers)))
         handle.edits.hook(layer, layer.register_forward_pre_hook(_ensure_input_grad, with_kwargs=True))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,6 +116,52 @@ class Values:
         return here[0] == here[1] and x._version == self.version
 
 
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of an autograd function that has no second-order gradients: refuses `create_graph=True`."""
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "create_graph=True: alstlib computes gradients of the first order only; use create_graph=False, or "
+                "detach() the model first"
+            )
+        return backward(ctx, *grads)
+
+    return checked
+
+
+@contextlib.contextmanager
+def unchanged(x: Tensor, module: nn.Module | None) -> Iterator[None]:
+    """Refuse a first pass that changes its input: the recompute would begin with what was changed.
+
+    Raises:
+        ValueError: names the module.
+    """
+    before = None if x.is_inference() else x._version
+    yield
+    if before is not None and x._version != before:
+        raise ValueError(
+            f"{'a function' if module is None else type(module).__name__} changes its input in place, and a recompute "
+            "would begin with the changed one; use tiled_mlp=False for an MLP, tiled_norm=False for a norm, and "
+            "checkpoint=False with chunk=None for a layer"
+        )
+
+
+def those_that_train(params: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+    """The parameters that need a gradient, of those that were there in forward.
+
+    Raises:
+        RuntimeError: there are others now.
+    """
+    if len(params) != len(needs) or not all(p.requires_grad for p, need in zip(params, needs) if need):
+        raise RuntimeError(
+            "weights were frozen, or made to train, between a forward and its backward (an adapter that was switched "
+            "off, say): its recompute would be another; call backward() first"
+        )
+    return [p for p, need in zip(params, needs) if need]
+
+
 class _TiledCompute(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -132,13 +179,15 @@ class _TiledCompute(torch.autograd.Function):
         ctx.skipped = skip
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(x, *along)
-        return x.new_zeros(()).expand_as(x) if skip else _run_tiles(fn, x, along, tile)
+        with unchanged(x, module):
+            return x.new_zeros(()).expand_as(x) if skip else _run_tiles(fn, x, along, tile)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, *along = ctx.saved_tensors
         need_x, needs = ctx.needs_input_grad[6], ctx.needs_input_grad[7:]
-        params = [p for p, need in zip(ctx.params(), needs, strict=True) if need]
+        params = those_that_train(ctx.params(), needs)
         sums: list[Tensor | None] = [None] * len(params)
         grad_x = torch.empty_like(x) if need_x else None
         with ctx.replay(), torch.enable_grad():

@@ -21,7 +21,7 @@ from alstlib.groups import SPContext
 from alstlib.kernels import Backend, Documents, Rule, choose_backend, row_tiles
 from alstlib.layouts import Layouts
 from alstlib.offload import Saved
-from alstlib.tiled import default_tile
+from alstlib.tiled import default_tile, first_order
 
 
 class UlyssesAttention:
@@ -134,6 +134,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         layout, delta = ctx.layout, None
         q, k, v, out, lse = ctx.__dict__.pop("kept") if ctx.release else ctx.saved_tensors

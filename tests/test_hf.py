@@ -140,6 +140,28 @@ def test_gradient_checkpointing_is_taken_over_and_given_back() -> None:
     assert anatomy(model) == before
 
 
+def test_gradient_checkpointing_that_is_switched_on_later() -> None:
+    """As transformers' Trainer does: ours takes its place, and without ours it is refused."""
+    model = make_model()
+    _, want = plain(model)
+    with alstlib.apply(model, None, alstlib.Options(save_attention=True)) as handle:
+        model.gradient_checkpointing_enable()
+        got = step(model)
+        assert handle.attention.forward_calls == 2
+        assert worst_error(got[1], want)[0] < 1e-5
+    assert model.is_gradient_checkpointing
+    model.gradient_checkpointing_disable()
+    with alstlib.apply(model, None, alstlib.Options(checkpoint=False)):
+        model.gradient_checkpointing_enable()
+        with pytest.raises(
+            ValueError, match=r"gradient_checkpointing_enable\(\) with checkpoint=False.*checkpoint=True"
+        ):
+            step(model)
+        model.eval()(batch()["input_ids"])
+    with pytest.raises(ValueError, match=r"gradient_checkpointing_enable\(\) with checkpoint=False"):
+        alstlib.apply(model.train(), None, alstlib.Options(checkpoint=False))
+
+
 def test_train_and_eval_reach_what_was_swapped_out() -> None:
     model = make_model("gpt2", resid_pdrop=0.5)
     with alstlib.apply(model):

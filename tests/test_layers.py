@@ -356,6 +356,120 @@ def test_backward_of_a_part_of_the_layers() -> None:
     assert all(torch.equal(a, b) for a, b in zip(one, four))
 
 
+# ----- gradients of chosen tensors, and of the second order
+
+HOW = {
+    "nothing": {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False},
+    **{how: options for how, options in PASSES.items() if how != "inputs of some"},
+    "inputs of some": {**TILES, "offload": "sync", "save_attention": False, "host_memory": 2 * INPUT},
+}
+CHOSEN = [
+    ["model.embed_tokens.weight"], ["model.layers.0.mlp.up_proj.weight"], ["lm_head.weight"],
+    ["model.layers.4.self_attn.q_proj.weight", "model.norm.weight"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_gradients_of_chosen_weights(how: str) -> None:
+    """By torch.autograd.grad and by backward(inputs=...): right, and no other weight gets a gradient."""
+    model = model_of()
+    want = plain_run(model, [{"input_ids": batch()["input_ids"], "labels": batch()["input_ids"]}])[1]
+    of = dict(model.named_parameters())
+    with alstlib.apply(model, None, alstlib.Options(**HOW[how])):
+        for names in CHOSEN:
+            chosen = [of[n] for n in names]
+            got = torch.autograd.grad(alstlib.causal_lm_loss(model, batch()).loss, chosen)
+            assert gradients(model) == {}
+            assert worst_error(dict(zip(names, got)), {n: want[n] for n in names})[0] < 1e-5
+            alstlib.causal_lm_loss(model, batch()).loss.backward(inputs=chosen)
+            assert worst_error(gradients(model), {n: want[n] for n in names})[0] < 1e-5
+            model.zero_grad()
+
+
+def test_chosen_weights_are_refused_where_gradients_are_taken_one_by_one() -> None:
+    """An optimizer that steps in backward takes each gradient as it is made, so that no layer's are there at once."""
+    model, taken = model_of(), []
+    want = plain_run(model, [{"input_ids": batch()["input_ids"], "labels": batch()["input_ids"]}])[1]
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(
+            lambda p, name=name: taken.append((name, p.grad)) or setattr(p, "grad", None)
+        )
+    with alstlib.apply(model, None, alstlib.Options(**TILES)):
+        alstlib.causal_lm_loss(model, batch()).loss.backward()
+        assert len(taken) == len(want)
+        assert worst_error(dict(taken), want)[0] < 1e-5
+        with pytest.raises(RuntimeError, match=r"torch.autograd.grad and backward\(inputs=...\).*use checkpoint=False"):
+            torch.autograd.grad(alstlib.causal_lm_loss(model, batch()).loss, [model.model.embed_tokens.weight])
+
+
+def test_a_weight_that_the_layer_does_not_own() -> None:
+    """A vector that a hook adds, as in steering, gets its gradient too."""
+    grads = []
+    for options in ({"checkpoint": False}, {}):
+        model, vector = model_of(), torch.zeros(WIDTH, requires_grad=True)
+        model.requires_grad_(False)
+        model.model.layers[2].self_attn.o_proj.weight.requires_grad_()
+        model.model.layers[2].self_attn.register_forward_hook(lambda m, args, out, v=vector: (out[0] + v, *out[1:]))
+        with alstlib.apply(model, None, alstlib.Options(**options)):
+            step(model)
+        grads.append({"vector": vector.grad, **gradients(model)})
+    assert worst_error(grads[1], grads[0])[0] < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.parametrize("how", [how for how in HOW if how != "inputs of some"])
+def test_second_order_gradients_are_refused(how: str) -> None:
+    model = model_of()
+    with alstlib.apply(model, None, alstlib.Options(**HOW[how])):
+        loss = alstlib.causal_lm_loss(model, batch()).loss
+        with pytest.raises(NotImplementedError, match=r"create_graph=True: .* first order only"):
+            torch.autograd.grad(loss, [model.model.embed_tokens.weight], create_graph=True)
+        with pytest.raises(NotImplementedError, match=r"create_graph=True: .* first order only"):
+            alstlib.causal_lm_loss(model, batch()).loss.backward(create_graph=True)
+
+
+@pytest.mark.parametrize("how", ["layers", "tiles", "chunks"])
+def test_weights_that_are_frozen_before_their_backward(how: str) -> None:
+    """An adapter that was switched off after the forward is not in the recompute."""
+    wrapped = with_lora()
+    with alstlib.apply(wrapped.get_base_model(), None, alstlib.Options(**PASSES[how])):
+        loss = alstlib.causal_lm_loss(wrapped, batch()).loss
+        with wrapped.disable_adapter(), pytest.raises(RuntimeError, match=r"weights were frozen.*between a forward"):
+            loss.backward()
+
+
+# ----- what changes in place
+
+
+@pytest.mark.parametrize("how", ["nothing", "layers in tiles", "chunks"])
+def test_changes_in_place_of_what_a_layer_makes(how: str) -> None:
+    """Embeddings, queries (as OLMo's clip_qkv), a norm's, an MLP's and a layer's output."""
+    model = model_of()
+    layer = model.model.layers[1]
+    for part in (model.model.embed_tokens, layer.self_attn.q_proj, layer.input_layernorm, layer.mlp, layer):
+        part.register_forward_hook(lambda module, args, out: out.clamp_(-0.7, 0.7))
+    want = plain_run(model, [{"input_ids": batch()["input_ids"], "labels": batch()["input_ids"]}])[1]
+    with alstlib.apply(model, None, alstlib.Options(**HOW[how])):
+        for _ in range(2):
+            assert worst_error(step(model), want)[0] < 1e-5
+
+
+@pytest.mark.parametrize("how, part", [("tiles", "mlp"), ("layers", "layer"), ("chunks", "norm")])
+def test_changes_in_place_of_an_input_are_refused(how: str, part: str) -> None:
+    """A recompute would begin with what was changed: refused in the forward, by name, and not in an evaluation."""
+    model = model_of()
+    layer = model.model.layers[1]
+    {"mlp": layer.mlp, "layer": layer.input_layernorm, "norm": layer.input_layernorm}[part].register_forward_pre_hook(
+        lambda module, args: (args[0].mul_(1.5),)
+    )
+    options = {"tiled_norm": False, **HOW[how]}
+    with alstlib.apply(model, None, alstlib.Options(**options)):
+        with pytest.raises(ValueError, match=r"(LlamaMLP|LlamaDecoderLayer) changes its input in place"):
+            alstlib.causal_lm_loss(model, batch())
+        with torch.inference_mode():
+            model(input_ids=batch()["input_ids"])
+
+
 # ----- on several ranks
 
 
