@@ -21,6 +21,7 @@ from alstlib.progress import Printer, ProgressReader
 from alstlib.shapes import check_model
 from alstlib.specs import Spec, check_parameters, load_spec, papermill_line, select, shown, write_record
 
+KERNEL_START_SECONDS = 600  # papermill's 60 are short where many processes share the cores
 KERNEL_SECONDS = 60.0  # for an interrupted notebook: longer than the launcher's own grace
 
 
@@ -59,7 +60,7 @@ def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], watch: 
         try:
             papermill.execute_notebook(
                 str(notebook), str(output), parameters=dict(parameters), kernel_name="python3", language="python",
-                progress_bar=False, kernel_manager_class=Kernel,
+                progress_bar=False, kernel_manager_class=Kernel, start_timeout=KERNEL_START_SECONDS,
             )  # fmt: skip
         except Exception as e:
             raised.append(e)

@@ -26,7 +26,7 @@ from alstlib.processes import sigterm_interrupts, start, stop
 POLL_SECONDS = 0.05
 
 
-def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 600.0) -> list[Any]:
     """`function(*args)` on each of `ranks` CPU ranks whose default process group is gloo; what each returned, in order.
 
     The function travels as its source, so that one defined in a notebook's cell works: it imports what it uses, inside.

@@ -73,7 +73,7 @@ class RankPool:
             process.join()
         self.processes = []
 
-    def __call__(self, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    def __call__(self, fn: Callable[..., Any], *args: Any, timeout: float = 400) -> list[Any]:
         if not self.processes:
             self.start()
         for tasks in self.tasks:

@@ -520,3 +520,13 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
+
+
+def test_a_kernel_has_minutes_to_start(tmp_path, monkeypatch):
+    """papermill's own limit of a minute was met on a busy machine, as "Kernel didn't respond in 60 seconds"."""
+    import papermill
+
+    given = {}
+    monkeypatch.setattr(papermill, "execute_notebook", lambda *a, **kw: given.update(kw))
+    assert cli.execute(Path(__file__).parents[1] / "notebooks" / "run.ipynb", tmp_path / "o.ipynb", {}, lambda: None) is None
+    assert given["start_timeout"] >= 600

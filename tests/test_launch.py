@@ -27,7 +27,7 @@ def fake(what: str, **fields) -> RunConfig:
     return RunConfig(model_config={"fake": what}, **fields)
 
 
-def start(what: str, out: Path, *, timeout: float = 60, world_size: int = 0, **kw):
+def start(what: str, out: Path, *, timeout: float = 200, world_size: int = 0, **kw):
     config = fake(what, timeout=timeout, world_size=world_size)
     return launch.launch(config, out, worker="fake_worker", extra_env=PATHS, **kw)
 
@@ -59,7 +59,7 @@ def in_thread(what: str, out: Path, **kw) -> list[launch.RunFailed]:
     return raised
 
 
-def wait_for(condition, seconds: float = 60) -> bool:
+def wait_for(condition, seconds: float = 200) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -125,10 +125,10 @@ def test_a_finished_run_is_not_run_again(finished_run, monkeypatch):
     out, result, _ = finished_run
     monkeypatch.setattr(launch, "start", lambda *a: pytest.fail("torchrun was started"))
     assert start("environ", out) == result
-    assert launch.finished(fake("environ", timeout=60), out) == result
-    assert launch.finished(fake("environ", timeout=60, seq_len=4096), out) is None
+    assert launch.finished(fake("environ", timeout=200), out) == result
+    assert launch.finished(fake("environ", timeout=200, seq_len=4096), out) is None
     monkeypatch.setattr(results, "git_state", lambda: {"sha": "another", "dirty": False})
-    assert launch.finished(fake("environ", timeout=60), out) is None
+    assert launch.finished(fake("environ", timeout=200), out) is None
 
 
 def test_a_failing_rank(tmp_path):
@@ -139,7 +139,7 @@ def test_a_failing_rank(tmp_path):
     result = results.read_result(tmp_path / "result.json")
     assert result == e.value.result
     assert result["status"] == "error"
-    assert result["run_id"] == results.run_id(launch.resolve(fake("fail", timeout=60)))
+    assert result["run_id"] == results.run_id(launch.resolve(fake("fail", timeout=200)))
     assert result["error"]["log_tail"].startswith("--- rank 1, stderr ---")
     assert len(result["error"]["log_tail"]) <= 4000
     assert not processes_of(tmp_path)
@@ -149,7 +149,7 @@ def test_out_of_memory_is_a_result(tmp_path):
     result = start("oom", tmp_path)
     assert result["status"] == "oom"
     assert result["error"]["message"] == "too long"
-    assert launch.finished(fake("oom", timeout=60), tmp_path) == result
+    assert launch.finished(fake("oom", timeout=200), tmp_path) == result
 
 
 def test_an_error_that_the_worker_explains_gets_the_logs(tmp_path):

@@ -265,7 +265,7 @@ def test_an_unanswered_twin_is_seen(demo: Path) -> None:
 def test_a_lesson_that_fails_is_not_stored(
     demo: Path, change: Any, says: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ALST_SLOW", str(5 / lessons.SECONDS))
+    monkeypatch.setenv("ALST_SLOW", str(5 / lessons.HANG_SECONDS))
     before = changed(demo, change).read_text()
     assert lessons.run(root=demo.parent.parent) == 1
     assert says in capsys.readouterr().out
@@ -304,6 +304,13 @@ def test_check_compares_and_writes_nothing(demo: Path, capsys: Any, monkeypatch:
     assert "cell figure: outputs: stored ['display_data of image/png, text/plain'], now [" in said
     assert "'display_data of text/markdown; table | a | b | of 1 rows'" in said
     assert demo.read_text() == before
+
+
+def test_time_is_the_processors_where_the_clocks_is_more(demo: Path) -> None:
+    """As on a busy machine, where a lesson's processes wait for their turn: this one sleeps."""
+    changed(demo, set_source("said", "import time; time.sleep(8)"))
+    began = time.monotonic()
+    assert lessons.execute(demo).seconds < time.monotonic() - began - 4
 
 
 @pytest.mark.parametrize("setting, says", [("SECONDS", "takes "), ("ALL_SECONDS", "all together take ")])
