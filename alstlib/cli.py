@@ -88,6 +88,8 @@ def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], watch: 
             finally:
                 if not done.is_set():
                     signal_kernel(signal.SIGKILL)
+                    for kernel in kernels:
+                        kernel.cleanup_connection_file()
             raise
     return raised[0] if raised else None
 

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import uuid
 import warnings
@@ -292,20 +293,22 @@ def launch(
     with locks.hold(out) if first else contextlib.nullcontext(), sigterm_interrupts():
         run = _Run(config, out, first, on_progress)
         argv = command(config, out, run.logs, python, worker, rendezvous)
-        env = environment(run.id, config.world_size // nnodes, extra_env, nnodes)
-        env[DEADLINE_VARIABLE] = str(time.time() + config.timeout)
         agent = code = None
         if not force and worker == "alstlib.train" and (why := why_not(config, nnodes, device_count())):
             return run.end("oom", "WouldNotFit", why)
-        try:
-            agent = start(argv, env, run.logs / "agent.log")
-            code = run.wait(agent)
-        except BaseException as e:
-            with contextlib.suppress(OSError):  # the result first: a kernel that shuts down gives little time
-                run.end("cancelled" if isinstance(e, KeyboardInterrupt) else "error", type(e).__name__, str(e))
-            raise
-        finally:
-            stop(agent, run.id)
+        # ranks end without tidying up, or are killed
+        with tempfile.TemporaryDirectory(prefix="alst-", ignore_cleanup_errors=True) as temporary:
+            extra = {"TMPDIR": temporary, DEADLINE_VARIABLE: str(time.time() + config.timeout), **(extra_env or {})}
+            env = environment(run.id, config.world_size // nnodes, extra, nnodes)
+            try:
+                agent = start(argv, env, run.logs / "agent.log")
+                code = run.wait(agent)
+            except BaseException as e:
+                with contextlib.suppress(OSError):  # the result first: a kernel that shuts down gives little time
+                    run.end("cancelled" if isinstance(e, KeyboardInterrupt) else "error", type(e).__name__, str(e))
+                raise
+            finally:
+                stop(agent, run.id)
         if code is None:
             where = whereabouts(run.reader.path, run.logs)
             result = run.end("timeout", "Timeout", f"the run took longer than timeout={config.timeout:g} s: {where}")

@@ -49,7 +49,7 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: 
     with tempfile.TemporaryDirectory() as folder, sigterm_interrupts():
         out = Path(folder)
         (out / "job").write_bytes(pickle.dumps((source, name, args)))
-        env = environment(run, ranks)
+        env = environment(run, ranks, {"TMPDIR": folder})
         started: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(ranks):

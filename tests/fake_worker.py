@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def main() -> None:
             raise RuntimeError("rank one is broken")
         time.sleep(600)
     if what == "environ":
+        tempfile.mkdtemp()
         (args.out / f"environ.{rank}.json").write_text(json.dumps(dict(os.environ)))
     if rank == 0 and what != "silent":
         metrics = {

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -114,6 +115,8 @@ def test_ranks_get_a_clean_environment(finished_run):
         assert env["TORCHELASTIC_RUN_ID"] != "x"
         assert "PET_NNODES" not in env
         assert "MPLBACKEND" not in env
+        assert Path(env["TMPDIR"]).parent == Path(tempfile.gettempdir())
+        assert not Path(env["TMPDIR"]).exists(), "ranks leave files there"
         assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == ("lo0" if sys.platform == "darwin" else "lo")
         assert int(env["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // len(ranks))
         assert env["ALST_RUN_ID"].startswith(result["run_id"])
