@@ -54,9 +54,10 @@ def load_model(run: RunConfig, dtype: torch.dtype, *, shape_only: bool = False) 
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=run.trust_remote_code)
     else:
         try:
-            model, loaded = AutoModelForCausalLM.from_pretrained(
+            found: Any = AutoModelForCausalLM.from_pretrained(
                 run.model, config=config, dtype=dtype, trust_remote_code=run.trust_remote_code, output_loading_info=True
             )
+            model, loaded = found
         except (SafetensorError, RuntimeError) as e:
             raise ValueError(_why_unreadable(run, e)) from e
         if missing := sorted(loaded["missing_keys"]):
