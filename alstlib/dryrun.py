@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -176,6 +177,7 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], run: DryRun) -> Iterat
     implementations = {key: config._attn_implementation_internal for key, config in configs.items()}
     head, training = model.get_output_embeddings(), {m: m.training for m in model.modules()}
     own = {m: m.__dict__.get("forward") for m in (*layers, head)}
+    hooks = [(m, n, m.__dict__[n]) for m in training for n in ("_forward_hooks", "_forward_pre_hooks")]
     weights, stopping = _weights(model, layers), False
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **kwargs: Any) -> Any:
@@ -218,6 +220,8 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], run: DryRun) -> Iterat
         for config in configs.values():
             config._attn_implementation_internal = name
         model.train()
+        for m, kind, _ in hooks:  # a user's hooks count calls, or read values
+            m.__dict__[kind] = OrderedDict()
         for layer in layers:
             layer.forward = stand_in(layer, layer.forward)
         head.forward = end
@@ -229,6 +233,8 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], run: DryRun) -> Iterat
                 m.forward = was
         for m, mode in training.items():
             m.training = mode
+        for m, kind, those in hooks:
+            m.__dict__[kind] = those
         for key, config in configs.items():
             config._attn_implementation_internal = implementations[key]
         AttentionInterface._global_mapping.pop(name, None)

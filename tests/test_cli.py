@@ -528,5 +528,8 @@ def test_a_kernel_has_minutes_to_start(tmp_path, monkeypatch):
 
     given = {}
     monkeypatch.setattr(papermill, "execute_notebook", lambda *a, **kw: given.update(kw))
-    assert cli.execute(Path(__file__).parents[1] / "notebooks" / "run.ipynb", tmp_path / "o.ipynb", {}, lambda: None) is None
+    assert (
+        cli.execute(Path(__file__).parents[1] / "notebooks" / "run.ipynb", tmp_path / "o.ipynb", {}, lambda: None)
+        is None
+    )
     assert given["start_timeout"] >= 600

@@ -56,6 +56,18 @@ def test_a_dry_run_leaves_the_model_as_it_was() -> None:
     assert model.config._attn_implementation in ("sdpa", "eager")
 
 
+def test_a_dry_run_calls_no_hook() -> None:
+    """Hooks are the user's: they count calls, or read values, of which a dry run has none."""
+    model, called = make_model("gqa"), []
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: called.append("after"))
+        module.register_forward_pre_hook(lambda *_: called.append("before"))
+    with alstlib.apply(model):
+        assert not called
+    model(torch.zeros(1, 4, dtype=torch.long))
+    assert {"before", "after"} == set(called)
+
+
 def test_a_dry_run_reads_no_weights() -> None:
     """A model of any size: here one that would not fit, without memory."""
     with torch.device("meta"):
