@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import uuid
 import weakref
@@ -215,26 +216,29 @@ def _attach_attention(handle: Handle) -> None:
     for module in handle.model.modules():
         configs = {n: v for n, v in module.__dict__.items() if isinstance(v, PreTrainedConfig)}
         for attribute, config in configs.items() if module is not handle.model else ():
-            if id(config) not in views:
-                views[id(config)] = _view(handle, config, name)
-            handle.edits.set(module, attribute, views[id(config)])
+            handle.edits.set(module, attribute, _view(handle, config, name, views))
 
 
-def _view(handle: Handle, config: PreTrainedConfig, name: str) -> PreTrainedConfig:
-    """The config as parts of the model see it: the same object in all but the attention. So the model's own config,
-    which others read, copy and save, stays as it is."""
+def _view(handle: Handle, config: PreTrainedConfig, name: str, views: dict[int, PreTrainedConfig]) -> PreTrainedConfig:
+    """The config as parts of the model see it: the same object in all but the attention, and so are the configs inside
+    it. So the model's own config, which others read, copy and save, stays as it is."""
+    if id(config) in views:
+        return views[id(config)]
     kind: Any = type(config)
 
     def implementation(view: Any) -> str | None:
         return view._attn_implementation_internal if handle._plain else name
 
-    fields = {
+    fields: dict[str, Any] = {
         "__module__": kind.__module__, "__init__": kind.__init__,
         "__deepcopy__": lambda view, memo: copy.deepcopy(config, memo),
         "_attn_implementation": property(implementation, kind._attn_implementation.fset),
     }  # fmt: skip
+    inside = {n: _view(handle, v, name, views) for n, v in vars(config).items() if isinstance(v, PreTrainedConfig)}
+    fields.update({n: property(functools.partial(lambda n, _: inside[n], n)) for n in inside})
     made: Any = object.__new__(type(kind.__name__, (kind,), fields))
     made.__dict__ = config.__dict__
+    views[id(config)] = made
     return made
 
 
