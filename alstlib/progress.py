@@ -6,6 +6,7 @@ tokens_per_second, loss, eta_seconds (of what the event names), message, status.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from alstlib.results import format_seconds, format_tokens, strict
 
@@ -199,9 +200,20 @@ def _notebook_display() -> Any:
     return display({"text/plain": "starting"}, raw=True, display_id=True)
 
 
+def _papermill_log() -> TextIO | None:
+    """What the terminal (or log file) of a papermill that runs this kernel shows, where the display does not show."""
+    import psutil  # a part of every kernel
+
+    with contextlib.suppress(OSError, psutil.Error, AttributeError, ValueError):
+        if "papermill" in [Path(word).name for word in psutil.Process().parent().cmdline()]:
+            return open(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")  # a kernel's fileno is its first output
+    return None
+
+
 class Printer:
-    """Keeps one line up to date in a terminal or a notebook, at most once a second; in a log file it prints lines at
-    growing intervals, from a second to ten minutes. The event `end` is always shown.
+    """Keeps one line up to date in a terminal or a notebook, at most once a second. In a log file it prints lines: at
+    growing intervals, from a second to ten minutes, and for each tenth of the steps. papermill's output gets the same
+    lines, because it shows nothing of a display. The event `end` is always shown.
 
     An instance is an `on_progress` for `launch.launch`; notebooks know the class as `launch.progress_printer`."""
 
@@ -210,9 +222,12 @@ class Printer:
     def __init__(self) -> None:
         self.handle = _notebook_display()
         self.terminal = self.handle is None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        live = self.handle is not None or self.terminal
+        self.log = _papermill_log() if self.handle is not None else None if live else sys.stdout
         self.event: Mapping[str, Any] | None = None
-        self.began, self.shown, self.width = time.monotonic(), -math.inf, 0
-        self.line = ""
+        self.began, self.width = time.monotonic(), 0
+        self.shown = self.logged = -math.inf
+        self.line, self.tenth = "", 0
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         self.event = event
@@ -222,24 +237,34 @@ class Printer:
 
     def tick(self) -> None:
         """Called about once a second while nothing happens: time passes."""
-        now = time.monotonic()
-        log = self.handle is None and not self.terminal
-        every = min(self.LOG_SECONDS, max(1.0, self.shown - self.began)) if log else 1.0
-        if self.event is None or (self.event.get("event") != "end" and now - self.shown < every):
+        if self.event is None:
             return
-        if self.event.get("event") != "end":
+        now, ends = time.monotonic(), self.event.get("event") == "end"
+        if (self.handle is not None or self.terminal) and (ends or now - self.shown >= 1.0):
             self.shown = now
-        line = describe(self.event, time.time())
+            self._show(describe(self.event, time.time()))
+        every = min(self.LOG_SECONDS, max(1.0, self.logged - self.began))
+        tenth = 10 * int(self.event.get("step") or 0) // int(self.event.get("steps") or 1)
+        if self.log is not None and (ends or now - self.logged >= every or tenth > self.tenth):
+            self.logged, self.tenth = now, tenth
+            line = describe(self.event, time.time())
+            if line != self.line:
+                print(f"{self.wipe}{line}", file=self.log, flush=True)
+            self.line = line
+
+    @property
+    def wipe(self) -> str:
+        """Removes papermill's bar from its terminal, which draws it again."""
+        return "\r\x1b[2K" if self.log is not None and self.handle is not None and self.log.isatty() else ""
+
+    def _show(self, line: str) -> None:
         if self.handle is not None:
             self.handle.update({"text/plain": line}, raw=True)
-        elif self.terminal:
-            room = max(20, os.get_terminal_size(sys.stdout.fileno()).columns or 80) - 1
-            line = line if len(line) <= room else f"{line[: room - 1]}…"
-            print("\r" + line.ljust(min(self.width, room)), end="", flush=True)
-            self.width = len(line)
-        elif line != self.line:
-            print(line, flush=True)
-        self.line = line
+            return
+        room = max(20, os.get_terminal_size(sys.stdout.fileno()).columns or 80) - 1
+        line = line if len(line) <= room else f"{line[: room - 1]}…"
+        print("\r" + line.ljust(min(self.width, room)), end="", flush=True)
+        self.width = len(line)
 
     def close(self) -> None:
         """Nothing follows: what is printed next begins a line of its own."""

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,32 @@ def test_a_log_gets_lines_at_growing_intervals(clock, capsys):
     show({"event": "end", "row": "r", "status": "ok"})
     show.tick()
     assert capsys.readouterr().out == "r  ok\n"
+
+
+def test_a_log_gets_a_line_for_each_tenth_of_the_steps(clock, capsys):
+    """However long it took until the first: a job's log had one line for 60 fast steps."""
+    show = progress.Printer()
+    clock.now += 300
+    show({"time": clock.now, "event": "load", "row": "r", "message": "loading"})
+    for step in range(1, 61):
+        clock.now += 0.5
+        show(event(clock, step, steps=60))
+    steps = [line.split("step ")[1].split("/")[0] for line in capsys.readouterr().out.splitlines() if "step" in line]
+    assert steps == [str(n) for n in range(6, 61, 6)]
+
+
+def test_papermills_output_says_how_far_a_run_is(tmp_path):
+    """And not only which share of the cells is done. (A kernel that is told of pytest leaves its outputs alone.)"""
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "papermill", str(REPOSITORY / "notebooks" / "run.ipynb"), str(tmp_path / "o.ipynb"),
+         "-p", "out", str(tmp_path / "run"), "-p", "worker", "fake_worker", "-y", "config: {model_config: {fake: ok}}"],
+        env={**env, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "tests")))},
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    assert "starting 2 ranks" in ran.stdout
+    assert re.search(r"step 2/2 .*\n", ran.stdout)
+    assert ran.stdout.splitlines()[-1] == "run  ok"
 
 
 def test_a_notebook_has_one_display_updated_once_a_second(clock, monkeypatch, capsys):
