@@ -22,10 +22,12 @@ parity: setup ## train the same data with and without sequence parallelism, comp
 	$(BIN)/alst run papermill_runs/specs/parity.yaml $(ARGS)
 
 # What is first on JUPYTER_PATH wins over kernels of the same name elsewhere (your own, conda's, the system's).
-# The root is the checkout, so that notebooks can link to the README and the specs.
+# The root is the checkout, so that notebooks can link to the README and the specs. The address that is printed, for
+# those without a browser here, is that of the landing notebook too.
 lab: setup ## open JupyterLab on the landing notebook
 	JUPYTER_PATH="$$(cd $(BIN)/.. && pwd)/share/jupyter$${JUPYTER_PATH:+:$$JUPYTER_PATH}" \
-		$(BIN)/jupyter lab --ServerApp.root_dir=. notebooks/index.ipynb $(ARGS)
+		$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/index.ipynb \
+		$(if $(filter 0,$(shell id -u)),--allow-root) notebooks/index.ipynb $(ARGS)
 
 lessons: setup ## run all lessons anew and store their outputs and solutions
 	$(BIN)/python -m tests.lessons run $(ARGS)
