@@ -44,7 +44,8 @@ def causal_lm_loss(
         engine_divides_by: the number by which the engine divides the loss (gradient accumulation steps in DeepSpeed).
 
     Raises:
-        ValueError: a field is missing, the model is not attached, or `ctx` is not the mesh that it was attached with.
+        ValueError: a field is missing, the model is not attached, `ctx` is not the mesh that it was attached with, or
+            DDP with a static graph would not reduce its first backward.
     """
     for name in ("input_ids", "position_ids", "shift_labels"):
         if batch.get(name) is None:
@@ -52,6 +53,7 @@ def causal_lm_loss(
     if engine_divides_by < 1:
         raise ValueError(f"engine_divides_by={engine_divides_by} must be at least 1")
     ctx = context_of(model, ctx)
+    _check_first_backward(model)
     labels = batch["shift_labels"]
     out = model(
         input_ids=batch["input_ids"],
@@ -79,3 +81,15 @@ def causal_lm_loss(
     else:
         factor = ctx.world_size * engine_divides_by / max(1, step_tokens)
     return Loss(loss=total * factor, mean=stats[0] / tokens.clamp_min(1), tokens=tokens.to(torch.int64))
+
+
+def _check_first_backward(model: Any) -> None:
+    """DDP learns a static graph while it reduces its first backward; under no_sync() PyTorch ends in an assertion."""
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel) or not torch.is_grad_enabled():
+        return
+    first = model.static_graph and not model._static_graph_delay_allreduce_enqueued
+    if first and not model.require_backward_grad_sync:
+        raise ValueError(
+            "DDP(static_graph=True) has to reduce its first backward: call the micro-batches of the first step without "
+            "no_sync(), or use static_graph=False"
+        )

@@ -280,6 +280,34 @@ def test_tied_embeddings(ranks2: Any, engine: str, bucket: int) -> None:
 STREAMED = {**ALL_ON, "chunk": 5}
 
 
+def static_graph_steps(rank: int, world: int, options: dict[str, Any]) -> tuple[str, list[float]]:
+    """Steps of two micro-batches under DDP with a static graph: what the first says with no_sync(), then errors."""
+    ctx, model, samples = alstlib.SPContext.create(2), make_model(), make_samples(2)
+    _, want = plain_run(model, samples)
+    alstlib.apply(model, ctx, alstlib.Options(**options))
+    engine = nn.parallel.DistributedDataParallel(model, static_graph=True)
+    refused, errors = "", []
+    for step in range(4):
+        model.zero_grad()
+        for i, batch in enumerate(SPDataLoader(samples, ctx, 2, replicated=True)):
+            with engine.no_sync() if step != 1 and i == 0 else torch.enable_grad():
+                try:
+                    alstlib.causal_lm_loss(engine, batch, ctx).loss.backward()
+                except ValueError as e:
+                    refused = str(e)
+                    break
+        if step:
+            errors.append(worst_error({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, want)[0])
+    return refused, errors
+
+
+@pytest.mark.parametrize("options", [ALL_OFF, ALL_ON, STREAMED], ids=["all off", "all on", "streamed"])
+def test_ddp_with_a_static_graph(ranks2: Any, options: dict[str, Any]) -> None:
+    for refused, errors in ranks2(static_graph_steps, options):
+        assert "has to reduce its first backward" in refused
+        assert max(errors) < TOLERANCE
+
+
 def refusal(rank: int, world: int, case: dict[str, Any]) -> str:
     try:
         return f"ran: {run_case(rank, world, case)}"
