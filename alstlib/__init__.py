@@ -18,6 +18,7 @@ _WHERE = {
     "SPDataLoader": "data",
     "causal_lm_loss": "objective",
     "Loss": "objective",
+    "zero_config": "engine",
     "RunConfig": "config",
     "ROWS": "config",
 }

@@ -12,12 +12,37 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alstlib import operators
-from alstlib.config import RunConfig
+from alstlib.config import RunConfig, check_names
 from alstlib.hf import Handle
 from alstlib.zero import zero_bucket
 
+LOOP_FIELDS = (
+    "zero_stage", "offload_optimizer", "offload_params", "prefetch", "batch_size", "accumulation", "learning_rate",
+    "weight_decay", "max_grad_norm",
+)  # fmt: skip
+"""Fields of `RunConfig` that `zero_config` takes."""
 
-def zero_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]:
+
+def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
+    """DeepSpeed's configuration for a model, as our own runs have it: `deepspeed.initialize(model, config=...)`.
+
+    Buckets fit the model, and AdamW makes one pass over its state. With DeepSpeed's defaults a step on a CPU takes
+    about a tenth longer, and a device holds buffers of 1 to 2 GB.
+
+    Args:
+        fields: of `RunConfig`, those in `LOOP_FIELDS`: `zero_stage=3`, `learning_rate=1e-4`, `accumulation=1`. The
+            optimizer's state stays on the device unless `offload_optimizer=True`.
+
+    Raises:
+        ValueError: another field, or a value that is none of the field's.
+    """
+    check_names(fields, LOOP_FIELDS, "field of zero_config")
+    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())  # partitioned already, or whole
+    bf16 = next(model.parameters()).dtype == torch.bfloat16
+    return engine_config(RunConfig(**{"offload_optimizer": False, **fields}), parameters, bf16)
+
+
+def engine_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]:
     """DeepSpeed's configuration for a run.
 
     Buckets are sized on purpose (`zero.zero_bucket`): DeepSpeed's default is a buffer of 1 to 2 GB on every device. All
@@ -62,7 +87,7 @@ def initialize(run: RunConfig, model: Any, bf16: bool, told: Callable[[str], Non
     operators.load(told)
     told(f"starting DeepSpeed, ZeRO {run.zero_stage}")
     parameters = sum(p.numel() for p in model.parameters())
-    config, scheduler = zero_config(run, parameters, bf16), None
+    config, scheduler = engine_config(run, parameters, bf16), None
     if run.warmup_steps:  # not DeepSpeed's WarmupLR, whose first two steps have a rate of 0
 
         def scheduler(adam: Any) -> Any:

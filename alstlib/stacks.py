@@ -42,7 +42,7 @@ LOSS_TILES: dict[str, Callable[[int, int, int], int]] = {
     "deepspeed, loss tiles": lambda rows, width, vocabulary: math.ceil(rows / width),
 }
 """Tiles of the reference's loss: ArcticTraining's rule, 1 GiB of fp32 logits in a tile, or the rule of its MLP."""
-STACKS = (*OURS, *LOSS_TILES, "transformers")
+STACKS = (*OURS, "readme", *LOSS_TILES, "transformers")
 
 
 class Stack:
@@ -57,14 +57,18 @@ class Stack:
         self.notes: list[str] = []
         model: Any = load_model(run, torch.bfloat16 if bf16 else torch.float32)
         model.to(device)
+        config = None
         if name in OURS:
             self.loss = self._ours(model, OURS[name])
+        elif name == "readme":
+            self.loss = self._printed(model)
+            config = alstlib.zero_config(model, learning_rate=run.learning_rate)
         elif name in LOSS_TILES:
             self.loss = self._deepspeed(model, LOSS_TILES[name])
         else:
             self.loss = self._plain(model)
         self.model = model
-        self.engine: Any = initialize(run, model, bf16)
+        self.engine: Any = initialize(run, model, bf16) if config is None else _own_engine(model, config)
 
     def step(self, sample: Mapping[str, Tensor], update: bool = True) -> float:
         """One optimizer step on a whole sample [1, S] that every rank has; returns the loss."""
@@ -91,6 +95,19 @@ class Stack:
             shard: dict[str, Any] = shard_batch(sample, self.ctx.sp, self.ctx.sp_rank)
             shard = {n: t.to(self.device) if n not in WHOLE else t for n, t in shard.items()}
             out = alstlib.causal_lm_loss(self.engine, shard, self.ctx)
+            return out.loss, out.mean
+
+        return loss
+
+    def _printed(self, model: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+        """The loop that README prints, with its options, its configuration and its loader (a new one each step)."""
+        handle = alstlib.apply(model, self.ctx, alstlib.Options(offload="async"))
+        self.stores = [handle.store]
+        self.notes = handle.notes
+
+        def loss(sample: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+            batch = next(iter(alstlib.SPDataLoader([sample], self.ctx, device=self.device)))
+            out = alstlib.causal_lm_loss(self.engine, batch, self.ctx)
             return out.loss, out.mean
 
         return loss
@@ -145,6 +162,12 @@ class Stack:
             return out.loss, out.loss.detach()
 
         return loss
+
+
+def _own_engine(model: Any, config: dict[str, Any]) -> Any:
+    import deepspeed
+
+    return deepspeed.initialize(model=model, config=config)[0]
 
 
 def _checkpoint(model: Any) -> None:

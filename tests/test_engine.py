@@ -18,7 +18,7 @@ import alstlib
 from alstlib.config import RunConfig
 from alstlib.corpus import get_tokenizer
 from alstlib.data import SPDataLoader
-from alstlib.engine import WholeState, host_tensors, initialize, save_model, take_step, zero_config
+from alstlib.engine import WholeState, engine_config, host_tensors, initialize, save_model, take_step
 
 ENGINES = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"]
 
@@ -147,7 +147,7 @@ def test_offloaded_state_is_on_the_host_before_the_first_step(ranks2: Any, stage
 
 def test_the_configuration_says_what_the_run_says() -> None:
     run = RunConfig(batch_size=3, accumulation=5, zero_stage=3, offload_params=True, max_grad_norm=0.7)
-    config = zero_config(run, 8_030_000_000, bf16=True)
+    config = engine_config(run, 8_030_000_000, bf16=True)
     zero = config["zero_optimization"]
     assert config["train_micro_batch_size_per_gpu"] == 3
     assert config["gradient_accumulation_steps"] == 5
@@ -155,11 +155,47 @@ def test_the_configuration_says_what_the_run_says() -> None:
     assert config["bf16"] == {"enabled": True}
     assert (zero["stage"], zero["offload_param"]["device"], zero["offload_optimizer"]["device"]) == (3, "cpu", "cpu")
     assert zero["reduce_bucket_size"] == 200_000_000
-    assert zero_config(run, 10_000, bf16=False)["zero_optimization"]["reduce_bucket_size"] == 1_000_000
-    plain = zero_config(RunConfig(zero_stage=1, offload_optimizer=False), 10_000, bf16=False)["zero_optimization"]
-    still = zero_config(run.replace(prefetch=False), 1_000_000, bf16=True)["zero_optimization"]
+    assert engine_config(run, 10_000, bf16=False)["zero_optimization"]["reduce_bucket_size"] == 1_000_000
+    plain = engine_config(RunConfig(zero_stage=1, offload_optimizer=False), 10_000, bf16=False)["zero_optimization"]
+    still = engine_config(run.replace(prefetch=False), 1_000_000, bf16=True)["zero_optimization"]
     assert still["stage3_prefetch_bucket_size"] == 0 < config["zero_optimization"]["stage3_prefetch_bucket_size"]
     assert not {"offload_param", "offload_optimizer", "stage3_prefetch_bucket_size"} & set(plain)
+
+
+def test_a_users_own_loop_gets_the_configuration_of_our_runs() -> None:
+    model = make_model()
+    given = alstlib.zero_config(model, learning_rate=1e-5, accumulation=4)
+    run = RunConfig(learning_rate=1e-5, accumulation=4, offload_optimizer=False)
+    assert given == engine_config(run, sum(p.numel() for p in model.parameters()), bf16=False)
+    assert given["optimizer"]["params"]["fused"]
+    assert alstlib.zero_config(model.bfloat16())["bf16"] == {"enabled": True}
+    with pytest.raises(ValueError, match="unknown field of zero_config 'learning_rat'; did you mean 'learning_rate'"):
+        alstlib.zero_config(model, learning_rat=1e-5)
+
+
+def loop_of_the_readme(rank: int, world: int, code: str) -> dict[str, Any]:
+    import deepspeed
+    from torch.utils.data import DataLoader
+
+    model, samples = make_model(), make_samples(4)
+    dataloader = DataLoader(samples[rank::world], batch_size=None)  # type: ignore[arg-type]
+    names: dict[str, Any] = {"deepspeed": deepspeed, "model": model, "dataloader": dataloader}
+    before = model.config._attn_implementation
+    exec(code, names)
+    names["engine"].destroy()
+    steps = names["engine"].global_steps
+    return {"mean": float(names["out"].mean), "steps": steps, "as before": model.config._attn_implementation == before}
+
+
+def test_the_loop_of_the_readme_runs_as_printed(ranks2: Any) -> None:
+    """Its code is executed, for two ranks in place of eight."""
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    code = text.partition("## Use it in your own training")[2].partition("```python")[2].partition("```")[0]
+    assert "sp=8" in code
+    one, other = ranks2(loop_of_the_readme, code.replace("sp=8", "sp=2"))
+    assert one == other
+    assert (one["steps"], one["as before"]) == (4, True)
+    assert math.isfinite(one["mean"])
 
 
 def step_on_nan(rank: int, world: int, stage: int, bf16: bool, accumulation: int) -> dict[str, Any]:
