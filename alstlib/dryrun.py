@@ -213,7 +213,8 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], run: DryRun) -> Iterat
         run.calls.clear()
         given = {} if positions is None else {"position_ids": positions}
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            torch.func.functional_call(model, weights, (), {"input_ids": tokens, "use_cache": False, **given})
+            inputs = {"input_ids": tokens, "use_cache": False, **given}
+            torch.func.functional_call(model, weights, (), inputs, tie_weights=False)
 
     AttentionInterface.register(name, attend)
     try:
@@ -248,18 +249,23 @@ def _for_layer(value: Any, call: LayerCall) -> Any:
 
 
 def _weights(model: nn.Module, dry: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Stand-ins for all weights: on the meta device in the modules `dry`, zeros elsewhere; and small buffers."""
+    """Stand-ins for all weights: on the meta device in the modules `dry`, zeros elsewhere; and small buffers.
+
+    Each module comes once: functional_call takes a module that has two names apart twice and puts it back once.
+    """
     inside = {id(t) for m in dry for t in (*m.parameters(), *m.buffers())}
     made: dict[str, Tensor] = {}
-    for n, p in model.named_parameters():
-        shape = getattr(p, "ds_shape", p.shape)
-        if id(p) in inside:
-            made[n] = torch.empty(shape, dtype=p.dtype, device="meta", requires_grad=p.requires_grad)
-        else:
-            made[n] = torch.zeros((), dtype=p.dtype, requires_grad=p.requires_grad).expand(shape)
-    for n, b in model.named_buffers():
-        if id(b) in inside:
-            made[n] = torch.empty_like(b, device="meta")
-        else:
-            made[n] = torch.zeros(b.shape, dtype=b.dtype) if b.is_meta or isinstance(b, FakeTensor) else b.cpu()
+    tied: dict[int, Tensor] = {}
+    for prefix, m in model.named_modules():
+        for n, p in m.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            if id(p) not in tied:
+                shape, alike = getattr(p, "ds_shape", p.shape), {"dtype": p.dtype, "requires_grad": p.requires_grad}
+                dry_p = torch.empty(shape, device="meta", **alike) if id(p) in inside else None
+                tied[id(p)] = torch.zeros((), **alike).expand(shape) if dry_p is None else dry_p
+            made[n] = tied[id(p)]
+        for n, b in m.named_buffers(prefix, recurse=False, remove_duplicate=False):
+            if id(b) in inside:
+                made[n] = torch.empty_like(b, device="meta")
+            else:
+                made[n] = torch.zeros(b.shape, dtype=b.dtype) if b.is_meta or isinstance(b, FakeTensor) else b.cpu()
     return made

@@ -56,6 +56,17 @@ def test_a_dry_run_leaves_the_model_as_it_was() -> None:
     assert model.config._attn_implementation in ("sdpa", "eager")
 
 
+@pytest.mark.parametrize("shared", ["mlp", "self_attn"])
+def test_a_module_with_two_names_gets_its_weights_back(shared: str) -> None:
+    model = make_model("gqa")
+    first, second = model.model.layers
+    setattr(second, shared, getattr(first, shared))
+    before = dict(model.named_parameters())
+    assert len(run(model).attention) == 2
+    assert not any(p.is_meta for p in model.parameters())
+    assert all(p is before[n] for n, p in model.named_parameters())
+
+
 def test_a_dry_run_calls_no_hook() -> None:
     """Hooks are the user's: they count calls, or read values, of which a dry run has none."""
     model, called = make_model("gqa"), []
