@@ -1,6 +1,6 @@
 # Each target sets up .venv first (env/install.sh; nothing to do when it matches its lock).
 .DEFAULT_GOAL := help
-.PHONY: help setup ablation parity lab lessons check-lessons site test test-compat lint clean
+.PHONY: help setup ablation parity lab lessons check-lessons site test test-compat sweep test-all lint clean
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 ARGS ?=
@@ -46,6 +46,12 @@ test: setup ## run the tests
 
 test-compat: setup ## every supported decoder with the newest and the oldest transformers; the README's table of them
 	env/compat.sh $(ARGS)
+
+# ARGS='--only llama qwen3' judges some types; what was judged is kept, and a sweep that was stopped goes on.
+sweep: setup ## every causal language model of transformers against plain transformers, newest and oldest; the table of them
+	env/compat.sh sweep $(ARGS)
+
+test-all: lint site test check-lessons test-compat sweep ## everything: lint, site, tests, lessons, both transformers, the sweep
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The support matrix on the newest and the oldest transformers that are supported, side by side; called by
 # `make test-compat`. What it measured goes to papermill_runs/results/support, and from there into the README's table.
+# With `sweep` as its first argument: the sweep over all types of models and its table; called by `make sweep`.
 # The older transformers is installed beside the environment, into .compat (ignored), and changes nothing in it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,7 +16,15 @@ fi
 status=0
 for path in "" "$PWD/$folder"; do
     PYTHONPATH=$path .venv/bin/python -c 'import transformers; print("[compat] transformers", transformers.__version__)'
-    PYTHONPATH=$path .venv/bin/python -m pytest tests/test_support.py tests/test_around.py tests/test_hf.py "$@" || status=$?
+    if [ "${1:-}" = sweep ]; then
+        PYTHONPATH=$path .venv/bin/python -m tests.sweep.drive --keep "${@:2}" || status=$?
+    else
+        PYTHONPATH=$path .venv/bin/python -m pytest tests/test_support.py tests/test_around.py tests/test_hf.py "$@" || status=$?
+    fi
 done
-[ "$status" -ne 0 ] || .venv/bin/python tests/support_table.py
+if [ "${1:-}" = sweep ]; then
+    .venv/bin/python -m tests.sweep.table
+elif [ "$status" -eq 0 ]; then
+    .venv/bin/python tests/support_table.py
+fi
 exit "$status"

@@ -1,0 +1,111 @@
+"""The sweep: every causal language model that transformers can build, on 1, 2 and 3 ranks, judged against plain
+transformers. `make sweep` runs it whole, with the oldest and the newest transformers, and writes the table.
+
+    python -m tests.sweep.drive [--only TYPE...] [--sp N...] [--again]
+
+What is judged is appended to papermill_runs/out/sweep, a line of JSON for each case. A sweep that was stopped, or in
+which something was wrong, goes on with the cases that are not as they should be. With `--keep` the outcome of
+each type is also written to papermill_runs/results/support, from where `table.py` takes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "sweep")]
+
+import judge  # noqa: E402
+import small  # noqa: E402
+import table  # noqa: E402
+import transformers  # noqa: E402
+from conftest import RankPool  # noqa: E402
+
+OUT = TESTS.parent / "papermill_runs" / "out" / "sweep"
+NAME = f"sweep-{transformers.__version__}.jsonl"
+GOOD = ("exact", "refused", "not built")
+Line = dict[str, Any]
+Lines = dict[tuple[str, int, str], Line]
+
+
+def read(path: Path) -> Lines:
+    """The last outcome of each case."""
+    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return {(line["type"], line["sp"], line["case"]): line for line in lines}
+
+
+def quiet() -> None:
+    """Only our own lines: hundreds of tiny models have much to warn about."""
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+
+
+def on_rank(rank: int, world: int, *args: Any) -> list[Line]:
+    quiet()
+    return judge.judge(rank, world, *args)
+
+
+def judged(pools: dict[int, RankPool], sp: int, kind: str, references: str) -> list[Line]:
+    """The outcome of every case of this type at this degree: the worst of its ranks."""
+    if sp == 1:
+        return on_rank(0, 1, kind, judge.CASES, references)
+    try:
+        ranks = pools.setdefault(sp, RankPool(sp))(on_rank, kind, judge.CASES, references, timeout=240)
+    except AssertionError as e:  # a rank died, or waits for another: its pool is started anew for the next type
+        return [{"result": "crash", "reason": judge.reason(e)} for _ in judge.CASES]
+    return [max(each, key=lambda one: (one["result"] not in GOOD, one.get("gradient", 0.0))) for each in zip(*ranks)]
+
+
+def sweep(types: list[str], degrees: list[int], path: Path, again: bool = False) -> Lines:
+    """Judge what `path` has not, or not as it should be, and append it there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found, began = {} if again else read(path), time.monotonic()
+    pools: dict[int, RankPool] = {}
+
+    def good(sp: int, kind: str) -> bool:
+        return all(found.get((kind, sp, case), {}).get("result") in GOOD for case in judge.CASES)
+
+    todo = [(sp, kind) for sp in degrees for kind in types if not good(sp, kind)]
+    with tempfile.TemporaryDirectory() as references, path.open("a") as out:
+        for i, (sp, kind) in enumerate(todo, 1):
+            outcomes = judged(pools, sp, kind, references)
+            for case, outcome in zip(judge.CASES, outcomes):
+                found[kind, sp, case] = {"type": kind, "sp": sp, "case": case, **outcome}
+                print(json.dumps(found[kind, sp, case]), file=out, flush=True)
+            kinds = ", ".join(sorted({o["result"] for o in outcomes}))
+            bad = "".join(f"\n    {c}: {o['reason']}" for c, o in zip(judge.CASES, outcomes) if o["result"] not in GOOD)
+            print(f"[{i}/{len(todo)}, {time.monotonic() - began:.0f} s] sp {sp} {kind}: {kinds}{bad}", flush=True)
+    for pool in pools.values():
+        pool.stop()
+    return {key: line for key, line in found.items() if key[0] in types and key[1] in degrees}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="TYPE", help="these model types")
+    parser.add_argument("--sp", nargs="+", type=int, default=[1, 2, 3], help="sequence-parallel degrees")
+    parser.add_argument("--again", action="store_true", help="judge anew what is judged already")
+    parser.add_argument("--keep", action="store_true", help="write a sweep of everything to the results")
+    args = parser.parse_args()
+    if unknown := set(args.only or ()) - set(small.TYPES):
+        parser.error(f"transformers {transformers.__version__} has no causal language model {', '.join(unknown)}")
+    quiet()
+    found = sweep(args.only or small.TYPES, args.sp, OUT / NAME, args.again)
+    counts = {result: sum(line["result"] == result for line in found.values()) for result in (*GOOD, "wrong", "crash")}
+    print(f"transformers {transformers.__version__}: " + ", ".join(f"{n} {result}" for result, n in counts.items()))
+    if args.keep and not args.only:
+        by_type = {kind: [line for key, line in found.items() if key[0] == kind] for kind in small.TYPES}
+        lines = [json.dumps(table.summary(lines)) for lines in by_type.values()]
+        (table.RESULTS / NAME).write_text("\n".join(lines) + "\n")
+    return int(counts["wrong"] + counts["crash"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Writes the table of the sweep from what was kept (papermill_runs/results/support/sweep-*.jsonl): one row for each
+type of causal language model, its result with the oldest and the newest transformers, and the reason of a refusal.
+
+`python -m tests.sweep.table` rewrites it; `tests/sweep/test_sweep.py` holds it against the results.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[2] / "papermill_runs" / "results" / "support"
+TABLE = RESULTS / "sweep.md"
+ABOUT = """# Every causal language model of transformers
+
+Each type is built from a small config and trained for a step on 1 to 3 ranks, on a whole sample and on packed
+documents, with the default options, small tiles, row chunks, and without checkpoints. `exact`: loss and every gradient
+are those of plain transformers (documents one by one), to 1e-6 and 1e-4 in fp32, or 1e-9 in fp64. `refused`: `apply`
+says why. `not built`: plain transformers does not run the type from such a config. `make sweep` measures it anew.
+
+"""
+
+
+def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """A type's outcome over all of its cases: the result, the reasons (where only some options are refused, with their
+    names), and the largest errors of what is exact."""
+    results = {line["result"] for line in lines}
+    bad = next((result for result in ("crash", "wrong", "not built") if result in results), None)
+    reasons: dict[str, list[str]] = {}
+    for line in lines:
+        if line["result"] == (bad or "refused"):
+            reasons.setdefault(line["reason"], []).append(line["case"].partition(", ")[2])
+    result = bad or ("exact" if "exact" in results else "refused")
+    if result == "exact":
+        whys = [f"{', '.join(dict.fromkeys(options))} refused: {why}" for why, options in sorted(reasons.items())]
+    else:
+        whys = sorted(reasons)[:1]
+    made = {"type": lines[0]["type"], "result": result, "reason": "; ".join(whys)}
+    exact = [line for line in lines if line["result"] == "exact"]
+    errors = {
+        f"{error}, {dtype}": max(line[error] for line in exact if line["dtype"] == f"torch.{dtype}")
+        for error in ("loss", "gradient")
+        for dtype in sorted({line["dtype"].partition(".")[2] for line in exact})
+    }
+    return {**made, "ranks": sorted({line["sp"] for line in lines}), **errors}
+
+
+def table() -> str:
+    runs = {
+        path.stem.removeprefix("sweep-"): {one["type"]: one for one in map(json.loads, path.read_text().splitlines())}
+        for path in sorted(RESULTS.glob("sweep-*.jsonl"))
+    }
+    rows = [f"| type | {' | '.join(runs)} | reason |", "| --- |" + " --- |" * (len(runs) + 1)]
+    for kind in sorted({kind for found in runs.values() for kind in found}):
+        found = [by_type.get(kind, {"result": "-", "reason": ""}) for by_type in runs.values()]
+        reasons = list(dict.fromkeys(one["reason"].replace("|", "/") for one in found if one["reason"]))
+        rows.append(f"| {kind} | {' | '.join(one['result'] for one in found)} | {' / '.join(reasons)} |")
+    totals = []
+    for version, by_type in runs.items():
+        counts = Counter(one["result"] for one in by_type.values())
+        ranks = sorted({sp for one in by_type.values() for sp in one["ranks"]})
+        listed = ", ".join(f"{n} {result}" for result, n in counts.most_common())
+        totals.append(f"transformers {version}, on {', '.join(map(str, ranks))} ranks: {listed}")
+    return ABOUT + "\n\n".join(totals) + "\n\n" + "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    TABLE.write_text(table())

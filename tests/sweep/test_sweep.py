@@ -1,0 +1,89 @@
+"""A sample of the sweep: two dozen types of every kind, refused ones too, on one rank and on two; and its table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import drive
+import judge
+import pytest
+import small
+import table
+
+EXACT = [
+    "llama", "gpt2", "qwen3_moe", "gemma3", "gemma4_text", "gpt_oss", "deepseek_v3", "mllama", "afmoe", "jetmoe", "opt",
+    "roberta", "stablelm", "hrm_text", "whisper", "cohere2", "diffllama",
+]  # fmt: skip
+REFUSED = ["bart", "bloom", "doge", "mamba", "phimoe", "qwen3_next", "recurrent_gemma"]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("references"))
+
+
+def check(kind: str, outcomes: list[dict[str, Any]]) -> None:
+    for case, outcome in zip(judge.CASES, outcomes):
+        streamed = kind in ("gemma4_text", "diffllama") and case.endswith("chunks")
+        want = "refused" if kind in REFUSED or streamed else "exact"
+        assert outcome["result"] == want, (case, outcome)
+
+
+@pytest.mark.parametrize("kind", EXACT + REFUSED)
+def test_on_one_rank(references: str, kind: str) -> None:
+    check(kind, judge.judge(0, 1, kind, judge.CASES, references))
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_on_two_ranks(pools: Callable[[int], Any], references: str, kind: str) -> None:
+    check(kind, drive.judged({2: pools(2)}, 2, kind, references))
+
+
+def test_what_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch, references: str) -> None:
+    """A gradient that is a thousandth too large, in fp32 and in fp64."""
+    plain = judge.plain
+
+    def wrong(model: Any, lengths: list[int]) -> Any:
+        loss, grads = plain(model, lengths)
+        return loss, {n: g * 1.001 if n.endswith("q_proj.weight") else g for n, g in grads.items()}
+
+    monkeypatch.setattr(judge, "plain", wrong)
+    (outcome,) = judge.judge(0, 1, "qwen3", ["packed, default"], references)
+    assert outcome["result"] == "wrong", outcome
+    assert outcome["reason"].endswith("q_proj.weight"), outcome
+
+
+def test_a_sweep_that_was_stopped_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what is not judged yet, and with what was not as it should be."""
+    results = {"llama": "exact", "bart": "refused", "opt": "wrong"}
+
+    def judged(pools: Any, sp: int, kind: str, references: str) -> list[dict[str, Any]]:
+        return [{"result": results[kind], "reason": "a reason"} for _ in judge.CASES]
+
+    monkeypatch.setattr(drive, "judged", judged)
+    path = tmp_path / "sweep.jsonl"
+    drive.sweep(["llama", "opt"], [1], path)
+    assert "[2/2" in capsys.readouterr().out
+    found = drive.sweep(["llama", "bart", "opt"], [1], path)
+    shown = capsys.readouterr().out
+    assert "sp 1 llama" not in shown
+    assert "a reason" in shown
+    assert {key[0]: line["result"] for key, line in found.items()} == results
+    assert len(path.read_text().splitlines()) == 4 * len(judge.CASES)
+
+
+def test_every_type_has_a_config() -> None:
+    assert len(small.TYPES) > 170
+    assert small.small_config("llama").hidden_size == 32
+
+
+def test_the_table_is_what_was_measured() -> None:
+    assert table.TABLE.read_text() == table.table()
+    for path in table.RESULTS.glob("sweep-*.jsonl"):
+        results = {json.loads(line)["result"] for line in path.read_text().splitlines()}
+        assert results <= set(drive.GOOD), path.name
