@@ -47,7 +47,8 @@ test: setup ## run the tests
 test-compat: setup ## every supported decoder with the newest and the oldest transformers; the README's table of them
 	env/compat.sh $(ARGS)
 
-# ARGS='--only llama qwen3' judges some types; what was judged is kept, and a sweep that was stopped goes on.
+# About ten minutes for each transformers on two cores. ARGS='--only llama qwen3' judges some types; a sweep that was
+# stopped goes on with what is not judged yet.
 sweep: setup ## every causal language model of transformers against plain transformers, newest and oldest; the table of them
 	env/compat.sh sweep $(ARGS)
 
