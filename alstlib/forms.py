@@ -169,16 +169,17 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str
     dtype = torch.bfloat16 if way.dtype == "bf16" else torch.float32
     with fake_ranks(ranks) as ctx, as_on(tile), torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-    with fake_ranks(ranks) as ctx, as_on(tile):
-        drop_gradients(model)
-        with alstlib.apply(model, ctx, options) as handle, FakeTensorMode(allow_non_fake_inputs=True):
-            model.to_empty(device="cpu")
-            batch = shard_of(ctx, sizes["R"])
-            for _ in range(2):
-                gc.collect()
-                with Places(model) as places, _Recording(stores=[handle.store], place=places.now) as ledger:
-                    watch(handle, places, ledger)
-                    alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
+    with (
+        fake_ranks(ranks) as ctx, as_on(tile), alstlib.apply(model, ctx, options) as handle,
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):  # fmt: skip
+        drop_gradients(model.to_empty(device="cpu"))
+        batch = shard_of(ctx, sizes["R"])
+        for _ in range(2):
+            gc.collect()
+            with Places(model) as places, _Recording(stores=[handle.store], place=places.now) as ledger:
+                watch(handle, places, ledger)
+                alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
     recorder: Any = ledger._cpu
     return recorder.moments, sizes, tiles, query
 

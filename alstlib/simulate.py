@@ -115,12 +115,12 @@ def simulate(run: RunConfig, ranks: int, device: str = "cuda", fake: bool = True
     with fake_ranks(ranks) as ctx, as_on(device):
         with torch.device("meta" if fake else "cpu"):
             model: Any = load_model(run, dtype, shape_only=True)
-        drop_gradients(model)
         with alstlib.apply(model, ctx, run_options(run, model.config.model_type, False)) as handle:
             if not fake:
+                drop_gradients(model)
                 return step(run, model, handle, ctx)
             with FakeTensorMode(allow_non_fake_inputs=True):
-                model.to_empty(device="cpu")
+                drop_gradients(model.to_empty(device="cpu"))  # which makes new weights, without hooks
                 return step(run, model, handle, ctx)
 
 
