@@ -62,7 +62,9 @@ def table() -> str:
         counts = Counter(one["result"] for one in by_type.values())
         ranks = sorted({sp for one in by_type.values() for sp in one["ranks"]})
         listed = ", ".join(f"{n} {result}" for result, n in counts.most_common())
-        totals.append(f"transformers {version}, on {', '.join(map(str, ranks))} ranks: {listed}")
+        totals.append(
+            f"transformers {version}, on {' and '.join(map(str, ranks))} rank{'s' * (ranks != [1])}: {listed}"
+        )
     return ABOUT + "\n\n".join(totals) + "\n\n" + "\n".join(rows) + "\n"
 
 
