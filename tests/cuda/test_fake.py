@@ -1,0 +1,82 @@
+"""What finds mistakes of code for CUDA on fake tensors finds them: reads and frees without waiting between streams."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake import fake_cuda, python_engine
+
+from alstlib.store import HostStore
+
+
+def test_a_read_on_another_stream_without_waiting_is_found() -> None:
+    with fake_cuda() as watch:
+        x = torch.empty(8, device="cuda:0")
+        x.add_(1)
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            y = x * 2
+        assert len(watch.problems) == 1
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x * 2
+        assert len(watch.problems) == 1
+        x.add_(1)  # while the other stream reads
+        assert len(watch.problems) == 2
+        torch.cuda.current_stream().wait_event(side.record_event())
+        x.add_(1)
+        assert len(watch.problems) == 2
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y.add_(x)
+    assert len(watch.problems) == 2
+
+
+def test_memory_that_is_freed_while_another_stream_uses_it_is_found() -> None:
+    with fake_cuda() as watch:
+        x = torch.empty(8, device="cuda:0").add_(1)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x * 2
+        del x
+        assert len(watch.problems) == 1, watch.problems
+        del y
+
+
+@pytest.mark.parametrize("wait", ["wait_event", "wait_stream"])
+def test_a_store_that_does_not_wait_is_found(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
+    def twice() -> list[str]:
+        with fake_cuda() as watch:
+            store = HostStore("async", budget=2**30)
+            for _ in range(2):
+                tickets = []
+                for i in range(4):
+                    x = torch.empty(16, device="cuda:0").add_(i)
+                    tickets.append(store.ticket())
+                    store.put(tickets[-1], x)
+                    x = x + 1
+                while tickets:
+                    (x,) = store.get(tickets.pop(), torch.device("cuda:0"))
+                    x.add_(1)
+            return list(watch.problems)
+
+    assert twice() == []
+    monkeypatch.setattr("fake.Stream." + wait, lambda *_: None)
+    assert twice()
+
+
+def test_the_backward_pass_in_python_is_pytorchs() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 5, requires_grad=True), torch.randn(5, 5, requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        h = torch.nn.functional.silu(x @ w)
+        return (h * h[:, :1]).sum() + (x * 2).sum()
+
+    want = torch.autograd.grad(loss(), [x, w])
+    with python_engine():
+        loss().backward()
+        chosen = torch.autograd.grad(loss(), [w])
+    for got, expected in zip((x.grad, w.grad, *chosen), (*want, want[1])):
+        torch.testing.assert_close(got, expected)
