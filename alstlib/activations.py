@@ -260,7 +260,8 @@ def element_bytes(run: RunConfig, device: str) -> int:
 
 
 def _kept(run: RunConfig, layers: int, row: int, output: int, free: int | None) -> tuple[int, int]:
-    """(of how many layers one input is kept, layers whose attention outputs are), as `layers.plan` decides."""
+    """(of how many layers one input is kept, layers whose attention outputs are), as `layers.plan` decides. What
+    `auto` keeps on a GPU, where only room is taken that nothing else needs, is not foretold."""
     if not run.checkpoint:
         return 1, 0
     if run.offload == "none":

@@ -26,6 +26,7 @@ from alstlib.calls import Call, take_call
 from alstlib.edits import Edits
 from alstlib.fields import Bytes, Count, FlagOrAuto, Text, Tile, check_checkpoints, check_fields
 from alstlib.groups import ATTACHED, SPContext
+from alstlib.headroom import Headroom
 from alstlib.layers import attach_checkpoints, stop_own_checkpointing
 from alstlib.loss import IGNORE, TiledHead
 from alstlib.offload import HostStore
@@ -57,8 +58,9 @@ class Options:
     offload: Literal["none", "sync", "async"] = "none"
     """Where checkpoints wait: on the device, or on the host (copied on the compute stream or beside it)."""
     save_attention: FlagOrAuto = "auto"
-    """Keep attention outputs with the checkpoints, so that attention runs forward once. `auto`: while they are
-    offloaded and fit the host's memory."""
+    """Keep attention outputs with the checkpoints, so that attention runs forward once. `auto`: where they are
+    offloaded, as many as fit the host's memory; on a GPU without offload, from the second step on, as many as fit
+    beside what earlier steps needed."""
     chunk: Count | None = None
     """Stream decoder layers in chunks of so many rows of this rank, with keys and values resident; None: whole."""
     host_memory: Bytes | None = None
@@ -80,6 +82,7 @@ class Handle:
         self.model, self.ctx, self.options, self.facts = model, ctx, options, facts
         self.attention = UlyssesAttention(ctx, options.attention)
         self.store = HostStore(options.offload, budget=options.host_memory)
+        self.headroom = Headroom()
         self.mlps: list[TiledMLP] = []
         self.head: TiledHead | None = None
         self.notes: list[str] = []

@@ -1,7 +1,7 @@
 """Checkpointed decoder layers of an attached model: what each keeps, where, and how it is recomputed.
 
 A layer's own `forward` is wrapped on the instance. How much is kept (inputs, attention outputs) is planned at the first
-layer of each forward, from what the hosts of all ranks have room for.
+layer of each forward, from what the hosts (without offload: the devices) of all ranks have room for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from alstlib.headroom import device_memory
 from alstlib.offload import HostOutOfMemory, Saved, Segment, checkpoint
 from alstlib.rules import share_host
 from alstlib.support import check_recompute
@@ -104,6 +105,8 @@ def _checkpointed(handle: Handle, layer: nn.Module, original: Any, index: int, c
             graph = saved.stage == "graph"
             now = Pass(drew, skip=unread and graph, followers=followers)
             once = look if saved.stage == "first" and not looked else original
+            if graph and index == 0:
+                handle.headroom.look(x.device)
             own = call and dataclasses.replace(call, saved=saved if saved.active else None, release=graph)
             try:
                 with handle._using(own), _whole(layer, saved.stage == "again"), entered(now):
@@ -147,18 +150,19 @@ def plan(handle: Handle, x: Tensor, layers: int, segments: bool = True) -> None:
     """Decide what this forward keeps, from what the hosts have room for, before anything is taken. Without `segments`
     the input of every layer must fit.
 
-    Collective where tensors are offloaded: all ranks of all replicas keep what the rank keeps that can keep least.
-    Ranks that keep different things recompute different layers, for which engines gather weights. It is decided anew
-    in each forward, because samples differ in length from step to step and from replica to replica.
+    Collective where tensors are offloaded, or attention outputs may stay on a GPU: all ranks of all replicas keep
+    what the rank keeps that can keep least. Ranks that keep different things recompute different layers, for which
+    engines gather weights. It is decided anew in each forward, because samples differ in length from step to step
+    and from replica to replica.
 
     Raises:
         HostOutOfMemory: on every rank, where on some rank what must be kept does not fit.
     """
     options, store, ctx, facts = handle.options, handle.store, handle.ctx, handle.facts
-    if options.offload == "none":
-        handle.inputs_kept_every, handle.attention_kept = 1, float(options.save_attention is True)
-        return
     output = x.shape[0] * x.shape[1] * facts.heads * (facts.value_width * x.element_size() + 4)
+    if options.offload == "none":
+        handle.inputs_kept_every, handle.attention_kept = 1, _kept_on_device(handle, x, layers, output) / layers
+        return
     row = x.numel() * x.element_size()
     room = store.room() + store.unused
     every, outputs = share_host(room, layers, row, output, options.save_attention)
@@ -183,3 +187,16 @@ def plan(handle: Handle, x: Tensor, layers: int, segments: bool = True) -> None:
         )
         handle.notes.append(note)
         log.warning(note)
+
+
+def _kept_on_device(handle: Handle, x: Tensor, layers: int, output: int) -> int:
+    """Layers whose attention outputs, of `output` bytes each, stay on the device: with `auto` on a GPU those that fit
+    beside what earlier steps needed."""
+    if handle.options.save_attention != "auto" or isinstance(x, FakeTensor):
+        return layers if handle.options.save_attention is True else 0
+    if (memory := device_memory(x.device)) is None:
+        return 0
+    fit = handle.headroom.begin(x.shape[0] * x.shape[1], memory) // output
+    kept = -handle.ctx.largest([-min(layers, fit)])[0]
+    handle.headroom.keep(kept * output)
+    return kept

@@ -85,7 +85,10 @@ def _streamed(handle: Handle, layer: nn.Module, original: Any, index: int, count
             nonlocal as_tuple
             mine = [t if at is None else t[(slice(None),) * at + (piece.rows,)] for t, at in zip(leaves, cuts)]
             some_args, some_kwargs = tree_unflatten(mine, spec)
-            now = Pass(drew, skip=unread and piece.task == "recompute", whole=True)
+            again = piece.task == "recompute"
+            if again and index == 0:
+                handle.headroom.look(part.device)
+            now = Pass(drew, skip=unread and again, whole=True)
             with handle._using(None if call is None else dataclasses.replace(call, piece=piece)), entered(now):
                 out = original(part, *some_args, **some_kwargs)
             as_tuple = not isinstance(out, Tensor)

@@ -145,14 +145,13 @@ class Trainer:
             self.engine.backward(out.loss)
             shares.append(out.mean * out.tokens)
             last = self.engine.is_gradient_accumulation_boundary()
-            if not take_step(self.engine):
-                raise FloatingPointError(f"the gradients of step {done + 1} at {seq_len} tokens are not finite")
-            if not last:
+            if (finite := take_step(self.engine)) and not last:
                 continue
             loss = float(sum(shares)) / max(1, int(batch["step_tokens"]))  # waits for the device: the step's end
             done += 1
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"the loss of step {done} at {seq_len} tokens is {loss}")
+            if not finite or not math.isfinite(loss):
+                wrong = "gradients are not finite" if math.isfinite(loss) else f"loss is {loss}"
+                raise FloatingPointError(f"step {done} at {seq_len} tokens: its {wrong}")
             seconds = time.perf_counter() - began
             made["loss"].append(loss)
             made["step_seconds"].append(seconds)

@@ -1,0 +1,58 @@
+"""What a device has left for attention outputs beside everything a step needs, from steps that have run."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+SHARE = 0.9
+"""Of the memory that is free, what is counted on: allocators leave gaps."""
+
+
+def device_memory(device: torch.device) -> tuple[int, int, int] | None:
+    """Bytes (allocated now, at the highest so far, free for this process) of a device; None where nobody counts."""
+    if device.type != "cuda":
+        return None
+    allocated = torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated
+    return allocated, torch.cuda.max_memory_allocated(device), free
+
+
+class Headroom:
+    """Device memory left over in a training step, measured: forms foretell few decoders, and no engine of others.
+
+    `begin` is called with each forward's rows, `look` in each backward, when the first layer is recomputed: what is
+    alive at a step's highest point has been alive by then. The first step keeps nothing, and later ones what the first
+    had no use for; a longer sample is taken to need more in proportion. Forwards that follow each other without a
+    backward are one. Whoever resets PyTorch's peak between two steps changes nothing; one that was reached earlier
+    counts as needed.
+    """
+
+    def __init__(self) -> None:
+        self._need, self._at = 0, 0  # bytes over those at the forward's start, and the rows of that step
+        self._begun, self._rows, self._kept = 0, 0, 0
+        self._looked = True
+
+    def begin(self, rows: int, memory: tuple[int, int, int]) -> int:
+        """A forward of so many rows starts. Returns the bytes that may be kept."""
+        if self._looked:
+            self._begun, self._rows, self._kept, self._looked = memory[0], rows, 0, False
+        self._begun, self._rows = min(self._begun, memory[0]), max(self._rows, rows)
+        return max(0, math.floor(SHARE * memory[2]) - self._needed(rows)) if self._at else 0
+
+    def keep(self, nbytes: int) -> None:
+        """So many bytes of what `begin` allowed are kept."""
+        self._kept += nbytes
+
+    def look(self, device: torch.device) -> None:
+        """The backward of the forward that began last has come to the first layer."""
+        if not self._rows or (memory := device_memory(device)) is None:
+            return
+        self._looked = True
+        need = memory[1] - self._begun - self._kept
+        if not self._at or need > self._needed(self._rows):
+            self._need, self._at = need, self._rows
+
+    def _needed(self, rows: int) -> int:
+        return math.ceil(self._need * max(1.0, rows / self._at))
