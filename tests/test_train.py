@@ -144,7 +144,7 @@ def test_a_nan_loss_is_an_error(own: tuple[Path, RunConfig], tmp_path: Path) -> 
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RunFailed, match="the loss of step 1 at 129 tokens is nan"):
+    with pytest.raises(RunFailed, match="step 1 at 129 tokens: its loss is nan"):
         launch(run.replace(model=str(tmp_path)), tmp_path / "run", extra_env=OFFLINE)
     result = results.read_result(tmp_path / "run" / "result.json")
     assert result["status"] == "error"
