@@ -11,11 +11,13 @@ each type is also written to papermill_runs/results/support, from where `table.p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +43,22 @@ def read(path: Path) -> Lines:
     return {(line["type"], line["sp"], line["case"]): line for line in lines}
 
 
-def quiet() -> None:
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
     """Only our own lines: hundreds of tiny models have much to warn about."""
-    transformers.logging.set_verbosity_error()
+    before = logging.root.manager.disable, transformers.logging.get_verbosity()
     logging.disable(logging.WARNING)
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:  # the tests' ranks go on with other tests
+        logging.disable(before[0])
+        transformers.logging.set_verbosity(before[1])
 
 
 def on_rank(rank: int, world: int, *args: Any) -> list[Line]:
-    quiet()
-    return judge.judge(rank, world, *args)
+    with quiet():
+        return judge.judge(rank, world, *args)
 
 
 def judged(pools: dict[int, RankPool], sp: int, kind: str, references: str) -> list[Line]:
@@ -96,8 +105,8 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := set(args.only or ()) - set(small.TYPES):
         parser.error(f"transformers {transformers.__version__} has no causal language model {', '.join(unknown)}")
-    quiet()
-    found = sweep(args.only or small.TYPES, args.sp, OUT / NAME, args.again)
+    with quiet():
+        found = sweep(args.only or small.TYPES, args.sp, OUT / NAME, args.again)
     counts = {result: sum(line["result"] == result for line in found.values()) for result in (*GOOD, "wrong", "crash")}
     print(f"transformers {transformers.__version__}: " + ", ".join(f"{n} {result}" for result, n in counts.items()))
     if args.keep and not args.only:
