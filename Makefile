@@ -4,6 +4,7 @@
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 ARGS ?=
+WORKERS ?= 2
 
 help: ## this list
 	@echo "usage: make TARGET    (needs Python >= 3.11, git and make)"
@@ -40,9 +41,10 @@ site: setup ## build the lessons, their solutions and the API as web pages in bu
 	$(BIN)/python -m pip install -q --no-deps $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE)) -r env/site.txt
 	$(BIN)/python notebooks/site/builder.py $(ARGS)
 
-# One thread a process: the ranks that the tests start share the cores. Nothing is fetched from a hub.
-test: setup ## run the tests
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
+# One thread a process: the ranks that the tests start share the cores. Most tests keep one core busy, so two of them run
+# at a time; each half has ranks of its own. Nothing is fetched from a hub.
+test: setup ## run the tests, two at a time (WORKERS=0: one after the other, for a debugger)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-compat: setup ## every supported decoder with the newest and the oldest transformers; the README's table of them
 	env/compat.sh $(ARGS)

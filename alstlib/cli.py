@@ -181,7 +181,6 @@ def run(args: argparse.Namespace) -> int:
         for row in names:
             print("\n".join(_would(spec, row, args)), flush=True)
         return 0
-    spec.out.mkdir(parents=True, exist_ok=True)
     with locks.hold(spec.out) as note:
         write_record(spec)
         return _run_rows(spec, names, args, note)

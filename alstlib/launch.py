@@ -288,7 +288,6 @@ def launch(
         return done
     if worker == "alstlib.train":
         check_model(config.model)
-    out.mkdir(parents=True, exist_ok=True)
     first = node_rank == 0
     with locks.hold(out) if first else contextlib.nullcontext(), sigterm_interrupts():
         run = _Run(config, out, first, on_progress)

@@ -20,15 +20,16 @@ PATIENCE_SECONDS = 0.5
 
 @contextlib.contextmanager
 def hold(folder: Path, waiting: Callable[[str], None] | None = None) -> Iterator[Callable[..., None]]:
-    """Hold a folder for this block; yields `note(**fields)`, which adds to what others read about the holder.
+    """Hold a folder, made where it is not there, for this block; yields `note(**fields)`, which adds to what others
+    read about the holder.
 
     With `waiting` another holder is waited for, and `waiting` hears who it is. A file system without locks protects
     nothing.
 
     Raises:
-        ValueError: another process holds it; the message says which, and since when.
+        ValueError: another process holds it (the message says which, and since when), or it cannot be written to.
     """
-    with open(folder / FILE, "a+b", buffering=0) as file:  # what a buffer cannot write would be an error at the end
+    with _opened(folder) as file:
         deadline, told = time.monotonic() + PATIENCE_SECONDS, ""
         while not _lock(file, fcntl.LOCK_EX):
             if time.monotonic() > deadline and (who := describe(_read(folder) or {})) != told:
@@ -71,6 +72,14 @@ def describe(about: Mapping[str, Any]) -> str:
         return "process unknown"
     where = "" if about.get("host") == socket.gethostname() else f" on {about.get('host')}"
     return f"process {about['pid']}{where} since {str(about.get('since', '')).replace('T', ' ')}"
+
+
+def _opened(folder: Path) -> Any:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return open(folder / FILE, "a+b", buffering=0)  # what a buffer cannot write would be an error at the end
+    except OSError as e:
+        raise ValueError(f"out={str(folder)!r} cannot be written to ({e.strerror}); name another folder") from e
 
 
 def _lock(file: Any, kind: int) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from alstlib import locks, progress
+from alstlib import cli, locks, progress
 from alstlib.search import expected_seconds
 
 REPOSITORY = Path(__file__).parent.parent
@@ -211,6 +211,16 @@ def test_a_folder_has_one_holder_who_is_named(tmp_path, monkeypatch):
     assert locks.holder(tmp_path) is None
     with locks.hold(tmp_path):  # what an earlier one noted is gone
         assert "row" not in json.loads((tmp_path / locks.FILE).read_text())
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_by_name(tmp_path, capsys):
+    """As on a read-only disk: a file stands where the folder would be."""
+    (file := tmp_path / "file").write_text("")
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("name: one\nrows: [{name: a, model: tiny}]\n")
+    assert cli.main(["run", str(spec), "--out", str(file / "out")]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"alst: out={str(file / 'out')!r} cannot be written to (Not a directory); name another folder"]
 
 
 def test_a_full_disk_does_not_hide_what_went_wrong(tmp_path):
