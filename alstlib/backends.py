@@ -19,6 +19,9 @@ from alstlib import blockwise, reference
 
 aten = torch.ops.aten
 
+LONG = 65_536
+"""Rows of a whole sequence from which a kernel that is built for its shape is worth it, whatever the shape."""
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -35,6 +38,9 @@ class Backend:
     """Both take `softcap=`."""
     widths: bool = False
     """Values may have another width than keys."""
+    granule: int = 1
+    """Rows and keys of a call are multiples of it, for a kernel that is built for each shape: other calls are left to
+    `packed_by`, but for whole sequences from `LONG` rows on."""
     packed_by: str = ""
     """The kernel that takes all documents of a batch, and a window, in one call."""
     packed_forward: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -125,11 +131,20 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) 
     return out, lse.reshape(q.shape[:3])
 
 
+def _laid_out_like(q: Tensor, x: Tensor) -> Tensor:
+    """x [B, H, S, D] with its dimensions in memory in q's order and without gaps; a copy where they are not."""
+    order = [*sorted(range(3), key=q.stride, reverse=True), 3]
+    return x.permute(order).contiguous().permute([order.index(d) for d in range(4)])
+
+
 def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    lse = lse.contiguous()[..., None]
+    # PyTorch up to 2.13 knows a graph by the strides of q, k and v; those of dout and out must follow from them
+    dout, out = _laid_out_like(q, dout), _laid_out_like(q, out)
+    lse = lse.contiguous()
+    lse = (lse.clone() if lse.storage_offset() % 4 else lse)[..., None]  # cuDNN wants 16 bytes
     rows, keys = q.shape[2], k.shape[2]
     return aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse, seed, seed, None, None, None, rows, keys, 0.0, causal, scale=scale
@@ -245,7 +260,7 @@ def _eager_backward(
 
 _ALL = [
     Backend("cpu", _cpu_forward, _cpu_backward),
-    Backend("cudnn", _cudnn_forward, _cudnn_backward, packed_by="flash"),
+    Backend("cudnn", _cudnn_forward, _cudnn_backward, granule=256, packed_by="flash"),
     Backend("flash", _flash_forward, _flash_backward, packed_by="flash",
             packed_forward=_flash_packed_forward, packed_backward=_flash_packed_backward),
     Backend("efficient", _efficient_forward, _efficient_backward),

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from alstlib.backends import BACKENDS, Backend, choose_backend
-from alstlib.spans import Documents, Piece, Span, document_spans, pieces
+from alstlib.backends import BACKENDS, LONG, Backend, choose_backend
+from alstlib.spans import Documents, Piece, Span, document_spans, keys_of_a_call, pieces
 
 __all__ = [
     "BACKENDS", "Backend", "Documents", "Rule", "attention_backward", "attention_backward_rows", "attention_forward",
@@ -37,7 +37,8 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 KEYS_PER_QUERY = 4
-"""Keys in one call of a backward over chunks, for each query row in it."""
+"""Keys in one call of a backward over chunks, for each query row in it; also of a forward by a kernel that is built for
+each shape, so that it meets few."""
 ROWS = 4096
 """Of an output that are worked on at a time."""
 
@@ -93,13 +94,25 @@ def _one_width(backend: Backend, *tensors: Tensor) -> list[Tensor]:
     return [t if backend.widths or t.shape[-1] == width else pad(t, (0, width - t.shape[-1])) for t in tensors]
 
 
+def _taking(backend: Backend, q: Tensor, k: Tensor) -> Backend:
+    """The kernel for one call: for a short or ragged shape not one that is built for each shape."""
+    rows, keys = q.shape[2], k.shape[2]
+    ragged = rows % backend.granule or keys % backend.granule
+    return BACKENDS[backend.packed_by] if ragged and not rows == keys >= LONG else backend
+
+
+def _keys_per_query(backend: Backend) -> int | None:
+    """What a forward's calls are cut to."""
+    return KEYS_PER_QUERY if backend.granule > 1 else None
+
+
 def _forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, rule: Rule, kind: str) -> tuple[Tensor, Tensor]:
     """One call of a kernel."""
     if kind == "upper":  # backwards, this triangle is a causal one
         out, lse = _forward(backend, q.flip(2), k.flip(2), v.flip(2), rule, "causal")
         return out.flip(2), lse.flip(2)
     assert q.shape[0] == k.shape[0] == v.shape[0]  # not every kernel looks
-    width = v.shape[-1]
+    backend, width = _taking(backend, q, k), v.shape[-1]
     q, k, v = _one_width(backend, q, k, v)
     out, lse = backend.forward(q, k, v, rule.scale, kind == "causal", **rule.given)
     return out[..., :width], lse
@@ -111,7 +124,7 @@ def _backward(backend: Backend, tensors: Sequence[Tensor], rule: Rule, kind: str
         return tuple(g.flip(2) for g in _backward(backend, [t.flip(2) for t in tensors], rule, "causal"))
     dout, q, k, v, out, lse = tensors
     assert q.shape[0] == k.shape[0] == v.shape[0]
-    widths = q.shape[-1], k.shape[-1], v.shape[-1]
+    backend, widths = _taking(backend, q, k), (q.shape[-1], k.shape[-1], v.shape[-1])
     dout, q, k, v, out = _one_width(backend, dout, q, k, v, out)
     grads = backend.backward(dout, q, k, v, out, lse, rule.scale, kind == "causal", **rule.given)
     return tuple(g[..., :width] for g, width in zip(grads, widths))
@@ -179,7 +192,8 @@ def attention_forward(
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         for span in spans:
-            for piece in pieces(span, rule.window, bottom_right=backend.bottom_right):
+            cut = _keys_per_query(backend)
+            for piece in pieces(span, rule.window, bottom_right=backend.bottom_right, keys_per_query=cut):
                 _add_piece(backend, piece, span, q, k, v, rule, out, lse)
     return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
 
@@ -190,7 +204,11 @@ def _causal_forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, rule: Rul
     if before == 0 or backend.bottom_right:
         return _forward(backend, q, k, v, rule, "causal")
     out, lse = _forward(backend, q, k[:, :, before:], v[:, :, before:], rule, "causal")
-    return merge(out, lse, *_forward(backend, q, k[:, :, :before], v[:, :, :before], rule, "full"))
+    step = keys_of_a_call(q.shape[2], before, _keys_per_query(backend))
+    for lo in range(0, before, step):
+        at = (slice(None), slice(None), slice(lo, min(lo + step, before)))
+        out, lse = merge(out, lse, *_forward(backend, q, k[at], v[at], rule, "full"))
+    return out, lse
 
 
 def _add_piece(

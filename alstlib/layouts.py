@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from alstlib.alltoall import Exchange, whole_heads
 from alstlib.kernels import (
@@ -257,6 +256,5 @@ class Layouts:
             self._plans.clear()
         key = (heads, kv, first, last)
         if key not in self._plans:
-            with unset_fake_temporarily():  # a simulation, too, must know which rows go where
-                self._plans[key] = Plan(heads, kv, ranks, self.exchange.rank, *sample[:3], first, last, q.device)
+            self._plans[key] = Plan(heads, kv, ranks, self.exchange.rank, *sample[:3], first, last, q.device)
         return SplitRows(self.exchange, self._plans[key], documents, length)

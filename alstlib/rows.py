@@ -24,6 +24,7 @@ from fractions import Fraction
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from alstlib.spans import Documents, Span, document_spans
 
@@ -156,14 +157,17 @@ class Plan:
         self.batch, self.rows, self.own = batch, last - first, (last - first) // ranks
         self.spans = document_spans(documents, batch, length, first, last)
         self._shares = Shares([s.rows for s in self.spans], ranks)
-        runs = [self._runs(r) for r in range(ranks)]
-        self.stored = int(runs[rank][:, 3].sum())
-        """Query rows of this rank, over its heads."""
+        with unset_fake_temporarily():  # a simulation, too, must know which rows go where
+            runs = [self._runs(r) for r in range(ranks)]
+            self.stored = int(runs[rank][:, 3].sum())
+            """Query rows of this rank, over its heads."""
+            indices = [self._sent(runs[r]) for r in range(ranks)]
+            indices += [self._received(runs[rank], r) for r in range(ranks)]
+            together = torch.cat(indices)
+        moved = together.to(device).split([i.numel() for i in indices])  # one copy for all
         self.kv = self.kv_of(rank)
-        indices = [self._sent(runs[r]) for r in range(ranks)] + [self._received(runs[rank], r) for r in range(ranks)]
-        moved = torch.cat(indices).to(device).split([i.numel() for i in indices])  # one copy for all
         self.messages = [Message(moved[r], moved[ranks + r], self.kv_of(r)) for r in range(ranks)]
-        self.groups = self._groups(runs[rank], first)
+        self.groups = self._groups(first)
 
     def kv_of(self, rank: int) -> slice:
         """The key/value heads that a rank needs."""
@@ -195,7 +199,7 @@ class Plan:
         start, stop = lo.clamp(min=theirs), (lo + n).clamp(max=theirs + self.own)
         return _ranges(at + start - lo, (stop - start).clamp(min=0))
 
-    def _groups(self, runs: Tensor, first: int) -> list[Group]:
+    def _groups(self, first: int) -> list[Group]:
         found: list[Group] = []
         group, at = self.heads // self.kv_heads, 0
         parts = parts_of(self.heads, self.ranks, self.rank)

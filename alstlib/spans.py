@@ -118,6 +118,12 @@ def _bounds(documents: Documents, batch: int, length: int) -> list[int]:
     return sorted({*offsets, *rows})
 
 
+def keys_of_a_call(rows: int, keys: int, keys_per_query: int | None) -> int:
+    """Keys in one call of a kernel on a full piece of so many rows and keys; `keys_per_query` as in `pieces`."""
+    least = max(1, min(LEAST_KEYS, LEAST_PAIRS // rows))
+    return max(least, keys if keys_per_query is None else keys_per_query * rows)
+
+
 def pieces(
     span: Span, window: int | None = None, *, bottom_right: bool = False, keys_per_query: int | None = None
 ) -> Iterator[Piece]:
@@ -134,8 +140,7 @@ def pieces(
             yield Piece("causal", span.at, span.rows, span.begin, keys)
             return
         yield Piece("causal", span.at, span.rows, start, span.rows)
-        least = max(1, min(LEAST_KEYS, LEAST_PAIRS // span.rows))
-        step = max(least, start - span.begin if keys_per_query is None else keys_per_query * span.rows)
+        step = keys_of_a_call(span.rows, start - span.begin, keys_per_query)
         for k in range(span.begin, start, step):
             yield Piece("full", span.at, span.rows, k, min(step, start - k))
         return

@@ -29,7 +29,7 @@ python=${PYTHON:-python3}
 pin() { sed -n "s/^$1==\([^ ;]*\).*/\1/p" "$lock"; }
 
 target=(--only-binary=:all: --implementation cp --python-version "$version" --abi "cp${version/./}" --abi abi3 --abi none)
-for libc in 2_28 2_27 2_26 2_24 2_17 2_12 2_5; do target+=(--platform "manylinux_${libc}_$arch"); done
+for minor in $(seq 39 -1 5); do target+=(--platform "manylinux_2_${minor}_$arch"); done
 for name in manylinux2014 manylinux2010 manylinux1 linux; do target+=(--platform "${name}_$arch"); done
 
 # torch with what it needs: for a GPU these are the CUDA libraries, which the lock leaves to torch.

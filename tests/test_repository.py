@@ -335,3 +335,16 @@ def test_the_readme_lists_every_module_and_imports_go_downward() -> None:
                 taken = [node.module.partition(".")[2]] if "." in node.module else [alias.name for alias in node.names]
                 upward += [f"{name} -> {other}" for other in taken if other in place and place[other] < place[name]]
     assert upward == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_wheelhouse_takes_wheels_for_every_libc_of_a_lock(tmp_path: Path, device: str) -> None:
+    """pip takes a tag at its word: a wheel for manylinux_2_27 alone is not found under 2_28."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    python.chmod(0o755)
+    command = [ROOT / "env/wheelhouse.sh", "download", tmp_path / "wheels", device, "3.11"]
+    environment = {**os.environ, "PYTHON": str(python), "ARCH": "x86_64", "TORCH_INDEX_URL": ""}
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    first = (tmp_path / "asked").read_text().splitlines()[0].split()
+    assert {f"manylinux_2_{minor}_x86_64" for minor in range(5, 40)} <= set(first)

@@ -1,0 +1,181 @@
+"""Every kernel for CUDA is called as it wants to be called, in one piece and in row chunks, whatever the attention."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake import Watch, fake_cuda
+from torch import Tensor
+
+from alstlib.alltoall import Exchange
+from alstlib.groups import join_fake
+from alstlib.kernels import (
+    BACKENDS,
+    Rule,
+    attention_backward,
+    attention_backward_rows,
+    attention_forward,
+    choose_backend,
+)
+from alstlib.layouts import Layouts, SplitRows
+
+CUDA, LENGTH = torch.device("cuda:0"), 1024
+KERNELS = ["cudnn", "flash", "efficient", "blockwise", "eager"]
+CALLS = {
+    "flash": "_flash_attention", "cudnn": "_scaled_dot_product_cudnn_attention",
+    "efficient": "_scaled_dot_product_efficient_attention",
+}  # fmt: skip
+"""The operators of kernels that have one."""
+FORMS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "documents": {"documents": [0, 1, 5, 300, 812, 813, 1024]},
+    "a window": {"window": 300},
+    "a window of one": {"window": 1},
+    "documents and a window": {"documents": [0, 3, 515, 1024], "window": 300},
+    "a soft cap": {"softcap": 30.0},
+    "sinks": {"sinks": True},
+    "values that are narrower": {"value_width": 64},
+    "an odd length": {"length": 999},
+    "one token": {"length": 1},
+    "batch 2": {"batch": 2, "documents": [0, 700, 1024, 1027, 2048]},
+}
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    with fake_cuda() as watch:
+        yield watch
+
+
+def tensors(
+    exchanged: bool, batch: int = 1, heads: int = 8, kv: int = 2, length: int = LENGTH, width: int = 128,
+    value_width: int | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """q, k, v, dout; views of one buffer, as an exchange leaves them, or as a layer's projections do."""
+    shapes = [(heads, width), (kv, width), (kv, value_width or width), (heads, value_width or width)]
+    if not exchanged:
+        rows = [torch.empty(batch, length, h, d, dtype=torch.bfloat16, device=CUDA) for h, d in shapes]
+        return [t.transpose(1, 2) for t in rows]
+    whole = torch.empty(length, batch, sum(h * d for h, d in shapes), dtype=torch.bfloat16, device=CUDA)
+    parts = whole.split([h * d for h, d in shapes], 2)
+    return [t.unflatten(2, shape).permute(1, 2, 0, 3) for t, shape in zip(parts, shapes)]
+
+
+def supports(name: str, form: dict[str, Any]) -> bool:
+    return "softcap" not in form or BACKENDS[name].softcap
+
+
+def alike(made: Any, given: Any) -> None:
+    for m, g in zip(made, given):
+        assert (m.shape, m.dtype, m.device) == (g.shape, g.dtype, CUDA)
+
+
+CASES = pytest.mark.parametrize(
+    ("name", "form"), [pytest.param(n, f, id=f"{n}, {i}") for n in KERNELS for i, f in FORMS.items() if supports(n, f)]
+)
+
+
+def of(form: dict[str, Any], exchanged: bool) -> tuple[list[Tensor], Rule, dict[str, Any]]:
+    sizes = {k: v for k, v in form.items() if k in ("batch", "length", "value_width")}
+    made = tensors(exchanged, **sizes)
+    how: dict[str, Any] = {"documents": form.get("documents")}
+    if "sinks" in form:
+        how["sinks"] = torch.empty(8, device=CUDA)
+    return made, Rule(0.1, form.get("window"), form.get("softcap")), how
+
+
+@CASES
+def test_whole_sequences(name: str, form: dict[str, Any], watch: Watch) -> None:
+    for exchanged in (False, True):
+        (q, k, v, dout), rule, how = of(form, exchanged)
+        backend = choose_backend(name, CUDA, q.dtype, 128, rule.softcap is not None)
+        out, lse = attention_forward(backend, q, k, v, rule=rule, **how)
+        alike([out], [dout])
+        assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+        grads = attention_backward(backend, dout, q, k, v, out, lse, rule=rule, documents=how["documents"])
+        alike(grads, [q, k, v])
+    check(watch, name)
+
+
+@CASES
+def test_chunks_of_rows(name: str, form: dict[str, Any], watch: Watch) -> None:
+    (q, k, v, dout), rule, how = of(form, True)
+    length = q.shape[2]
+    how = {**how, "length": length}
+    backend = choose_backend(name, CUDA, q.dtype, 128, rule.softcap is not None)
+    dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
+    for lo in range(0, length, 512):
+        at, seen = ((slice(None), slice(None), slice(a, lo + 512)) for a in (lo, 0))
+        out, lse = attention_forward(backend, q[at], k[seen], v[seen], rule=rule, **how)
+        alike([out], [dout[at]])
+        given = [dout[at], q[at], k[seen], v[seen], out, lse, dk[seen], dv[seen]]
+        rest = {n: h for n, h in how.items() if n != "sinks"}
+        alike([attention_backward_rows(backend, *given, rule=rule, **rest)], [q[at]])
+    check(watch, name)
+
+
+def check(watch: Watch, name: str) -> None:
+    """No problem was found, and no kernel ran but this one and those that it leaves calls to."""
+    assert watch.problems == []
+    mine = {CALLS[n] for n in (name, BACKENDS[name].packed_by) if n in CALLS}
+    assert {n.removesuffix("_backward").removesuffix("_forward") for n in watch.kernels} <= mine
+    assert bool(watch.kernels) == bool(mine)
+    assert all(len(layouts) == 1 for layouts in watch.graphs.values())
+
+
+@pytest.mark.parametrize("documents", [None, [0, 1, 5, 300, 812, 813, 1024]], ids=["whole", "documents"])
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("heads", "kv", "ranks"), [(28, 4, 8), (9, 3, 4)])
+def test_uneven_heads(name: str, documents: Any, heads: int, kv: int, ranks: int) -> None:
+    """Each rank has rows of heads, over a process group that sends nothing."""
+    join_fake(ranks)
+    try:
+        with fake_cuda() as watch:
+            q, k, v, dout = tensors(False, heads=heads, kv=kv, length=LENGTH // ranks, width=64)
+            backend, rule = choose_backend(name, CUDA, q.dtype, 64), Rule(0.1)
+            layout = Layouts(Exchange(dist.group.WORLD)).of(q, k, documents)
+            assert isinstance(layout, SplitRows)
+            qh, kh, vh = layout.to_heads(q, k, v)
+            out, lse = layout.forward(backend, qh, kh, vh, rule, None)
+            alike([layout.to_seq(out)], [q])
+            (dh,) = layout.queries_to_heads(dout)
+            grads = layout.backward(backend, dh, qh, kh, vh, out, lse, rule)
+            alike(layout.grads_to_seq(*grads), [q, k, v])
+        check(watch, name)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_cudnn_graph_has_one_layout_of_out_and_dout(watch: Watch) -> None:
+    """PyTorch up to 2.13 knows a graph for backward by the strides of q, k and v, and builds it for those of out and
+    dout that come first: with others it reads them as if they were those."""
+    q, k, v, dout = tensors(False, length=512)
+    backend, rule = BACKENDS["cudnn"], Rule(0.1)
+    out, lse = attention_forward(backend, q, k, v, rule=rule)
+    for mine in (out, out.contiguous(), out.transpose(1, 3).contiguous().transpose(1, 3)):
+        for theirs in (dout, dout.contiguous()):
+            attention_backward(backend, theirs, q, k, v, mine, lse, rule=rule)
+    assert [len(layouts) for (kind, _), layouts in watch.graphs.items() if kind == "backward"] == [1]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_other_documents_build_no_other_cudnn_graphs(seed: int, watch: Watch) -> None:
+    """Each takes cuDNN half a second to build."""
+    q, k, v, dout = tensors(True, length=4096)
+    generator = random.Random(seed)
+    for _ in range(4):
+        documents = [0, *sorted(generator.sample(range(1, 4096), 9)), 4096]
+        dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
+        for lo in range(0, 4096, 1024):
+            at, seen = ((slice(None), slice(None), slice(a, lo + 1024)) for a in (lo, 0))
+            how: dict[str, Any] = {"rule": Rule(0.1), "documents": documents, "length": 4096}
+            out, lse = attention_forward(BACKENDS["cudnn"], q[at], k[seen], v[seen], **how)
+            given = [dout[at], q[at], k[seen], v[seen], out, lse, dk[seen], dv[seen]]
+            attention_backward_rows(BACKENDS["cudnn"], *given, **how)
+    assert watch.problems == []
+    assert len(watch.graphs) <= 4
