@@ -129,10 +129,12 @@ def _masters(engine: Any) -> list[Tensor]:
 def reserve_adam_state(engine: Any) -> None:
     """Make AdamW's state now, as its first step would: so that the first step's memory is every step's memory."""
     adam = _adam(engine)
+    fused = adam.defaults.get("fused")  # this kernel reads the count of steps on the weights' device
     for master in _masters(engine):
         if not adam.state.get(master):
             zeros = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-            adam.state[master] = {"step": torch.zeros((), dtype=torch.float32), **zeros}
+            step = torch.zeros((), dtype=torch.float32, device=master.device if fused else "cpu")
+            adam.state[master] = {"step": step, **zeros}
 
 
 def host_tensors(engine: Any, run: RunConfig) -> Iterator[Tensor]:

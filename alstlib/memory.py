@@ -150,7 +150,10 @@ class Ledger:
         record: bool = False,
         place: Callable[[], str] | None = None,
     ) -> None:
-        self.device, self.stores, self.budget = torch.device(device), list(stores), budget
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:  # PyTorch limits the memory of a numbered device only
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device, self.stores, self.budget = device, list(stores), budget
         self._place = place
         self._cpu = self.instrument(None, record) if self.device.type == "cpu" else None
         self._watching = False
