@@ -26,7 +26,7 @@ from alstlib.kernels import (
 )
 from alstlib.models import model_config
 from alstlib.progress import Progress
-from alstlib.train import run_worker, this_device
+from alstlib.worker import run_worker, this_device
 
 CHECKING = ("eager",)
 """Makes [S, S]: not timed."""

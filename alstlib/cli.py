@@ -263,6 +263,7 @@ def _would(spec: Spec, row: str, args: argparse.Namespace) -> list[str]:
         f"  the row sets  {_fields(of_row)}",
         f"  the base sets {_fields(others)}",
         f"  predicted     {expected}",
+        f"  ends after    {foretell.time_limit(config, 1, gpus, ours)[1]}",
         f"  folder        {shown(folder)}",
         f"  by itself     {where} && {alone}",
         f"  which starts  {shlex.join(argv)}",

@@ -22,8 +22,8 @@ from alstlib.models import model_config
 from alstlib.progress import Pace, Progress
 from alstlib.rows import area, balance
 from alstlib.spans import document_spans
-from alstlib.train import run_worker, this_device, timed
 from alstlib.ulysses import UlyssesAttention
+from alstlib.worker import run_worker, this_device, timed
 
 SHORT = 64
 """Tokens of a short document."""

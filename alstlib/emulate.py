@@ -26,7 +26,8 @@ from alstlib.memory import Ledger
 from alstlib.models import flop_dimensions, load_model, model_config
 from alstlib.progress import Progress
 from alstlib.simulate import decoder_layers
-from alstlib.train import run_options, run_worker, this_device
+from alstlib.train import run_options
+from alstlib.worker import run_worker, this_device
 from alstlib.zero import Sizes, model_states
 
 

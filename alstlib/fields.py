@@ -96,7 +96,7 @@ Tile = Annotated[
 ]
 FlagOrAuto = Annotated[bool | Literal["auto"], Field(description="True, False or 'auto'")]
 Rate = Annotated[_Number, Field(ge=0, allow_inf_nan=False, description="a number of at least 0, such as 1e-4")]
-Seconds = Annotated[_Number, Field(gt=0, allow_inf_nan=False, description="a number above 0, such as 3600")]
+Seconds = Annotated[_Number, Field(ge=0, allow_inf_nan=False, description="a number of at least 0, such as 3600")]
 Text = Annotated[str, BeforeValidator(_path), Field(description="text")]
 Texts = Annotated[
     tuple[str, ...],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import subprocess
@@ -19,6 +20,13 @@ from alstlib.shapes import Shape, read_shape
 CERTAIN = 1.1
 """A run is refused when it would take so many times what there is: the planner is right within a few percent."""
 
+FACTOR = 10
+"""A run may take so many times what is predicted."""
+HOUR, DAY = 3600.0, 86400.0
+TRIALS = 12
+"""Steps of the length that a search finds, which its trials take together."""
+SLOW_DISK = 2e8
+"""Bytes a second of a disk that nothing is known of."""
 
 UNKNOWN = "a GPU of unknown rates"
 
@@ -108,6 +116,46 @@ def why_not(run: RunConfig, nodes: int, gpus: int) -> str | None:
     return f"{text}. force=True (--force) runs it all the same"
 
 
+def _expected(run: RunConfig, machine: Machine) -> tuple[Shape, Prediction]:
+    """The prediction for a resolved run, that of a search at the length that it should find."""
+    shape, found = foretell(run, machine)
+    if run.search:
+        best = longest(shape, run, machine, run.search_granule)
+        if best and run.search_max and best.seq_len > run.search_max:
+            best = foretell(run, machine, run.search_max)[1]
+        found = best or found
+    return shape, found
+
+
+def limits(run: RunConfig, nodes: int, gpus: int) -> tuple[float, float]:
+    """Seconds that a resolved run may take, and those that a rank may wait for others: `FACTOR` times what is predicted
+    of the run, and of a step and the saving of a training state. An hour at least; a day where no rates are known.
+    """
+    machine = machine_of(run, nodes, gpus)
+    least = HOUR if rates_known(machine) else DAY
+    try:
+        if run.emulate or run.peers:
+            raise ValueError("no training run")
+        shape, found = _expected(run, machine)
+    except (ValueError, KeyError):
+        return DAY, DAY
+    step, disk = found.seconds["step"], shape.parameters / SLOW_DISK  # a byte of each parameter
+    steps = run.steps + (TRIALS if run.search else 0)
+    states = run.steps // run.checkpoint_every if run.checkpoint_every else 0
+    whole = steps * step + (4 + 12 * states) * disk  # the model is read and written once
+    return max(least, FACTOR * whole), max(least, FACTOR * (step + 12 * disk))
+
+
+def time_limit(run: RunConfig, nodes: int, gpus: int, trains: bool = True) -> tuple[float, str]:
+    """Seconds after which the launcher ends a resolved run, and which limit this is. The planner is not asked about a
+    run that does not train."""
+    if run.timeout is not None:
+        return (run.timeout, f"timeout={run.timeout:g} s") if run.timeout else (math.inf, "no time limit (timeout=0)")
+    seconds = limits(run, nodes, gpus)[0] if trains else DAY
+    why = {HOUR: "the least", DAY: "no time is predicted"}.get(seconds, f"{FACTOR} times what is predicted")
+    return seconds, f"the time limit of {format_seconds(seconds)} ({why}; timeout=SECONDS sets another, 0 none)"
+
+
 def outlook(run: RunConfig, gpus: int) -> str:
     """What the planner says of a resolved run on this machine before it starts: whether it fits (of a search:
     the longest sequence), bytes of a rank, seconds of a step."""
@@ -115,12 +163,7 @@ def outlook(run: RunConfig, gpus: int) -> str:
         return "not predicted: it is no training run"
     machine = machine_of(run, 1, gpus)
     try:
-        shape, found = foretell(run, machine)
-        if run.search:
-            best = longest(shape, run, machine, run.search_granule)
-            if best and run.search_max and best.seq_len > run.search_max:
-                best = foretell(run, machine, run.search_max)[1]
-            found = best or found
+        found = _expected(run, machine)[1]
     except (ValueError, KeyError) as e:
         return f"not predicted: {e}"
     seconds = found.seconds["step"] if rates_known(machine) else None

@@ -6,8 +6,10 @@ all-to-all stays inside a node, and data parallel (DP) replicas lie across nodes
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -111,6 +113,19 @@ def context_of(model: Any, given: SPContext | None = None) -> SPContext:
     if given is not None and given != found:
         raise ValueError(f"ctx={given} is not the mesh that the model was attached with, {found}: leave ctx out")
     return found
+
+
+def join(device: torch.device, seconds: float) -> None:
+    """Join the ranks that torchrun started. In a collective of any group a rank waits so many seconds for the others.
+
+    NCCL counts them from when the collective is enqueued, which may be a step before it runs, and then ends the
+    process. Groups that are made later, DeepSpeed's too, take PyTorch's defaults: 10 minutes with NCCL.
+    """
+    defaults, wait = dist.distributed_c10d, timedelta(seconds=seconds)
+    defaults.default_pg_timeout = defaults.default_pg_nccl_timeout = wait
+    cuda, alone = device.type == "cuda", int(os.environ["WORLD_SIZE"]) == 1
+    bound = device if cuda and not alone else None  # groups of one rank are not split from a bound one
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=wait, device_id=bound)
 
 
 def join_fake(ranks: int) -> None:

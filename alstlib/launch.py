@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import math
 import os
 import re
 import shutil
@@ -25,7 +26,7 @@ from typing import Any
 
 from alstlib import locks, results
 from alstlib.config import RunConfig
-from alstlib.foretell import why_not
+from alstlib.foretell import time_limit, why_not
 from alstlib.processes import DEADLINE_VARIABLE, RUN_ID_VARIABLE, die_with_parent, sigterm_interrupts, start, stop
 from alstlib.progress import Printer as progress_printer
 from alstlib.progress import Progress, ProgressReader, log_tail, root_cause, whereabouts
@@ -56,8 +57,8 @@ class RunFailed(RuntimeError):
 
 @functools.cache
 def _installed_gpus() -> int:
-    if not (smi := shutil.which("nvidia-smi")):
-        return 0
+    if not (smi := shutil.which("nvidia-smi")):  # a container may have GPUs without it
+        return sum(os.access(node, os.R_OK | os.W_OK) for node in Path("/dev").glob("nvidia[0-9]*"))
     try:
         listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -194,8 +195,10 @@ def _version(path: Path) -> tuple[int, int] | None:
 class _Run:
     """One attempt: what was in the folder before it, and what came of it."""
 
-    def __init__(self, config: RunConfig, out: Path, writes: bool, on_progress: Callable[..., None] | None) -> None:
-        self.config, self.out, self.writes, self.on_progress = config, out, writes, on_progress
+    def __init__(
+        self, config: RunConfig, out: Path, writes: bool, limit: float, on_progress: Callable[..., None] | None
+    ) -> None:
+        self.config, self.out, self.writes, self.limit, self.on_progress = config, out, writes, limit, on_progress
         self.id = f"{results.run_id(config)}-{uuid.uuid4().hex[:8]}"
         self.logs = out / "logs" / self.id
         self.reader = ProgressReader(out / "progress.jsonl")
@@ -206,7 +209,8 @@ class _Run:
             for old in (self.reader.path, *out.glob("failed.*")):
                 old.unlink(missing_ok=True)
             ranks = f"{config.world_size} rank{'s' if config.world_size > 1 else ''}"
-            Progress(self.reader.path).emit("start", row=config.row, run_id=self.id, message=f"starting {ranks}")
+            ends = f"; it may take {results.format_seconds(limit)}" if limit < math.inf else ""
+            Progress(self.reader.path).emit("start", row=config.row, run_id=self.id, message=f"starting {ranks}{ends}")
 
     def follow(self, *more: dict[str, Any]) -> None:
         """Hand on what the ranks said, or that time passes to a callback that has `tick`. One that fails is not worth a
@@ -222,8 +226,8 @@ class _Run:
             self.on_progress = None
 
     def wait(self, agent: subprocess.Popen[bytes]) -> int | None:
-        """torchrun's exit status, or None when the configuration's timeout came first."""
-        deadline = time.monotonic() + self.config.timeout
+        """torchrun's exit status, or None when the time limit came first."""
+        deadline = time.monotonic() + self.limit
         while time.monotonic() < deadline:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 agent.wait(min(POLL_SECONDS, max(0.01, deadline - time.monotonic())))
@@ -290,14 +294,15 @@ def launch(
         check_model(config.model)
     first = node_rank == 0
     with locks.hold(out) if first else contextlib.nullcontext(), sigterm_interrupts():
-        run = _Run(config, out, first, on_progress)
+        limit, which = time_limit(config, nnodes, device_count(), worker == "alstlib.train")
+        run = _Run(config, out, first, limit, on_progress)
         argv = command(config, out, run.logs, python, worker, rendezvous)
         agent = code = None
         if not force and worker == "alstlib.train" and (why := why_not(config, nnodes, device_count())):
             return run.end("oom", "WouldNotFit", why)
         # ranks end without tidying up, or are killed
         with tempfile.TemporaryDirectory(prefix="alst-", ignore_cleanup_errors=True) as temporary:
-            extra = {"TMPDIR": temporary, DEADLINE_VARIABLE: str(time.time() + config.timeout), **(extra_env or {})}
+            extra = {"TMPDIR": temporary, DEADLINE_VARIABLE: str(time.time() + limit), **(extra_env or {})}
             env = environment(run.id, config.world_size // nnodes, extra, nnodes)
             try:
                 agent = start(argv, env, run.logs / "agent.log")
@@ -310,7 +315,7 @@ def launch(
                 stop(agent, run.id)
         if code is None:
             where = whereabouts(run.reader.path, run.logs)
-            result = run.end("timeout", "Timeout", f"the run took longer than timeout={config.timeout:g} s: {where}")
+            result = run.end("timeout", "Timeout", f"the run took longer than {which}: {where}")
         elif code == 0:
             result = run.end("ok", "NoResult", f"{worker} ended without writing result.json")
         elif code < 0 or code > 128:

@@ -31,7 +31,7 @@ from alstlib.reference import relative_error
 from alstlib.search import longest_that_fits
 from alstlib.stacks import Stack
 from alstlib.store import HostStore
-from alstlib.train import run_worker, this_device, timed
+from alstlib.worker import run_worker, this_device, timed
 
 EXACT_LENGTH = 512
 """Tokens of the sample on which gradients are compared with the oracle."""

@@ -16,11 +16,9 @@ from typing import Any
 from alstlib import results
 from alstlib.config import RunConfig
 from alstlib.engine import Told
+from alstlib.foretell import SLOW_DISK
 from alstlib.processes import seconds_left
 from alstlib.state import FREE, OtherState, find_state, gather_text, load_state, place_aside, save_state
-
-SLOW_DISK = 2e8
-"""Bytes a second that a training state is taken to be written with, before one was written."""
 
 
 class Timeout(TimeoutError):
@@ -44,6 +42,7 @@ class RunStates:
         self.notes: list[str] = []
         self.aside: Path | None = None  # where a state that is not continued goes when one is saved
         self.saving = 12 * sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()) / SLOW_DISK
+        """Seconds that saving a state takes: guessed before the first."""
 
     def resume(self, loader: Any) -> dict[str, Any]:
         """Put engine and loader where an earlier attempt was; returns the `history` that it saved."""
@@ -84,8 +83,9 @@ class RunStates:
             save_state(self.engine, self.run, self.folder, step=step, told=told, **place)
             self.aside, self.saving = None, time.monotonic() - began
         if ends:
+            limit = f"timeout={self.run.timeout:g} s" if self.run.timeout else "the run's time limit"
             raise Timeout(
-                f"timeout={self.run.timeout:g} s leaves no time for a step after step {step} of {self.run.steps}; the "
+                f"{limit} leaves no time for a step after step {step} of {self.run.steps}; the "
                 f"training state is saved in {self.folder}, and the same command continues from there"
             )
 

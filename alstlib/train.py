@@ -6,12 +6,8 @@ peak stays within the device budget (`search.py`), and then trains at that lengt
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,23 +24,20 @@ from alstlib.config import RunConfig
 from alstlib.corpus import get_tokenizer, load_corpus
 from alstlib.engine import host_tensors, initialize, save_model, take_step
 from alstlib.foretell import as_metrics, foretell, machine_of
-from alstlib.groups import join_fake
 from alstlib.memory import Ledger
 from alstlib.models import SHAPES, flop_dimensions, liger_kernels, load_model, use_liger
-from alstlib.processes import die_with_parent, dump_before_deadline
 from alstlib.progress import Pace, Progress
-from alstlib.resume import RunStates, Timeout
+from alstlib.resume import RunStates
 from alstlib.samples import collate, make_samples
 from alstlib.search import expected_seconds, longest_that_fits
 from alstlib.state import gather_text
+from alstlib.worker import node_count, run_worker, this_device
 
 WATCHED = 2
 """Steps whose memory is watched: from the second on ZeRO-3 gathers weights ahead."""
 WATCHED_TIME = "the step's time is that of one whose memory was watched, which takes longer: more steps tell more"
 
 NO_STEP = "no step was left to do: the time is that of the last step then, the memory that of loading"
-
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # DeviceOutOfMemory and HostOutOfMemory are MemoryErrors
 
 
 class Trainer:
@@ -247,10 +240,9 @@ class Trainer:
     def predicted(self, seq_len: int) -> dict[str, Any]:
         """What the planner says of this run, to stand beside the measurement."""
         gpus = self.ctx.world_size if self.device.type == "cuda" else 0
-        nodes = max(1, self.ctx.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", self.ctx.world_size)))
         try:
             run = self.run.replace(world_size=self.ctx.world_size, sp=self.ctx.sp)
-            machine = machine_of(run, nodes, gpus)
+            machine = machine_of(run, node_count(self.ctx.world_size), gpus)
             return as_metrics(foretell(run, machine, seq_len)[1], machine)
         except (ValueError, KeyError) as e:
             return {"unknown": str(e)}
@@ -307,91 +299,8 @@ def run_options(run: RunConfig, model_type: str, cuda: bool) -> alstlib.Options:
     )
 
 
-def this_device() -> tuple[torch.device, bool]:
-    """This rank's device, and whether it is a GPU."""
-    cuda = torch.cuda.is_available()
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu"), cuda
-
-
-def timed(step: Callable[[], Any]) -> float:
-    """Seconds of a step, from all ranks' start to all ranks' end."""
-    dist.barrier()
-    began = time.perf_counter()
-    step()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    dist.barrier()
-    return time.perf_counter() - began
-
-
-def run_worker(doc: str | None, job: Callable[[RunConfig, Path], Any]) -> None:
-    """What every worker does: read the configuration, join the ranks, `work`."""
-    parser = argparse.ArgumentParser(description=doc)
-    parser.add_argument("--config", type=Path, required=True, help="config.json of a RunConfig")
-    parser.add_argument("--out", type=Path, required=True, help="folder for result.json and progress.jsonl")
-    args = parser.parse_args()
-    die_with_parent()
-    dump_before_deadline()
-    run = RunConfig.from_dict(json.loads(args.config.read_text()))
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
-        torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
-    if run.emulate:  # ranks that are not there: nothing is sent
-        join_fake(run.emulate)
-    else:
-        dist.init_process_group("nccl" if cuda else "gloo")
-    work(run, args.out, job)
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # all is written; seen once: threads of the libraries abort while the interpreter is taken down
-
-
 def main() -> None:
     run_worker(__doc__, Trainer)
-
-
-def work(run: RunConfig, out: Path, job: Callable[[RunConfig, Path], Any]) -> None:
-    """One rank of the run: `job(run, out)()` gives the metrics, and with `save_to` its `finish` saves the model.
-
-    Writes result.json, and raises what went wrong after that. Metrics are written before the model is saved: a run that
-    ends meanwhile has them, and is no finished one.
-    """
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    mode, ranks = ("emulated", 1) if run.emulate else ("real", dist.get_world_size())
-    metrics: dict[str, Any] = {}
-
-    def write(status: str, **error: str) -> None:
-        about: Any = {"device": device, "device_count": ranks, "mode": mode, "metrics": metrics, "error": error}
-        results.write_result(out / "result.json", results.new_result(run, status, **about))
-
-    first = dist.get_rank() == 0 or bool(run.emulate)
-    try:
-        working = job(run, out)
-        metrics = working()
-        if run.save_to and hasattr(working, "finish"):
-            if first:
-                write("error", type="Unfinished", message=f"the steps are done, but not saving to '{run.save_to}'")
-            working.finish()
-    except BaseException as e:
-        status = "oom" if isinstance(e, OUT_OF_MEMORY) else "timeout" if isinstance(e, Timeout) else "error"
-        if claim(out):
-            write(status, type=type(e).__name__, message=str(e))
-        raise
-    if first:
-        write("ok")
-
-
-def claim(out: Path) -> bool:
-    """True for the first rank that fails: the others fail because of it, and their errors say less."""
-    try:
-        os.close(os.open(out / f"failed.{os.environ['TORCHELASTIC_RUN_ID']}", os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

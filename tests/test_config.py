@@ -76,7 +76,7 @@ def test_quantities_are_read_in_a_config() -> None:
         ({"learning_rate": True}, "learning_rate=True must be a number"),
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0 must be a number of at least 0"),
         ({"weight_decay": float("inf")}, "weight_decay=inf must be a number of at least 0"),
-        ({"timeout": 0}, "timeout=0 must be a number above 0"),
+        ({"timeout": -1}, "timeout=-1 must be a number of at least 0, such as 3600, or None"),
         ({"model": 7}, "model=7 must be text"),
         ({"model": ["small"]}, "model=['small'] must be text"),
         ({"data": None}, "data=None must be text"),

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import ipaddress
 import json
+import math
 import os
 import signal
 import socket
@@ -16,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from alstlib import launch, processes, progress, results
-from alstlib.config import RunConfig
+from alstlib import foretell, launch, processes, progress, results
+from alstlib.config import PAPER_ROWS, RunConfig, row_config
+from alstlib.progress import ProgressReader
 
 TESTS = Path(__file__).parent
 NOTEBOOK = TESTS.parent / "notebooks" / "run.ipynb"
@@ -484,3 +486,41 @@ def test_a_model_that_is_not_there_starts_no_rank(tmp_path: Path, monkeypatch: p
         with pytest.raises(ValueError, match=says):
             launch.launch(RunConfig(model=name), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_rows_of_the_paper_end_within_their_time_limit(monkeypatch):
+    """ALST's longest row takes 6,455 s for a step."""
+    monkeypatch.setattr("alstlib.foretell._gpu", lambda: ("NVIDIA H100 80GB HBM3", 80 * 2**30))
+    for row, stated in PAPER_ROWS.items():
+        base = RunConfig(model="llama-3.1-8b", seq_len=stated["seq_len"], steps=3, checkpoint_every=1)
+        run = launch.resolve(row_config(row, base), gpus=8)
+        seconds, which = foretell.time_limit(run, 1, 8)
+        assert 5 * run.steps * stated["step_seconds"] < seconds < 7 * 86400
+        assert foretell.limits(run, 1, 8)[1] > 5 * stated["step_seconds"]
+    assert "(10 times what is predicted; timeout=SECONDS sets another, 0 none)" in which
+    assert foretell.time_limit(run.replace(search=True), 1, 8)[0] > 2 * seconds
+    assert foretell.time_limit(run.replace(seq_len=1024, checkpoint_every=0), 1, 8)[1].startswith(
+        "the time limit of 1:00:00 (the least"
+    )
+    assert foretell.time_limit(run.replace(timeout=0), 1, 8) == (math.inf, "no time limit (timeout=0)")
+    assert foretell.time_limit(run.replace(timeout=300), 1, 8) == (300, "timeout=300 s")
+    on_cpu = foretell.time_limit(RunConfig(world_size=2, sp=2), 1, 0)
+    assert on_cpu[0] == 86400
+    assert "24:00:00 (no time is predicted" in on_cpu[1]
+
+
+@pytest.mark.parametrize("timeout, seconds", [(None, 86400), (0, math.inf), (300, 300)])
+def test_ranks_are_told_the_time_limit(tmp_path, monkeypatch, timeout, seconds):
+    given = []
+
+    def refuse(command, env, log):
+        given.append(env)
+        raise OSError("not now")
+
+    monkeypatch.setattr(launch, "start", refuse)
+    with pytest.raises(OSError, match="not now"):
+        launch.launch(RunConfig(timeout=timeout), tmp_path)
+    deadline = float(given[0]["ALST_DEADLINE"])
+    assert deadline == seconds if seconds == math.inf else abs(deadline - time.time() - seconds) < 60
+    (told,) = [e for e in ProgressReader(tmp_path / "progress.jsonl").read() if e["event"] == "start"]
+    assert ("it may take" in told["message"]) == (timeout != 0)

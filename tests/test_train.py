@@ -21,7 +21,8 @@ from alstlib.launch import RunFailed, launch
 from alstlib.processes import DEADLINE_VARIABLE
 from alstlib.resume import RunStates
 from alstlib.samples import make_samples
-from alstlib.train import Trainer, work
+from alstlib.train import Trainer
+from alstlib.worker import work
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from fake import fake_cuda
 from torch import Tensor
 
+from alstlib import groups, worker
 from alstlib.engine import reserve_adam_state
 from alstlib.memory import Ledger
 
@@ -54,3 +57,48 @@ def test_a_ledger_of_cuda_is_one_of_the_current_device(monkeypatch: pytest.Monke
     with Ledger("cuda", budget=250) as ledger:
         assert ledger.device == torch.device("cuda", 3)
     assert given == [(0.25, 3), (1.0, 3)]
+
+
+@pytest.mark.parametrize("world, bound", [(8, torch.device("cuda", 3)), (1, None)])
+def test_nccl_waits_as_long_as_a_step_may_take(monkeypatch: pytest.MonkeyPatch, world: int, bound: Any) -> None:
+    """In DeepSpeed's own groups too. A group of one rank is not split from one that is bound to a device."""
+    given: dict[str, Any] = {}
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(dist.distributed_c10d, name, timedelta(minutes=10))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: given.update(how, backend=backend))
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    groups.join(torch.device("cuda", 3), 7200)
+    assert given == {"backend": "nccl", "timeout": timedelta(hours=2), "device_id": bound}
+    assert dist.distributed_c10d._get_default_timeout(dist.Backend.NCCL) == timedelta(hours=2)
+
+
+def test_groups_of_a_run_wait_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(dist.distributed_c10d, name, timedelta(minutes=10))
+    for name, value in {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    groups.join(torch.device("cpu"), 7200)
+    try:
+        for group in (dist.group.WORLD, dist.new_group(ranks=range(1))):
+            assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(hours=2)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_gpus_that_pytorch_cannot_use_are_not_passed_over(monkeypatch: pytest.MonkeyPatch, hidden: bool) -> None:
+    def too_old() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040)")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr("alstlib.launch._installed_gpus", lambda: 8)
+    monkeypatch.setattr("alstlib.launch.importlib.metadata.version", lambda name: "2.13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert worker.this_device() == (torch.device("cpu"), False)
+        return
+    with pytest.raises(ValueError, match=r"the driver lists 8 GPUs, but PyTorch .* can use none \(The NVIDIA driver.*"):
+        worker.this_device()
