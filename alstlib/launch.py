@@ -192,13 +192,18 @@ def _version(path: Path) -> tuple[int, int] | None:
     return None
 
 
+def _ran_out(event: Mapping[str, Any]) -> bool:
+    return event.get("event") == "tried" and event.get("peak") is None
+
+
 class _Run:
     """One attempt: what was in the folder before it, and what came of it."""
 
     def __init__(
         self, config: RunConfig, out: Path, writes: bool, limit: float, on_progress: Callable[..., None] | None
     ) -> None:
-        self.config, self.out, self.writes, self.limit, self.on_progress = config, out, writes, limit, on_progress
+        self.config, self.out, self.writes, self.on_progress = config, out, writes, on_progress
+        self.deadline, self.lost = time.monotonic() + limit, 0
         self.id = f"{results.run_id(config)}-{uuid.uuid4().hex[:8]}"
         self.logs = out / "logs" / self.id
         self.reader = ProgressReader(out / "progress.jsonl")
@@ -227,14 +232,26 @@ class _Run:
 
     def wait(self, agent: subprocess.Popen[bytes]) -> int | None:
         """torchrun's exit status, or None when the time limit came first."""
-        deadline = time.monotonic() + self.limit
-        while time.monotonic() < deadline:
+        while time.monotonic() < self.deadline:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                agent.wait(min(POLL_SECONDS, max(0.01, deadline - time.monotonic())))
+                agent.wait(min(POLL_SECONDS, max(0.01, self.deadline - time.monotonic())))
             self.follow()
             if agent.returncode is not None:
                 return agent.returncode
         return None
+
+    def searches_on(self, code: int | None) -> bool:
+        """Whether ranks ended because memory ran out at a new length of a search: new ones go on with shorter ones."""
+        if not self.config.search or code != 1:
+            return False
+        lost = {e["seq_len"] for e in ProgressReader(self.reader.path).read() if _ran_out(e)}
+        new, self.lost = len(lost) > self.lost, len(lost)
+        if new:
+            self.before, self.logs = _version(self.out / "result.json"), self.logs.with_name(f"{self.id}.{len(lost)}")
+            self.logs.mkdir(parents=True, exist_ok=True)
+            for old in self.out.glob("failed.*") if self.writes else ():
+                old.unlink(missing_ok=True)
+        return new
 
     def end(self, status: str, kind: str = "", message: str = "") -> dict[str, Any]:
         """The worker's result. Where it wrote none, or `ok` and something failed after it, or an error because the run
@@ -296,7 +313,6 @@ def launch(
     with locks.hold(out) if first else contextlib.nullcontext(), sigterm_interrupts():
         limit, which = time_limit(config, nnodes, device_count(), worker == "alstlib.train")
         run = _Run(config, out, first, limit, on_progress)
-        argv = command(config, out, run.logs, python, worker, rendezvous)
         agent = code = None
         if not force and worker == "alstlib.train" and (why := why_not(config, nnodes, device_count())):
             return run.end("oom", "WouldNotFit", why)
@@ -305,8 +321,11 @@ def launch(
             extra = {"TMPDIR": temporary, DEADLINE_VARIABLE: str(time.time() + limit), **(extra_env or {})}
             env = environment(run.id, config.world_size // nnodes, extra, nnodes)
             try:
-                agent = start(argv, env, run.logs / "agent.log")
-                code = run.wait(agent)
+                while agent is None or run.searches_on(code):
+                    stop(agent, run.id)  # what is left of ranks whose memory ran out
+                    argv = command(config, out, run.logs, python, worker, rendezvous)
+                    agent = start(argv, env, run.logs / "agent.log")
+                    code = run.wait(agent)
             except BaseException as e:
                 with contextlib.suppress(OSError):  # the result first: a kernel that shuts down gives little time
                     run.end("cancelled" if isinstance(e, KeyboardInterrupt) else "error", type(e).__name__, str(e))

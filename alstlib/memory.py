@@ -30,6 +30,17 @@ class DeviceOutOfMemory(MemoryError):
     """A run went beyond its device budget."""
 
 
+RAN_OUT = ("out of memory", "_STATUS_ALLOC_FAILED", "Failed to CUDA calloc", "can't allocate memory")
+"""What errors say that are plain RuntimeErrors: of CUDA, cuDNN and cuBLAS, NCCL, and PyTorch on the host."""
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that device or host memory ran out."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text.lower() in str(error).lower() for text in RAN_OUT)
+
+
 class _CpuInstrument(TorchDispatchMode):
     """Counts the bytes of CPU storages alive, from the operations that make them."""
 

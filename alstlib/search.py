@@ -8,8 +8,9 @@ budget, and so is the first length that exceeds it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,37 @@ class Found:
     """The longest multiple of the granule that fits."""
     tried: list[tuple[int, int]]
     """(length, peak bytes) of every trial, in order."""
+
+
+BEYOND = 1.25
+"""Of the budget: what a length counts as having taken that memory ran out at."""
+
+
+class Trials:
+    """What is known of a search's trials from the events (`tried`) of processes before this one.
+
+    An error of memory that ran out may leave a device, a kernel's library or the other ranks unusable. So it ends the
+    process, and the search goes on in a new one, which meets its trials again in their order.
+    """
+
+    def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
+        self.lost: set[int] = set()
+        """Lengths at which memory ran out."""
+        self.peaks: dict[int, list[int]] = {}
+        for event in events:
+            if event.get("event") != "tried":
+                continue
+            if event.get("peak") is None:
+                self.lost.add(event["seq_len"])
+            else:
+                self.peaks.setdefault(event["seq_len"], []).append(event["peak"])
+
+    def peak(self, seq_len: int, budget: int) -> int | None:
+        """The peak of this length's next trial in bytes; None where it has yet to run."""
+        if seq_len in self.lost:
+            return int(BEYOND * budget)
+        known = self.peaks.get(seq_len)
+        return known.pop(0) if known else None
 
 
 def longest_that_fits(

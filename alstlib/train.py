@@ -6,11 +6,13 @@ peak stays within the device budget (`search.py`), and then trains at that lengt
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,12 @@ from alstlib.config import RunConfig
 from alstlib.corpus import get_tokenizer, load_corpus
 from alstlib.engine import host_tensors, initialize, save_model, take_step
 from alstlib.foretell import as_metrics, foretell, machine_of
-from alstlib.memory import Ledger
+from alstlib.memory import Ledger, ran_out
 from alstlib.models import SHAPES, flop_dimensions, liger_kernels, load_model, use_liger
-from alstlib.progress import Pace, Progress
+from alstlib.progress import Pace, Progress, ProgressReader
 from alstlib.resume import RunStates
 from alstlib.samples import collate, make_samples
-from alstlib.search import expected_seconds, longest_that_fits
+from alstlib.search import Trials, expected_seconds, longest_that_fits
 from alstlib.state import gather_text
 from alstlib.worker import node_count, run_worker, this_device
 
@@ -70,6 +72,9 @@ class Trainer:
             budget = int(0.93 * torch.cuda.get_device_properties(self.device).total_memory)
         self.ledger = Ledger(self.device, [self.handle.store], budget)
         self.samples: dict[int, Any] = {}
+        events = ProgressReader(self.progress.path).read() if run.search else []
+        told = gather_text(json.dumps([e for e in events if e["event"] == "tried"]), self.device)[0]
+        self.known = Trials(json.loads(told))
         self.trials: list[tuple[int, float]] = []
 
     def say(self, **fields: Any) -> None:
@@ -182,17 +187,33 @@ class Trainer:
 
     def peaks(self, seq_len: int) -> int:
         """Largest device peak of any rank in one optimizer step at this length (no budget is enforced)."""
+        if (known := self.known.peak(seq_len, self.ledger.budget or 0)) is not None:
+            return known
         budget, self.ledger.budget = self.ledger.budget, None
         what, expected = f"trial {len(self.trials) + 1} of the search", expected_seconds(self.trials, seq_len)
         self.progress.emit("search", row=self.run.row, seq_len=seq_len, message=what, eta_seconds=expected)
         self.ledger.start()
         began = time.perf_counter()
-        self.steps(seq_len, 1)
+        with self._noting(seq_len):
+            self.steps(seq_len, 1)
         self.trials.append((seq_len, time.perf_counter() - began))
         self.ledger.budget = budget
         peak = torch.tensor(self.ledger.device_peak, device=self.device)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
+        self.progress.emit("tried", row=self.run.row, seq_len=seq_len, peak=int(peak), message="tried")
         return int(peak)
+
+    @contextlib.contextmanager
+    def _noting(self, seq_len: int) -> Iterator[None]:
+        """Any rank whose memory runs out in a search notes the length: the launcher starts another process, which tries
+        shorter ones."""
+        try:
+            yield
+        except BaseException as e:
+            if self.run.search and ran_out(e):
+                everyone = Progress(self.progress.path)
+                everyone.emit("tried", row=self.run.row, seq_len=seq_len, peak=None, message="memory ran out")
+            raise
 
     def measure(self, seq_len: int) -> dict[str, Any]:
         """Train the run's steps: memory and budget are watched in the first `WATCHED`, time is taken in those after, or
@@ -268,11 +289,13 @@ class Trainer:
                     tried.append((length, again))  # peaks of one length vary a little: at the edge it must fit twice
                     length -= run.search_granule
                 self.ledger.budget = None
-            metrics = self.measure(length)
+            with self._noting(length):
+                metrics = self.measure(length)
             if run.search and max(metrics["device_peak_bytes"]) > (budget or 0):
                 metrics["notes"].append("the measured step took more than the budget, which two others kept")
         if tried:
-            metrics["tried"] = [{"seq_len": n, "device_peak_bytes": peak} for n, peak in tried]
+            lost = self.known.lost
+            metrics["tried"] = [{"seq_len": n, "device_peak_bytes": None if n in lost else p} for n, p in tried]
         return metrics
 
     def finish(self) -> None:

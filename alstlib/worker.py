@@ -19,10 +19,9 @@ from alstlib.config import RunConfig
 from alstlib.foretell import limits
 from alstlib.groups import join, join_fake
 from alstlib.launch import device_count
+from alstlib.memory import ran_out
 from alstlib.processes import die_with_parent, dump_before_deadline
 from alstlib.resume import Timeout
-
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # DeviceOutOfMemory and HostOutOfMemory are MemoryErrors
 
 
 def this_device() -> tuple[torch.device, bool]:
@@ -114,7 +113,7 @@ def work(run: RunConfig, out: Path, job: Callable[[RunConfig, Path], Any]) -> No
                 write("error", type="Unfinished", message=f"the steps are done, but not saving to '{run.save_to}'")
             working.finish()
     except BaseException as e:
-        status = "oom" if isinstance(e, OUT_OF_MEMORY) else "timeout" if isinstance(e, Timeout) else "error"
+        status = "oom" if ran_out(e) else "timeout" if isinstance(e, Timeout) else "error"
         if claim(out):
             write(status, type=type(e).__name__, message=str(e))
         raise

@@ -524,3 +524,14 @@ def test_ranks_are_told_the_time_limit(tmp_path, monkeypatch, timeout, seconds):
     assert deadline == seconds if seconds == math.inf else abs(deadline - time.time() - seconds) < 60
     (told,) = [e for e in ProgressReader(tmp_path / "progress.jsonl").read() if e["event"] == "start"]
     assert ("it may take" in told["message"]) == (timeout != 0)
+
+
+@pytest.mark.parametrize("what, search, status, starts", [
+    ("shrink", True, "ok", 3), ("shrink", False, "oom", 1), ("stuck", True, "oom", 2),
+])  # fmt: skip
+def test_a_search_goes_on_in_a_new_process_where_memory_ran_out(tmp_path, what, search, status, starts):
+    result = start(what, tmp_path, world_size=1, search=search)
+    assert result["status"] == status
+    assert sum(e.get("peak") == 100 for e in ProgressReader(tmp_path / "progress.jsonl").read()) == starts
+    assert len(list((tmp_path / "logs").iterdir())) == starts
+    assert results.read_result(tmp_path / "result.json") == result

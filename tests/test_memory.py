@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import alstlib
-from alstlib.memory import DeviceOutOfMemory, Ledger, storage_bytes
+from alstlib.memory import DeviceOutOfMemory, Ledger, ran_out, storage_bytes
 from alstlib.offload import HostStore, checkpoint
 
 MIB = 2**20
@@ -263,6 +263,25 @@ def test_nothing_is_recorded_unasked() -> None:
     with Ledger() as ledger:
         torch.zeros(10)
     assert ledger.curve == []
+
+
+@pytest.mark.parametrize(
+    "error, is_it",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (DeviceOutOfMemory("out of device memory"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("NCCL error: unhandled cuda error\nLast error:\nFailed to CUDA calloc async 608 bytes"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+    ids=lambda e: str(e)[:30],
+)
+def test_what_says_that_memory_ran_out(error: BaseException, is_it: bool) -> None:
+    assert ran_out(error) == is_it
 
 
 @pytest.mark.gpu

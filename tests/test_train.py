@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -251,6 +252,41 @@ def test_too_little_host_memory_is_out_of_memory(ranks2: Any, tmp_path: Path) ->
     assert status == "oom"
     assert result["error"]["type"] == "HostOutOfMemory"
     assert "10,000" in said
+
+
+class OutOfMemoryAt(Trainer):
+    """Memory runs out above 700 tokens, as it does in cuDNN: no exception of its own."""
+
+    def steps(self, seq_len: int, *args: Any, **how: Any) -> Any:
+        if seq_len > 700:
+            raise RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
+        return super().steps(seq_len, *args, **how)
+
+
+def search_of_a_gpu(rank: int, world: int, out: str, run: RunConfig) -> list[dict[str, Any]]:
+    """Results of one process after the other, until one does not end with `oom`."""
+    made: list[dict[str, Any]] = []
+    while not made or (made[-1]["status"] == "oom" and len(made) < 5):
+        os.environ["TORCHELASTIC_RUN_ID"] = f"search-{len(made)}"
+        with contextlib.suppress(RuntimeError):
+            work(run, Path(out), OutOfMemoryAt)
+        torch.distributed.barrier()
+        made.append(results.read_result(Path(out) / "result.json"))
+        torch.distributed.barrier()
+    return made
+
+
+def test_a_search_goes_on_below_a_length_at_which_memory_really_ran_out(ranks2: Any, tmp_path: Path) -> None:
+    run = run_config(search=True, device_memory="7.5MB", search_granule=64, seq_len=512, tiled_mlp=64, tiled_loss=64)
+    *lost, last = ranks2(search_of_a_gpu, str(tmp_path), run)[0]
+    assert 1 <= len(lost) <= 3
+    assert {r["error"]["type"] for r in lost} == {"RuntimeError"}
+    m = last["metrics"]
+    assert m["seq_len"] == 640
+    assert {t["seq_len"]: t["device_peak_bytes"] for t in m["tried"]}[704] is None
+    events = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
+    tried = [e["seq_len"] for e in events if e["event"] == "tried" and e["peak"] is not None and e["seq_len"] != 640]
+    assert len(tried) == len(set(tried))  # a new process does not repeat them
 
 
 # What a run continues from, in the tests' own pool
