@@ -200,7 +200,12 @@ class _Run:
     """One attempt: what was in the folder before it, and what came of it."""
 
     def __init__(
-        self, config: RunConfig, out: Path, writes: bool, limit: float, on_progress: Callable[..., None] | None
+        self,
+        config: RunConfig,
+        out: Path,
+        writes: bool,
+        on_progress: Callable[..., None] | None,
+        limit: float = math.inf,
     ) -> None:
         self.config, self.out, self.writes, self.on_progress = config, out, writes, on_progress
         self.deadline, self.lost = time.monotonic() + limit, 0
@@ -312,7 +317,7 @@ def launch(
     first = node_rank == 0
     with locks.hold(out) if first else contextlib.nullcontext(), sigterm_interrupts():
         limit, which = time_limit(config, nnodes, device_count(), worker == "alstlib.train")
-        run = _Run(config, out, first, limit, on_progress)
+        run = _Run(config, out, first, on_progress, limit)
         agent = code = None
         if not force and worker == "alstlib.train" and (why := why_not(config, nnodes, device_count())):
             return run.end("oom", "WouldNotFit", why)

@@ -1,8 +1,8 @@
 """A worker for tests of the launcher, run by torchrun with `-m fake_worker`: imports nothing heavy.
 
 `model_config.fake` says what to do: ok, fail (rank 1 only), oom, hang, hang_then_explain (an error when it is ended),
-silent (no result), ok_then_fail, explained (a result with an error), environ, shrink (memory runs out at two lengths
-before it ends well), stuck (memory runs out at the same length again).
+silent (no result), ok_then_fail, explained (a result with an error), environ, shrink (memory runs out once), stuck
+(memory runs out at the same length again).
 """
 
 import argparse
@@ -50,8 +50,8 @@ def main() -> None:
     if what in ("shrink", "stuck") and rank == 0:
         lost = [e for e in launch.ProgressReader(progress.path).read() if e["event"] == "tried"]
         progress.emit("tried", seq_len=900, peak=100)
-        if what == "stuck" or sum(e["peak"] is None for e in lost) < 2:
-            progress.emit("tried", seq_len=1000 - len(lost) if what == "shrink" else 1000, peak=None)
+        if what == "stuck" or not lost:
+            progress.emit("tried", seq_len=1000, peak=None)
             what = "oom"
     if what == "environ":
         tempfile.mkdtemp()

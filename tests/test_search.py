@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from alstlib.search import Found, longest_that_fits
+from alstlib.search import Found, Trials, longest_that_fits
 
 GRANULE = 256
 
@@ -132,3 +134,28 @@ def test_only_one_granule_fits() -> None:
 def test_the_first_trials_are_one_granule_and_the_start_rounded_up() -> None:
     tried = search(lambda length: length, 5000, start=700).tried
     assert [length for length, _ in tried[:2]] == [GRANULE, 768]
+
+
+def test_a_search_goes_on_below_a_length_at_which_memory_ran_out() -> None:
+    """In another process, which runs no trial again."""
+    events: list[dict[str, Any]] = []
+
+    def peak(length: int) -> int:
+        if (known := trials.peak(length, 100_000)) is not None:
+            return known
+        if length > 50_000:
+            events.append({"event": "tried", "seq_len": length, "peak": None})
+            raise MemoryError
+        events.append({"event": "tried", "seq_len": length, "peak": length})
+        return length
+
+    processes, found = 0, None
+    while found is None and processes < 8:
+        processes, trials = processes + 1, Trials([{"event": "step"}, *events])
+        with contextlib.suppress(MemoryError):
+            found = search(peak, 100_000, start=1000)
+    assert found is not None
+    assert found.length == 50_000 // GRANULE * GRANULE
+    ran = [e["seq_len"] for e in events]
+    assert len(ran) == len(set(ran))
+    assert processes > 1

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +20,10 @@ from alstlib.config import RunConfig
 from alstlib.corpus import load_corpus
 from alstlib.launch import RunFailed, launch
 from alstlib.processes import DEADLINE_VARIABLE
+from alstlib.progress import Progress, ProgressReader
 from alstlib.resume import RunStates
 from alstlib.samples import make_samples
+from alstlib.search import Trials
 from alstlib.train import Trainer
 from alstlib.worker import work
 
@@ -254,39 +256,23 @@ def test_too_little_host_memory_is_out_of_memory(ranks2: Any, tmp_path: Path) ->
     assert "10,000" in said
 
 
-class OutOfMemoryAt(Trainer):
-    """Memory runs out above 700 tokens, as it does in cuDNN: no exception of its own."""
+@pytest.mark.parametrize("search", [True, False])
+def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path: Path, search: bool) -> None:
+    trainer: Any = object.__new__(Trainer)
+    trainer.run, trainer.progress, trainer.known = RunConfig(search=search), Progress(tmp_path / "p", 1), Trials([])
+    trainer.ledger, trainer.trials = SimpleNamespace(budget=100, start=lambda: None), []
 
-    def steps(self, seq_len: int, *args: Any, **how: Any) -> Any:
-        if seq_len > 700:
-            raise RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
-        return super().steps(seq_len, *args, **how)
+    def steps(*args: Any) -> None:
+        raise RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
 
-
-def search_of_a_gpu(rank: int, world: int, out: str, run: RunConfig) -> list[dict[str, Any]]:
-    """Results of one process after the other, until one does not end with `oom`."""
-    made: list[dict[str, Any]] = []
-    while not made or (made[-1]["status"] == "oom" and len(made) < 5):
-        os.environ["TORCHELASTIC_RUN_ID"] = f"search-{len(made)}"
-        with contextlib.suppress(RuntimeError):
-            work(run, Path(out), OutOfMemoryAt)
-        torch.distributed.barrier()
-        made.append(results.read_result(Path(out) / "result.json"))
-        torch.distributed.barrier()
-    return made
-
-
-def test_a_search_goes_on_below_a_length_at_which_memory_really_ran_out(ranks2: Any, tmp_path: Path) -> None:
-    run = run_config(search=True, device_memory="7.5MB", search_granule=64, seq_len=512, tiled_mlp=64, tiled_loss=64)
-    *lost, last = ranks2(search_of_a_gpu, str(tmp_path), run)[0]
-    assert 1 <= len(lost) <= 3
-    assert {r["error"]["type"] for r in lost} == {"RuntimeError"}
-    m = last["metrics"]
-    assert m["seq_len"] == 640
-    assert {t["seq_len"]: t["device_peak_bytes"] for t in m["tried"]}[704] is None
-    events = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
-    tried = [e["seq_len"] for e in events if e["event"] == "tried" and e["peak"] is not None and e["seq_len"] != 640]
-    assert len(tried) == len(set(tried))  # a new process does not repeat them
+    trainer.steps = steps
+    with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
+        trainer.peaks(1024)
+    trainer.known, trainer.ledger.budget = Trials(ProgressReader(tmp_path / "p").read()), 100  # of the next process
+    if search:
+        assert trainer.peaks(1024) > 100  # it does not run
+    else:
+        assert not trainer.known.lost
 
 
 # What a run continues from, in the tests' own pool
