@@ -1,6 +1,20 @@
 """Attention kernels as pairs of functions: PyTorch's own operators on CPU and CUDA, flash-attn 2, 3 and 4 where they
 are installed, and the plain formulas; and which of them can run where.
 
+What `sdpa` chooses, and who takes the documents of a batch, and windows, in one call for variable lengths:
+
+| device and dtype                                     | kernel      | documents and windows |
+|------------------------------------------------------|-------------|-----------------------|
+| CPU                                                  | cpu         | one call for each     |
+| CUDA from 9.0, 16 bits, width to 128 divisible by 8  | cudnn       | flash                 |
+| CUDA, 16 bits, other widths to 256                   | flash       | flash                 |
+| CUDA, fp32, or wider heads                           | efficient   | one call for each     |
+| soft caps                                            | blockwise   | one call for each     |
+
+`auto` takes flash-attn 3 (compute capability 9 alone) or else 4 (from 9) where one is installed and has the width, and
+the table where none is. Both take documents and windows themselves; flash-attn 2, by its name, leaves them to `flash`,
+which is the same kernel. cudnn, which is built for each shape, leaves short and ragged calls to `flash` too.
+
 Shape legend: B batch, S query rows, N keys, H query heads, K key/value heads (H a multiple of K), D head width.
 q, dout, out [B, H, S, D]; k, v [B, K, N, D]; lse [B, H, S] (logsumexp of the scaled scores, fp32). Any strides with a
 contiguous last dimension.
@@ -16,6 +30,23 @@ import torch
 from torch import Tensor
 
 from alstlib import blockwise, reference
+from alstlib.flash_packages import (
+    fa2_backward,
+    fa2_forward,
+    fa3_backward,
+    fa3_forward,
+    fa3_packed_backward,
+    fa3_packed_forward,
+    fa4_backward,
+    fa4_forward,
+    fa4_packed_backward,
+    fa4_packed_forward,
+    flat,
+    flat_lse,
+    sides,
+    unflat,
+    unflat_lse,
+)
 
 aten = torch.ops.aten
 
@@ -84,46 +115,28 @@ def _flash_backward(
     return tuple(g.transpose(1, 2) for g in grads)
 
 
-def _flat(x: Tensor) -> Tensor:
-    """[B, H, S, D] -> [B * S, H, D], as kernels for variable lengths take it."""
-    return x.transpose(1, 2).flatten(0, 1)
-
-
-def _unflat(x: Tensor, like: Tensor) -> Tensor:
-    return x.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2)
-
-
-def _flat_lse(lse: Tensor) -> Tensor:
-    """[B, H, S] -> [H, B * S]."""
-    return lse.transpose(0, 1).flatten(1).contiguous()
-
-
-def _sides(window: int | None) -> tuple[int, int]:
-    return (-1, -1) if window is None else (window - 1, 0)
-
-
 def _flash_packed_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, offsets: Tensor, longest: int, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    left, right = _sides(window)
+    left, right = sides(window)
     out, lse, *_ = aten._flash_attention_forward(
-        _flat(q), _flat(k), _flat(v), offsets, offsets, longest, longest, 0.0, True, False, scale=scale,
+        flat(q), flat(k), flat(v), offsets, offsets, longest, longest, 0.0, True, False, scale=scale,
         window_size_left=left, window_size_right=right,
     )  # fmt: skip
-    return _unflat(out, q), lse.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1)
+    return unflat(out, q), unflat_lse(lse, q)
 
 
 def _flash_packed_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, offsets: Tensor,
     longest: int, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    left, right = _sides(window)
+    left, right = sides(window)
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     grads = aten._flash_attention_backward(
-        _flat(dout), _flat(q), _flat(k), _flat(v), _flat(out), _flat_lse(lse), offsets, offsets, longest, longest, 0.0,
+        flat(dout), flat(q), flat(k), flat(v), flat(out), flat_lse(lse), offsets, offsets, longest, longest, 0.0,
         True, seed, seed.new_empty(0), scale=scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
-    return _unflat(grads[0], q), _unflat(grads[1], k), _unflat(grads[2], v)
+    return unflat(grads[0], q), unflat(grads[1], k), unflat(grads[2], v)
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -178,70 +191,6 @@ def _efficient_backward(
     return dq, dk, dv
 
 
-# ----- flash-attn 2, 3 and 4, where they are installed; tensors [B, S, H, D], causal aligned at the end
-
-
-def _fa2_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    from flash_attn.flash_attn_interface import _flash_attn_forward
-
-    qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
-    out, lse, *_ = _flash_attn_forward(qt, kt, vt, 0.0, scale, causal, -1, -1, 0.0, None, False)
-    return out.transpose(1, 2), lse
-
-
-def _fa2_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    from flash_attn.flash_attn_interface import _flash_attn_backward
-
-    dt, qt, kt, vt, ot = (t.transpose(1, 2) for t in (dout, q, k, v, out))
-    dq, dk, dv = (torch.empty_like(t) for t in (qt, kt, vt))
-    lse = lse.contiguous()
-    _flash_attn_backward(
-        dt.contiguous(), qt, kt, vt, ot, lse, dq, dk, dv, 0.0, scale, causal, -1, -1, 0.0, None, False, None
-    )
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-def _fa3_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    from flash_attn_interface import _flash_attn_forward
-
-    qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
-    out, lse, *_ = _flash_attn_forward(qt, kt, vt, softmax_scale=scale, causal=causal)
-    return out.transpose(1, 2), lse
-
-
-def _fa3_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    from flash_attn_interface import _flash_attn_backward
-
-    dt, qt, kt, vt, ot = (t.transpose(1, 2) for t in (dout, q, k, v, out))
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (qt, kt, vt))
-    _flash_attn_backward(
-        dt, qt, kt, vt, ot, lse.contiguous(), dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=causal
-    )
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-def _fa4_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
-    out, lse, *_ = _flash_attn_fwd(qt, kt, vt, softmax_scale=scale, causal=causal, return_lse=True)
-    return out.transpose(1, 2), lse
-
-
-def _fa4_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    dt, qt, kt, vt, ot = (t.transpose(1, 2) for t in (dout, q, k, v, out))
-    dq, dk, dv, *_ = _flash_attn_bwd(qt, kt, vt, ot, dt, lse.contiguous(), softmax_scale=scale, causal=causal)
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
 # ----- the plain formulas as a kernel: [S, S] is made, for checking
 
 
@@ -264,9 +213,11 @@ _ALL = [
     Backend("flash", _flash_forward, _flash_backward, packed_by="flash",
             packed_forward=_flash_packed_forward, packed_backward=_flash_packed_backward),
     Backend("efficient", _efficient_forward, _efficient_backward),
-    Backend("flash_attention_2", _fa2_forward, _fa2_backward, bottom_right=True, packed_by="flash"),
-    Backend("flash_attention_3", _fa3_forward, _fa3_backward, bottom_right=True, packed_by="flash"),
-    Backend("flash_attention_4", _fa4_forward, _fa4_backward, bottom_right=True, packed_by="flash"),
+    Backend("flash_attention_2", fa2_forward, fa2_backward, bottom_right=True, packed_by="flash"),
+    Backend("flash_attention_3", fa3_forward, fa3_backward, bottom_right=True, packed_by="flash_attention_3",
+            packed_forward=fa3_packed_forward, packed_backward=fa3_packed_backward),
+    Backend("flash_attention_4", fa4_forward, fa4_backward, bottom_right=True, packed_by="flash_attention_4",
+            packed_forward=fa4_packed_forward, packed_backward=fa4_packed_backward),
     Backend("blockwise", blockwise.forward, blockwise.backward, bottom_right=True, softcap=True, widths=True),
     Backend("eager", _eager_forward, _eager_backward, softcap=True, widths=True),
 ]  # fmt: skip
@@ -333,8 +284,13 @@ def _cannot(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) 
         return f"the package {package}; 'sdpa' needs nothing"
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return f"CUDA and fp16 or bf16, not {device.type} and {dtype}; 'sdpa' chooses what runs"
-    if torch.cuda.get_device_capability(device)[0] < capability:
+    major = torch.cuda.get_device_capability(device)[0]
+    if major < capability:
         return f"a GPU of compute capability {capability} or newer; 'sdpa' chooses what runs"
+    if name == "flash_attention_3" and major > capability:
+        return f"a GPU of compute capability {capability}, for which alone it is built; 'sdpa' chooses what runs"
     if head_dim > 256 or head_dim % 8:
         return f"heads of a width up to 256 that divides by 8, not {head_dim}; 'sdpa' chooses what runs"
+    if name == "flash_attention_4" and major in (10, 11) and 128 < head_dim < 256:
+        return f"heads of a width up to 128, or 256, on this GPU, not {head_dim}; 'sdpa' chooses what runs"
     return None

@@ -1,0 +1,74 @@
+"""Whole training steps of wide models under fake CUDA, as one of many ranks that share a sample."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from fake import Watch, fake_cuda
+from torch import Tensor
+
+import alstlib
+from alstlib.config import RunConfig
+from alstlib.models import load_model
+from alstlib.simulate import drop_gradients, fake_ranks, shard_of
+
+
+class Steps:
+    """Steps of a model of few layers and the real width, attached with these options."""
+
+    def __init__(self, watch: Watch, model: Any, handle: alstlib.Handle, ctx: alstlib.SPContext, rows: int) -> None:
+        self.watch, self.model, self.handle, self.ctx, self.rows = watch, model, handle, ctx, rows
+
+    def __call__(self, documents: Sequence[int] | None = None) -> Tensor:
+        """Forward and backward of one sample."""
+        made = shard_of(self.ctx, self.rows // self.ctx.sp)
+        batch = {n: v.to("cuda:0") if isinstance(v, Tensor) else v for n, v in made.items()}
+        if documents is not None:
+            batch["cu_documents"] = list(documents)
+        loss = alstlib.causal_lm_loss(self.model, batch, self.ctx).loss
+        loss.backward()
+        return loss
+
+
+def build(name: str, layers: int) -> Any:
+    if name != "gemma-2":
+        run = RunConfig(model=name, model_config={"num_hidden_layers": layers}, random_weights=True)
+        return load_model(run, torch.bfloat16, shape_only=True)
+    from transformers import AutoModelForCausalLM, Gemma2Config
+
+    # those of Gemma-2-9B are the defaults, but for the vocabulary, which tells nothing here
+    config = Gemma2Config(num_hidden_layers=layers, vocab_size=32_000, sliding_window=1024)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+
+
+@contextlib.contextmanager
+def steps(
+    name: str, rows: int, sp: int = 1, layers: int = 2, kept: float | None = None, **options: Any
+) -> Iterator[Steps]:
+    """Steps of one of `sp` ranks that share `rows` tokens.
+
+    Args:
+        kept: host memory is so short that this share of the layers keeps its attention outputs.
+        options: of `alstlib.apply`.
+    """
+    before = torch.__future__.get_overwrite_module_params_on_conversion()
+    with torch.device("meta"):
+        model = build(name, layers)
+    config = model.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    mine = rows // sp
+    row, output = mine * config.hidden_size * 2, mine * config.num_attention_heads * (width * 2 + 4)
+    budget = 2**50 if kept is None else layers * row + int(kept * layers) * output
+    with contextlib.ExitStack() as stack:
+        ctx = stack.enter_context(fake_ranks(sp))
+        attached = alstlib.Options(host_memory=budget, **{**options, "attention": "sdpa"})
+        handle = stack.enter_context(alstlib.apply(model, ctx, attached))
+        handle.attention.attention = options.get("attention", "sdpa")
+        watch = stack.enter_context(fake_cuda())
+        stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, before)
+        torch.__future__.set_overwrite_module_params_on_conversion(True)  # weights become those of another device
+        drop_gradients(model.to_empty(device="cuda:0"))
+        yield Steps(watch, model, handle, ctx, rows)

@@ -1,0 +1,179 @@
+"""flash-attn 2, 3 and 4 are called as their released packages want to be called: their own signatures, written down
+here, in place of the packages, under fake CUDA."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake import Watch, fake_cuda
+from test_calls import CUDA, FORMS, alike, of
+
+from alstlib import backends
+from alstlib.backends import PACKAGES
+from alstlib.kernels import attention_backward, attention_backward_rows, attention_forward, choose_backend
+
+SIGNATURES: dict[str, tuple[str, dict[str, str]]] = {
+    "flash_attention_2": ("flash-attn 2.8.3.post2", {
+        "_flash_attn_forward": "q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, "
+        "softcap, alibi_slopes, return_softmax",
+        "_flash_attn_backward": "dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, "
+        "window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None",
+    }),
+    "flash_attention_3": ("flash-attn-3 3.0.0, commit 0251105a of Dao-AILab/flash-attention", {
+        "_flash_attn_forward": "q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, "
+        "cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, "
+        "max_seqlen_k=None, page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None, "
+        "seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False, "
+        "window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
+        "scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0",
+        "_flash_attn_backward": "dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, "
+        "sequed_k=None, max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, "
+        "is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0",
+    }),
+    "flash_attention_4": ("flash-attn-4 4.0.0b36", {
+        "_flash_attn_fwd": "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
+        "max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, "
+        "softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None, tile_mn=None, "
+        "mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None, _arch=None, "
+        "score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None, lse=None, "
+        "aux_tensors=None, aux_scalars=None, q_descale=None, k_descale=None, v_descale=None, gather_kv_indices=None, "
+        "scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False, "
+        "gather_bwd_recompute_p=False",
+        "_flash_attn_bwd": "q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, "
+        "window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, "
+        "pack_gqa=False, num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, "
+        "AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, "
+        "seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, "
+        "dv=None, score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, "
+        "block_sparse_tensors=None, dlse=None, learnable_sink=None",
+    }),
+}  # fmt: skip
+"""Of each kernel, the package that was read, and the parameters of its functions with their defaults."""
+
+
+class Package:
+    """Stands in for a package: takes what its functions take, checks it, gives back what they give back."""
+
+    def __init__(self, name: str, watch: Watch) -> None:
+        self.name, self.watch, self.packed = name, watch, 0
+        self.module = types.ModuleType(PACKAGES[name][0])
+        for function, parameters in SIGNATURES[name][1].items():
+            stand_in = self.backward if "dout" in parameters else self.forward
+            setattr(self.module, function, self._taking(parameters, stand_in))
+
+    def _taking(self, parameters: str, stand_in: Any) -> Any:
+        bind = eval(f"lambda {parameters}: locals()")
+        return lambda *args, **kwargs: stand_in(bind(*args, **kwargs))
+
+    def _check(self, given: dict[str, Any], **tensors: torch.Tensor) -> None:
+        q, k, v, offsets = given["q"], given["k"], given["v"], given.get("cu_seqlens_q")
+        need, name = self.watch._need, self.name
+        self.watch._tensors(name, **tensors)
+        need(q.shape[-1] == k.shape[-1] == v.shape[-1], name, "widths differ")
+        need(q.shape[-2] % k.shape[-2] == 0 and v.shape == k.shape, name, f"keys {k.shape}, values {v.shape}")
+        none = None if name == "flash_attention_4" else -1
+        left, right = given["window_size_left"], given["window_size_right"]
+        if offsets is None:
+            need(q.ndim == 4 and q.shape[0] == k.shape[0], name, f"queries {q.shape} and keys {k.shape}")
+            need((left, right) == (none, none), name, "a window without offsets")
+            return
+        self.packed += 1
+        need(q.ndim == 3 and q.shape[0] == k.shape[0], name, f"queries {q.shape} and keys {k.shape}")
+        need(offsets is given["cu_seqlens_k"], name, "offsets of queries and keys differ")
+        need(offsets.dtype == torch.int32 and offsets.is_cuda, name, f"offsets {offsets.dtype} {offsets.device}")
+        longest = given["max_seqlen_q"]
+        need(longest == given["max_seqlen_k"] and 0 < longest <= q.shape[0], name, f"a longest of {longest}")
+        need(bool(given.get("causal", given.get("is_causal"))), name, "documents that are not causal")
+        need(left == none or left >= 0 == (right or 0), name, f"a window of {left} and {right}")
+
+    def _lse_shape(self, q: torch.Tensor) -> tuple[int, ...]:
+        return (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
+
+    def forward(self, given: dict[str, Any]) -> tuple[Any, ...]:
+        q, v = given["q"], given["v"]
+        self._check(given, q=q, k=given["k"], v=v)
+        asked = given.get("return_lse", True)
+        lse = torch.empty(self._lse_shape(q), dtype=torch.float32, device=CUDA) if asked else None
+        return torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=CUDA), lse, None, None
+
+    def backward(self, given: dict[str, Any]) -> Any:
+        q, k, v, lse = given["q"], given["k"], given["v"], given.get("softmax_lse", given.get("lse"))
+        self._check(given, q=q, k=k, v=v, dout=given["dout"], out=given["out"])
+        right = lse.dtype == torch.float32 and lse.is_contiguous() and tuple(lse.shape) == self._lse_shape(q)
+        self.watch._need(right, self.name, f"lse {lse.dtype} {lse.shape}")
+        if self.name == "flash_attention_4":
+            return tuple(torch.empty_like(t) for t in (q, k, v))
+        for grad, like in (("dq", q), ("dk", k), ("dv", v)):
+            made = given[grad]
+            self.watch._need(made.shape == like.shape and made.stride(-1) == 1, self.name, f"{grad} {made.shape}")
+        return None
+
+
+@pytest.fixture
+def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Package]:
+    with fake_cuda() as watch:
+        found = Package(request.param, watch)
+        for name in ("flash_attn", "flash_attn.cute", found.module.__name__):
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        monkeypatch.setitem(sys.modules, found.module.__name__, found.module)
+        monkeypatch.setattr(backends, "_installed", lambda module: True)
+        yield found
+
+
+CASES = [(f, i) for i, f in FORMS.items() if "softcap" not in f]
+
+
+@pytest.mark.parametrize("form", [f for f, _ in CASES], ids=[i for _, i in CASES])
+@pytest.mark.parametrize("package", SIGNATURES, indirect=True)
+def test_calls(package: Package, form: dict[str, Any]) -> None:
+    (q, k, v, dout), rule, how = of(form, True)
+    backend = choose_backend(package.name, CUDA, q.dtype, 128)
+    out, lse = attention_forward(backend, q, k, v, rule=rule, **how)
+    alike([out], [dout])
+    assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+    alike(attention_backward(backend, dout, q, k, v, out, lse, rule=rule, documents=how["documents"]), [q, k, v])
+    assert package.watch.problems == []
+    cut = form.get("documents") is not None or (rule.window is not None and rule.window < q.shape[2])
+    by_itself = package.name != "flash_attention_2"
+    assert package.packed == (2 if cut and by_itself else 0)
+    assert bool(package.watch.kernels) == (cut and not by_itself), "documents went to another kernel"
+    dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
+    for lo in range(0, q.shape[2], 512):
+        at, seen = ((slice(None), slice(None), slice(a, lo + 512)) for a in (lo, 0))
+        out, lse = attention_forward(backend, q[at], k[seen], v[seen], rule=rule, length=q.shape[2], **how)
+        given = [dout[at], q[at], k[seen], v[seen], out, lse, dk[seen], dv[seen]]
+        rest = {"documents": how["documents"], "length": q.shape[2]}
+        alike([attention_backward_rows(backend, *given, rule=rule, **rest)], [q[at]])
+    assert package.watch.problems == []
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_installed_packages_are_those_that_were_read(name: str) -> None:
+    module, package, _ = PACKAGES[name]
+    try:
+        found = importlib.import_module(module)
+    except ImportError as e:
+        pytest.skip(f"{package} is not installed here: {e}")
+    for function, parameters in SIGNATURES[name][1].items():
+        real = getattr(found, function)
+        real = inspect.signature(getattr(real, "_init_fn", real)).parameters.values()
+        read = inspect.signature(eval(f"lambda {parameters}: None")).parameters.values()
+        assert [(p.name, p.default) for p in real] == [(p.name, p.default) for p in read], SIGNATURES[name][0]
+
+
+@pytest.mark.parametrize("capability, chosen", [(8, "flash"), (9, "flash_attention_3"), (10, "flash_attention_4")])
+def test_auto_takes_the_flash_attn_that_is_built_for_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: int, chosen: str
+) -> None:
+    monkeypatch.setattr(backends, "_installed", lambda module: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    assert choose_backend("auto", torch.device("cuda"), torch.bfloat16, 128).name == chosen
+    wide = choose_backend("auto", torch.device("cuda"), torch.bfloat16, 192).name
+    assert wide == ("flash" if capability == 10 else chosen)

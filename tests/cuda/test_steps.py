@@ -1,0 +1,60 @@
+"""Whole training steps through the branches for CUDA, at the width of real models: every kernel is called as it wants
+to be called, streams wait for each other, and cuDNN builds few graphs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from steps import steps
+
+ROWS = 4096
+DOCUMENTS = [0, 1, 700, 1724, 1725, 3100, ROWS]
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "whole, async": {"offload": "async", "kept": 0.5},
+    "whole, sync, attention kept": {"offload": "sync", "save_attention": True},
+    "chunks": {"chunk": 0},
+    "chunks, async": {"chunk": 0, "offload": "async", "kept": 0.5},
+}
+"""`chunk` 0 stands for a quarter of a rank's rows."""
+ALL, FEW = list(WAYS), ["whole", "chunks, async"]
+CASES = [
+    (model, sp, kernel, way)
+    for model, sp, kernel, ways in (
+        ("llama-3.1-8b", 1, "cudnn", ALL), ("llama-3.1-8b", 8, "cudnn", ALL), ("llama-3.1-8b", 32, "cudnn", FEW),
+        ("Qwen/Qwen2.5-7B", 1, "cudnn", FEW), ("Qwen/Qwen2.5-7B", 8, "cudnn", FEW), ("gemma-2", 1, "blockwise", FEW),
+        ("gemma-2", 8, "blockwise", FEW),
+    )
+    for way in ways
+]  # fmt: skip
+GRAPHS = 20
+"""The most that cuDNN builds, at half a second each, however many batches follow."""
+
+
+@pytest.mark.parametrize(("model", "sp", "kernel", "way"), CASES)
+def test_steps(model: str, sp: int, kernel: str, way: str) -> None:
+    options = dict(WAYS[way])
+    if "chunk" in options:
+        options["chunk"] = ROWS // sp // 4
+    with steps(model, ROWS, sp, **options) as step:
+        for documents in (None, DOCUMENTS):
+            for _ in range(2 if documents is None else 1):  # the second meets slabs and streams of the first
+                step(documents)
+        assert step.watch.problems == []
+        assert step.handle.attention.backend_name == kernel
+        assert all(len(layouts) == 1 for layouts in step.watch.graphs.values())
+        assert len(step.watch.graphs) <= GRAPHS
+        if "kept" in options:
+            assert step.handle.attention_kept == 0.5
+
+
+@pytest.mark.parametrize("chunk", [None, 1024], ids=["whole", "chunks"])
+def test_batches_with_other_documents_build_no_more_graphs(chunk: int | None) -> None:
+    generator = random.Random(0)
+    with steps("llama-3.1-8b", ROWS, 1, layers=1, chunk=chunk) as step:
+        for _ in range(4):
+            step([0, *sorted(generator.sample(range(1, ROWS), 7)), ROWS])
+        assert step.watch.problems == []
+        assert len(step.watch.graphs) <= 4
