@@ -162,6 +162,8 @@ def activations(
         given = {"M": run.tiled_mlp, "U": run.tiled_loss, "N": run.tiled_norm}.get(name, True)
         tile = tile_for(int(max(width, shape.width) if name == "M" else width), wide, device)
         sizes[name] = min(rows, tile if isinstance(given, bool) else given)
+    if fused := run.liger == "loss" and device == "cuda":
+        sizes["U"] = reference_tiles(rows, shape.width, shape.vocab)["U"]
     row, output = rows * shape.width * element, rows * shape.heads * (shape.head_dim * element + 4)
     every, outputs = _kept(run, shape.layers, row, output, room)
     keeps = _keeps(run, shape.layers, outputs)
@@ -178,6 +180,8 @@ def activations(
             found["mlp"] = found.get("mlp", 0.0) - _sums(kinds) * product("H I", sizes)
         if place.endswith(".norm") and sizes["N"] == rows:  # one tile is no copy of its rows
             found["loss"] -= element * product("H N", sizes)
+        if fused and place == "lm_head":
+            found["loss"] = _fused_loss(kinds, sizes, element)
         if KERNEL in place:
             found["kernel workspace"] = kernel
 
@@ -243,6 +247,14 @@ def _sums(kinds: Kinds) -> float:
     """Bytes a weight that a moment has for summing an MLP's gradients over tiles: in fp32 a single tile's are used as
     they are (up to 4 of each of three matrices)."""
     return min(12.0, sum(c for c, names in kinds.get("mlp", []) if names == "H I"))
+
+
+def _fused_loss(kinds: Kinds, sizes: Mapping[str, float], element: int) -> float:
+    """Bytes of Liger's fused loss in place of the tiled one: a tile's logits in the model's dtype, the head's gradient
+    in fp32 and at the end in the model's dtype too, and a loss and a flag for each row."""
+    others = sum(c * product(names, sizes) for c, names in kinds["loss"] if not {"U", "V"} & set(names.split()))
+    in_dtype = max(product("U V", sizes), product("H V", sizes) if element < 4 else 0.0)
+    return others + 4 * product("H V", sizes) + element * in_dtype + 5 * sizes["R"]
 
 
 def _last_layer(place: str, shape: Shape) -> str:

@@ -17,6 +17,7 @@ from alstlib.fields import (
     Count,
     Fields,
     FlagOrAuto,
+    Liger,
     Name,
     Natural,
     Rate,
@@ -74,7 +75,10 @@ class RunConfig:
     offload: Literal["none", "sync", "async"] = _docs("checkpoints leave for the host", "none")
     save_attention: FlagOrAuto = _docs("keep attention outputs, so that attention runs forward once", False)
     chunk: Count | None = _docs("stream layers in row chunks of so many tokens", None)
-    liger: FlagOrAuto = _docs("Liger's kernels; auto: where installed, supported and on a GPU", "auto")
+    liger: Liger = _docs(
+        "Liger's norm, RoPE and SwiGLU kernels; 'auto': with the tiled loss, on a GPU, where installed and supported; "
+        "'loss': its fused loss too, in place of the tiled one (it chooses its own tiles and takes more memory)", "auto"
+    )  # fmt: skip
 
     steps: Count = _docs("optimizer steps", 3)
     accumulation: Count = _docs("micro-batches in one optimizer step", 1)
@@ -113,6 +117,11 @@ class RunConfig:
             raise ValueError(f"offload_params=True needs zero_stage=3, not {self.zero_stage}")
         if self.offload_optimizer and self.zero_stage == 0:
             raise ValueError("offload_optimizer=True needs zero_stage 1, 2 or 3, not 0")
+        if self.liger == "loss" and self.tiled_loss is not True:
+            raise ValueError(
+                "liger='loss' takes the place of the tiled loss and chooses its own tiles: "
+                f"tiled_loss={self.tiled_loss} must be True"
+            )
         if self.packed and self.batch_size > 1:
             raise ValueError(f"packed=True fills one row: batch_size={self.batch_size} must be 1")
 

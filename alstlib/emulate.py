@@ -1,8 +1,8 @@
 """The worker that emulates one rank of many, `python -m alstlib.emulate --config config.json --out DIR`.
 
 Real tensors of one rank's real sizes, real kernels, and a process group that sends nothing (`emulate` ranks of which
-this process is one): a real device peak and real seconds, of a run that nobody has the GPUs for. What the other ranks
-would have sent is whatever lies in memory, so values and loss mean nothing. Few layers are built (`model_config:
+this process is one): a real device peak and real seconds, of a run that nobody has the GPUs for. What this rank
+sends stands for what it would receive, so values and loss mean nothing. Few layers are built (`model_config:
 {num_hidden_layers: 1}`); *ballast* stands on the device for the rest. There is no engine: ZeRO-3 would gather garbage,
 so its states and buffers are ballast, by the formulas of `ballast`.
 """
@@ -23,7 +23,7 @@ from alstlib import results
 from alstlib.batches import WHOLE, shard_batch
 from alstlib.config import RunConfig
 from alstlib.memory import Ledger
-from alstlib.models import flop_dimensions, load_model, model_config
+from alstlib.models import flop_dimensions, load_model, model_config, put_liger
 from alstlib.progress import Progress
 from alstlib.simulate import decoder_layers
 from alstlib.train import run_options
@@ -61,7 +61,8 @@ class Emulation:
         parameters = sum(p.numel() for p in self.model.parameters()) + self.per_layer * (self.depth - len(self.layers))
         self.ballast = ballast(run, parameters, 2 if self.bf16 else 4)
         self.weight = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in self.ballast.values() if n]
-        self.handle = alstlib.apply(self.model, self.ctx, run_options(run, self.model.config.model_type, cuda))
+        put_liger(run, self.model, cuda)
+        self.handle = alstlib.apply(self.model, self.ctx, run_options(run))
         self.ledger = Ledger(self.device, [self.handle.store], run.device_memory)
 
     def emit(self, message: str, **fields: Any) -> None:

@@ -95,6 +95,7 @@ Tile = Annotated[
     Field(description="True, False or a tile of at least 1 token"),
 ]
 FlagOrAuto = Annotated[bool | Literal["auto"], Field(description="True, False or 'auto'")]
+Liger = Annotated[bool | Literal["auto", "loss"], Field(description="True, False, 'auto' or 'loss'")]
 Rate = Annotated[_Number, Field(ge=0, allow_inf_nan=False, description="a number of at least 0, such as 1e-4")]
 Seconds = Annotated[_Number, Field(ge=0, allow_inf_nan=False, description="a number of at least 0, such as 3600")]
 Text = Annotated[str, BeforeValidator(_path), Field(description="text")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,29 +108,40 @@ def flop_dimensions(model: PreTrainedModel) -> dict[str, int]:
     }
 
 
-def use_liger(wanted: bool | str, model_type: str) -> bool:
-    """Should a run on CUDA use Liger's kernels? `auto`: where they are installed and know the model.
+def put_liger(run: RunConfig, model: PreTrainedModel, cuda: bool) -> None:
+    """Put Liger's norm, RoPE and SwiGLU kernels into a run's model, before `apply`, where `liger` says so: tiles then
+    run them. (The paper had to leave SwiGLU out with tiled MLPs.) Its fused loss is `Options.liger_loss`.
+
+    With `auto` they are put in on a GPU, with the tiled loss (the paper's baseline has none of them), where they are
+    installed and know the model.
 
     Raises:
-        ValueError: they are asked for and not installed.
+        ValueError: they are asked for by name, and there is no GPU, or they are not installed or do not know the model.
     """
-    installed = importlib.util.find_spec("liger_kernel") is not None
-    if wanted is True and not installed:
-        raise ValueError("liger=True needs the package liger-kernel; use liger='auto' or install it")
-    if not wanted or not installed:
-        return False
+    wanted, kind = run.liger, model.config.model_type
+    if wanted == "auto":
+        if cuda and run.tiled_loss and kind in liger_knows():
+            liger_kernels(model)
+    elif wanted:
+        if not cuda:
+            raise ValueError(f"liger={wanted!r} needs a GPU; use liger='auto', which takes Liger's kernels on one")
+        if kind not in (known := liger_knows()):
+            what = f"does not know the model_type {kind}" if known else "is not installed"
+            raise ValueError(f"liger={wanted!r} needs the package liger-kernel, which {what}; use liger='auto'")
+        liger_kernels(model)
+
+
+def liger_knows() -> Collection[str]:
+    """The types of models that Liger has kernels for; none where it is not installed."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return ()
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    return wanted is True or model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
+    return MODEL_TYPE_TO_APPLY_LIGER_FN
 
 
 def liger_kernels(model: PreTrainedModel) -> None:
-    """Put Liger's norm, RoPE and SwiGLU kernels into the model, before `apply`: tiled MLPs then run them in tiles.
-
-    (The paper had to leave SwiGLU out with tiled MLPs.) The fused loss is not among them: `apply` brings it.
-    """
+    """Put all kernels that Liger has for this type of model into it, but those of the loss."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    _apply_liger_kernel_to_instance(
-        model=model, rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
-    )
+    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)

@@ -109,13 +109,21 @@ def simulate(run: RunConfig, ranks: int, device: str = "cuda", fake: bool = True
         ranks: the SP degree.
         device: whose tiles are taken, `cuda` or `cpu`.
         fake: False runs real tensors on the CPU, which must have room: to hold the simulation against.
+
+    Raises:
+        ValueError: Liger's fused loss, whose kernel takes no fake tensors.
     """
+    if run.liger == "loss":
+        raise ValueError(
+            "liger='loss' cannot be simulated: its kernel takes no fake tensors. `alst plan` knows what it takes; "
+            "simulate with another liger"
+        )
     dtype = torch.float32 if run.dtype == "fp32" else torch.bfloat16
     run = _roomy(run)
     with fake_ranks(ranks) as ctx, as_on(device):
         with torch.device("meta" if fake else "cpu"):
             model: Any = load_model(run, dtype, shape_only=True)
-        with alstlib.apply(model, ctx, run_options(run, model.config.model_type, False)) as handle:
+        with alstlib.apply(model, ctx, run_options(run)) as handle:
             if not fake:
                 drop_gradients(model)
                 return step(run, model, handle, ctx)

@@ -27,7 +27,7 @@ from alstlib.corpus import get_tokenizer, load_corpus
 from alstlib.engine import host_tensors, initialize, save_model, take_step
 from alstlib.foretell import as_metrics, foretell, machine_of
 from alstlib.memory import Ledger, ran_out
-from alstlib.models import SHAPES, flop_dimensions, liger_kernels, load_model, use_liger
+from alstlib.models import SHAPES, flop_dimensions, load_model, put_liger
 from alstlib.progress import Pace, Progress, ProgressReader
 from alstlib.resume import RunStates
 from alstlib.samples import collate, make_samples
@@ -60,10 +60,8 @@ class Trainer:
         self.vocabulary = model.config.get_text_config().vocab_size
         self.tokenizer = self._tokenizer()
         model.to(self.device)
-        options = run_options(run, model.config.model_type, cuda)
-        if options.liger and run.tiled_loss:
-            liger_kernels(model)
-        self.handle = alstlib.apply(model, self.ctx, options)
+        put_liger(run, model, cuda)
+        self.handle = alstlib.apply(model, self.ctx, run_options(run))
         torch.manual_seed(run.seed + 1 + self.rank)  # dropout masks differ between shards
         self.engine = initialize(run, model, self.bf16, lambda message: self.say(message=message))
         budget = run.device_memory
@@ -305,9 +303,7 @@ class Trainer:
         save_model(self.handle, folder, self.tokenizer, self.told("saving the model: gathering weights"))
 
 
-def run_options(run: RunConfig, model_type: str, cuda: bool) -> alstlib.Options:
-    if run.liger is True and not cuda:
-        raise ValueError("liger=True needs a GPU; use liger='auto', which takes Liger's kernels where they run")
+def run_options(run: RunConfig) -> alstlib.Options:
     return alstlib.Options(
         attention=run.attention,
         tiled_mlp=run.tiled_mlp,
@@ -318,7 +314,7 @@ def run_options(run: RunConfig, model_type: str, cuda: bool) -> alstlib.Options:
         save_attention=run.save_attention,
         chunk=run.chunk,
         host_memory=run.host_memory,
-        liger=cuda and use_liger(run.liger, model_type),
+        liger_loss=run.liger == "loss",
     )
 
 

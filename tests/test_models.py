@@ -11,9 +11,10 @@ from cases import config as case_config
 from cases import make_model
 from transformers import AutoModelForCausalLM
 
-from alstlib import results
+from alstlib import models, results
 from alstlib.config import RunConfig
-from alstlib.models import SHAPES, flop_dimensions, load_model, model_config, use_liger
+from alstlib.models import SHAPES, flop_dimensions, load_model, model_config, put_liger
+from alstlib.train import run_options
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -119,11 +120,39 @@ def test_flos_count_every_matrix_multiplication(kind: str, tied: bool) -> None:
 def test_liger_is_asked_for_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
+    model, put = make_model("llama"), []
+    monkeypatch.setattr(models, "liger_kernels", put.append)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert use_liger("auto", "llama") is False
-    assert use_liger(False, "llama") is False
-    with pytest.raises(ValueError, match="liger=True needs the package liger-kernel"):
-        use_liger(True, "llama")
+    tiled = RunConfig(model="tiny", tiled_loss=True)
+    for run in (tiled, tiled.replace(liger=False)):
+        put_liger(run, model, cuda=True)
+    for wanted in (True, "loss"):
+        with pytest.raises(ValueError, match=f"liger={wanted!r} needs the package liger-kernel, which is not ins"):
+            put_liger(tiled.replace(liger=wanted), model, cuda=True)
+        with pytest.raises(ValueError, match=f"liger={wanted!r} needs a GPU"):
+            put_liger(tiled.replace(liger=wanted), model, cuda=False)
+    assert not put
+    monkeypatch.setattr(models, "liger_knows", lambda: ("qwen2",))
+    put_liger(tiled, model, cuda=True)
+    assert not put
+    with pytest.raises(ValueError, match="which does not know the model_type llama"):
+        put_liger(tiled.replace(liger=True), model, cuda=True)
+    monkeypatch.setattr(models, "liger_knows", lambda: ("llama",))
+    put_liger(tiled, model, cuda=False)
+    put_liger(tiled.replace(tiled_loss=False), model, cuda=True)  # the paper's baseline has none of them
+    assert not put
+    for wanted in ("auto", True, "loss"):
+        put_liger(tiled.replace(liger=wanted), model, cuda=True)
+    put_liger(tiled.replace(tiled_loss=False, liger=True), model, cuda=True)
+    assert put == [model] * 4
+
+
+def test_ligers_loss_is_taken_only_when_it_is_named() -> None:
+    """Where Liger is installed its fused loss would take more memory than ours, of which no plan knows."""
+    tiled = RunConfig(model="tiny", tiled_loss=True)
+    for wanted in (False, "auto", True):
+        assert run_options(tiled.replace(liger=wanted)).liger_loss is False
+    assert run_options(tiled.replace(liger="loss")).liger_loss is True
 
 
 def test_weights_that_do_not_fit_or_were_cut_off(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from alstlib import activations as activations_module
 from alstlib import results
 from alstlib.activations import activations, families, kv_needed
 from alstlib.config import RunConfig, row_config
@@ -121,6 +123,24 @@ def test_more_gpus_and_more_memory_never_fit_less() -> None:
     assert small is not None
     assert large is not None
     assert small.seq_len < large.seq_len
+
+
+def at_the_head_of(largest: Any, moments: Any, *rest: Any) -> Any:
+    return largest([m for m in moments if m[0] == "lm_head"], *rest)
+
+
+def test_ligers_fused_loss_takes_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the head its tiles grow with the sequence: 4.2 GB of logits at 500K tokens, 8.4 GB at 1M; ours stay."""
+    tiled = OURS.replace(liger=True, chunk=16_384, sp=1)
+    run = tiled.replace(liger="loss")
+    assert activations(EIGHT_B, run, 1, 500_000, "cpu") == activations(EIGHT_B, tiled, 1, 500_000, "cpu")
+    largest = functools.partial(at_the_head_of, activations_module.largest_of)
+    monkeypatch.setattr(activations_module, "largest_of", largest)
+    hidden, head = 4 * EIGHT_B.width, 4 * EIGHT_B.width * EIGHT_B.vocab  # of a row; the head's gradient in fp32
+    for length, rows in ((500_000, 16_384), (1_000_000, 32_768)):
+        ours, fused = (activations(EIGHT_B, one, 1, length, "cuda").device["loss"] for one in (tiled, run))
+        assert fused == 4 + hidden * length + head + 2 * rows * EIGHT_B.vocab + 5 * length
+        assert ours == 4 + hidden * length + 1.5 * head + 1024 * (21 + 6 * EIGHT_B.vocab)
 
 
 def test_what_limits_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from alstlib.config import ROWS, RunConfig, row_config
 from alstlib.models import load_model
 from alstlib.planner import Machine, predict
 from alstlib.shapes import read_shape
-from alstlib.simulate import drop_gradients, extend, simulate, simulate_deep, step
+from alstlib.simulate import _roomy, drop_gradients, extend, simulate, simulate_deep, step
 from alstlib.train import run_options
 
 RUN: dict[str, Any] = {"model": "tiny", "seq_len": 512, "dtype": "fp32", "tiled_loss": True, "tiled_mlp": True}
@@ -53,12 +54,18 @@ def test_a_simulated_rank_is_a_real_one(options: dict[str, Any], ranks: int) -> 
     assert not dist.is_initialized()
 
 
+def test_ligers_fused_loss_is_not_simulated_as_another() -> None:
+    with pytest.raises(ValueError, match="liger='loss' cannot be simulated"):
+        simulate(run_of(liger="loss"), 1)
+    assert simulate(run_of(liger=True), 1) == replace(simulate(run_of(), 1), run=_roomy(run_of(liger=True)))
+
+
 def real_step(rank: int, world: int, run: RunConfig) -> Any:
     """A step over real ranks, without an engine. The least of three: gloo's threads may hold what was sent a moment
     longer than the exchange lasts."""
     ctx, model = alstlib.SPContext.create(world), load_model(run, torch.float32)
     drop_gradients(model)
-    with alstlib.apply(model, ctx, run_options(run, "llama", False)) as handle:
+    with alstlib.apply(model, ctx, run_options(run)) as handle:
         return min((step(run, model, handle, ctx) for _ in range(3)), key=lambda s: s.device_peak)
 
 

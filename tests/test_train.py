@@ -229,7 +229,7 @@ def ends(pool: Any, out: Path, run: RunConfig) -> tuple[str, str, dict[str, Any]
         ({"data": "blank.txt"}, "holds no text"),
         ({"data": "ids.jsonl"}, "has token 9999, but the model's vocab_size is 512"),
         ({"data": "chats.jsonl"}, "the tokenizer has no chat template"),
-        ({"liger": True}, "liger=True needs a GPU"),
+        ({"liger": "loss", "tiled_loss": True}, "liger='loss' needs a GPU"),
         ({"search": True}, "search=True needs device_memory"),
         ({"resume_from": "nowhere"}, "resume_from='nowhere': there is no such folder"),
     ],
