@@ -22,6 +22,23 @@ from alstlib.groups import SPContext
 from alstlib.tiled import first_order
 
 
+def emulated(group: Any) -> bool:
+    """Are the other ranks of this group not there (`groups.join_fake`)? Then nothing arrives from them."""
+    return dist.get_backend(group) == "fake"
+
+
+def _all_to_all(
+    receive: Tensor, send: Tensor, group: Any, from_ranks: list[int] | None = None, to_ranks: list[int] | None = None
+) -> Tensor:
+    """`all_to_all_single` into `receive`, which it returns. From emulated ranks comes what this rank sends, over and
+    over: kernels run at another speed on zeros, or on whatever lies in memory, than on numbers of a model."""
+    dist.all_to_all_single(receive, send, from_ranks, to_ranks, group=group)
+    if emulated(group) and len(send):
+        for part in receive.split(len(send)):
+            part.copy_(send[: len(part)])
+    return receive
+
+
 class Exchange:
     """All-to-alls over one SP group, with a count of the bytes that this rank has sent to others.
 
@@ -42,15 +59,13 @@ class Exchange:
 
     def _swap(self, send: Tensor) -> Tensor:
         """send [P, ...] contiguous: part p goes to rank p -> parts by source rank, the same shape."""
-        receive = torch.empty_like(send)
-        dist.all_to_all_single(receive, send, group=self.group)
+        receive = _all_to_all(torch.empty_like(send), send, self.group)
         self._count(send[0], self.ranks - 1)
         return receive
 
     def swap_unequal(self, send: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> Tensor:
         """send [sum of to_ranks], the parts for each rank in order -> [sum of from_ranks], those from each rank."""
-        receive = send.new_empty(sum(from_ranks))
-        dist.all_to_all_single(receive, send, list(from_ranks), list(to_ranks), group=self.group)
+        receive = _all_to_all(send.new_empty(sum(from_ranks)), send, self.group, list(from_ranks), list(to_ranks))
         self.bytes_sent += (send.numel() - to_ranks[self.rank]) * send.element_size()
         return receive
 
@@ -90,7 +105,11 @@ class Exchange:
         for part, t in zip(send.split(widths, 3), tensors):
             part.copy_(t.permute(1, 2, 0, 3))
         receive = send.new_empty(p, rows, b, sum(widths))
-        dist.all_to_all(list(receive), [send[r * heads // p] for r in range(p)], group=self.group)
+        sent = [send[r * heads // p] for r in range(p)]
+        dist.all_to_all(list(receive), sent, group=self.group)
+        if emulated(self.group):
+            for part, given in zip(receive, sent):
+                part.copy_(given)
         self._count(send[0], p - 1)
         whole = receive.view(p * rows, b, sum(widths))
         return [part.transpose(0, 1)[:, None] for part in whole.split(widths, 2)]
@@ -123,8 +142,7 @@ def stripe(tensors: Sequence[Tensor], chunk: int, ctx: SPContext) -> list[Tensor
     with unset_fake_temporarily():  # a simulation, too, must know how many rows go where
         order, to_ranks, from_ranks = _stripe_plan(rows, chunk, p, ctx.sp_rank)
     send = torch.stack(list(tensors)).permute(2, 0, 1)[order.to(tensors[0].device)].contiguous()
-    receive = torch.zeros_like(send)  # where ranks are emulated nothing arrives, and a token must be one
-    dist.all_to_all_single(receive, send, from_ranks, to_ranks, group=ctx.sp_group)
+    receive = _all_to_all(torch.empty_like(send), send, ctx.sp_group, from_ranks, to_ranks)
     return [t.contiguous() for t in receive.permute(1, 2, 0)]
 
 
