@@ -11,8 +11,13 @@ powers of two, up to twice what is needed).
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import mmap
 import os
+import platform
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal
@@ -36,13 +41,52 @@ def host_available() -> int:
     return host_free() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+@functools.cache
+def numa_node(device: int, buses: str = "/sys/bus/pci/devices") -> int | None:
+    """The NUMA node that a GPU is attached to; None where this cannot be known, or where there is only one."""
+    about: Any = torch.cuda.get_device_properties(device)
+    try:
+        bus = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
+        with open(f"{buses}/{bus}/numa_node") as text:
+            node = int(text.read())
+    except (AttributeError, OSError, ValueError):
+        return None
+    return node if 0 <= node < 64 else None
+
+
+_MBIND = {"x86_64": 237, "aarch64": 235}
+"""Number of the system call `mbind`, which libc does not have."""
+_PREFERRED = 1
+
+
+def prefer_node(address: int, nbytes: int, node: int) -> bool:
+    """Take the pages of a mapping that nobody has touched from a NUMA node, and from others where it is full; returns
+    whether the system does so."""
+    if sys.platform != "linux" or (number := _MBIND.get(platform.machine())) is None:
+        return False
+    mask = ctypes.c_ulong(1 << node)
+    end = (address + nbytes + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
+    arguments = (address, end - address, _PREFERRED, ctypes.addressof(mask), 65, 0)
+    return ctypes.CDLL(None, use_errno=True).syscall(number, *(ctypes.c_ulong(a) for a in arguments)) == 0
+
+
 class _Slab:
-    """`nbytes` of host memory outside PyTorch's allocators, pinned for a CUDA device."""
+    """`nbytes` of host memory outside PyTorch's allocators, pinned for a CUDA device.
+
+    It is a private mapping in huge pages where the system has them (shared memory has none by default), near the GPU,
+    and a process that is forked has no part in it: it would be handed a copy of what a GPU still writes.
+    """
 
     def __init__(self, nbytes: int, pin: bool) -> None:
-        self.bytes = torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=torch.uint8)
+        mapped = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            with contextlib.suppress(AttributeError, OSError):  # a system without it
+                mapped.madvise(getattr(mmap, advice))
+        self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         self.pinned = pin
         if pin:
+            if (node := numa_node(torch.cuda.current_device())) is not None:
+                prefer_node(self.bytes.data_ptr(), self.bytes.numel(), node)
             failed = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
             if int(failed):
                 raise HostOutOfMemory(f"cannot pin {nbytes:,} bytes of host memory (CUDA error {int(failed)})")
@@ -54,6 +98,7 @@ class _Slab:
 
     def __del__(self) -> None:
         if getattr(self, "pinned", False):
+            torch.cuda.synchronize()  # a copy may still run
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
 
 

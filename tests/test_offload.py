@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +19,7 @@ from torch import Tensor, nn
 
 import alstlib
 from alstlib import offload
+from alstlib import store as store_module
 from alstlib.memory import Ledger
 from alstlib.offload import HostOutOfMemory, HostStore, Saved, checkpoint
 from alstlib.reference import relative_error
@@ -366,6 +372,64 @@ def test_auto_gives_up_outputs_before_inputs(budget: int | None, kept: int) -> N
 def test_auto_keeps_nothing_on_the_device() -> None:
     assert model_step({"save_attention": "auto"})[0].attention_kept == 0
     assert model_step({"save_attention": True})[0].attention_kept == 1
+
+
+# ----- slabs of host memory
+
+
+def mapping_of(slab: Any, file: str) -> list[str]:
+    """What the system says of a slab's mapping in /proc/self/`file`, its first line first."""
+    found: list[str] = []
+    for line in Path("/proc/self", file).read_text().splitlines():
+        if header := re.match(r"([0-9a-f]{6,})(?:-([0-9a-f]+))? ", line):
+            first, end = int(header[1], 16), int(header[2] or header[1], 16)
+            here = first <= slab.bytes.data_ptr() < max(end, first + 1)
+        if here:
+            found.append(line)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
+def test_slabs_are_private_in_huge_pages_and_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Mapped(mmap.mmap):
+        def madvise(self, advice: int, *rest: int) -> None:
+            asked.append(advice)
+            super().madvise(advice, *rest)
+
+    monkeypatch.setattr(mmap, "mmap", Mapped)
+    slab = store_module._Slab(5 * 2**20, False)
+    about = mapping_of(slab, "smaps")
+    assert " rw-p " in about[0]
+    assert "dc" in next(line for line in about if line.startswith("VmFlags")).split()  # a fork does not copy it
+    assert asked == [mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK]
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="this system has no NUMA nodes")
+def test_pinned_slabs_lie_near_the_gpu_and_wait_before_they_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda *_: calls.append("register") or 0,
+        cudaHostUnregister=lambda *_: calls.append("unregister"),
+    )
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    (tmp_path / "0000:1b:00.0").mkdir()
+    (tmp_path / "0000:1b:00.0" / "numa_node").write_text("0\n")
+    numa_node = store_module.numa_node.__wrapped__
+    assert numa_node(0, str(tmp_path)) == 0
+    assert numa_node(0, str(tmp_path / "nowhere")) is None
+    for node, policy in ((0, "prefer"), (None, "default")):
+        monkeypatch.setattr(store_module, "numa_node", lambda _, node=node: node)
+        slab = store_module._Slab(3 * 2**20 + 5, True)
+        assert mapping_of(slab, "numa_maps")[0].split()[1].startswith(policy)
+        slab.bytes.fill_(1)
+        del slab
+    assert calls == ["register", "synchronize", "unregister"] * 2
 
 
 # ----- on a GPU
