@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import alstlib
+from alstlib import bench, emulate, models
 from alstlib.batches import shard_batch
 from alstlib.config import RunConfig
 from alstlib.emulate import ballast
@@ -81,6 +83,19 @@ def test_emulate_takes_one_rank() -> None:
         RunConfig(emulate=4, world_size=2)
 
 
+def test_ligers_kernels_come_without_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a real run: on a GPU where Liger is installed, its norm, RoPE and SwiGLU, and our tiled loss."""
+    put: list[Any] = []
+    monkeypatch.setattr(emulate, "this_device", lambda: (torch.device("cpu"), True))
+    monkeypatch.setattr(models, "liger_knows", lambda: ("llama",))
+    monkeypatch.setattr(models, "liger_kernels", put.append)
+    for wanted, fused in (("auto", False), ("loss", True)):
+        made = emulate.Emulation(RunConfig.from_dict({**RUN, "emulate": 1, "liger": wanted}), tmp_path)
+        assert put.pop() is made.model
+        assert made.handle.head is not None
+        assert made.handle.head.liger is fused
+
+
 def test_kernels_are_timed(tmp_path: Path) -> None:
     run = RunConfig.from_dict({"model": "tiny", "seq_len": 300, "steps": 1, "world_size": 1, "sp": 1, "chunk": 64})
     metrics = launch(run, tmp_path, worker="alstlib.bench")["metrics"]
@@ -91,3 +106,31 @@ def test_kernels_are_timed(tmp_path: Path) -> None:
     )
     assert not metrics["kernels"]["flash"]["runs"]
     assert "does not run on cpu" in metrics["kernels"]["flash"]["why"]
+
+
+def test_a_kernel_that_fails_is_an_answer_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An assertion within a kernel, a process that dies, and one that hangs: each says something about one kernel."""
+    run = RunConfig.from_dict({"model": "tiny", "seq_len": 64, "steps": 1, "world_size": 1, "sp": 1})
+    scripts = {
+        "cpu": "import sys; print('an illegal memory access', file=sys.stderr, flush=True); import os; os.abort()",
+        "blockwise": "import time; time.sleep(60)",
+    }
+    made = bench.Bench(run, tmp_path)
+    monkeypatch.setattr(bench, "seconds_left", lambda: 4.0)
+    monkeypatch.setattr(made, "command", lambda task, answer: [sys.executable, "-c", scripts[task["name"]]])
+    metrics = made()
+    kernels = metrics["kernels"]
+    assert metrics["step_seconds"] == []
+    assert kernels["cpu"] == {
+        "runs": False, "why": "its process ended with status -6: an illegal memory access"
+    }  # fmt: skip
+    assert kernels["blockwise"] == {"runs": False, "why": "no answer in 2 s"}
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("head_dim 24 is not supported")
+
+    monkeypatch.setattr(bench, "attention_backward", refuse)
+    task = {"name": "cpu", "device": "cpu", "dtype": "float32", "heads": 2, "kv": 1, "dim": 8, "length": 32, "steps": 1}
+    assert bench.answer_of({**task, "chunk": None}) == {
+        "runs": False, "why": "AssertionError: head_dim 24 is not supported"
+    }  # fmt: skip
