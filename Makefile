@@ -1,6 +1,6 @@
 # Each target sets up .venv first (env/install.sh; nothing to do when it matches its lock).
 .DEFAULT_GOAL := help
-.PHONY: help setup ablation parity lab lessons check-lessons site test test-compat sweep test-all lint clean
+.PHONY: help setup ablation parity lab lessons check-lessons site liger test test-compat sweep test-all lint clean
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 ARGS ?=
@@ -46,6 +46,9 @@ site: setup ## build the lessons, their solutions and the API as web pages in bu
 test: setup ## run the tests, two at a time (WORKERS=0: one after the other, for a debugger)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
+liger: setup ## Liger and Triton beside .venv (700 MB), for the tests of Liger's kernels on a CPU
+	env/liger.sh
+
 test-compat: setup ## every supported decoder with the newest and the oldest transformers; the README's table of them
 	env/compat.sh $(ARGS)
 
@@ -54,7 +57,7 @@ test-compat: setup ## every supported decoder with the newest and the oldest tra
 sweep: setup ## every causal language model of transformers against plain transformers, newest and oldest; the table of them
 	env/compat.sh sweep $(ARGS)
 
-test-all: lint site test check-lessons test-compat sweep ## everything: lint, site, tests, lessons, both transformers, the sweep
+test-all: lint site liger test check-lessons test-compat sweep ## everything: lint, site, tests, lessons, both transformers, the sweep
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,0 +1,149 @@
+"""Liger's Triton kernels in Triton's interpreter, on a CPU: steps of small models in tiles and in chunks, compared with
+plain transformers. Prints what it found as JSON. TRITON_INTERPRET=1 is set before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import liger_kernel.ops.cross_entropy as cross_entropy
+import liger_kernel.ops.geglu as geglu
+import liger_kernel.ops.rms_norm as rms_norm
+import liger_kernel.ops.swiglu as swiglu
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import alstlib
+from alstlib import loss, models
+from alstlib.batches import shard_batch
+from alstlib.config import RunConfig
+from alstlib.reference import relative_error
+
+ROWS, CHUNK, MLP_TILE, NORM_TILE, LOSS_TILE = 24, 10, 7, 9, 8
+TILES = {"tiled_mlp": MLP_TILE, "tiled_norm": NORM_TILE, "tiled_loss": LOSS_TILE}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tiles": TILES,
+    "chunks": {**TILES, "chunk": CHUNK, "save_attention": True},
+    "fused loss": {**TILES, "tiled_loss": True, "liger_loss": True},
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 8},
+    "olmo2": {},
+    "gemma2": {"head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": 5.0},
+}
+"""SwiGLU and norms before; normed queries and keys; norms after; GEGLU, norms of 1 + weight, soft caps."""
+
+
+def make_model(kind: str) -> Any:
+    config = AutoConfig.for_model(
+        kind, vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False, **KINDS[kind],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    with torch.no_grad():  # transformers' init is near zero: make every gradient count
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def complete_the_interpreter() -> None:
+    """Functions of CUDA's libdevice have no form on a CPU, and a launch makes fp32 scalars of floats."""
+
+    def tanh(x: Any) -> Any:
+        return 2 * tl.math.fdiv(1.0, 1.0 + tl.math.exp(-2 * x)) - 1
+
+    convert = interpreter._implicit_cvt
+
+    def scalar(value: Any) -> Any:
+        if not isinstance(value, float):
+            return convert(value)
+        return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
+
+    interpreter._implicit_cvt = scalar
+    rms_norm.rsqrt = lambda x: tl.math.rsqrt(x)  # looked up when it is called: the interpreter patches it
+    cross_entropy.tanh = geglu.tanh = tanh
+
+
+def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def plain_step(model: Any, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of the model as it is."""
+    out = model(input_ids=batch["input_ids"], labels=batch["input_ids"], use_cache=False)
+    return float(out.loss.detach()), gradients(model, out.loss)
+
+
+def step(model: Any, batch: dict[str, Any], options: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients with these options. On a CPU the fused loss would be left out: here it is not."""
+    tiled, fused = loss.tiled_logits_loss, options.get("liger_loss", False)
+
+    def by_name(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return tiled(*args, **{**kwargs, "liger": fused})
+
+    with (
+        mock.patch.object(loss, "tiled_logits_loss", by_name),
+        alstlib.apply(model, None, alstlib.Options(**options)),
+    ):
+        out = alstlib.causal_lm_loss(model, batch)
+        return float(out.mean), gradients(model, out.loss)
+
+
+class Calls:
+    """How many rows each kernel was given."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, set[int]] = defaultdict(set)
+
+    def watch(self, module: Any, name: str, rows_of: Callable[..., int]) -> None:
+        inner = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.rows[name].add(rows_of(*args))
+            return inner(*args, **kwargs)
+
+        setattr(module, name, call)
+
+
+def main() -> None:
+    complete_the_interpreter()
+    torch.set_num_threads(1)
+    ids = torch.randint(0, 90, (1, ROWS), generator=torch.Generator().manual_seed(1))
+    batch: dict[str, Any] = shard_batch({"input_ids": ids, "labels": ids}, 1, 0)
+    plain = {kind: plain_step(make_model(kind), batch) for kind in KINDS}  # before RoPE is replaced in its module
+    calls = Calls()
+    for module, name in (
+        (rms_norm, "rms_norm_forward"), (rms_norm, "rms_norm_backward"), (swiglu, "swiglu_forward"),
+        (swiglu, "swiglu_backward"), (geglu, "geglu_forward"), (geglu, "geglu_backward"),
+    ):  # fmt: skip
+        calls.watch(module, name, lambda x, *_: x.numel() // x.shape[-1])
+    made: dict[str, Any] = {}
+    for kind in KINDS:
+        model = make_model(kind)
+        models.put_liger(RunConfig(model="tiny", liger=True), model, cuda=True)
+        want_loss, want = plain[kind]
+        for name, options in OPTIONS.items():
+            calls.rows.clear()
+            got_loss, got = step(model, batch, options)
+            assert got.keys() == want.keys()
+            made[f"{kind}, {name}"] = {
+                "loss": abs(got_loss - want_loss) / want_loss,
+                "gradient": max(relative_error(got[n], want[n]) for n in want),
+                "rows": {n: sorted(r) for n, r in calls.rows.items()},
+            }
+    print(json.dumps(made))
+
+
+if __name__ == "__main__":
+    main()
