@@ -5,7 +5,8 @@ A spec is a mapping of
     name        of the sweep; its results go to papermill_runs/out/NAME/ROW/ (a spec may lie anywhere)
     notebook    the run template that papermill executes for each row
     base        fields of RunConfig; its sections `cpu` and `cuda` apply where no GPU, or one, is found
-    rows        names out of config.ROWS, or mappings with a `name` and fields of RunConfig
+    rows        names out of config.ROWS, or mappings with a `name` and fields of RunConfig; `expect` says what should
+                come out (env/gpu.py reads it)
     parameters  optional: more parameters of the notebook
     report      optional: a notebook that is executed at the end with the parameter `results`, the sweep's folder
 """
@@ -91,6 +92,7 @@ def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None =
     for given in spec.get("rows") or []:
         fields = dict(given) if isinstance(given, Mapping) else {"name": given}
         row = str(fields.pop("name", ""))
+        fields.pop("expect", None)
         for what, text in (("name", name), ("row", row)):
             if not re.fullmatch(FOLDER_NAME, text):
                 raise ValueError(

@@ -1,0 +1,164 @@
+"""What `env/gpu.sh` does on a machine with a GPU, on one without: every step is valid, and none can end the others."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from alstlib import launch
+from alstlib.config import RunConfig
+from alstlib.planner import Machine, predict
+from alstlib.shapes import read_shape
+from alstlib.specs import load_spec
+
+ROOT = Path(__file__).parents[2]
+SPECS = sorted((ROOT / "papermill_runs" / "specs").glob("gpu-*.yaml"))
+
+
+def load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("gpu", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu"] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+gpu = load(ROOT / "env" / "gpu.py")
+
+
+def rows() -> list[Any]:
+    found = []
+    for path in SPECS:
+        spec = yaml.safe_load(path.read_text())
+        for row in spec["rows"]:
+            found.append(pytest.param(path, spec, row, id=f"{path.stem}/{row['name']}"))
+    return found
+
+
+def test_every_spec_is_a_step_and_runs_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {p.stem for p in SPECS} | {"tests"} == set(gpu.ORDER)
+    for path in SPECS:
+        for dry, gpus in ((False, 1), (True, 0)):
+            monkeypatch.setattr(launch, "device_count", lambda gpus=gpus: gpus)
+            steps = list(gpu.rows_of(path.stem, tmp_path, dry))
+            spec = load_spec(tmp_path / "specs" / path.name)
+            assert [s.name.partition("/")[2] for s in steps] == list(spec.rows)
+            for step, run in zip(steps, spec.rows.values()):
+                assert run.world_size == 1
+                assert step.limit > (run.timeout or 0) > 0
+                assert run.model == ("tiny" if dry else "llama-3.1-8b")
+                assert not dry or run.seq_len <= 512
+        assert list(load_spec(path).rows) == list(spec.rows)  # `alst run` reads it as it is
+
+
+def test_every_kernel_and_every_gpu_test_has_a_process_of_its_own() -> None:
+    commands = {s.name: " ".join(s.command) for s in gpu.tests()}
+    assert {f"tests/{kernel}" for kernel in gpu.KERNELS} <= set(commands)
+    for path in (ROOT / "tests").glob("test_*.py"):
+        if "@pytest.mark.gpu" in path.read_text():
+            assert any(str(path) in command for command in commands.values()), path
+
+
+@pytest.mark.parametrize("path, spec, row", rows())
+def test_what_is_expected_is_what_the_planner_says(path: Path, spec: dict[str, Any], row: dict[str, Any]) -> None:
+    """Of kernels: what was published. An emulated rank has whole layers on the device where ZeRO-3 gathers them."""
+    expect = row.get("expect", {})
+    for wanted in expect.values():
+        if isinstance(wanted, str) and ".." in wanted:
+            low, high = gpu.bounds(wanted)
+            assert 0 < low < high
+    if "device_peak_bytes.0" not in expect:
+        assert spec.get("parameters", {}).get("worker") in ("alstlib.bench", "alstlib.peers") or "seq_len" in expect
+        return
+    run = RunConfig.from_dict({n: v for n, v in {**spec["base"], **row}.items() if n not in ("name", "expect")})
+    gpus = run.emulate or 1
+    whole = read_shape(run.model, {}) if run.emulate else read_shape(run.model, run.model_config)
+    found = predict(whole, run.replace(emulate=0, world_size=gpus, sp=gpus), Machine(gpus=gpus), run.seq_len)
+    device = sum(n for kind, n in found.device.items() if kind not in ("CUDA context", "NCCL", "fragments"))
+    if run.emulate:
+        built = run.model_config["num_hidden_layers"]
+        device += 2 * (built * whole.layer_parameters + 2 * whole.embedding) - found.device["gathered weights"]
+        device -= found.device.get("checkpoints", 0) * (whole.layers - built) // whole.layers
+        low, high = gpu.bounds(expect.get("emulated.projected.step_seconds", "0..1e9"))
+        assert low < found.seconds["step"] < high
+    low, high = gpu.bounds(expect["device_peak_bytes.0"])
+    assert low < device < high < 1.6 * low
+
+
+BAD = {
+    "exits": "import sys; print('cannot'); sys.exit(3)",
+    "dies": "import os; os.abort()",
+    "hangs": "import time; time.sleep(60)",
+    "other": "",
+    "good": "",
+}
+EXPECTED = {"kernels.flash.runs": True, "device_peak_bytes.0": "2GiB..3GiB"}
+
+
+def test_no_step_can_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that fails, crashes, hangs or cannot be started is one line of the page, and all others are run."""
+    result = tmp_path / "result.json"
+
+    def steps_of(names: Any, out: Path, dry: bool) -> list[Any]:
+        steps = [gpu.Step(name="nowhere", command=[str(tmp_path / "nowhere")], limit=5)]
+        for name, code in BAD.items():
+            peak = 5 * 2**29 if name == "good" else 2**32
+            metrics = f'{{"kernels": {{"flash": {{"runs": true}}}}, "device_peak_bytes": [{peak}]}}'
+            path = tmp_path / name / "result.json"
+            if not code:
+                code = f"import os; os.makedirs('{path.parent}'); open('{path}', 'w').write("
+                code += repr(f'{{"status": "ok", "metrics": {metrics}}}') + ")"
+            command = [sys.executable, "-c", code]
+            steps.append(gpu.Step(name=name, command=command, limit=3, expect=EXPECTED, result=path))
+        return [*steps, gpu.Step(name="tests/x", command=[sys.executable, "-c", "print('3 passed')"], limit=5)]
+
+    monkeypatch.setattr(gpu, "steps_of", steps_of)
+    assert gpu.main([str(tmp_path)]) == 1
+    page = (tmp_path / "page.md").read_text()
+    verdicts = {c[1].strip(): c[4].strip() for line in page.splitlines() if len(c := line.split("|")) > 6}
+    assert verdicts.pop("nowhere").startswith("FAILED: FileNotFoundError")
+    assert verdicts == {
+        "step": "verdict", "---": "---", "exits": "FAILED: exit 3", "dies": "FAILED: exit -6",
+        "hangs": "FAILED: no end in 3.0 s", "other": "OTHER: device_peak_bytes.0", "good": "as expected",
+        "tests/x": "as expected",
+    }  # fmt: skip
+    assert "kernels.flash.runs True; device_peak_bytes.0 2.50GiB" in page
+    assert "2 of 7 steps as expected, 0 not run." in page
+    assert not result.exists()
+
+
+def test_a_page_says_what_was_not_run() -> None:
+    steps = [gpu.Step(name=name, command=[], limit=1) for name in ("a", "b")]
+    done = {"a": {"found": "x | y", "verdict": "as expected", "seconds": 1.0, "log": "logs/a.log"}}
+    page = gpu.page(steps, done, "an H100")
+    assert "| a | passes | x / y | as expected | 1.0 s | [log](logs/a.log) |" in page
+    assert "| b | passes | | not run | | |" in " ".join(page.split())
+
+
+def test_a_dry_run_goes_through_the_real_commands(tmp_path: Path) -> None:
+    """With a driver that lists a GPU, which a dry run leaves alone; one step of two is made to fail."""
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3, 81559 MiB, 570.00'\n")
+    smi.chmod(0o755)
+    out = tmp_path / "out"
+    (out / "gpu-1m" / "1M").mkdir(parents=True)
+    (out / "gpu-1m" / "1M" / "config.json").mkdir()  # where the launcher writes
+    env = {**os.environ, "PYTHON": sys.executable, "PATH": f"{smi.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    command = [str(ROOT / "env" / "gpu.sh"), str(out), "--dry-run", "gpu-1m", "gpu-kernels/kernels-32K"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    page = (out / "page.md").read_text()
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "H100" in page
+    assert "| gpu-1m/1M | passes | error | FAILED: " in " ".join(page.split())
+    assert "| gpu-kernels/kernels-32K | passes | | as expected |" in " ".join(page.split())
+    assert "1 of 2 steps as expected, 0 not run." in page
