@@ -83,13 +83,14 @@ class _Slab:
             with contextlib.suppress(AttributeError, OSError):  # a system without it
                 mapped.madvise(getattr(mmap, advice))
         self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
-        self.pinned = pin
+        self.pinned = False
         if pin:
             if (node := numa_node(torch.cuda.current_device())) is not None:
                 prefer_node(self.bytes.data_ptr(), self.bytes.numel(), node)
             failed = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
             if int(failed):
                 raise HostOutOfMemory(f"cannot pin {nbytes:,} bytes of host memory (CUDA error {int(failed)})")
+            self.pinned = True
 
     def view(self, like: Tensor) -> Tensor:
         """A tensor in this memory with shape and strides of `like`, which has no gaps."""

@@ -430,6 +430,11 @@ def test_pinned_slabs_lie_near_the_gpu_and_wait_before_they_go(monkeypatch: pyte
         slab.bytes.fill_(1)
         del slab
     assert calls == ["register", "synchronize", "unregister"] * 2
+    monkeypatch.setattr(cudart, "cudaHostRegister", lambda *_: 2)
+    with pytest.raises(HostOutOfMemory, match=r"cannot pin 64 bytes of host memory \(CUDA error 2\)"):
+        store_module._Slab(64, True)
+    gc.collect()
+    assert len(calls) == 6  # what was not pinned is not unpinned
 
 
 # ----- on a GPU
