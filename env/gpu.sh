@@ -2,7 +2,7 @@
 # Everything that only a GPU can tell, in order of information: the rows of papermill_runs/specs/gpu-*.yaml and the GPU
 # tests, each step in processes of its own with a time limit (env/gpu.py). OUT/page.md is written anew after each step:
 # what was expected, what came out, the log.
-#   env/gpu.sh OUT                        all of it, about an hour on one H100
+#   env/gpu.sh OUT                        all of it (how long it takes on a GPU has not been measured)
 #   env/gpu.sh OUT tests gpu-1m           only these, in this order; gpu-kernels/kernels-32K is one step
 #   env/gpu.sh OUT --dry-run              every step on a CPU, with a tiny model
 #   env/gpu.sh OUT --list                 what would be done
