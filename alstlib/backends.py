@@ -7,7 +7,7 @@ What `sdpa` chooses, and who takes the documents of a batch, and windows, in one
 |------------------------------------------------------|-------------|-----------------------|
 | CPU                                                  | cpu         | one call for each     |
 | CUDA from 9.0, 16 bits, width to 128 divisible by 8  | cudnn       | flash                 |
-| CUDA, 16 bits, other widths to 256                   | flash       | flash                 |
+| CUDA, 16 bits, other widths to 256 (padded to 8s)    | flash       | flash                 |
 | CUDA, fp32, or wider heads                           | efficient   | one call for each     |
 | soft caps                                            | blockwise   | one call for each     |
 
@@ -69,6 +69,8 @@ class Backend:
     """Both take `softcap=`."""
     widths: bool = False
     """Values may have another width than keys."""
+    multiple: int = 1
+    """Head widths are padded with zeros to a multiple of it."""
     granule: int = 1
     """Rows and keys of a call are multiples of it, for a kernel that is built for each shape: other calls are left to
     `packed_by`, but for whole sequences from `LONG` rows on."""
@@ -209,10 +211,10 @@ def _eager_backward(
 
 _ALL = [
     Backend("cpu", _cpu_forward, _cpu_backward),
-    Backend("cudnn", _cudnn_forward, _cudnn_backward, granule=256, packed_by="flash"),
-    Backend("flash", _flash_forward, _flash_backward, packed_by="flash",
+    Backend("cudnn", _cudnn_forward, _cudnn_backward, multiple=8, granule=256, packed_by="flash"),
+    Backend("flash", _flash_forward, _flash_backward, multiple=8, packed_by="flash",
             packed_forward=_flash_packed_forward, packed_backward=_flash_packed_backward),
-    Backend("efficient", _efficient_forward, _efficient_backward),
+    Backend("efficient", _efficient_forward, _efficient_backward, multiple=8),
     Backend("flash_attention_2", fa2_forward, fa2_backward, bottom_right=True, packed_by="flash"),
     Backend("flash_attention_3", fa3_forward, fa3_backward, bottom_right=True, packed_by="flash_attention_3",
             packed_forward=fa3_packed_forward, packed_backward=fa3_packed_backward),

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from alstlib.backends import BACKENDS, LONG, Backend, choose_backend
-from alstlib.spans import Documents, Piece, Span, document_spans, keys_of_a_call, pieces
+from alstlib.spans import Documents, Offsets, Piece, Span, document_spans, keys_of_a_call, pieces
 
 __all__ = [
     "BACKENDS", "Backend", "Documents", "Rule", "attention_backward", "attention_backward_rows", "attention_forward",
@@ -89,8 +89,9 @@ def _in_full(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def _one_width(backend: Backend, *tensors: Tensor) -> list[Tensor]:
-    """Zeros beside keys or values that are narrower, for a kernel that knows one width."""
+    """Zeros beside heads that are narrower, for a kernel that knows one width, or only multiples of some."""
     width = max(t.shape[-1] for t in tensors)
+    width += -width % backend.multiple
     return [t if backend.widths or t.shape[-1] == width else pad(t, (0, width - t.shape[-1])) for t in tensors]
 
 
@@ -148,11 +149,16 @@ def _packed(backend: Backend, q: Tensor, k: Tensor, own: bool) -> Backend | None
     return packed if packed is not None and square and not own else None
 
 
-def _offsets(spans: Sequence[Span], length: int, device: torch.device) -> tuple[Tensor, int]:
-    """Offsets of the documents over the flattened batch (int32), and the longest one's length."""
-    ends = [s.batch * length + s.end for s in spans]
-    offsets = torch.tensor([0, *ends], dtype=torch.int32)
-    return offsets.to(device, non_blocking=True), max(s.rows for s in spans)
+def _offsets(documents: Documents, spans: Sequence[Span], length: int, device: torch.device) -> tuple[Tensor, int]:
+    """Offsets of the documents over the flattened batch (int32), and the longest one's length; they go to the device
+    once for each sample."""
+    if documents is None:
+        return torch.arange(0, len(spans) * length + 1, length, dtype=torch.int32, device=device), length
+    known = documents if isinstance(documents, Offsets) else Offsets()
+    if (key := (length, device)) not in known.uploaded:
+        offsets = torch.tensor([0, *(s.batch * length + s.end for s in spans)], dtype=torch.int32)
+        known.uploaded[key] = offsets.to(device, non_blocking=True), max(s.rows for s in spans)
+    return known.uploaded[key]
 
 
 @_in_full
@@ -183,10 +189,9 @@ def attention_forward(
     if _whole(spans, q, k, rule.window):
         out, lse = _causal_forward(backend, q, k, v, rule)
     elif (packed := _packed(backend, q, k, own)) is not None and packed.packed_forward is not None:
-        offsets, longest = _offsets(spans, keys, q.device)
-        out, lse = packed.packed_forward(
-            q, *_one_width(packed, q, k, v)[1:], rule.scale, offsets, longest, rule.window, **rule.given
-        )
+        offsets, longest = _offsets(documents, spans, keys, q.device)
+        given = _one_width(packed, q, k, v)
+        out, lse = packed.packed_forward(*given, rule.scale, offsets, longest, rule.window, **rule.given)
         out = out[..., : v.shape[-1]]
     else:
         out = q.new_empty(*q.shape[:3], v.shape[-1])
@@ -262,12 +267,10 @@ def attention_backward(
     if _whole(spans, q, k, rule.window):
         return _backward(backend, (dout, q, k, v, out, lse), rule, "causal")
     if (packed := _packed(backend, q, k, own)) is not None and packed.packed_backward is not None:
-        offsets, longest = _offsets(spans, length, q.device)
-        dout, _, k, padded, out = _one_width(packed, dout, q, k, v, out)
-        grads = packed.packed_backward(
-            dout, q, k, padded, out, lse, rule.scale, offsets, longest, rule.window, **rule.given
-        )
-        return grads[0], grads[1], grads[2][..., : v.shape[-1]]
+        offsets, longest = _offsets(documents, spans, length, q.device)
+        given = _one_width(packed, dout, q, k, v, out)
+        grads = packed.packed_backward(*given, lse, rule.scale, offsets, longest, rule.window, **rule.given)
+        return tuple(g[..., : t.shape[-1]] for g, t in zip(grads, (q, k, v)))
     if not own and (rule.window is None or all(s.rows <= rule.window for s in spans)):
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for span in spans:  # each key belongs to one call: nothing is summed

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 Documents = Sequence[int] | None
@@ -77,6 +78,7 @@ class Offsets(tuple[int, ...]):
     def __init__(self, *_: object) -> None:
         self.bounds: dict[tuple[int, int], list[int]] = {}
         self.spans: dict[tuple[int, int, int, int], tuple[Span, ...]] = {}
+        self.uploaded: dict[tuple[int, torch.device], tuple[Tensor, int]] = {}
 
 
 def document_spans(documents: Documents, batch: int, length: int, first: int, last: int) -> Sequence[Span]:

@@ -110,6 +110,8 @@ class Watch(TorchDispatchMode):
         """Calls of each attention kernel."""
         self.graphs: dict[Any, set[Any]] = defaultdict(set)
         """Of each graph that cuDNN would build (its key): the layouts of `out` and `dout` that it was asked for."""
+        self.uploads = 0
+        """Tensors that were copied to the device."""
         self.problems: list[str] = []
 
     def stream(self, device: Any = None) -> Stream:
@@ -133,6 +135,7 @@ class Watch(TorchDispatchMode):
             self.kernels[name] += 1
             check(*args, **kwargs)
         out = func(*args, **kwargs)
+        self.uploads += name == "_to_copy" and out.is_cuda and not args[0].is_cuda
         self._order(func, args, kwargs, out, name)
         return out
 

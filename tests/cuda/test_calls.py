@@ -40,6 +40,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "a soft cap": {"softcap": 30.0},
     "sinks": {"sinks": True},
     "values that are narrower": {"value_width": 64},
+    "values that are wider": {"value_width": 128, "width": 64, "documents": [0, 300, 1024]},
+    "a width of 36": {"width": 36},
+    "a width of 36, documents": {"width": 36, "documents": [0, 300, 1024]},
     "an odd length": {"length": 999},
     "one token": {"length": 1},
     "batch 2": {"batch": 2, "documents": [0, 700, 1024, 1027, 2048]},
@@ -81,7 +84,7 @@ CASES = pytest.mark.parametrize(
 
 
 def of(form: dict[str, Any], exchanged: bool) -> tuple[list[Tensor], Rule, dict[str, Any]]:
-    sizes = {k: v for k, v in form.items() if k in ("batch", "length", "value_width")}
+    sizes = {k: v for k, v in form.items() if k in ("batch", "length", "width", "value_width")}
     made = tensors(exchanged, **sizes)
     how: dict[str, Any] = {"documents": form.get("documents")}
     if "sinks" in form:
@@ -179,3 +182,12 @@ def test_other_documents_build_no_other_cudnn_graphs(seed: int, watch: Watch) ->
             attention_backward_rows(BACKENDS["cudnn"], *given, **how)
     assert watch.problems == []
     assert len(watch.graphs) <= 4
+
+
+def test_a_window_alone_uploads_nothing(watch: Watch) -> None:
+    """Every row is one document: the device counts their offsets by itself."""
+    q, k, v, dout = tensors(True)
+    out, lse = attention_forward(BACKENDS["flash"], q, k, v, rule=Rule(0.1, 300))
+    attention_backward(BACKENDS["flash"], dout, q, k, v, out, lse, rule=Rule(0.1, 300))
+    assert watch.uploads == 0
+    assert watch.kernels["_flash_attention_backward"] == 1

@@ -127,7 +127,7 @@ def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield found
 
 
-CASES = [(f, i) for i, f in FORMS.items() if "softcap" not in f]
+CASES = [(f, i) for i, f in FORMS.items() if "softcap" not in f and f.get("width") != 36]  # which they do not take
 
 
 @pytest.mark.parametrize("form", [f for f, _ in CASES], ids=[i for _, i in CASES])

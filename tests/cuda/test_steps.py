@@ -58,3 +58,13 @@ def test_batches_with_other_documents_build_no_more_graphs(chunk: int | None) ->
             step([0, *sorted(generator.sample(range(1, ROWS), 7)), ROWS])
         assert step.watch.problems == []
         assert len(step.watch.graphs) <= 4
+
+
+def test_offsets_of_documents_go_to_the_device_once_for_a_batch() -> None:
+    """Not in every layer, nor in every pass."""
+    uploads = []
+    for layers in (1, 3):
+        with steps("llama-3.1-8b", ROWS, 8, layers=layers) as step:
+            step(DOCUMENTS)
+            uploads.append(step.watch.uploads)
+    assert uploads[0] == uploads[1] > 0
