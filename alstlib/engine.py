@@ -14,6 +14,7 @@ from torch import Tensor
 from alstlib import operators
 from alstlib.config import RunConfig, check_names
 from alstlib.hf import Handle
+from alstlib.loading import Arrival, place
 from alstlib.zero import zero_bucket
 
 LOOP_FIELDS = (
@@ -80,8 +81,11 @@ def engine_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]
     return config
 
 
-def initialize(run: RunConfig, model: Any, bf16: bool, told: Callable[[str], None] = lambda message: None) -> Any:
-    """The DeepSpeed engine of an attached model; `told` hears what takes time."""
+def initialize(
+    run: RunConfig, model: Any, bf16: bool, told: Callable[[str], None] = lambda message: None,
+    arrival: Arrival | None = None,
+) -> Any:  # fmt: skip
+    """The DeepSpeed engine of an attached model, whose weights may be on their way; `told` hears what takes time."""
     import deepspeed
 
     operators.load(told)
@@ -94,6 +98,8 @@ def initialize(run: RunConfig, model: Any, bf16: bool, told: Callable[[str], Non
             ramp = run.warmup_steps + 1
             return torch.optim.lr_scheduler.LambdaLR(adam, lambda done: min(1.0, (done + 1) / ramp))
 
+    if arrival is not None:
+        place(arrival, config)
     engine, *_ = deepspeed.initialize(model=model, config=config, lr_scheduler=scheduler, dist_init_required=False)
     reserve_adam_state(engine)
     return engine

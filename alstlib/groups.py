@@ -115,6 +115,17 @@ def context_of(model: Any, given: SPContext | None = None) -> SPContext:
     return found
 
 
+def gather_text(text: str, device: Any) -> list[str]:
+    """Every rank's text, on every rank."""
+    content = text.encode()
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(content)], device=device))
+    padded = bytearray(content.ljust(max(1, *(int(s) for s in sizes))))
+    everyone = [torch.empty(len(padded), dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(everyone, torch.frombuffer(padded, dtype=torch.uint8).to(device))
+    return [bytes(t.tolist()[: int(s)]).decode() for t, s in zip(everyone, sizes)]
+
+
 def join(device: torch.device, seconds: float) -> None:
     """Join the ranks that torchrun started. In a collective of any group a rank waits so many seconds for the others.
 

@@ -86,6 +86,10 @@ class Prediction:
     activations: Activations
     seconds: dict[str, float]
     """Of one optimizer step, by part; `step` is what passes."""
+    loading_device: int = 0
+    """Device bytes of a rank while the model is loaded: what it keeps of the weights, and one whole tensor."""
+    loading_host: int = 0
+    """Host bytes of the first node meanwhile: rank 0 has the weights (`alstlib.loading`)."""
 
     @property
     def device_peak(self) -> int:
@@ -139,12 +143,18 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
     else:
         found = activations(shape, run, ranks, seq_len, machine.device, room)
     needed = sum(host.values()) + found.host_needed
+    element = element_bytes(run, machine.device)
+    whole, tensor = element * shape.parameters, element * max(shape.embedding, shape.width * shape.mlp)
+    part = 0 if run.offload_params else whole // machine.gpus if run.zero_stage == 3 else whole
+    tensors = tensor * (machine.ranks_of_node if machine.device == "cpu" else 1)
+    arriving = whole + tensors + host.get("process", 0) * machine.ranks_of_node
     if found.host:
         host = {**host, "checkpoints": found.host}
     return Prediction(
         seq_len=seq_len, device={**machine.overhead(), **held.at(part_of(found.place)), **found.device},
         device_limit=machine.gpu_memory, host=host, host_limit=limit, host_needed=needed, activations=found,
         seconds=step_seconds(shape, run, machine.rates, ranks, machine.gpus, machine.per_node, seq_len, found, preset),
+        loading_device=sum(machine.overhead().values()) + part + tensor, loading_host=arriving,
     )  # fmt: skip
 
 

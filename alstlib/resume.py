@@ -17,8 +17,9 @@ from alstlib import results
 from alstlib.config import RunConfig
 from alstlib.engine import Told
 from alstlib.foretell import SLOW_DISK
+from alstlib.groups import gather_text
 from alstlib.processes import seconds_left
-from alstlib.state import FREE, OtherState, find_state, gather_text, load_state, place_aside, save_state
+from alstlib.state import FREE, OtherState, find_state, load_state, place_aside, save_state
 
 
 class Timeout(TimeoutError):

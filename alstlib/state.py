@@ -28,6 +28,7 @@ from torch import Tensor
 
 from alstlib.config import RunConfig
 from alstlib.engine import Told, WholeState, silent
+from alstlib.groups import gather_text
 
 log = logging.getLogger(__name__)
 
@@ -365,14 +366,3 @@ def _configuration(engine: Any, run: RunConfig) -> dict[str, Any]:
     fields = json.loads(json.dumps({**run.to_dict(), "dtype": "bf16" if engine.bfloat16_enabled() else "fp32"}))
     paths = [name for name in ("model", "data", "tokenizer", "resume_from") if os.path.exists(fields[name] or "")]
     return {**fields, **{name: os.path.abspath(fields[name]) for name in paths}}
-
-
-def gather_text(text: str, device: Any) -> list[str]:
-    """Every rank's text, on every rank."""
-    content = text.encode()
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(content)], device=device))
-    padded = bytearray(content.ljust(max(1, *(int(s) for s in sizes))))
-    everyone = [torch.empty(len(padded), dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(everyone, torch.frombuffer(padded, dtype=torch.uint8).to(device))
-    return [bytes(t.tolist()[: int(s)]).decode() for t, s in zip(everyone, sizes)]

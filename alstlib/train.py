@@ -26,13 +26,14 @@ from alstlib.config import RunConfig
 from alstlib.corpus import get_tokenizer, load_corpus
 from alstlib.engine import host_tensors, initialize, save_model, take_step
 from alstlib.foretell import as_metrics, foretell, machine_of
+from alstlib.groups import gather_text
+from alstlib.loading import load_on_first
 from alstlib.memory import Ledger, ran_out
-from alstlib.models import SHAPES, flop_dimensions, load_model, put_liger
+from alstlib.models import SHAPES, flop_dimensions, put_liger
 from alstlib.progress import Pace, Progress, ProgressReader
 from alstlib.resume import RunStates
 from alstlib.samples import collate, make_samples
 from alstlib.search import Trials, expected_seconds, longest_that_fits
-from alstlib.state import gather_text
 from alstlib.worker import node_count, run_worker, this_device
 
 WATCHED = 2
@@ -53,17 +54,17 @@ class Trainer:
         self.progress = Progress(out / "progress.jsonl", self.rank)
         self.say(message=f"loading {run.model}")
         self.ctx = alstlib.SPContext.create(run.sp)
-        model: Any = load_model(run, torch.bfloat16 if self.bf16 else torch.float32)
+        arrival = load_on_first(run, torch.bfloat16 if self.bf16 else torch.float32, self.device)
+        model = arrival.model
         self.flops = flop_dimensions(model)
         self.say(message=f"reading data '{run.data}' and the tokenizer")
         self.corpus = load_corpus(run.data)
         self.vocabulary = model.config.get_text_config().vocab_size
         self.tokenizer = self._tokenizer()
-        model.to(self.device)
         put_liger(run, model, cuda)
         self.handle = alstlib.apply(model, self.ctx, run_options(run))
         torch.manual_seed(run.seed + 1 + self.rank)  # dropout masks differ between shards
-        self.engine = initialize(run, model, self.bf16, lambda message: self.say(message=message))
+        self.engine = initialize(run, model, self.bf16, lambda message: self.say(message=message), arrival)
         budget = run.device_memory
         if budget is None and cuda and run.search:
             # a margin for what the allocator does not count: context, communication buffers, fragments

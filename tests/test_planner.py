@@ -14,7 +14,7 @@ from alstlib import activations as activations_module
 from alstlib import results
 from alstlib.activations import activations, families, kv_needed
 from alstlib.config import RunConfig, row_config
-from alstlib.foretell import foretell
+from alstlib.foretell import foretell, machine_of, why_not
 from alstlib.planner import GIB, Machine, Overheads, advice, longest, nearest_that_fits, predict, states
 from alstlib.rates import label_bytes, rates_of, with_measured
 from alstlib.shapes import read_shape
@@ -256,3 +256,23 @@ def test_ranks_with_parts_of_heads_need_whole_keys() -> None:
     assert kv_needed(9, 3, 8) == [1, 1, 2, 1, 1, 2, 1, 1]
     assert kv_needed(32, 8, 8) == [1] * 8
     assert kv_needed(40, 8, 16)[:4] == [1, 1, 1, 1]
+
+
+def test_a_model_that_cannot_be_loaded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 GPUs the steps fit each node's host, but rank 0 has all weights before it sends them."""
+    monkeypatch.setattr("alstlib.foretell._gpu", lambda: ("NVIDIA H100 80GB HBM3", 80 * GIB))
+    run = OURS.replace(model="meta-llama/Llama-3.1-70B", world_size=64, sp=64, seq_len=65_536, offload_optimizer=False)
+    for host, fits in ((120 * 10**9, False), (300 * 10**9, True)):
+        monkeypatch.setattr("alstlib.foretell.host_free", lambda host=host: host)
+        found = foretell(run, machine_of(run, 8, 8))[1]
+        assert found.fits
+        weights, embedding = 2 * 70_553_706_496, 2 * 128_256 * 8192
+        assert found.loading_host == weights + embedding + 8 * 4 * GIB
+        assert found.loading_device == weights // 64 + embedding + sum(machine_of(run, 8, 8).overhead().values())
+        assert found.loading_device < found.device_peak
+        why = why_not(run, 8, 8)
+        assert (why is None) == fits
+    whole = foretell(run.replace(zero_stage=2), machine_of(run, 8, 8))[1]
+    assert whole.loading_device - found.loading_device == weights - weights // 64
+    monkeypatch.setattr("alstlib.foretell.host_free", lambda: 120 * 10**9)
+    assert "loading the model would take 165.37 GiB of the first node's host memory" in str(why_not(run, 8, 8))
