@@ -47,6 +47,7 @@ from alstlib.flash_packages import (
     unflat,
     unflat_lse,
 )
+from alstlib.rules import sdpa_kernel
 
 aten = torch.ops.aten
 
@@ -242,10 +243,12 @@ def _installed(module: str) -> bool:
 
 
 def choose_backend(
-    attention: str, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
-) -> Backend:
+    attention: str, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False,
+    capability: int | None = None,
+) -> Backend:  # fmt: skip
     """The kernel for `attention`: `sdpa` picks PyTorch's best for the hardware and dtype, `auto` prefers an installed
     flash-attn 3 or 4 to it; any other name is taken at its word. With a `softcap`, only kernels that compute it.
+    `capability` is the first number of the GPU's compute capability; None: that of this machine's.
 
     Raises:
         ValueError: an unknown name, or a kernel that cannot run here, with what can.
@@ -259,38 +262,39 @@ def choose_backend(
         )
     if attention == "auto":
         for name in ("flash_attention_3", "flash_attention_4"):
-            if _cannot(name, device, dtype, head_dim) is None:
+            if _cannot(name, device, dtype, head_dim, capability) is None:
                 return BACKENDS[name]
         attention = "sdpa"
     if attention == "sdpa":
-        if device.type != "cuda":
-            return BACKENDS["cpu"]
-        if dtype not in (torch.float16, torch.bfloat16) or head_dim > 256:
-            return BACKENDS["efficient"]
-        major, _ = torch.cuda.get_device_capability(device)
-        return BACKENDS["cudnn" if major >= 9 and head_dim <= 128 and head_dim % 8 == 0 else "flash"]
+        half = dtype in (torch.float16, torch.bfloat16)
+        major = _major(device, capability) if device.type == "cuda" else 0
+        return BACKENDS[sdpa_kernel(device.type, half, head_dim, softcap, major)]
     if attention not in BACKENDS:
         raise ValueError(f"attention='{attention}' is unknown; known: sdpa, auto, {', '.join(BACKENDS)}")
     if attention in PACKAGES:
-        if (why := _cannot(attention, device, dtype, head_dim)) is not None:
+        if (why := _cannot(attention, device, dtype, head_dim, capability)) is not None:
             raise ValueError(f"attention='{attention}' needs {why}")
     elif attention not in ("eager", "blockwise") and (attention == "cpu") != (device.type == "cpu"):
         raise ValueError(f"attention='{attention}' does not run on {device.type}; attention='sdpa' chooses what does")
     return BACKENDS[attention]
 
 
-def _cannot(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _major(device: torch.device, capability: int | None) -> int:
+    return torch.cuda.get_device_capability(device)[0] if capability is None else capability
+
+
+def _cannot(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, capability: int | None) -> str | None:
     """What one of flash-attn's kernels lacks here, or None."""
-    module, package, capability = PACKAGES[name]
+    module, package, least = PACKAGES[name]
     if not _installed(module):
         return f"the package {package}; 'sdpa' needs nothing"
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return f"CUDA and fp16 or bf16, not {device.type} and {dtype}; 'sdpa' chooses what runs"
-    major = torch.cuda.get_device_capability(device)[0]
-    if major < capability:
-        return f"a GPU of compute capability {capability} or newer; 'sdpa' chooses what runs"
-    if name == "flash_attention_3" and major > capability:
-        return f"a GPU of compute capability {capability}, for which alone it is built; 'sdpa' chooses what runs"
+    major = _major(device, capability)
+    if major < least:
+        return f"a GPU of compute capability {least} or newer; 'sdpa' chooses what runs"
+    if name == "flash_attention_3" and major > least:
+        return f"a GPU of compute capability {least}, for which alone it is built; 'sdpa' chooses what runs"
     if head_dim > 256 or head_dim % 8:
         return f"heads of a width up to 256 that divides by 8, not {head_dim}; 'sdpa' chooses what runs"
     if name == "flash_attention_4" and major in (10, 11) and 128 < head_dim < 256:

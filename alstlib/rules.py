@@ -15,6 +15,18 @@ def tile_for(width: int, element_bytes: int, device: str) -> int:
     return max(256, 1 << max(0, tokens.bit_length() - 1))
 
 
+def sdpa_kernel(device: str, half: bool, width: int, softcap: bool = False, capability: int = 9) -> str:
+    """The kernel (`backends.BACKENDS`) that `attention="sdpa"` chooses on a device (`cuda`, `cpu`): for fp16 or bf16
+    (`half`), for heads of this width, on a GPU of this compute capability (its first number)."""
+    if softcap:
+        return "blockwise"
+    if device != "cuda":
+        return "cpu"
+    if not half or width > 256:
+        return "efficient"
+    return "cudnn" if capability >= 9 and width <= 128 and width % 8 == 0 else "flash"
+
+
 def host_free() -> int:
     """Bytes of this machine's memory that are free, or what its control group leaves of it."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -3,7 +3,7 @@
 A fake tensor has a shape, a dtype and a device and no memory, so that a laptop runs one rank's step of any model at any
 length, and the byte ledger counts what would be alive. The process group is fake too. What an engine holds besides
 (shards of weights, gradients and optimizer, buffers) is not run: it is a formula (`zero.model_states`). Tiles are those
-of the device that is simulated. Kernels are PyTorch's CPU ones: workspaces that a GPU's kernels take are not seen.
+and kernels of the device that is simulated; workspaces that a GPU's kernels take are not seen.
 
 All layers but the first and last are alike, so a deep model's peaks are found from two shallow ones (`extend`).
 """
@@ -62,6 +62,8 @@ class Simulated:
     """The operation that reached it."""
     run: RunConfig
     sizes: Sizes
+    kernel: str = ""
+    """Of attention (`backends.BACKENDS`)."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -101,14 +103,15 @@ def fake_ranks(ranks: int) -> Iterator[alstlib.SPContext]:
         dist.destroy_process_group()
 
 
-def simulate(run: RunConfig, ranks: int, device: str = "cuda", fake: bool = True) -> Simulated:
+def simulate(run: RunConfig, ranks: int, device: str = "cuda", fake: bool = True, capability: int = 9) -> Simulated:
     """One step of one of `ranks` ranks that share a sample of `run.seq_len` tokens, with the run's model and options.
 
     Args:
         run: model, model_config, seq_len, dtype and the options of a run; its engine is not run.
         ranks: the SP degree.
-        device: whose tiles are taken, `cuda` or `cpu`.
+        device: whose tiles and kernels are taken, `cuda` or `cpu`.
         fake: False runs real tensors on the CPU, which must have room: to hold the simulation against.
+        capability: the first number of the GPU's compute capability.
 
     Raises:
         ValueError: Liger's fused loss, whose kernel takes no fake tensors.
@@ -127,6 +130,7 @@ def simulate(run: RunConfig, ranks: int, device: str = "cuda", fake: bool = True
             if not fake:
                 drop_gradients(model)
                 return step(run, model, handle, ctx)
+            handle.attention.stands_for = (torch.device("cuda"), capability) if device == "cuda" else None
             with FakeTensorMode(allow_non_fake_inputs=True):
                 drop_gradients(model.to_empty(device="cpu"))  # which makes new weights, without hooks
                 return step(run, model, handle, ctx)
@@ -178,7 +182,7 @@ def step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPCont
             device_peak=ledger.device_peak - start, host_peak=handle.store.peak_nbytes,
             wire_bytes=handle.wire_bytes - sent, categories={n: b for n, b in sorted(categories.items()) if b},
             peak_place=ledger.peak_place.removeprefix(f"{ROOT}."), peak_operation=ledger.peak_operation,
-            run=run, sizes=sizes, notes=tuple(handle.notes),
+            run=run, sizes=sizes, kernel=handle.attention.backend_name, notes=tuple(handle.notes),
         )  # fmt: skip
     return found
 

@@ -1,0 +1,64 @@
+"""The simulator chooses the kernel that a run on a GPU chooses, and a rule without torch foretells it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from fake import fake_cuda
+from steps import steps
+
+import alstlib
+from alstlib.config import RunConfig
+from alstlib.rules import sdpa_kernel
+from alstlib.simulate import simulate
+from alstlib.support import check_model
+from alstlib.ulysses import UlyssesAttention
+
+
+def zoo() -> ModuleType:
+    """tests/zoo.py: every supported decoder, small."""
+    spec = importlib.util.spec_from_file_location("zoo", Path(__file__).parents[1] / "zoo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+ZOO = zoo()
+
+
+@pytest.mark.parametrize("name", ZOO.MODELS)
+def test_one_kernel_for_every_decoder(name: str) -> None:
+    ctx = alstlib.SPContext()
+    attention = [a for call in check_model(ZOO.build(name), ctx, "sdpa").calls for a in call.attention]
+    assert attention
+    op, simulated = UlyssesAttention(ctx), UlyssesAttention(ctx)
+    for capability in (8, 9, 10):
+        simulated.stands_for = (torch.device("cuda"), capability)
+        with fake_cuda((capability, 0)):
+            for a, dtype in ((a, dtype) for a in attention for dtype in (torch.bfloat16, torch.float32)):
+                chosen = []
+                for of, device in ((op, "cuda:0"), (simulated, "cpu")):
+                    q, k = (torch.empty(1, a.heads, 4, a.width, dtype=dtype, device=device) for _ in range(2))
+                    v = torch.empty(1, a.heads, 4, a.value_width, dtype=dtype, device=device)
+                    chosen.append(of.backend_for(q, v, of.rule(q, k, v, softcap=a.kwargs.get("softcap"))).name)
+                width, capped = max(a.width, a.value_width), bool(a.kwargs.get("softcap"))
+                chosen.append(sdpa_kernel("cuda", dtype == torch.bfloat16, width, capped, capability))
+                assert len(set(chosen)) == 1, (chosen, a.width, dtype, capability)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_simulated_step_runs_it(dtype: str) -> None:
+    run = RunConfig(model="llama-3.1-8b", model_config={"num_hidden_layers": 1}, seq_len=4096, dtype=dtype)
+    assert simulate(run, 8).kernel == {"bf16": "cudnn", "fp32": "efficient"}[dtype]
+    assert simulate(run, 8, capability=8).kernel == {"bf16": "flash", "fp32": "efficient"}[dtype]
+    assert simulate(run, 8, "cpu").kernel == "cpu"
+    if dtype == "bf16":
+        with steps("llama-3.1-8b", 4096, 8, layers=1) as step:
+            step()
+            assert step.handle.attention.backend_name == "cudnn"
