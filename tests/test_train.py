@@ -407,3 +407,36 @@ def test_a_model_that_cannot_be_saved_leaves_the_metrics(ranks2: Any, tmp_path: 
     result = ranks2(save_fails, str(tmp_path), run_config(save_to=str(tmp_path / "model"), zero_stage=2))[0]
     assert (result["status"], result["error"]["message"]) == ("error", "[Errno 28] No space left on device")
     assert len(result["metrics"]["loss"]) == 2
+
+
+SHORT = """
+from alstlib import train
+
+steps = train.Trainer.steps
+
+
+def short(self, seq_len, *args, **kwargs):
+    if seq_len > 600:
+        raise RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
+    return steps(self, seq_len, *args, **kwargs)
+
+
+train.Trainer.steps = short
+if __name__ == "__main__":
+    train.main()
+"""
+
+
+def test_a_search_goes_on_in_new_processes_where_memory_really_ran_out(tmp_path: Path) -> None:
+    """The trainer itself, on which memory runs out in cuDNN's words beyond 600 tokens."""
+    (tmp_path / "short.py").write_text(SHORT)
+    run = RunConfig(
+        model="tiny", world_size=1, sp=1, seq_len=256, steps=1, search=True, search_granule=256, search_max=1024,
+        device_memory=2**33,
+    )  # fmt: skip
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    result = launch(run, tmp_path / "run", worker="short", extra_env={"PYTHONPATH": path})
+    assert (result["status"], result["metrics"]["seq_len"]) == ("ok", 512)
+    tried = {t["seq_len"]: t["device_peak_bytes"] for t in result["metrics"]["tried"]}
+    assert tried.keys() == {256, 512, 768, 1024}
+    assert {n for n, peak in tried.items() if peak is None} == {768, 1024}
