@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.config import RunConfig
-from alstlib.rules import reference_tiles, share_host, tile_for
+from alstlib.rules import reference_tiles, sdpa_kernel, share_host, tile_for
 from alstlib.shapes import Shape
 
 FILE = Path(__file__).with_name("forms.json")
 KERNEL = "#kernel"
 """Marks a moment within attention's backward."""
 REFERENCE = "reference"
+FLASH_2 = ("flash", "flash_attention_2")
+"""Kernels of flash-attn 2: PyTorch's and its own."""
 SAME = {"mistral": "llama"}
 """Decoders whose step is another's (`tests/test_forms.py`)."""
 
@@ -117,6 +119,8 @@ class Activations:
     attention_kept: float
     """Share of the layers whose attention outputs are kept."""
     inputs_kept_every: int
+    kernel: str
+    """Of core attention (`backends.BACKENDS`)."""
 
     @property
     def peak(self) -> int:
@@ -124,7 +128,14 @@ class Activations:
 
 
 def activations(
-    shape: Shape, run: RunConfig, ranks: int, seq_len: int, device: str, room: int | None = None, workspace: bool = True
+    shape: Shape,
+    run: RunConfig,
+    ranks: int,
+    seq_len: int,
+    device: str,
+    room: int | None = None,
+    workspace: bool = True,
+    capability: int = 9,
 ) -> Activations:
     """Device and host memory of one of `ranks` ranks that share each sample of `seq_len` tokens.
 
@@ -135,6 +146,7 @@ def activations(
         device: whose tiles and dtype are taken, `cuda` or `cpu`.
         room: host bytes for this rank's checkpoints, where the run names no `host_memory`; None for plenty.
         workspace: count what a GPU's attention kernel takes for itself, which a simulation does not see.
+        capability: the GPU's compute capability, its first number.
 
     Raises:
         ValueError: a decoder that has no form.
@@ -173,7 +185,8 @@ def activations(
     }  # fmt: skip
     on = "+".join(name for name, value in switches.items() if value)
     once = run.tiled_mlp and dtype == "fp32" and sizes["M"] >= (sizes["C"] if chunked else rows)
-    kernel = kernel_workspace(shape, run, sizes["C"] if chunked else rows, device) if workspace else 0.0
+    kernel = kernel_of(shape, run, device, capability)
+    taken = kernel_workspace(shape, kernel, sizes["C"] if chunked else rows) if workspace and device == "cuda" else 0.0
 
     def adjust(place: str, kinds: Kinds, found: dict[str, float]) -> None:
         if once:
@@ -183,7 +196,7 @@ def activations(
         if fused and place == "lm_head":
             found["loss"] = _fused_loss(kinds, sizes, element)
         if KERNEL in place:
-            found["kernel workspace"] = kernel
+            found["kernel workspace"] = taken
 
     ways = ["/".join([family, dtype, heads, keep, on]) for keep in keeps]
     if not all(way in made["ways"] for way in ways):
@@ -194,7 +207,7 @@ def activations(
     host = 0 if run.offload == "none" else -(-shape.layers // every) * row + outputs * output
     needed = 0 if run.offload == "none" else _least_host(run, shape.layers, row, output)
     peak = {kind: round(nbytes) for kind, nbytes in best.items() if nbytes >= 0.5}
-    return Activations(peak, _last_layer(where, shape), host, needed, outputs / shape.layers, every)
+    return Activations(peak, _last_layer(where, shape), host, needed, outputs / shape.layers, every, kernel)
 
 
 def reference_activations(shape: Shape, run: RunConfig, ranks: int, seq_len: int) -> Activations:
@@ -220,7 +233,7 @@ def reference_activations(shape: Shape, run: RunConfig, ranks: int, seq_len: int
     row = rows * shape.width * 2
     host = shape.layers * row if where == "host" else 0
     peak = {kind: round(nbytes) for kind, nbytes in best.items() if nbytes >= 0.5}
-    return Activations(peak, _last_layer(place, shape), host, host, 0.0, 1)
+    return Activations(peak, _last_layer(place, shape), host, host, 0.0, 1, "flash_attention_2")
 
 
 def _moments(way: str) -> list[Any]:
@@ -298,11 +311,17 @@ def _keeps(run: RunConfig, layers: int, outputs: int) -> list[str]:
     return [where] * (outputs < layers) + [f"{where}+attention"] * (outputs > 0)
 
 
-def kernel_workspace(shape: Shape, run: RunConfig, rows: float, device: str) -> float:
+def kernel_of(shape: Shape, run: RunConfig, device: str, capability: int = 9) -> str:
+    """The kernel of core attention (`backends.BACKENDS`), as `backends.choose_backend` chooses it. `auto` counts as
+    `sdpa`: what is installed is not known."""
+    if run.attention not in ("sdpa", "auto"):
+        return run.attention
+    return sdpa_kernel(device, element_bytes(run, device) == 2, shape.head_dim, capability=capability)
+
+
+def kernel_workspace(shape: Shape, kernel: str, rows: float) -> float:
     """Bytes that a GPU's attention backward takes for itself: dQ summed in fp32 (flash-attn and cuDNN both), and with
     flash-attn 2 the gradients of keys and values of each query head, before they are summed."""
-    if device == "cpu":
-        return 0.0
     queries = rows * shape.heads * shape.head_dim
-    expanded = run.attention in ("flash", "flash_attention_2") and shape.kv_heads < shape.heads
+    expanded = kernel in FLASH_2 and shape.kv_heads < shape.heads
     return 4 * queries + (2 * 2 * queries if expanded else 0)

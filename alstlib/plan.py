@@ -171,6 +171,7 @@ def as_json(question: Question, best: Prediction | None, found: Prediction | Non
             "host": {"peak": found.host_peak, "limit": found.host_limit, "by_category": found.host,
                      "attention_kept": found.activations.attention_kept,
                      "inputs_kept_every": found.activations.inputs_kept_every},
+            "kernel": found.activations.kernel,
             "step_seconds": found.seconds,
         }  # fmt: skip
     made["help"] = [

@@ -141,7 +141,7 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
     if preset == "paper":
         found = reference_activations(shape, run, ranks, seq_len)
     else:
-        found = activations(shape, run, ranks, seq_len, machine.device, room)
+        found = activations(shape, run, ranks, seq_len, machine.device, room, capability=machine.rates.capability)
     needed = sum(host.values()) + found.host_needed
     element = element_bytes(run, machine.device)
     whole, tensor = element * shape.parameters, element * max(shape.embedding, shape.width * shape.mlp)

@@ -22,6 +22,8 @@ class Rates:
     name: str
     usable: float
     """Bytes that PyTorch finds on it."""
+    capability: int
+    """Compute capability, its first number: it decides which kernel attention runs."""
     matmul: float
     """Dense matrix products in bf16, at the sizes of a layer."""
     attention_forward: float
@@ -40,7 +42,7 @@ class Rates:
 
 
 _H100 = Rates(
-    name="H100", usable=79.1 * 2**30, matmul=650 * T, attention_forward=607 * T,
+    name="H100", usable=79.1 * 2**30, capability=9, matmul=650 * T, attention_forward=607 * T,
     attention_backward=517 * T, flash2_forward=366 * T, flash2_backward=330 * T, link=450 * G, network=50 * G,
     host=50 * G,
 )  # fmt: skip
@@ -48,7 +50,7 @@ GPUS: dict[str, Rates] = {
     "H100": _H100,
     "H200": replace(_H100, name="H200", usable=139.8 * 2**30),
     "A100": Rates(
-        name="A100", usable=79.15 * 2**30, matmul=250 * T, attention_forward=190 * T,
+        name="A100", usable=79.15 * 2**30, capability=8, matmul=250 * T, attention_forward=190 * T,
         attention_backward=165 * T, flash2_forward=190 * T, flash2_backward=165 * T, link=300 * G, network=25 * G,
         host=24 * G,
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from alstlib.activations import Activations, element_bytes
+from alstlib.activations import FLASH_2, Activations, element_bytes
 from alstlib.config import RunConfig
 from alstlib.rates import Rates
 from alstlib.shapes import Shape
@@ -62,7 +62,7 @@ def step_seconds(
     """
     element = element_bytes(run, "cuda")
     again = 1.0 if run.checkpoint else 0.0
-    forward, backward = _attention_rates(run, rates, preset)
+    forward, backward = _attention_rates(found, rates)
     linear = linear_flops(shape, seq_len * run.batch_size)
     attention = attention_flops(shape, seq_len) * run.batch_size
     passes = {"projections": 3 + again + _chunk_again(run), "mlp": 3 + again + _thrice(run, preset), "head": 3.0}
@@ -88,8 +88,8 @@ def step_seconds(
     }  # fmt: skip
 
 
-def _attention_rates(run: RunConfig, rates: Rates, preset: str) -> tuple[float, float]:
-    flash2 = preset == "paper" or run.attention in ("flash", "flash_attention_2")
+def _attention_rates(found: Activations, rates: Rates) -> tuple[float, float]:
+    flash2 = found.kernel in FLASH_2
     return (
         rates.flash2_forward if flash2 else rates.attention_forward,
         rates.flash2_backward if flash2 else rates.attention_backward,
@@ -154,7 +154,7 @@ def layer_spans(
     query, kv = shape.heads, max(shape.kv_heads, ranks)  # in what is sent
     into = shape.heads + 2 * shape.kv_heads  # in projections: queries, keys, values; then the output's
     first, last = projections * into / (into + shape.heads), projections * shape.heads / (into + shape.heads)
-    forward, backward = _attention_rates(run, rates, preset)
+    forward, backward = _attention_rates(found, rates)
     core = attention_flops(shape, seq_len) * run.batch_size / ranks / shape.layers
     one_pass = exchange_bytes(shape, ranks, seq_len * run.batch_size, element_bytes(run, "cuda"), 1, 0) / 2
     network = rates.link if ranks <= per_node else rates.network

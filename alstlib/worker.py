@@ -111,6 +111,7 @@ def work(run: RunConfig, out: Path, job: Callable[[RunConfig, Path], Any]) -> No
         if run.save_to and hasattr(working, "finish"):
             if first:
                 write("error", type="Unfinished", message=f"the steps are done, but not saving to '{run.save_to}'")
+            dist.barrier()  # another rank's error comes after this, and stays
             working.finish()
     except BaseException as e:
         status = "oom" if ran_out(e) else "timeout" if isinstance(e, Timeout) else "error"

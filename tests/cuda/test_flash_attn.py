@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fake import Watch, fake_cuda
-from test_calls import CUDA, FORMS, alike, of
+from test_kernel_calls import CUDA, FORMS, alike, of
 
 from alstlib import backends
 from alstlib.backends import PACKAGES

@@ -12,8 +12,13 @@ from fake import fake_cuda
 from steps import steps
 
 import alstlib
+from alstlib.activations import kernel_workspace
+from alstlib.backends import choose_backend
 from alstlib.config import RunConfig
+from alstlib.planner import Machine, predict
+from alstlib.rates import GPUS, rates_of
 from alstlib.rules import sdpa_kernel
+from alstlib.shapes import read_shape
 from alstlib.simulate import simulate
 from alstlib.support import check_model
 from alstlib.ulysses import UlyssesAttention
@@ -62,3 +67,21 @@ def test_a_simulated_step_runs_it(dtype: str) -> None:
         with steps("llama-3.1-8b", 4096, 8, layers=1) as step:
             step()
             assert step.handle.attention.backend_name == "cudnn"
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_planner_foretells_it(gpu: str, dtype: str) -> None:
+    """By the GPU and by the width of heads, with what the kernel takes for itself."""
+    rates = rates_of(gpu)
+    machine = Machine(rates=rates)
+    for width in (64, 80, 100, 128, 192, 256, 512):
+        fields = {"head_dim": width, "num_hidden_layers": 2}
+        run = RunConfig(model="llama-3.1-8b", model_config=fields, dtype=dtype)
+        found = predict(read_shape(run.model, fields), run, machine, 32_768).activations
+        with fake_cuda((rates.capability, 0)):
+            kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+            chosen = choose_backend("sdpa", torch.device("cuda", 0), kind, width)
+        assert found.kernel == chosen.name
+    flash = kernel_workspace(read_shape("llama-3.1-8b"), "flash", 1000)
+    assert flash == 2 * kernel_workspace(read_shape("llama-3.1-8b"), "cudnn", 1000) == 8 * 1000 * 32 * 128
