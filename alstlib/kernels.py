@@ -196,8 +196,8 @@ def attention_forward(
     else:
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        cut = _keys_per_query(backend)
         for span in spans:
-            cut = _keys_per_query(backend)
             for piece in pieces(span, rule.window, bottom_right=backend.bottom_right, keys_per_query=cut):
                 _add_piece(backend, piece, span, q, k, v, rule, out, lse)
     return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)

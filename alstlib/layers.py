@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from alstlib.headroom import device_memory
+from alstlib import headroom
 from alstlib.offload import HostOutOfMemory, Saved, Segment, checkpoint
 from alstlib.rules import share_host
 from alstlib.support import check_recompute
@@ -194,7 +194,7 @@ def _kept_on_device(handle: Handle, x: Tensor, layers: int, output: int) -> int:
     beside what earlier steps needed."""
     if handle.options.save_attention != "auto" or isinstance(x, FakeTensor):
         return layers if handle.options.save_attention is True else 0
-    if (memory := device_memory(x.device)) is None:
+    if (memory := headroom.device_memory(x.device)) is None:
         return 0
     fit = handle.headroom.begin(x.shape[0] * x.shape[1], memory) // output
     kept = -handle.ctx.largest([-min(layers, fit)])[0]

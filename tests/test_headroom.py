@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -93,23 +94,13 @@ def test_a_forward_without_a_backward_keeps_nothing(monkeypatch: pytest.MonkeyPa
 # ----- a model
 
 
-def device_of(read: Any) -> Any:
-    """Two modules read a device's memory; both read this one."""
-    from alstlib import layers
-
-    headroom.device_memory = layers.device_memory = read
-
-
 @pytest.mark.parametrize("chunk", [None, 20])
 @pytest.mark.parametrize("fits", [0, 1, LAYERS])
 def test_a_model_keeps_what_fits_with_exact_gradients(monkeypatch: pytest.MonkeyPatch, fits: int, chunk: Any) -> None:
-    from alstlib import layers
-
     def read(device: torch.device) -> tuple[int, int, int]:
         return 0, 1000, int((1000 + fits * OUTPUT) / headroom.SHARE) + 1
 
     monkeypatch.setattr(headroom, "device_memory", read)
-    monkeypatch.setattr(layers, "device_memory", read)
     model, data = model_of(), batch()
     _, want = plain_run(model, [{"input_ids": data["input_ids"], "labels": data["input_ids"]}])
     with alstlib.apply(model, None, alstlib.Options(**TILES, chunk=chunk)) as handle:
@@ -127,15 +118,14 @@ def uneven_devices(rank: int, world: int) -> float:
     shard = {k: v[:, rows] for k, v in whole.items()}
     documents = torch.tensor([0, LENGTH], dtype=torch.int32)
     fits = [10 * LAYERS, 1][rank] * OUTPUT // world
-    before = headroom.device_memory
-    device_of(lambda device: (0, 1000, int((1000 + fits) / headroom.SHARE) + 1))
-    try:
-        with alstlib.apply(model, ctx, alstlib.Options(**TILES)) as handle:
-            for _ in range(2):
-                alstlib.causal_lm_loss(model, {**shard, "cu_documents": documents}, ctx).loss.backward()
-            return handle.attention_kept
-    finally:
-        device_of(before)
+    memory = (0, 1000, int((1000 + fits) / headroom.SHARE) + 1)
+    with (
+        mock.patch.object(headroom, "device_memory", return_value=memory),
+        alstlib.apply(model, ctx, alstlib.Options(**TILES)) as handle,
+    ):
+        for _ in range(2):
+            alstlib.causal_lm_loss(model, {**shard, "cu_documents": documents}, ctx).loss.backward()
+        return handle.attention_kept
 
 
 def test_ranks_agree_on_the_fullest_device(ranks2: Any) -> None:
