@@ -12,8 +12,8 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "SPContext": "groups",
-    "Options": "hf",
-    "Handle": "hf",
+    "Options": "handle",
+    "Handle": "handle",
     "apply": "hf",
     "SPDataLoader": "data",
     "causal_lm_loss": "objective",

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from alstlib.groups import SPContext
-from alstlib.tiled import first_order
+from alstlib.recompute import first_order
 
 
 def emulated(group: Any) -> bool:

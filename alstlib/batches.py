@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from alstlib.units import IGNORE
+
 Batch = dict[str, torch.Tensor]
-IGNORE = -100
-"""Label of a position without loss."""
 KEYS = ("input_ids", "labels", "position_ids", "attention_mask", "document_lengths", "cu_documents")
 SLICED = ("input_ids", "position_ids", "shift_labels")
 """What is cut along the sequence, in the order in which it travels."""

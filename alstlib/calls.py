@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from alstlib.alltoall import agree_on, stripe
 from alstlib.chunked import RowChunk
 from alstlib.groups import SPContext
-from alstlib.loss import IGNORE, readable
+from alstlib.loss import readable
 from alstlib.offload import Saved
-from alstlib.routers import RouterLoss
+from alstlib.router_loss import RouterLoss
 from alstlib.spans import Offsets
+from alstlib.units import IGNORE
 
 OURS = ("labels", "shift_labels", "cu_documents", "num_items_in_batch", "step_tokens", "row_tokens")
 """Keyword arguments that an attached model takes and its own forward does not see."""

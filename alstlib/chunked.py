@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from alstlib.kernels import Documents, Rule
 from alstlib.layouts import Layout
 from alstlib.offload import HostStore, Ticket
-from alstlib.tiled import Replay, first_order, those_that_train, unchanged
+from alstlib.recompute import GradientSums, Replay, first_order, those_that_train, unchanged
 from alstlib.ulysses import UlyssesAttention, output_with, row_delta
 
 
@@ -240,7 +240,7 @@ class _Streamed(torch.autograd.Function):
         (x,) = store.get(ticket, grad.device)
         need_x, needs = ctx.needs_input_grad[2], ctx.needs_input_grad[3:]
         params = those_that_train(stream.params(), needs)
-        sums = _Sums(params)
+        sums = GradientSums(params)
         # a copy that came back from the host is ours, and its rows are read for the last time before they are written
         grad_x = (x if store.mode != "none" else torch.empty_like(x)) if need_x else None
         pieces = stream.chunks(x.shape[1], "recompute")
@@ -288,25 +288,3 @@ def _keys(stream: Stream, x: Tensor, pieces: Sequence[RowChunk], replays: Sequen
 
 def _take(store: HostStore, tickets: list[Ticket], device: torch.device) -> list[Tensor]:
     return store.get(tickets.pop(), device) if tickets else []
-
-
-class _Sums:
-    """Adds up gradients in fp32; a single one passes as it is."""
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self.params = params
-        self.sums: list[Tensor | None] = [None] * len(params)
-
-    def add(self, grads: Sequence[Tensor | None], last: bool) -> None:
-        for i, g in enumerate(grads):
-            if g is None:
-                continue
-            total = self.sums[i]
-            if total is None:  # copied before anything is added to it: a gradient may be a view of another
-                self.sums[i] = g if last else g.to(torch.promote_types(g.dtype, torch.float32), copy=True)
-            else:
-                total.add_(g)
-
-    def done(self) -> list[Tensor | None]:
-        sums, self.sums = self.sums, []
-        return [s if s is None else s.to(p.dtype) for s, p in zip(sums, self.params)]

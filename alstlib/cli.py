@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alstlib import foretell, launch, locks, plan, report, results, status
+from alstlib import devices, foretell, launch, locks, plan, report, results, status
 from alstlib.config import RunConfig
 from alstlib.progress import Printer, ProgressReader
 from alstlib.shapes import check_model
@@ -250,7 +250,7 @@ def _would(spec: Spec, row: str, args: argparse.Namespace) -> list[str]:
     fields = {n: v for n, v in config.to_dict().items() if n != "row"}
     of_row = {n: fields[n] for n in sets if n in fields}
     others = {n: v for n, v in fields.items() if n not in of_row and v != default.to_dict()[n]}
-    gpus = launch.device_count()
+    gpus = devices.device_count()
     ours = spec.worker == "alstlib.train"
     expected = foretell.outlook(config, gpus) if ours else f"not predicted: the worker is {spec.worker}"
     logs = folder / "logs" / results.run_id(config)

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from alstlib.batches import (
-    IGNORE,
     SLICED,
     WHOLE,
     Batch,
@@ -31,6 +30,7 @@ from alstlib.batches import (
 )
 from alstlib.groups import SPContext
 from alstlib.reader import Reader
+from alstlib.units import IGNORE
 
 __all__ = ["IGNORE", "SPDataLoader", "documents_from_positions", "shard_batch"]
 

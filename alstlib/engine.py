@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alstlib import operators
 from alstlib.config import RunConfig, check_names
-from alstlib.hf import Handle
+from alstlib.handle import Handle
 from alstlib.loading import Arrival, place
 from alstlib.zero import zero_bucket
 

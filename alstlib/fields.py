@@ -1,4 +1,4 @@
-"""Fields of settings: quantities with units, types that say what works, and the check of a dataclass by its types.
+"""Fields of settings: types that say what works, and the check of a dataclass by its types.
 
 pydantic converts and checks; what it refuses is said in our words, with the field, the value and what works.
 Imports neither torch nor transformers.
@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import functools
 import os
-import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -19,25 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, TypeAdapter, ValidationError
 
-_UNITS = {
-    "": 1, "B": 1,
-    "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-}  # fmt: skip
-
-
-def parse_quantity(value: int | float | str, what: str = "value") -> int:
-    """Read `3.7M` (decimal tokens), `80GB` (decimal bytes), `64GiB` (binary bytes) or a whole number as an integer.
-
-    Raises:
-        ValueError: the text is not a whole number, nor a number with one of the known units.
-    """
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(value).replace("_", ""))
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if isinstance(value, bool) or match is None or unit is None or (unit == 1 and float(match[1]) % 1):
-        raise ValueError(f"{what}={value!r} is not a number with a unit (such as 3.7M, 80GB or 64GiB) or a whole one")
-    return round(float(match[1]) * unit)
+from alstlib.units import parse_quantity
 
 
 def check_names(

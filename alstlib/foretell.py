@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import shutil
-import subprocess
-from dataclasses import replace
 from typing import Any
 
 from alstlib.config import RunConfig
-from alstlib.planner import Machine, Prediction, changed, longest, nearest_that_fits, predict, settings
-from alstlib.rates import GPUS, rates_of
-from alstlib.results import format_bytes, format_seconds
-from alstlib.rules import host_free
+from alstlib.machine import Machine, machine_of, rates_known
+from alstlib.planner import Prediction, changed, longest, nearest_that_fits, predict, settings
 from alstlib.shapes import Shape, read_shape
+from alstlib.units import format_bytes, format_seconds
 
 CERTAIN = 1.1
 """A run is refused when it would take so many times what there is: the planner is right within a few percent."""
@@ -27,43 +21,6 @@ TRIALS = 12
 """Steps of the length that a search finds, which its trials take together."""
 SLOW_DISK = 2e8
 """Bytes a second of a disk that nothing is known of."""
-
-UNKNOWN = "a GPU of unknown rates"
-
-
-def rates_known(machine: Machine) -> bool:
-    """Whether a predicted time says something: not of a CPU, nor of a GPU that is not in the table."""
-    return machine.device != "cpu" and machine.rates.name != UNKNOWN
-
-
-def machine_of(run: RunConfig, nodes: int, gpus: int) -> Machine:
-    """This machine and others like it, for a resolved run. `gpus` are those that it has; with none, ranks run on its
-    CPU, and `device_memory` stands in for a device's."""
-    per_node = max(1, run.world_size // nodes)
-    memory, host = run.device_memory, host_free()
-    if not gpus:
-        return Machine(gpus=run.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, device="cpu")
-    name, found = _gpu()
-    rates = next((r for n, r in GPUS.items() if n in name), replace(rates_of("H100"), name=UNKNOWN))
-    memory = memory or found
-    return Machine(gpus=run.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, rates=rates)
-
-
-def _gpu() -> tuple[str, int | None]:
-    """Name of the first GPU and its bytes, without touching a device."""
-    if not (smi := shutil.which("nvidia-smi")):
-        return "", None
-    query = [smi, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits", "-i", _first_visible()]
-    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        out = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-        name, _, mebibytes = out.splitlines()[0].rpartition(",")
-        return name.strip(), int(mebibytes) * 2**20
-    return "", None
-
-
-def _first_visible() -> str:
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-    return first if first.isdigit() else "0"
 
 
 def foretell(run: RunConfig, machine: Machine, seq_len: int | None = None) -> tuple[Shape, Prediction]:

@@ -7,130 +7,30 @@ patched, each model has its own registration, and `detach` takes all of it back.
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import functools
 import logging
-import uuid
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from alstlib.around import attach_generation, attach_rotary, attach_routers, number_tokens, router_loss
+from alstlib.attention import attach_attention, attach_rotary
 from alstlib.calls import Call, take_call
-from alstlib.edits import Edits
-from alstlib.fields import Bytes, Count, FlagOrAuto, Text, Tile, check_checkpoints, check_fields
 from alstlib.groups import ATTACHED, SPContext
-from alstlib.headroom import Headroom
-from alstlib.layers import attach_checkpoints, stop_own_checkpointing
-from alstlib.loss import IGNORE, TiledHead
-from alstlib.offload import HostStore
+from alstlib.handle import Handle, Options
+from alstlib.layers import attach_checkpoints
+from alstlib.loss import TiledHead
 from alstlib.probe import find_transform
+from alstlib.routers import attach_routers, router_loss
 from alstlib.streams import attach_streams
-from alstlib.support import Facts, check_attention, check_model, check_shared, shared_weights
+from alstlib.support import check_model, check_shared, shared_weights
 from alstlib.tiled import TiledMLP, TiledNorm
-from alstlib.ulysses import UlyssesAttention
+from alstlib.units import IGNORE
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What `apply` attaches. Every feature works alone and with all others."""
-
-    attention: Text = "sdpa"
-    """Core attention: `sdpa` (PyTorch's best here), `auto` (flash-attn 3 or 4 if installed, else `sdpa`), or a kernel's
-    name (`backends.BACKENDS`)."""
-    tiled_mlp: Tile = True
-    """MLPs in sequence tiles; a number is the tile in tokens."""
-    tiled_norm: Tile = True
-    """Norms of decoder layers in sequence tiles: they compute in fp32, several times their input; a number is the tile
-    in tokens. (Streamed layers run in chunks, and a norm of an MLP's output in the MLP's tiles.)"""
-    tiled_loss: Tile = True
-    """Logits and loss in sequence tiles, and the norm before them; a number is the tile of the loss in tokens."""
-    checkpoint: bool = True
-    """Decoder layers keep only their input and are recomputed in backward."""
-    offload: Literal["none", "sync", "async"] = "none"
-    """Where checkpoints wait: on the device, or on the host (copied on the compute stream or beside it)."""
-    save_attention: FlagOrAuto = "auto"
-    """Keep attention outputs with the checkpoints, so that attention runs forward once. `auto`: where they are
-    offloaded, as many as fit the host's memory; on a GPU without offload, from the second step on, as many as fit
-    beside what earlier steps needed."""
-    chunk: Count | None = None
-    """Stream decoder layers in chunks of so many rows of this rank, with keys and values resident; None: whole."""
-    host_memory: Bytes | None = None
-    """Host bytes that checkpoints of this rank may take; None: what is free at each forward. When they are short,
-    attention outputs go first, then the inputs of all but every k-th layer (streamed layers need every input). All
-    ranks keep what the rank keeps that can keep least."""
-    liger_loss: bool = False
-    """Liger's fused loss on CUDA in place of our tiles; needs the package liger-kernel. Its tiles grow with the
-    sequence: at the vocabulary of Llama 3 they are five times ours at 500K tokens, and ten times at 1M."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_checkpoints(self)
-
-
-class Handle:
-    """What `apply` returns: the attachment to one model. Use `detach()`, or `with apply(...)`."""
-
-    def __init__(self, model: PreTrainedModel, ctx: SPContext, options: Options, facts: Facts) -> None:
-        self.model, self.ctx, self.options, self.facts = model, ctx, options, facts
-        self.attention = UlyssesAttention(ctx, options.attention)
-        self.store = HostStore(options.offload, budget=options.host_memory)
-        self.headroom = Headroom()
-        self.mlps: list[TiledMLP] = []
-        self.head: TiledHead | None = None
-        self.notes: list[str] = []
-        """What was left as it was, and why."""
-        self.attention_kept: float = 0.0
-        """Share of the layers whose attention output the last forward kept."""
-        self.inputs_kept_every: int = 1
-        """Of how many layers the last forward kept one input: more than 1 where the host has too little room."""
-        self.routers: list[nn.Module] = []
-        """Routers of a mixture of experts, whose load-balancing loss can be had (`output_router_logits`)."""
-        self._call: Call | None = None
-        self._shared: list[tuple[str, nn.Parameter]] = []
-        self._plain = False
-        """Does the model run as its own, in generate() or after detach()?"""
-        self._segment: Any = lambda: None
-        self.edits = Edits()
-        self._unregister: Any = lambda: None
-
-    def detach(self) -> PreTrainedModel:
-        """Restore the model exactly; unwrap it from engines first. Safe to call twice."""
-        self._plain = True
-        self.edits.close()
-        self._unregister()
-        self.store.trim()
-        return self.model
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.detach()
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that this rank's attention has sent to other ranks."""
-        return self.attention.exchange.bytes_sent
-
-    @contextlib.contextmanager
-    def _using(self, call: Call | None) -> Iterator[None]:
-        if self._plain:
-            name = type(self.model).__name__
-            raise ValueError(f"backward of a graph that {name} made before detach(): call backward before detach()")
-        before, self._call = self._call, call
-        try:
-            yield
-        finally:
-            self._call = before
 
 
 def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options | None = None) -> Handle:
@@ -151,24 +51,24 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
     facts = check_model(model, ctx, options.attention)
     layers, handle = facts.layers, Handle(model, ctx, options, facts)
     try:
-        _attach_attention(handle)
+        attach_attention(handle)
         if options.tiled_mlp:
             _attach_mlps(handle, layers)
         if options.tiled_norm and options.chunk is None:
             _attach_norms(handle, layers)
         if options.tiled_loss:
             _attach_head(handle)
-        stop_own_checkpointing(handle)
+        _stop_own_checkpointing(handle)
         if options.chunk is not None:
             attach_streams(handle, layers)
         elif options.checkpoint:
             attach_checkpoints(handle, layers)
         leaves = [m for m in model.modules() if getattr(m, "_z3_leaf", False)]
-        handle._shared = shared_weights(model, [*(layers if options.checkpoint else []), *leaves])
+        shared = shared_weights(model, [*(layers if options.checkpoint else []), *leaves])
         attach_rotary(handle)
         attach_routers(handle)
-        _attach_calls(handle)
-        attach_generation(handle)
+        _attach_calls(handle, shared)
+        _attach_generation(handle)
     except BaseException:
         handle.detach()
         raise
@@ -183,83 +83,12 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
     return handle
 
 
-# ----- attention
-
-
-def _attach_attention(handle: Handle) -> None:
-    name, alive = f"alst_{uuid.uuid4().hex}", weakref.ref(handle)  # weak, because the registration is global
-
-    def attend(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any = None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        handle = alive()
-        if handle is None or (call := handle._call) is None:
-            raise ValueError("call the model that apply() was given, not a part of it: documents and labels go with it")
-        check_attention(module, attention_mask, dropout, kwargs)
-        query, key, value = _one_dtype(query, key, value)
-        how: dict[str, Any] = {
-            "scale": scaling, "window": kwargs.get("sliding_window"), "softcap": kwargs.get("softcap"),
-            "sinks": kwargs.get("s_aux"), "documents": call.documents,
-        }  # fmt: skip
-        if call.piece is not None:
-            out = call.piece.attend(handle.attention, query, key, value, **how)
-        else:
-            out = handle.attention(query, key, value, saved=call.saved, release=call.release, **how)
-        return out.transpose(1, 2).contiguous(), None  # as the plain kernels do: some models read it by view
-
-    AttentionInterface.register(name, torch.compiler.disable(attend))
-    handle._unregister = weakref.finalize(handle, AttentionInterface._global_mapping.pop, name, None)
-    views: dict[int, PreTrainedConfig] = {}
-    for module in handle.model.modules():
-        configs = {n: v for n, v in module.__dict__.items() if isinstance(v, PreTrainedConfig)}
-        for attribute, config in configs.items() if module is not handle.model else ():
-            handle.edits.set(module, attribute, _view(handle, config, name, views))
-
-
-def _view(handle: Handle, config: PreTrainedConfig, name: str, views: dict[int, PreTrainedConfig]) -> PreTrainedConfig:
-    """The config as parts of the model see it: the same object in all but the attention, and so are the configs inside
-    it. So the model's own config, which others read, copy and save, stays as it is."""
-    if id(config) in views:
-        return views[id(config)]
-    kind: Any = type(config)
-
-    def implementation(view: Any) -> str | None:
-        return view._attn_implementation_internal if handle._plain else name
-
-    fields: dict[str, Any] = {
-        "__module__": kind.__module__, "__init__": kind.__init__,
-        "__deepcopy__": lambda view, memo: copy.deepcopy(config, memo),
-        "_attn_implementation": property(implementation, kind._attn_implementation.fset),
-    }  # fmt: skip
-    inside = {n: _view(handle, v, name, views) for n, v in vars(config).items() if isinstance(v, PreTrainedConfig)}
-    fields.update({n: property(functools.partial(lambda n, _: inside[n], n)) for n in inside})
-    made: Any = object.__new__(type(kind.__name__, (kind,), fields))
-    made.__dict__ = config.__dict__
-    views[id(config)] = made
-    return made
-
-
-def _one_dtype(*tensors: Tensor) -> list[Tensor]:
-    """Queries, keys and values in autocast's precision, as PyTorch's own attention takes them; else in the values'."""
-    kind, dtype = tensors[0].device.type, tensors[-1].dtype
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-    return [t.to(dtype) for t in tensors]
-
-
 # ----- tiled MLP and head
 
 
 def _swap(handle: Handle, old: nn.Module, new: nn.Module) -> None:
     """Put `new` where `old` is, everywhere in the model, until detach; torch.compile leaves it as it is."""
-    handle.edits.set(new, "forward", torch.compiler.disable(new.forward))
+    handle.set_forward(new, new.forward)
     for parent in list(handle.model.modules()):
         for name, child in list(parent._modules.items()):
             if child is old:
@@ -310,7 +139,7 @@ def _attach_head(handle: Handle) -> None:
     factor = 1.0 if transform.is_identity else _TINY
 
     def labels_of_call(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        labels = handle._call.shift_labels if handle._call is not None else None
+        labels = None if handle.call is None else handle.call.shift_labels
         return (args[0], labels)
 
     def shrink(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
@@ -325,27 +154,51 @@ def _attach_head(handle: Handle) -> None:
             _swap(handle, norm, TiledNorm(norm))
 
 
+def _stop_own_checkpointing(handle: Handle) -> None:
+    """Switch transformers' own checkpointing off, until detach, whenever it is switched on: ours takes its place.
+
+    Raises:
+        ValueError: now or at a call, where there is none of ours.
+    """
+
+    @torch.compiler.disable
+    def stop(*_: Any) -> None:
+        for module in handle.model.modules():
+            if not getattr(module, "gradient_checkpointing", False):
+                continue
+            if not handle.options.checkpoint and handle.model.training:
+                raise ValueError(
+                    "gradient_checkpointing_enable() with checkpoint=False: a recompute by transformers would not know "
+                    "the call that it belongs to; use Options(checkpoint=True), which does the same, or "
+                    "gradient_checkpointing_disable()"
+                )
+            handle.edits.set(module, "gradient_checkpointing", False)
+
+    stop()
+    handle.edits.hook(handle.model, handle.model.register_forward_pre_hook(stop))
+
+
 # ----- one call
 
 
-def _attach_calls(handle: Handle) -> None:
+def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> None:
     model = handle.model
 
     @torch.compiler.disable
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if handle._plain:
+        if handle.plain:
             return None
         if torch.is_grad_enabled():
-            check_shared(handle._shared)
+            check_shared(shared)
         call = take_call(args, kwargs, handle.ctx, handle.options.chunk)
-        number_tokens(handle, call, args, kwargs)
+        _number_tokens(handle, call, args, kwargs)
         call.router = router_loss(handle, call, kwargs)
-        handle._call = call
+        handle.begin(call)
         return () if call.striped else args, kwargs
 
     @torch.compiler.disable
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        call, handle._call = handle._call, None
+        call = handle.end()
         if out is None or call is None or call.shift_labels is None:  # no output: the call failed
             return out
         labels = call.shift_labels
@@ -368,3 +221,40 @@ def _attach_calls(handle: Handle) -> None:
     handle.edits.hook(model, model.register_forward_pre_hook(before, with_kwargs=True))
     handle.edits.hook(model, model.register_forward_hook(after, with_kwargs=True, always_call=True))
     handle.edits.set(model, ATTACHED, weakref.ref(handle))
+
+
+def _number_tokens(handle: Handle, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Positions count from 0; give the model those of its own counting (RoBERTa begins after its padding token).
+
+    Raises:
+        ValueError: a token that the model leaves out of its own counting, where it is not padding.
+    """
+    facts, positions, tokens = handle.facts, kwargs.get("position_ids"), args[0] if args else kwargs.get("input_ids")
+    if positions is None:
+        return
+    if facts.uncounted is not None and tokens is not None:
+        left_out = tokens == facts.uncounted
+        if bool((left_out if call.real is None else left_out & call.real).any()):
+            raise ValueError(
+                f"input_ids hold the padding token {facts.uncounted} among the tokens of a sample, and "
+                f"{type(handle.model).__name__} leaves it out of its positions; give an attention_mask for padding on "
+                "the right, and another token elsewhere"
+            )
+    if facts.offset:
+        kwargs["position_ids"] = positions + facts.offset
+
+
+def _attach_generation(handle: Handle) -> None:
+    """`generate()` inside `apply`: the model's own attention, masks and cache, while tiles stay."""
+    model: Any = handle.model
+    original = model.generate
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        if handle.plain:
+            return original(*args, **kwargs)
+        if handle.ctx.sp > 1:
+            raise ValueError("generate() needs the whole sequence on one rank: call it after detach(), or with sp=1")
+        with handle.as_its_own():
+            return original(*args, **kwargs)
+
+    handle.edits.set(model, "generate", generate)

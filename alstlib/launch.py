@@ -7,12 +7,9 @@ Imports neither torch nor transformers: a kernel that launches must not hold a G
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.metadata
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -24,13 +21,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from alstlib import locks, results
+from alstlib import devices, locks, results
 from alstlib.config import RunConfig
 from alstlib.foretell import time_limit, why_not
 from alstlib.processes import DEADLINE_VARIABLE, RUN_ID_VARIABLE, die_with_parent, sigterm_interrupts, start, stop
 from alstlib.progress import Printer as progress_printer
 from alstlib.progress import Progress, ProgressReader, log_tail, root_cause, whereabouts
 from alstlib.shapes import check_model
+from alstlib.units import format_seconds
 
 __all__ = ["Progress", "RunFailed", "die_with_parent", "finished", "launch", "progress_printer", "resolve"]
 
@@ -55,39 +53,13 @@ class RunFailed(RuntimeError):
 # What a run gets
 
 
-@functools.cache
-def _installed_gpus() -> int:
-    if not (smi := shutil.which("nvidia-smi")):  # a container may have GPUs without it
-        return sum(os.access(node, os.R_OK | os.W_OK) for node in Path("/dev").glob("nvidia[0-9]*"))
-    try:
-        listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.splitlines())
-
-
-def device_count() -> int:
-    """CUDA devices that ranks could use on this machine, without importing torch and without touching a device."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        if "+cpu" in importlib.metadata.version("torch"):
-            return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and not visible.strip():
-        return 0
-    found = _installed_gpus()
-    if visible is None or not found:
-        return found
-    names = [name.strip() for name in visible.split(",")]
-    return names.index("-1") if "-1" in names else len(names)
-
-
 def resolve(config: RunConfig, nnodes: int = 1, gpus: int | None = None) -> RunConfig:
     """The configuration with `world_size=0` and `sp=0` replaced by what this machine has, or one of `gpus` GPUs.
 
     Raises:
         ValueError: more ranks than GPUs, ranks that do not divide into nodes, or sp that does not divide the ranks.
     """
-    gpus = device_count() if gpus is None else gpus
+    gpus = devices.device_count() if gpus is None else gpus
     world = config.world_size or (gpus or 2) * nnodes
     if world % nnodes:
         nearest = max(1, round(world / nnodes)) * nnodes
@@ -127,7 +99,7 @@ def environment(run: str, ranks: int, extra: Mapping[str, str] | None = None, nn
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if not device_count():
+    if not devices.device_count():
         defaults["DS_ACCELERATOR"] = "cpu"
     elif not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(env):
         defaults |= dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "expandable_segments:True")
@@ -219,7 +191,7 @@ class _Run:
             for old in (self.reader.path, *out.glob("failed.*")):
                 old.unlink(missing_ok=True)
             ranks = f"{config.world_size} rank{'s' if config.world_size > 1 else ''}"
-            ends = f"; it may take {results.format_seconds(limit)}" if limit < math.inf else ""
+            ends = f"; it may take {format_seconds(limit)}" if limit < math.inf else ""
             Progress(self.reader.path).emit("start", row=config.row, run_id=self.id, message=f"starting {ranks}{ends}")
 
     def follow(self, *more: dict[str, Any]) -> None:
@@ -316,10 +288,10 @@ def launch(
         check_model(config.model)
     first = node_rank == 0
     with locks.hold(out) if first else contextlib.nullcontext(), sigterm_interrupts():
-        limit, which = time_limit(config, nnodes, device_count(), worker == "alstlib.train")
+        limit, which = time_limit(config, nnodes, devices.device_count(), worker == "alstlib.train")
         run = _Run(config, out, first, on_progress, limit)
         agent = code = None
-        if not force and worker == "alstlib.train" and (why := why_not(config, nnodes, device_count())):
+        if not force and worker == "alstlib.train" and (why := why_not(config, nnodes, devices.device_count())):
             return run.end("oom", "WouldNotFit", why)
         # ranks end without tidying up, or are killed
         with tempfile.TemporaryDirectory(prefix="alst-", ignore_cleanup_errors=True) as temporary:

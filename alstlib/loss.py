@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from alstlib.tiled import TiledModule, check_tile, default_tile, first_order, tiled_compute
-
-IGNORE = -100
-"""Label of a token without loss, as in torch.nn.functional.cross_entropy."""
+from alstlib.recompute import first_order
+from alstlib.tiled import TiledModule, check_tile, default_tile, tiled_compute
+from alstlib.units import IGNORE
 
 
 def readable(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alstlib.groups import SPContext, context_of
-from alstlib.loss import IGNORE
+from alstlib.units import IGNORE
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.config import PAPER_ROWS, RunConfig, row_config
-from alstlib.planner import GIB, Machine, longest, predict
+from alstlib.machine import Machine
+from alstlib.planner import longest, predict
 from alstlib.rates import rates_of
-from alstlib.results import format_tokens
 from alstlib.shapes import read_shape
+from alstlib.units import GIB, format_tokens
 
 FILE = Path("papermill_runs/results/planner/papers.json")
 HOST = 1_900_000_000_000

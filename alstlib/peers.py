@@ -31,6 +31,7 @@ from alstlib.reference import relative_error
 from alstlib.search import longest_that_fits
 from alstlib.stacks import Stack
 from alstlib.store import HostStore
+from alstlib.units import format_bytes
 from alstlib.worker import run_worker, this_device, timed
 
 EXACT_LENGTH = 512
@@ -255,7 +256,7 @@ class Comparison:
             def peak(length: int, stack: Stack = stack) -> int:
                 sample = self.sample(length)
                 most = max(p for (p,) in self.gather(self.peak(stack, sample)))
-                self.emit(f"{stack.name} at {length:,} tokens peaks {results.format_bytes(most)} over its start")
+                self.emit(f"{stack.name} at {length:,} tokens peaks {format_bytes(most)} over its start")
                 return most
 
             budget, granule = run.device_memory, run.search_granule

@@ -10,24 +10,13 @@ from typing import Any
 
 import yaml
 
+from alstlib import devices
 from alstlib.config import RunConfig, row_config
-from alstlib.fields import parse_quantity
-from alstlib.planner import (
-    GIB,
-    Help,
-    Machine,
-    Overheads,
-    Prediction,
-    advice,
-    changed,
-    longest,
-    nearest_that_fits,
-    predict,
-    settings,
-)
+from alstlib.machine import Machine, Overheads
+from alstlib.planner import Help, Prediction, advice, changed, longest, nearest_that_fits, predict, settings
 from alstlib.rates import GPUS, label_bytes, rates_of, with_measured
-from alstlib.results import format_seconds
 from alstlib.shapes import Shape, read_shape
+from alstlib.units import GIB, format_seconds, parse_quantity
 
 PRESETS = {"ours": "ours", "paper": "alst"}
 """Rows of the ablation that the presets begin from."""
@@ -113,9 +102,7 @@ def read(args: argparse.Namespace) -> Question:
         raise ValueError(f"gpus={args.gpus} and gpus-per-node={args.gpus_per_node} must be at least 1")
     gpus = args.gpus
     if gpus == 0:
-        from alstlib.launch import device_count
-
-        if not (gpus := device_count()):
+        if not (gpus := devices.device_count()):
             raise ValueError("gpus=0 means this machine's, and it has none; name their number")
     changes: dict[str, Any] = {}
     for text in args.set:

@@ -8,67 +8,15 @@ Without torch and transformers: a plan takes milliseconds.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from alstlib.activations import Activations, activations, element_bytes, part_of, reference_activations
 from alstlib.config import RunConfig
-from alstlib.rates import Rates, rates_of
+from alstlib.machine import Machine
 from alstlib.shapes import Shape
 from alstlib.speed import step_seconds
 from alstlib.zero import ZERO_DEFAULT, Sizes, States, model_states
-
-GIB = 2**30
-
-
-@dataclass(frozen=True, kw_only=True)
-class Overheads:
-    """Memory that no tensor of ours takes. Each is a round figure with a reason, none is fitted to a result."""
-
-    context: int = GIB
-    """Device bytes of a CUDA context with its kernels ("typically around 1 GiB per GPU", ALST, section 2.1)."""
-    nccl: int = 2 * GIB
-    """Device bytes of NCCL's buffers, with more than one GPU ("multiple gigabytes", ALST, section 2.1)."""
-    fragmentation: float = 0.03
-    """Share of the device that the allocator cannot use: with expandable segments, the unused ends of its blocks."""
-    process: int = 4 * GIB
-    """Host bytes of a rank's process: Python, PyTorch, CUDA's libraries and what they map."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What a run is to run on."""
-
-    gpus: int = 8
-    per_node: int = 8
-    gpu_memory: int | None = int(79.1 * GIB)
-    """Bytes that PyTorch finds on a GPU (`rates.label_bytes` knows labels); None for no limit."""
-    host_memory: int | None = None
-    """Bytes of a node's memory; None for no limit."""
-    rates: Rates = field(default_factory=lambda: rates_of("H100"))
-    device: str = "cuda"
-    """`cpu`: ranks on a CPU that stand in for GPUs, without overheads."""
-    overheads: Overheads = field(default_factory=Overheads)
-
-    def __post_init__(self) -> None:
-        if self.gpus < 1 or self.per_node < 1:
-            raise ValueError(f"gpus={self.gpus} and per_node={self.per_node} must be at least 1")
-
-    @property
-    def nodes(self) -> int:
-        return -(-self.gpus // self.per_node)
-
-    @property
-    def ranks_of_node(self) -> int:
-        return min(self.gpus, self.per_node)
-
-    def overhead(self) -> dict[str, int]:
-        """Device bytes that are gone before the first tensor, by name."""
-        if self.device == "cpu":
-            return {}
-        terms = self.overheads
-        fragments = 0 if self.gpu_memory is None else int(terms.fragmentation * self.gpu_memory)
-        return {"CUDA context": terms.context, "NCCL": terms.nccl if self.gpus > 1 else 0, "fragments": fragments}
 
 
 @dataclass(frozen=True)

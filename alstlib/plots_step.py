@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 
 from alstlib.plots import PALETTE, _area, _axes, _finish, looks
-from alstlib.results import format_bytes
+from alstlib.units import format_bytes
 
 
 def step_memory(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alstlib.hf import Handle
+from alstlib.handle import Handle
 from alstlib.memory import Ledger, _CpuInstrument
 from alstlib.places import ATTENTION, Places, category
 from alstlib.simulate import watch

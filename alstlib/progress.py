@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from alstlib.results import format_seconds, format_tokens, strict
+from alstlib.results import strict
+from alstlib.units import format_seconds, format_tokens
 
 TAIL_CHARACTERS = 4000
 SEARCHED_BYTES = 100_000

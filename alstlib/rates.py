@@ -9,7 +9,8 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from alstlib.fields import check_names, parse_quantity
+from alstlib.fields import check_names
+from alstlib.units import parse_quantity
 
 T = 10**12
 G = 10**9

@@ -18,8 +18,9 @@ from typing import Any
 
 from alstlib import results
 from alstlib.config import RunConfig
-from alstlib.results import COLUMNS, format_bytes, format_tokens
+from alstlib.results import COLUMNS
 from alstlib.specs import Spec, load_spec, papermill_line, read_record, shown
+from alstlib.units import format_bytes, format_tokens
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_name("report.html.j2")

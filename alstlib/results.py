@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.config import PAPER_ROWS, ROWS, RunConfig
+from alstlib.units import format_bytes, format_seconds, format_tokens
 
 SCHEMA_VERSION = 1
 STATUSES = ("ok", "oom", "timeout", "cancelled", "error")
@@ -287,30 +288,6 @@ def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "notes": [str(note) for note in m.get("notes") or []],
         })  # fmt: skip
     return rows
-
-
-def format_tokens(n: int) -> str:
-    """`500K`, `3.7M` (decimal), or all digits (`2,048`) where the short form would round."""
-    for unit, size, digits in (("M", 10**6, 2), ("K", 10**3, 1)):
-        if size <= n < size * 1000 and round((short := round(n / size, digits)) * size) == n:
-            return f"{short:g}{unit}"
-    return f"{n:,}"
-
-
-def format_bytes(n: float) -> str:
-    """Binary units: `1.50 GiB`."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(n) >= size:
-            return f"{n / size:.2f} {unit}"
-    return f"{n:.0f} B"
-
-
-def format_seconds(seconds: float) -> str:
-    """`350 ms`, `12.3 s`, and from a minute on `h:mm:ss`."""
-    if seconds >= 59.95:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-    return f"{seconds:.1f} s" if seconds >= 0.9995 else f"{seconds * 1000:.0f} ms"
 
 
 def _number(x: float) -> str:

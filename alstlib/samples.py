@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from alstlib.batches import IGNORE
 from alstlib.formats import Messages, canonical_columns, read_row
+from alstlib.units import IGNORE
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from alstlib import launch, results
+from alstlib import devices, launch, results
 from alstlib.config import ROWS, RunConfig, row_config
 from alstlib.fields import FOLDER_NAME, check_names
 
@@ -85,7 +85,7 @@ def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None =
     notebook, root = _locate(spec.get("notebook") or "notebooks/run.ipynb", path)
     folder = Path(out).resolve() if out else root / OUT / name
     ran_on = read_record(folder).get("gpus") if as_run else None
-    gpus = ran_on if isinstance(ran_on, int) else launch.device_count()
+    gpus = ran_on if isinstance(ran_on, int) else devices.device_count()
     device = "cuda" if gpus else "cpu"
     rows: dict[str, RunConfig] = {}
     sets: dict[str, dict[str, Any]] = {}
@@ -178,7 +178,7 @@ def write_record(spec: Spec) -> None:
          "command": spec.command,
          "notebook": Path(os.path.relpath(spec.notebook, spec.root)).as_posix(),
          "parameters": results.strict(spec.parameters, []),
-         "gpus": launch.device_count()},
+         "gpus": devices.device_count()},
     )  # fmt: skip
 
 

@@ -21,8 +21,8 @@ from typing import Any
 from alstlib import launch, locks, results
 from alstlib.config import RunConfig
 from alstlib.progress import ProgressReader, describe, first_failed, time_left
-from alstlib.results import format_seconds, format_tokens
 from alstlib.specs import Spec, load_spec, read_record, shown, sweeps
+from alstlib.units import format_seconds, format_tokens
 
 WIDTH = 100
 FAILED = (*(s for s in results.STATUSES if s not in results.FINISHED), "interrupted", "unreadable")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from alstlib.chunked import RowChunk, Stream
 from alstlib.dryrun import LayerCall
-from alstlib.layers import plan, set_forward
+from alstlib.handle import Handle
+from alstlib.recompute import with_gradient
 from alstlib.support import check_recompute
-from alstlib.tiled import Pass, TiledMLP, entered
-from alstlib.unread import output_unread
-
-if TYPE_CHECKING:
-    from alstlib.hf import Handle
+from alstlib.tiled import Pass, entered
+from alstlib.unread import Unread
 
 
 def attach_streams(handle: Handle, layers: Sequence[nn.Module]) -> None:
@@ -33,7 +31,7 @@ def attach_streams(handle: Handle, layers: Sequence[nn.Module]) -> None:
     for i, call in enumerate(handle.facts.calls):
         _check_call(f"layer {i} ({type(call.layer).__name__})", call)
     for i, layer in enumerate(layers):
-        set_forward(handle, layer, _streamed(handle, layer, layer.forward, i, len(layers)))
+        handle.set_forward(layer, _streamed(handle, layer, layer.forward, i, len(layers)))
         handle.edits.hook(layer, layer.register_forward_pre_hook(_ensure_input_grad, with_kwargs=True))
         handle.edits.set(layer, "_z3_leaf", True)
 
@@ -49,35 +47,24 @@ def _check_call(where: str, call: LayerCall) -> None:
 
 
 def _ensure_input_grad(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An input that needs no gradient makes ZeRO-3's hooks of a leaf fire before backward: let it need one."""
-    x = args[0] if args else kwargs["hidden_states"]
-    if not torch.is_grad_enabled() or x.requires_grad or not any(p.requires_grad for p in layer.parameters()):
-        return None
-    x = x.detach().requires_grad_()
-    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+    if args:
+        return (with_gradient(args[0], layer), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": with_gradient(kwargs["hidden_states"], layer)}
 
 
 def _streamed(handle: Handle, layer: nn.Module, original: Any, index: int, count: int) -> Any:
-    # until a chunk's graph says otherwise: its recompute need not compute the tiles' output
-    unread = any(isinstance(m, TiledMLP) for m in layer.modules())
-
-    def accept(out: Tensor) -> bool:
-        nonlocal unread
-        if unread and not output_unread(out):
-            unread = False
-            return False
-        return True
+    unread = Unread(layer)
 
     def trainable() -> list[nn.Parameter]:
         return [p for p in layer.parameters() if p.requires_grad]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if handle._plain:
+        if handle.plain:
             return original(*args, **kwargs)
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
         if index == 0 and torch.is_grad_enabled():
-            plan(handle, x, count, segments=False)
-        call, as_tuple, drew = handle._call, False, set[nn.Module]()
+            handle.plan(x, count, segments=False)
+        call, as_tuple, drew = handle.call, False, set[nn.Module]()
         leaves, spec = tree_flatten((args, kwargs))
         cuts = [_row_dimension(t, x.shape[1], layer) for t in leaves]
 
@@ -88,8 +75,8 @@ def _streamed(handle: Handle, layer: nn.Module, original: Any, index: int, count
             again = piece.task == "recompute"
             if again and index == 0:
                 handle.headroom.look(part.device)
-            now = Pass(drew, skip=unread and again, whole=True)
-            with handle._using(None if call is None else dataclasses.replace(call, piece=piece)), entered(now):
+            now = Pass(drew, skip=unread.holds and again, whole=True)
+            with handle.using(None if call is None else dataclasses.replace(call, piece=piece)), entered(now):
                 out = original(part, *some_args, **some_kwargs)
             as_tuple = not isinstance(out, Tensor)
             if as_tuple and len(out) > 1:
@@ -100,8 +87,8 @@ def _streamed(handle: Handle, layer: nn.Module, original: Any, index: int, count
         chunk = handle.options.chunk
         assert chunk is not None
         stream = Stream(
-            run=run, chunk=chunk, ranks=handle.ctx.sp, store=handle.store, keep=keep, params=trainable, accept=accept,
-            module=layer,
+            run=run, chunk=chunk, ranks=handle.ctx.sp, store=handle.store, keep=keep, params=trainable,
+            accept=unread.accept, module=layer,
         )  # fmt: skip
         out = stream(x)
         return (out,) if as_tuple else out

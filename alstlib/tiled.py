@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from alstlib.recompute import GradientSums, Replay, first_order, those_that_train, unchanged, with_gradient
 from alstlib.rules import tile_for
 
 TileRule = Callable[[int, int], int]
@@ -54,114 +53,6 @@ def check_tile(tile: int) -> int:
     return tile
 
 
-class Replay:
-    """Random state, autocast and modes of a first pass, so that recomputing it draws the same dropout masks and dtypes.
-
-    Args:
-        device: whose random state it is, beside the CPU's.
-        module: whose modes (training or evaluation) are those of the first pass again.
-    """
-
-    def __init__(self, device: torch.device, module: nn.Module | None = None) -> None:
-        self.device = device
-        self.modes = [] if module is None else [(m, m.training) for m in module.modules()]
-        self.cpu_state = torch.get_rng_state()
-        self.cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        kind = device.type
-        self.autocast = (
-            kind,
-            torch.get_autocast_dtype(kind),
-            torch.is_autocast_enabled(kind),
-            torch.is_autocast_cache_enabled(),
-        )
-
-    def has_moved(self) -> bool:
-        """Have random numbers been drawn since?"""
-        now = Replay(self.device)
-        with unset_fake_temporarily():  # the states are real in a simulation too
-            if not torch.equal(self.cpu_state, now.cpu_state):
-                return True
-            if self.cuda_state is None or now.cuda_state is None:
-                return False
-            return not torch.equal(self.cuda_state, now.cuda_state)
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        devices = [self.device] if self.cuda_state is not None else []
-        switched = [(m, mode) for m, mode in self.modes if m.training != mode]
-        with torch.random.fork_rng(devices=devices), torch.autocast(*self.autocast):
-            torch.set_rng_state(self.cpu_state)
-            if self.cuda_state is not None:
-                torch.cuda.set_rng_state(self.cuda_state, self.device)
-            for module, mode in switched:
-                module.training = mode
-            try:
-                yield
-            finally:
-                for module, mode in switched:
-                    module.training = not mode
-
-
-class Values:
-    """The values of a tensor at this moment, to be known again: engines' hooks wrap a tensor in views of itself."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor.detach(), tensor._version
-
-    def are_those_of(self, x: Any) -> bool:
-        """Is x all of that memory, in the same order, and has nothing been written to it?"""
-        if not isinstance(x, Tensor) or x.shape != self.tensor.shape or x.stride() != self.tensor.stride():
-            return False
-        here = [(t.dtype, t.untyped_storage()._cdata, t.storage_offset()) for t in (x, self.tensor)]
-        return here[0] == here[1] and x._version == self.version
-
-
-def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of an autograd function that has no second-order gradients: refuses `create_graph=True`."""
-
-    @functools.wraps(backward)
-    def checked(ctx: Any, *grads: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "create_graph=True: alstlib computes gradients of the first order only; use create_graph=False, or "
-                "detach() the model first"
-            )
-        return backward(ctx, *grads)
-
-    return checked
-
-
-@contextlib.contextmanager
-def unchanged(x: Tensor, module: nn.Module | None) -> Iterator[None]:
-    """Refuse a first pass that changes its input: the recompute would begin with what was changed.
-
-    Raises:
-        ValueError: names the module.
-    """
-    before = None if x.is_inference() else x._version
-    yield
-    if before is not None and x._version != before:
-        raise ValueError(
-            f"{'a function' if module is None else type(module).__name__} changes its input in place, and a recompute "
-            "would begin with the changed one; use tiled_mlp=False for an MLP, tiled_norm=False for a norm, and "
-            "checkpoint=False with chunk=None for a layer"
-        )
-
-
-def those_that_train(params: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
-    """The parameters that need a gradient, of those that were there in forward.
-
-    Raises:
-        RuntimeError: there are others now.
-    """
-    if len(params) != len(needs) or not all(p.requires_grad for p, need in zip(params, needs) if need):
-        raise RuntimeError(
-            "weights were frozen, or made to train, between a forward and its backward (an adapter that was switched "
-            "off, say): its recompute would be another; call backward() first"
-        )
-    return [p for p, need in zip(params, needs) if need]
-
-
 class _TiledCompute(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -188,7 +79,7 @@ class _TiledCompute(torch.autograd.Function):
         x, *along = ctx.saved_tensors
         need_x, needs = ctx.needs_input_grad[6], ctx.needs_input_grad[7:]
         params = those_that_train(ctx.params(), needs)
-        sums: list[Tensor | None] = [None] * len(params)
+        sums = GradientSums(params)
         grad_x = torch.empty_like(x) if need_x else None
         with ctx.replay(), torch.enable_grad():
             for lo in range(0, x.shape[1], ctx.tile):
@@ -201,13 +92,9 @@ class _TiledCompute(torch.autograd.Function):
                 if grad_x is not None:
                     first = grads.pop(0)
                     grad_x[:, rows] = 0 if first is None else first
-                for i, g in enumerate(grads):
-                    if g is not None:
-                        total, wide = sums[i], torch.promote_types(g.dtype, torch.float32)
-                        # copied before anything is added to it: a gradient may be a view of the caller's or of another
-                        sums[i] = g.to(wide, copy=ctx.tile < x.shape[1]) if total is None else total.add_(g)
+                sums.add(grads, last=lo + ctx.tile >= x.shape[1])
                 del grads
-        done = iter([s if s is None else s.to(p.dtype) for s, p in zip(sums, params)])
+        done = iter(sums.done())
         return (None, None, None, None, None, None, grad_x, *(next(done) if need else None for need in needs))
 
 
@@ -287,11 +174,7 @@ class TiledModule(nn.Module):
 
     @staticmethod
     def _ensure_input_grad(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """An input that needs no gradient makes ZeRO-3's hooks of a leaf fire before backward: let it need one."""
-        x, *rest = args
-        if torch.is_grad_enabled() and not x.requires_grad and any(p.requires_grad for p in module.parameters()):
-            x = x.detach().requires_grad_()
-        return (x, *rest)
+        return (with_gradient(args[0], module), *args[1:])
 
     @property
     def training(self) -> bool:

@@ -25,9 +25,10 @@ from alstlib import results
 from alstlib.config import RunConfig
 from alstlib.corpus import get_tokenizer, load_corpus
 from alstlib.engine import host_tensors, initialize, save_model, take_step
-from alstlib.foretell import as_metrics, foretell, machine_of
+from alstlib.foretell import as_metrics, foretell
 from alstlib.groups import gather_text
 from alstlib.loading import load_on_first
+from alstlib.machine import machine_of
 from alstlib.memory import Ledger, ran_out
 from alstlib.models import SHAPES, flop_dimensions, put_liger
 from alstlib.progress import Pace, Progress, ProgressReader

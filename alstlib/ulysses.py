@@ -21,7 +21,8 @@ from alstlib.groups import SPContext
 from alstlib.kernels import Backend, Documents, Rule, choose_backend, row_tiles
 from alstlib.layouts import Layouts
 from alstlib.offload import Saved
-from alstlib.tiled import default_tile, first_order
+from alstlib.recompute import first_order
+from alstlib.tiled import default_tile
 
 
 class UlyssesAttention:

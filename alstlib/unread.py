@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from alstlib.tiled import Replay, TiledMLP, TiledModule, Values
+from alstlib.recompute import Replay, Values
+from alstlib.tiled import TiledMLP, TiledModule
 
 _HOOKS = (
     "PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward", "BackwardHookFunctionBackward"
@@ -154,6 +155,24 @@ def _is_token_wise(module: nn.Module, x: Tensor, out: Any) -> bool:
         return False
     rtol = 8 * torch.finfo(out.dtype).eps
     return fake or torch.allclose(alone, among[:, :1], rtol=rtol, atol=rtol * float(among.abs().amax()))
+
+
+class Unread:
+    """Whether recomputes of one layer may leave out what its tiled MLPs return: until a graph says otherwise."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.holds = any(isinstance(m, TiledMLP) for m in layer.modules())
+        self.followers: dict[TiledMLP, Follower] = {}
+
+    def accept(self, out: Any) -> bool:
+        """Look at what a recompute that left them out returned (a tensor, or a tuple with tensors), before its
+        backward; where it says False, the recompute has to run once more, and later ones leave nothing out."""
+        outs = [out] if isinstance(out, Tensor) else [o for o in out if isinstance(o, Tensor)]
+        accepted = not self.holds or all(output_unread(o, self.followers.values()) for o in outs)
+        self.holds = self.holds and accepted
+        for follower in self.followers.values():
+            follower.forget()
+        return accepted
 
 
 def output_unread(out: Tensor, followers: Iterable[Follower] = ()) -> bool:

@@ -11,9 +11,10 @@ from typing import Any
 
 from alstlib import plots
 from alstlib.config import RunConfig
-from alstlib.planner import GIB, Machine, Prediction, longest, predict
-from alstlib.results import format_seconds, format_tokens
+from alstlib.machine import Machine
+from alstlib.planner import Prediction, longest, predict
 from alstlib.shapes import Shape
+from alstlib.units import GIB, format_seconds, format_tokens
 from alstlib.zero import BUCKETS, COPIES, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS
 
 

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from alstlib import results
+from alstlib import devices, results
 from alstlib.config import RunConfig
 from alstlib.foretell import limits
 from alstlib.groups import join, join_fake
-from alstlib.launch import device_count
 from alstlib.memory import ran_out
 from alstlib.processes import die_with_parent, dump_before_deadline
 from alstlib.resume import Timeout
@@ -32,7 +31,7 @@ def this_device() -> tuple[torch.device, bool]:
     """
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), True
-    if torch.version.cuda and (listed := device_count()):
+    if torch.version.cuda and (listed := devices.device_count()):
         try:
             why: Any = torch.cuda.init()
         except (RuntimeError, AssertionError) as e:

@@ -26,9 +26,9 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from alstlib.config import RunConfig
-from alstlib.fields import check_names, parse_quantity
+from alstlib.fields import check_names
 from alstlib.processes import sigterm_interrupts
-from alstlib.results import format_seconds
+from alstlib.units import format_seconds, parse_quantity
 
 ROOT = Path(__file__).resolve().parents[1]
 SPECS = ROOT / "papermill_runs" / "specs"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from alstlib import cli, launch, locks, progress, results, status
+from alstlib import cli, devices, locks, progress, results, status
 from alstlib.config import ROWS, RunConfig
 
 TESTS = Path(__file__).parent
@@ -163,7 +163,7 @@ def test_the_commands_of_a_dry_run_and_of_the_page_run_a_row(sweep, tmp_path, mo
     assert (notebook, output) == ("run.ipynb", "out.ipynb")
     assert json.loads(parameters)["worker"] == "fake_worker"
     assert json.loads(parameters)["config"] == {
-        "row": "good", "model_config": {"fake": "ok"}, "timeout": 60, "world_size": launch.device_count() or 2
+        "row": "good", "model_config": {"fake": "ok"}, "timeout": 60, "world_size": devices.device_count() or 2
     }  # fmt: skip
     capsys.readouterr()
     other = tmp_path / "an other"
@@ -223,7 +223,7 @@ def test_status_judges_rows_as_the_machine_that_ran_them(tmp_path, monkeypatch, 
     base = {"cpu": {"seq_len": 1000}, "cuda": {"seq_len": "8K"}}
     rows = ["alst", {"name": "all", "world_size": 8, "steps": 3}]
     spec, out = write_spec(tmp_path, base=base, rows=rows), out_of(tmp_path)
-    monkeypatch.setattr(launch, "device_count", lambda: 8)
+    monkeypatch.setattr(devices, "device_count", lambda: 8)
     loaded = cli.load_spec(spec)
     for name, config in loaded.rows.items():
         (out / name).mkdir(parents=True)
@@ -231,13 +231,13 @@ def test_status_judges_rows_as_the_machine_that_ran_them(tmp_path, monkeypatch, 
         results.write_result(out / name / "result.json", results.new_result(config, "ok"))
     cli.write_record(loaded)
     for gpus in (0, 2, 8):
-        monkeypatch.setattr(launch, "device_count", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(devices, "device_count", lambda gpus=gpus: gpus)
         assert cli.main(["status", str(spec)]) == 0, gpus
         shown = capsys.readouterr().out
         assert "stale" not in shown
         assert "alst run" not in shown
         assert cli.main(["report", str(spec)]) == 0
-    monkeypatch.setattr(launch, "device_count", lambda: 0)
+    monkeypatch.setattr(devices, "device_count", lambda: 0)
     assert cli.load_spec(spec).rows["alst"].world_size == 2  # what `alst run` would run here
     write_spec(tmp_path, base=base, rows=["alst", {"name": "all", "world_size": 8, "steps": 4}])
     capsys.readouterr()
@@ -388,7 +388,7 @@ def test_what_runs_and_that_it_runs_once(tmp_path, capsys):
 
 
 def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(launch, "device_count", lambda: 0)
+    monkeypatch.setattr(devices, "device_count", lambda: 0)
     base = {"model": "tiny", "seq_len": 256, "steps": 2}
     rows = ["alst", {"name": "long", "sp": 2, "seq_len": "1G", "device_memory": "96MiB"}]
     spec = write_spec(tmp_path, base=base, rows=rows, parameters=None)
@@ -430,7 +430,7 @@ def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_unknown_names_are_refused_before_anything_starts(tmp_path, monkeypatch, capsys, changes, message):
-    monkeypatch.setattr(launch, "device_count", lambda: 0)
+    monkeypatch.setattr(devices, "device_count", lambda: 0)
     monkeypatch.setattr(cli, "execute", lambda *a: pytest.fail("a notebook was executed"))
     assert cli.main(["run", str(write_spec(tmp_path, **changes))]) == 2
     assert message in capsys.readouterr().err
@@ -438,7 +438,7 @@ def test_unknown_names_are_refused_before_anything_starts(tmp_path, monkeypatch,
 
 
 def test_a_spec_outside_of_the_clone_runs_its_notebook(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(launch, "device_count", lambda: 0)
+    monkeypatch.setattr(devices, "device_count", lambda: 0)
     path = tmp_path / "mine.yaml"
     path.write_text("{rows: [{name: one, model: tiny}]}")
     spec = cli.load_spec(path)
@@ -460,7 +460,7 @@ def test_the_hardware_chooses_its_section(tmp_path, monkeypatch):
     base = {"steps": 5, "cpu": {"seq_len": 1000}, "cuda": {"seq_len": "8K", "steps": 7}}
     spec = write_spec(tmp_path, base=base, rows=["alst", {"name": "ours", "tiled_mlp": 64}])
     for gpus, length, steps, sp in ((0, 1000, 5, 2), (4, 8000, 7, 4)):
-        monkeypatch.setattr(launch, "device_count", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(devices, "device_count", lambda gpus=gpus: gpus)
         rows = cli.load_spec(spec).rows
         assert all((c.seq_len, c.steps, c.sp, c.world_size) == (length, steps, sp, sp) for c in rows.values())
         assert rows["ours"].tiled_mlp == 64

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from alstlib.config import FEATURES, PAPER_ROWS, ROWS, RunConfig, row_config
-from alstlib.fields import parse_quantity
+from alstlib.units import parse_quantity
 
 
 @pytest.mark.parametrize(

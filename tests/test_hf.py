@@ -106,7 +106,7 @@ def test_failed_apply_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     before = anatomy(model)
 
-    def fail(handle: Any) -> None:
+    def fail(*_: Any) -> None:
         raise RuntimeError("late")
 
     monkeypatch.setattr(hf, "_attach_calls", fail)

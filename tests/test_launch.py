@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from alstlib import foretell, launch, processes, progress, results
+from alstlib import devices, foretell, launch, processes, progress, results
 from alstlib.config import PAPER_ROWS, RunConfig, row_config
 from alstlib.progress import ProgressReader
 
@@ -122,7 +122,7 @@ def test_ranks_get_a_clean_environment(finished_run):
         assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == ("lo0" if sys.platform == "darwin" else "lo")
         assert int(env["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // len(ranks))
         assert env["ALST_RUN_ID"].startswith(result["run_id"])
-        if not launch.device_count():
+        if not devices.device_count():
             assert env["DS_ACCELERATOR"] == "cpu"
 
 
@@ -319,14 +319,14 @@ def test_full_disk(tmp_path, monkeypatch, capsys):
 
 
 def test_resolve(monkeypatch):
-    monkeypatch.setattr(launch, "device_count", lambda: 0)
+    monkeypatch.setattr(devices, "device_count", lambda: 0)
     resolved = launch.resolve(RunConfig(sp=0))
     assert (resolved.world_size, resolved.sp) == (2, 2)
     with pytest.raises(ValueError, match=r"sp=3 does not divide world_size=2; nearest: sp=2, or world_size=3"):
         launch.resolve(RunConfig(sp=3))
     with pytest.raises(ValueError, match=r"world_size=3 does not divide into nnodes=2; nearest: 4"):
         launch.resolve(RunConfig(world_size=3), nnodes=2)
-    monkeypatch.setattr(launch, "device_count", lambda: 8)
+    monkeypatch.setattr(devices, "device_count", lambda: 8)
     assert launch.resolve(RunConfig(sp=0), nnodes=4).sp == 32
     with pytest.raises(ValueError, match=r"world_size=9 needs more GPUs than the 8"):
         launch.resolve(RunConfig(world_size=9))
@@ -337,18 +337,18 @@ def test_resolve(monkeypatch):
 
 @pytest.mark.parametrize("visible, count", [(None, 4), ("", 0), ("0,2", 2), ("1,-1,2", 1), ("GPU-a", 1)])
 def test_visible_devices(monkeypatch, visible, count):
-    monkeypatch.setattr(launch, "_installed_gpus", lambda: 4)
+    monkeypatch.setattr(devices, "_installed_gpus", lambda: 4)
     monkeypatch.setattr(launch.importlib.metadata, "version", lambda name: "2.13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert launch.device_count() == count
+    assert devices.device_count() == count
     monkeypatch.setattr(launch.importlib.metadata, "version", lambda name: "2.13.0+cpu")
-    assert launch.device_count() == 0
+    assert devices.device_count() == 0
 
 
 def test_cuda_environment(monkeypatch):
-    monkeypatch.setattr(launch, "device_count", lambda: 8)
+    monkeypatch.setattr(devices, "device_count", lambda: 8)
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "DS_ACCELERATOR"):
         monkeypatch.delenv(name, raising=False)
     env = launch.environment("r", 8)

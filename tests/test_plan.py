@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from alstlib.cli import main
-from alstlib.planner import GIB
 from alstlib.shapes import PUBLIC
+from alstlib.units import GIB
 
 EIGHT = ["plan", "--model", "meta-llama/Llama-3.1-8B", "--gpus", "8", "--gpu-memory", "80GB", "--host-memory", "1.9TB"]
 
@@ -109,7 +109,7 @@ def test_terms_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_planned_is_refused(
     args: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("alstlib.launch.device_count", lambda: 0)
+    monkeypatch.setattr("alstlib.devices.device_count", lambda: 0)
     assert main([*EIGHT, *args]) in (1, 2)
     assert says in capsys.readouterr().err
 

@@ -14,11 +14,13 @@ from alstlib import activations as activations_module
 from alstlib import results
 from alstlib.activations import activations, families, kv_needed
 from alstlib.config import RunConfig, row_config
-from alstlib.foretell import foretell, machine_of, why_not
-from alstlib.planner import GIB, Machine, Overheads, advice, longest, nearest_that_fits, predict, states
+from alstlib.foretell import foretell, why_not
+from alstlib.machine import Machine, Overheads, machine_of
+from alstlib.planner import advice, longest, nearest_that_fits, predict, states
 from alstlib.rates import label_bytes, rates_of, with_measured
 from alstlib.shapes import read_shape
 from alstlib.speed import attention_flops, exchange_bytes, linear_flops
+from alstlib.units import GIB
 from tests import plan_table
 
 EIGHT_B = read_shape("meta-llama/Llama-3.1-8B")

@@ -12,7 +12,7 @@ import pytest
 
 from alstlib import results
 from alstlib.config import RunConfig
-from alstlib.fields import parse_quantity
+from alstlib.units import format_bytes, format_seconds, format_tokens, parse_quantity
 
 CONFIG = RunConfig(row="alst", world_size=2, sp=2)
 
@@ -211,13 +211,13 @@ def test_table_and_markdown():
 
 @pytest.mark.parametrize("n", [1, 999, 1000, 1500, 2048, 131_072, 999_999, 1_050_000, 123_456_000, 1_234_567_000])
 def test_token_counts_survive_formatting(n):
-    assert parse_quantity(results.format_tokens(n).replace(",", "")) == n
+    assert parse_quantity(format_tokens(n).replace(",", "")) == n
 
 
 def test_formats():
-    assert [results.format_tokens(n) for n in (500_000, 3_700_000, 2048, 1500)] == ["500K", "3.7M", "2,048", "1.5K"]
-    assert [results.format_bytes(n) for n in (512, 3 * 2**29, 384 * 2**20)] == ["512 B", "1.50 GiB", "384.00 MiB"]
-    assert [results.format_seconds(s) for s in (0.35, 12.34, 59.96, 1010, 200_000)] == [
+    assert [format_tokens(n) for n in (500_000, 3_700_000, 2048, 1500)] == ["500K", "3.7M", "2,048", "1.5K"]
+    assert [format_bytes(n) for n in (512, 3 * 2**29, 384 * 2**20)] == ["512 B", "1.50 GiB", "384.00 MiB"]
+    assert [format_seconds(s) for s in (0.35, 12.34, 59.96, 1010, 200_000)] == [
         "350 ms", "12.3 s", "0:01:00", "0:16:50", "55:33:20",
     ]  # fmt: skip
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 import alstlib
 from alstlib.config import ROWS, RunConfig, row_config
+from alstlib.machine import Machine
 from alstlib.models import load_model
-from alstlib.planner import Machine, predict
+from alstlib.planner import predict
 from alstlib.shapes import read_shape
 from alstlib.simulate import _roomy, drop_gradients, extend, simulate, simulate_deep, step
 from alstlib.train import run_options

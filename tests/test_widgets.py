@@ -8,9 +8,10 @@ import pytest
 
 from alstlib import plots, widgets
 from alstlib.config import RunConfig, row_config
-from alstlib.planner import Machine, longest
-from alstlib.results import format_tokens
+from alstlib.machine import Machine
+from alstlib.planner import longest
 from alstlib.shapes import read_shape
+from alstlib.units import format_tokens
 
 
 def draw(ranks: int, heads: int) -> tuple[Any, str]:

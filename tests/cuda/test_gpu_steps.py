@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from alstlib import launch
+from alstlib import devices
 from alstlib.config import RunConfig
-from alstlib.planner import Machine, predict
+from alstlib.machine import Machine
+from alstlib.planner import predict
 from alstlib.shapes import read_shape
 from alstlib.specs import load_spec
 
@@ -48,7 +49,7 @@ def test_every_spec_is_a_step_and_runs_on_one_gpu(tmp_path: Path, monkeypatch: p
     assert {p.stem for p in SPECS} | {"tests"} == set(gpu.ORDER)
     for path in SPECS:
         for dry, gpus in ((False, 1), (True, 0)):
-            monkeypatch.setattr(launch, "device_count", lambda gpus=gpus: gpus)
+            monkeypatch.setattr(devices, "device_count", lambda gpus=gpus: gpus)
             steps = list(gpu.rows_of(path.stem, tmp_path, dry))
             spec = load_spec(tmp_path / "specs" / path.name)
             assert [s.name.partition("/")[2] for s in steps] == list(spec.rows)

@@ -15,7 +15,8 @@ import alstlib
 from alstlib.activations import kernel_workspace
 from alstlib.backends import choose_backend
 from alstlib.config import RunConfig
-from alstlib.planner import Machine, predict
+from alstlib.machine import Machine
+from alstlib.planner import predict
 from alstlib.rates import GPUS, rates_of
 from alstlib.rules import sdpa_kernel
 from alstlib.shapes import read_shape

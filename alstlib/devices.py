@@ -1,0 +1,54 @@
+"""Which GPUs this machine has, asked without torch and without touching a device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+
+@functools.cache
+def _installed_gpus() -> int:
+    if not (smi := shutil.which("nvidia-smi")):  # a container may have GPUs without it
+        return sum(os.access(node, os.R_OK | os.W_OK) for node in Path("/dev").glob("nvidia[0-9]*"))
+    try:
+        listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def device_count() -> int:
+    """CUDA devices that ranks could use on this machine."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        if "+cpu" in importlib.metadata.version("torch"):
+            return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not visible.strip():
+        return 0
+    found = _installed_gpus()
+    if visible is None or not found:
+        return found
+    names = [name.strip() for name in visible.split(",")]
+    return names.index("-1") if "-1" in names else len(names)
+
+
+def first_gpu() -> tuple[str, int | None]:
+    """Name of the first GPU and its bytes."""
+    if not (smi := shutil.which("nvidia-smi")):
+        return "", None
+    query = [smi, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits", "-i", _first_visible()]
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        out = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        name, _, mebibytes = out.splitlines()[0].rpartition(",")
+        return name.strip(), int(mebibytes) * 2**20
+    return "", None
+
+
+def _first_visible() -> str:
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    return first if first.isdigit() else "0"

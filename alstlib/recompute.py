@@ -1,0 +1,155 @@
+"""What a second pass needs of the first: random state, precision, modes, gradient sums in fp32, and what to refuse.
+
+Everything that is recomputed in backward (tiles, checkpoints, chunks) stands on this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+
+class Replay:
+    """Random state, autocast and modes of a first pass, so that recomputing it draws the same dropout masks and dtypes.
+
+    Args:
+        device: whose random state it is, beside the CPU's.
+        module: whose modes (training or evaluation) are those of the first pass again.
+    """
+
+    def __init__(self, device: torch.device, module: nn.Module | None = None) -> None:
+        self.device = device
+        self.modes = [] if module is None else [(m, m.training) for m in module.modules()]
+        self.cpu_state = torch.get_rng_state()
+        self.cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        kind = device.type
+        self.autocast = (
+            kind,
+            torch.get_autocast_dtype(kind),
+            torch.is_autocast_enabled(kind),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    def has_moved(self) -> bool:
+        """Have random numbers been drawn since?"""
+        now = Replay(self.device)
+        with unset_fake_temporarily():  # the states are real in a simulation too
+            if not torch.equal(self.cpu_state, now.cpu_state):
+                return True
+            if self.cuda_state is None or now.cuda_state is None:
+                return False
+            return not torch.equal(self.cuda_state, now.cuda_state)
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        devices = [self.device] if self.cuda_state is not None else []
+        switched = [(m, mode) for m, mode in self.modes if m.training != mode]
+        with torch.random.fork_rng(devices=devices), torch.autocast(*self.autocast):
+            torch.set_rng_state(self.cpu_state)
+            if self.cuda_state is not None:
+                torch.cuda.set_rng_state(self.cuda_state, self.device)
+            for module, mode in switched:
+                module.training = mode
+            try:
+                yield
+            finally:
+                for module, mode in switched:
+                    module.training = not mode
+
+
+class Values:
+    """The values of a tensor at this moment, to be known again: engines' hooks wrap a tensor in views of itself."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor.detach(), tensor._version
+
+    def are_those_of(self, x: Any) -> bool:
+        """Is x all of that memory, in the same order, and has nothing been written to it?"""
+        if not isinstance(x, Tensor) or x.shape != self.tensor.shape or x.stride() != self.tensor.stride():
+            return False
+        here = [(t.dtype, t.untyped_storage()._cdata, t.storage_offset()) for t in (x, self.tensor)]
+        return here[0] == here[1] and x._version == self.version
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of an autograd function that has no second-order gradients: refuses `create_graph=True`."""
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "create_graph=True: alstlib computes gradients of the first order only; use create_graph=False, or "
+                "detach() the model first"
+            )
+        return backward(ctx, *grads)
+
+    return checked
+
+
+@contextlib.contextmanager
+def unchanged(x: Tensor, module: nn.Module | None) -> Iterator[None]:
+    """Refuse a first pass that changes its input: the recompute would begin with what was changed.
+
+    Raises:
+        ValueError: names the module.
+    """
+    before = None if x.is_inference() else x._version
+    yield
+    if before is not None and x._version != before:
+        raise ValueError(
+            f"{'a function' if module is None else type(module).__name__} changes its input in place, and a recompute "
+            "would begin with the changed one; use tiled_mlp=False for an MLP, tiled_norm=False for a norm, and "
+            "checkpoint=False with chunk=None for a layer"
+        )
+
+
+def those_that_train(params: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+    """The parameters that need a gradient, of those that were there in forward.
+
+    Raises:
+        RuntimeError: there are others now.
+    """
+    if len(params) != len(needs) or not all(p.requires_grad for p, need in zip(params, needs) if need):
+        raise RuntimeError(
+            "weights were frozen, or made to train, between a forward and its backward (an adapter that was switched "
+            "off, say): its recompute would be another; call backward() first"
+        )
+    return [p for p, need in zip(params, needs) if need]
+
+
+def with_gradient(x: Tensor, module: nn.Module) -> Tensor:
+    """x, which needs a gradient where a weight of the module does: an input that needs none makes ZeRO-3's hooks of a
+    leaf fire before backward."""
+    if x.requires_grad or not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
+        return x
+    return x.detach().requires_grad_()
+
+
+class GradientSums:
+    """Sums of gradients of `params` over tiles or chunks, in fp32; a single gradient passes as it is."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params = params
+        self.sums: list[Tensor | None] = [None] * len(params)
+
+    def add(self, grads: Sequence[Tensor | None], last: bool) -> None:
+        """Add the gradients of one tile, in the order of `params`; `last` says that no other tile follows."""
+        for i, g in enumerate(grads):
+            if g is None:
+                continue
+            total = self.sums[i]
+            if total is None:  # copied before anything is added to it: a gradient may be a view of another
+                self.sums[i] = g if last else g.to(torch.promote_types(g.dtype, torch.float32), copy=True)
+            else:
+                total.add_(g)
+
+    def done(self) -> list[Tensor | None]:
+        """The sums, in the precision of the parameters; None for a parameter that has got no gradient."""
+        sums, self.sums = self.sums, []
+        return [s if s is None else s.to(p.dtype) for s, p in zip(sums, self.params)]
