@@ -42,7 +42,7 @@ def attach_attention(handle: Handle) -> None:
         if call.piece is not None:
             out = call.piece.attend(handle.attention, query, key, value, **how)
         else:
-            out = handle.attention(query, key, value, saved=call.saved, release=call.release, **how)
+            out = handle.attention(query, key, value, saved=call.saved, **how)
         return out.transpose(1, 2).contiguous(), None  # as the plain kernels do: some models read it by view
 
     AttentionInterface.register(name, torch.compiler.disable(attend))

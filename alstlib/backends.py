@@ -47,6 +47,7 @@ from alstlib.flash_packages import (
     unflat,
     unflat_lse,
 )
+from alstlib.rule import Attended
 from alstlib.rules import sdpa_kernel
 
 aten = torch.ops.aten
@@ -57,9 +58,9 @@ LONG = 65_536
 
 @dataclass(frozen=True)
 class Backend:
-    """A pair of kernels, forward(q, k, v, scale, causal) -> (out, lse) and backward(dout, q, k, v, out, lse, scale,
-    causal) -> (dq, dk, dv); causal with as many queries as keys. `out` and `lse` may be those over more keys than `k`
-    holds: then the gradients are these keys' share."""
+    """A pair of kernels, forward(q, k, v, scale, causal) -> (out, lse) and backward(dout, kept, scale, causal) ->
+    (dq, dk, dv); causal with as many queries as keys. `out` and `lse` of `kept` may be those over more keys than its
+    `k` holds: then the gradients are these keys' share."""
 
     name: str
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -80,7 +81,7 @@ class Backend:
     packed_forward: Callable[..., tuple[Tensor, Tensor]] | None = None
     """(q, k, v, scale, offsets, longest, window) -> (out, lse), offsets [documents + 1] over the flattened batch."""
     packed_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
-    """(dout, q, k, v, out, lse, scale, offsets, longest, window) -> (dq, dk, dv)."""
+    """(dout, kept, scale, offsets, longest, window) -> (dq, dk, dv)."""
 
 
 # ----- PyTorch on CPU: native grouped-query attention, lse [B, H, S]
@@ -90,10 +91,8 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) ->
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
 
-def _cpu_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+def _cpu_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, *kept, 0.0, causal, scale=scale)
 
 
 # ----- PyTorch on CUDA
@@ -106,9 +105,8 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) 
     return out.transpose(1, 2), lse
 
 
-def _flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = kept
     dt, qt, kt, vt, ot = (t.transpose(1, 2) for t in (dout, q, k, v, out))
     rows, keys = q.shape[2], k.shape[2]
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's state, unread without dropout
@@ -130,9 +128,9 @@ def _flash_packed_forward(
 
 
 def _flash_packed_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, offsets: Tensor,
-    longest: int, window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor, kept: Attended, scale: float, offsets: Tensor, longest: int, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = kept
     left, right = sides(window)
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     grads = aten._flash_attention_backward(
@@ -153,9 +151,8 @@ def _laid_out_like(q: Tensor, x: Tensor) -> Tensor:
     return x.permute(order).contiguous().permute([order.index(d) for d in range(4)])
 
 
-def _cudnn_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cudnn_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = kept
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     # PyTorch up to 2.13 knows a graph by the strides of q, k and v; those of dout and out must follow from them
     dout, out = _laid_out_like(q, dout), _laid_out_like(q, out)
@@ -179,9 +176,8 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
     return out, lse[..., : q.shape[2]]  # the kernel pads its logsumexp to a multiple of 32 rows
 
 
-def _efficient_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _efficient_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = kept
     heads, groups = q.shape[1], q.shape[1] // k.shape[1]
     padded = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=float("inf"))
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
@@ -204,10 +200,9 @@ def _eager_forward(
 
 
 def _eager_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return reference.attention_backward(dout, q, k, v, out, lse, scale=scale, causal=causal, softcap=softcap)
+    dout: Tensor, kept: Attended, scale: float, causal: bool, softcap: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return reference.attention_backward(dout, *kept, scale=scale, causal=causal, softcap=softcap)
 
 
 _ALL = [

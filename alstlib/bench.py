@@ -24,6 +24,7 @@ import torch
 from alstlib.config import RunConfig
 from alstlib.kernels import (
     BACKENDS,
+    Attended,
     Rule,
     attention_backward,
     attention_backward_rows,
@@ -136,9 +137,9 @@ def time_kernel(
 
     q, dout, (k, v) = make(heads), make(heads), (make(kv), make(kv))
     rule = Rule(dim**-0.5)
-    out, lse = attention_forward(backend, q, k, v, rule=rule)
+    kept = Attended(q, k, v, *attention_forward(backend, q, k, v, rule=rule))
     forward = median(lambda: attention_forward(backend, q, k, v, rule=rule))
-    backward = median(lambda: attention_backward(backend, dout, q, k, v, out, lse, rule=rule))
+    backward = median(lambda: attention_backward(backend, dout, kept, rule=rule))
     square = float(length) ** 2 * dim * heads
     made = {
         "forward_seconds": forward,
@@ -158,10 +159,9 @@ def time_kernel(
 
     def chunks_backward() -> None:
         for at in reversed(spans):
-            attention_backward_rows(
-                backend, dout[:, :, at], q[:, :, at], k[:, :, : at.stop], v[:, :, : at.stop], out[:, :, at],
-                lse[:, :, at], dk[:, :, : at.stop], dv[:, :, : at.stop], rule=rule,
-            )  # fmt: skip
+            rows, keys = (slice(None), slice(None), at), (slice(None), slice(None), slice(at.stop))
+            part = Attended(q[rows], k[keys], v[keys], kept.out[rows], kept.lse[rows])
+            attention_backward_rows(backend, dout[rows], part, (dk[keys], dv[keys]), rule=rule)
 
     forward, backward = median(chunks_forward), median(chunks_backward)
     return {

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from alstlib.rule import Attended
+
 BLOCK_BYTES = 32 * 2**20
 """Of one block of scores."""
 
@@ -99,10 +101,10 @@ def forward(
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor, kept: Attended, scale: float, causal: bool, softcap: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients -> dq, dk, dv, of the dtypes of q, k and v."""
+    q, k, v, out, lse = kept
     (_, heads, rows, _), kv, keys = q.shape, k.shape[1], k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped, douts, outs = (t.unflatten(1, (kv, heads // kv)) for t in (q, dout, out))

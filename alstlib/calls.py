@@ -42,7 +42,6 @@ class Call:
     shift_labels: Tensor | None = None
     divisor: Any = None
     saved: Saved | None = None
-    release: bool = False
     piece: RowChunk | None = None
     """The chunk that a streamed layer is at."""
     real: Tensor | None = None

@@ -25,11 +25,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from alstlib.kernels import Documents, Rule
+from alstlib.kernels import Attended, Documents, Rule
 from alstlib.layouts import Layout
 from alstlib.offload import HostStore, Ticket
 from alstlib.recompute import GradientSums, Replay, first_order, those_that_train, unchanged
-from alstlib.ulysses import UlyssesAttention, output_with, row_delta
+from alstlib.ulysses import UlyssesAttention, gradient_of_sinks, output_with, row_delta
 
 
 class KeysDone(Exception):
@@ -154,7 +154,7 @@ class _ChunkAttention(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        op, piece, layout, delta, dsinks = ctx.op, ctx.piece, ctx.layout, None, None
+        op, piece, layout, delta = ctx.op, ctx.piece, ctx.layout, None
         q, out, lse = ctx.__dict__.pop("held")
         if piece.kept and op.exchange.ranks > 1:
             (delta,) = layout.queries_to_heads(row_delta(dout, out))
@@ -162,12 +162,10 @@ class _ChunkAttention(torch.autograd.Function):
             out = output_with(delta, dout)
         elif not piece.kept:
             (dout,) = layout.queries_to_heads(dout)
-        if ctx.sinks is not None and ctx.needs_input_grad[3]:
-            delta = row_delta(dout, out) if delta is None else delta
-            dsinks = layout.sinks_backward(delta[..., 0], lse, ctx.sinks)
+        dsinks = gradient_of_sinks(ctx, dout, out, lse, delta)
         (k, v), sums = piece.resident.until(piece.last), piece.resident.sums_until(piece.last)
         backend = op.backend_for(q, v, ctx.rule)
-        dq = layout.backward_rows(backend, dout, q, k, v, out, lse, *sums, ctx.rule)
+        dq = layout.backward_rows(backend, dout, Attended(q, k, v, out, lse), sums, ctx.rule)
         dk, dv = (t[:, :, piece.first :].to(dq.dtype) for t in sums)
         return (*layout.grads_to_seq(dq, dk, dv), dsinks, None, None, None, None)
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alstlib.rule import Attended
+
 
 def flat(x: Tensor) -> Tensor:
     """[B, H, S, D] -> [B * S, H, D], as kernels for variable lengths take it."""
@@ -43,11 +45,10 @@ def fa2_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> 
     return out.transpose(1, 2), lse
 
 
-def fa2_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def fa2_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.flash_attn_interface import _flash_attn_backward
 
+    q, k, v, out, lse = kept
     dt, qt, kt, vt, ot = (t.transpose(1, 2) for t in (dout, q, k, v, out))
     dq, dk, dv = (torch.empty_like(t) for t in (qt, kt, vt))
     lse = lse.contiguous()
@@ -65,11 +66,10 @@ def fa3_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> 
     return out.transpose(1, 2), lse
 
 
-def fa3_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def fa3_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn_interface import _flash_attn_backward
 
+    q, k, v, out, lse = kept
     dt, qt, kt, vt, ot = (t.transpose(1, 2) for t in (dout, q, k, v, out))
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (qt, kt, vt))
     _flash_attn_backward(
@@ -92,11 +92,11 @@ def fa3_packed_forward(
 
 
 def fa3_packed_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, offsets: Tensor,
-    longest: int, window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor, kept: Attended, scale: float, offsets: Tensor, longest: int, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn_interface import _flash_attn_backward
 
+    q, k, v, out, lse = kept
     left, right = sides(window)
     dt, qt, kt, vt, ot = (flat(t) for t in (dout, q, k, v, out))
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (qt, kt, vt))
@@ -116,11 +116,10 @@ def fa4_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> 
     return out.transpose(1, 2), lse
 
 
-def fa4_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def fa4_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
+    q, k, v, out, lse = kept
     dt, qt, kt, vt, ot = (t.transpose(1, 2) for t in (dout, q, k, v, out))
     dq, dk, dv, *_ = _flash_attn_bwd(qt, kt, vt, ot, dt, lse.contiguous(), softmax_scale=scale, causal=causal)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
@@ -145,11 +144,11 @@ def fa4_packed_forward(
 
 
 def fa4_packed_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, offsets: Tensor,
-    longest: int, window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor, kept: Attended, scale: float, offsets: Tensor, longest: int, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
+    q, k, v, out, lse = kept
     dt, qt, kt, vt, ot = (flat(t) for t in (dout, q, k, v, out))
     packed = _fa4_packed(offsets, longest, window)
     dq, dk, dv, *_ = _flash_attn_bwd(qt, kt, vt, ot, dt, flat_lse(lse), softmax_scale=scale, **packed)

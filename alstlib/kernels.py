@@ -19,18 +19,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from alstlib.backends import BACKENDS, LONG, Backend, choose_backend
+from alstlib.rule import Attended, Rule
 from alstlib.spans import Documents, Offsets, Piece, Span, document_spans, keys_of_a_call, pieces
 
 __all__ = [
-    "BACKENDS", "Backend", "Documents", "Rule", "attention_backward", "attention_backward_rows", "attention_forward",
+    "BACKENDS", "Attended", "Backend", "Documents", "Rule", "attention_backward", "attention_backward_rows",
+    "attention_forward",
     "choose_backend", "merge", "row_tiles", "sinks_backward",
 ]  # fmt: skip
 
@@ -41,22 +42,6 @@ KEYS_PER_QUERY = 4
 each shape, so that it meets few."""
 ROWS = 4096
 """Of an output that are worked on at a time."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How scores are made of products, and which keys a row sees."""
-
-    scale: float
-    window: int | None = None
-    """Row i sees keys (i - window, i]; None: all before it."""
-    softcap: float | None = None
-    """Scores s become c * tanh(s / c)."""
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """What a kernel is told beside the scale."""
-        return {} if self.softcap is None else {"softcap": self.softcap}
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,15 +104,16 @@ def _forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, rule: Rule, kind
     return out[..., :width], lse
 
 
-def _backward(backend: Backend, tensors: Sequence[Tensor], rule: Rule, kind: str) -> tuple[Tensor, ...]:
-    """dout, q, k, v, out and lse of one call -> (dq, dk, dv)."""
+def _backward(backend: Backend, dout: Tensor, kept: Attended, rule: Rule, kind: str) -> tuple[Tensor, ...]:
+    """One call of a kernel -> (dq, dk, dv)."""
     if kind == "upper":
-        return tuple(g.flip(2) for g in _backward(backend, [t.flip(2) for t in tensors], rule, "causal"))
-    dout, q, k, v, out, lse = tensors
+        turned = Attended(*(t.flip(2) for t in kept))
+        return tuple(g.flip(2) for g in _backward(backend, dout.flip(2), turned, rule, "causal"))
+    q, k, v, out, lse = kept
     assert q.shape[0] == k.shape[0] == v.shape[0]
     backend, widths = _taking(backend, q, k), (q.shape[-1], k.shape[-1], v.shape[-1])
     dout, q, k, v, out = _one_width(backend, dout, q, k, v, out)
-    grads = backend.backward(dout, q, k, v, out, lse, rule.scale, kind == "causal", **rule.given)
+    grads = backend.backward(dout, Attended(q, k, v, out, lse), rule.scale, kind == "causal", **rule.given)
     return tuple(g[..., :width] for g, width in zip(grads, widths))
 
 
@@ -147,6 +133,14 @@ def _packed(backend: Backend, q: Tensor, k: Tensor, own: bool) -> Backend | None
     packed = BACKENDS.get(backend.packed_by)
     square = q.shape[2] == k.shape[2] and q.shape[-1] == k.shape[-1]
     return packed if packed is not None and square and not own else None
+
+
+def _spans(documents: Documents | Sequence[Span], q: Tensor, k: Tensor, length: int) -> tuple[Sequence[Span], bool]:
+    """Which queries see which keys, and whether the caller has found it himself."""
+    if documents is not None and isinstance(next(iter(documents), None), Span):
+        return cast(Sequence[Span], documents), True
+    rows, keys = q.shape[2], k.shape[2]
+    return document_spans(cast(Documents, documents), q.shape[0], length, keys - rows, keys), False
 
 
 def _offsets(documents: Documents, spans: Sequence[Span], length: int, device: torch.device) -> tuple[Tensor, int]:
@@ -169,27 +163,24 @@ def attention_forward(
     v: Tensor,
     *,
     rule: Rule,
-    documents: Documents = None,
+    documents: Documents | Sequence[Span] = None,
     length: int | None = None,
     sinks: Tensor | None = None,
-    spans: Sequence[Span] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention inside documents -> (out [B, H, S, V], lse [B, H, S] in fp32).
 
     Args:
         k, v: with N >= S keys: the queries are the last S of N rows.
-        documents: offsets into the flattened [B * length] batch.
+        documents: offsets into the flattened [B * length] batch; or, already found, which queries see which keys:
+            spans that hold every query once.
         length: rows of a whole batch row where k and v hold only its first N; None: they hold it whole.
         sinks: scores [H] of attention sinks.
-        spans: in place of `documents`, which queries see which keys; they hold every query once.
     """
-    rows, keys, own = q.shape[2], k.shape[2], spans is not None
-    if spans is None:
-        spans = document_spans(documents, q.shape[0], length or keys, keys - rows, keys)
+    spans, own = _spans(documents, q, k, length or k.shape[2])
     if _whole(spans, q, k, rule.window):
         out, lse = _causal_forward(backend, q, k, v, rule)
     elif (packed := _packed(backend, q, k, own)) is not None and packed.packed_forward is not None:
-        offsets, longest = _offsets(documents, spans, keys, q.device)
+        offsets, longest = _offsets(cast(Documents, documents), spans, k.shape[2], q.device)
         given = _one_width(packed, q, k, v)
         out, lse = packed.packed_forward(*given, rule.scale, offsets, longest, rule.window, **rule.given)
         out = out[..., : v.shape[-1]]
@@ -199,7 +190,7 @@ def attention_forward(
         cut = _keys_per_query(backend)
         for span in spans:
             for piece in pieces(span, rule.window, bottom_right=backend.bottom_right, keys_per_query=cut):
-                _add_piece(backend, piece, span, q, k, v, rule, out, lse)
+                _add_piece(backend, piece, span, Attended(q, k, v, out, lse), rule)
     return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
 
 
@@ -216,15 +207,11 @@ def _causal_forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, rule: Rul
     return out, lse
 
 
-def _add_piece(
-    backend: Backend, piece: Piece, span: Span, q: Tensor, k: Tensor, v: Tensor, rule: Rule, out: Tensor, lse: Tensor
-) -> None:
+def _add_piece(backend: Backend, piece: Piece, span: Span, call: Attended, rule: Rule) -> None:
     """Compute a piece and merge it into what its queries have; causal pieces come first and are written."""
-    mine, keys, values = (
-        piece.queries_of(q, span.q_batch), piece.keys_of(k, span.batch), piece.keys_of(v, span.batch)
-    )  # fmt: skip
+    mine, to, to_lse = (piece.queries_of(t, span.q_batch) for t in (call.q, call.out, call.lse))
+    keys, values = (piece.keys_of(t, span.batch) for t in (call.k, call.v))
     part, part_lse = _forward(backend, mine, keys, values, rule, piece.kind)
-    to, to_lse = piece.queries_of(out, span.q_batch), piece.queries_of(lse, span.q_batch)
     if piece.kind == "causal":
         to.copy_(part)
         to_lse.copy_(part_lse)
@@ -248,74 +235,62 @@ def sinks_backward(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 @_in_full
 def attention_backward(
-    backend: Backend,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    rule: Rule,
-    documents: Documents = None,
-    spans: Sequence[Span] | None = None,
+    backend: Backend, dout: Tensor, kept: Attended, *, rule: Rule, documents: Documents | Sequence[Span] = None
 ) -> tuple[Tensor, ...]:
-    """Gradients of `attention_forward` over a whole sequence, from what it returned -> (dq, dk, dv)."""
-    own, length = spans is not None, k.shape[2]
-    if spans is None:
-        spans = document_spans(documents, q.shape[0], length, 0, length)
+    """Gradients of `attention_forward` over a whole sequence -> (dq, dk, dv).
+
+    Args:
+        kept: what `attention_forward` was given and what it returned.
+        documents: as it was given to `attention_forward`.
+    """
+    q, k, v, out, lse = kept
+    spans, own = _spans(documents, q, k, k.shape[2])
     if _whole(spans, q, k, rule.window):
-        return _backward(backend, (dout, q, k, v, out, lse), rule, "causal")
+        return _backward(backend, dout, kept, rule, "causal")
     if (packed := _packed(backend, q, k, own)) is not None and packed.packed_backward is not None:
-        offsets, longest = _offsets(documents, spans, length, q.device)
-        given = _one_width(packed, dout, q, k, v, out)
-        grads = packed.packed_backward(*given, lse, rule.scale, offsets, longest, rule.window, **rule.given)
+        offsets, longest = _offsets(cast(Documents, documents), spans, k.shape[2], q.device)
+        dout, *given = _one_width(packed, dout, q, k, v, out)
+        call = Attended(given[0], given[1], given[2], given[3], lse)
+        grads = packed.packed_backward(dout, call, rule.scale, offsets, longest, rule.window, **rule.given)
         return tuple(g[..., : t.shape[-1]] for g, t in zip(grads, (q, k, v)))
     if not own and (rule.window is None or all(s.rows <= rule.window for s in spans)):
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for span in spans:  # each key belongs to one call: nothing is summed
             at = (slice(span.batch, span.batch + 1), slice(None), slice(span.begin, span.end))
-            dq[at], dk[at], dv[at] = _backward(backend, [t[at] for t in (dout, q, k, v, out, lse)], rule, "causal")
+            dq[at], dk[at], dv[at] = _backward(backend, dout[at], Attended(*(t[at] for t in kept)), rule, "causal")
         return dq, dk, dv
     wide = torch.promote_types(q.dtype, torch.float32)
-    dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    dq = attention_backward_rows(backend, dout, q, k, v, out, lse, dk, dv, rule=rule, spans=spans)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    sums = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    dq = attention_backward_rows(backend, dout, kept, sums, rule=rule, documents=spans)
+    return dq, sums[0].to(k.dtype), sums[1].to(v.dtype)
 
 
 @_in_full
 def attention_backward_rows(
     backend: Backend,
     dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    kept: Attended,
+    sums: tuple[Tensor, Tensor],
     *,
     rule: Rule,
-    documents: Documents = None,
+    documents: Documents | Sequence[Span] = None,
     length: int | None = None,
-    spans: Sequence[Span] | None = None,
 ) -> Tensor:
     """Gradient of `attention_forward` for queries that are the last rows of the keys -> dq [B, H, S, D].
 
-    What these rows contribute to the gradients of the keys and values they saw is added to dk and dv [B, K, N, ...]
-    (fp32: a key collects from many calls). `out` and `lse` are over all keys of a row: with them each set of keys gives
-    its own share of the gradients, exactly (FlashAttention-2, section 3.1.2).
+    What these rows contribute to the gradients of the keys and values they saw is added to `sums`, [B, K, N, D] and
+    [B, K, N, V] (fp32: a key collects from many calls). `out` and `lse` are over all keys of a row: with them each set
+    of keys gives its own share of the gradients, exactly (FlashAttention-2, section 3.1.2).
     """
-    rows, keys = q.shape[2], k.shape[2]
-    if spans is None:
-        spans = document_spans(documents, q.shape[0], length or keys, keys - rows, keys)
+    q, k, v, out, lse = kept
+    spans, _ = _spans(documents, q, k, length or k.shape[2])
     dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
     for span in spans:
         for piece in pieces(span, rule.window, keys_per_query=KEYS_PER_QUERY):
             grad, mine, part, norm = (piece.queries_of(t, span.q_batch) for t in (dout, q, out, lse))
             seen, values = (piece.keys_of(t, span.batch) for t in (k, v))
-            grads = _backward(backend, (grad, mine, seen, values, part, norm), rule, piece.kind)
+            grads = _backward(backend, grad, Attended(mine, seen, values, part, norm), rule, piece.kind)
             piece.queries_of(dq, span.q_batch).add_(grads[0])
-            piece.keys_of(dk, span.batch).add_(grads[1])
-            piece.keys_of(dv, span.batch).add_(grads[2])
+            for total, share in zip(sums, grads[1:]):
+                piece.keys_of(total, span.batch).add_(share)
     return dq.to(q.dtype)

@@ -67,7 +67,7 @@ def _checkpointed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any
             once = look if saved.stage == "first" and not looked else original
             if graph and index == 0:
                 handle.headroom.look(x.device)
-            own = call and dataclasses.replace(call, saved=saved if saved.active else None, release=graph)
+            own = call and dataclasses.replace(call, saved=saved)
             try:
                 with handle.using(own), _whole(layer, saved.stage == "again"), entered(now):
                     return once(x, *args, **kwargs)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from alstlib.alltoall import Exchange, whole_heads
 from alstlib.kernels import (
+    Attended,
     Backend,
     Documents,
     Rule,
@@ -64,17 +65,14 @@ class WholeHeads:
         own = None if sinks is None else sinks[self._own(q)]
         return attention_forward(backend, q, k, v, rule=rule, documents=self.documents, length=self.length, sinks=own)
 
-    def backward(
-        self, backend: Backend, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
-    ) -> tuple[Tensor, ...]:
-        return attention_backward(backend, dout, q, k, v, out, lse, rule=rule, documents=self.documents)
+    def backward(self, backend: Backend, dout: Tensor, kept: Attended, rule: Rule) -> tuple[Tensor, ...]:
+        return attention_backward(backend, dout, kept, rule=rule, documents=self.documents)
 
     def backward_rows(
-        self, backend: Backend, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dk: Tensor,
-        dv: Tensor, rule: Rule,
-    ) -> Tensor:  # fmt: skip
+        self, backend: Backend, dout: Tensor, kept: Attended, sums: tuple[Tensor, Tensor], rule: Rule
+    ) -> Tensor:
         return attention_backward_rows(
-            backend, dout, q, k, v, out, lse, dk, dv, rule=rule, documents=self.documents, length=self.length
+            backend, dout, kept, sums, rule=rule, documents=self.documents, length=self.length
         )
 
     def sinks_backward(self, delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -167,43 +165,45 @@ class SplitRows:
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         for group in self.plan.groups:
-            view, keys, how = self._views(group)
+            view, keys, seen = self._views(group)
             own = None if sinks is None else sinks[group.first_head : group.first_head + group.heads]
             part, part_lse = attention_forward(
-                backend, view(q), keys(k), keys(v), rule=rule, length=self.length, sinks=own, **how
+                backend, view(q), keys(k), keys(v), rule=rule, documents=seen, length=self.length, sinks=own
             )
             view(out).copy_(part)
             view(lse).copy_(part_lse)
         return out, lse
 
-    def backward(
-        self, backend: Backend, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
-    ) -> tuple[Tensor, ...]:
-        wide = torch.promote_types(q.dtype, torch.float32)
+    def backward(self, backend: Backend, dout: Tensor, kept: Attended, rule: Rule) -> tuple[Tensor, ...]:
+        _, k, v, _, _ = kept
+        wide = torch.promote_types(k.dtype, torch.float32)
         dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-        dq = torch.empty_like(q)
+        dq = torch.empty_like(kept.q)
         for group in self.plan.groups:
-            view, keys, how = self._views(group)
-            given = [view(dout), view(q), keys(k), keys(v), view(out), view(lse)]
+            view, keys, seen = self._views(group)
+            mine = Attended(view(kept.q), keys(k), keys(v), view(kept.out), view(kept.lse))
             if group.spans is None:
-                grads = attention_backward(backend, *given, rule=rule, **how)
+                grads = attention_backward(backend, view(dout), mine, rule=rule, documents=seen)
                 view(dq).copy_(grads[0])
                 keys(dk).add_(grads[1])
                 keys(dv).add_(grads[2])
             else:
-                given += [keys(dk), keys(dv)]
-                view(dq).copy_(attention_backward_rows(backend, *given, rule=rule, **how))
+                sums = keys(dk), keys(dv)
+                view(dq).copy_(attention_backward_rows(backend, view(dout), mine, sums, rule=rule, documents=seen))
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
     def backward_rows(
-        self, backend: Backend, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dk: Tensor,
-        dv: Tensor, rule: Rule,
-    ) -> Tensor:  # fmt: skip
-        dq = torch.empty_like(q)
+        self, backend: Backend, dout: Tensor, kept: Attended, sums: tuple[Tensor, Tensor], rule: Rule
+    ) -> Tensor:
+        dq = torch.empty_like(kept.q)
         for group in self.plan.groups:
-            view, keys, how = self._views(group)
-            given = [view(dout), view(q), keys(k), keys(v), view(out), view(lse), keys(dk), keys(dv)]
-            view(dq).copy_(attention_backward_rows(backend, *given, rule=rule, length=self.length, **how))
+            view, keys, seen = self._views(group)
+            mine = Attended(view(kept.q), keys(kept.k), keys(kept.v), view(kept.out), view(kept.lse))
+            own = keys(sums[0]), keys(sums[1])
+            part = attention_backward_rows(
+                backend, view(dout), mine, own, rule=rule, documents=seen, length=self.length
+            )
+            view(dq).copy_(part)
         return dq
 
     def sinks_backward(self, delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class SplitRows:
             grad[own] += sinks_backward(view(delta), view(lse), sinks[own])
         return grad.to(sinks.dtype)
 
-    def _views(self, group: Group) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], dict[str, Any]]:
+    def _views(self, group: Group) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], Any]:
         """(a group's stored rows [1, 1, rows, ...] as [B, heads, S, ...], its keys, which queries see which)."""
         batch = self.plan.batch if group.spans is None else 1
 
@@ -225,7 +225,7 @@ class SplitRows:
         def keys(x: Tensor) -> Tensor:
             return x[:, group.kv : group.kv + 1]
 
-        return view, keys, {"documents": self.documents} if group.spans is None else {"spans": group.spans}
+        return view, keys, self.documents if group.spans is None else group.spans
 
 
 Layout = WholeHeads | SplitRows

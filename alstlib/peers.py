@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from alstlib import results
 from alstlib.config import RunConfig
-from alstlib.kernels import Rule, attention_backward, attention_forward, choose_backend
+from alstlib.kernels import Attended, Rule, attention_backward, attention_forward, choose_backend
 from alstlib.memory import Ledger
 from alstlib.models import flop_dimensions
 from alstlib.progress import Progress
@@ -306,7 +306,7 @@ def floor_step(config: Any, length: int, ranks: int, device: torch.device, bf16:
     def step() -> None:
         for _ in range(config.num_hidden_layers):
             out, lse = attention_forward(backend, q, k, v, rule=Rule(dim**-0.5))
-            attention_backward(backend, dout, q, k, v, out, lse, rule=Rule(dim**-0.5))
+            attention_backward(backend, dout, Attended(q, k, v, out, lse), rule=Rule(dim**-0.5))
             products(twice, 2)
             products([(inner, width)], 1)
         tile = 512

@@ -101,9 +101,8 @@ def read(args: argparse.Namespace) -> Question:
     if args.gpus < 0 or args.gpus_per_node < 1:
         raise ValueError(f"gpus={args.gpus} and gpus-per-node={args.gpus_per_node} must be at least 1")
     gpus = args.gpus
-    if gpus == 0:
-        if not (gpus := devices.device_count()):
-            raise ValueError("gpus=0 means this machine's, and it has none; name their number")
+    if gpus == 0 and not (gpus := devices.device_count()):
+        raise ValueError("gpus=0 means this machine's, and it has none; name their number")
     changes: dict[str, Any] = {}
     for text in args.set:
         name, equals, value = text.partition("=")

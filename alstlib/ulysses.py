@@ -18,7 +18,7 @@ from torch import Tensor
 
 from alstlib.alltoall import Exchange
 from alstlib.groups import SPContext
-from alstlib.kernels import Backend, Documents, Rule, choose_backend, row_tiles
+from alstlib.kernels import Attended, Backend, Documents, Rule, choose_backend, row_tiles
 from alstlib.layouts import Layouts
 from alstlib.offload import Saved
 from alstlib.recompute import first_order
@@ -57,7 +57,6 @@ class UlyssesAttention:
         sinks: Tensor | None = None,
         documents: Documents = None,
         saved: Saved | None = None,
-        release: bool = False,
     ) -> Tensor:
         """q [B, H, L, D], k [B, K, L, D], v [B, K, L, V], this rank's rows after RoPE -> [B, H, L, V].
 
@@ -67,15 +66,15 @@ class UlyssesAttention:
             softcap: scores s become c * tanh(s / c).
             sinks: scores [H] of a further key of each head, without a value (gpt-oss).
             documents: global offsets into the flattened [B * S] batch; None makes every batch row one document.
-            saved: where a checkpoint's first pass leaves the output, and where its recompute takes it from.
-            release: in backward, let each tensor go as soon as it has been read. For a recompute, whose graph is
-                gone after its one backward; otherwise tensors are kept as autograd keeps them (and its hooks see them).
+            saved: where a checkpoint's first pass leaves the output, and where its recompute takes it from. In the
+                backward of a recompute each tensor goes as soon as it has been read: its graph is gone after that.
+                Otherwise tensors are kept as autograd keeps them (and its hooks see them).
 
         Raises:
             ValueError: shapes that do not belong together, a kernel that cannot run here.
         """
         rule = self.rule(q, k, v, scale, window, softcap, sinks)
-        return _Attention.apply(q, k, v, sinks, self, rule, documents, saved, release)
+        return _Attention.apply(q, k, v, sinks, self, rule, documents, saved)
 
     def rule(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, window: int | None = None,
@@ -117,9 +116,8 @@ class _Attention(torch.autograd.Function):
         rule: Rule,
         documents: Documents,
         saved: Saved | None,
-        release: bool,
     ) -> Tensor:
-        ctx.op, ctx.rule, ctx.release = op, rule, release
+        ctx.op, ctx.rule, ctx.release = op, rule, saved is not None and saved.stage == "graph"
         ctx.backend, ctx.layout = op.backend_for(q, v, rule), op.layouts.of(q, k, documents)
         ctx.sinks = None if sinks is None else sinks.detach().clone()  # an engine may take the parameter away
         ctx.from_saved = saved is not None and saved.replaying
@@ -131,7 +129,7 @@ class _Attention(torch.autograd.Function):
         out_heads, lse = ctx.layout.forward(ctx.backend, qh, kh, vh, rule, ctx.sinks)
         op.forward_calls += 1
         out = ctx.layout.to_seq(out_heads)
-        if saved is not None:
+        if saved is not None and saved.active:
             saved.tensors.append((out, lse))
         if any(ctx.needs_input_grad):
             _keep(ctx, qh, kh, vh, out_heads, lse)
@@ -148,11 +146,8 @@ class _Attention(torch.autograd.Function):
             (delta,) = layout.queries_to_heads(row_delta(dout, out))
             q, k, v, dout = layout.to_heads(q, k, v, dout)
             out = output_with(delta, dout)
-        dsinks = None
-        if ctx.sinks is not None and ctx.needs_input_grad[3]:
-            delta = row_delta(dout, out) if delta is None else delta
-            dsinks = layout.sinks_backward(delta[..., 0], lse, ctx.sinks)
-        grads = layout.backward(ctx.backend, dout, q, k, v, out, lse, ctx.rule)
+        dsinks = gradient_of_sinks(ctx, dout, out, lse, delta)
+        grads = layout.backward(ctx.backend, dout, Attended(q, k, v, out, lse), ctx.rule)
         del dout, q, k, v, out, lse, delta
         return (*layout.grads_to_seq(*grads), dsinks, None, None, None, None, None)
 
@@ -162,6 +157,14 @@ def _keep(ctx: Any, *tensors: Tensor) -> None:
         ctx.kept = [t.detach() for t in tensors]  # detached: the output itself would keep the graph alive
     else:
         ctx.save_for_backward(*tensors)
+
+
+def gradient_of_sinks(ctx: Any, dout: Tensor, out: Tensor, lse: Tensor, delta: Tensor | None) -> Tensor | None:
+    """The gradient [H] of an autograd function's fourth input, the sinks, where it is wanted; all in head layout."""
+    if ctx.sinks is None or not ctx.needs_input_grad[3]:
+        return None
+    delta = row_delta(dout, out) if delta is None else delta
+    return ctx.layout.sinks_backward(delta[..., 0], lse, ctx.sinks)
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:

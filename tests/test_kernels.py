@@ -19,6 +19,7 @@ from alstlib.backends import PACKAGES
 from alstlib.config import Attention
 from alstlib.kernels import (
     BACKENDS,
+    Attended,
     Rule,
     attention_backward,
     attention_backward_rows,
@@ -66,7 +67,7 @@ def make(shape: Sequence[Any], dtype: torch.dtype, exchanged: bool) -> list[Tens
 def run(name: str, tensors: list[Tensor], scale: float, documents: Sequence[int] | None) -> list[Tensor]:
     q, k, v, dout = tensors
     out, lse = attention_forward(BACKENDS[name], q, k, v, rule=Rule(scale), documents=documents)
-    grads = attention_backward(BACKENDS[name], dout, q, k, v, out, lse, rule=Rule(scale), documents=documents)
+    grads = attention_backward(BACKENDS[name], dout, Attended(q, k, v, out, lse), rule=Rule(scale), documents=documents)
     return [out, lse, *grads]
 
 
@@ -106,10 +107,16 @@ def run_in_chunks(
     dq = torch.empty_like(q)
     for lo, hi in reversed(spans):
         at = (slice(None), slice(None), slice(lo, hi))
+        kept = Attended(q[at], k[:, :, :hi], v[:, :, :hi], out[at], lse[at])
         dq[at] = attention_backward_rows(
-            backend, dout[at], q[at], k[:, :, :hi], v[:, :, :hi], out[at], lse[at], dk[:, :, :hi], dv[:, :, :hi],
-            rule=Rule(scale), documents=documents, length=length,
-        )  # fmt: skip
+            backend,
+            dout[at],
+            kept,
+            (dk[:, :, :hi], dv[:, :, :hi]),
+            rule=Rule(scale),
+            documents=documents,
+            length=length,
+        )
     return [out, lse, dq, dk.to(k.dtype), dv.to(v.dtype)]
 
 

@@ -15,7 +15,7 @@ from operators import randn, worst
 
 from alstlib import reference
 from alstlib.alltoall import whole_heads
-from alstlib.kernels import BACKENDS, Backend, Rule
+from alstlib.kernels import BACKENDS, Attended, Backend, Rule
 from alstlib.layouts import Layouts, SplitRows, WholeHeads
 from alstlib.rows import Plan, Shares, balance, folded_rows, parts_of
 
@@ -120,7 +120,7 @@ def attended(exchange: Emulated, given: dict[str, Any]) -> list[torch.Tensor]:
     qh, kh, vh = layout.to_heads(*mine[:3])
     out, lse = layout.forward(backend, qh, kh, vh, rule, None)
     (dh,) = layout.queries_to_heads(mine[3])
-    grads = layout.backward(backend, dh, qh, kh, vh, out, lse, rule)
+    grads = layout.backward(backend, dh, Attended(qh, kh, vh, out, lse), rule)
     return [layout.to_seq(out), *layout.grads_to_seq(*grads)]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from alstlib import reference
 from alstlib.kernels import (
     BACKENDS,
+    Attended,
     Rule,
     attention_backward,
     attention_backward_rows,
@@ -80,7 +81,7 @@ def check(
     rule = Rule(0.3, variant.get("window"), variant.get("softcap"))
     if chunk is None:
         out, lse = attention_forward(backend, q, k, v, rule=rule, documents=documents, sinks=sinks)
-        grads = attention_backward(backend, dout, q, k, v, out, lse, rule=rule, documents=documents)
+        grads = attention_backward(backend, dout, Attended(q, k, v, out, lse), rule=rule, documents=documents)
     else:
         length, parts = q.shape[2], []
         at = [slice(lo, min(lo + chunk, length)) for lo in range(0, length, chunk)]
@@ -95,7 +96,7 @@ def check(
             mine = [t[:, :, rows] for t in (dout, q, out, lse)]
             seen = [t[:, :, : rows.stop] for t in (k, v, dk, dv)]
             dq[:, :, rows] = attention_backward_rows(
-                backend, mine[0], mine[1], seen[0], seen[1], mine[2], mine[3], seen[2], seen[3], **more
+                backend, mine[0], Attended(mine[1], *seen[:2], *mine[2:]), (seen[2], seen[3]), **more
             )
         grads = (dq, dk.to(dtype), dv.to(dtype))
     got = [out, lse, *grads]
@@ -151,7 +152,7 @@ def test_variants_on_a_gpu(name: str, variant: str, documents: list[int] | None)
     sinks = randn(4, seed=9, dtype=dtype).cuda() if how.get("sinks") else None
     rule, backend = Rule(0.02, how.get("window"), how.get("softcap")), BACKENDS[name]
     out, lse = attention_forward(backend, q, k, v, rule=rule, documents=documents, sinks=sinks)
-    grads = attention_backward(backend, dout, q, k, v, out, lse, rule=rule, documents=documents)
+    grads = attention_backward(backend, dout, Attended(q, k, v, out, lse), rule=rule, documents=documents)
     leaves = [t.double().cpu().requires_grad_() for t in (q, k, v)]
     want, _ = reference.attention(
         *leaves, scale=0.02, documents=documents, window=rule.window, softcap=rule.softcap,

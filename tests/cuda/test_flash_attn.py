@@ -17,7 +17,7 @@ from test_kernel_calls import CUDA, FORMS, alike, of
 
 from alstlib import backends
 from alstlib.backends import PACKAGES
-from alstlib.kernels import attention_backward, attention_backward_rows, attention_forward, choose_backend
+from alstlib.kernels import Attended, attention_backward, attention_backward_rows, attention_forward, choose_backend
 
 SIGNATURES: dict[str, tuple[str, dict[str, str]]] = {
     "flash_attention_2": ("flash-attn 2.8.3.post2", {
@@ -138,7 +138,9 @@ def test_calls(package: Package, form: dict[str, Any]) -> None:
     out, lse = attention_forward(backend, q, k, v, rule=rule, **how)
     alike([out], [dout])
     assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
-    alike(attention_backward(backend, dout, q, k, v, out, lse, rule=rule, documents=how["documents"]), [q, k, v])
+    alike(
+        attention_backward(backend, dout, Attended(q, k, v, out, lse), rule=rule, documents=how["documents"]), [q, k, v]
+    )
     assert package.watch.problems == []
     cut = form.get("documents") is not None or (rule.window is not None and rule.window < q.shape[2])
     by_itself = package.name != "flash_attention_2"
@@ -148,7 +150,7 @@ def test_calls(package: Package, form: dict[str, Any]) -> None:
     for lo in range(0, q.shape[2], 512):
         at, seen = ((slice(None), slice(None), slice(a, lo + 512)) for a in (lo, 0))
         out, lse = attention_forward(backend, q[at], k[seen], v[seen], rule=rule, length=q.shape[2], **how)
-        given = [dout[at], q[at], k[seen], v[seen], out, lse, dk[seen], dv[seen]]
+        given = [dout[at], Attended(q[at], k[seen], v[seen], out, lse), (dk[seen], dv[seen])]
         rest = {"documents": how["documents"], "length": q.shape[2]}
         alike([attention_backward_rows(backend, *given, rule=rule, **rest)], [q[at]])
     assert package.watch.problems == []

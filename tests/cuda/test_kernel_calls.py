@@ -16,6 +16,7 @@ from alstlib.alltoall import Exchange
 from alstlib.groups import join_fake
 from alstlib.kernels import (
     BACKENDS,
+    Attended,
     Rule,
     attention_backward,
     attention_backward_rows,
@@ -100,7 +101,7 @@ def test_whole_sequences(name: str, form: dict[str, Any], watch: Watch) -> None:
         out, lse = attention_forward(backend, q, k, v, rule=rule, **how)
         alike([out], [dout])
         assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
-        grads = attention_backward(backend, dout, q, k, v, out, lse, rule=rule, documents=how["documents"])
+        grads = attention_backward(backend, dout, Attended(q, k, v, out, lse), rule=rule, documents=how["documents"])
         alike(grads, [q, k, v])
     check(watch, name)
 
@@ -116,7 +117,7 @@ def test_chunks_of_rows(name: str, form: dict[str, Any], watch: Watch) -> None:
         at, seen = ((slice(None), slice(None), slice(a, lo + 512)) for a in (lo, 0))
         out, lse = attention_forward(backend, q[at], k[seen], v[seen], rule=rule, **how)
         alike([out], [dout[at]])
-        given = [dout[at], q[at], k[seen], v[seen], out, lse, dk[seen], dv[seen]]
+        given = [dout[at], Attended(q[at], k[seen], v[seen], out, lse), (dk[seen], dv[seen])]
         rest = {n: h for n, h in how.items() if n != "sinks"}
         alike([attention_backward_rows(backend, *given, rule=rule, **rest)], [q[at]])
     check(watch, name)
@@ -147,7 +148,7 @@ def test_uneven_heads(name: str, documents: Any, heads: int, kv: int, ranks: int
             out, lse = layout.forward(backend, qh, kh, vh, rule, None)
             alike([layout.to_seq(out)], [q])
             (dh,) = layout.queries_to_heads(dout)
-            grads = layout.backward(backend, dh, qh, kh, vh, out, lse, rule)
+            grads = layout.backward(backend, dh, Attended(qh, kh, vh, out, lse), rule)
             alike(layout.grads_to_seq(*grads), [q, k, v])
         check(watch, name)
     finally:
@@ -162,7 +163,7 @@ def test_a_cudnn_graph_has_one_layout_of_out_and_dout(watch: Watch) -> None:
     out, lse = attention_forward(backend, q, k, v, rule=rule)
     for mine in (out, out.contiguous(), out.transpose(1, 3).contiguous().transpose(1, 3)):
         for theirs in (dout, dout.contiguous()):
-            attention_backward(backend, theirs, q, k, v, mine, lse, rule=rule)
+            attention_backward(backend, theirs, Attended(q, k, v, mine, lse), rule=rule)
     assert [len(layouts) for (kind, _), layouts in watch.graphs.items() if kind == "backward"] == [1]
 
 
@@ -178,7 +179,7 @@ def test_other_documents_build_no_other_cudnn_graphs(seed: int, watch: Watch) ->
             at, seen = ((slice(None), slice(None), slice(a, lo + 1024)) for a in (lo, 0))
             how: dict[str, Any] = {"rule": Rule(0.1), "documents": documents, "length": 4096}
             out, lse = attention_forward(BACKENDS["cudnn"], q[at], k[seen], v[seen], **how)
-            given = [dout[at], q[at], k[seen], v[seen], out, lse, dk[seen], dv[seen]]
+            given = [dout[at], Attended(q[at], k[seen], v[seen], out, lse), (dk[seen], dv[seen])]
             attention_backward_rows(BACKENDS["cudnn"], *given, **how)
     assert watch.problems == []
     assert len(watch.graphs) <= 4
@@ -188,6 +189,6 @@ def test_a_window_alone_uploads_nothing(watch: Watch) -> None:
     """Every row is one document: the device counts their offsets by itself."""
     q, k, v, dout = tensors(True)
     out, lse = attention_forward(BACKENDS["flash"], q, k, v, rule=Rule(0.1, 300))
-    attention_backward(BACKENDS["flash"], dout, q, k, v, out, lse, rule=Rule(0.1, 300))
+    attention_backward(BACKENDS["flash"], dout, Attended(q, k, v, out, lse), rule=Rule(0.1, 300))
     assert watch.uploads == 0
     assert watch.kernels["_flash_attention_backward"] == 1
