@@ -490,7 +490,7 @@ def test_a_model_that_is_not_there_starts_no_rank(tmp_path: Path, monkeypatch: p
 
 def test_the_rows_of_the_paper_end_within_their_time_limit(monkeypatch):
     """ALST's longest row takes 6,455 s for a step."""
-    monkeypatch.setattr("alstlib.foretell._gpu", lambda: ("NVIDIA H100 80GB HBM3", 80 * 2**30))
+    monkeypatch.setattr("alstlib.devices.first_gpu", lambda: ("NVIDIA H100 80GB HBM3", 80 * 2**30))
     for row, stated in PAPER_ROWS.items():
         base = RunConfig(model="llama-3.1-8b", seq_len=stated["seq_len"], steps=3, checkpoint_every=1)
         run = launch.resolve(row_config(row, base), gpus=8)

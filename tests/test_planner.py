@@ -262,10 +262,10 @@ def test_ranks_with_parts_of_heads_need_whole_keys() -> None:
 
 def test_a_model_that_cannot_be_loaded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64 GPUs the steps fit each node's host, but rank 0 has all weights before it sends them."""
-    monkeypatch.setattr("alstlib.foretell._gpu", lambda: ("NVIDIA H100 80GB HBM3", 80 * GIB))
+    monkeypatch.setattr("alstlib.devices.first_gpu", lambda: ("NVIDIA H100 80GB HBM3", 80 * GIB))
     run = OURS.replace(model="meta-llama/Llama-3.1-70B", world_size=64, sp=64, seq_len=65_536, offload_optimizer=False)
     for host, fits in ((120 * 10**9, False), (300 * 10**9, True)):
-        monkeypatch.setattr("alstlib.foretell.host_free", lambda host=host: host)
+        monkeypatch.setattr("alstlib.machine.host_free", lambda host=host: host)
         found = foretell(run, machine_of(run, 8, 8))[1]
         assert found.fits
         weights, embedding = 2 * 70_553_706_496, 2 * 128_256 * 8192
@@ -276,5 +276,5 @@ def test_a_model_that_cannot_be_loaded_is_refused(monkeypatch: pytest.MonkeyPatc
         assert (why is None) == fits
     whole = foretell(run.replace(zero_stage=2), machine_of(run, 8, 8))[1]
     assert whole.loading_device - found.loading_device == weights - weights // 64
-    monkeypatch.setattr("alstlib.foretell.host_free", lambda: 120 * 10**9)
+    monkeypatch.setattr("alstlib.machine.host_free", lambda: 120 * 10**9)
     assert "loading the model would take 165.37 GiB of the first node's host memory" in str(why_not(run, 8, 8))
