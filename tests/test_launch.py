@@ -338,12 +338,12 @@ def test_resolve(monkeypatch):
 @pytest.mark.parametrize("visible, count", [(None, 4), ("", 0), ("0,2", 2), ("1,-1,2", 1), ("GPU-a", 1)])
 def test_visible_devices(monkeypatch, visible, count):
     monkeypatch.setattr(devices, "_installed_gpus", lambda: 4)
-    monkeypatch.setattr(launch.importlib.metadata, "version", lambda name: "2.13.0")
+    monkeypatch.setattr(devices.importlib.metadata, "version", lambda name: "2.13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert devices.device_count() == count
-    monkeypatch.setattr(launch.importlib.metadata, "version", lambda name: "2.13.0+cpu")
+    monkeypatch.setattr(devices.importlib.metadata, "version", lambda name: "2.13.0+cpu")
     assert devices.device_count() == 0
 
 
