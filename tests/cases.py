@@ -1,13 +1,17 @@
-"""Small models, batches, and the plain single-process run that distributed cases are compared with."""
+"""Small models, batches, engines, and the plain single-process run that distributed cases are compared with."""
 
 from __future__ import annotations
 
 import copy
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, PreTrainedModel, Qwen3Config
+
+from alstlib.config import RunConfig
 
 VOCAB = 96
 
@@ -77,3 +81,29 @@ def worst_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float,
     errors = {n: float((got[n].double() - w.double()).norm()) / max(float(w.norm()), floor) for n, w in want.items()}
     name = max(errors, key=errors.__getitem__)
     return errors[name], name
+
+
+def wrap(model: Any, kind: str, world: int, run: RunConfig) -> Any:
+    """The model in an engine: `ddp`, `fsdp2`, or DeepSpeed at the stage of the run."""
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if kind == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (world,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    from alstlib.engine import initialize
+
+    return initialize(run, model, False)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 200) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import make_model, make_samples
+from cases import make_model, make_samples, wrap
 from safetensors import safe_open
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import alstlib
@@ -21,20 +20,6 @@ from alstlib.data import SPDataLoader
 from alstlib.engine import WholeState, engine_config, host_tensors, initialize, save_model, take_step
 
 ENGINES = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"]
-
-
-def wrap(model: Any, kind: str, world: int, run: RunConfig) -> Any:
-    if kind == "ddp":
-        return nn.parallel.DistributedDataParallel(model)
-    if kind == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh("cpu", (world,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-    return initialize(run, model, False)
 
 
 def train_and_save(rank: int, world: int, kind: str, folder: str, tied: bool) -> dict[str, Any]:

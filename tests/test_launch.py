@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cases import wait_for
 
 from alstlib import devices, foretell, launch, processes, progress, results
 from alstlib.config import PAPER_ROWS, RunConfig, row_config
@@ -60,15 +61,6 @@ def in_thread(what: str, out: Path, **kw) -> list[launch.RunFailed]:
 
     threading.Thread(target=run, daemon=True).start()
     return raised
-
-
-def wait_for(condition, seconds: float = 200) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from cases import VOCAB, make_model
-from test_engine import wrap
+from cases import VOCAB, make_model, wrap
 from torch import Tensor, nn
 
 import alstlib

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_launch import wait_for
+from cases import wait_for
 
 from alstlib import locks, operators
 from alstlib.processes import RUN_ID_VARIABLE, processes
