@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from alstlib.fields import nearest_path
+from alstlib.config import nearest_path
 from alstlib.formats import canonical_columns, plain_text
 from alstlib.samples import collate, make_samples
 

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from alstlib import headroom
 from alstlib.calls import Call
+from alstlib.config import Bytes, Count, FlagOrAuto, Text, Tile, check_checkpoints, check_fields
 from alstlib.edits import Edits
-from alstlib.fields import Bytes, Count, FlagOrAuto, Text, Tile, check_checkpoints, check_fields
 from alstlib.groups import SPContext
 from alstlib.loss import TiledHead
 from alstlib.offload import HostOutOfMemory, HostStore

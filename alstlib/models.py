@@ -11,8 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from alstlib.config import RunConfig
-from alstlib.fields import check_names
+from alstlib.config import RunConfig, check_names
 from alstlib.shapes import PUBLIC, SHAPES, check_model
 
 

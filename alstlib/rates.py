@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from alstlib.fields import check_names
+from alstlib.config import check_names
 from alstlib.units import parse_quantity
 
 T = 10**12

@@ -25,8 +25,7 @@ from typing import Any
 import yaml
 
 from alstlib import devices, launch, results
-from alstlib.config import ROWS, RunConfig, row_config
-from alstlib.fields import FOLDER_NAME, check_names
+from alstlib.config import FOLDER_NAME, ROWS, RunConfig, check_names, row_config
 
 OUT = Path("papermill_runs", "out")
 RECORD = "sweep.json"

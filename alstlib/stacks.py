@@ -23,9 +23,8 @@ from transformers import AttentionInterface
 
 import alstlib
 from alstlib.batches import WHOLE, shard_batch
-from alstlib.config import RunConfig
+from alstlib.config import RunConfig, check_names
 from alstlib.engine import initialize
-from alstlib.fields import check_names
 from alstlib.models import load_model
 from alstlib.store import HostStore
 

@@ -25,8 +25,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from alstlib.config import RunConfig
-from alstlib.fields import check_names
+from alstlib.config import RunConfig, check_names
 from alstlib.processes import sigterm_interrupts
 from alstlib.units import format_seconds, parse_quantity
 
