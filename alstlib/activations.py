@@ -161,7 +161,7 @@ def activations(
     element = element_bytes(run, device)
     rows = -(-seq_len // ranks) * run.batch_size
     chunked = run.chunk is not None and run.chunk < rows
-    dtype = _dtype(run, device)
+    dtype = "bf16" if run.bf16(device == "cuda") else "fp32"
     heads, sizes = heads_way(shape, ranks)
     if heads in ("shared", "parts") and (dtype == "fp32" or (heads == "parts" and (chunked or family != "llama"))):
         heads, sizes = "whole", as_whole(shape, ranks)
@@ -275,13 +275,9 @@ def _last_layer(place: str, shape: Shape) -> str:
     return re.sub(r"\.3(?=\.|<|$)", f".{shape.layers - 1}", place)
 
 
-def _dtype(run: RunConfig, device: str) -> str:
-    return run.dtype if run.dtype != "auto" else "bf16" if device == "cuda" else "fp32"
-
-
 def element_bytes(run: RunConfig, device: str) -> int:
     """Of a weight and an activation."""
-    return 2 if _dtype(run, device) == "bf16" else 4
+    return 2 if run.bf16(device == "cuda") else 4
 
 
 def _kept(run: RunConfig, layers: int, row: int, output: int, free: int | None) -> tuple[int, int]:

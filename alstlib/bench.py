@@ -44,15 +44,15 @@ SLOW = {"blockwise": 65_536}
 class Bench:
     def __init__(self, run: RunConfig, out: Path) -> None:
         from alstlib.models import model_config  # which takes seconds that each kernel's process need not wait
+        from alstlib.support import heads_of
 
         self.run, self.out, (self.device, cuda) = run, out, this_device()
         self.progress = Progress(out / "progress.jsonl", 0)
-        self.dtype = torch.bfloat16 if run.dtype == "bf16" or (run.dtype == "auto" and cuda) else torch.float32
+        self.dtype = torch.bfloat16 if run.bf16(cuda) else torch.float32
         config = model_config(run.model, run.model_config, run.trust_remote_code).get_text_config()
         ranks = max(1, run.emulate)
-        self.heads = config.num_attention_heads // ranks
-        self.kv = max(1, (config.num_key_value_heads or config.num_attention_heads) // ranks)
-        self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads, kv, self.dim = heads_of(config)
+        self.heads, self.kv = heads // ranks, max(1, kv // ranks)
 
     def __call__(self) -> dict[str, Any]:
         made: dict[str, Any] = {}

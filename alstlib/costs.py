@@ -22,6 +22,7 @@ from alstlib.models import model_config
 from alstlib.progress import Pace, Progress
 from alstlib.rows import area, balance
 from alstlib.spans import document_spans
+from alstlib.support import heads_of
 from alstlib.ulysses import UlyssesAttention
 from alstlib.worker import run_worker, this_device, timed
 
@@ -46,11 +47,9 @@ class Costs:
         self.run, (self.device, cuda) = run, this_device()
         self.ctx = SPContext.create(dist.get_world_size())
         self.progress = Progress(out / "progress.jsonl", dist.get_rank())
-        self.dtype = torch.bfloat16 if run.dtype == "bf16" or (run.dtype == "auto" and cuda) else torch.float32
+        self.dtype = torch.bfloat16 if run.bf16(cuda) else torch.float32
         config = model_config(run.model, run.model_config, run.trust_remote_code).get_text_config()
-        self.heads = config.num_attention_heads
-        self.kv = config.num_key_value_heads or self.heads
-        self.dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.heads, self.kv, self.dim = heads_of(config)
 
     def __call__(self) -> dict[str, Any]:
         run, rows = self.run, self.run.seq_len // self.ctx.sp

@@ -46,7 +46,7 @@ class Emulation:
             raise ValueError("alstlib.emulate needs emulate, the number of ranks of which one is run")
         self.run, (self.device, cuda) = run, this_device()
         self.progress = Progress(out / "progress.jsonl", 0)
-        self.bf16 = run.dtype == "bf16" or (run.dtype == "auto" and cuda)
+        self.bf16 = run.bf16(cuda)
         self.ctx = alstlib.SPContext.create(run.emulate)
         self.emit(f"loading {run.model}")
         whole = {k: v for k, v in run.model_config.items() if k != "num_hidden_layers"}

@@ -18,6 +18,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from alstlib.progress import Progress, ProgressReader, log_tail, root_cause, whe
 from alstlib.shapes import check_model
 from alstlib.units import format_seconds
 
-__all__ = ["Progress", "RunFailed", "die_with_parent", "finished", "launch", "progress_printer", "resolve"]
+__all__ = ["Nodes", "Progress", "RunFailed", "die_with_parent", "finished", "launch", "progress_printer", "resolve"]
 
 POLL_SECONDS = 1.0
 
@@ -48,6 +49,19 @@ class RunFailed(RuntimeError):
         tail = f"\n{error['log_tail']}" if error.get("log_tail") else ""
         super().__init__(f"{result['status']}: {error.get('type', '')}: {error.get('message', '')} (in {out}){tail}")
         self.result = result
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a run, seen from one of them."""
+
+    count: int = 1
+    rank: int = 0
+    endpoint: str | None = None
+    """`host:port` on the first node, the same on every node; needed for more than one."""
+
+
+ONE_NODE = Nodes()
 
 
 # What a run gets
@@ -144,18 +158,22 @@ def command(config: RunConfig, out: Path, logs: Path, python: str, worker: str, 
     return [python, "-m", "alstlib.agent", *rendezvous, *per_node, *files, *run]
 
 
-def meeting(config: RunConfig, nnodes: int = 1, node_rank: int = 0, endpoint: str | None = None) -> list[str]:
+def meeting(config: RunConfig, nodes: Nodes = ONE_NODE) -> list[str]:
     """torchrun's flags that say where its nodes meet: on one node at a free port of the loopback.
 
     Raises:
         ValueError: several nodes without `endpoint`, a host (or address) and port on the first node.
     """
-    if nnodes > 1 and not re.fullmatch(r".+:\d+", endpoint or ""):
+    if nodes.count > 1 and not re.fullmatch(r".+:\d+", nodes.endpoint or ""):
         raise ValueError(
-            f"nnodes={nnodes} needs rdzv_endpoint, such as 'first-node:29500', the same on every node, not {endpoint!r}"
+            f"{nodes.count} nodes need an endpoint, such as 'first-node:29500', the same on every node, not "
+            f"{nodes.endpoint!r}"
         )
-    where = ["--rdzv-endpoint", endpoint if nnodes > 1 and endpoint else "127.0.0.1:0"]
-    return ["--nnodes", str(nnodes), *where, "--rdzv-id", results.run_id(config), "--rdzv-conf", f"rank={node_rank}"]
+    where = nodes.endpoint if nodes.count > 1 and nodes.endpoint else "127.0.0.1:0"
+    return [
+        "--nnodes", str(nodes.count), "--rdzv-endpoint", where, "--rdzv-id", results.run_id(config),
+        "--rdzv-conf", f"rank={nodes.rank}",
+    ]  # fmt: skip
 
 
 def _version(path: Path) -> tuple[int, int] | None:
@@ -261,9 +279,7 @@ def launch(
     on_progress: Callable[[dict[str, Any]], None] | None = None,
     force: bool = False,
     python: str = sys.executable,
-    nnodes: int = 1,
-    node_rank: int = 0,
-    rdzv_endpoint: str | None = None,
+    nodes: Nodes = ONE_NODE,
     worker: str = "alstlib.train",
     extra_env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
@@ -280,13 +296,14 @@ def launch(
         ValueError: a configuration that this machine cannot run, or a folder in use; nothing was started.
         OSError: a file in `out` could not be written; an earlier result there is intact.
     """
+    nnodes = nodes.count
     out, config = Path(out).resolve(), resolve(config, nnodes)
-    rendezvous = meeting(config, nnodes, node_rank, rdzv_endpoint)
+    rendezvous = meeting(config, nodes)
     if not force and (done := finished(config, out, nnodes)):
         return done
     if worker == "alstlib.train":
         check_model(config.model)
-    first = node_rank == 0
+    first = nodes.rank == 0
     with locks.hold(out) if first else contextlib.nullcontext(), sigterm_interrupts():
         limit, which = time_limit(config, nnodes, devices.device_count(), worker == "alstlib.train")
         run = _Run(config, out, first, on_progress, limit)

@@ -27,7 +27,7 @@ from alstlib.kernels import (
     attention_forward,
     sinks_backward,
 )
-from alstlib.rows import Group, Plan
+from alstlib.rows import Group, Plan, Sample
 
 
 class WholeHeads:
@@ -250,11 +250,11 @@ class Layouts:
         if whole_heads(heads, kv, ranks) and not self.split_rows:
             return WholeHeads(self.exchange, kv, documents, length)
         offsets = documents if documents is None or isinstance(documents, tuple) else tuple(documents)
-        sample = (batch, length, offsets, q.device)
+        sample = Sample(batch, length, offsets, q.device)
         if sample != self._sample:
             self._sample = sample
             self._plans.clear()
         key = (heads, kv, first, last)
         if key not in self._plans:
-            self._plans[key] = Plan(heads, kv, ranks, self.exchange.rank, *sample[:3], first, last, q.device)
+            self._plans[key] = Plan(heads, kv, ranks, self.exchange.rank, sample, first, last)
         return SplitRows(self.exchange, self._plans[key], documents, length)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from alstlib.config import RunConfig, check_names
 from alstlib.shapes import PUBLIC, SHAPES, check_model
+from alstlib.support import heads_of
 
 
 def model_config(
@@ -98,11 +99,11 @@ def flop_dimensions(model: PreTrainedModel) -> dict[str, int]:
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     inside = {id(p): p.numel() for p in model.parameters() if p.ndim >= 2 and p is not embedding}
     inside[id(head)] = head.numel()  # a tied head multiplies too
-    heads = config.num_attention_heads
+    heads, _, width = heads_of(config)
     return {
         "dense_params": sum(inside.values()),
         "heads": heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "head_dim": width,
         "layers": config.num_hidden_layers,
     }
 

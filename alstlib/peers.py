@@ -31,6 +31,7 @@ from alstlib.reference import relative_error
 from alstlib.search import longest_that_fits
 from alstlib.stacks import Stack
 from alstlib.store import HostStore
+from alstlib.support import heads_of
 from alstlib.units import format_bytes
 from alstlib.worker import run_worker, this_device, timed
 
@@ -112,7 +113,7 @@ class Comparison:
     def __init__(self, run: RunConfig, out: Path) -> None:
         self.run, self.rank, self.world = run, dist.get_rank(), dist.get_world_size()
         self.device, cuda = this_device()
-        self.bf16 = run.dtype == "bf16" or (run.dtype == "auto" and cuda)
+        self.bf16 = run.bf16(cuda)
         self.progress = Progress(out / "progress.jsonl", self.rank)
         self.stacks: list[Stack] = []
         if not run.peers:
@@ -280,9 +281,7 @@ def floor_step(config: Any, length: int, ranks: int, device: torch.device, bf16:
     optimizer.
     """
     dtype = torch.bfloat16 if bf16 else torch.float32
-    heads = config.num_attention_heads
-    kv = config.num_key_value_heads or heads
-    width, dim = config.hidden_size, getattr(config, "head_dim", None) or config.hidden_size // heads
+    (heads, kv, dim), width = heads_of(config), config.hidden_size
 
     def make(*size: int) -> Tensor:
         return torch.randn(*size, device=device, dtype=dtype)

@@ -101,7 +101,7 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
     return Prediction(
         seq_len=seq_len, device={**machine.overhead(), **held.at(part_of(found.place)), **found.device},
         device_limit=machine.gpu_memory, host=host, host_limit=limit, host_needed=needed, activations=found,
-        seconds=step_seconds(shape, run, machine.rates, ranks, machine.gpus, machine.per_node, seq_len, found, preset),
+        seconds=step_seconds(shape, run, machine, ranks, seq_len, found, preset),
         loading_device=sum(machine.overhead().values()) + part + tensor, loading_host=arriving,
     )  # fmt: skip
 

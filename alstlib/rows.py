@@ -21,6 +21,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,17 +127,27 @@ class Message:
     """Key/value heads that the other rank needs."""
 
 
+class Sample(NamedTuple):
+    """What is attended: a batch, whole."""
+
+    batch: int
+    """B"""
+    length: int
+    """S rows of a batch row."""
+    documents: Documents = None
+    """Offsets into the flattened [B * S] batch; None makes every batch row one document."""
+    device: torch.device | str = "cpu"
+    """Where its tensors are."""
+
+
 class Plan:
     """Who computes which rows of which heads, seen from one rank.
 
     Args:
         heads, kv_heads: H and K of the model.
         ranks, rank: P and this rank.
-        batch: B.
-        length: S rows of a whole batch row.
-        documents: offsets into the flattened [B * S] batch; None makes every batch row one document.
+        sample: what is attended; the indices lie on its device.
         first, last: rows of this call, of a sequence that is computed in chunks; None: all.
-        device: of the indices.
     """
 
     def __init__(
@@ -145,13 +156,11 @@ class Plan:
         kv_heads: int,
         ranks: int,
         rank: int,
-        batch: int,
-        length: int,
-        documents: Documents = None,
+        sample: Sample,
         first: int = 0,
         last: int | None = None,
-        device: torch.device | str = "cpu",
     ) -> None:
+        batch, length, documents, device = sample
         last = length if last is None else last
         self.heads, self.kv_heads, self.ranks, self.rank = heads, kv_heads, ranks, rank
         self.batch, self.rows, self.own = batch, last - first, (last - first) // ranks
@@ -247,7 +256,7 @@ def area(spans: Sequence[Span]) -> int:
 
 def balance(heads: int, kv_heads: int, ranks: int, length: int, documents: Documents = None) -> tuple[float, float]:
     """(rows, causal area) of the fullest rank over the mean, for one batch row."""
-    plans = [Plan(heads, kv_heads, ranks, r, 1, length, documents) for r in range(ranks)]
+    plans = [Plan(heads, kv_heads, ranks, r, Sample(1, length, documents)) for r in range(ranks)]
     whole = area(plans[0].spans)
     areas = [sum(g.heads * whole if g.spans is None else area(g.spans) for g in p.groups) for p in plans]
     rows = [p.stored for p in plans]

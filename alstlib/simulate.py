@@ -121,7 +121,7 @@ def simulate(run: RunConfig, ranks: int, device: str = "cuda", fake: bool = True
             "liger='loss' cannot be simulated: its kernel takes no fake tensors. `alst plan` knows what it takes; "
             "simulate with another liger"
         )
-    dtype = torch.float32 if run.dtype == "fp32" else torch.bfloat16
+    dtype = torch.bfloat16 if run.bf16(device == "cuda") else torch.float32
     run = _roomy(run)
     with fake_ranks(ranks) as ctx, as_on(device):
         with torch.device("meta" if fake else "cpu"):

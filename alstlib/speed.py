@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from alstlib.activations import FLASH_2, Activations, element_bytes
 from alstlib.config import RunConfig
+from alstlib.machine import Machine
 from alstlib.rates import Rates
 from alstlib.shapes import Shape
 
@@ -46,10 +47,8 @@ def exchange_bytes(shape: Shape, ranks: int, seq_len: int, element: int, forward
 def step_seconds(
     shape: Shape,
     run: RunConfig,
-    rates: Rates,
+    machine: Machine,
     ranks: int,
-    world: int,
-    per_node: int,
     seq_len: int,
     found: Activations,
     preset: str = "ours",
@@ -60,7 +59,7 @@ def step_seconds(
     runs forward once where its outputs are kept, and its backward is 2.5 forwards. The exchange is waited for. ZeRO's
     traffic and asynchronous offload hide behind the computing, as far as that lasts.
     """
-    element = element_bytes(run, "cuda")
+    element, rates = element_bytes(run, "cuda"), machine.rates
     again = 1.0 if run.checkpoint else 0.0
     forward, backward = _attention_rates(found, rates)
     linear = linear_flops(shape, seq_len * run.batch_size)
@@ -69,11 +68,11 @@ def step_seconds(
     matmul = sum(linear[name] * times for name, times in passes.items()) / rates.matmul / ranks
     kept = found.attention_kept
     core = attention * ((1 + again * (1 - kept)) / forward + 2.5 / backward) / ranks
-    network = rates.link if ranks <= per_node else rates.network
+    network = rates.link if ranks <= machine.per_node else rates.network
     exchange = exchange_bytes(shape, ranks, seq_len * run.batch_size, element, 1 + again, kept) / network
-    zero = _zero_seconds(shape, run, rates, world, per_node)
+    zero = _zero_seconds(shape, run, machine)
     offload = 2 * found.host / rates.host
-    shard = shape.parameters / (world if run.zero_stage else 1)
+    shard = shape.parameters / (machine.gpus if run.zero_stage else 1)
     optimizer = 28 * shard / (rates.host_memory if run.offload_optimizer and run.zero_stage else 3e12)
     computing = (matmul + core) * run.accumulation
     waited = max(0.0, zero - computing)
@@ -104,8 +103,9 @@ def _thrice(run: RunConfig, preset: str) -> float:
     return 1.0 if preset == "paper" and run.tiled_mlp else 0.0  # its tiles run again in backward
 
 
-def _zero_seconds(shape: Shape, run: RunConfig, rates: Rates, world: int, per_node: int) -> float:
-    share = rates.link if world <= per_node else rates.network
+def _zero_seconds(shape: Shape, run: RunConfig, machine: Machine) -> float:
+    rates, world = machine.rates, machine.gpus
+    share = rates.link if world <= machine.per_node else rates.network
     gathers = {3: 3, 2: 1, 1: 2, 0: 2}[run.zero_stage]
     element = element_bytes(run, "cuda")
     zero = gathers * shape.parameters * element * (world - 1) / world / share * run.accumulation
@@ -133,10 +133,8 @@ class Span:
 def layer_spans(
     shape: Shape,
     run: RunConfig,
-    rates: Rates,
+    machine: Machine,
     ranks: int,
-    world: int,
-    per_node: int,
     seq_len: int,
     found: Activations,
     preset: str = "ours",
@@ -147,7 +145,7 @@ def layer_spans(
     it: what has not ended with the computing is waited for. The layer's attention output is kept if most layers' are.
     With `offload="sync"` copies come first, and computing waits.
     """
-    kept = round(found.attention_kept) if run.checkpoint else 0
+    kept, rates = round(found.attention_kept) if run.checkpoint else 0, machine.rates
     linear = linear_flops(shape, seq_len * run.batch_size)
     per_layer = rates.matmul * ranks * shape.layers
     projections, mlp = linear["projections"] / per_layer, linear["mlp"] / per_layer
@@ -157,7 +155,7 @@ def layer_spans(
     forward, backward = _attention_rates(found, rates)
     core = attention_flops(shape, seq_len) * run.batch_size / ranks / shape.layers
     one_pass = exchange_bytes(shape, ranks, seq_len * run.batch_size, element_bytes(run, "cuda"), 1, 0) / 2
-    network = rates.link if ranks <= per_node else rates.network
+    network = rates.link if ranks <= machine.per_node else rates.network
     unit = one_pass / (2 * query + 2 * kv) / network / shape.layers
     row_sums = 4 / (shape.head_dim * element_bytes(run, "cuda")) * query
 
@@ -181,7 +179,7 @@ def layer_spans(
     ]  # fmt: skip
     copy = found.host / shape.layers / rates.host if run.offload != "none" else 0.0
     of_layer = shape.layer_parameters / shape.parameters / run.accumulation
-    states = _zero_seconds(shape, run, rates, world, per_node) * of_layer
+    states = _zero_seconds(shape, run, machine) * of_layer
     gathered = states / 3 if run.zero_stage == 3 else 0.0  # forward gathers once, backward gathers and reduces
     beside = {
         "forward": [(COPIES, "kept for backward", copy), (STATES, "gather", gathered)],

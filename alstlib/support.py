@@ -160,9 +160,16 @@ def check_recompute(facts: Facts) -> None:
             )
 
 
+def heads_of(config: Any) -> tuple[int, int, int]:
+    """Query heads, key/value heads and the width of a head, as a transformers config has them."""
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads, width
+
+
 def _head_width(config: Any) -> int:
     """The widest of a head's keys and values."""
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = heads_of(config)[2]
     if getattr(config, "qk_nope_head_dim", None) is not None:  # MLA
         return max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
     return int(width)

@@ -51,7 +51,7 @@ class Trainer:
         self.run, self.out, self.rank = run, out, dist.get_rank()
         self.device, cuda = this_device()
         self._check_writable()
-        self.bf16 = run.dtype == "bf16" or (run.dtype == "auto" and cuda)
+        self.bf16 = run.bf16(cuda)
         self.progress = Progress(out / "progress.jsonl", self.rank)
         self.say(message=f"loading {run.model}")
         self.ctx = alstlib.SPContext.create(run.sp)

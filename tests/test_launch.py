@@ -322,8 +322,8 @@ def test_resolve(monkeypatch):
     assert launch.resolve(RunConfig(sp=0), nnodes=4).sp == 32
     with pytest.raises(ValueError, match=r"world_size=9 needs more GPUs than the 8"):
         launch.resolve(RunConfig(world_size=9))
-    with pytest.raises(ValueError, match="needs rdzv_endpoint"):
-        launch.launch(RunConfig(), "nowhere", nnodes=2)
+    with pytest.raises(ValueError, match="2 nodes need an endpoint"):
+        launch.launch(RunConfig(), "nowhere", nodes=launch.Nodes(2))
     assert not Path("nowhere").exists()
 
 
@@ -354,13 +354,13 @@ def test_cuda_environment(monkeypatch):
 
 def test_several_nodes_meet_at_one_endpoint():
     config = launch.resolve(RunConfig(world_size=4))
-    where = launch.meeting(config, 2, 1, "n1:29500")
+    where = launch.meeting(config, launch.Nodes(2, 1, "n1:29500"))
     text = " ".join(launch.command(config, Path("/o"), Path("/o/logs"), "python", "alstlib.train", where))
     assert "--nnodes 2 --rdzv-endpoint n1:29500" in text
     assert "--rdzv-conf rank=1 --nproc-per-node 2" in text
     for endpoint in (None, "n1", "n1:port"):
-        with pytest.raises(ValueError, match="nnodes=2 needs rdzv_endpoint"):
-            launch.meeting(config, 2, 1, endpoint)
+        with pytest.raises(ValueError, match="2 nodes need an endpoint"):
+            launch.meeting(config, launch.Nodes(2, 1, endpoint))
 
 
 def listening(out: Path) -> dict[int, set[str]]:
@@ -409,8 +409,7 @@ def test_several_nodes_listen_on_the_interface_that_is_given(tmp_path):
         free.bind(("127.0.0.2", 0))
         endpoint = f"127.0.0.2:{free.getsockname()[1]}"
     raised = [
-        in_thread("hang", tmp_path, world_size=2, nnodes=2, node_rank=rank, rdzv_endpoint=endpoint, timeout=20)
-        for rank in (0, 1)
+        in_thread("hang", tmp_path, world_size=2, nodes=launch.Nodes(2, rank, endpoint), timeout=20) for rank in (0, 1)
     ]
     assert wait_for(lambda: all((tmp_path / f"started.{rank}").exists() for rank in (0, 1))), raised
     assert list(listening(tmp_path).values()) == [{"127.0.0.2"}]

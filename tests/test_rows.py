@@ -17,7 +17,7 @@ from alstlib import reference
 from alstlib.alltoall import whole_heads
 from alstlib.kernels import BACKENDS, Attended, Backend, Rule
 from alstlib.layouts import Layouts, SplitRows, WholeHeads
-from alstlib.rows import Plan, Shares, balance, folded_rows, parts_of
+from alstlib.rows import Plan, Sample, Shares, balance, folded_rows, parts_of
 
 LAYOUTS = [
     (9, 3, 8),
@@ -52,7 +52,7 @@ def test_every_rank_has_the_same_work(heads: int, kv: int, ranks: int, documents
 def test_every_row_of_every_head_is_somewhere_once(heads: int, kv: int, ranks: int, documents: Any) -> None:
     length = 4096 if ranks != 5 else 4095
     documents = documents and [min(d, length) for d in documents]
-    plans = [Plan(heads, kv, ranks, r, 1, length, documents) for r in range(ranks)]
+    plans = [Plan(heads, kv, ranks, r, Sample(1, length, documents)) for r in range(ranks)]
     for source in plans:
         sent = torch.cat([m.sent for m in source.messages])
         assert torch.equal(sent.sort().values, torch.arange(heads * source.own))
@@ -202,7 +202,7 @@ def test_work_is_even_over_many_documents(heads: int, kv: int, ranks: int, lengt
 def test_many_documents_are_handed_out_whole() -> None:
     """A rank calls its kernel for its own documents, not for a part of every one."""
     documents = [*range(0, 65_536, 256), 65_536]
-    plan = Plan(28, 4, 8, 3, 1, 65_536, documents)
+    plan = Plan(28, 4, 8, 3, Sample(1, 65_536, documents))
     parts = [len(g.spans) for g in plan.groups if g.spans is not None]
     assert parts
     assert all(n < 0.6 * len(documents) for n in parts)

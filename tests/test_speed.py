@@ -10,6 +10,7 @@ import pytest
 from alstlib import plots_step
 from alstlib.activations import activations
 from alstlib.config import RunConfig, row_config
+from alstlib.machine import Machine
 from alstlib.rates import rates_of
 from alstlib.shapes import read_shape
 from alstlib.speed import (
@@ -40,7 +41,7 @@ RUNS: dict[str, RunConfig] = {
 
 def both(run: RunConfig, ranks: int, seq_len: int) -> tuple[dict[str, list[Span]], dict[str, float], Any]:
     found = activations(SHAPE, run, ranks, seq_len, "cuda")
-    given: Any = (SHAPE, run, RATES, ranks, ranks, 8, seq_len, found)
+    given: Any = (SHAPE, run, Machine(gpus=ranks, rates=RATES), ranks, seq_len, found)
     return layer_spans(*given), step_seconds(*given), found
 
 

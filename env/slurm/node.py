@@ -37,9 +37,7 @@ def main(parameters: str, out: str, endpoint: str) -> None:
         config,
         folder,
         on_progress=launch.progress_printer() if rank == 0 else None,
-        nnodes=nodes,
-        node_rank=rank,
-        rdzv_endpoint=endpoint if nodes > 1 else None,
+        nodes=launch.Nodes(nodes, rank, endpoint if nodes > 1 else None),
         worker=worker,
     )
 
