@@ -132,7 +132,7 @@ def with_gradient(x: Tensor, module: nn.Module) -> Tensor:
 
 
 class GradientSums:
-    """Sums of gradients of `params` over tiles or chunks, in fp32; a single gradient passes as it is."""
+    """Sums of gradients of `params` over tiles or chunks, in fp32."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = params
@@ -143,11 +143,9 @@ class GradientSums:
         for i, g in enumerate(grads):
             if g is None:
                 continue
-            total = self.sums[i]
-            if total is None:  # copied before anything is added to it: a gradient may be a view of another
-                self.sums[i] = g if last else g.to(torch.promote_types(g.dtype, torch.float32), copy=True)
-            else:
-                total.add_(g)
+            total, wide = self.sums[i], torch.promote_types(g.dtype, torch.float32)
+            # copied before anything is added to it: a gradient may be a view of the caller's or of another
+            self.sums[i] = g.to(wide, copy=not last) if total is None else total.add_(g)
 
     def done(self) -> list[Tensor | None]:
         """The sums, in the precision of the parameters; None for a parameter that has got no gradient."""
