@@ -48,7 +48,7 @@ from alstlib.flash_packages import (
     unflat_lse,
 )
 from alstlib.rule import Attended
-from alstlib.rules import sdpa_kernel
+from alstlib.rules import kernel_device, sdpa_kernel
 
 aten = torch.ops.aten
 
@@ -238,16 +238,17 @@ def _installed(module: str) -> bool:
 
 
 def choose_backend(
-    attention: str, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False,
-    capability: int | None = None,
-) -> Backend:  # fmt: skip
+    attention: str, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
+) -> Backend:
     """The kernel for `attention`: `sdpa` picks PyTorch's best for the hardware and dtype, `auto` prefers an installed
     flash-attn 3 or 4 to it; any other name is taken at its word. With a `softcap`, only kernels that compute it.
-    `capability` is the first number of the GPU's compute capability; None: that of this machine's.
+    In a simulation, the device that is simulated counts (`rules.kernels_as_on`).
 
     Raises:
         ValueError: an unknown name, or a kernel that cannot run here, with what can.
     """
+    kind, capability = kernel_device(device.type)
+    device = device if capability is None else torch.device(kind)
     if softcap and attention in ("sdpa", "auto"):
         return BACKENDS["blockwise"]
     if softcap and attention in BACKENDS and not BACKENDS[attention].softcap:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from alstlib.rule import Attended
+from alstlib.rules import kernel_device
 
 BLOCK_BYTES = 32 * 2**20
 """Of one block of scores."""
@@ -43,7 +44,7 @@ def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
     """a [B, K, m, n] @ b [B, K, n, o] summed and given in `wide`."""
     if a.dtype == b.dtype == wide:
         return a @ b
-    if a.device.type == "cuda" and a.dtype == b.dtype:
+    if kernel_device(a.device.type)[0] == "cuda" and a.dtype == b.dtype:
         return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=wide).unflatten(0, a.shape[:2])
     return a.to(wide) @ b.to(wide)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from alstlib.config import RunConfig
 from alstlib.machine import Machine, machine_of, rates_known
-from alstlib.planner import Prediction, changed, longest, nearest_that_fits, predict, settings
+from alstlib.planner import Prediction, changed, loads_with, longest, nearest_that_fits, predict, settings
 from alstlib.shapes import Shape, read_shape
 from alstlib.units import format_bytes, format_seconds
 
@@ -60,7 +60,10 @@ def why_not(run: RunConfig, nodes: int, gpus: int) -> str | None:
     ]
     beyond = [one for one in over if one[2] is not None and one[1] > CERTAIN * one[2]]
     if not beyond:
-        return _cannot_load(found, machine)
+        if not found.loading.beyond(CERTAIN):
+            return None
+        loads = loads_with(shape, run, machine)
+        return f"{found.loading.why} (predicted); it can be loaded {loads}. force=True (--force) runs it all the same"
     where, needs, has, what = beyond[0]
     text = (
         f"{found.seq_len:,} tokens would take {format_bytes(needs)} of {where} memory a rank, and {what} "
@@ -113,20 +116,6 @@ def time_limit(run: RunConfig, nodes: int, gpus: int, trains: bool = True) -> tu
     return seconds, f"the time limit of {format_seconds(seconds)} ({why}; timeout=SECONDS sets another, 0 none)"
 
 
-def _cannot_load(found: Prediction, machine: Machine) -> str | None:
-    """Why the model of a run whose steps fit cannot be loaded; None where it may."""
-    for where, needs, has in (
-        ("a device's", found.loading_device, found.device_limit),
-        ("the first node's host", found.loading_host, machine.host_memory),
-    ):
-        if has is not None and needs > CERTAIN * has:
-            return (
-                f"loading the model would take {format_bytes(needs)} of {where} memory, and {format_bytes(has)} is "
-                "there (predicted). force=True (--force) runs it all the same"
-            )
-    return None
-
-
 def outlook(run: RunConfig, gpus: int) -> str:
     """What the planner says of a resolved run on this machine before it starts: whether it fits (of a search:
     the longest sequence), bytes of a rank, seconds of a step."""
@@ -143,12 +132,14 @@ def outlook(run: RunConfig, gpus: int) -> str:
         ("device", found.device_peak, found.device_limit), ("host", found.host_needed, found.host_limit),
     ):  # fmt: skip
         parts.append(f"{where} {format_bytes(needs)}" + (f" of {format_bytes(has)} a rank" if has else " a rank"))
-    parts.append(f"loading {format_bytes(found.loading_host)} of the first node's host")
+    parts.append(f"loading {format_bytes(found.loading.host)} of the first node's host")
     parts.append(f"a step {format_seconds(seconds)}" if seconds else "no step time: rates are known for GPUs only")
     return "; ".join(parts)
 
 
 def _verdict(found: Prediction) -> str:
+    if not found.fits and found.limit.startswith("loading"):
+        return f"does not fit, {found.loading.why}"
     return "fits" if found.fits else f"does not fit, it goes beyond the {found.limit}"
 
 

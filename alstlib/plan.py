@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,18 @@ import yaml
 from alstlib import devices
 from alstlib.config import RunConfig, row_config
 from alstlib.machine import Machine, Overheads
-from alstlib.planner import Help, Prediction, advice, changed, longest, nearest_that_fits, predict, settings
+from alstlib.planner import (
+    Help,
+    Loading,
+    Prediction,
+    advice,
+    changed,
+    loads_with,
+    longest,
+    nearest_that_fits,
+    predict,
+    settings,
+)
 from alstlib.rates import GPUS, label_bytes, rates_of, with_measured
 from alstlib.shapes import Shape, read_shape
 from alstlib.units import GIB, format_seconds, parse_quantity
@@ -66,6 +77,16 @@ class Question:
     def advice(self) -> list[Help]:
         """Of ours: the reference's options are those of its paper."""
         return advice(self.shape, self.run, self.machine) if self.preset == "ours" else []
+
+    @property
+    def loading(self) -> Loading:
+        """The same for every length."""
+        return self.at(self.shortest).loading
+
+    def cannot_load(self) -> str:
+        """Why the model cannot be loaded and the nearest thing that works, in a sentence; nothing where it can."""
+        why = self.loading.why
+        return why and f"{why[0].upper()}{why[1:]}; it can be loaded {loads_with(self.shape, self.run, self.machine)}."
 
     def limit(self, best: Prediction | None, found: Prediction | None) -> str:
         """What a length goes beyond; for the longest, what a longer one would."""
@@ -148,6 +169,7 @@ def as_json(question: Question, best: Prediction | None, found: Prediction | Non
         "fits": found is not None and found.fits,
         "longest_sequence": best.seq_len if best else 0,
         "limit": question.limit(best, found),
+        "loading": {**asdict(question.loading), "why": question.cannot_load()},
     }  # fmt: skip
     if found is not None:
         made |= {
@@ -177,7 +199,9 @@ def describe(question: Question, best: Prediction | None, found: Prediction | No
     lines += [f"  {key}: {text}" for key, text in question.understood.items()]
     limit = question.limit(best, best)
     if best is None:
-        lines += ["", f"Not even a short sequence fits: {limit} memory."]
+        short_of = "the model cannot be loaded" if limit.startswith("loading") else f"{limit} memory"
+        lines += ["", f"Not even a short sequence fits: {short_of}."]
+        lines += [cannot_load] if (cannot_load := question.cannot_load()) else []
     else:
         lines += ["", f"Longest sequence: {best.seq_len:,} tokens; {limit or 'nothing known'} limits it."]
     if found is None:
@@ -216,12 +240,16 @@ def verdict(found: Prediction) -> str:
         )
         if limit is not None
     ]
+    if found.loading.why:
+        spare.insert(0, "the model cannot be loaded")
     return f"{'fits' if found.fits else 'does not fit'} ({', '.join(spare) or 'no limits were named'})"
 
 
 def remedy(question: Question, found: Prediction) -> list[str]:
     """The nearest configuration under which this length fits."""
     near = nearest_that_fits(question.shape, question.run, question.machine, found.seq_len)
+    if near is None and question.loading.why:
+        return ["", "No options make it fit here, because the model cannot be loaded."]
     if near is None:
         return ["", "No options make it fit here: fewer tokens, or more GPUs."]
     what, other = near

@@ -8,7 +8,7 @@ Without torch and transformers: a plan takes milliseconds.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from alstlib.activations import Activations, activations, element_bytes, part_of, reference_activations
@@ -16,7 +16,38 @@ from alstlib.config import RunConfig
 from alstlib.machine import Machine
 from alstlib.shapes import Shape
 from alstlib.speed import step_seconds
+from alstlib.units import GIB, format_bytes
 from alstlib.zero import ZERO_DEFAULT, Sizes, States, model_states
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Peaks while the model is loaded (`alstlib.loading`), before any step and for every length the same. Bytes."""
+
+    device: int = 0
+    """Of a rank: what it keeps of the weights, and under ZeRO-3 one whole tensor."""
+    device_limit: int | None = None
+    host: int = 0
+    """Of the first node: rank 0 has all weights, and every rank its process."""
+    host_limit: int | None = None
+
+    def beyond(self, times: float = 1.0) -> str:
+        """Which of the two is more than so many times its limit: `device`, `host`, or nothing."""
+        for where, needs, has in (("device", self.device, self.device_limit), ("host", self.host, self.host_limit)):
+            if has is not None and needs > times * has:
+                return where
+        return ""
+
+    @property
+    def why(self) -> str:
+        """A sentence on what is beyond its limit; nothing where the model can be loaded."""
+        if not (where := self.beyond()):
+            return ""
+        needs, has, whose = self.host, self.host_limit, "the first node's host"
+        if where == "device":
+            needs, has, whose = self.device, self.device_limit, "a device's"
+        takes, there = format_bytes(needs), format_bytes(has or 0)
+        return f"loading the model would take {takes} of {whose} memory, and {there} is there"
 
 
 @dataclass(frozen=True)
@@ -34,10 +65,8 @@ class Prediction:
     activations: Activations
     seconds: dict[str, float]
     """Of one optimizer step, by part; `step` is what passes."""
-    loading_device: int = 0
-    """Device bytes of a rank while the model is loaded: what it keeps of the weights, and one whole tensor."""
-    loading_host: int = 0
-    """Host bytes of the first node meanwhile: rank 0 has the weights (`alstlib.loading`)."""
+    loading: Loading
+    """Before the first step."""
 
     @property
     def device_peak(self) -> int:
@@ -49,12 +78,14 @@ class Prediction:
 
     @property
     def limit(self) -> str:
-        """What this length goes beyond: `device`, `host`, or nothing."""
+        """What this length goes beyond: `device` or `host` in a step, `loading: device` or `loading: host` before the
+        first, or nothing."""
         if self.host_limit is not None and self.host_needed > self.host_limit:
             return "host"
         if self.device_limit is not None and self.device_peak > self.device_limit:
             return "device"
-        return ""
+        where = self.loading.beyond()
+        return f"loading: {where}" if where else ""
 
     @property
     def fits(self) -> bool:
@@ -68,6 +99,39 @@ def states(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours")
     paper = {"bucket": ZERO_DEFAULT, "reduced": 4 if (run.sp or machine.gpus) > 1 else None}
     of = paper if preset == "paper" else {}
     return model_states(run, sizes, machine.gpus, element_bytes(run, machine.device), **of)
+
+
+def loading(shape: Shape, run: RunConfig, machine: Machine) -> Loading:
+    """What it takes to load our run's model; of the reference's loading nothing is predicted."""
+    element, gpu = element_bytes(run, machine.device), machine.device != "cpu"
+    whole, tensor = element * shape.parameters, element * max(shape.embedding, shape.width * shape.mlp)
+    part = whole
+    if run.zero_stage == 3:
+        part = tensor + (0 if run.offload_params else whole // machine.gpus)
+    processes = machine.overheads.process * machine.ranks_of_node if gpu and machine.host_memory is not None else 0
+    tensors = tensor * (1 if gpu else machine.ranks_of_node)
+    return Loading(
+        sum(machine.overhead().values()) + part, machine.gpu_memory, whole + tensors + processes, machine.host_memory
+    )
+
+
+def loads_with(shape: Shape, run: RunConfig, machine: Machine) -> str:
+    """The nearest thing with which a model can be loaded that cannot be so, as the end of a sentence."""
+    now, ranks = loading(shape, run, machine), machine.ranks_of_node
+    ways = [(f"with {what} ({settings(HELP[what])})", run.replace(**HELP[what]), machine) for what in SHARDED]
+    for gpus in (machine.gpus * 2**n for n in range(1, 11)):
+        ways.append((f"on {gpus:,} GPUs", run, replace(machine, gpus=gpus)))
+    for each in (ranks >> n for n in range(1, ranks.bit_length())):
+        fewer = replace(machine, per_node=each)
+        ways.append((f"on {fewer.nodes:,} nodes of {each} GPU{'s' if each > 1 else ''} each", run, fewer))
+    if near := next((what for what, other, on in ways if not loading(shape, other, on).beyond()), ""):
+        return near
+    needed = []
+    if now.beyond() == "device":
+        needed, now = [ways[1][0].removeprefix("with ")], loading(shape, ways[1][1], machine)
+    of = ((now.device, now.device_limit, "a device"), (now.host, now.host_limit, "the first node's host"))
+    needed += [f"{-(-needs // GIB):,} GiB on {where}" for needs, has, where in of if has is not None and needs > has]
+    return f"with {' and '.join(needed)}"
 
 
 def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset: str = "ours") -> Prediction:
@@ -91,18 +155,13 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
     else:
         found = activations(shape, run, ranks, seq_len, machine.device, room, capability=machine.rates.capability)
     needed = sum(host.values()) + found.host_needed
-    element = element_bytes(run, machine.device)
-    whole, tensor = element * shape.parameters, element * max(shape.embedding, shape.width * shape.mlp)
-    part = 0 if run.offload_params else whole // machine.gpus if run.zero_stage == 3 else whole
-    tensors = tensor * (machine.ranks_of_node if machine.device == "cpu" else 1)
-    arriving = whole + tensors + host.get("process", 0) * machine.ranks_of_node
     if found.host:
         host = {**host, "checkpoints": found.host}
     return Prediction(
         seq_len=seq_len, device={**machine.overhead(), **held.at(part_of(found.place)), **found.device},
         device_limit=machine.gpu_memory, host=host, host_limit=limit, host_needed=needed, activations=found,
         seconds=step_seconds(shape, run, machine, ranks, seq_len, found, preset),
-        loading_device=sum(machine.overhead().values()) + part + tensor, loading_host=arriving,
+        loading=Loading() if preset == "paper" else loading(shape, run, machine),
     )  # fmt: skip
 
 
@@ -149,6 +208,8 @@ HELP: dict[str, dict[str, Any]] = {
     "weights on the host": {"zero_stage": 3, "offload_params": True},
 }
 """What can be switched on, as fields of RunConfig."""
+SHARDED = ("ZeRO-3", "weights on the host")
+"""Those with which a device holds less of the model while it is loaded."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +256,8 @@ def nearest_that_fits(
                 continue
             if other != now:
                 found = predict(shape, other, machine, seq_len)
-                options.append((not found.fits, found.device_peak, found.seconds["step"], what, other))
+                peak = max(found.device_peak, found.loading.device)
+                options.append((not found.fits, peak, found.seconds["step"], what, other))
         if not options:
             return None
         fitting = [o for o in options if not o[0]]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 TILE_BYTES = {"cuda": 512 * 2**20, "cpu": 2**20}
 """Target for one intermediate of a tile: large enough for efficient matrix products, small beside the model."""
@@ -13,6 +16,26 @@ def tile_for(width: int, element_bytes: int, device: str) -> int:
     power of two, at least 256."""
     tokens = TILE_BYTES.get(device, TILE_BYTES["cpu"]) // max(1, width * element_bytes)
     return max(256, 1 << max(0, tokens.bit_length() - 1))
+
+
+_SIMULATED: ContextVar[tuple[str, int] | None] = ContextVar("simulated", default=None)
+
+
+@contextlib.contextmanager
+def kernels_as_on(device: str, capability: int) -> Iterator[None]:
+    """Choose kernels as on this kind of device (`cuda`, `cpu`) and compute capability, wherever tensors are: for a
+    simulation."""
+    token = _SIMULATED.set((device, capability))
+    try:
+        yield
+    finally:
+        _SIMULATED.reset(token)
+
+
+def kernel_device(device: str) -> tuple[str, int | None]:
+    """The kind of device that kernels are chosen for where tensors are on this one, and, in a simulation only, its
+    compute capability."""
+    return _SIMULATED.get() or (device, None)
 
 
 def sdpa_kernel(device: str, half: bool, width: int, softcap: bool = False, capability: int = 9) -> str:

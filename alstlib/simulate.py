@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from alstlib.groups import join_fake
 from alstlib.memory import Ledger
 from alstlib.models import load_model, model_config
 from alstlib.places import CHECKPOINTS, EXCHANGE, ROOT, Places, category
+from alstlib.rules import kernels_as_on
 from alstlib.tiled import as_on
 from alstlib.train import run_options
 from alstlib.zero import Sizes, States, model_states
@@ -126,11 +127,11 @@ def simulate(run: RunConfig, ranks: int, device: str = "cuda", fake: bool = True
     with fake_ranks(ranks) as ctx, as_on(device):
         with torch.device("meta" if fake else "cpu"):
             model: Any = load_model(run, dtype, shape_only=True)
-        with alstlib.apply(model, ctx, run_options(run)) as handle:
+        kernels = kernels_as_on(device, capability) if fake else nullcontext()
+        with kernels, alstlib.apply(model, ctx, run_options(run)) as handle:
             if not fake:
                 drop_gradients(model)
                 return step(run, model, handle, ctx)
-            handle.attention.stands_for = (torch.device("cuda"), capability) if device == "cuda" else None
             with FakeTensorMode(allow_non_fake_inputs=True):
                 drop_gradients(model.to_empty(device="cpu"))  # which makes new weights, without hooks
                 return step(run, model, handle, ctx)

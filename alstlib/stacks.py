@@ -25,7 +25,7 @@ import alstlib
 from alstlib.batches import WHOLE, shard_batch
 from alstlib.config import RunConfig, check_names
 from alstlib.engine import initialize
-from alstlib.models import load_model
+from alstlib.loading import Arrival, load_on_first, place
 from alstlib.store import HostStore
 
 OURS: dict[str, dict[str, Any]] = {
@@ -54,9 +54,8 @@ class Stack:
         self.sequences = 1
         self.stores: list[HostStore] = []
         self.notes: list[str] = []
-        model: Any = load_model(run, torch.bfloat16 if bf16 else torch.float32)
-        model.to(device)
-        config = None
+        arrival = load_on_first(run, torch.bfloat16 if bf16 else torch.float32, device)
+        model, config = arrival.model, None
         if name in OURS:
             self.loss = self._ours(model, OURS[name])
         elif name == "readme":
@@ -67,7 +66,7 @@ class Stack:
         else:
             self.loss = self._plain(model)
         self.model = model
-        self.engine: Any = initialize(run, model, bf16) if config is None else _own_engine(model, config)
+        self.engine: Any = _own_engine(arrival, config) if config else initialize(run, model, bf16, arrival=arrival)
 
     def step(self, sample: Mapping[str, Tensor], update: bool = True) -> float:
         """One optimizer step on a whole sample [1, S] that every rank has; returns the loss."""
@@ -163,10 +162,11 @@ class Stack:
         return loss
 
 
-def _own_engine(model: Any, config: dict[str, Any]) -> Any:
+def _own_engine(arrival: Arrival, config: dict[str, Any]) -> Any:
     import deepspeed
 
-    return deepspeed.initialize(model=model, config=config)[0]
+    place(arrival, config)
+    return deepspeed.initialize(model=arrival.model, config=config)[0]
 
 
 def _checkpoint(model: Any) -> None:

@@ -38,8 +38,6 @@ class UlyssesAttention:
         self.exchange = Exchange(ctx.sp_group)
         self.layouts = Layouts(self.exchange, split_rows)
         self.attention = attention
-        self.stands_for: tuple[torch.device, int] | None = None
-        """Device and compute capability for which kernels are chosen, in a simulation; None: the tensors' own."""
         self.backend_name = ""
         """The kernel that ran last."""
         self.forward_calls = 0
@@ -98,8 +96,7 @@ class UlyssesAttention:
     def backend_for(self, q: Tensor, v: Tensor, rule: Rule) -> Backend:
         """The kernel for these tensors' device, dtype and head widths."""
         width = max(q.shape[-1], v.shape[-1])
-        device, capability = self.stands_for or (q.device, None)
-        backend = choose_backend(self.attention, device, q.dtype, width, rule.softcap is not None, capability)
+        backend = choose_backend(self.attention, q.device, q.dtype, width, rule.softcap is not None)
         self.backend_name = backend.name
         return backend
 

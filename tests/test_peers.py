@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from alstlib import results
 from alstlib.alltoall import Exchange
 from alstlib.config import RunConfig
 from alstlib.launch import launch
+from alstlib.memory import storage_bytes
 from alstlib.peers import Counts, floor_step, peak_over_start
 
 REFERENCE = ("deepspeed", "deepspeed, loss tiles")
@@ -103,6 +105,33 @@ def _refused(rank: int, world: int, run: dict[str, Any], out: str) -> str:
     except ValueError as e:
         return str(e)
     return "accepted"
+
+
+def _held(rank: int, world: int, run: RunConfig, name: str) -> list[int]:
+    """Bytes of weights that a rank holds when the engine of a stack begins."""
+    import deepspeed
+
+    from alstlib.stacks import Stack
+
+    held, begin = [], deepspeed.initialize
+
+    def initialize(*args: Any, model: Any, **kwargs: Any) -> Any:
+        held.append(storage_bytes(model.parameters()))
+        held.append(storage_bytes(getattr(p, "ds_tensor", p) for p in model.parameters()))
+        held.append(4 * sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()))
+        return begin(*args, model=model, **kwargs)
+
+    with mock.patch.object(deepspeed, "initialize", initialize):
+        Stack(name, run, torch.device("cpu"), False)
+    return held
+
+
+@pytest.mark.parametrize("name", ["ours", "readme", "transformers"])
+def test_no_rank_but_the_first_holds_a_stacks_model_whole(ranks2: Any, name: str) -> None:
+    """Nor that one, once its weights are in parts."""
+    for left, parts, whole in ranks2(_held, RunConfig.from_dict({**RUN, "peers": [name]}), name):
+        assert left < whole / 100
+        assert whole / 2 <= parts < whole / 2 + 10_000
 
 
 def _counted(rank: int, world: int) -> tuple[dict[str, int], dict[str, int], int]:

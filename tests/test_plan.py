@@ -59,6 +59,30 @@ def test_a_length_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "It fits with layers in chunks of 16K rows" in out
 
 
+def test_a_model_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    """A step fits, but rank 0's host cannot take the weights, with any option and for any length."""
+    args = ["plan", "--model", "meta-llama/Llama-3.1-70B", "--gpus", "64", "--host-memory", "160GB"]
+    args += ["--set", "offload_optimizer=false"]
+    why = (
+        "Loading the model would take 165.37 GiB of the first node's host memory, and 149.01 GiB is there; it can be "
+        "loaded on 32 nodes of 2 GPUs each."
+    )
+    for asked in ([], ["--seq-len", "64K"]):
+        assert main([*args, *asked]) == 1
+        out = capsys.readouterr().out
+        assert f"Not even a short sequence fits: the model cannot be loaded.\n{why}\n" in out
+        assert "tokens: does not fit (the model cannot be loaded, 4" in out
+        assert ("No options make it fit here, because the model cannot be loaded." in out) == bool(asked)
+        assert main([*args, *asked, "--json"]) == 1
+        made = json.loads(capsys.readouterr().out)
+        assert (made["fits"], made["limit"], made["longest_sequence"]) == (False, "loading: host", 0)
+        assert made["loading"]["why"] == why
+        assert made["loading"]["host"] > made["loading"]["host_limit"] == 160 * 10**9
+        assert made["loading"]["device"] < made["loading"]["device_limit"]
+    assert main([*args, "--gpus-per-node", "2"]) == 0
+    assert "cannot be loaded" not in capsys.readouterr().out
+
+
 def test_options_are_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     plain, chunked = (as_json(capsys, *a)[1] for a in ([], ["--set", "chunk=16384", "--host-memory", "9TB"]))
     assert chunked["longest_sequence"] > 1.5 * plain["longest_sequence"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from alstlib.activations import activations, families, kv_needed
 from alstlib.config import RunConfig, row_config
 from alstlib.foretell import foretell, why_not
 from alstlib.machine import Machine, Overheads, machine_of
-from alstlib.planner import advice, longest, nearest_that_fits, predict, states
+from alstlib.planner import Loading, advice, loading, loads_with, longest, nearest_that_fits, predict, states
 from alstlib.rates import label_bytes, rates_of, with_measured
 from alstlib.shapes import read_shape
 from alstlib.speed import attention_flops, exchange_bytes, linear_flops
@@ -264,17 +265,59 @@ def test_a_model_that_cannot_be_loaded_is_refused(monkeypatch: pytest.MonkeyPatc
     """Of 64 GPUs the steps fit each node's host, but rank 0 has all weights before it sends them."""
     monkeypatch.setattr("alstlib.devices.first_gpu", lambda: ("NVIDIA H100 80GB HBM3", 80 * GIB))
     run = OURS.replace(model="meta-llama/Llama-3.1-70B", world_size=64, sp=64, seq_len=65_536, offload_optimizer=False)
+    weights, embedding = 2 * 70_553_706_496, 2 * 128_256 * 8192
     for host, fits in ((120 * 10**9, False), (300 * 10**9, True)):
         monkeypatch.setattr("alstlib.machine.host_free", lambda host=host: host)
-        found = foretell(run, machine_of(run, 8, 8))[1]
-        assert found.fits
-        weights, embedding = 2 * 70_553_706_496, 2 * 128_256 * 8192
-        assert found.loading_host == weights + embedding + 8 * 4 * GIB
-        assert found.loading_device == weights // 64 + embedding + sum(machine_of(run, 8, 8).overhead().values())
-        assert found.loading_device < found.device_peak
-        why = why_not(run, 8, 8)
-        assert (why is None) == fits
-    whole = foretell(run.replace(zero_stage=2), machine_of(run, 8, 8))[1]
-    assert whole.loading_device - found.loading_device == weights - weights // 64
+        machine = machine_of(run, 8, 8)
+        shape, found = foretell(run, machine)
+        assert found.host_needed < (found.host_limit or 0)
+        assert found.device_peak < (found.device_limit or 0)
+        assert found.loading.host == weights + embedding + 8 * 4 * GIB
+        assert found.loading.device == weights // 64 + embedding + sum(machine.overhead().values())
+        assert found.loading.device < found.device_peak
+        assert (found.fits, found.limit) == (fits, "" if fits else "loading: host")
+        assert (longest(shape, run, machine) is None) == (not fits)
+        assert (why_not(run, 8, 8) is None) == fits
+    whole = foretell(run.replace(zero_stage=2), machine)[1]  # which takes a tensor's place as it comes
+    assert whole.loading.device - found.loading.device == weights - weights // 64 - embedding
+    assert whole.limit == "device"  # in a step too, which is said first
+    assert whole.loading.beyond() == "device"
     monkeypatch.setattr("alstlib.machine.host_free", lambda: 120 * 10**9)
-    assert "loading the model would take 165.37 GiB of the first node's host memory" in str(why_not(run, 8, 8))
+    why = "loading the model would take 165.37 GiB of the first node's host memory, and 111.76 GiB is there"
+    assert why in str(why_not(run, 8, 8))
+
+
+def test_the_nearest_thing_that_loads_a_model_is_named() -> None:
+    shape, run = read_shape("meta-llama/Llama-3.1-70B"), OURS.replace(offload_optimizer=False)
+    many = Machine(gpus=64, host_memory=160 * 10**9)
+    small = Machine(gpus=1, gpu_memory=40 * GIB)
+    for machine, options, near in (
+        (many, {}, "on 32 nodes of 2 GPUs each"),
+        (replace(many, host_memory=120 * 10**9), {}, "with 166 GiB on the first node's host"),
+        (
+            replace(many, host_memory=120 * 10**9),
+            {"zero_stage": 2},
+            "with weights on the host (zero_stage=3, offload_params=True) and 166 GiB on the first node's host",
+        ),
+        (small, {"zero_stage": 2}, "with weights on the host (zero_stage=3, offload_params=True)"),
+        (replace(small, gpus=8), {"zero_stage": 2}, "with ZeRO-3 (zero_stage=3)"),
+        (
+            replace(small, gpus=2, gpu_memory=4 * GIB),
+            {},
+            "with weights on the host (zero_stage=3, offload_params=True) and 6 GiB on a device",
+        ),
+    ):
+        asked = run.replace(**options)
+        assert loading(shape, asked, machine).beyond()
+        assert loads_with(shape, asked, machine) == near
+    assert not loading(shape, run, replace(many, per_node=2)).beyond()
+    assert loading(shape, run, replace(many, per_node=4)).beyond() == "host"
+    assert loading(shape, run, replace(many, host_memory=166 * GIB)).beyond() == ""
+
+
+def test_of_the_papers_loading_nothing_is_said() -> None:
+    machine = Machine(gpus=64, host_memory=120 * 10**9)
+    run = row_config("alst", RunConfig(model="meta-llama/Llama-3.1-70B", dtype="bf16", offload_optimizer=False, sp=0))
+    found = predict(read_shape(run.model), run, machine, 65_536, "paper")
+    assert found.loading == Loading()
+    assert found.fits

@@ -9,7 +9,9 @@ import yaml
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-ASKS = re.compile(r'\.is_cuda|device\.type [!=]= "cuda"|torch\.cuda\.|this_device\(\)|cuda: bool')
+ASKS = re.compile(
+    r'\.is_cuda|device\.type [!=]= "cuda"|torch\.cuda\.|kernel_device\([\w.]*device\.type\)|this_device\(\)|cuda: bool'
+)
 
 
 def rows() -> list[list[str]]:

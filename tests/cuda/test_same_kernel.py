@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from fake import fake_cuda
 from steps import steps
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import alstlib
 from alstlib.activations import kernel_workspace
@@ -18,7 +21,7 @@ from alstlib.config import RunConfig
 from alstlib.machine import Machine
 from alstlib.planner import predict
 from alstlib.rates import GPUS, rates_of
-from alstlib.rules import sdpa_kernel
+from alstlib.rules import kernels_as_on, sdpa_kernel
 from alstlib.shapes import read_shape
 from alstlib.simulate import simulate
 from alstlib.support import check_model
@@ -43,16 +46,16 @@ def test_one_kernel_for_every_decoder(name: str) -> None:
     ctx = alstlib.SPContext()
     attention = [a for call in check_model(ZOO.build(name), ctx, "sdpa").calls for a in call.attention]
     assert attention
-    op, simulated = UlyssesAttention(ctx), UlyssesAttention(ctx)
+    op = UlyssesAttention(ctx)
     for capability in (8, 9, 10):
-        simulated.stands_for = (torch.device("cuda"), capability)
         with fake_cuda((capability, 0)):
             for a, dtype in ((a, dtype) for a in attention for dtype in (torch.bfloat16, torch.float32)):
                 chosen = []
-                for of, device in ((op, "cuda:0"), (simulated, "cpu")):
+                for device, on in (("cuda:0", nullcontext()), ("cpu", kernels_as_on("cuda", capability))):
                     q, k = (torch.empty(1, a.heads, 4, a.width, dtype=dtype, device=device) for _ in range(2))
                     v = torch.empty(1, a.heads, 4, a.value_width, dtype=dtype, device=device)
-                    chosen.append(of.backend_for(q, v, of.rule(q, k, v, softcap=a.kwargs.get("softcap"))).name)
+                    with on:
+                        chosen.append(op.backend_for(q, v, op.rule(q, k, v, softcap=a.kwargs.get("softcap"))).name)
                 width, capped = max(a.width, a.value_width), bool(a.kwargs.get("softcap"))
                 chosen.append(sdpa_kernel("cuda", dtype == torch.bfloat16, width, capped, capability))
                 assert len(set(chosen)) == 1, (chosen, a.width, dtype, capability)
@@ -68,6 +71,40 @@ def test_a_simulated_step_runs_it(dtype: str) -> None:
         with steps("llama-3.1-8b", 4096, 8, layers=1) as step:
             step()
             assert step.handle.attention.backend_name == "cudnn"
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash", "efficient", "blockwise", "eager"])
+def test_a_simulated_step_runs_what_is_named(name: str) -> None:
+    run = RunConfig(model="tiny", model_config={"num_hidden_layers": 1}, seq_len=1024, dtype="bf16", attention=name)
+    assert simulate(run, 2).kernel == name
+    if name in ("cudnn", "flash", "efficient"):
+        with pytest.raises(ValueError, match=f"attention='{name}' does not run on cpu"):
+            simulate(run, 2, "cpu")
+    with pytest.raises(ValueError, match="attention='cpu' does not run on cuda"):
+        simulate(run.replace(attention="cpu"), 2)
+
+
+def test_simulated_blocks_are_multiplied_as_on_the_device() -> None:
+    """A GPU sums products of bf16 in fp32 without a copy of the blocks in fp32, which a CPU needs."""
+    run = RunConfig(
+        model="tiny", model_config={"num_hidden_layers": 1}, seq_len=256, dtype="bf16", attention="blockwise"
+    )
+
+    class Products(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.wide += func is torch.ops.aten.bmm.dtype
+            return func(*args, **(kwargs or {}))
+
+    found = {}
+    for device in ("cuda", "cpu"):
+        with Products() as products:
+            assert simulate(run, 1, device).kernel == "blockwise"
+        found[device] = products.wide
+    assert found["cuda"] > 0 == found["cpu"]
 
 
 @pytest.mark.parametrize("gpu", GPUS)
