@@ -237,9 +237,9 @@ class RunConfig:
         if self.packed and self.batch_size > 1:
             raise ValueError(f"packed=True fills one row: batch_size={self.batch_size} must be 1")
 
-    def bf16(self, on_cuda: bool) -> bool:
+    def bf16(self, on_gpu: bool) -> bool:
         """Are weights and activations in bf16 on such a device, or in fp32?"""
-        return self.dtype == "bf16" or (self.dtype == "auto" and on_cuda)
+        return self.dtype == "bf16" or (self.dtype == "auto" and on_gpu)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
