@@ -174,7 +174,7 @@ class HostStore:
         return Ticket(self, after)
 
     def put(self, ticket: Ticket, x: Tensor) -> None:
-        """Keep x under a ticket. It comes back with the strides that it has: a transposed tensor is not copied first."""
+        """Keep x under a ticket. It comes back with the strides that it has: a permuted one is not copied first."""
         x = x.detach()
         if self.mode == "none":
             ticket.kept.append((x, None))
