@@ -93,12 +93,24 @@ class _Slab:
             self.pinned = True
 
     def view(self, like: Tensor) -> Tensor:
-        return self.bytes[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+        """A tensor in this memory with the shape and the strides of `like`, which has no gaps."""
+        flat = self.bytes[: like.numel() * like.element_size()].view(like.dtype)
+        return flat.as_strided(like.shape, like.stride())
 
     def __del__(self) -> None:
         if getattr(self, "pinned", False):
             torch.cuda.synchronize()  # a copy may still run
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+
+
+def _without_gaps(x: Tensor) -> Tensor:
+    """x, or a copy of it where its elements do not lie side by side in memory, in whatever order."""
+    size = 1
+    for stride, n in sorted((stride, n) for stride, n in zip(x.stride(), x.shape) if n > 1):
+        if stride != size:
+            return x.contiguous()
+        size *= n
+    return x
 
 
 class Ticket:
@@ -162,12 +174,12 @@ class HostStore:
         return Ticket(self, after)
 
     def put(self, ticket: Ticket, x: Tensor) -> None:
-        """Keep x under a ticket."""
+        """Keep x under a ticket. It comes back with the strides that it has: a permuted one is not copied first."""
         x = x.detach()
         if self.mode == "none":
             ticket.kept.append((x, None))
             return
-        x = x.contiguous()
+        x = _without_gaps(x)
         slab = self._slab(x.numel() * x.element_size(), x.is_cuda)
         host = slab.view(x)
         ticket.kept.append((host, slab))
@@ -204,7 +216,9 @@ class HostStore:
     def _fetch(self, ticket: Ticket, device: torch.device) -> None:
         if ticket.fetched is not None:
             return
-        tensors = [torch.empty(host.shape, dtype=host.dtype, device=device) for host, _ in ticket.kept]
+        tensors = [
+            torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device) for host, _ in ticket.kept
+        ]
         if not (device.type == "cuda" and self.mode == "async"):
             for tensor, (host, _) in zip(tensors, ticket.kept):
                 tensor.copy_(host)

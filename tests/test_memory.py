@@ -139,6 +139,21 @@ def test_slabs_are_host_memory() -> None:
         del y
 
 
+def test_what_comes_back_from_the_host_is_device_memory() -> None:
+    """And a permuted tensor, as an attention output is, goes there without a copy of it on the device."""
+    store, x = HostStore("sync"), torch.randn(1, 100, 8, 10).transpose(1, 2)
+    with Ledger(stores=[store]) as ledger:
+        base, ticket = ledger.device_bytes, store.ticket()
+        store.put(ticket, x)
+        assert ledger.device_peak == ledger.device_bytes == base
+        assert ledger.host_peak == x.nbytes
+        back = store.get(ticket, x.device)
+        assert ledger.device_peak == ledger.device_bytes == base + x.nbytes
+        assert ledger.host_peak == x.nbytes
+        del back
+        assert ledger.device_bytes == base
+
+
 def test_what_an_engine_keeps_on_the_host_is_marked() -> None:
     """Known or new to the ledger, marked once or twice, and no longer counted when it dies."""
     weights = torch.zeros(1000)

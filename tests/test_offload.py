@@ -437,6 +437,27 @@ def test_pinned_slabs_lie_near_the_gpu_and_wait_before_they_go(monkeypatch: pyte
     assert len(calls) == 6  # what was not pinned is not unpinned
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_tensors_come_back_with_their_strides(mode: str) -> None:
+    """An attention output is a permuted view: kernels that are built for a layout meet the same one again. What has
+    gaps, or rows that share memory, is stored without."""
+    store = HostStore(mode)  # type: ignore[arg-type]
+    dense = [
+        torch.randn(1, 5, 3, 4).transpose(1, 2), torch.randn(2, 5, 4), torch.randn(3, 2, 4, 5).permute(3, 1, 0, 2),
+        torch.randn(6, 4)[:, None].transpose(0, 1), torch.empty(0, 3).T,
+    ]  # fmt: skip
+    others = [torch.randn(2, 6, 4)[:, :5], torch.randn(3, 1).expand(3, 4)]
+    ticket = store.ticket()
+    for x in (*dense, *others):
+        store.put(ticket, x)
+    back = store.get(ticket, torch.device("cpu"))
+    assert all(torch.equal(t, x) for t, x in zip(back, (*dense, *others), strict=True))
+    assert [t.stride() for t in back[: len(dense)]] == [x.stride() for x in dense]
+    if mode != "none":
+        assert [t.stride() for t in back[len(dense) :]] == [(20, 4, 1), (4, 1)]
+        assert store.nbytes == sum(t.nbytes for t in back)
+
+
 # ----- on a GPU
 
 
