@@ -31,10 +31,10 @@ lab: setup ## open JupyterLab on the landing notebook
 		$(if $(filter 0,$(shell id -u)),--allow-root) notebooks/index.ipynb $(ARGS)
 
 lessons: setup ## run all lessons anew and store their outputs and solutions
-	$(BIN)/python -m tests.lessons run $(ARGS)
+	$(BIN)/python notebooks/lessons.py run $(ARGS)
 
 check-lessons: setup ## run all lessons anew and compare them with what is stored
-	$(BIN)/python -m tests.lessons check $(ARGS)
+	$(BIN)/python notebooks/lessons.py check $(ARGS)
 
 # What Sphinx needs besides the lock is pinned apart; pip asks no index when all of it is there.
 site: setup ## build the lessons, their solutions and the API as web pages in build/site, and check them

@@ -152,7 +152,7 @@ Attention = Literal[
     "sdpa", "auto", "cpu", "cudnn", "flash", "efficient", "flash_attention_2", "flash_attention_3", "flash_attention_4",
     "blockwise", "eager",
 ]  # fmt: skip
-"""What `attention` may be (`alstlib/backends.py`)."""
+"""What `attention` may be (`alstlib/kernels/backends.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,8 +206,8 @@ class RunConfig:
     search: bool = _docs("find the longest sequence that fits, starting at seq_len", False)
     search_granule: Count = _docs("lengths are multiples of so many tokens", 256)
     search_max: Count | None = _docs("the search ends at this length", None)
-    emulate: Natural = _docs("run one rank of so many, with `alstlib.emulate`; 0: every rank is real", 0)
-    peers: Texts = _docs("stacks that `alstlib.peers` compares (`alstlib/stacks.py`)", ())
+    emulate: Natural = _docs("run one rank of so many, with `alstlib.measure.emulate`; 0: every rank is real", 0)
+    peers: Texts = _docs("stacks that `alstlib.measure.peers` compares (`alstlib/measure/baselines.py`)", ())
     save_to: Text | None = _docs("folder for the trained model (safetensors)", None)
     resume_from: Text | None = _docs("folder of an earlier run whose training state is continued", None)
     resume: Literal["auto", "never"] = _docs("auto: continue from an own state of this configuration", "auto")

@@ -19,7 +19,7 @@ for path in "" "$PWD/$folder"; do
     if [ "${1:-}" = sweep ]; then
         PYTHONPATH=$path .venv/bin/python -m tests.sweep.drive --keep "${@:2}" || status=$?
     else
-        PYTHONPATH=$path .venv/bin/python -m pytest tests/test_support.py tests/test_around.py tests/test_hf.py "$@" || status=$?
+        PYTHONPATH=$path .venv/bin/python -m pytest tests/hf/test_support.py tests/hf/test_in_use.py tests/hf/test_attach.py "$@" || status=$?
     fi
 done
 if [ "${1:-}" = sweep ]; then

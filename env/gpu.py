@@ -26,7 +26,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from alstlib.config import RunConfig, check_names
-from alstlib.processes import sigterm_interrupts
+from alstlib.runs.processes import sigterm_interrupts
 from alstlib.units import format_seconds, parse_quantity
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,7 +75,7 @@ def rows_of(name: str, out: Path, dry: bool) -> Iterator[Step]:
     copy.write_text(yaml.safe_dump({**spec, "base": base, "rows": rows}, sort_keys=False))
     for row, expect in zip(rows, expected):
         limit = RunConfig.from_dict({n: v for n, v in {**base, **row}.items() if n != "name"}).timeout or 3600
-        command = [sys.executable, "-m", "alstlib.cli", "run", str(copy), "--rows", row["name"]]
+        command = [sys.executable, "-m", "alstlib.runs.cli", "run", str(copy), "--rows", row["name"]]
         yield Step(
             name=f"{name}/{row['name']}", command=[*command, "--out", str(out / name)],
             limit=limit + GRACE_SECONDS, expect=expect, result=out / name / row["name"] / "result.json",
@@ -89,7 +89,7 @@ def shrink(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def tests() -> Iterator[Step]:
     """The tests of each kernel, and then those of each other file."""
-    marked = sorted(p for p in (ROOT / "tests").glob("test_*.py") if "@pytest.mark.gpu" in p.read_text())
+    marked = sorted(p for p in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark.gpu" in p.read_text())
     of_kernels = [p for p in marked if p.name in ("test_kernels.py", "test_variants.py")]
     run = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfE", "-p", "no:cacheprovider"]
     for kernel in KERNELS:

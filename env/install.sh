@@ -108,7 +108,7 @@ pip install -qq --no-deps --no-build-isolation -e .
 .venv/bin/python -m ipykernel install --sys-prefix --name python3 > /dev/null
 DS_ACCELERATOR=$device .venv/bin/python env/check.py "$lock" >&2 || fail "the environment is not what $lock says: run 'make clean', then again"
 say "6/6 DeepSpeed's operators: the first time a minute of compiling"
-DS_ACCELERATOR=$device .venv/bin/python -m alstlib.operators > .venv/.operators.log 2>&1 \
+DS_ACCELERATOR=$device .venv/bin/python -m alstlib.train.operators > .venv/.operators.log 2>&1 \
     || say "warning: they cannot be compiled, see .venv/.operators.log; training on CPUs needs them"
 touch "$stamp"
 say "done in $((SECONDS - start)) s"

@@ -95,7 +95,7 @@ def wrap(model: Any, kind: str, world: int, run: RunConfig) -> Any:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
-    from alstlib.engine import initialize
+    from alstlib.train.engine import initialize
 
     return initialize(run, model, False)
 

@@ -123,7 +123,7 @@ def test_run_stores_the_lesson_and_its_twin(good: Path) -> None:
     assert lessons.stdout(cell(stored, "check")).startswith("not answered yet")
     assert cell(stored, "answer").source == "mine = None"
     assert lessons.problems(twin.path) == []
-    assert "by `python -m tests.lessons run 01`" in twin.nb.cells[0].source
+    assert "by `python notebooks/lessons.py run 01`" in twin.nb.cells[0].source
     assert cell(twin.nb, "answer").source == "mine = 5"
     assert "solution" not in cell(twin.nb, "answer").metadata
     assert lessons.stdout(cell(twin.nb, "check")) == "right: 5\n"

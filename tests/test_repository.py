@@ -302,8 +302,8 @@ def test_this_environment_matches_its_lock() -> None:
 
 def test_readme_shows_the_committed_ablation() -> None:
     """The README's numbers are those of the committed results, and nothing else."""
-    from alstlib import results
     from alstlib.config import ROWS
+    from alstlib.runs import results
 
     found = {r["row"]: r for r in results.collect(ROOT / "papermill_runs" / "results" / "ablation-cpu")}
     columns = [c for c in results.COLUMNS if c not in ("status", "loss") and not c.startswith("predicted_")]

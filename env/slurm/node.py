@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from alstlib import launch, results
 from alstlib.config import RunConfig, row_config
+from alstlib.runs import launch, results
 
 
 def configuration(given: dict[str, Any]) -> RunConfig:
@@ -27,7 +27,7 @@ def configuration(given: dict[str, Any]) -> RunConfig:
 def main(parameters: str, out: str, endpoint: str) -> None:
     nodes, rank = int(os.environ["SLURM_NNODES"]), int(os.environ["SLURM_NODEID"])
     given = yaml.safe_load(Path(parameters).read_text(encoding="utf-8")) or {}
-    worker = given.pop("worker", "alstlib.train")
+    worker = given.pop("worker", "alstlib.train.ablation")
     config = launch.resolve(configuration(given), nodes)
     folder = Path(out).resolve()
     if rank == 0:  # for papermill, in the batch step: it finds the run finished and shows it

@@ -39,7 +39,7 @@ def _lend_device_guard() -> None:
 @contextlib.contextmanager
 def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Watch]:
     """Fake tensors may be on `cuda:0`, a GPU of this compute capability; streams and events log their order."""
-    from alstlib import store
+    from alstlib.offload import host_store
 
     _lend_device_guard()
     watch, state = Watch(), torch.zeros(16, dtype=torch.uint8)
@@ -50,7 +50,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Watch]:
         def __init__(self, nbytes: int, pin: bool) -> None:
             self.bytes = torch.empty(nbytes, dtype=torch.uint8)
 
-        view = store._Slab.view
+        view = host_store._Slab.view
 
     with contextlib.ExitStack() as stack:
         for name, stand_in in {
@@ -60,7 +60,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Watch]:
         }.items():  # fmt: skip
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         stack.enter_context(mock.patch("torch.random.fork_rng", return_value=contextlib.nullcontext()))
-        stack.enter_context(mock.patch.object(store, "_Slab", Slab))
+        stack.enter_context(mock.patch.object(host_store, "_Slab", Slab))
         stack.enter_context(python_engine())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(watch)

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from fake import fake_cuda
 from torch import Tensor
 
-from alstlib import groups, worker
-from alstlib.engine import reserve_adam_state
-from alstlib.memory import Ledger
+from alstlib import mesh
+from alstlib.offload.ledger import Ledger
+from alstlib.train import worker
+from alstlib.train.engine import reserve_adam_state
 
 
 def on_cuda(*shape: int) -> Tensor:
@@ -67,7 +68,7 @@ def test_nccl_waits_as_long_as_a_step_may_take(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setattr(dist.distributed_c10d, name, timedelta(minutes=10))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: given.update(how, backend=backend))
     monkeypatch.setenv("WORLD_SIZE", str(world))
-    groups.join(torch.device("cuda", 3), 7200)
+    mesh.join(torch.device("cuda", 3), 7200)
     assert given == {"backend": "nccl", "timeout": timedelta(hours=2), "device_id": bound}
     assert dist.distributed_c10d._get_default_timeout(dist.Backend.NCCL) == timedelta(hours=2)
 
@@ -77,7 +78,7 @@ def test_groups_of_a_run_wait_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dist.distributed_c10d, name, timedelta(minutes=10))
     for name, value in {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
-    groups.join(torch.device("cpu"), 7200)
+    mesh.join(torch.device("cpu"), 7200)
     try:
         for group in (dist.group.WORLD, dist.new_group(ranks=range(1))):
             assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(hours=2)
@@ -93,8 +94,8 @@ def test_gpus_that_pytorch_cannot_use_are_not_passed_over(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", too_old)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr("alstlib.devices._installed_gpus", lambda: 8)
-    monkeypatch.setattr("alstlib.devices.importlib.metadata.version", lambda name: "2.13.0")
+    monkeypatch.setattr("alstlib.planner.devices._installed_gpus", lambda: 8)
+    monkeypatch.setattr("alstlib.planner.devices.importlib.metadata.version", lambda name: "2.13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if hidden:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

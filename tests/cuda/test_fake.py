@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake import fake_cuda, python_engine
 
-from alstlib.store import HostStore
+from alstlib.offload.host_store import HostStore
 
 
 def test_a_read_on_another_stream_without_waiting_is_found() -> None:

@@ -15,9 +15,15 @@ import torch
 from fake import Watch, fake_cuda
 from test_kernel_calls import CUDA, FORMS, alike, of
 
-from alstlib import backends
-from alstlib.backends import PACKAGES
-from alstlib.kernels import Attended, attention_backward, attention_backward_rows, attention_forward, choose_backend
+from alstlib.kernels import backends
+from alstlib.kernels.attention import (
+    Attended,
+    attention_backward,
+    attention_backward_rows,
+    attention_forward,
+    choose_backend,
+)
+from alstlib.kernels.backends import PACKAGES
 
 SIGNATURES: dict[str, tuple[str, dict[str, str]]] = {
     "flash_attention_2": ("flash-attn 2.8.3.post2", {

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from alstlib import devices
 from alstlib.config import RunConfig
-from alstlib.machine import Machine
-from alstlib.planner import predict
-from alstlib.shapes import read_shape
-from alstlib.specs import load_spec
+from alstlib.planner import devices
+from alstlib.planner.machine import Machine
+from alstlib.planner.model_shapes import read_shape
+from alstlib.planner.prediction import predict
+from alstlib.runs.sweeps import load_spec
 
 ROOT = Path(__file__).parents[2]
 SPECS = sorted((ROOT / "papermill_runs" / "specs").glob("gpu-*.yaml"))
@@ -64,7 +64,7 @@ def test_every_spec_is_a_step_and_runs_on_one_gpu(tmp_path: Path, monkeypatch: p
 def test_every_kernel_and_every_gpu_test_has_a_process_of_its_own() -> None:
     commands = {s.name: " ".join(s.command) for s in gpu.tests()}
     assert {f"tests/{kernel}" for kernel in gpu.KERNELS} <= set(commands)
-    for path in (ROOT / "tests").glob("test_*.py"):
+    for path in (ROOT / "tests").rglob("test_*.py"):
         if "@pytest.mark.gpu" in path.read_text():
             assert any(str(path) in command for command in commands.values()), path
 
@@ -78,7 +78,10 @@ def test_what_is_expected_is_what_the_planner_says(path: Path, spec: dict[str, A
             low, high = gpu.bounds(wanted)
             assert 0 < low < high
     if "device_peak_bytes.0" not in expect:
-        assert spec.get("parameters", {}).get("worker") in ("alstlib.bench", "alstlib.peers") or "seq_len" in expect
+        assert (
+            spec.get("parameters", {}).get("worker") in ("alstlib.measure.time_kernels", "alstlib.measure.peers")
+            or "seq_len" in expect
+        )
         return
     run = RunConfig.from_dict({n: v for n, v in {**spec["base"], **row}.items() if n not in ("name", "expect")})
     gpus = run.emulate or 1

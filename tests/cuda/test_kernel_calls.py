@@ -12,9 +12,7 @@ import torch.distributed as dist
 from fake import Watch, fake_cuda
 from torch import Tensor
 
-from alstlib.alltoall import Exchange
-from alstlib.groups import join_fake
-from alstlib.kernels import (
+from alstlib.kernels.attention import (
     BACKENDS,
     Attended,
     Rule,
@@ -23,7 +21,9 @@ from alstlib.kernels import (
     attention_forward,
     choose_backend,
 )
-from alstlib.layouts import Layouts, SplitRows
+from alstlib.mesh import join_fake
+from alstlib.ulysses.alltoall import Exchange
+from alstlib.ulysses.head_layouts import Layouts, SplitRows
 
 CUDA, LENGTH = torch.device("cuda:0"), 1024
 KERNELS = ["cudnn", "flash", "efficient", "blockwise", "eager"]

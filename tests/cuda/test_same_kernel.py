@@ -15,17 +15,17 @@ from steps import steps
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import alstlib
-from alstlib.activations import kernel_workspace
-from alstlib.backends import choose_backend
 from alstlib.config import RunConfig
-from alstlib.machine import Machine
-from alstlib.planner import predict
-from alstlib.rates import GPUS, rates_of
-from alstlib.rules import kernels_as_on, sdpa_kernel
-from alstlib.shapes import read_shape
-from alstlib.simulate import simulate
-from alstlib.support import check_model
-from alstlib.ulysses import UlyssesAttention
+from alstlib.hf.support import check_model
+from alstlib.kernels.backends import choose_backend
+from alstlib.measure.simulate import simulate
+from alstlib.planner.activations import kernel_workspace
+from alstlib.planner.gpus import GPUS, rates_of
+from alstlib.planner.machine import Machine
+from alstlib.planner.model_shapes import read_shape
+from alstlib.planner.prediction import predict
+from alstlib.sizing import kernels_as_on, sdpa_kernel
+from alstlib.ulysses.attention import UlyssesAttention
 
 
 def zoo() -> ModuleType:

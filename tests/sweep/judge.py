@@ -17,7 +17,7 @@ from cases import worst_error
 from torch import Tensor
 
 import alstlib
-from alstlib.batches import shard_batch
+from alstlib.data.shard import shard_batch
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},

@@ -1,0 +1,247 @@
+"""Corpora and tokenizers: any text that `datasets` reads, or the source of the standard library that is running.
+
+Nothing here runs code that comes with the data, and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import random
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from alstlib.config import nearest_path
+from alstlib.data.formats import canonical_columns, plain_text
+from alstlib.data.samples import collate, make_samples
+
+__all__ = ["canonical_columns", "collate", "get_tokenizer", "load_corpus", "make_samples"]
+
+logger = logging.getLogger(__name__)
+
+EOS = "<|endoftext|>"
+_TEXT, _JSON, _PARQUET = (".txt", ".md", ".py"), (".jsonl", ".json"), (".parquet",)
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_TRAIN_CHARACTERS = 2_000_000  # of text, on which a tokenizer is trained in about a second
+
+
+def load_corpus(
+    name: str, *, split: str = "train", text_column: str | None = None, streaming: bool = False, trust: bool = False
+) -> Any:
+    """A corpus as a `datasets.Dataset` (`IterableDataset` when streaming) with canonical columns.
+
+    Args:
+        name: "stdlib" (source files of the running Python's standard library without its tests, sorted, one document a
+            file); a local file or folder of .txt, .md, .py (one document a file), .jsonl, .json or .parquet; a hub
+            name, optionally "name:config". A local path wins if it exists.
+        split: as `datasets` takes it, slices such as "train[:1%]" included; text files have "train" only.
+        text_column: where there are several columns of text.
+        streaming: read a hub dataset as it is used, without downloading all of it.
+        trust: has no effect but a warning: no dataset's code is ever run.
+
+    Returns: columns `text`, `input_ids`, `messages`, ...: those of the formats that `formats` knows.
+
+    Raises:
+        ValueError: a path or dataset that does not exist, cannot be read, is empty or has no usable column.
+    """
+    import datasets
+
+    if trust:
+        logger.warning("trust=True has no effect on data: code that comes with a dataset is never run")
+    path = Path(name).expanduser()
+    if name == "stdlib" and not path.exists():
+        return _from_files(_library_files(), split, "the standard library")
+    if path.exists():
+        kind, files = _local_files(path)
+        if kind == "text":
+            return _from_files([(str(f), f) for f in files], split, str(path))
+        if kind == "json":
+            for file in files:
+                _check_text(file)
+        source: tuple[str, ...] = (kind,)
+        options: dict[str, Any] = {"data_files": [str(f) for f in files]}
+    else:
+        if path.is_absolute() or name.startswith((".", "~")) or path.suffix in (*_TEXT, *_JSON, *_PARQUET):
+            raise ValueError(f"data='{name}' does not exist; {nearest_path(path)}")
+        repository, _, config = name.partition(":")
+        if "/" not in repository and repository in datasets.packaged_modules._PACKAGED_DATASETS_MODULES:
+            raise ValueError(f"data='{name}' names a file format; give the file or folder itself")
+        source, options = (repository, config) if config else (repository,), {}
+    try:
+        corpus = datasets.load_dataset(*source, split=split, streaming=streaming, **options)
+    except Exception as error:  # every builder raises its own kinds
+        cause = f"{error}" + (f" ({error.__cause__})" if error.__cause__ else "")
+        hint = "" if path.exists() else "; it is no local path, and the hub gave no dataset of that name"
+        raise ValueError(f"data='{name}' (split '{split}') cannot be read: {cause}{hint}") from error
+    if not streaming and len(corpus) == 0:
+        raise ValueError(f"data='{name}' (split '{split}') is empty")
+    return canonical_columns(corpus, text_column)
+
+
+def _check_text(path: Path) -> None:
+    """Refuse a file without a line, and one that is no UTF-8: the reader names neither, and may read other bytes."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            empty = not any(part.strip() for part in iter(lambda: file.read(1 << 20), ""))
+            while file.read(1 << 20):  # the rest must decode too
+                pass
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"data='{path}' is no UTF-8 text ({error}); convert it, such as with: iconv -f latin1 -t utf-8"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"data='{path}' cannot be read: {error}") from error
+    if empty:
+        raise ValueError(f"data='{path}' is empty: it must have a document in each line")
+
+
+def _library_files() -> list[tuple[str, Path]]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted((p.relative_to(root).as_posix(), p) for p in root.rglob("*.py"))
+    return [(relative, p) for relative, p in files if not _NOT_LIBRARY & set(relative.split("/")[:-1])]
+
+
+def _local_files(path: Path) -> tuple[str, list[Path]]:
+    """The reader for a file or folder, and the files: Parquet before JSON before text, others named in a warning."""
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    for kind, suffixes in (("parquet", _PARQUET), ("json", _JSON), ("text", _TEXT)):
+        if chosen := [p for p in files if p.suffix.lower() in suffixes]:
+            if len(chosen) < len(files):
+                logger.warning(f"{path}: reading {len(chosen)} {kind} files, leaving {len(files) - len(chosen)} others")
+            return kind, chosen
+    known = ", ".join((*_TEXT, *_JSON, *_PARQUET))
+    raise ValueError(f"data='{path}' has no file that can be read; known endings: {known}")
+
+
+def _from_files(files: Sequence[tuple[str, Path]], split: str, what: str) -> Any:
+    import datasets
+
+    if split != "train":
+        raise ValueError(f"split='{split}': text files have one split only, 'train'")
+    columns: dict[str, list[str]] = {"text": [], "path": []}
+    for label, path in files:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            if len(files) == 1:
+                raise ValueError(f"{path} is no UTF-8 text: {error}") from error
+            logger.info(f"{path} is no UTF-8 text and is left out")
+            continue
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+        if text.strip():
+            columns["text"].append(text)
+            columns["path"].append(label)
+    if not columns["text"]:
+        raise ValueError(f"{what} holds no text: {len(files)} files, all empty or unreadable")
+    return datasets.Dataset.from_dict(columns)
+
+
+def get_tokenizer(
+    name: str = "auto",
+    *,
+    corpus: Any = None,
+    vocab_size: int = 8192,
+    cache_dir: str | os.PathLike[str] | None = None,
+    trust: bool = False,
+) -> Any:
+    """A transformers tokenizer: a trained one for "auto" or "stdlib-bpe", otherwise `AutoTokenizer` by name or path.
+
+    The trained one is a byte-level BPE over two million characters of the corpus (the standard library for
+    "stdlib-bpe" and without `corpus`), of at most `vocab_size` tokens with the end-of-text token. It is kept in
+    `cache_dir` ($XDG_CACHE_HOME/alst or ~/.cache/alst) under the Python version or a digest of the text. Ranks may call
+    at the same time. `trust` runs code that the named tokenizer's repository brings along.
+
+    Raises:
+        ValueError: an unknown tokenizer, or `vocab_size` below the 256 bytes and the end-of-text token.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if name not in ("auto", "stdlib-bpe"):
+        try:
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
+        except Exception as error:
+            bare = Path(name).is_dir() and not list(Path(name).glob("*token*"))
+            why = "the folder has no tokenizer.json; save a tokenizer there, or name another" if bare else error
+            raise ValueError(f"tokenizer='{name}' cannot be loaded: {why}") from error
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size={vocab_size} must be at least 257: every byte and {EOS}")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(cache_dir) if cache_dir is not None else home / "alst"
+    texts: list[str] | None = None
+    if corpus is None or name == "stdlib-bpe":
+        key = f"stdlib-{platform.python_implementation().lower()}{platform.python_version()}"
+    else:
+        texts = _training_texts(corpus)
+        key = hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()[:16]
+    path = folder / f"bpe-v1-{key}-{vocab_size}.json"
+    trained = _read_tokenizer(path)
+    if trained is None:
+        logger.info(f"training a tokenizer of {vocab_size} tokens, to be kept as {path}")
+        trained = _train(texts if texts is not None else _training_texts(load_corpus("stdlib")), vocab_size)
+        _write_tokenizer(trained, path)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=trained, eos_token=EOS, pad_token=EOS, clean_up_tokenization_spaces=False
+    )
+
+
+def _training_texts(corpus: Any) -> list[str]:
+    """The start of documents in a fixed shuffled order, two million characters in all."""
+    corpus = canonical_columns(corpus)
+    rows: Iterable[int] = range(len(corpus)) if hasattr(corpus, "__len__") else ()
+    order = random.Random(0).sample(rows, len(rows)) if isinstance(rows, range) else []
+    texts, left = [], _TRAIN_CHARACTERS
+    for row in (corpus[i] for i in order) if isinstance(rows, range) else corpus:
+        if "input_ids" in row:
+            raise ValueError("a corpus of input_ids has its own tokenizer: name it instead of 'auto'")
+        texts.append(plain_text(row)[:left])
+        left -= len(texts[-1])
+        if left <= 0:
+            break
+    return texts
+
+
+def _train(texts: list[str], vocab_size: int) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _read_tokenizer(path: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    if not path.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:
+        logger.warning(f"{path} cannot be read ({error}); training the tokenizer again")
+        return None
+
+
+def _write_tokenizer(tokenizer: Any, path: Path) -> None:
+    """Under a temporary name first: another rank sees a whole file or none."""
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
+            temporary = file.name
+            file.write(tokenizer.to_str())
+        os.replace(temporary, path)
+    except OSError as error:
+        logger.warning(f"the tokenizer cannot be kept in {path.parent} ({error}); it will be trained again next time")
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)

@@ -1,0 +1,265 @@
+"""The loader of a sequence-parallel run: every rank's batches, one after another, cut for the ranks of its SP group.
+
+Shape legend: B rows of a micro-batch, P tokens of a padded row, L = P / sp tokens of one rank.
+
+Sequence parallelism over data parallelism (ALST paper, section 4.2): each rank's loader yields a batch of its own, and
+the ranks of an SP group take turns as the source of a micro-batch that all of them compute together. One batch from
+each rank is called a round. `alstlib.data.shard` holds what happens to a single batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from alstlib.data.prefetch import Reader
+from alstlib.data.shard import (
+    SLICED,
+    WHOLE,
+    Batch,
+    check_pad_to,
+    cut,
+    documents_from_positions,
+    fingerprint,
+    prepare,
+    shard_batch,
+    valid_tokens,
+)
+from alstlib.mesh import SPContext
+from alstlib.units import IGNORE
+
+__all__ = ["IGNORE", "SPDataLoader", "documents_from_positions", "shard_batch"]
+
+logger = logging.getLogger(__name__)
+
+_FIXED = 5  # numbers of a rank's row in the step's table, before the shapes of its batches
+_MESSAGE = 2048  # bytes of an error's text that reach the other ranks
+
+
+class SPDataLoader:
+    """This rank's shards of the batches of `dataloader`, looked at one optimizer step ahead.
+
+    The ranks of an SP group take turns: each batch of each rank is one micro-batch of the whole group, of which every
+    rank receives its own slice only (one scatter per micro-batch). One small all-reduce over all ranks per optimizer
+    step carries shapes, valid tokens, errors and the end of the data.
+
+    Args:
+        dataloader: yields dicts as `shard_batch` takes them, different ones on every rank (distributed sampler).
+        ctx: the mesh. With sp=1 nothing is cut; without torch.distributed nothing is communicated.
+        accumulation: micro-batches of one optimizer step.
+        replicated: the ranks of a group hold the same data; then one batch is one step and nothing travels but a
+            fingerprint, by which batches that differ are refused.
+        pad_to: rows are padded to a multiple of it (default: sp).
+        device: of the yielded tensors; default: the current CUDA device under an NCCL-only group, otherwise the CPU.
+
+    Yields dicts as `shard_batch` returns them, with `step_tokens` (int64 scalar on the CPU) counting the valid labels
+    of the whole optimizer step: every replica, all `accumulation` micro-batches. It can be 0: clamp before dividing.
+    Lengths may differ between ranks. All ranks stop together, after the last optimizer step that is complete on all of
+    them; a warning says what was dropped.
+
+    Raises:
+        ValueError: `pad_to` is no multiple of sp; on every rank, naming the failing one: a batch that cannot be used,
+            ranks that disagree about accumulation or position, or (replicated) batches that differ inside a group.
+        RuntimeError: on every rank, naming the failing one, when its loader raised something else.
+    """
+
+    def __init__(
+        self, dataloader: Any, ctx: SPContext, accumulation: int = 1, *, replicated: bool = False,
+        pad_to: int | None = None, device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
+        if not isinstance(accumulation, int) or isinstance(accumulation, bool) or accumulation < 1:
+            raise ValueError(f"accumulation={accumulation!r} must be an integer of at least 1")
+        check_pad_to(ctx.sp, pad_to)
+        self.dataloader, self.ctx, self.accumulation = dataloader, ctx, accumulation
+        self.replicated, self.pad_to = replicated, pad_to
+        self.received_bytes = 0
+        """Bytes of other ranks' batches that came to this rank, in total."""
+        self._turns = 1 if replicated else ctx.sp  # micro-batches of a round
+        self._wire = ctx.wire
+        self.device = torch.device(device) if device is not None else self._wire
+        self._position = 0
+        self._epoch: int | None = None
+        self._resume: Mapping[str, Any] | None = None
+        self._reader: Reader | None = None
+        self._warned = False
+
+    def __len__(self) -> int:
+        """Micro-batches of one pass, by this rank's loader; a rank with less data ends the pass earlier."""
+        return len(self.dataloader) * self._turns // self.accumulation * self.accumulation
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to the sampler or dataset that shuffles by it."""
+        if self._resume is not None and self._resume["epoch"] not in (None, epoch):
+            self._resume, self._position = None, 0
+        self._epoch = epoch
+        batches = getattr(self.dataloader, "batch_sampler", None)
+        owners: list[Any] = [getattr(self.dataloader, name, None) for name in ("sampler", "dataset")]
+        owners += [self.dataloader, batches, getattr(batches, "sampler", None)]
+        for owner in {id(o): o for o in owners}.values():
+            if hasattr(owner, "set_epoch"):
+                owner.set_epoch(epoch)
+
+    def _layout(self) -> dict[str, Any]:
+        return {"accumulation": self.accumulation, "sp": self.ctx.sp, "dp": self.ctx.dp, "replicated": self.replicated}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank stands, to be saved per rank: JSON values (`loader` is the inner loader's own state)."""
+        if self._resume is not None:
+            return dict(self._resume)
+        state = {"micro_batches": self._position, "epoch": self._epoch, **self._layout(), "reader": None}
+        if self._reader is not None:
+            step_start = self._position - self._position % self.accumulation
+            state["reader"] = self._reader.state(step_start // self._turns)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the micro-batch at which `state` was taken, with the next iteration.
+
+        A loader without a state of its own is advanced batch by batch, in the order it drew then: every random
+        generator that the loader or its samplers hold is set back for that. The next iteration checks that the batches
+        are those that were read, and raises ValueError where they are not: an order that comes from elsewhere cannot
+        be continued.
+
+        Raises:
+            ValueError: the state comes from another accumulation, sp, dp or replicated.
+        """
+        for name, value in self._layout().items():
+            if state.get(name) != value:
+                raise ValueError(
+                    f"the saved state has {name}={state.get(name)!r}, this loader {value!r}: make them agree"
+                )
+        self._reader, self._resume, self._position = None, None, state["micro_batches"]
+        if state["epoch"] is not None:
+            self.set_epoch(state["epoch"])
+        if state["reader"]:
+            self._resume = dict(state)
+
+    def __iter__(self) -> Iterator[Batch]:
+        resume, self._resume = self._resume, None
+        done = self._position = resume["micro_batches"] if resume else 0
+        first = done - done % self.accumulation  # of the present optimizer step, in micro-batches
+        known = first // self._turns  # rounds that all ranks have read
+        sp = self.ctx.sp
+        multiple = self.pad_to or sp
+        before = resume and resume["reader"]
+        reader = self._reader = Reader(self.dataloader, lambda batch: prepare(batch, multiple, sp), before, known)
+        self._agree(done)
+        own: dict[int, Batch] = {}  # this rank's batches that still have to be shared, by round
+        shapes: dict[int, list[list[int]]] = {}  # by round and rank: B, P, number of offsets
+        while True:
+            last = first + self.accumulation
+            count = -(-last // self._turns) - known
+            got, error = reader.read(count)
+            own.update({known + i: whole for i, whole in enumerate(got)})
+            table = self._exchange(own, got, error, first, count, reader.left())
+            agreed = min(row[0] for row in table)
+            if agreed < count:
+                self._warn_dropped(table, known, agreed, first)
+                break
+            for i in range(count):
+                shapes[known + i] = [row[_FIXED + 3 * i : _FIXED + 3 * i + 3] for row in table]
+            known += count
+            tokens = torch.tensor(sum(row[2] for row in table))
+            for index in range(first, last):
+                round_, turn = divmod(index, self._turns)
+                mine = self.replicated or self.ctx.sp_rank == turn
+                whole = own.pop(round_) if mine else None
+                if index >= done:
+                    batch = self._share(whole, shapes[round_], turn)
+                    self._position = index + 1
+                    yield {**batch, "step_tokens": tokens.clone()}
+            first = last
+            for old in [r for r in shapes if r < first // self._turns]:
+                del shapes[old]
+                reader.begun.pop(old, None)
+        self._position, self._reader = 0, None
+
+    def _all_reduce(self, row: list[int], width: int) -> list[list[int]]:
+        """Every rank's row of `width` integers, in the order of ranks."""
+        table = torch.zeros(self.ctx.world_size, width, dtype=torch.int64)
+        table[self.ctx.rank, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        if self.ctx.world_size > 1:
+            table = table.to(self._wire)
+            dist.all_reduce(table, group=self.ctx.world_group)
+        return table.tolist()
+
+    def _agree(self, done: int) -> None:
+        """Ranks that differ here would later exchange tables of different sizes, and hang."""
+        mine = {"accumulation": self.accumulation, "micro_batches": done, "replicated": int(self.replicated)}
+        for name, values in zip(mine, zip(*self._all_reduce(list(mine.values()), len(mine)))):
+            if len(set(values)) > 1:
+                raise ValueError(f"ranks disagree about {name}: {list(values)} by rank; it must be the same on all")
+
+    def _exchange(
+        self, own: dict[int, Batch], got: list[Batch], error: Exception | None, first: int, count: int, left: int
+    ) -> list[list[int]]:
+        """By rank: batches read, error, valid tokens of the step, fingerprint, batches left; B, P, offsets of each."""
+        kind = 0 if error is None else 1 if isinstance(error, ValueError) else 2
+        turn = 0 if self.replicated else self.ctx.sp_rank
+        step = [w for r, w in own.items() if first <= r * self._turns + turn < first + self.accumulation]
+        tokens = sum(valid_tokens(whole) for whole in step)
+        mark = 0
+        if self.replicated:
+            for whole in step:
+                mark = (31 * mark + fingerprint(whole)) % (2**61 - 1)
+            tokens = tokens if self.ctx.sp_rank == 0 else 0  # the group's first rank counts for all of it
+        row = [len(got), kind, tokens, mark, left]
+        for whole in got:
+            row += [*whole["input_ids"].shape, whole["cu_documents"].numel()]
+        table = self._all_reduce(row, _FIXED + 3 * count)
+
+        failed = next((rank for rank, row in enumerate(table) if row[1]), None)
+        if failed is not None:
+            text = list(f"{type(error).__name__}: {error}".encode()[:_MESSAGE]) if self.ctx.rank == failed else []
+            message = bytes(c for c in self._all_reduce(text, _MESSAGE)[failed] if c).decode(errors="replace")
+            raised = ValueError if table[failed][1] == 1 else RuntimeError
+            raise raised(f"the data of rank {failed} failed: {message}") from error
+        for group in range(self.ctx.dp if self.replicated else 0):
+            ranks = range(group * self.ctx.sp, (group + 1) * self.ctx.sp)
+            if len({table[r][3] for r in ranks}) > 1 and all(table[r][0] == count for r in ranks):
+                raise ValueError(
+                    f"replicated=True, but ranks {list(ranks)} hold different batches; give the ranks of a group the "
+                    "same sampler (num_replicas=dp, rank=dp_rank), or use replicated=False"
+                )
+        return table
+
+    def _warn_dropped(self, table: list[list[int]], known: int, agreed: int, first: int) -> None:
+        surplus = [row[0] - agreed + max(row[4], 0) for row in table]
+        partial = (known + agreed) * self._turns - first
+        if self._warned or not (any(surplus) or partial):
+            return
+        self._warned = True
+        short = [rank for rank, row in enumerate(table) if row[0] == agreed]
+        least = "at least " if any(row[4] < 0 for row in table) else ""
+        logger.warning(
+            f"the data ended after {known + agreed} batches on ranks {short}: dropped are {least}{sum(surplus)} "
+            f"further batches ({surplus} by rank) and {partial} micro-batches of an incomplete optimizer step "
+            f"(accumulation={self.accumulation})"
+        )
+
+    def _share(self, whole: Batch | None, shapes: list[list[int]], turn: int) -> Batch:
+        """This rank's slices of the micro-batch whose source is the group's rank `turn`."""
+        sp = self.ctx.sp
+        if self.replicated or sp == 1:
+            assert whole is not None
+            batch = cut(whole, sp, self.ctx.sp_rank)
+            return {name: t.to(self.device) if name in SLICED else t for name, t in batch.items()}
+        rows, padded, offsets = shapes[self.ctx.dp_rank * sp + turn]
+        size = len(SLICED) * rows * padded // sp
+        # all fields travel in one buffer; uninitialised memory, every element of which the scatter writes
+        mine = torch.empty(size + offsets + rows, dtype=torch.int64, device=self._wire)
+        parts = None
+        if whole is not None:
+            cu = torch.cat([whole[name] for name in WHOLE]).to(self._wire, torch.int64)
+            fields = torch.stack([whole[name].to(self._wire) for name in SLICED])
+            parts = [torch.cat([part.flatten(), cu]) for part in fields.chunk(sp, 2)]
+        else:
+            self.received_bytes += mine.numel() * mine.element_size()
+        dist.scatter(mine, parts, group=self.ctx.sp_group, group_src=turn)
+        slices = mine[:size].view(len(SLICED), rows, padded // sp).to(self.device)
+        both = mine[size:].to("cpu", torch.int32).split([offsets, rows])
+        return {**dict(zip(SLICED, slices)), **dict(zip(WHOLE, both))}

@@ -1,0 +1,107 @@
+"""Figures of one training step: its memory over its phases, its parts, and who works when. Nothing computes here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.figure import Figure
+
+from alstlib.figures.plots import PALETTE, _area, _axes, _finish, looks
+from alstlib.units import format_bytes
+
+
+def step_memory(
+    phases: Sequence[str], points: Sequence[Mapping[str, int]], title: str = "", order: Sequence[str] = ()
+) -> Figure:
+    """Bytes by category over one training step (`profiles.memory_profile`), its phases and its peak written in.
+
+    Args:
+        order: categories from the bottom up; others follow.
+    """
+    figure, axes = _axes(9, 4.2)
+    names = list(dict.fromkeys([*order, *(name for point in points for name in point)]))
+    names = [name for name in names if any(point.get(name) for point in points)]
+    totals = [sum(point.values()) / 2**20 for point in points]
+    x = [i / max(1, len(points) - 1) for i in range(len(points))]
+    heights = [[point.get(name, 0) / 2**20 for point in points] for name in names]
+    look = looks(names)
+    for name, area in zip(names, axes.stackplot(x, heights, labels=names, linewidth=0.3)):
+        area.set(**look[name])
+    top = max(totals)
+    starts = [i for i, phase in enumerate(phases) if not i or phase != phases[i - 1]]
+    for n, i in enumerate(starts):
+        axes.axvline(x[i], color="#444444", linestyle="--", linewidth=0.8)
+        axes.text(x[i] + 0.004, top * (1.21 - 0.07 * (n % 2)), phases[i], fontsize=9)
+    peak = totals.index(top)
+    axes.plot(x[peak], top, "v", color="black", markersize=7)
+    left = x[peak] > 0.5
+    text = f"peak {format_bytes(top * 2**20)}  " if left else f"  peak {format_bytes(top * 2**20)}"
+    axes.text(x[peak], top, text, fontsize=9, fontweight="bold", ha="right" if left else "left", va="bottom")
+    axes.set(xlabel="progress of one training step [share of its allocations and releases]", xlim=(0, 1))
+    axes.set(ylabel="live device memory [MiB]", ylim=(0, 1.3 * top))
+    axes.set_title(title, loc="left")
+    handles, texts = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], texts[::-1], frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left")
+    return _finish(figure)
+
+
+def parts(
+    bars: Mapping[str, Mapping[str, float]], xlabel: str, title: str = "", limit: tuple[float, str] | None = None,
+    ends: Sequence[str] = (),
+) -> Figure:  # fmt: skip
+    """One bar a row, made of named parts, with the sum (or the row's text in `ends`) at its end; `limit` is a line and
+    its name."""
+    names = list(dict.fromkeys(name for bar in bars.values() for name in bar if bar[name]))
+    look = looks(names)
+    figure, axes = _axes(9, 0.5 * len(bars) + 1.7)
+    for y, bar in enumerate(bars.values()):
+        left = 0.0
+        for name in names:
+            label = name if y == 0 else None
+            axes.barh(y, bar.get(name, 0.0), 0.7, left=left, label=label, linewidth=0.4, **look[name])
+            left += bar.get(name, 0.0)
+        end = ends[y] if ends else f"{left:,.3g}" if left < 1000 else f"{left:,.0f}"
+        axes.text(left, y, f" {end}", va="center", fontsize=9)
+    if limit is not None:
+        axes.axvline(limit[0], color="black", linestyle="--", linewidth=1)
+        axes.text(limit[0], -0.62, f" {limit[1]}", fontsize=8, va="bottom")
+    axes.set_yticks(range(len(bars)), list(bars))
+    axes.set_ylim(len(bars) - 0.5, -0.9 if limit is not None else -0.5)
+    axes.set_xlim(0, 1.12 * max(sum(bar.values()) for bar in bars.values()))
+    axes.set_xlabel(xlabel)
+    axes.set_title(title, loc="left")
+    axes.legend(frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left")
+    return _finish(figure)
+
+
+def timeline(
+    panels: Mapping[str, Sequence[tuple[str, str, float, float]]], title: str = "", kinds: Sequence[str] = ()
+) -> Figure:
+    """Who works when: for each panel, bars (lane, what, start, length) in seconds. Lanes of one name are of one colour.
+
+    Args:
+        kinds: lanes from the top down; others follow.
+    """
+    lanes = list(dict.fromkeys([*kinds, *(lane for spans in panels.values() for lane, *_ in spans)]))
+    figure, axes = _axes(
+        9.5, (0.42 * len(lanes) + 0.9) * len(panels) + 0.3, rows=len(panels), squeeze=False, sharex=True
+    )
+    end = max(start + length for spans in panels.values() for *_, start, length in spans)
+    scale, unit = (1.0, "s") if end >= 1 else (1e3, "ms") if end >= 1e-3 else (1e6, "\u00b5s")
+    for ax, (name, spans) in zip(axes[:, 0], panels.items()):
+        for lane, what, start, length in spans:
+            i = lanes.index(lane)
+            ax.barh(i, length * scale, 0.8, left=start * scale, linewidth=1, **_area(i))
+            if length > 0.011 * len(what) * end:
+                ink = "white" if PALETTE[i % 7] in (PALETTE[0], PALETTE[2], PALETTE[5]) else "black"
+                ax.text((start + length / 2) * scale, i, what, ha="center", va="center", fontsize=8, color=ink)
+        over = max((start + length for *_, start, length in spans), default=0.0)
+        ax.axvline(over * scale, color="#444444", linestyle="--", linewidth=1)
+        ax.text(over * scale, -0.55, f" {over * scale:,.3g} {unit}", fontsize=8, va="bottom")
+        ax.set_yticks(range(len(lanes)), lanes, fontsize=9)
+        ax.set_ylim(len(lanes) - 0.5, -0.5)
+        ax.set_title(name, loc="left", fontsize=10, pad=14)
+    axes[-1, 0].set_xlim(0, end * scale * 1.09)
+    axes[-1, 0].set_xlabel(f"time [{unit}]")
+    figure.suptitle(title, fontsize=11)
+    return _finish(figure)

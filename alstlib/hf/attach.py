@@ -1,0 +1,260 @@
+"""Attach to a Hugging Face model and detach from it; with `support` and `probe`, what knows transformers' internals.
+
+`apply` uses transformers' own registration point for attention and swaps instances of modules (head, MLPs) that keep
+their parameters' names; hooks on the model carry what belongs to one call (documents, labels). Nothing global is
+patched, each model has its own registration, and `detach` takes all of it back.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from alstlib.hf.attention import attach_attention, attach_rotary
+from alstlib.hf.checkpointed_layers import attach_checkpoints
+from alstlib.hf.chunked_layers import attach_streams
+from alstlib.hf.handle import Handle, Options
+from alstlib.hf.inputs import Call, take_call
+from alstlib.hf.logits import find_transform
+from alstlib.hf.routers import attach_routers, router_loss
+from alstlib.hf.support import check_model, check_shared, shared_weights
+from alstlib.mesh import ATTACHED, SPContext
+from alstlib.tiled.compute import TiledMLP, TiledNorm
+from alstlib.tiled.loss import TiledHead
+from alstlib.units import IGNORE
+
+log = logging.getLogger(__name__)
+
+
+def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options | None = None) -> Handle:
+    """Attach sequence parallelism, tiled compute and checkpoint offload to a causal language model.
+
+    Call it before any engine, DDP or FSDP wrapping. The model's parameters, their names, its config and its saved form
+    stay as they are; a deep copy of an attached model is not attached.
+
+    Args:
+        model: a transformers causal language model whose attention goes through transformers' AttentionInterface.
+        ctx: the mesh; None is one rank.
+        options: what to attach; None is `Options()`.
+
+    Raises:
+        ValueError: a model or an option that cannot be run exactly, with the reason and what would work.
+    """
+    ctx, options = ctx or SPContext(), options or Options()
+    facts = check_model(model, ctx, options.attention)
+    layers, handle = facts.layers, Handle(model, ctx, options, facts)
+    try:
+        attach_attention(handle)
+        if options.tiled_mlp:
+            _attach_mlps(handle, layers)
+        if options.tiled_norm and options.chunk is None:
+            _attach_norms(handle, layers)
+        if options.tiled_loss:
+            _attach_head(handle)
+        _stop_own_checkpointing(handle)
+        if options.chunk is not None:
+            attach_streams(handle, layers)
+        elif options.checkpoint:
+            attach_checkpoints(handle, layers)
+        leaves = [m for m in model.modules() if getattr(m, "_z3_leaf", False)]
+        shared = shared_weights(model, [*(layers if options.checkpoint else []), *leaves])
+        attach_rotary(handle)
+        attach_routers(handle)
+        _attach_calls(handle, shared)
+        _attach_generation(handle)
+    except BaseException:
+        handle.detach()
+        raise
+    drops = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0})
+    if drops and ctx.sp > 1:
+        handle.notes.append(
+            f"{', '.join(drops)}: ranks seeded alike drop the same places of their slices; seed with seed + rank"
+        )
+    for note in handle.notes:
+        log.warning(note)
+    handle.facts = replace(facts, calls=())
+    return handle
+
+
+# ----- tiled MLP and head
+
+
+def _swap(handle: Handle, old: nn.Module, new: nn.Module) -> None:
+    """Put `new` where `old` is, everywhere in the model, until detach; torch.compile leaves it as it is."""
+    handle.set_forward(new, new.forward)
+    for parent in list(handle.model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is old:
+                handle.edits.swap(parent, name, new)
+
+
+def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
+    tile = None if handle.options.tiled_mlp is True else int(handle.options.tiled_mlp)
+    for i, layer in enumerate(layers):
+        found = [(n, m) for n, m in layer.named_children() if n in ("mlp", "feed_forward", "ffn")]
+        if not found:
+            handle.notes.append(f"layer {i} ({type(layer).__name__}) has no MLP module: left untiled")
+            continue
+        for name, mlp in found:
+            if any(hasattr(mlp, a) for a in ("experts", "router", "gate")) and not hasattr(mlp, "down_proj"):
+                handle.notes.append(f"layer {i}: {name} ({type(mlp).__name__}) routes to experts: left untiled")
+                continue
+            tiled = TiledMLP(mlp, tile)
+            _swap(handle, mlp, tiled)
+            handle.mlps.append(tiled)
+
+
+def _attach_norms(handle: Handle, layers: Sequence[nn.Module]) -> None:
+    tile = None if handle.options.tiled_norm is True else int(handle.options.tiled_norm)
+    for layer in layers:
+        for name, norm in list(layer.named_children()):
+            if _is_norm(norm) and not name.startswith(("post_feedforward", "post_mlp")):
+                _swap(handle, norm, TiledNorm(norm, tile))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Of the names that norms over the width have, token by token."""
+    return type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
+
+
+_TINY = 2.0**-40
+"""Loss handed through a model's own transformation of its logits: so small that a soft cap is the identity on it."""
+
+
+def _attach_head(handle: Handle) -> None:
+    head = handle.model.get_output_embeddings()
+    transform = find_transform(handle.model)
+    if transform is None:
+        handle.notes.append(f"{type(handle.model).__name__} transforms its logits in an unknown way: loss left untiled")
+        return
+    tile = None if handle.options.tiled_loss is True else int(handle.options.tiled_loss)
+    handle.head = TiledHead(head, tile, transform, handle.options.liger_loss)
+    factor = 1.0 if transform.is_identity else _TINY
+
+    def labels_of_call(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        labels = None if handle.call is None else handle.call.shift_labels
+        return (args[0], labels)
+
+    def shrink(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        return out * factor if factor != 1.0 and out.ndim == 0 else out
+
+    handle.head.register_forward_pre_hook(labels_of_call)
+    handle.head.register_forward_hook(shrink)
+    handle.head.unshrink = 1.0 / (factor * transform.scale)
+    _swap(handle, head, handle.head)
+    for norm in handle.model.base_model.children():
+        if _is_norm(norm):
+            _swap(handle, norm, TiledNorm(norm))
+
+
+def _stop_own_checkpointing(handle: Handle) -> None:
+    """Switch transformers' own checkpointing off, until detach, whenever it is switched on: ours takes its place.
+
+    Raises:
+        ValueError: now or at a call, where there is none of ours.
+    """
+
+    @torch.compiler.disable
+    def stop(*_: Any) -> None:
+        for module in handle.model.modules():
+            if not getattr(module, "gradient_checkpointing", False):
+                continue
+            if not handle.options.checkpoint and handle.model.training:
+                raise ValueError(
+                    "gradient_checkpointing_enable() with checkpoint=False: a recompute by transformers would not know "
+                    "the call that it belongs to; use Options(checkpoint=True), which does the same, or "
+                    "gradient_checkpointing_disable()"
+                )
+            handle.edits.set(module, "gradient_checkpointing", False)
+
+    stop()
+    handle.edits.hook(handle.model, handle.model.register_forward_pre_hook(stop))
+
+
+# ----- one call
+
+
+def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> None:
+    model = handle.model
+
+    @torch.compiler.disable
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if handle.plain:
+            return None
+        if torch.is_grad_enabled():
+            check_shared(shared)
+        call = take_call(args, kwargs, handle.ctx, handle.options.chunk)
+        _number_tokens(handle, call, args, kwargs)
+        call.router = router_loss(handle, call, kwargs)
+        handle.begin(call)
+        return () if call.striped else args, kwargs
+
+    @torch.compiler.disable
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        call = handle.end()
+        if out is None or call is None or call.shift_labels is None:  # no output: the call failed
+            return out
+        labels = call.shift_labels
+        if handle.head is not None:
+            total, logits = out.logits * handle.head.unshrink, None
+        else:
+            logits = None if call.striped else out.logits
+            wide = torch.promote_types(out.logits.dtype, torch.float32)
+            total = nn.functional.cross_entropy(
+                out.logits.to(wide).flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORE
+            )
+        tokens = (labels != IGNORE).sum()
+        more = {}
+        if call.router is not None:
+            total = call.router.add_to(total, tokens)
+            more["aux_loss"] = call.router.value
+        divisor = tokens.clamp_min(1) if call.divisor is None else call.divisor
+        return type(out)(**{**out, **more, "logits": logits, "loss": total / divisor})
+
+    handle.edits.hook(model, model.register_forward_pre_hook(before, with_kwargs=True))
+    handle.edits.hook(model, model.register_forward_hook(after, with_kwargs=True, always_call=True))
+    handle.edits.set(model, ATTACHED, weakref.ref(handle))
+
+
+def _number_tokens(handle: Handle, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Positions count from 0; give the model those of its own counting (RoBERTa begins after its padding token).
+
+    Raises:
+        ValueError: a token that the model leaves out of its own counting, where it is not padding.
+    """
+    facts, positions, tokens = handle.facts, kwargs.get("position_ids"), args[0] if args else kwargs.get("input_ids")
+    if positions is None:
+        return
+    if facts.uncounted is not None and tokens is not None:
+        left_out = tokens == facts.uncounted
+        if bool((left_out if call.real is None else left_out & call.real).any()):
+            raise ValueError(
+                f"input_ids hold the padding token {facts.uncounted} among the tokens of a sample, and "
+                f"{type(handle.model).__name__} leaves it out of its positions; give an attention_mask for padding on "
+                "the right, and another token elsewhere"
+            )
+    if facts.offset:
+        kwargs["position_ids"] = positions + facts.offset
+
+
+def _attach_generation(handle: Handle) -> None:
+    """`generate()` inside `apply`: the model's own attention, masks and cache, while tiles stay."""
+    model: Any = handle.model
+    original = model.generate
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        if handle.plain:
+            return original(*args, **kwargs)
+        if handle.ctx.sp > 1:
+            raise ValueError("generate() needs the whole sequence on one rank: call it after detach(), or with sp=1")
+        with handle.as_its_own():
+            return original(*args, **kwargs)
+
+    handle.edits.set(model, "generate", generate)

@@ -1,0 +1,111 @@
+"""An attached model's attention, through transformers' own registration point, and its rotary embeddings."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import uuid
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig
+
+from alstlib.hf.handle import Handle
+from alstlib.hf.support import check_attention
+
+
+def attach_attention(handle: Handle) -> None:
+    name, alive = f"alst_{uuid.uuid4().hex}", weakref.ref(handle)  # weak, because the registration is global
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        handle = alive()
+        if handle is None or (call := handle.call) is None:
+            raise ValueError("call the model that apply() was given, not a part of it: documents and labels go with it")
+        check_attention(module, attention_mask, dropout, kwargs)
+        query, key, value = _one_dtype(query, key, value)
+        how: dict[str, Any] = {
+            "scale": scaling, "window": kwargs.get("sliding_window"), "softcap": kwargs.get("softcap"),
+            "sinks": kwargs.get("s_aux"), "documents": call.documents,
+        }  # fmt: skip
+        if call.piece is not None:
+            out = call.piece.attend(handle.attention, query, key, value, **how)
+        else:
+            out = handle.attention(query, key, value, saved=call.saved, **how)
+        return out.transpose(1, 2).contiguous(), None  # as the plain kernels do: some models read it by view
+
+    AttentionInterface.register(name, torch.compiler.disable(attend))
+    handle.on_detach(weakref.finalize(handle, AttentionInterface._global_mapping.pop, name, None))
+    views: dict[int, PreTrainedConfig] = {}
+    for module in handle.model.modules():
+        configs = {n: v for n, v in module.__dict__.items() if isinstance(v, PreTrainedConfig)}
+        for attribute, config in configs.items() if module is not handle.model else ():
+            handle.edits.set(module, attribute, _view(handle, config, name, views))
+
+
+def _view(handle: Handle, config: PreTrainedConfig, name: str, views: dict[int, PreTrainedConfig]) -> PreTrainedConfig:
+    """The config as parts of the model see it: the same object in all but the attention, and so are the configs inside
+    it. So the model's own config, which others read, copy and save, stays as it is."""
+    if id(config) in views:
+        return views[id(config)]
+    kind: Any = type(config)
+
+    def implementation(view: Any) -> str | None:
+        return view._attn_implementation_internal if handle.plain else name
+
+    fields: dict[str, Any] = {
+        "__module__": kind.__module__, "__init__": kind.__init__,
+        "__deepcopy__": lambda view, memo: copy.deepcopy(config, memo),
+        "_attn_implementation": property(implementation, kind._attn_implementation.fset),
+    }  # fmt: skip
+    inside = {n: _view(handle, v, name, views) for n, v in vars(config).items() if isinstance(v, PreTrainedConfig)}
+    fields.update({n: property(functools.partial(lambda n, _: inside[n], n)) for n in inside})
+    made: Any = object.__new__(type(kind.__name__, (kind,), fields))
+    made.__dict__ = config.__dict__
+    views[id(config)] = made
+    return made
+
+
+def _one_dtype(*tensors: Tensor) -> list[Tensor]:
+    """Queries, keys and values in autocast's precision, as PyTorch's own attention takes them; else in the values'."""
+    kind, dtype = tensors[0].device.type, tensors[-1].dtype
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+    return [t.to(dtype) for t in tensors]
+
+
+def attach_rotary(handle: Handle) -> None:
+    """Frequencies that depend on the longest position (dynamic NTK, LongRoPE) must be the whole sequence's on every
+    rank: the largest position of all of them is put beside a rank's own, and its row dropped."""
+    if handle.ctx.sp == 1:
+        return
+
+    @torch.compiler.disable
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        at = args[1] if len(args) > 1 else kwargs["position_ids"]
+        longest = at.max().reshape(1, 1)
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=handle.ctx.sp_group)
+        at = torch.cat([at, longest.expand(at.shape[0], 1)], 1)
+        return ((args[0], at, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "position_ids": at})
+
+    @torch.compiler.disable
+    def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        return tuple(t[:, :-1] for t in out)
+
+    for module in handle.model.modules():
+        kind = getattr(module, "rope_type", None)
+        kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
+        if any(k == "longrope" or "dynamic" in k for k in kinds if isinstance(k, str)):
+            handle.edits.hook(module, module.register_forward_pre_hook(before, with_kwargs=True))
+            handle.edits.hook(module, module.register_forward_hook(after))

@@ -1,0 +1,95 @@
+"""The training loss over all ranks, with the gradient contract: after an engine has averaged gradients over all ranks,
+each is the gradient of the mean over all valid tokens of the whole optimizer step.
+
+No differentiable gather is needed: each rank's loss is its own sum over the global token count, times the factor that
+the engine's averaging (and its division by accumulation steps) takes out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from alstlib.mesh import SPContext, context_of
+from alstlib.units import IGNORE
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What `causal_lm_loss` returns."""
+
+    loss: Tensor
+    """For backward: this rank's share, scaled for an engine that averages gradients over all ranks."""
+    mean: Tensor
+    """For the log: mean loss per valid token of this micro-batch over all ranks; the same on every rank, detached."""
+    tokens: Tensor
+    """Valid tokens of this micro-batch over all ranks."""
+
+
+def causal_lm_loss(
+    model: Any, batch: Mapping[str, Any], ctx: SPContext | None = None, engine_divides_by: int = 1
+) -> Loss:
+    """Run the model (as given: wrapped by DDP or an engine, or bare) on this rank's shard and return its loss.
+
+    Args:
+        model: the model `apply` was given, or its wrapper.
+        batch: from `SPDataLoader`: input_ids, position_ids and shift_labels [B, L], cu_documents, and step_tokens,
+            the valid tokens of the whole optimizer step; without step_tokens the micro-batch is the step.
+        ctx: the mesh the model was attached with; it may be left out.
+        engine_divides_by: the number by which the engine divides the loss (gradient accumulation steps in DeepSpeed).
+
+    Raises:
+        ValueError: a field is missing, the model is not attached, `ctx` is not the mesh that it was attached with, or
+            DDP with a static graph would not reduce its first backward.
+    """
+    for name in ("input_ids", "position_ids", "shift_labels"):
+        if batch.get(name) is None:
+            raise ValueError(f"the batch has no {name}; it has {', '.join(batch) or 'nothing'} (SPDataLoader makes it)")
+    if engine_divides_by < 1:
+        raise ValueError(f"engine_divides_by={engine_divides_by} must be at least 1")
+    ctx = context_of(model, ctx)
+    _check_first_backward(model)
+    labels = batch["shift_labels"]
+    out = model(
+        input_ids=batch["input_ids"],
+        position_ids=batch["position_ids"],
+        shift_labels=labels,
+        cu_documents=batch.get("cu_documents"),
+        row_tokens=batch.get("row_tokens"),
+        num_items_in_batch=1,
+    )
+    total = getattr(out, "loss", None)
+    if total is None:
+        raise ValueError(
+            f"{type(model).__name__} returned no loss for shift_labels: attach it with alstlib.apply first"
+        )
+    stats = torch.stack([total.detach().double(), labels.ne(IGNORE).sum().double()])
+    if ctx.world_group is not None:
+        dist.all_reduce(stats, group=ctx.world_group)
+    tokens = stats[1]
+    step_tokens = batch.get("step_tokens")
+    if isinstance(step_tokens, Tensor) and step_tokens.device != tokens.device:
+        step_tokens = int(step_tokens)  # a number on the CPU: copying it to a device would wait for the device
+    step_tokens = tokens if step_tokens is None else step_tokens
+    if isinstance(step_tokens, Tensor):
+        factor: Any = (ctx.world_size * engine_divides_by / step_tokens.double().clamp_min(1)).to(total.dtype)
+    else:
+        factor = ctx.world_size * engine_divides_by / max(1, step_tokens)
+    return Loss(loss=total * factor, mean=stats[0] / tokens.clamp_min(1), tokens=tokens.to(torch.int64))
+
+
+def _check_first_backward(model: Any) -> None:
+    """DDP learns a static graph while it reduces its first backward; under no_sync() PyTorch ends in an assertion."""
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel) or not torch.is_grad_enabled():
+        return
+    first = model.static_graph and not model._static_graph_delay_allreduce_enqueued
+    if first and not model.require_backward_grad_sync:
+        raise ValueError(
+            "DDP(static_graph=True) has to reduce its first backward: call the micro-batches of the first step without "
+            "no_sync(), or use static_graph=False"
+        )

@@ -1,0 +1,106 @@
+"""Checkpointed decoder layers of an attached model: what each keeps, where, and how it is recomputed.
+
+A layer's own `forward` is wrapped on the instance. How much is kept (inputs, attention outputs) is planned at the first
+layer of each forward, from what the hosts (without offload: the devices) of all ranks have room for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alstlib.hf.handle import Handle
+from alstlib.hf.support import check_recompute
+from alstlib.offload.checkpoints import Saved, Segment, checkpoint
+from alstlib.tiled.compute import Pass, TiledMLP, entered
+from alstlib.tiled.skip import Follower, Unread, find_followers
+
+
+def attach_checkpoints(handle: Handle, layers: Sequence[nn.Module]) -> None:
+    """Layers' own `forward` is wrapped on the instance: engines' hooks stay outside, in every transformers version."""
+    check_recompute(handle.facts)
+    chain = _Chain()
+    for i, layer in enumerate(layers):
+        handle.set_forward(layer, _checkpointed(handle, chain, layer, layer.forward, i, len(layers)))
+
+
+class _Chain:
+    """The segment that the last checkpointed layer of a forward belongs to, which the next one may continue."""
+
+    segment: Callable[[], Segment | None] = staticmethod(lambda: None)
+
+
+def _checkpointed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any, index: int, count: int) -> Any:
+    mlps = [m for m in layer.modules() if isinstance(m, TiledMLP)]
+    unread, looked = Unread(layer), not mlps
+    followers = unread.followers
+
+    def look(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer, and find out what follows its MLPs."""
+        nonlocal looked
+        with find_followers(layer, mlps) as found:
+            out = original(x, *args, **kwargs)
+        looked = True
+        for mlp, module in found.items():
+            followers[mlp] = Follower(module)
+            handle.set_forward(module, followers[mlp].forward)
+        return out
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if handle.plain or not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+        if index == 0:
+            handle.plan(x, count)
+        saved, drew = Saved(keep=index < round(handle.attention_kept * count)), set[nn.Module]()
+        before, call = chain.segment() if index > 0 else None, handle.call
+
+        def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            graph = saved.stage == "graph"
+            now = Pass(drew, skip=unread.holds and graph, followers=followers)
+            once = look if saved.stage == "first" and not looked else original
+            if graph and index == 0:
+                handle.headroom.look(x.device)
+            own = call and dataclasses.replace(call, saved=saved)
+            try:
+                with handle.using(own), _whole(layer, saved.stage == "again"), entered(now):
+                    return once(x, *args, **kwargs)
+            finally:
+                for mlp, follower in followers.items():
+                    follower.expected = None
+                    follower.gather_with(mlp)
+
+        segment = before if before and before.continues_with(x) else Segment(handle.store, handle.inputs_kept_every)
+        chain.segment = weakref.ref(segment)
+        weights = [p for p in layer.parameters() if p.requires_grad]
+        # an engine that takes gradients one by one, or (FSDP2) puts weights in place for the time of a call
+        taken = any(p._post_accumulate_grad_hooks for p in weights)
+        taken = taken or any(hasattr(m, "unshard") for m in layer.modules())
+        out = checkpoint(
+            run, x, *args, saved=saved, trains=bool(weights), accept=unread.accept, segment=segment, module=layer,
+            weights=None if taken else weights, **kwargs,
+        )  # fmt: skip
+        if index == count - 1:
+            segment.end = None
+        return out
+
+    return forward
+
+
+@contextlib.contextmanager
+def _whole(layer: Any, again: bool) -> Iterator[None]:
+    """A layer that runs in another layer's backward: FSDP2 has not put its weights together."""
+    sharded = again and hasattr(layer, "unshard") and hasattr(layer, "reshard")
+    if sharded:
+        layer.unshard()
+    try:
+        yield
+    finally:
+        if sharded:
+            layer.reshard()

@@ -1,0 +1,114 @@
+"""Decoder layers of an attached model streamed in row chunks: what `chunked` needs to know of a Hugging Face layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from alstlib.hf.dry_run import LayerCall
+from alstlib.hf.handle import Handle
+from alstlib.hf.support import check_recompute
+from alstlib.recompute import with_gradient
+from alstlib.streaming.chunked import RowChunk, Stream
+from alstlib.tiled.compute import Pass, entered
+from alstlib.tiled.skip import Unread
+
+
+def attach_streams(handle: Handle, layers: Sequence[nn.Module]) -> None:
+    """Layers run in row chunks (`chunked`). To ZeRO-3 each is a leaf: gathered once a pass, not once a chunk."""
+    for i, layer in enumerate(layers):
+        if not {"past_key_values", "past_key_value", "layer_past"} & set(inspect.signature(layer.forward).parameters):
+            raise ValueError(
+                f"layer {i} ({type(layer).__name__}) takes no cache: it cannot be streamed; use chunk=None"
+            )
+    check_recompute(handle.facts)
+    for i, call in enumerate(handle.facts.calls):
+        _check_call(f"layer {i} ({type(call.layer).__name__})", call)
+    for i, layer in enumerate(layers):
+        handle.set_forward(layer, _streamed(handle, layer, layer.forward, i, len(layers)))
+        handle.edits.hook(layer, layer.register_forward_pre_hook(_ensure_input_grad, with_kwargs=True))
+        handle.edits.set(layer, "_z3_leaf", True)
+
+
+def _check_call(where: str, call: LayerCall) -> None:
+    """Refuse a layer that cannot be streamed, by how it was called in a dry run."""
+    for value in tree_flatten(call.others)[0]:
+        _row_dimension(value, call.hidden.shape[1], call.layer)
+    if len(call.attention) > 1:
+        raise ValueError(f"{where} calls attention more than once: it cannot be streamed; use chunk=None")
+    if call.outputs > 1:
+        raise ValueError(f"{where} returns more than its output: it cannot be streamed; use chunk=None")
+
+
+def _ensure_input_grad(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args:
+        return (with_gradient(args[0], layer), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": with_gradient(kwargs["hidden_states"], layer)}
+
+
+def _streamed(handle: Handle, layer: nn.Module, original: Any, index: int, count: int) -> Any:
+    unread = Unread(layer)
+
+    def trainable() -> list[nn.Parameter]:
+        return [p for p in layer.parameters() if p.requires_grad]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if handle.plain:
+            return original(*args, **kwargs)
+        x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+        if index == 0 and torch.is_grad_enabled():
+            handle.plan(x, count, segments=False)
+        call, as_tuple, drew = handle.call, False, set[nn.Module]()
+        leaves, spec = tree_flatten((args, kwargs))
+        cuts = [_row_dimension(t, x.shape[1], layer) for t in leaves]
+
+        def run(part: Tensor, piece: RowChunk) -> Tensor:
+            nonlocal as_tuple
+            mine = [t if at is None else t[(slice(None),) * at + (piece.rows,)] for t, at in zip(leaves, cuts)]
+            some_args, some_kwargs = tree_unflatten(mine, spec)
+            again = piece.task == "recompute"
+            if again and index == 0:
+                handle.headroom.look(part.device)
+            now = Pass(drew, skip=unread.holds and again, whole=True)
+            with handle.using(None if call is None else dataclasses.replace(call, piece=piece)), entered(now):
+                out = original(part, *some_args, **some_kwargs)
+            as_tuple = not isinstance(out, Tensor)
+            if as_tuple and len(out) > 1:
+                raise ValueError(f"layer {index} ({type(layer).__name__}) returns more than its output; use chunk=None")
+            return out[0] if as_tuple else out
+
+        keep = index < round(handle.attention_kept * count)
+        chunk = handle.options.chunk
+        assert chunk is not None
+        stream = Stream(
+            run=run, chunk=chunk, ranks=handle.ctx.sp, store=handle.store, keep=keep, params=trainable,
+            accept=unread.accept, module=layer,
+        )  # fmt: skip
+        out = stream(x)
+        return (out,) if as_tuple else out
+
+    return forward
+
+
+def _row_dimension(value: Any, rows: int, layer: nn.Module) -> int | None:
+    """The dimension of a layer's further argument that goes with its rows; None for none.
+
+    Raises:
+        ValueError: an argument that a chunk cannot be cut out of, or that needs a gradient.
+    """
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return None
+    if value.requires_grad:
+        raise ValueError(f"{type(layer).__name__} takes a further input that needs a gradient; use chunk=None")
+    at = 0 if value.ndim == 1 else 1
+    if value.shape[at] == rows:
+        return at
+    if rows in value.shape or (value.ndim > 1 and value.shape[1] > 1):
+        raise ValueError(f"{type(layer).__name__} takes an input {list(value.shape)} not to be cut by rows: chunk=None")
+    return None

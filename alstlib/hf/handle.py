@@ -1,0 +1,219 @@
+"""What `apply` attaches (`Options`) and what it returns (`Handle`): everything that is attached to one model.
+
+The handle owns the attachment's state: which call of the model runs, what its layers keep for backward, and how
+everything is taken back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import PreTrainedModel
+
+from alstlib.config import Bytes, Count, FlagOrAuto, Text, Tile, check_checkpoints, check_fields
+from alstlib.hf.edits import Edits
+from alstlib.hf.inputs import Call
+from alstlib.hf.support import Facts
+from alstlib.mesh import SPContext
+from alstlib.offload import headroom
+from alstlib.offload.checkpoints import HostOutOfMemory, HostStore
+from alstlib.sizing import share_host
+from alstlib.tiled.compute import TiledMLP
+from alstlib.tiled.loss import TiledHead
+from alstlib.ulysses.attention import UlyssesAttention
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `apply` attaches. Every feature works alone and with all others."""
+
+    attention: Text = "sdpa"
+    """Core attention: `sdpa` (PyTorch's best here), `auto` (flash-attn 3 or 4 if installed, else `sdpa`), or a kernel's
+    name (`backends.BACKENDS`)."""
+    tiled_mlp: Tile = True
+    """MLPs in sequence tiles; a number is the tile in tokens."""
+    tiled_norm: Tile = True
+    """Norms of decoder layers in sequence tiles: they compute in fp32, several times their input; a number is the tile
+    in tokens. (Streamed layers run in chunks, and a norm of an MLP's output in the MLP's tiles.)"""
+    tiled_loss: Tile = True
+    """Logits and loss in sequence tiles, and the norm before them; a number is the tile of the loss in tokens."""
+    checkpoint: bool = True
+    """Decoder layers keep only their input and are recomputed in backward."""
+    offload: Literal["none", "sync", "async"] = "none"
+    """Where checkpoints wait: on the device, or on the host (copied on the compute stream or beside it)."""
+    save_attention: FlagOrAuto = "auto"
+    """Keep attention outputs with the checkpoints, so that attention runs forward once. `auto`: where they are
+    offloaded, as many as fit the host's memory; on a GPU without offload, from the second step on, as many as fit
+    beside what earlier steps needed."""
+    chunk: Count | None = None
+    """Stream decoder layers in chunks of so many rows of this rank, with keys and values resident; None: whole."""
+    host_memory: Bytes | None = None
+    """Host bytes that checkpoints of this rank may take; None: what is free at each forward. When they are short,
+    attention outputs go first, then the inputs of all but every k-th layer (streamed layers need every input). All
+    ranks keep what the rank keeps that can keep least."""
+    liger_loss: bool = False
+    """Liger's fused loss on CUDA in place of our tiles; needs the package liger-kernel. Its tiles grow with the
+    sequence: at the vocabulary of Llama 3 they are five times ours at 500K tokens, and ten times at 1M."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_checkpoints(self)
+
+
+class Handle:
+    """What `apply` returns: the attachment to one model. Use `detach()`, or `with apply(...)`."""
+
+    def __init__(self, model: PreTrainedModel, ctx: SPContext, options: Options, facts: Facts) -> None:
+        self.model, self.ctx, self.options, self.facts = model, ctx, options, facts
+        self.attention = UlyssesAttention(ctx, options.attention)
+        self.store = HostStore(options.offload, budget=options.host_memory)
+        self.headroom = headroom.Headroom()
+        self.edits = Edits()
+        self.mlps: list[TiledMLP] = []
+        self.head: TiledHead | None = None
+        self.routers: list[nn.Module] = []
+        """Routers of a mixture of experts, whose load-balancing loss can be had (`output_router_logits`)."""
+        self.notes: list[str] = []
+        """What was left as it was, and why."""
+        self.attention_kept: float = 0.0
+        """Share of the layers whose attention output the last forward kept."""
+        self.inputs_kept_every: int = 1
+        """Of how many layers the last forward kept one input: more than 1 where the host has too little room."""
+        self._call: Call | None = None
+        self._plain = False
+        self._ends: list[Callable[[], Any]] = []
+
+    def detach(self) -> PreTrainedModel:
+        """Restore the model exactly; unwrap it from engines first. Safe to call twice."""
+        self._plain = True
+        self.edits.close()
+        while self._ends:
+            self._ends.pop()()
+        self.store.trim()
+        return self.model
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def on_detach(self, end: Callable[[], Any]) -> None:
+        """Have `detach` call this."""
+        self._ends.append(end)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank's attention has sent to other ranks."""
+        return self.attention.exchange.bytes_sent
+
+    @property
+    def plain(self) -> bool:
+        """Does the model run as its own, in generate() or after detach()?"""
+        return self._plain
+
+    @contextlib.contextmanager
+    def as_its_own(self) -> Iterator[None]:
+        """Inside, the model runs as its own."""
+        before, self._plain = self._plain, True
+        try:
+            yield
+        finally:
+            self._plain = before
+
+    @property
+    def call(self) -> Call | None:
+        """What belongs to the call of the model that runs now; None between calls."""
+        return self._call
+
+    def begin(self, call: Call) -> None:
+        """A call of the model begins."""
+        self._call = call
+
+    def end(self) -> Call | None:
+        """The call that ends now."""
+        call, self._call = self._call, None
+        return call
+
+    @contextlib.contextmanager
+    def using(self, call: Call | None) -> Iterator[None]:
+        """Run what is inside, a layer's pass, as part of this call.
+
+        Raises:
+            ValueError: the model has been detached since.
+        """
+        if self._plain:
+            name = type(self.model).__name__
+            raise ValueError(f"backward of a graph that {name} made before detach(): call backward before detach()")
+        before, self._call = self._call, call
+        try:
+            yield
+        finally:
+            self._call = before
+
+    def set_forward(self, module: nn.Module, forward: Any) -> None:
+        """Give this one module another `forward`, until detach; torch.compile leaves it as it is."""
+        self.edits.set(module, "forward", torch.compiler.disable(forward))
+
+    def plan(self, x: Tensor, layers: int, segments: bool = True) -> None:
+        """Decide what this forward keeps, from what the hosts have room for, before anything is taken. Without
+        `segments` the input of every layer must fit.
+
+        Collective where tensors are offloaded, or attention outputs may stay on a GPU: all ranks of all replicas keep
+        what the rank keeps that can keep least. Ranks that keep different things recompute different layers, for which
+        engines gather weights. It is decided anew in each forward, because samples differ in length from step to step
+        and from replica to replica.
+
+        Raises:
+            HostOutOfMemory: on every rank, where on some rank what must be kept does not fit.
+        """
+        options, store, ctx, facts = self.options, self.store, self.ctx, self.facts
+        output = x.shape[0] * x.shape[1] * facts.heads * (facts.value_width * x.element_size() + 4)
+        if options.offload == "none":
+            self.inputs_kept_every, self.attention_kept = 1, self._kept_on_device(x, layers, output) / layers
+            return
+        row = x.numel() * x.element_size()
+        room = store.room() + store.unused
+        every, outputs = share_host(room, layers, row, output, options.save_attention)
+        if not segments and every > 1:
+            every, outputs = 1, outputs if options.save_attention is True else 0
+        lacking = max(0, -(-layers // every) * row + outputs * output - room)
+        if not isinstance(x, FakeTensor):
+            mine = [every, -outputs, lacking * ctx.world_size + ctx.rank]
+            every, negative, most = ctx.largest(mine)
+            outputs, (most, rank) = -negative, divmod(most, ctx.world_size)
+            if most > 0 and not lacking:
+                raise HostOutOfMemory(
+                    f"offload needs {most:,} bytes of host memory more than rank {rank} has left; use shorter "
+                    "sequences, more ranks, a larger host_memory, or offload='none'"
+                )
+        store.reserve(-(-layers // every) * row + outputs * output, room)
+        self.attention_kept, self.inputs_kept_every = outputs / layers, every
+        if every > 1 and not any(f"one in {every} is kept" in note for note in self.notes):
+            note = (
+                f"host memory has no room for the inputs of all {layers} layers: one in {every} is kept; backward runs "
+                f"one more forward to make the others and holds up to {every} ({every * row:,} bytes) on the device"
+            )
+            self.notes.append(note)
+            log.warning(note)
+
+    def _kept_on_device(self, x: Tensor, layers: int, output: int) -> int:
+        """Layers whose attention outputs, of `output` bytes each, stay on the device: with `auto` on a GPU those that
+        fit beside what earlier steps needed."""
+        if self.options.save_attention != "auto" or isinstance(x, FakeTensor):
+            return layers if self.options.save_attention is True else 0
+        if (memory := headroom.device_memory(x.device)) is None:
+            return 0
+        fit = self.headroom.begin(x.shape[0] * x.shape[1], memory) // output
+        kept = -self.ctx.largest([-min(layers, fit)])[0]
+        self.headroom.keep(kept * output)
+        return kept

@@ -1,0 +1,222 @@
+"""What belongs to one call of an attached model: its documents and labels, checked before anything is computed.
+
+Positions, not masks (ALST, section 3.4): a mask is dropped only where that is exact, and refused otherwise. Everything
+here is cheap for batches of `SPDataLoader`; inputs made by hand are checked at the price of a synchronisation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alstlib.hf.router_loss import RouterLoss
+from alstlib.kernels.spans import Offsets
+from alstlib.mesh import SPContext
+from alstlib.offload.checkpoints import Saved
+from alstlib.streaming.chunked import RowChunk
+from alstlib.tiled.loss import readable
+from alstlib.ulysses.alltoall import agree_on, stripe
+from alstlib.units import IGNORE
+
+OURS = ("labels", "shift_labels", "cu_documents", "num_items_in_batch", "step_tokens", "row_tokens")
+"""Keyword arguments that an attached model takes and its own forward does not see."""
+MIXED = (
+    "pixel_values",
+    "pixel_values_videos",
+    "input_features",
+    "encoder_hidden_states",
+    "token_type_ids",
+    "mm_token_type_ids",
+)
+"""Inputs whose tokens may attend in both directions, or to what is not in the sequence."""
+
+
+@dataclass
+class Call:
+    """What belongs to one call of the model and travels beside its arguments."""
+
+    documents: Offsets | None = None
+    shift_labels: Tensor | None = None
+    divisor: Any = None
+    saved: Saved | None = None
+    piece: RowChunk | None = None
+    """The chunk that a streamed layer is at."""
+    real: Tensor | None = None
+    """[B, L] which of this rank's tokens are not padding; None: all."""
+    router: RouterLoss | None = None
+    """The load-balancing loss of this call, if it has one."""
+    striped: bool = False
+    """Are the rows dealt out in stripes? Then logits are not in the order of the tokens."""
+
+
+def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chunk: int | None = None) -> Call:
+    """Take what is ours out of the `kwargs` of a model's call, check it, and set what the model must be told.
+
+    With a `chunk` that cuts the rows of several ranks, tokens, positions and labels are dealt out in stripes; then they
+    are all in `kwargs`.
+
+    Raises:
+        ValueError: inputs that cannot be run exactly, with what to give instead.
+    """
+    if len(args) > 1:
+        raise ValueError("give the model's inputs by name: input_ids=..., position_ids=..., shift_labels=...")
+    ours = {name: kwargs.pop(name, None) for name in OURS}
+    tokens = args[0] if args else kwargs.get("input_ids")
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    if tokens is None:
+        raise ValueError("the model needs input_ids or inputs_embeds")
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise ValueError(
+            "a cache (past_key_values, use_cache) is for generation: call generate() with sp=1, or after detach()"
+        )
+    for name in MIXED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name} is not supported: tokens attend causally to tokens; leave it out")
+    kwargs["use_cache"] = False
+    if kwargs.get("return_dict") is False:
+        raise ValueError("return_dict=False is not supported by an attached model: its loss is in out.loss")
+    shape = tokens.shape[:2]
+    labels = _labels(ours, ctx)
+    if labels is not None and labels.shape != shape:
+        raise ValueError(f"shift_labels {list(labels.shape)} must have the shape of input_ids {list(shape)}")
+    mask = kwargs.pop("attention_mask", None)
+    _check_mask(mask, labels, ctx.sp)
+    documents = _documents(ours["cu_documents"], kwargs.get("position_ids"), tokens, ctx)
+    if ours["cu_documents"] is not None and kwargs.get("position_ids") is None:  # a model would count on through them
+        kwargs["position_ids"] = _positions(documents or (), shape[0], shape[1], ctx).to(tokens.device)
+    call = Call(documents=documents, shift_labels=labels, divisor=ours["num_items_in_batch"])
+    call.real = _real_tokens(ours["row_tokens"], mask, tokens, ctx)
+    if chunk is not None and ctx.sp > 1 and shape[1] > chunk:
+        _stripe_inputs(kwargs, tokens, call, chunk, ctx)
+    return call
+
+
+def _stripe_inputs(kwargs: dict[str, Any], tokens: Tensor, call: Call, chunk: int, ctx: SPContext) -> None:
+    if kwargs.get("inputs_embeds") is not None:
+        raise ValueError("chunk with sp > 1 deals tokens out anew: give input_ids, not inputs_embeds")
+    if call.shift_labels is None or kwargs.get("output_hidden_states"):
+        raise ValueError(
+            "chunk with sp > 1 deals rows out anew, so logits and hidden states would not be in order: give "
+            "shift_labels (causal_lm_loss does), or use chunk=None"
+        )
+    positions = kwargs["position_ids"].expand_as(tokens)
+    others = [n for n, t in kwargs.items() if n not in ("input_ids", "position_ids") and isinstance(t, Tensor)]
+    if others:
+        raise ValueError(f"chunk with sp > 1 cannot deal out {', '.join(others)}; leave it out, or use chunk=None")
+    like = tokens.dtype
+    given = [tokens, positions.to(like), call.shift_labels.to(like)]
+    given += [] if call.real is None else [call.real.to(like)]
+    kwargs["input_ids"], kwargs["position_ids"], call.shift_labels, *real = stripe(given, chunk, ctx)
+    call.real = real[0].bool() if real else None
+    call.striped = True
+
+
+def _real_tokens(row_tokens: Any, mask: Any, tokens: Tensor, ctx: SPContext) -> Tensor | None:
+    """Which of this rank's tokens are not padding, where some are."""
+    batch, rows = tokens.shape[:2]
+    if row_tokens is None:
+        return None if mask is None or bool(mask.bool().all()) else mask.bool()
+    lengths = torch.as_tensor(row_tokens).flatten().cpu()
+    if lengths.numel() != batch or not bool(((lengths >= 0) & (lengths <= rows * ctx.sp)).all()):
+        raise ValueError(
+            f"row_tokens={lengths.tolist()[:8]} must hold the tokens of each of {batch} rows, 0 to {rows * ctx.sp}"
+        )
+    if bool((lengths == rows * ctx.sp).all()):
+        return None
+    at = torch.arange(rows, device=tokens.device) + ctx.sp_rank * rows
+    return at < lengths.to(tokens.device, non_blocking=True)[:, None]
+
+
+def _labels(ours: dict[str, Any], ctx: SPContext) -> Tensor | None:
+    labels, shifted = ours["labels"], ours["shift_labels"]
+    if labels is None or shifted is not None:
+        return shifted
+    if ctx.sp > 1:
+        raise ValueError(
+            "labels must be shifted before the sequence is sharded, or each shard loses its last one: use SPDataLoader "
+            "and causal_lm_loss, or give shift_labels"
+        )
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+
+
+def _check_mask(mask: Any, labels: Tensor | None, sp: int) -> None:
+    """A mask is dropped only where causal attention needs none: all ones, or padding on the right without loss."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        kind = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask {kind} is not supported; give position_ids and cu_documents instead")
+    keep = mask.bool()
+    if bool(keep.all()):
+        return
+    right = bool((keep[:, 1:] <= keep[:, :-1]).all())
+    if sp > 1 or not right or (labels is not None and bool((labels.ne(IGNORE) & ~keep).any())):
+        raise ValueError(
+            "attention_mask has zeros that cannot be dropped exactly: pad on the right with labels -100 (SPDataLoader "
+            "takes such masks), and give packed documents as cu_documents"
+        )
+
+
+def _documents(cu: Any, positions: Any, tokens: Tensor, ctx: SPContext) -> Offsets | None:
+    """Global document offsets of this call, or None where every batch row is one document."""
+    batch, rows = tokens.shape[:2]
+    if positions is not None and (positions.shape[-1] != rows or positions.shape[:-1].numel() not in (1, batch)):
+        raise ValueError(f"position_ids {list(positions.shape)} do not belong to inputs of {batch} x {rows} tokens")
+    if cu is not None:
+        offsets = Offsets(int(o) for o in (cu.tolist() if isinstance(cu, Tensor) else cu))
+        if not offsets or offsets[-1] != batch * rows * ctx.sp:
+            raise ValueError(
+                f"cu_documents ends at {offsets[-1] if offsets else None}, but {batch} x {rows} tokens on each of "
+                f"{ctx.sp} ranks are {batch * rows * ctx.sp}: the ranks' shapes disagree, or the offsets are not global"
+            )
+        if positions is None and ctx.sp > 1:
+            raise ValueError("position_ids are missing: each rank must give the positions of its own rows")
+        if positions is not None and readable(positions):  # on a GPU the look would cost a synchronisation
+            _check_positions(positions.expand(batch, -1), offsets, ctx)
+        return offsets
+    if ctx.sp > 1:
+        if positions is None:
+            raise ValueError("position_ids are missing: each rank must give the positions of its own rows")
+        agree_on((batch, rows), ("the batch size", "the number of rows"), ctx.sp_group, tokens.device)
+        own = torch.arange(rows, device=positions.device) + ctx.sp_rank * rows
+        if not bool((positions == own).all()):
+            raise ValueError(
+                f"position_ids of rank {ctx.sp_rank} do not run from {ctx.sp_rank * rows} to "
+                f"{(ctx.sp_rank + 1) * rows - 1}: for packed documents or padding give cu_documents too"
+            )
+        return None
+    if positions is None:
+        return None
+    positions = positions.expand(batch, -1)
+    starts = torch.nonzero((positions == 0).flatten()).flatten().tolist()
+    expected = positions.new_zeros(positions.shape)
+    expected[:, 1:] = torch.where(positions[:, 1:] == 0, 0, positions[:, :-1] + 1)
+    if not torch.equal(positions, expected):
+        raise ValueError("position_ids must count from 0, starting again at 0 with each document")
+    return Offsets((*starts, batch * rows))
+
+
+def _positions(offsets: tuple[int, ...], batch: int, rows: int, ctx: SPContext) -> Tensor:
+    """[B, L] positions of this rank's tokens, counted from the start of each document."""
+    if offsets[0] != 0 or list(offsets) != sorted(offsets):
+        raise ValueError(f"cu_documents={list(offsets[:8])} must rise from 0")
+    whole = rows * ctx.sp
+    starts = torch.tensor(sorted({*offsets[:-1], *range(0, batch * whole, whole)}))  # a row begins a document
+    first = (torch.arange(batch) * ctx.sp + ctx.sp_rank)[:, None] * rows
+    row = first + torch.arange(rows)
+    return row - starts[torch.searchsorted(starts, row, right=True) - 1]
+
+
+def _check_positions(positions: Tensor, offsets: tuple[int, ...], ctx: SPContext) -> None:
+    """Positions must count from the start of each document; padding (all zeros at the end of a row) may stay at 0."""
+    expected = _positions(offsets, positions.shape[0], positions.shape[1], ctx)
+    wrong = (positions != expected) & (positions != 0)
+    if bool(wrong.any()):
+        b, i = (int(n) for n in wrong.nonzero()[0])
+        raise ValueError(
+            f"position_ids of rank {ctx.sp_rank} do not fit cu_documents: row {b}, token {i} has position "
+            f"{int(positions[b, i])} where its document is at {int(expected[b, i])}"
+        )

@@ -1,0 +1,202 @@
+"""What can be run exactly, and what is refused: silence is the one wrong answer."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from alstlib.hf.dry_run import DryRun, LayerCall, dry_run
+from alstlib.kernels.attention import choose_backend
+from alstlib.mesh import ATTACHED, SPContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What `apply` needs to know of a model that can be run exactly."""
+
+    layers: Sequence[nn.Module]
+    """Its decoder layers, in order."""
+    calls: Sequence[LayerCall]
+    """How they were called in a dry run, as far as it came."""
+    heads: int
+    """Of the layer with the widest attention output."""
+    value_width: int
+    """Of one of these heads."""
+    offset: int = 0
+    """The model numbers its tokens from here."""
+    uncounted: int | None = None
+    """A token that the model does not count when it numbers its tokens."""
+
+
+def check_model(model: PreTrainedModel, ctx: SPContext, attention: str) -> Facts:
+    """Refuse, before anything is attached, what cannot be run exactly.
+
+    Raises:
+        ValueError: names the model, layer or field of its config, and what would work.
+    """
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        hint = "; give model.get_base_model(), and call either" if hasattr(model, "get_base_model") else ""
+        raise ValueError(f"apply needs a transformers model before any wrapping, got {name}{hint}")
+    config = model.config.get_text_config()
+    if ATTACHED in model.__dict__:
+        raise ValueError(f"{name} is attached already; call its handle's detach() first")
+    if config.is_encoder_decoder or not getattr(config, "is_causal", True) or model.get_output_embeddings() is None:
+        raise ValueError(f"{name} is not a decoder-only causal language model with a head")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if other := sorted(kinds - {"full_attention", "sliding_attention"}):
+        raise ValueError(f"{name} mixes tokens by {', '.join(other)}, which is not exact on a sharded sequence")
+    candidates = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not candidates:
+        raise ValueError(f"{name} has no decoder layers that transformers can checkpoint")
+    run = dry_run(model, candidates)
+    layers = run.layers if run.finished else candidates
+    for i, layer in enumerate(layers):
+        _check_parts(f"layer {i} of {name} ({type(layer).__name__})", layer, config)
+    _check_calls(model, run)
+    if run.numbers_itself:
+        raise ValueError(f"{name} numbers its tokens by itself, without position_ids: every slice would begin at 0")
+    attended = [(a.heads, a.width, a.value_width) for a in run.attention]
+    attended = attended or [(config.num_attention_heads, _head_width(config), _head_width(config))]
+    heads, _, value_width = max(attended, key=lambda sizes: sizes[0] * sizes[2])
+    width = max(max(sizes[1:]) for sizes in attended)
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    parameter = next(model.parameters())
+    try:
+        choose_backend(attention, parameter.device, parameter.dtype, width, capped)
+    except ValueError as e:
+        raise ValueError(f"layer 0 of {name} ({type(layers[0]).__name__}): {e}") from None
+    return Facts(
+        layers=layers, calls=run.calls, heads=heads, value_width=value_width, offset=run.offset, uncounted=run.uncounted
+    )
+
+
+def _check_parts(where: str, layer: nn.Module, config: Any) -> None:
+    """Refuse a layer by the modules that it is made of."""
+    if not any("attention" in type(m).__name__.lower() for m in layer.modules()):
+        raise ValueError(f"{where} has no attention module")
+    for part, m in layer.named_modules():
+        if why := _mixes_tokens(m):
+            raise ValueError(f"{where}: {part} ({type(m).__name__}) {why}, which is not exact on a sharded sequence")
+    crosses = any("crossattention" in n for n, _ in layer.named_modules())
+    if crosses or getattr(config, "add_cross_attention", False):
+        raise ValueError(f"{where} has cross-attention; only decoders that attend to themselves are supported")
+
+
+def _check_calls(model: PreTrainedModel, run: DryRun) -> None:
+    """Refuse a model by what its layers did in a dry run."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    silent = [call for call in run.calls if not call.attention]
+    unknown = not run.finished or any(not call.finished for call in silent)
+    if any(call.finished for call in silent) or (unknown and not model._supports_attention_backend):
+        raise ValueError(f"{name} computes attention by itself, not through transformers' AttentionInterface")
+    for a in run.attention:
+        if a.mask is not None:
+            raise ValueError(
+                f"layer {getattr(a.module, 'layer_idx', '?')} of {name} ({type(a.module).__name__}) makes an attention "
+                "mask by itself, and masks of the whole sequence are not supported"
+            )
+        if not a.dropout:
+            check_attention(a.module, None, 0.0, a.kwargs)
+    for field in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+        if getattr(config, field, None) and (unknown or any(a.dropout for a in run.attention)):
+            raise ValueError(
+                f"config.{field}={getattr(config, field)} is not supported in attention; set it to 0 or None"
+            )
+    for a in run.attention:
+        check_attention(a.module, None, a.dropout, a.kwargs)
+
+
+MIXERS = ("mamba", "rwkv", "deltanet", "recurrent", "shortconv", "retention", "linearattention", "lightning")
+"""Names of modules, in part, that carry a state along the sequence."""
+
+
+def shared_weights(model: nn.Module, parts: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """(name, weight) of the weights of these parts of the model that another part uses too."""
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    inside = [Counter(id(p) for _, p in part.named_parameters(remove_duplicate=False)) for part in parts]
+    return [(n, p) for n, p in model.named_parameters() if any(0 < c[id(p)] < uses[id(p)] for c in inside)]
+
+
+def check_shared(shared: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse weights under DeepSpeed ZeRO-3 whose gradient arrives in several pieces, of which it takes one.
+
+    Raises:
+        ValueError: names the weight, and what works.
+    """
+    for name, p in shared:
+        if hasattr(p, "ds_id") and p.requires_grad:
+            raise ValueError(
+                f"{name} trains and is used in several parts of the model that are recomputed one by one, and ZeRO-3 "
+                "keeps the gradient of one of them: use zero_stage 0 or 1, or freeze it"
+            )
+
+
+def _mixes_tokens(module: nn.Module) -> str | None:
+    """Why a module of a layer gives a token something of others beside attention, as far as its kind tells."""
+    if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
+        return f"is a convolution over {module.kernel_size[0]} tokens"
+    if isinstance(module, nn.RNNBase):
+        return "is recurrent"
+    kind = type(module).__name__.lower()
+    return "mixes tokens in another way than attention" if any(m in kind for m in MIXERS) else None
+
+
+def check_recompute(facts: Facts) -> None:
+    """Refuse layers that hand each other something beside their outputs: a recompute could not give it a gradient."""
+    for i, call in enumerate(facts.calls):
+        known = call.finished or call.attention
+        if any(isinstance(v, MutableMapping) for v in call.others) and (call.reads or not known):
+            raise ValueError(
+                f"layer {i} ({type(call.layer).__name__}) shares state with other layers (such as keys and values) in "
+                "a mapping: recomputed, it would lose their gradients; use checkpoint=False and chunk=None"
+            )
+
+
+def heads_of(config: Any) -> tuple[int, int, int]:
+    """Query heads, key/value heads and the width of a head, as a transformers config has them."""
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads, width
+
+
+def _head_width(config: Any) -> int:
+    """The widest of a head's keys and values."""
+    width = heads_of(config)[2]
+    if getattr(config, "qk_nope_head_dim", None) is not None:  # MLA
+        return max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    return int(width)
+
+
+def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Refuse what only a call shows: `kwargs` is what the layer hands to its attention beside q, k and v."""
+    index = getattr(module, "layer_idx", None)
+    where = f"layer {'?' if index is None else index} ({type(module).__name__})"
+    if mask is not None:
+        raise ValueError(f"{where} got an attention mask; give position_ids and cu_documents (SPDataLoader does)")
+    if dropout:
+        raise ValueError(f"{where} has attention dropout {dropout}, which tiles cannot replay; set it to 0")
+    if kwargs.get("position_bias") is not None:
+        raise ValueError(f"{where} adds a position_bias to its scores, which is not supported")
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and index is not None and kinds[index] == "sliding_attention" and kwargs.get("sliding_window") is None:
+        raise ValueError(f"{where} slides by config.layer_types, but its attention does not say its window")
+    window = getattr(config, "sliding_window", None)
+    makes_masks = hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
+    slides = window is not None and getattr(config, "use_sliding_window", True) and makes_masks
+    if slides and not kinds and "sliding_window" not in kwargs:
+        raise ValueError(
+            f"{where} may slide by config.sliding_window={window}, but its attention does not say its "
+            "window; set it to None if no layer slides"
+        )
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise ValueError(f"{where} is not causal")

@@ -1,0 +1,296 @@
+"""Causal attention inside documents as (output, logsumexp) and its gradients, over any kernel of `backends`.
+
+Shape legend: B batch, S query rows, N keys, H query heads, K key/value heads (H a multiple of K), D key width, V value
+width. q [B, H, S, D]; k [B, K, N, D]; v [B, K, N, V]; out [B, H, S, V]; lse [B, H, S] (logsumexp of the scores, fp32).
+Nothing of shape [S, S] is made (except by the kernel `eager`, which is there for checking).
+
+Documents are offsets into the flattened [B * S] batch (0 first, B * S last); None makes every batch row one document.
+They are attended one after the other: exact for every kernel, and the cost of a document is its own square. On CUDA one
+call of a kernel for variable lengths takes them all. Queries may be the last rows of the keys. What a kernel's mask
+cannot say (those, and sliding windows) is put together from calls that it can (`spans`).
+
+Attention sinks are a further key of each head that has a score and no value: exp(sink) more in the sum. They change the
+logsumexp, and with it scale the output; a kernel's backward, which reads both, is right as it is.
+
+Keeping the logsumexp is what lets a backward run without a second forward (DistFlashAttn, arXiv 2310.03294).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from alstlib.kernels.backends import BACKENDS, LONG, Backend, choose_backend
+from alstlib.kernels.rule import Attended, Rule
+from alstlib.kernels.spans import Documents, Offsets, Piece, Span, document_spans, keys_of_a_call, pieces
+
+__all__ = [
+    "BACKENDS", "Attended", "Backend", "Documents", "Rule", "attention_backward", "attention_backward_rows",
+    "attention_forward",
+    "choose_backend", "merge", "row_tiles", "sinks_backward",
+]  # fmt: skip
+
+P = ParamSpec("P")
+R = TypeVar("R")
+KEYS_PER_QUERY = 4
+"""Keys in one call of a backward over chunks, for each query row in it; also of a forward by a kernel that is built for
+each shape, so that it meets few."""
+ROWS = 4096
+"""Of an output that are worked on at a time."""
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of the same queries over two disjoint sets of keys -> over both; `out` is overwritten.
+
+    out and other [B, H, S, V], lse and other_lse [B, H, S] in fp32. A set without any key has a logsumexp of -inf.
+    """
+    share = torch.sigmoid(other_lse - lse)[..., None]  # of the other set in the sum of both
+    for rows in row_tiles(out):
+        wide = out[rows].to(share.dtype)
+        out[rows] = wide.lerp(other[rows].to(share.dtype), share[rows])
+    return out, torch.logaddexp(lse, other_lse)
+
+
+def row_tiles(x: Tensor, step: int = ROWS) -> list[tuple[slice, slice, slice]]:
+    """Slices of x [B, H, S, D] that cut S, so that fp32 intermediates are small."""
+    return [(slice(None), slice(None), slice(lo, lo + step)) for lo in range(0, x.shape[2], step)]
+
+
+def _in_full(fn: Callable[P, R]) -> Callable[P, R]:
+    """Without autocast, which would take back the precision in which kernels sum."""
+
+    @functools.wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        (device,) = {a.device.type for a in args if isinstance(a, Tensor)}
+        with torch.autocast(device, enabled=False):
+            return fn(*args, **kwargs)
+
+    return run
+
+
+def _one_width(backend: Backend, *tensors: Tensor) -> list[Tensor]:
+    """Zeros beside heads that are narrower, for a kernel that knows one width, or only multiples of some."""
+    width = max(t.shape[-1] for t in tensors)
+    width += -width % backend.multiple
+    return [t if backend.widths or t.shape[-1] == width else pad(t, (0, width - t.shape[-1])) for t in tensors]
+
+
+def _taking(backend: Backend, q: Tensor, k: Tensor) -> Backend:
+    """The kernel for one call: for a short or ragged shape not one that is built for each shape."""
+    rows, keys = q.shape[2], k.shape[2]
+    ragged = rows % backend.granule or keys % backend.granule
+    return BACKENDS[backend.packed_by] if ragged and not rows == keys >= LONG else backend
+
+
+def _keys_per_query(backend: Backend) -> int | None:
+    """What a forward's calls are cut to."""
+    return KEYS_PER_QUERY if backend.granule > 1 else None
+
+
+def _forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, rule: Rule, kind: str) -> tuple[Tensor, Tensor]:
+    """One call of a kernel."""
+    if kind == "upper":  # backwards, this triangle is a causal one
+        out, lse = _forward(backend, q.flip(2), k.flip(2), v.flip(2), rule, "causal")
+        return out.flip(2), lse.flip(2)
+    assert q.shape[0] == k.shape[0] == v.shape[0]  # not every kernel looks
+    backend, width = _taking(backend, q, k), v.shape[-1]
+    q, k, v = _one_width(backend, q, k, v)
+    out, lse = backend.forward(q, k, v, rule.scale, kind == "causal", **rule.given)
+    return out[..., :width], lse
+
+
+def _backward(backend: Backend, dout: Tensor, kept: Attended, rule: Rule, kind: str) -> tuple[Tensor, ...]:
+    """One call of a kernel -> (dq, dk, dv)."""
+    if kind == "upper":
+        turned = Attended(*(t.flip(2) for t in kept))
+        return tuple(g.flip(2) for g in _backward(backend, dout.flip(2), turned, rule, "causal"))
+    q, k, v, out, lse = kept
+    assert q.shape[0] == k.shape[0] == v.shape[0]
+    backend, widths = _taking(backend, q, k), (q.shape[-1], k.shape[-1], v.shape[-1])
+    dout, q, k, v, out = _one_width(backend, dout, q, k, v, out)
+    grads = backend.backward(dout, Attended(q, k, v, out, lse), rule.scale, kind == "causal", **rule.given)
+    return tuple(g[..., :width] for g, width in zip(grads, widths))
+
+
+def _whole(spans: Sequence[Span], q: Tensor, k: Tensor, window: int | None) -> bool:
+    """Is every batch row one span of all its queries and keys, without a window that hides any? (Queries of some batch
+    rows, stored as one, have keys of more batch rows than they see.)"""
+    rows, keys = q.shape[2], k.shape[2]
+    return (
+        len(spans) == q.shape[0] == k.shape[0]
+        and all((s.begin, s.end, s.rows, s.batch, s.q_batch) == (0, keys, rows, i, i) for i, s in enumerate(spans))
+        and (window is None or window >= keys)
+    )
+
+
+def _packed(backend: Backend, q: Tensor, k: Tensor, own: bool) -> Backend | None:
+    """The kernel that takes all documents (and a window) of whole sequences in one call, if there is one."""
+    packed = BACKENDS.get(backend.packed_by)
+    square = q.shape[2] == k.shape[2] and q.shape[-1] == k.shape[-1]
+    return packed if packed is not None and square and not own else None
+
+
+def _spans(documents: Documents | Sequence[Span], q: Tensor, k: Tensor, length: int) -> tuple[Sequence[Span], bool]:
+    """Which queries see which keys, and whether the caller has found it himself."""
+    if documents is not None and isinstance(next(iter(documents), None), Span):
+        return cast(Sequence[Span], documents), True
+    rows, keys = q.shape[2], k.shape[2]
+    return document_spans(cast(Documents, documents), q.shape[0], length, keys - rows, keys), False
+
+
+def _offsets(documents: Documents, spans: Sequence[Span], length: int, device: torch.device) -> tuple[Tensor, int]:
+    """Offsets of the documents over the flattened batch (int32), and the longest one's length; they go to the device
+    once for each sample."""
+    if documents is None:
+        return torch.arange(0, len(spans) * length + 1, length, dtype=torch.int32, device=device), length
+    known = documents if isinstance(documents, Offsets) else Offsets()
+    if (key := (length, device)) not in known.uploaded:
+        offsets = torch.tensor([0, *(s.batch * length + s.end for s in spans)], dtype=torch.int32)
+        known.uploaded[key] = offsets.to(device, non_blocking=True), max(s.rows for s in spans)
+    return known.uploaded[key]
+
+
+@_in_full
+def attention_forward(
+    backend: Backend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rule: Rule,
+    documents: Documents | Sequence[Span] = None,
+    length: int | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention inside documents -> (out [B, H, S, V], lse [B, H, S] in fp32).
+
+    Args:
+        k, v: with N >= S keys: the queries are the last S of N rows.
+        documents: offsets into the flattened [B * length] batch; or, already found, which queries see which keys:
+            spans that hold every query once.
+        length: rows of a whole batch row where k and v hold only its first N; None: they hold it whole.
+        sinks: scores [H] of attention sinks.
+    """
+    spans, own = _spans(documents, q, k, length or k.shape[2])
+    if _whole(spans, q, k, rule.window):
+        out, lse = _causal_forward(backend, q, k, v, rule)
+    elif (packed := _packed(backend, q, k, own)) is not None and packed.packed_forward is not None:
+        offsets, longest = _offsets(cast(Documents, documents), spans, k.shape[2], q.device)
+        given = _one_width(packed, q, k, v)
+        out, lse = packed.packed_forward(*given, rule.scale, offsets, longest, rule.window, **rule.given)
+        out = out[..., : v.shape[-1]]
+    else:
+        out = q.new_empty(*q.shape[:3], v.shape[-1])
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        cut = _keys_per_query(backend)
+        for span in spans:
+            for piece in pieces(span, rule.window, bottom_right=backend.bottom_right, keys_per_query=cut):
+                _add_piece(backend, piece, span, Attended(q, k, v, out, lse), rule)
+    return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
+
+
+def _causal_forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """Queries are the last rows of the keys: everything before them, and their own triangle."""
+    before = k.shape[2] - q.shape[2]
+    if before == 0 or backend.bottom_right:
+        return _forward(backend, q, k, v, rule, "causal")
+    out, lse = _forward(backend, q, k[:, :, before:], v[:, :, before:], rule, "causal")
+    step = keys_of_a_call(q.shape[2], before, _keys_per_query(backend))
+    for lo in range(0, before, step):
+        at = (slice(None), slice(None), slice(lo, min(lo + step, before)))
+        out, lse = merge(out, lse, *_forward(backend, q, k[at], v[at], rule, "full"))
+    return out, lse
+
+
+def _add_piece(backend: Backend, piece: Piece, span: Span, call: Attended, rule: Rule) -> None:
+    """Compute a piece and merge it into what its queries have; causal pieces come first and are written."""
+    mine, to, to_lse = (piece.queries_of(t, span.q_batch) for t in (call.q, call.out, call.lse))
+    keys, values = (piece.keys_of(t, span.batch) for t in (call.k, call.v))
+    part, part_lse = _forward(backend, mine, keys, values, rule, piece.kind)
+    if piece.kind == "causal":
+        to.copy_(part)
+        to_lse.copy_(part_lse)
+    else:
+        to_lse.copy_(merge(to, to_lse, part, part_lse)[1])
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    score = sinks.to(lse.dtype)[None, :, None]
+    share = torch.sigmoid(lse - score)[..., None]
+    for rows in row_tiles(out):
+        out[rows] = out[rows] * share[rows]
+    return out, torch.logaddexp(lse, score)
+
+
+def sinks_backward(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Gradient [H] of the sinks (fp32), from delta = rowsum(dout * out) and lse [B, H, S] that holds them."""
+    share = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
+    return -(share * delta).sum((0, 2))
+
+
+@_in_full
+def attention_backward(
+    backend: Backend, dout: Tensor, kept: Attended, *, rule: Rule, documents: Documents | Sequence[Span] = None
+) -> tuple[Tensor, ...]:
+    """Gradients of `attention_forward` over a whole sequence -> (dq, dk, dv).
+
+    Args:
+        kept: what `attention_forward` was given and what it returned.
+        documents: as it was given to `attention_forward`.
+    """
+    q, k, v, out, lse = kept
+    spans, own = _spans(documents, q, k, k.shape[2])
+    if _whole(spans, q, k, rule.window):
+        return _backward(backend, dout, kept, rule, "causal")
+    if (packed := _packed(backend, q, k, own)) is not None and packed.packed_backward is not None:
+        offsets, longest = _offsets(cast(Documents, documents), spans, k.shape[2], q.device)
+        dout, *given = _one_width(packed, dout, q, k, v, out)
+        call = Attended(given[0], given[1], given[2], given[3], lse)
+        grads = packed.packed_backward(dout, call, rule.scale, offsets, longest, rule.window, **rule.given)
+        return tuple(g[..., : t.shape[-1]] for g, t in zip(grads, (q, k, v)))
+    if not own and (rule.window is None or all(s.rows <= rule.window for s in spans)):
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for span in spans:  # each key belongs to one call: nothing is summed
+            at = (slice(span.batch, span.batch + 1), slice(None), slice(span.begin, span.end))
+            dq[at], dk[at], dv[at] = _backward(backend, dout[at], Attended(*(t[at] for t in kept)), rule, "causal")
+        return dq, dk, dv
+    wide = torch.promote_types(q.dtype, torch.float32)
+    sums = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    dq = attention_backward_rows(backend, dout, kept, sums, rule=rule, documents=spans)
+    return dq, sums[0].to(k.dtype), sums[1].to(v.dtype)
+
+
+@_in_full
+def attention_backward_rows(
+    backend: Backend,
+    dout: Tensor,
+    kept: Attended,
+    sums: tuple[Tensor, Tensor],
+    *,
+    rule: Rule,
+    documents: Documents | Sequence[Span] = None,
+    length: int | None = None,
+) -> Tensor:
+    """Gradient of `attention_forward` for queries that are the last rows of the keys -> dq [B, H, S, D].
+
+    What these rows contribute to the gradients of the keys and values they saw is added to `sums`, [B, K, N, D] and
+    [B, K, N, V] (fp32: a key collects from many calls). `out` and `lse` are over all keys of a row: with them each set
+    of keys gives its own share of the gradients, exactly (FlashAttention-2, section 3.1.2).
+    """
+    q, k, v, out, lse = kept
+    spans, _ = _spans(documents, q, k, length or k.shape[2])
+    dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
+    for span in spans:
+        for piece in pieces(span, rule.window, keys_per_query=KEYS_PER_QUERY):
+            grad, mine, part, norm = (piece.queries_of(t, span.q_batch) for t in (dout, q, out, lse))
+            seen, values = (piece.keys_of(t, span.batch) for t in (k, v))
+            grads = _backward(backend, grad, Attended(mine, seen, values, part, norm), rule, piece.kind)
+            piece.queries_of(dq, span.q_batch).add_(grads[0])
+            for total, share in zip(sums, grads[1:]):
+                piece.keys_of(total, span.batch).add_(share)
+    return dq.to(q.dtype)

@@ -1,0 +1,299 @@
+"""Attention kernels as pairs of functions: PyTorch's own operators on CPU and CUDA, flash-attn 2, 3 and 4 where they
+are installed, and the plain formulas; and which of them can run where.
+
+What `sdpa` chooses, and who takes the documents of a batch, and windows, in one call for variable lengths:
+
+| device and dtype                                     | kernel      | documents and windows |
+|------------------------------------------------------|-------------|-----------------------|
+| CPU                                                  | cpu         | one call for each     |
+| CUDA from 9.0, 16 bits, width to 128 divisible by 8  | cudnn       | flash                 |
+| CUDA, 16 bits, other widths to 256 (padded to 8s)    | flash       | flash                 |
+| CUDA, fp32, or wider heads                           | efficient   | one call for each     |
+| soft caps                                            | blockwise   | one call for each     |
+
+`auto` takes flash-attn 3 (compute capability 9 alone) or else 4 (from 9) where one is installed and has the width, and
+the table where none is. Both take documents and windows themselves; flash-attn 2, by its name, leaves them to `flash`,
+which is the same kernel. cudnn, which is built for each shape, leaves short and ragged calls to `flash` too.
+
+Shape legend: B batch, S query rows, N keys, H query heads, K key/value heads (H a multiple of K), D head width.
+q, dout, out [B, H, S, D]; k, v [B, K, N, D]; lse [B, H, S] (logsumexp of the scaled scores, fp32). Any strides with a
+contiguous last dimension.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alstlib import reference
+from alstlib.kernels import blockwise
+from alstlib.kernels.flash_packages import (
+    fa2_backward,
+    fa2_forward,
+    fa3_backward,
+    fa3_forward,
+    fa3_packed_backward,
+    fa3_packed_forward,
+    fa4_backward,
+    fa4_forward,
+    fa4_packed_backward,
+    fa4_packed_forward,
+    flat,
+    flat_lse,
+    sides,
+    unflat,
+    unflat_lse,
+)
+from alstlib.kernels.rule import Attended
+from alstlib.sizing import kernel_device, sdpa_kernel
+
+aten = torch.ops.aten
+
+LONG = 65_536
+"""Rows of a whole sequence from which a kernel that is built for its shape is worth it, whatever the shape."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A pair of kernels, forward(q, k, v, scale, causal) -> (out, lse) and backward(dout, kept, scale, causal) ->
+    (dq, dk, dv); causal with as many queries as keys. `out` and `lse` of `kept` may be those over more keys than its
+    `k` holds: then the gradients are these keys' share."""
+
+    name: str
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    bottom_right: bool = False
+    """Forward takes fewer causal queries than keys, as the last rows."""
+    softcap: bool = False
+    """Both take `softcap=`."""
+    widths: bool = False
+    """Values may have another width than keys."""
+    multiple: int = 1
+    """Head widths are padded with zeros to a multiple of it."""
+    granule: int = 1
+    """Rows and keys of a call are multiples of it, for a kernel that is built for each shape: other calls are left to
+    `packed_by`, but for whole sequences from `LONG` rows on."""
+    packed_by: str = ""
+    """The kernel that takes all documents of a batch, and a window, in one call."""
+    packed_forward: Callable[..., tuple[Tensor, Tensor]] | None = None
+    """(q, k, v, scale, offsets, longest, window) -> (out, lse), offsets [documents + 1] over the flattened batch."""
+    packed_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    """(dout, kept, scale, offsets, longest, window) -> (dq, dk, dv)."""
+
+
+# ----- PyTorch on CPU: native grouped-query attention, lse [B, H, S]
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def _cpu_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, *kept, 0.0, causal, scale=scale)
+
+
+# ----- PyTorch on CUDA
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
+    rows, keys = q.shape[2], k.shape[2]
+    out, lse, *_ = aten._flash_attention_forward(qt, kt, vt, None, None, rows, keys, 0.0, causal, False, scale=scale)
+    return out.transpose(1, 2), lse
+
+
+def _flash_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = kept
+    dt, qt, kt, vt, ot = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+    rows, keys = q.shape[2], k.shape[2]
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's state, unread without dropout
+    grads = aten._flash_attention_backward(
+        dt, qt, kt, vt, ot, lse.contiguous(), None, None, rows, keys, 0.0, causal, seed, seed.new_empty(0), scale=scale
+    )
+    return tuple(g.transpose(1, 2) for g in grads)
+
+
+def _flash_packed_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, offsets: Tensor, longest: int, window: int | None
+) -> tuple[Tensor, Tensor]:
+    left, right = sides(window)
+    out, lse, *_ = aten._flash_attention_forward(
+        flat(q), flat(k), flat(v), offsets, offsets, longest, longest, 0.0, True, False, scale=scale,
+        window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return unflat(out, q), unflat_lse(lse, q)
+
+
+def _flash_packed_backward(
+    dout: Tensor, kept: Attended, scale: float, offsets: Tensor, longest: int, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = kept
+    left, right = sides(window)
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    grads = aten._flash_attention_backward(
+        flat(dout), flat(q), flat(k), flat(v), flat(out), flat_lse(lse), offsets, offsets, longest, longest, 0.0,
+        True, seed, seed.new_empty(0), scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return unflat(grads[0], q), unflat(grads[1], k), unflat(grads[2], v)
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    return out, lse.reshape(q.shape[:3])
+
+
+def _laid_out_like(q: Tensor, x: Tensor) -> Tensor:
+    """x [B, H, S, D] with its dimensions in memory in q's order and without gaps; a copy where they are not."""
+    order = [*sorted(range(3), key=q.stride, reverse=True), 3]
+    return x.permute(order).contiguous().permute([order.index(d) for d in range(4)])
+
+
+def _cudnn_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = kept
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    # PyTorch up to 2.13 knows a graph by the strides of q, k and v; those of dout and out must follow from them
+    dout, out = _laid_out_like(q, dout), _laid_out_like(q, out)
+    lse = lse.contiguous()
+    lse = (lse.clone() if lse.storage_offset() % 4 else lse)[..., None]  # cuDNN wants 16 bytes
+    rows, keys = q.shape[2], k.shape[2]
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse, seed, seed, None, None, None, rows, keys, 0.0, causal, scale=scale
+    )
+
+
+def _repeat(x: Tensor, groups: int) -> Tensor:
+    return x.repeat_interleave(groups, 1) if groups > 1 else x
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    groups = q.shape[1] // k.shape[1]
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+        q, _repeat(k, groups), _repeat(v, groups), None, True, 0.0, causal, scale=scale
+    )
+    return out, lse[..., : q.shape[2]]  # the kernel pads its logsumexp to a multiple of 32 rows
+
+
+def _efficient_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = kept
+    heads, groups = q.shape[1], q.shape[1] // k.shape[1]
+    padded = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=float("inf"))
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    need = [True, True, True, False]
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        dout, q, _repeat(k, groups), _repeat(v, groups), None, out, padded, seed, seed, 0.0, need, causal, scale=scale
+    )
+    if groups > 1:
+        dk, dv = (g.unflatten(1, (heads // groups, groups)).sum(2) for g in (dk, dv))
+    return dq, dk, dv
+
+
+# ----- the plain formulas as a kernel: [S, S] is made, for checking
+
+
+def _eager_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    return reference.attention(q, k, v, scale=scale, causal=causal, softcap=softcap)
+
+
+def _eager_backward(
+    dout: Tensor, kept: Attended, scale: float, causal: bool, softcap: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return reference.attention_backward(dout, *kept, scale=scale, causal=causal, softcap=softcap)
+
+
+_ALL = [
+    Backend("cpu", _cpu_forward, _cpu_backward),
+    Backend("cudnn", _cudnn_forward, _cudnn_backward, multiple=8, granule=256, packed_by="flash"),
+    Backend("flash", _flash_forward, _flash_backward, multiple=8, packed_by="flash",
+            packed_forward=_flash_packed_forward, packed_backward=_flash_packed_backward),
+    Backend("efficient", _efficient_forward, _efficient_backward, multiple=8),
+    Backend("flash_attention_2", fa2_forward, fa2_backward, bottom_right=True, packed_by="flash"),
+    Backend("flash_attention_3", fa3_forward, fa3_backward, bottom_right=True, packed_by="flash_attention_3",
+            packed_forward=fa3_packed_forward, packed_backward=fa3_packed_backward),
+    Backend("flash_attention_4", fa4_forward, fa4_backward, bottom_right=True, packed_by="flash_attention_4",
+            packed_forward=fa4_packed_forward, packed_backward=fa4_packed_backward),
+    Backend("blockwise", blockwise.forward, blockwise.backward, bottom_right=True, softcap=True, widths=True),
+    Backend("eager", _eager_forward, _eager_backward, softcap=True, widths=True),
+]  # fmt: skip
+BACKENDS = {backend.name: backend for backend in _ALL}
+
+
+PACKAGES = {
+    "flash_attention_2": ("flash_attn.flash_attn_interface", "flash-attn", 8),
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3", 9),
+    "flash_attention_4": ("flash_attn.cute.interface", "flash-attn-4", 9),
+}
+"""Module, package and the least compute capability of each flash-attn."""
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # its parent is not there, or does not load here
+        return False
+
+
+def choose_backend(
+    attention: str, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
+) -> Backend:
+    """The kernel for `attention`: `sdpa` picks PyTorch's best for the hardware and dtype, `auto` prefers an installed
+    flash-attn 3 or 4 to it; any other name is taken at its word. With a `softcap`, only kernels that compute it.
+    In a simulation, the device that is simulated counts (`rules.kernels_as_on`).
+
+    Raises:
+        ValueError: an unknown name, or a kernel that cannot run here, with what can.
+    """
+    kind, capability = kernel_device(device.type)
+    device = device if capability is None else torch.device(kind)
+    if softcap and attention in ("sdpa", "auto"):
+        return BACKENDS["blockwise"]
+    if softcap and attention in BACKENDS and not BACKENDS[attention].softcap:
+        can = ", ".join(b.name for b in BACKENDS.values() if b.softcap)
+        raise ValueError(
+            f"attention='{attention}' does not compute a soft cap of scores; 'sdpa' chooses what does: {can}"
+        )
+    if attention == "auto":
+        for name in ("flash_attention_3", "flash_attention_4"):
+            if _cannot(name, device, dtype, head_dim, capability) is None:
+                return BACKENDS[name]
+        attention = "sdpa"
+    if attention == "sdpa":
+        half = dtype in (torch.float16, torch.bfloat16)
+        major = _major(device, capability) if device.type == "cuda" else 0
+        return BACKENDS[sdpa_kernel(device.type, half, head_dim, softcap, major)]
+    if attention not in BACKENDS:
+        raise ValueError(f"attention='{attention}' is unknown; known: sdpa, auto, {', '.join(BACKENDS)}")
+    if attention in PACKAGES:
+        if (why := _cannot(attention, device, dtype, head_dim, capability)) is not None:
+            raise ValueError(f"attention='{attention}' needs {why}")
+    elif attention not in ("eager", "blockwise") and (attention == "cpu") != (device.type == "cpu"):
+        raise ValueError(f"attention='{attention}' does not run on {device.type}; attention='sdpa' chooses what does")
+    return BACKENDS[attention]
+
+
+def _major(device: torch.device, capability: int | None) -> int:
+    return torch.cuda.get_device_capability(device)[0] if capability is None else capability
+
+
+def _cannot(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, capability: int | None) -> str | None:
+    """What one of flash-attn's kernels lacks here, or None."""
+    module, package, least = PACKAGES[name]
+    if not _installed(module):
+        return f"the package {package}; 'sdpa' needs nothing"
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return f"CUDA and fp16 or bf16, not {device.type} and {dtype}; 'sdpa' chooses what runs"
+    major = _major(device, capability)
+    if major < least:
+        return f"a GPU of compute capability {least} or newer; 'sdpa' chooses what runs"
+    if name == "flash_attention_3" and major > least:
+        return f"a GPU of compute capability {least}, for which alone it is built; 'sdpa' chooses what runs"
+    if head_dim > 256 or head_dim % 8:
+        return f"heads of a width up to 256 that divides by 8, not {head_dim}; 'sdpa' chooses what runs"
+    if name == "flash_attention_4" and major in (10, 11) and 128 < head_dim < 256:
+        return f"heads of a width up to 128, or 256, on this GPU, not {head_dim}; 'sdpa' chooses what runs"
+    return None

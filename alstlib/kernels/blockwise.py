@@ -1,0 +1,132 @@
+"""Attention in blocks of matrix products: a kernel for what the fused ones do not compute, on any device and dtype.
+
+Shape legend: B batch, S query rows, N keys, H query heads, K key/value heads, G = H / K, D and V widths of keys and
+values, T rows or keys of a block.
+
+It takes soft caps (scores c * tanh(s / c), Gemma 2) and values of another width than the keys. Scores exist for one
+block [T, T] at a time, in fp32 (fp64 for fp64); everything is summed there. The algorithm is FlashAttention-2's (arXiv
+2307.08691) with PyTorch's matrix products for its blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from alstlib.kernels.rule import Attended
+from alstlib.sizing import kernel_device
+
+BLOCK_BYTES = 32 * 2**20
+"""Of one block of scores."""
+
+
+def _block(q: Tensor) -> int:
+    """Rows and keys of a block."""
+    side = math.isqrt(BLOCK_BYTES // (4 * q.shape[0] * q.shape[1]))
+    return max(64, min(1024, side - side % 64))
+
+
+def _blocks(rows: int, keys: int, step: int, causal: bool) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
+    """Rows of a block, and (keys of a block, whether some rows do not see some of them). Aligned at the end."""
+    ahead = keys - rows
+    for lo in range(0, rows, step):
+        hi = min(lo + step, rows)
+        seen = min(keys, hi + ahead) if causal else keys
+        parts = [(slice(k, min(k + step, seen)), causal and min(k + step, seen) > lo + ahead + 1)
+                 for k in range(0, seen, step)]  # fmt: skip
+        yield slice(lo, hi), parts
+
+
+def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """a [B, K, m, n] @ b [B, K, n, o] summed and given in `wide`."""
+    if a.dtype == b.dtype == wide:
+        return a @ b
+    if kernel_device(a.device.type)[0] == "cuda" and a.dtype == b.dtype:
+        return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=wide).unflatten(0, a.shape[:2])
+    return a.to(wide) @ b.to(wide)
+
+
+def _scores(
+    q: Tensor, k: Tensor, scale: float, softcap: float | None, wide: torch.dtype, rows: slice, keys: slice, ahead: int,
+    masked: bool,
+) -> Tensor:  # fmt: skip
+    """Capped and masked scores [B, K, G * t, T] of q [B, K, G, t, D] (the rows of the block) and k [B, K, T, D]."""
+    s = _product(q.flatten(2, 3), k.transpose(-1, -2), wide).mul_(scale)
+    if softcap is not None:
+        s = s.div_(softcap).tanh_().mul_(softcap)
+    if masked:
+        row = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + ahead
+        hidden = torch.arange(keys.start, keys.stop, device=q.device) > row
+        s.unflatten(2, q.shape[2:4]).masked_fill_(hidden, float("-inf"))
+    return s
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """q [B, H, S, D], k [B, K, N, D], v [B, K, N, V] -> out [B, H, S, V], lse [B, H, S] (fp32)."""
+    (b, heads, rows, _), kv, keys = q.shape, k.shape[1], k.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.unflatten(1, (kv, heads // kv))
+    out = q.new_empty(b, kv, heads // kv, rows, v.shape[-1])
+    lse = q.new_empty(out.shape[:4], dtype=wide)
+    for at, parts in _blocks(rows, keys, _block(q), causal):
+        mine = grouped[:, :, :, at]
+        total = top = norm = None
+        for ks, masked in parts:
+            s = _scores(mine, k[:, :, ks], scale, softcap, wide, at, ks, keys - rows, masked)
+            high = s.amax(-1, keepdim=True)
+            if total is None:
+                top = high
+                p = s.sub_(top).exp_()
+                norm = p.sum(-1, keepdim=True)
+                total = _product(p.to(v.dtype), v[:, :, ks], wide)
+                continue
+            assert top is not None
+            assert norm is not None
+            high = torch.maximum(top, high)
+            fade = (top - high).exp_()
+            top = high
+            p = s.sub_(top).exp_()
+            norm = norm * fade + p.sum(-1, keepdim=True)
+            total = total.mul_(fade).add_(_product(p.to(v.dtype), v[:, :, ks], wide))
+        assert total is not None
+        assert norm is not None
+        assert top is not None
+        out[:, :, :, at] = (total / norm).unflatten(2, mine.shape[2:4])
+        lse[:, :, :, at] = (top + norm.log()).squeeze(-1).unflatten(2, mine.shape[2:4])
+    return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def backward(
+    dout: Tensor, kept: Attended, scale: float, causal: bool, softcap: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients -> dq, dk, dv, of the dtypes of q, k and v."""
+    q, k, v, out, lse = kept
+    (_, heads, rows, _), kv, keys = q.shape, k.shape[1], k.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grouped, douts, outs = (t.unflatten(1, (kv, heads // kv)) for t in (q, dout, out))
+    lses = lse.unflatten(1, (kv, heads // kv)).to(wide)
+    dq = torch.empty_like(grouped)
+    dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    for at, parts in _blocks(rows, keys, _block(q), causal):
+        mine, grad = grouped[:, :, :, at], douts[:, :, :, at].flatten(2, 3)
+        delta = (grad.to(wide) * outs[:, :, :, at].flatten(2, 3)).sum(-1, keepdim=True)
+        norm = lses[:, :, :, at].flatten(2, 3)[..., None]
+        total = torch.zeros(*grad.shape[:3], q.shape[-1], dtype=wide, device=q.device)
+        for ks, masked in parts:
+            s = _scores(mine, k[:, :, ks], scale, softcap, wide, at, ks, keys - rows, masked)
+            slope = None if softcap is None else 1 - (s / softcap).square().nan_to_num_(posinf=1.0)
+            p = s.sub_(norm).exp_()
+            dv[:, :, ks] += _product(p.to(v.dtype).transpose(-1, -2), grad, wide)
+            ds = _product(grad, v[:, :, ks].transpose(-1, -2), wide).sub_(delta).mul_(p).mul_(scale)
+            if slope is not None:
+                ds.mul_(slope)
+            ds = ds.to(q.dtype)
+            total += _product(ds, k[:, :, ks], wide)
+            dk[:, :, ks] += _product(ds.transpose(-1, -2), mine.flatten(2, 3), wide)
+        dq[:, :, :, at] = total.unflatten(2, mine.shape[2:4])
+    return dq.flatten(1, 2), dk.to(k.dtype), dv.to(v.dtype)

@@ -1,0 +1,301 @@
+"""The closed form of a step's memory, read off the real code (`calibrate` writes `forms.json`).
+
+One rank's step is simulated (`simulate`) with sizes that are prime: rows, widths, heads, tiles. The bytes of every
+tensor alive then factor into the names of what it is made of: 3788800000 says nothing, `2 R H` says rows times width in
+bf16. A *moment* is what is alive when memory stops growing for a while; the peak of any run is the largest of its
+moments. Only those are kept that are the largest at some plausible sizes. The planner evaluates them in microseconds,
+without torch; tests hold it against simulations at real sizes.
+
+Names: R rows of a rank; P ranks; H width; I width of the MLP; V vocabulary; L layers; q query heads per key/value head;
+k key/value heads per rank; where ranks share those, K key/value heads, m ranks that share one, g query heads per rank;
+where ranks have parts of heads, n key/value heads that a rank needs; d a quarter of the head width; C rows of a chunk;
+and tiles: M of the MLP, U of the loss, N of norms, D of attention's row sums. A moment within attention's backward is
+marked `#kernel`: a GPU's kernel has a workspace of its own then.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import alstlib
+from alstlib.measure.pruning import Term, prune
+from alstlib.measure.scope import Places, category
+from alstlib.measure.simulate import PLENTY, drop_gradients, fake_ranks, shard_of, watch
+from alstlib.offload.ledger import Ledger, _CpuInstrument
+from alstlib.planner.activations import KERNEL
+from alstlib.tiled.compute import as_on
+
+LAYERS, MIDDLE = 4, 1
+"""Layers that are traced, and the one that stands for all further ones."""
+MIDDLES = range(MIDDLE, LAYERS - 1)
+"""Layers whose own moments are not looked at: the last one has all that they have."""
+HEADS: dict[str, tuple[dict[str, int], int, str]] = {
+    "one": ({"k": 5, "q": 137, "a": 139, "b": 23}, 1, "kq"),
+    "whole": ({"P": 7, "k": 5, "q": 137, "a": 139, "b": 23}, 7, "Pkq"),
+    "shared": ({"K": 5, "m": 7, "g": 17}, 35, "Kmg"),
+    "parts": ({"P": 7, "K": 29, "q": 23, "n": 5}, 7, "Kq"),
+}
+"""How ranks share heads: the primes of each way, its ranks, and the names of its query heads. What goes over the wire
+together is a sum: a is q + 2 (queries, keys, values), b is q + 1 (with gradients of queries 2 b), its prime a sixth."""
+SIZES = {"d": 11, "I": 5000011, "V": 32_003, "R": 1009, "M": 373, "U": 379, "N": 409, "D": 353, "C": 349}
+FINE = 151
+"""An MLP's tile that is shorter than a chunk."""
+TAILS = {"M": 263, "U": 251, "N": 191, "c": 311}
+"""What is left of R after whole tiles, counted as a whole one, and after two chunks."""
+WIDTH = 1013
+"""The width is this prime times the query heads (transformers wants heads that divide it)."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {},
+}
+"""Decoders that have a form: transformers' model types, and the fields that they need."""
+FULL = ("llama",)
+"""Those that are traced in fp32 too, and with parts of heads; others in bf16 with whole and shared heads. What is not
+traced (it takes many minutes) is taken as if heads were whole."""
+
+KEEP = ("all", "device", "device+attention", "host", "host+attention")
+"""What is kept for backward, and where: everything (no checkpoints), or layers' inputs, and attention outputs too."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """What a form depends on besides sizes."""
+
+    family: str
+    dtype: str = "bf16"
+    heads: str = "one"
+    keep: str = "device"
+    """`all` (no checkpoints), `device` or `host`; with `+attention`, attention outputs too."""
+    mlp: bool = True
+    norm: bool = True
+    loss: bool = True
+    chunk: bool = False
+    fine: bool = False
+    """Are the MLP's tiles shorter than the chunk?"""
+
+    @property
+    def name(self) -> str:
+        on = [name for name in ("mlp", "norm", "loss", "chunk", "fine") if getattr(self, name)]
+        return "/".join([self.family, self.dtype, self.heads, self.keep, "+".join(on)])
+
+
+class _Recorder(_CpuInstrument):
+    """Keeps what was alive at each moment, as counts of (category, first pass of the middle layer?, bytes)."""
+
+    def __init__(self, budget: int | None, record: bool) -> None:
+        super().__init__(budget, record)
+        self.made: dict[int, tuple[str, bool, int]] = {}
+        self.alive: Counter[tuple[str, bool, int]] = Counter()
+        self.moments: dict[frozenset[Any], str] = {}
+        self.rising = ""
+
+    def see(self, tensor: Tensor, operation: str = "") -> None:
+        key = tensor.untyped_storage()._cdata
+        before = self.live.get(key)
+        super().see(tensor, operation)
+        if self.place is None or self.live.get(key) is before or key in self.hosted:  # weights were there before
+            return
+        place = self.live[key][2]
+        first = torch._C._current_autograd_node() is None and f".{MIDDLE}" in place
+        self.made[key] = (category(place), first, self.live[key][1])
+        self.alive[self.made[key]] += 1
+        self.rising = place
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if "attention_for_cpu_backward" in str(func) and self.place is not None:
+            self.moments.setdefault(frozenset(self.alive.items()), f"{self.place()}{KERNEL}")
+        return out
+
+    def _drop(self, key: int) -> None:
+        if (made := self.made.pop(key, None)) is not None:
+            if self.rising and not any(f".{i}" in self.rising for i in MIDDLES):
+                self.moments.setdefault(frozenset(self.alive.items()), self.rising)
+            self.rising = ""
+            self.alive[made] -= 1
+            if not self.alive[made]:
+                del self.alive[made]
+        super()._drop(key)
+
+    def move(self, tensor: Tensor, place: str) -> None:
+        super().move(tensor, place)
+        if (made := self.made.get(tensor.untyped_storage()._cdata)) is None:
+            return
+        self.alive[made] -= 1
+        self.made[tensor.untyped_storage()._cdata] = made = (category(place), *made[1:])
+        self.alive[made] += 1
+
+    def host(self, tensor: Tensor) -> None:
+        super().host(tensor)
+        if (made := self.made.pop(tensor.untyped_storage()._cdata, None)) is not None:
+            self.alive[made] -= 1
+
+
+class _Recording(Ledger):
+    instrument = _Recorder
+
+
+def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str, tuple[str, int]], str]:
+    """One simulated step at prime sizes: its moments, the primes, the tiles' names with the width and element bytes
+    that decide them, and the names of the query heads."""
+    primes, ranks, query = HEADS[way.heads]
+    sizes = {**SIZES, **primes} | ({"M": FINE} if way.fine else {})
+    config = prime_config(way.family, sizes, ranks)
+    tiles: dict[str, tuple[str, int]] = {}
+
+    def tile(width: int, element: int) -> int:
+        names = factor(width, sizes, query)
+        name = next((tile for size, tile in (("I", "M"), ("V", "U"), ("d", "D")) if size in names[1]), "N")
+        tiles[name] = (f"{names[0]:g} {names[1]}", element)
+        return sizes[name]
+
+    keep, _, outputs = way.keep.partition("+")
+    options = alstlib.Options(
+        tiled_mlp=way.mlp, tiled_norm=way.norm, tiled_loss=way.loss, checkpoint=keep != "all",
+        offload="sync" if keep == "host" else "none",
+        save_attention=bool(outputs), chunk=sizes["C"] if way.chunk else None, host_memory=PLENTY,
+    )  # fmt: skip
+    dtype = torch.bfloat16 if way.dtype == "bf16" else torch.float32
+    with fake_ranks(ranks) as ctx, as_on(tile), torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    with (
+        fake_ranks(ranks) as ctx, as_on(tile), alstlib.apply(model, ctx, options) as handle,
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):  # fmt: skip
+        drop_gradients(model.to_empty(device="cpu"))
+        batch = shard_of(ctx, sizes["R"])
+        for _ in range(2):
+            gc.collect()
+            with Places(model) as places, _Recording(stores=[handle.store], place=places.now) as ledger:
+                watch(handle, places, ledger)
+                alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
+    recorder: Any = ledger._cpu
+    return recorder.moments, sizes, tiles, query
+
+
+def prime_config(family: str, sizes: Mapping[str, int], ranks: int) -> Any:
+    """The config of a decoder with these sizes."""
+    kv = sizes.get("K", sizes.get("k", 1) * ranks)
+    heads = kv * sizes["q"] if "q" in sizes else sizes["g"] * ranks
+    fields = {
+        "vocab_size": sizes["V"], "hidden_size": WIDTH * heads, "intermediate_size": sizes["I"],
+        "head_dim": 4 * sizes["d"], "num_hidden_layers": LAYERS, "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "max_position_embeddings": 4096, "tie_word_embeddings": False, **FAMILIES.get(family, {"sliding_window": None}),
+    }  # fmt: skip
+    return AutoConfig.for_model(family, **fields)
+
+
+def factor(number: int, sizes: Mapping[str, int], query: str) -> tuple[float, str]:
+    """(coefficient, names) of a number that is a product of sizes; the width, written H, has the query heads in it."""
+    found: Counter[str] = Counter()
+    for name, prime in [*sizes.items(), ("H", WIDTH), *TAILS.items()]:
+        while number % prime == 0:
+            number //= prime
+            found[name] += 1
+    rest = number / 6 ** found["b"]
+    for _ in range(found["H"]):
+        found.subtract(query)
+    return rest, " ".join(f"{n}^{e}" if e != 1 else n for n, e in sorted(found.items()) if e)
+
+
+def split(number: int, sizes: Mapping[str, int], query: str) -> list[tuple[float, str]]:
+    """A number as a sum of products: one, but where ranks have parts of heads. There rows do not come out even, and
+    what is within 1% of queries, keys and values of all of a rank's rows counts as these; lesser parts are left out."""
+    coefficient, names = factor(number, sizes, query)
+    if "n" not in sizes or (coefficient == int(coefficient) <= SMALL):
+        return [(coefficient, names)]
+    queries, keys = sizes["K"] * sizes["q"], sizes["P"] * sizes["n"]
+    for unit, base in ((sizes["R"] * sizes["d"], "R d"), (sizes["R"], "R")):
+        for q, kv in ((1, 0), (0, 1), (1, 2), (2, 2), (1, 1)):
+            times = number / unit / (q * queries + kv * keys)
+            nearest = min((2**i for i in range(7)), key=lambda power: abs(times / power - 1))
+            if abs(times / nearest - 1) < 0.012:
+                first = [(float(q * nearest), " ".join(sorted(f"{base} K q".split())))] if q else []
+                return first + ([(float(kv * nearest), " ".join(sorted(f"{base} P n".split())))] if kv else [])
+    return []
+
+
+SMALL = 64
+
+
+def moments(way: Way) -> tuple[list[tuple[str, dict[Term, float]]], dict[str, Any]]:
+    """The moments of a step as sums of terms, for any number of layers, and what decides the tiles."""
+    snapshots, sizes, tiles, query = trace(way)
+    return prune(sums(snapshots, sizes, query)), tiles
+
+
+def sums(
+    snapshots: Mapping[frozenset[Any], str], sizes: Mapping[str, int], query: str
+) -> list[tuple[str, dict[Term, float]]]:
+    """What was alive at each moment, as a sum of terms."""
+    names: dict[int, list[tuple[float, str]]] = {}
+    found: list[tuple[str, dict[Term, float]]] = []
+    for alive, place in snapshots.items():
+        terms: Counter[Term] = Counter()
+        for (kind, middle, nbytes), count in alive:
+            if nbytes not in names:
+                names[nbytes] = split(nbytes, sizes, query)
+            for coefficient, what in names[nbytes]:
+                if middle:  # stands for all layers but the others that are traced
+                    terms[kind, " ".join(sorted([*what.split(), "L"]))] += count * coefficient
+                    terms[kind, what] -= (LAYERS - 1) * count * coefficient
+                else:
+                    terms[kind, what] += count * coefficient
+        whole_chunks(terms)
+        if "n" in sizes:
+            one_a_rank(terms, sizes["P"])
+        found.append((place.removeprefix("model."), {t: c for t, c in sorted(terms.items()) if c}))
+    return [m for m in found if all(c == int(c) and abs(c) < ODD for c in m[1].values())]
+
+
+def whole_chunks(terms: Counter[Term]) -> None:
+    """What there is of two chunks and of the rest of the rows is there of all rows, however many chunks they make."""
+    for kind, names in [t for t in terms if "c" in t[1].split()]:
+        count = terms.pop((kind, names))
+        parts = names.split()
+        full = " ".join(sorted("C" if n == "c" else n for n in parts))
+        if count > 0 and terms[kind, full] >= 2 * count:
+            terms[kind, full] -= 2 * count
+            full = " ".join(sorted("R" if n == "c" else n for n in parts))
+        terms[kind, full] += count
+
+
+def one_a_rank(terms: Counter[Term], ranks: int) -> None:
+    """Where ranks have parts of heads, keys' gradients arrive in as many pieces as there are ranks."""
+    for kind, names in [t for t in terms if "n" in t[1].split() and "P" not in t[1].split()]:
+        if terms[kind, names] % ranks == 0:
+            terms[kind, " ".join(sorted(["P", *names.split()]))] += terms.pop((kind, names)) // ranks
+
+
+ODD = 2000
+"""A coefficient from which a number did not factor: the tail of a tile, smaller than the tile itself."""
+
+
+def ways(families: Iterable[str]) -> Iterator[Way]:
+    """Every way of these families that is calibrated."""
+    either = (True, False)
+    plain = itertools.product(KEEP, either, either, either, (False,))
+    streamed = itertools.product(KEEP[1:], either, (False,), either, (True,))  # chunks need no tiles for norms
+    fine = itertools.product(KEEP[1:], (True,), (False,), either, (True,), (True,))
+    how = list(itertools.chain(plain, streamed, fine))
+    for family, dtype, heads in itertools.product(families, ("bf16", "fp32"), HEADS):
+        if (dtype == "fp32" or heads == "parts") and family not in FULL:
+            continue
+        if dtype == "fp32" and heads not in ("one", "whole"):
+            continue
+        for keep, *switches in how:
+            way = Way(family, dtype, heads, keep, *switches)
+            if not (way.chunk and heads == "parts"):
+                yield way

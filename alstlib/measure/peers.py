@@ -1,0 +1,326 @@
+"""The worker that compares stacks side by side, `python -m alstlib.measure.peers --config config.json --out DIR`.
+
+One job builds every stack of the run's `peers` (`stacks`) from the same weights, and runs them in turn on the same
+sample: memory and counts in a step of their own, then times, one step of each stack after the other, `steps` times.
+With `search` it finds each stack's longest sequence in an equal budget instead (`device_memory`, over what is there at
+the start of a step).
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from alstlib.config import RunConfig
+from alstlib.hf.support import heads_of
+from alstlib.kernels.attention import Attended, Rule, attention_backward, attention_forward, choose_backend
+from alstlib.measure.baselines import Stack
+from alstlib.offload.host_store import HostStore
+from alstlib.offload.ledger import Ledger
+from alstlib.reference import relative_error
+from alstlib.runs import results
+from alstlib.runs.progress import Progress
+from alstlib.train.models import flop_dimensions
+from alstlib.train.search import longest_that_fits
+from alstlib.train.worker import run_worker, this_device, timed
+from alstlib.units import format_bytes
+
+EXACT_LENGTH = 512
+"""Tokens of the sample on which gradients are compared with the oracle."""
+
+
+class Counts(TorchDispatchMode):
+    """Counts what passes PyTorch's dispatcher, where every stack's kernels and collectives do: attention's forward
+    work, and the bytes that this rank sends to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = 0
+        """Pairs of query and key that attention's forward kernels were given, summed over the heads of this rank."""
+        self.sent: Counter[str] = Counter()
+        """Bytes sent: `exchange` (all-to-alls, and gathers of integers, which are positions) and `other` (ZeRO's
+        gathers of weights and reductions of gradients, and sums over the ranks)."""
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            self._collective(name, args)
+        elif "all_to_all" in name:  # a stack's own operator around the collective, which is not seen inside it
+            self._collective("alltoall", args)
+        elif "attention" in name and "backward" not in name and len(args) > 2 and args[0].ndim == 4:
+            given = {a.name: v for a, v in zip(func._schema.arguments, args)} | (kwargs or {})
+            q, k = args[0], args[1]
+            at = 1 if "_flash_attention_forward" in name else 2
+            rows, keys, heads = q.shape[at], k.shape[at], q.shape[3 - at]
+            causal = given.get("is_causal", False)
+            self.pairs += heads * q.shape[0] * (rows * (rows + 1) // 2 if causal else rows * keys)
+        return func(*args, **(kwargs or {}))
+
+    def _collective(self, name: str, args: Any) -> None:
+        tensors = [_tensors(a) for a in args[:2]]
+        given = (
+            tensors[1] if len(tensors) > 1 and tensors[1] else tensors[0]
+        )  # (outputs, inputs, ...) or (tensors, ...)
+        ranks, nbytes = dist.get_world_size(), sum(t.nbytes for t in given)
+        share = nbytes * (ranks - 1) // ranks
+        if "alltoall" in name:
+            sent = share
+        elif "gather" in name:
+            sent = nbytes * (ranks - 1)
+        elif "reduce_scatter" in name:
+            sent = share
+        elif "allreduce" in name:
+            sent = 2 * share
+        else:
+            sent = 0 if "barrier" in name or ranks == 1 else nbytes
+        positions = "gather" in name and not given[0].is_floating_point() and given[0].numel() > 1
+        kind = "exchange" if "alltoall" in name or positions else "other"
+        self.sent[kind] += sent
+        self.calls[kind] += 1
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+
+
+def peak_over_start(step: Callable[[], Any], device: torch.device, stores: Sequence[HostStore] = ()) -> int:
+    """Largest number of live bytes over those at the start, by CUDA's allocator or the ledger's count of storages.
+
+    Not by the profiler's allocation events on a CPU: it misses what gloo's threads release, which adds tens of MiB, in
+    one step more than in the next.
+    """
+    gc.collect()
+    with Ledger(device, stores) as ledger:
+        start = ledger.device_bytes
+        step()
+        return ledger.device_peak - start
+
+
+class Comparison:
+    """One rank of the job."""
+
+    def __init__(self, run: RunConfig, out: Path) -> None:
+        self.run, self.rank, self.world = run, dist.get_rank(), dist.get_world_size()
+        self.device, cuda = this_device()
+        self.bf16 = run.bf16(cuda)
+        self.progress = Progress(out / "progress.jsonl", self.rank)
+        self.stacks: list[Stack] = []
+        if not run.peers:
+            raise ValueError("peers names no stack to compare, such as [ours, deepspeed, transformers]")
+        for name in run.peers:
+            self.emit(f"building {name}")
+            self.stacks.append(Stack(name, run, self.device, self.bf16))
+        self.config = self.stacks[0].model.config
+
+    def sample(self, length: int) -> dict[str, Tensor]:
+        """Random tokens [1, S], the same on every rank."""
+        generator = torch.Generator().manual_seed(self.run.seed)
+        ids = torch.randint(0, self.config.vocab_size, (1, length), generator=generator)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    def __call__(self) -> dict[str, Any]:
+        return self.longest() if self.run.search else self.compare()
+
+    def emit(self, message: str, **fields: Any) -> None:
+        self.progress.emit("load", row=self.run.row, message=message, **fields)
+
+    # ----- time, memory, counts
+
+    def compare(self) -> dict[str, Any]:
+        run, length = self.run, self.run.seq_len
+        sample, made = self.sample(length), {}
+        exact = self.oracle() if not run.offload_params else None
+        for stack in self.stacks:
+            self.emit(f"{stack.name} at {length:,} tokens: memory and counts")
+            made[stack.name] = self.look(stack, sample, exact)
+        times: dict[str, list[float]] = {stack.name: [] for stack in self.stacks}
+        for i in range(run.steps):
+            for stack in self.stacks:
+                times[stack.name].append(timed(lambda stack=stack: stack.step(sample)))  # type: ignore[misc]
+            left = (run.steps - i - 1) * sum(one[-1] for one in times.values())
+            self.emit(f"repetition {i + 1} of {run.steps} at {length:,} tokens", eta_seconds=left)
+        floor = [timed(floor_step(self.config, length, self.world, self.device, self.bf16)) for _ in range(3)]
+        first = made[self.stacks[0].name]
+        for stack in self.stacks:
+            seconds = statistics.median(times[stack.name])
+            tokens = length * stack.sequences
+            made[stack.name] |= {"step_seconds": times[stack.name], "tokens_per_second": tokens / seconds}
+        flos = results.flos(length, length, **self.flops())
+        return {
+            "seq_len": length,
+            "tokens_per_step": length,
+            "step_seconds": times[self.stacks[0].name],
+            "loss": [first["loss"]],
+            "device_peak_bytes": first["device_peak_bytes"],
+            "host_peak_bytes": first["host_peak_bytes"],
+            "wire_bytes": first["wire_bytes"],
+            "flos": flos,
+            "floor_seconds": floor,
+            "peers": made,
+        }
+
+    def flops(self) -> dict[str, int]:
+        from alstlib.train.models import load_model
+
+        with torch.device("meta"):
+            return flop_dimensions(load_model(self.run, torch.float32))
+
+    def look(self, stack: Stack, sample: dict[str, Tensor], exact: dict[str, Tensor] | None) -> dict[str, Any]:
+        """What a step of one stack needs, in steps that are not timed. Memory last: ZeRO-3's prefetching settles after
+        about three steps."""
+        loss, _ = stack.step(sample), stack.step(sample)
+        rows = [0]
+        handles = [
+            m.register_forward_hook(lambda m, args, out: rows.__setitem__(0, rows[0] + out.shape[:-1].numel()))
+            for name, m in stack.model.named_modules()
+            if name.endswith("mlp.down_proj")
+        ]
+        with Counts() as counts:
+            stack.step(sample)
+        for handle in handles:
+            handle.remove()
+        errors = {} if exact is None else self.gradient_error(stack, exact)
+        peaks = self.gather(self.peak(stack, sample), stack.host_bytes())
+        layers, length = self.config.num_hidden_layers, sample["input_ids"].shape[1]
+        whole = stack.sequences * layers * self.config.num_attention_heads * length * (length + 1) // 2 / self.world
+        return {
+            "loss": loss,
+            "device_peak_bytes": [p for p, _ in peaks],
+            "host_peak_bytes": [h for _, h in peaks],
+            "wire_bytes": counts.sent["exchange"],
+            "exchanges": counts.calls["exchange"],
+            "other_wire_bytes": counts.sent["other"],
+            "attention_forwards": counts.pairs / whole,
+            "mlp_forwards": rows[0] * self.world / (stack.sequences * length * layers),
+            **errors,
+            "sequences": stack.sequences,
+            "notes": stack.notes,
+        }
+
+    def peak(self, stack: Stack, sample: dict[str, Tensor]) -> int:
+        return peak_over_start(lambda: stack.step(sample), self.device, stack.stores)
+
+    def gather(self, *values: int) -> list[list[int]]:
+        mine = torch.tensor(values, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(everyone, mine)
+        return [t.tolist() for t in everyone]
+
+    # ----- gradients
+
+    def oracle(self) -> dict[str, Tensor]:
+        """Gradients of plain transformers in fp32, unsharded, of a short sample."""
+        from alstlib.train.models import load_model
+
+        model: Any = load_model(self.run, torch.float32)
+        model.set_attn_implementation("eager")
+        sample = self.sample(EXACT_LENGTH)
+        model(input_ids=sample["input_ids"], labels=sample["labels"], use_cache=False).loss.backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    def gradient_error(self, stack: Stack, exact: dict[str, Tensor]) -> dict[str, Any]:
+        """Errors of the gradients relative to their norms: the largest, whose it is, and the median."""
+        from deepspeed.utils import safe_get_full_grad
+
+        loss, _ = stack.loss(self.sample(EXACT_LENGTH))
+        stack.engine.backward(loss)
+        errors = {}
+        for name, p in stack.model.named_parameters():
+            grad = safe_get_full_grad(p)
+            errors[name] = relative_error(grad.cpu(), exact[name]) if grad is not None else float("inf")
+        stack.engine.step()
+        worst = max(errors, key=errors.__getitem__)
+        median = statistics.median(errors.values())
+        return {"gradient_error": errors[worst], "gradient_worst": worst, "gradient_error_median": median}
+
+    # ----- the longest sequence
+
+    def longest(self) -> dict[str, Any]:
+        run, made = self.run, {}
+        if run.device_memory is None:
+            raise ValueError("search=True needs device_memory: the budget over what is there at the start of a step")
+        for stack in self.stacks:
+            for _ in range(3):
+                stack.step(self.sample(run.search_granule))
+
+            def peak(length: int, stack: Stack = stack) -> int:
+                sample = self.sample(length)
+                most = max(p for (p,) in self.gather(self.peak(stack, sample)))
+                self.emit(f"{stack.name} at {length:,} tokens peaks {format_bytes(most)} over its start")
+                return most
+
+            budget, granule = run.device_memory, run.search_granule
+            try:
+                found = longest_that_fits(peak, budget, granule, start=run.seq_len, limit=run.search_max)
+            except MemoryError as e:  # not even one granule: a finding about this stack, not the end of the others
+                made[stack.name] = {"seq_len": 0, "tried": [], "host_peak_bytes": stack.host_bytes(), "why": str(e)}
+                continue
+            tried = [{"seq_len": n, "device_peak_bytes": p} for n, p in found.tried]
+            made[stack.name] = {"seq_len": found.length, "tried": tried, "host_peak_bytes": stack.host_bytes()}
+        first = made[self.stacks[0].name]
+        return {"seq_len": first["seq_len"], "tried": first["tried"], "peers": made}
+
+
+def floor_step(config: Any, length: int, ranks: int, device: torch.device, bf16: bool) -> Callable[[], None]:
+    """The kernels alone: what a step of one rank must compute under checkpointing, called bare on random numbers.
+
+    Attention forward once and backward once on whole sequences of this rank's heads; every matrix product of a layer
+    forward twice (once more to recompute; the last of the MLP, whose output nobody reads again, once) and its two
+    backward products; the head forward once, with both backward products. No norms, no activations, no exchange, no
+    optimizer.
+    """
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    (heads, kv, dim), width = heads_of(config), config.hidden_size
+
+    def make(*size: int) -> Tensor:
+        return torch.randn(*size, device=device, dtype=dtype)
+
+    q, dout = (make(1, heads // ranks, length, dim) for _ in range(2))
+    k, v = (make(1, max(1, kv // ranks), length, dim) for _ in range(2))
+    backend = choose_backend("sdpa", device, dtype, dim)
+    inner = config.intermediate_size
+    twice = [(width, heads * dim), (width, kv * dim), (width, kv * dim), (heads * dim, width)]
+    twice += [(width, inner), (width, inner)]
+    rows = length // ranks
+
+    def products(sizes: Sequence[tuple[int, int]], forwards: int) -> None:
+        for a, b in sizes:
+            x, w, grad = make(rows, a), make(b, a), make(rows, b)
+            for _ in range(forwards):
+                x @ w.T
+            grad @ w
+            grad.T @ x
+
+    def step() -> None:
+        for _ in range(config.num_hidden_layers):
+            out, lse = attention_forward(backend, q, k, v, rule=Rule(dim**-0.5))
+            attention_backward(backend, dout, Attended(q, k, v, out, lse), rule=Rule(dim**-0.5))
+            products(twice, 2)
+            products([(inner, width)], 1)
+        tile = 512
+        x, w = make(tile, width), make(config.vocab_size, width)
+        for _ in range(-(-rows // tile)):
+            logits = x @ w.T
+            logits @ w
+            logits.T @ x
+
+    return step
+
+
+def main() -> None:
+    run_worker(__doc__, Comparison)
+
+
+if __name__ == "__main__":
+    main()

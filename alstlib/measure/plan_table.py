@@ -1,0 +1,104 @@
+"""The planner's closed forms beside the simulator, at random configurations: `python -m alstlib.measure.plan_table`.
+
+Writes what it found to papermill_runs/results/planner/simulated.json; tests simulate some of them again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from alstlib.config import RunConfig
+from alstlib.planner.activations import activations, families, heads_way
+from alstlib.planner.model_shapes import PUBLIC, read_shape
+from alstlib.runs.results import git_state
+
+FILE = Path("papermill_runs/results/planner/simulated.json")
+COUNT = 200
+
+
+def draw(seed: int) -> tuple[RunConfig, int, str]:
+    """A run, its ranks and its kind of device: models, lengths, options and ranks as people have them. (Widths
+    from 256, for which forms were pruned; no more ranks than query heads: beyond, forms are conservative.)"""
+    pick = random.Random(seed)
+    models = ["small", "small", *(name for name, fields in PUBLIC.items() if fields["model_type"] in families())]
+    device = pick.choice(["cuda", "cuda", "cpu"])
+    model = pick.choice(models)
+    shape = read_shape(model)
+    ranks = pick.choice([n for n in (1, 2, 3, 4, 6, 8, 16, 32) if n <= shape.heads])
+    way = heads_way(shape, ranks)[0]
+    rows = int(2 ** pick.uniform(8, 17 if shape.width < 1000 else 15 + ranks.bit_length() / 4))
+    checkpoint = pick.random() < 0.85
+    offload = pick.choice(["none", "sync", "async"]) if checkpoint else "none"
+    chunk = max(256, rows // pick.choice([2, 5, 16])) if checkpoint and pick.random() < 0.3 else None
+    run = RunConfig(
+        model=model, seq_len=rows * ranks + pick.randrange(ranks),
+        dtype=pick.choice(["bf16", "fp32"]) if shape.family == "llama" and way in ("one", "whole") else "bf16",
+        tiled_mlp=pick.choice([True, True, False, 512]), tiled_norm=pick.choice([True, True, False]),
+        tiled_loss=pick.choice([True, True, True, False, 300]), checkpoint=checkpoint, offload=offload,
+        save_attention=pick.choice([False, "auto", True]) if checkpoint else False, chunk=chunk,
+    )  # fmt: skip
+    return run, ranks, device
+
+
+def compare(seed: int) -> dict[str, Any]:
+    """One configuration, planned and simulated. Bytes over the weights, of the last rank."""
+    from alstlib.measure.simulate import simulate_deep
+
+    run, ranks, device = draw(seed)
+    began = time.perf_counter()
+    simulated = simulate_deep(run, ranks, device)
+    options = {n: v for n, v in run.to_dict().items() if v != RunConfig().to_dict()[n]}
+    return plan_again({
+        "seed": seed, "ranks": ranks, "device": device, "options": options, "simulated": simulated.device_peak,
+        "simulated_host": simulated.host_peak, "simulated_categories": simulated.categories,
+        "simulated_place": simulated.peak_place, "seconds": round(time.perf_counter() - began, 1),
+    })  # fmt: skip
+
+
+def plan_again(one: dict[str, Any]) -> dict[str, Any]:
+    """A configuration that was simulated, planned."""
+    run, ranks, device = draw(one["seed"])
+    shape = read_shape(run.model, run.model_config)
+    planned = activations(shape, run, ranks, run.seq_len - run.seq_len % ranks, device, workspace=False)
+    return one | {
+        "planned": planned.peak, "error": planned.peak / one["simulated"] - 1, "planned_host": planned.host,
+        "planned_categories": planned.device, "planned_place": planned.place,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=COUNT)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=FILE)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="*", help="only these again; the others are kept as they are")
+    parser.add_argument("--replan", action="store_true", help="simulate nothing: plan again what was simulated")
+    args = parser.parse_args()
+    if args.replan:
+        made = json.loads(args.out.read_text())
+        made["found"] = [plan_again(one) for one in made["found"]]
+        args.out.write_text(json.dumps(made, indent=1) + "\n")
+        return
+    seeds = args.seeds or range(args.first, args.first + args.count)
+    before = json.loads(args.out.read_text())["found"] if args.seeds else []
+    found = [one for one in before if one["seed"] not in seeds]
+    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for one in pool.map(compare, seeds):
+            found.append(one)
+            model = one["options"].get("model", "small")
+            print(f"{one['seed']}: {one['error']:+.2%} {model} on {one['ranks']}, {one['seconds']} s", flush=True)
+    found.sort(key=lambda one: one["seed"])
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps({"git": git_state(), "mode": "simulated", "found": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

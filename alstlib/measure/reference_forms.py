@@ -1,0 +1,296 @@
+"""The closed form of the memory of the reference stack, as the ALST paper ran it: `forms` for somebody else's code.
+
+Its own code runs wherever it can without a GPU: transformers' models, loss and layers' checkpoints, PyTorch's reentrant
+`CheckpointFunction`, and DeepSpeed's `UlyssesSPAttentionHF` and `TiledMLP`. Kernels cannot, so functions with the same
+allocations, in the same order, stand in for them, read off the sources of the paper's time (each names its own).
+
+What the paper switched on with its fused loss were all of Liger's Llama features, but SwiGLU not with a tiled MLP; its
+baseline has none of them. Gradients of weights are dropped as DeepSpeed takes them: those of a tiled MLP after its last
+tile, so that its `2 H I` each are among the moments.
+
+Names are those of `forms`. Tiles have rules of their own, `rules.reference_tiles`: M rows of the MLP, U of the loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import random
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from alstlib.measure import forms
+from alstlib.measure.baselines import _checkpoint
+from alstlib.measure.pruning import Term, plausible, prune
+from alstlib.measure.scope import CHECKPOINTS, EXCHANGE, Places
+from alstlib.measure.simulate import fake_ranks, shard_of
+from alstlib.offload.ledger import Ledger
+from alstlib.sizing import reference_tiles
+
+TILES = 7
+SIZES = {**forms.SIZES, "R": 1877, "M": 269, "U": 271}
+"""`torch.chunk` makes so many tiles of M rows of R, and its tail, and U's, are primes that `forms.TAILS` knows."""
+FLASH = "reference"
+
+
+@dataclass(frozen=True)
+class Way:
+    """What a form of the reference depends on besides sizes. Always bf16 and checkpointed."""
+
+    family: str
+    heads: str = "one"
+    mlp: bool = True
+    loss: bool = True
+    """Liger's kernels, its fused loss among them."""
+    offload: bool = False
+
+    @property
+    def name(self) -> str:
+        on = [name for name in ("mlp", "loss") if getattr(self, name)]
+        return "/".join(
+            ["reference", self.family, "bf16", self.heads, "host" if self.offload else "device", "+".join(on)]
+        )
+
+
+class _Recorder(forms._Recorder):
+    def once(self, tensor: Tensor) -> None:
+        """However many layers there are, there is one such tensor: an input that no checkpoint keeps on the device."""
+        key = tensor.untyped_storage()._cdata
+        if (made := self.made.get(key)) is not None:
+            self.alive[made] -= 1
+            self.made[key] = made = (made[0], False, made[2])
+            self.alive[made] += 1
+
+
+class _Recording(Ledger):
+    instrument = _Recorder
+
+
+class _Flash(Function):
+    """flash-attn 2: `FlashAttnFunc`, and `mha_bwd` of csrc/flash_attn/flash_api.cpp."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        lse = q.new_empty([q.shape[0], q.shape[2], q.shape[1]], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, _, lse = ctx.saved_tensors
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        workspace = [torch.empty_like(lse), q.new_empty(q.shape, dtype=torch.float32)]
+        if k.shape[2] != q.shape[2]:
+            workspace += [q.new_empty(q.shape), q.new_empty(q.shape)]
+        return dq, dk, dv
+
+
+def _flash(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
+    """transformers' `flash_attention_forward`: heads after rows, and grouped queries as they are."""
+    return _Flash.apply(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), None
+
+
+class _Norm(Function):
+    """Liger's `LigerRMSNormFunction`: backward in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        x = x.contiguous()
+        rows = x.view(-1, x.shape[-1])
+        y, rstd = torch.empty_like(rows), x.new_empty(len(rows), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rstd)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        dy = dy.contiguous()
+        return dy.view(-1, dy.shape[-1]).view(dy.shape), torch.empty_like(ctx.saved_tensors[1])
+
+
+def _rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """In place, once the rows come before the heads in memory."""
+    q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+class _Rope(Function):
+    """Liger's `LigerRopeFunction`."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos.contiguous(), sin.contiguous())
+        return _rotate(q, k)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+        return *_rotate(dq, dk), None, None
+
+
+class _SwiGLU(Function):
+    """Liger's `LigerSiLUMulFunction`: gradients over what was saved."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return torch.empty_like(a)
+
+    @staticmethod
+    def backward(ctx: Any, dc: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return a.view(dc.shape), b.view(dc.shape)
+
+
+class _Loss(Function):
+    """Liger's `fused_linear_cross_entropy_forward` before 0.6.2, which sums the weight's gradient in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        dw, dx = torch.zeros_like(weight), torch.zeros_like(x)
+        losses = x.new_zeros(len(x), dtype=torch.float32)
+        for rows, into in zip(x.split(SIZES["U"]), dx.split(SIZES["U"])):
+            logits = rows @ weight.t()  # and their gradient, in place
+            into[:] = logits @ weight
+            torch.addmm(dw, logits.t(), rows, out=dw)
+        ctx.save_for_backward(dx.detach(), dw.detach())
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor]:
+        dx, dw = ctx.saved_tensors
+        return dx, dw
+
+
+def _norm_forward(norm: Any, x: Tensor) -> Tensor:
+    return _Norm.apply(x, norm.weight)
+
+
+def _swiglu_forward(mlp: Any, x: Tensor) -> Tensor:
+    return mlp.down_proj(_SwiGLU.apply(mlp.gate_proj(x), mlp.up_proj(x)))
+
+
+def _tiled_forward(mlp: Any, x: Tensor) -> Tensor:
+    """ArcticTraining's `tiled_mlp_forward_common`, but for its number of tiles (`tile_rows`)."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    def forward(mlp: Any, part: Tensor) -> Tensor:
+        return mlp.down_proj(mlp.act_fn(mlp.gate_proj(part)) * mlp.up_proj(part))
+
+    return TiledMLP.apply(forward, mlp, x, TILES, [mlp.down_proj.weight, mlp.gate_proj.weight, mlp.up_proj.weight])
+
+
+def _kernels(model: Any, way: Way) -> Any:
+    """Put the stand-ins of Liger's kernels, and the tiled MLP, into a model. RoPE is one for as long as what this
+    returns is entered."""
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm") and way.loss:
+            module.forward = MethodType(_norm_forward, module)
+        if kind.endswith("MLP") and (way.mlp or way.loss):
+            module.forward = MethodType(_tiled_forward if way.mlp else _swiglu_forward, module)
+    rope = f"{type(model).__module__}.apply_rotary_pos_emb"
+    return mock.patch(rope, _Rope.apply) if way.loss else contextlib.nullcontext()
+
+
+def _ulysses(model: Any) -> Any:
+    """DeepSpeed's attention over the (fake) ranks, as `register_with_transformers` makes it, which works but once."""
+    import deepspeed
+    from deepspeed.comm import comm
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    comm.cdb = None  # of an earlier group
+    deepspeed.init_distributed(dist_init_required=False)
+    config = model.config
+    return UlyssesSPAttentionHF(
+        attn=_flash, batch_size=1, attn_head_count=config.num_attention_heads, attn_head_size=config.head_dim,
+        kv_head_count=config.num_key_value_heads, num_hidden_layers=config.num_hidden_layers,
+        process_group=dist.group.WORLD, seq_length_is_variable=True,
+    )  # fmt: skip
+
+
+def _keep(layer: Any, ledger: Any, offload: bool) -> None:
+    """Say where a layer's checkpoint waits. On the host as with ArcticTraining's `CheckpointFunctionWithCPUOffload`:
+    nothing of it stays on the device, and backward makes it anew there."""
+    checkpoint = layer._gradient_checkpointing_func
+
+    def keep(function: Any, x: Tensor, *rest: Any) -> Any:
+        if not offload:
+            ledger.move(x, f"<{CHECKPOINTS}>")
+            return checkpoint(function, x, *rest)
+        ledger._cpu.once(x)
+        with saved_tensors_hooks(lambda t: (t.shape, t.dtype), lambda kept: torch.empty(kept[0], dtype=kept[1])):
+            return checkpoint(function, x, *rest)
+
+    layer._gradient_checkpointing_func = keep
+
+
+def _take(p: Any) -> None:
+    """DeepSpeed takes a gradient as it comes, but for tiles before the last (`ds_grad_is_ready`)."""
+    if getattr(p, "ds_grad_is_ready", True):
+        p.grad = None
+
+
+def _loss(model: Any, way: Way, ids: Tensor, at: Tensor) -> Tensor:
+    """transformers' `ForCausalLM.forward` with its `ForCausalLMLoss`, or Liger's `lce_forward`."""
+    if not way.loss:
+        return model(input_ids=ids, position_ids=at, labels=ids, shift_labels=ids, use_cache=False).loss
+    hidden = model.model(input_ids=ids, position_ids=at, use_cache=False).last_hidden_state
+    return _Loss.apply(hidden.view(-1, hidden.shape[-1]), model.lm_head.weight)
+
+
+def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], str]:
+    """One simulated step at prime sizes: its moments, the primes, and the names of query heads."""
+    primes, ranks, query = forms.HEADS[way.heads]
+    sizes = {**SIZES, **primes}
+    config = forms.prime_config(way.family, sizes, ranks)
+    AttentionInterface.register(FLASH, _flash)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=FLASH).train()
+    with fake_ranks(ranks) as ctx, _kernels(model, way), FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(_take)
+        _checkpoint(model)
+        shard = shard_of(ctx, sizes["R"])
+        gc.collect()
+        with Places(model) as places, _Recording(place=places.now) as ledger:
+            recorder: Any = ledger._cpu
+            if ranks > 1:
+                ulysses = _ulysses(model)
+                AttentionInterface.register(FLASH, lambda *args, **kwargs: ulysses(*args, **kwargs))
+                places.wrap(ulysses, "_combine_local_sequences", EXCHANGE)
+                places.wrap(ulysses, "_partition_global_sequence", EXCHANGE)
+            for layer in model.model.layers:
+                _keep(layer, ledger, way.offload)
+            _loss(model, way, shard["input_ids"], shard["position_ids"]).backward()
+    return recorder.moments, sizes, query
+
+
+def moments(way: Way) -> tuple[list[tuple[str, dict[Term, float]]], dict[str, Any]]:
+    """The moments of a step as `forms.moments` gives them; what decides the tiles is `rules.reference_tiles`."""
+    tiles = {"M": ("1 I", 2)} if way.mlp else {}
+    found = prune(forms.sums(*trace(way)), sizes=_plausible)
+    return found, {**tiles, **({"U": ("1 V", 2)} if way.loss else {})}
+
+
+def _plausible(draw: random.Random) -> dict[str, float]:
+    sizes = plausible(draw)
+    return sizes | reference_tiles(int(sizes["R"]), int(sizes["H"]), int(sizes["V"]))
+
+
+def ways() -> list[Way]:
+    """Every way of the reference that is calibrated."""
+    switches = (True, False)
+    how = itertools.product(("llama", "qwen3"), ("one", "whole", "shared"), switches, switches, switches)
+    return [Way(family, heads, mlp, loss, offload) for family, heads, mlp, loss, offload in how]

@@ -1,0 +1,202 @@
+"""The worker that times attention kernels, `python -m alstlib.measure.time_kernels --config config.json --out DIR`.
+
+Every backend of `kernels.BACKENDS` that runs here: forward and backward, causal, over the run's length with the heads
+of the run's model on one of `sp` ranks; and in row chunks (`chunk`) over resident keys, as a streamed layer calls it.
+Each kernel has a process of its own: an illegal access leaves a process that cannot use its GPU any more, and says
+something about one kernel only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alstlib.config import RunConfig
+from alstlib.kernels.attention import (
+    BACKENDS,
+    Attended,
+    Rule,
+    attention_backward,
+    attention_backward_rows,
+    attention_forward,
+    choose_backend,
+)
+from alstlib.runs.processes import die_with_parent, seconds_left
+from alstlib.runs.progress import Progress
+from alstlib.train.worker import run_worker, this_device
+
+CHECKING = ("eager",)
+"""Makes [S, S]: not timed."""
+SLOW = {"blockwise": 65_536}
+"""Not timed beyond so many tokens: it is there for what the others do not compute."""
+
+
+class Bench:
+    def __init__(self, run: RunConfig, out: Path) -> None:
+        from alstlib.hf.support import heads_of
+        from alstlib.train.models import model_config  # which takes seconds that each kernel's process need not wait
+
+        self.run, self.out, (self.device, cuda) = run, out, this_device()
+        self.progress = Progress(out / "progress.jsonl", 0)
+        self.dtype = torch.bfloat16 if run.bf16(cuda) else torch.float32
+        config = model_config(run.model, run.model_config, run.trust_remote_code).get_text_config()
+        ranks = max(1, run.emulate)
+        heads, kv, self.dim = heads_of(config)
+        self.heads, self.kv = heads // ranks, max(1, kv // ranks)
+
+    def __call__(self) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        run = self.run
+        for i, name in enumerate(BACKENDS):
+            if name in CHECKING or run.seq_len > SLOW.get(name, run.seq_len):
+                continue
+            try:
+                choose_backend(name, self.device, self.dtype, self.dim)
+            except ValueError as e:
+                made[name] = {"runs": False, "why": str(e)}
+                continue
+            text = f"{name} at {run.seq_len:,} tokens, {i + 1} of {len(BACKENDS)} kernels"
+            self.progress.emit("load", row=run.row, message=text)
+            made[name] = self.alone(name)
+        chosen = choose_backend("sdpa", self.device, self.dtype, self.dim).name
+        seconds = made[chosen]["forward_seconds"] + made[chosen]["backward_seconds"] if made[chosen]["runs"] else None
+        return {
+            "seq_len": self.run.seq_len,
+            "tokens_per_step": self.run.seq_len,
+            "step_seconds": [seconds] if seconds else [],
+            "chosen": chosen,
+            "kernels": made,
+        }
+
+    def alone(self, name: str) -> dict[str, Any]:
+        """What a kernel answers in a process of its own, which may take half of the time that is left."""
+        answer, run = self.out / f"kernel-{name}.json", self.run
+        answer.unlink(missing_ok=True)
+        task = {
+            "name": name, "device": str(self.device), "dtype": str(self.dtype).removeprefix("torch."),
+            "heads": self.heads, "kv": self.kv, "dim": self.dim, "length": run.seq_len, "steps": run.steps,
+            "chunk": run.chunk,
+        }  # fmt: skip
+        left = seconds_left() / 2
+        limit = None if math.isinf(left) else max(1.0, left)
+        with open(answer.with_suffix(".log"), "w+") as log:
+            try:
+                done = subprocess.run(self.command(task, answer), stdout=log, stderr=log, timeout=limit)
+                ended = f"its process ended with status {done.returncode}"
+            except subprocess.TimeoutExpired:
+                ended = f"no answer in {left:.0f} s"
+            log.seek(0)
+            said = log.read().strip().splitlines()[-3:]
+        try:
+            return json.loads(answer.read_text())
+        except (OSError, ValueError):
+            return {"runs": False, "why": ": ".join([ended, *said])[:500]}
+
+    def command(self, task: dict[str, Any], answer: Path) -> list[str]:
+        return [
+            sys.executable,
+            "-m",
+            "alstlib.measure.time_kernels",
+            "--kernel",
+            json.dumps(task),
+            "--out",
+            str(answer),
+        ]
+
+
+def answer_of(task: dict[str, Any]) -> dict[str, Any]:
+    """The times of a kernel; where it fails, whatever way, that is its answer."""
+    try:
+        return {"runs": True, **time_kernel(**task)}
+    except Exception as e:
+        return {"runs": False, "why": f"{type(e).__name__}: {e}"[:500]}
+
+
+def time_kernel(
+    name: str, device: str, dtype: str, heads: int, kv: int, dim: int, length: int, steps: int, chunk: int | None
+) -> dict[str, Any]:
+    """Median seconds, and TFLOPS of the causal half: 2 S^2 d a head forward, 5 S^2 d backward."""
+    on = torch.device(device)
+    backend = choose_backend(name, on, getattr(torch, dtype), dim)
+
+    def make(heads: int) -> torch.Tensor:  # as they come out of an exchange: views of [S, B, heads, D]
+        return torch.randn(length, 1, heads, dim, device=on, dtype=getattr(torch, dtype)).permute(1, 2, 0, 3)
+
+    def median(step: Callable[[], Any]) -> float:
+        step()
+        seconds = []
+        for _ in range(steps):
+            _wait(on)
+            began = time.perf_counter()
+            step()
+            _wait(on)
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds)
+
+    q, dout, (k, v) = make(heads), make(heads), (make(kv), make(kv))
+    rule = Rule(dim**-0.5)
+    kept = Attended(q, k, v, *attention_forward(backend, q, k, v, rule=rule))
+    forward = median(lambda: attention_forward(backend, q, k, v, rule=rule))
+    backward = median(lambda: attention_backward(backend, dout, kept, rule=rule))
+    square = float(length) ** 2 * dim * heads
+    made = {
+        "forward_seconds": forward,
+        "backward_seconds": backward,
+        "forward_tflops": 2 * square / forward / 1e12,
+        "backward_tflops": 5 * square / backward / 1e12,
+    }
+    if chunk is None:
+        return made
+    spans = [slice(lo, min(lo + chunk, length)) for lo in range(0, length, chunk)]
+
+    def chunks_forward() -> None:
+        for at in spans:
+            attention_forward(backend, q[:, :, at], k[:, :, : at.stop], v[:, :, : at.stop], rule=rule)
+
+    dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
+
+    def chunks_backward() -> None:
+        for at in reversed(spans):
+            rows, keys = (slice(None), slice(None), at), (slice(None), slice(None), slice(at.stop))
+            part = Attended(q[rows], k[keys], v[keys], kept.out[rows], kept.lse[rows])
+            attention_backward_rows(backend, dout[rows], part, (dk[keys], dv[keys]), rule=rule)
+
+    forward, backward = median(chunks_forward), median(chunks_backward)
+    return {
+        **made,
+        "chunk": chunk,
+        "chunks_forward_seconds": forward,
+        "chunks_backward_seconds": backward,
+        "chunks_forward_tflops": 2 * square / forward / 1e12,
+        "chunks_backward_tflops": 5 * square / backward / 1e12,
+    }
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    if "--kernel" not in sys.argv:
+        return run_worker(__doc__, Bench)
+    parser = argparse.ArgumentParser(description="One kernel in a process of its own.")
+    parser.add_argument("--kernel", type=json.loads, help="arguments of time_kernel")
+    parser.add_argument("--out", type=Path, help="file for its answer")
+    args = parser.parse_args()
+    die_with_parent()
+    args.out.write_text(json.dumps(answer_of(args.kernel)))
+
+
+if __name__ == "__main__":
+    main()

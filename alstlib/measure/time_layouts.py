@@ -1,0 +1,108 @@
+"""The worker that times what head layouts and documents cost, `python -m alstlib.measure.time_layouts --config config.json --out DIR`.
+
+One job runs attention over real ranks, forward and backward, in turn: whole heads (where they divide) and split rows
+over the same heads, one document and several (unequal, and short) at the same number of tokens. Work is counted in
+pairs of query and key, so that times can be compared at equal work.
+"""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from alstlib import SPContext
+from alstlib.config import RunConfig
+from alstlib.hf.support import heads_of
+from alstlib.kernels.spans import document_spans
+from alstlib.runs.progress import Pace, Progress
+from alstlib.train.models import model_config
+from alstlib.train.worker import run_worker, this_device, timed
+from alstlib.ulysses.alltoall import whole_heads
+from alstlib.ulysses.attention import UlyssesAttention
+from alstlib.ulysses.head_split import area, balance
+
+SHORT = 64
+"""Tokens of a short document."""
+
+
+def packings(length: int) -> dict[str, list[int]]:
+    """Document offsets over a sample of `length` tokens: one document; halves of what is left; short ones."""
+    halves, at = [0], 0
+    while length - at >= 4 * SHORT:
+        at += (length - at) // 2
+        halves.append(at)
+    short = [*range(0, length, SHORT), length]
+    return {"one document": [0, length], "unequal documents": [*halves, length], "short documents": short}
+
+
+class Costs:
+    """One rank of the job."""
+
+    def __init__(self, run: RunConfig, out: Path) -> None:
+        self.run, (self.device, cuda) = run, this_device()
+        self.ctx = SPContext.create(dist.get_world_size())
+        self.progress = Progress(out / "progress.jsonl", dist.get_rank())
+        self.dtype = torch.bfloat16 if run.bf16(cuda) else torch.float32
+        config = model_config(run.model, run.model_config, run.trust_remote_code).get_text_config()
+        self.heads, self.kv, self.dim = heads_of(config)
+
+    def __call__(self) -> dict[str, Any]:
+        run, rows = self.run, self.run.seq_len // self.ctx.sp
+        length = rows * self.ctx.sp
+        generator = torch.Generator().manual_seed(run.seed + self.ctx.sp_rank)
+
+        def make(heads: int) -> torch.Tensor:
+            made = torch.randn(1, heads, rows, self.dim, generator=generator).to(self.device, self.dtype)
+            return made.requires_grad_()
+
+        tensors, dout = [make(self.heads), make(self.kv), make(self.kv)], make(self.heads).detach()
+        layouts = {"split rows": True}
+        if whole_heads(self.heads, self.kv, self.ctx.sp):
+            layouts = {"whole heads": False, **layouts}
+        made: dict[str, dict[str, Any]] = {}
+        steps = {}
+        for packing, offsets in packings(length).items():
+            pairs = self.heads * area(document_spans(offsets, 1, length, 0, length))
+            for layout, split in layouts.items():
+                name = f"{layout}, {packing}"
+                self.progress.emit("load", row=run.row, message=f"{name} at {length:,} tokens")
+                op = UlyssesAttention(self.ctx, run.attention, split_rows=split)
+
+                def step(op: UlyssesAttention = op, offsets: list[int] = offsets) -> None:
+                    out = op(*tensors, documents=offsets)
+                    torch.autograd.grad(out, tensors, dout)
+
+                step()
+                step()
+                even = (1.0, 1.0)  # of rows, of area
+                uneven = balance(self.heads, self.kv, self.ctx.sp, length, offsets) if split else even
+                made[name] = {"pairs": pairs, "wire_bytes": op.exchange.bytes_sent // 2, "documents": len(offsets) - 1,
+                              "rows_max_over_mean": uneven[0], "area_max_over_mean": uneven[1],
+                              "backend": op.backend_name, "step_seconds": []}  # fmt: skip
+                steps[name] = step
+        pace = Pace(partial(self.progress.emit, "load", row=run.row), f"timing {len(steps)} kinds", run.steps)
+        for i in range(run.steps):
+            for name, step in steps.items():
+                made[name]["step_seconds"].append(timed(step))
+            pace(i + 1)
+        first = next(iter(made.values()))
+        return {
+            "seq_len": length,
+            "tokens_per_step": length,
+            "step_seconds": first["step_seconds"],
+            "heads": [self.heads, self.kv],
+            "costs": {n: {**one, "seconds": statistics.median(one["step_seconds"])} for n, one in made.items()},
+        }
+
+
+def main() -> None:
+    run_worker(__doc__, Costs)
+
+
+if __name__ == "__main__":
+    main()

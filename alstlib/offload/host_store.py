@@ -1,0 +1,287 @@
+"""Host memory for what is kept between forward and backward (ALST, section 3.3). In a `HostStore` of mode
+
+- `none`: it stays on the device;
+- `sync`: copied on the compute stream (the paper's way);
+- `async`: on CUDA copied on streams of its own, out of and into pinned memory, and the previous layer's tensors start
+  coming back before a layer is recomputed. Where there is no stream (CPU), the same as `sync`.
+
+Host memory is taken in slabs of the exact size, reused from step to step (PyTorch's pinned allocator rounds up to
+powers of two, up to twice what is needed).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import platform
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from alstlib.sizing import host_free
+
+Mode = Literal["none", "sync", "async"]
+MODES = ("none", "sync", "async")
+
+
+class HostOutOfMemory(MemoryError):
+    """The host has too little memory for what is to be kept there."""
+
+
+def host_available() -> int:
+    """Bytes of host memory that this process may still take: what is free, shared evenly by the ranks of this machine
+    (LOCAL_WORLD_SIZE)."""
+    return host_free() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+@functools.cache
+def numa_node(device: int, buses: str = "/sys/bus/pci/devices") -> int | None:
+    """The NUMA node that a GPU is attached to; None where this cannot be known, or where there is only one."""
+    about: Any = torch.cuda.get_device_properties(device)
+    try:
+        bus = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
+        with open(f"{buses}/{bus}/numa_node") as text:
+            node = int(text.read())
+    except (AttributeError, OSError, ValueError):
+        return None
+    return node if 0 <= node < 64 else None
+
+
+_MBIND = {"x86_64": 237, "aarch64": 235}
+"""Number of the system call `mbind`, which libc does not have."""
+_PREFERRED = 1
+
+
+def prefer_node(address: int, nbytes: int, node: int) -> bool:
+    """Take the pages of a mapping that nobody has touched from a NUMA node, and from others where it is full; returns
+    whether the system does so."""
+    if sys.platform != "linux" or (number := _MBIND.get(platform.machine())) is None:
+        return False
+    mask = ctypes.c_ulong(1 << node)
+    end = (address + nbytes + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
+    arguments = (address, end - address, _PREFERRED, ctypes.addressof(mask), 65, 0)
+    return ctypes.CDLL(None, use_errno=True).syscall(number, *(ctypes.c_ulong(a) for a in arguments)) == 0
+
+
+class _Slab:
+    """`nbytes` of host memory outside PyTorch's allocators, pinned for a CUDA device.
+
+    It is a private mapping in huge pages where the system has them (shared memory has none by default), near the GPU,
+    and a process that is forked has no part in it: it would be handed a copy of what a GPU still writes.
+    """
+
+    def __init__(self, nbytes: int, pin: bool) -> None:
+        mapped = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            with contextlib.suppress(AttributeError, OSError):  # a system without it
+                mapped.madvise(getattr(mmap, advice))
+        self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        self.pinned = False
+        if pin:
+            if (node := numa_node(torch.cuda.current_device())) is not None:
+                prefer_node(self.bytes.data_ptr(), self.bytes.numel(), node)
+            failed = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
+            if int(failed):
+                raise HostOutOfMemory(f"cannot pin {nbytes:,} bytes of host memory (CUDA error {int(failed)})")
+            self.pinned = True
+
+    def view(self, like: Tensor) -> Tensor:
+        """A tensor in this memory with the shape and the strides of `like`, which has no gaps."""
+        flat = self.bytes[: like.numel() * like.element_size()].view(like.dtype)
+        return flat.as_strided(like.shape, like.stride())
+
+    def __del__(self) -> None:
+        if getattr(self, "pinned", False):
+            torch.cuda.synchronize()  # a copy may still run
+            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+
+
+def _without_gaps(x: Tensor) -> Tensor:
+    """x, or a copy of it where its elements do not lie side by side in memory, in whatever order."""
+    size = 1
+    for stride, n in sorted((stride, n) for stride, n in zip(x.stride(), x.shape) if n > 1):
+        if stride != size:
+            return x.contiguous()
+        size *= n
+    return x
+
+
+class Ticket:
+    """What one checkpoint keeps. Its slabs return to the store when it is read or when its graph is dropped.
+
+    Args:
+        after: the ticket that is read just before this one; None: the reading begins here, and goes on with what the
+            last such ticket before this one began (last in, first out).
+    """
+
+    def __init__(self, store: HostStore, after: Ticket | None = None) -> None:
+        self.store = store
+        self.kept: list[tuple[Tensor, _Slab | None]] = []  # (host tensor, slab), or (device tensor, None)
+        self.fetched: tuple[list[Tensor], Any] | None = None
+        if after is None:
+            self.next, store.latest = store.latest, weakref.ref(self)
+        else:
+            self.next, after.next = after.next, weakref.ref(self)
+
+    def release(self) -> None:
+        if self.fetched is not None and self.fetched[1] is not None:  # dropped while its tensors are on their way back
+            torch.cuda.current_stream(self.fetched[0][0].device).wait_event(self.fetched[1])
+        for _, slab in self.kept:
+            if slab is not None:
+                self.store.free.append(slab)
+        self.kept = []
+
+    def __del__(self) -> None:
+        self.release()
+
+
+class HostStore:
+    """Keeps tensors between forward and backward; last in, first out (see `Ticket`).
+
+    Args:
+        mode: `none`, `sync` or `async` (see the module).
+        budget: host bytes this store may take; None for what the machine has left for this rank.
+    """
+
+    def __init__(self, mode: Mode = "none", *, budget: int | None = None) -> None:
+        if mode not in MODES:
+            raise ValueError(f"offload={mode!r} is not one of {', '.join(MODES)}")
+        self.mode, self.budget = mode, budget
+        self.free: list[_Slab] = []
+        self.latest: Callable[[], Ticket | None] = lambda: None
+        self.nbytes = 0
+        """Host bytes taken now."""
+        self.peak_nbytes = 0
+        self.on_slab: Callable[[Tensor], None] | None = None
+        """Told of each slab that is taken (a ledger counts it as host memory)."""
+        self._granted = self._spare = 0
+        """Bytes of this forward that may be taken without a look, and that slabs may be larger than what they hold."""
+        self._streams: tuple[Any, Any] | None = None
+        self._leaving: list[tuple[Tensor, Any]] = []
+
+    def room(self) -> int:
+        """Host bytes that this store may still take."""
+        return (self.budget - self.nbytes) if self.budget is not None else host_available()
+
+    def ticket(self, after: Ticket | None = None) -> Ticket:
+        return Ticket(self, after)
+
+    def put(self, ticket: Ticket, x: Tensor) -> None:
+        """Keep x under a ticket. It comes back with the strides that it has: a permuted one is not copied first."""
+        x = x.detach()
+        if self.mode == "none":
+            ticket.kept.append((x, None))
+            return
+        x = _without_gaps(x)
+        slab = self._slab(x.numel() * x.element_size(), x.is_cuda)
+        host = slab.view(x)
+        ticket.kept.append((host, slab))
+        if not (x.is_cuda and self.mode == "async"):
+            host.copy_(x)
+            return
+        compute, (out, _) = torch.cuda.current_stream(x.device), self._cuda_streams(x.device)
+        out.wait_stream(compute)
+        with torch.cuda.stream(out):
+            host.copy_(x, non_blocking=True)
+        self._leaving.append((x, out.record_event()))  # x lives until its copy is done, in the compute stream's order
+        while len(self._leaving) > 2:
+            _, done = self._leaving.pop(0)
+            compute.wait_event(done)
+
+    def get(self, ticket: Ticket, device: torch.device) -> list[Tensor]:
+        """The tensors of a ticket, on the device; starts bringing back those of the ticket that is read next."""
+        if self.mode == "none":
+            return [x for x, _ in ticket.kept]
+        self._fetch(ticket, device)
+        assert ticket.fetched is not None
+        (tensors, event), ticket.fetched = ticket.fetched, None
+        if event is not None:
+            compute = torch.cuda.current_stream(device)
+            compute.wait_event(event)
+            for _, done in self._leaving:
+                compute.wait_event(done)
+            self._leaving.clear()
+            if (following := ticket.next()) is not None and following.kept:
+                self._fetch(following, device)
+        ticket.release()
+        return tensors
+
+    def _fetch(self, ticket: Ticket, device: torch.device) -> None:
+        if ticket.fetched is not None:
+            return
+        tensors = [
+            torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device) for host, _ in ticket.kept
+        ]
+        if not (device.type == "cuda" and self.mode == "async"):
+            for tensor, (host, _) in zip(tensors, ticket.kept):
+                tensor.copy_(host)
+            ticket.fetched = (tensors, None)
+            return
+        out, back = self._cuda_streams(device)
+        back.wait_stream(torch.cuda.current_stream(device))  # the buffers' memory may still be in use there
+        back.wait_stream(out)
+        with torch.cuda.stream(back):
+            for tensor, (host, _) in zip(tensors, ticket.kept):
+                tensor.copy_(host, non_blocking=True)
+        ticket.fetched = (tensors, back.record_event())
+
+    def _cuda_streams(self, device: torch.device) -> tuple[Any, Any]:
+        if self._streams is None:
+            self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
+        return self._streams
+
+    def _slab(self, nbytes: int, pin: bool) -> _Slab:
+        granted = nbytes <= self._granted
+        slack = min(nbytes // 4, self._spare) if granted else nbytes // 4
+        fits = [slab for slab in self.free if nbytes <= slab.bytes.numel() <= nbytes + slack]
+        best = min(fits, key=lambda slab: slab.bytes.numel(), default=None)
+        if granted:
+            self._granted -= nbytes
+            self._spare -= 0 if best is None else best.bytes.numel() - nbytes
+        if best is not None:
+            self.free.remove(best)
+            return best
+        self.trim()  # what is free belongs to another length
+        if not granted and (room := self.room()) < nbytes:
+            raise HostOutOfMemory(
+                f"offload needs {nbytes:,} more bytes of host memory for this rank, and {room:,} are left; "
+                "use a shorter sequence, more ranks, or a larger host_memory"
+            )
+        self.nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        slab = _Slab(nbytes, pin)
+        if self.on_slab is not None:
+            self.on_slab(slab.bytes)
+        return slab
+
+    def trim(self) -> None:
+        """Give back the slabs that hold nothing."""
+        self.nbytes -= self.unused
+        self.free.clear()
+
+    @property
+    def unused(self) -> int:
+        """Bytes of slabs that hold nothing."""
+        return sum(slab.bytes.numel() for slab in self.free)
+
+    def reserve(self, nbytes: int, room: int | None = None) -> None:
+        """Grant a whole forward `nbytes` of the `room` that there is (None: now), before anything is taken: then no
+        rank runs out of memory in the middle, where the others would wait for it.
+
+        Raises:
+            HostOutOfMemory: they do not fit.
+        """
+        room = self.room() + self.unused if room is None else room
+        if nbytes > room:
+            raise HostOutOfMemory(
+                f"offload needs {nbytes:,} bytes of host memory for this rank, and {room:,} are left; "
+                "use a shorter sequence, more ranks, a larger host_memory, or offload='none'"
+            )
+        self._granted, self._spare = nbytes + nbytes // 64, room - nbytes  # heads that are shared unevenly take more

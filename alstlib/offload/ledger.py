@@ -1,0 +1,273 @@
+"""The byte ledger: how much device and host memory a run takes, on a GPU or on a laptop that stands in for one.
+
+On CUDA the device peak comes from PyTorch's allocator. On a CPU an instrument watches every operation and counts the
+storages alive: what a GPU would hold. Host memory is what checkpoint stores have taken and what an engine keeps on the
+host (`mark_host`), which on a CPU is taken out of the device's count.
+
+With a budget, a CPU run stops with `DeviceOutOfMemory` at the operation that goes beyond it, as a GPU would. The
+instrument costs time for each operation: time steps without it. Workspaces inside an operator are not seen (they are
+small: a test holds the reading against PyTorch's own allocation events to 1%).
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from alstlib.offload.host_store import HostStore
+
+
+class DeviceOutOfMemory(MemoryError):
+    """A run went beyond its device budget."""
+
+
+RAN_OUT = ("out of memory", "_STATUS_ALLOC_FAILED", "Failed to CUDA calloc", "can't allocate memory")
+"""What errors say that are plain RuntimeErrors: of CUDA, cuDNN and cuBLAS, NCCL, and PyTorch on the host."""
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that device or host memory ran out."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text.lower() in str(error).lower() for text in RAN_OUT)
+
+
+class _CpuInstrument(TorchDispatchMode):
+    """Counts the bytes of CPU storages alive, from the operations that make them."""
+
+    def __init__(self, budget: int | None, record: bool) -> None:
+        super().__init__()
+        self.budget, self.record = budget, record
+        self.place: Callable[[], str] | None = None
+        self.live: dict[int, tuple[Any, int, str]] = {}
+        self.hosted: set[int] = set()
+        self.bytes = self.peak = 0
+        self.places: Counter[str] = Counter()
+        self.peak_places: dict[str, int] = {}
+        self.curve: list[int] = []
+        self.peak_operation = self.peak_place = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if self.hosted and self._on_host(args):
+            for leaf in made:
+                if leaf.untyped_storage()._cdata not in self.live:
+                    self.host(leaf)
+        for leaf in made:
+            self.see(leaf, str(func))
+        return out
+
+    def _on_host(self, args: Any) -> bool:
+        """Does an operation compute on host memory only? Then its results are host memory (an offloaded optimizer)."""
+        given = [a for a in tree_leaves(args) if isinstance(a, Tensor) and a.ndim > 0]
+        return bool(given) and all(a.untyped_storage()._cdata in self.hosted for a in given)
+
+    def see(self, tensor: Tensor, operation: str = "") -> None:
+        if tensor.device.type != "cpu":
+            return
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        known = self.live.get(key)
+        if known is not None and known[1] == nbytes:
+            return
+        if known is not None:
+            self._drop(key)
+        place = self.place() if self.place is not None else ""
+        self.live[key] = (weakref.ref(storage, lambda _, key=key: self._drop(key)), nbytes, place)  # type: ignore[misc]
+        if key in self.hosted:
+            return
+        self.bytes += nbytes
+        self.places[place] += nbytes
+        if self.record:
+            self.curve.append(self.bytes)
+        if self.bytes > self.peak:
+            self.peak, self.peak_operation = self.bytes, operation
+            self.peak_place, self.peak_places = place, dict(self.places)
+        if self.budget is not None and self.bytes > self.budget:
+            raise DeviceOutOfMemory(
+                f"out of device memory: {self.bytes:,} bytes at {operation or 'the start'} go beyond the budget of "
+                f"{self.budget:,} bytes"
+            )
+
+    def _drop(self, key: int) -> None:
+        known = self.live.pop(key, None)
+        if known is None:
+            return
+        if key in self.hosted:
+            self.hosted.discard(key)
+            return
+        self.bytes -= known[1]
+        self.places[known[2]] -= known[1]
+        if self.record:
+            self.curve.append(self.bytes)
+
+    def move(self, tensor: Tensor, place: str) -> None:
+        """Count this tensor's storage under another place from now on."""
+        key = tensor.untyped_storage()._cdata
+        if (known := self.live.get(key)) is None:
+            return
+        self.live[key] = (*known[:2], place)
+        if key not in self.hosted:
+            self.places[known[2]] -= known[1]
+            self.places[place] += known[1]
+
+    def host(self, tensor: Tensor) -> None:
+        """Count this tensor's storage as host memory from now on."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.hosted:
+            return
+        if known := self.live.get(key):
+            self.bytes -= known[1]
+            self.places[known[2]] -= known[1]
+            self.hosted.add(key)
+        else:
+            self.hosted.add(key)
+            self.see(tensor)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(nbytes for key, (_, nbytes, _) in self.live.items() if key in self.hosted)
+
+
+class Ledger:
+    """Device and host bytes of what runs inside `with Ledger(...) as ledger:`; everything alive at entry counts.
+
+    Args:
+        device: the run's device.
+        stores: checkpoint stores whose bytes are host memory.
+        budget: device bytes after which a run ends with `DeviceOutOfMemory` (on CUDA: PyTorch's OutOfMemoryError).
+        record: keep the curve of live device bytes (CPU only), for a figure.
+        place: says where in the model an operation runs (CPU only), so that `peak_places` can tell bytes apart.
+    """
+
+    instrument = _CpuInstrument
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        stores: Sequence[HostStore] = (),
+        budget: int | None = None,
+        record: bool = False,
+        place: Callable[[], str] | None = None,
+    ) -> None:
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:  # PyTorch limits the memory of a numbered device only
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device, self.stores, self.budget = device, list(stores), budget
+        self._place = place
+        self._cpu = self.instrument(None, record) if self.device.type == "cpu" else None
+        self._watching = False
+        self._engine_host: list[Tensor] = []
+
+    def __enter__(self) -> Ledger:
+        if self._cpu is None:
+            self.start()
+            return self
+        for thing in gc.get_objects():
+            if type(thing) in (Tensor, torch.nn.Parameter, FakeTensor):
+                self._cpu.see(thing)
+                if thing.is_leaf and thing.grad is not None:
+                    self._cpu.see(thing.grad)
+        self._cpu.place = self._place  # what was there before belongs to no place
+        self._cpu.__enter__()
+        self._watching = True
+        self.mark_host(())
+        self.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop watching before the end of the `with` block: what follows runs at full speed, without a budget."""
+        if self._cpu is not None:
+            if self._watching:
+                self._cpu.__exit__(None, None, None)
+            self._watching = False
+        else:
+            self._limit_cuda(None)
+
+    def _limit_cuda(self, budget: int | None) -> None:
+        """Let PyTorch's allocator hand out `budget` bytes of the device, or all of them."""
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        share = 1.0 if budget is None else min(1.0, budget / total)
+        torch.cuda.set_per_process_memory_fraction(share, self.device)
+
+    def mark_host(self, tensors: Iterable[Tensor]) -> None:
+        """These tensors live on the host: an engine's offloaded optimizer state or weights, and stores' slabs."""
+        tensors = list(tensors)
+        self._engine_host += tensors
+        if self._cpu is not None:
+            for tensor in tensors:
+                self._cpu.host(tensor)
+            for store in self.stores:
+                store.on_slab = self._cpu.host
+                for slab in store.free:  # taken by an earlier step
+                    self._cpu.host(slab.bytes)
+
+    def start(self) -> None:
+        """Begin a measurement: the peaks start from what is alive now, and the budget holds from now on."""
+        for store in self.stores:
+            store.peak_nbytes = store.nbytes
+        if self._cpu is None:
+            self._limit_cuda(self.budget)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            self._cpu.budget = self.budget
+            self._cpu.peak, self._cpu.curve = self._cpu.bytes, []
+            self._cpu.peak_places = dict(self._cpu.places)
+
+    @property
+    def device_bytes(self) -> int:
+        return self._cpu.bytes if self._cpu is not None else torch.cuda.memory_allocated(self.device)
+
+    @property
+    def device_peak(self) -> int:
+        return self._cpu.peak if self._cpu is not None else torch.cuda.max_memory_allocated(self.device)
+
+    @property
+    def host_peak(self) -> int:
+        """Peak bytes of the stores, and what the engine keeps on the host."""
+        return sum(store.peak_nbytes for store in self.stores) + storage_bytes(self._engine_host)
+
+    @property
+    def curve(self) -> list[int]:
+        """Live device bytes after each allocation and release since `start` (CPU, with `record`)."""
+        return self._cpu.curve if self._cpu is not None else []
+
+    @property
+    def peak_places(self) -> dict[str, int]:
+        """Bytes alive at the device peak by the place that made them (CPU, with `place`); "" was there before."""
+        return {name: nbytes for name, nbytes in self._cpu.peak_places.items() if nbytes} if self._cpu else {}
+
+    @property
+    def peak_place(self) -> str:
+        """Where the device peak was reached (CPU, with `place`)."""
+        return self._cpu.peak_place if self._cpu is not None else ""
+
+    def move(self, tensor: Tensor, place: str) -> None:
+        """Count this tensor under another place from now on (CPU)."""
+        if self._cpu is not None:
+            self._cpu.move(tensor, place)
+
+    @property
+    def peak_operation(self) -> str:
+        """The operation at which the device peak was reached (CPU)."""
+        return self._cpu.peak_operation if self._cpu is not None else ""
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind these tensors."""
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(sizes.values())

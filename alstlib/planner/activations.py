@@ -1,0 +1,323 @@
+"""What one rank's step takes besides model states, from the closed forms in `forms.json` (`forms` reads them off the
+real code). Without torch, in microseconds."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alstlib.config import RunConfig
+from alstlib.planner.model_shapes import Shape
+from alstlib.sizing import reference_tiles, sdpa_kernel, share_host, tile_for
+
+FILE = Path(__file__).with_name("forms.json")
+KERNEL = "#kernel"
+"""Marks a moment within attention's backward."""
+REFERENCE = "reference"
+FLASH_2 = ("flash", "flash_attention_2")
+"""Kernels of flash-attn 2: PyTorch's and its own."""
+SAME = {"mistral": "llama"}
+"""Decoders whose step is another's (`tests/measure/test_forms.py`)."""
+
+
+@functools.cache
+def _factors(names: str) -> tuple[tuple[str, int], ...]:
+    parts = (name.partition("^") for name in names.split())
+    return tuple((name, int(power or 1)) for name, _, power in parts)
+
+
+def product(names: str, sizes: Mapping[str, float]) -> float:
+    """The product of these names' sizes: `R H`, `d^2 k`."""
+    result = 1.0
+    for name, power in _factors(names):
+        result *= sizes[name] ** power
+    return result
+
+
+@functools.cache
+def _forms() -> dict[str, Any]:
+    """forms.json, with each moment as (place, {category: [(coefficient, names)]})."""
+    found = json.loads(FILE.read_text())
+
+    def terms(text: str) -> list[tuple[float, str]]:
+        parts = (part.partition(" ") for part in text.split(" + "))
+        return [(float(number), names) for number, _, names in parts]
+
+    found["moments"] = [(place, {kind: terms(t) for kind, t in kinds.items()}) for place, kinds in found["moments"]]
+    return found
+
+
+Kinds = Mapping[str, list[tuple[float, str]]]
+"""What is alive at a moment: for each category, (coefficient, names) of a sum."""
+
+
+def largest_of(
+    moments: Iterable[tuple[str, Kinds]],
+    sizes: Mapping[str, float],
+    adjust: Callable[[str, Kinds, dict[str, float]], None] = lambda *_: None,
+) -> tuple[dict[str, float], str]:
+    """(bytes by category, place) of the largest moment at these sizes, each adjusted for what its form leaves open."""
+    best: dict[str, float] = {}
+    where = ""
+    for place, kinds in moments:
+        found = {kind: sum(c * product(n, sizes) for c, n in terms) for kind, terms in kinds.items()}
+        adjust(place, kinds, found)
+        if sum(found.values()) > sum(best.values()):
+            best, where = found, place.removesuffix(KERNEL)
+    return best, where
+
+
+def families() -> list[str]:
+    """Decoders that have a form."""
+    return sorted([*(name for name in _forms()["tiles"] if name != REFERENCE), *SAME])
+
+
+def heads_way(shape: Shape, ranks: int) -> tuple[str, dict[str, float]]:
+    """How so many ranks share the heads (`forms.HEADS`), with the sizes that belong to it."""
+    heads, kv = shape.heads, shape.kv_heads
+    if heads % ranks == 0 and kv % ranks == 0:
+        k, q = kv / ranks, heads / kv
+    elif heads % ranks == 0 and ranks % kv == 0:
+        return "shared", {"K": kv, "m": ranks / kv, "g": heads / ranks}
+    else:
+        return "parts", {"K": kv, "q": heads / kv, "n": kv_needed(heads, kv, ranks)[-1]}
+    return "one" if ranks == 1 else "whole", {"k": k, "q": q, "a": q + 2, "b": q + 1}
+
+
+def as_whole(shape: Shape, ranks: int) -> dict[str, float]:
+    """Sizes with which ranks that share heads, or rows of them, are taken as if they had whole ones: about the same."""
+    k = max(kv_needed(shape.heads, shape.kv_heads, ranks))
+    q = shape.heads / ranks / k
+    return {"k": k, "q": q, "a": q + 2, "b": q + 1}
+
+
+def kv_needed(heads: int, kv_heads: int, ranks: int) -> list[int]:
+    """Key/value heads that each rank needs, where ranks have parts of heads."""
+    group = heads // kv_heads
+    firsts = [heads * r // ranks // group for r in range(ranks)]
+    lasts = [(-(-heads * (r + 1) // ranks) - 1) // group for r in range(ranks)]
+    return [last - first + 1 for first, last in zip(firsts, lasts)]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What one rank's step takes besides model states. Bytes."""
+
+    device: dict[str, int]
+    """At the device peak, by category (`places`)."""
+    place: str
+    """The module in which the peak is reached."""
+    host: int
+    """Of the checkpoints that wait on the host."""
+    host_needed: int
+    """The least that the host must have."""
+    attention_kept: float
+    """Share of the layers whose attention outputs are kept."""
+    inputs_kept_every: int
+    kernel: str
+    """Of core attention (`backends.BACKENDS`)."""
+
+    @property
+    def peak(self) -> int:
+        return sum(self.device.values())
+
+
+def activations(
+    shape: Shape,
+    run: RunConfig,
+    ranks: int,
+    seq_len: int,
+    device: str,
+    room: int | None = None,
+    workspace: bool = True,
+    capability: int = 9,
+) -> Activations:
+    """Device and host memory of one of `ranks` ranks that share each sample of `seq_len` tokens.
+
+    Most simulated peaks are met to the byte, for widths from 256; a last tile that is shorter than the others counts as
+    a whole one. With more ranks than query heads, what attention takes is overestimated by up to three quarters.
+
+    Args:
+        device: whose tiles and dtype are taken, `cuda` or `cpu`.
+        room: host bytes for this rank's checkpoints, where the run names no `host_memory`; None for plenty.
+        workspace: count what a GPU's attention kernel takes for itself, which a simulation does not see.
+        capability: the GPU's compute capability, its first number.
+
+    Raises:
+        ValueError: a decoder that has no form.
+    """
+    made = _forms()
+    if shape.family not in families():
+        raise ValueError(
+            f"model='{shape.name}' is a {shape.family or 'decoder of no model_type'}, which has no form; there are "
+            f"forms of {', '.join(families())}. Add it to alstlib/measure/forms.py and run python -m alstlib.measure.calibrate"
+        )
+    family = SAME.get(shape.family, shape.family)
+    element = element_bytes(run, device)
+    rows = -(-seq_len // ranks) * run.batch_size
+    chunked = run.chunk is not None and run.chunk < rows
+    dtype = "bf16" if run.bf16(device == "cuda") else "fp32"
+    heads, sizes = heads_way(shape, ranks)
+    if heads in ("shared", "parts") and (dtype == "fp32" or (heads == "parts" and (chunked or family != "llama"))):
+        heads, sizes = "whole", as_whole(shape, ranks)
+    sizes |= {"R": rows, "P": ranks, "H": shape.width, "I": shape.mlp, "V": shape.vocab, "L": shape.layers}
+    sizes |= {"d": shape.head_dim / 4, "C": min(rows, run.chunk or rows)}
+    for name, (of, size) in {n: t.rsplit(" ", 1) for n, t in made["tiles"][family].items()}.items():
+        number, _, names = of.partition(" ")
+        width = float(number) * product(names, sizes) if name != "D" else shape.head_dim * shape.heads / ranks
+        wide = element if name == "M" else int(size)
+        given = {"M": run.tiled_mlp, "U": run.tiled_loss, "N": run.tiled_norm}.get(name, True)
+        tile = tile_for(int(max(width, shape.width) if name == "M" else width), wide, device)
+        sizes[name] = min(rows, tile if isinstance(given, bool) else given)
+    if fused := run.liger == "loss" and device == "cuda":
+        sizes["U"] = reference_tiles(rows, shape.width, shape.vocab)["U"]
+    row, output = rows * shape.width * element, rows * shape.heads * (shape.head_dim * element + 4)
+    every, outputs = _kept(run, shape.layers, row, output, room)
+    keeps = _keeps(run, shape.layers, outputs)
+    switches = {
+        "mlp": run.tiled_mlp, "norm": run.tiled_norm and not chunked, "loss": run.tiled_loss, "chunk": chunked,
+        "fine": chunked and run.tiled_mlp and sizes["M"] < sizes["C"],
+    }  # fmt: skip
+    on = "+".join(name for name, value in switches.items() if value)
+    once = run.tiled_mlp and dtype == "fp32" and sizes["M"] >= (sizes["C"] if chunked else rows)
+    kernel = kernel_of(shape, run, device, capability)
+    taken = kernel_workspace(shape, kernel, sizes["C"] if chunked else rows) if workspace and device == "cuda" else 0.0
+
+    def adjust(place: str, kinds: Kinds, found: dict[str, float]) -> None:
+        if once:
+            found["mlp"] = found.get("mlp", 0.0) - _sums(kinds) * product("H I", sizes)
+        if place.endswith(".norm") and sizes["N"] == rows:  # one tile is no copy of its rows
+            found["loss"] -= element * product("H N", sizes)
+        if fused and place == "lm_head":
+            found["loss"] = _fused_loss(kinds, sizes, element)
+        if KERNEL in place:
+            found["kernel workspace"] = taken
+
+    ways = ["/".join([family, dtype, heads, keep, on]) for keep in keeps]
+    if not all(way in made["ways"] for way in ways):
+        raise ValueError(f"model='{shape.name}': {family} has no form in {dtype}, only in bf16")
+    best, where = largest_of((m for way in ways for m in _moments(way)), sizes, adjust)
+    if every > 1:  # a segment's inputs, made again, wait on the device, with their attention outputs
+        best["checkpoints"] = best.get("checkpoints", 0.0) + (every - 1) * (row + output)
+    host = 0 if run.offload == "none" else -(-shape.layers // every) * row + outputs * output
+    needed = 0 if run.offload == "none" else _least_host(run, shape.layers, row, output)
+    peak = {kind: round(nbytes) for kind, nbytes in best.items() if nbytes >= 0.5}
+    return Activations(peak, _last_layer(where, shape), host, needed, outputs / shape.layers, every, kernel)
+
+
+def reference_activations(shape: Shape, run: RunConfig, ranks: int, seq_len: int) -> Activations:
+    """The same of the reference stack (DeepSpeed's ALST with Liger's kernels and flash-attn 2, always checkpointed, in
+    bf16), whose code was traced too (`reference_forms`).
+
+    Raises:
+        ValueError: heads that the reference cannot share, or a decoder that it was not traced with.
+    """
+    made = _forms()
+    heads, sizes = heads_way(shape, ranks)
+    if heads == "parts":
+        raise ValueError(f"the reference cannot share {shape.heads}/{shape.kv_heads} heads over sp={ranks} ranks")
+    rows = -(-seq_len // ranks) * run.batch_size
+    sizes |= {"R": rows, "P": ranks, "H": shape.width, "I": shape.mlp, "V": shape.vocab, "L": shape.layers}
+    sizes |= {"d": shape.head_dim / 4, **reference_tiles(rows, shape.width, shape.vocab)}
+    on = "+".join(name for name, value in (("mlp", run.tiled_mlp), ("loss", run.tiled_loss)) if value)
+    where = "device" if run.offload == "none" else "host"
+    way = "/".join([REFERENCE, shape.family, "bf16", heads, where, on])
+    if way not in made["ways"]:
+        raise ValueError(f"model='{shape.name}' is a {shape.family}, with which the reference was not traced")
+    best, place = largest_of((made["moments"][i] for i in made["ways"][way]), sizes)
+    row = rows * shape.width * 2
+    host = shape.layers * row if where == "host" else 0
+    peak = {kind: round(nbytes) for kind, nbytes in best.items() if nbytes >= 0.5}
+    return Activations(peak, _last_layer(place, shape), host, host, 0.0, 1, "flash_attention_2")
+
+
+def _moments(way: str) -> list[Any]:
+    """The moments of a way. Outside the layers those of chunks whose tiles are not shorter are the same, and more."""
+    made = _forms()
+    found = [made["moments"][i] for i in made["ways"][way]]
+    if way.endswith("+fine"):
+        others = (made["moments"][i] for i in made["ways"][way.removesuffix("+fine")])
+        found += [m for m in others if not in_layer(m[0])]
+    return found
+
+
+def in_layer(place: str) -> bool:
+    """Does a module's path lie in a decoder layer?"""
+    return re.search(r"\.\d", place) is not None
+
+
+def part_of(place: str) -> str:
+    """Where in the model a module lies: `layer`, `mlp` (a layer's) or `outside`."""
+    return "outside" if not in_layer(place) else "mlp" if re.search(r"\.\d+\.mlp", place) else "layer"
+
+
+def _sums(kinds: Kinds) -> float:
+    """Bytes a weight that a moment has for summing an MLP's gradients over tiles: in fp32 a single tile's are used as
+    they are (up to 4 of each of three matrices)."""
+    return min(12.0, sum(c for c, names in kinds.get("mlp", []) if names == "H I"))
+
+
+def _fused_loss(kinds: Kinds, sizes: Mapping[str, float], element: int) -> float:
+    """Bytes of Liger's fused loss in place of the tiled one: a tile's logits in the model's dtype, the head's gradient
+    in fp32 and at the end in the model's dtype too, and a loss and a flag for each row."""
+    others = sum(c * product(names, sizes) for c, names in kinds["loss"] if not {"U", "V"} & set(names.split()))
+    in_dtype = max(product("U V", sizes), product("H V", sizes) if element < 4 else 0.0)
+    return others + 4 * product("H V", sizes) + element * in_dtype + 5 * sizes["R"]
+
+
+def _last_layer(place: str, shape: Shape) -> str:
+    """The path of the last layer that was traced, as that of the model's last."""
+    return re.sub(r"\.3(?=\.|<|$)", f".{shape.layers - 1}", place)
+
+
+def element_bytes(run: RunConfig, device: str) -> int:
+    """Of a weight and an activation."""
+    return 2 if run.bf16(device == "cuda") else 4
+
+
+def _kept(run: RunConfig, layers: int, row: int, output: int, free: int | None) -> tuple[int, int]:
+    """(of how many layers one input is kept, layers whose attention outputs are), as `layers.plan` decides. What
+    `auto` keeps on a GPU, where only room is taken that nothing else needs, is not foretold."""
+    if not run.checkpoint:
+        return 1, 0
+    if run.offload == "none":
+        return 1, layers if run.save_attention is True else 0
+    room = run.host_memory if run.host_memory is not None else free
+    every, outputs = share_host(2**62 if room is None else room, layers, row, output, run.save_attention)
+    if run.chunk is not None and every > 1:  # streamed layers need every input
+        every, outputs = 1, outputs if run.save_attention is True else 0
+    return every, outputs
+
+
+def _least_host(run: RunConfig, layers: int, row: int, output: int) -> int:
+    outputs = layers * output if run.save_attention is True else 0
+    return (layers if run.chunk is not None else 1) * row + outputs
+
+
+def _keeps(run: RunConfig, layers: int, outputs: int) -> list[str]:
+    """Forms that apply: a share of the layers may keep its outputs, and another not."""
+    if not run.checkpoint:
+        return ["all"]
+    where = "device" if run.offload == "none" else "host"
+    return [where] * (outputs < layers) + [f"{where}+attention"] * (outputs > 0)
+
+
+def kernel_of(shape: Shape, run: RunConfig, device: str, capability: int = 9) -> str:
+    """The kernel of core attention (`backends.BACKENDS`), as `backends.choose_backend` chooses it. `auto` counts as
+    `sdpa`: what is installed is not known."""
+    if run.attention not in ("sdpa", "auto"):
+        return run.attention
+    return sdpa_kernel(device, element_bytes(run, device) == 2, shape.head_dim, capability=capability)
+
+
+def kernel_workspace(shape: Shape, kernel: str, rows: float) -> float:
+    """Bytes that a GPU's attention backward takes for itself: dQ summed in fp32 (flash-attn and cuDNN both), and with
+    flash-attn 2 the gradients of keys and values of each query head, before they are summed."""
+    queries = rows * shape.heads * shape.head_dim
+    expanded = kernel in FLASH_2 and shape.kv_heads < shape.heads
+    return 4 * queries + (2 * 2 * queries if expanded else 0)

@@ -1,0 +1,266 @@
+"""`alst plan`: what fits, what limits it, what would help and what that costs. Without torch and transformers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from alstlib.config import RunConfig, row_config
+from alstlib.planner import devices
+from alstlib.planner.gpus import GPUS, label_bytes, rates_of, with_measured
+from alstlib.planner.machine import Machine, Overheads
+from alstlib.planner.model_shapes import Shape, read_shape
+from alstlib.planner.prediction import (
+    Help,
+    Loading,
+    Prediction,
+    advice,
+    changed,
+    loads_with,
+    longest,
+    nearest_that_fits,
+    predict,
+    settings,
+)
+from alstlib.units import GIB, format_seconds, parse_quantity
+
+PRESETS = {"ours": "ours", "paper": "alst"}
+"""Rows of the ablation that the presets begin from."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `alst plan`."""
+    what = parser.add_argument_group("the run")
+    what.add_argument("--model", default="meta-llama/Llama-3.1-8B", help="hub name, folder, config.json or built in")
+    what.add_argument("--seq-len", help="tokens in a sample, such as 500K or 3.7M; without it the longest is found")
+    what.add_argument("--preset", choices=PRESETS, default="ours", help="ours, or what the ALST paper ran")
+    what.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of RunConfig")
+    where = parser.add_argument_group("the machine")
+    where.add_argument("--gpus", type=int, default=8, help="all of them; 0 for what this machine has")
+    where.add_argument("--gpus-per-node", type=int, default=8)
+    where.add_argument("--gpu", default="H100", help=f"whose rates: {', '.join(GPUS)}")
+    where.add_argument("--gpu-memory", help="80GB is a label; GiB is exact; the GPU's own by default")
+    where.add_argument("--host-memory", help="of a node: 1.9TB or 1.9TiB; without it no limit")
+    where.add_argument("--rates", type=Path, help="result.json of alstlib.measure.time_kernels: attention as measured")
+    for name, text in (("context", "CUDA context"), ("nccl", "NCCL's buffers"), ("process", "a rank's process")):
+        where.add_argument(f"--{name}", help=f"bytes of {text}; {getattr(Overheads(), name) / GIB:g}GiB")
+    where.add_argument("--fragmentation", type=float, help="share of the device lost to fragments; 0.03")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked about: a model, a run, a machine, and whose stack it is."""
+
+    shape: Shape
+    run: RunConfig
+    machine: Machine
+    preset: str
+    understood: dict[str, str]
+    """Quantities as they were understood."""
+
+    @property
+    def shortest(self) -> int:
+        return 8 * (self.run.sp or self.machine.gpus)
+
+    def at(self, seq_len: int) -> Prediction:
+        return predict(self.shape, self.run, self.machine, seq_len, self.preset)
+
+    def longest(self) -> Prediction | None:
+        return longest(self.shape, self.run, self.machine, preset=self.preset)
+
+    def advice(self) -> list[Help]:
+        """Of ours: the reference's options are those of its paper."""
+        return advice(self.shape, self.run, self.machine) if self.preset == "ours" else []
+
+    @property
+    def loading(self) -> Loading:
+        """The same for every length."""
+        return self.at(self.shortest).loading
+
+    def cannot_load(self) -> str:
+        """Why the model cannot be loaded and the nearest thing that works, in a sentence; nothing where it can."""
+        why = self.loading.why
+        return why and f"{why[0].upper()}{why[1:]}; it can be loaded {loads_with(self.shape, self.run, self.machine)}."
+
+    def limit(self, best: Prediction | None, found: Prediction | None) -> str:
+        """What a length goes beyond; for the longest, what a longer one would."""
+        if found is not None and not found.fits:
+            return found.limit
+        if best is None:
+            return self.at(self.shortest).limit
+        return self.at(int(1.02 * best.seq_len) + self.shortest).limit
+
+
+def command(args: argparse.Namespace) -> int:
+    """Exit status: 0 it fits, 1 it does not."""
+    question = read(args)
+    run, machine = question.run, question.machine
+    wanted = parse_quantity(args.seq_len, "seq-len") if args.seq_len else None
+    if wanted is not None and wanted < (run.sp or machine.gpus):
+        raise ValueError(f"seq-len={wanted} is shorter than the {run.sp or machine.gpus} ranks are many")
+    best = question.longest()
+    found = best if wanted is None else question.at(wanted)
+    helps = question.advice()
+    fits = found is not None and found.fits
+    if args.json:
+        print(json.dumps(as_json(question, best, found, helps), indent=2))
+        return 0 if fits else 1
+    print("\n".join(describe(question, best, found, helps)))
+    if found is not None and not fits and question.preset == "ours":
+        print("\n".join(remedy(question, found)))
+    return 0 if fits else 1
+
+
+def read(args: argparse.Namespace) -> Question:
+    """What the options describe."""
+    if args.gpus < 0 or args.gpus_per_node < 1:
+        raise ValueError(f"gpus={args.gpus} and gpus-per-node={args.gpus_per_node} must be at least 1")
+    gpus = args.gpus
+    if gpus == 0 and not (gpus := devices.device_count()):
+        raise ValueError("gpus=0 means this machine's, and it has none; name their number")
+    changes: dict[str, Any] = {}
+    for text in args.set:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--set {text} is not FIELD=VALUE")
+        changes[name.strip()] = yaml.safe_load(value)
+    base = RunConfig(model=args.model, dtype="bf16", sp=0)
+    run = row_config(PRESETS[args.preset], base).replace(**changes)
+    shape = read_shape(args.model, run.model_config)
+    rates = rates_of(args.gpu)
+    if args.rates:
+        rates = with_measured(rates, args.rates)
+    terms: dict[str, Any] = {
+        n: parse_quantity(v, n) for n in ("context", "nccl", "process") if (v := getattr(args, n)) is not None
+    }
+    if args.fragmentation is not None:
+        if not 0 <= args.fragmentation < 1:
+            raise ValueError(f"fragmentation={args.fragmentation} is a share, from 0 to 1")
+        terms["fragmentation"] = args.fragmentation
+    memory = label_bytes(args.gpu_memory) if args.gpu_memory else int(rates.usable)
+    host = parse_quantity(args.host_memory, "host-memory") if args.host_memory else None
+    machine = Machine(
+        gpus=gpus, per_node=args.gpus_per_node, gpu_memory=memory, host_memory=host, rates=rates,
+        overheads=Overheads(**terms),
+    )  # fmt: skip
+    understood = {
+        "gpu_memory": f"{args.gpu_memory or args.gpu}: {memory / GIB:.1f} GiB that PyTorch finds on a GPU",
+        "host_memory": f"{args.host_memory}: {host / GIB:,.0f} GiB a node" if host else "no limit",
+    }
+    if args.seq_len:
+        understood["seq_len"] = f"{args.seq_len}: {parse_quantity(args.seq_len, 'seq-len'):,} tokens"
+    return Question(shape, run, machine, args.preset, understood)
+
+
+def as_json(question: Question, best: Prediction | None, found: Prediction | None, helps: list[Help]) -> dict[str, Any]:
+    """What programs read. Bytes, tokens and seconds; memory is each GPU's, and its share of the host's."""
+    shape, run, machine = question.shape, question.run, question.machine
+    made: dict[str, Any] = {
+        "mode": "predicted",
+        "preset": question.preset,
+        "model": {"name": shape.name, "family": shape.family, "parameters": shape.parameters},
+        "gpus": machine.gpus, "nodes": machine.nodes, "understood": question.understood,
+        "fits": found is not None and found.fits,
+        "longest_sequence": best.seq_len if best else 0,
+        "limit": question.limit(best, found),
+        "loading": {**asdict(question.loading), "why": question.cannot_load()},
+    }  # fmt: skip
+    if found is not None:
+        made |= {
+            "seq_len": found.seq_len,
+            "device": {"peak": found.device_peak, "limit": found.device_limit, "by_category": found.device,
+                       "peak_place": found.activations.place},
+            "host": {"peak": found.host_peak, "limit": found.host_limit, "by_category": found.host,
+                     "attention_kept": found.activations.attention_kept,
+                     "inputs_kept_every": found.activations.inputs_kept_every},
+            "kernel": found.activations.kernel,
+            "step_seconds": found.seconds,
+        }  # fmt: skip
+    made["help"] = [
+        {"what": h.what, "changes": h.changes, "longest_sequence": h.longest, "step_seconds": h.seconds} for h in helps
+    ]
+    made["options"] = {n: v for n, v in run.to_dict().items() if v != RunConfig().to_dict()[n]}
+    return made
+
+
+def describe(question: Question, best: Prediction | None, found: Prediction | None, helps: list[Help]) -> list[str]:
+    """What people read."""
+    shape, run, machine = question.shape, question.run, question.machine
+    nodes = f"{machine.nodes} node{'s' if machine.nodes > 1 else ''}"
+    whose = "" if question.preset == "ours" else ", as the ALST paper ran it"
+    name = f"{shape.name} ({shape.family}, {shape.parameters / 1e9:.2f}B parameters)"
+    lines = [f"{name} on {machine.gpus} x {machine.rates.name}, {nodes}{whose}; predicted, nothing was run"]
+    lines += [f"  {key}: {text}" for key, text in question.understood.items()]
+    limit = question.limit(best, best)
+    if best is None:
+        short_of = "the model cannot be loaded" if limit.startswith("loading") else f"{limit} memory"
+        lines += ["", f"Not even a short sequence fits: {short_of}."]
+        lines += [cannot_load] if (cannot_load := question.cannot_load()) else []
+    else:
+        lines += ["", f"Longest sequence: {best.seq_len:,} tokens; {limit or 'nothing known'} limits it."]
+    if found is None:
+        found = question.at(question.shortest)
+    if found is not best:
+        lines.append(f"{found.seq_len:,} tokens: {verdict(found)}")
+    lines += ["", f"At {found.seq_len:,} tokens, each GPU:", ""]
+    lines += table(found.device, found.device_limit, "device")
+    lines += [f"  (peak in {found.activations.place})", ""]
+    if found.host:
+        lines += table(found.host, found.host_limit, "host, a GPU's share")
+        kept = found.activations
+        if run.save_attention:
+            lines.append(f"  (attention outputs of {kept.attention_kept:.0%} of the layers are kept)")
+        if kept.inputs_kept_every > 1:
+            lines.append(f"  (inputs of one layer in {kept.inputs_kept_every} are kept: the host is short)")
+        lines.append("")
+    parts = ", ".join(f"{n} {format_seconds(s)}" for n, s in found.seconds.items() if n != "step" and s >= 0.05)
+    lines.append(f"A step: {format_seconds(found.seconds['step'])} ({parts})")
+    if helps:
+        lines += ["", "What would help:"]
+        base = found.seconds["step"] if best is found else best.seconds["step"] if best else None
+        for h in helps[:5]:
+            cost = "" if base is None else f", a step {h.seconds / base - 1:+.0%} at today's longest"
+            lines.append(f"  {h.what}: {h.longest:,} tokens{cost}  ({settings(changed(run, h.changes))})")
+    return lines
+
+
+def verdict(found: Prediction) -> str:
+    """Does it fit, and by how much?"""
+    spare = [
+        f"{abs(limit - peak) / GIB:.1f} GiB {'spare' if limit >= peak else 'short'} on the {where}"
+        for where, limit, peak in (
+            ("device", found.device_limit, found.device_peak),
+            ("host", found.host_limit, max(found.host_needed, 0)),
+        )
+        if limit is not None
+    ]
+    if found.loading.why:
+        spare.insert(0, "the model cannot be loaded")
+    return f"{'fits' if found.fits else 'does not fit'} ({', '.join(spare) or 'no limits were named'})"
+
+
+def remedy(question: Question, found: Prediction) -> list[str]:
+    """The nearest configuration under which this length fits."""
+    near = nearest_that_fits(question.shape, question.run, question.machine, found.seq_len)
+    if near is None and question.loading.why:
+        return ["", "No options make it fit here, because the model cannot be loaded."]
+    if near is None:
+        return ["", "No options make it fit here: fewer tokens, or more GPUs."]
+    what, other = near
+    return ["", f"It fits with {' and '.join(what)} ({settings(changed(question.run, other.to_dict()))})."]
+
+
+def table(parts: dict[str, int], limit: int | None, title: str) -> list[str]:
+    """Categories in GiB, the largest first."""
+    rows = sorted(parts.items(), key=lambda item: -item[1])
+    total = sum(parts.values())
+    lines = [f"  {title:24} {'GiB':>9}"]
+    lines += [f"  {name:24} {nbytes / GIB:9.2f}" for name, nbytes in rows if nbytes]
+    of = f" of {limit / GIB:.2f}" if limit is not None else ""
+    return [*lines, f"  {'in all':24} {total / GIB:9.2f}{of}"]

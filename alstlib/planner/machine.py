@@ -1,0 +1,81 @@
+"""What a run is to run on: GPUs, their memory and rates, the host, and what is gone before the first tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from alstlib.config import RunConfig
+from alstlib.planner import devices
+from alstlib.planner.gpus import GPUS, Rates, rates_of
+from alstlib.sizing import host_free
+from alstlib.units import GIB
+
+UNKNOWN = "a GPU of unknown rates"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overheads:
+    """Memory that no tensor of ours takes. Each is a round figure with a reason, none is fitted to a result."""
+
+    context: int = GIB
+    """Device bytes of a CUDA context with its kernels ("typically around 1 GiB per GPU", ALST, section 2.1)."""
+    nccl: int = 2 * GIB
+    """Device bytes of NCCL's buffers, with more than one GPU ("multiple gigabytes", ALST, section 2.1)."""
+    fragmentation: float = 0.03
+    """Share of the device that the allocator cannot use: with expandable segments, the unused ends of its blocks."""
+    process: int = 4 * GIB
+    """Host bytes of a rank's process: Python, PyTorch, CUDA's libraries and what they map."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a run is to run on."""
+
+    gpus: int = 8
+    per_node: int = 8
+    gpu_memory: int | None = int(79.1 * GIB)
+    """Bytes that PyTorch finds on a GPU (`rates.label_bytes` knows labels); None for no limit."""
+    host_memory: int | None = None
+    """Bytes of a node's memory; None for no limit."""
+    rates: Rates = field(default_factory=lambda: rates_of("H100"))
+    device: str = "cuda"
+    """`cpu`: ranks on a CPU that stand in for GPUs, without overheads."""
+    overheads: Overheads = field(default_factory=Overheads)
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or self.per_node < 1:
+            raise ValueError(f"gpus={self.gpus} and per_node={self.per_node} must be at least 1")
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.per_node)
+
+    @property
+    def ranks_of_node(self) -> int:
+        return min(self.gpus, self.per_node)
+
+    def overhead(self) -> dict[str, int]:
+        """Device bytes that are gone before the first tensor, by name."""
+        if self.device == "cpu":
+            return {}
+        terms = self.overheads
+        fragments = 0 if self.gpu_memory is None else int(terms.fragmentation * self.gpu_memory)
+        return {"CUDA context": terms.context, "NCCL": terms.nccl if self.gpus > 1 else 0, "fragments": fragments}
+
+
+def rates_known(machine: Machine) -> bool:
+    """Whether a predicted time says something: not of a CPU, nor of a GPU that is not in the table."""
+    return machine.device != "cpu" and machine.rates.name != UNKNOWN
+
+
+def machine_of(run: RunConfig, nodes: int, gpus: int) -> Machine:
+    """This machine and others like it, for a resolved run. `gpus` are those that it has; with none, ranks run on its
+    CPU, and `device_memory` stands in for a device's."""
+    per_node = max(1, run.world_size // nodes)
+    memory, host = run.device_memory, host_free()
+    if not gpus:
+        return Machine(gpus=run.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, device="cpu")
+    name, found = devices.first_gpu()
+    rates = next((r for n, r in GPUS.items() if n in name), replace(rates_of("H100"), name=UNKNOWN))
+    memory = memory or found
+    return Machine(gpus=run.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, rates=rates)

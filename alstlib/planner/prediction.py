@@ -1,0 +1,279 @@
+"""What fits: device and host memory of a run, its longest sequence, and what would help, before anything is started.
+
+Activations come from closed forms (`activations`), model states from DeepSpeed ZeRO's rules, step time from rates
+(`speed`); what none of these sees (CUDA context, NCCL, fragments) are named terms (`Overheads`) that can be set.
+Without torch and transformers: a plan takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from alstlib.config import RunConfig
+from alstlib.planner.activations import Activations, activations, element_bytes, part_of, reference_activations
+from alstlib.planner.machine import Machine
+from alstlib.planner.model_shapes import Shape
+from alstlib.planner.model_states import ZERO_DEFAULT, Sizes, States, model_states
+from alstlib.planner.step_time import step_seconds
+from alstlib.units import GIB, format_bytes
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Peaks while the model is loaded (`alstlib.train.loading`), before any step and for every length the same. Bytes."""
+
+    device: int = 0
+    """Of a rank: what it keeps of the weights, and under ZeRO-3 one whole tensor."""
+    device_limit: int | None = None
+    host: int = 0
+    """Of the first node: rank 0 has all weights, and every rank its process."""
+    host_limit: int | None = None
+
+    def beyond(self, times: float = 1.0) -> str:
+        """Which of the two is more than so many times its limit: `device`, `host`, or nothing."""
+        for where, needs, has in (("device", self.device, self.device_limit), ("host", self.host, self.host_limit)):
+            if has is not None and needs > times * has:
+                return where
+        return ""
+
+    @property
+    def why(self) -> str:
+        """A sentence on what is beyond its limit; nothing where the model can be loaded."""
+        if not (where := self.beyond()):
+            return ""
+        needs, has, whose = self.host, self.host_limit, "the first node's host"
+        if where == "device":
+            needs, has, whose = self.device, self.device_limit, "a device's"
+        takes, there = format_bytes(needs), format_bytes(has or 0)
+        return f"loading the model would take {takes} of {whose} memory, and {there} is there"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One length on one machine. Bytes a rank; host bytes a rank too."""
+
+    seq_len: int
+    device: dict[str, int]
+    """At the device peak, by category."""
+    device_limit: int | None
+    host: dict[str, int]
+    host_limit: int | None
+    host_needed: int
+    """The least that this rank needs of the host."""
+    activations: Activations
+    seconds: dict[str, float]
+    """Of one optimizer step, by part; `step` is what passes."""
+    loading: Loading
+    """Before the first step."""
+
+    @property
+    def device_peak(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def host_peak(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def limit(self) -> str:
+        """What this length goes beyond: `device` or `host` in a step, `loading: device` or `loading: host` before the
+        first, or nothing."""
+        if self.host_limit is not None and self.host_needed > self.host_limit:
+            return "host"
+        if self.device_limit is not None and self.device_peak > self.device_limit:
+            return "device"
+        where = self.loading.beyond()
+        return f"loading: {where}" if where else ""
+
+    @property
+    def fits(self) -> bool:
+        return not self.limit
+
+
+def states(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours") -> States:
+    """A rank's model states, and ZeRO's buffers. The reference's buckets are DeepSpeed's default, and it tells the
+    engine of its sequence parallelism, whose gradients are then reduced in fp32 by default."""
+    sizes = Sizes(parameters=shape.parameters, layer=shape.layer_parameters, embedding=shape.embedding)
+    paper = {"bucket": ZERO_DEFAULT, "reduced": 4 if (run.sp or machine.gpus) > 1 else None}
+    of = paper if preset == "paper" else {}
+    return model_states(run, sizes, machine.gpus, element_bytes(run, machine.device), **of)
+
+
+def loading(shape: Shape, run: RunConfig, machine: Machine) -> Loading:
+    """What it takes to load our run's model; of the reference's loading nothing is predicted."""
+    element, gpu = element_bytes(run, machine.device), machine.device != "cpu"
+    whole, tensor = element * shape.parameters, element * max(shape.embedding, shape.width * shape.mlp)
+    part = whole
+    if run.zero_stage == 3:
+        part = tensor + (0 if run.offload_params else whole // machine.gpus)
+    processes = machine.overheads.process * machine.ranks_of_node if gpu and machine.host_memory is not None else 0
+    tensors = tensor * (1 if gpu else machine.ranks_of_node)
+    return Loading(
+        sum(machine.overhead().values()) + part, machine.gpu_memory, whole + tensors + processes, machine.host_memory
+    )
+
+
+def loads_with(shape: Shape, run: RunConfig, machine: Machine) -> str:
+    """The nearest thing with which a model can be loaded that cannot be so, as the end of a sentence."""
+    now, ranks = loading(shape, run, machine), machine.ranks_of_node
+    ways = [(f"with {what} ({settings(HELP[what])})", run.replace(**HELP[what]), machine) for what in SHARDED]
+    for gpus in (machine.gpus * 2**n for n in range(1, 11)):
+        ways.append((f"on {gpus:,} GPUs", run, replace(machine, gpus=gpus)))
+    for each in (ranks >> n for n in range(1, ranks.bit_length())):
+        fewer = replace(machine, per_node=each)
+        ways.append((f"on {fewer.nodes:,} nodes of {each} GPU{'s' if each > 1 else ''} each", run, fewer))
+    if near := next((what for what, other, on in ways if not loading(shape, other, on).beyond()), ""):
+        return near
+    needed = []
+    if now.beyond() == "device":
+        needed, now = [ways[1][0].removeprefix("with ")], loading(shape, ways[1][1], machine)
+    of = ((now.device, now.device_limit, "a device"), (now.host, now.host_limit, "the first node's host"))
+    needed += [f"{-(-needs // GIB):,} GiB on {where}" for needs, has, where in of if has is not None and needs > has]
+    return f"with {' and '.join(needed)}"
+
+
+def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset: str = "ours") -> Prediction:
+    """What a run of this length takes. The preset `paper` is the reference stack as the ALST paper ran it.
+
+    Raises:
+        ValueError: a decoder without a form, or an SP degree that does not divide the GPUs.
+    """
+    ranks = run.sp or machine.gpus
+    if machine.gpus % ranks:
+        raise ValueError(f"sp={ranks} does not divide {machine.gpus} GPUs")
+    held = states(shape, run, machine, preset)
+    host, limit = held.host, None
+    if machine.host_memory is not None:
+        limit = machine.host_memory // machine.ranks_of_node
+        if machine.device != "cpu":
+            host = {**host, "process": machine.overheads.process}
+    room = None if limit is None else max(0, limit - sum(host.values()))
+    if preset == "paper":
+        found = reference_activations(shape, run, ranks, seq_len)
+    else:
+        found = activations(shape, run, ranks, seq_len, machine.device, room, capability=machine.rates.capability)
+    needed = sum(host.values()) + found.host_needed
+    if found.host:
+        host = {**host, "checkpoints": found.host}
+    return Prediction(
+        seq_len=seq_len, device={**machine.overhead(), **held.at(part_of(found.place)), **found.device},
+        device_limit=machine.gpu_memory, host=host, host_limit=limit, host_needed=needed, activations=found,
+        seconds=step_seconds(shape, run, machine, ranks, seq_len, found, preset),
+        loading=Loading() if preset == "paper" else loading(shape, run, machine),
+    )  # fmt: skip
+
+
+LONGEST = 2**40
+"""No search goes further."""
+
+
+def longest(
+    shape: Shape, run: RunConfig, machine: Machine, granule: int | None = None, preset: str = "ours"
+) -> Prediction | None:
+    """The longest sequence that fits, to three digits (or a multiple of `granule`); None where not even the shortest
+    does."""
+    ranks = run.sp or machine.gpus
+    step = granule or ranks * 8
+
+    def fits(seq_len: int) -> bool:
+        return predict(shape, run, machine, seq_len, preset).fits
+
+    if not fits(step):
+        return None
+    low, high = step, 2 * step
+    while high < LONGEST and fits(high):
+        low, high = high, 2 * high
+    while high - low > max(step, 0 if granule else low // 2000):
+        middle = (low + high) // 2 // step * step
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    if granule is None and low > 1000:
+        unit = 10 ** (int(math.log10(low)) - 2)
+        low = low // unit * unit
+    return predict(shape, run, machine, low, preset)
+
+
+HELP: dict[str, dict[str, Any]] = {
+    "sequence parallelism over all GPUs": {"sp": 0},
+    "tiled loss": {"tiled_loss": True},
+    "tiled MLP": {"tiled_mlp": True},
+    "tiled norms": {"tiled_norm": True},
+    "checkpoints": {"checkpoint": True},
+    "checkpoints on the host": {"checkpoint": True, "offload": "async"},
+    "layers in chunks of 16K rows": {"checkpoint": True, "chunk": 16_384},
+    "attention outputs not kept": {"save_attention": False},
+    "optimizer on the host": {"offload_optimizer": True},
+    "ZeRO-3": {"zero_stage": 3},
+    "weights on the host": {"zero_stage": 3, "offload_params": True},
+}
+"""What can be switched on, as fields of RunConfig."""
+SHARDED = ("ZeRO-3", "weights on the host")
+"""Those with which a device holds less of the model while it is loaded."""
+
+
+@dataclass(frozen=True)
+class Help:
+    """One change, and what it would do."""
+
+    what: str
+    changes: dict[str, Any]
+    longest: int
+    seconds: float
+    """Of a step at the longest that fits now (or, where nothing does, at the longest that then fits)."""
+
+
+def advice(shape: Shape, run: RunConfig, machine: Machine) -> list[Help]:
+    """Single changes that let longer sequences fit, the most helpful first."""
+    now = longest(shape, run, machine)
+    found = []
+    for what, changes in HELP.items():
+        chunked = "chunk" in changes and run.chunk is not None
+        if not changed(run, changes) or chunked or (changes.get("sp") == 0 and run.sp == machine.gpus):
+            continue
+        try:
+            other = run.replace(**changes)
+        except ValueError:
+            continue
+        then = longest(shape, other, machine)
+        if then is not None and then.seq_len > 1.01 * (now.seq_len if now else 0):
+            at = predict(shape, other, machine, now.seq_len) if now else then
+            found.append(Help(what, changes, then.seq_len, at.seconds["step"]))
+    return sorted(found, key=lambda h: -h.longest)
+
+
+def nearest_that_fits(
+    shape: Shape, run: RunConfig, machine: Machine, seq_len: int
+) -> tuple[list[str], RunConfig] | None:
+    """The fewest changes (three at most) after which this length fits, cheapest first; None where none do."""
+    seen, now = [], run
+    for _ in range(3):
+        options = []
+        for what, changes in HELP.items():
+            try:
+                other = now.replace(**changes)
+            except ValueError:
+                continue
+            if other != now:
+                found = predict(shape, other, machine, seq_len)
+                peak = max(found.device_peak, found.loading.device)
+                options.append((not found.fits, peak, found.seconds["step"], what, other))
+        if not options:
+            return None
+        fitting = [o for o in options if not o[0]]
+        best = min(fitting, key=lambda o: o[2]) if fitting else min(options, key=lambda o: o[1])
+        seen.append(best[3])
+        now = best[4]
+        if fitting:
+            return seen, now
+    return None
+
+
+def changed(run: RunConfig, changes: dict[str, Any]) -> dict[str, Any]:
+    """Those that are not so already."""
+    return {name: value for name, value in changes.items() if getattr(run, name) != value}
+
+
+def settings(changes: dict[str, Any]) -> str:
+    """`chunk=16384, offload=async`."""
+    return ", ".join(f"{name}={value}" for name, value in changes.items())

@@ -1,0 +1,149 @@
+"""The planner asked about a run on this machine: before it starts, and to stand beside what was measured."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from alstlib.config import RunConfig
+from alstlib.planner.machine import Machine, machine_of, rates_known
+from alstlib.planner.model_shapes import Shape, read_shape
+from alstlib.planner.prediction import Prediction, changed, loads_with, longest, nearest_that_fits, predict, settings
+from alstlib.units import format_bytes, format_seconds
+
+CERTAIN = 1.1
+"""A run is refused when it would take so many times what there is: the planner is right within a few percent."""
+
+FACTOR = 10
+"""A run may take so many times what is predicted."""
+HOUR, DAY = 3600.0, 86400.0
+TRIALS = 12
+"""Steps of the length that a search finds, which its trials take together."""
+SLOW_DISK = 2e8
+"""Bytes a second of a disk that nothing is known of."""
+
+
+def foretell(run: RunConfig, machine: Machine, seq_len: int | None = None) -> tuple[Shape, Prediction]:
+    """The prediction for a resolved run.
+
+    Raises:
+        ValueError: the planner does not know its model.
+    """
+    shape = read_shape(run.model, run.model_config)
+    return shape, predict(shape, run, machine, seq_len or max(run.seq_len, run.sp))
+
+
+def as_metrics(found: Prediction, machine: Machine) -> dict[str, Any]:
+    """What a result records of a prediction: bytes of a rank. Seconds only for GPUs, whose rates are known."""
+    return {
+        "step_seconds": found.seconds["step"] if rates_known(machine) else None,
+        "device_peak_bytes": found.device_peak,
+        "device_bytes": found.device,
+        "host_peak_bytes": found.host_peak - found.host.get("process", 0),
+        "host_bytes": found.host,
+    }
+
+
+def why_not(run: RunConfig, nodes: int, gpus: int) -> str | None:
+    """Why a resolved run cannot fit this machine, and what would; None where it may. Runs that search for a length, or
+    that the planner does not know, are not judged."""
+    if run.search or run.emulate or run.peers:
+        return None
+    machine = machine_of(run, nodes, gpus)
+    try:
+        shape, found = foretell(run, machine)
+    except (ValueError, KeyError):
+        return None
+    over = [
+        ("device", found.device_peak, found.device_limit, "device_memory is" if run.device_memory else "a GPU has"),
+        ("host", found.host_needed, found.host_limit, "a rank's share of the host's free memory is"),
+    ]
+    beyond = [one for one in over if one[2] is not None and one[1] > CERTAIN * one[2]]
+    if not beyond:
+        if not found.loading.beyond(CERTAIN):
+            return None
+        loads = loads_with(shape, run, machine)
+        return f"{found.loading.why} (predicted); it can be loaded {loads}. force=True (--force) runs it all the same"
+    where, needs, has, what = beyond[0]
+    text = (
+        f"{found.seq_len:,} tokens would take {format_bytes(needs)} of {where} memory a rank, and {what} "
+        f"{format_bytes(has or 0)} (predicted, largest parts: {largest(found, where)})"
+    )
+    if near := nearest_that_fits(shape, run, machine, found.seq_len):
+        text += f"; it would fit with {' and '.join(near[0])}: {settings(changed(run, near[1].to_dict()))}"
+    elif best := longest(shape, run, machine):
+        text += f"; the longest that fits is {best.seq_len:,} tokens"
+    return f"{text}. force=True (--force) runs it all the same"
+
+
+def _expected(run: RunConfig, machine: Machine) -> tuple[Shape, Prediction]:
+    """The prediction for a resolved run, that of a search at the length that it should find."""
+    shape, found = foretell(run, machine)
+    if run.search:
+        best = longest(shape, run, machine, run.search_granule)
+        if best and run.search_max and best.seq_len > run.search_max:
+            best = foretell(run, machine, run.search_max)[1]
+        found = best or found
+    return shape, found
+
+
+def limits(run: RunConfig, nodes: int, gpus: int) -> tuple[float, float]:
+    """Seconds that a resolved run may take, and those that a rank may wait for others: `FACTOR` times what is predicted
+    of the run, and of a step and the saving of a training state. An hour at least; a day where no rates are known.
+    """
+    machine = machine_of(run, nodes, gpus)
+    least = HOUR if rates_known(machine) else DAY
+    try:
+        if run.emulate or run.peers:
+            raise ValueError("no training run")
+        shape, found = _expected(run, machine)
+    except (ValueError, KeyError):
+        return DAY, DAY
+    step, disk = found.seconds["step"], shape.parameters / SLOW_DISK  # a byte of each parameter
+    steps = run.steps + (TRIALS if run.search else 0)
+    states = run.steps // run.checkpoint_every if run.checkpoint_every else 0
+    whole = steps * step + (4 + 12 * states) * disk  # the model is read and written once
+    return max(least, FACTOR * whole), max(least, FACTOR * (step + 12 * disk))
+
+
+def time_limit(run: RunConfig, nodes: int, gpus: int, trains: bool = True) -> tuple[float, str]:
+    """Seconds after which the launcher ends a resolved run, and which limit this is. The planner is not asked about a
+    run that does not train."""
+    if run.timeout is not None:
+        return (run.timeout, f"timeout={run.timeout:g} s") if run.timeout else (math.inf, "no time limit (timeout=0)")
+    seconds = limits(run, nodes, gpus)[0] if trains else DAY
+    why = {HOUR: "the least", DAY: "no time is predicted"}.get(seconds, f"{FACTOR} times what is predicted")
+    return seconds, f"the time limit of {format_seconds(seconds)} ({why}; timeout=SECONDS sets another, 0 none)"
+
+
+def outlook(run: RunConfig, gpus: int) -> str:
+    """What the planner says of a resolved run on this machine before it starts: whether it fits (of a search:
+    the longest sequence), bytes of a rank, seconds of a step."""
+    if run.emulate or run.peers:
+        return "not predicted: it is no training run"
+    machine = machine_of(run, 1, gpus)
+    try:
+        found = _expected(run, machine)[1]
+    except (ValueError, KeyError) as e:
+        return f"not predicted: {e}"
+    seconds = found.seconds["step"] if rates_known(machine) else None
+    parts = [f"longest that fits {found.seq_len:,} tokens" if run.search and found.fits else _verdict(found)]
+    for where, needs, has in (
+        ("device", found.device_peak, found.device_limit), ("host", found.host_needed, found.host_limit),
+    ):  # fmt: skip
+        parts.append(f"{where} {format_bytes(needs)}" + (f" of {format_bytes(has)} a rank" if has else " a rank"))
+    parts.append(f"loading {format_bytes(found.loading.host)} of the first node's host")
+    parts.append(f"a step {format_seconds(seconds)}" if seconds else "no step time: rates are known for GPUs only")
+    return "; ".join(parts)
+
+
+def _verdict(found: Prediction) -> str:
+    if not found.fits and found.limit.startswith("loading"):
+        return f"does not fit, {found.loading.why}"
+    return "fits" if found.fits else f"does not fit, it goes beyond the {found.limit}"
+
+
+def largest(found: Prediction, where: str) -> str:
+    parts = found.device if where == "device" else found.host
+    top = sorted(parts.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in top)

@@ -1,0 +1,199 @@
+"""How long a step takes, from its FLOPs, the bytes it moves and rates (`rates`): an estimate, kernels at their best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from alstlib.config import RunConfig
+from alstlib.planner.activations import FLASH_2, Activations, element_bytes
+from alstlib.planner.gpus import Rates
+from alstlib.planner.machine import Machine
+from alstlib.planner.model_shapes import Shape
+
+
+def attention_flops(shape: Shape, seq_len: int) -> float:
+    """Of one forward over a sample, all layers, the causal half: QK^T and PV."""
+    return 2.0 * seq_len**2 * shape.heads * shape.head_dim * shape.layers
+
+
+def linear_flops(shape: Shape, tokens: int) -> dict[str, float]:
+    """Of one forward, all layers: projections of attention, MLPs, and the head."""
+    query, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    projections = 2.0 * tokens * shape.layers * shape.width * (2 * query + 2 * kv)
+    mlp = 2.0 * tokens * shape.layers * 3 * shape.width * shape.mlp
+    return {"projections": projections, "mlp": mlp, "head": 2.0 * tokens * shape.embedding}
+
+
+def exchange_bytes(shape: Shape, ranks: int, seq_len: int, element: int, forwards: float, saved: float) -> float:
+    """Bytes that one rank sends for attention in a step, all layers, where ranks have whole heads or share one.
+
+    A forward sends queries, keys and values to heads and outputs back; a backward outputs' gradients to heads and
+    those of queries, keys and values back. Where outputs were kept, the recompute runs no forward, and backward sends
+    queries, keys and values, with one number a row and head in place of the outputs.
+
+    Args:
+        forwards: passes over a layer before its backward: 2 with checkpoints, else 1.
+        saved: share of the layers whose outputs are kept.
+    """
+    if ranks == 1:
+        return 0.0
+    query, kv = shape.heads, max(shape.kv_heads, ranks)
+    units = (forwards - saved) * (2 * query + 2 * kv) + (2 * query + 2 * kv) + saved * (query + 2 * kv)
+    units += saved * query * 4 / (shape.head_dim * element)
+    return units * shape.head_dim * element * (seq_len / ranks) * (ranks - 1) / ranks * shape.layers
+
+
+def step_seconds(
+    shape: Shape,
+    run: RunConfig,
+    machine: Machine,
+    ranks: int,
+    seq_len: int,
+    found: Activations,
+    preset: str = "ours",
+) -> dict[str, float]:
+    """Seconds of one optimizer step over one sample on each replica, by part; `step` is the time that passes.
+
+    Layers run forward, again for their backward unless everything is kept, and backward (twice a forward); attention
+    runs forward once where its outputs are kept, and its backward is 2.5 forwards. The exchange is waited for. ZeRO's
+    traffic and asynchronous offload hide behind the computing, as far as that lasts.
+    """
+    element, rates = element_bytes(run, "cuda"), machine.rates
+    again = 1.0 if run.checkpoint else 0.0
+    forward, backward = _attention_rates(found, rates)
+    linear = linear_flops(shape, seq_len * run.batch_size)
+    attention = attention_flops(shape, seq_len) * run.batch_size
+    passes = {"projections": 3 + again + _chunk_again(run), "mlp": 3 + again + _thrice(run, preset), "head": 3.0}
+    matmul = sum(linear[name] * times for name, times in passes.items()) / rates.matmul / ranks
+    kept = found.attention_kept
+    core = attention * ((1 + again * (1 - kept)) / forward + 2.5 / backward) / ranks
+    network = rates.link if ranks <= machine.per_node else rates.network
+    exchange = exchange_bytes(shape, ranks, seq_len * run.batch_size, element, 1 + again, kept) / network
+    zero = _zero_seconds(shape, run, machine)
+    offload = 2 * found.host / rates.host
+    shard = shape.parameters / (machine.gpus if run.zero_stage else 1)
+    optimizer = 28 * shard / (rates.host_memory if run.offload_optimizer and run.zero_stage else 3e12)
+    computing = (matmul + core) * run.accumulation
+    waited = max(0.0, zero - computing)
+    if run.offload == "sync":
+        waited += offload * run.accumulation
+    elif run.offload == "async":
+        waited += max(0.0, offload * run.accumulation - computing)
+    step = computing + exchange * run.accumulation + waited + optimizer
+    return {
+        "step": step, "matrix products": matmul * run.accumulation, "attention": core * run.accumulation,
+        "exchange": exchange * run.accumulation, "waiting for memory and network": waited, "optimizer": optimizer,
+    }  # fmt: skip
+
+
+def _attention_rates(found: Activations, rates: Rates) -> tuple[float, float]:
+    flash2 = found.kernel in FLASH_2
+    return (
+        rates.flash2_forward if flash2 else rates.attention_forward,
+        rates.flash2_backward if flash2 else rates.attention_backward,
+    )
+
+
+def _chunk_again(run: RunConfig) -> float:
+    return 1.0 if run.chunk is not None else 0.0  # keys and values are made again before backward
+
+
+def _thrice(run: RunConfig, preset: str) -> float:
+    return 1.0 if preset == "paper" and run.tiled_mlp else 0.0  # its tiles run again in backward
+
+
+def _zero_seconds(shape: Shape, run: RunConfig, machine: Machine) -> float:
+    rates, world = machine.rates, machine.gpus
+    share = rates.link if world <= machine.per_node else rates.network
+    gathers = {3: 3, 2: 1, 1: 2, 0: 2}[run.zero_stage]
+    element = element_bytes(run, "cuda")
+    zero = gathers * shape.parameters * element * (world - 1) / world / share * run.accumulation
+    return max(zero, 2 * shape.parameters * element / world / rates.host) if run.offload_params else zero
+
+
+COMPUTE, EXCHANGE, COPIES, STATES = "computing", "exchange", "copies to and from the host", "weights and gradients"
+"""Lanes of `layer_spans`."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that one rank does for a layer, seconds after the layer's pass began."""
+
+    lane: str
+    what: str
+    start: float
+    seconds: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+
+def layer_spans(
+    shape: Shape,
+    run: RunConfig,
+    machine: Machine,
+    ranks: int,
+    seq_len: int,
+    found: Activations,
+    preset: str = "ours",
+) -> dict[str, list[Span]]:
+    """`step_seconds`' parts as one layer amid many meets them, in `forward` and in `backward` (with its recompute).
+
+    Computing and the exchange take turns. Copies to the host, and ZeRO's traffic, begin with the pass and run beside
+    it: what has not ended with the computing is waited for. The layer's attention output is kept if most layers' are.
+    With `offload="sync"` copies come first, and computing waits.
+    """
+    kept, rates = round(found.attention_kept) if run.checkpoint else 0, machine.rates
+    linear = linear_flops(shape, seq_len * run.batch_size)
+    per_layer = rates.matmul * ranks * shape.layers
+    projections, mlp = linear["projections"] / per_layer, linear["mlp"] / per_layer
+    query, kv = shape.heads, max(shape.kv_heads, ranks)  # in what is sent
+    into = shape.heads + 2 * shape.kv_heads  # in projections: queries, keys, values; then the output's
+    first, last = projections * into / (into + shape.heads), projections * shape.heads / (into + shape.heads)
+    forward, backward = _attention_rates(found, rates)
+    core = attention_flops(shape, seq_len) * run.batch_size / ranks / shape.layers
+    one_pass = exchange_bytes(shape, ranks, seq_len * run.batch_size, element_bytes(run, "cuda"), 1, 0) / 2
+    network = rates.link if ranks <= machine.per_node else rates.network
+    unit = one_pass / (2 * query + 2 * kv) / network / shape.layers
+    row_sums = 4 / (shape.head_dim * element_bytes(run, "cuda")) * query
+
+    there = [
+        (COMPUTE, "queries, keys, values", first), (EXCHANGE, "to heads", unit * (query + 2 * kv)),
+        (COMPUTE, "attention", core / forward), (EXCHANGE, "to rows", unit * query),
+        (COMPUTE, "output projection", last), (COMPUTE, "MLP", mlp),
+    ]  # fmt: skip
+    back: list[tuple[str, str, float]] = []
+    if run.checkpoint and kept:
+        back = [(COMPUTE, "projections again", projections), (COMPUTE, "MLP again", mlp)]
+    elif run.checkpoint:
+        back = [(lane, f"{what} again" if lane == COMPUTE else what, seconds) for lane, what, seconds in there]
+    sent = query + kept * (query + 2 * kv + row_sums)  # outputs' gradients; and what kept outputs did not need again
+    back += [
+        (COMPUTE, "keys, values again", projections * _chunk_again(run)),
+        (COMPUTE, "MLP's tiles again", mlp * _thrice(run, preset)),
+        (COMPUTE, "MLP, backward", 2 * mlp), (COMPUTE, "output projection, backward", 2 * last),
+        (EXCHANGE, "to heads", unit * sent), (COMPUTE, "attention, backward", 2.5 * core / backward),
+        (EXCHANGE, "to rows", unit * (query + 2 * kv)), (COMPUTE, "queries, keys, values, backward", 2 * first),
+    ]  # fmt: skip
+    copy = found.host / shape.layers / rates.host if run.offload != "none" else 0.0
+    of_layer = shape.layer_parameters / shape.parameters / run.accumulation
+    states = _zero_seconds(shape, run, machine) * of_layer
+    gathered = states / 3 if run.zero_stage == 3 else 0.0  # forward gathers once, backward gathers and reduces
+    beside = {
+        "forward": [(COPIES, "kept for backward", copy), (STATES, "gather", gathered)],
+        "backward": [(COPIES, "brought back", copy), (STATES, "gather, reduce", states - gathered)],
+    }
+    wait = copy if run.offload == "sync" else 0.0
+    return {
+        name: [*_in_turn(spans, wait), *(Span(lane, what, 0.0, s) for lane, what, s in beside[name] if s)]
+        for name, spans in (("forward", there), ("backward", back))
+    }
+
+
+def _in_turn(spans: list[tuple[str, str, float]], start: float) -> Iterator[Span]:
+    for lane, what, seconds in spans:
+        if seconds:
+            yield Span(lane, what, start, seconds)
+            start += seconds

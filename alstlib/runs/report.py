@@ -1,0 +1,266 @@
+"""`alst report`: the table of results, and a page of a sweep that opens anywhere: one HTML file, nothing outside it.
+
+Nothing is computed here: figures are `plots` over results, the rest is what result.json says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import datetime
+import io
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from alstlib.config import RunConfig
+from alstlib.runs import results
+from alstlib.runs.results import COLUMNS
+from alstlib.runs.sweeps import Spec, load_spec, papermill_line, read_record, shown
+from alstlib.units import format_bytes, format_tokens
+
+PAGE = "report.html"
+TEMPLATE = Path(__file__).with_name("report.html.j2")
+
+
+def report(args: argparse.Namespace) -> int:
+    """`alst report`: the table of a spec's results, or of those below a folder, and their page."""
+    source = Path(args.source)
+    if args.out and source.is_dir():
+        raise ValueError(
+            f"out={args.out!r} goes with a spec, and {source} is a folder; --html says where the page goes"
+        )
+    spec = None if source.is_dir() else load_spec(source, args.out, as_run=True)
+    folder = spec.out if spec else source
+    found = results.collect(folder)
+    if not found:
+        raise ValueError(f"no result.json below {folder}")
+    print(results.with_notes(results.table(labelled(found, folder))))
+    page = write_page(folder, found, spec, Path(args.html) if args.html else None)
+    print(f"\npage: {shown(page)}")
+    return 0
+
+
+def write_page(
+    folder: Path, found: Sequence[Mapping[str, Any]], spec: Spec | None = None, page: Path | None = None
+) -> Path:
+    """Write the page of `results.collect(folder)` and return where it is: `folder`/report.html unless `page` says.
+
+    Raises:
+        OSError: it could not be written.
+        ValueError: jinja2 is not installed.
+    """
+    try:
+        import jinja2
+    except ImportError:
+        raise ValueError("the page needs jinja2: pip install 'alstlib[notebooks]'") from None
+    page = (page or folder / PAGE).resolve()
+    env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = env.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    text = template.render(**contents(folder.resolve(), found, spec, page.parent))
+    page.parent.mkdir(parents=True, exist_ok=True)
+    results.replace_text(page, text)
+    return page
+
+
+def labelled(found: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """The results, each with a `label` that no other has: its row or run id; where sweeps share it, its folder."""
+    names = [str(r.get("row") or r["run_id"]) for r in found]
+    paths = [_link(Path(r["folder"]).resolve(), folder.resolve()) for r in found]
+    made = [path if names.count(name) > 1 else name for name, path in zip(names, paths)]
+    made = made if len(set(made)) == len(made) else paths
+    return [{**r, "label": label} for r, label in zip(found, made)]
+
+
+def contents(folder: Path, found: Sequence[Mapping[str, Any]], spec: Spec | None, base: Path) -> dict[str, Any]:
+    """What the template shows; links are relative to `base`."""
+    record = read_record(folder)
+    known = spec.rows if spec else record.get("rows", ())
+    missing = [name for name in known if name not in {r.get("row") for r in found}]
+    found = labelled(found, folder)
+    table = results.table(found)
+    names = [n for n in COLUMNS if any(row.get(n) is not None for row in table)]
+    head = [(COLUMNS[n][0], _kind(n)) for n in names]
+    body = []
+    for result, row in zip(found, table):
+        cells = [("-" if row.get(n) is None else COLUMNS[n][1](row[n]), _kind(n)) for n in names]
+        body.append({"status": row["status"], "cells": cells, "anchor": _anchor(result)})
+    times = sorted(str(r["finished"]) for r in found if r.get("finished"))
+    return {
+        "title": (spec.name if spec else record.get("name")) or folder.name,
+        "first": _when(times[0]) if times else "", "last": _when(times[-1]) if times else "",
+        "written": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        "counts": [(s, n) for s in results.STATUSES if (n := sum(r["status"] == s for r in found))],
+        "modes": sorted({str(r["mode"]) for r in found}), "missing": missing, "head": head, "body": body,
+        "predicted": any("predicted" in n for n in names), "paper": any(n.startswith("paper_") for n in names),
+        "figures": list(figures(found, table)), "environments": environments(found),
+        "command": spec.command if spec else str(record.get("command") or ""),
+        "notebooks": [(p.name, _link(p, base)) for p in sorted(folder.glob("*.ipynb"))],
+        "rows": [_row(r, base, spec) for r in found],
+    }  # fmt: skip
+
+
+def _kind(name: str) -> str:
+    """The class of a column: of whom its numbers are."""
+    whose = "predicted" if name.startswith("predicted_") else "paper" if name.startswith("paper_") else ""
+    return f"{whose} {'text' if name in ('row', 'status', 'mode') else 'number'}".strip()
+
+
+def _anchor(result: Mapping[str, Any]) -> str:
+    return "row-" + re.sub(r"\s", "_", result["label"])
+
+
+def _when(text: str) -> str:
+    try:
+        return datetime.datetime.fromisoformat(text).astimezone(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except ValueError:
+        return text
+
+
+def _link(path: Path, base: Path) -> str:
+    return Path(os.path.relpath(path, base)).as_posix()
+
+
+def _row(result: Mapping[str, Any], base: Path, spec: Spec | None) -> dict[str, Any]:
+    """One result: its error, its configuration, what lies in its folder, and the command that repeats it alone."""
+    folder = Path(result["folder"]).resolve()
+    files = [*sorted(folder.glob("*.ipynb")), folder / "result.json"]
+    known = {f: v for f, v in result["config"].items() if f in RunConfig.__dataclass_fields__}
+    default = RunConfig().to_dict()
+    fields = {n: v for n, v in known.items() if v != default[n]}
+    error = result.get("error") or {}
+    its_sweep = read_record(folder.parent)
+    notebook = _link(spec.notebook, spec.root) if spec else its_sweep.get("notebook") or "notebooks/run.ipynb"
+    parameters = spec.parameters if spec else its_sweep.get("parameters") or {}
+    return {
+        "anchor": _anchor(result), "name": result["label"], "status": result["status"],
+        "mode": result["mode"], "run_id": result["run_id"], "finished": _when(str(result.get("finished") or "")),
+        "why": ": ".join(str(error[n]) for n in ("type", "message") if error.get(n)),
+        "log_tail": error.get("log_tail") or "", "fields": fields,
+        "notes": [str(n) for n in result["metrics"].get("notes") or []],
+        "links": [(f.name, _link(f, base)) for f in files if f.exists()],
+        "command": papermill_line(notebook, "out.ipynb", parameters, result["config"]),
+    }  # fmt: skip
+
+
+def environments(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Where the results were made: each environment and commit once, with its rows."""
+    made: dict[str, dict[str, Any]] = {}
+    for result in found:
+        git = result["git"]
+        dirty = {True: "yes", False: "no"}.get(git.get("dirty"), "unknown")
+        facts = {**result["environment"], "git commit": git.get("sha"), "git: uncommitted changes": dirty}
+        one = made.setdefault(json.dumps(facts, sort_keys=True, default=str), {"rows": []})
+        one["facts"] = {n.replace("_", " "): "-" if v is None else v for n, v in facts.items()}
+        one["rows"].append(result["label"])
+    return list(made.values())
+
+
+# Figures
+
+Results = Sequence[Mapping[str, Any]]
+
+
+def figures(found: Results, table: Results) -> Iterator[dict[str, str]]:
+    """Those that these results allow, as data URIs, each with what to see and an alternative text.
+
+    One that fails says so in place of its picture (`source` is empty): a finished sweep is not lost by its page.
+    Without matplotlib there are none.
+    """
+    try:
+        from alstlib.figures import plots
+    except ImportError:
+        return
+    kinds: dict[str, Callable[[Any, Results, Results], tuple[Any, str, str] | None]] = {
+        "Longest sequence that fits": _longest, "Trials of the search": _trials,
+        "Device peak, measured and predicted": _predicted, "Losses": _losses,
+    }  # fmt: skip
+    for title, draw in kinds.items():
+        try:
+            if made := draw(plots, found, table):
+                figure, what, alt = made
+                yield {"title": title, "what": what, "alt": alt, "source": _data(figure)}
+        except Exception as e:
+            yield {"title": title, "what": f"It could not be drawn: {type(e).__name__}: {e}", "alt": "", "source": ""}
+
+
+def _searched(found: Results) -> list[Mapping[str, Any]]:
+    return [r for r in found if r.get("row") and r["metrics"].get("tried")]
+
+
+def _reached(found: Results, table: Results) -> str:
+    return ", ".join(
+        f"{row['row']} {format_tokens(row['seq_len'])}"
+        for result, row in zip(found, table) if result in _searched(found) and row.get("seq_len")
+    )  # fmt: skip
+
+
+def _longest(plots: Any, found: Results, table: Results) -> tuple[Any, str, str] | None:
+    rows = [row for result, row in zip(found, table) if result in _searched(found)]
+    if not any(row.get("paper_seq_len") for row in rows):
+        return None
+    return (
+        plots.ablation(rows),
+        "What each row adds here (left), and in the paper's Table 1 on its own machine (right).",
+        f"Bars of the longest sequence of each row: {_reached(found, table)}.",
+    )
+
+
+def _trials(plots: Any, found: Results, table: Results) -> tuple[Any, str, str] | None:
+    points = {}
+    for result in _searched(found):
+        known = [t for t in result["metrics"]["tried"] if t.get("device_peak_bytes") is not None]
+        if known:
+            points[result["label"]] = sorted((t["seq_len"], t["device_peak_bytes"]) for t in known)
+    if not points:
+        return None
+    budgets = {r["config"].get("device_memory") for r in _searched(found)}
+    return (
+        plots.peaks(points, next(iter(budgets)) if len(budgets) == 1 else None),
+        "Device peak of every length that was tried; the budget is where a search ends.",
+        f"Lines of device peak against sequence length, rising to the budget: {_reached(found, table)}.",
+    )
+
+
+def _predicted(plots: Any, found: Results, table: Results) -> tuple[Any, str, str] | None:
+    both = {
+        str(row["row"]): (row["device_peak_bytes"], row["predicted_device_peak_bytes"])
+        for row in table if row.get("device_peak_bytes") and row.get("predicted_device_peak_bytes")
+    }  # fmt: skip
+    if not both:
+        return None
+    pairs = ", ".join(f"{n} {format_bytes(a)} measured and {format_bytes(b)} predicted" for n, (a, b) in both.items())
+    unit, size = ("GiB", 2**30) if max(max(pair) for pair in both.values()) >= 2**31 else ("MiB", 2**20)
+    figure = plots.paired(
+        {n: (a / size, b / size) for n, (a, b) in both.items()}, ("measured", "predicted"),
+        f"device peak of the fullest rank [{unit}]", log=False, show="{:,.1f}".format,
+    )  # fmt: skip
+    return figure, "Bars of a row are alike where the planner is right.", f"Pairs of bars of the device peak: {pairs}."
+
+
+def _losses(plots: Any, found: Results, table: Results) -> tuple[Any, str, str] | None:
+    """Losses by step: overlaid with their differences where runs took the same tokens, else just drawn."""
+    losses = {r["label"]: r for r in found if len(r["metrics"].get("loss") or []) >= 3}
+    curves = {n: [float("nan") if x is None else x for x in r["metrics"]["loss"]] for n, r in losses.items()}
+    if not curves:
+        return None
+    ends = ", ".join(f"{n} {curve[0]:.3f} to {curve[-1]:.3f}" for n, curve in curves.items())
+    same = ("seq_len", "tokens_per_step"), ("model", "model_config", "data", "seed", "steps", "learning_rate")
+    kinds = {
+        json.dumps([[r["metrics"].get(n) for n in same[0]], [r["config"].get(n) for n in same[1]]], default=str)
+        for r in losses.values()
+    }
+    alike = 1 < len(curves) <= 7 and len(kinds) == 1 and len({len(c) for c in curves.values()}) == 1
+    same_data = "The same data and settings: above the curves, below how far each is from the first."
+    what = same_data if alike else "Loss of each optimizer step."
+    figure = plots.parity(curves) if alike else plots.training({n: dict(enumerate(c, 1)) for n, c in curves.items()})
+    return figure, what, f"Lines of the loss against the optimizer step: {ends}."
+
+
+def _data(figure: Any) -> str:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

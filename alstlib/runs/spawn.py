@@ -1,0 +1,105 @@
+"""A function of a notebook on real ranks: processes joined by gloo on this machine, gone when the call returns.
+
+What `launch` is to a whole run, this is to a lesson's or a user's own few lines: no configuration, no result.json.
+Imports no torch: the ranks do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from alstlib.runs.launch import environment
+from alstlib.runs.processes import sigterm_interrupts, start, stop
+
+POLL_SECONDS = 0.05
+
+
+def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 600.0) -> list[Any]:
+    """`function(*args)` on each of `ranks` CPU ranks whose default process group is gloo; what each returned, in order.
+
+    The function travels as its source, so that one defined in a notebook's cell works: it imports what it uses, inside.
+    Arguments and what it returns are pickled.
+
+    Raises:
+        ValueError: no rank at all, or a function without a source or with variables of an enclosing function.
+        RuntimeError: a rank failed (with its traceback) or none was done after `timeout` seconds; all are ended.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} must be at least 1")
+    name = getattr(function, "__name__", "")
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError) as e:
+        raise ValueError(f"{function!r} has no source to send ({e}); define it with def, in a cell or a module") from e
+    if not name.isidentifier() or inspect.getclosurevars(function).nonlocals:
+        raise ValueError(f"{function!r} must be a function of its own (def), which gets what it needs as arguments")
+    run = uuid.uuid4().hex
+    with tempfile.TemporaryDirectory() as folder, sigterm_interrupts():
+        out = Path(folder)
+        (out / "job").write_bytes(pickle.dumps((source, name, args)))
+        env = environment(run, ranks, {"TMPDIR": folder})
+        started: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(ranks):
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+                command = [sys.executable, "-m", "alstlib.runs.spawn", folder]
+                started.append(start(command, env | place, out / f"log.{rank}"))
+            _wait(started, out, time.monotonic() + timeout, timeout)
+            return [pickle.loads((out / f"result.{rank}").read_bytes()) for rank in range(ranks)]
+        finally:
+            for process in started:
+                stop(process, run)
+
+
+def _wait(started: list[subprocess.Popen[bytes]], out: Path, deadline: float, timeout: float) -> None:
+    while any(process.poll() is None for process in started):
+        failed = [rank for rank, process in enumerate(started) if process.poll()]
+        if failed or time.monotonic() > deadline:
+            break
+        time.sleep(POLL_SECONDS)
+    failed = [rank for rank, process in enumerate(started) if process.poll()]
+    if first := sorted(out.glob("failed.*"), key=lambda p: p.stat().st_mtime):
+        raise RuntimeError(f"rank {first[0].suffix[1:]} failed:\n{first[0].read_text()}")
+    if failed:
+        log = (out / f"log.{failed[0]}").read_text(errors="replace")[-2000:]
+        raise RuntimeError(f"rank {failed[0]} ended with exit status {started[failed[0]].poll()}:\n{log}")
+    if late := [rank for rank, process in enumerate(started) if process.poll() is None]:
+        raise RuntimeError(f"ranks {late} were not done after timeout={timeout:g} s")
+
+
+def main() -> None:
+    import torch
+    import torch.distributed as dist
+
+    out, rank, world = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
+    source, name, args = pickle.loads((out / "job").read_bytes())
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{out / 'store'}", rank=rank, world_size=world)
+        space: dict[str, Any] = {"__name__": "ranks"}
+        exec(compile(source, f"<{name}>", "exec"), space)
+        result = pickle.dumps(space[name](*args))
+        dist.barrier()
+    except BaseException:
+        (out / f"failed.{rank}").write_text(traceback.format_exc())
+        raise
+    (out / f"result.{rank}").write_bytes(result)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # all is written; threads of the libraries may abort while the interpreter is taken down
+
+
+if __name__ == "__main__":
+    main()

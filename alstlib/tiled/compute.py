@@ -1,0 +1,270 @@
+"""Tiled compute: token-wise functions in sequence tiles, so that intermediates are O(tile) (ALST, section 3.1).
+
+Shape legend: B batch, S sequence (rows of this rank), E model width.
+
+Forward runs the tiles without a graph; backward recomputes them one by one and adds up the weights' gradients in fp32.
+These arrive once, through autograd, as the function's own gradients: data-parallel hooks see one gradient a weight, and
+scaling the loss scales them. Under DeepSpeed ZeRO-3 the weights are gathered once around forward and once around
+backward, because `TiledMLP` is marked as a leaf.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alstlib.recompute import GradientSums, Replay, first_order, those_that_train, unchanged, with_gradient
+from alstlib.sizing import tile_for
+
+TileRule = Callable[[int, int], int]
+_AS_ON: contextvars.ContextVar[str | TileRule | None] = contextvars.ContextVar("as_on", default=None)
+
+
+@contextlib.contextmanager
+def as_on(kind: str | TileRule) -> Iterator[None]:
+    """Choose tiles as on this kind of device (`cuda`, `cpu`), wherever tensors are, or by a rule of the caller's, of
+    the width and the bytes of an element: for a simulation."""
+    token = _AS_ON.set(kind)
+    try:
+        yield
+    finally:
+        _AS_ON.reset(token)
+
+
+def default_tile(width: int, element_bytes: int, device: torch.device) -> int:
+    """Tile in tokens whose widest intermediate [tile, width] takes about `TILE_BYTES`: a power of two, at least 256.
+
+    The paper takes as many tiles as sequence / width, which for a narrow model means tiny tiles.
+    """
+    if callable(rule := _AS_ON.get()):
+        return rule(width, element_bytes)
+    return tile_for(width, element_bytes, rule or device.type)
+
+
+def check_tile(tile: int) -> int:
+    if isinstance(tile, bool) or not isinstance(tile, int) or tile < 1:
+        raise ValueError(f"tile={tile!r} must be a whole number of tokens, at least 1")
+    return tile
+
+
+class _TiledCompute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        fn: Callable[..., Tensor],
+        tile: int,
+        params: Callable[[], Sequence[Tensor]],
+        along: Sequence[Tensor],
+        skip: bool,
+        module: nn.Module | None,
+        x: Tensor,
+        *_: Tensor,
+    ) -> Tensor:
+        ctx.fn, ctx.tile, ctx.params, ctx.replay = fn, tile, params, Replay(x.device, module)
+        ctx.skipped = skip
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(x, *along)
+        with unchanged(x, module):
+            return x.new_zeros(()).expand_as(x) if skip else _run_tiles(fn, x, along, tile)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, *along = ctx.saved_tensors
+        need_x, needs = ctx.needs_input_grad[6], ctx.needs_input_grad[7:]
+        params = those_that_train(ctx.params(), needs)
+        sums = GradientSums(params)
+        grad_x = torch.empty_like(x) if need_x else None
+        with ctx.replay(), torch.enable_grad():
+            for lo in range(0, x.shape[1], ctx.tile):
+                rows = slice(lo, lo + ctx.tile)
+                leaf = x[:, rows].contiguous().detach().requires_grad_(need_x)
+                wanted = [*([leaf] if need_x else []), *params]
+                y = ctx.fn(leaf, *(t[:, rows] for t in along))
+                grads = list(torch.autograd.grad(y, wanted, grad[:, rows], allow_unused=True))
+                del y
+                if grad_x is not None:
+                    first = grads.pop(0)
+                    grad_x[:, rows] = 0 if first is None else first
+                sums.add(grads, last=lo + ctx.tile >= x.shape[1])
+                grads = grads[-1:]  # it lies beside the next tile's: the planner's forms count it
+        done = iter(sums.done())
+        return (None, None, None, None, None, None, grad_x, *(next(done) if need else None for need in needs))
+
+
+def _run_tiles(fn: Callable[..., Tensor], x: Tensor, along: Sequence[Tensor], tile: int) -> Tensor:
+    """Run fn on tiles of dimension 1, writing each result into one output."""
+    out: Tensor | None = None
+    for lo in range(0, max(x.shape[1], 1), tile):
+        rows = slice(lo, lo + tile)
+        part = fn(x[:, rows].contiguous(), *(t[:, rows] for t in along))
+        if part.ndim < 2 or part.shape[:2] != x[:, rows].shape[:2]:
+            raise ValueError(f"a token-wise function keeps [B, S, ...]: it made {list(part.shape)} of {list(x.shape)}")
+        if part.shape[1] == x.shape[1]:
+            return part
+        if out is None:
+            out = part.new_empty(part.shape[0], x.shape[1], *part.shape[2:])
+        out[:, rows] = part
+    assert out is not None
+    return out
+
+
+def tiled_compute(
+    fn: Callable[..., Tensor],
+    x: Tensor,
+    params: Sequence[Tensor] | Callable[[], Sequence[Tensor]] = (),
+    *,
+    tile: int,
+    along: Sequence[Tensor] = (),
+    skip: bool = False,
+    module: nn.Module | None = None,
+) -> Tensor:
+    """Apply a token-wise `fn` to x [B, S, ...] in tiles of `tile` tokens (ALST, section 3.1).
+
+    Args:
+        fn: (x [B, s, ...], *along [B, s, ...]) -> [B, s, ...] for any s, each token by itself; it may use dropout,
+            which is replayed exactly.
+        x: input; the last tile may be shorter.
+        params: the tensors inside `fn` that train: those that get a gradient. A function is called again in
+            backward, for weights that an engine swaps between forward and backward.
+        tile: tokens in one tile.
+        along: further inputs [B, S, ...] cut into the same tiles, which get no gradient (labels, say).
+        skip: return zeros of x's shape instead of computing: for a recompute whose output nobody reads (the backward
+            runs the tiles anyway; see `unread`).
+        module: what `fn` calls: backward runs it in the mode (training or evaluation) of this call.
+
+    Returns:
+        fn(x, *along), with the same gradients for x and `params` as the untiled function.
+
+    Raises:
+        ValueError: `tile` below 1, or a function that does not keep [B, S, ...].
+    """
+    get = params if callable(params) else lambda: params
+    return _TiledCompute.apply(fn, check_tile(tile), get, tuple(along), skip, module, x, *get())
+
+
+def adopt(new: nn.Module, old: nn.Module) -> None:
+    """Make `new` own what `old` owns, under the same names: parameter names, state dicts and wrappers stay as they
+    were. The dictionaries are shared, so that a weight replaced in one is replaced in the other."""
+    for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        new.__dict__[name] = old.__dict__[name]
+    new.__dict__["inner"] = old  # not a child: its children are ours already
+
+
+class TiledModule(nn.Module):
+    """Base of modules that stand in for another of the same names and run it tile by tile. `inner` is the original."""
+
+    inner: nn.Module
+
+    def __init__(self, inner: nn.Module, tile: int | None = None) -> None:
+        super().__init__()
+        adopt(self, inner)
+        # DeepSpeed ZeRO-3 gathers the weights of a leaf once around forward and once around backward. A module without
+        # children is gathered so anyway, and a leaf's gradients are sent when its own backward ends, which is too early
+        # for a weight that another module uses too
+        self._z3_leaf = bool(self._modules)
+        self.tile = None if tile is None else check_tile(tile)
+        self.register_forward_pre_hook(self._ensure_input_grad)
+
+    @staticmethod
+    def _ensure_input_grad(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (with_gradient(args[0], module), *args[1:])
+
+    @property
+    def training(self) -> bool:
+        """The mode of the original, which its own forward reads."""
+        return self.inner.training if "inner" in self.__dict__ else True
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "inner" in self.__dict__:
+            self.inner.training = mode
+
+    def trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.inner.parameters() if p.requires_grad]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one pass through a layer asks of the tiled MLPs in it: they do so inside `with entered(...)`."""
+
+    drew: set[nn.Module] = field(default_factory=set)
+    """MLPs that drew random numbers: found by a first pass, and given to its recompute, which has to draw them too."""
+    skip: bool = False
+    """A recompute that reads no MLP's output: tiles return zeros (see `unread`)."""
+    whole: bool = False
+    """Rows that are no more than a tile run as they are, and keep their intermediates."""
+    followers: Mapping[Any, Any] = field(default_factory=dict)
+    """Where `skip` says so, `unread.Follower`s whose modules' work is done in the MLPs' tiles too."""
+
+
+_PASS: contextvars.ContextVar[Pass | None] = contextvars.ContextVar("pass", default=None)
+
+
+@contextlib.contextmanager
+def entered(one: Pass) -> Iterator[None]:
+    """Run what is inside as this pass."""
+    token = _PASS.set(one)
+    try:
+        yield
+    finally:
+        _PASS.reset(token)
+
+
+class TiledMLP(TiledModule):
+    """Stands in for a token-wise MLP module (gated or plain, with LoRA layers or dropout inside) and runs it in tiles.
+
+    Args:
+        mlp: a module mapping [B, S, E] to [B, S, E], token by token.
+        tile: tokens in one tile; None chooses by `default_tile`.
+    """
+
+    def __init__(self, mlp: nn.Module, tile: int | None = None) -> None:
+        super().__init__(mlp, tile)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 2:  # [B * S, E]
+            return self.forward(x[None])[0]
+        tile, now = self.tile or self._default_tile(x), _PASS.get() or Pass()
+        if now.whole and x.shape[1] <= tile:
+            return self._run(x)
+        if now.skip and self not in now.drew:
+            then = now.followers.get(self)
+            if then is None or not then.ready():
+                return tiled_compute(self._run, x, self.trainable, tile=tile, skip=True, module=self.inner)
+            run, params = then.after(self._run, self.trainable)
+            return then.expect(tiled_compute(run, x, params, tile=tile, skip=True, module=self.inner))
+        before = Replay(x.device)
+        out = tiled_compute(self._run, x, self.trainable, tile=tile, module=self.inner)
+        if before.has_moved():
+            now.drew.add(self)
+        return out
+
+    def _run(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+    def _default_tile(self, x: Tensor) -> int:
+        widest = max([x.shape[-1], *(max(p.shape, default=0) for p in self.inner.parameters() if p.ndim == 2)])
+        return default_tile(widest, x.element_size(), x.device)
+
+
+class TiledNorm(TiledModule):
+    """Stands in for a norm over the width and runs it in tiles: a norm computes in fp32, and untiled its intermediates
+    are several times the hidden states.
+
+    Args:
+        norm: a module mapping [B, S, E] to [B, S, E], token by token.
+        tile: tokens in one tile; None chooses by `default_tile`.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 2:  # [B * S, E]
+            return self.forward(x[None])[0]
+        tile = self.tile or default_tile(x.shape[-1], 4, x.device)
+        return tiled_compute(self.inner, x, self.trainable, tile=tile, module=self.inner)

@@ -1,0 +1,212 @@
+"""What a recompute need not compute: an MLP's output that no backward reads, found from the layer as it runs.
+
+In a layer that adds its MLP's output to the residual, the values are never needed again. In one that normalises them
+first, the norm's backward reads them: there the norm's work is moved into the MLP's tiles (`Follower`), whose backward
+recomputes both, and the norm passes its input on. Both are checked on the graph of each recompute before its backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from alstlib.recompute import Replay, Values
+from alstlib.tiled.compute import TiledMLP, TiledModule
+
+_HOOKS = (
+    "PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward", "BackwardHookFunctionBackward"
+)  # fmt: skip
+"""Nodes of DeepSpeed's hooks and of PyTorch's full backward hooks: they see gradients, not values."""
+_READS_NOTHING = (
+    "AddBackward0", "SubBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "CloneBackward0",
+    "TransposeBackward0", "ExpandBackward0", "ToCopyBackward0", "AliasBackward0", *_HOOKS,
+)  # fmt: skip
+"""Nodes of the autograd graph whose backward needs no value of their input."""
+
+
+class Follower:
+    """A token-wise module without children (a norm) that a layer gives its MLP's output, as the MLP's tiles see it.
+
+    `forward` stands in for the module's own: it computes as ever, but passes on the output of tiles that have done the
+    module's work already.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.original = module, module.forward
+        self.draws = False
+        """Did it ever draw random numbers? Tiles would draw others."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of one recompute's tensors and graph."""
+        self.expected: Values | None = None
+        self.tiles: list[Any] = []
+        self.passed: list[Any] = []
+
+    def ready(self) -> bool:
+        """Are the module's weights whole here? An engine may hold them sharded until the module itself is called."""
+        whole = (not hasattr(p, "full_tensor") and p.shape == getattr(p, "ds_shape", p.shape) for p in self._weights())
+        return not self.draws and all(whole)
+
+    def gather_with(self, mlp: TiledMLP) -> None:
+        """Have DeepSpeed ZeRO-3 gather the module's weights together with the MLP's. They stay registered while the
+        MLP is attached: an order that ZeRO-3 has recorded must not change."""
+        for p in self._weights():
+            if hasattr(p, "ds_id") and id(p) not in getattr(mlp, "_external_params", {}):
+                import deepspeed
+
+                deepspeed.zero.register_external_parameter(mlp, p)
+
+    def after(
+        self, run: Callable[[Tensor], Tensor], params: Callable[[], Sequence[Tensor]]
+    ) -> tuple[Callable[[Tensor], Tensor], Callable[[], list[Tensor]]]:
+        """The function and parameters of tiles that run the module on what `run` made."""
+
+        def both() -> list[Tensor]:
+            return list({id(p): p for p in (*params(), *self._weights()) if p.requires_grad}.values())
+
+        return lambda x: self.original(run(x)), both
+
+    def expect(self, out: Tensor) -> Tensor:
+        """Pass this output of the tiles on when it comes."""
+        self.expected = Values(out)
+        self.tiles.append(out.grad_fn)
+        return out
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.expected is not None and args and self.expected.are_those_of(args[0]):
+            out = args[0].view_as(args[0])
+            self.passed.append(out.grad_fn)
+            return out
+        before = Replay(args[0].device) if args and isinstance(args[0], Tensor) else None
+        out = self.original(*args, **kwargs)
+        self.draws |= before is not None and before.has_moved()
+        return out
+
+    def alone_reads(self, parents: dict[Any, list[Any]]) -> bool:
+        """Does the output of the tiles go to the module's one call, and nowhere else?"""
+        if not self.tiles:
+            return True
+        if len(self.tiles) != 1 or len(self.passed) != 1:
+            return False
+        (node,) = self.tiles
+        while node not in self.passed:
+            above = parents.get(node, [])
+            if len(above) != 1 or (above[0] not in self.passed and type(above[0]).__name__ not in _HOOKS):
+                return False
+            (node,) = above
+        return True
+
+    def _weights(self) -> Iterable[nn.Parameter]:
+        return self.module.parameters(recurse=False)
+
+
+@contextlib.contextmanager
+def find_followers(layer: nn.Module, mlps: Sequence[TiledMLP]) -> Iterator[dict[TiledMLP, nn.Module]]:
+    """While the layer runs once without a graph: which of its direct children are given an MLP's output, and are
+    token-wise, without children, buffers and random numbers?"""
+    found: dict[TiledMLP, nn.Module] = {}
+    made: dict[TiledMLP, Values] = {}
+
+    def keep(mlp: Any, args: tuple[Any, ...], out: Tensor) -> None:
+        if out.ndim == 3 and out.dtype == args[0].dtype:
+            made[mlp] = Values(out)
+
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        for mlp, values in made.items():
+            if kwargs or len(args) != 1 or not values.are_those_of(args[0]):
+                continue
+            if mlp not in found and module not in found.values() and _is_token_wise(module, args[0], out):
+                found[mlp] = module
+
+    plain = [m for m in layer.children() if not (isinstance(m, TiledModule) or [*m.children(), *m.buffers()])]
+    # first of the hooks: engines take weights away in theirs
+    hooks = [m.register_forward_hook(look, prepend=True, with_kwargs=True) for m in plain]
+    hooks += [mlp.register_forward_hook(keep, prepend=True) for mlp in mlps]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_token_wise(module: nn.Module, x: Tensor, out: Any) -> bool:
+    """Does `module` give for a token alone what it gives for it among others? (A look at values: done once.)
+
+    The tokens are made up: the answer must not depend on what a rank's sample holds, or on how long it is, because
+    engines gather weights as all ranks run the same.
+    """
+    if not isinstance(out, Tensor) or out.shape != x.shape or out.dtype != x.dtype or not x.is_floating_point():
+        return False
+    fake = isinstance(out, FakeTensor)  # has no values to look at
+    some = x.new_empty(1, 3, *x.shape[2:])
+    if not fake:
+        some.copy_(torch.randn(some.shape, generator=torch.Generator().manual_seed(0)))
+    before = Replay(x.device)
+    with before():
+        among, alone = module.forward(some), module.forward(some[:, :1].contiguous())
+        drew = before.has_moved()
+    if drew or not all(isinstance(t, Tensor) for t in (among, alone)) or alone.shape != among[:, :1].shape:
+        return False
+    rtol = 8 * torch.finfo(out.dtype).eps
+    return fake or torch.allclose(alone, among[:, :1], rtol=rtol, atol=rtol * float(among.abs().amax()))
+
+
+class Unread:
+    """Whether recomputes of one layer may leave out what its tiled MLPs return: until a graph says otherwise."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.holds = any(isinstance(m, TiledMLP) for m in layer.modules())
+        self.followers: dict[TiledMLP, Follower] = {}
+
+    def accept(self, out: Any) -> bool:
+        """Look at what a recompute that left them out returned (a tensor, or a tuple with tensors), before its
+        backward; where it says False, the recompute has to run once more, and later ones leave nothing out."""
+        outs = [out] if isinstance(out, Tensor) else [o for o in out if isinstance(o, Tensor)]
+        accepted = not self.holds or all(output_unread(o, self.followers.values()) for o in outs)
+        self.holds = self.holds and accepted
+        for follower in self.followers.values():
+            follower.forget()
+        return accepted
+
+
+def output_unread(out: Tensor, followers: Iterable[Follower] = ()) -> bool:
+    """Does no backward between tiled computes and `out` read the values that the tiled computes returned?
+
+    Then a recompute may skip them. Tiles that did a follower's work must feed that follower and nothing else. Found
+    from the graph of `out`, not from the model's name.
+    """
+    # nodes above a tiled compute, found without recursion: a closure that calls itself would keep the graph alive
+    parents: dict[Any, list[Any]] = {}
+    above, stack = [], [out.grad_fn] if out.grad_fn is not None else []
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if type(node).__name__ == "_TiledComputeBackward" and cast(Any, node).skipped:
+            above.append(node)  # and go on below it: another may feed this one, which reads its input
+        for child, _ in node.next_functions:
+            if child is not None:
+                parents.setdefault(child, []).append(node)
+                if child not in seen:
+                    seen.add(child)
+                    stack.append(child)
+    marked: set[Any] = set()
+    while above:
+        for parent in parents.get(above.pop(), []):
+            if parent not in marked:
+                marked.add(parent)
+                above.append(parent)
+    inside = [f for f in followers if not seen.isdisjoint(f.tiles)]
+    return all(_reads_nothing(node) for node in marked) and all(f.alone_reads(parents) for f in inside)
+
+
+def _reads_nothing(node: Any) -> bool:
+    name = type(node).__name__
+    if name == "MulBackward0":  # by a constant: one operand is kept, not both
+        return node._saved_self is None or node._saved_other is None
+    return name in _READS_NOTHING

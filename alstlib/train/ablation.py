@@ -1,0 +1,328 @@
+"""The worker that torchrun starts, `python -m alstlib.train.ablation --config config.json --out DIR`: one run, one result.json.
+
+A run trains: real text, real optimizer steps, finite losses. With `search`, it first finds the longest sequence whose
+peak stays within the device budget (`search.py`), and then trains at that length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+import alstlib
+from alstlib.config import RunConfig
+from alstlib.data.corpus import get_tokenizer, load_corpus
+from alstlib.data.samples import collate, make_samples
+from alstlib.mesh import gather_text
+from alstlib.offload.ledger import Ledger, ran_out
+from alstlib.planner.machine import machine_of
+from alstlib.planner.preflight import as_metrics, foretell
+from alstlib.runs import results
+from alstlib.runs.progress import Pace, Progress, ProgressReader
+from alstlib.train.engine import host_tensors, initialize, save_model, take_step
+from alstlib.train.loading import load_on_first
+from alstlib.train.models import SHAPES, flop_dimensions, put_liger
+from alstlib.train.resume import RunStates
+from alstlib.train.search import Trials, expected_seconds, longest_that_fits
+from alstlib.train.worker import node_count, run_worker, this_device
+
+WATCHED = 2
+"""Steps whose memory is watched: from the second on ZeRO-3 gathers weights ahead."""
+WATCHED_TIME = "the step's time is that of one whose memory was watched, which takes longer: more steps tell more"
+
+NO_STEP = "no step was left to do: the time is that of the last step then, the memory that of loading"
+
+
+class Trainer:
+    """One rank of a run: model, engine, data and ledger."""
+
+    def __init__(self, run: RunConfig, out: Path) -> None:
+        self.run, self.out, self.rank = run, out, dist.get_rank()
+        self.device, cuda = this_device()
+        self._check_writable()
+        self.bf16 = run.bf16(cuda)
+        self.progress = Progress(out / "progress.jsonl", self.rank)
+        self.say(message=f"loading {run.model}")
+        self.ctx = alstlib.SPContext.create(run.sp)
+        arrival = load_on_first(run, torch.bfloat16 if self.bf16 else torch.float32, self.device)
+        model = arrival.model
+        self.flops = flop_dimensions(model)
+        self.say(message=f"reading data '{run.data}' and the tokenizer")
+        self.corpus = load_corpus(run.data)
+        self.vocabulary = model.config.get_text_config().vocab_size
+        self.tokenizer = self._tokenizer()
+        put_liger(run, model, cuda)
+        self.handle = alstlib.apply(model, self.ctx, run_options(run))
+        torch.manual_seed(run.seed + 1 + self.rank)  # dropout masks differ between shards
+        self.engine = initialize(run, model, self.bf16, lambda message: self.say(message=message), arrival)
+        budget = run.device_memory
+        if budget is None and cuda and run.search:
+            # a margin for what the allocator does not count: context, communication buffers, fragments
+            budget = int(0.93 * torch.cuda.get_device_properties(self.device).total_memory)
+        self.ledger = Ledger(self.device, [self.handle.store], budget)
+        self.samples: dict[int, Any] = {}
+        events = ProgressReader(self.progress.path).read() if run.search else []
+        told = gather_text(json.dumps([e for e in events if e["event"] == "tried"]), self.device)[0]
+        self.known = Trials(json.loads(told))
+        self.trials: list[tuple[int, float]] = []
+
+    def say(self, **fields: Any) -> None:
+        self.progress.emit("load", row=self.run.row, **fields)
+
+    def told(self, message: str) -> Callable[[float], None]:
+        """Who hears the share of a long piece of work that is done."""
+        return Pace(self.say, message, 1.0)
+
+    def _tokenizer(self) -> Any:
+        run, name = self.run, self.run.tokenizer
+        if name == "auto" and run.model not in SHAPES:
+            name = run.model
+        if name == "auto" and "input_ids" in self.corpus.column_names:
+            return None  # the data are tokens already
+        corpus = None if run.data == "stdlib" else self.corpus
+        return get_tokenizer(name, corpus=corpus, vocab_size=min(self.vocabulary, 8192), trust=run.trust_remote_code)
+
+    def _collate(self, samples: Any) -> dict[str, Any]:
+        batch = collate(samples)
+        if (top := int(batch["input_ids"].max())) >= self.vocabulary:
+            raise ValueError(
+                f"data='{self.run.data}' has token {top}, but the model's vocab_size is {self.vocabulary}: take the "
+                "model's own tokenizer, or model_config={'vocab_size': ...} with random weights"
+            )
+        return batch
+
+    def loader(self, seq_len: int, steps: int) -> Any:
+        """Batches of `steps` optimizer steps: every rank has its own samples, as under a distributed sampler."""
+        run, sp = self.run, self.ctx.sp
+        samples = steps * run.accumulation * self.ctx.dp * run.batch_size
+        if (dataset := self.samples.get(seq_len)) is None or len(dataset) < samples:
+            dataset = make_samples(
+                self.corpus, self.tokenizer, seq_len, packed=run.packed, seed=run.seed, limit=samples,
+                pace=lambda tokens: Pace(self.say, f"tokenizing {tokens:,} tokens", tokens),
+            )  # fmt: skip
+            self.samples = {seq_len: dataset}
+        if run.accumulation % sp:
+            sp = 1  # the ranks of a group cannot take turns within a step: they share one stream of samples
+        replicas = self.ctx.dp * sp
+        place = self.ctx.rank if sp > 1 else self.ctx.dp_rank
+        sampler: Any = DistributedSampler(dataset, replicas, place, shuffle=False, drop_last=True)
+        batches = DataLoader(dataset, batch_size=run.batch_size, sampler=sampler, collate_fn=self._collate)
+        return alstlib.SPDataLoader(
+            batches, self.ctx, run.accumulation, replicated=sp == 1 and self.ctx.sp > 1, device=self.device
+        )
+
+    def steps(
+        self, seq_len: int, count: int, event: str = "trial", states: RunStates | None = None,
+        after: tuple[int, Callable[[], None]] | None = None,
+    ) -> dict[str, list[Any]]:  # fmt: skip
+        """Train up to optimizer step `count` at this length; returns loss, seconds, valid tokens and wire bytes of
+        each, those that `states` continues included. `after` so many steps something is called."""
+        run, loader = self.run, self.loader(seq_len, count)
+        made: dict[str, list[Any]] = {"loss": [], "step_seconds": [], "valid_tokens": [], "wire_bytes": []}
+        if states:
+            made |= states.resume(loader)
+            for message in (*states.notes, f"step {states.begun + 1} of {count}, which warms up"):
+                self.say(seq_len=seq_len, message=message)
+        done = begun = states.begun if states else 0
+        if done == count:
+            return made
+        began, shares, wire = time.perf_counter(), [], self.handle.wire_bytes
+        for batch in loader:
+            out = alstlib.causal_lm_loss(self.engine, batch, self.ctx, engine_divides_by=run.accumulation)
+            self.engine.backward(out.loss)
+            shares.append(out.mean * out.tokens)
+            last = self.engine.is_gradient_accumulation_boundary()
+            if (finite := take_step(self.engine)) and not last:
+                continue
+            loss = float(sum(shares)) / max(1, int(batch["step_tokens"]))  # waits for the device: the step's end
+            done += 1
+            if not finite or not math.isfinite(loss):
+                wrong = "gradients are not finite" if math.isfinite(loss) else f"loss is {loss}"
+                raise FloatingPointError(f"step {done} at {seq_len} tokens: its {wrong}")
+            seconds = time.perf_counter() - began
+            made["loss"].append(loss)
+            made["step_seconds"].append(seconds)
+            made["valid_tokens"].append(int(batch["step_tokens"]))
+            made["wire_bytes"].append(self.handle.wire_bytes - wire)
+            recent = made["step_seconds"][begun - done :][-10:]
+            usual = statistics.median(recent[1:] or [seconds])
+            self.progress.emit(
+                event, row=run.row, seq_len=seq_len, step=done, steps=count, loss=loss,
+                tokens_per_second=self.tokens_per_step(seq_len) / seconds, eta_seconds=(count - done) * usual,
+            )  # fmt: skip
+            if after is not None and done - begun == after[0]:
+                after[1]()
+            if states:
+                states.after_step(loader, done, max(recent), made)
+            if done == count:
+                return made
+            began, shares, wire = time.perf_counter(), [], self.handle.wire_bytes
+        raise ValueError(f"the data ended after {done} of {count} optimizer steps")
+
+    def _check_writable(self) -> None:
+        """Raise OSError on every rank if rank 0 cannot write to `save_to`: told before the steps, not after."""
+        problem = ""
+        if self.run.save_to and self.rank == 0:
+            try:
+                Path(self.run.save_to).mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=self.run.save_to).close()
+            except OSError as e:
+                problem = f"save_to='{self.run.save_to}' cannot be written to: {e.strerror or e}"
+        if problem := gather_text(problem, self.device)[0]:
+            raise OSError(problem)
+
+    def tokens_per_step(self, seq_len: int) -> int:
+        return seq_len * self.run.batch_size * self.run.accumulation * self.ctx.dp
+
+    def peaks(self, seq_len: int) -> int:
+        """Largest device peak of any rank in one optimizer step at this length (no budget is enforced)."""
+        if (known := self.known.peak(seq_len, self.ledger.budget or 0)) is not None:
+            return known
+        budget, self.ledger.budget = self.ledger.budget, None
+        what, expected = f"trial {len(self.trials) + 1} of the search", expected_seconds(self.trials, seq_len)
+        self.progress.emit("search", row=self.run.row, seq_len=seq_len, message=what, eta_seconds=expected)
+        self.ledger.start()
+        began = time.perf_counter()
+        with self._noting(seq_len):
+            self.steps(seq_len, 1)
+        self.trials.append((seq_len, time.perf_counter() - began))
+        self.ledger.budget = budget
+        peak = torch.tensor(self.ledger.device_peak, device=self.device)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        self.progress.emit("tried", row=self.run.row, seq_len=seq_len, peak=int(peak), message="tried")
+        return int(peak)
+
+    @contextlib.contextmanager
+    def _noting(self, seq_len: int) -> Iterator[None]:
+        """Any rank whose memory runs out in a search notes the length: the launcher starts another process, which tries
+        shorter ones."""
+        try:
+            yield
+        except BaseException as e:
+            if self.run.search and ran_out(e):
+                everyone = Progress(self.progress.path)
+                everyone.emit("tried", row=self.run.row, seq_len=seq_len, peak=None, message="memory ran out")
+            raise
+
+    def measure(self, seq_len: int) -> dict[str, Any]:
+        """Train the run's steps: memory and budget are watched in the first `WATCHED`, time is taken in those after, or
+        where there are none in the last."""
+        watched = 1 if self.run.search else min(WATCHED, self.run.steps)  # a search has made steps already
+        peaks: list[list[int]] = []
+
+        def unwatch() -> None:
+            peaks.extend(self._gather([self.ledger.device_peak, self.ledger.host_peak]))
+            if self.device.type == "cpu":
+                self.ledger.close()
+
+        self.ledger.start()
+        states = RunStates(self.engine, self.run, seq_len, self.out, self.told)
+        made = self.steps(seq_len, self.run.steps, "step", states, (watched, unwatch))
+        if not peaks:  # a continued run had fewer steps to do
+            unwatch()
+        own = made["step_seconds"][-(self.run.steps - states.begun) :] if states.begun < self.run.steps else []
+        timed = own[watched:] or made["step_seconds"][-1:]
+        untimed = [] if own[watched:] else [WATCHED_TIME if own else NO_STEP]
+        tokens = self.tokens_per_step(seq_len)
+        flos = results.flos(seq_len, tokens, **self.flops)
+        seconds = statistics.median(timed)
+        per_rank = {k: v / seconds / self.ctx.world_size / 1e12 for k, v in flos.items()}
+        return {
+            "predicted": self.predicted(seq_len),
+            "seq_len": seq_len,
+            "tokens_per_step": tokens,
+            "tokens_per_second": tokens / seconds,
+            "step_seconds": timed,
+            "loss": made["loss"],
+            "valid_tokens": made["valid_tokens"],
+            "device_peak_bytes": [device for device, _ in peaks],
+            "host_peak_bytes": [host for _, host in peaks],
+            "wire_bytes": made["wire_bytes"][-1],
+            "flos": flos,
+            "tflops": per_rank,
+            "mfu": None,
+            "backend": self.handle.attention.backend_name,
+            "attention_kept": self.handle.attention_kept,
+            "inputs_kept_every": self.handle.inputs_kept_every,
+            "notes": [*states.notes, *self.handle.notes, *self.samples[seq_len].notes(), *untimed],
+        }
+
+    def predicted(self, seq_len: int) -> dict[str, Any]:
+        """What the planner says of this run, to stand beside the measurement."""
+        gpus = self.ctx.world_size if self.device.type == "cuda" else 0
+        try:
+            run = self.run.replace(world_size=self.ctx.world_size, sp=self.ctx.sp)
+            machine = machine_of(run, node_count(self.ctx.world_size), gpus)
+            return as_metrics(foretell(run, machine, seq_len)[1], machine)
+        except (ValueError, KeyError) as e:
+            return {"unknown": str(e)}
+
+    def _gather(self, values: list[int]) -> list[list[int]]:
+        mine = torch.tensor(values, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.ctx.world_size)]
+        dist.all_gather(everyone, mine)
+        return [t.tolist() for t in everyone]
+
+    def __call__(self) -> dict[str, Any]:
+        run, tried, budget = self.run, [], self.ledger.budget
+        length = max(run.seq_len, self.ctx.sp)
+        with self.ledger:
+            self.ledger.mark_host(host_tensors(self.engine, run))
+            if run.search:
+                if budget is None:
+                    raise ValueError("search=True needs device_memory, the budget that decides what fits")
+                self.steps(run.search_granule, 3)  # ZeRO-3 prefetches from what these have read
+                found = longest_that_fits(self.peaks, budget, run.search_granule, start=length, limit=run.search_max)
+                length, tried = found.length, found.tried
+                while length > run.search_granule and (again := self.peaks(length)) > budget:
+                    tried.append((length, again))  # peaks of one length vary a little: at the edge it must fit twice
+                    length -= run.search_granule
+                self.ledger.budget = None
+            with self._noting(length):
+                metrics = self.measure(length)
+            if run.search and max(metrics["device_peak_bytes"]) > (budget or 0):
+                metrics["notes"].append("the measured step took more than the budget, which two others kept")
+        if tried:
+            lost = self.known.lost
+            metrics["tried"] = [{"seq_len": n, "device_peak_bytes": None if n in lost else p} for n, p in tried]
+        return metrics
+
+    def finish(self) -> None:
+        """Save the trained model."""
+        folder = str(self.run.save_to)
+        self.say(message=f"saving the model to {folder}")
+        save_model(self.handle, folder, self.tokenizer, self.told("saving the model: gathering weights"))
+
+
+def run_options(run: RunConfig) -> alstlib.Options:
+    return alstlib.Options(
+        attention=run.attention,
+        tiled_mlp=run.tiled_mlp,
+        tiled_norm=run.tiled_norm,
+        tiled_loss=run.tiled_loss,
+        checkpoint=run.checkpoint,
+        offload=run.offload,
+        save_attention=run.save_attention,
+        chunk=run.chunk,
+        host_memory=run.host_memory,
+        liger_loss=run.liger == "loss",
+    )
+
+
+def main() -> None:
+    run_worker(__doc__, Trainer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""torchrun as our runs start it, `python -m alstlib.train.agent` with torchrun's own flags: it listens on one address only.
+
+torchrun's own rendezvous listen on all interfaces, and `c10d` (also behind `--standalone`) unpickles what it finds in
+its store, so that a stranger on the network can run code. Here the first node's agent binds the store's socket itself,
+to the address of `--rdzv-endpoint` (port 0 takes a free one), and everybody's rank comes from `--rdzv-conf rank=N`:
+nothing is unpickled. Ended by a signal, the agent says so by its exit status, 128 and the signal's number.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+from torch.distributed import TCPStore, run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+BACKEND = "alst"
+PATIENCE_SECONDS = 600
+"""That nodes wait for each other."""
+
+
+class BoundRendezvous(StaticTCPRendezvous):
+    """torchrun's static rendezvous, whose store listens on the address of the endpoint and on no other."""
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self.rank == 0 and not self._store:
+            where = socket.getaddrinfo(self.master_addr, self.master_port, type=socket.SOCK_STREAM)[0]
+            server = socket.create_server(where[4][:2], family=where[0], backlog=1024)
+            self.master_addr, self.master_port = server.getsockname()[:2]
+            self._store = TCPStore(
+                self.master_addr, self.master_port, self.world_size, True, self.timeout,
+                master_listen_fd=server.detach(),
+            )  # fmt: skip
+        return super().next_rendezvous()
+
+
+def _create(given: RendezvousParameters) -> BoundRendezvous:
+    host, port = parse_rendezvous_endpoint(given.endpoint, 0)
+    return BoundRendezvous(host, port, int(given.config["rank"]), given.max_nodes, given.run_id, PATIENCE_SECONDS)
+
+
+def main() -> None:
+    rendezvous_handler_registry.register(BACKEND, _create)
+    try:
+        run.main(["--rdzv-backend", BACKEND, *sys.argv[1:]])
+    except SignalException as e:
+        sys.exit(128 + e.sigval)
+
+
+if __name__ == "__main__":
+    main()

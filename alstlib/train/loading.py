@@ -1,0 +1,145 @@
+"""Loading a model onto ranks: rank 0 has its weights, and the others get them one tensor at a time.
+
+So the hosts hold one copy of the weights for all ranks. Under ZeRO-3 a device never holds more of them than its part
+and one whole tensor: a model may be larger than a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from alstlib.config import RunConfig
+from alstlib.mesh import gather_text
+from alstlib.train.models import load_model, model_config
+
+KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "OSError": OSError, "MemoryError": MemoryError}
+"""Errors of rank 0 that the others raise too; they raise a RuntimeError for any other."""
+
+
+class Arrival:
+    """A model whose weights are still to arrive: its parameters have their shapes, dtypes and device, but no memory.
+
+    Made by `load_on_first`; `alstlib.apply` takes the model, and `place` brings the weights.
+    """
+
+    def __init__(self, model: PreTrainedModel, waiting: dict[str, Tensor], device: torch.device) -> None:
+        self.model: Any = model
+        self.named = list(model.named_parameters())
+        self.waiting, self.device, self.first = waiting, device, dist.get_rank() == 0
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Each parameter in turn: with its weight on rank 0, with room for it elsewhere. Send it before the next."""
+        for name, p in self.named:
+            if self.first:
+                p.data = self.waiting.pop(name)
+            else:  # no other name keeps it
+                p.data = torch.empty(p.shape, dtype=p.dtype, device=self.device)
+            yield p
+
+
+class _InTurn(nn.Module):
+    """A module whose parameters arrive while they are looked through."""
+
+    def __init__(self, arrival: Arrival) -> None:
+        super().__init__()
+        self.arriving = arrival.parameters()
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self.arriving
+
+
+@contextlib.contextmanager
+def _without_weights() -> Iterator[None]:
+    """Parameters of modules that are made here lie on the meta device; buffers are real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, p: nn.Parameter | None) -> None:
+        if p is not None and p.device.type != "meta":
+            p = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+        register(module, name, p)
+
+    with mock.patch.object(nn.Module, "register_parameter", on_meta):
+        yield
+
+
+def _skeleton(run: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
+    config = model_config(run.model, run.model_config, run.trust_remote_code)
+    with _without_weights():
+        made = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=run.trust_remote_code)
+    return made.train()
+
+
+def load_on_first(run: RunConfig, dtype: torch.dtype, device: torch.device) -> Arrival:
+    """The run's model on every rank, with its weights on rank 0's host only. A collective.
+
+    Raises:
+        Exception: what a rank met while it loaded, on every rank.
+    """
+    first, model, error = dist.get_rank() == 0, None, None
+    told: dict[str, Any]
+    try:
+        model = load_model(run, dtype) if first else _skeleton(run, dtype)
+        tensors = [*model.named_parameters(), *model.named_buffers()] if first else []
+        told = {"tensors": {name: [list(t.shape), str(t.dtype).partition(".")[2]] for name, t in tensors}}
+    except Exception as e:
+        error, told = e, {"error": [type(e).__name__, str(e)]}
+    everyone = [json.loads(text) for text in gather_text(json.dumps(told), device)]
+    if error is not None:
+        raise error
+    for kind, message in (one["error"] for one in everyone if "error" in one):
+        raise KINDS.get(kind, RuntimeError)(message)
+    assert model is not None
+    waiting = {name: p.data for name, p in model.named_parameters()} if first else {}
+    _hollow(model, everyone[0]["tensors"], device)
+    return Arrival(model, waiting, device)
+
+
+def _hollow(model: nn.Module, tensors: dict[str, Any], device: torch.device) -> None:
+    """Put parameters and buffers on the device, with rank 0's dtypes: buffers with its values, parameters without
+    memory. A tensor that has several names stays one."""
+    made: dict[int, nn.Parameter] = {}
+    for name, p in list(model.named_parameters(remove_duplicate=False)):
+        if id(p) not in made:
+            shape, dtype = tensors[name]
+            if list(p.shape) != shape:
+                raise RuntimeError(f"{name} has the shape {list(p.shape)} here and {shape} on rank 0")
+            hollow = torch.empty(1, dtype=getattr(torch, dtype), device=device).expand(shape)
+            if p.device.type == "meta":  # a parameter cannot leave that device
+                made[id(p)] = nn.Parameter(hollow, requires_grad=p.requires_grad)
+                made[id(p)].__dict__.update(p.__dict__)
+            else:
+                p.data = hollow
+                made[id(p)] = p
+        parent, _, leaf = name.rpartition(".")
+        model.get_submodule(parent)._parameters[leaf] = made[id(p)]
+    for name, b in model.named_buffers():
+        value = b.detach().to(device, getattr(torch, tensors[name][1])).contiguous()
+        _send(value)
+        b.data = value
+
+
+def _send(t: Tensor) -> None:
+    """Rank 0's values, on every rank."""
+    if t.numel():
+        dist.broadcast(t.view(-1).view(torch.uint8), 0)
+
+
+def place(arrival: Arrival, config: dict[str, Any]) -> None:
+    """Bring the weights to where an engine of this DeepSpeed configuration wants them: under ZeRO-3 in parts."""
+    if config["zero_optimization"]["stage"] == 3:
+        import deepspeed
+
+        deepspeed.zero.Init(module=_InTurn(arrival), config_dict_or_path=config)
+        return
+    for p in arrival.parameters():
+        p.data = p.data.to(arrival.device).contiguous()
+        _send(p.data)

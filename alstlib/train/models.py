@@ -1,0 +1,147 @@
+"""Models to run: built-in shapes with random weights, hub names, local paths; and what their FLOPS are counted from."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from alstlib.config import RunConfig, check_names
+from alstlib.hf.support import heads_of
+from alstlib.planner.model_shapes import PUBLIC, SHAPES, check_model
+
+
+def model_config(
+    name: str, overrides: Mapping[str, Any], trust_remote_code: bool = False, *, shape_only: bool = False
+) -> Any:
+    """The transformers config of a built-in shape, a local path or a hub name, with fields overridden. With
+    `shape_only`, published shapes (`shapes.PUBLIC`) need no hub: their sizes are right, other fields are defaults.
+
+    Raises:
+        ValueError: an unknown model (with the nearest built-in name) or an unknown field (with the nearest known one).
+    """
+    if name in SHAPES:
+        config: Any = LlamaConfig(**SHAPES[name])
+    elif shape_only and name in PUBLIC and not Path(name).exists():
+        config = AutoConfig.for_model(**PUBLIC[name])
+    else:
+        check_model(name)
+        try:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as e:
+            raise ValueError(f"model='{name}': its config cannot be read: {str(e).partition(chr(10))[0]}") from e
+    check_names(overrides, config.to_dict(), "model_config field")
+    for field, value in overrides.items():
+        setattr(config, field, value)
+    return config
+
+
+def load_model(run: RunConfig, dtype: torch.dtype, *, shape_only: bool = False) -> PreTrainedModel:
+    """The run's model, in training mode: pre-trained, or with random weights that its seed decides. With `shape_only`
+    nothing is read but its config (see `model_config`)."""
+    config = model_config(run.model, run.model_config, run.trust_remote_code, shape_only=shape_only)
+    random = run.model in SHAPES if run.random_weights is None else run.random_weights
+    random = random or shape_only
+    if run.model in SHAPES and not random:
+        raise ValueError(f"model='{run.model}' is a shape without weights: random_weights must be True")
+    if random:
+        torch.manual_seed(run.seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=run.trust_remote_code)
+    else:
+        try:
+            found: Any = AutoModelForCausalLM.from_pretrained(
+                run.model, config=config, dtype=dtype, trust_remote_code=run.trust_remote_code, output_loading_info=True
+            )
+            model, loaded = found
+        except (SafetensorError, RuntimeError) as e:
+            raise ValueError(_why_unreadable(run, e)) from e
+        if missing := sorted(loaded["missing_keys"]):
+            raise ValueError(
+                f"model='{run.model}' has no weights for {missing[0]}{_more(len(missing) - 1)}, which would be random: "
+                "model_config must not make the model larger than its weights, or random_weights must be True"
+            )
+    return model.train()
+
+
+def _more(others: int) -> str:
+    return f" and {others} more" if others else ""
+
+
+def _why_unreadable(run: RunConfig, error: Exception) -> str:
+    """Which weights cannot be loaded, and why."""
+    if "mismatched_sizes" in str(error):
+        fields = ", ".join(f"{name}={value!r}" for name, value in run.model_config.items())
+        what = f"model_config asks for ({fields})" if fields else "its config.json says"
+        return (
+            f"model='{run.model}': its weights have other sizes than {what}; leave those fields out, or train from "
+            "random_weights=True"
+        )
+    for path in sorted(Path(run.model).glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as e:
+            return f"model='{run.model}': {path} is damaged or was cut off ({e}); copy it again"
+    return f"model='{run.model}': its weights cannot be loaded: {error}"
+
+
+def flop_dimensions(model: PreTrainedModel) -> dict[str, int]:
+    """dense_params (matrices of layers and head, without the embedding lookup), heads, head_dim, layers of `flos`.
+
+    Call it before an engine shards the weights.
+    """
+    config = model.config.get_text_config()
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    inside = {id(p): p.numel() for p in model.parameters() if p.ndim >= 2 and p is not embedding}
+    inside[id(head)] = head.numel()  # a tied head multiplies too
+    heads, _, width = heads_of(config)
+    return {
+        "dense_params": sum(inside.values()),
+        "heads": heads,
+        "head_dim": width,
+        "layers": config.num_hidden_layers,
+    }
+
+
+def put_liger(run: RunConfig, model: PreTrainedModel, cuda: bool) -> None:
+    """Put Liger's norm, RoPE and SwiGLU kernels into a run's model, before `apply`, where `liger` says so: tiles then
+    run them. (The paper had to leave SwiGLU out with tiled MLPs.) Its fused loss is `Options.liger_loss`.
+
+    With `auto` they are put in on a GPU, with the tiled loss (the paper's baseline has none of them), where they are
+    installed and know the model.
+
+    Raises:
+        ValueError: they are asked for by name, and there is no GPU, or they are not installed or do not know the model.
+    """
+    wanted, kind = run.liger, model.config.model_type
+    if wanted == "auto":
+        if cuda and run.tiled_loss and kind in liger_knows():
+            liger_kernels(model)
+    elif wanted:
+        if not cuda:
+            raise ValueError(f"liger={wanted!r} needs a GPU; use liger='auto', which takes Liger's kernels on one")
+        if kind not in (known := liger_knows()):
+            what = f"does not know the model_type {kind}" if known else "is not installed"
+            raise ValueError(f"liger={wanted!r} needs the package liger-kernel, which {what}; use liger='auto'")
+        liger_kernels(model)
+
+
+def liger_knows() -> Collection[str]:
+    """The types of models that Liger has kernels for; none where it is not installed."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return ()
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    return MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
+def liger_kernels(model: PreTrainedModel) -> None:
+    """Put all kernels that Liger has for this type of model into it, but those of the loss."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)

@@ -1,0 +1,109 @@
+"""The training states of one run: which one it continues from, when it saves one, and what is kept.
+
+The same command continues by itself: a state of the same configuration in the run's own folder comes before
+`resume_from`. A state there that is not continued is never replaced, unless it is that of this run, which ended well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from alstlib.config import RunConfig
+from alstlib.mesh import gather_text
+from alstlib.planner.preflight import SLOW_DISK
+from alstlib.runs import results
+from alstlib.runs.processes import seconds_left
+from alstlib.train.engine import Told
+from alstlib.train.state import FREE, OtherState, find_state, load_state, place_aside, save_state
+
+
+class Timeout(TimeoutError):
+    """The run's time is up; its state is saved."""
+
+
+class RunStates:
+    """What a run continues from and saves, in `state` below its folder `out`. Every rank calls the methods.
+
+    Args:
+        run: the run as it was asked for.
+        seq_len: the length that it trains at, which a search may have found.
+        told: gives who hears the share of a piece of work that is done.
+    """
+
+    def __init__(self, engine: Any, run: RunConfig, seq_len: int, out: Path, told: Callable[[str], Told]) -> None:
+        self.engine, self.asked, self.run, self.out, self.told = engine, run, run.replace(seq_len=seq_len), out, told
+        self.folder = out / "state"
+        self.begun = 0
+        """Optimizer steps that were done before this attempt."""
+        self.notes: list[str] = []
+        self.aside: Path | None = None  # where a state that is not continued goes when one is saved
+        self.saving = 12 * sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()) / SLOW_DISK
+        """Seconds that saving a state takes: guessed before the first."""
+
+    def resume(self, loader: Any) -> dict[str, Any]:
+        """Put engine and loader where an earlier attempt was; returns the `history` that it saved."""
+        left, found, told = find_state(self.folder), None, self.told("reading the training state")
+        there, finished = self._agreed([left is not None, self._finished()])
+        if there and not finished:
+            self.aside = place_aside(self.folder)
+        if there and not finished and self.run.resume == "auto":
+            try:
+                found = load_state(
+                    self.engine, self.run, self.folder, self.told("reading the training state"), own=True
+                )
+            except OtherState as e:
+                self.notes.append(f"the state in {left} is kept and not continued: {e}")
+        if found is None and self.run.resume_from:
+            found = load_state(self.engine, self.run, self.run.resume_from, told)
+        if found is None:
+            return {}
+        if left is not None and found["place"].resolve() == left.resolve():
+            self.aside = None  # the states to come follow it
+        if found["loader"] is not None:
+            loader.load_state_dict(found["loader"])
+        self.begun = found["step"]
+        self.notes += [f"continued after step {self.begun} from {found['place']}", *filter(None, [found["note"]])]
+        return found["history"] or {}
+
+    def after_step(self, loader: Any, step: int, seconds: float, history: Any) -> None:
+        """Save the state of every `checkpoint_every`th step, and of the last one that there is time for.
+
+        Raises:
+            Timeout: another step of so many `seconds` might not leave the time to save a state.
+        """
+        every = self.run.checkpoint_every
+        ends = bool(every) and step < self.run.steps and self._time_is_up(seconds)
+        if every and (ends or step % every == 0):
+            began, told = time.monotonic(), self.told(f"saving the training state of step {step}")
+            place: dict[str, Any] = {"loader_state": loader.state_dict(), "history": history, "aside": self.aside}
+            save_state(self.engine, self.run, self.folder, step=step, told=told, **place)
+            self.aside, self.saving = None, time.monotonic() - began
+        if ends:
+            limit = f"timeout={self.run.timeout:g} s" if self.run.timeout else "the run's time limit"
+            raise Timeout(
+                f"{limit} leaves no time for a step after step {step} of {self.run.steps}; the "
+                f"training state is saved in {self.folder}, and the same command continues from there"
+            )
+
+    def _time_is_up(self, seconds: float) -> bool:
+        left = seconds_left()
+        return left < math.inf and self._agreed([left < 1.2 * seconds + 2 * self.saving + 1])[0]
+
+    def _finished(self) -> bool:
+        """Whether this very run ended well here before: it is repeated, from its first step, and its states with it."""
+        try:
+            result = results.read_result(self.out / "result.json")
+        except (OSError, ValueError):
+            return False
+        before, now = result["config"], self.asked.to_dict()
+        bound = now.keys() - FREE | {"steps", "resume_from"}
+        return result["status"] == "ok" and all(before.get(name) == now[name] for name in bound)
+
+    def _agreed(self, answers: list[bool]) -> list[bool]:
+        """Rank 0's answers, on every rank."""
+        return json.loads(gather_text(json.dumps(answers), self.engine.device)[0])

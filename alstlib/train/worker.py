@@ -1,0 +1,131 @@
+"""What every worker under torchrun does: its device, joining the ranks, one result.json of what came of its job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from alstlib.config import RunConfig
+from alstlib.mesh import join, join_fake
+from alstlib.offload.ledger import ran_out
+from alstlib.planner import devices
+from alstlib.planner.preflight import limits
+from alstlib.runs import results
+from alstlib.runs.processes import die_with_parent, dump_before_deadline
+from alstlib.train.resume import Timeout
+
+
+def this_device() -> tuple[torch.device, bool]:
+    """This rank's device, and whether it is a GPU.
+
+    Raises:
+        ValueError: the driver has GPUs that PyTorch cannot use: the run would train on the CPU instead.
+    """
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), True
+    if torch.version.cuda and (listed := devices.device_count()):
+        try:
+            why: Any = torch.cuda.init()
+        except (RuntimeError, AssertionError) as e:
+            why = e
+        raise ValueError(
+            f"the driver lists {listed} GPU{'s' if listed > 1 else ''}, but PyTorch {torch.__version__} can use none "
+            f"({why}): update the driver, or install PyTorch for a CUDA that this driver knows (env/README.md); "
+            "CUDA_VISIBLE_DEVICES='' trains on the CPU"
+        )
+    return torch.device("cpu"), False
+
+
+def node_count(ranks: int) -> int:
+    """Nodes that torchrun started so many ranks on."""
+    return max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+
+
+def timed(step: Callable[[], Any]) -> float:
+    """Seconds of a step, from all ranks' start to all ranks' end."""
+    dist.barrier()
+    began = time.perf_counter()
+    step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+def run_worker(doc: str | None, job: Callable[[RunConfig, Path], Any]) -> None:
+    """What every worker does: read the configuration, join the ranks, `work`."""
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("--config", type=Path, required=True, help="config.json of a RunConfig")
+    parser.add_argument("--out", type=Path, required=True, help="folder for result.json and progress.jsonl")
+    args = parser.parse_args()
+    die_with_parent()
+    dump_before_deadline()
+    run = RunConfig.from_dict(json.loads(args.config.read_text()))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
+    if run.emulate:  # ranks that are not there: nothing is sent
+        join_fake(run.emulate)
+    else:
+        world = int(os.environ["WORLD_SIZE"])
+        resolved = run.replace(world_size=world, sp=run.sp or world)
+        join(device, limits(resolved, node_count(world), world if cuda else 0)[1])
+    work(run, args.out, job)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # all is written; seen once: threads of the libraries abort while the interpreter is taken down
+
+
+def work(run: RunConfig, out: Path, job: Callable[[RunConfig, Path], Any]) -> None:
+    """One rank of the run: `job(run, out)()` gives the metrics, and with `save_to` its `finish` saves the model.
+
+    Writes result.json, and raises what went wrong after that. Metrics are written before the model is saved: a run that
+    ends meanwhile has them, and is no finished one.
+    """
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    mode, ranks = ("emulated", 1) if run.emulate else ("real", dist.get_world_size())
+    metrics: dict[str, Any] = {}
+
+    def write(status: str, **error: str) -> None:
+        about: Any = {"device": device, "device_count": ranks, "mode": mode, "metrics": metrics, "error": error}
+        results.write_result(out / "result.json", results.new_result(run, status, **about))
+
+    first = dist.get_rank() == 0 or bool(run.emulate)
+    try:
+        working = job(run, out)
+        metrics = working()
+        if run.save_to and hasattr(working, "finish"):
+            if first:
+                write("error", type="Unfinished", message=f"the steps are done, but not saving to '{run.save_to}'")
+            dist.barrier()  # another rank's error comes after this, and stays
+            working.finish()
+    except BaseException as e:
+        status = "oom" if ran_out(e) else "timeout" if isinstance(e, Timeout) else "error"
+        if claim(out):
+            write(status, type=type(e).__name__, message=str(e))
+        raise
+    if first:
+        write("ok")
+
+
+def claim(out: Path) -> bool:
+    """True for the first rank that fails: the others fail because of it, and their errors say less."""
+    try:
+        os.close(os.open(out / f"failed.{os.environ['TORCHELASTIC_RUN_ID']}", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True

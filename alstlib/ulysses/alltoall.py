@@ -1,0 +1,244 @@
+"""The exchange at the heart of Ulysses: slices of the sequence for blocks of heads, and back (ALST, section 3.2).
+
+Shape legend: B batch, S sequence, P sequence-parallel degree, L = S / P, H heads, h = H / P, D width.
+Sequence layout [B, H, L, D]: all heads of this rank's rows. Head layout [B, h, S, D]: this rank's heads of all rows.
+
+Key/value heads are split like query heads when P divides them. When they are fewer than the ranks (K < P, K divides P),
+P / K neighbouring ranks need the same head: it is sent to each of them straight from one buffer, never replicated
+first, and each rank receives just the one head it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from alstlib.mesh import SPContext
+from alstlib.recompute import first_order
+
+
+def emulated(group: Any) -> bool:
+    """Are the other ranks of this group not there (`groups.join_fake`)? Then nothing arrives from them."""
+    return dist.get_backend(group) == "fake"
+
+
+def _all_to_all(
+    receive: Tensor, send: Tensor, group: Any, from_ranks: list[int] | None = None, to_ranks: list[int] | None = None
+) -> Tensor:
+    """`all_to_all_single` into `receive`, which it returns. From emulated ranks comes what this rank sends, over and
+    over: kernels run at another speed on zeros, or on whatever lies in memory, than on numbers of a model."""
+    dist.all_to_all_single(receive, send, from_ranks, to_ranks, group=group)
+    if emulated(group) and len(send):
+        for part in receive.split(len(send)):
+            part.copy_(send[: len(part)])
+    return receive
+
+
+class Exchange:
+    """All-to-alls over one SP group, with a count of the bytes that this rank has sent to others.
+
+    Args:
+        group: process group of the P ranks; None for P = 1, where everything is the identity.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self.ranks = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.bytes_sent = 0
+        """Bytes sent to other ranks since the start."""
+
+    def _count(self, sent: Tensor, messages: int) -> None:
+        """Count `messages` equal parts of which `sent` is one."""
+        self.bytes_sent += sent.numel() * sent.element_size() * messages
+
+    def _swap(self, send: Tensor) -> Tensor:
+        """send [P, ...] contiguous: part p goes to rank p -> parts by source rank, the same shape."""
+        receive = _all_to_all(torch.empty_like(send), send, self.group)
+        self._count(send[0], self.ranks - 1)
+        return receive
+
+    def swap_unequal(self, send: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> Tensor:
+        """send [sum of to_ranks], the parts for each rank in order -> [sum of from_ranks], those from each rank."""
+        receive = _all_to_all(send.new_empty(sum(from_ranks)), send, self.group, list(from_ranks), list(to_ranks))
+        self.bytes_sent += (send.numel() - to_ranks[self.rank]) * send.element_size()
+        return receive
+
+    def to_heads(self, *tensors: Tensor) -> list[Tensor]:
+        """Tensors [B, H, L, D], each with its own H (divisible by P) and D -> views [B, H / P, S, D] of one buffer."""
+        if self.ranks == 1:
+            return list(tensors)
+        p, heads = self.ranks, [(t.shape[1] // self.ranks, t.shape[3]) for t in tensors]
+        b, rows, widths = tensors[0].shape[0], tensors[0].shape[2], [h * d for h, d in heads]
+        send = tensors[0].new_empty(p, rows, b, sum(widths))
+        for part, t, head in zip(send.split(widths, 3), tensors, heads):
+            part.unflatten(3, head).copy_(t.unflatten(1, (p, -1)).permute(1, 3, 0, 2, 4))
+        whole = self._swap(send).view(p * rows, b, sum(widths))  # rows of all ranks, in order
+        return [part.unflatten(2, head).permute(1, 2, 0, 3) for part, head in zip(whole.split(widths, 2), heads)]
+
+    def to_seq(self, *tensors: Tensor) -> list[Tensor]:
+        """The way back: tensors [B, h, S, D] -> [B, P * h, L, D] (stored as [B, L, H, D])."""
+        if self.ranks == 1:
+            return list(tensors)
+        p, heads = self.ranks, [(t.shape[1], t.shape[3]) for t in tensors]
+        (b, _, size, _), widths = tensors[0].shape, [h * d for h, d in heads]
+        rows = size // p
+        if len(tensors) == 1:
+            send = tensors[0].permute(2, 0, 1, 3).contiguous()  # no copy for B = 1 and kernels that store [B, S, h, D]
+        else:
+            send = tensors[0].new_empty(size, b, sum(widths))
+            for part, t, head in zip(send.split(widths, 2), tensors, heads):
+                part.unflatten(2, head).copy_(t.permute(2, 0, 1, 3))
+        whole = self._swap(send.view(p, rows, b, sum(widths)))  # heads of all ranks, in order
+        parts = [part.unflatten(3, head) for part, head in zip(whole.split(widths, 3), heads)]
+        return [part.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2) for part in parts]
+
+    def shared_to_heads(self, *tensors: Tensor) -> list[Tensor]:
+        """Tensors [B, K, L, D] with K < P, P a multiple of K -> [B, 1, S, D]: the one head that this rank needs."""
+        (b, heads, rows, _), p, widths = tensors[0].shape, self.ranks, [t.shape[3] for t in tensors]
+        send = tensors[0].new_empty(heads, rows, b, sum(widths))
+        for part, t in zip(send.split(widths, 3), tensors):
+            part.copy_(t.permute(1, 2, 0, 3))
+        receive = send.new_empty(p, rows, b, sum(widths))
+        sent = [send[r * heads // p] for r in range(p)]
+        dist.all_to_all(list(receive), sent, group=self.group)
+        if emulated(self.group):
+            for part, given in zip(receive, sent):
+                part.copy_(given)
+        self._count(send[0], p - 1)
+        whole = receive.view(p * rows, b, sum(widths))
+        return [part.transpose(0, 1)[:, None] for part in whole.split(widths, 2)]
+
+    def shared_to_seq(self, heads: int, *tensors: Tensor) -> list[Tensor]:
+        """Gradients of `shared_to_heads`: [B, 1, S, D] of P ranks -> [B, K, L, D], summed in fp32 over the sharers."""
+        (b, _, size, _), p, widths = tensors[0].shape, self.ranks, [t.shape[3] for t in tensors]
+        send = tensors[0].new_empty(size, b, sum(widths))
+        for part, t in zip(send.split(widths, 2), tensors):
+            part.copy_(t[:, 0].transpose(0, 1))
+        receive = self._swap(send.view(p, size // p, b, sum(widths)))
+        wide = torch.promote_types(receive.dtype, torch.float32)
+        whole = receive.unflatten(0, (heads, p // heads)).sum(1, dtype=wide).to(receive.dtype)  # [K, L, B, widths]
+        return [part.permute(2, 0, 1, 3) for part in whole.split(widths, 3)]
+
+
+def stripe(tensors: Sequence[Tensor], chunk: int, ctx: SPContext) -> list[Tensor]:
+    """Deal rows out in stripes: from this rank's block of the sequence to its rows of each chunk.
+
+    Chunk i of all P ranks together is rows [i P C, (i + 1) P C) of the sequence, rank r's part the r-th of P; the last
+    chunk is what is left. Attention of a chunk then needs keys of this and earlier chunks only (FPDT, section 4).
+
+    Args:
+        tensors: integers [B, L] of this rank's block (tokens, positions, labels), of one shape and dtype.
+        chunk: C, rows of one rank in a chunk.
+    """
+    rows, p = tensors[0].shape[1], ctx.sp
+    if p == 1 or rows <= chunk:
+        return list(tensors)
+    with unset_fake_temporarily():  # a simulation, too, must know how many rows go where
+        order, to_ranks, from_ranks = _stripe_plan(rows, chunk, p, ctx.sp_rank)
+    send = torch.stack(list(tensors)).permute(2, 0, 1)[order.to(tensors[0].device)].contiguous()
+    receive = _all_to_all(torch.empty_like(send), send, ctx.sp_group, from_ranks, to_ranks)
+    return [t.contiguous() for t in receive.permute(1, 2, 0)]
+
+
+def _stripe_plan(rows: int, chunk: int, ranks: int, rank: int) -> tuple[Tensor, list[int], list[int]]:
+    """(this rank's rows in the order in which they are sent, how many go to each rank, how many come from each)."""
+    whole, rest = divmod(rows, chunk)
+    even = whole * chunk  # rows of a rank in chunks of full length
+    mine = rank * rows + torch.arange(rows)
+    to = torch.where(
+        mine < even * ranks, mine % (chunk * ranks) // chunk, (mine - even * ranks) // max(1, rest)
+    )  # fmt: skip
+    local = torch.arange(rows)
+    wanted = torch.where(
+        local < even,
+        local // chunk * chunk * ranks + rank * chunk + local % chunk,
+        even * ranks + rank * rest + local - even,
+    )
+    count = [torch.bincount(t, minlength=ranks).tolist() for t in (to, wanted // rows)]
+    return torch.argsort(to, stable=True), count[0], count[1]
+
+
+class _SeqToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange, ctx.heads = exchange, x.shape[1]
+        if x.shape[1] % exchange.ranks == 0:
+            return exchange.to_heads(x)[0]
+        return exchange.shared_to_heads(x)[0]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.heads % ctx.exchange.ranks == 0:
+            return ctx.exchange.to_seq(grad)[0], None
+        return ctx.exchange.shared_to_seq(ctx.heads, grad)[0], None
+
+
+class _HeadsToSeq(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.to_seq(x)[0]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.to_heads(grad)[0], None
+
+
+def whole_heads(heads: int, kv_heads: int, ranks: int) -> bool:
+    """Can every rank have the same number of whole heads, and their key/value heads be split or shared evenly?"""
+    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+
+def whole_head_degrees(heads: int, kv_heads: int) -> list[int]:
+    """The SP degrees at which every rank has whole heads; at others, ranks share rows of heads (`rows`)."""
+    return [p for p in range(1, heads + 1) if whole_heads(heads, kv_heads, p)]
+
+
+def seq_to_heads(x: Tensor, group: Any | Exchange = None) -> Tensor:
+    """Differentiable exchange: [B, H, L, D] -> [B, H / P, S, D] (or [B, 1, S, D] where P / H ranks share a head).
+
+    Args:
+        x: this rank's rows of all heads; every rank of the group gives the same shape.
+        group: a process group, an `Exchange` over one (which counts bytes), or None for one rank.
+
+    Raises:
+        ValueError: the heads neither split nor share evenly over the ranks.
+    """
+    exchange = group if isinstance(group, Exchange) else Exchange(group)
+    heads, ranks = x.shape[1], exchange.ranks
+    if heads % ranks and ranks % heads:
+        raise ValueError(f"{heads} heads neither divide over {ranks} ranks nor are shared evenly by them")
+    return _SeqToHeads.apply(x, exchange)
+
+
+def heads_to_seq(x: Tensor, group: Any | Exchange = None) -> Tensor:
+    """Differentiable exchange back: [B, h, S, D] -> [B, P * h, L, D].
+
+    Raises:
+        ValueError: S does not divide by the ranks, with the nearest length that does.
+    """
+    exchange = group if isinstance(group, Exchange) else Exchange(group)
+    size, ranks = x.shape[2], exchange.ranks
+    if size % ranks:
+        raise ValueError(f"a sequence of {size} does not divide over {ranks} ranks; {size + -size % ranks} does")
+    return _HeadsToSeq.apply(x, exchange)
+
+
+def agree_on(values: Sequence[int], names: Sequence[str], group: Any, device: torch.device) -> None:
+    """Raise ValueError on every rank when the ranks of a group hold different `values` (a small collective)."""
+    if group is None:
+        return
+    mine = torch.tensor(values, dtype=torch.int64, device=device)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    for name, column in zip(names, torch.stack(gathered).T.tolist()):
+        if len(set(column)) > 1:
+            raise ValueError(f"the ranks of an SP group disagree about {name}: {column} in rank order")

@@ -1,0 +1,183 @@
+"""Ulysses attention: exchange, core attention on whole sequences of some heads, exchange back (ALST, section 3.2).
+
+Shape legend: B batch, S sequence, P ranks, L = S / P, H query heads, K key/value heads, D key width, V value width.
+
+One autograd function holds the exchange and the kernel, so that backward moves only what it needs: with attention
+recomputed under checkpointing it keeps q, k, v, output and logsumexp in head layout and exchanges dO, dq, dk, dv. With
+the output *saved* by the first pass (`Saved`), the recompute runs neither kernel nor exchange, and backward exchanges
+q, k, v and dO together. The saved output itself is not exchanged: a kernel's backward reads it only through
+delta = rowsum(dO * O), one number for each row and head, and O' = delta / |dO|^2 * dO has the same delta.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alstlib.kernels.attention import Attended, Backend, Documents, Rule, choose_backend, row_tiles
+from alstlib.mesh import SPContext
+from alstlib.offload.checkpoints import Saved
+from alstlib.recompute import first_order
+from alstlib.tiled.compute import default_tile
+from alstlib.ulysses.alltoall import Exchange
+from alstlib.ulysses.head_layouts import Layouts
+
+
+class UlyssesAttention:
+    """Causal attention over a sequence that is sharded over an SP group, with any number of heads.
+
+    Args:
+        ctx: the mesh; with sp = 1 this is plain attention.
+        attention: `sdpa`, `auto`, or the name of one kernel of `kernels.BACKENDS`.
+        split_rows: share rows of heads also where whole heads could be shared (to measure what it costs).
+    """
+
+    def __init__(self, ctx: SPContext, attention: str = "sdpa", split_rows: bool = False) -> None:
+        self.exchange = Exchange(ctx.sp_group)
+        self.layouts = Layouts(self.exchange, split_rows)
+        self.attention = attention
+        self.backend_name = ""
+        """The kernel that ran last."""
+        self.forward_calls = 0
+        """Number of times that core attention ran forward."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        documents: Documents = None,
+        saved: Saved | None = None,
+    ) -> Tensor:
+        """q [B, H, L, D], k [B, K, L, D], v [B, K, L, V], this rank's rows after RoPE -> [B, H, L, V].
+
+        Args:
+            scale: of the scores; None for D ** -0.5.
+            window: keys that a row sees, itself among them; None for all before it.
+            softcap: scores s become c * tanh(s / c).
+            sinks: scores [H] of a further key of each head, without a value (gpt-oss).
+            documents: global offsets into the flattened [B * S] batch; None makes every batch row one document.
+            saved: where a checkpoint's first pass leaves the output, and where its recompute takes it from. In the
+                backward of a recompute each tensor goes as soon as it has been read: its graph is gone after that.
+                Otherwise tensors are kept as autograd keeps them (and its hooks see them).
+
+        Raises:
+            ValueError: shapes that do not belong together, a kernel that cannot run here.
+        """
+        rule = self.rule(q, k, v, scale, window, softcap, sinks)
+        return _Attention.apply(q, k, v, sinks, self, rule, documents, saved)
+
+    def rule(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, window: int | None = None,
+        softcap: float | None = None, sinks: Tensor | None = None,
+    ) -> Rule:  # fmt: skip
+        """Check shapes (ValueError for those that do not belong together) and give the rule of the scores."""
+        if q.ndim != 4 or k.shape[:3] != v.shape[:3] or q.shape[::2] != k.shape[::2] or q.shape[3] != k.shape[3]:
+            shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
+            raise ValueError(f"attention needs q [B, H, L, D], k [B, K, L, D] and v [B, K, L, V], got {shapes}")
+        if q.shape[1] % k.shape[1]:
+            raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads")
+        if window is not None and window < 1:
+            raise ValueError(f"a sliding window of {window} hides every key; the least is 1, and None is no window")
+        if sinks is not None and sinks.shape != (q.shape[1],):
+            raise ValueError(
+                f"sinks have shape {list(sinks.shape)}; one for each of {q.shape[1]} query heads is needed"
+            )
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return Rule(float(scale), window, softcap or None)
+
+    def backend_for(self, q: Tensor, v: Tensor, rule: Rule) -> Backend:
+        """The kernel for these tensors' device, dtype and head widths."""
+        width = max(q.shape[-1], v.shape[-1])
+        backend = choose_backend(self.attention, q.device, q.dtype, width, rule.softcap is not None)
+        self.backend_name = backend.name
+        return backend
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        op: UlyssesAttention,
+        rule: Rule,
+        documents: Documents,
+        saved: Saved | None,
+    ) -> Tensor:
+        ctx.op, ctx.rule, ctx.release = op, rule, saved is not None and saved.stage == "graph"
+        ctx.backend, ctx.layout = op.backend_for(q, v, rule), op.layouts.of(q, k, documents)
+        ctx.sinks = None if sinks is None else sinks.detach().clone()  # an engine may take the parameter away
+        ctx.from_saved = saved is not None and saved.replaying
+        if saved is not None and saved.replaying:
+            out, lse = saved.take()
+            _keep(ctx, q, k, v, out, lse)
+            return out.view_as(out)  # a tensor of its own: autograd must not mark the saved one as an output
+        qh, kh, vh = ctx.layout.to_heads(q, k, v)
+        out_heads, lse = ctx.layout.forward(ctx.backend, qh, kh, vh, rule, ctx.sinks)
+        op.forward_calls += 1
+        out = ctx.layout.to_seq(out_heads)
+        if saved is not None and saved.active:
+            saved.tensors.append((out, lse))
+        if any(ctx.needs_input_grad):
+            _keep(ctx, qh, kh, vh, out_heads, lse)
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        layout, delta = ctx.layout, None
+        q, k, v, out, lse = ctx.__dict__.pop("kept") if ctx.release else ctx.saved_tensors
+        if not ctx.from_saved:
+            (dout,) = layout.queries_to_heads(dout)
+        elif layout.exchange.ranks > 1:
+            (delta,) = layout.queries_to_heads(row_delta(dout, out))
+            q, k, v, dout = layout.to_heads(q, k, v, dout)
+            out = output_with(delta, dout)
+        dsinks = gradient_of_sinks(ctx, dout, out, lse, delta)
+        grads = layout.backward(ctx.backend, dout, Attended(q, k, v, out, lse), ctx.rule)
+        del dout, q, k, v, out, lse, delta
+        return (*layout.grads_to_seq(*grads), dsinks, None, None, None, None, None)
+
+
+def _keep(ctx: Any, *tensors: Tensor) -> None:
+    if ctx.release:
+        ctx.kept = [t.detach() for t in tensors]  # detached: the output itself would keep the graph alive
+    else:
+        ctx.save_for_backward(*tensors)
+
+
+def gradient_of_sinks(ctx: Any, dout: Tensor, out: Tensor, lse: Tensor, delta: Tensor | None) -> Tensor | None:
+    """The gradient [H] of an autograd function's fourth input, the sinks, where it is wanted; all in head layout."""
+    if ctx.sinks is None or not ctx.needs_input_grad[3]:
+        return None
+    delta = row_delta(dout, out) if delta is None else delta
+    return ctx.layout.sinks_backward(delta[..., 0], lse, ctx.sinks)
+
+
+def row_delta(dout: Tensor, out: Tensor) -> Tensor:
+    """rowsum(dout * out) in fp32, [B, H, S, 1]: all that a kernel's backward reads of its output."""
+    wide = torch.promote_types(dout.dtype, torch.float32)
+    delta = dout.new_empty(*dout.shape[:3], 1, dtype=wide)
+    for rows in row_tiles(dout, default_tile(dout.shape[1] * dout.shape[3], 4, dout.device)):
+        torch.sum(dout[rows].to(wide) * out[rows], -1, keepdim=True, out=delta[rows])
+    return delta
+
+
+def output_with(delta: Tensor, dout: Tensor) -> Tensor:
+    """A stand-in output whose rowsum(dO * O) is `delta`; zero where dO is (then delta is zero too)."""
+    made = torch.empty_like(dout)
+    for rows in row_tiles(dout, default_tile(dout.shape[1] * dout.shape[3], 4, dout.device)):
+        part = dout[rows].to(delta.dtype)
+        norm = part.square().sum(-1, keepdim=True)  # not vecdot, which autocast would lower
+        made[rows] = part * torch.where(norm > 0, delta[rows] / norm, 0.0)
+    return made

@@ -1,0 +1,566 @@
+"""Corpora, tokenizers and samples: what is read, what is labelled, and that samples are exactly as long as asked."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import sys
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+from alstlib.data.corpus import EOS, canonical_columns, collate, get_tokenizer, load_corpus, make_samples
+from alstlib.data.shard import shard_batch
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>\n' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+FORGETS = (  # what was said before the last message is shown without its text, as reasoning is by some models
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{{ (m.content if loop.last else '...') + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "It is four."},
+    {"role": "user", "content": "And 3 + 3?"},
+    {"role": "assistant", "content": "That makes six."},
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def caches(tmp_path_factory):
+    """The caches of `datasets` and of the tokenizer, away from the user's own."""
+    folder = tmp_path_factory.mktemp("cache")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("XDG_CACHE_HOME", str(folder))
+    patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
+    patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    yield folder
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def stdlib():
+    return load_corpus("stdlib")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(caches):
+    return get_tokenizer("auto", vocab_size=1024)
+
+
+def texts(*lengths):
+    """Tokenized documents of these lengths; the first counts from 100, the second from 200, ..."""
+    ids = [list(range(100 * i, 100 * i + n)) for i, n in enumerate(lengths, 1)]
+    return datasets.Dataset.from_dict({"input_ids": ids})
+
+
+def documents(sample):
+    return sample["input_ids"].split(sample["document_lengths"])
+
+
+# ---- corpora
+
+
+def test_stdlib(stdlib):
+    assert stdlib.column_names == ["text", "path"]
+    sizes = sorted(len(t.encode()) for t in stdlib["text"])
+    assert sum(sizes) > 5_000_000
+    assert sizes[-3] > 100_000  # several long documents
+    paths = stdlib["path"]
+    assert paths == sorted(paths)
+    assert "argparse.py" in paths
+    assert not any("site-packages" in p or p.startswith("test/") for p in paths)
+
+
+def test_local_text(tmp_path, caplog):
+    (tmp_path / "b.md").write_text("second")
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "empty.py").write_text(" \n")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    corpus = load_corpus(str(tmp_path))
+    assert corpus["text"] == ["first", "second"]
+    assert "leaving 1 others" in caplog.text
+    assert load_corpus(str(tmp_path / "b.md"))["text"] == ["second"]
+
+
+def test_local_jsonl_and_parquet(tmp_path):
+    rows = [{"id": 1, "body": "one"}, {"id": 2, "body": "two"}]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "y.json").write_text(json.dumps(rows))
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "z.parquet"))
+    for name in ("x.jsonl", "y.json", "z.parquet"):
+        corpus = load_corpus(str(tmp_path / name))
+        assert corpus.column_names == ["text"]
+        assert corpus["text"] == ["one", "two"]
+    assert load_corpus(str(tmp_path / "x.jsonl"), split="train[:1]")["text"] == ["one"]
+    streamed = load_corpus(str(tmp_path / "z.parquet"), streaming=True)
+    assert [row["text"] for row in streamed] == ["one", "two"]
+
+
+def test_columns():
+    many = datasets.Dataset.from_dict({"title": ["t"], "body": ["b"], "n": [1]})
+    with pytest.raises(ValueError, match=r"\['title', 'body', 'n'\].*text_column"):
+        canonical_columns(many)
+    assert canonical_columns(many, "body")["text"] == ["b"]
+    with pytest.raises(ValueError, match="text_column='n' is no column of text"):
+        canonical_columns(many, "n")
+    chats = datasets.Dataset.from_dict({"conversations": [CHAT], "text": ["rendered"]})
+    assert canonical_columns(chats).column_names == ["messages", "text"]
+    alone = datasets.Dataset.from_dict({"conversations": [CHAT], "rendered": ["x"]})
+    assert canonical_columns(alone).column_names == ["messages"]
+    tokens = datasets.Dataset.from_dict({"input_ids": [[1]], "labels": [[1]], "text": ["x"]})
+    assert canonical_columns(tokens).column_names == ["input_ids", "labels"]
+    with pytest.raises(ValueError, match="list"):
+        canonical_columns([{"text": "x"}])
+
+
+def test_bad_corpora(tmp_path):
+    (tmp_path / "train.jsonl").write_text("{broken")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "none.txt").write_text("")
+    (tmp_path / "no.parquet").write_text("not parquet")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "latin.jsonl").write_bytes('{"text": "caf\u00e9"}\n'.encode("latin-1"))
+    (tmp_path / "nulls.jsonl").write_text('{"text": null}\n{"text": null}\n')
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "data.pkl").write_bytes(pickle.dumps([1]))
+    for name, message in {
+        "trian.jsonl": r"does not exist; did you mean '.*train\.jsonl'",
+        "nowhere/x.txt": "neither does its folder",
+        "train.jsonl": "cannot be read",
+        "binary.txt": "no UTF-8 text",
+        "none.txt": "holds no text",
+        "no.parquet": "cannot be read",
+        "empty.jsonl": r"empty\.jsonl' is empty: it must have a document in each line",
+        "latin.jsonl": r"latin\.jsonl' is no UTF-8 text \(.*\); convert it, such as with: iconv",
+        "nulls.jsonl": r"among \['text'\] \(text: no row has a value\): name the columns",
+        "folder": r"no file that can be read; known endings: \.txt",
+        "data.pkl": "no file that can be read",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            load_corpus(str(tmp_path / name))
+    with pytest.raises(ValueError, match="names a file format"):
+        load_corpus("pandas")
+    with pytest.raises(ValueError, match=r"data='someone/nothing' .* no local path"):
+        load_corpus("someone/nothing")
+    with pytest.raises(ValueError, match="split='test'"):
+        load_corpus("stdlib", split="test")
+
+
+def test_code_that_comes_with_data_is_not_run(tmp_path):
+    ran = tmp_path / "ran"
+    folder = tmp_path / "evil"
+    folder.mkdir()
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w').write('x')\n")
+    corpus = load_corpus(str(folder), trust=True)
+    assert "open(" in corpus["text"][0]  # it is text, and only that
+    assert not ran.exists()
+
+
+def test_hub_names_are_passed_on(monkeypatch):
+    seen = []
+
+    def load_dataset(*args, **kw):
+        seen.append((args, kw))
+        return datasets.Dataset.from_dict({"text": ["x"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    load_corpus("someone/corpus:small", split="validation[:10]")
+    load_corpus("corpus", streaming=True)
+    assert [args for args, _ in seen] == [("someone/corpus", "small"), ("corpus",)]
+    assert seen[0][1] == {"split": "validation[:10]", "streaming": False}
+    assert seen[1][1]["streaming"]
+
+
+# ---- tokenizers
+
+
+def test_trained_tokenizer(tokenizer, stdlib, caches):
+    assert type(tokenizer).__name__ == "PreTrainedTokenizerFast" or tokenizer.is_fast
+    assert len(tokenizer) == 1024
+    assert tokenizer.eos_token_id is not None
+    text = "def f(x):\n    return 'äöü ∀' + str(x)  # naïve\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    source = stdlib[10]["text"]
+    assert len(tokenizer(source, verbose=False)["input_ids"]) < len(source.encode()) / 2
+    (kept,) = (caches / "alst").iterdir()
+    assert "1024" in kept.name
+    assert ".".join(map(str, sys.version_info[:3])) in kept.name
+
+
+def test_training_is_deterministic_and_the_cache_is_used(tmp_path, tokenizer, monkeypatch):
+    again = get_tokenizer("stdlib-bpe", vocab_size=1024, cache_dir=tmp_path)
+    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    monkeypatch.setattr("alstlib.data.corpus._train", lambda *a: pytest.fail("trained though it is in the cache"))
+    assert get_tokenizer("auto", vocab_size=1024, cache_dir=tmp_path).get_vocab() == tokenizer.get_vocab()
+
+
+def _train_in_process(folder):
+    return get_tokenizer("auto", vocab_size=300, cache_dir=folder).backend_tokenizer.to_str()
+
+
+def test_ranks_train_at_the_same_time(tmp_path):
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        first, second = pool.map(_train_in_process, [str(tmp_path)] * 2, chunksize=1)
+    assert first == second
+    assert [p.suffix for p in tmp_path.iterdir()] == [".json"]  # nothing temporary is left
+
+
+def test_damaged_and_unwritable_caches(tmp_path, caplog):
+    small = datasets.Dataset.from_dict({"text": ["a few words of text"]})
+    get_tokenizer("auto", corpus=small, vocab_size=300, cache_dir=tmp_path)
+    (kept,) = tmp_path.iterdir()
+    whole = kept.read_text()
+    kept.write_text(whole[: len(whole) // 2])
+    get_tokenizer("auto", corpus=small, vocab_size=300, cache_dir=tmp_path)
+    assert kept.read_text() == whole
+    assert "training the tokenizer again" in caplog.text
+    assert get_tokenizer("auto", corpus=small, vocab_size=300, cache_dir=kept / "file").eos_token_id is not None
+    assert "cannot be kept" in caplog.text
+
+
+def test_bad_tokenizers(tmp_path):
+    with pytest.raises(ValueError, match="vocab_size=256 must be at least 257"):
+        get_tokenizer("auto", vocab_size=256)
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        get_tokenizer(str(tmp_path / "nothing"))
+
+
+def test_a_saved_tokenizer_is_loaded_by_path(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path)
+    assert get_tokenizer(str(tmp_path)).get_vocab() == tokenizer.get_vocab()
+
+
+# ---- samples
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("seq_len", [100, 3000, 20_000])
+def test_samples_of_the_stdlib(stdlib, tokenizer, packed, seq_len):
+    samples = make_samples(stdlib, tokenizer, seq_len, packed=packed, limit=3)
+    assert len(samples) == 3
+    for sample in (samples[2], samples[0], samples[-2]):
+        assert sample["input_ids"].shape == sample["labels"].shape == (seq_len,)
+        assert sample["input_ids"].dtype == torch.int64
+        if packed:
+            assert sum(sample["document_lengths"]) == seq_len
+    assert samples.passes == 1
+    assert samples.tokens < 10 * seq_len + 500_000  # only what was needed
+
+
+def test_samples_are_reproducible_and_seeded(stdlib, tokenizer):
+    first, same, other = (make_samples(stdlib, tokenizer, 64, seed=s, limit=4)[3]["input_ids"] for s in (0, 0, 1))
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+def test_one_text_a_sample_ends_documents_with_eos(tokenizer):
+    corpus = datasets.Dataset.from_dict({"text": ["one two", "three", ""]})
+    (sample,) = make_samples(corpus, tokenizer, len(tokenizer("one two three").input_ids) + 1)
+    assert set(sample) == {"input_ids", "labels"}
+    text = tokenizer.decode(sample["input_ids"])
+    assert text.count(tokenizer.eos_token) >= 1
+    assert torch.equal(sample["input_ids"], sample["labels"])
+
+
+def test_one_text_keeps_every_token_once(tokenizer):
+    corpus = texts(7, 30, 3, 12)
+    samples = make_samples(corpus, tokenizer, 13, repeat=False)
+    assert len(samples) == 52 // 13
+    seen = torch.cat([s["input_ids"] for s in samples])
+    assert sorted(seen.tolist()) == sorted(t for row in corpus["input_ids"] for t in row)
+    alone = [s for s in samples if (s["input_ids"].diff() == 1).all()]
+    assert len(alone) >= 2  # the long document fills two samples by itself
+
+
+def test_packing_keeps_documents_whole(tokenizer):
+    corpus = texts(5, 9, 3, 7, 4, 4)
+    samples = make_samples(corpus, tokenizer, 16, packed=True, repeat=False)
+    assert len(samples) == 2
+    pieces = [p for s in samples for p in documents(s)]
+    assert all((p.diff() == 1).all() for p in pieces)  # no piece mixes two documents
+    assert sorted(t for p in pieces for t in p.tolist()) == sorted(t for row in corpus["input_ids"] for t in row)
+    lengths = {i: len(row) for i, row in enumerate(corpus["input_ids"], 1)}
+    for sample in samples:
+        cut = [p for p in documents(sample) if len(p) < lengths[int(p[0]) // 100]]
+        assert len(cut) <= 2  # the rest of one, and the beginning of another
+
+
+def test_packing_leaves_no_document_waiting(tokenizer):
+    corpus = texts(3, 9, 9, 9, 9, 9, 9)
+    order = [len(corpus[i]["input_ids"]) for i in np.random.default_rng([0, 0]).permutation(7)]
+    samples = make_samples(corpus, tokenizer, 9, packed=True, repeat=False)
+    assert 3 in samples[order.index(3)]["document_lengths"]  # though longer ones fill a sample better
+
+
+def test_packing_splits_long_documents(tokenizer):
+    samples = make_samples(texts(40), tokenizer, 16, packed=True, repeat=False)
+    assert [s["document_lengths"] for s in samples] == [[16], [16]]
+    assert samples[1]["input_ids"].tolist() == list(range(116, 132))
+
+
+def test_too_few_tokens(tokenizer, caplog):
+    with pytest.raises(ValueError, match="the corpus has 12 tokens, one sample needs seq_len=50"):
+        make_samples(texts(5, 7), tokenizer, 50, repeat=False)
+    with pytest.raises(ValueError, match="it is empty"):
+        make_samples(datasets.Dataset.from_dict({"text": [""]}), tokenizer, 8)
+    with pytest.raises(ValueError, match="seq_len=0"):
+        make_samples(texts(5), tokenizer, 0)
+    assert not caplog.records
+    for packed in (False, True):
+        caplog.clear()
+        samples = make_samples(texts(5, 7), tokenizer, 50, limit=3, packed=packed)
+        assert [len(s["input_ids"]) for s in samples] == [50] * 3
+        assert [r.levelno for r in caplog.records] == [logging.WARNING]  # once
+        assert "12 tokens" in caplog.text
+        assert len(make_samples(texts(5, 7), tokenizer, 50, packed=packed)) == 1
+
+
+def test_a_pass_that_is_enough_is_not_repeated(tokenizer, caplog):
+    for packed in (False, True):
+        assert len(make_samples(texts(20, 10), tokenizer, 20, packed=packed)) == 1
+    assert not caplog.records
+
+
+def test_streamed_corpus(tokenizer):
+    stream = texts(30, 30, 30).to_iterable_dataset()
+    samples = make_samples(stream, tokenizer, 20, limit=4)
+    assert [len(s["input_ids"]) for s in samples] == [20] * 4
+    with pytest.raises(ValueError, match="give limit"):
+        make_samples(stream, tokenizer, 20)
+
+
+def test_samples_reach_worker_processes(tokenizer):
+    samples = make_samples(texts(30, 30, 30), tokenizer, 20, limit=3)
+    again = pickle.loads(pickle.dumps(samples))
+    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(samples, again))
+
+
+def test_pretokenized_labels(tokenizer):
+    corpus = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3, 4]], "labels": [[-100, -100, 3, 4]]})
+    (sample,) = make_samples(corpus, tokenizer, 4)
+    assert sample["labels"].tolist() == [-100, -100, 3, 4]
+    wrong = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3, 4]], "labels": [[3, 4]]})
+    with pytest.raises(ValueError, match="2 values for 4"):
+        make_samples(wrong, tokenizer, 4)
+
+
+# ---- chats
+
+
+def chat_sample(tokenizer, template, chat=CHAT):
+    tokenizer = pickle.loads(pickle.dumps(tokenizer))
+    tokenizer.chat_template = template
+    length = len(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"])
+    (sample,) = make_samples(datasets.Dataset.from_dict({"messages": [chat]}), tokenizer, length, repeat=False)
+    return tokenizer, sample
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_only_the_assistant_is_labelled(tokenizer, template):
+    tokenizer, sample = chat_sample(tokenizer, template)
+    assert tokenizer.decode(sample["input_ids"]) == tokenizer.apply_chat_template(CHAT, tokenize=False)
+    said = sample["labels"] != -100
+    assert torch.equal(sample["labels"][said], sample["input_ids"][said])
+    assert tokenizer.decode(sample["labels"][said]) == "It is four.<|im_end|>\nThat makes six.<|im_end|>\n"
+
+
+def test_chats_and_texts_in_one_file(tokenizer, tmp_path):
+    """Row by row: messages where there are some, text otherwise; a row with both is its messages."""
+    rows = [
+        {"text": "plain words"},
+        {"messages": CHAT[:2]},
+        {"text": "rendered", "messages": CHAT[:2]},
+        {"text": "end"},
+    ]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    corpus = load_corpus(str(tmp_path / "mixed.jsonl"))
+    tokenizer = pickle.loads(pickle.dumps(tokenizer))
+    tokenizer.chat_template = MARKED
+    chat = tokenizer.apply_chat_template(CHAT[:2], tokenize=False)
+    (sample,) = make_samples(corpus, tokenizer, sum(map(len, _ids(tokenizer, corpus))), packed=True, repeat=False)
+    documents = [tokenizer.decode(ids) for ids in sample["input_ids"].split(sample["document_lengths"])]
+    assert sorted(documents) == sorted([f"plain words{EOS}", chat, chat, f"end{EOS}"])
+    labelled = tokenizer.decode(sample["labels"][sample["labels"] != -100])
+    assert labelled.count("It is four.") == 2
+    assert "What is" not in labelled
+    assert "plain words" in labelled
+    trained = get_tokenizer("auto", corpus=corpus, vocab_size=300, cache_dir=tmp_path)
+    assert len(trained("It is four.").input_ids) < 11  # its merges come from the chats too
+
+
+def _ids(tokenizer, corpus):
+    from alstlib.data.samples import _tokenize
+
+    return [_tokenize(row, tokenizer).ids for row in corpus]
+
+
+def test_a_folder_without_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json; save a tokenizer there"):
+        get_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    with pytest.raises(ValueError, match=r"cannot be loaded: (?!the folder has no)"):
+        get_tokenizer(str(tmp_path))
+
+
+def test_templates_that_cannot_be_followed_are_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"renders message 1 differently .* \{% generation %\}"):
+        chat_sample(tokenizer, FORGETS)
+    with pytest.raises(ValueError, match="no chat template"):
+        make_samples(datasets.Dataset.from_dict({"messages": [CHAT]}), tokenizer, 8)
+    for message, says in (
+        ({"by": "human", "value": "hello"}, r"keys \['by', 'value'\]; it must have 'role' and 'content', or 'from'"),
+        ({"from": "narrator", "value": "hello"}, "a message is from 'narrator'; known: human, user, gpt"),
+    ):
+        corpus = datasets.Dataset.from_dict({"conversations": [[message]]})
+        with pytest.raises(ValueError, match=says):
+            make_samples(corpus, chat_sample(tokenizer, CHATML)[0], 8)
+
+
+# ---- formats of the field
+
+
+def sharegpt(*turns):
+    return [{"from": speaker, "value": text} for speaker, text in turns]
+
+
+def first_document(rows, tokenizer, template=None):
+    """Text and labelled text of the only row's document."""
+    from alstlib.data.samples import _tokenize
+
+    tokenizer = pickle.loads(pickle.dumps(tokenizer))
+    tokenizer.chat_template = template
+    (row,) = canonical_columns(datasets.Dataset.from_list([rows]))
+    document = _tokenize(row, tokenizer)
+    assert make_samples(datasets.Dataset.from_list([rows]), tokenizer, len(document.ids), repeat=False).notes() == []
+    return tokenizer.decode(document.ids), tokenizer.decode(document.ids[document.labels != -100])
+
+
+SAID = "It is four.<|im_end|>\n"
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize(
+    "row, asked",
+    [
+        ({"conversations": sharegpt(("human", "What is 2 + 2?"), ("gpt", "It is four."))}, "user\nWhat is 2 + 2?"),
+        (
+            {"conversations": sharegpt(("human", "Sum?"), ("gpt", "It is four.")), "system": "Count."},
+            "system\nCount.<|im_end|>\n<|im_start|>user\nSum?",
+        ),
+        ({"instruction": "Add.", "input": "2 + 2", "output": "It is four."}, "user\nAdd.\n2 + 2"),
+        ({"instruction": "Add 2 + 2.", "output": "It is four.", "id": 3}, "user\nAdd 2 + 2."),
+        (
+            {"prompt": CHAT[:1] + CHAT[3:] + CHAT[2:3], "completion": CHAT[1:2]},
+            "user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\nThat makes six.<|im_end|>\n"
+            "<|im_start|>user\nAnd 3 + 3?",
+        ),
+    ],
+    ids=["sharegpt", "system", "alpaca", "instruction", "prompt-of-messages"],
+)
+def test_chats_of_other_formats(tokenizer, template, row, asked):
+    whole, said = first_document(row, tokenizer, template)
+    assert whole == f"<|im_start|>{asked}<|im_end|>\n<|im_start|>assistant\n{SAID}"
+    assert said == SAID  # of a prompt's own answers none
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_a_completion_after_a_prompt(tokenizer, template):
+    row = {"prompt": "The sky is", "completion": " blue."}
+    assert first_document(row, tokenizer, template) == (f"The sky is blue.{EOS}", f" blue.{EOS}")
+
+
+def test_instructions_without_a_chat_template_are_alpacas_text(tokenizer):
+    whole, said = first_document({"instruction": "Add.", "input": "2 + 2", "output": "Four."}, tokenizer)
+    assert whole == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n2 + 2\n\n"
+        f"### Response:\nFour.{EOS}"
+    )
+    assert said == f"Four.{EOS}"
+    assert "Input" not in first_document({"instruction": "Add.", "input": "", "output": "Four."}, tokenizer)[0]
+
+
+def test_a_prompt_of_one_kind_with_a_completion_of_another(tokenizer):
+    corpus = datasets.Dataset.from_dict({"prompt": [CHAT[:1]], "completion": ["blue"]})
+    with pytest.raises(ValueError, match="must both be texts, or both lists of messages"):
+        make_samples(corpus, tokenizer, 4)
+
+
+# ---- what a result says of its data
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("limit", [None, 2, 50])
+def test_a_corpus_without_a_loss_is_refused(tokenizer, packed, limit):
+    tokenizer = chat_sample(tokenizer, CHATML)[0]
+    asked = datasets.Dataset.from_dict({"messages": [CHAT[:1]] * 6})
+    with pytest.raises(
+        ValueError, match=r"none of [\d,]+ tokens in \d rows has a loss: chats need a message of the assist"
+    ):
+        make_samples(asked, tokenizer, 20, packed=packed, limit=limit)
+    mixed = datasets.Dataset.from_dict({"messages": [CHAT[:1]] * 6 + [CHAT]})
+    samples = make_samples(mixed, tokenizer, 20, packed=packed)
+    assert "6 of 7 rows have no token with a loss, such as a chat without an answer" in samples.notes()
+
+
+def test_notes_on_data(tokenizer, stdlib):
+    assert make_samples(stdlib, tokenizer, 100, limit=2).notes() == []
+    rows = datasets.Dataset.from_dict({"text": ["one two three", None, "", "four five six"]})
+    samples = make_samples(rows, tokenizer, 8, limit=3)
+    samples[2]
+    size = len(tokenizer("one two three").input_ids) + len(tokenizer("four five six").input_ids) + 2
+    assert samples.notes() == [
+        "2 of 4 rows have no text and were left out", f"the corpus of {size} tokens was read {samples.passes} times",
+    ]  # fmt: skip
+    bare = pickle.loads(pickle.dumps(tokenizer))
+    bare.eos_token = bare.pad_token = None
+    assert [note.partition(",")[0] for note in make_samples(rows, bare, 4, limit=1).notes()] == [
+        "1 of 2 rows have no text and were left out", "the tokenizer has no end-of-text token",
+        "the tokenizer has no padding token",
+    ]  # fmt: skip
+
+
+# ---- batches
+
+
+def test_collate():
+    short = {"input_ids": [1, 2, 3], "labels": [1, 2, -100], "document_lengths": [1, 2]}
+    long = {"input_ids": torch.arange(5), "labels": torch.arange(5), "document_lengths": [5]}
+    batch = collate([short, long])
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 0, 0], [0, 1, 2, 3, 4]]
+    assert batch["labels"].tolist() == [[1, 2, -100, -100, -100], [0, 1, 2, 3, 4]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
+    assert batch["document_lengths"] == [[1, 2], [5]]
+    assert shard_batch(batch, 2, 0)["cu_documents"].tolist() == [0, 1, 3, 6, 11, 12]
+    plain = collate([{"input_ids": [1, 2], "labels": [1, 2]}] * 2)
+    assert set(plain) == {"input_ids", "labels"}
+    with pytest.raises(ValueError, match="1 of 2 samples of a batch have 'position_ids'"):
+        collate([{**short, "position_ids": [0, 0, 1]}, long])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_samples_through_loader_workers(stdlib, tokenizer):
+    from torch.utils.data import DataLoader
+
+    from alstlib.data.loader import SPDataLoader
+    from alstlib.mesh import SPContext
+
+    samples = make_samples(stdlib, tokenizer, 65, limit=4, packed=True)
+    got = list(SPDataLoader(DataLoader(samples, collate_fn=collate, num_workers=1), SPContext.create()))
+    assert [torch.equal(b["input_ids"][0], s["input_ids"]) for b, s in zip(got, samples)] == [True] * 4

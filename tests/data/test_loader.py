@@ -1,0 +1,598 @@
+"""SPDataLoader and sharding: what the ranks hold together is the shifted batch, and nothing more travels."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
+
+from alstlib.data.loader import SPDataLoader, documents_from_positions, shard_batch
+from alstlib.mesh import SPContext
+
+SLICED = ("input_ids", "position_ids", "shift_labels")
+
+
+class Rows(list):
+    """A list of batches (dicts) as a DataLoader-like; an exception in it is raised when its turn comes."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            if isinstance(batch, Exception):
+                raise batch
+            yield batch
+
+
+def make(seed, length, rows=1, ignored=0, **more):
+    ids = torch.randint(1, 1000, (rows, length), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[:, :ignored] = -100
+    return {"input_ids": ids, "labels": labels, **more}
+
+
+def plain_shift(labels):
+    """The obvious shift, for a batch of a single document a row."""
+    return torch.cat([labels[:, 1:], torch.full((len(labels), 1), -100)], 1)
+
+
+def as_lists(batches):
+    return [{k: v.tolist() for k, v in b.items()} for b in batches]
+
+
+def joined(per_rank, step, name):
+    """The slices of one step of an SP group, side by side."""
+    return torch.cat([torch.tensor(batches[step][name]) for batches in per_rank], 1)
+
+
+# ---- one batch, no process group
+
+
+def test_the_papers_example():
+    batch = {"input_ids": torch.arange(1, 9)[None], "labels": torch.arange(1, 9)[None]}
+    first, second = (shard_batch(batch, 2, r) for r in range(2))
+    assert first["input_ids"].tolist() == [[1, 2, 3, 4]]
+    assert second["input_ids"].tolist() == [[5, 6, 7, 8]]
+    assert first["shift_labels"].tolist() == [[2, 3, 4, 5]]  # a shift after the cut would lose the 5
+    assert second["shift_labels"].tolist() == [[6, 7, 8, -100]]
+    assert second["position_ids"].tolist() == [[4, 5, 6, 7]]
+    assert first["cu_documents"].tolist() == second["cu_documents"].tolist() == [0, 8]
+    assert first["step_tokens"].item() == 7
+
+
+@pytest.mark.parametrize("sp, length, pad_to", [(1, 7, None), (2, 7, None), (4, 9, None), (4, 4, None), (2, 7, 6)])
+def test_slices_join_to_the_padded_batch(sp, length, pad_to):
+    batch = make(0, length, rows=2)
+    shards = [shard_batch(batch, sp, r, pad_to) for r in range(sp)]
+    whole = {name: torch.cat([s[name] for s in shards], 1) for name in SLICED}
+    padded = -(-length // (pad_to or sp)) * (pad_to or sp)
+    assert whole["input_ids"].shape == (2, padded)
+    assert torch.equal(whole["input_ids"][:, :length], batch["input_ids"])
+    assert torch.equal(whole["shift_labels"][:, :length], plain_shift(batch["labels"]))
+    assert torch.equal(whole["position_ids"][0, :length], torch.arange(length))
+    assert (whole["input_ids"][:, length:] == 0).all()
+    assert (whole["position_ids"][:, length:] == 0).all()
+    assert (whole["shift_labels"][:, length:] == -100).all()
+    assert shards[0]["cu_documents"].tolist() == [0, padded, 2 * padded]
+    assert all(s[name].dtype == torch.int64 and s[name].is_contiguous() for s in shards for name in SLICED)
+    assert shards[0]["cu_documents"].dtype == torch.int32
+
+
+def test_a_slice_does_not_keep_the_whole_batch_alive():
+    shard = shard_batch(make(0, 64), 4, 1)
+    assert all(shard[name].untyped_storage().nbytes() == 16 * 8 for name in SLICED)
+
+
+DOCUMENTS = [3, 1, 4]  # of 8 tokens
+POSITIONS = [[0, 1, 2, 0, 0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"position_ids": torch.tensor(POSITIONS)},
+        {"document_lengths": [DOCUMENTS]},
+        {"document_lengths": DOCUMENTS},
+        {"document_lengths": torch.tensor([[3, 1, 4, 0]])},
+        {"document_lengths": [torch.tensor(DOCUMENTS)]},
+        {"cu_documents": torch.tensor([0, 3, 4, 8], dtype=torch.int32)},
+        {"cu_documents": [0, 3, 4, 8], "position_ids": POSITIONS, "document_lengths": [DOCUMENTS]},
+    ],
+)
+def test_packed_documents(given):
+    batch = make(1, 8, **given)
+    shards = [shard_batch(batch, 3, r) for r in range(3)]  # 8 tokens padded to 9
+    whole = {name: torch.cat([s[name] for s in shards], 1) for name in SLICED}
+    ids = batch["input_ids"][0].tolist()
+    assert whole["shift_labels"].tolist() == [[ids[1], ids[2], -100, -100, ids[5], ids[6], ids[7], -100, -100]]
+    assert whole["position_ids"].tolist() == [[*POSITIONS[0], 0]]
+    for shard in shards:
+        assert shard["cu_documents"].tolist() == [0, 3, 4, 8, 9]  # the padding is a document of its own
+        assert shard["step_tokens"].item() == 5
+
+
+def test_packed_rows_have_offsets_over_the_flattened_batch():
+    shard = shard_batch(make(1, 5, rows=2, document_lengths=[[2, 3], [5]]), 2, 0)
+    assert shard["cu_documents"].tolist() == [0, 2, 5, 6, 11, 12]
+    assert documents_from_positions(torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]])).tolist() == [0, 2, 5, 10]
+
+
+def test_right_padding_is_turned_into_ignored_labels():
+    batch = make(2, 5, rows=2, attention_mask=torch.tensor([[1, 1, 1, 0, 0], [1] * 5]))
+    shard = shard_batch(batch, 1, 0)
+    row = batch["labels"][0].tolist()
+    assert shard["shift_labels"][0].tolist() == [row[1], row[2], -100, -100, -100]
+    assert shard["position_ids"].tolist() == [[0, 1, 2, 0, 0], [0, 1, 2, 3, 4]]
+    assert shard["cu_documents"].tolist() == [0, 5, 10]
+    packed = shard_batch({**batch, "document_lengths": [[2, 1], [5]]}, 2, 0)
+    assert packed["cu_documents"].tolist() == [0, 2, 3, 6, 11, 12]
+
+
+BAD = {
+    "no 'labels'.*input_ids": {"input_ids": torch.ones(1, 4, dtype=torch.long)},
+    "no 'input_ids'.*labels": {"labels": torch.ones(1, 4, dtype=torch.long)},
+    r"labels has shape \[1, 3\].*\[1, 4\]": {**make(0, 4), "labels": torch.ones(1, 3, dtype=torch.long)},
+    r"dtype torch.float32": {**make(0, 4), "input_ids": torch.ones(1, 4)},
+    r"dtype torch.bool": {**make(0, 4), "labels": torch.ones(1, 4, dtype=torch.bool)},
+    r"must be \[B, S\]": {"input_ids": torch.ones(4, dtype=torch.long), "labels": torch.ones(4, dtype=torch.long)},
+    "at least one token": make(0, 0),
+    "rectangular": {**make(0, 4), "input_ids": [[1, 2], [3]]},
+    r"\['token_type_ids'\] cannot be sharded": make(0, 4, token_type_ids=torch.zeros(1, 4)),
+    r"position_ids\[0, 2\]=5": make(0, 4, position_ids=torch.tensor([[0, 1, 5, 6]])),
+    r"position_ids\[0, 0\]=1": make(0, 4, position_ids=torch.tensor([[1, 2, 3, 4]])),
+    "position_ids has shape": make(0, 4, position_ids=torch.zeros(3, 1, 4, dtype=torch.long)),
+    "must sum to the row's 4": make(0, 4, document_lengths=[[2, 1]]),
+    "has 2 rows": make(0, 4, document_lengths=[[2, 2], [4]]),
+    "must rise from 0": make(0, 4, cu_documents=[0, 3, 2, 4]),
+    "lacks the start of a row": make(0, 4, rows=2, cu_documents=[0, 3, 8]),
+    "disagree": make(0, 4, position_ids=torch.arange(4)[None], document_lengths=[[2, 2]]),
+    "padding on the right": make(0, 4, attention_mask=torch.tensor([[0, 1, 1, 1]])),
+    "attention_mask has shape": make(0, 4, attention_mask=torch.ones(1, 1, 4, 4)),
+    "labels hold -1": {**make(0, 4), "labels": torch.full((1, 4), -1)},
+    "input_ids holds -100": {**make(0, 4), "input_ids": torch.full((1, 4), -100)},
+    "must yield dicts": [1, 2],
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_batches_are_refused_by_name(message):
+    bad = BAD[message]
+    if message == "attention_mask has shape":
+        bad = {**bad, "attention_mask": bad["attention_mask"].long()}
+    with pytest.raises(ValueError, match=message):
+        shard_batch(bad, 2, 0)
+    with pytest.raises(ValueError, match=rf"(?s)rank 0 failed.*{message}"):
+        list(SPDataLoader(Rows([bad]), SPContext.create()))
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match=r"pad_to=7 .* nearest: 8"):
+        shard_batch(make(0, 4), 2, 0, pad_to=7)
+    with pytest.raises(ValueError, match=r"rows of 3 tokens for sp=4 ranks: some would have none; .* or sp <= 3"):
+        shard_batch(make(0, 3), 4, 0)
+    with pytest.raises(ValueError, match="sp_rank=2"):
+        shard_batch(make(0, 4), 2, 2)
+    with pytest.raises(ValueError, match="accumulation=0"):
+        SPDataLoader([], SPContext.create(), 0)
+
+
+# ---- one process
+
+
+def test_one_process_needs_no_process_group():
+    rows = [make(i, 4 + i, ignored=i) for i in range(5)]
+    loader = SPDataLoader(rows, SPContext.create(), accumulation=2)
+    got = list(loader)
+    assert len(loader) == len(got) == 4
+    for row, batch in zip(rows, got):
+        assert torch.equal(batch["input_ids"], row["input_ids"])
+        assert torch.equal(batch["shift_labels"], plain_shift(row["labels"]))
+    assert [b["step_tokens"].item() for b in got] == [7, 7, 8, 8]  # 3 + 4, 4 + 4
+    assert got[0]["step_tokens"].dtype == torch.int64
+    assert got[0]["step_tokens"].dim() == 0
+    assert loader.received_bytes == 0
+
+
+def test_a_step_without_valid_token_counts_zero():
+    (batch,) = SPDataLoader([make(0, 4, ignored=4)], SPContext.create())
+    assert batch["step_tokens"].item() == 0
+
+
+def test_other_errors_of_the_loader_keep_their_cause():
+    with pytest.raises(RuntimeError, match="rank 0 failed: KeyError: 'gone'") as caught:
+        list(SPDataLoader(Rows([KeyError("gone")]), SPContext.create()))
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+# ---- several ranks
+
+
+def _stream(rank, world, sp, per_rank, options=None, watch=False):
+    """Everything this rank gets, with the bytes it received as seen by dist.scatter itself."""
+    ctx = SPContext.create(sp)
+    loader = SPDataLoader(Rows(per_rank[rank]), ctx, **(options or {}))
+    received, collectives, real_scatter, real_reduce = [], [], dist.scatter, dist.all_reduce
+
+    def scatter(tensor, *args, **kw):
+        received.append((kw["group_src"] != ctx.sp_rank) * tensor.numel() * tensor.element_size())
+        return real_scatter(tensor, *args, **kw)
+
+    def all_reduce(tensor, *args, **kw):
+        collectives.append(tensor.numel())
+        return real_reduce(tensor, *args, **kw)
+
+    logs = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logs.append(record.getMessage())
+    logging.getLogger("alstlib.data.loader").addHandler(handler)
+    dist.scatter, dist.all_reduce = scatter, all_reduce
+    try:
+        got = as_lists(loader)
+    finally:
+        dist.scatter, dist.all_reduce = real_scatter, real_reduce
+        logging.getLogger("alstlib.data.loader").removeHandler(handler)
+    assert sum(received) == loader.received_bytes
+    return {"got": got, "bytes": received, "collectives": len(collectives), "logs": logs}
+
+
+def _error(rank, world, *args):
+    start = time.monotonic()
+    try:
+        _stream(rank, world, *args)
+    except (ValueError, RuntimeError) as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return None
+
+
+def check_groups(results, sp, batches_per_rank):
+    """Every rank's batch, in turn, is the step of its whole group."""
+    for dp_rank in range(len(results) // sp):
+        members = [r["got"] for r in results[dp_rank * sp : (dp_rank + 1) * sp]]
+        for step in range(len(members[0])):
+            batch = batches_per_rank[dp_rank * sp + step % sp][step // sp]
+            length = batch["input_ids"].shape[1]
+            assert torch.equal(joined(members, step, "input_ids")[:, :length], batch["input_ids"])
+            assert torch.equal(joined(members, step, "shift_labels")[:, :length], plain_shift(batch["labels"]))
+            assert torch.equal(joined(members, step, "position_ids")[0, :length], torch.arange(length))
+            assert (joined(members, step, "shift_labels")[:, length:] == -100).all()
+            padded = joined(members, step, "input_ids").shape[1]
+            assert padded == -(-length // sp) * sp
+            for member in members:
+                assert member[step]["cu_documents"] == [i * padded for i in range(len(batch["input_ids"]) + 1)]
+
+
+def test_sp2_unequal_lengths(ranks2):
+    data = [[make(10 * r + i, 5 + 3 * r + i) for i in range(3)] for r in range(2)]
+    results = ranks2(_stream, 2, data)
+    assert [len(r["got"]) for r in results] == [6, 6]
+    check_groups(results, 2, data)
+    for step in range(6):
+        tokens = data[step % 2][step // 2]["input_ids"].shape[1] - 1
+        assert {r["got"][step]["step_tokens"] for r in results} == {tokens}
+    assert not results[0]["logs"]
+
+
+def test_only_slices_travel(ranks2):
+    data = [[make(r, 1000)] for r in range(2)]
+    for result in ranks2(_stream, 2, data):
+        slice_bytes = 3 * 500 * 8
+        assert sum(1 for b in result["bytes"] if b) == 1  # of two steps, one is another rank's
+        assert slice_bytes <= sum(result["bytes"]) <= slice_bytes + 64  # and a few document offsets
+        assert result["collectives"] == 1 + 3  # agreement; one per optimizer step, the last of which finds the end
+
+
+def test_sp4_batch_of_two(ranks4):
+    data = [[make(10 * r + i, 6 + r, rows=2) for i in range(2)] for r in range(4)]
+    results = ranks4(_stream, 4, data)
+    assert [len(r["got"]) for r in results] == [8] * 4
+    check_groups(results, 4, data)
+
+
+def test_sp2_dp2_accumulation_totals(ranks4):
+    data = [[make(10 * r + i, 5 + r + 2 * i, ignored=(r + i) % 5) for i in range(3)] for r in range(4)]
+    results = ranks4(_stream, 2, data, {"accumulation": 3})  # optimizer steps straddle rounds
+    check_groups(results, 2, data)
+    assert [len(r["got"]) for r in results] == [6] * 4
+    for step in range(2):
+        total = 0
+        for micro in range(3 * step, 3 * step + 3):
+            for dp_rank in range(2):
+                labels = data[2 * dp_rank + micro % 2][micro // 2]["labels"]
+                total += int((plain_shift(labels) != -100).sum())
+        assert {b["step_tokens"] for r in results for b in r["got"][3 * step : 3 * step + 3]} == {total}
+
+
+def test_dp_only(ranks2):
+    data = [[make(10 * r + i, 5 + r) for i in range(2)] for r in range(2)]
+    results = ranks2(_stream, 1, data)
+    check_groups(results, 1, data)
+    assert results[0]["got"][0]["step_tokens"] == 4 + 5
+    assert not results[0]["bytes"]
+
+
+def test_packed_on_every_rank(ranks2):
+    data = [[make(r, 8, document_lengths=[DOCUMENTS])] for r in range(2)]
+    results = ranks2(_stream, 2, data, {"pad_to": 12})
+    for step in range(2):
+        assert joined([r["got"] for r in results], step, "position_ids").tolist() == [[*POSITIONS[0], 0, 0, 0, 0]]
+        assert all(r["got"][step]["cu_documents"] == [0, 3, 4, 8, 12] for r in results)
+        assert all(r["got"][step]["step_tokens"] == 5 for r in results)
+
+
+def test_replicated(ranks4):
+    groups = [[make(10 * g + i, 6 + i, ignored=i) for i in range(2)] for g in range(2)]
+    data = [groups[0], groups[0], groups[1], groups[1]]
+    results = ranks4(_stream, 2, data, {"replicated": True, "accumulation": 2})
+    for g in range(2):
+        for step in range(2):
+            members = [r["got"] for r in results[2 * g : 2 * g + 2]]
+            length = groups[g][step]["labels"].shape[1]
+            assert torch.equal(
+                joined(members, step, "shift_labels")[:, :length], plain_shift(groups[g][step]["labels"])
+            )
+    assert {b["step_tokens"] for r in results for b in r["got"]} == {2 * (5 + 6)}
+    assert not any(r["bytes"] for r in results)
+
+
+def test_replicated_refuses_different_data(ranks4):
+    same = [make(1, 6)]
+    answers = ranks4(_error, 2, [same, same, [make(2, 6)], [make(3, 6)]], {"replicated": True})
+    for name, message, _ in answers:
+        assert name == "ValueError"
+        assert "ranks [2, 3] hold different batches" in message
+
+
+@pytest.mark.parametrize("counts, steps", [((3, 2), 2), ((0, 4), 0)])
+def test_replicated_data_that_end_earlier_on_a_rank(ranks2, counts, steps):
+    """The data's end is what is said, not that the batches differ from none."""
+    data = [[make(i, 6) for i in range(n)] for n in counts]
+    short = counts.index(min(counts))
+    for result in ranks2(_stream, 2, data, {"replicated": True}):
+        assert len(result["got"]) == steps
+        (message,) = result["logs"]
+        assert message.startswith(f"the data ended after {steps} batches on ranks [{short}]")
+
+
+@pytest.mark.parametrize("counts, steps, dropped", [((3, 2), 4, "1 further"), ((1, 4), 2, "3 further")])
+def test_unequal_counts_stop_together(ranks2, counts, steps, dropped):
+    data = [[make(10 * r + i, 6) for i in range(counts[r])] for r in range(2)]
+    results = ranks2(_stream, 2, data)
+    check_groups(results, 2, data)
+    for result in results:
+        assert len(result["got"]) == steps
+        assert len(result["logs"]) == 1
+        assert dropped in result["logs"][0]
+
+
+def test_an_incomplete_optimizer_step_is_dropped(ranks2):
+    data = [[make(10 * r + i, 6) for i in range(4)] for r in range(2)]
+    for result in ranks2(_stream, 2, data, {"accumulation": 3}):
+        assert len(result["got"]) == 6
+        assert "2 micro-batches of an incomplete optimizer step" in result["logs"][0]
+
+
+@pytest.mark.parametrize(
+    "error, kind", [(KeyError("broken file"), "RuntimeError"), ({"input_ids": torch.ones(1, 4).long()}, "ValueError")]
+)
+def test_an_error_on_one_rank_is_raised_on_all(ranks4, error, kind):
+    data = [[make(r, 6), make(r, 7)] for r in range(4)]
+    data[2][1] = error
+    for name, message, seconds in ranks4(_error, 2, data):
+        assert name == kind
+        assert message.startswith("the data of rank 2 failed: ")
+        assert ("broken file" if kind == "RuntimeError" else "no 'labels'") in message
+        assert seconds < 20
+
+
+def _disagree(rank, world):
+    loader = SPDataLoader([make(0, 6)] * 6, SPContext.create(2), accumulation=1 + 4 * rank)
+    try:
+        list(loader)
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_that_disagree_are_told_before_they_hang(ranks2):
+    assert all("accumulation: [1, 5]" in message for message in ranks2(_disagree))
+
+
+# ---- resuming
+
+
+class Numbered(Dataset):
+    def __len__(self):
+        return 13
+
+    def __getitem__(self, i):
+        return {"input_ids": torch.full((6,), i + 1), "labels": torch.full((6,), i + 1)}
+
+
+class Stateful:
+    """A loader with a state of its own; counts how many batches it made."""
+
+    def __init__(self):
+        self.at, self.made = 0, 0
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        while self.at < 6:
+            self.at += 1
+            self.made += 1
+            yield make(100 + self.at, 4 + self.at)
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def build_loader(kind, rank=0, world=1):
+    if kind == "shuffle":  # the order comes from torch's random numbers
+        return DataLoader(Numbered(), shuffle=True)
+    if kind == "generator":
+        return DataLoader(Numbered(), shuffle=True, generator=torch.Generator().manual_seed(3))
+    if kind == "sampler":
+        return DataLoader(Numbered(), sampler=DistributedSampler(Numbered(), world, rank, seed=5))
+    return Stateful()
+
+
+def _resume(rank, world, sp, kind, accumulation, stop):
+    ctx = SPContext.create(sp)
+    torch.manual_seed(100 + rank)
+    loader = SPDataLoader(build_loader(kind, rank, world), ctx, accumulation)
+    loader.set_epoch(2)
+    stream = iter(loader)
+    taken = [next(stream) for _ in range(stop)]
+    state = copy.deepcopy(loader.state_dict())
+    rest = as_lists(stream)
+    if kind != "stateful":
+        state = json.loads(json.dumps(state))
+
+    torch.manual_seed(7)  # another process, another state of random numbers
+    again = SPDataLoader(build_loader(kind, rank, world), ctx, accumulation)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    again.set_epoch(2)
+    random_before = torch.get_rng_state()
+    resumed = iter(again)
+    first = next(resumed)
+    if kind == "shuffle":
+        assert torch.equal(torch.get_rng_state(), random_before)  # the training's own numbers are not disturbed
+    assert again.state_dict()["micro_batches"] == stop + 1
+    assert as_lists([first]) + as_lists(resumed) == rest
+    fresh = as_lists(again)  # the next pass starts at the beginning
+    assert len(fresh) == len(taken) + len(rest)
+    if kind == "sampler":
+        assert fresh[:stop] == as_lists(taken)
+    return len(rest)
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "generator", "sampler", "stateful"])
+@pytest.mark.parametrize("accumulation, stop", [(1, 3), (3, 3), (3, 5)])
+def test_resume_on_one_process(kind, accumulation, stop):
+    assert _resume(0, 1, 1, kind, accumulation, stop) > 0
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "sampler", "stateful"])
+@pytest.mark.parametrize("accumulation, stop", [(1, 3), (3, 4), (2, 4), (5, 1)])
+def test_resume_inside_a_round(ranks2, kind, accumulation, stop):
+    rest = ranks2(_resume, 2, kind, accumulation, stop)
+    assert rest[0] == rest[1] > 0
+
+
+class NumpyOrder(Sampler):
+    """A permutation from numpy or random: a generator of its own, the process's, or (hidden) one that nobody finds."""
+
+    def __init__(self, kind):
+        held = {"numpy": np.random.default_rng(3), "numpy-old": np.random.RandomState(3), "random": random.Random(3)}
+        self._rng = held.get(kind)
+        draws = np.random.default_rng()  # another one each time
+        self.draw = {"global": np.random.permutation, "hidden": draws.permutation}.get(kind)
+
+    def __len__(self):
+        return 16
+
+    def __iter__(self):
+        if isinstance(self._rng, random.Random):
+            yield from self._rng.sample(range(16), 16)
+        else:
+            yield from (self.draw or self._rng.permutation)(16).tolist()
+
+
+class Pair(Sampler):
+    def __init__(self, samplers):
+        self.samplers = samplers
+
+    def __iter__(self):
+        for sampler in self.samplers:
+            yield from sampler
+
+
+class Sixteen(Numbered):
+    def __len__(self):
+        return 16
+
+
+def _order(kind):
+    torchs = RandomSampler(range(16), generator=torch.Generator().manual_seed(1))
+    samplers = {"batch_sampler": torchs, "listed": Pair([torchs])}
+    batches = BatchSampler(samplers.get(kind) or NumpyOrder(kind), 2, False)
+    return SPDataLoader(DataLoader(Sixteen(), batch_sampler=batches), SPContext.create())
+
+
+def _seen(batches):
+    return [row[0] for b in as_lists(batches) for row in b["input_ids"]]
+
+
+@pytest.mark.parametrize("kind", ["batch_sampler", "listed", "numpy", "numpy-old", "random", "global", "hidden"])
+def test_each_sample_comes_once_after_a_resume_whatever_draws_the_order(kind):
+    np.random.seed(11)
+    loader = _order(kind)
+    for _ in range(2):  # in the second epoch the generators are further on
+        stream = iter(loader)
+        before = [next(stream) for _ in range(3)]
+        state = json.loads(json.dumps(loader.state_dict()))
+        rest = as_lists(stream)
+    again = _order(kind)
+    np.random.seed(5)
+    numbers = np.random.get_state(legacy=False)["state"]["key"].copy()
+    again.load_state_dict(state)
+    if kind == "hidden":
+        with pytest.raises(ValueError, match="first 3 batches are not those that were read before"):
+            list(again)
+        return
+    resumed = as_lists(again)
+    assert resumed == rest
+    assert sorted(_seen(before) + [row[0] for b in resumed for row in b["input_ids"]]) == list(range(1, 17))
+    if kind != "global":
+        assert (np.random.get_state(legacy=False)["state"]["key"] == numbers).all()
+
+
+def test_data_that_changed_are_not_continued():
+    rows = [make(i, 4 + i) for i in range(6)]
+    loader = SPDataLoader(Rows(rows), SPContext.create())
+    stream = iter(loader)
+    next(stream), next(stream)
+    state = loader.state_dict()
+    for changed in (rows[1:], rows[:1]):
+        again = SPDataLoader(Rows(changed), SPContext.create())
+        again.load_state_dict(state)
+        with pytest.raises(ValueError, match="the data changed, or their order"):
+            list(again)
+
+
+def test_a_stateful_loader_is_not_read_twice():
+    loader = SPDataLoader(Stateful(), SPContext.create())
+    stream = iter(loader)
+    for _ in range(4):
+        next(stream)
+    again = SPDataLoader(Stateful(), SPContext.create())
+    again.load_state_dict(loader.state_dict())
+    assert len(list(again)) == 2
+    assert again.dataloader.made == 2
+
+
+def test_a_state_of_another_run_is_refused():
+    state = SPDataLoader(Stateful(), SPContext.create(), 2).state_dict()
+    with pytest.raises(ValueError, match="accumulation=2"):
+        SPDataLoader(Stateful(), SPContext.create(), 3).load_state_dict(state)
+
+
+def test_set_epoch_reaches_the_sampler():
+    inner = build_loader("sampler", 0, 2)
+    loader = SPDataLoader(inner, SPContext.create())
+    orders = []
+    for epoch in (0, 1, 0):
+        loader.set_epoch(epoch)
+        orders.append([b["input_ids"][0, 0].item() for b in loader])
+    assert orders[0] == orders[2] != orders[1]

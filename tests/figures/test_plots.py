@@ -1,0 +1,49 @@
+"""Figures say what they were given."""
+
+from __future__ import annotations
+
+import pytest
+from matplotlib.colors import to_hex
+
+from alstlib.figures import plots
+
+
+def test_a_training_curve_draws_every_step_of_every_run() -> None:
+    (axes,) = plots.training({"after": {3: 2.0, 4: 1.5}, "before": {1: 4.0, 2: 3.0, 3: 2.0}}, {"saved": 2}).axes
+    lines = {line.get_label(): line for line in axes.lines}
+    assert list(zip(*lines["after"].get_data())) == [(3, 2.0), (4, 1.5)]
+    assert list(zip(*lines["before"].get_data())) == [(1, 4.0), (2, 3.0), (3, 2.0)]
+    assert (lines["after"].get_linestyle(), lines["before"].get_linestyle()) == ("-", "None")
+    assert lines["before"].get_marker() in plots.MARKERS
+    assert [text.get_text().strip() for text in axes.texts] == ["saved"]
+    assert axes.get_ylim()[0] > 1.0  # losses fill the axis: it does not begin at 0
+    assert "nats" in axes.get_ylabel()
+
+
+def test_bars_have_names_numbers_and_colours_that_differ() -> None:
+    (axes,) = plots.bars({"a": 1000.0, "b": 2.5, "c": 0.0}, "sent [MiB]", "title").axes
+    assert [bar.get_width() for bar in axes.patches] == [1000.0, 2.5, 0.0]
+    assert [text.get_text().strip() for text in axes.texts] == ["1,000.0", "2.5", "0.0"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b", "c"]
+    assert [to_hex(bar.get_facecolor()).upper() for bar in axes.patches] == list(plots.PALETTE[:3])
+    assert len({bar.get_hatch() for bar in axes.patches}) == 3
+    assert axes.get_xlabel() == "sent [MiB]"
+
+
+def test_pairs_of_bars_are_of_tokens_on_a_log_axis_or_of_anything_from_zero() -> None:
+    (axes,) = plots.paired({"a": (32_000, 64_000)}, ("stated", "predicted"), "longest sequence [tokens]").axes
+    assert (axes.get_xscale(), axes.get_xlabel()) == ("log", "longest sequence [tokens]")
+    assert [text.get_text().strip() for text in axes.texts] == ["32K", "64K"]
+    rows = {"a": (1234.56, 2.0), "b": (3.0, 4.0)}
+    (axes,) = plots.paired(rows, ("measured", "predicted"), "peak [MiB]", log=False, show="{:,.1f}".format).axes
+    assert (axes.get_xscale(), axes.get_xlim()[0]) == ("linear", 0)
+    assert [text.get_text().strip() for text in axes.texts] == ["1,234.6", "3.0", "2.0", "4.0"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["measured", "predicted"]
+
+
+@pytest.mark.parametrize("draw", [plots.training, lambda runs: plots.versus(runs, "x", "y"), plots.degrees])
+def test_any_number_of_lines_can_be_told_apart(draw) -> None:
+    runs = {f"run {i}": {1: 2.0 + i, 2: 1.0} for i in range(20)}
+    (axes,) = (draw(runs, "y") if draw is plots.degrees else draw(runs)).axes
+    lines = [line for line in axes.lines if str(line.get_label()).startswith("run")]
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == 20

@@ -1,0 +1,74 @@
+"""Controls: live ones follow their values, and where there is no kernel a plain view is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from alstlib.config import RunConfig, row_config
+from alstlib.figures import plots, widgets
+from alstlib.planner.machine import Machine
+from alstlib.planner.model_shapes import read_shape
+from alstlib.planner.prediction import longest
+from alstlib.units import format_tokens
+
+
+def draw(ranks: int, heads: int) -> tuple[Any, str]:
+    return plots.bars({"a": float(ranks * heads)}, "MiB"), widgets.html_table(
+        ("", "MiB"), [("a<b", str(ranks * heads))]
+    )
+
+
+def test_controls_draw_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ALST_STATIC", raising=False)
+    ranks, heads, shown = widgets.follow(draw, ranks=([2, 4], 4), heads=([1, 8], 8)).children
+    first = shown.value
+    assert ">32<" in first
+    assert "a&lt;b" in first
+    assert 'alt="figure for ranks 4, heads 8' in first
+    ranks.value = 2
+    assert ">16<" in shown.value
+    heads.value = 1
+    assert ">2<" in shown.value
+    assert shown.value.partition("<table")[0] != first.partition("<table")[0]
+
+
+def test_controls_without_a_kernel_show_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALST_STATIC", "1")
+    figures: list[Any] = []
+    monkeypatch.setattr("IPython.display.display", figures.append)
+    left = widgets.follow(draw, ranks=([2, 4], 4), heads=([1, 8], 8))
+    assert [bar.get_width() for bar in figures[0].axes[0].patches] == [32.0]
+    assert ">32<" in left.data
+    assert not hasattr(left, "children")
+
+
+def test_a_figure_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With values named as lengths are."""
+    drawn = []
+
+    def one(tokens: int) -> Any:
+        drawn.append(tokens)
+        return plots.bars({"a": float(tokens)}, "tokens")
+
+    monkeypatch.setenv("ALST_STATIC", "1")
+    assert widgets.follow(one, tokens=([1000, 2000], 1000)).axes
+    monkeypatch.delenv("ALST_STATIC")
+    slider, shown = widgets.follow(one, tokens=([1000, 2000], 1000)).children
+    first = shown.value
+    slider.value = 2000
+    assert drawn == [1000, 1000, 2000]
+    assert 'alt="figure for tokens 2K"' in shown.value != first
+
+
+def test_the_wall_marks_the_longest_that_fits() -> None:
+    shape, lengths = read_shape("llama-3.1-8b"), [2**n for n in range(14, 24)]
+    run = row_config("alst", RunConfig(model="llama-3.1-8b", dtype="bf16", sp=0))
+    found = longest(shape, run, Machine(gpus=8))
+    assert found is not None
+    figure, table = widgets.wall(shape, run, Machine(gpus=8), lengths, "alst")
+    assert f"{format_tokens(found.seq_len)} tokens" in table
+    assert figure.axes[0].get_title("left") == "alst"
+    with pytest.raises(ValueError, match="gpu_memory=None"):
+        widgets.wall(shape, run, Machine(gpu_memory=None), lengths, "")

@@ -1,0 +1,700 @@
+"""Attaching to transformers models: exact while attached, nothing left afterwards, clear refusals, no work in vain."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from cases import VOCAB, make_model, plain_run, worst_error
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+
+import alstlib
+from alstlib.hf import attach
+from alstlib.mesh import SPContext
+from alstlib.reference import shift
+from alstlib.tiled.compute import TiledMLP
+from alstlib.ulysses import head_layouts
+
+ALL_ON = {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "offload": "async", "save_attention": True}
+ALL_OFF = {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False}
+LENGTH = 20
+
+
+@pytest.fixture(autouse=True)
+def _no_registration_left() -> Iterator[None]:
+    before = set(AttentionInterface._global_mapping)
+    yield
+    assert set(AttentionInterface._global_mapping) == before
+
+
+def batch(seed: int = 0, length: int = LENGTH, **more: Tensor) -> dict[str, Tensor]:
+    ids = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "position_ids": torch.arange(length)[None], "shift_labels": shift(ids), **more}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def step(model: Any, data: dict[str, Tensor] | None = None) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    out = alstlib.causal_lm_loss(model, data or batch())
+    out.loss.backward()
+    return out.loss.item(), gradients(model)
+
+
+def plain(model: PreTrainedModel, data: dict[str, Tensor] | None = None) -> tuple[float, dict[str, Tensor]]:
+    ids = (data or batch())["input_ids"]
+    return plain_run(model, [{"input_ids": ids, "labels": ids}])
+
+
+def anatomy(model: PreTrainedModel) -> dict[str, Any]:
+    """Every module, and what is in each: identities of children, weights, hooks and all other attributes."""
+    found: dict[str, Any] = {"config": model.config.to_dict(), "attention": model.config._attn_implementation}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found[name] = (id(module), type(module), module.training)
+        for key, value in module.__dict__.items():
+            inside = [(k, id(v)) for k, v in value.items()] if isinstance(value, dict) else id(value)
+            found[f"{name}.__dict__[{key}]"] = inside
+    return found
+
+
+# ----- attach and detach
+
+
+@pytest.mark.parametrize("options", [{}, ALL_ON, ALL_OFF], ids=["default", "all on", "all off"])
+@pytest.mark.parametrize("kind", ["gqa", "gemma2", "gpt2"])
+def test_detach_restores_the_model_exactly(kind: str, options: dict[str, Any]) -> None:
+    """Outputs bit for bit; every module, attribute, hook and registration as before."""
+    model = make_model(kind)
+    ids = batch()["input_ids"]
+    before, out = anatomy(model), model(ids).logits
+    names = set(AttentionInterface._global_mapping)
+    handle = alstlib.apply(model, None, alstlib.Options(**options))
+    assert anatomy(model) != before
+    assert set(AttentionInterface._global_mapping) != names
+    step(model)
+    model.zero_grad()
+    assert handle.detach() is model
+    assert anatomy(model) == before
+    assert set(AttentionInterface._global_mapping) == names
+    assert torch.equal(model(ids).logits, out)
+    assert handle.store.nbytes == 0
+    handle.detach()
+    assert anatomy(model) == before
+
+
+def test_context_manager_detaches_after_an_error() -> None:
+    model = make_model()
+    before = anatomy(model)
+    with pytest.raises(KeyError), alstlib.apply(model):
+        raise KeyError
+    assert anatomy(model) == before
+
+
+def test_failed_apply_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    before = anatomy(model)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("late")
+
+    monkeypatch.setattr(attach, "_attach_calls", fail)
+    with pytest.raises(RuntimeError, match="late"):
+        alstlib.apply(model)
+    assert anatomy(model) == before
+
+
+def test_apply_twice_is_refused_and_after_detach_allowed() -> None:
+    model = make_model()
+    with alstlib.apply(model), pytest.raises(ValueError, match=r"attached already; call its handle's detach\(\)"):
+        alstlib.apply(model)
+    loss, want = plain(model)
+    with alstlib.apply(model, None, alstlib.Options(**ALL_ON)):
+        got = step(model)
+    assert got[0] == pytest.approx(loss, rel=1e-6)
+    assert worst_error(got[1], want)[0] < 1e-5
+
+
+def test_gradient_checkpointing_is_taken_over_and_given_back() -> None:
+    model = make_model()
+    model.gradient_checkpointing_enable()
+    before, (_, want) = anatomy(model), plain(model)
+    with alstlib.apply(model, None, alstlib.Options(save_attention=True)) as handle:
+        assert not model.is_gradient_checkpointing
+        got = step(model)
+        assert handle.attention.forward_calls == 2
+    assert worst_error(got[1], want)[0] < 1e-5
+    model.zero_grad()
+    assert model.is_gradient_checkpointing
+    assert anatomy(model) == before
+
+
+def test_gradient_checkpointing_that_is_switched_on_later() -> None:
+    """As transformers' Trainer does: ours takes its place, and without ours it is refused."""
+    model = make_model()
+    _, want = plain(model)
+    with alstlib.apply(model, None, alstlib.Options(save_attention=True)) as handle:
+        model.gradient_checkpointing_enable()
+        got = step(model)
+        assert handle.attention.forward_calls == 2
+        assert worst_error(got[1], want)[0] < 1e-5
+    assert model.is_gradient_checkpointing
+    model.gradient_checkpointing_disable()
+    with alstlib.apply(model, None, alstlib.Options(checkpoint=False)):
+        model.gradient_checkpointing_enable()
+        with pytest.raises(
+            ValueError, match=r"gradient_checkpointing_enable\(\) with checkpoint=False.*checkpoint=True"
+        ):
+            step(model)
+        model.eval()(batch()["input_ids"])
+    with pytest.raises(ValueError, match=r"gradient_checkpointing_enable\(\) with checkpoint=False"):
+        alstlib.apply(model.train(), None, alstlib.Options(checkpoint=False))
+
+
+def test_train_and_eval_reach_what_was_swapped_out() -> None:
+    model = make_model("gpt2", resid_pdrop=0.5)
+    with alstlib.apply(model):
+        model.eval()
+    assert not any(m.training for m in model.modules())
+    with alstlib.apply(model):
+        model.train()
+    assert all(m.training for m in model.modules())
+
+
+def test_two_models_in_one_process() -> None:
+    """Interleaved, with different options; one is detached between the other's forward and backward."""
+    models = [make_model("gqa"), make_model("gpt2", seed=1)]
+    wants = [plain(m) for m in models]
+    handles = [alstlib.apply(m, None, alstlib.Options(**o)) for m, o in zip(models, (ALL_ON, {"tiled_mlp": 3}))]
+    losses = [alstlib.causal_lm_loss(m, batch()).loss for m in models]
+    losses[1].backward()
+    handles[1].detach()
+    losses[0].backward()
+    for model, loss, (want_loss, want) in zip(models, losses, wants):
+        assert loss.item() == pytest.approx(want_loss, rel=1e-6)
+        assert worst_error(gradients(model), want)[0] < 1e-5
+    assert step(models[0])[0] == pytest.approx(wants[0][0], rel=1e-6)
+    assert handles[1].attention.forward_calls == 2 * 2
+    handles[0].detach()
+
+
+AFTER: dict[str, tuple[dict[str, Any], bool]] = {
+    "default": ({}, True),
+    "all on": (ALL_ON, True),
+    "offload": ({"offload": "sync", "save_attention": False}, True),
+    "segments": ({**ALL_ON, "host_memory": 6000, "save_attention": "auto"}, True),
+    "chunk": ({"chunk": 5}, True),
+    "chunk, all on": ({**ALL_ON, "chunk": 5}, True),
+    "tiles": ({"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "checkpoint": False}, False),
+    "all off": (ALL_OFF, False),
+}
+"""Options, and whether their backward needs the attachment."""
+
+
+@pytest.mark.parametrize("options, recomputes", AFTER.values(), ids=AFTER)
+@pytest.mark.parametrize("kind", ["gqa", "gpt2"])
+def test_backward_after_detach_is_right_or_refused(kind: str, options: dict[str, Any], recomputes: bool) -> None:
+    """What is recomputed would run the model's own attention, without documents; also when it is attached again."""
+    model = make_model(kind, **({"num_hidden_layers": 3} if kind != "gpt2" else {"n_layer": 3}))
+    halves = [batch(length=8), batch(1, length=12)]
+    joined = {n: torch.cat([h[n] for h in halves], 1) for n in halves[0]}
+    joined["shift_labels"][:, 7] = -100  # a document ends: plain transformers would see across
+    documents = torch.tensor([0, 8, 20])
+    for attached_again in (False, True):
+        with alstlib.apply(model, None, alstlib.Options(**options)):
+            _, want = step(model, {**joined, "cu_documents": documents})
+            model.zero_grad()
+            loss = alstlib.causal_lm_loss(model, {**joined, "cu_documents": documents}).loss
+        with alstlib.apply(model) if attached_again else contextlib.nullcontext():
+            if recomputes:
+                with pytest.raises(ValueError, match=r"made before detach\(\): call backward before detach\(\)"):
+                    loss.backward()
+            else:
+                loss.backward()
+                assert worst_error(gradients(model), want)[0] < 1e-6
+
+
+def test_two_models_of_one_config_are_attached_by_themselves() -> None:
+    config = make_model().config
+    models = [transformers.LlamaForCausalLM(config) for _ in range(2)]
+    want = plain(models[1])[0]
+    with alstlib.apply(models[0]):
+        assert models[1](**{"input_ids": batch()["input_ids"], "labels": batch()["input_ids"]}).loss.item() == want
+        with alstlib.apply(models[1]):
+            assert step(models[0])[0] == pytest.approx(plain(models[0])[0], rel=1e-6)
+            assert step(models[1])[0] == pytest.approx(want, rel=1e-6)
+
+
+# ----- names and files
+
+
+@pytest.mark.parametrize("kind, tied", [("gqa", False), ("gqa", True), ("gpt2", True)])
+def test_names_and_saved_form_stay(tmp_path: Path, kind: str, tied: bool) -> None:
+    """Parameters keep names and storage; what the attached model saves is the model."""
+    model = make_model(kind, tie_word_embeddings=tied)
+    names = [(n, p.data_ptr()) for n, p in model.named_parameters()]
+    state = {n: t.data_ptr() for n, t in model.state_dict().items()}
+    with alstlib.apply(model):
+        assert [(n, p.data_ptr()) for n, p in model.named_parameters()] == names
+        assert {n: t.data_ptr() for n, t in model.state_dict().items()} == state
+        model.save_pretrained(tmp_path)
+        text = (tmp_path / "config.json").read_text()
+        assert "alst" not in text
+        assert not any("attn_implementation" in key for key in json.loads(text))
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        other = make_model(kind, seed=3, tie_word_embeddings=tied)
+        model.load_state_dict(other.state_dict())
+    ids = batch()["input_ids"]
+    assert torch.equal(loaded(ids).logits, make_model(kind, tie_word_embeddings=tied).eval()(ids).logits)
+    assert torch.equal(model(ids).logits, other(ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "gemma2", "gpt2"])
+def test_the_config_of_an_attached_model_is_the_models_own(tmp_path: Path, kind: str) -> None:
+    """It is saved, copied and built from as ever; what is changed in it reaches the parts of the model."""
+    model, ids = make_model(kind), batch()["input_ids"]
+    own, config, attention = model.config, model.config.to_dict(), model.config._attn_implementation
+    body = model.base_model
+    with alstlib.apply(model):
+        assert model.config is own
+        assert (own._attn_implementation, own.to_dict()) == (attention, config)
+        for made_from in (model.config, copy.deepcopy(model.config), copy.deepcopy(body.config)):
+            fresh = AutoModelForCausalLM.from_config(made_from)
+            assert type(fresh.config) is type(own)
+            assert fresh.config._attn_implementation == attention
+            fresh(ids)
+        for part, folder in ((model, tmp_path / "whole"), (body, tmp_path / "body")):
+            part.save_pretrained(folder)
+            assert "alst" not in "".join(f.read_text() for f in folder.glob("*.json"))
+        saved = json.loads((tmp_path / "whole" / "config.json").read_text())
+        body.config.marked = 1
+        assert own.marked == 1
+        own.marked = 2
+        assert body.config.marked == 2
+    del own.marked
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "whole").config._attn_implementation == attention
+    model.save_pretrained(tmp_path / "after")
+    assert json.loads((tmp_path / "after" / "config.json").read_text()) == saved
+
+
+def test_a_composite_config_is_saved_as_it_was(tmp_path: Path) -> None:
+    text = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    made = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = transformers.Gemma3ForConditionalGeneration(made)
+    model.save_pretrained(tmp_path / "before")
+    with alstlib.apply(model):
+        model.save_pretrained(tmp_path / "while")
+    texts = [(tmp_path / name / "config.json").read_text() for name in ("before", "while")]
+    assert texts[0] == texts[1]
+
+
+def test_a_weight_replaced_while_attached_is_the_models() -> None:
+    model = make_model()
+    with alstlib.apply(model, None, alstlib.Options(**ALL_ON)):
+        model.model.layers[0].mlp.up_proj.weight = nn.Parameter(model.model.layers[0].mlp.up_proj.weight * 2)
+        loss, got = step(model)
+    want_loss, want = plain(model)
+    assert loss == pytest.approx(want_loss, rel=1e-6)
+    assert worst_error(got, want)[0] < 1e-5
+
+
+# ----- how often things run
+
+
+def counted_step(monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]) -> dict[str, float]:
+    """Tokens through each kind of module in a second step (the first learns the layer), per token and layer."""
+    model, count = make_model(kind), Counter[str]()
+    layers = model.transformer.h if kind == "gpt2" else model.model.layers
+
+    def hook(name: str) -> Any:
+        return lambda module, args, out: count.update({name: out.shape[1]})
+
+    for layer in layers:
+        inner = [("mlp", layer.mlp), ("query", layer.attn.c_attn if kind == "gpt2" else layer.self_attn.q_proj)]
+        for name, module in inner:
+            module.register_forward_hook(hook(name))
+    kernel = head_layouts.attention_forward
+
+    def attention_forward(*args: Any, **kwargs: Any) -> Any:
+        count["attention"] += args[1].shape[2]
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr(head_layouts, "attention_forward", attention_forward)
+    with alstlib.apply(model, None, alstlib.Options(**options)) as handle:
+        step(model)
+        count.clear()
+        before = handle.attention.forward_calls
+        step(model)
+        assert (handle.attention.forward_calls - before) * LENGTH == count["attention"]
+    return {name: tokens / LENGTH / len(layers) for name, tokens in count.items()}
+
+
+@pytest.mark.parametrize("options", [{"tiled_mlp": 7}, {"tiled_mlp": False}, {**ALL_ON}], ids=str)
+@pytest.mark.parametrize("kind", ["gqa", "qwen3", "gpt2", "gemma2"])
+def test_recompute_contract(monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]) -> None:
+    """With the outputs saved: attention forward once, MLP forward twice, projections twice."""
+    options = {**options, "save_attention": True}
+    assert counted_step(monkeypatch, kind, options) == {"attention": 1, "mlp": 2, "query": 2}
+
+
+@pytest.mark.parametrize("tiled_mlp", [7, False])
+def test_attention_runs_twice_when_not_saved(monkeypatch: pytest.MonkeyPatch, tiled_mlp: int | bool) -> None:
+    options = {"tiled_mlp": tiled_mlp, "save_attention": False}
+    assert counted_step(monkeypatch, "gqa", options) == {"attention": 2, "mlp": 2, "query": 2}
+
+
+def test_nothing_is_recomputed_without_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert counted_step(monkeypatch, "gqa", ALL_OFF) == {"attention": 1, "mlp": 1, "query": 1}
+
+
+def exchanges(rank: int, world: int, save_attention: bool) -> tuple[float, Counter[str]]:
+    """Collectives per layer of a training step on this rank."""
+    count = Counter[str]()
+    originals = {n: getattr(dist, n) for n in ("all_to_all_single", "all_to_all", "all_gather", "all_reduce")}
+
+    def counting(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            count[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    ctx, model, whole = SPContext.create(world), make_model("gqa"), batch()
+    rows = LENGTH // world
+    shard = {k: v[:, rank * rows : (rank + 1) * rows] for k, v in whole.items()}
+    documents = torch.tensor([0, LENGTH], dtype=torch.int32)
+    with alstlib.apply(model, ctx, alstlib.Options(**{**ALL_ON, "save_attention": save_attention})):
+        alstlib.causal_lm_loss(model, {**shard, "cu_documents": documents}, ctx).loss.backward()  # asks for host memory
+        try:
+            for name in originals:
+                setattr(dist, name, counting(name))
+            out = alstlib.causal_lm_loss(model, {**shard, "cu_documents": documents}, ctx)
+            out.loss.backward()
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
+    return out.mean.item(), count
+
+
+@pytest.mark.parametrize("save_attention, per_layer", [(True, 5), (False, 6)])
+def test_few_exchanges(ranks2: Any, save_attention: bool, per_layer: int) -> None:
+    """Per layer and step 5 exchanges with saved outputs and 6 without (the reference: 12, and 2 gathers of positions);
+    two reductions of numbers, of the loss and of what all ranks' hosts have room for (samples differ from step to
+    step, so that it is agreed in each)."""
+    want, _ = plain(make_model("gqa"))
+    for mean, count in ranks2(exchanges, save_attention):
+        assert mean == pytest.approx(want, rel=1e-6)
+        assert count == {"all_to_all_single": 2 * per_layer, "all_reduce": 2}
+
+
+# ----- dropout
+
+
+DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
+
+
+def test_dropout_is_that_of_plain_transformers() -> None:
+    """GPT-2 with its default dropout in embeddings, residuals and MLPs: untiled, the same masks as plain, in forward
+    and in the recompute."""
+    model = make_model("gpt2", **DROPOUT)
+    torch.manual_seed(7)
+    loss, want = plain(model)
+    torch.manual_seed(8)
+    assert plain(model)[0] != loss
+    for options in (ALL_OFF, {**ALL_OFF, "checkpoint": True}, {**ALL_OFF, "checkpoint": True, "save_attention": True}):
+        with alstlib.apply(model, None, alstlib.Options(**options)):
+            torch.manual_seed(7)
+            got = step(model)
+        assert got[0] == pytest.approx(loss, rel=1e-6)
+        assert worst_error(got[1], want)[0] < 1e-5
+
+
+def test_dropout_in_tiles_is_replayed() -> None:
+    """Tiles draw their own masks: the recompute under checkpointing draws the same ones, bit for bit."""
+    model = make_model("gpt2", **DROPOUT)
+    results = []
+    for options in ({"checkpoint": False}, {"save_attention": True}, {"save_attention": False}, {"offload": "sync"}):
+        with alstlib.apply(model, None, alstlib.Options(tiled_mlp=6, tiled_loss=6, **options)):
+            for _ in range(2):  # a checkpoint knows its layer better the second time
+                torch.manual_seed(7)
+                results.append(step(model))
+    for loss, grads in results[1:]:
+        assert loss == results[0][0]
+        assert worst_error(grads, results[0][1])[0] < 1e-6
+
+
+@pytest.mark.parametrize("options", [{"checkpoint": False}, {"save_attention": True}], ids=str)
+def test_gradient_with_dropout_is_the_derivative(options: dict[str, Any]) -> None:
+    """With a fixed seed the loss is a function of the weights: its gradient against a central difference, in fp64."""
+    model = make_model("gpt2", dtype=torch.float64, **DROPOUT)
+    torch.manual_seed(1)
+    direction = [torch.randn_like(p) for p in model.parameters()]
+
+    def loss_at(t: float) -> float:
+        with torch.no_grad():
+            for p, d in zip(model.parameters(), direction):
+                p.add_(d, alpha=t)
+        torch.manual_seed(7)
+        loss = alstlib.causal_lm_loss(model, batch()).loss.item()
+        with torch.no_grad():
+            for p, d in zip(model.parameters(), direction):
+                p.sub_(d, alpha=t)
+        return loss
+
+    with alstlib.apply(model, None, alstlib.Options(tiled_mlp=6, tiled_loss=6, **options)):
+        torch.manual_seed(7)
+        step(model)
+        slope = sum(float((p.grad * d).sum()) for p, d in zip(model.parameters(), direction))
+        numerical = (loss_at(1e-6) - loss_at(-1e-6)) / 2e-6
+    assert slope == pytest.approx(numerical, rel=1e-5)
+
+
+# ----- evaluation
+
+
+@pytest.mark.parametrize("kind", ["gqa", "gemma2", "gpt2"])
+@pytest.mark.parametrize("options", [ALL_OFF, ALL_ON], ids=["all off", "all on"])
+def test_evaluation_is_plain(kind: str, options: dict[str, Any]) -> None:
+    """Without gradients: Hugging Face's loss from its own labels, and the logits when there are no labels."""
+    model = make_model(kind, **(DROPOUT if kind == "gpt2" else {})).eval()
+    data = batch()
+    with torch.no_grad():
+        want = model(data["input_ids"], labels=data["input_ids"])
+        with alstlib.apply(model, None, alstlib.Options(**options)) as handle:
+            got = model(data["input_ids"], labels=data["input_ids"])
+            logits = model(data["input_ids"]).logits
+            assert handle.store.nbytes == 0
+    assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-6)
+    assert torch.allclose(logits, want.logits, rtol=1e-5, atol=1e-5)
+    assert (got.logits is None) == bool(options["tiled_loss"])
+    assert not got.loss.requires_grad
+
+
+# ----- other models
+
+
+def small(config: str, **fields: Any) -> PreTrainedModel:
+    common = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+              "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}  # fmt: skip
+    torch.manual_seed(0)
+    made = getattr(transformers, config)(**{**common, **fields})
+    return transformers.AutoModelForCausalLM.from_config(made).train()
+
+
+def test_experts_are_left_untiled_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = small("MixtralConfig", num_local_experts=4, num_experts_per_tok=2)
+    loss, want = plain(model)
+    with alstlib.apply(model, None, alstlib.Options(**ALL_ON)) as handle:
+        got = step(model)
+        assert handle.mlps == []
+    assert [n for n in handle.notes if "routes to experts: left untiled" in n] == handle.notes
+    assert handle.notes == [r.message for r in caplog.records if r.name == "alstlib.hf.attach"]
+    assert len(handle.notes) == 2
+    assert got[0] == pytest.approx(loss, rel=1e-6)
+    assert worst_error(got[1], want)[0] < 1e-5
+
+
+@pytest.mark.parametrize("scale", [0.25, 3.0])
+def test_scaled_logits(scale: float) -> None:
+    model = small("CohereConfig", logit_scale=scale)
+    loss, want = plain(model)
+    with alstlib.apply(model, None, alstlib.Options(**ALL_ON)) as handle:
+        assert handle.head is not None
+        got = step(model)
+    assert got[0] == pytest.approx(loss, rel=1e-6)
+    assert worst_error(got[1], want)[0] < 1e-5
+
+
+# ----- LoRA
+
+
+def lora(model: PreTrainedModel, head: bool = False) -> Any:
+    torch.manual_seed(3)
+    targets = ["q_proj", "gate_proj", "down_proj", *(["lm_head"] if head else [])]
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+
+
+@pytest.mark.parametrize("order", ["lora first", "lora and head first", "lora after"])
+def test_lora(order: str) -> None:
+    """Adapters inside tiles and under the tiled head train; the loss goes through the PEFT model."""
+    head = order == "lora and head first"
+    reference = lora(make_model(), head)
+    data = batch()
+    logits = reference(input_ids=data["input_ids"], use_cache=False).logits
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), data["shift_labels"].flatten())
+    loss.backward()
+    model = make_model()
+    options = alstlib.Options(**ALL_ON)
+    if order == "lora after":
+        with alstlib.apply(model, None, options):
+            wrapped = lora(model)
+            got = step(wrapped)
+    else:
+        wrapped = lora(model, head)
+        with alstlib.apply(wrapped.get_base_model(), None, options):
+            got = step(wrapped)
+    want = gradients(reference)
+    assert all("lora" in name for name in want)
+    assert got[0] == pytest.approx(loss.item(), rel=1e-6)
+    assert worst_error(got[1], want)[0] < 1e-5
+    assert torch.equal(wrapped(input_ids=data["input_ids"]).logits, logits)
+
+
+def test_a_peft_model_itself_is_refused() -> None:
+    wrapped = lora(make_model())
+    with pytest.raises(ValueError, match=r"before any wrapping, got PeftModel.*; give model.get_base_model\(\)"):
+        alstlib.apply(wrapped)
+    alstlib.apply(wrapped.get_base_model()).detach()
+
+
+# ----- refusals
+
+
+def t5() -> PreTrainedModel:
+    fields = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**fields))
+
+
+def mixing(module: nn.Module) -> PreTrainedModel:
+    model = make_model()
+    model.model.layers[1].mlp.mixer = module
+    return model
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "encoder-decoder": (t5, "T5ForConditionalGeneration is not a decoder-only causal language model"),
+    "no head": (lambda: make_model().model, "LlamaModel is not a decoder-only causal language model with a head"),
+    "not a model": (lambda: nn.Linear(3, 3), "needs a transformers model before any wrapping, got Linear"),
+    "wrapped": (lambda: nn.Sequential(make_model()), "before any wrapping, got Sequential"),
+    "own attention": (
+        lambda: small("BloomConfig", n_layer=1, n_head=4),
+        "BloomForCausalLM computes attention by itself, not through transformers' AttentionInterface",
+    ),
+    "state space": (lambda: small("MambaConfig", state_size=4), "MambaForCausalLM mixes tokens by linear_attention"),
+    "recurrent layers": (
+        lambda: small("RecurrentGemmaConfig"),
+        r"RecurrentGemmaForCausalLM .*(mixes tokens by linear_attention|no attention module)",
+    ),
+    "chunked attention": (
+        lambda: small("Llama4TextConfig", head_dim=8, num_local_experts=2, intermediate_size_mlp=48),
+        "mixes tokens by chunked_attention",
+    ),
+    "gpt2's attention dropout": (
+        lambda: make_model("gpt2", attn_pdrop=0.1),
+        "config.attn_pdrop=0.1 is not supported in attention; set it to 0",
+    ),
+    "llama's attention dropout": (lambda: make_model(attention_dropout=0.2), "config.attention_dropout=0.2"),
+    "cross-attention": (
+        lambda: make_model("gpt2", add_cross_attention=True),
+        r"layer 0 of GPT2LMHeadModel \(GPT2Block\) has cross-attention",
+    ),
+    "convolution beside attention": (
+        lambda: mixing(nn.Conv1d(32, 32, 4, groups=32)),
+        r"layer 1 of LlamaForCausalLM .*: mlp.mixer \(Conv1d\) is a convolution over 4 tokens, .* sharded sequence",
+    ),
+    "recurrence beside attention": (
+        lambda: mixing(nn.GRU(32, 32)), r"layer 1 of .*: mlp.mixer \(GRU\) is recurrent",
+    ),
+    "state space beside attention": (
+        lambda: mixing(type("Mamba2Mixer", (nn.Module,), {})()),
+        r"mlp.mixer \(Mamba2Mixer\) mixes tokens in another way than attention",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make, message", REFUSED.values(), ids=REFUSED)
+def test_models_that_cannot_be_exact_are_refused(make: Any, message: str) -> None:
+    """By name and before anything is changed."""
+    model = make()
+    modules = [(n, id(m), len(m.__dict__)) for n, m in model.named_modules()]
+    with pytest.raises(ValueError, match=message):
+        alstlib.apply(model)
+    assert [(n, id(m), len(m.__dict__)) for n, m in model.named_modules()] == modules
+
+
+def test_a_soft_cap_needs_a_kernel_that_computes_it() -> None:
+    model = make_model("gemma2", attn_logit_softcapping=50.0)
+    message = r"layer 0 of Gemma2ForCausalLM \(Gemma2DecoderLayer\): attention='cpu' does not compute a soft cap"
+    with pytest.raises(ValueError, match=message):
+        alstlib.apply(model, None, alstlib.Options(attention="cpu"))
+    alstlib.apply(model).detach()
+
+
+def test_unknown_attention_names_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"attention='flashy' is unknown; known: sdpa, .*_4, blockwise, eager"):
+        alstlib.apply(make_model(), None, alstlib.Options(attention="flashy"))
+    with pytest.raises(ValueError, match=r"attention='cudnn' does not run on cpu; attention='sdpa' chooses"):
+        alstlib.apply(make_model(), None, alstlib.Options(attention="cudnn"))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"offload": "disk"}, "offload='disk' must be one of 'none', 'sync', 'async'"),
+        ({"save_attention": "maybe"}, "save_attention='maybe' must be True, False or 'auto'"),
+        ({"offload": "sync", "checkpoint": False}, "offload='sync' moves checkpoints: it needs checkpoint=True"),
+        ({"save_attention": True, "checkpoint": False}, "save_attention=True .* needs checkpoint=True"),
+        ({"chunk": 0}, "chunk=0 must be a whole number of at least 1, such as 2048 or 3.7M, or None"),
+        ({"chunk": 2.5}, r"chunk=2\.5 must be a whole number"),
+        ({"chunk": 64, "checkpoint": False}, "chunk=64 recomputes layers .* needs checkpoint=True"),
+        ({"tiled_mlp": 0}, "tiled_mlp=0 must be True, False or a tile of at least 1 token"),
+        ({"tiled_loss": -3}, "tiled_loss=-3 must be"),
+        ({"tiled_norm": 2.5}, "tiled_norm=2.5 must be"),
+        ({"checkpoint": "perhaps"}, "checkpoint='perhaps' must be True or False"),
+        ({"host_memory": -1}, "host_memory=-1 must be a whole number of at least 1, such as 80GB"),
+    ],
+    ids=str,
+)
+def test_options_that_contradict(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        alstlib.Options(**options)
+
+
+def test_a_part_of_the_model_cannot_be_called_alone() -> None:
+    """Documents and labels go with the model's own call; one that failed leaves nothing behind."""
+    model = make_model()
+    with alstlib.apply(model):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"call the model that apply\(\) was given, not a part of it"):
+                model.model(input_ids=batch()["input_ids"])
+            with pytest.raises(IndexError):
+                model(input_ids=torch.tensor([[VOCAB + 3]]))
+
+
+def test_dropout_or_noncausal_attention_in_a_layer_is_refused() -> None:
+    """What a config does not say is seen at the call."""
+    model = make_model()
+    with alstlib.apply(model):
+        model.model.layers[1].self_attn.attention_dropout = 0.5
+        with pytest.raises(ValueError, match=r"layer 1 \(LlamaAttention\) has attention dropout 0.5"):
+            model(batch()["input_ids"])
+        model.model.layers[1].self_attn.attention_dropout = 0.0
+        model.model.layers[0].self_attn.is_causal = False
+        with pytest.raises(ValueError, match=r"layer 0 \(LlamaAttention\) is not causal"):
+            model(batch()["input_ids"])
+
+
+def test_default_options_swap_what_they_say() -> None:
+    model = make_model()
+    with alstlib.apply(copy.deepcopy(model)) as handle:
+        assert [type(m) for m in handle.mlps] == [TiledMLP, TiledMLP]
+        assert handle.model.lm_head is handle.head
+        assert handle.notes == []
+        assert handle.store.mode == "none"
+        assert handle.wire_bytes == 0

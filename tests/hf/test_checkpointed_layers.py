@@ -1,0 +1,553 @@
+"""What layers keep on a host with little room: by rule, reported, exact, and its cost counted."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+import peft
+import pytest
+import torch
+import zoo
+from cases import VOCAB, make_model, plain_run, worst_error
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import alstlib
+from alstlib.offload.checkpoints import HostOutOfMemory, HostStore, Segment, checkpoint
+from alstlib.offload.ledger import Ledger
+from alstlib.reference import shift
+from alstlib.sizing import share_host
+from alstlib.ulysses import head_layouts
+
+LENGTH, WIDTH, HEADS, LAYERS = 64, 32, 4, 5
+INPUT = LENGTH * WIDTH * 4
+OUTPUT = LENGTH * HEADS * (WIDTH // HEADS * 4 + 4)
+TILES = {"tiled_mlp": 16, "tiled_loss": 16}
+EVERY = {1: 5, 2: 3, 3: 2, 5: 1}  # inputs kept of 5 layers
+DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
+
+
+def batch(seed: int = 0, length: int = LENGTH) -> dict[str, Tensor]:
+    ids = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "position_ids": torch.arange(length)[None], "shift_labels": shift(ids)}
+
+
+def model_of(kind: str = "gqa", **overrides: Any) -> PreTrainedModel:
+    return make_model(kind, **{"n_layer" if kind == "gpt2" else "num_hidden_layers": LAYERS}, **overrides)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def step(model: PreTrainedModel, seed: int = 0) -> dict[str, Tensor]:
+    model.zero_grad()
+    torch.manual_seed(7)
+    alstlib.causal_lm_loss(model, batch(seed)).loss.backward()
+    return gradients(model)
+
+
+def budget_for(every: int, outputs: int = 0) -> int:
+    return EVERY[every] * INPUT + outputs * OUTPUT
+
+
+# ----- the rule
+
+
+@pytest.mark.parametrize("save", [True, False, "auto"])
+def test_the_rule(save: bool | str) -> None:
+    """Against every choice there is: the smallest k that fits, and with `auto` the outputs that fit beside it."""
+    for layers in (1, 2, 5, 7):
+        for room in range(0, layers * 13 + 3):
+            every, outputs = share_host(room, layers, 10, 3, save)
+            forced = layers if save is True else 0
+            fitting = [k for k in range(1, layers + 1) if -(-layers // k) * 10 + forced * 3 <= room]
+            assert every == (fitting[0] if fitting else layers)
+            if save == "auto" and fitting:
+                rest = room - -(-layers // every) * 10
+                assert outputs == min(layers, rest // 3)
+            elif save == "auto":
+                assert outputs == 0
+            else:
+                assert outputs == forced
+
+
+# ----- through a model
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> dict[str, list[float]]:
+    """Forwards of each layer's MLP (in tokens) and attention, added up while the model runs."""
+    found: dict[str, list[float]] = {"mlp": [0.0] * LAYERS, "attention": [0.0] * LAYERS}
+    now = [0]
+    kernel = head_layouts.attention_forward
+    for i, layer in enumerate(model.model.layers):
+
+        def enter(module: nn.Module, args: Any, i: int = i) -> None:
+            now[0] = i
+
+        def mlp(module: nn.Module, args: Any, out: Tensor, i: int = i) -> None:
+            found["mlp"][i] += out.shape[1] / LENGTH
+
+        layer.self_attn.q_proj.register_forward_pre_hook(enter)
+        layer.mlp.register_forward_hook(mlp)
+
+    def attention_forward(*args: Any, **kwargs: Any) -> Any:
+        found["attention"][now[0]] += 1
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr(head_layouts, "attention_forward", attention_forward)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("save", [True, False, "auto"])
+@pytest.mark.parametrize("every", EVERY)
+def test_inputs_of_some_layers(monkeypatch: pytest.MonkeyPatch, every: int, save: bool | str, mode: str) -> None:
+    """Exact; the host holds the plan's bytes and no more; attention runs once where its output is kept and twice where
+    not, MLPs twice, and three times where their layer's input is made again for another layer."""
+    kept = {True: LAYERS, False: 0, "auto": {1: 3, 2: 1}.get(every, 0)}[save]
+    model = model_of()
+    want = plain_run(model, [{"input_ids": batch()["input_ids"], "labels": batch()["input_ids"]}])[1]
+    found = counted(monkeypatch, model)
+    options = alstlib.Options(**TILES, offload=mode, save_attention=save, host_memory=budget_for(every, kept))
+    with alstlib.apply(model, None, options) as handle:
+        for i in range(3):
+            for counts in found.values():
+                counts[:] = [0.0] * LAYERS
+            got = step(model)
+            assert worst_error(got, want)[0] < 1e-5
+            assert handle.inputs_kept_every == every
+            assert handle.attention_kept == kept / LAYERS
+            assert handle.store.nbytes == handle.store.peak_nbytes == budget_for(every, kept)
+            last = [(n + 1) % every == 0 or n == LAYERS - 1 for n in range(LAYERS)]
+            if i > 0:
+                assert found["mlp"] == [2 if alone else 3 for alone in last]
+                assert found["attention"] == [1 if n < kept else 2 for n in range(LAYERS)]
+        assert sum(slab.bytes.numel() for slab in handle.store.free) == handle.store.nbytes
+
+
+@pytest.mark.parametrize("save, needed", [(False, INPUT), (True, INPUT + LAYERS * OUTPUT), ("auto", INPUT)])
+def test_a_host_that_cannot_hold_one_input(save: bool | str, needed: int) -> None:
+    """Said before anything is taken, with what would help; a shorter sequence goes on afterwards."""
+    model = model_of()
+    options = alstlib.Options(offload="sync", save_attention=save, host_memory=needed - 1)
+    with alstlib.apply(model, None, options) as handle:
+        with pytest.raises(HostOutOfMemory, match=rf"needs {needed:,} bytes.* {needed - 1:,} are left.*host_memory"):
+            alstlib.causal_lm_loss(model, batch())
+        assert (handle.store.nbytes, handle.store.peak_nbytes) == (0, 0)
+        alstlib.causal_lm_loss(model, batch(length=LENGTH - 1)).loss.backward()
+        assert handle.inputs_kept_every == LAYERS
+
+
+def test_nothing_changes_without_offload() -> None:
+    model = model_of()
+    with alstlib.apply(model, None, alstlib.Options(save_attention=True, host_memory=1)) as handle:
+        step(model)
+        assert (handle.inputs_kept_every, handle.attention_kept, handle.store.nbytes) == (1, 1, 0)
+        assert handle.notes == []
+
+
+def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of()
+    options = alstlib.Options(offload="sync", save_attention=False, host_memory=budget_for(2))
+    with caplog.at_level(logging.WARNING, "alstlib"), alstlib.apply(model, None, options) as handle:
+        assert handle.notes == []
+        for _ in range(3):
+            step(model)
+    assert handle.notes == [r.message for r in caplog.records if r.name == "alstlib.hf.checkpointed_layers"]
+    (note,) = handle.notes
+    assert "inputs of all 5 layers: one in 2 is kept; backward runs one more forward" in note
+    assert f"holds up to 2 ({2 * INPUT:,} bytes) on the device" in note
+
+
+@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize("every", EVERY)
+def test_dropout_is_replayed_by_each_layer(every: int, save: bool) -> None:
+    """GPT-2 with dropout in residuals and MLPs, some of it inside tiles: the gradients of no offload."""
+    model = model_of("gpt2", **DROPOUT)
+    with alstlib.apply(model, None, alstlib.Options(**TILES, save_attention=save)):
+        want = step(model)
+    kept = LAYERS if save else 0
+    options = alstlib.Options(**TILES, offload="async", save_attention=save, host_memory=budget_for(every, kept))
+    with alstlib.apply(model, None, options) as handle:
+        for _ in range(2):
+            assert worst_error(step(model), want)[0] < 1e-6
+        assert handle.inputs_kept_every == every
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    """The second finds less room and keeps fewer inputs; evaluation in between keeps nothing."""
+    model = model_of()
+    with alstlib.apply(model, None, alstlib.Options(**TILES)):
+        one, two = (step(model, seed) for seed in (0, 1))
+        want = {n: one[n] + two[n] for n in one}
+    options = alstlib.Options(**TILES, offload="sync", save_attention=False, host_memory=7 * INPUT)
+    with alstlib.apply(model, None, options) as handle:
+        for order in ([0, 1], [1, 0]):
+            model.zero_grad()
+            losses, every = [], []
+            for seed in (0, 1):
+                losses.append(alstlib.causal_lm_loss(model, batch(seed)).loss)
+                every.append(handle.inputs_kept_every)
+                with torch.no_grad():
+                    model(batch()["input_ids"])
+            assert every == [1, 3]
+            assert handle.store.nbytes == 7 * INPUT
+            for i in order:
+                losses[i].backward()
+            assert worst_error(gradients(model), want)[0] < 1e-5
+        del losses
+        assert sum(slab.bytes.numel() for slab in handle.store.free) == handle.store.nbytes
+
+
+PASSES: dict[str, dict[str, Any]] = {
+    "tiles": {**TILES, "checkpoint": False},
+    "layers": {"save_attention": True},
+    "layers in tiles": TILES,
+    "inputs of some": {**TILES, "offload": "sync", "save_attention": False, "host_memory": 3 * INPUT},
+    "chunks": {"chunk": 20},
+    "chunks in tiles": {**TILES, "chunk": 20},
+}
+
+
+def with_lora() -> Any:
+    """GPT-NeoX with dropout after its MLP, and adapters that drop in front of it and inside."""
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["dense", "dense_4h_to_h"], init_lora_weights=False)
+    return peft.get_peft_model(zoo.build("gpt_neox", hidden_dropout=0.3), config).train()
+
+
+def evaluate(wrapped: Any) -> None:
+    wrapped.eval()
+    with torch.no_grad():
+        wrapped(input_ids=batch(5)["input_ids"])
+
+
+def evaluate_and_go_on(wrapped: Any) -> None:
+    evaluate(wrapped)
+    wrapped.train()
+
+
+def ask_the_reference(wrapped: Any) -> None:
+    """As DPO does: the model without its adapter, in training mode."""
+    with torch.no_grad(), wrapped.disable_adapter():
+        wrapped(input_ids=batch(5)["input_ids"])
+
+
+@pytest.mark.parametrize("between", [evaluate, evaluate_and_go_on, ask_the_reference])
+@pytest.mark.parametrize("how", PASSES)
+def test_a_forward_between_a_forward_and_its_backward(how: str, between: Any) -> None:
+    """What a pass draws, and in which mode it runs, belongs to the pass: gradients are the same, bit for bit."""
+    wrapped = with_lora()
+    with alstlib.apply(wrapped.get_base_model(), None, alstlib.Options(**PASSES[how])):
+        step(wrapped)  # layers are known from their first pass
+        want = step(wrapped)
+        assert all("lora" in name for name in want)
+        wrapped.zero_grad()
+        torch.manual_seed(7)
+        loss = alstlib.causal_lm_loss(wrapped, batch()).loss
+        between(wrapped)
+        loss.backward()
+        got = gradients(wrapped)
+        assert all(torch.equal(got[n], want[n]) for n in want)
+        assert wrapped.training == (between is not evaluate)
+
+
+@pytest.mark.parametrize("how", PASSES)
+def test_two_forwards_in_two_modes(how: str) -> None:
+    """One with dropout, one without, then their backwards in either order."""
+    wrapped = with_lora()
+
+    def loss(seed: int) -> Tensor:
+        wrapped.train(seed == 0)
+        torch.manual_seed(seed)
+        return alstlib.causal_lm_loss(wrapped, batch(seed)).loss
+
+    with alstlib.apply(wrapped.get_base_model(), None, alstlib.Options(**PASSES[how])):
+        loss(0).backward()
+        loss(1).backward()
+        want = gradients(wrapped)
+        for order in (1, -1):
+            wrapped.zero_grad()
+            for one in [loss(0), loss(1)][::order]:
+                one.backward()
+            assert worst_error(gradients(wrapped), want)[0] < 1e-6
+
+
+@pytest.mark.parametrize("frozen", [["embed", "layers.0.", "layers.1."], ["layers.1."], ["mlp"], ["layers."]], ids=str)
+def test_frozen_parts(frozen: list[str]) -> None:
+    """Layers in front that keep nothing, in the middle, everywhere but the head."""
+    model = model_of()
+    for name, p in model.named_parameters():
+        p.requires_grad_(not any(part in name for part in frozen))
+    want = plain_run(model, [{"input_ids": batch()["input_ids"], "labels": batch()["input_ids"]}])[1]
+    options = alstlib.Options(**TILES, offload="sync", save_attention=False, host_memory=budget_for(2))
+    with alstlib.apply(model, None, options) as handle:
+        for _ in range(2):
+            assert worst_error(step(model), want)[0] < 1e-5
+        assert handle.store.nbytes <= budget_for(2)
+
+
+@pytest.mark.parametrize("change", ["new tensor", "in place"])
+def test_layers_with_something_in_between(change: str) -> None:
+    """A layer whose input is not what the layer before it returned keeps its own."""
+    model = model_of()
+
+    def between(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out * 1.5 if change == "new tensor" else out.mul_(1.5)
+
+    for i in (0, 3):
+        model.model.layers[i].register_forward_hook(between)
+    want = plain_run(model, [{"input_ids": batch()["input_ids"], "labels": batch()["input_ids"]}])[1]
+    options = alstlib.Options(**TILES, offload="sync", save_attention=False, host_memory=4 * INPUT)
+    with alstlib.apply(model, None, options) as handle:
+        for _ in range(2):
+            assert worst_error(step(model), want)[0] < 1e-5
+        assert handle.inputs_kept_every == 2
+        assert handle.store.nbytes == 4 * INPUT  # layers 0, 1 and 2, 3, 4: one more than the 3 of an unbroken chain
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_what_it_takes_of_the_device(save: bool) -> None:
+    """The peak grows by the segment's other inputs and attention outputs at most."""
+    peaks, longer = {}, 4
+    for every in EVERY:
+        model = model_of(max_position_embeddings=longer * LENGTH)
+        memory = longer * budget_for(every, LAYERS if save else 0)
+        options = alstlib.Options(tiled_mlp=64, tiled_loss=64, offload="sync", save_attention=save, host_memory=memory)
+        with alstlib.apply(model, None, options) as handle:
+            data = batch(length=longer * LENGTH)
+            alstlib.causal_lm_loss(model, data).loss.backward()
+            gc.collect()
+            with Ledger(stores=[handle.store]) as ledger:  # the gradients stay: they would hide what layers take
+                before = ledger.device_bytes
+                alstlib.causal_lm_loss(model, data).loss.backward()
+                peaks[every] = ledger.device_peak - before
+            assert handle.inputs_kept_every == every
+    for every in EVERY:
+        assert peaks[every] - peaks[1] <= longer * (every - 1) * (INPUT + OUTPUT), peaks
+        assert peaks[every] - peaks[1] >= longer * (every - 2) * INPUT, "the reading can tell"
+
+
+def test_backward_of_a_part_of_the_layers() -> None:
+    """A loss on an inner layer's output; what is after it keeps its place until the graph goes."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    x = torch.randn(1, 6, 8, requires_grad=True)
+
+    def run(every: int) -> list[Tensor]:
+        store, y, outs = HostStore("sync"), x, []
+        segment = Segment(store, every)
+        for layer in layers:
+            segment = segment if segment.continues_with(y) else Segment(store, every)
+            y = checkpoint(lambda t, layer=layer: t + layer(t).tanh(), y, segment=segment)
+            outs.append(y)
+        x.grad = None
+        for layer in layers:
+            layer.zero_grad()
+        outs[1].square().sum().backward()
+        with pytest.raises(RuntimeError, match="backward a second time"):
+            outs[3].sum().backward()
+        return [x.grad.clone(), *(p.grad.clone() for layer in layers[:2] for p in layer.parameters())]
+
+    one, four = run(1), run(4)
+    assert all(torch.equal(a, b) for a, b in zip(one, four))
+
+
+# ----- gradients of chosen tensors, and of the second order
+
+HOW = {
+    "nothing": {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False},
+    **{how: options for how, options in PASSES.items() if how != "inputs of some"},
+    "inputs of some": {**TILES, "offload": "sync", "save_attention": False, "host_memory": 2 * INPUT},
+}
+CHOSEN = [
+    ["model.embed_tokens.weight"], ["model.layers.0.mlp.up_proj.weight"], ["lm_head.weight"],
+    ["model.layers.4.self_attn.q_proj.weight", "model.norm.weight"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_gradients_of_chosen_weights(how: str) -> None:
+    """By torch.autograd.grad and by backward(inputs=...): right, and no other weight gets a gradient."""
+    model = model_of()
+    want = plain_run(model, [{"input_ids": batch()["input_ids"], "labels": batch()["input_ids"]}])[1]
+    of = dict(model.named_parameters())
+    with alstlib.apply(model, None, alstlib.Options(**HOW[how])):
+        for names in CHOSEN:
+            chosen = [of[n] for n in names]
+            got = torch.autograd.grad(alstlib.causal_lm_loss(model, batch()).loss, chosen)
+            assert gradients(model) == {}
+            assert worst_error(dict(zip(names, got)), {n: want[n] for n in names})[0] < 1e-5
+            alstlib.causal_lm_loss(model, batch()).loss.backward(inputs=chosen)
+            assert worst_error(gradients(model), {n: want[n] for n in names})[0] < 1e-5
+            model.zero_grad()
+
+
+def test_chosen_weights_are_refused_where_gradients_are_taken_one_by_one() -> None:
+    """An optimizer that steps in backward takes each gradient as it is made, so that no layer's are there at once."""
+    model, taken = model_of(), []
+    want = plain_run(model, [{"input_ids": batch()["input_ids"], "labels": batch()["input_ids"]}])[1]
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(
+            lambda p, name=name: taken.append((name, p.grad)) or setattr(p, "grad", None)
+        )
+    with alstlib.apply(model, None, alstlib.Options(**TILES)):
+        alstlib.causal_lm_loss(model, batch()).loss.backward()
+        assert len(taken) == len(want)
+        assert worst_error(dict(taken), want)[0] < 1e-5
+        with pytest.raises(RuntimeError, match=r"torch.autograd.grad and backward\(inputs=...\).*use checkpoint=False"):
+            torch.autograd.grad(alstlib.causal_lm_loss(model, batch()).loss, [model.model.embed_tokens.weight])
+
+
+def test_a_weight_that_the_layer_does_not_own() -> None:
+    """A vector that a hook adds, as in steering, gets its gradient too."""
+    grads = []
+    for options in ({"checkpoint": False}, {}):
+        model, vector = model_of(), torch.zeros(WIDTH, requires_grad=True)
+        model.requires_grad_(False)
+        model.model.layers[2].self_attn.o_proj.weight.requires_grad_()
+        model.model.layers[2].self_attn.register_forward_hook(lambda m, args, out, v=vector: (out[0] + v, *out[1:]))
+        with alstlib.apply(model, None, alstlib.Options(**options)):
+            step(model)
+        grads.append({"vector": vector.grad, **gradients(model)})
+    assert worst_error(grads[1], grads[0])[0] < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.parametrize("how", [how for how in HOW if how != "inputs of some"])
+def test_second_order_gradients_are_refused(how: str) -> None:
+    model = model_of()
+    with alstlib.apply(model, None, alstlib.Options(**HOW[how])):
+        loss = alstlib.causal_lm_loss(model, batch()).loss
+        with pytest.raises(NotImplementedError, match=r"create_graph=True: .* first order only"):
+            torch.autograd.grad(loss, [model.model.embed_tokens.weight], create_graph=True)
+        with pytest.raises(NotImplementedError, match=r"create_graph=True: .* first order only"):
+            alstlib.causal_lm_loss(model, batch()).loss.backward(create_graph=True)
+
+
+@pytest.mark.parametrize("how", ["layers", "tiles", "chunks"])
+def test_weights_that_are_frozen_before_their_backward(how: str) -> None:
+    """An adapter that was switched off after the forward is not in the recompute."""
+    wrapped = with_lora()
+    with alstlib.apply(wrapped.get_base_model(), None, alstlib.Options(**PASSES[how])):
+        loss = alstlib.causal_lm_loss(wrapped, batch()).loss
+        with wrapped.disable_adapter(), pytest.raises(RuntimeError, match=r"weights were frozen.*between a forward"):
+            loss.backward()
+
+
+# ----- what changes in place
+
+
+@pytest.mark.parametrize("how", ["nothing", "layers in tiles", "chunks"])
+def test_changes_in_place_of_what_a_layer_makes(how: str) -> None:
+    """Embeddings, queries (as OLMo's clip_qkv), a norm's, an MLP's and a layer's output."""
+    model = model_of()
+    layer = model.model.layers[1]
+    for part in (model.model.embed_tokens, layer.self_attn.q_proj, layer.input_layernorm, layer.mlp, layer):
+        part.register_forward_hook(lambda module, args, out: out.clamp_(-0.7, 0.7))
+    want = plain_run(model, [{"input_ids": batch()["input_ids"], "labels": batch()["input_ids"]}])[1]
+    with alstlib.apply(model, None, alstlib.Options(**HOW[how])):
+        for _ in range(2):
+            assert worst_error(step(model), want)[0] < 1e-5
+
+
+@pytest.mark.parametrize("how, part", [("tiles", "mlp"), ("layers", "layer"), ("chunks", "norm")])
+def test_changes_in_place_of_an_input_are_refused(how: str, part: str) -> None:
+    """A recompute would begin with what was changed: refused in the forward, by name, and not in an evaluation."""
+    model = model_of()
+    layer = model.model.layers[1]
+    {"mlp": layer.mlp, "layer": layer.input_layernorm, "norm": layer.input_layernorm}[part].register_forward_pre_hook(
+        lambda module, args: (args[0].mul_(1.5),)
+    )
+    options = {"tiled_norm": False, **HOW[how]}
+    with alstlib.apply(model, None, alstlib.Options(**options)):
+        with pytest.raises(ValueError, match=r"(LlamaMLP|LlamaDecoderLayer) changes its input in place"):
+            alstlib.causal_lm_loss(model, batch())
+        with torch.inference_mode():
+            model(input_ids=batch()["input_ids"])
+
+
+# ----- on several ranks
+
+
+def uneven_hosts(rank: int, world: int) -> tuple[int, float, float]:
+    """Rank 1's machine is fuller than rank 0's: both must keep the same, or their exchanges do not meet."""
+    ctx = alstlib.SPContext.create(world)
+    model = model_of()
+    whole = batch()
+    _, want = plain_run(model, [{"input_ids": whole["input_ids"], "labels": whole["input_ids"]}])
+    rows = slice(rank * LENGTH // world, (rank + 1) * LENGTH // world)
+    shard = {k: v[:, rows] for k, v in whole.items()}
+    documents = torch.tensor([0, LENGTH], dtype=torch.int32)
+    with alstlib.apply(model, ctx, alstlib.Options(**TILES, offload="sync", save_attention="auto")) as handle:
+        store, share = handle.store, (INPUT + OUTPUT) // world
+        room = [10 * LAYERS * share, 3 * INPUT // world + OUTPUT // world][rank]
+        store.room = lambda: room - store.nbytes  # type: ignore[method-assign]
+        for _ in range(2):
+            model.zero_grad()
+            alstlib.causal_lm_loss(model, {**shard, "cu_documents": documents}, ctx).loss.backward()
+        grads = gradients(model)
+        for g in grads.values():
+            torch.distributed.all_reduce(g)
+            g /= world
+        return handle.inputs_kept_every, handle.attention_kept, worst_error(grads, want)[0]
+
+
+def test_ranks_agree_on_the_fullest_host(ranks2: Any) -> None:
+    for every, kept, error in ranks2(uneven_hosts):
+        assert (every, kept) == (2, 1 / LAYERS)
+        assert error < 1e-5
+
+
+def short_hosts(rank: int, world: int) -> tuple[str, int]:
+    """Rank 1 has a longer sample of its own than its host has room for; then a shorter one."""
+    ctx = alstlib.SPContext.create(1)
+    options = alstlib.Options(offload="sync", save_attention=False, host_memory=2 * INPUT)
+    model = model_of(max_position_embeddings=4 * LENGTH)
+    with alstlib.apply(model, ctx, options) as handle:
+        with pytest.raises(HostOutOfMemory) as error:
+            alstlib.causal_lm_loss(model, batch(length=3 * LENGTH if rank else LENGTH), ctx)
+        assert (handle.store.nbytes, handle.store.peak_nbytes) == (0, 0)
+        alstlib.causal_lm_loss(model, batch(length=2 * LENGTH if rank else LENGTH), ctx).loss.backward()
+        return str(error.value), handle.inputs_kept_every
+
+
+def test_all_ranks_say_that_one_has_too_little_room(ranks2: Any) -> None:
+    first, second = ranks2(short_hosts)
+    assert f"needs {INPUT:,} bytes of host memory more than rank 1 has left" in first[0]
+    assert f"needs {3 * INPUT:,} bytes of host memory for this rank, and {2 * INPUT:,} are left" in second[0]
+    assert first[1] == second[1] == LAYERS
+
+
+@pytest.mark.parametrize("save", [False, "auto"])
+def test_lengths_that_change_keep_to_the_budget(save: bool | str) -> None:
+    """What the plan allows is never refused in the middle, and slabs that are larger than needed are counted."""
+    model, memory = model_of(), 3 * INPUT + OUTPUT
+    options = alstlib.Options(**TILES, offload="sync", save_attention=save, host_memory=memory)
+    with alstlib.apply(model, None, options) as handle:
+        for length in (64, 62, 54, 37, 64, 63, 52, 50, 47, 30, 33, 57, 64):
+            alstlib.causal_lm_loss(model, batch(length=length)).loss.backward()
+            assert handle.store.nbytes <= memory
+        assert handle.store.peak_nbytes <= memory
+
+
+def test_what_is_granted_is_not_asked_for_again() -> None:
+    """Other ranks of the machine take their share meanwhile."""
+    model = model_of()
+    with alstlib.apply(model, None, alstlib.Options(**TILES, offload="sync")) as handle:
+        room = LAYERS * (INPUT + OUTPUT)
+        handle.store.room = lambda: room - 2 * handle.store.nbytes  # type: ignore[method-assign]
+        step(model)
+        assert (handle.attention_kept, handle.store.nbytes) == (1, room)
+
+
+def test_lengths_that_change_are_noted_once_each() -> None:
+    model = model_of()
+    options = alstlib.Options(**TILES, offload="sync", save_attention=False, host_memory=budget_for(2))
+    with alstlib.apply(model, None, options) as handle:
+        for length in (64, 30, 63, 29, 62, 28):
+            alstlib.causal_lm_loss(model, batch(length=length)).loss.backward()
+        assert len(handle.notes) == 1

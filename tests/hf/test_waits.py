@@ -1,0 +1,92 @@
+"""No hidden costs: nothing in a training step makes the host wait for the device."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import VOCAB, make_model
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import alstlib
+from alstlib.data.shard import WHOLE, shard_batch
+
+ON_THE_CPU = {
+    ("tiled", "has_moved"),  # random states lie on the CPU, a GPU's too
+    ("loss", "tiled_logits_loss"),  # labels are checked on a CPU only
+    ("calls", "_check_positions"),  # and so are positions
+    ("calls", "_real_tokens"),  # row_tokens are always there
+}
+"""Where values are read that are never on a GPU."""
+
+
+class Waits(TorchDispatchMode):
+    """Collects the places in alstlib that read a value, or make an output as large as values say."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: set[tuple[str, str]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.removeprefix("aten::") in self.NAMES:
+            frames = [f for f in traceback.extract_stack() if Path(f.filename).parent.name == "alstlib"]
+            if frames:
+                self.places.add((Path(frames[-1].filename).stem, frames[-1].name))
+        return func(*args, **(kwargs or {}))
+
+
+def shard(rank: int, world: int, length: int = 24) -> dict[str, Any]:
+    ids = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(0))
+    return shard_batch({"input_ids": ids, "labels": ids}, world, rank)
+
+
+ALL_ON: dict[str, Any] = {"tiled_mlp": 5, "tiled_loss": 7, "offload": "async", "save_attention": True}
+
+
+def places(rank: int, world: int, chunk: int | None) -> set[tuple[str, str]]:
+    """Where the second training step of this rank waits (the first plans the host's memory)."""
+    ctx, model = alstlib.SPContext.create(world), make_model("gemma2")
+    batch = shard(rank, world)
+    with alstlib.apply(model, ctx, alstlib.Options(chunk=chunk, **ALL_ON)):
+        alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
+        with Waits() as waits:
+            alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
+    return waits.places
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_a_step_waits_for_nothing(ranks2: Any, chunk: int | None) -> None:
+    assert places(0, 1, chunk) <= ON_THE_CPU
+    for found in ranks2(places, chunk):
+        assert found <= ON_THE_CPU
+
+
+def test_the_watch_sees_a_wait() -> None:
+    """Positions without document offsets have to be looked at."""
+    batch = {n: t for n, t in shard(0, 1).items() if n != "cu_documents"}
+    with alstlib.apply(make_model("gqa"), None, alstlib.Options()) as handle, Waits() as waits:
+        alstlib.causal_lm_loss(handle.model, batch)
+    assert ("calls", "_documents") in waits.places
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_gpu_step_waits_for_nothing(chunk: int | None) -> None:
+    model = make_model("gqa").to("cuda", torch.bfloat16)
+    batch = {n: t.cuda() if n not in (*WHOLE, "step_tokens") else t for n, t in shard(0, 1, 301).items()}
+    with alstlib.apply(model, None, alstlib.Options(chunk=chunk, **{**ALL_ON, "tiled_mlp": 50, "tiled_loss": 70})):
+        for _ in range(2):
+            alstlib.causal_lm_loss(model, batch).loss.backward()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            loss: Tensor = alstlib.causal_lm_loss(model, batch).loss
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,212 @@
+"""Attention variants: sliding windows, soft caps, sinks, values of another width; whole and in row chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from operators import EXACT, nan_memory, randn, worst
+from torch import Tensor
+
+from alstlib import reference
+from alstlib.kernels.attention import (
+    BACKENDS,
+    Attended,
+    Rule,
+    attention_backward,
+    attention_backward_rows,
+    attention_forward,
+    choose_backend,
+    sinks_backward,
+)
+from alstlib.kernels.spans import Span, pieces
+from alstlib.ulysses.attention import row_delta
+
+# B, H, K, S, documents
+SHAPES = {
+    "gqa, odd": (1, 4, 2, 37, None),
+    "batch 2": (2, 4, 2, 13, None),
+    "more than a block": (1, 2, 1, 531, None),
+    "documents": (1, 4, 2, 37, [0, 1, 6, 7, 20, 36, 37]),
+    "documents of batch 2": (2, 4, 1, 13, [0, 4, 12, 13, 14, 20, 26]),
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "window 1": {"window": 1, "sinks": True},  # without a sink its scores have no gradient
+    "window 2": {"window": 2},
+    "window 5": {"window": 5},
+    "window 12": {"window": 12},
+    "window, whole": {"window": 37},
+    "sinks": {"sinks": True},
+    "wide values": {"width": 12},
+    "narrow values": {"width": 4},
+    "softcap": {"softcap": 2.0},
+    "all but softcap": {"window": 5, "sinks": True, "width": 4},
+    "all": {"window": 5, "sinks": True, "width": 4, "softcap": 2.0},
+}
+ON_CPU = ["cpu", "blockwise", "eager"]
+
+
+@pytest.fixture(autouse=True)
+def _nan() -> Iterator[None]:
+    with nan_memory():
+        yield
+
+
+def make(shape: Sequence[Any], dtype: torch.dtype, width: int = 8, sinks: bool = False) -> dict[str, Tensor]:
+    b, h, kv, s, _ = shape
+    shapes = [("q", h, 8), ("k", kv, 8), ("v", kv, width), ("dout", h, width)]
+    made = {n: randn(b, heads, s, d, seed=i, dtype=dtype, scale=2.0) for i, (n, heads, d) in enumerate(shapes)}
+    return {**made, "sinks": randn(h, seed=9, dtype=dtype)} if sinks else made
+
+
+def oracle(given: dict[str, Tensor], variant: dict[str, Any], documents: Sequence[int] | None) -> list[Tensor]:
+    leaves = {n: t.double().detach().requires_grad_() for n, t in given.items() if n != "dout"}
+    rule = {n: variant.get(n) for n in ("window", "softcap")}
+    out, lse = reference.attention(
+        leaves["q"], leaves["k"], leaves["v"], scale=0.3, documents=documents, sinks=leaves.get("sinks"), **rule
+    )
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, list(leaves.values()), given["dout"].double())]
+
+
+def check(
+    name: str, shape: Any, dtype: torch.dtype, variant: dict[str, Any], chunk: int | None = None, tolerance: float = 0.0
+) -> None:
+    documents = shape[-1]
+    given = make(shape, dtype, variant.get("width", 8), variant.get("sinks", False))
+    before = {n: t.clone() for n, t in given.items()}
+    q, k, v, dout = (given[n] for n in ("q", "k", "v", "dout"))
+    sinks, backend = given.get("sinks"), BACKENDS[name]
+    rule = Rule(0.3, variant.get("window"), variant.get("softcap"))
+    if chunk is None:
+        out, lse = attention_forward(backend, q, k, v, rule=rule, documents=documents, sinks=sinks)
+        grads = attention_backward(backend, dout, Attended(q, k, v, out, lse), rule=rule, documents=documents)
+    else:
+        length, parts = q.shape[2], []
+        at = [slice(lo, min(lo + chunk, length)) for lo in range(0, length, chunk)]
+        more = {"rule": rule, "documents": documents, "length": length}
+        for rows in at:
+            seen = (q[:, :, rows], k[:, :, : rows.stop], v[:, :, : rows.stop])
+            parts.append(attention_forward(backend, *seen, sinks=sinks, **more))
+        out, lse = (torch.cat(ts, 2) for ts in zip(*parts))
+        dk, dv = (torch.zeros_like(t, dtype=torch.promote_types(dtype, torch.float32)) for t in (k, v))
+        dq = torch.empty_like(q)
+        for rows in reversed(at):
+            mine = [t[:, :, rows] for t in (dout, q, out, lse)]
+            seen = [t[:, :, : rows.stop] for t in (k, v, dk, dv)]
+            dq[:, :, rows] = attention_backward_rows(
+                backend, mine[0], Attended(mine[1], *seen[:2], *mine[2:]), (seen[2], seen[3]), **more
+            )
+        grads = (dq, dk.to(dtype), dv.to(dtype))
+    got = [out, lse, *grads]
+    if sinks is not None:
+        got.append(sinks_backward(row_delta(dout, out)[..., 0], lse, sinks))
+    assert worst(got, oracle(given, variant, documents)) < (tolerance or EXACT[dtype])
+    assert all(torch.equal(given[n], t) for n, t in before.items()), "an input was changed"
+
+
+def runs(name: str, variant: dict[str, Any]) -> bool:
+    return "softcap" not in variant or BACKENDS[name].softcap
+
+
+CASES = [(name, key) for name in ON_CPU for key, variant in VARIANTS.items() if runs(name, variant)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_variants_are_the_oracle(name: str, variant: str, shape: Any, dtype: torch.dtype) -> None:
+    check(name, shape, dtype, VARIANTS[variant])
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7, 16])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("name", "variant"), [c for c in CASES if c[0] != "eager"])
+def test_variants_in_chunks_of_rows(name: str, variant: str, shape: Any, chunk: int) -> None:
+    check(name, shape, torch.float64, VARIANTS[variant], chunk=chunk * 29 if shape[3] > 100 else chunk)
+
+
+@pytest.mark.parametrize("shape", [SHAPES["gqa, odd"], SHAPES["documents"]], ids=["one", "documents"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "variant"), [("cpu", "all but softcap"), ("blockwise", "all")])
+def test_variants_in_half_precision(name: str, variant: str, dtype: torch.dtype, shape: Any) -> None:
+    """To the rounding of the inputs; compared with plain transformers in the same precision by the models' tests."""
+    check(name, shape, dtype, VARIANTS[variant], tolerance=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("documents", [None, [0, 1, 300, 301, 1000, 2048]], ids=["one", "documents"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", ["cudnn", "flash", "efficient", "blockwise"])
+def test_variants_on_a_gpu(name: str, variant: str, documents: list[int] | None) -> None:
+    """In bf16 against the oracle in fp64; documents and windows in one call where the kernel takes them."""
+    how, dtype = VARIANTS[variant], torch.bfloat16
+    if not runs(name, how):
+        pytest.skip("does not compute a soft cap")
+    torch.use_deterministic_algorithms(False)
+    how = {**how, **({"window": how["window"] * 50} if "window" in how else {})}
+    given = {n: t.cuda() for n, t in make((1, 4, 2, 2048, None), dtype, how.get("width", 8) * 8).items()}
+    q, k, v, dout = (given[n] for n in ("q", "k", "v", "dout"))
+    q, k = torch.cat([q] * 8, -1), torch.cat([k] * 8, -1)
+    sinks = randn(4, seed=9, dtype=dtype).cuda() if how.get("sinks") else None
+    rule, backend = Rule(0.02, how.get("window"), how.get("softcap")), BACKENDS[name]
+    out, lse = attention_forward(backend, q, k, v, rule=rule, documents=documents, sinks=sinks)
+    grads = attention_backward(backend, dout, Attended(q, k, v, out, lse), rule=rule, documents=documents)
+    leaves = [t.double().cpu().requires_grad_() for t in (q, k, v)]
+    want, _ = reference.attention(
+        *leaves, scale=0.02, documents=documents, window=rule.window, softcap=rule.softcap,
+        sinks=None if sinks is None else sinks.double().cpu(),
+    )  # fmt: skip
+    wants = torch.autograd.grad(want, leaves, dout.double().cpu())
+    assert worst([t.cpu() for t in (out, *grads)], [want, *wants]) < 0.02
+
+
+# ----- what a window is made of
+
+
+@pytest.mark.parametrize("keys_per_query", [None, 2])
+@pytest.mark.parametrize("bottom_right", [False, True])
+def test_pieces_hold_every_pair_once(bottom_right: bool, keys_per_query: int | None) -> None:
+    for begin, keys, window in [(0, 1, 1), (3, 10, 3), (0, 10, 1), (2, 23, 7), (0, 23, None), (5, 8, 100), (1, 30, 10)]:
+        for rows in {1, min(2, keys), max(1, keys // 2), max(1, keys - 1), keys}:
+            span = Span(0, begin, begin + keys, rows, 4, 0)
+            seen = torch.zeros(rows, keys, dtype=torch.int64)
+            for p in pieces(span, window, bottom_right=bottom_right, keys_per_query=keys_per_query):
+                for i in range(p.repeat):
+                    block = torch.ones(p.rows, p.keys, dtype=torch.int64)
+                    block = block.tril(p.keys - p.rows) if p.kind == "causal" else block
+                    block = block.triu() if p.kind == "upper" else block
+                    q, k = p.q - 4 + i * p.stride, p.k - begin + i * p.stride
+                    seen[q : q + p.rows, k : k + p.keys] += block
+            row = torch.arange(keys - rows, keys)[:, None]
+            gap = row - torch.arange(keys)
+            want = (gap >= 0) & (gap < (window or keys))
+            assert torch.equal(seen, want.long()), (begin, keys, window, rows)
+
+
+def test_few_rows_behind_many_keys_are_few_calls() -> None:
+    """The last chunk of a long sequence may be a row."""
+    assert len(list(pieces(Span(0, 0, 1_000_001, 1, 0, 0), None, keys_per_query=4))) < 100
+    chunk = list(pieces(Span(0, 0, 10_240, 256, 0, 0), None, keys_per_query=4))  # a laptop's: gradients of 4 keys a row
+    assert {p.keys for p in chunk if p.kind == "full"} == {1024, 768}
+
+
+def test_a_window_costs_only_what_it_sees() -> None:
+    span = Span(0, 0, 4096, 4096, 0, 0)
+    done = sum(p.repeat * p.rows * (p.keys if p.kind == "full" else (p.keys + 1) / 2) for p in pieces(span, 64))
+    assert done == 64 * 65 // 2 + (4096 - 64) * 64
+    assert len(list(pieces(span, 64))) <= 4  # equal blocks go in one call
+
+
+# ----- which kernel
+
+
+def test_a_soft_cap_chooses_a_kernel_that_computes_it() -> None:
+    cpu = torch.device("cpu")
+    assert choose_backend("sdpa", cpu, torch.float32, 64, softcap=True).name == "blockwise"
+    assert choose_backend("eager", cpu, torch.float32, 64, softcap=True).name == "eager"
+    with pytest.raises(
+        ValueError, match=r"attention='cpu' does not compute a soft cap .* 'sdpa' chooses .*: blockwise, eager"
+    ):
+        choose_backend("cpu", cpu, torch.float32, 64, softcap=True)

@@ -1,0 +1,137 @@
+"""One rank of many: the same sizes, bytes and peak as that rank has among real ones."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import alstlib
+from alstlib.config import RunConfig
+from alstlib.data.shard import shard_batch
+from alstlib.measure import emulate, time_kernels
+from alstlib.measure.emulate import ballast
+from alstlib.offload.ledger import Ledger
+from alstlib.runs.launch import launch
+from alstlib.train import models
+from alstlib.train.models import load_model
+
+RANKS = 4
+SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
+RUN: dict[str, Any] = {
+    "model": "tiny", "model_config": SHAPE, "seq_len": 2048, "dtype": "fp32", "steps": 1, "tiled_loss": True,
+    "tiled_mlp": True, "tiled_norm": True, "offload": "sync", "save_attention": "auto", "world_size": 1, "sp": 1,
+    "emulate": RANKS,
+}  # fmt: skip
+
+
+def real_rank(rank: int, world: int, chunk: int | None) -> tuple[int, int, int]:
+    """Peak, exchanged bytes and host bytes of a rank without an engine."""
+    run = RunConfig.from_dict({**RUN, "emulate": 0})
+    model, ctx = load_model(run, torch.float32), alstlib.SPContext.create(world)
+    ids = torch.randint(0, 512, (1, run.seq_len), generator=torch.Generator().manual_seed(0))
+    options = alstlib.Options(offload="sync", save_attention="auto", chunk=chunk)
+    with alstlib.apply(model, ctx, options) as handle:
+        batch = shard_batch({"input_ids": ids, "labels": ids}, world, rank)
+        gc.collect()
+        with Ledger(stores=[handle.store]) as ledger:
+            start = ledger.device_bytes
+            alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
+            return ledger.device_peak - start, handle.wire_bytes, handle.store.peak_nbytes
+
+
+@pytest.mark.parametrize("chunk", [None, 128])
+def test_an_emulated_rank_is_a_real_one(ranks4: Any, tmp_path: Path, chunk: int | None) -> None:
+    peak, wire, host = ranks4(real_rank, chunk)[-1]
+    run = RunConfig.from_dict({**RUN, "chunk": chunk})
+    result = launch(run, tmp_path, worker="alstlib.measure.emulate")
+    metrics, parameters = result["metrics"], sum(p.numel() for p in load_model(run, torch.float32).parameters())
+    assert result["mode"] == "emulated"
+    assert metrics["wire_bytes"] == wire
+    assert metrics["host_peak_bytes"] == [host]
+    standing = 4 * parameters + sum(metrics["emulated"]["ballast_bytes"].values()) + 3 * 8 * 2048 // RANKS
+    assert metrics["device_peak_bytes"][0] - standing == pytest.approx(peak, rel=0.02)
+    emulated = metrics["emulated"]
+    assert (emulated["ranks"], emulated["layers_run"], emulated["backend"]) == (RANKS, 2, "cpu")
+    assert emulated["layer_forward_seconds"] > 0 < emulated["layer_backward_seconds"]
+
+
+def test_few_layers_stand_for_many(tmp_path: Path) -> None:
+    """Two layers of the shape's own depth: the rest is ballast and a projection that says so."""
+    run = RunConfig.from_dict({**RUN, "model": "small", "model_config": {"num_hidden_layers": 1}, "seq_len": 512})
+    emulated = launch(run, tmp_path, worker="alstlib.measure.emulate")["metrics"]["emulated"]
+    assert (emulated["layers_run"], emulated["layers_of_the_model"]) == (1, 16)
+    whole = sum(p.numel() for p in load_model(run.replace(model_config={}), torch.float32).parameters())
+    assert emulated["ballast_bytes"]["weights"] == -(-whole // RANKS) * 4
+    layer = emulated["layer_forward_seconds"] + emulated["layer_backward_seconds"]
+    assert emulated["projected"]["step_seconds"] > 15 * layer
+
+
+def test_ballast_is_what_zero3_holds() -> None:
+    run = RunConfig.from_dict({**RUN, "offload_optimizer": False})
+    buckets = {"buckets": 2 * 1_000_000}
+    assert ballast(run, 1001, 2) == {"weights": 502, "gradients": 502, "optimizer": 3012, **buckets}
+    run = run.replace(offload_optimizer=True, offload_params=True)
+    assert ballast(run, 1001, 2) == buckets
+
+
+def test_emulate_takes_one_rank() -> None:
+    with pytest.raises(ValueError, match="emulate=4 runs one rank: world_size=2 must be 1"):
+        RunConfig(emulate=4, world_size=2)
+
+
+def test_ligers_kernels_come_without_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a real run: on a GPU where Liger is installed, its norm, RoPE and SwiGLU, and our tiled loss."""
+    put: list[Any] = []
+    monkeypatch.setattr(emulate, "this_device", lambda: (torch.device("cpu"), True))
+    monkeypatch.setattr(models, "liger_knows", lambda: ("llama",))
+    monkeypatch.setattr(models, "liger_kernels", put.append)
+    for wanted, fused in (("auto", False), ("loss", True)):
+        made = emulate.Emulation(RunConfig.from_dict({**RUN, "emulate": 1, "liger": wanted}), tmp_path)
+        assert put.pop() is made.model
+        assert made.handle.head is not None
+        assert made.handle.head.liger is fused
+
+
+def test_kernels_are_timed(tmp_path: Path) -> None:
+    run = RunConfig.from_dict({"model": "tiny", "seq_len": 300, "steps": 1, "world_size": 1, "sp": 1, "chunk": 64})
+    metrics = launch(run, tmp_path, worker="alstlib.measure.time_kernels")["metrics"]
+    assert metrics["chosen"] == "cpu"
+    cpu = metrics["kernels"]["cpu"]
+    assert all(
+        cpu[n] > 0 for n in ("forward_tflops", "backward_tflops", "chunks_forward_tflops", "chunks_backward_tflops")
+    )
+    assert not metrics["kernels"]["flash"]["runs"]
+    assert "does not run on cpu" in metrics["kernels"]["flash"]["why"]
+
+
+def test_a_kernel_that_fails_is_an_answer_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An assertion within a kernel, a process that dies, and one that hangs: each says something about one kernel."""
+    run = RunConfig.from_dict({"model": "tiny", "seq_len": 64, "steps": 1, "world_size": 1, "sp": 1})
+    scripts = {
+        "cpu": "import sys; print('an illegal memory access', file=sys.stderr, flush=True); import os; os.abort()",
+        "blockwise": "import time; time.sleep(60)",
+    }
+    made = time_kernels.Bench(run, tmp_path)
+    monkeypatch.setattr(time_kernels, "seconds_left", lambda: 4.0)
+    monkeypatch.setattr(made, "command", lambda task, answer: [sys.executable, "-c", scripts[task["name"]]])
+    metrics = made()
+    kernels = metrics["kernels"]
+    assert metrics["step_seconds"] == []
+    assert kernels["cpu"] == {
+        "runs": False, "why": "its process ended with status -6: an illegal memory access"
+    }  # fmt: skip
+    assert kernels["blockwise"] == {"runs": False, "why": "no answer in 2 s"}
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("head_dim 24 is not supported")
+
+    monkeypatch.setattr(time_kernels, "attention_backward", refuse)
+    task = {"name": "cpu", "device": "cpu", "dtype": "float32", "heads": 2, "kv": 1, "dim": 8, "length": 32, "steps": 1}
+    assert time_kernels.answer_of({**task, "chunk": None}) == {
+        "runs": False, "why": "AssertionError: head_dim 24 is not supported"
+    }  # fmt: skip

@@ -1,0 +1,177 @@
+"""The comparison with other stacks: every stack trains, is counted by the same rules, and takes the same turn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from alstlib.config import RunConfig
+from alstlib.measure.peers import Counts, floor_step, peak_over_start
+from alstlib.offload.ledger import storage_bytes
+from alstlib.runs import results
+from alstlib.runs.launch import launch
+from alstlib.ulysses.alltoall import Exchange
+
+REFERENCE = ("deepspeed", "deepspeed, loss tiles")
+SHAPE = {"num_hidden_layers": 2, "vocab_size": 256}
+RUN = {
+    "model": "tiny", "model_config": SHAPE, "world_size": 2, "sp": 2, "offload_optimizer": False, "dtype": "fp32",
+    "learning_rate": 0.0, "steps": 2, "chunk": 64, "seq_len": 320,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    names = ("ours", "readme", "deepspeed", "deepspeed, loss tiles", "transformers", "ours+chunk", "ours+chunk+offload")
+    out = tmp_path_factory.mktemp("peers")
+    return launch(RunConfig.from_dict({**RUN, "peers": names}), out, worker="alstlib.measure.peers")["metrics"]
+
+
+def test_stacks_side_by_side(compared: dict[str, Any]) -> None:
+    """All see the same sample (and so the same loss); ours is exact; work is counted as it was done."""
+    made = compared["peers"]
+    assert list(made) == ["ours", "readme", *REFERENCE, "transformers", "ours+chunk", "ours+chunk+offload"]
+    assert all(one["loss"] == pytest.approx(made["ours"]["loss"], rel=1e-3) for one in made.values())
+    assert all(len(one["step_seconds"]) == 2 and max(one["device_peak_bytes"]) > 0 for one in made.values())
+    assert all(made[n]["gradient_error"] < 1e-5 for n in made if n not in REFERENCE)
+    forwards = {n: (one["attention_forwards"], one["mlp_forwards"]) for n, one in made.items()}
+    ours = dict.fromkeys(("ours", "readme", "ours+chunk", "ours+chunk+offload"), (1, 2))
+    assert forwards == {**ours, **dict.fromkeys(REFERENCE, (2, 3)), "transformers": (2, 2)}
+    assert [made[n]["sequences"] for n in ("ours", "transformers")] == [1, 2]
+    assert made["ours+chunk+offload"]["host_peak_bytes"][0] > 0 == made["ours"]["host_peak_bytes"][0]
+
+
+def test_wire_bytes_are_the_formulas(compared: dict[str, Any]) -> None:
+    """In units of a head's rows of one rank: 4 query and 2 key/value heads on 2 ranks."""
+    made, layers, rows, width, p = compared["peers"], 2, 160, 16, 2
+    head = rows * width * 4 * (p - 1) // p
+    q, k = 4, 2
+    ours = (q + 2 * k) + q + (q + 2 * k + q + q / width) + (q + 2 * k)
+    theirs = 2 * ((q + 2 * k) + q) + (q + 2 * k) + q  # twice forward, once backward
+    positions = 2 * 8 * rows * (p - 1) * layers  # gathered in each forward
+    stripes = 3 * 8 * rows * (p - 1) // p  # tokens, positions and labels of `chunk`
+    assert made["ours"]["wire_bytes"] == ours * head * layers
+    assert abs(made["ours+chunk"]["wire_bytes"] - made["ours"]["wire_bytes"] - stripes) <= 3 * 8 * 64
+    assert all(made[n]["wire_bytes"] == theirs * head * layers + positions for n in REFERENCE)
+    assert made["transformers"]["wire_bytes"] == 0
+
+
+def test_longest_in_an_equal_budget(tmp_path: Path) -> None:
+    run = {
+        **RUN,
+        "search": True,
+        "seq_len": 128,
+        "search_granule": 128,
+        "search_max": 512,
+        "device_memory": "1MiB",
+        "prefetch": False,
+    }
+    config = RunConfig.from_dict({**run, "peers": ["deepspeed", "ours+chunk+offload"]})
+    metrics = launch(config, tmp_path, worker="alstlib.measure.peers")["metrics"]
+    for one in metrics["peers"].values():
+        tried = {t["seq_len"]: t["device_peak_bytes"] for t in one["tried"]}
+        assert tried[one["seq_len"]] <= 2**20
+        assert one["seq_len"] == 512 or tried[one["seq_len"] + 128] > 2**20
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "ok"
+    assert results.table([results.read_result(tmp_path / "result.json")])[0]["seq_len"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peers": []}, "peers names no stack"),
+        ({"peers": ["our"]}, "unknown stack in peers 'our'; did you mean 'ours'"),
+        ({"peers": ["ours+chunk"], "chunk": None}, "set chunk, the rows of a chunk"),
+        ({"peers": ["ours"], "search": True}, "search=True needs device_memory"),
+    ],
+    ids=str,
+)
+def test_bad_input(ranks2: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    for found in ranks2(_refused, {**RUN, **changes}, str(tmp_path)):
+        assert message in found
+
+
+def _refused(rank: int, world: int, run: dict[str, Any], out: str) -> str:
+    from alstlib.measure.peers import Comparison
+
+    try:
+        Comparison(RunConfig.from_dict(run), Path(out))()
+    except ValueError as e:
+        return str(e)
+    return "accepted"
+
+
+def _held(rank: int, world: int, run: RunConfig, name: str) -> list[int]:
+    """Bytes of weights that a rank holds when the engine of a stack begins."""
+    import deepspeed
+
+    from alstlib.measure.baselines import Stack
+
+    held, begin = [], deepspeed.initialize
+
+    def initialize(*args: Any, model: Any, **kwargs: Any) -> Any:
+        held.append(storage_bytes(model.parameters()))
+        held.append(storage_bytes(getattr(p, "ds_tensor", p) for p in model.parameters()))
+        held.append(4 * sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()))
+        return begin(*args, model=model, **kwargs)
+
+    with mock.patch.object(deepspeed, "initialize", initialize):
+        Stack(name, run, torch.device("cpu"), False)
+    return held
+
+
+@pytest.mark.parametrize("name", ["ours", "readme", "transformers"])
+def test_no_rank_but_the_first_holds_a_stacks_model_whole(ranks2: Any, name: str) -> None:
+    """Nor that one, once its weights are in parts."""
+    for left, parts, whole in ranks2(_held, RunConfig.from_dict({**RUN, "peers": [name]}), name):
+        assert left < whole / 100
+        assert whole / 2 <= parts < whole / 2 + 10_000
+
+
+def _counted(rank: int, world: int) -> tuple[dict[str, int], dict[str, int], int]:
+    exchange, x = Exchange(dist.group.WORLD), torch.ones(4)
+    with Counts() as counts:
+        exchange.to_heads(torch.ones(1, 4, 3, 2))
+        exchange.shared_to_heads(torch.ones(1, 1, 3, 2))
+        dist.all_gather([torch.empty(5, dtype=torch.int64) for _ in range(world)], torch.ones(5, dtype=torch.int64))
+        dist.all_gather([torch.empty(4) for _ in range(world)], x)  # as ZeRO gathers weights
+        dist.all_gather_into_tensor(torch.empty(4 * world), x)
+        dist.reduce_scatter_tensor(torch.empty(2), x)
+        dist.all_reduce(x)
+        dist.barrier()
+    return dict(counts.sent), dict(counts.calls), exchange.bytes_sent
+
+
+def test_what_is_sent_is_counted(ranks2: Any) -> None:
+    for sent, calls, exchanged in ranks2(_counted):
+        assert sent == {"exchange": exchanged + 40, "other": 16 + 16 + 8 + 16}
+        assert calls["exchange"] == 3
+
+
+def test_zeros_traffic_is_told_apart(compared: dict[str, Any]) -> None:
+    """The reference gathers a layer's weights again for each tile; ours once forward and once backward."""
+    other = {n: one["other_wire_bytes"] for n, one in compared["peers"].items()}
+    assert other["deepspeed, loss tiles"] > other["deepspeed"] > other["ours"] > 0
+
+
+def test_counts_and_peak() -> None:
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    with Counts() as counts:
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k, 0.0, True)
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[:, :, :3], k, k, 0.0, False)
+    assert counts.pairs == 4 * (6 * 7 // 2 + 3 * 6)
+    assert peak_over_start(lambda: torch.zeros(1000).add(1), torch.device("cpu")) == pytest.approx(8000, rel=0.05)
+    assert peak_over_start(lambda: torch.ops.aten.add(torch.zeros(1000), 1), torch.device("cpu")) == 8000
+
+
+def test_floor_runs() -> None:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(**{**SHAPE, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4})
+    floor_step(config, 64, 2, torch.device("cpu"), bf16=False)()

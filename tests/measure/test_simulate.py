@@ -1,0 +1,166 @@
+"""A simulated rank takes the same bytes, device, host and wire, as the same rank with real tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import alstlib
+from alstlib.config import ROWS, RunConfig, row_config
+from alstlib.measure.simulate import _roomy, drop_gradients, extend, simulate, simulate_deep, step
+from alstlib.planner.machine import Machine
+from alstlib.planner.model_shapes import read_shape
+from alstlib.planner.prediction import predict
+from alstlib.train.ablation import run_options
+from alstlib.train.models import load_model
+
+RUN: dict[str, Any] = {"model": "tiny", "seq_len": 512, "dtype": "fp32", "tiled_loss": True, "tiled_mlp": True}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tiled": {},
+    "untiled": {"tiled_mlp": False, "tiled_loss": False},
+    "tiles of a size": {"tiled_mlp": 100, "tiled_loss": 60},
+    "no checkpoints": {"checkpoint": False},
+    "attention kept": {"save_attention": True},
+    "offload": {"offload": "async", "save_attention": "auto"},
+    "chunk": {"offload": "async", "save_attention": "auto", "chunk": 64},
+    "some inputs": {"offload": "sync", "save_attention": "auto", "host_memory": 200_000},
+    "half precision": {"dtype": "bf16", "offload": "async"},
+    "9 heads on 3": {"model_config": {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}},
+    "9 heads on 3, chunk": {"model_config": {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3},
+                            "chunk": 70},
+}  # fmt: skip
+
+
+def run_of(layers: int = 2, **changes: Any) -> RunConfig:
+    shape = {"num_hidden_layers": layers, **changes.pop("model_config", {})}
+    return RunConfig.from_dict({**RUN, **changes, "model_config": shape})
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_simulated_rank_is_a_real_one(options: dict[str, Any], ranks: int) -> None:
+    """To the byte."""
+    fake, real = (simulate(run_of(**options), ranks, "cpu", fake=how) for how in (True, False))
+    assert fake == real
+    assert fake.device_peak > 0
+    assert sum(fake.categories.values()) == fake.device_peak
+    assert set(fake.categories) <= {"attention", "checkpoints", "exchange", "hidden states", "loss", "mlp"}
+    assert fake.peak_place
+    assert (fake.host_peak > 0) == ("offload" in options)
+    assert (fake.wire_bytes > 0) == (ranks > 1)
+    assert not dist.is_initialized()
+
+
+def test_ligers_fused_loss_is_not_simulated_as_another() -> None:
+    with pytest.raises(ValueError, match="liger='loss' cannot be simulated"):
+        simulate(run_of(liger="loss"), 1)
+    assert simulate(run_of(liger=True), 1) == replace(simulate(run_of(), 1), run=_roomy(run_of(liger=True)))
+
+
+def real_step(rank: int, world: int, run: RunConfig) -> Any:
+    """A step over real ranks, without an engine. The least of three: gloo's threads may hold what was sent a moment
+    longer than the exchange lasts."""
+    ctx, model = alstlib.SPContext.create(world), load_model(run, torch.float32)
+    drop_gradients(model)
+    with alstlib.apply(model, ctx, run_options(run)) as handle:
+        return min((step(run, model, handle, ctx) for _ in range(3)), key=lambda s: s.device_peak)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("row", ROWS)
+def test_rows_of_the_ablation_on_real_ranks(row: str, ranks: int, pools: Any) -> None:
+    """Over a real process group, whose ranks send and receive: within 2%."""
+    sp = ranks if "sp" in ROWS[row] else 1
+    run = row_config(row, RunConfig(model="tiny", seq_len=1024, dtype="fp32", host_memory=2**40)).replace(sp=sp)
+    found = simulate(run, sp, "cpu")
+    real = real_step(0, 1, run) if sp == 1 else max(pools(sp)(real_step, run), key=lambda s: s.device_peak)
+    assert real.device_peak == pytest.approx(found.device_peak, rel=0.02)
+    assert real.host_peak == found.host_peak
+    assert real.wire_bytes == found.wire_bytes
+
+
+@pytest.mark.parametrize("options", [o for n, o in OPTIONS.items() if n != "some inputs"], ids=str)
+def test_few_layers_tell_of_many(options: dict[str, Any]) -> None:
+    assert simulate_deep(run_of(4, **options), 4, "cpu") == simulate(run_of(4, **options), 4, "cpu")
+
+
+def test_the_peak_says_what_it_is_made_of() -> None:
+    """Untiled logits, the intermediates of an untiled MLP, and checkpoints that stay on the device."""
+    wide = {"model_config": {"vocab_size": 32_768}}
+    logits = simulate(run_of(tiled_loss=False, **wide), 2, "cpu")
+    assert logits.categories["loss"] > 0.9 * logits.device_peak
+    assert logits.categories["loss"] > 2 * 256 * 32_768 * 4
+    mlp = simulate(run_of(tiled_mlp=False, model_config={"intermediate_size": 4096}), 2, "cpu")
+    assert mlp.peak_place.startswith("model.layers.1.mlp")
+    assert mlp.categories["mlp"] > 3 * 256 * 4096 * 4
+    kept = simulate(run_of(8), 2, "cpu")
+    assert kept.categories["checkpoints"] == 8 * 256 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"zero_stage": 3},
+        {"zero_stage": 2, "offload_optimizer": True},
+        {"zero_stage": 0, "offload_optimizer": False, "dtype": "bf16"},
+    ],
+    ids=str,
+)
+def test_model_states_stand_beside_activations(changes: dict[str, Any]) -> None:
+    """By category, on the device and on the host, as the planner has them."""
+    run = RunConfig.from_dict({**RUN, "model": "small", "offload": "sync", **changes})
+    found = simulate_deep(run, 4, "cpu")
+    planned = predict(
+        read_shape("small"), run.replace(sp=4), Machine(gpus=4, gpu_memory=None, device="cpu"), run.seq_len
+    )
+    assert found.sizes.parameters == read_shape("small").parameters
+    assert {n: b for n, b in found.device.items() if n not in found.categories} == {
+        n: b for n, b in planned.device.items() if n not in found.categories
+    }
+    assert found.host == planned.host
+    assert found.states.host == {} or "optimizer" in found.host
+    gathered = simulate_deep(run.replace(zero_stage=3), 4, "cpu").device["gathered weights"]
+    assert gathered >= 4 * read_shape("small").layer_parameters / (2 if run.dtype == "bf16" else 1)
+
+
+def test_what_the_exchange_takes_is_told_apart() -> None:
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64, "intermediate_size": 64}
+    assert simulate(run_of(tiled_loss=False, model_config=heads), 4, "cpu").categories.get("exchange", 0) > 0
+    assert "exchange" not in simulate(run_of(model_config=heads), 1, "cpu").categories
+
+
+def test_a_host_budget_is_shared_by_all_layers() -> None:
+    """So all are run."""
+    run = run_of(6, **OPTIONS["some inputs"])
+    found = simulate_deep(run, 1, "cpu")
+    assert found == simulate(run, 1, "cpu")
+    assert found.host_peak <= 200_000
+    assert any("one in" in note for note in found.notes)
+
+
+def test_tiles_are_those_of_the_device_that_is_simulated() -> None:
+    """A GPU's tiles are larger; and this laptop's free memory does not count."""
+    run = run_of(seq_len=8192)
+    assert simulate(run, 1, "cuda").device_peak > 1.2 * simulate(run, 1, "cpu").device_peak
+
+
+def test_a_large_model_on_a_laptop() -> None:
+    """One rank of 8 at 1M tokens: the checkpoints are 32 layers' inputs and attention outputs."""
+    run = RunConfig.from_dict({**RUN, "model": "llama-3.1-8b", "dtype": "bf16", "seq_len": "1M", "offload": "async",
+                               "save_attention": "auto"})  # fmt: skip
+    found = simulate_deep(run, 8)
+    rows = 1_000_000 // 8
+    assert found.layers == 32
+    assert found.host_peak == pytest.approx(32 * rows * (2 * 4096 * 2 + 32 * 4), rel=1e-3)
+
+
+def test_what_cannot_be_extended() -> None:
+    one, other = simulate(run_of(2), 1, "cpu"), simulate(run_of(3, seq_len=256), 1, "cpu")
+    with pytest.raises(ValueError, match="two simulations of one length on as many ranks"):
+        extend(one, other, 5)
+    with pytest.raises(ValueError, match="unequal numbers of layers"):
+        extend(one, one, 5)

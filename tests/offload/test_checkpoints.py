@@ -1,0 +1,525 @@
+"""Offloaded checkpoints: gradients of the plain function, exact replay, host memory that is counted and bounded."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cases import VOCAB, make_model
+from torch import Tensor, nn
+
+import alstlib
+from alstlib.offload import checkpoints
+from alstlib.offload import host_store as store_module
+from alstlib.offload.checkpoints import HostOutOfMemory, HostStore, Saved, checkpoint
+from alstlib.offload.ledger import Ledger
+from alstlib.reference import relative_error
+
+MODES = ["none", "sync", "async"]
+
+
+class Block(nn.Module):
+    """x, a second tensor and a flag in; two tensors and a None out. Draws dropout."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        self.calls = 0
+
+    def forward(self, x: Tensor, other: Tensor, *, scale: Tensor, flag: bool = True) -> tuple[Tensor, None, Tensor]:
+        self.calls += 1
+        y = x + self.second(self.dropout(torch.nn.functional.silu(self.first(x)))) * scale
+        return (y * other if flag else y), None, y.square().mean(-1)
+
+
+def inputs(length: int = 7, strided: bool = True) -> list[Tensor]:
+    g = torch.Generator().manual_seed(length)
+    x = torch.randn(8, length, 2, generator=g).permute(2, 1, 0)
+    x = x if strided else x.contiguous()
+    return [x.requires_grad_(), torch.randn(8, generator=g).requires_grad_(), torch.rand((), generator=g)]
+
+
+def gradients(block: Block, x: Tensor, other: Tensor, scale: Tensor, run: Any, upstream: float = 1.0) -> list[Any]:
+    block.zero_grad()
+    torch.manual_seed(5)
+    y, nothing, z = run(block, x, other, scale=scale)
+    assert nothing is None
+    leaves = [t for t in (x, other, scale, *block.parameters()) if t.requires_grad]
+    for leaf in leaves:
+        leaf.grad = None
+    torch.manual_seed(9)  # what is drawn between forward and backward must not matter
+    ((y.sin().sum() + z.sum()) * upstream).backward()
+    return [y, z, *(leaf.grad for leaf in leaves), torch.rand(3)]
+
+
+def plain(block: Block, *args: Any, **kwargs: Any) -> Any:
+    return block(*args, **kwargs)
+
+
+def kept_by(store: HostStore) -> Any:
+    return lambda block, *args, **kwargs: checkpoint(block, *args, store=store, **kwargs)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("mode", MODES)
+def test_checkpoint_equals_the_plain_function(mode: str, dropout: float) -> None:
+    """Outputs, x, a second tensor, a keyword tensor, weights; the random state afterwards; upstream other than 1."""
+    block, tensors = Block(dropout), inputs()
+    tensors[2].requires_grad_()
+    store = HostStore(mode)  # type: ignore[arg-type]
+    for upstream in (1.0, 0.25):
+        want = gradients(block, *tensors, plain, upstream)
+        got = gradients(block, *tensors, kept_by(store), upstream)
+        assert len(want) == 9
+        assert all(relative_error(g, w) < 1e-6 for g, w in zip(got, want))
+    assert block.calls == 2 * (1 + 2)
+    assert (store.nbytes > 0) == (mode != "none")
+
+
+def test_only_the_input_is_kept() -> None:
+    """The graph between forward and backward holds x on the host and no activation."""
+    block, (x, other, scale) = Block(), inputs(4096)
+    sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        block(x, other, scale=scale)
+        without = sum(sizes)
+        sizes.clear()
+        checkpoint(block, x, other, scale=scale, store=HostStore("sync"))
+    assert without > 10 * x.numel() / 8
+    assert sum(sizes) <= other.numel() + 1
+
+
+def test_stacked_layers_and_a_frozen_body() -> None:
+    """Two checkpoints in a row on one store; an input without gradient still trains the weights; a frozen one costs
+    nothing."""
+    x, _, scale = inputs()
+    ones, store = torch.ones(8), HostStore("sync")
+
+    def two(blocks: list[Block], x: Tensor, kept: bool) -> Tensor:
+        for block in blocks:
+            args = (x, ones)
+            x = checkpoint(block, *args, scale=scale, store=store)[0] if kept else block(*args, scale=scale)[0]
+        return x
+
+    frozen_x, grads = x.detach(), []
+    for kept in (False, True):
+        blocks = [Block(), Block()]
+        blocks[0].first.requires_grad_(False)
+        two(blocks, frozen_x, kept).sin().sum().backward()
+        assert blocks[0].first.weight.grad is None
+        grads.append([p.grad for b in blocks for p in b.parameters() if p.requires_grad])
+    assert all(relative_error(g, w) < 1e-6 for g, w in zip(grads[1], grads[0]))
+    assert frozen_x.grad is None
+
+    frozen = Block().requires_grad_(False)
+    out = checkpoint(frozen, frozen_x, ones, scale=scale, store=store, trains=False)[0]
+    assert not out.requires_grad
+    assert frozen.calls == 1
+
+
+def test_without_gradients_the_function_is_simply_run() -> None:
+    block, tensors, store = Block(), inputs(), HostStore("sync")
+    with torch.no_grad():
+        out = checkpoint(block, tensors[0], tensors[1], scale=tensors[2], store=store)
+    assert torch.equal(out[0], block(tensors[0], tensors[1], scale=tensors[2])[0])
+    assert not out[0].requires_grad
+    assert store.nbytes == 0
+
+
+def test_autocast_is_replayed() -> None:
+    """The recompute runs in bf16 though backward is called outside autocast."""
+    block, tensors = Block(), inputs(strided=False)  # in bf16 the order of sums would show
+    dtypes: list[torch.dtype] = []
+    block.first.register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
+
+    def cast(run: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                return run(*args, **kwargs)
+
+        return forward
+
+    want = gradients(block, *tensors, cast(plain))
+    got = gradients(block, *tensors, cast(kept_by(HostStore("sync"))))
+    assert dtypes == [torch.bfloat16] * 3
+    assert all(relative_error(g, w) < 1e-6 for g, w in zip(got, want))
+
+
+def test_backward_twice_is_refused() -> None:
+    block, (x, other, scale) = Block(), inputs()
+    out = checkpoint(block, x, other, scale=scale, store=HostStore("sync"))[0].sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward a second time"):
+        out.backward()
+
+
+def test_a_refused_recompute_runs_once_more() -> None:
+    """`accept` sees what the recompute returned; where it says no, the function runs again with the same draws."""
+    block, tensors, seen, made = Block(0.5), inputs(), [], []
+    want = gradients(block, *tensors, plain)
+    block.register_forward_hook(lambda module, args, out: made.append(out[0].detach()))
+
+    def accept(out: Any) -> bool:
+        seen.append(out[0].detach())
+        return False
+
+    got = gradients(block, *tensors, lambda b, *a, **kw: checkpoint(b, *a, accept=accept, **kw))
+    assert all(relative_error(g, w) < 1e-6 for g, w in zip(got, want))
+    assert len(made) == 3
+    assert torch.equal(seen[0], made[1])
+    assert torch.equal(made[1], made[2])
+
+
+def test_saved_tensors_come_back_in_order() -> None:
+    """What the function leaves in `saved` lies in the store, not on the device, and is there for the recompute."""
+    x, store, saved = inputs()[0], HostStore("sync"), Saved()
+    passes: list[bool] = []
+
+    def fn(x: Tensor) -> Tensor:
+        passes.append(saved.replaying)
+        for i in range(2):
+            if saved.replaying:
+                out, lse = saved.take()
+                assert torch.equal(out, x.detach() + i)
+                assert torch.equal(lse, torch.full((3,), float(i)))
+            else:
+                saved.tensors.append((x.detach() + i, torch.full((3,), float(i))))
+        return x.sin()
+
+    out = checkpoint(fn, x, store=store, saved=saved)
+    assert saved.tensors == []
+    assert store.nbytes == 3 * x.numel() * 4 + 2 * 3 * 4
+    out.sum().backward()
+    assert passes == [False, True]
+    assert saved.tensors == []
+    assert torch.allclose(x.grad, x.cos())
+
+
+# ----- host memory
+
+
+def run_step(store: HostStore, length: int, layers: int = 3) -> None:
+    x = torch.randn(1, length, 8, requires_grad=True)
+    y = x
+    for _ in range(layers):
+        y = checkpoint(torch.sin, y, store=store)
+    y.sum().backward()
+
+
+def test_slabs_are_reused_and_trimmed() -> None:
+    store, made = HostStore("sync"), []
+    store.on_slab = lambda slab: made.append(slab.data_ptr())
+    run_step(store, 10)
+    assert store.nbytes == store.peak_nbytes == 3 * 10 * 8 * 4
+    for _ in range(3):
+        run_step(store, 10)
+    assert len(made) == 3
+    run_step(store, 9)  # a slightly shorter sequence fits the same slabs
+    assert len(made) == 3
+    run_step(store, 4)  # a much shorter one gives them back
+    assert len(made) == 6
+    assert store.nbytes == 3 * 4 * 8 * 4
+    assert store.peak_nbytes == 3 * 10 * 8 * 4
+    store.trim()
+    assert (store.nbytes, store.free) == (0, [])
+
+
+def test_a_dropped_graph_returns_its_slabs() -> None:
+    store = HostStore("sync")
+    gc.disable()
+    try:
+        x = torch.randn(1, 10, 8, requires_grad=True)
+        y = checkpoint(torch.sin, checkpoint(torch.sin, x, store=store), store=store)
+        assert store.free == []
+        del y
+        assert len(store.free) == 2
+    finally:
+        gc.enable()
+    run_step(store, 10, layers=2)
+    assert store.nbytes == 2 * 10 * 8 * 4
+
+
+def test_what_is_kept_is_a_copy() -> None:
+    """The input may be overwritten after forward: the host holds what it was."""
+    store, x = HostStore("sync"), torch.full((1, 4, 2), 0.5).requires_grad_()
+    before = x.detach().clone()
+    y = checkpoint(torch.sin, x, store=store)
+    x.data.fill_(7.0)
+    y.sum().backward()
+    assert torch.allclose(x.grad, before.cos())
+
+
+def test_budget_stops_before_anything_is_taken() -> None:
+    store = HostStore("sync", budget=10 * 8 * 4 - 1)
+    with pytest.raises(HostOutOfMemory, match=r"needs 320 .* 319 are left.*host_memory"):
+        run_step(store, 10, layers=1)
+    assert (store.nbytes, store.peak_nbytes) == (0, 0)
+    run_step(store, 9, layers=1)
+    assert store.nbytes == 9 * 8 * 4
+
+
+def test_reserve_counts_what_is_free_but_taken() -> None:
+    store = HostStore("sync", budget=1000)
+    run_step(store, 10, layers=3)
+    store.reserve(1000)
+    with pytest.raises(HostOutOfMemory, match=r"needs 1,001 .* 1,000 are left.*offload='none'"):
+        store.reserve(1001)
+    with pytest.raises(HostOutOfMemory):
+        HostStore("sync").reserve(2**60)
+
+
+def test_unknown_mode() -> None:
+    with pytest.raises(ValueError, match="offload='later' is not one of none, sync, async"):
+        HostStore("later")  # type: ignore[arg-type]
+
+
+def test_host_available_is_shared_by_the_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    whole = checkpoints.host_available()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert whole > 2**20
+    assert checkpoints.host_available() == pytest.approx(whole / 4, rel=0.3)
+
+
+# ----- through a model
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing": {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False},
+    "checkpoint": {"tiled_mlp": False, "tiled_loss": False},
+    "saved": {"tiled_mlp": 16, "tiled_loss": 16, "save_attention": True},
+    "sync": {"tiled_mlp": 16, "tiled_loss": 16, "offload": "sync", "save_attention": False},
+    "async": {"tiled_mlp": 16, "tiled_loss": 16, "offload": "async", "save_attention": True},
+    "eager": {"tiled_mlp": 16, "tiled_loss": 16, "offload": "sync", "attention": "eager"},
+}
+LENGTH, WIDTH, LAYERS, HEADS = 64, 32, 2, 4
+INPUT = LENGTH * WIDTH * 4
+OUTPUT = LENGTH * HEADS * (WIDTH // HEADS * 4 + 4)
+
+
+def batch(length: int = LENGTH) -> dict[str, Tensor]:
+    ids = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "position_ids": torch.arange(length)[None], "shift_labels": ids.roll(-1, 1)}
+
+
+@contextmanager
+def no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("kind, options", [*(("gqa", o) for o in OPTIONS), ("gemma2", "async"), ("gpt2", "saved")])
+def test_no_reference_cycle_keeps_a_step_alive(kind: str, options: str) -> None:
+    """With the garbage collector off, a step leaves its gradients and nothing else, and no slab in use."""
+    model = make_model(kind)
+    with alstlib.apply(model, None, alstlib.Options(**OPTIONS[options])) as handle:
+        alstlib.causal_lm_loss(model, batch()).loss.backward()  # what is made once (caches) is made here
+        model.zero_grad()
+        data = batch()
+        with no_gc(), Ledger(stores=[handle.store]) as ledger:
+            start = ledger.device_bytes
+            alstlib.causal_lm_loss(model, data).loss.backward()
+            gradients = sum(p.grad.numel() * 4 for p in model.parameters() if p.grad is not None)
+            assert ledger.device_bytes - start == gradients
+            alstlib.causal_lm_loss(model, data)  # a graph dropped without a backward
+            assert ledger.device_bytes - start == gradients
+        assert sum(slab.bytes.numel() for slab in handle.store.free) == handle.store.nbytes
+
+
+def model_step(options: dict[str, Any], steps: int = 1, length: int = LENGTH) -> tuple[Any, list[Tensor]]:
+    model = make_model("gqa")
+    with alstlib.apply(model, None, alstlib.Options(**options)) as handle:
+        for _ in range(steps):
+            model.zero_grad()
+            alstlib.causal_lm_loss(model, batch(length)).loss.backward()
+            handle.nbytes = handle.store.nbytes  # type: ignore[attr-defined]
+    return handle, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_async_is_sync_on_a_cpu() -> None:
+    (_, sync), (_, other) = (model_step({"offload": mode, "save_attention": True}, 2) for mode in ("sync", "async"))
+    assert all(torch.equal(a, b) for a, b in zip(sync, other))
+
+
+@pytest.mark.parametrize(
+    "budget, kept",
+    [(None, 2), (LAYERS * (INPUT + OUTPUT), 2), (LAYERS * (INPUT + OUTPUT) - 1, 1), (LAYERS * INPUT + OUTPUT, 1),
+     (LAYERS * INPUT + OUTPUT - 1, 0), (LAYERS * INPUT, 0)],
+)  # fmt: skip
+def test_auto_gives_up_outputs_before_inputs(budget: int | None, kept: int) -> None:
+    """`auto` keeps as many layers' outputs as fit beside all inputs, in every step, and says how many."""
+    handle, got = model_step({"offload": "sync", "save_attention": "auto", "host_memory": budget}, steps=3)
+    _, want = model_step(OPTIONS["nothing"])
+    assert handle.attention_kept == kept / LAYERS
+    assert handle.nbytes == LAYERS * INPUT + kept * OUTPUT
+    assert all(relative_error(g, w) < 1e-5 for g, w in zip(got, want))
+
+
+def test_auto_keeps_nothing_on_the_device() -> None:
+    assert model_step({"save_attention": "auto"})[0].attention_kept == 0
+    assert model_step({"save_attention": True})[0].attention_kept == 1
+
+
+# ----- slabs of host memory
+
+
+def mapping_of(slab: Any, file: str) -> list[str]:
+    """What the system says of a slab's mapping in /proc/self/`file`, its first line first."""
+    found: list[str] = []
+    for line in Path("/proc/self", file).read_text().splitlines():
+        if header := re.match(r"([0-9a-f]{6,})(?:-([0-9a-f]+))? ", line):
+            first, end = int(header[1], 16), int(header[2] or header[1], 16)
+            here = first <= slab.bytes.data_ptr() < max(end, first + 1)
+        if here:
+            found.append(line)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
+def test_slabs_are_private_in_huge_pages_and_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Mapped(mmap.mmap):
+        def madvise(self, advice: int, *rest: int) -> None:
+            asked.append(advice)
+            super().madvise(advice, *rest)
+
+    monkeypatch.setattr(mmap, "mmap", Mapped)
+    slab = store_module._Slab(5 * 2**20, False)
+    about = mapping_of(slab, "smaps")
+    assert " rw-p " in about[0]
+    assert "dc" in next(line for line in about if line.startswith("VmFlags")).split()  # a fork does not copy it
+    assert asked == [mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK]
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="this system has no NUMA nodes")
+def test_pinned_slabs_lie_near_the_gpu_and_wait_before_they_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda *_: calls.append("register") or 0,
+        cudaHostUnregister=lambda *_: calls.append("unregister"),
+    )
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    (tmp_path / "0000:1b:00.0").mkdir()
+    (tmp_path / "0000:1b:00.0" / "numa_node").write_text("0\n")
+    numa_node = store_module.numa_node.__wrapped__
+    assert numa_node(0, str(tmp_path)) == 0
+    assert numa_node(0, str(tmp_path / "nowhere")) is None
+    for node, policy in ((0, "prefer"), (None, "default")):
+        monkeypatch.setattr(store_module, "numa_node", lambda _, node=node: node)
+        slab = store_module._Slab(3 * 2**20 + 5, True)
+        assert mapping_of(slab, "numa_maps")[0].split()[1].startswith(policy)
+        slab.bytes.fill_(1)
+        del slab
+    assert calls == ["register", "synchronize", "unregister"] * 2
+    monkeypatch.setattr(cudart, "cudaHostRegister", lambda *_: 2)
+    with pytest.raises(HostOutOfMemory, match=r"cannot pin 64 bytes of host memory \(CUDA error 2\)"):
+        store_module._Slab(64, True)
+    gc.collect()
+    assert len(calls) == 6  # what was not pinned is not unpinned
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tensors_come_back_with_their_strides(mode: str) -> None:
+    """An attention output is a permuted view: kernels that are built for a layout meet the same one again. What has
+    gaps, or rows that share memory, is stored without."""
+    store = HostStore(mode)  # type: ignore[arg-type]
+    dense = [
+        torch.randn(1, 5, 3, 4).transpose(1, 2), torch.randn(2, 5, 4), torch.randn(3, 2, 4, 5).permute(3, 1, 0, 2),
+        torch.randn(6, 4)[:, None].transpose(0, 1), torch.empty(0, 3).T,
+    ]  # fmt: skip
+    others = [torch.randn(2, 6, 4)[:, :5], torch.randn(3, 1).expand(3, 4)]
+    ticket = store.ticket()
+    for x in (*dense, *others):
+        store.put(ticket, x)
+    back = store.get(ticket, torch.device("cpu"))
+    assert all(torch.equal(t, x) for t, x in zip(back, (*dense, *others), strict=True))
+    assert [t.stride() for t in back[: len(dense)]] == [x.stride() for x in dense]
+    if mode != "none":
+        assert [t.stride() for t in back[len(dense) :]] == [(20, 4, 1), (4, 1)]
+        assert store.nbytes == sum(t.nbytes for t in back)
+
+
+# ----- on a GPU
+
+
+@pytest.mark.gpu
+def test_async_offload_is_exact_on_a_gpu() -> None:
+    """Three steps of a 6-layer chain, bit for bit those of no offload, and the previous input is on its way back."""
+    results = {}
+    for mode in MODES:
+        store = HostStore(mode)  # type: ignore[arg-type]
+        torch.manual_seed(0)
+        layers = [nn.Linear(256, 256, device="cuda") for _ in range(6)]
+        grads = []
+        for step in range(3):
+            x = torch.randn(4096, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+            y = x.requires_grad_()
+            for layer in layers:
+                y = checkpoint(lambda t, layer=layer: t + layer(t).tanh(), y, store=store)
+            y.square().mean().backward()
+            grads += [x.grad.clone(), *(layer.weight.grad.clone() for layer in layers)]
+        results[mode] = grads
+        assert store.nbytes == (0 if mode == "none" else 6 * 4096 * 256 * 4)
+        assert all(slab.pinned for slab in store.free)
+    for mode in ("sync", "async"):
+        assert all(torch.equal(a, b) for a, b in zip(results[mode], results["none"]))
+
+
+@pytest.mark.gpu
+def test_the_previous_input_is_prefetched_on_a_gpu() -> None:
+    store = HostStore("async")
+    x = torch.randn(1024, 64, device="cuda", requires_grad=True)
+    fetched: list[bool] = []
+    y = checkpoint(torch.sin, x, store=store)
+    first = store.latest()
+    assert first is not None
+
+    def second(t: Tensor) -> Tensor:
+        fetched.append(first.fetched is not None)
+        return t.cos()
+
+    checkpoint(second, y, store=store).sum().backward()
+    assert fetched == [False, True]
+
+
+@pytest.mark.gpu
+def test_device_peak_is_that_of_a_few_layers_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are handed between streams by events: `record_stream` would keep their memory for later."""
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("record_stream")
+
+    monkeypatch.setattr(Tensor, "record_stream", refuse)
+    peaks = []
+    for layers in (6, 24):
+        store = HostStore("async")
+        x = torch.randn(2**20, 16, device="cuda", requires_grad=True)
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            y = x
+            for _ in range(layers):
+                y = checkpoint(lambda t: t.sin(), y, store=store)
+            y.sum().backward()
+            del y
+        peaks.append(torch.cuda.max_memory_allocated())
+        assert store.nbytes == layers * x.numel() * 4
+    assert peaks[1] - peaks[0] < x.numel() * 4

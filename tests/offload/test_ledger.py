@@ -1,0 +1,319 @@
+"""The byte ledger: it reads what PyTorch's own allocation events say, stops a run at a budget, and knows the host."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import make_model
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import alstlib
+from alstlib.offload.checkpoints import HostStore, checkpoint
+from alstlib.offload.ledger import DeviceOutOfMemory, Ledger, ran_out, storage_bytes
+
+MIB = 2**20
+SHAPE: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing": {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False},
+    "checkpoint": {"tiled_mlp": False, "tiled_loss": False},
+    "tiled": {"tiled_mlp": 128, "tiled_loss": 128, "save_attention": True},
+    "sync": {"tiled_mlp": 128, "tiled_loss": 128, "offload": "sync", "save_attention": False},
+    "async": {"tiled_mlp": 128, "tiled_loss": 128, "offload": "async"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Each thread of PyTorch's CPU attention has a workspace of its own, which a GPU has not."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def batch(length: int) -> dict[str, Tensor]:
+    ids = torch.randint(0, 512, (1, length), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "position_ids": torch.arange(length)[None], "shift_labels": ids.roll(-1, 1)}
+
+
+def profiled_peak(step: Callable[[], Any]) -> int:
+    """Peak of the live bytes over those at the start, from PyTorch's own allocation events."""
+    with profile(profile_memory=True, activities=[ProfilerActivity.CPU]) as found:
+        step()
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def measured(handle: Any, step: Callable[[], Any], **kwargs: Any) -> Ledger:
+    gc.collect()
+    with Ledger(stores=[handle.store], **kwargs) as ledger:
+        ledger.before = ledger.device_bytes  # type: ignore[attr-defined]
+        step()
+    return ledger
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_reading_is_pytorchs_own_within_a_percent(options: dict[str, Any]) -> None:
+    """Peak over the start of a training step. Slabs are none of PyTorch's allocations; the model is large enough for
+    its MLP's tiles to outweigh the workspace of CPU attention, which is inside an operator."""
+    length, width = 900, 128
+    shape = {**SHAPE, "hidden_size": width, "intermediate_size": 6 * width}
+    model, data = make_model("gqa", **shape), batch(length)
+    options = {name: 512 if value == 128 else value for name, value in options.items()}
+    with alstlib.apply(model, None, alstlib.Options(**options)) as handle:
+
+        def step() -> None:
+            alstlib.causal_lm_loss(model, data).loss.backward()
+
+        step()
+        model.zero_grad()
+        ledger = measured(handle, step)
+        model.zero_grad()
+        gc.collect()
+        want = profiled_peak(step)
+        assert want > 8 * MIB
+        assert ledger.device_peak - ledger.before == pytest.approx(want, rel=0.01)  # type: ignore[attr-defined]
+        inputs, outputs = 2 * length * width * 4, 2 * length * (width + 4) * 4
+        kept = {"sync": inputs, "async": inputs + outputs}.get(options.get("offload", "none"), 0)
+        assert ledger.host_peak == handle.store.nbytes == kept
+
+
+def test_counts_what_is_alive_at_the_start() -> None:
+    """Parameters, gradients and plain tensors, each storage once however many views it has."""
+    gc.collect()
+    with Ledger() as ledger:
+        base = ledger.device_bytes
+    module = nn.Linear(256, 512, bias=False)
+    module(torch.zeros(1, 256)).sum().backward()
+    views = [module.weight.detach()[:1], module.weight.data.T]
+    with Ledger() as ledger:
+        assert ledger.device_bytes - base == 2 * 256 * 512 * 4
+        module.zero_grad()
+        assert ledger.device_bytes - base == 256 * 512 * 4
+        x = torch.zeros(MIB)
+        y = x.view(2, -1)[1]
+        del x
+        assert ledger.device_bytes - base == 256 * 512 * 4 + 4 * MIB
+        del y
+        assert ledger.device_bytes - base == 256 * 512 * 4
+        assert ledger.device_peak - base == 2 * 256 * 512 * 4 + 4 * MIB - 256 * 512 * 4
+    assert storage_bytes([module.weight, *views]) == 256 * 512 * 4
+
+
+def test_a_storage_that_grows_is_counted_at_its_size() -> None:
+    with Ledger() as ledger:
+        base = ledger.device_bytes
+        x = torch.zeros(1000)
+        x.resize_(3000)
+        assert ledger.device_bytes - base == 12_000
+
+
+def test_slabs_are_host_memory() -> None:
+    store, x = HostStore("sync"), torch.randn(1, 1000, 10, requires_grad=True)
+    with Ledger(stores=[store]) as ledger:
+        base = ledger.device_bytes
+        y = checkpoint(torch.sin, x, store=store)
+        assert ledger.device_bytes - base == 40_000
+        assert ledger.host_peak == 40_000
+        del y
+        store.trim()
+        assert ledger.host_peak == 40_000
+        ledger.start()
+        assert ledger.host_peak == 0
+    with Ledger() as ledger:  # a store that the ledger does not know counts as device memory
+        base = ledger.device_bytes
+        y = checkpoint(torch.sin, x, store=HostStore("sync"))
+        assert ledger.device_bytes - base == 80_000
+        del y
+
+
+def test_what_comes_back_from_the_host_is_device_memory() -> None:
+    """And a permuted tensor, as an attention output is, goes there without a copy of it on the device."""
+    store, x = HostStore("sync"), torch.randn(1, 100, 8, 10).transpose(1, 2)
+    with Ledger(stores=[store]) as ledger:
+        base, ticket = ledger.device_bytes, store.ticket()
+        store.put(ticket, x)
+        assert ledger.device_peak == ledger.device_bytes == base
+        assert ledger.host_peak == x.nbytes
+        back = store.get(ticket, x.device)
+        assert ledger.device_peak == ledger.device_bytes == base + x.nbytes
+        assert ledger.host_peak == x.nbytes
+        del back
+        assert ledger.device_bytes == base
+
+
+def test_what_an_engine_keeps_on_the_host_is_marked() -> None:
+    """Known or new to the ledger, marked once or twice, and no longer counted when it dies."""
+    weights = torch.zeros(1000)
+    with Ledger() as ledger:
+        base = ledger.device_bytes
+        ledger.mark_host([weights, weights[1:]])
+        assert ledger.device_bytes == base - 4000
+        ledger.mark_host([weights])
+        assert ledger.device_bytes == base - 4000
+        assert ledger.host_peak == 4000
+        state = torch.zeros(500)
+        assert ledger.device_bytes == base - 2000
+        ledger.mark_host([state])
+        assert ledger.device_bytes == base - 4000
+        assert ledger.host_peak == 6000
+        weights.add_(1)
+        assert ledger.device_bytes == base - 4000
+
+
+def test_what_is_computed_on_the_host_stays_there() -> None:
+    """An offloaded optimizer's temporaries are host memory; what a device tensor takes part in is not."""
+    state, weight = torch.ones(1000), torch.ones(1000)
+    with Ledger() as ledger:
+        ledger.mark_host([state])
+        base = ledger.device_bytes
+        step = state.mul(0.1).add(state)
+        assert ledger.device_bytes == base
+        copied = weight + step
+        assert ledger.device_bytes == base + 4000
+        del copied
+        assert ledger.device_bytes == base
+
+
+def test_budget_stops_a_run_and_a_shorter_one_goes_on() -> None:
+    """As on a GPU: the step fails at the operation that goes beyond, and its memory comes back."""
+    model = make_model("gqa", **SHAPE)
+    with alstlib.apply(model, None, alstlib.Options(**OPTIONS["nothing"])) as handle:
+        alstlib.causal_lm_loss(model, batch(512)).loss.backward()
+        gc.collect()
+        with Ledger(stores=[handle.store]) as ledger:
+            alstlib.causal_lm_loss(model, batch(512)).loss.backward()
+            budget = ledger.device_peak + MIB
+        want = {n: p.grad.clone() / 2 for n, p in model.named_parameters()}
+        with Ledger(stores=[handle.store], budget=budget) as ledger:
+            with pytest.raises(DeviceOutOfMemory, match=rf"[\d,]+ bytes at aten.* the budget of {budget:,} bytes"):
+                alstlib.causal_lm_loss(model, batch(4096)).loss.backward()
+            gc.collect()
+            assert ledger.device_bytes < budget - MIB
+            ledger.start()
+            model.zero_grad()
+            alstlib.causal_lm_loss(model, batch(512)).loss.backward()
+            assert ledger.device_peak <= budget
+        assert all(torch.allclose(p.grad, want[n], rtol=1e-5, atol=1e-7) for n, p in model.named_parameters())
+
+
+def test_budget_holds_from_start_and_not_after_close() -> None:
+    held = torch.zeros(MIB)
+    with Ledger(budget=MIB) as ledger:  # what is alive already is beyond it: only new bytes raise
+        with pytest.raises(DeviceOutOfMemory):
+            torch.zeros(MIB)
+        before = ledger.device_peak
+        ledger.close()
+        torch.zeros(8 * MIB)
+        assert ledger.device_peak == before
+    assert held.numel() == MIB
+
+
+def test_memory_error_is_what_callers_may_catch() -> None:
+    assert issubclass(DeviceOutOfMemory, MemoryError)
+
+
+def test_peak_names_its_operation() -> None:
+    with Ledger() as ledger:
+        torch.zeros(10)
+        x = torch.ones(4 * MIB)
+        x = x.exp()
+        assert "exp" in ledger.peak_operation
+        del x
+
+
+@pytest.mark.parametrize("name, flat", [("nothing", False), ("checkpoint", False), ("sync", True)])
+def test_peak_grows_with_layers_unless_checkpoints_leave(name: str, flat: bool) -> None:
+    """Device peak over the model and its gradients, per further layer, in units of one layer's input."""
+    peaks: list[int] = []
+    for layers in (2, 5):
+        model = make_model("gqa", **{**SHAPE, "num_hidden_layers": layers})
+        with alstlib.apply(model, None, alstlib.Options(**OPTIONS[name])) as handle:
+            data = batch(1024)
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            ledger = measured(handle, lambda m=model, d=data: alstlib.causal_lm_loss(m, d).loss.backward())
+            peaks.append(ledger.device_peak - ledger.before)  # type: ignore[attr-defined]
+            assert ledger.host_peak == (layers * 1024 * 64 * 4 if flat else 0)
+    growth = (peaks[1] - peaks[0]) / 3 / (1024 * 64 * 4)
+    assert abs(growth) < 0.05 if flat else growth > 0.95
+
+
+def test_curve_shows_the_hill_and_offload_flattens_it() -> None:
+    """Live bytes at the end of forward are the checkpoints' without offload, and few with it; curve and peak agree."""
+    hills = {}
+    for offload in ("none", "sync"):
+        model = make_model("gqa", **{**SHAPE, "num_hidden_layers": 6})
+        options = alstlib.Options(**{**OPTIONS["sync"], "offload": offload})
+        with alstlib.apply(model, None, options) as handle:
+            data = batch(512)
+            gc.collect()
+            with Ledger(stores=[handle.store], record=True) as ledger:
+                before = ledger.device_bytes
+                out = alstlib.causal_lm_loss(model, data)
+                hills[offload] = (ledger.curve[-1] - before) / (512 * 64 * 4)
+                out.loss.backward()
+                del out
+                assert max(ledger.curve) == ledger.device_peak
+                assert ledger.curve[-1] == ledger.device_bytes
+                ledger.start()
+                assert ledger.curve == []
+                assert ledger.device_peak == ledger.device_bytes
+    assert hills["none"] - hills["sync"] == pytest.approx(6, abs=0.5)
+
+
+def test_nothing_is_recorded_unasked() -> None:
+    with Ledger() as ledger:
+        torch.zeros(10)
+    assert ledger.curve == []
+
+
+@pytest.mark.parametrize(
+    "error, is_it",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (DeviceOutOfMemory("out of device memory"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("NCCL error: unhandled cuda error\nLast error:\nFailed to CUDA calloc async 608 bytes"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+    ids=lambda e: str(e)[:30],
+)
+def test_what_says_that_memory_ran_out(error: BaseException, is_it: bool) -> None:
+    assert ran_out(error) == is_it
+
+
+@pytest.mark.gpu
+def test_ledger_reads_the_allocator_on_a_gpu() -> None:
+    with Ledger("cuda") as ledger:
+        start = ledger.device_bytes
+        x = torch.zeros(16 * MIB, device="cuda")
+        del x
+        assert ledger.device_peak - start == 64 * MIB
+        assert ledger.device_bytes == start
+
+
+@pytest.mark.gpu
+def test_budget_stops_a_run_on_a_gpu() -> None:
+    torch.cuda.empty_cache()
+    with Ledger("cuda", budget=512 * MIB):
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            torch.zeros(256 * MIB, device="cuda")
+        torch.zeros(MIB, device="cuda")
+    torch.zeros(256 * MIB, device="cuda")

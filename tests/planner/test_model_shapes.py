@@ -1,0 +1,103 @@
+"""Shapes: parameters as transformers counts them; what is unknown is refused with the nearest that is known."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from alstlib.planner.activations import families
+from alstlib.planner.model_shapes import PUBLIC, SHAPES, find_config, read_shape, shape_of
+from alstlib.train.models import flop_dimensions
+
+TINY = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", families())
+def test_parameters_are_those_of_the_model(family: str, tied: bool) -> None:
+    config = AutoConfig.for_model(family, **TINY, tie_word_embeddings=tied, sliding_window=None)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = shape_of(config.to_dict(), family)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.dense_parameters == flop_dimensions(model)["dense_params"]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("meta-llama/Llama-3.1-8B", 8.03), ("meta-llama/Llama-3.1-70B", 70.55), ("Qwen/Qwen3-4B", 4.02),
+     ("Qwen/Qwen3-32B", 32.76), ("Qwen/Qwen2.5-7B", 7.62), ("meta-llama/Llama-3.2-1B", 1.24)],
+)  # fmt: skip
+def test_published_shapes_have_the_published_sizes(name: str, billions: float) -> None:
+    assert read_shape(name).parameters / 1e9 == pytest.approx(billions, abs=0.006)
+
+
+def test_variants_of_published_models_are_known() -> None:
+    for name in ("meta-llama/Llama-3.1-8B-Instruct", "META-LLAMA/llama-3.1-8b"):
+        assert read_shape(name).layers == 32
+    assert read_shape("tiny", {"num_hidden_layers": 7}).layers == 7
+    assert set(SHAPES).isdisjoint(PUBLIC)
+
+
+def test_a_config_on_disk(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**PUBLIC["Qwen/Qwen3-4B"], "num_hidden_layers": 5}))
+    for name in (tmp_path, tmp_path / "config.json"):
+        assert read_shape(str(name)).layers == 5
+
+
+def test_a_config_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--some--model" / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**PUBLIC["Qwen/Qwen3-4B"], "num_hidden_layers": 6}))
+    assert read_shape("some/model").layers == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("meta-llama/Llama-3.1-8", "did you mean 'meta-llama/Llama-3.1-8B'"),
+        ("smal", "did you mean 'small'"),
+        ("nothing/like/it", "built in: tiny, small"),
+    ],
+)
+def test_an_unknown_model_is_refused_with_the_nearest(name: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        find_config(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"hidden_size": None}, "its config has no hidden_size"),
+        ({"intermediate_size": "wide"}, "its config has no intermediate_size"),
+        ({"num_experts": 8}, "routes to experts"),
+        ({"sliding_window": 4096}, "has a sliding window"),
+    ],
+)
+def test_a_config_without_a_known_shape_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        shape_of({**PUBLIC["Qwen/Qwen3-4B"], **changes}, "mine")
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_config_that_cannot_be_read(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        read_shape(str(tmp_path))
+
+
+def test_planning_imports_neither_torch_nor_transformers() -> None:
+    code = "import sys, alstlib.planner.command, alstlib.planner.preflight; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == "[]"

@@ -1,0 +1,36 @@
+"""What papers state beside what is predicted: committed, reproduced, and explained where it is off."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from alstlib.config import PAPER_ROWS
+from alstlib.planner import papers
+
+
+def test_what_is_committed_is_what_comes_out() -> None:
+    committed = json.loads(papers.FILE.read_text())
+    assert committed["mode"] == "predicted"
+    again = json.loads(json.dumps(papers.everything()))
+    assert list(again) == list(committed["tables"])
+    for name, rows in again.items():
+        for one, other in zip(rows, committed["tables"][name], strict=True):
+            assert one["row"] == other["row"]
+            assert one["predicted"] == pytest.approx(other["predicted"], rel=1e-6)
+
+
+def test_every_row_of_table_1_is_there_and_large_errors_are_explained() -> None:
+    rows = papers.table_1()
+    assert [r["row"] for r in rows] == list(PAPER_ROWS)
+    for r in [*rows, *papers.tables_2_to_4()]:
+        assert r["why"] or abs(r["error"]) <= 0.1, r
+    text = papers.to_markdown(rows)
+    assert text.count("\n") == len(rows) + 1
+
+
+def test_what_the_paper_ran_fits() -> None:
+    """At the length that the paper reached, its stack must fit by our account too."""
+    for r in papers.table_1():
+        assert r["predicted"] >= 0.95 * r["stated"], r

@@ -1,0 +1,323 @@
+"""The planner: closed forms against the simulator, model states against real runs, its answers against rules."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alstlib.config import RunConfig, row_config
+from alstlib.measure import plan_table
+from alstlib.planner import activations as activations_module
+from alstlib.planner.activations import activations, families, kv_needed
+from alstlib.planner.gpus import label_bytes, rates_of, with_measured
+from alstlib.planner.machine import Machine, Overheads, machine_of
+from alstlib.planner.model_shapes import read_shape
+from alstlib.planner.prediction import Loading, advice, loading, loads_with, longest, nearest_that_fits, predict, states
+from alstlib.planner.preflight import foretell, why_not
+from alstlib.planner.step_time import attention_flops, exchange_bytes, linear_flops
+from alstlib.runs import results
+from alstlib.units import GIB
+
+EIGHT_B = read_shape("meta-llama/Llama-3.1-8B")
+OURS = row_config("ours", RunConfig(model=EIGHT_B.name, dtype="bf16", sp=0))
+EIGHT = Machine(gpus=8, host_memory=1_900_000_000_000)
+
+
+# ----- against the simulator
+
+
+def committed() -> list[dict[str, Any]]:
+    return json.loads(plan_table.FILE.read_text())["found"]
+
+
+def test_the_committed_comparison_is_within_its_bounds() -> None:
+    found = committed()
+    errors = sorted(abs(one["error"]) for one in found)
+    assert len(found) == plan_table.COUNT
+    assert errors[int(0.95 * len(errors)) - 1] <= 0.05
+    assert errors[-1] <= 0.10
+    for one in found:
+        assert one["planned_host"] == pytest.approx(one["simulated_host"], rel=0.02)
+
+
+@pytest.mark.parametrize("seed", [3, 41, 77, 120, 163])
+def test_configurations_drawn_again(seed: int) -> None:
+    """What is committed is what comes out today."""
+    again, before = plan_table.compare(seed), next(one for one in committed() if one["seed"] == seed)
+    for name in ("planned", "simulated", "options", "planned_host", "simulated_host"):
+        assert again[name] == before[name], name
+
+
+# ----- model states
+
+
+@pytest.mark.parametrize("row", ["baseline", "tiled_loss", "ulysses", "ulysses+tiled_mlp", "ulysses+offload", "alst"])
+def test_real_runs_took_what_is_predicted(row: str) -> None:
+    """The ablation's committed results, real ranks under ZeRO-3 with the engine's buffers, near the longest lengths."""
+    (found,) = [r for r in results.collect("papermill_runs/results/ablation-cpu") if r["row"] == row]
+    run = RunConfig.from_dict(found["config"])
+    machine = Machine(gpus=run.world_size, per_node=run.world_size, gpu_memory=None, device="cpu")
+    metrics = found["metrics"]
+    lengths = [(t["seq_len"], t["device_peak_bytes"]) for t in metrics.get("tried", [])]
+    lengths.append((metrics["seq_len"], max(metrics["device_peak_bytes"])))
+    for seq_len, measured in lengths:
+        if seq_len >= 0.9 * metrics["seq_len"]:
+            assert foretell(run, machine, seq_len)[1].device_peak == pytest.approx(measured, rel=0.025), seq_len
+    host = foretell(run, machine, metrics["seq_len"])[1].host_peak
+    assert host == pytest.approx(max(metrics["host_peak_bytes"]), rel=0.02)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+REAL = sorted((ROOT / "papermill_runs/results/planner/real").glob("*/result.json"))
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.parent.name)
+def test_real_ranks_took_what_is_predicted(path: Path) -> None:
+    """Real runs on 1, 2 and 4 ranks with the engine, so small that its buffers are up to half of what they take."""
+    found = results.read_result(path)
+    run, metrics = RunConfig.from_dict(found["config"]), found["metrics"]
+    machine = Machine(gpus=run.world_size, per_node=run.world_size, gpu_memory=None, device="cpu")
+    predicted = foretell(run, machine, metrics["seq_len"])[1]
+    assert predicted.device_peak == pytest.approx(max(metrics["device_peak_bytes"]), rel=0.025)
+    assert predicted.host_peak == pytest.approx(max(metrics["host_peak_bytes"]), rel=0.001)
+    assert metrics["predicted"]["device_peak_bytes"] == predicted.device_peak
+
+
+def test_there_are_real_runs() -> None:
+    assert len(REAL) == 9
+
+
+def test_states_follow_the_stage() -> None:
+    parameters, world = EIGHT_B.parameters, 8
+    bare = Machine(gpus=world)
+    for stage, bytes_each in ((0, 16), (1, 2 + 2 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)):
+        run = OURS.replace(zero_stage=stage, offload_optimizer=False)
+        found = states(EIGHT_B, run, bare)
+        device = found.device
+        held = sum(device.get(name, 0) for name in ("weights", "gradients", "optimizer"))
+        assert held == pytest.approx(bytes_each * parameters, rel=1e-6), stage
+        assert found.host == {}
+    found = states(EIGHT_B, OURS.replace(offload_params=True), bare)
+    assert not {"weights", "optimizer"} & set(found.device)
+    assert sum(found.host.values()) == pytest.approx((2 + 12 + 2 + 4) * parameters / 8, rel=1e-6)
+
+
+# ----- answers
+
+
+def test_the_longest_fits_and_a_longer_one_does_not() -> None:
+    best = longest(EIGHT_B, OURS, EIGHT)
+    assert best is not None
+    assert best.fits
+    assert not predict(EIGHT_B, OURS, EIGHT, int(1.02 * best.seq_len)).fits
+    assert str(best.seq_len).rstrip("0") == str(best.seq_len // 10 ** (len(str(best.seq_len)) - 3)).rstrip("0")
+
+
+def test_more_gpus_and_more_memory_never_fit_less() -> None:
+    lengths = [longest(EIGHT_B, OURS, Machine(gpus=n)) for n in (8, 16, 32)]
+    assert all(a and b and a.seq_len < b.seq_len for a, b in itertools.pairwise(lengths))
+    small, large = (longest(EIGHT_B, OURS, Machine(gpus=8, gpu_memory=n * GIB)) for n in (60, 100))
+    assert small is not None
+    assert large is not None
+    assert small.seq_len < large.seq_len
+
+
+def at_the_head_of(largest: Any, moments: Any, *rest: Any) -> Any:
+    return largest([m for m in moments if m[0] == "lm_head"], *rest)
+
+
+def test_ligers_fused_loss_takes_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the head its tiles grow with the sequence: 4.2 GB of logits at 500K tokens, 8.4 GB at 1M; ours stay."""
+    tiled = OURS.replace(liger=True, chunk=16_384, sp=1)
+    run = tiled.replace(liger="loss")
+    assert activations(EIGHT_B, run, 1, 500_000, "cpu") == activations(EIGHT_B, tiled, 1, 500_000, "cpu")
+    largest = functools.partial(at_the_head_of, activations_module.largest_of)
+    monkeypatch.setattr(activations_module, "largest_of", largest)
+    hidden, head = 4 * EIGHT_B.width, 4 * EIGHT_B.width * EIGHT_B.vocab  # of a row; the head's gradient in fp32
+    for length, rows in ((500_000, 16_384), (1_000_000, 32_768)):
+        ours, fused = (activations(EIGHT_B, one, 1, length, "cuda").device["loss"] for one in (tiled, run))
+        assert fused == 4 + hidden * length + head + 2 * rows * EIGHT_B.vocab + 5 * length
+        assert ours == 4 + hidden * length + 1.5 * head + 1024 * (21 + 6 * EIGHT_B.vocab)
+
+
+def test_what_limits_is_named() -> None:
+    poor = Machine(gpus=8, host_memory=200 * 10**9)
+    assert predict(EIGHT_B, OURS.replace(save_attention=True), poor, 3_000_000).limit == "host"
+    assert predict(EIGHT_B, OURS, EIGHT, 30_000_000).limit == "device"
+    assert predict(EIGHT_B, OURS, EIGHT, 100_000).limit == ""
+    assert longest(EIGHT_B, OURS, Machine(gpus=1, gpu_memory=10 * GIB)) is None
+
+
+def test_the_host_gives_up_outputs_before_inputs() -> None:
+    rich, short, poor = (
+        predict(EIGHT_B, OURS, Machine(gpus=8, host_memory=n * 10**12), 2_000_000) for n in (9, 1, 0.6)
+    )
+    assert rich.activations.attention_kept == 1
+    assert 0 < short.activations.attention_kept < 1
+    assert poor.activations.attention_kept < short.activations.attention_kept
+    assert all(p.host_peak <= (p.host_limit or 0) for p in (rich, short, poor))
+
+
+def test_advice_helps_and_says_what_it_costs() -> None:
+    plain = row_config("baseline", RunConfig(model=EIGHT_B.name, dtype="bf16", sp=8))
+    now = longest(EIGHT_B, plain, EIGHT)
+    helps = advice(EIGHT_B, plain, EIGHT)
+    assert now is not None
+    assert helps[0].what == "sequence parallelism over all GPUs"
+    assert "tiled loss" in [h.what for h in helps]
+    for one in helps:
+        then = longest(EIGHT_B, plain.replace(**one.changes), EIGHT)
+        assert then is not None
+        assert then.seq_len == one.longest > now.seq_len
+    assert [h.longest for h in helps] == sorted((h.longest for h in helps), reverse=True)
+
+
+def test_the_nearest_configuration_fits() -> None:
+    plain = row_config("ulysses", RunConfig(model=EIGHT_B.name, dtype="bf16", sp=8))
+    assert not predict(EIGHT_B, plain, EIGHT, 3_000_000).fits
+    found = nearest_that_fits(EIGHT_B, plain, EIGHT, 3_000_000)
+    assert found is not None
+    assert predict(EIGHT_B, found[1], EIGHT, 3_000_000).fits
+    assert nearest_that_fits(EIGHT_B, plain, EIGHT, 10**10) is None
+
+
+def test_a_decoder_without_a_form_is_refused() -> None:
+    strange = read_shape("tiny", {"model_type": "mamba"})
+    with pytest.raises(ValueError, match="has no form; there are forms of"):
+        activations(strange, OURS, 1, 1000, "cuda")
+    assert "llama" in families()
+
+
+def test_overheads_are_named_and_can_be_set() -> None:
+    none = Overheads(context=0, nccl=0, fragmentation=0.0)
+    bare, full = (predict(EIGHT_B, OURS, Machine(gpus=8, overheads=o), 10**6) for o in (none, Overheads()))
+    named = {name: full.device[name] for name in ("CUDA context", "NCCL", "fragments")}
+    assert full.device_peak - bare.device_peak == sum(named.values())
+    assert predict(EIGHT_B, OURS, Machine(gpus=1), 10**4).device["NCCL"] == 0
+
+
+def test_labels_are_not_bytes() -> None:
+    assert label_bytes("80GB") == int(79.1 * GIB)
+    assert label_bytes("79.5GiB") == int(79.5 * GIB)
+    assert label_bytes("16GB") == pytest.approx(0.988 * 16 * GIB)
+    assert label_bytes(10**9) == 10**9
+    with pytest.raises(ValueError, match="did you mean 'H100'"):
+        rates_of("H10")
+
+
+# ----- time
+
+
+def test_flops_are_those_of_a_result() -> None:
+    """The closed counts beside `results.flos`: model convention, three times forward."""
+    made = results.flos(10**6, 10**6, EIGHT_B.dense_parameters, 32, 128, 32)["model"]
+    linear = sum(linear_flops(EIGHT_B, 10**6).values())
+    assert 3 * (linear + attention_flops(EIGHT_B, 10**6)) == pytest.approx(made)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 16])
+@pytest.mark.parametrize("how", [{"save_attention": True}, {"save_attention": False}, {"checkpoint": False}], ids=str)
+def test_the_exchange_is_that_of_a_simulated_step(how: dict[str, Any], ranks: int) -> None:
+    from alstlib.measure.simulate import simulate
+
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32, "num_hidden_layers": 2}
+    run = RunConfig(model="tiny", model_config=heads, dtype="bf16", seq_len=1600, **how)
+    shape = read_shape("tiny", heads)
+    wire = simulate(run, ranks).wire_bytes
+    kept = float(how.get("save_attention", False))
+    assert exchange_bytes(shape, ranks, 1600, 2, 2.0 if run.checkpoint else 1.0, kept) == pytest.approx(wire, rel=1e-6)
+
+
+def test_a_step_gets_longer_with_less_help() -> None:
+    at = 1_000_000
+    ours = predict(EIGHT_B, OURS, EIGHT, at).seconds["step"]
+    assert predict(EIGHT_B, OURS.replace(save_attention=False), EIGHT, at).seconds["step"] > 1.1 * ours
+    assert predict(EIGHT_B, OURS.replace(offload="sync"), EIGHT, at).seconds["step"] > ours
+    assert predict(EIGHT_B, OURS, Machine(gpus=16, host_memory=10**13), at).seconds["step"] < ours
+    rich = Machine(gpus=8)
+    four_times = predict(EIGHT_B, OURS, rich, 4 * at).seconds["attention"]
+    assert four_times == pytest.approx(16 * predict(EIGHT_B, OURS, rich, at).seconds["attention"])
+
+
+def test_measured_rates_take_the_tables_place(tmp_path: Any) -> None:
+    kernels = {"cudnn": {"runs": True, "forward_tflops": 500.0, "backward_tflops": 400.0}}
+    (tmp_path / "result.json").write_text(json.dumps({"metrics": {"chosen": "cudnn", "kernels": kernels}}))
+    rates = with_measured(rates_of("H100"), tmp_path / "result.json")
+    assert (rates.attention_forward, rates.attention_backward) == (500e12, 400e12)
+    (tmp_path / "result.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no measured kernel"):
+        with_measured(rates_of("H100"), tmp_path / "result.json")
+
+
+def test_ranks_with_parts_of_heads_need_whole_keys() -> None:
+    assert kv_needed(9, 3, 8) == [1, 1, 2, 1, 1, 2, 1, 1]
+    assert kv_needed(32, 8, 8) == [1] * 8
+    assert kv_needed(40, 8, 16)[:4] == [1, 1, 1, 1]
+
+
+def test_a_model_that_cannot_be_loaded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 GPUs the steps fit each node's host, but rank 0 has all weights before it sends them."""
+    monkeypatch.setattr("alstlib.planner.devices.first_gpu", lambda: ("NVIDIA H100 80GB HBM3", 80 * GIB))
+    run = OURS.replace(model="meta-llama/Llama-3.1-70B", world_size=64, sp=64, seq_len=65_536, offload_optimizer=False)
+    weights, embedding = 2 * 70_553_706_496, 2 * 128_256 * 8192
+    for host, fits in ((120 * 10**9, False), (300 * 10**9, True)):
+        monkeypatch.setattr("alstlib.planner.machine.host_free", lambda host=host: host)
+        machine = machine_of(run, 8, 8)
+        shape, found = foretell(run, machine)
+        assert found.host_needed < (found.host_limit or 0)
+        assert found.device_peak < (found.device_limit or 0)
+        assert found.loading.host == weights + embedding + 8 * 4 * GIB
+        assert found.loading.device == weights // 64 + embedding + sum(machine.overhead().values())
+        assert found.loading.device < found.device_peak
+        assert (found.fits, found.limit) == (fits, "" if fits else "loading: host")
+        assert (longest(shape, run, machine) is None) == (not fits)
+        assert (why_not(run, 8, 8) is None) == fits
+    whole = foretell(run.replace(zero_stage=2), machine)[1]  # which takes a tensor's place as it comes
+    assert whole.loading.device - found.loading.device == weights - weights // 64 - embedding
+    assert whole.limit == "device"  # in a step too, which is said first
+    assert whole.loading.beyond() == "device"
+    monkeypatch.setattr("alstlib.planner.machine.host_free", lambda: 120 * 10**9)
+    why = "loading the model would take 165.37 GiB of the first node's host memory, and 111.76 GiB is there"
+    assert why in str(why_not(run, 8, 8))
+
+
+def test_the_nearest_thing_that_loads_a_model_is_named() -> None:
+    shape, run = read_shape("meta-llama/Llama-3.1-70B"), OURS.replace(offload_optimizer=False)
+    many = Machine(gpus=64, host_memory=160 * 10**9)
+    small = Machine(gpus=1, gpu_memory=40 * GIB)
+    for machine, options, near in (
+        (many, {}, "on 32 nodes of 2 GPUs each"),
+        (replace(many, host_memory=120 * 10**9), {}, "with 166 GiB on the first node's host"),
+        (
+            replace(many, host_memory=120 * 10**9),
+            {"zero_stage": 2},
+            "with weights on the host (zero_stage=3, offload_params=True) and 166 GiB on the first node's host",
+        ),
+        (small, {"zero_stage": 2}, "with weights on the host (zero_stage=3, offload_params=True)"),
+        (replace(small, gpus=8), {"zero_stage": 2}, "with ZeRO-3 (zero_stage=3)"),
+        (
+            replace(small, gpus=2, gpu_memory=4 * GIB),
+            {},
+            "with weights on the host (zero_stage=3, offload_params=True) and 6 GiB on a device",
+        ),
+    ):
+        asked = run.replace(**options)
+        assert loading(shape, asked, machine).beyond()
+        assert loads_with(shape, asked, machine) == near
+    assert not loading(shape, run, replace(many, per_node=2)).beyond()
+    assert loading(shape, run, replace(many, per_node=4)).beyond() == "host"
+    assert loading(shape, run, replace(many, host_memory=166 * GIB)).beyond() == ""
+
+
+def test_of_the_papers_loading_nothing_is_said() -> None:
+    machine = Machine(gpus=64, host_memory=120 * 10**9)
+    run = row_config("alst", RunConfig(model="meta-llama/Llama-3.1-70B", dtype="bf16", offload_optimizer=False, sp=0))
+    found = predict(read_shape(run.model), run, machine, 65_536, "paper")
+    assert found.loading == Loading()
+    assert found.fits

@@ -1,0 +1,97 @@
+"""The timeline of one layer: its parts add up to those of a step, and nothing overlaps that takes turns."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from alstlib.config import RunConfig, row_config
+from alstlib.figures import step
+from alstlib.planner.activations import activations
+from alstlib.planner.gpus import rates_of
+from alstlib.planner.machine import Machine
+from alstlib.planner.model_shapes import read_shape
+from alstlib.planner.step_time import (
+    COMPUTE,
+    COPIES,
+    EXCHANGE,
+    STATES,
+    Span,
+    attention_flops,
+    layer_spans,
+    linear_flops,
+    step_seconds,
+)
+
+SHAPE = read_shape("meta-llama/Llama-3.1-8B")
+RATES = rates_of("H100")
+OURS = row_config("ours", RunConfig(model=SHAPE.name, dtype="bf16", sp=0))
+RUNS: dict[str, RunConfig] = {
+    "attention once": OURS,
+    "attention twice": OURS.replace(save_attention=False),
+    "without checkpoints": OURS.replace(checkpoint=False, offload="none", save_attention=False),
+    "chunks": OURS.replace(chunk=16_384),
+    "copies first": OURS.replace(offload="sync"),
+    "ZeRO-2": OURS.replace(zero_stage=2, offload_optimizer=False),
+    "two micro-batches of two": OURS.replace(batch_size=2, accumulation=2),
+}
+
+
+def both(run: RunConfig, ranks: int, seq_len: int) -> tuple[dict[str, list[Span]], dict[str, float], Any]:
+    found = activations(SHAPE, run, ranks, seq_len, "cuda")
+    given: Any = (SHAPE, run, Machine(gpus=ranks, rates=RATES), ranks, seq_len, found)
+    return layer_spans(*given), step_seconds(*given), found
+
+
+def total(spans: dict[str, list[Span]], lane: str) -> float:
+    return sum(span.seconds for part in spans.values() for span in part if span.lane == lane)
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 32])
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_all_layers_together_are_the_step(run: RunConfig, ranks: int) -> None:
+    spans, step, found = both(run, ranks, 512_000)
+    times = SHAPE.layers * run.accumulation
+    head = 3 * linear_flops(SHAPE, 512_000 * run.batch_size)["head"] / RATES.matmul / ranks * run.accumulation
+    assert total(spans, COMPUTE) * times == pytest.approx(step["matrix products"] - head + step["attention"], rel=1e-9)
+    assert total(spans, EXCHANGE) * times == pytest.approx(step["exchange"], rel=1e-9)
+    moved = 2 * found.host / RATES.host if run.offload != "none" else 0.0
+    assert total(spans, COPIES) * SHAPE.layers == pytest.approx(moved, rel=1e-9)
+    if ranks == 8 and run.zero_stage == 3:  # gathered twice and reduced once, over NVLink
+        want = 3 * SHAPE.layer_parameters * 2 * 7 / 8 / RATES.link
+        assert total(spans, STATES) == pytest.approx(want, rel=1e-9)
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_computing_and_the_exchange_take_turns(run: RunConfig) -> None:
+    spans, _, _ = both(run, 8, 512_000)
+    for part in spans.values():
+        turns = [span for span in part if span.lane in (COMPUTE, EXCHANGE)]
+        for a, b in itertools.pairwise(turns):
+            assert b.start == pytest.approx(a.end)
+        copies = [span for span in part if span.lane == COPIES]
+        if run.offload == "sync":
+            assert turns[0].start == pytest.approx(copies[0].end)
+        else:
+            assert turns[0].start == 0
+            assert all(span.start == 0 for span in copies)
+
+
+def test_attention_is_run_again_only_where_it_is_not_kept() -> None:
+    for name, times in (("attention once", 1), ("attention twice", 2)):
+        spans, _, _ = both(RUNS[name], 8, 512_000)
+        passes = [s for part in spans.values() for s in part if s.what in ("attention", "attention again")]
+        assert len(passes) == times
+        assert passes[0].seconds == pytest.approx(
+            attention_flops(SHAPE, 512_000) / SHAPE.layers / 8 / RATES.attention_forward
+        )
+
+
+def test_the_figure_has_each_lane_and_pass() -> None:
+    spans, _, _ = both(OURS, 8, 512_000)
+    figure = step.timeline({n: [(s.lane, s.what, s.start, s.seconds) for s in p] for n, p in spans.items()})
+    assert [axes.get_title("left") for axes in figure.axes] == ["forward", "backward"]
+    assert {t.get_text() for t in figure.axes[0].get_yticklabels()} == {COMPUTE, EXCHANGE, COPIES, STATES}
+    assert "attention" in {text.get_text() for text in figure.axes[0].texts}

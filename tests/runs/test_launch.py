@@ -1,0 +1,530 @@
+"""The launcher, with real torchrun and a worker that imports nothing: how runs end, and that nothing stays behind."""
+
+import contextlib
+import errno
+import ipaddress
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from cases import wait_for
+
+from alstlib.config import PAPER_ROWS, RunConfig, row_config
+from alstlib.planner import devices, preflight
+from alstlib.runs import launch, processes, progress, results
+from alstlib.runs.progress import ProgressReader
+
+TESTS = Path(__file__).parent
+NOTEBOOK = TESTS.parents[1] / "notebooks" / "run.ipynb"
+PATHS = {"PYTHONPATH": os.pathsep.join((str(TESTS.parents[1]), str(TESTS)))}
+
+
+def fake(what: str, **fields) -> RunConfig:
+    return RunConfig(model_config={"fake": what}, **fields)
+
+
+def start(what: str, out: Path, *, timeout: float = 200, world_size: int = 0, **kw):
+    config = fake(what, timeout=timeout, world_size=world_size)
+    return launch.launch(config, out, worker="fake_worker", extra_env=PATHS, **kw)
+
+
+def processes_of(out: Path) -> dict[int, str]:
+    """Every other living process that names the folder `out`: papermill, the agent and its ranks."""
+    found = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if str(out) in line and int(pid) != os.getpid():
+            found[int(pid)] = line
+    return found
+
+
+def in_thread(what: str, out: Path, **kw) -> list[launch.RunFailed]:
+    """Launch in a thread; the list gets what was raised."""
+    raised: list[launch.RunFailed] = []
+
+    def run():
+        try:
+            start(what, out, **kw)
+        except launch.RunFailed as e:
+            raised.append(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    return raised
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    """One run that ends well, with what another launcher would have left in the environment."""
+    out, events = tmp_path_factory.mktemp("launch") / "environ", []
+    left = {
+        "RANK": "7",
+        "WORLD_SIZE": "9",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+        "PET_NNODES": "4",
+        "MPLBACKEND": "?",
+        "GLOO_SOCKET_IFNAME": "eth7",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in left.items():
+            patch.setenv(name, value)
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        result = start("environ", out, on_progress=events.append)
+    return out, result, events
+
+
+def test_a_run_that_ends_well(finished_run):
+    out, result, events = finished_run
+    assert result["status"] == "ok"
+    assert result == results.read_result(out / "result.json")
+    config = json.loads((out / "config.json").read_text())
+    assert (config["world_size"], config["sp"]) == (result["config"]["world_size"], 1)
+    assert config["world_size"] > 0
+    assert [e["event"] for e in events] == ["start", "step", "step", "end"]
+    assert events[-1]["status"] == "ok"
+    assert events[1]["loss"] is None
+    assert events[2]["loss"] == 2.5
+    assert events[0]["time"] > 0
+    assert not processes_of(out)
+
+
+def test_ranks_get_a_clean_environment(finished_run):
+    out, result, _ = finished_run
+    ranks = [json.loads((out / f"environ.{r}.json").read_text()) for r in range(result["config"]["world_size"])]
+    assert [e["RANK"] for e in ranks] == [str(r) for r in range(len(ranks))]
+    for env in ranks:
+        assert env["WORLD_SIZE"] == str(len(ranks))
+        assert env["MASTER_PORT"] != "1"
+        assert env["TORCHELASTIC_RUN_ID"] != "x"
+        assert "PET_NNODES" not in env
+        assert "MPLBACKEND" not in env
+        assert Path(env["TMPDIR"]).parent == Path(tempfile.gettempdir())
+        assert not Path(env["TMPDIR"]).exists(), "ranks leave files there"
+        assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == ("lo0" if sys.platform == "darwin" else "lo")
+        assert int(env["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // len(ranks))
+        assert env["ALST_RUN_ID"].startswith(result["run_id"])
+        if not devices.device_count():
+            assert env["DS_ACCELERATOR"] == "cpu"
+
+
+def test_a_finished_run_is_not_run_again(finished_run, monkeypatch):
+    out, result, _ = finished_run
+    monkeypatch.setattr(launch, "start", lambda *a: pytest.fail("torchrun was started"))
+    assert start("environ", out) == result
+    assert launch.finished(fake("environ", timeout=200), out) == result
+    assert launch.finished(fake("environ", timeout=200, seq_len=4096), out) is None
+    monkeypatch.setattr(results, "git_state", lambda: {"sha": "another", "dirty": False})
+    assert launch.finished(fake("environ", timeout=200), out) is None
+
+
+def test_a_failing_rank(tmp_path):
+    """The result of an earlier run does not count, and the log tail opens with the rank that failed."""
+    results.write_result(tmp_path / "result.json", results.new_result(fake("other"), "oom"))
+    with pytest.raises(launch.RunFailed, match=r"rank 1 ended with exit status 1.*\n.*(.|\n)*rank one is broken") as e:
+        start("fail", tmp_path)
+    result = results.read_result(tmp_path / "result.json")
+    assert result == e.value.result
+    assert result["status"] == "error"
+    assert result["run_id"] == results.run_id(launch.resolve(fake("fail", timeout=200)))
+    assert result["error"]["log_tail"].startswith("--- rank 1, stderr ---")
+    assert len(result["error"]["log_tail"]) <= 4000
+    assert not processes_of(tmp_path)
+
+
+def test_out_of_memory_is_a_result(tmp_path):
+    result = start("oom", tmp_path)
+    assert result["status"] == "oom"
+    assert result["error"]["message"] == "too long"
+    assert launch.finished(fake("oom", timeout=200), tmp_path) == result
+
+
+def test_an_error_that_the_worker_explains_gets_the_logs(tmp_path):
+    with pytest.raises(launch.RunFailed, match="error: Explained: too long"):
+        start("explained", tmp_path)
+    result = results.read_result(tmp_path / "result.json")
+    assert "rank 0 says: explained" in result["error"]["log_tail"]
+    assert result["metrics"]["step_seconds"] == [3.0, 1.0, 2.0]
+
+
+def test_a_failure_after_the_result_is_an_error_that_keeps_the_metrics(tmp_path):
+    with pytest.raises(launch.RunFailed):
+        start("ok_then_fail", tmp_path)
+    result = results.read_result(tmp_path / "result.json")
+    assert result["status"] == "error"
+    assert result["metrics"]["step_seconds"] == [3.0, 1.0, 2.0]
+
+
+def test_timeout_and_one_run_a_folder(tmp_path):
+    raised = in_thread("hang", tmp_path, timeout=20)
+    assert wait_for((tmp_path / "started.1").exists)
+    with pytest.raises(ValueError, match="in use by another run"):
+        start("ok", tmp_path)
+    assert len(processes_of(tmp_path)) >= 3
+    assert wait_for(lambda: raised, 90)
+    assert raised[0].result["status"] == "timeout"
+    message = raised[0].result["error"]["message"]
+    assert "timeout=20 s: the last step was 2 of 2; ranks 0, 1 were in main (fake_worker.py, line " in message
+    assert results.read_result(tmp_path / "result.json")["status"] == "timeout"
+    assert not processes_of(tmp_path)
+
+
+def test_a_worker_without_a_result(tmp_path):
+    """An `ok` that an earlier run left is not taken for this one's."""
+    results.write_result(tmp_path / "result.json", results.new_result(fake("other"), "ok"))
+    with pytest.raises(launch.RunFailed, match=r"without writing result\.json"):
+        start("silent", tmp_path)
+    assert results.read_result(tmp_path / "result.json")["status"] == "error"
+
+
+def pids_of(out: Path, program: str) -> list[int]:
+    """Processes of the run in `out` whose command line holds `program`."""
+    return [pid for pid, line in processes_of(out).items() if program in line]
+
+
+def test_signals_to_papermill_leave_nothing_behind(tmp_path):
+    """SIGINT, SIGTERM and SIGKILL of papermill, and SIGKILL of kernel and torchrun, at once in four runs that hang."""
+    runs = {}
+    for name in ("SIGINT", "SIGTERM", "SIGKILL", "both"):
+        out = tmp_path / name
+        command = [sys.executable, "-m", "papermill", str(NOTEBOOK), str(tmp_path / f"{name}.ipynb")]
+        command += ["-p", "out", str(out), "-p", "worker", "fake_worker", "-y", "config: {model_config: {fake: hang}}"]
+        with open(tmp_path / f"{name}.log", "wb") as log:
+            runs[name] = subprocess.Popen(command, env={**os.environ, **PATHS}, stdout=log, stderr=log)
+    try:
+        for name, papermill in runs.items():
+            out = tmp_path / name
+            assert wait_for(lambda out=out: all((out / f"started.{r}").exists() for r in (0, 1))), name
+            assert len(pids_of(out, "fake_worker")) >= 4  # papermill, torchrun, two ranks
+            if name == "both":
+                (agent,) = pids_of(out, "alstlib.train.agent")
+                kernel = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
+                os.kill(agent, signal.SIGSTOP)  # or it would end its ranks before it is killed
+                os.kill(kernel, signal.SIGKILL)
+                os.kill(agent, signal.SIGKILL)
+            else:
+                papermill.send_signal(signal.Signals[name])
+        for name, papermill in runs.items():
+            assert papermill.wait(60) != 0, name
+            assert wait_for(lambda out=tmp_path / name: not processes_of(out), 30), processes_of(tmp_path / name)
+    finally:
+        for papermill in runs.values():
+            papermill.kill()
+            papermill.wait()
+        for pid in processes_of(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+    assert results.read_result(tmp_path / "SIGINT" / "result.json")["status"] == "cancelled"
+    for name in ("SIGTERM", "SIGKILL", "both"):  # nothing was left that could say so
+        assert launch.finished(fake("hang"), tmp_path / name) is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_torchrun_that_is_ended_from_outside(tmp_path, number):
+    """Also where a rank that loses the other still writes an error."""
+    raised = in_thread("hang" if number == signal.SIGKILL else "hang_then_explain", tmp_path)
+    assert wait_for((tmp_path / "started.1").exists)
+    os.kill(pids_of(tmp_path, "alstlib.train.agent")[0], number)
+    assert wait_for(lambda: raised, 60)
+    assert raised[0].result["status"] == "cancelled"
+    assert raised[0].result["error"]["message"] == f"torchrun was ended by signal {int(number)}"
+    assert results.read_result(tmp_path / "result.json")["status"] == "cancelled"
+    assert not processes_of(tmp_path)
+
+
+def test_papermill_fails_with_a_failing_rank(tmp_path):
+    command = [sys.executable, "-m", "papermill", str(NOTEBOOK), str(tmp_path / "o.ipynb"), "--no-progress-bar"]
+    command += ["-p", "out", str(tmp_path), "-p", "worker", "fake_worker", "-y", "config: {model_config: {fake: fail}}"]
+    ran = subprocess.run(command, env={**os.environ, **PATHS}, capture_output=True, text=True)
+    assert ran.returncode != 0
+    assert "RunFailed: error: RankFailed" in ran.stderr
+    assert "rank one is broken" in ran.stderr
+    assert results.read_result(tmp_path / "result.json")["status"] == "error"
+
+
+@pytest.mark.parametrize("given", [["-p", "seq_length", "4096"], ["-y", "config: {seq_length: 4096}"]])
+def test_the_notebook_refuses_unknown_names(tmp_path, given):
+    command = [sys.executable, "-m", "papermill", str(NOTEBOOK), str(tmp_path / "o.ipynb"), "--no-progress-bar"]
+    command += ["-p", "out", str(tmp_path / "run"), *given]
+    ran = subprocess.run(command, env={**os.environ, **PATHS}, capture_output=True, text=True)
+    assert ran.returncode != 0
+    assert "unknown parameter 'seq_length'; did you mean 'seq_len'?" in ran.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_stopping_sweeps_processes_that_left_the_agent(tmp_path):
+    """A process in a session of its own that ignores SIGTERM, as a rank may; a namesake run is left alone."""
+    ignore = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+    )
+
+    def stray(run):
+        env = {**os.environ, "ALST_RUN_ID": run}
+        child = subprocess.Popen(
+            [sys.executable, "-c", ignore], env=env, start_new_session=True, stdout=subprocess.PIPE
+        )
+        child.stdout.readline()
+        return child
+
+    ours, other = stray("run-1"), stray("run-11")
+    try:
+        assert processes.processes("run-1") == [ours.pid]
+        processes.stop(None, "run-1")
+        assert ours.wait(5) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        for child in (ours, other):
+            child.kill()
+            child.wait()
+            child.stdout.close()
+
+
+def test_full_disk(tmp_path, monkeypatch, capsys):
+    """Before the run: refused, the old result intact. Progress: dropped with one warning."""
+    results.write_result(tmp_path / "result.json", results.new_result(fake("other"), "ok"))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        patch.setattr(launch, "start", lambda *a: pytest.fail("torchrun was started"))
+        with pytest.raises(OSError, match=r"config\.json: the disk is full"):
+            start("ok", tmp_path)
+    assert results.read_result(tmp_path / "result.json")["status"] == "ok"
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full to stand for a full disk")
+    writer = launch.Progress("/dev/full")
+    with pytest.warns(UserWarning, match="progress is not recorded"):
+        writer.emit("step", step=1)
+    writer.emit("step", step=2)  # warnings are errors nowhere: a second one would be seen below
+    assert writer.warned
+
+
+def test_resolve(monkeypatch):
+    monkeypatch.setattr(devices, "device_count", lambda: 0)
+    resolved = launch.resolve(RunConfig(sp=0))
+    assert (resolved.world_size, resolved.sp) == (2, 2)
+    with pytest.raises(ValueError, match=r"sp=3 does not divide world_size=2; nearest: sp=2, or world_size=3"):
+        launch.resolve(RunConfig(sp=3))
+    with pytest.raises(ValueError, match=r"world_size=3 does not divide into nnodes=2; nearest: 4"):
+        launch.resolve(RunConfig(world_size=3), nnodes=2)
+    monkeypatch.setattr(devices, "device_count", lambda: 8)
+    assert launch.resolve(RunConfig(sp=0), nnodes=4).sp == 32
+    with pytest.raises(ValueError, match=r"world_size=9 needs more GPUs than the 8"):
+        launch.resolve(RunConfig(world_size=9))
+    with pytest.raises(ValueError, match="2 nodes need an endpoint"):
+        launch.launch(RunConfig(), "nowhere", nodes=launch.Nodes(2))
+    assert not Path("nowhere").exists()
+
+
+@pytest.mark.parametrize("visible, count", [(None, 4), ("", 0), ("0,2", 2), ("1,-1,2", 1), ("GPU-a", 1)])
+def test_visible_devices(monkeypatch, visible, count):
+    monkeypatch.setattr(devices, "_installed_gpus", lambda: 4)
+    monkeypatch.setattr(devices.importlib.metadata, "version", lambda name: "2.13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices.device_count() == count
+    monkeypatch.setattr(devices.importlib.metadata, "version", lambda name: "2.13.0+cpu")
+    assert devices.device_count() == 0
+
+
+def test_cuda_environment(monkeypatch):
+    monkeypatch.setattr(devices, "device_count", lambda: 8)
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "DS_ACCELERATOR"):
+        monkeypatch.delenv(name, raising=False)
+    env = launch.environment("r", 8)
+    assert env["PYTORCH_CUDA_ALLOC_CONF"] == env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "DS_ACCELERATOR" not in env
+    own = launch.environment("r", 8, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "OMP_NUM_THREADS": "3"})
+    assert own["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in own
+    assert own["OMP_NUM_THREADS"] == "3"
+
+
+def test_several_nodes_meet_at_one_endpoint():
+    config = launch.resolve(RunConfig(world_size=4))
+    where = launch.meeting(config, launch.Nodes(2, 1, "n1:29500"))
+    text = " ".join(launch.command(config, Path("/o"), Path("/o/logs"), "python", "alstlib.train.ablation", where))
+    assert "--nnodes 2 --rdzv-endpoint n1:29500" in text
+    assert "--rdzv-conf rank=1 --nproc-per-node 2" in text
+    for endpoint in (None, "n1", "n1:port"):
+        with pytest.raises(ValueError, match="2 nodes need an endpoint"):
+            launch.meeting(config, launch.Nodes(2, 1, endpoint))
+
+
+def listening(out: Path) -> dict[int, set[str]]:
+    """Addresses on which each process of the run in `out` listens (TCP) or receives (UDP), read from /proc."""
+    run = json.loads((out / "progress.jsonl").read_text().splitlines()[0])["run_id"]
+    tables: dict[str, str] = {}
+    for kind, state in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
+            fields = line.split()
+            words = bytes.fromhex(fields[1].partition(":")[0])
+            words = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+            if fields[3] == state:
+                tables[f"socket:[{fields[9]}]"] = str(ipaddress.ip_address(words))
+    found: dict[int, set[str]] = {}
+    for pid in processes.processes(run):
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError, KeyError):
+                    address = tables[os.readlink(f"/proc/{pid}/fd/{name}")]
+                    found.setdefault(pid, set()).add(address)
+    return found
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or sys.byteorder != "little", reason="reads Linux's /proc")
+def test_a_run_listens_on_the_loopback_only(tmp_path):
+    """torchrun's store, gloo's sockets and whatever DeepSpeed opens, while real ranks train."""
+    seen: list[dict[int, set[str]]] = []
+
+    class Look:
+        def tick(self) -> None:
+            seen.append(listening(tmp_path))
+
+        def __call__(self, event) -> None:
+            self.tick()
+
+    tiny = RunConfig(world_size=2, sp=2, seq_len=64, steps=8, model_config={"num_hidden_layers": 1}, timeout=500)
+    launch.launch(tiny, tmp_path, on_progress=Look())
+    assert max(len(found) for found in seen) >= 3, "torchrun and both ranks"
+    assert {address for found in seen for addresses in found.values() for address in addresses} == {"127.0.0.1"}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or sys.byteorder != "little", reason="reads Linux's /proc")
+def test_several_nodes_listen_on_the_interface_that_is_given(tmp_path):
+    """Two launchers as on two nodes; the worker opens nothing, so what is seen is the rendezvous."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.2", 0))
+        endpoint = f"127.0.0.2:{free.getsockname()[1]}"
+    raised = [
+        in_thread("hang", tmp_path, world_size=2, nodes=launch.Nodes(2, rank, endpoint), timeout=20) for rank in (0, 1)
+    ]
+    assert wait_for(lambda: all((tmp_path / f"started.{rank}").exists() for rank in (0, 1))), raised
+    assert list(listening(tmp_path).values()) == [{"127.0.0.2"}]
+    assert wait_for(lambda: all(raised))
+    assert not processes_of(tmp_path)
+
+
+def test_reader_returns_whole_lines_once(tmp_path):
+    path = tmp_path / "progress.jsonl"
+    reader = launch.ProgressReader(path)
+    assert reader.read() == []
+    path.write_text('{"a": 1}\n{"a": 2')
+    assert reader.read() == [{"a": 1}]
+    assert reader.read() == []
+    with open(path, "a") as file:
+        file.write('}\nnot json\n{"a": 3}\n')
+    assert reader.read() == [{"a": 2}, {"a": 3}]
+    path.write_text('{"b": 1}\n')
+    assert reader.read() == [{"b": 1}]
+
+
+def test_only_rank_0_writes(tmp_path):
+    launch.Progress(tmp_path / "p", rank=1).emit("step")
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_callback_that_fails_is_dropped(tmp_path):
+    run = launch._Run(fake("ok"), tmp_path, True, lambda event: 1 / 0)
+    launch.Progress(tmp_path / "progress.jsonl").emit("step")
+    with pytest.warns(UserWarning, match="on_progress failed"):
+        run.follow()
+    launch.Progress(tmp_path / "progress.jsonl").emit("step")
+    run.follow()
+
+
+def test_one_line_says_it_all(capsys):
+    event = {"event": "step", "row": "alst", "seq_len": 3072, "step": 1, "steps": 3, "tokens_per_second": 1234.5}
+    event |= {"loss": 2.25, "eta_seconds": 75, "message": "searching"}
+    line = progress.describe(event)
+    assert line == "alst  length 3,072  step 1/3  1,234 tokens/s  loss 2.2500  searching  0:01:15 left"
+    show = launch.progress_printer()
+    for _ in range(1000):
+        show(event)
+    show({"event": "end", "row": "alst", "status": "ok"})
+    assert capsys.readouterr().out.splitlines() == [line, "alst  ok"]
+
+
+def test_log_tail_fits_and_starts_with_the_first_traceback(tmp_path):
+    for rank, text in enumerate(("x" * 5000, "y" * 5000 + "\nTraceback (most recent call last):\nBoom", "")):
+        file = tmp_path / "id" / "attempt_0" / str(rank) / "stderr.log"
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    tail = progress.log_tail(tmp_path)
+    assert tail.startswith("--- rank 1, stderr ---\n")
+    assert "Boom" in tail
+    assert "rank 0" in tail
+    assert "rank 2" not in tail
+    assert 2500 < len(tail) <= 4000
+
+
+def test_a_model_that_is_not_there_starts_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(launch, "start", lambda *a: pytest.fail("ranks were started"))
+    for name, says in (("tinny", "did you mean 'tiny'"), (str(tmp_path / "lama"), "does not exist")):
+        with pytest.raises(ValueError, match=says):
+            launch.launch(RunConfig(model=name), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_rows_of_the_paper_end_within_their_time_limit(monkeypatch):
+    """ALST's longest row takes 6,455 s for a step."""
+    monkeypatch.setattr("alstlib.planner.devices.first_gpu", lambda: ("NVIDIA H100 80GB HBM3", 80 * 2**30))
+    for row, stated in PAPER_ROWS.items():
+        base = RunConfig(model="llama-3.1-8b", seq_len=stated["seq_len"], steps=3, checkpoint_every=1)
+        run = launch.resolve(row_config(row, base), gpus=8)
+        seconds, which = preflight.time_limit(run, 1, 8)
+        assert 5 * run.steps * stated["step_seconds"] < seconds < 7 * 86400
+        assert preflight.limits(run, 1, 8)[1] > 5 * stated["step_seconds"]
+    assert "(10 times what is predicted; timeout=SECONDS sets another, 0 none)" in which
+    assert preflight.time_limit(run.replace(search=True), 1, 8)[0] > 2 * seconds
+    assert preflight.time_limit(run.replace(seq_len=1024, checkpoint_every=0), 1, 8)[1].startswith(
+        "the time limit of 1:00:00 (the least"
+    )
+    assert preflight.time_limit(run.replace(timeout=0), 1, 8) == (math.inf, "no time limit (timeout=0)")
+    assert preflight.time_limit(run.replace(timeout=300), 1, 8) == (300, "timeout=300 s")
+    on_cpu = preflight.time_limit(RunConfig(world_size=2, sp=2), 1, 0)
+    assert on_cpu[0] == 86400
+    assert "24:00:00 (no time is predicted" in on_cpu[1]
+
+
+@pytest.mark.parametrize("timeout, seconds", [(None, 86400), (0, math.inf), (300, 300)])
+def test_ranks_are_told_the_time_limit(tmp_path, monkeypatch, timeout, seconds):
+    given = []
+
+    def refuse(command, env, log):
+        given.append(env)
+        raise OSError("not now")
+
+    monkeypatch.setattr(launch, "start", refuse)
+    with pytest.raises(OSError, match="not now"):
+        launch.launch(RunConfig(timeout=timeout), tmp_path)
+    deadline = float(given[0]["ALST_DEADLINE"])
+    assert deadline == seconds if seconds == math.inf else abs(deadline - time.time() - seconds) < 60
+    (told,) = [e for e in ProgressReader(tmp_path / "progress.jsonl").read() if e["event"] == "start"]
+    assert ("it may take" in told["message"]) == (timeout != 0)
+
+
+@pytest.mark.parametrize("what, search, status, starts", [
+    ("shrink", True, "ok", 2), ("stuck", True, "oom", 2), ("stuck", False, "oom", 1),
+])  # fmt: skip
+def test_a_search_goes_on_in_a_new_process_where_memory_ran_out(tmp_path, what, search, status, starts):
+    config = fake(what, timeout=200, world_size=1, search=search)
+    result = launch.launch(config, tmp_path, worker="fake_worker", extra_env=PATHS)
+    assert result["status"] == status
+    assert sum(e.get("peak") == 100 for e in ProgressReader(tmp_path / "progress.jsonl").read()) == starts
+    assert len(list((tmp_path / "logs").iterdir())) == starts
+    assert results.read_result(tmp_path / "result.json") == result

@@ -1,0 +1,289 @@
+"""What a run says meanwhile: in a terminal, in a log, in a notebook, at the right pace; who holds a folder."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from alstlib.runs import cli, locks, progress
+from alstlib.train.search import expected_seconds
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Clock:
+    """In place of `time`: passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    return clock
+
+
+class Handle:
+    """What IPython's display returns."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def update(self, data, raw):
+        assert raw
+        self.texts.append(data["text/plain"])
+
+
+def event(clock, step=1, **fields):
+    return {"time": clock.now, "event": "step", "row": "r", "step": step, "steps": 9000, "eta_seconds": 60.0, **fields}
+
+
+def test_time_left_counts_down_and_says_when_it_is_over(clock):
+    e = event(clock)
+    assert progress.describe(e, clock.now).endswith("0:01:00 left")
+    assert progress.describe(e, clock.now + 45).endswith("15.0 s left")
+    assert progress.describe(e, clock.now + 62).endswith("0 ms left")
+    assert progress.describe(e, clock.now + 90).endswith("expected 30.0 s ago")
+    assert progress.time_left(e, clock.now + 90) == -30
+    assert (
+        progress.describe({"time": clock.now, "row": "r", "message": "loading"}, clock.now + 7)
+        == "r  loading  for 7.0 s"
+    )
+
+
+def test_a_log_gets_lines_at_growing_intervals(clock, capsys):
+    show = progress.Printer()
+    for second in range(7200):
+        show(event(clock, second)) if second % 2 else show.tick()
+        clock.now += 1
+    lines = capsys.readouterr().out.splitlines()
+    assert 20 <= len(lines) <= 26  # doubling to 10 minutes, then every 10 minutes
+    show({"event": "end", "row": "r", "status": "ok"})
+    show.tick()
+    assert capsys.readouterr().out == "r  ok\n"
+
+
+def test_a_log_gets_a_line_for_each_tenth_of_the_steps(clock, capsys):
+    """However long it took until the first: a job's log had one line for 60 fast steps."""
+    show = progress.Printer()
+    clock.now += 300
+    show({"time": clock.now, "event": "load", "row": "r", "message": "loading"})
+    for step in range(1, 61):
+        clock.now += 0.5
+        show(event(clock, step, steps=60))
+    steps = [line.split("step ")[1].split("/")[0] for line in capsys.readouterr().out.splitlines() if "step" in line]
+    assert steps == [str(n) for n in range(6, 61, 6)]
+
+
+def test_papermills_output_says_how_far_a_run_is(tmp_path):
+    """And not only which share of the cells is done. (A kernel that is told of pytest leaves its outputs alone.)"""
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "papermill", str(REPOSITORY / "notebooks" / "run.ipynb"), str(tmp_path / "o.ipynb"),
+         "-p", "out", str(tmp_path / "run"), "-p", "worker", "fake_worker", "-y", "config: {model_config: {fake: ok}}"],
+        env={**env, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "tests")))},
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    assert "starting 2 ranks" in ran.stdout
+    assert re.search(r"step 2/2 .*\n", ran.stdout)
+    assert ran.stdout.splitlines()[-1] == "run  ok"
+
+
+def test_a_notebook_has_one_display_updated_once_a_second(clock, monkeypatch, capsys):
+    handle = Handle()
+    monkeypatch.setattr(progress, "_notebook_display", lambda: handle)
+    show = progress.Printer()
+    for i in range(100):
+        show(event(clock, i))
+        clock.now += 0.1
+    assert 9 <= len(handle.texts) <= 11
+    clock.now += 30
+    show.tick()  # nothing new, but time passes
+    assert handle.texts[-1].endswith("29.9 s left")
+    show({"event": "end", "row": "r", "status": "ok"})
+    assert handle.texts[-1] == "r  ok"
+    assert capsys.readouterr().out == ""
+
+
+def test_a_terminal_has_one_line_rewritten():
+    code = """
+import time
+from alstlib.runs.progress import Printer
+show = Printer()
+show({"event": "step", "row": "r", "message": "m" * 300})
+time.sleep(1.1)
+show({"event": "step", "row": "r", "message": "short"})
+show({"event": "step", "row": "r", "message": "not shown: too soon"})
+show({"event": "end", "row": "r", "status": "ok"})
+print("next")
+"""
+    master, slave = pty.openpty()  # of no size, as under some tools
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TERM": "xterm"}
+    ran = subprocess.Popen([sys.executable, "-c", code], stdout=slave, env=env)
+    os.close(slave)
+    said = b""
+    while True:
+        try:
+            chunk = os.read(master, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not chunk:
+            break
+        said += chunk
+    os.close(master)
+    assert ran.wait() == 0
+    parts = said.decode().replace("\r\n", "\n").split("\r")
+    assert [p.rstrip(" ") for p in parts[2:]] == ["r  short", f"r  ok{' ' * 3}\nnext\n"]
+    assert len(parts[1]) == 79
+    assert parts[1].endswith("…")
+    assert len(parts[2]) == 79  # what was longer is wiped
+
+
+def test_pace_is_silent_at_first_and_then_says_less_and_less(clock):
+    said = []
+    pace = progress.Pace(lambda **fields: said.append((clock.now - 1000, fields)), "saving", 1000)
+    for done in range(1, 1001):
+        clock.now += 0.5
+        pace(done)
+    assert said[0][0] == 1.0
+    assert said[0][1]["message"] == "saving, 0%"
+    assert said[0][1]["eta_seconds"] == pytest.approx(499)
+    assert len(said) < 160  # 500 seconds
+    assert all(fields["eta_seconds"] == pytest.approx(500 - at) for at, fields in said)
+
+
+def test_expected_seconds_of_a_trial():
+    assert expected_seconds([], 100) is None
+    assert expected_seconds([(100, 1.0)], 400) == pytest.approx(8.0)
+    assert expected_seconds([(100, 1.0), (200, 2.0)], 400) == pytest.approx(4.0)  # linear
+    assert expected_seconds([(200, 4.0), (100, 1.0)], 400) == pytest.approx(16.0)  # square
+    assert expected_seconds([(100, 1.0), (200, 100.0)], 400) == pytest.approx(400.0)  # never more than the square
+    assert expected_seconds([(100, 5.0), (200, 1.0)], 400) == pytest.approx(2.0)
+
+
+def test_tokenizing_tells_how_far_it_is():
+    import datasets
+
+    from alstlib.data.corpus import make_samples
+
+    told: list = []
+
+    def pace(tokens):
+        told.append(("wanted", tokens))
+        return lambda done: told.append(done)
+
+    corpus = datasets.Dataset.from_dict({"input_ids": [list(range(10))] * 20})
+    make_samples(corpus, None, 40, limit=2, pace=pace)[1]
+    counts = [t for t in told if isinstance(t, int)]
+    assert [t for t in told if not isinstance(t, int)] == [("wanted", 40), ("wanted", 40)]
+    assert counts[:4] == [10, 20, 30, 40]
+    assert max(counts) == 40
+
+
+def test_a_folder_has_one_holder_who_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "PATIENCE_SECONDS", 0.0)
+    assert locks.holder(tmp_path) is None
+    with locks.hold(tmp_path) as note:
+        note(row="alst")
+        about = locks.holder(tmp_path)
+        assert (about["pid"], about["row"]) == (os.getpid(), "alst")
+        since = locks.describe({**about, "since": "2026-01-31T12:00:00+01:00", "host": "node7"})
+        assert since == f"process {os.getpid()} on node7 since 2026-01-31 12:00:00+01:00"
+        with (
+            pytest.raises(ValueError, match=f"in use by another run: process {os.getpid()} since 20"),
+            locks.hold(tmp_path),
+        ):
+            pass
+        assert locks.holder(tmp_path)["row"] == "alst"
+    assert locks.holder(tmp_path) is None
+    with locks.hold(tmp_path):  # what an earlier one noted is gone
+        assert "row" not in json.loads((tmp_path / locks.FILE).read_text())
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_by_name(tmp_path, capsys):
+    """As on a read-only disk: a file stands where the folder would be."""
+    (file := tmp_path / "file").write_text("")
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("name: one\nrows: [{name: a, model: tiny}]\n")
+    assert cli.main(["run", str(spec), "--out", str(file / "out")]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"alst: out={str(file / 'out')!r} cannot be written to (Not a directory); name another folder"]
+
+
+def test_a_full_disk_does_not_hide_what_went_wrong(tmp_path):
+    """A file that may not grow stands for it: the lock's own note is not written, and the error is the block's."""
+    code = """
+import resource, signal, sys
+from pathlib import Path
+from alstlib.runs import locks
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+with locks.hold(Path(sys.argv[1])):
+    raise LookupError("the first error")
+"""
+    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert ran.stderr.strip().splitlines()[-1] == "LookupError: the first error"
+
+
+def test_a_dead_process_holds_nothing(tmp_path):
+    code = f"""
+import time
+from pathlib import Path
+from alstlib.runs import locks
+with locks.hold(Path({str(tmp_path)!r})):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        assert child.stdout.readline() == "held\n"
+        assert locks.holder(tmp_path)["pid"] == child.pid
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    assert locks.holder(tmp_path) is None
+    with locks.hold(tmp_path):
+        pass
+
+
+DUMP = """Timeout (0:00:09)!
+Thread 0x00007f2 (most recent call first):
+  File "/usr/lib/python3/threading.py", line 1 in wait
+Thread 0x00007f1 (most recent call first):
+{}"""
+READS = '  File "/lib/python3/ssl.py", line 9 in recv\n  File "/there/alstlib/data/prefetch.py", line 60 in read\n'
+WAITS = """  File "/lib/torch/distributed/distributed_c10d.py", line 2 in all_reduce
+  File "/there/alstlib/data/loader.py", line 190 in _all_reduce
+  File "/there/alstlib/train/ablation.py", line 20 in steps
+"""
+
+
+def test_after_a_timeout_the_rank_that_others_wait_for_comes_first(tmp_path):
+    assert progress.whereabouts(tmp_path / "progress.jsonl", tmp_path) == "it ended no step"
+    writer = progress.Progress(tmp_path / "progress.jsonl")
+    writer.emit("step", step=7, steps=9)
+    writer.emit("load", message="saving")
+    for rank, stack in enumerate([WAITS, WAITS, READS, WAITS]):
+        log = tmp_path / "logs" / "attempt_0" / str(rank) / "stderr.log"
+        log.parent.mkdir(parents=True)
+        log.write_text("a warning\n" + DUMP.format(stack))
+    (tmp_path / "logs" / "attempt_0" / "3" / "stderr.log").write_text("nothing of it")
+    assert progress.whereabouts(tmp_path / "progress.jsonl", tmp_path) == (
+        "the last step was 7 of 9; rank 2 was in read (reader.py, line 60); "
+        "ranks 0, 1 waited in _all_reduce (data.py, line 190)"
+    )

@@ -1,0 +1,162 @@
+"""The page of a sweep: whole, escaped, and with nothing outside it."""
+
+import errno
+import re
+from html.parser import HTMLParser
+from urllib.parse import unquote, urlparse
+
+import pytest
+
+from alstlib.config import RunConfig
+from alstlib.runs import report, results
+
+NASTY = "<script>alert('x')</script> & \"quoted\""
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and text outside scripts and styles."""
+
+    VOID = ("meta", "img", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict]] = []
+        self.open: list[str] = []
+        self.said = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.said += "" if self.open[-1:] == ["style"] else data
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Results of each kind: measured and predicted, with trials, failed with everything that HTML could trip over."""
+    folder = tmp_path_factory.mktemp("sweep")
+    metrics = {
+        "seq_len": 512, "tokens_per_step": 512, "step_seconds": [2.0], "loss": [3.0, 2.5, 2.25],
+        "device_peak_bytes": [2**20, 3 * 2**20], "host_peak_bytes": [2**20, 2**20],
+        "predicted": {"step_seconds": 1.5, "device_peak_bytes": 5 * 2**20, "host_peak_bytes": 2**21},
+        "tried": [{"seq_len": 256, "device_peak_bytes": 2**20}, {"seq_len": 512, "device_peak_bytes": 3 * 2**20}],
+    }  # fmt: skip
+    base = RunConfig(world_size=2, device_memory="4MiB")
+    error = {"type": "Boom", "message": NASTY, "log_tail": f"the end {NASTY}"}
+    made = {
+        "alst": results.new_result(base.replace(row="alst"), "ok", metrics=metrics, device="cpu"),
+        "ulysses+offload": results.new_result(base.replace(row="ulysses+offload"), "ok", metrics=metrics, device="cpu"),
+        "bad": results.new_result(base.replace(row="bad", data=NASTY), "error", error=error),
+    }
+    for row, result in made.items():
+        (folder / row).mkdir()
+        results.write_result(folder / row / "result.json", result)
+        (folder / row / "run.ipynb").write_text("{}")
+    page = report.write_page(folder, results.collect(folder))
+    return folder, page, Page(page.read_text(encoding="utf-8"))
+
+
+def test_the_page_is_well_formed_and_has_everything(written):
+    _, _, page = written
+    assert page.open == []
+    for text in ("3.00 MiB", "5.00 MiB", "predicted device peak", "predicted step", "1.5 s", "torch", "git commit"):
+        assert text in page.said, text
+    assert len(page.all("details")) == 3 + 1  # configurations, and the log of the one that failed
+
+
+def test_what_results_say_is_text_and_never_markup(written):
+    _, path, page = written
+    assert page.all("script") == []
+    assert page.said.count(NASTY) >= 3  # the error, the log, the configuration
+    assert "<script" not in path.read_text()
+
+
+def test_nothing_is_loaded_from_elsewhere_and_links_lead_to_files(written):
+    folder, path, page = written
+    assert page.all("link") == []
+    figures = page.all("img")
+    assert len(figures) == 4
+    for image in figures:
+        assert image["src"].startswith("data:image/png;base64,")
+        assert len(image["alt"]) > 20
+    links = [a["href"] for a in page.all("a")]
+    anchors = {attributes.get("id") for _, attributes in page.tags}
+    for link in links:
+        assert urlparse(link).scheme == ""
+        assert link[1:] in anchors if link[0] == "#" else (folder / unquote(link)).is_file(), link
+    assert sum(link.endswith("run.ipynb") for link in links) == 3
+    assert not re.search(r"url\(|@import|https?://", path.read_text())
+    assert str(folder) not in path.read_text()
+
+
+def test_both_themes(written):
+    text = written[1].read_text()
+    assert "prefers-color-scheme: dark" in text
+    light, dark = (set(re.findall(r"--([a-z]+):", part)) for part in text.split("@media (prefers-color-scheme")[:2])
+    assert light == dark
+
+
+def test_rows_of_the_same_name_in_several_sweeps_stay_apart(tmp_path):
+    """Ids, figures and environments of `alst report` over a folder of sweeps."""
+    for sweep, losses in (("first", [3.0, 2.5, 2.25]), ("the second", [3.0, 2.0, 1.0])):
+        for row in ("alst", f"only {sweep}"):
+            metrics = {"seq_len": 512, "loss": losses, "device_peak_bytes": [2**20]}
+            metrics["predicted"] = {"device_peak_bytes": 2**21}
+            result = {**results.new_result(RunConfig(), "ok", metrics=metrics, device="cpu"), "row": row}
+            (tmp_path / sweep / row).mkdir(parents=True)
+            results.write_result(tmp_path / sweep / row / "result.json", result)
+    text = report.write_page(tmp_path, results.collect(tmp_path)).read_text()
+    page = Page(text)
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {"row-first/alst", "row-the_second/alst", "row-only_first", "row-only_the_second"} <= set(ids)
+    assert {a["href"][1:] for a in page.all("a") if a["href"][0] == "#"} <= set(ids)
+    for image in page.all("img"):
+        assert all(name in image["alt"] for name in ("first/alst", "the second/alst", "only first")), image["alt"]
+    assert len(page.all("img")) == 2
+    assert "alst, alst" not in text
+
+
+def test_a_figure_that_fails_says_so_and_the_others_are_drawn(tmp_path):
+    tried = [{"seq_len": 256, "device_peak_bytes": 2**20}, {"seq_len": 512, "device_peak_bytes": None}]
+    for row in ("alst", "ours"):
+        metrics = {"seq_len": 512, "loss": [1.0, 0.0, 0.0], "tried": [*tried, tried[1]]}
+        (tmp_path / row).mkdir()
+        result = results.new_result(RunConfig(row=row), "ok", metrics=metrics, device="cpu")
+        results.write_result(tmp_path / row / "result.json", result)
+    page = Page(report.write_page(tmp_path, results.collect(tmp_path)).read_text())
+    assert page.open == []
+    assert len(page.all("img")) == 2  # the longest sequences, and trials of which peaks are known
+    assert "It could not be drawn: ZeroDivisionError" in page.said
+
+
+def test_a_page_that_cannot_be_written_keeps_the_one_before(written, monkeypatch):
+    folder, path, _ = written
+    before = path.read_text()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results.os, "fsync", full)
+        with pytest.raises(OSError, match=r"write report\.html: the disk is full; the previous file is intact"):
+            report.write_page(folder, results.collect(folder))
+    assert path.read_text() == before
+    assert not list(folder.glob("*.tmp")) + list(folder.glob(".*.tmp"))
+
+
+def test_a_page_elsewhere_links_to_the_results(written, tmp_path):
+    folder, _, _ = written
+    path = report.write_page(folder, results.collect(folder), page=tmp_path / "deep" / "page.html")
+    links = [unquote(a["href"]) for a in Page(path.read_text()).all("a") if a["href"][0] != "#"]
+    assert links
+    assert all((path.parent / link).is_file() for link in links)

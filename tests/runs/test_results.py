@@ -1,0 +1,230 @@
+"""`result.json`: the schema, atomic writes, operation counts and tables."""
+
+import errno
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from alstlib.config import RunConfig
+from alstlib.runs import results
+from alstlib.units import format_bytes, format_seconds, format_tokens, parse_quantity
+
+CONFIG = RunConfig(row="alst", world_size=2, sp=2)
+
+
+def result(status="ok", row="alst", finished="2026-01-01T00:00:00+00:00", **metrics):
+    made = results.new_result(CONFIG.replace(row=row), status, metrics=metrics)
+    return {**made, "finished": finished}
+
+
+def test_fields_are_those_of_the_design():
+    error = {"type": "ValueError", "message": "m"}
+    made = results.new_result(CONFIG, "error", error=error, device="H100", device_count=2)
+    fields = "schema_version run_id row status mode config git environment metrics error"
+    assert set(fields.split()) <= set(made)
+    assert made["error"] == {"type": "ValueError", "message": "m", "log_tail": ""}
+    assert set(made["environment"]) >= {"python", "torch", "transformers", "deepspeed", "liger", "lock_hash"}
+    assert (made["environment"]["device"], made["environment"]["device_count"]) == ("H100", 2)
+    assert made["environment"]["torch"]
+    assert made["schema_version"] == 1
+    assert made["mode"] == "real"
+    assert RunConfig.from_dict(made["config"]) == CONFIG
+
+
+def test_run_id_follows_config_and_commit(monkeypatch):
+    first = results.run_id(CONFIG)
+    assert results.run_id(CONFIG.replace(seq_len=4096)) != first
+    monkeypatch.setattr(results, "git_state", lambda: {"sha": "another", "dirty": False})
+    assert results.run_id(CONFIG) != first
+
+
+def test_git_state(tmp_path):
+    def git(*args):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", tmp_path, *who, *args], check=True, stdout=subprocess.DEVNULL)
+
+    assert results.git_state(tmp_path) == {"sha": "unknown", "dirty": None}
+    git("init", "-q")
+    assert results.git_state(tmp_path)["sha"] == "unknown"  # no commit yet
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "a.py").write_text("1")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    clean = results.git_state(tmp_path / "pkg")
+    assert len(clean["sha"]) == 40
+    assert clean["dirty"] is False
+    (tmp_path / "report.md").write_text("outside the package")
+    assert results.git_state(tmp_path / "pkg")["dirty"] is False
+    (tmp_path / "pkg" / "a.py").write_text("2")
+    assert results.git_state(tmp_path / "pkg")["dirty"] is True
+
+
+def test_nonfinite_numbers_become_null_and_are_named(tmp_path):
+    path = tmp_path / "result.json"
+    results.write_result(path, result(loss=[1.0, math.nan, math.inf], tflops={"paper": -math.inf, "model": 2.0}))
+    read = results.read_result(path)
+    assert read["metrics"]["loss"] == [1.0, None, None]
+    assert read["metrics"]["nonfinite"] == ["metrics.loss[1]", "metrics.loss[2]", "metrics.tflops.paper"]
+    assert "NaN" not in path.read_text()
+    assert "Infinity" not in path.read_text()
+    results.write_result(path, result(loss=[1.0]))
+    assert "nonfinite" not in results.read_result(path)["metrics"]
+
+
+def test_tensors_and_paths_are_written_as_plain_values_and_others_refused(tmp_path):
+    import torch
+
+    path = tmp_path / "result.json"
+    results.write_result(path, result(loss=torch.tensor([1.0, 2.0]), seq_len=torch.tensor(7), where=tmp_path))
+    assert results.read_result(path)["metrics"] == {"loss": [1.0, 2.0], "seq_len": 7, "where": str(tmp_path)}
+    with pytest.raises(ValueError, match=r"metrics\.loss\[0\]=.*set"):
+        results.write_result(path, result(loss=[{1}]))
+    assert results.read_result(path)["metrics"]["seq_len"] == 7
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_full_disk_keeps_the_previous_result(tmp_path, monkeypatch, call):
+    path = tmp_path / "result.json"
+    results.write_result(path, result(seq_len=1))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(OSError, match=r"result.json: the disk is full; the previous file is intact") as e:
+        results.write_result(path, result(seq_len=2))
+    assert e.value.errno == errno.ENOSPC
+    assert results.read_result(path)["metrics"]["seq_len"] == 1
+    assert os.listdir(tmp_path) == ["result.json"]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"schema_version": 2}, "schema_version=2; this alstlib reads 1"),
+        ({"status": "done"}, "status='done', not one of ok, oom"),
+        ({"mode": "guessed"}, "mode='guessed', not one of real"),
+    ],
+)
+def test_bad_results_are_refused_on_both_ways(tmp_path, change, message):
+    bad, path = {**result(), **change}, tmp_path / "result.json"
+    with pytest.raises(ValueError, match=message):
+        results.write_result(path, bad)
+    path.write_text(json.dumps(bad))
+    with pytest.raises(ValueError, match=message):
+        results.read_result(path)
+
+
+def test_unreadable_results(tmp_path):
+    path = tmp_path / "result.json"
+    with pytest.raises(FileNotFoundError):
+        results.read_result(path)
+    for text, message in (("{", "not JSON"), ("[]", "no schema_version"), ('{"schema_version": 1}', "no 'run_id'")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            results.read_result(path)
+
+
+LLAMA_8B = {"dense_params": 7_504_924_672, "heads": 32, "head_dim": 128, "layers": 32}
+
+
+def test_flos_meet_the_paper():
+    """500K on one H100: 548.1 TFLOPS at 16:50, 2.19e17 model FLOS. 3.7M on 8: 560 at 1:47:35."""
+    one = results.flos(500_000, 500_000, **LLAMA_8B)
+    assert one["paper"] == pytest.approx(5.54e17, rel=2e-3)
+    assert one["paper"] / 1010 / 1e12 == pytest.approx(548.8, rel=1e-3)
+    assert one["model"] == pytest.approx(2.19e17, rel=2e-3)
+    eight = results.flos(3_700_000, 3_700_000, **LLAMA_8B)
+    assert eight["paper"] == pytest.approx(2.89e19, rel=2e-3)
+    assert eight["paper"] / 6455 / 8 / 1e12 == pytest.approx(560, rel=2e-3)
+    rows = {"tiled_loss": 160_000, "ulysses": 1_100_000, "ulysses+tiled_mlp": 1_200_000, "ulysses+offload": 2_400_000}
+    for row, length in rows.items():
+        paper = results.PAPER_ROWS[row]
+        ranks = 8  # without SP, 8 replicas each take one sample
+        tokens = length * (ranks if row == "tiled_loss" else 1)
+        tflops = results.flos(length, tokens, **LLAMA_8B)["paper"] / paper["step_seconds"] / ranks / 1e12
+        assert tflops == pytest.approx(paper["tflops"], rel=5e-3), row
+
+
+def test_flos_of_two_samples_are_twice_those_of_one():
+    one, two = (results.flos(1000, n, 10, 2, 4, 3) for n in (1000, 2000))
+    assert two == {k: 2 * v for k, v in one.items()}
+    assert one == {"paper": 8 * 10 * 1000 + 16 * 1000**2 * 2 * 4 * 3, "model": 6 * 10 * 1000 + 6 * 1000**2 * 2 * 4 * 3}
+
+
+def test_collect_takes_the_newest_of_a_row_in_the_order_of_the_ablation(tmp_path):
+    def put(folder, **kw):
+        (tmp_path / folder).mkdir(parents=True)
+        results.write_result(tmp_path / folder / "result.json", result(**kw))
+
+    put("a/ours", row="ours")
+    put("a/base", row="baseline", seq_len=1)
+    put("a/base2", row="baseline", seq_len=2, finished="2026-01-02T00:00:00+00:00")
+    put("a/base3", row="baseline", seq_len=3, finished="2025-01-01T00:00:00+00:00")
+    put("b/base", row="baseline", seq_len=4)
+    (tmp_path / "a/half").mkdir()
+    (tmp_path / "a/half/result.json").write_text("{")
+    with pytest.warns(UserWarning, match="left out.*not JSON"):
+        found = results.collect(tmp_path)
+    lengths = [(r["row"], r["metrics"].get("seq_len")) for r in found]
+    assert lengths == [("baseline", 2), ("baseline", 4), ("ours", None)]
+    assert Path(found[0]["folder"]) == tmp_path / "a/base2"
+
+
+def test_table_and_markdown():
+    measured = result(
+        seq_len=4096, tokens_per_step=8192, step_seconds=[9.0, 1.0, 2.0], device_peak_bytes=[2**30, 3 * 2**29],
+        host_peak_bytes=[2**20, 2**20], flos={"paper": 8e12, "model": 4e12},
+    )  # fmt: skip
+    measured["metrics"]["loss"] = [9.0, 8.12345, float("nan")]
+    measured["metrics"] = results.strict(measured["metrics"], [])
+    row, failed = results.table([measured, result("oom", row="mine")])
+    assert row["step_seconds"] == 2.0
+    assert row["tokens_per_second"] == 4096
+    assert (row["device_peak_bytes"], row["host_peak_bytes"]) == (3 * 2**29, 2**21)
+    assert (row["tflops_paper"], row["tflops_model"]) == (2.0, 1.0)  # 8e12 in 2 s by 2 ranks
+    assert (row["paper_seq_len"], row["paper_tflops"]) == (3_700_000, 590.6)
+    assert failed["status"] == "oom"
+    assert failed["step_seconds"] is None
+    assert failed["paper_seq_len"] is None
+    lines = results.to_markdown([row, failed]).splitlines()
+    figures = "4,096 | 8.123 | 2.0 s | 4,096 | 1.50 GiB | 2.00 MiB | 2 | 1"
+    assert lines[2] == f"| alst | ok | real | {figures} | 3.7M | 1:47:35 | 590.6 |"
+    assert lines[3].startswith("| mine | oom | real | - | - |")
+    assert len({line.count("|") for line in lines}) == 1
+    assert results.with_notes([row, failed]) == "\n".join(lines)
+    measured["metrics"]["notes"] = ["its data were read 3 times"]
+    told = results.with_notes(results.table([measured]))
+    assert told.splitlines()[-2:] == ["", "- alst: its data were read 3 times"]
+    measured["metrics"]["predicted"] = {"device_peak_bytes": 2**30, "host_peak_bytes": 2**20, "step_seconds": None}
+    (row,) = results.table([measured])
+    assert (row["predicted_device_peak_bytes"], row["predicted_host_peak_bytes"]) == (2**30, 2**21)  # of 2 ranks
+    heading = results.to_markdown([row]).splitlines()[0]
+    assert "| device peak | predicted device peak |" in heading
+    assert "predicted step" not in heading
+
+
+@pytest.mark.parametrize("n", [1, 999, 1000, 1500, 2048, 131_072, 999_999, 1_050_000, 123_456_000, 1_234_567_000])
+def test_token_counts_survive_formatting(n):
+    assert parse_quantity(format_tokens(n).replace(",", "")) == n
+
+
+def test_formats():
+    assert [format_tokens(n) for n in (500_000, 3_700_000, 2048, 1500)] == ["500K", "3.7M", "2,048", "1.5K"]
+    assert [format_bytes(n) for n in (512, 3 * 2**29, 384 * 2**20)] == ["512 B", "1.50 GiB", "384.00 MiB"]
+    assert [format_seconds(s) for s in (0.35, 12.34, 59.96, 1010, 200_000)] == [
+        "350 ms", "12.3 s", "0:01:00", "0:16:50", "55:33:20",
+    ]  # fmt: skip
+
+
+def test_neither_torch_nor_transformers_is_imported():
+    code = (
+        "import sys, alstlib.runs.cli; print([m for m in ('torch', 'transformers', 'papermill') if m in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"

@@ -1,0 +1,105 @@
+"""A notebook's function on real ranks: answers in order, failures with their traceback, nothing left behind."""
+
+from __future__ import annotations
+
+import linecache
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from alstlib.runs.spawn import run_on_ranks
+
+
+def total(values, scale):
+    import torch
+    import torch.distributed as dist
+
+    mine = torch.tensor(values[dist.get_rank()] * scale)
+    dist.all_reduce(mine)
+    return dist.get_rank(), dist.get_world_size(), dist.get_backend(), mine.item()
+
+
+def second_fails(folder):
+    import os
+    from pathlib import Path
+
+    import torch
+    import torch.distributed as dist
+
+    Path(folder, str(dist.get_rank())).write_text(str(os.getpid()))
+    if dist.get_rank() == 1:
+        raise KeyError("gone")
+    dist.all_reduce(torch.zeros(1))  # waits for the other
+
+
+def hangs(folder):
+    import os
+    import time
+    from pathlib import Path
+
+    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def ends():
+    import os
+
+    os._exit(3)
+
+
+def alive(pid: str) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_every_rank_answers() -> None:
+    assert run_on_ranks(total, 2, [1.0, 2.0], 10) == [(0, 2, "gloo", 30.0), (1, 2, "gloo", 30.0)]
+
+
+def test_a_cells_function_travels() -> None:
+    """One that exists only where IPython keeps the source of cells."""
+    source = "def of_a_cell(x):\n    return x + 1\n"
+    linecache.cache["<cell>"] = (len(source), None, source.splitlines(True), "<cell>")
+    space: dict = {}
+    exec(compile(source, "<cell>", "exec"), space)
+    assert run_on_ranks(space["of_a_cell"], 1, 1) == [2]
+
+
+def test_a_failure_names_its_rank_and_nothing_is_left(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed:.*KeyError: 'gone'"):
+        run_on_ranks(second_fails, 2, str(tmp_path))
+    assert not any(alive((tmp_path / str(rank)).read_text()) for rank in range(2))
+
+
+def test_a_rank_that_just_ends() -> None:
+    with pytest.raises(RuntimeError, match="rank 0 ended with exit status 3"):
+        run_on_ranks(ends, 1)
+
+
+def test_too_late(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] were not done after timeout=12 s"):
+        run_on_ranks(hangs, 2, str(tmp_path), timeout=12)
+    assert time.monotonic() - began < 60
+    assert not any(alive(p.read_text()) for p in tmp_path.iterdir())
+
+
+def test_what_cannot_travel() -> None:
+    outside = 1
+
+    def closure() -> int:
+        return outside
+
+    for function in (closure, lambda: 1, len):
+        with pytest.raises(ValueError, match=r"must be a function of its own|no source to send"):
+            run_on_ranks(function, 1)
+    with pytest.raises(ValueError, match="ranks=0"):
+        run_on_ranks(total, 0)
+
+
+def test_importing_it_imports_no_torch() -> None:
+    """A kernel that only starts ranks must not hold a GPU."""
+    code = "import sys, alstlib.runs.spawn; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

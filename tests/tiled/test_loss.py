@@ -1,0 +1,395 @@
+"""The tiled loss and head against the untiled cross-entropy: any tile, any labels, any upstream gradient."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from operators import EXACT, gradients, leaf, nan_memory, randn, strided, worst
+from torch import Tensor, nn
+
+from alstlib import reference
+from alstlib.offload.ledger import Ledger
+from alstlib.tiled.loss import LogitTransform, TiledHead, tiled_logits_loss
+
+WIDTH, VOCAB = 6, 11
+TRANSFORMS = {
+    "plain": LogitTransform(),
+    "scale": LogitTransform(scale=0.3),
+    "softcap": LogitTransform(softcap=2.0),
+    "both": LogitTransform(scale=3.0, softcap=2.5),
+}
+
+
+@pytest.fixture(autouse=True)
+def _nan(request: pytest.FixtureRequest) -> Iterator[None]:
+    if "gpu" in request.keywords:
+        yield
+        return
+    with nan_memory():
+        yield
+
+
+def labels_of(*shape: int, masked: bool = True) -> Tensor:
+    """Labels up to the vocabulary's last; a run of masked ones, and the last masked, as a shift leaves it."""
+    labels = torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(3))
+    flat = labels.view(-1)
+    flat[0] = VOCAB - 1
+    if masked:
+        flat[1 : 1 + flat.numel() // 3] = -100
+        flat[-1] = -100 if flat.numel() > 1 else 0
+    return labels
+
+
+def inputs_of(*shape: int, bias: bool = False, layout: Any = Tensor.clone) -> list[Tensor]:
+    """hidden, weight and, if asked, bias."""
+    tensors = [layout(randn(*shape, WIDTH)), layout(randn(VOCAB, WIDTH, seed=1)), *([randn(VOCAB, seed=2)] * bias)]
+    return [t.requires_grad_() for t in tensors]
+
+
+def oracle(labels: Tensor, transform: LogitTransform = TRANSFORMS["plain"]) -> Callable[..., Tensor]:
+    return lambda hidden, weight, bias=None: reference.logits_loss(
+        hidden, weight, labels, bias, scale=transform.scale, softcap=transform.softcap
+    )
+
+
+def tiled(labels: Tensor, tile: int | None, transform: LogitTransform | None = None) -> Callable[..., Tensor]:
+    return lambda hidden, weight, bias=None: tiled_logits_loss(
+        hidden, weight, labels, bias=bias, tile=tile, transform=transform
+    )
+
+
+def number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("layout", [Tensor.clone, strided], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("tile", [1, 4, 12, 13, 64, None])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 13), (2, 7), (13,)], ids=str)
+def test_loss_is_untiled(shape: tuple[int, ...], tile: int | None, layout: Any, dtype: torch.dtype) -> None:
+    labels = layout(labels_of(*shape))
+    inputs = inputs_of(*shape, layout=layout)
+    got = gradients(tiled(labels, tile), inputs, number(0.25), dtype)
+    assert worst(got, gradients(oracle(labels), inputs, number(0.25))) < EXACT[dtype]
+    assert all(t.dtype == dtype for t in got)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_bias_scale_and_softcap(transform: LogitTransform, bias: bool, dtype: torch.dtype) -> None:
+    labels, inputs = labels_of(2, 13), inputs_of(2, 13, bias=bias)
+    want = gradients(oracle(labels, transform), inputs, number(-2.0))
+    assert worst(gradients(tiled(labels, 5, transform), inputs, number(-2.0), dtype), want) < EXACT[dtype]
+
+
+def test_logits_of_hundreds_do_not_overflow() -> None:
+    labels, inputs = labels_of(1, 13), [leaf(t * 100) for t in inputs_of(1, 13)]
+    got = gradients(tiled(labels, 4), inputs, number(1.0), torch.float32)
+    assert float(got[0]) > 1e4
+    assert worst(got, gradients(oracle(labels), inputs, number(1.0))) < 1e-5
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all valid", "masked"])
+@pytest.mark.parametrize("scale", [0.25, 4.0])
+def test_gradients_scale_with_the_loss(scale: float, masked: bool) -> None:
+    """Defect 2: the reference never scales the weight's gradient by the upstream one (loss * 0.25 gives a head gradient
+    4 times too large, with masked labels up to 31 times)."""
+    labels, inputs = labels_of(2, 13, masked=masked), inputs_of(2, 13, bias=True)
+    valid = int((labels != -100).sum())
+    one = gradients(lambda *t: tiled(labels, 4)(*t) / valid, inputs, number(1.0))
+    scaled = gradients(lambda *t: tiled(labels, 4)(*t) / valid * scale, inputs, number(1.0))
+    assert worst(scaled[1:], [g * scale for g in one[1:]]) < 1e-14
+    want = gradients(lambda *t: oracle(labels)(*t) / valid * scale, inputs, number(1.0))
+    assert worst(scaled, [want[0], *want[1:]]) < 1e-12
+
+
+def test_gradients_arrive_once_and_in_backward() -> None:
+    """Defect 3: in the reference they appear during forward."""
+    labels, inputs, fired = labels_of(2, 13), inputs_of(2, 13, bias=True), []
+    for i, t in enumerate(inputs):
+        t.register_post_accumulate_grad_hook(lambda t, i=i: fired.append(i))
+    loss = tiled(labels, 4)(*inputs)
+    assert fired == []
+    assert all(t.grad is None for t in inputs)
+    loss.backward()
+    assert sorted(fired) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)], ids=str)
+def test_frozen_parts(frozen: tuple[int, ...]) -> None:
+    """Defect 3: a frozen body (hidden needs no gradient) with a trainable head raises in the reference."""
+    labels, inputs = labels_of(2, 13), inputs_of(2, 13, bias=True)
+    inputs = [leaf(t, needs=i not in frozen) for i, t in enumerate(inputs)]
+    got = gradients(tiled(labels, 4, TRANSFORMS["both"]), inputs, number(0.25))
+    assert worst(got, gradients(oracle(labels, TRANSFORMS["both"]), inputs, number(0.25))) < 1e-12
+    assert [i for i, g in enumerate(got[1:]) if g is None] == list(frozen)
+
+
+@pytest.mark.parametrize(("rows", "tile"), [(5, 2), (5, 4), (10, 2), (10, 6), (7, 6), (9, 4)])
+def test_unequal_tiles_count_by_their_tokens(rows: int, tile: int) -> None:
+    """Defect 4: the reference's mean is the mean of the tiles' means, and for lengths that tiles do not divide
+    (5 tokens in 4 tiles, 10 in 6) the gradient is never added. Here the loss is a sum, whatever the tiles."""
+    labels, inputs = labels_of(rows, masked=False), inputs_of(rows)
+    labels[: tile // 2] = -100  # tiles with very different numbers of valid tokens
+    want = gradients(oracle(labels), inputs, number(1.0))
+    assert worst(gradients(tiled(labels, tile), inputs, number(1.0)), want) < 1e-12
+    means = [oracle(part)(h, inputs[1]) / max(1, int((part != -100).sum()))
+             for part, h in zip(labels.split(tile), inputs[0].split(tile))]  # fmt: skip
+    mean_of_means, mean = torch.stack(means).mean(), want[0] / int((labels != -100).sum())
+    assert abs(mean_of_means - mean) > 0.01 * mean, "the case could not tell"
+
+
+@pytest.mark.parametrize("head", ["function", "linear", "module"])
+def test_all_labels_masked_is_exactly_zero(head: str) -> None:
+    labels, inputs = torch.full((2, 13), -100), inputs_of(2, 13)
+    if head == "function":
+        got = gradients(tiled(labels, 4, TRANSFORMS["both"]), inputs, number(3.0))
+    else:
+        module = TiledHead(linear() if head == "linear" else Deep(), 4, TRANSFORMS["both"])
+        got = run(module, inputs[0], labels, 3.0)
+    assert all(not g.any() for g in got if g is not None)
+    assert sum(g is not None for g in got) >= 3
+
+
+def test_no_tokens() -> None:
+    hidden, weight = inputs_of(1, 0)
+    loss = tiled_logits_loss(hidden, weight, torch.zeros(1, 0, dtype=torch.long), tile=4)
+    loss.backward()
+    assert loss == 0
+    assert not weight.grad.any()
+
+
+def test_two_stacked_layers() -> None:
+    """A body before the head, and two losses on one head (their gradients add up)."""
+    labels = [labels_of(2, 13), labels_of(2, 13).flip(0)]
+    body = randn(WIDTH, WIDTH, seed=5).requires_grad_()
+
+    def net(loss: Callable[[Tensor], Callable[..., Tensor]]) -> Callable[..., Tensor]:
+        def run(x: Tensor, body: Tensor, weight: Tensor) -> Tensor:
+            hidden = torch.tanh(x @ body)
+            return 2 * loss(labels[0])(hidden, weight) - loss(labels[1])(torch.tanh(hidden @ body), weight)
+
+        return run
+
+    x, weight = inputs_of(2, 13)
+    got = gradients(net(lambda y: tiled(y, 4)), [x, body, weight], number(0.25))
+    assert worst(got, gradients(net(oracle), [x, body, weight], number(0.25))) < 1e-12
+
+
+@pytest.mark.parametrize("transform", [TRANSFORMS["plain"], TRANSFORMS["both"]], ids=["plain", "both"])
+def test_bf16_does_not_lose_with_the_number_of_tiles(transform: LogitTransform) -> None:
+    """The weight's gradient over 64 tiles is as good as that of one product."""
+    rows = 1024
+    labels = labels_of(1, rows)
+    inputs = [leaf(t, torch.bfloat16) for t in inputs_of(1, rows, bias=True)]
+    want = gradients(oracle(labels, transform), inputs, number(0.25), torch.float64)
+    untiled = gradients(oracle(labels, transform), inputs, number(0.25))
+    got = gradients(tiled(labels, rows // 64, transform), inputs, number(0.25))
+    assert got[0].dtype == torch.float32
+    assert worst(got[:1], want[:1]) < 2e-3
+    for name, g, u, w in zip(("hidden", "weight", "bias"), got[1:], untiled[1:], want[1:]):
+        assert g.dtype == torch.bfloat16
+        assert worst([g], [w]) <= 1.5 * worst([u], [w]), name
+
+
+def test_autocast() -> None:
+    """Weights in fp32, products in bf16; gradients come back in fp32."""
+    labels, inputs = labels_of(2, 13), [leaf(t, torch.float32) for t in inputs_of(2, 13, bias=True)]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = gradients(tiled(labels, 4), inputs, number(0.25))
+        theirs = gradients(oracle(labels), inputs, number(0.25))
+    assert {g.dtype for g in got} == {torch.float32}
+    want = gradients(oracle(labels), inputs, number(0.25), torch.float64)
+    for g, t, w in zip(got, theirs, want):
+        assert worst([g], [w]) <= 1.5 * worst([t], [w])
+    assert all(torch.equal(g, g.bfloat16().float()) for g in got[1:3]), "a product ran in fp32"
+
+
+def test_no_logits_of_the_whole_sequence() -> None:
+    """Neither forward nor backward makes anything of [tokens, V]; the untiled loss shows that the reading can tell."""
+    rows, vocab, tile = 512, 1000, 16
+    labels = torch.arange(rows) % vocab
+    hidden, weight = (leaf(randn(n, 8, seed=n), torch.float32) for n in (rows, vocab))
+
+    def growth(fn: Callable[..., Tensor]) -> int:
+        with Ledger() as ledger:
+            start = ledger.device_bytes
+            fn(hidden, weight).backward()
+            peak = ledger.device_peak - start
+        hidden.grad = weight.grad = None
+        return peak
+
+    for transform in TRANSFORMS.values():
+        took = growth(lambda h, w: tiled_logits_loss(h, w, labels, tile=tile, transform=transform))  # noqa: B023
+        gradient_bytes = 4 * (hidden.numel() + weight.numel())
+        assert took < gradient_bytes + 8 * 4 * tile * vocab < 4 * rows * vocab / 2
+    assert growth(oracle(labels)) > 2 * 4 * rows * vocab
+
+
+def test_without_gradients_nothing_is_computed_for_them() -> None:
+    labels, inputs = labels_of(2, 13), inputs_of(2, 13)
+    with torch.no_grad():
+        loss = tiled(labels, 4)(*inputs)
+    assert loss.grad_fn is None
+    assert worst([loss], [oracle(labels)(*inputs)]) < 1e-12
+    assert not tiled(labels, 4)(*(t.detach() for t in inputs)).requires_grad
+
+
+def test_a_second_backward_raises() -> None:
+    loss = tiled(labels_of(2, 13), 4)(*inputs_of(2, 13))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward a second time; its gradients are gone"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("label", [VOCAB, VOCAB + 5, -1, -99])
+def test_a_label_outside_the_vocabulary_is_refused(label: int) -> None:
+    labels = labels_of(2, 13)
+    labels[1, 3] = label
+    with pytest.raises(ValueError, match=f"label {label} is neither in the head's vocabulary of {VOCAB} nor -100"):
+        tiled(labels, 4)(*inputs_of(2, 13))
+
+
+def test_bad_shapes_and_tiles() -> None:
+    inputs = inputs_of(2, 13)
+    with pytest.raises(ValueError, match=r"labels \[2, 12\] must have hidden's shape \[2, 13\]"):
+        tiled(labels_of(2, 12), 4)(*inputs)
+    for tile in (0, 2.5, True):
+        with pytest.raises(ValueError, match="must be a whole number of tokens, at least 1"):
+            tiled(labels_of(2, 13), tile)(*inputs)  # type: ignore[arg-type]
+
+
+# ----- TiledHead
+
+
+def linear(bias: bool = False) -> nn.Linear:
+    return randomised(nn.Linear(WIDTH, VOCAB, bias=bias))
+
+
+class Deep(nn.Module):
+    """A head that is more than a Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.decoder = nn.Linear(WIDTH, VOCAB)
+        randomised(self)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.decoder(self.norm(torch.tanh(self.dense(hidden))))
+
+
+def lora() -> nn.Module:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    parent = nn.ModuleDict({"head": nn.Linear(WIDTH, VOCAB, bias=False)})
+    return randomised(inject_adapter_in_model(LoraConfig(r=2, target_modules=["head"]), parent)["head"])
+
+
+def randomised(module: Any) -> Any:
+    for i, p in enumerate(module.parameters()):
+        p.data = randn(*p.shape, seed=i)
+    return module.double().train()
+
+
+class PlainHead(nn.Module):
+    def __init__(self, head: nn.Module, transform: LogitTransform) -> None:
+        super().__init__()
+        self.head, self.transform = head, transform
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(hidden) * self.transform.scale
+        if self.transform.softcap:
+            logits = self.transform.softcap * torch.tanh(logits / self.transform.softcap)
+        return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+
+
+def run(module: nn.Module, hidden: Tensor, labels: Tensor, upstream: float = 0.25) -> list[Tensor | None]:
+    hidden = leaf(hidden, needs=hidden.requires_grad)
+    module.zero_grad()
+    loss = module(hidden, labels)
+    loss.backward(number(upstream))
+    return [loss.detach(), hidden.grad, *(p.grad for p in module.parameters())]
+
+
+HEADS = {"linear": linear, "linear with bias": lambda: linear(True), "deep": Deep, "lora": lora}
+
+
+@pytest.mark.parametrize("needs", [True, False], ids=["", "frozen body"])
+@pytest.mark.parametrize("tile", [1, 4, 100, None])
+@pytest.mark.parametrize("transform", [TRANSFORMS["plain"], TRANSFORMS["both"]], ids=["plain", "both"])
+@pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
+def test_head_is_untiled(make: Any, transform: LogitTransform, tile: int | None, needs: bool) -> None:
+    """Of a LoRA head, too, each trained weight gets its gradient, and the frozen ones get none (defect 5)."""
+    hidden, labels = randn(2, 13, WIDTH).requires_grad_(needs), labels_of(2, 13)
+    want = run(PlainHead(make(), transform), hidden, labels)
+    got = run(TiledHead(make(), tile, transform), hidden, labels)
+    assert worst(got, want) < 1e-12
+    assert (got[1] is not None) is needs
+
+
+@pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
+def test_head_without_labels_gives_logits_and_keeps_its_names(make: Any) -> None:
+    head, hidden = make(), randn(2, 13, WIDTH)
+    stand_in = TiledHead(head, 4, TRANSFORMS["both"])
+    assert torch.equal(stand_in(hidden), head(hidden))  # the transform is the model's, which still runs
+    assert list(stand_in.state_dict()) == list(head.state_dict())
+    twin = copy.deepcopy(stand_in)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+    assert not twin(hidden).any()
+    assert stand_in(hidden).any()
+
+
+def test_a_frozen_head_passes_the_gradient_on() -> None:
+    hidden, labels = randn(2, 13, WIDTH).requires_grad_(), labels_of(2, 13)
+    for make in (linear, Deep):
+        head = make().requires_grad_(False)
+        got = run(TiledHead(head, 4), hidden, labels)
+        assert worst(got, run(PlainHead(copy.deepcopy(head), TRANSFORMS["plain"]), hidden, labels)) < 1e-12
+        assert all(g is None for g in got[2:])
+
+
+# ----- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("liger", [False, True], ids=["ours", "liger"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_gpu_loss_is_as_good_as_untiled(softcap: float | None, dtype: torch.dtype, liger: bool) -> None:
+    if liger and importlib.util.find_spec("liger_kernel") is None:
+        pytest.skip("liger-kernel is not installed")
+    rows, width, vocab = 515, 64, 1000
+    transform = LogitTransform(scale=0.5, softcap=softcap)
+    labels = torch.arange(rows).cuda() % vocab
+    labels[100:200] = -100
+    inputs = [leaf(randn(n, width, seed=n).cuda(), dtype) for n in (rows, vocab)]
+    upstream = number(0.25).cuda()
+    want = gradients(oracle(labels, transform), inputs, upstream, torch.float64)
+    untiled = gradients(oracle(labels, transform), inputs, upstream)
+    got = gradients(
+        lambda h, w: tiled_logits_loss(h, w, labels, tile=64, transform=transform, liger=liger), inputs, upstream
+    )
+    for g, u, w in zip(got, untiled, want):
+        assert worst([g], [w]) <= 1.5 * max(worst([u], [w]), torch.finfo(dtype).eps / 4)
+
+
+def test_evaluation_makes_no_gradients() -> None:
+    """Autograd reports inputs that require a gradient under no_grad too: the loss must not take its word for it."""
+    hidden, weight = randn(3, 50, 8).requires_grad_(), randn(600, 8, seed=1).requires_grad_()
+    labels = torch.zeros(3, 50, dtype=torch.long)
+    peaks = []
+    for mode in (torch.no_grad(), torch.enable_grad()):
+        with mode, Ledger("cpu") as ledger:
+            start = ledger.device_bytes
+            tiled_logits_loss(hidden, weight, labels, tile=10)
+            peaks.append(ledger.device_peak - start)
+    assert peaks[1] - peaks[0] >= weight.nbytes + hidden.nbytes

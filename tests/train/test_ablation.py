@@ -1,0 +1,442 @@
+"""The worker, as the launcher starts it: what a run writes, and how each kind of failure ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from alstlib.config import RunConfig
+from alstlib.data.corpus import load_corpus
+from alstlib.data.samples import make_samples
+from alstlib.runs import results
+from alstlib.runs.launch import RunFailed, launch
+from alstlib.runs.processes import DEADLINE_VARIABLE
+from alstlib.runs.progress import Progress, ProgressReader
+from alstlib.train.ablation import Trainer
+from alstlib.train.resume import RunStates
+from alstlib.train.search import Trials
+from alstlib.train.worker import work
+
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+
+
+def run_config(**changes: Any) -> RunConfig:
+    defaults: dict[str, Any] = {
+        "model": "tiny", "seq_len": 129, "world_size": 2, "sp": 2, "steps": 2, "learning_rate": 1e-2, "timeout": 200,
+        "tiled_loss": True, "tiled_mlp": True, "offload": "sync",
+    }  # fmt: skip
+    return RunConfig(**{**defaults, **changes})
+
+
+# Launches of the real worker
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Five steps of two micro-batches with a state after the third; the model is saved at the end."""
+    out = tmp_path_factory.mktemp("first")
+    run = run_config(
+        row="alst", steps=5, accumulation=2, checkpoint_every=3, save_to=str(out / "model"), warmup_steps=2
+    )
+    return out, launch(run, out, extra_env=OFFLINE)
+
+
+def test_a_run_writes_a_complete_result(first: tuple[Path, dict[str, Any]]) -> None:
+    out, result = first
+    assert result == results.read_result(out / "result.json")
+    assert (result["status"], result["mode"], result["row"], result["error"]) == ("ok", "real", "alst", None)
+    assert result["environment"]["device"] == "cpu"
+    assert result["environment"]["device_count"] == 2
+    m = result["metrics"]
+    assert (m["seq_len"], m["tokens_per_step"]) == (129, 258)
+    assert len(m["loss"]) == len(m["valid_tokens"]) == 5
+    assert len(m["step_seconds"]) == 3  # the first two are watched, not timed
+    assert m["valid_tokens"] == [256] * 5
+    assert all(math.isfinite(loss) for loss in m["loss"])
+    assert m["loss"][0] == pytest.approx(math.log(512), rel=0.02)
+    assert m["loss"][-1] < m["loss"][0] - 0.1
+    assert m["predicted"]["device_peak_bytes"] == pytest.approx(max(m["device_peak_bytes"]), rel=0.25)  # mostly buckets
+    assert m["predicted"]["host_peak_bytes"] == pytest.approx(max(m["host_peak_bytes"]), rel=0.05)
+    assert len(m["device_peak_bytes"]) == len(m["host_peak_bytes"]) == 2
+    tiny = 4 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(out / "model").parameters())
+    slabs = 2 * 65 * 64 * 4  # two layers' inputs, of this rank's 65 of 130 tokens
+    for device, host in zip(m["device_peak_bytes"], m["host_peak_bytes"]):
+        assert device > tiny / 2
+        assert host >= 3 * tiny / 2 + slabs  # half of: fp32 weights, both moments
+    median = sorted(m["step_seconds"])[1]
+    for name in ("paper", "model"):
+        seconds = m["flos"][name] / m["tflops"][name] / 2 / 1e12
+        assert seconds == pytest.approx(median)
+    assert m["tokens_per_second"] == pytest.approx(258 / median)
+    dense = 512 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160)
+    assert m["flos"]["paper"] == 8 * dense * 258 + 2 * 16 * 129**2 * 16 * 4 * 2
+    assert m["flos"]["model"] == 6 * dense * 258 + 2 * 6 * 129**2 * 16 * 4 * 2
+
+
+def test_wire_bytes_are_those_of_the_formula(first: tuple[Path, dict[str, Any]]) -> None:
+    """Each rank sends the other's half of q, k, v and of the output; twice forward (recompute), once backward."""
+    tokens, layers, head_dim, heads, kv = 65, 2, 16, 4, 2
+    exchange = tokens * head_dim * 4 * (heads + 2 * kv + heads) // 2
+    assert first[1]["metrics"]["wire_bytes"] == 2 * layers * 3 * exchange  # of two micro-batches
+
+
+def test_progress_tells_rows_steps_and_time(first: tuple[Path, dict[str, Any]]) -> None:
+    events = [json.loads(line) for line in (first[0] / "progress.jsonl").read_text().splitlines()]
+    assert [e["event"] for e in events[:2]] == ["start", "load"]
+    steps = [e for e in events if e["event"] == "step"]
+    assert [(e["row"], e["step"], e["steps"], e["seq_len"]) for e in steps] == [
+        ("alst", i, 5, 129) for i in range(1, 6)
+    ]
+    assert [e["loss"] for e in steps] == first[1]["metrics"]["loss"]
+    assert all(e["tokens_per_second"] > 0 and e["eta_seconds"] >= 0 for e in steps)
+    assert steps[-1]["eta_seconds"] == 0
+
+
+def test_a_run_is_resumed_where_it_was(first: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    out, result = first
+    assert sorted(p.name for p in (out / "state").iterdir()) == ["state-00001-of-00001.safetensors", "state.json"]
+    run = run_config(row="alst", steps=5, accumulation=2, warmup_steps=2, resume_from=str(out), zero_stage=1)
+    again = launch(run, tmp_path, extra_env=OFFLINE)["metrics"]
+    assert again["loss"][:3] == result["metrics"]["loss"][:3]
+    assert again["loss"] == pytest.approx(result["metrics"]["loss"], rel=1e-6)
+    assert again["valid_tokens"] == [256] * 5
+    assert len(again["step_seconds"]) == 1  # of its own two steps the one that took longest to be watched
+    assert f"continued after step 3 from {out / 'state'}" in again["notes"]
+    events = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["event"] == "step"] == [4, 5]
+
+
+@pytest.fixture(scope="module")
+def own(first: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunConfig]:
+    """The trained model as a folder, on a local JSONL file."""
+    out = tmp_path_factory.mktemp("own")
+    lines = [json.dumps({"text": f"def f_{i}(x):\n    return x + {i}\n" * 8}) for i in range(60)]
+    (out / "data.jsonl").write_text("\n".join(lines + ['{"text": null}'] * 60))
+    run = run_config(model=str(first[0] / "model"), data=str(out / "data.jsonl"), steps=2, zero_stage=2)
+    return out, run
+
+
+def test_the_trained_model_is_trained_on(own: tuple[Path, RunConfig], first: tuple[Path, dict[str, Any]]) -> None:
+    out, run = own
+    result = launch(run.replace(save_to=str(out / "again")), out / "run", extra_env=OFFLINE)
+    model, tokenizer = (kind.from_pretrained(run.model) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    sample = make_samples(load_corpus(run.data), tokenizer, 129, seed=run.seed, limit=2)[0]
+    with torch.no_grad():
+        want = float(model(input_ids=sample["input_ids"][None], labels=sample["labels"][None]).loss)
+    assert result["metrics"]["loss"][0] == pytest.approx(want, rel=1e-5)
+    assert any("rows have no text and were left out" in note for note in result["metrics"]["notes"])
+    old, new = AutoTokenizer.from_pretrained(first[0] / "model"), AutoTokenizer.from_pretrained(out / "again")
+    assert old.get_vocab() == new.get_vocab()
+    assert len(old) == 512
+    assert AutoModelForCausalLM.from_pretrained(out / "again").config.vocab_size == 512
+
+
+def test_a_nan_loss_is_an_error(own: tuple[Path, RunConfig], tmp_path: Path) -> None:
+    run = own[1]
+    for file in Path(run.model).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RunFailed, match="step 1 at 129 tokens: its loss is nan"):
+        launch(run.replace(model=str(tmp_path)), tmp_path / "run", extra_env=OFFLINE)
+    result = results.read_result(tmp_path / "run" / "result.json")
+    assert result["status"] == "error"
+    assert result["error"]["type"] == "FloatingPointError"
+    assert result["metrics"] == {}
+
+
+def test_the_search_ends_at_the_budget(tmp_path: Path) -> None:
+    budget = 7_500_000
+    run = run_config(search=True, device_memory=budget, search_granule=64, seq_len=512, tiled_mlp=64, tiled_loss=64)
+    m = launch(run, tmp_path, extra_env=OFFLINE)["metrics"]
+    tried = {t["seq_len"]: t["device_peak_bytes"] for t in m["tried"]}
+    assert m["seq_len"] % 64 == 0
+    assert tried[m["seq_len"]] <= budget < tried[m["seq_len"] + 64]
+    assert max(m["device_peak_bytes"]) <= budget
+    assert max(m["device_peak_bytes"]) == pytest.approx(tried[m["seq_len"]], rel=0.02)
+    assert len(m["loss"]) == 2
+    assert len(tried) <= 8
+
+
+def test_a_length_beyond_the_budget_is_out_of_memory(tmp_path: Path) -> None:
+    run = run_config(seq_len=4096, device_memory="7.5MB")  # the model alone fits
+    result = launch(run, tmp_path, extra_env=OFFLINE, force=True)
+    assert result["status"] == "oom"
+    assert result["error"]["type"] == "DeviceOutOfMemory"
+    assert "go beyond the budget of 7,500,000 bytes" in result["error"]["message"]
+    assert launch(run, tmp_path, python="/nowhere/python") == result  # it says all there is to know: not repeated
+
+
+def test_a_run_that_cannot_fit_is_not_started(tmp_path: Path) -> None:
+    run = run_config(seq_len=40_000, device_memory="100MB", tiled_loss=False, offload="none")
+    began = time.monotonic()
+    result = launch(run, tmp_path, python="/nowhere/python")
+    assert time.monotonic() - began < 3
+    assert (result["status"], result["error"]["type"]) == ("oom", "WouldNotFit")
+    message = result["error"]["message"]
+    for text in ("40,000 tokens would take", "MiB of device memory a rank", "predicted, largest parts: loss",
+                 "it would fit with", "tiled_loss=True", "force=True (--force)"):  # fmt: skip
+        assert text in message, message
+    assert results.read_result(tmp_path / "result.json") == result
+
+
+# The worker's ranks in the tests' own pool: what ends a run before or in its first step
+
+
+def outcome(rank: int, world: int, out: str, run: RunConfig) -> tuple[str, str]:
+    os.environ["TORCHELASTIC_RUN_ID"] = f"{Path(out).name}-{run.digest()}"
+    import huggingface_hub.constants
+
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+    try:
+        work(run, Path(out), Trainer)
+        return "ok", ""
+    except BaseException as e:
+        return type(e).__name__, str(e)
+
+
+def ends(pool: Any, out: Path, run: RunConfig) -> tuple[str, str, dict[str, Any]]:
+    """Status, message and result of a run that fails in the same way on every rank."""
+    answers = pool(outcome, str(out), run)
+    assert len({kind for kind, _ in answers}) == 1, answers
+    result = results.read_result(out / "result.json")
+    assert (result["error"]["type"], result["error"]["message"]) in answers
+    return result["status"], result["error"]["message"], result
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model": "tinny"}, "did you mean 'tiny'?"),
+        (
+            {"model_config": {"hidden_sise": 32}},
+            "unknown model_config field 'hidden_sise'; did you mean 'hidden_size'?",
+        ),
+        ({"model_config": {"attention_dropout": 0.1}}, "config.attention_dropout=0.1 is not supported in attention"),
+        ({"data": "empty.jsonl"}, "empty.jsonl"),
+        ({"data": "nowhere.jsonl"}, "data='nowhere.jsonl' does not exist"),
+        ({"data": "blank.txt"}, "holds no text"),
+        ({"data": "ids.jsonl"}, "has token 9999, but the model's vocab_size is 512"),
+        ({"data": "chats.jsonl"}, "the tokenizer has no chat template"),
+        ({"liger": "loss", "tiled_loss": True}, "liger='loss' needs a GPU"),
+        ({"search": True}, "search=True needs device_memory"),
+        ({"resume_from": "nowhere"}, "resume_from='nowhere': there is no such folder"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_an_error_on_every_rank(
+    ranks2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "blank.txt").write_text(" ")
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [1, 9999, 2] * 100}))
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
+    if str(changes.get("data", "")).partition(".")[0] in ("empty", "blank", "ids", "chats"):
+        changes = {"data": str(tmp_path / changes["data"])}
+    status, said, _ = ends(ranks2, tmp_path, run_config(**changes))
+    assert status == "error"
+    assert message in said
+
+
+def test_too_little_host_memory_is_out_of_memory(ranks2: Any, tmp_path: Path) -> None:
+    status, said, result = ends(ranks2, tmp_path, run_config(host_memory=10_000))
+    assert status == "oom"
+    assert result["error"]["type"] == "HostOutOfMemory"
+    assert "10,000" in said
+
+
+@pytest.mark.parametrize("search", [True, False])
+def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path: Path, search: bool) -> None:
+    trainer: Any = object.__new__(Trainer)
+    trainer.run, trainer.progress, trainer.known = RunConfig(search=search), Progress(tmp_path / "p", 1), Trials([])
+    trainer.ledger, trainer.trials = SimpleNamespace(budget=100, start=lambda: None), []
+
+    def steps(*args: Any) -> None:
+        raise RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
+
+    trainer.steps = steps
+    with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
+        trainer.peaks(1024)
+    trainer.known, trainer.ledger.budget = Trials(ProgressReader(tmp_path / "p").read()), 100  # of the next process
+    if search:
+        assert trainer.peaks(1024) > 100  # it does not run
+    else:
+        assert not trainer.known.lost
+
+
+# What a run continues from, in the tests' own pool
+
+
+def trained(rank: int, world: int, out: str, run: RunConfig, dies_after: int = 0, seconds: float = 0) -> dict[str, Any]:
+    """A run, ended after some step without a result, or with so many seconds left after its first; what it left."""
+    work_out = Path(out)
+    os.environ["TORCHELASTIC_RUN_ID"] = f"{work_out.name}-{time.monotonic()}"
+    original = RunStates.after_step
+
+    def after_step(self: RunStates, loader: Any, step: int, took: float, history: Any) -> None:
+        if seconds:
+            os.environ[DEADLINE_VARIABLE] = str(time.time() + seconds)
+        original(self, loader, step, took, history)
+        if step == dies_after:
+            raise KeyboardInterrupt
+
+    RunStates.after_step = after_step  # type: ignore[method-assign]
+    said = ""
+    try:
+        work(run, work_out, Trainer)
+    except BaseException as e:
+        said = f"{type(e).__name__}: {e}"
+    finally:
+        RunStates.after_step = original  # type: ignore[method-assign]
+        os.environ.pop(DEADLINE_VARIABLE, None)
+    torch.distributed.barrier()
+    result = results.read_result(work_out / "result.json")
+    torch.distributed.barrier()
+    return {**result, "said": said}
+
+
+def step_of(folder: Path) -> int:
+    return json.loads((folder / "state.json").read_text())["step"]
+
+
+def resumable(**changes: Any) -> RunConfig:
+    return run_config(**{"steps": 4, "checkpoint_every": 1, "zero_stage": 2, "accumulation": 2, **changes})
+
+
+@pytest.fixture(scope="module")
+def whole(ranks2: Any, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the run that is not interrupted."""
+    return ranks2(trained, str(tmp_path_factory.mktemp("whole")), resumable())[0]["metrics"]["loss"]
+
+
+def test_the_same_command_continues_by_itself(ranks2: Any, tmp_path: Path, whole: list[float]) -> None:
+    assert ranks2(trained, str(tmp_path), resumable(), 2)[0]["status"] == "error"
+    assert (step_of(tmp_path / "state"), step_of(tmp_path / "state.old")) == (2, 1)
+    result = ranks2(trained, str(tmp_path), resumable())[0]
+    assert result["status"] == "ok"
+    assert f"continued after step 2 from {tmp_path / 'state'}" in result["metrics"]["notes"]
+    assert result["metrics"]["loss"] == pytest.approx(whole, rel=1e-6)
+    assert (step_of(tmp_path / "state"), step_of(tmp_path / "state.old")) == (4, 3)
+    assert sorted(p.name for p in tmp_path.glob("state*")) == ["state", "state.old"]
+
+    again = ranks2(trained, str(tmp_path), resumable())[0]  # finished: repeated, and its states with it
+    assert again["metrics"]["loss"] == pytest.approx(whole, rel=1e-6)
+    assert not any("continued" in note for note in again["metrics"]["notes"])
+    assert sorted(p.name for p in tmp_path.glob("state*")) == ["state", "state.old"]
+    more = ranks2(trained, str(tmp_path), resumable(steps=5, sp=1))[0]["metrics"]  # more steps are another matter
+    assert more["loss"][:4] == again["metrics"]["loss"]
+    assert len(more["loss"]) == 5
+    assert any("sp=2 (now 1): the data begin at the first sample" in note for note in more["notes"])
+
+
+def test_a_run_that_ended_after_its_last_step_has_no_step_to_do(
+    ranks2: Any, tmp_path: Path, whole: list[float]
+) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    run = resumable(save_to=str(tmp_path / "model"))
+    ranks2(trained, str(out), run, 4)
+    result = ranks2(trained, str(out), run)[0]
+    assert result["status"] == "ok"
+    assert result["metrics"]["loss"] == pytest.approx(whole, rel=1e-6)
+    assert any("no step was left to do" in note for note in result["metrics"]["notes"])
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_a_state_of_another_configuration_is_kept(ranks2: Any, tmp_path: Path) -> None:
+    ranks2(trained, str(tmp_path), resumable(), 3)
+    other = ranks2(trained, str(tmp_path), resumable(learning_rate=1e-3), 2)[0]
+    assert other["status"] == "error"
+    assert step_of(tmp_path / "state.kept1") == 3
+    assert step_of(tmp_path / "state.kept1.old") == 2
+    result = ranks2(trained, str(tmp_path), resumable(learning_rate=1e-3, resume="never", steps=2))[0]
+    assert len(result["metrics"]["loss"]) == 2
+    assert step_of(tmp_path / "state.kept2") == 2
+    result = ranks2(trained, str(tmp_path), resumable(learning_rate=1e-4, steps=1, checkpoint_every=0))[0]
+    (note,) = [n for n in result["metrics"]["notes"] if "not continued" in n]
+    assert "belongs to another configuration: learning_rate=0.001 (here 0.0001)" in note
+    assert step_of(tmp_path / "state") == 2  # nothing was saved: it stays
+
+
+def test_a_run_whose_time_is_up_saves_its_state_first(ranks2: Any, tmp_path: Path, whole: list[float]) -> None:
+    run = resumable(checkpoint_every=3)
+    result = ranks2(trained, str(tmp_path), run, 0, 1.0)[0]
+    assert (result["status"], result["error"]["type"]) == ("timeout", "Timeout")
+    assert "leaves no time for a step after step 1 of 4; the training state is saved" in result["error"]["message"]
+    assert step_of(tmp_path / "state") == 1
+    result = ranks2(trained, str(tmp_path), run, 0, 1e6)[0]
+    assert result["metrics"]["loss"] == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_folder_for_the_model_is_tried_before_the_first_step(ranks2: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    status, said, result = ends(ranks2, tmp_path, run_config(save_to=str(tmp_path / "file" / "model")))
+    assert (status, result["error"]["type"]) == ("error", "OSError")
+    assert f"save_to='{tmp_path}/file/model' cannot be written to" in said
+    assert result["metrics"] == {}
+
+
+def save_fails(rank: int, world: int, out: str, run: RunConfig) -> dict[str, Any]:
+    from alstlib.train import ablation
+
+    def full(*_: Any) -> None:
+        seen = results.read_result(Path(out) / "result.json")
+        assert (seen["status"], seen["error"]["type"]) == ("error", "Unfinished")
+        assert len(seen["metrics"]["loss"]) == 2
+        raise OSError(28, "No space left on device")
+
+    original, ablation.save_model = ablation.save_model, full
+    try:
+        return trained(rank, world, out, run)
+    finally:
+        ablation.save_model = original
+
+
+def test_a_model_that_cannot_be_saved_leaves_the_metrics(ranks2: Any, tmp_path: Path) -> None:
+    result = ranks2(save_fails, str(tmp_path), run_config(save_to=str(tmp_path / "model"), zero_stage=2))[0]
+    assert (result["status"], result["error"]["message"]) == ("error", "[Errno 28] No space left on device")
+    assert len(result["metrics"]["loss"]) == 2
+
+
+SHORT = """
+from alstlib.train import ablation
+
+steps = ablation.Trainer.steps
+
+
+def short(self, seq_len, *args, **kwargs):
+    if seq_len > 600:
+        raise RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
+    return steps(self, seq_len, *args, **kwargs)
+
+
+ablation.Trainer.steps = short
+if __name__ == "__main__":
+    ablation.main()
+"""
+
+
+def test_a_search_goes_on_in_new_processes_where_memory_really_ran_out(tmp_path: Path) -> None:
+    """The trainer itself, on which memory runs out in cuDNN's words beyond 600 tokens."""
+    (tmp_path / "short.py").write_text(SHORT)
+    run = RunConfig(
+        model="tiny", world_size=1, sp=1, seq_len=256, steps=1, search=True, search_granule=256, search_max=1024,
+        device_memory=2**33,
+    )  # fmt: skip
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    result = launch(run, tmp_path / "run", worker="short", extra_env={"PYTHONPATH": path})
+    assert (result["status"], result["metrics"]["seq_len"]) == ("ok", 512)
+    tried = {t["seq_len"]: t["device_peak_bytes"] for t in result["metrics"]["tried"]}
+    assert tried.keys() == {256, 512, 768, 1024}
+    assert {n for n, peak in tried.items() if peak is None} == {768, 1024}

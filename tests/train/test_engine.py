@@ -1,0 +1,221 @@
+"""The engine: what it saves is what it trained, and the fields of a run reach it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import make_model, make_samples, wrap
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import alstlib
+from alstlib.config import RunConfig
+from alstlib.data.corpus import get_tokenizer
+from alstlib.data.loader import SPDataLoader
+from alstlib.train.engine import WholeState, engine_config, host_tensors, initialize, save_model, take_step
+
+ENGINES = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"]
+
+
+def train_and_save(rank: int, world: int, kind: str, folder: str, tied: bool) -> dict[str, Any]:
+    """Two optimizer steps, the model saved; and the logits of the trained model itself, detached and gathered."""
+    stage = int(kind[4:]) if kind.startswith("zero") else 0
+    run = RunConfig(zero_stage=stage, offload_optimizer=False, learning_rate=1e-2, dtype="fp32")
+    ctx = alstlib.SPContext.create(2)
+    model = make_model(tie_word_embeddings=tied)
+    before = model.model.layers[1].mlp.down_proj.weight.detach().clone()
+    handle = alstlib.apply(model, ctx, alstlib.Options(tiled_mlp=5, tiled_loss=7, offload="async"))
+    engine = wrap(model, kind, world, run)
+    plain = None if kind.startswith("zero") else torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for batch in SPDataLoader(make_samples(2), ctx, replicated=True):
+        out = alstlib.causal_lm_loss(engine, batch, ctx)
+        if plain is None:
+            engine.backward(out.loss)
+            engine.step()
+        else:
+            out.loss.backward()
+            plain.step()
+            plain.zero_grad()
+    save_model(handle, folder, get_tokenizer("stdlib-bpe", vocab_size=300))
+    attached = type(model.lm_head).__name__
+    handle.detach()
+    model.eval()
+    ids = torch.arange(24).view(1, -1) % 96
+    with torch.no_grad():
+        # FSDP2's and ZeRO-3's own hooks gather the weights for this forward
+        logits = (engine if kind == "zero3" else model)(input_ids=ids, use_cache=False).logits
+    changed = None
+    if kind not in ("fsdp2", "zero3"):
+        changed = float((model.model.layers[1].mlp.down_proj.weight - before).abs().max())
+    if plain is None:
+        engine.destroy()
+    return {"logits": logits, "attached": attached, "changed": changed}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_saved_model_is_the_trained_one(ranks2: Any, tmp_path: Path, kind: str, tied: bool) -> None:
+    results = ranks2(train_and_save, kind, str(tmp_path), tied)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    loaded.eval()
+    with torch.no_grad():
+        logits = loaded(input_ids=torch.arange(24).view(1, -1) % 96, use_cache=False).logits
+    for result in results:
+        assert torch.equal(logits, result["logits"])
+        assert result["attached"] == "TiledHead"  # it was saved while attached
+        assert result["changed"] is None or result["changed"] > 1e-3
+    names: list[str] = []
+    for file in tmp_path.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names += opened.keys()
+    assert ("lm_head.weight" in names) == (not tied)
+    assert len(names) == len(set(names)) == sum(1 for _ in loaded.named_parameters())
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert "alst" not in (tmp_path / "config.json").read_text()
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+    assert not list(tmp_path.glob("*.bin"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.decode(tokenizer("def f(x):")["input_ids"]) == "def f(x):"
+    assert tokenizer.eos_token == "<|endoftext|>"
+
+
+def one_step(rank: int, world: int, stage: int, changes: dict[str, Any]) -> dict[str, Any]:
+    """Learning rates of four steps, the first step's gradient as AdamW saw it, and bytes on the host before it."""
+    defaults = {"zero_stage": stage, "offload_optimizer": False, "dtype": "fp32", "learning_rate": 1e-2}
+    run = RunConfig(**{**defaults, **changes})
+    ctx = alstlib.SPContext.create(2)
+    model = make_model()
+    alstlib.apply(model, ctx, alstlib.Options())
+    engine = initialize(run, model, False)
+    hosted, rates, squares = sum(t.numel() for t in host_tensors(engine, run)), [], 0.0
+    for batch in SPDataLoader(make_samples(4), ctx, replicated=True):
+        rates.append(engine.optimizer.param_groups[0]["lr"])
+        engine.backward(alstlib.causal_lm_loss(engine, batch, ctx).loss)
+        engine.step()
+        if len(rates) == 1:
+            whole = WholeState(engine)
+            squares = sum(float(whole.read(n).square().sum()) for n in whole.names() if n.startswith("exp_avg."))
+    later = sum(t.numel() for t in host_tensors(engine, run))
+    decay = engine.optimizer.param_groups[0]["weight_decay"]
+    engine.destroy()
+    return {"rates": rates, "gradient": squares**0.5 / 0.1, "host": (hosted, later), "decay": decay}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_rates_clipping_and_decay_are_honoured(ranks2: Any, stage: int) -> None:
+    free = ranks2(one_step, stage, {})[0]
+    assert free["rates"] == [1e-2] * 4
+    assert free["gradient"] > 0.5
+    assert free["decay"] == 0.0
+    changes = {"warmup_steps": 3, "max_grad_norm": 0.01, "weight_decay": 0.1}
+    bound = ranks2(one_step, stage, changes)[0]
+    assert bound["rates"] == pytest.approx([0.25e-2, 0.5e-2, 0.75e-2, 1e-2])
+    assert bound["gradient"] == pytest.approx(0.01, rel=1e-3)
+    assert bound["decay"] == 0.1
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offloaded_state_is_on_the_host_before_the_first_step(ranks2: Any, stage: int) -> None:
+    parameters = sum(p.numel() for p in make_model().parameters())
+    for result in ranks2(one_step, stage, {"offload_optimizer": True}):
+        before, after = result["host"]
+        assert before >= 3 * parameters // 2  # of each of two ranks: half the weights and both moments
+        assert before == after
+
+
+def test_the_configuration_says_what_the_run_says() -> None:
+    run = RunConfig(batch_size=3, accumulation=5, zero_stage=3, offload_params=True, max_grad_norm=0.7)
+    config = engine_config(run, 8_030_000_000, bf16=True)
+    zero = config["zero_optimization"]
+    assert config["train_micro_batch_size_per_gpu"] == 3
+    assert config["gradient_accumulation_steps"] == 5
+    assert config["gradient_clipping"] == 0.7
+    assert config["bf16"] == {"enabled": True}
+    assert (zero["stage"], zero["offload_param"]["device"], zero["offload_optimizer"]["device"]) == (3, "cpu", "cpu")
+    assert zero["reduce_bucket_size"] == 200_000_000
+    assert engine_config(run, 10_000, bf16=False)["zero_optimization"]["reduce_bucket_size"] == 1_000_000
+    plain = engine_config(RunConfig(zero_stage=1, offload_optimizer=False), 10_000, bf16=False)["zero_optimization"]
+    still = engine_config(run.replace(prefetch=False), 1_000_000, bf16=True)["zero_optimization"]
+    assert still["stage3_prefetch_bucket_size"] == 0 < config["zero_optimization"]["stage3_prefetch_bucket_size"]
+    assert not {"offload_param", "offload_optimizer", "stage3_prefetch_bucket_size"} & set(plain)
+
+
+def test_a_users_own_loop_gets_the_configuration_of_our_runs() -> None:
+    model = make_model()
+    given = alstlib.zero_config(model, learning_rate=1e-5, accumulation=4)
+    run = RunConfig(learning_rate=1e-5, accumulation=4, offload_optimizer=False)
+    assert given == engine_config(run, sum(p.numel() for p in model.parameters()), bf16=False)
+    assert given["optimizer"]["params"]["fused"]
+    assert alstlib.zero_config(model.bfloat16())["bf16"] == {"enabled": True}
+    with pytest.raises(ValueError, match="unknown field of zero_config 'learning_rat'; did you mean 'learning_rate'"):
+        alstlib.zero_config(model, learning_rat=1e-5)
+
+
+def loop_of_the_readme(rank: int, world: int, code: str) -> dict[str, Any]:
+    import deepspeed
+    from torch.utils.data import DataLoader
+
+    model, samples = make_model(), make_samples(4)
+    dataloader = DataLoader(samples[rank::world], batch_size=None)  # type: ignore[arg-type]
+    names: dict[str, Any] = {"deepspeed": deepspeed, "model": model, "dataloader": dataloader}
+    before = model.config._attn_implementation
+    exec(code, names)
+    names["engine"].destroy()
+    steps = names["engine"].global_steps
+    return {"mean": float(names["out"].mean), "steps": steps, "as before": model.config._attn_implementation == before}
+
+
+def test_the_loop_of_the_readme_runs_as_printed(ranks2: Any) -> None:
+    """Its code is executed, for two ranks in place of eight."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    code = text.partition("## Use it in your own training")[2].partition("```python")[2].partition("```")[0]
+    assert "sp=8" in code
+    one, other = ranks2(loop_of_the_readme, code.replace("sp=8", "sp=2"))
+    assert one == other
+    assert (one["steps"], one["as before"]) == (4, True)
+    assert math.isfinite(one["mean"])
+
+
+def step_on_nan(rank: int, world: int, stage: int, bf16: bool, accumulation: int) -> dict[str, Any]:
+    """A step whose last micro-batch gives one rank a gradient that is not finite, while every loss is."""
+    run = RunConfig(zero_stage=stage, offload_optimizer=False, learning_rate=1e-2, accumulation=accumulation)
+    ctx = alstlib.SPContext.create(2)
+    model = make_model(dtype=torch.bfloat16 if bf16 else torch.float32)
+    alstlib.apply(model, ctx, alstlib.Options())
+    engine, poison, losses, taken = initialize(run, model, bf16), torch.ones(()), [], []
+    model.model.norm.weight.register_hook(lambda grad: grad * poison.to(grad.dtype))  # in place of a bad kernel
+    before = full_state(engine)
+    for i, batch in enumerate(SPDataLoader(make_samples(accumulation), ctx, accumulation, replicated=True)):
+        poison.fill_(float("nan") if rank == 1 and i == accumulation - 1 else 1.0)
+        out = alstlib.causal_lm_loss(engine, batch, ctx, engine_divides_by=accumulation)
+        losses.append(float(out.mean))
+        engine.backward(out.loss)
+        taken.append(take_step(engine))
+    after = full_state(engine)
+    engine.destroy()
+    same = all(torch.equal(before[name], after[name]) for name in before)
+    return {"finite": all(map(math.isfinite, losses)), "taken": taken, "same": same}
+
+
+def full_state(engine: Any) -> dict[str, torch.Tensor]:
+    whole = WholeState(engine)
+    return {name: whole.read(name).clone() for name in whole.names()}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_that_is_not_finite_never_enters_the_weights(
+    ranks2: Any, stage: int, bf16: bool, accumulation: int
+) -> None:
+    for result in ranks2(step_on_nan, stage, bf16, accumulation):
+        assert result["finite"]
+        assert result["taken"] == [True] * (accumulation - 1) + [False]
+        assert result["same"]

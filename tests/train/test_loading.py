@@ -1,0 +1,90 @@
+"""Loading onto ranks: the weights of plain loading, and no rank's host takes more than its part and one tensor."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import make_model
+
+from alstlib.config import RunConfig
+from alstlib.offload.ledger import Ledger
+from alstlib.train.engine import engine_config, full_weights
+from alstlib.train.loading import load_on_first, place
+from alstlib.train.models import load_model
+
+
+def config_of(stage: int, **changes: Any) -> dict[str, Any]:
+    return engine_config(RunConfig(zero_stage=stage, offload_optimizer=False, dtype="fp32", **changes), 10_000, False)
+
+
+def arrives(rank: int, world: int, run: RunConfig, stage: int, offload: bool) -> dict[str, Any]:
+    arrival = load_on_first(run, torch.float32, torch.device("cpu"))
+    model = arrival.model
+    held = sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in model.parameters()}.values())
+    tied = model.lm_head.weight is model.get_input_embeddings().weight
+    place(arrival, config_of(stage, offload_params=offload))
+    plain = load_model(run, torch.float32)
+    want, got = dict(plain.named_parameters()), {n: w.clone() for n, w in full_weights(model)}
+    buffers = dict(plain.named_buffers())
+    return {
+        "names": list(got) == list(want),
+        "same": all(torch.equal(got[n], want[n]) for n in want),
+        "buffers": all(torch.equal(b, buffers[n]) for n, b in model.named_buffers()),
+        "partitioned": all(hasattr(p, "ds_id") for p in model.parameters()),
+        "tied": tied, "hollow": held < 1000, "waiting": len(arrival.waiting), "training": model.training,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stage, offload", [(0, False), (2, False), (3, False), (3, True)])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_weights_are_those_of_plain_loading(
+    ranks2: Any, tmp_path: Path, tied: bool, stage: int, offload: bool
+) -> None:
+    make_model("gqa", tie_word_embeddings=tied, num_hidden_layers=3).save_pretrained(tmp_path)
+    saved = RunConfig(model=str(tmp_path), model_config={"num_hidden_layers": 2})
+    for run in (saved, RunConfig(model="tiny", model_config={"tie_word_embeddings": tied}, seed=3)):
+        for found in ranks2(arrives, run, stage, offload):
+            assert found == {
+                "names": True, "same": True, "buffers": True, "partitioned": stage == 3, "tied": tied, "hollow": True,
+                "waiting": 0, "training": True,
+            }  # fmt: skip
+
+
+def refused(rank: int, world: int, run: RunConfig) -> str:
+    with pytest.raises(ValueError) as error:
+        load_on_first(run, torch.float32, torch.device("cpu"))
+    return str(error.value)
+
+
+def test_what_rank_0_meets_is_raised_on_every_rank(ranks2: Any, tmp_path: Path) -> None:
+    make_model("llama", num_hidden_layers=2).save_pretrained(tmp_path)
+    run = RunConfig(model=str(tmp_path), model_config={"num_hidden_layers": 3})
+    for message in ranks2(refused, run):
+        assert "has no weights for model.layers.2." in message
+
+
+def peak_while_loading(rank: int, world: int, run: RunConfig) -> dict[str, int]:
+    gc.collect()  # of what other tests left, nothing goes meanwhile
+    with Ledger() as ledger:  # on a CPU it sees host memory
+        start = ledger.device_bytes
+        arrival = load_on_first(run, torch.float32, torch.device("cpu"))
+        sizes = [p.numel() * 4 for p in arrival.model.parameters()]
+        place(arrival, config_of(3))
+        gc.collect()
+        kept = ledger.device_bytes - start
+    return {"peak": ledger.device_peak - start, "kept": kept, "whole": sum(sizes), "largest": max(sizes)}
+
+
+def test_only_rank_0_holds_the_model_while_it_loads(ranks2: Any) -> None:
+    run = RunConfig(model="tiny", model_config={"vocab_size": 2048, "hidden_size": 512, "num_hidden_layers": 6})
+    first, other = ranks2(peak_while_loading, run)
+    whole, largest, rest = first["whole"], first["largest"], 50_000  # buffers, and what the ranks tell each other
+    assert whole > 3 * largest
+    assert first["peak"] <= whole + largest + rest
+    assert other["peak"] <= whole / 2 + largest + rest  # a half is its part
+    assert abs(first["kept"] - whole / 2) < rest
+    assert abs(other["kept"] - whole / 2) < rest

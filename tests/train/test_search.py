@@ -1,0 +1,161 @@
+"""The search: the right answer in few trials, each claim measured."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from alstlib.train.search import Found, Trials, longest_that_fits
+
+GRANULE = 256
+
+
+def truth(peak_of: Callable[[int], int], budget: int, top: int = 4000) -> int:
+    return max((n * GRANULE for n in range(1, top) if peak_of(n * GRANULE) <= budget), default=0)
+
+
+def search(peak_of: Callable[[int], int], budget: int, start: int = 512, limit: int | None = None) -> Found:
+    return longest_that_fits(peak_of, budget, GRANULE, start=start, limit=limit)
+
+
+def longest_trial(found: Found) -> int:
+    return max(length for length, _ in found.tried)
+
+
+def check(found: Found, peak_of: Callable[[int], int], budget: int, trials: int = 9) -> None:
+    assert found.length == truth(peak_of, budget)
+    assert all(peak == peak_of(length) for length, peak in found.tried)
+    tried = dict(found.tried)
+    assert len(tried) == len(found.tried) <= trials  # no length twice
+    assert tried[found.length] <= budget < tried[found.length + GRANULE]
+
+
+@pytest.mark.parametrize("start", [2_048, 10_000, 61_184, 300_000])
+@pytest.mark.parametrize("base, slope, budget", [(5_000_000, 900, 60_000_000), (10, 3, 90_000), (0, 7000, 700_000_000)])
+def test_an_affine_peak(base: int, slope: int, budget: int, start: int) -> None:
+    def peak_of(length: int) -> int:
+        return base + slope * length
+
+    found = search(peak_of, budget, start)
+    check(found, peak_of, budget)
+    assert longest_trial(found) <= max(2 * found.length, start + GRANULE)  # long trials cost most
+
+
+def test_a_short_start_doubles_and_then_knows() -> None:
+    found = search(lambda length: 5_000_000 + 900 * length, 60_000_000, start=1)
+    assert found.length == 60_928
+    assert [length for length, _ in found.tried][:4] == [256, 512, 1024, 2048]
+    assert len(found.tried) <= 12
+
+
+def test_a_start_near_the_answer_is_all_but_the_answer() -> None:
+    """One granule, the start, the answer and the length after it."""
+    found = search(lambda length: 5_000_000 + 900 * length, 60_000_000, start=60_416)
+    assert [length for length, _ in found.tried] == [256, 60_416, 60_928, 61_184]
+
+
+def test_an_exact_fit_counts_as_fitting() -> None:
+    def peak_of(length: int) -> int:
+        return 1000 * length
+
+    assert search(peak_of, 1000 * GRANULE * 17).length == GRANULE * 17
+    assert search(peak_of, 1000 * GRANULE * 17 - 1).length == GRANULE * 16
+
+
+@pytest.mark.parametrize("step", [1_000_000, 30_000_000])
+def test_a_peak_that_jumps(step: int) -> None:
+    """A bucket or a tile that is added at some length: two slopes and a jump."""
+
+    def peak_of(length: int) -> int:
+        return 4_000_000 + 800 * length + (step if length > 40_000 else 0) + 300 * max(0, length - 60_000)
+
+    for budget in (20_000_000, 36_500_000, 80_000_000):
+        check(search(peak_of, budget, start=10_000), peak_of, budget, trials=13)
+
+
+def test_steps_of_an_allocator() -> None:
+    def peak_of(length: int) -> int:
+        return -(-(3_000_000 + 777 * length) // 2_097_152) * 2_097_152
+
+    for budget in (30_000_000, 77_000_000):
+        found = search(peak_of, budget, start=10_000)
+        check(found, peak_of, budget, trials=13)
+
+
+def test_noise_ends_and_stays_honest() -> None:
+    """Peaks that differ a little from a line (and are not monotonous) give a length that fits, near the best."""
+    for seed in range(20):
+        noise = random.Random(seed)
+        offsets = {n * GRANULE: noise.randint(-40_000, 40_000) for n in range(1, 2000)}
+
+        def peak_of(length: int, offsets: dict[int, int] = offsets) -> int:
+            return 5_000_000 + 900 * length + offsets[length]
+
+        found = search(peak_of, 60_000_000, start=4096)
+        tried = dict(found.tried)
+        assert tried[found.length] <= 60_000_000 < tried[found.length + GRANULE]
+        assert abs(found.length - 55_000_000 / 900) <= GRANULE + 40_000 / 900
+        assert len(found.tried) <= 8
+
+
+def test_a_limit_ends_the_search() -> None:
+    found = search(lambda length: length, 10**9, start=1000, limit=100_000)
+    assert found.length == 100_000 // GRANULE * GRANULE
+    assert found.tried[-1] == (found.length, found.length)
+    assert len(found.tried) <= 9
+    assert max(length for length, _ in found.tried) == found.length
+    assert search(lambda length: length, 10**9, start=10**6, limit=1000).length == 768
+    assert search(lambda length: length, 50_000, limit=100_000).length == 49_920
+
+
+def test_nothing_fits() -> None:
+    tried: list[int] = []
+
+    def peak_of(length: int) -> int:
+        tried.append(length)
+        return 7_000_000 + length
+
+    with pytest.raises(MemoryError, match="not even 256 tokens fit: they peak at 7,000,256 bytes of 1,000"):
+        search(peak_of, 1000, start=10_000)
+    assert tried[-1] == GRANULE
+    assert len(tried) <= 8
+
+
+def test_only_one_granule_fits() -> None:
+    found = search(lambda length: 1000 * length, 1000 * GRANULE, start=10_000)
+    assert found.length == GRANULE
+    assert len(found.tried) <= 8
+
+
+def test_the_first_trials_are_one_granule_and_the_start_rounded_up() -> None:
+    tried = search(lambda length: length, 5000, start=700).tried
+    assert [length for length, _ in tried[:2]] == [GRANULE, 768]
+
+
+def test_a_search_goes_on_below_a_length_at_which_memory_ran_out() -> None:
+    """In another process, which runs no trial again."""
+    events: list[dict[str, Any]] = []
+
+    def peak(length: int) -> int:
+        if (known := trials.peak(length, 100_000)) is not None:
+            return known
+        if length > 50_000:
+            events.append({"event": "tried", "seq_len": length, "peak": None})
+            raise MemoryError
+        events.append({"event": "tried", "seq_len": length, "peak": length})
+        return length
+
+    processes, found = 0, None
+    while found is None and processes < 8:
+        processes, trials = processes + 1, Trials([{"event": "step"}, *events])
+        with contextlib.suppress(MemoryError):
+            found = search(peak, 100_000, start=1000)
+    assert found is not None
+    assert found.length == 50_000 // GRANULE * GRANULE
+    ran = [e["seq_len"] for e in events]
+    assert len(ran) == len(set(ran))
+    assert processes > 1

@@ -1,0 +1,490 @@
+"""Training states: a run goes on as if it had not stopped, from every ZeRO stage to every other; nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import make_model, make_samples
+from safetensors.torch import load_file
+
+import alstlib
+from alstlib.config import RunConfig
+from alstlib.data.loader import SPDataLoader
+from alstlib.train import state as states
+from alstlib.train.engine import WholeState, full_weights, initialize
+from alstlib.train.state import load_state, save_state
+
+ZERO = [(0, False), (1, True), (2, False), (3, False), (3, True)]
+
+
+def run_config(stage: int, offload: bool = False, **changes: Any) -> RunConfig:
+    defaults: dict[str, Any] = {
+        "model": "tiny", "zero_stage": stage, "offload_optimizer": offload, "sp": 2, "learning_rate": 1e-2,
+        "warmup_steps": 3, "weight_decay": 0.1, "max_grad_norm": 0.5, "accumulation": 2, "dtype": "fp32", "steps": 9,
+    }  # fmt: skip
+    return RunConfig(**{**defaults, **changes})
+
+
+class Training:
+    """A small model under DeepSpeed and its loader: four optimizer steps of shuffled samples."""
+
+    def __init__(self, run: RunConfig, seed: int = 0, frozen: str = "", **overrides: Any) -> None:
+        self.run, self.ctx = run, alstlib.SPContext.create(run.sp)
+        bf16 = run.dtype == "bf16"
+        model = make_model(seed=seed, dtype=torch.bfloat16 if bf16 else torch.float32, **overrides)
+        for name, p in model.named_parameters():
+            p.requires_grad_(not frozen or frozen not in name)
+        self.handle = alstlib.apply(model, self.ctx, alstlib.Options())
+        self.engine = initialize(run, model, bf16)
+        each = 4 * run.accumulation // self.ctx.sp
+        samples = make_samples(each * self.ctx.world_size, seed=5)[self.ctx.rank * each :][:each]
+        order = torch.Generator().manual_seed(seed)  # another one in the engine that loads
+        data = torch.utils.data.DataLoader(samples, batch_size=None, shuffle=True, generator=order)
+        self.loader = SPDataLoader(data, self.ctx, run.accumulation)
+        self.batches: Any = None
+
+    def train(self, steps: int) -> list[float]:
+        self.batches = self.batches or iter(self.loader)
+        losses = []
+        for _ in range(steps):
+            loss = 0.0
+            for _ in range(self.run.accumulation):
+                batch = next(self.batches)
+                out = alstlib.causal_lm_loss(self.engine, batch, self.ctx, engine_divides_by=self.run.accumulation)
+                self.engine.backward(out.loss)
+                self.engine.step()
+                loss += float(out.mean) * int(out.tokens) / int(batch["step_tokens"])
+            losses.append(loss)
+        return losses
+
+    def save(self, folder: str, step: int = 2) -> None:
+        save_state(self.engine, self.run, folder, step=step, loader_state=self.loader.state_dict())
+
+    def everything(self) -> dict[str, Any]:
+        """Optimizer's weights and moments, the weights that the forward reads, counts of steps, learning rates."""
+        whole = WholeState(self.engine)
+        values: dict[str, Any] = {name: whole.read(name).clone() for name in whole.names()}
+        values |= {f"model.{name}": p.float().clone() for name, p in full_weights(self.handle.model)}
+        values |= {f"step.{name}": whole.step(name) for name in whole.shapes}
+        return values | {"lr": [group["lr"] for group in self.engine.optimizer.param_groups]}
+
+
+def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    assert a.keys() == b.keys()
+    return [n for n in a if not (torch.equal(a[n], b[n]) if isinstance(a[n], torch.Tensor) else a[n] == b[n])]
+
+
+def resume(rank: int, world: int, folder: str, run: RunConfig, other: dict[str, Any]) -> dict[str, Any]:
+    """Two steps, a state, two more steps; and two from the state, in an engine that began with other weights."""
+    whole = Training(run, **other)
+    whole.train(2)
+    whole.save(folder)
+    saved, want, end = whole.everything(), whole.train(2), whole.everything()
+    whole.engine.destroy()
+    again = Training(run, seed=1, **other)
+    apart = differing(saved, again.everything())
+    found = load_state(again.engine, run, folder)
+    again.loader.load_state_dict(found["loader"])
+    loaded, got = differing(saved, again.everything()), again.train(2)
+    worst = max(float((end[n] - v).norm() / end[n].norm()) for n, v in again.everything().items() if "weight." in n)
+    again.engine.destroy()
+    return {"want": want, "got": got, "loaded": loaded, "apart": len(apart), "step": found["step"], "worst": worst}
+
+
+def check_resumed(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        assert r["step"] == 2
+        assert r["apart"] > 0
+        assert r["loaded"] == []
+        assert r["got"] == pytest.approx(r["want"], rel=1e-6)
+        assert r["want"][0] != pytest.approx(r["want"][1], rel=1e-3)  # it trains
+        assert r["worst"] < 1e-6
+
+
+@pytest.mark.parametrize("stage, offload", ZERO)
+def test_a_resumed_run_goes_on_as_the_uninterrupted_one(ranks2: Any, tmp_path: Path, stage: int, offload: bool) -> None:
+    check_resumed(ranks2(resume, str(tmp_path / "state"), run_config(stage, offload), {}))
+
+
+@pytest.mark.parametrize("stage, offload", [(0, False), (2, True)])
+def test_bf16_keeps_its_fp32_weights(ranks2: Any, tmp_path: Path, stage: int, offload: bool) -> None:
+    check_resumed(ranks2(resume, str(tmp_path / "state"), run_config(stage, offload, dtype="bf16"), {}))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_frozen_and_tied_weights(ranks2: Any, tmp_path: Path, stage: int) -> None:
+    other = {"frozen": "k_proj", "tie_word_embeddings": True}
+    check_resumed(ranks2(resume, str(tmp_path / "state"), run_config(stage), other))
+    names = load_file(tmp_path / "state" / "state-00001-of-00001.safetensors").keys()
+    assert "weight.model.embed_tokens.weight" in names
+    assert "weight.lm_head.weight" not in names
+    assert "weight.model.layers.0.self_attn.k_proj.weight" in names
+    assert "exp_avg.model.layers.0.self_attn.k_proj.weight" not in names
+
+
+def write(rank: int, world: int, folder: str, run: RunConfig, other: dict[str, Any]) -> dict[str, Any]:
+    trained = Training(run, **other)
+    trained.train(2)
+    trained.save(folder)
+    values = trained.everything()
+    trained.engine.destroy()
+    return values
+
+
+def read(rank: int, world: int, folder: str, run: RunConfig, other: dict[str, Any]) -> dict[str, Any]:
+    fresh = Training(run, seed=1, **other)
+    found = load_state(fresh.engine, run, folder)
+    values = fresh.everything()
+    loss = fresh.train(1)
+    fresh.engine.destroy()
+    return {"found": found, "values": values, "loss": loss}
+
+
+@pytest.mark.parametrize("source, target", [((3, False), (0, False)), ((0, False), (2, True)), ((1, True), (3, True))])
+def test_any_stage_to_any_other(
+    ranks2: Any, tmp_path: Path, source: tuple[int, bool], target: tuple[int, bool]
+) -> None:
+    want = ranks2(write, str(tmp_path), run_config(*source), {})[0]
+    for result in ranks2(read, str(tmp_path), run_config(*target), {}):
+        assert differing(want, result["values"]) == []
+        assert result["found"]["step"] == 2
+        assert result["found"]["loader"]["micro_batches"] == 4
+        assert result["found"]["note"] == ""
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_other_numbers_of_ranks(ranks2: Any, ranks4: Any, tmp_path: Path, stage: int) -> None:
+    """From two ranks with sp=2 to four without SP, where norms of 30 elements have padded shards; and back."""
+    two, four, odd = run_config(stage), run_config(stage, sp=1), {"kind": "qwen3", "hidden_size": 30}
+    want = ranks2(write, str(tmp_path), two, odd)[0]
+    for result in ranks4(read, str(tmp_path), four, odd):
+        assert differing(want, result["values"]) == []
+        assert result["found"]["loader"] is None
+        assert "ranks=2 (now 4), sp=2 (now 1)" in result["found"]["note"]
+    want = ranks4(write, str(tmp_path), four, odd)[0]
+    assert all(differing(want, result["values"]) == [] for result in ranks2(read, str(tmp_path), two, odd))
+
+
+def sharded(rank: int, world: int, folder: str) -> dict[str, Any]:
+    before, states.SHARD_BYTES = states.SHARD_BYTES, 20_000
+    try:
+        return write(rank, world, folder, run_config(3), {})
+    finally:
+        states.SHARD_BYTES = before
+
+
+def test_files_are_safetensors_of_limited_size_and_strict_json(ranks2: Any, tmp_path: Path) -> None:
+    want = ranks2(sharded, str(tmp_path / "state"))[0]
+    files = sorted((tmp_path / "state").iterdir())
+    assert {f.suffix for f in files} == {".safetensors", ".json"}
+    assert [f.name for f in tmp_path.iterdir()] == ["state"]
+    shards = [f for f in files if f.suffix == ".safetensors"]
+    assert len(shards) > 3
+    stored: dict[str, torch.Tensor] = {}
+    for i, file in enumerate(shards):
+        assert file.name == f"state-{i + 1:05}-of-{len(shards):05}.safetensors"
+        part = load_file(file)
+        assert sum(t.nbytes for t in part.values()) <= 20_000
+        stored |= part
+    assert stored.keys() == {n for n in want if n.startswith(("weight.", "exp_avg.", "exp_avg_sq."))}
+    assert all(torch.equal(stored[n], want[n]) for n in stored)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    state = json.loads((tmp_path / "state" / "state.json").read_text(), parse_constant=refuse)
+    assert state["schema_version"] == 2
+    assert state["step"] == 2
+    assert state["scheduler_step"] == 2
+    assert state["ranks"] == len(state["by_rank"]) == 2
+    assert RunConfig.from_dict(state["config"]) == run_config(3)
+    back = ranks2(read, str(tmp_path / "state"), run_config(3), {})
+    assert all(differing(want, result["values"]) == [] for result in back)
+
+
+def full_disk(rank: int, world: int, folder: str, writes: int) -> list[str]:
+    """A state, then one that fails at its n-th write: what was said, and what is loaded afterwards."""
+    trained = Training(run_config(2))
+    trained.save(folder, step=1)
+    saved = trained.everything()
+    trained.train(1)
+    original, left = states._Writer._append, writes
+
+    def limited(self: Any, file: str, content: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(self, file, content)
+
+    states._Writer._append = limited  # type: ignore[method-assign]
+    try:
+        trained.save(folder, step=2)
+        said = "nothing"
+    except OSError as e:
+        said = str(e)
+    finally:
+        states._Writer._append = original  # type: ignore[method-assign]
+    found = load_state(trained.engine, trained.run, folder)
+    apart = differing(saved, trained.everything())
+    trained.save(folder, step=3)
+    last = load_state(trained.engine, trained.run, folder)["step"]
+    trained.engine.destroy()
+    return [said, str(found["step"]), ",".join(apart), str(last)]
+
+
+@pytest.mark.parametrize("writes", [0, 7, 10_000])
+def test_a_full_disk_leaves_the_state_before(ranks2: Any, tmp_path: Path, writes: int) -> None:
+    for said, step, apart, last in ranks2(full_disk, str(tmp_path / "state"), writes):
+        if writes == 10_000:
+            assert said == "nothing"
+            assert step == "2"
+        else:
+            assert "the disk is full; the state saved before is intact" in said
+            assert (step, apart) == ("1", "")
+        assert last == "3"
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["state", "state.old"]
+
+
+def after_crashes(rank: int, world: int, folder: str) -> list[int]:
+    """A process that died while writing, and one that died between the two renamings."""
+    trained, place, seen = Training(run_config(1)), Path(folder), []
+    trained.save(folder, step=1)
+
+    def step_found() -> int:
+        torch.distributed.barrier()
+        return load_state(trained.engine, trained.run, folder)["step"]
+
+    torch.distributed.barrier()
+    if rank == 0:
+        shutil.copytree(place, f"{folder}.tmp")
+        (Path(f"{folder}.tmp") / "state.json").unlink()
+    seen.append(step_found())
+    torch.distributed.barrier()
+    if rank == 0:
+        place.rename(f"{folder}.old")
+    seen.append(step_found())
+    original = states._Writer._append
+    states._Writer._append = lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "bad disk"))  # type: ignore
+    try:
+        trained.save(folder, step=2)
+    except OSError:
+        seen += [step_found(), int(place.exists())]  # back at its place before anything is replaced
+    finally:
+        states._Writer._append = original  # type: ignore[method-assign]
+    trained.save(folder, step=3)
+    seen.append(step_found())
+    trained.engine.destroy()
+    return seen
+
+
+def test_a_crash_leaves_a_state(ranks2: Any, tmp_path: Path) -> None:
+    assert ranks2(after_crashes, str(tmp_path / "state")) == [[1, 1, 1, 1, 3]] * 2
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["state", "state.old"]
+
+
+def refusals(rank: int, world: int, folders: list[str]) -> list[str]:
+    fresh = Training(run_config(3))
+    before, said = fresh.everything(), []
+    for folder in folders:
+        try:
+            load_state(fresh.engine, fresh.run, folder)
+            said.append("nothing")
+        except ValueError as e:
+            said.append(str(e))
+    said.append(",".join(differing(before, fresh.everything())))
+    fresh.engine.destroy()
+    return said
+
+
+def wider(rank: int, world: int, folder: str) -> None:
+    trained = Training(run_config(3), intermediate_size=64)
+    trained.save(folder)
+    trained.engine.destroy()
+
+
+def test_what_cannot_be_loaded_is_refused_and_nothing_is_touched(ranks2: Any, tmp_path: Path) -> None:
+    ranks2(write, str(tmp_path / "good"), run_config(3), {})
+    ranks2(wider, str(tmp_path / "wider"))
+    (tmp_path / "empty").mkdir()
+    for name in ("flipped", "cut", "half", "future", "gone"):
+        shutil.copytree(tmp_path / "good", tmp_path / name)
+    shard = "state-00001-of-00001.safetensors"
+    content = bytearray((tmp_path / "good" / shard).read_bytes())
+    (tmp_path / "cut" / shard).write_bytes(content[: len(content) // 2])
+    content[-5] ^= 1
+    (tmp_path / "flipped" / shard).write_bytes(content)
+    text = (tmp_path / "good" / "state.json").read_text()
+    (tmp_path / "half" / "state.json").write_text(text[: len(text) // 2])
+    (tmp_path / "future" / "state.json").write_text(text.replace('"schema_version": 2', '"schema_version": 3'))
+    (tmp_path / "gone" / shard).unlink()
+    want = {
+        "nowhere": "there is no such folder", "empty": "it has no training state", "flipped": f"{shard} is damaged",
+        "cut": f"{shard} is damaged", "half": "state.json is damaged", "gone": f"{shard} is damaged: FileNotFoundError",
+        "future": "schema_version=3; this alstlib reads 2", "wider": "it is of another model: 6 parameters differ",
+    }  # fmt: skip
+    for said in ranks2(refusals, [str(tmp_path / name) for name in want]):
+        assert said.pop() == ""
+        for name, message in zip(want, said):
+            assert message.startswith(f"resume_from='{tmp_path / name}': "), message
+        assert [part in message for part, message in zip(want.values(), said)] == [True] * len(want), said
+
+
+def damages(content: bytes, draw: random.Random) -> Iterator[bytes]:
+    """A byte changed, a piece cut out, zeroed or doubled, the end cut off; at random places."""
+    for _ in range(12):
+        at, size = draw.randrange(len(content)), draw.choice([1, 8, 300])
+        one = bytes([content[at] ^ (1 << draw.randrange(8))])
+        yield content[:at] + one + content[at + 1 :]
+        yield content[:at] + content[at + size :]
+        yield content[:at] + bytes(min(size, len(content) - at)) + content[at + size :]
+        yield content[:at] + content[at : at + size] + content[at:]
+        yield content[:at]
+
+
+def meaning(content: bytes) -> Any:
+    """What a file says: white space between JSON's parts says nothing."""
+    try:
+        return json.loads(content)
+    except ValueError:
+        return content
+
+
+def each_damage(rank: int, world: int, folder: str) -> list[str]:
+    """Every damage to each file of a state, tried once: those that were loaded, or of which the error says nothing."""
+    fresh = Training(run_config(2))
+    before, missed = fresh.everything(), []
+    digit = {"scheduler_step": b": 2", "step": b": 2", "micro_batches": b": 4"}
+    for path in sorted(Path(folder).iterdir()):
+        content = path.read_bytes()
+        tried = list(damages(content, random.Random(0)))
+        if path.suffix == ".json":  # what stays JSON, and would be a plausible state
+            tried += [content.replace(f'"{k}"'.encode() + v, f'"{k}"'.encode() + b": 7") for k, v in digit.items()]
+            tried += [content.replace(b'"exp_avg_sq.', b'"exp_avg_sq .', 1), content.replace(b"0.5", b"0.25")]
+        for i, damaged in enumerate(d for d in tried if meaning(d) != meaning(content)):
+            torch.distributed.barrier()
+            if rank == 0:
+                path.write_bytes(damaged)
+            torch.distributed.barrier()
+            try:
+                load_state(fresh.engine, fresh.run, folder)
+                missed.append(f"{path.name} {i}: loaded")
+            except ValueError as e:
+                if str(path) not in str(e):
+                    missed.append(f"{path.name} {i}: {e}")
+        torch.distributed.barrier()
+        if rank == 0:
+            path.write_bytes(content)
+    missed += differing(before, fresh.everything())
+    torch.distributed.barrier()
+    load_state(fresh.engine, fresh.run, folder)  # the state as it was
+    fresh.engine.destroy()
+    return missed
+
+
+def test_every_damage_is_found_before_anything_is_loaded(ranks2: Any, tmp_path: Path) -> None:
+    ranks2(write, str(tmp_path), run_config(2), {})
+    assert ranks2(each_damage, str(tmp_path)) == [[], []]
+
+
+OTHER = {
+    "learning_rate": 0.02, "warmup_steps": 4, "weight_decay": 0.2, "max_grad_norm": 0.0, "accumulation": 4, "seed": 1,
+    "batch_size": 2, "seq_len": 99, "packed": True, "data": "other.jsonl", "tokenizer": "other", "model": "small",
+    "model_config": {"rope_theta": 5.0}, "random_weights": False, "dtype": "bf16",
+}  # fmt: skip
+"""Another value of every field that a state belongs to."""
+
+
+def configurations(rank: int, world: int, folder: str, changes: list[dict[str, Any]]) -> list[str]:
+    fresh = Training(run_config(2))
+    said = []
+    for change in changes:
+        run = fresh.run if change.keys() == {"dtype"} else fresh.run.replace(**change)
+        fresh.engine.bfloat16_enabled = lambda change=change: change.get("dtype") == "bf16"
+        try:
+            said.append(str(load_state(fresh.engine, run, folder)["step"]))
+        except states.OtherState as e:
+            said.append(str(e))
+    fresh.engine.destroy()
+    return said
+
+
+def test_a_state_belongs_to_its_configuration(ranks2: Any, tmp_path: Path) -> None:
+    fields = RunConfig().to_dict()
+    assert fields.keys() >= states.FREE
+    assert OTHER.keys() == fields.keys() - states.FREE
+    ranks2(write, str(tmp_path), run_config(2), {})
+    free = {
+        "zero_stage": 3, "steps": 20, "sp": 1, "timeout": 5, "row": "alst", "tiled_loss": True, "chunk": 64,
+        "checkpoint_every": 1, "save_to": "there", "resume_from": "here", "attention": "eager", "dtype": "auto",
+    }  # fmt: skip
+    differs = [{k: v} for k, v in OTHER.items()]
+    for said in ranks2(configurations, str(tmp_path), [*differs, {"steps": 2}, free]):
+        assert said.pop() == "2"
+        assert "steps=2 counts all steps, and it has done 2 already; use at least 3" in said.pop()
+        for name, message in zip(OTHER, said):
+            assert "its state of step 2 belongs to another configuration" in message
+            assert re.search(rf"\b{name}=.*\(here ", message), message
+            assert message.count("(here") == 1, message
+
+
+def not_finite(rank: int, world: int, folder: str, key: str) -> list[str]:
+    trained = Training(run_config(2))
+    trained.save(folder, step=1)
+    saved = trained.everything()
+    whole = WholeState(trained.engine)
+    name = next(n for n in whole.names() if n.startswith(key))
+    whole.write(name, torch.full(whole.shape_of(name), float("nan")))
+    try:
+        trained.save(folder, step=2)
+        said = "nothing"
+    except FloatingPointError as e:
+        said = str(e)
+    found = load_state(trained.engine, trained.run, folder)
+    apart = differing(saved, trained.everything())
+    trained.engine.destroy()
+    return [said, str(found["step"]), ",".join(apart)]
+
+
+@pytest.mark.parametrize("key", ["weight.", "exp_avg_sq."])
+def test_a_state_that_is_not_finite_is_not_saved(ranks2: Any, tmp_path: Path, key: str) -> None:
+    for said, step, apart in ranks2(not_finite, str(tmp_path / "state"), key):
+        assert re.search(rf"state: {key}.* is not finite; the state saved before is intact", said), said
+        assert (step, apart) == ("1", "")
+    assert [f.name for f in tmp_path.iterdir()] == ["state"]
+
+
+def three(rank: int, world: int, folder: str) -> list[int]:
+    """Three states one after another, and one that does not follow them."""
+    trained, place = Training(run_config(2)), Path(folder)
+    for step in (1, 2, 3):
+        trained.save(folder, step=step)
+    aside = states.place_aside(place)
+    save_state(trained.engine, trained.run, folder, step=4, loader_state=None, aside=aside)
+    trained.engine.destroy()
+    torch.distributed.barrier()
+    places = [place, aside, states._old(aside)]
+    return [json.loads((p / "state.json").read_text())["step"] for p in places]
+
+
+def test_the_last_two_states_are_kept_and_those_of_others_too(ranks2: Any, tmp_path: Path) -> None:
+    assert ranks2(three, str(tmp_path / "state")) == [[4, 3, 2]] * 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["state", "state.kept1", "state.kept1.old"]
+
+
+def test_a_damaged_state_names_the_one_before_it(ranks2: Any, tmp_path: Path) -> None:
+    ranks2(three, str(tmp_path / "state"))
+    kept = tmp_path / "state.kept1"
+    (kept / "state.json").write_text("{")
+    (said, *_) = ranks2(refusals, [str(kept)])[0]
+    assert f"{kept}/state.json is damaged" in said or f"{kept}/state.json has schema_version" in said
+    assert f"the state saved before it is in {kept}.old" in said

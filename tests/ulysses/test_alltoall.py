@@ -1,0 +1,228 @@
+"""The exchange on real ranks against the oracle on one: values, gradients, bytes, and no replicated heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from operators import leaf, nan_memory, randn, strided, worst
+from torch import Tensor
+
+from alstlib import reference
+from alstlib.measure.simulate import fake_ranks
+from alstlib.ulysses.alltoall import Exchange, agree_on, heads_to_seq, seq_to_heads, stripe, whole_head_degrees
+
+ROWS, WIDTH = 3, 5
+
+
+def shards_of(heads: int, world: int, batch: int, dtype: torch.dtype) -> list[Tensor]:
+    return [randn(batch, heads, ROWS, WIDTH, seed=r, dtype=dtype) for r in range(world)]
+
+
+def there_and_back(rank: int, world: int, heads: int, batch: int, dtype: torch.dtype, as_strided: bool) -> Any:
+    """Both exchanges with gradients on this rank, against the oracle run on all shards."""
+    layout = strided if as_strided else Tensor.clone
+    shards = shards_of(heads, world, batch, dtype)
+    block_heads = max(1, heads // world)
+    upstream = [randn(batch, block_heads, ROWS * world, WIDTH, seed=10 + r, dtype=dtype) for r in range(world)]
+    oracle = [leaf(s, torch.float64) for s in shards]
+    want = reference.seq_to_heads(oracle)
+    want_grad = torch.autograd.grad(want, oracle, [u.double() for u in upstream])[rank].to(dtype)  # rounded once
+    exchange = Exchange(dist.group.WORLD)
+    with nan_memory():
+        x = leaf(layout(shards[rank]))
+        got = seq_to_heads(x, exchange)
+        (grad,) = torch.autograd.grad(got, x, layout(upstream[rank]))
+        errors = {"to heads": worst([got], [want[rank]]), "its gradient": worst([grad], [want_grad])}
+        sent = exchange.bytes_sent
+        if heads % world == 0:
+            blocks = [leaf(u) for u in upstream]
+            back = reference.heads_to_seq(blocks)
+            want_grad = torch.autograd.grad(back, blocks, shards)[rank]
+            x = leaf(layout(upstream[rank]))
+            got = heads_to_seq(x, exchange)
+            (grad,) = torch.autograd.grad(got, x, layout(shards[rank]))
+            errors |= {"to seq": worst([got], [back[rank]]), "the way back's gradient": worst([grad], [want_grad])}
+            again = heads_to_seq(seq_to_heads(shards[rank], exchange), exchange)
+            errors["both ways"] = worst([again], [shards[rank]])
+    return {"errors": errors, "sent": sent, "dtype": grad.dtype}
+
+
+@pytest.mark.parametrize("as_strided", [False, True], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("world", [2, 4])
+def test_exchange_is_the_oracle(pools: Any, world: int, heads: int, batch: int, as_strided: bool) -> None:
+    """Heads that split, and heads fewer than ranks, which P / K neighbours share (their gradients add up)."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for rank, result in enumerate(pools(world)(there_and_back, heads, batch, dtype, as_strided)):
+            shares = heads < world
+            # copies are exact; gradients of what was shared are summed in fp32 or wider, and rounded once
+            tolerance = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 5e-4}[dtype] if shares else 0.0
+            assert max(result["errors"].values()) <= tolerance, (rank, dtype, result)
+            assert result["dtype"] == dtype
+            # forward and backward: to each of the other ranks 1/P of the heads, or the one head it needs
+            one = max(1, heads // world) * batch * ROWS * WIDTH * dtype.itemsize
+            assert result["sent"] == 2 * (world - 1) * one, (rank, dtype)
+
+
+def many_at_once(rank: int, world: int) -> list[float]:
+    """q, k, v and a column of their own width in heads travel in one exchange and come back."""
+    exchange, calls = Exchange(dist.group.WORLD), [0]
+    swap = dist.all_to_all_single
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return swap(*args, **kwargs)
+
+    dist.all_to_all_single = counted
+    try:
+        with nan_memory():
+            tensors = [strided(randn(2, h, ROWS, WIDTH, seed=rank * 10 + h)) for h in (8, 4, 4)]
+            blocks = exchange.to_heads(*tensors)
+            back = exchange.to_seq(*blocks)
+    finally:
+        dist.all_to_all_single = swap
+    whole = [[strided(randn(2, h, ROWS, WIDTH, seed=r * 10 + h)) for r in range(world)] for h in (8, 4, 4)]
+    return [worst(blocks, [reference.seq_to_heads(w)[rank] for w in whole]), worst(back, tensors), calls[0]]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_many_tensors_in_one_exchange(pools: Any, world: int) -> None:
+    assert pools(world)(many_at_once) == [[0.0, 0.0, 2]] * world
+
+
+def send_buffers(rank: int, world: int, heads: int) -> dict[str, Any]:
+    """What `dist.all_to_all` is handed by `shared_to_heads` of two tensors (K and V)."""
+    seen: dict[str, Any] = {}
+    send = dist.all_to_all
+
+    def spy(receive: list[Tensor], parts: list[Tensor], group: Any = None) -> Any:
+        seen["starts"] = [p.data_ptr() for p in parts]
+        seen["storages"] = {(p.untyped_storage().data_ptr(), p.untyped_storage().nbytes()) for p in parts}
+        seen["received"] = sum(r.numel() for r in receive)
+        return send(receive, parts, group=group)
+
+    dist.all_to_all = spy
+    try:
+        k, v = (randn(2, heads, ROWS, WIDTH, seed=rank + i) for i in (0, 100))
+        Exchange(dist.group.WORLD).shared_to_heads(k, v)
+    finally:
+        dist.all_to_all = send
+    return {"distinct": len(set(seen["starts"])), "bytes": [n for _, n in seen["storages"]], **seen}
+
+
+@pytest.mark.parametrize(("world", "heads"), [(2, 1), (4, 1), (4, 2)])
+def test_shared_heads_are_not_replicated_before_they_are_sent(pools: Any, world: int, heads: int) -> None:
+    """Defect 9: the reference copies each K/V head P / K times into its send buffer. Here the parts for the ranks that
+    share a head are one and the same memory, and a rank receives the one head of K and of V that it needs."""
+    for result in pools(world)(send_buffers, heads):
+        one_head = 2 * 2 * ROWS * WIDTH  # K and V, batch 2
+        assert result["distinct"] == heads
+        assert result["bytes"] == [heads * one_head * 8]
+        neighbours = [result["starts"][r : r + world // heads] for r in range(0, world, world // heads)]
+        assert all(len(set(group)) == 1 for group in neighbours)
+        assert result["received"] == world * one_head
+
+
+def two_layers(rank: int, world: int) -> float:
+    """Exchange, scale by a weight, exchange back, twice: a weight's gradient adds up over the ranks."""
+
+    def net(x: Tensor, weight: Tensor, to_heads: Any, to_seq: Any) -> Tensor:
+        for w in weight:
+            x = to_seq(torch.tanh(to_heads(x) * w))
+        return x
+
+    shards = shards_of(4, world, 1, torch.float64)
+    upstream = [randn(1, 4, ROWS, WIDTH, seed=20 + r) for r in range(world)]
+    weight = leaf(randn(2, WIDTH, seed=5))
+    exchange = Exchange(dist.group.WORLD)
+    x = leaf(shards[rank])
+    out = net(x, weight, lambda t: seq_to_heads(t, exchange), lambda t: heads_to_seq(t, exchange))
+    out.backward(upstream[rank])
+    assert weight.grad is not None
+    dist.all_reduce(weight.grad)
+    leaves = [leaf(s) for s in shards]
+    oracle_weight = leaf(weight)
+    whole = net(torch.cat(leaves, 2), oracle_weight, lambda t: t, lambda t: t)
+    whole.backward(torch.cat(upstream, 2))
+    return worst(
+        [out, x.grad, weight.grad],
+        [whole[:, :, rank * ROWS : (rank + 1) * ROWS], leaves[rank].grad, oracle_weight.grad],
+    )
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_two_stacked_layers(pools: Any, world: int) -> None:
+    assert max(pools(world)(two_layers)) < 1e-12
+
+
+def test_one_rank_is_the_identity_without_torch_distributed() -> None:
+    x = leaf(randn(2, 3, ROWS, WIDTH))
+    out = heads_to_seq(seq_to_heads(x))
+    (grad,) = torch.autograd.grad(out, x, x.detach() * 2)
+    assert torch.equal(out, x)
+    assert torch.equal(grad, x * 2)
+    exchange = Exchange()
+    exchange.to_heads(x, x)
+    assert (exchange.ranks, exchange.bytes_sent) == (1, 0)
+    agree_on([1], ["rows"], None, torch.device("cpu"))
+
+
+def error_of(fn: Any, *args: Any) -> str:
+    try:
+        fn(*args)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def bad_shapes(rank: int, world: int) -> list[str]:
+    group = dist.group.WORLD
+    return [
+        error_of(seq_to_heads, randn(1, 3, ROWS, WIDTH), group),
+        error_of(heads_to_seq, randn(1, 1, 5, WIDTH), group),
+    ]
+
+
+def test_shapes_that_do_not_divide_are_refused(ranks2: Any) -> None:
+    for heads, rows in ranks2(bad_shapes):
+        assert heads == "3 heads neither divide over 2 ranks nor are shared evenly by them"
+        assert rows == "a sequence of 5 does not divide over 2 ranks; 6 does"
+
+
+def test_degrees() -> None:
+    assert whole_head_degrees(32, 8) == [1, 2, 4, 8, 16, 32]
+    assert whole_head_degrees(9, 3) == [1, 3, 9]
+    assert whole_head_degrees(14, 2) == [1, 2, 14]
+    assert whole_head_degrees(12, 12) == [1, 2, 3, 4, 6, 12]
+
+
+def disagree(rank: int, world: int) -> list[str]:
+    cpu, group = torch.device("cpu"), dist.group.WORLD
+    return [
+        error_of(agree_on, [7, 3], ["rows", "batch"], group, cpu),
+        error_of(agree_on, [7, 3 + rank // 2], ["rows", "batch"], group, cpu),
+    ]
+
+
+def test_ranks_that_disagree_all_raise(ranks4: Any) -> None:
+    message = "the ranks of an SP group disagree about batch: [3, 3, 4, 4] in rank order"
+    assert ranks4(disagree) == [["no error", message]] * 4
+
+
+def test_from_emulated_ranks_comes_what_is_sent() -> None:
+    """And not whatever lies in memory, nor zeros, on which a GPU draws less power and computes faster."""
+    with fake_ranks(4) as ctx, nan_memory():
+        exchange = Exchange(ctx.sp_group)
+        whole, one = randn(2, 8, ROWS, WIDTH), randn(1, 1, ROWS, WIDTH)
+        assert torch.equal(exchange.to_heads(whole)[0].flatten().sort()[0], whole.flatten().sort()[0])
+        assert torch.equal(exchange.to_seq(whole[:, :, :2].repeat(1, 1, 2, 1))[0].unique(), whole[:, :, :2].unique())
+        assert torch.equal(exchange.shared_to_heads(one)[0], one.repeat(1, 1, 4, 1))
+        assert torch.equal(exchange.shared_to_seq(1, one.repeat(1, 1, 4, 1))[0], 4 * one)
+        sent = torch.arange(5.0)
+        assert exchange.swap_unequal(sent, [2, 1, 1, 1], [3, 3, 3, 3]).tolist() == [*range(5), *range(5), 0, 1]
+        ids = torch.arange(10)[None]
+        assert torch.equal(stripe([ids], 2, ctx)[0].sort()[0], ids)
