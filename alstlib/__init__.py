@@ -3,33 +3,14 @@
 The public face; names load on first use, so that `import alstlib` costs nothing.
 """
 
-from __future__ import annotations
-
-import importlib
-from typing import Any
+from alstlib.face import face
 
 __version__ = "0.1.0"
-
-_WHERE = {
-    "SPContext": "groups",
-    "Options": "handle",
-    "Handle": "handle",
-    "apply": "hf",
-    "SPDataLoader": "data",
-    "causal_lm_loss": "objective",
-    "Loss": "objective",
-    "zero_config": "engine",
-    "RunConfig": "config",
-    "ROWS": "config",
-}
-
-__all__ = sorted(_WHERE)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        return getattr(importlib.import_module(f"alstlib.{_WHERE[name]}"), name)
-    raise AttributeError(f"module 'alstlib' has no attribute '{name}'")
+__getattr__, __all__ = face(__name__, {
+    "config": ["ROWS", "RunConfig"], "mesh": ["SPContext"], "data.loader": ["SPDataLoader"],
+    "hf.handle": ["Handle", "Options"], "hf.attach": ["apply"], "hf.causal_lm_loss": ["Loss", "causal_lm_loss"],
+    "train.engine": ["zero_config"],
+})  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,7 @@
 """Lessons: executed, stored with their solutions, and held to their form.
 
-`python notebooks/lessons.py run [NN ...]` executes lessons in fresh kernels of the running Python and stores the outputs,
-and the twin of each lesson with its exercises answered in notebooks/solutions/.
+`python notebooks/lessons.py run [NN ...]` executes lessons in fresh kernels of the running Python and stores the
+outputs, and the twin of each lesson with its exercises answered in notebooks/solutions/.
 `python notebooks/lessons.py check [NN ...]` executes them into memory and compares; it stores nothing.
 What needs no execution is in RULES; `tests/test_lessons.py` asserts it too.
 
@@ -455,9 +455,9 @@ def carded(book: Notebook) -> Iterator[str]:
         yield f"the card's rows are {[name for name, _ in rows]}, not {list(CARD)}"
     yield from (f"the card says nothing under {name!r}" for name, text in rows if not text)
     named = re.findall(r"`((?:alstlib|tests)/[\w/]+\.py)`", dict(rows).get("Belongs to", ""))
-    for kind in ("alstlib/", "tests/test_"):
-        if not any(name.startswith(kind) for name in named):
-            yield f"'Belongs to' names no `{kind}...py`"
+    for kind in ("alstlib", "tests"):
+        if not any(re.match(rf"{kind}/(\w+/)*(test_)?\w+\.py", name) for name in named):
+            yield f"'Belongs to' names no `{kind}/...py`"
     # that they exist is `linked`'s
 
 

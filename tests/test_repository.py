@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -316,25 +315,6 @@ def test_the_table_of_decoders_is_what_was_measured() -> None:
     import support_table
 
     assert support_table.table() in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def test_the_readme_lists_every_module_and_imports_go_downward() -> None:
-    """A module imports from its own line and from those below. (Imports for types alone, and within functions, are not
-    looked at.)"""
-    tree = (
-        (ROOT / "README.md").read_text(encoding="utf-8").partition("    alstlib/ ")[2].partition("    notebooks/ ")[0]
-    )
-    lines = [re.match(r" {6}((?:\w+\.py ?)+)", line) for line in tree.splitlines()]
-    place = {name[:-3]: i for i, line in enumerate(lines) if line for name in line[1].split()}
-    modules = {p.stem for p in (ROOT / "alstlib").glob("*.py")} - {"__init__"}
-    assert set(place) == modules
-    upward = []
-    for name in modules:
-        for node in ast.parse((ROOT / "alstlib" / f"{name}.py").read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "alstlib":
-                taken = [node.module.partition(".")[2]] if "." in node.module else [alias.name for alias in node.names]
-                upward += [f"{name} -> {other}" for other in taken if other in place and place[other] < place[name]]
-    assert upward == []
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

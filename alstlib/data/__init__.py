@@ -1,0 +1,15 @@
+"""Documents to samples to shards: each rank gets its slice, with labels shifted before it is cut.
+
+In the order in which to read it: `formats` reads what rows of a dataset hold, `corpus` opens it, `samples` tokenizes
+and packs; `shard` cuts a batch into slices, and `loader` (`SPDataLoader`) does so for a whole group of ranks, with what
+`prefetch` reads ahead.
+"""
+
+from alstlib.face import face
+
+__getattr__, __all__ = face(__name__, {
+    "corpus": ["get_tokenizer", "load_corpus"],
+    "loader": ["SPDataLoader", "documents_from_positions"],
+    "samples": ["collate", "make_samples"],
+    "shard": ["shard_batch"],
+})  # fmt: skip

@@ -1,0 +1,15 @@
+"""Attach to a Hugging Face model, and detach from it; the only room that knows transformers' internals.
+
+In the order in which to read it: `handle` holds what is attached (`Options`, `Handle`); `attach` (`apply`) attaches it,
+with `attention`, `checkpointed_layers` or `chunked_layers`, and `routers`; `inputs` takes and checks one call;
+`causal_lm_loss` calls the model. What can be run exactly is found by `support`, `dry_run` and `logits`; `edits` are the
+changes to modules that `detach` takes back, and `router_loss` is exact on a sharded sequence.
+"""
+
+from alstlib.face import face
+
+__getattr__, __all__ = face(__name__, {
+    "attach": ["apply"],
+    "causal_lm_loss": ["Loss"],
+    "handle": ["Handle", "Options"],
+})  # fmt: skip

@@ -1,4 +1,4 @@
-"""Attach to a Hugging Face model and detach from it; with `support` and `probe`, what knows transformers' internals.
+"""Attach to a Hugging Face model and detach from it; with `support` and `logits`, what knows transformers' internals.
 
 `apply` uses transformers' own registration point for attention and swaps instances of modules (head, MLPs) that keep
 their parameters' names; hooks on the model carry what belongs to one call (documents, labels). Nothing global is

@@ -1,0 +1,16 @@
+"""Attention on one device, with its logsumexp, so that parts can be merged and nothing runs forward twice.
+
+In the order in which to read it: `rule` says what a call is told, and what its backward needs; `attention` computes
+documents, windows, sinks and row chunks over any kernel, from the calls that `spans` cuts them into; `backends` has the
+kernels (PyTorch's, flash-attn's in `flash_packages`, `blockwise` in plain PyTorch) and chooses one.
+"""
+
+from alstlib.face import face
+
+__getattr__, __all__ = face(__name__, {
+    "attention": ["attention_backward", "attention_backward_rows", "attention_forward", "merge", "row_tiles",
+                  "sinks_backward"],
+    "backends": ["BACKENDS", "Backend", "choose_backend"],
+    "rule": ["Attended", "Rule"],
+    "spans": ["Documents"],
+})  # fmt: skip

@@ -243,7 +243,7 @@ def choose_backend(
 ) -> Backend:
     """The kernel for `attention`: `sdpa` picks PyTorch's best for the hardware and dtype, `auto` prefers an installed
     flash-attn 3 or 4 to it; any other name is taken at its word. With a `softcap`, only kernels that compute it.
-    In a simulation, the device that is simulated counts (`rules.kernels_as_on`).
+    In a simulation, the device that is simulated counts (`sizing.kernels_as_on`).
 
     Raises:
         ValueError: an unknown name, or a kernel that cannot run here, with what can.

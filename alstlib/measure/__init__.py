@@ -1,0 +1,7 @@
+"""What is measured, simulated or emulated, and how the planner's forms are made of it.
+
+In the order in which to read it: `simulate` drives the real code at full size with fake tensors; `emulate` is one rank
+of many on one GPU; `peers` trains side by side with the `baselines`; `time_kernels` and `time_layouts` time attention.
+`profiles` and `scope` say what memory belongs to; `forms` (with `pruning`) reads closed forms off a traced step,
+`reference_forms` those of the reference, and `calibrate` writes forms.json.
+"""

@@ -32,8 +32,8 @@ from alstlib.train.worker import run_worker, this_device
 
 
 def ballast(run: RunConfig, parameters: int, element_bytes: int) -> dict[str, int]:
-    """Bytes that ZeRO-3 over `run.emulate` ranks holds on a device besides what is built here (`zero.model_states`).
-    The weights of the layers that are built are here in full, as ZeRO-3 gathers them."""
+    """Bytes that ZeRO-3 over `run.emulate` ranks holds on a device besides what is built here
+    (`model_states.model_states`). The weights of the layers that are built are here in full, as ZeRO-3 gathers them."""
     sizes = Sizes(parameters=parameters, layer=0, embedding=0)
     return model_states(run.replace(zero_stage=3), sizes, max(1, run.emulate), element_bytes).device
 

@@ -1,6 +1,6 @@
 """The worker that compares stacks side by side, `python -m alstlib.measure.peers --config config.json --out DIR`.
 
-One job builds every stack of the run's `peers` (`stacks`) from the same weights, and runs them in turn on the same
+One job builds every stack of the run's `peers` (`baselines`) from the same weights, and runs them in turn on the same
 sample: memory and counts in a step of their own, then times, one step of each stack after the other, `steps` times.
 With `search` it finds each stack's longest sequence in an equal budget instead (`device_memory`, over what is there at
 the start of a step).

@@ -12,7 +12,7 @@ import random
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from alstlib.config import RunConfig
 from alstlib.planner.activations import activations, families, heads_way
@@ -35,7 +35,7 @@ def draw(seed: int) -> tuple[RunConfig, int, str]:
     way = heads_way(shape, ranks)[0]
     rows = int(2 ** pick.uniform(8, 17 if shape.width < 1000 else 15 + ranks.bit_length() / 4))
     checkpoint = pick.random() < 0.85
-    offload = pick.choice(["none", "sync", "async"]) if checkpoint else "none"
+    offload: Literal["none", "sync", "async"] = pick.choice(["none", "sync", "async"]) if checkpoint else "none"
     chunk = max(256, rows // pick.choice([2, 5, 16])) if checkpoint and pick.random() < 0.3 else None
     run = RunConfig(
         model=model, seq_len=rows * ranks + pick.randrange(ranks),

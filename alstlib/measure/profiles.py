@@ -1,7 +1,7 @@
 """One real training step on a CPU: which bytes are alive when, and where its seconds go, by part of the model.
 
-`memory_profile` counts with the ledger (`memory`), `time_profile` takes the time of each operation alone; both ask
-`places` where in the model an operation runs, in forward, recompute and backward. An instrument costs time and a little
+`memory_profile` counts with the ledger (`ledger`), `time_profile` takes the time of each operation alone; both ask
+`scope` where in the model an operation runs, in forward, recompute and backward. An instrument costs time and a little
 memory of its own: neither is counted.
 """
 

@@ -8,7 +8,7 @@ What the paper switched on with its fused loss were all of Liger's Llama feature
 baseline has none of them. Gradients of weights are dropped as DeepSpeed takes them: those of a tiled MLP after its last
 tile, so that its `2 H I` each are among the moments.
 
-Names are those of `forms`. Tiles have rules of their own, `rules.reference_tiles`: M rows of the MLP, U of the loss.
+Names are those of `forms`. Tiles have rules of their own, `sizing.reference_tiles`: M rows of the MLP, U of the loss.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], str]:
 
 
 def moments(way: Way) -> tuple[list[tuple[str, dict[Term, float]]], dict[str, Any]]:
-    """The moments of a step as `forms.moments` gives them; what decides the tiles is `rules.reference_tiles`."""
+    """The moments of a step as `forms.moments` gives them; what decides the tiles is `sizing.reference_tiles`."""
     tiles = {"M": ("1 I", 2)} if way.mlp else {}
     found = prune(forms.sums(*trace(way)), sizes=_plausible)
     return found, {**tiles, **({"U": ("1 V", 2)} if way.loss else {})}

@@ -2,8 +2,8 @@
 
 A fake tensor has a shape, a dtype and a device and no memory, so that a laptop runs one rank's step of any model at any
 length, and the byte ledger counts what would be alive. The process group is fake too. What an engine holds besides
-(shards of weights, gradients and optimizer, buffers) is not run: it is a formula (`zero.model_states`). Tiles are those
-and kernels of the device that is simulated; workspaces that a GPU's kernels take are not seen.
+(shards of weights, gradients and optimizer, buffers) is not run: it is a formula (`planner.model_states`). Tiles and
+kernels are those of the device that is simulated; workspaces that a GPU's kernels take are not seen.
 
 All layers but the first and last are alike, so a deep model's peaks are found from two shallow ones (`extend`).
 """
@@ -56,7 +56,7 @@ class Simulated:
     wire_bytes: int
     """Sent by this rank for attention."""
     categories: dict[str, int]
-    """What the device peak consists of (`places`); the sum is `device_peak`."""
+    """What the device peak consists of (`scope`); the sum is `device_peak`."""
     peak_place: str
     """The module in whose forward, recompute or backward the device peak was reached."""
     peak_operation: str

@@ -1,0 +1,12 @@
+"""Activation checkpoints that wait on the host (ALST, section 3.3), and the count of bytes on device and host.
+
+In the order in which to read it: `checkpoints` recomputes a function from its input; `host_store` is where inputs lie,
+and moves them beside the computation; `ledger` counts bytes; `headroom` measures what a device has left.
+"""
+
+from alstlib.face import face
+
+__getattr__, __all__ = face(__name__, {
+    "checkpoints": ["HostOutOfMemory", "HostStore", "Saved", "Segment", "checkpoint"],
+    "ledger": ["Ledger"],
+})  # fmt: skip

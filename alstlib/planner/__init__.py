@@ -1,0 +1,16 @@
+"""What fits, how long it takes and what would help, without torch and without starting anything.
+
+In the order in which to read it: `model_shapes` reads a model's config and `machine` (with `gpus`, `devices`) what it
+is to run on; `activations` has the closed forms of memory (forms.json, made by `alstlib.measure.calibrate`),
+`model_states` what ZeRO holds, `step_time` the seconds; `prediction` puts them together. `command` is `alst plan`,
+`preflight` asks about a run before it starts, `papers` about the rows of a paper.
+"""
+
+from alstlib.face import face
+
+__getattr__, __all__ = face(__name__, {
+    "gpus": ["GPUS", "rates_of"],
+    "machine": ["Machine", "Overheads"],
+    "model_shapes": ["read_shape"],
+    "prediction": ["Prediction", "advice", "longest", "predict"],
+})  # fmt: skip

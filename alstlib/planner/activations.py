@@ -109,7 +109,7 @@ class Activations:
     """What one rank's step takes besides model states. Bytes."""
 
     device: dict[str, int]
-    """At the device peak, by category (`places`)."""
+    """At the device peak, by category (`scope`)."""
     place: str
     """The module in which the peak is reached."""
     host: int
@@ -155,7 +155,8 @@ def activations(
     if shape.family not in families():
         raise ValueError(
             f"model='{shape.name}' is a {shape.family or 'decoder of no model_type'}, which has no form; there are "
-            f"forms of {', '.join(families())}. Add it to alstlib/measure/forms.py and run python -m alstlib.measure.calibrate"
+            f"forms of {', '.join(families())}. Add it to alstlib/measure/forms.py and run "
+            "python -m alstlib.measure.calibrate"
         )
     family = SAME.get(shape.family, shape.family)
     element = element_bytes(run, device)
@@ -281,8 +282,8 @@ def element_bytes(run: RunConfig, device: str) -> int:
 
 
 def _kept(run: RunConfig, layers: int, row: int, output: int, free: int | None) -> tuple[int, int]:
-    """(of how many layers one input is kept, layers whose attention outputs are), as `layers.plan` decides. What
-    `auto` keeps on a GPU, where only room is taken that nothing else needs, is not foretold."""
+    """(of how many layers one input is kept, layers whose attention outputs are), as `Handle.plan` decides. What `auto`
+    keeps on a GPU, where only room is taken that nothing else needs, is not foretold."""
     if not run.checkpoint:
         return 1, 0
     if run.offload == "none":

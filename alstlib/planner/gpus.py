@@ -91,7 +91,7 @@ def rates_of(gpu: str) -> Rates:
 
 
 def with_measured(rates: Rates, path: str | Path) -> Rates:
-    """These rates, with attention's from a result.json of `alstlib.measure.time_kernels` that was measured on the machine."""
+    """These rates, with attention's from a result.json of `measure.time_kernels` that was measured on the machine."""
     found = json.loads(Path(path).read_text())
     metrics = found.get("metrics") or {}
     best = (metrics.get("kernels") or {}).get(metrics.get("chosen"), {})

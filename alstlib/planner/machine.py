@@ -34,7 +34,7 @@ class Machine:
     gpus: int = 8
     per_node: int = 8
     gpu_memory: int | None = int(79.1 * GIB)
-    """Bytes that PyTorch finds on a GPU (`rates.label_bytes` knows labels); None for no limit."""
+    """Bytes that PyTorch finds on a GPU (`gpus.label_bytes` knows labels); None for no limit."""
     host_memory: int | None = None
     """Bytes of a node's memory; None for no limit."""
     rates: Rates = field(default_factory=lambda: rates_of("H100"))

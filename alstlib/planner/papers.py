@@ -1,7 +1,7 @@
 """What papers state, beside what the planner says of the stack that they ran: `python -m alstlib.planner.papers`.
 
 Nothing is fitted to these rows: the forms are traced from the code (`reference_forms`), buckets are DeepSpeed's
-defaults, the rest are the named terms of `planner.Overheads`. Where a prediction is off by more than 10%, `WHY` says
+defaults, the rest are the named terms of `machine.Overheads`. Where a prediction is off by more than 10%, `WHY` says
 what may be behind it, as far as is known.
 """
 

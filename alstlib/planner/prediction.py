@@ -1,7 +1,7 @@
 """What fits: device and host memory of a run, its longest sequence, and what would help, before anything is started.
 
 Activations come from closed forms (`activations`), model states from DeepSpeed ZeRO's rules, step time from rates
-(`speed`); what none of these sees (CUDA context, NCCL, fragments) are named terms (`Overheads`) that can be set.
+(`step_time`); what none of these sees (CUDA context, NCCL, fragments) are named terms (`Overheads`) that can be set.
 Without torch and transformers: a plan takes milliseconds.
 """
 
@@ -22,7 +22,7 @@ from alstlib.units import GIB, format_bytes
 
 @dataclass(frozen=True)
 class Loading:
-    """Peaks while the model is loaded (`alstlib.train.loading`), before any step and for every length the same. Bytes."""
+    """Peaks while the model is loaded (`train.loading`), before any step and for every length the same. Bytes."""
 
     device: int = 0
     """Of a rank: what it keeps of the weights, and under ZeRO-3 one whole tensor."""

@@ -1,4 +1,4 @@
-"""`alst run | report | status | plan`: sweeps of runs (`specs`), driven by papermill, one row at a time."""
+"""`alst run | report | status | plan`: sweeps of runs (`sweeps`), driven by papermill, one row at a time."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ def launch(
     """Run `config` under torchrun in the folder `out` and return its result (`ok` or `oom`).
 
     `out` gets config.json, progress.jsonl, logs/ and result.json. The worker writes result.json; where it could not,
-    this function does. A run that cannot fit (`foretell.why_not`) is not started: its result is `oom` and says what
+    this function does. A run that cannot fit (`preflight.why_not`) is not started: its result is `oom` and says what
     would fit; `force` starts it. A finished run of the same configuration at the same commit is returned at once,
     unless `force`. With several nodes, call it once on each of them, with `out` on a file system that they share.
 

@@ -136,7 +136,7 @@ def tiled_compute(
         tile: tokens in one tile.
         along: further inputs [B, S, ...] cut into the same tiles, which get no gradient (labels, say).
         skip: return zeros of x's shape instead of computing: for a recompute whose output nobody reads (the backward
-            runs the tiles anyway; see `unread`).
+            runs the tiles anyway; see `skip`).
         module: what `fn` calls: backward runs it in the mode (training or evaluation) of this call.
 
     Returns:
@@ -197,11 +197,11 @@ class Pass:
     drew: set[nn.Module] = field(default_factory=set)
     """MLPs that drew random numbers: found by a first pass, and given to its recompute, which has to draw them too."""
     skip: bool = False
-    """A recompute that reads no MLP's output: tiles return zeros (see `unread`)."""
+    """A recompute that reads no MLP's output: tiles return zeros (see `skip`)."""
     whole: bool = False
     """Rows that are no more than a tile run as they are, and keep their intermediates."""
     followers: Mapping[Any, Any] = field(default_factory=dict)
-    """Where `skip` says so, `unread.Follower`s whose modules' work is done in the MLPs' tiles too."""
+    """Where `skip` says so, `skip.Follower`s whose modules' work is done in the MLPs' tiles too."""
 
 
 _PASS: contextvars.ContextVar[Pass | None] = contextvars.ContextVar("pass", default=None)

@@ -130,7 +130,7 @@ def tiled_logits_loss(
 
     Args:
         hidden: [..., E]. weight: [V, E] and bias: [V] of the head. labels: [...] int64, already shifted, -100 for none.
-        tile: tokens in one tile; None chooses by `tiled.default_tile`.
+        tile: tokens in one tile; None chooses by `compute.default_tile`.
         transform: scale and soft cap of the logits.
         liger: use Liger's fused kernel (CUDA, with the package installed), which tiles by itself.
 
@@ -179,7 +179,7 @@ class TiledHead(TiledModule):
 
     Args:
         head: the model's own head, [B, S, E] -> [B, S, V]: a Linear, or any token-wise module (LoRA, say).
-        tile: tokens in one tile; None chooses by `tiled.default_tile`.
+        tile: tokens in one tile; None chooses by `compute.default_tile`.
         transform: what the model does to the logits after its head.
         liger: use Liger's fused kernel on CUDA.
     """

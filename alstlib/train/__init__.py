@@ -1,0 +1,12 @@
+"""The worker that trains, and what it is made of.
+
+In the order in which to read it: `ablation` is the worker of a run (`worker` is what every worker does); `models` and
+`loading` make the model, `engine` wraps it in DeepSpeed, `state` and `resume` save and continue a training, `search`
+finds the longest sequence. `operators` builds DeepSpeed's compiled operators, `agent` is torchrun as our runs start it.
+"""
+
+from alstlib.face import face
+
+__getattr__, __all__ = face(__name__, {
+    "engine": ["zero_config"],
+})  # fmt: skip

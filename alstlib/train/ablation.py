@@ -1,4 +1,4 @@
-"""The worker that torchrun starts, `python -m alstlib.train.ablation --config config.json --out DIR`: one run, one result.json.
+"""The worker of a run: `python -m alstlib.train.ablation --config FILE --out DIR` under torchrun; one result.json.
 
 A run trains: real text, real optimizer steps, finite losses. With `search`, it first finds the longest sequence whose
 peak stays within the device budget (`search.py`), and then trains at that length.

@@ -46,8 +46,9 @@ def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
 def engine_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]:
     """DeepSpeed's configuration for a run.
 
-    Buckets are sized on purpose (`zero.zero_bucket`): DeepSpeed's default is a buffer of 1 to 2 GB on every device. All
-    ranks are data parallel to ZeRO; the factor that makes gradients right is in the loss (`objective`).
+    Buckets are sized on purpose (`model_states.zero_bucket`): DeepSpeed's default is a buffer of 1 to 2 GB on every
+    device. All ranks are data parallel to ZeRO; the factor that makes gradients right is in the loss
+    (`causal_lm_loss`).
     """
     bucket = zero_bucket(parameters)
     zero: dict[str, Any] = {

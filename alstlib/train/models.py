@@ -20,7 +20,8 @@ def model_config(
     name: str, overrides: Mapping[str, Any], trust_remote_code: bool = False, *, shape_only: bool = False
 ) -> Any:
     """The transformers config of a built-in shape, a local path or a hub name, with fields overridden. With
-    `shape_only`, published shapes (`shapes.PUBLIC`) need no hub: their sizes are right, other fields are defaults.
+    `shape_only`, published shapes (`model_shapes.PUBLIC`) need no hub: their sizes are right, other fields are
+    defaults.
 
     Raises:
         ValueError: an unknown model (with the nearest built-in name) or an unknown field (with the nearest known one).

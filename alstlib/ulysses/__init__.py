@@ -1,0 +1,13 @@
+"""Attention over a sequence that is sharded over ranks (Ulysses sequence parallelism; ALST, section 3.2).
+
+In the order in which to read it: `alltoall` exchanges slices of the sequence for blocks of heads; `attention` is the
+operator, exchange, kernel and exchange back; `head_layouts` lets any number of heads lie on any number of ranks, by the
+plans of `head_split`.
+"""
+
+from alstlib.face import face
+
+__getattr__, __all__ = face(__name__, {
+    "alltoall": ["heads_to_seq", "seq_to_heads"],
+    "attention": ["UlyssesAttention"],
+})  # fmt: skip

@@ -23,7 +23,7 @@ from alstlib.recompute import first_order
 
 
 def emulated(group: Any) -> bool:
-    """Are the other ranks of this group not there (`groups.join_fake`)? Then nothing arrives from them."""
+    """Are the other ranks of this group not there (`mesh.join_fake`)? Then nothing arrives from them."""
     return dist.get_backend(group) == "fake"
 
 
@@ -198,7 +198,7 @@ def whole_heads(heads: int, kv_heads: int, ranks: int) -> bool:
 
 
 def whole_head_degrees(heads: int, kv_heads: int) -> list[int]:
-    """The SP degrees at which every rank has whole heads; at others, ranks share rows of heads (`rows`)."""
+    """The SP degrees at which every rank has whole heads; at others, ranks share rows of heads (`head_split`)."""
     return [p for p in range(1, heads + 1) if whole_heads(heads, kv_heads, p)]
 
 

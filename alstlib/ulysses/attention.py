@@ -30,7 +30,7 @@ class UlyssesAttention:
 
     Args:
         ctx: the mesh; with sp = 1 this is plain attention.
-        attention: `sdpa`, `auto`, or the name of one kernel of `kernels.BACKENDS`.
+        attention: `sdpa`, `auto`, or the name of one kernel of `backends.BACKENDS`.
         split_rows: share rows of heads also where whole heads could be shared (to measure what it costs).
     """
 

@@ -3,8 +3,8 @@
 Shape legend: B batch, S sequence, P ranks, L = S / P, H query heads, K key/value heads, D width.
 
 Both layouts have one face: exchange into head layout, attention there and its gradients, exchange back. `WholeHeads`
-is the plain Ulysses exchange, q [B, H / P, S, D]; `SplitRows` takes any H, K and P by a `rows.Plan`, with the rank's
-query rows stored one after the other, q [1, 1, rows, D]. Where whole heads are possible they are used: rows cost
+is the plain Ulysses exchange, q [B, H / P, S, D]; `SplitRows` takes any H, K and P by a `head_split.Plan`, with the
+rank's query rows stored one after the other, q [1, 1, rows, D]. Where whole heads are possible they are used: rows cost
 copies by index, and keys and values travel to every rank that has a part of their heads.
 """
 
@@ -88,7 +88,7 @@ class WholeHeads:
 
 
 class SplitRows:
-    """Every rank has the same number of query rows: whole heads and rows of at most two more (`rows`)."""
+    """Every rank has the same number of query rows: whole heads and rows of at most two more (`head_split`)."""
 
     def __init__(self, exchange: Exchange, plan: Plan, documents: Documents, length: int) -> None:
         self.exchange, self.plan, self.documents, self.length = exchange, plan, documents, length

@@ -98,6 +98,9 @@ def test_a_config_that_cannot_be_read(tmp_path: Path, text: str) -> None:
 
 
 def test_planning_imports_neither_torch_nor_transformers() -> None:
-    code = "import sys, alstlib.planner.command, alstlib.planner.preflight; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    code = (
+        "import sys, alstlib.planner.command, alstlib.planner.preflight as p; "
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.strip() == "[]"

@@ -1,0 +1,103 @@
+"""The rooms of `alstlib/`: imports go down, nothing is hidden, and what needs no torch imports none."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "alstlib"
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path, known: dict[str, Path]) -> set[str]:
+    """Every module of ours that a file names in an import: at its top, in a function, or for types alone."""
+    taken = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            taken |= {alias.name for alias in node.names if alias.name in known}
+        elif isinstance(node, ast.ImportFrom) and node.module in known:
+            inside = {f"{node.module}.{alias.name}" for alias in node.names} & known.keys()
+            taken |= inside or {node.module}
+    return taken
+
+
+def room(module: str) -> str:
+    """`hf` of alstlib.hf.attach, `mesh` of alstlib.mesh."""
+    return module.split(".")[1] if "." in module else module
+
+
+def floors() -> list[str]:
+    """The rooms as the README lists them, from the top down."""
+    tree = (
+        (ROOT / "README.md").read_text(encoding="utf-8").partition("    alstlib/ ")[2].partition("    notebooks/ ")[0]
+    )
+    return re.findall(r"^ {6}(\w+)(?:/|\.py) ", tree, re.MULTILINE)
+
+
+def test_the_readme_lists_every_room() -> None:
+    known = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    assert sorted(floors()) == sorted(known - {"__init__", "face"})
+
+
+def test_imports_go_downward_without_a_circle() -> None:
+    known = modules()
+    graph = {name: imports(path, known) for name, path in known.items()}
+    upward = []
+    order = {name: i for i, name in enumerate(floors())}
+    for name, taken in graph.items():
+        here = room(name)
+        upward += [f"{name} -> {one}" for one in taken if here in order and order.get(room(one), 99) < order[here]]
+    assert upward == []
+    graph = {name: {one for one in taken if one != "alstlib"} for name, taken in graph.items()}
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # raises with the circle
+
+
+def test_the_check_of_imports_sees_those_that_hide(tmp_path: Path) -> None:
+    path = tmp_path / "x.py"
+    path.write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from alstlib.hf import handle\n"
+        "def f():\n    import alstlib.mesh\n    from alstlib.tiled.loss import TiledHead\n"
+    )
+    assert imports(path, modules()) == {"alstlib.hf.handle", "alstlib.mesh", "alstlib.tiled.loss"}
+
+
+def loaded(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(*[m for m in sys.modules if m in ('torch', 'transformers', 'deepspeed')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_the_public_face_loads_on_first_use() -> None:
+    everything = [name for name in modules() if (PACKAGE.parent / Path(*name.split(".")) / "__init__.py").exists()]
+    assert loaded(f"import {', '.join(everything)}; alstlib.RunConfig; alstlib.hf.__all__") == set()
+    for name in everything:
+        code = f"import {name} as m; assert all(getattr(m, n) is not None for n in getattr(m, '__all__', []))"
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["runs", "planner"])
+def test_these_rooms_import_no_torch(name: str) -> None:
+    inside = [module for module in modules() if module.startswith(f"alstlib.{name}.")]
+    assert loaded(f"import {', '.join(inside)}") == set()
+
+
+def test_no_import_touches_a_device() -> None:
+    """Each module, imported alone, leaves CUDA as it was: ranks choose their devices afterwards."""
+    named = [m for m in modules() if not m.endswith((".agent", ".cli"))]
+    code = f"import {', '.join(named)}, torch; print(torch.cuda.is_initialized())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip().endswith("False"), done.stderr
