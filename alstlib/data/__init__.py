@@ -5,7 +5,7 @@ and packs; `shard` cuts a batch into slices, and `loader` (`SPDataLoader`) does 
 `prefetch` reads ahead.
 """
 
-from alstlib.face import face
+from alstlib import face
 
 __getattr__, __all__ = face(__name__, {
     "corpus": ["get_tokenizer", "load_corpus"],

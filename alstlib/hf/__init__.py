@@ -6,7 +6,7 @@ with `attention`, `checkpointed_layers` or `chunked_layers`, and `routers`; `inp
 changes to modules that `detach` takes back, and `router_loss` is exact on a sharded sequence.
 """
 
-from alstlib.face import face
+from alstlib import face
 
 __getattr__, __all__ = face(__name__, {
     "attach": ["apply"],

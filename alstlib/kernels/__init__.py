@@ -5,7 +5,7 @@ documents, windows, sinks and row chunks over any kernel, from the calls that `s
 kernels (PyTorch's, flash-attn's in `flash_packages`, `blockwise` in plain PyTorch) and chooses one.
 """
 
-from alstlib.face import face
+from alstlib import face
 
 __getattr__, __all__ = face(__name__, {
     "attention": ["attention_backward", "attention_backward_rows", "attention_forward", "merge", "row_tiles",

@@ -4,7 +4,7 @@ In the order in which to read it: `checkpoints` recomputes a function from its i
 and moves them beside the computation; `ledger` counts bytes; `headroom` measures what a device has left.
 """
 
-from alstlib.face import face
+from alstlib import face
 
 __getattr__, __all__ = face(__name__, {
     "checkpoints": ["HostOutOfMemory", "HostStore", "Saved", "Segment", "checkpoint"],

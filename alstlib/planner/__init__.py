@@ -6,7 +6,7 @@ is to run on; `activations` has the closed forms of memory (forms.json, made by 
 `preflight` asks about a run before it starts, `papers` about the rows of a paper.
 """
 
-from alstlib.face import face
+from alstlib import face
 
 __getattr__, __all__ = face(__name__, {
     "gpus": ["GPUS", "rates_of"],

@@ -3,7 +3,7 @@
 `chunked` runs a decoder layer chunk by chunk over one growing set of keys and values.
 """
 
-from alstlib.face import face
+from alstlib import face
 
 __getattr__, __all__ = face(__name__, {
     "chunked": ["RowChunk", "Stream"],

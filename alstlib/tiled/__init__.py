@@ -4,7 +4,7 @@ In the order in which to read it: `compute` has the operator, and the modules th
 the cross-entropy of a language-model head without its logits; `skip` finds what a recompute need not compute.
 """
 
-from alstlib.face import face
+from alstlib import face
 
 __getattr__, __all__ = face(__name__, {
     "compute": ["TiledMLP", "TiledNorm", "default_tile", "tiled_compute"],

@@ -5,7 +5,7 @@ In the order in which to read it: `ablation` is the worker of a run (`worker` is
 finds the longest sequence. `operators` builds DeepSpeed's compiled operators, `agent` is torchrun as our runs start it.
 """
 
-from alstlib.face import face
+from alstlib import face
 
 __getattr__, __all__ = face(__name__, {
     "engine": ["zero_config"],

@@ -5,7 +5,7 @@ operator, exchange, kernel and exchange back; `head_layouts` lets any number of 
 plans of `head_split`.
 """
 
-from alstlib.face import face
+from alstlib import face
 
 __getattr__, __all__ = face(__name__, {
     "alltoall": ["heads_to_seq", "seq_to_heads"],
