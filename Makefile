@@ -1,6 +1,6 @@
 # Each target sets up .venv first (env/install.sh; nothing to do when it matches its lock).
 .DEFAULT_GOAL := help
-.PHONY: help setup ablation parity lab lessons check-lessons site liger test test-compat sweep test-all lint clean
+.PHONY: help setup ablation parity lab lessons check-lessons site liger test test-all test-compat sweep release lint clean
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 ARGS ?=
@@ -11,7 +11,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-15s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "settings: PYTHON=python3.12  ALST_DEVICE=cpu|cuda  TORCH_INDEX_URL=...  WHEELHOUSE=folder  (env/README.md)"
 	@echo "          ALST_SLOW=2 doubles the time limits of check-lessons"
-	@echo "          ARGS='...' is added to the command of ablation, parity, lab, lessons (ARGS='05 12'), check-lessons, site and test"
+	@echo "          ARGS='...' is added to the command of ablation, parity, lab, lessons (ARGS='05 12'), check-lessons, site, test and test-all"
 
 setup: ## make or refresh .venv
 	@env/install.sh
@@ -43,8 +43,13 @@ site: setup ## build the lessons, their solutions and the API as web pages in bu
 
 # One thread a process: the ranks that the tests start share the cores. Most tests keep one core busy, so two of them run
 # at a time; each half has ranks of its own. Nothing is fetched from a hub.
-test: setup ## run the tests, two at a time (WORKERS=0: one after the other, for a debugger)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+test: setup ## every operator against its oracle, a step under each engine, the launcher: a few minutes
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: setup ## every test (WORKERS=0: one after the other, for a debugger)
+	$(PYTEST) $(ARGS)
 
 liger: setup ## Liger and Triton beside .venv (700 MB), for the tests of Liger's kernels on a CPU
 	env/liger.sh
@@ -57,7 +62,7 @@ test-compat: setup ## every supported decoder with the newest and the oldest tra
 sweep: setup ## every causal language model of transformers against plain transformers, newest and oldest; the table of them
 	env/compat.sh sweep $(ARGS)
 
-test-all: lint site liger test check-lessons test-compat sweep ## everything: lint, site, tests, lessons, both transformers, the sweep
+release: lint site liger test-all check-lessons test-compat sweep ## everything: lint, site, tests, lessons, both transformers, the sweep
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Puts Liger and Triton into .compat/liger (ignored, 700 MB), beside the environment, which it leaves as it is: a CPU has
 # no use for them but the tests, which run Liger's kernels in Triton's interpreter (tests/cuda/test_liger.py). Called by
-# `make test-all`. Where they cannot be had it says so, and those tests are skipped.
+# `make release`. Where they cannot be had it says so, and those tests are skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 liger=$(sed -n 's/^liger_kernel==//p' env/cuda-py311.txt)  # the version that runs on GPUs

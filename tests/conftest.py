@@ -118,7 +118,21 @@ def ranks4(pools: Callable[[int], RankPool]) -> RankPool:
     return pools(4)
 
 
+QUICK = 6
+"""Cases of one parametrized test that `make test` runs, spread over all of them; the others are slow."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if {"pools", "ranks2", "ranks4"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("ranks")
+    for some in cases.values():
+        quick = {round(i * (len(some) - 1) / (QUICK - 1)) for i in range(QUICK)}
+        for i, item in enumerate(some):
+            if i not in quick:
+                item.add_marker("slow")
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device, none here")
         for item in items:

@@ -180,7 +180,7 @@ def test_ci_fails_with_the_suite_and_the_lessons_and_ends_with_the_suites_summar
     assert (done.returncode != 0) == fails, done.stdout
     last = done.stdout.splitlines()[-1]
     assert last == ("pytest gave no summary" if output == "nothing" else output)
-    assert (tmp_path / "called").read_text().split() == ["lint", "site", "test", "check-lessons"]
+    assert (tmp_path / "called").read_text().split() == ["lint", "site", "test-all", "check-lessons"]
 
 
 def make_targets() -> set[str]:
