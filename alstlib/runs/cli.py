@@ -21,6 +21,7 @@ from alstlib.planner.model_shapes import check_model
 from alstlib.runs import launch, locks, report, results, status
 from alstlib.runs.progress import Printer, ProgressReader
 from alstlib.runs.sweeps import Spec, check_parameters, load_spec, papermill_line, select, shown, write_record
+from alstlib.units import format_seconds
 
 KERNEL_START_SECONDS = 600  # papermill's 60 are short where many processes share the cores
 KERNEL_SECONDS = 60.0  # for an interrupted notebook: longer than the launcher's own grace
@@ -123,8 +124,33 @@ def _code_cells(notebook: Path) -> list[dict[str, Any]]:
 # Commands
 
 
-def run_row(spec: Spec, row: str, *, force: bool = False) -> dict[str, Any]:
-    """Execute the run template for a row and return its result, which says how it ended (also of a dead kernel).
+class Rest:
+    """How long the rows of a sweep take yet: what the spec says of each, times what those that ended took beside it."""
+
+    def __init__(self, spec: Spec, names: Sequence[str]) -> None:
+        self.seconds, self.rows = spec.seconds, list(names)
+        self.took = self.said = 0.0
+        self.since = time.monotonic()
+
+    def begin(self) -> None:
+        self.since = time.monotonic()
+
+    def end(self, row: str) -> None:
+        self.rows.remove(row)
+        self.took += time.monotonic() - self.since
+        self.said += self.seconds.get(row, 0.0)
+
+    def __str__(self) -> str:
+        if not all(row in self.seconds for row in self.rows) or len(self.rows) == 1:
+            return ""
+        pace = self.took / self.said if self.said else 1.0
+        left = pace * sum(self.seconds[row] for row in self.rows) - (time.monotonic() - self.since)
+        return f"all rows: about {format_seconds(max(1.0, left))} left"
+
+
+def run_row(spec: Spec, row: str, *, force: bool = False, also: Callable[[], str] = lambda: "") -> dict[str, Any]:
+    """Execute the run template for a row and return its result, which says how it ended (also of a dead kernel). What
+    `also` gives is said in each line of progress.
 
     Raises:
         ValueError: another process runs in the row's folder; nothing there was touched.
@@ -136,7 +162,7 @@ def run_row(spec: Spec, row: str, *, force: bool = False) -> dict[str, Any]:
     path = folder / "result.json"
     before = path.stat() if path.exists() else None
     (folder / "progress.jsonl").unlink(missing_ok=True)
-    reader, show = ProgressReader(folder / "progress.jsonl"), Printer()
+    reader, show = ProgressReader(folder / "progress.jsonl"), Printer(also)
     show({"event": "load", "row": row, "time": time.time(), "message": "starting the notebook"})
 
     def watch() -> None:
@@ -198,18 +224,23 @@ def _left_alone(spec: Spec, row: str, args: argparse.Namespace) -> str:
 
 def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: Callable[..., None]) -> int:
     bad = []
+    alone = {row: why for row in names if (why := _left_alone(spec, row, args))}
+    rest = Rest(spec, [row for row in names if row not in alone])
     for i, row in enumerate(names):
-        if why := _left_alone(spec, row, args):
-            print(f"{row}: {why}")
+        if row in alone:
+            print(f"{row}: {alone[row]}")
             continue
+        rest.begin()
         print(f"{row}: starting run {results.run_id(spec.rows[row])}, row {i + 1} of {len(names)}", flush=True)
         note(row=row, row_since=time.time())
         try:
-            result = run_row(spec, row, force=args.force)
+            result = run_row(spec, row, force=args.force, also=lambda: str(rest))
         except ValueError as e:
             print(f"alst: {e}", file=sys.stderr)
             bad.append(row)
             continue
+        finally:
+            rest.end(row)
         error = result.get("error") or {}
         why = f": {error.get('type')}: {error.get('message')}" if result["status"] in status.FAILED else ""
         print(f"{row}: {result['status']}{why}", flush=True)

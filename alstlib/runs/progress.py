@@ -220,7 +220,9 @@ class Printer:
 
     LOG_SECONDS = 600.0
 
-    def __init__(self) -> None:
+    def __init__(self, also: Callable[[], str] = lambda: "") -> None:
+        """`also` is said at the end of each line."""
+        self.also = also
         self.handle = _notebook_display()
         self.terminal = self.handle is None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         live = self.handle is not None or self.terminal
@@ -243,15 +245,18 @@ class Printer:
         now, ends = time.monotonic(), self.event.get("event") == "end"
         if (self.handle is not None or self.terminal) and (ends or now - self.shown >= 1.0):
             self.shown = now
-            self._show(describe(self.event, time.time()))
+            self._show(self._line())
         every = min(self.LOG_SECONDS, max(1.0, self.logged - self.began))
         tenth = 10 * int(self.event.get("step") or 0) // int(self.event.get("steps") or 1)
         if self.log is not None and (ends or now - self.logged >= every or tenth > self.tenth):
             self.logged, self.tenth = now, tenth
-            line = describe(self.event, time.time())
+            line = self._line()
             if line != self.line:
                 print(f"{self.wipe}{line}", file=self.log, flush=True)
             self.line = line
+
+    def _line(self) -> str:
+        return "  ".join(part for part in (describe(self.event or {}, time.time()), self.also()) if part)
 
     @property
     def wipe(self) -> str:

@@ -46,6 +46,8 @@ class Spec:
     rows: Mapping[str, RunConfig]
     sets: Mapping[str, Mapping[str, Any]]
     """What each row says beyond the base."""
+    seconds: Mapping[str, float]
+    """What rows took where the spec was written, of those that say so: from it the rest of a sweep is estimated."""
     report: Path | None
     out: Path
 
@@ -89,10 +91,15 @@ def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None =
     device = "cuda" if gpus else "cpu"
     rows: dict[str, RunConfig] = {}
     sets: dict[str, dict[str, Any]] = {}
+    seconds: dict[str, float] = {}
     for given in spec.get("rows") or []:
         fields = dict(given) if isinstance(given, Mapping) else {"name": given}
         row = str(fields.pop("name", ""))
         fields.pop("expect", None)
+        if (took := _for_device(fields, device).get("seconds")) is not None:
+            if not isinstance(took, int | float) or isinstance(took, bool) or took <= 0:
+                raise ValueError(f"row '{row}': seconds={took!r} must be a number above 0")
+            seconds[row] = float(took)
         for what, text in (("name", name), ("row", row)):
             if not re.fullmatch(FOLDER_NAME, text):
                 raise ValueError(
@@ -104,15 +111,15 @@ def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None =
             check_names({row: None}, ROWS, "row")
         base = RunConfig.from_dict(_for_device(spec.get("base") or {}, device))
         config = row_config(row, base) if row in ROWS else base.replace(row=row)
-        fields = _for_device(fields, device)
+        fields = {n: v for n, v in _for_device(fields, device).items() if n != "seconds"}
         rows[row], sets[row] = launch.resolve(config.replace(**fields), gpus=gpus), {**ROWS.get(row, {}), **fields}
     if not rows:
         raise ValueError(f"the spec {path} names no rows")
     report = _locate(spec["report"], path)[0] if spec.get("report") else None
     parameters = dict(spec.get("parameters") or {})
     return Spec(
-        name=name, path=path, root=root, notebook=notebook, parameters=parameters, rows=rows, sets=sets, report=report,
-        out=folder,
+        name=name, path=path, root=root, notebook=notebook, parameters=parameters, rows=rows, sets=sets,
+        seconds=seconds, report=report, out=folder,
     )  # fmt: skip
 
 

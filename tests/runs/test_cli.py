@@ -40,7 +40,7 @@ def out_of(folder: Path) -> Path:
 
 def recorder(ran: list, status: str):
     """A stand-in for `cli.run_row` that notes the row."""
-    return lambda spec, row, force: ran.append(row) or results.new_result(spec.rows[row], status)
+    return lambda spec, row, force, also: ran.append(row) or results.new_result(spec.rows[row], status)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_what_is_run_again(sweep, monkeypatch, capsys):
     spec, _, _ = sweep
     ran = []
 
-    def run_row(spec, row, force):
+    def run_row(spec, row, force, also):
         ran.append((row, force))
         return results.new_result(spec.rows[row], "ok")
 
@@ -534,3 +534,33 @@ def test_a_kernel_has_minutes_to_start(tmp_path, monkeypatch):
         is None
     )
     assert given["start_timeout"] >= 600
+
+
+def test_what_is_left_of_a_sweep_is_estimated_from_the_rows_that_ended(tmp_path, monkeypatch, capsys):
+    rows = [{"name": name, "seconds": seconds} for name, seconds in (("a", 10), ("b", 20), ("c", 30))]
+    now, said = [0.0], []
+    monkeypatch.setattr(cli.time, "monotonic", lambda: now[0])
+
+    def run_row(spec, row, force, also):
+        said.append(also())
+        now[0] += 3 * spec.seconds[row]  # this machine is three times as slow
+        said.append(also())
+        return results.new_result(spec.rows[row], "ok")
+
+    monkeypatch.setattr(cli, "run_row", run_row)
+    assert cli.main(["run", str(write_spec(tmp_path, rows=rows))]) == 0
+    left = [re.sub(r"all rows: about (.*) left", r"\1", text) for text in said]
+    assert left == ["0:01:00", "30.0 s", "0:02:30", "0:01:30", "", ""]  # of the last row its own line says it
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "soon", True])
+def test_seconds_of_a_row_are_a_number(tmp_path, capsys, seconds):
+    path = write_spec(tmp_path, rows=[{"name": "a", "seconds": seconds}])
+    assert cli.main(["run", str(path)]) == 2
+    assert f"row 'a': seconds={seconds!r} must be a number above 0" in capsys.readouterr().err
+
+
+def test_nothing_is_estimated_of_rows_that_do_not_say_how_long_they_take(tmp_path):
+    spec = cli.load_spec(write_spec(tmp_path, rows=[{"name": "a", "seconds": 5}, {"name": "b"}]))
+    assert spec.seconds == {"a": 5.0}
+    assert str(cli.Rest(spec, ["a", "b"])) == ""
