@@ -1,6 +1,6 @@
 # Each target sets up .venv first (env/install.sh; nothing to do when it matches its lock).
 .DEFAULT_GOAL := help
-.PHONY: help setup ablation parity lab lessons check-lessons site liger test test-all test-compat sweep release lint clean
+.PHONY: help setup ablation ablation-full parity lab lessons check-lessons site liger test test-all test-compat sweep release lint clean
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 ARGS ?=
@@ -8,15 +8,18 @@ WORKERS ?= 2
 
 help: ## this list
 	@echo "usage: make TARGET    (needs Python >= 3.11, git and make)"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-15s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "settings: PYTHON=python3.12  ALST_DEVICE=cpu|cuda  TORCH_INDEX_URL=...  WHEELHOUSE=folder  (env/README.md)"
 	@echo "          ALST_SLOW=2 doubles the time limits of check-lessons"
-	@echo "          ARGS='...' is added to the command of ablation, parity, lab, lessons (ARGS='05 12'), check-lessons, site, test and test-all"
+	@echo "          ARGS='...' is added to the command of a target, such as lessons (ARGS='05 12') and test"
 
 setup: ## make or refresh .venv
 	@env/install.sh
 
-ablation: setup ## run every row of the paper's Table 1 here, print the table, write the report
+ablation: setup ## every row of the paper's Table 1 with a small model, in a few minutes: the table, the report
+	$(BIN)/alst run papermill_runs/specs/ablation-quick.yaml $(ARGS)
+
+ablation-full: setup ## the same with the model and the budget of the README's table (10 to 20 minutes on two cores)
 	$(BIN)/alst run papermill_runs/specs/ablation.yaml $(ARGS)
 
 parity: setup ## train the same data with and without sequence parallelism, compare the losses
