@@ -9,7 +9,7 @@ from alstlib import face
 
 __getattr__, __all__ = face(__name__, {
     "corpus": ["get_tokenizer", "load_corpus"],
-    "loader": ["SPDataLoader", "documents_from_positions"],
+    "loader": ["SPDataLoader"],
     "samples": ["collate", "make_samples"],
-    "shard": ["shard_batch"],
+    "shard": ["documents_from_positions", "shard_batch"],
 })  # fmt: skip

@@ -18,9 +18,6 @@ from typing import Any
 
 from alstlib.config import nearest_path
 from alstlib.data.formats import canonical_columns, plain_text
-from alstlib.data.samples import collate, make_samples
-
-__all__ = ["canonical_columns", "collate", "get_tokenizer", "load_corpus", "make_samples"]
 
 logger = logging.getLogger(__name__)
 

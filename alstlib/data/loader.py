@@ -23,16 +23,11 @@ from alstlib.data.shard import (
     Batch,
     check_pad_to,
     cut,
-    documents_from_positions,
     fingerprint,
     prepare,
-    shard_batch,
     valid_tokens,
 )
 from alstlib.mesh import SPContext
-from alstlib.units import IGNORE
-
-__all__ = ["IGNORE", "SPDataLoader", "documents_from_positions", "shard_batch"]
 
 logger = logging.getLogger(__name__)
 

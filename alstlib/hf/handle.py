@@ -23,7 +23,7 @@ from alstlib.hf.inputs import Call
 from alstlib.hf.support import Facts
 from alstlib.mesh import SPContext
 from alstlib.offload import headroom
-from alstlib.offload.checkpoints import HostOutOfMemory, HostStore
+from alstlib.offload.host_store import HostOutOfMemory, HostStore
 from alstlib.sizing import share_host
 from alstlib.tiled.compute import TiledMLP
 from alstlib.tiled.loss import TiledHead

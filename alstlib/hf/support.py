@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alstlib.hf.dry_run import DryRun, LayerCall, dry_run
-from alstlib.kernels.attention import choose_backend
+from alstlib.kernels.backends import choose_backend
 from alstlib.mesh import ATTACHED, SPContext
 
 

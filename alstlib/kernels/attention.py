@@ -25,15 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from alstlib.kernels.backends import BACKENDS, LONG, Backend, choose_backend
+from alstlib.kernels.backends import BACKENDS, LONG, Backend
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.kernels.spans import Documents, Offsets, Piece, Span, document_spans, keys_of_a_call, pieces
-
-__all__ = [
-    "BACKENDS", "Attended", "Backend", "Documents", "Rule", "attention_backward", "attention_backward_rows",
-    "attention_forward",
-    "choose_backend", "merge", "row_tiles", "sinks_backward",
-]  # fmt: skip
 
 P = ParamSpec("P")
 R = TypeVar("R")

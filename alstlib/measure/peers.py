@@ -23,7 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from alstlib.config import RunConfig
 from alstlib.hf.support import heads_of
-from alstlib.kernels.attention import Attended, Rule, attention_backward, attention_forward, choose_backend
+from alstlib.kernels.attention import attention_backward, attention_forward
+from alstlib.kernels.backends import choose_backend
+from alstlib.kernels.rule import Attended, Rule
 from alstlib.measure.baselines import Stack
 from alstlib.offload.host_store import HostStore
 from alstlib.offload.ledger import Ledger

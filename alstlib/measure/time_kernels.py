@@ -22,15 +22,9 @@ from typing import Any
 import torch
 
 from alstlib.config import RunConfig
-from alstlib.kernels.attention import (
-    BACKENDS,
-    Attended,
-    Rule,
-    attention_backward,
-    attention_backward_rows,
-    attention_forward,
-    choose_backend,
-)
+from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward
+from alstlib.kernels.backends import BACKENDS, choose_backend
+from alstlib.kernels.rule import Attended, Rule
 from alstlib.runs.processes import die_with_parent, seconds_left
 from alstlib.runs.progress import Progress
 from alstlib.train.worker import run_worker, this_device

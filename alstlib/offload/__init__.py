@@ -7,6 +7,7 @@ and moves them beside the computation; `ledger` counts bytes; `headroom` measure
 from alstlib import face
 
 __getattr__, __all__ = face(__name__, {
-    "checkpoints": ["HostOutOfMemory", "HostStore", "Saved", "Segment", "checkpoint"],
+    "checkpoints": ["Saved", "Segment", "checkpoint"],
+    "host_store": ["HostOutOfMemory", "HostStore"],
     "ledger": ["Ledger"],
 })  # fmt: skip

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from alstlib.offload.host_store import HostOutOfMemory, HostStore, Ticket, host_available
+from alstlib.offload.host_store import HostStore, Ticket
 from alstlib.recompute import Replay, Values, first_order, those_that_train, unchanged
-
-__all__ = ["HostOutOfMemory", "HostStore", "Saved", "Segment", "checkpoint", "host_available"]
 
 
 class Saved:

@@ -25,8 +25,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from alstlib.kernels.attention import Attended, Documents, Rule
-from alstlib.offload.checkpoints import HostStore, Ticket
+from alstlib.kernels.rule import Attended, Rule
+from alstlib.kernels.spans import Documents
+from alstlib.offload.host_store import HostStore, Ticket
 from alstlib.recompute import GradientSums, Replay, first_order, those_that_train, unchanged
 from alstlib.ulysses.attention import UlyssesAttention, gradient_of_sinks, output_with, row_delta
 from alstlib.ulysses.head_layouts import Layout

@@ -27,12 +27,13 @@ from alstlib.data.samples import collate, make_samples
 from alstlib.mesh import gather_text
 from alstlib.offload.ledger import Ledger, ran_out
 from alstlib.planner.machine import machine_of
+from alstlib.planner.model_shapes import SHAPES
 from alstlib.planner.preflight import as_metrics, foretell
 from alstlib.runs import results
 from alstlib.runs.progress import Pace, Progress, ProgressReader
 from alstlib.train.engine import host_tensors, initialize, save_model, take_step
 from alstlib.train.loading import load_on_first
-from alstlib.train.models import SHAPES, flop_dimensions, put_liger
+from alstlib.train.models import flop_dimensions, put_liger
 from alstlib.train.resume import RunStates
 from alstlib.train.search import Trials, expected_seconds, longest_that_fits
 from alstlib.train.worker import node_count, run_worker, this_device

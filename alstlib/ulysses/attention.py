@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.kernels.attention import Attended, Backend, Documents, Rule, choose_backend, row_tiles
+from alstlib.kernels.attention import row_tiles
+from alstlib.kernels.backends import Backend, choose_backend
+from alstlib.kernels.rule import Attended, Rule
+from alstlib.kernels.spans import Documents
 from alstlib.mesh import SPContext
 from alstlib.offload.checkpoints import Saved
 from alstlib.recompute import first_order

@@ -16,16 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.kernels.attention import (
-    Attended,
-    Backend,
-    Documents,
-    Rule,
-    attention_backward,
-    attention_backward_rows,
-    attention_forward,
-    sinks_backward,
-)
+from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward, sinks_backward
+from alstlib.kernels.backends import Backend
+from alstlib.kernels.rule import Attended, Rule
+from alstlib.kernels.spans import Documents
 from alstlib.ulysses.alltoall import Exchange, whole_heads
 from alstlib.ulysses.head_split import Group, Plan, Sample
 

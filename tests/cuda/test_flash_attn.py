@@ -16,14 +16,9 @@ from fake import Watch, fake_cuda
 from test_kernel_calls import CUDA, FORMS, alike, of
 
 from alstlib.kernels import backends
-from alstlib.kernels.attention import (
-    Attended,
-    attention_backward,
-    attention_backward_rows,
-    attention_forward,
-    choose_backend,
-)
-from alstlib.kernels.backends import PACKAGES
+from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward
+from alstlib.kernels.backends import PACKAGES, choose_backend
+from alstlib.kernels.rule import Attended
 
 SIGNATURES: dict[str, tuple[str, dict[str, str]]] = {
     "flash_attention_2": ("flash-attn 2.8.3.post2", {

@@ -12,15 +12,9 @@ import torch.distributed as dist
 from fake import Watch, fake_cuda
 from torch import Tensor
 
-from alstlib.kernels.attention import (
-    BACKENDS,
-    Attended,
-    Rule,
-    attention_backward,
-    attention_backward_rows,
-    attention_forward,
-    choose_backend,
-)
+from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward
+from alstlib.kernels.backends import BACKENDS, choose_backend
+from alstlib.kernels.rule import Attended, Rule
 from alstlib.mesh import join_fake
 from alstlib.ulysses.alltoall import Exchange
 from alstlib.ulysses.head_layouts import Layouts, SplitRows

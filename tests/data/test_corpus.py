@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from alstlib.data.corpus import EOS, canonical_columns, collate, get_tokenizer, load_corpus, make_samples
+from alstlib.data.corpus import EOS, get_tokenizer, load_corpus
+from alstlib.data.formats import canonical_columns
+from alstlib.data.samples import collate, make_samples
 from alstlib.data.shard import shard_batch
 
 CHATML = (

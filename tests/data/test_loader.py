@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 
-from alstlib.data.loader import SPDataLoader, documents_from_positions, shard_batch
+from alstlib.data.loader import SPDataLoader
+from alstlib.data.shard import documents_from_positions, shard_batch
 from alstlib.mesh import SPContext
 
 SLICED = ("input_ids", "position_ids", "shift_labels")

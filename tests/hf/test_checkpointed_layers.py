@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import alstlib
-from alstlib.offload.checkpoints import HostOutOfMemory, HostStore, Segment, checkpoint
+from alstlib.offload.checkpoints import Segment, checkpoint
+from alstlib.offload.host_store import HostOutOfMemory, HostStore
 from alstlib.offload.ledger import Ledger
 from alstlib.reference import shift
 from alstlib.sizing import share_host

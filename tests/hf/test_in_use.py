@@ -406,7 +406,9 @@ def test_a_router_loss_that_is_not_known_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["cpu", "blockwise"])
 def test_kernels_sum_in_full_precision_under_autocast(name: str) -> None:
-    from alstlib.kernels.attention import BACKENDS, Rule, attention_forward
+    from alstlib.kernels.attention import attention_forward
+    from alstlib.kernels.backends import BACKENDS
+    from alstlib.kernels.rule import Rule
 
     q, k, v = (torch.randn(1, n, 64, 8, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (4, 2, 2))
     rule = Rule(1.0, softcap=30.0 if name == "blockwise" else None)

@@ -16,17 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from alstlib import reference
 from alstlib.config import Attention
-from alstlib.kernels.attention import (
-    BACKENDS,
-    Attended,
-    Rule,
-    attention_backward,
-    attention_backward_rows,
-    attention_forward,
-    choose_backend,
-    merge,
-)
-from alstlib.kernels.backends import PACKAGES
+from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward, merge
+from alstlib.kernels.backends import BACKENDS, PACKAGES, choose_backend
+from alstlib.kernels.rule import Attended, Rule
 from alstlib.offload.ledger import Ledger
 
 ON_CPU = ["cpu", "eager"]

@@ -11,16 +11,9 @@ from operators import EXACT, nan_memory, randn, worst
 from torch import Tensor
 
 from alstlib import reference
-from alstlib.kernels.attention import (
-    BACKENDS,
-    Attended,
-    Rule,
-    attention_backward,
-    attention_backward_rows,
-    attention_forward,
-    choose_backend,
-    sinks_backward,
-)
+from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward, sinks_backward
+from alstlib.kernels.backends import BACKENDS, choose_backend
+from alstlib.kernels.rule import Attended, Rule
 from alstlib.kernels.spans import Span, pieces
 from alstlib.ulysses.attention import row_delta
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from alstlib.measure.calibrate import FILE, text_of, without_unused
+from alstlib.measure.calibrate import text_of, without_unused
 from alstlib.measure.forms import HEADS, LAYERS, SIZES, SMALL, Way, factor, moments, trace
 from alstlib.measure.pruning import plausible
-from alstlib.planner.activations import SAME, _forms, product
+from alstlib.planner.activations import FILE, SAME, _forms, product
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from cases import make_model
 from torch import Tensor
 
 import alstlib
-from alstlib.figures import step
-from alstlib.measure.profiles import GRADIENTS, OPTIMIZER, PHASES, WEIGHTS, MemoryProfile, memory_profile, time_profile
+from alstlib.figures import step_plots
+from alstlib.measure.profiles import PHASES, MemoryProfile, memory_profile, time_profile
 from alstlib.offload.ledger import Ledger
+from alstlib.planner.model_states import GRADIENTS, OPTIMIZER, WEIGHTS
 
 LENGTH, VOCAB = 96, 512
 SHAPE: dict[str, Any] = {
@@ -127,14 +128,16 @@ def test_attention_runs_again_where_its_output_is_not_kept() -> None:
 
 def test_figures_have_every_part() -> None:
     _, found = plain_profile()
-    axes = step.step_memory(found.phases, found.points, "one step", (WEIGHTS, OPTIMIZER)).axes[0]
+    axes = step_plots.step_memory(found.phases, found.points, "one step", (WEIGHTS, OPTIMIZER)).axes[0]
     legend = [text.get_text() for text in axes.get_legend().get_texts()][::-1]
     assert legend[:2] == [WEIGHTS, OPTIMIZER]
     assert set(legend) == {name for point in found.points for name in point}
     assert set(PHASES) <= {text.get_text() for text in axes.texts}
     assert any("peak" in text.get_text() for text in axes.texts)
-    bars = step.parts({"a": {"x": 1.0, "y": 2.0}, "b": {"y": 4.0}}, "seconds", limit=(3.5, "what there is")).axes[0]
+    bars = step_plots.parts({"a": {"x": 1.0, "y": 2.0}, "b": {"y": 4.0}}, "seconds", limit=(3.5, "what there is")).axes[
+        0
+    ]
     assert {text.get_text().strip() for text in bars.texts} == {"3", "4", "what there is"}
-    named = step.parts({"a": {"x": 1.0, "nothing": 0.0}}, "seconds", ends=["1 step"]).axes[0]
+    named = step_plots.parts({"a": {"x": 1.0, "nothing": 0.0}}, "seconds", ends=["1 step"]).axes[0]
     assert [text.get_text().strip() for text in named.texts] == ["1 step"]
     assert [text.get_text() for text in named.get_legend().get_texts()] == ["x"]

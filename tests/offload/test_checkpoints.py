@@ -20,7 +20,8 @@ from torch import Tensor, nn
 import alstlib
 from alstlib.offload import checkpoints
 from alstlib.offload import host_store as store_module
-from alstlib.offload.checkpoints import HostOutOfMemory, HostStore, Saved, checkpoint
+from alstlib.offload.checkpoints import Saved, checkpoint
+from alstlib.offload.host_store import HostOutOfMemory, HostStore
 from alstlib.offload.ledger import Ledger
 from alstlib.reference import relative_error
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import alstlib
-from alstlib.offload.checkpoints import HostStore, checkpoint
+from alstlib.offload.checkpoints import checkpoint
+from alstlib.offload.host_store import HostStore
 from alstlib.offload.ledger import DeviceOutOfMemory, Ledger, ran_out, storage_bytes
 
 MIB = 2**20

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from alstlib.config import RunConfig, row_config
-from alstlib.figures import step
+from alstlib.figures import step_plots
 from alstlib.planner.activations import activations
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.machine import Machine
@@ -91,7 +91,7 @@ def test_attention_is_run_again_only_where_it_is_not_kept() -> None:
 
 def test_the_figure_has_each_lane_and_pass() -> None:
     spans, _, _ = both(OURS, 8, 512_000)
-    figure = step.timeline({n: [(s.lane, s.what, s.start, s.seconds) for s in p] for n, p in spans.items()})
+    figure = step_plots.timeline({n: [(s.lane, s.what, s.start, s.seconds) for s in p] for n, p in spans.items()})
     assert [axes.get_title("left") for axes in figure.axes] == ["forward", "backward"]
     assert {t.get_text() for t in figure.axes[0].get_yticklabels()} == {COMPUTE, EXCHANGE, COPIES, STATES}
     assert "attention" in {text.get_text() for text in figure.axes[0].texts}

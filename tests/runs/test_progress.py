@@ -177,7 +177,7 @@ def test_expected_seconds_of_a_trial():
 def test_tokenizing_tells_how_far_it_is():
     import datasets
 
-    from alstlib.data.corpus import make_samples
+    from alstlib.data.samples import make_samples
 
     told: list = []
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import alstlib
 from alstlib.data.shard import shard_batch
 from alstlib.mesh import SPContext
-from alstlib.offload.checkpoints import HostStore
+from alstlib.offload.host_store import HostStore
 from alstlib.offload.ledger import Ledger
 from alstlib.reference import attention, shift
 from alstlib.streaming.chunked import RowChunk, Stream

@@ -12,10 +12,11 @@ from cases import make_model
 from transformers import AutoModelForCausalLM
 
 from alstlib.config import RunConfig
+from alstlib.planner.model_shapes import SHAPES
 from alstlib.runs import results
 from alstlib.train import models
 from alstlib.train.ablation import run_options
-from alstlib.train.models import SHAPES, flop_dimensions, load_model, model_config, put_liger
+from alstlib.train.models import flop_dimensions, load_model, model_config, put_liger
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -14,7 +14,8 @@ import torch
 from operators import randn, worst
 
 from alstlib import reference
-from alstlib.kernels.attention import BACKENDS, Attended, Backend, Rule
+from alstlib.kernels.backends import BACKENDS, Backend
+from alstlib.kernels.rule import Attended, Rule
 from alstlib.ulysses.alltoall import whole_heads
 from alstlib.ulysses.head_layouts import Layouts, SplitRows, WholeHeads
 from alstlib.ulysses.head_split import Plan, Sample, Shares, balance, folded_rows, parts_of

@@ -11,7 +11,8 @@ from operators import EXACT, leaf, nan_memory, randn, strided, worst
 from torch import Tensor
 
 from alstlib import SPContext, reference
-from alstlib.offload.checkpoints import HostStore, Saved, checkpoint
+from alstlib.offload.checkpoints import Saved, checkpoint
+from alstlib.offload.host_store import HostStore
 from alstlib.ulysses.attention import UlyssesAttention
 
 WIDTH = 8
