@@ -55,7 +55,7 @@ class Options:
     offloaded, as many as fit the host's memory; on a GPU without offload, from the second step on, as many as fit
     beside what earlier steps needed."""
     chunk: Count | None = None
-    """Stream decoder layers in chunks of so many rows of this rank, with keys and values resident; None: whole."""
+    """Stream decoder layers in chunks of so many tokens of this rank, with keys and values resident; None: whole."""
     host_memory: Bytes | None = None
     """Host bytes that checkpoints of this rank may take; None: what is free at each forward. When they are short,
     attention outputs go first, then the inputs of all but every k-th layer (streamed layers need every input). All

@@ -99,7 +99,7 @@ def _stripe_inputs(kwargs: dict[str, Any], tokens: Tensor, call: Call, chunk: in
         raise ValueError("chunk with sp > 1 deals tokens out anew: give input_ids, not inputs_embeds")
     if call.shift_labels is None or kwargs.get("output_hidden_states"):
         raise ValueError(
-            "chunk with sp > 1 deals rows out anew, so logits and hidden states would not be in order: give "
+            "chunk with sp > 1 deals tokens out anew, so logits and hidden states would not be in order: give "
             "shift_labels (causal_lm_loss does), or use chunk=None"
         )
     positions = kwargs["position_ids"].expand_as(tokens)
@@ -122,7 +122,7 @@ def _real_tokens(row_tokens: Any, mask: Any, tokens: Tensor, ctx: SPContext) -> 
     lengths = torch.as_tensor(row_tokens).flatten().cpu()
     if lengths.numel() != batch or not bool(((lengths >= 0) & (lengths <= rows * ctx.sp)).all()):
         raise ValueError(
-            f"row_tokens={lengths.tolist()[:8]} must hold the tokens of each of {batch} rows, 0 to {rows * ctx.sp}"
+            f"row_tokens={lengths.tolist()[:8]} must hold the tokens of each of {batch} micro-batch rows, 0 to {rows * ctx.sp}"
         )
     if bool((lengths == rows * ctx.sp).all()):
         return None
@@ -173,14 +173,14 @@ def _documents(cu: Any, positions: Any, tokens: Tensor, ctx: SPContext) -> Offse
                 f"{ctx.sp} ranks are {batch * rows * ctx.sp}: the ranks' shapes disagree, or the offsets are not global"
             )
         if positions is None and ctx.sp > 1:
-            raise ValueError("position_ids are missing: each rank must give the positions of its own rows")
+            raise ValueError("position_ids are missing: each rank must give the positions of its own tokens")
         if positions is not None and readable(positions):  # on a GPU the look would cost a synchronisation
             _check_positions(positions.expand(batch, -1), offsets, ctx)
         return offsets
     if ctx.sp > 1:
         if positions is None:
-            raise ValueError("position_ids are missing: each rank must give the positions of its own rows")
-        agree_on((batch, rows), ("the batch size", "the number of rows"), ctx.sp_group, tokens.device)
+            raise ValueError("position_ids are missing: each rank must give the positions of its own tokens")
+        agree_on((batch, rows), ("the batch size", "the tokens of a rank"), ctx.sp_group, tokens.device)
         own = torch.arange(rows, device=positions.device) + ctx.sp_rank * rows
         if not bool((positions == own).all()):
             raise ValueError(

@@ -305,7 +305,7 @@ def refusal(index: int, world: int, case: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "case, name", [("rows", r"the number of rows: \[12, 11\]"), ("batch", r"batch size: \[1, 2\]")]
+    "case, name", [("rows", r"the tokens of a rank: \[12, 11\]"), ("batch", r"batch size: \[1, 2\]")]
 )
 def test_ranks_of_different_shapes_all_get_an_error(ranks2: Any, case: str, name: str) -> None:
     for message in ranks2(refusal, case, timeout=60):
