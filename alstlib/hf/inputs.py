@@ -122,7 +122,8 @@ def _real_tokens(row_tokens: Any, mask: Any, tokens: Tensor, ctx: SPContext) -> 
     lengths = torch.as_tensor(row_tokens).flatten().cpu()
     if lengths.numel() != batch or not bool(((lengths >= 0) & (lengths <= rows * ctx.sp)).all()):
         raise ValueError(
-            f"row_tokens={lengths.tolist()[:8]} must hold the tokens of each of {batch} micro-batch rows, 0 to {rows * ctx.sp}"
+            f"row_tokens={lengths.tolist()[:8]} must hold the tokens of each of {batch} micro-batch rows, 0 to "
+            f"{rows * ctx.sp}"
         )
     if bool((lengths == rows * ctx.sp).all()):
         return None

@@ -70,9 +70,9 @@ class Shares:
     """Cuts a head's rows so that any share has the same rows and area as any other share of its size.
 
     Long documents are cut one by one, each at the same share of its folded rows. Short ones are put in a line, in an
-    order that has all lengths everywhere, and the line is cut: at most two of them at each cut are in parts. With 9 heads
-    on 8 ranks and 400 chats of 16 to 2,000 tokens, sorted by length, the fullest rank so has 0.4% more causal area than
-    the mean; with the documents in their own order it has 4.8% more.
+    order that has all lengths everywhere, and the line is cut: at most two of them at each cut are in parts. With 9
+    heads on 8 ranks and 400 chats of 16 to 2,000 tokens, sorted by length, the fullest rank so has 0.4% more causal
+    area than the mean; with the documents in their own order it has 4.8% more.
     """
 
     def __init__(self, rows: Sequence[int], ranks: int = 1) -> None:
