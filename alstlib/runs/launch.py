@@ -90,7 +90,7 @@ def resolve(config: RunConfig, nnodes: int = 1, gpus: int | None = None) -> RunC
 
 def import_path(inherited: str | None = None) -> str:
     """PYTHONPATH under which another process imports this very package, `inherited` after it."""
-    root = str(Path(__file__).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[2])
     installed = root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     return os.pathsep.join(p for p in ("" if installed else root, inherited or "") if p)
 
@@ -140,7 +140,7 @@ def finished(config: RunConfig, out: str | os.PathLike[str], nnodes: int = 1) ->
 
 def default_home() -> Path:
     """papermill_runs of the clone that this package is in (which is not there where it was installed)."""
-    return Path(__file__).resolve().parents[1] / "papermill_runs"
+    return Path(__file__).resolve().parents[2] / "papermill_runs"
 
 
 def default_folder(config: RunConfig) -> Path:

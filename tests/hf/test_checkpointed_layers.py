@@ -157,7 +157,7 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         assert handle.notes == []
         for _ in range(3):
             step(model)
-    assert handle.notes == [r.message for r in caplog.records if r.name == "alstlib.hf.checkpointed_layers"]
+    assert handle.notes == [r.message for r in caplog.records if r.name == "alstlib.hf.handle"]
     (note,) = handle.notes
     assert "inputs of all 5 layers: one in 2 is kept; backward runs one more forward" in note
     assert f"holds up to 2 ({2 * INPUT:,} bytes) on the device" in note

@@ -16,12 +16,15 @@ import alstlib
 from alstlib.data.shard import WHOLE, shard_batch
 
 ON_THE_CPU = {
-    ("tiled", "has_moved"),  # random states lie on the CPU, a GPU's too
+    ("recompute", "has_moved"),  # random states lie on the CPU, a GPU's too
     ("loss", "tiled_logits_loss"),  # labels are checked on a CPU only
-    ("calls", "_check_positions"),  # and so are positions
-    ("calls", "_real_tokens"),  # row_tokens are always there
+    ("inputs", "_check_positions"),  # and so are positions
+    ("inputs", "_real_tokens"),  # row_tokens are always there
 }
 """Where values are read that are never on a GPU."""
+
+
+PACKAGE = Path(alstlib.__file__).parent
 
 
 class Waits(TorchDispatchMode):
@@ -35,7 +38,7 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name.removeprefix("aten::") in self.NAMES:
-            frames = [f for f in traceback.extract_stack() if Path(f.filename).parent.name == "alstlib"]
+            frames = [f for f in traceback.extract_stack() if PACKAGE in Path(f.filename).parents]
             if frames:
                 self.places.add((Path(frames[-1].filename).stem, frames[-1].name))
         return func(*args, **(kwargs or {}))
@@ -72,7 +75,7 @@ def test_the_watch_sees_a_wait() -> None:
     batch = {n: t for n, t in shard(0, 1).items() if n != "cu_documents"}
     with alstlib.apply(make_model("gqa"), None, alstlib.Options()) as handle, Waits() as waits:
         alstlib.causal_lm_loss(handle.model, batch)
-    assert ("calls", "_documents") in waits.places
+    assert ("inputs", "_documents") in waits.places
 
 
 @pytest.mark.gpu

@@ -94,7 +94,7 @@ def test_papermills_output_says_how_far_a_run_is(tmp_path):
     ran = subprocess.run(
         [sys.executable, "-m", "papermill", str(REPOSITORY / "notebooks" / "run.ipynb"), str(tmp_path / "o.ipynb"),
          "-p", "out", str(tmp_path / "run"), "-p", "worker", "fake_worker", "-y", "config: {model_config: {fake: ok}}"],
-        env={**env, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "tests")))},
+        env={**env, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(Path(__file__).parent)))},
         stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     assert "starting 2 ranks" in ran.stdout
@@ -284,6 +284,6 @@ def test_after_a_timeout_the_rank_that_others_wait_for_comes_first(tmp_path):
         log.write_text("a warning\n" + DUMP.format(stack))
     (tmp_path / "logs" / "attempt_0" / "3" / "stderr.log").write_text("nothing of it")
     assert progress.whereabouts(tmp_path / "progress.jsonl", tmp_path) == (
-        "the last step was 7 of 9; rank 2 was in read (reader.py, line 60); "
-        "ranks 0, 1 waited in _all_reduce (data.py, line 190)"
+        "the last step was 7 of 9; rank 2 was in read (prefetch.py, line 60); "
+        "ranks 0, 1 waited in _all_reduce (loader.py, line 190)"
     )
