@@ -118,7 +118,18 @@ def ranks4(pools: Callable[[int], RankPool]) -> RankPool:
     return pools(4)
 
 
-QUICK = 6
+SLOW = ("measure", "cuda", "sweep", "faults", "test_lab.py", "test_site.py")
+"""Folders and files of tests that `make test` leaves out: they simulate, measure, or drive other programs."""
+LAUNCH = (
+    "test_launch.py",
+    "test_cli.py",
+    "test_ablation.py",
+    "test_emulate.py",
+    "test_peers.py",
+    "test_lab.py",
+    "faults",
+)
+QUICK = 4
 """Cases of one parametrized test that `make test` runs, spread over all of them; the others are slow."""
 
 
@@ -128,6 +139,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
         if {"pools", "ranks2", "ranks4"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("ranks")
+        if set(LAUNCH) & set(item.path.parts):
+            item.add_marker("launch")
+        if set(SLOW) & set(item.path.parts):
+            item.add_marker("slow")
     for some in cases.values():
         quick = {round(i * (len(some) - 1) / (QUICK - 1)) for i in range(QUICK)}
         for i, item in enumerate(some):

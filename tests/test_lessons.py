@@ -250,6 +250,7 @@ def test_an_unanswered_twin_is_seen(demo: Path) -> None:
 # Executing and comparing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change, says",
     [
@@ -306,6 +307,7 @@ def test_check_compares_and_writes_nothing(demo: Path, capsys: Any, monkeypatch:
     assert demo.read_text() == before
 
 
+@pytest.mark.slow
 def test_time_is_the_processors_where_the_clocks_is_more(demo: Path) -> None:
     """As on a busy machine, where a lesson's processes wait for their turn: this one sleeps."""
     changed(demo, set_source("said", "import time; time.sleep(8)"))

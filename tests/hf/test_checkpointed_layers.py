@@ -310,6 +310,7 @@ def test_layers_with_something_in_between(change: str) -> None:
         assert handle.store.nbytes == 4 * INPUT  # layers 0, 1 and 2, 3, 4: one more than the 3 of an unbroken chain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", [True, False])
 def test_what_it_takes_of_the_device(save: bool) -> None:
     """The peak grows by the segment's other inputs and attention outputs at most."""

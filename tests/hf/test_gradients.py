@@ -224,6 +224,7 @@ ROOM = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ROOM.values(), ids=ROOM)
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_replicas_in_which_all_that_is_local_differs(ranks2: Any, engine: str, memory: list[Any]) -> None:
@@ -237,6 +238,7 @@ def test_replicas_in_which_all_that_is_local_differs(ranks2: Any, engine: str, m
     assert kept[0][0] > 1 or memory == [None, None]
 
 
+@pytest.mark.slow
 def test_groups_in_which_all_that_is_local_differs(ranks4: Any) -> None:
     """The same with two ranks in each replica; the first has one token a rank in its first sample."""
     shapes = [[(1, 2, 1), (1, 61, 3), (2, 9, 1)], [(1, 48, 5), (3, 7, 1), (1, 96, 2)]]

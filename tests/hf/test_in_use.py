@@ -103,6 +103,7 @@ def test_half_precision_is_as_good_as_plain(
 # ----- compilation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["on", "chunk", "off"])
 def test_a_compiled_model_has_the_right_gradients(how: str) -> None:
     """torch.compile of an attached model: dynamo meets what it cannot trace and leaves it as it is."""
@@ -440,6 +441,7 @@ def evaluation_peak(rank: int, world: int) -> float:
         return min(peak() for _ in range(3))
 
 
+@pytest.mark.slow
 def test_evaluation_is_sharded_too(pools: Any) -> None:
     """No rank falls back to the memory of the whole sample."""
     whole = evaluation_peak(0, 1)

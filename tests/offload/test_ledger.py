@@ -65,6 +65,7 @@ def measured(handle: Any, step: Callable[[], Any], **kwargs: Any) -> Ledger:
     return ledger
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_reading_is_pytorchs_own_within_a_percent(options: dict[str, Any]) -> None:
     """Peak over the start of a training step. Slabs are none of PyTorch's allocations; the model is large enough for
@@ -235,6 +236,7 @@ def test_peak_names_its_operation() -> None:
         del x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, flat", [("nothing", False), ("checkpoint", False), ("sync", True)])
 def test_peak_grows_with_layers_unless_checkpoints_leave(name: str, flat: bool) -> None:
     """Device peak over the model and its gradients, per further layer, in units of one layer's input."""

@@ -46,6 +46,7 @@ def test_the_committed_comparison_is_within_its_bounds() -> None:
         assert one["planned_host"] == pytest.approx(one["simulated_host"], rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, 41, 77, 120, 163])
 def test_configurations_drawn_again(seed: int) -> None:
     """What is committed is what comes out today."""
@@ -221,6 +222,7 @@ def test_flops_are_those_of_a_result() -> None:
     assert 3 * (linear + attention_flops(EIGHT_B, 10**6)) == pytest.approx(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 8, 16])
 @pytest.mark.parametrize("how", [{"save_attention": True}, {"save_attention": False}, {"checkpoint": False}], ids=str)
 def test_the_exchange_is_that_of_a_simulated_step(how: dict[str, Any], ranks: int) -> None:

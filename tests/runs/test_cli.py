@@ -489,6 +489,7 @@ def test_a_dead_kernel_is_an_error_in_the_result(tmp_path, monkeypatch):
     assert results.read_result(old) == result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupting_the_sweep_stops_it_and_leaves_nothing(tmp_path, number):
     rows = [{"name": "one", "model_config": {"fake": "hang"}}, {"name": "two", "model_config": {"fake": "ok"}}]

@@ -166,6 +166,7 @@ def test_a_failure_after_the_result_is_an_error_that_keeps_the_metrics(tmp_path)
     assert result["metrics"]["step_seconds"] == [3.0, 1.0, 2.0]
 
 
+@pytest.mark.slow
 def test_timeout_and_one_run_a_folder(tmp_path):
     raised = in_thread("hang", tmp_path, timeout=20)
     assert wait_for((tmp_path / "started.1").exists)
@@ -193,6 +194,7 @@ def pids_of(out: Path, program: str) -> list[int]:
     return [pid for pid, line in processes_of(out).items() if program in line]
 
 
+@pytest.mark.slow
 def test_signals_to_papermill_leave_nothing_behind(tmp_path):
     """SIGINT, SIGTERM and SIGKILL of papermill, and SIGKILL of kernel and torchrun, at once in four runs that hang."""
     runs = {}
@@ -385,6 +387,7 @@ def listening(out: Path) -> dict[int, set[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux") or sys.byteorder != "little", reason="reads Linux's /proc")
 def test_a_run_listens_on_the_loopback_only(tmp_path):
     """torchrun's store, gloo's sockets and whatever DeepSpeed opens, while real ranks train."""
@@ -403,6 +406,7 @@ def test_a_run_listens_on_the_loopback_only(tmp_path):
     assert {address for found in seen for addresses in found.values() for address in addresses} == {"127.0.0.1"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux") or sys.byteorder != "little", reason="reads Linux's /proc")
 def test_several_nodes_listen_on_the_interface_that_is_given(tmp_path):
     """Two launchers as on two nodes; the worker opens nothing, so what is seen is the rendezvous."""
@@ -521,6 +525,7 @@ def test_ranks_are_told_the_time_limit(tmp_path, monkeypatch, timeout, seconds):
 @pytest.mark.parametrize("what, search, status, starts", [
     ("shrink", True, "ok", 2), ("stuck", True, "oom", 2), ("stuck", False, "oom", 1),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_a_search_goes_on_in_a_new_process_where_memory_ran_out(tmp_path, what, search, status, starts):
     config = fake(what, timeout=200, world_size=1, search=search)
     result = launch.launch(config, tmp_path, worker="fake_worker", extra_env=PATHS)

@@ -78,6 +78,7 @@ def test_a_rank_that_just_ends() -> None:
         run_on_ranks(ends, 1)
 
 
+@pytest.mark.slow
 def test_too_late(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] were not done after timeout=12 s"):

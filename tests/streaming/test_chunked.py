@@ -282,6 +282,7 @@ def test_dropout_is_replayed(tile: Any) -> None:
     assert slope == pytest.approx(numerical, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_working_memory_is_of_the_chunk() -> None:
     """From 512 to 1,024 rows the peak grows by what stays whole: layer input, output, gradients, keys and values (and
     their fp32 gradients); nothing of the MLP, queries or norms."""

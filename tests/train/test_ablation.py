@@ -102,6 +102,7 @@ def test_progress_tells_rows_steps_and_time(first: tuple[Path, dict[str, Any]]) 
     assert steps[-1]["eta_seconds"] == 0
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_where_it_was(first: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out, result = first
     assert sorted(p.name for p in (out / "state").iterdir()) == ["state-00001-of-00001.safetensors", "state.json"]
@@ -126,6 +127,7 @@ def own(first: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFac
     return out, run
 
 
+@pytest.mark.slow
 def test_the_trained_model_is_trained_on(own: tuple[Path, RunConfig], first: tuple[Path, dict[str, Any]]) -> None:
     out, run = own
     result = launch(run.replace(save_to=str(out / "again")), out / "run", extra_env=OFFLINE)
@@ -141,6 +143,7 @@ def test_the_trained_model_is_trained_on(own: tuple[Path, RunConfig], first: tup
     assert AutoModelForCausalLM.from_pretrained(out / "again").config.vocab_size == 512
 
 
+@pytest.mark.slow
 def test_a_nan_loss_is_an_error(own: tuple[Path, RunConfig], tmp_path: Path) -> None:
     run = own[1]
     for file in Path(run.model).iterdir():
@@ -156,6 +159,7 @@ def test_a_nan_loss_is_an_error(own: tuple[Path, RunConfig], tmp_path: Path) -> 
     assert result["metrics"] == {}
 
 
+@pytest.mark.slow
 def test_the_search_ends_at_the_budget(tmp_path: Path) -> None:
     budget = 7_500_000
     run = run_config(search=True, device_memory=budget, search_granule=64, seq_len=512, tiled_mlp=64, tiled_loss=64)
@@ -169,6 +173,7 @@ def test_the_search_ends_at_the_budget(tmp_path: Path) -> None:
     assert len(tried) <= 8
 
 
+@pytest.mark.slow
 def test_a_length_beyond_the_budget_is_out_of_memory(tmp_path: Path) -> None:
     run = run_config(seq_len=4096, device_memory="7.5MB")  # the model alone fits
     result = launch(run, tmp_path, extra_env=OFFLINE, force=True)
@@ -320,6 +325,7 @@ def whole(ranks2: Any, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return ranks2(trained, str(tmp_path_factory.mktemp("whole")), resumable())[0]["metrics"]["loss"]
 
 
+@pytest.mark.slow
 def test_the_same_command_continues_by_itself(ranks2: Any, tmp_path: Path, whole: list[float]) -> None:
     assert ranks2(trained, str(tmp_path), resumable(), 2)[0]["status"] == "error"
     assert (step_of(tmp_path / "state"), step_of(tmp_path / "state.old")) == (2, 1)
@@ -354,6 +360,7 @@ def test_a_run_that_ended_after_its_last_step_has_no_step_to_do(
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_state_of_another_configuration_is_kept(ranks2: Any, tmp_path: Path) -> None:
     ranks2(trained, str(tmp_path), resumable(), 3)
     other = ranks2(trained, str(tmp_path), resumable(learning_rate=1e-3), 2)[0]
@@ -427,6 +434,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_in_new_processes_where_memory_really_ran_out(tmp_path: Path) -> None:
     """The trainer itself, on which memory runs out in cuDNN's words beyond 600 tokens."""
     (tmp_path / "short.py").write_text(SHORT)

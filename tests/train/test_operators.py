@@ -60,6 +60,7 @@ def test_what_is_built_is_loaded_whatever_lock_was_left(tmp_path: Path, monkeypa
     assert not (tmp_path / "deepspeed_shm_comm").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_build_that_is_cut_off_leaves_no_process_and_nothing_built(
     tmp_path: Path, monkeypatch: Any, number: int

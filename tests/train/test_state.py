@@ -110,6 +110,7 @@ def check_resumed(results: list[dict[str, Any]]) -> None:
         assert r["worst"] < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage, offload", ZERO)
 def test_a_resumed_run_goes_on_as_the_uninterrupted_one(ranks2: Any, tmp_path: Path, stage: int, offload: bool) -> None:
     check_resumed(ranks2(resume, str(tmp_path / "state"), run_config(stage, offload), {}))
@@ -161,6 +162,7 @@ def test_any_stage_to_any_other(
         assert result["found"]["note"] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_other_numbers_of_ranks(ranks2: Any, ranks4: Any, tmp_path: Path, stage: int) -> None:
     """From two ranks with sp=2 to four without SP, where norms of 30 elements have padded shards; and back."""
