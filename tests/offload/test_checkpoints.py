@@ -18,8 +18,7 @@ from cases import VOCAB, make_model
 from torch import Tensor, nn
 
 import alstlib
-from alstlib.offload import checkpoints
-from alstlib.offload import host_store as store_module
+from alstlib.offload import host_store
 from alstlib.offload.checkpoints import Saved, checkpoint
 from alstlib.offload.host_store import HostOutOfMemory, HostStore
 from alstlib.offload.ledger import Ledger
@@ -287,10 +286,10 @@ def test_unknown_mode() -> None:
 
 def test_host_available_is_shared_by_the_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    whole = checkpoints.host_available()
+    whole = host_store.host_available()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert whole > 2**20
-    assert checkpoints.host_available() == pytest.approx(whole / 4, rel=0.3)
+    assert host_store.host_available() == pytest.approx(whole / 4, rel=0.3)
 
 
 # ----- through a model
@@ -400,7 +399,7 @@ def test_slabs_are_private_in_huge_pages_and_not_forked(monkeypatch: pytest.Monk
             super().madvise(advice, *rest)
 
     monkeypatch.setattr(mmap, "mmap", Mapped)
-    slab = store_module._Slab(5 * 2**20, False)
+    slab = host_store._Slab(5 * 2**20, False)
     about = mapping_of(slab, "smaps")
     assert " rw-p " in about[0]
     assert "dc" in next(line for line in about if line.startswith("VmFlags")).split()  # a fork does not copy it
@@ -421,19 +420,19 @@ def test_pinned_slabs_lie_near_the_gpu_and_wait_before_they_go(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     (tmp_path / "0000:1b:00.0").mkdir()
     (tmp_path / "0000:1b:00.0" / "numa_node").write_text("0\n")
-    numa_node = store_module.numa_node.__wrapped__
+    numa_node = host_store.numa_node.__wrapped__
     assert numa_node(0, str(tmp_path)) == 0
     assert numa_node(0, str(tmp_path / "nowhere")) is None
     for node, policy in ((0, "prefer"), (None, "default")):
-        monkeypatch.setattr(store_module, "numa_node", lambda _, node=node: node)
-        slab = store_module._Slab(3 * 2**20 + 5, True)
+        monkeypatch.setattr(host_store, "numa_node", lambda _, node=node: node)
+        slab = host_store._Slab(3 * 2**20 + 5, True)
         assert mapping_of(slab, "numa_maps")[0].split()[1].startswith(policy)
         slab.bytes.fill_(1)
         del slab
     assert calls == ["register", "synchronize", "unregister"] * 2
     monkeypatch.setattr(cudart, "cudaHostRegister", lambda *_: 2)
     with pytest.raises(HostOutOfMemory, match=r"cannot pin 64 bytes of host memory \(CUDA error 2\)"):
-        store_module._Slab(64, True)
+        host_store._Slab(64, True)
     gc.collect()
     assert len(calls) == 6  # what was not pinned is not unpinned
 
