@@ -228,12 +228,13 @@ def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
     found: Any = module
     for part in info["fullname"].split("."):
         found = getattr(found, part, None)
-    found = found.fget if isinstance(found, property) else found
+    found = inspect.unwrap(found.fget if isinstance(found, property) and found.fget else found)
     try:
         file, (_, line) = Path(inspect.getsourcefile(found) or ""), inspect.getsourcelines(found)
     except (TypeError, OSError):  # a field
         return None
-    name = f"{file.parent.name}/{file.name}"
+    package = importlib.import_module(info["module"].partition(".")[0])
+    name = file.relative_to(Path(package.__file__ or "").parents[1]).as_posix()
     LINKED.add(name)
     return f"source/{name}.html#L-{line}"
 
