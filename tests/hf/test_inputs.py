@@ -332,7 +332,7 @@ def test_positions_must_fit_the_documents() -> None:
 def test_documents_of_a_call_are_cut_once_and_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers and passes of a step share what is found about its documents; the next packing finds it gone."""
     made: list[Any] = []
-    before = [o for o in gc.get_objects() if isinstance(o, spans.Span)]  # of models that other tests still hold
+    before = [o for o in gc.get_objects() if type(o) is spans.Span]  # of models that other tests still hold
     init = spans.Span.__init__
     monkeypatch.setattr(spans.Span, "__init__", lambda self, *args: (made.append(args), init(self, *args))[1])
     model = make_model("gqa")
@@ -347,5 +347,5 @@ def test_documents_of_a_call_are_cut_once_and_go_with_it(monkeypatch: pytest.Mon
             assert len(made) == 31
             del out
             gc.collect()
-            alive = [o for o in gc.get_objects() if isinstance(o, spans.Span)]
+            alive = [o for o in gc.get_objects() if type(o) is spans.Span]
             assert [o for o in alive if not any(o is other for other in before)] == []
