@@ -89,7 +89,7 @@ def shrink(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def tests() -> Iterator[Step]:
     """The tests of each kernel, and then those of each other file."""
-    marked = sorted(p for p in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark.gpu" in p.read_text())
+    marked = sorted(p for p in (ROOT / "tests").rglob("test_*.py") if "\n@pytest.mark.gpu" in p.read_text())
     of_kernels = [p for p in marked if p.name in ("test_kernels.py", "test_variants.py")]
     run = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfE", "-p", "no:cacheprovider"]
     for kernel in KERNELS:
