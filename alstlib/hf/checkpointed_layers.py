@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from alstlib.hf.handle import Handle
 from alstlib.hf.support import check_recompute
 from alstlib.offload.checkpoints import Saved, Segment, checkpoint
-from alstlib.tiled.compute import Pass, TiledMLP, entered
+from alstlib.tiled.compute import Pass, entered
 from alstlib.tiled.skip import Follower, Unread, find_followers
 
 
@@ -37,9 +37,8 @@ class _Chain:
 
 
 def _checkpointed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any, index: int, count: int) -> Any:
-    mlps = [m for m in layer.modules() if isinstance(m, TiledMLP)]
-    unread, looked = Unread(layer), not mlps
-    followers = unread.followers
+    unread = Unread(layer)
+    mlps, followers, looked = unread.mlps, unread.followers, not unread.mlps
 
     def look(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, and find out what follows its MLPs."""

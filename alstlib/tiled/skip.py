@@ -162,7 +162,8 @@ class Unread:
     """Whether recomputes of one layer may leave out what its tiled MLPs return: until a graph says otherwise."""
 
     def __init__(self, layer: nn.Module) -> None:
-        self.holds = any(isinstance(m, TiledMLP) for m in layer.modules())
+        self.mlps = [m for m in layer.modules() if isinstance(m, TiledMLP)]
+        self.holds = bool(self.mlps)
         self.followers: dict[TiledMLP, Follower] = {}
 
     def accept(self, out: Any) -> bool:
