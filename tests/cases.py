@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, PreTrainedModel, Qwen3Config
 
+import alstlib
 from alstlib.config import RunConfig
 
 VOCAB = 96
@@ -72,6 +73,33 @@ def plain_run(
         (loss * scale).backward()
         total += loss.item()
     return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def slopes(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[float, float]:
+    """The derivative of an attached fp64 model's loss along one random direction of its weights, with the seed of its
+    dropout fixed: from the gradients, and as a central difference."""
+    torch.manual_seed(1)
+    direction = [torch.randn_like(p) for p in model.parameters()]
+
+    @torch.no_grad()
+    def move(t: float) -> None:
+        for p, d in zip(model.parameters(), direction):
+            p.add_(d, alpha=t)
+
+    def loss() -> Tensor:
+        torch.manual_seed(7)
+        return alstlib.causal_lm_loss(model, batch).loss
+
+    def loss_at(t: float) -> float:
+        move(t)
+        value = loss().item()
+        move(-t)
+        return value
+
+    model.zero_grad()
+    loss().backward()
+    slope = sum(float((p.grad * d).sum()) for p, d in zip(model.parameters(), direction))  # type: ignore[operator]
+    return slope, (loss_at(1e-6) - loss_at(-1e-6)) / 2e-6
 
 
 def worst_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:

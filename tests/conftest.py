@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
+from operators import nan_memory
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu" if not torch.cuda.is_available() else "cuda")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -116,6 +118,13 @@ def ranks2(pools: Callable[[int], RankPool]) -> RankPool:
 @pytest.fixture(scope="session")
 def ranks4(pools: Callable[[int], RankPool]) -> RankPool:
     return pools(4)
+
+
+@pytest.fixture
+def unwritten_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Memory that nobody wrote is NaN during the test (`operators.nan_memory`), except in a test for a GPU."""
+    with contextlib.nullcontext() if "gpu" in request.keywords else nan_memory():
+        yield
 
 
 SLOW = ("measure", "cuda", "sweep", "faults", "test_lab.py", "test_site.py")

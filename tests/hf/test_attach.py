@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from cases import VOCAB, make_model, plain_run, worst_error
+from cases import VOCAB, make_model, plain_run, slopes, worst_error
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
@@ -442,25 +442,8 @@ def test_dropout_in_tiles_is_replayed() -> None:
 def test_gradient_with_dropout_is_the_derivative(options: dict[str, Any]) -> None:
     """With a fixed seed the loss is a function of the weights: its gradient against a central difference, in fp64."""
     model = make_model("gpt2", dtype=torch.float64, **DROPOUT)
-    torch.manual_seed(1)
-    direction = [torch.randn_like(p) for p in model.parameters()]
-
-    def loss_at(t: float) -> float:
-        with torch.no_grad():
-            for p, d in zip(model.parameters(), direction):
-                p.add_(d, alpha=t)
-        torch.manual_seed(7)
-        loss = alstlib.causal_lm_loss(model, batch()).loss.item()
-        with torch.no_grad():
-            for p, d in zip(model.parameters(), direction):
-                p.sub_(d, alpha=t)
-        return loss
-
     with alstlib.apply(model, None, alstlib.Options(tiled_mlp=6, tiled_loss=6, **options)):
-        torch.manual_seed(7)
-        step(model)
-        slope = sum(float((p.grad * d).sum()) for p, d in zip(model.parameters(), direction))
-        numerical = (loss_at(1e-6) - loss_at(-1e-6)) / 2e-6
+        slope, numerical = slopes(model, batch())
     assert slope == pytest.approx(numerical, rel=1e-5)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import pytest
 import torch
-from operators import EXACT, nan_memory, randn, worst
+from operators import EXACT, randn, worst
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -20,6 +20,8 @@ from alstlib.kernels.attention import attention_backward, attention_backward_row
 from alstlib.kernels.backends import BACKENDS, PACKAGES, choose_backend
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.offload.ledger import Ledger
+
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 ON_CPU = ["cpu", "eager"]
 # B, H, K, S, D, documents
@@ -36,15 +38,6 @@ SHAPES = {
     "document over a row's end": (2, 4, 1, 13, 8, [0, 10, 16, 26]),
     "empty documents": (1, 2, 2, 13, 8, [0, 0, 5, 5, 13]),
 }
-
-
-@pytest.fixture(autouse=True)
-def _nan(request: pytest.FixtureRequest) -> Iterator[None]:
-    if "gpu" in request.keywords:
-        yield
-        return
-    with nan_memory():
-        yield
 
 
 def make(shape: Sequence[Any], dtype: torch.dtype, exchanged: bool) -> list[Tensor]:

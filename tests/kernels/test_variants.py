@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from operators import EXACT, nan_memory, randn, worst
+from operators import EXACT, randn, worst
 from torch import Tensor
 
 from alstlib import reference
@@ -16,6 +16,8 @@ from alstlib.kernels.backends import BACKENDS, choose_backend
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.kernels.spans import Span, pieces
 from alstlib.ulysses.attention import row_delta
+
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 # B, H, K, S, documents
 SHAPES = {
@@ -39,12 +41,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all": {"window": 5, "sinks": True, "width": 4, "softcap": 2.0},
 }
 ON_CPU = ["cpu", "blockwise", "eager"]
-
-
-@pytest.fixture(autouse=True)
-def _nan() -> Iterator[None]:
-    with nan_memory():
-        yield
 
 
 def make(shape: Sequence[Any], dtype: torch.dtype, width: int = 8, sinks: bool = False) -> dict[str, Tensor]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from operators import EXACT, gradients, leaf, nan_memory, randn, strided, worst
+from operators import EXACT, gradients, leaf, randn, strided, worst
 from torch import Tensor, nn
 
 from alstlib import reference
 from alstlib.offload.ledger import Ledger
 from alstlib.tiled.loss import LogitTransform, TiledHead, tiled_logits_loss
+
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 WIDTH, VOCAB = 6, 11
 TRANSFORMS = {
@@ -23,15 +25,6 @@ TRANSFORMS = {
     "softcap": LogitTransform(softcap=2.0),
     "both": LogitTransform(scale=3.0, softcap=2.5),
 }
-
-
-@pytest.fixture(autouse=True)
-def _nan(request: pytest.FixtureRequest) -> Iterator[None]:
-    if "gpu" in request.keywords:
-        yield
-        return
-    with nan_memory():
-        yield
 
 
 def labels_of(*shape: int, masked: bool = True) -> Tensor:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from operators import EXACT, gradients, leaf, nan_memory, randn, strided, worst
+from operators import EXACT, gradients, leaf, randn, strided, worst
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, LlamaConfig
@@ -20,16 +20,9 @@ from alstlib.offload.ledger import Ledger
 from alstlib.sizing import TILE_BYTES
 from alstlib.tiled.compute import Pass, TiledMLP, TiledNorm, default_tile, entered, tiled_compute
 
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
+
 WIDTH = 6
-
-
-@pytest.fixture(autouse=True)
-def _nan(request: pytest.FixtureRequest) -> Iterator[None]:
-    if "gpu" in request.keywords:
-        yield
-        return
-    with nan_memory():
-        yield
 
 
 def mlp_function(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor) -> Tensor:
