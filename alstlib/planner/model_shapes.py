@@ -152,7 +152,20 @@ def read_shape(name: str, overrides: Mapping[str, Any] | None = None) -> Shape:
     Raises:
         ValueError: an unknown model (with the nearest known one), or a config that lacks a size.
     """
-    return shape_of({**find_config(name), **(overrides or {})}, name)
+    return shape_of(overridden(find_config(name), overrides or {}), name)
+
+
+def overridden(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with these fields in place of its own. The width of its heads follows the model's width and the number
+    of heads, unless the config has heads of another width or the fields name one."""
+
+    def even(of: Mapping[str, Any]) -> Any:
+        return of["hidden_size"] // of["num_attention_heads"]
+
+    made, width = {**config, **fields}, config.get("head_dim")
+    if {"hidden_size", "num_attention_heads"} & set(fields) and width and width == even(config):
+        made["head_dim"] = fields.get("head_dim", even(made))
+    return made
 
 
 def find_config(name: str) -> dict[str, Any]:

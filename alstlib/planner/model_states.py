@@ -57,17 +57,25 @@ def model_states(
     go there too, with an fp32 copy for its step.
 
     Under stage 3 a device holds its shards, the bucket in which gradients are reduced, and the weights that are
-    gathered: a layer's, and the embedding's. The head's are there still when the last layer's backward runs, where
-    memory peaks while checkpoints lie on the device. Where they do not, all layers are alike, and the peak is in the
-    first one's backward, while the embedding arrives: with its MLP, whose backward comes first, it is in the buffer of
-    the all-gather, beside a bucket of other weights; later in that and as the weight, both.
+    gathered. DeepSpeed gathers weights ahead until two buckets of them are there (`stage3_max_live_parameters`), the
+    last tensor counted whole, and keeps those that it will use again within two buckets
+    (`stage3_max_reuse_distance`): a model of less than two buckets stays gathered from the first layer on. In forward
+    the buffers in which weights arrived are held until their last weight is used, a bucket more; memory peaks there only
+    where layers run in chunks, whose forward takes about as much as their backward.
+
+    Where a layer and the embedding are more than two buckets, nothing is gathered ahead, and these are what is there:
+    the head is still gathered when the last layer's backward runs, where memory peaks while checkpoints lie on the
+    device. Where they do not, all layers are alike, and the peak is in the first one's backward, while the embedding
+    arrives: with its MLP, whose backward comes first, it is in the buffer of the all-gather, beside a bucket of other
+    weights; later in that and as the weight, both.
+
+    The two copies of a bucket that DeepSpeed makes for a moment when it reduces one are not counted for our engine.
 
     Args:
         sizes: elements of the model.
         element: bytes of a weight on the device.
-        bucket: elements of a bucket; by default `zero_bucket`, for our engine. A number means DeepSpeed's defaults: up
-            to two buckets of weights stay gathered, and gradients are reduced on a stream of their own, whose two
-            copies of the bucket the allocator keeps for it.
+        bucket: elements of a bucket; by default `zero_bucket`, for our engine. A number means DeepSpeed's defaults:
+            gradients are reduced on a stream of their own, whose two copies of the bucket the allocator keeps for it.
         reduced: bytes of an element in those copies; by default `element`.
     """
     parameters = sizes.parameters
@@ -79,14 +87,18 @@ def model_states(
     gradients = element * (shard if stage >= 2 else parameters)
     weights = element * (shard if stage == 3 else parameters)
     alike = run.checkpoint and run.offload != "none"
-    gathered = element * (sizes.layer + (2 if alike else 1) * sizes.embedding)
-    if bucket is not None:
-        gathered = max(gathered, 2 * buffer)
+    needed, live = element * (sizes.layer + sizes.embedding), 2 * buffer
+    ours, ahead = bucket is None, bucket is not None or needed < live
+    last = element * sizes.embedding * (2 if alike else 1)
+    gathered = last + (live if ours and ahead else element * sizes.layer)
+    if not ours:
+        gathered = max(gathered, live)
+    most = whole + (buffer if ours and ahead and run.chunk is not None else 0)
     alone = world == 1 and not run.offload_params  # what is gathered is the shard
     reduces = world > 1 or stage == 3
     device = {
         WEIGHTS: 0 if run.offload_params else weights,
-        GATHERED: min(whole, gathered) if stage == 3 and not alone else 0,
+        GATHERED: min(most, gathered) if stage == 3 and not alone else 0,
         GRADIENTS: gradients if not away else whole if stage == 1 else 0,
         OPTIMIZER: 0 if away else optimizer,
         BUCKETS: buffer if reduces else 0,
@@ -97,8 +109,8 @@ def model_states(
         OPTIMIZER: optimizer if away else 0,
         GRADIENTS: (element + 4) * shard if away else 0,
     }
-    head = max(element * sizes.embedding, 2 * buffer if bucket is not None else 0)
-    early = element * (sizes.layer + sizes.embedding) + buffer if alike and bucket is None else gathered
+    head = max(element * sizes.embedding, live if ahead else 0)
+    early = needed + buffer if alike and not ahead else gathered
     others = {
         "mlp": {GATHERED: min(device[GATHERED], early)},
         "outside": {GATHERED: min(device[GATHERED], head), COPIES: 0},  # gradients are reduced from the head's on

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from alstlib.config import RunConfig, check_names
 from alstlib.hf.support import heads_of
-from alstlib.planner.model_shapes import PUBLIC, SHAPES, check_model
+from alstlib.planner.model_shapes import PUBLIC, SHAPES, check_model, overridden
 
 
 def model_config(
@@ -36,9 +36,11 @@ def model_config(
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as e:
             raise ValueError(f"model='{name}': its config cannot be read: {str(e).partition(chr(10))[0]}") from e
-    check_names(overrides, config.to_dict(), "model_config field")
-    for field, value in overrides.items():
-        setattr(config, field, value)
+    fields = config.to_dict()
+    check_names(overrides, fields, "model_config field")
+    made = overridden(fields, overrides)
+    for field in {*overrides, *({"head_dim"} & set(fields))}:
+        setattr(config, field, made[field])
     return config
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from alstlib.planner.activations import families
 from alstlib.planner.model_shapes import PUBLIC, SHAPES, find_config, read_shape, shape_of
-from alstlib.train.models import flop_dimensions
+from alstlib.train.models import flop_dimensions, model_config
 
 TINY = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -31,6 +31,26 @@ def test_parameters_are_those_of_the_model(family: str, tied: bool) -> None:
     shape = shape_of(config.to_dict(), family)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert shape.dense_parameters == flop_dimensions(model)["dense_params"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("small", {"hidden_size": 96}),
+        ("tiny", {"num_attention_heads": 8}),
+        ("tiny", {"hidden_size": 96, "head_dim": 64}),
+        ("Qwen/Qwen3-4B", {"hidden_size": 96, "num_hidden_layers": 1}),
+        ("Qwen/Qwen2.5-7B", {"num_attention_heads": 14, "num_hidden_layers": 1}),
+    ],
+    ids=str,
+)
+def test_parameters_are_those_of_the_model_with_other_fields(name: str, fields: dict[str, Any]) -> None:
+    config = model_config(name, fields, shape_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = read_shape(name, fields)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.head_dim == fields.get("head_dim", 128 if name == "Qwen/Qwen3-4B" else shape.width // shape.heads)
 
 
 @pytest.mark.parametrize(

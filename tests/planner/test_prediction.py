@@ -80,18 +80,20 @@ REAL = sorted((ROOT / "papermill_runs/results/planner/real").glob("*/result.json
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.parent.name)
 def test_real_ranks_took_what_is_predicted(path: Path) -> None:
-    """Real runs on 1, 2 and 4 ranks with the engine, so small that its buffers are up to half of what they take."""
+    """Real runs on 1, 2 and 4 ranks with the engine, so small that its buffers are up to half of what they take. Where
+    weights are gathered ahead, how many of them wait in two places at the peak is known to a tenth."""
     found = results.read_result(path)
+    ahead = found["row"].startswith(("few-weights", "many-layers"))
     run, metrics = RunConfig.from_dict(found["config"]), found["metrics"]
     machine = Machine(gpus=run.world_size, per_node=run.world_size, gpu_memory=None, device="cpu")
     predicted = foretell(run, machine, metrics["seq_len"])[1]
-    assert predicted.device_peak == pytest.approx(max(metrics["device_peak_bytes"]), rel=0.025)
+    assert predicted.device_peak == pytest.approx(max(metrics["device_peak_bytes"]), rel=0.1 if ahead else 0.025)
     assert predicted.host_peak == pytest.approx(max(metrics["host_peak_bytes"]), rel=0.001)
     assert metrics["predicted"]["device_peak_bytes"] == predicted.device_peak
 
 
 def test_there_are_real_runs() -> None:
-    assert len(REAL) == 9
+    assert len(REAL) == 14
 
 
 def test_states_follow_the_stage() -> None:
