@@ -59,9 +59,9 @@ def model_states(
     Under stage 3 a device holds its shards, the bucket in which gradients are reduced, and the weights that are
     gathered. DeepSpeed gathers weights ahead until two buckets of them are there (`stage3_max_live_parameters`), the
     last tensor counted whole, and keeps those that it will use again within two buckets
-    (`stage3_max_reuse_distance`): a model of less than two buckets stays gathered from the first layer on. In forward
-    the buffers in which weights arrived are held until their last weight is used, a bucket more; memory peaks there only
-    where layers run in chunks, whose forward takes about as much as their backward.
+    (`stage3_max_reuse_distance`): a model of less than two buckets stays gathered from the first layer on. In forward,
+    the buffer in which weights arrived is held until the last of them is used: a bucket more. Memory peaks there only
+    where layers run in chunks, because their forward takes about as much as their backward.
 
     Where a layer and the embedding are more than two buckets, nothing is gathered ahead, and these are what is there:
     the head is still gathered when the last layer's backward runs, where memory peaks while checkpoints lie on the
