@@ -1,6 +1,6 @@
 """The plain version of every operator: slow, short, obviously right. The oracle of every test.
 
-Shape legend: B batch, S sequence, L = S / P rows of one rank, P sequence-parallel degree, H query heads, K key/value
+Shape legend: B batch, S sequence, L = S / P tokens of one rank, P sequence-parallel degree, H query heads, K key/value
 heads, D head width, E model width, V vocabulary. Everything here materialises whatever it likes.
 """
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 def causal_mask(batch: int, length: int, documents: Sequence[int] | None = None, window: int | None = None) -> Tensor:
-    """Boolean [B, S, S]: may row i attend to column j? Causal, inside one document, and among its last `window` keys.
+    """Boolean [B, S, S]: may query i attend to key j? Causal, inside one document, and among its last `window` keys.
 
-    `documents` are offsets into the flattened [B * S] batch; None makes every batch row one document.
+    `documents` are offsets into the flattened [B * S] batch; None makes every micro-batch row one document.
     """
     row = torch.arange(length)
     allowed = (row[:, None] >= row[None, :]).expand(batch, length, length)

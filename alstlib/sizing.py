@@ -84,7 +84,7 @@ def share_host(room: int, layers: int, input_bytes: int, output_bytes: int, save
 
 
 def reference_tiles(rows: int, width: int, vocabulary: int) -> dict[str, int]:
-    """Rows of the reference's tiles: M of its MLP, as many tiles as rows / width (ALST, section 3.1.1); U of Liger's
+    """Tokens of the reference's tiles: M of its MLP, with tokens / width tiles (ALST, section 3.1.1); U of Liger's
     fused loss, a power of two that makes a chunk of logits about as large as the hidden states."""
     tiles, chunks = -(-rows // width), -(-vocabulary // width)
     return {"M": -(-rows // tiles), "U": min(rows, 1 << (-(-rows // chunks) - 1).bit_length())}

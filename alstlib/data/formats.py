@@ -1,4 +1,5 @@
-"""Documents in the formats of the field, read row by row: texts, tokens, chats, prompts with completions, instructions.
+"""Documents in the formats of the field, read from the rows of a data set: texts, tokens, chats, prompts with
+completions, instructions.
 
 | columns | read as | loss on |
 |---|---|---|

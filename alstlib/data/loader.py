@@ -1,6 +1,6 @@
 """The loader of a sequence-parallel run: every rank's batches, one after another, cut for the ranks of its SP group.
 
-Shape legend: B rows of a micro-batch, P tokens of a padded row, L = P / sp tokens of one rank.
+Shape legend: B rows of a micro-batch, P tokens of a padded micro-batch row, L = P / sp tokens of one rank.
 
 Sequence parallelism over data parallelism (ALST paper, section 4.2): each rank's loader yields a batch of its own, and
 the ranks of an SP group take turns as the source of a micro-batch that all of them compute together. One batch from
@@ -31,7 +31,7 @@ from alstlib.mesh import SPContext
 
 logger = logging.getLogger(__name__)
 
-_FIXED = 5  # numbers of a rank's row in the step's table, before the shapes of its batches
+_FIXED = 5  # numbers that a rank puts in the step's table before the shapes of its batches
 _MESSAGE = 2048  # bytes of an error's text that reach the other ranks
 
 
@@ -48,7 +48,7 @@ class SPDataLoader:
         accumulation: micro-batches of one optimizer step.
         replicated: the ranks of a group hold the same data; then one batch is one step and nothing travels but a
             fingerprint, by which batches that differ are refused.
-        pad_to: rows are padded to a multiple of it (default: sp).
+        pad_to: micro-batch rows are padded to a multiple of it (default: sp).
         device: of the yielded tensors; default: the current CUDA device under an NCCL-only group, otherwise the CPU.
 
     Yields dicts as `shard_batch` returns them, with `step_tokens` (int64 scalar on the CPU) counting the valid labels
@@ -174,7 +174,7 @@ class SPDataLoader:
         self._position, self._reader = 0, None
 
     def _all_reduce(self, row: list[int], width: int) -> list[list[int]]:
-        """Every rank's row of `width` integers, in the order of ranks."""
+        """The `width` integers of every rank, in the order of ranks."""
         table = torch.zeros(self.ctx.world_size, width, dtype=torch.int64)
         table[self.ctx.rank, : len(row)] = torch.tensor(row, dtype=torch.int64)
         if self.ctx.world_size > 1:

@@ -95,7 +95,7 @@ def _said(
 
 
 def _tokenize(row: Mapping[str, Any], tokenizer: Any) -> Document:
-    """A row with canonical columns as a document; one without tokens where it has no text."""
+    """A row of the data set, with canonical columns, as a document; one without tokens where it has no text."""
     if "input_ids" in row:
         return _document(row["input_ids"], row["labels"] if row.get("labels") is not None else row["input_ids"])
     example = read_row(row, chats=bool(getattr(tokenizer, "chat_template", None)))
@@ -177,7 +177,8 @@ class Samples(Dataset):
         self.tokens = 0
         """Tokens of the first pass so far."""
         self.rows = self.empty = self.unlabelled = 0
-        """Rows of the first pass so far; those without a token, and others without a token that has a loss."""
+        """Rows of the data set that the first pass has read; those of them without a token; others without a token with
+        a loss."""
         self._seen = 0  # tokens of all passes
         self._made: list[list[Document]] = []
         self._source: Iterator[list[Document]] | None = None
@@ -342,7 +343,8 @@ def make_samples(
 def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Samples of any length as one batch: int64 input_ids and labels [B, S], padded on the right (labels -100).
 
-    With padding there is an `attention_mask`; where a sample has them, `document_lengths` is a list per row.
+    With padding there is an `attention_mask`; where a sample has them, `document_lengths` is a list for each
+    micro-batch row.
     """
     longest = max(len(sample["input_ids"]) for sample in samples)
     batch: dict[str, Any] = {}

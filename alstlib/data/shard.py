@@ -1,6 +1,7 @@
 """One batch made ready for sequence parallelism, without any process group: shift, pad, find documents, cut.
 
-Shape legend: B rows of a micro-batch, S tokens of a row before and P after padding, L = P / sp tokens of one rank.
+Shape legend: B rows of a micro-batch, S tokens of a micro-batch row before and P after padding, L = P / sp tokens of
+one rank.
 
 Labels are shifted before they are cut, so that no shard loses its last label (ALST paper, section 4.3), and document
 boundaries are found once, on the whole batch: a slice of packed positions no longer tells where its document began.
@@ -29,7 +30,9 @@ def _integers(batch: Mapping[str, Any], name: str, shape: tuple[int, ...] | None
     try:
         value = torch.as_tensor(batch[name])
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{name} is no rectangular array of integers ({error}); pad rows in the collate_fn") from error
+        raise ValueError(
+            f"{name} is no rectangular array of integers ({error}); pad micro-batch rows in the collate_fn"
+        ) from error
     if value.dtype == torch.bool and name == "attention_mask":
         value = value.long()
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
@@ -47,8 +50,8 @@ def _starts_from_positions(positions: torch.Tensor) -> torch.Tensor:
     if not good.all():
         row, column = (~good).nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids[{row}, {column}]={positions[row, column].item()} must be 0, where a row or a document "
-            "starts, or one more than the position before it"
+            f"position_ids[{row}, {column}]={positions[row, column].item()} must be 0, where a micro-batch row or a "
+            "document starts, or one more than the position before it"
         )
     return starts
 
@@ -61,21 +64,25 @@ def _starts_from_offsets(offsets: torch.Tensor, rows: int, length: int) -> torch
     starts[flat[:-1]] = True
     starts = starts.view(rows, length)
     if not starts[:, 0].all():
-        raise ValueError(f"cu_documents lacks the start of a row: every multiple of S={length} must be an offset")
+        raise ValueError(
+            f"cu_documents lacks the start of a micro-batch row: every multiple of S={length} must be an offset"
+        )
     return starts
 
 
 def _starts_from_lengths(lengths: Any, real: torch.Tensor, rows: int, length: int) -> torch.Tensor:
     listed = [n.tolist() if hasattr(n, "tolist") else n for n in lengths]
     if listed and not isinstance(listed[0], list | tuple):
-        listed = [listed]  # the documents of the only row
+        listed = [listed]  # the documents of the only micro-batch row
     if len(listed) != rows:
         raise ValueError(f"document_lengths has {len(listed)} rows; input_ids has {rows}")
     starts = torch.zeros(rows, length, dtype=torch.bool)
     for row, documents in enumerate(listed):
         documents = [int(n) for n in documents if n]
         if any(n < 0 for n in documents) or sum(documents) not in (length, int(real[row])):
-            raise ValueError(f"document_lengths[{row}]={documents[:8]} must sum to the row's {int(real[row])} tokens")
+            raise ValueError(
+                f"document_lengths[{row}]={documents[:8]} must sum to the micro-batch row's {int(real[row])} tokens"
+            )
         ends = torch.tensor([0, *documents]).cumsum(0)
         starts[row, ends[ends < length]] = True
     return starts
@@ -100,7 +107,8 @@ def documents_from_positions(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def prepare(batch: Mapping[str, Any], multiple: int, sp: int = 1) -> Batch:
-    """Check a batch, shift its labels and pad its rows to a `multiple` of tokens: `shard_batch` before the cut.
+    """Check a batch, shift its labels and pad its micro-batch rows to a `multiple` of tokens: `shard_batch` before the
+    cut.
 
     Returns: int64 [B, P] input_ids, position_ids, shift_labels; int32 cu_documents and row_tokens on the CPU.
     """
@@ -118,8 +126,8 @@ def prepare(batch: Mapping[str, Any], multiple: int, sp: int = 1) -> Batch:
     rows, length = ids.shape
     if length < sp:
         raise ValueError(
-            f"input_ids has rows of {length} tokens for sp={sp} ranks: some would have none; use longer samples (pack "
-            f"them) or sp <= {length}"
+            f"input_ids has micro-batch rows of {length} tokens for sp={sp} ranks: some would have none; use "
+            f"longer samples (pack them) or sp <= {length}"
         )
     labels = _integers(given, "labels", (rows, length)).to(ids.device)
     if (lowest := int(ids.min())) < 0:
@@ -127,11 +135,13 @@ def prepare(batch: Mapping[str, Any], multiple: int, sp: int = 1) -> Batch:
     if (wrong := labels[(labels < 0) & (labels != IGNORE)]).numel():
         raise ValueError(f"labels hold {int(wrong[0])}; a label that is to be ignored is {IGNORE}")
 
-    real = torch.full((rows,), length, device=ids.device)  # tokens of each row that are not padding
+    real = torch.full((rows,), length, device=ids.device)  # tokens of each micro-batch row that are not padding
     if "attention_mask" in given:
         mask = _integers(given, "attention_mask", (rows, length)).to(ids.device)
         if ((mask != 0) & (mask != 1)).any() or (mask.diff(dim=1) > 0).any():
-            raise ValueError("attention_mask must be ones, with zeros only as padding on the right of a row")
+            raise ValueError(
+                "attention_mask must be ones, with zeros only as padding on the right of a micro-batch row"
+            )
         real = mask.sum(1)
     tail = torch.arange(length, device=ids.device) >= real[:, None]
 
@@ -157,7 +167,7 @@ def prepare(batch: Mapping[str, Any], multiple: int, sp: int = 1) -> Batch:
     extra = -length % multiple
     starts, tail = F.pad(starts, (0, extra)), F.pad(tail, (0, extra), value=True)
     column = torch.arange(length + extra, device=ids.device).expand(rows, -1)
-    if packed:  # a row's padding is a document of its own, so that no real document grows
+    if packed:  # padding is a document of its own, so that no real document grows
         starts |= column == real[:, None]
     first = torch.where(starts, column, 0).cummax(1).values
     return {
@@ -189,15 +199,17 @@ def shard_batch(batch: Mapping[str, Any], sp: int, sp_rank: int, pad_to: int | N
 
     Args:
         batch: input_ids and labels [B, S], any integer type; optionally position_ids [B, S] (0, 1, 2, ... restarting at
-            0 with each packed document), document_lengths (tokens of each document, a list per row), cu_documents
-            (offsets over the flattened batch) and attention_mask [B, S] (right padding, which becomes labels of -100).
-        pad_to: rows are padded on the right to a multiple of it; a multiple of `sp`, which is also the default.
+            0 with each packed document), document_lengths (tokens of each document, a list for each micro-batch row),
+            cu_documents (offsets over the flattened batch) and attention_mask [B, S] (right padding, which becomes
+            labels of -100).
+        pad_to: micro-batch rows are padded on the right to a multiple of it; a multiple of `sp`, which is also the
+            default.
 
     Returns:
         int64 [B, L] input_ids, position_ids, shift_labels; cu_documents (int32, CPU, global offsets over the padded
-        batch from 0 to B * P, every row's start among them); row_tokens (int32 [B], CPU: tokens of each row that are
-        not padding); step_tokens (int64 scalar on the CPU: valid labels of the
-        whole batch). Padding has token 0, position 0 and label -100; in a packed batch it is a document of its own.
+        batch from 0 to B * P, every micro-batch row's start among them); row_tokens (int32 [B], CPU: tokens of each
+        micro-batch row that are not padding); step_tokens (int64 scalar on the CPU: valid labels of the whole batch).
+        Padding has token 0, position 0 and label -100; in a packed batch it is a document of its own.
 
     Raises:
         ValueError: missing or unknown keys, shapes or dtypes that do not fit, positions or masks that document

@@ -87,7 +87,7 @@ def _one_dtype(*tensors: Tensor) -> list[Tensor]:
 
 def attach_rotary(handle: Handle) -> None:
     """Frequencies that depend on the longest position (dynamic NTK, LongRoPE) must be the whole sequence's on every
-    rank: the largest position of all of them is put beside a rank's own, and its row dropped."""
+    rank: the largest position of all ranks is added to a rank's own positions, and what comes out for it is dropped."""
     if handle.ctx.sp == 1:
         return
 

@@ -49,14 +49,14 @@ class Call:
     router: RouterLoss | None = None
     """The load-balancing loss of this call, if it has one."""
     striped: bool = False
-    """Are the rows dealt out in stripes? Then logits are not in the order of the tokens."""
+    """Are the tokens dealt out in stripes? Then logits are not in the order of the tokens."""
 
 
 def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chunk: int | None = None) -> Call:
     """Take what is ours out of the `kwargs` of a model's call, check it, and set what the model must be told.
 
-    With a `chunk` that cuts the rows of several ranks, tokens, positions and labels are dealt out in stripes; then they
-    are all in `kwargs`.
+    With a `chunk` that cuts the slices of several ranks, tokens, positions and labels are dealt out in stripes; then
+    they are all in `kwargs`.
 
     Raises:
         ValueError: inputs that cannot be run exactly, with what to give instead.
@@ -162,7 +162,7 @@ def _check_mask(mask: Any, labels: Tensor | None, sp: int) -> None:
 
 
 def _documents(cu: Any, positions: Any, tokens: Tensor, ctx: SPContext) -> Offsets | None:
-    """Global document offsets of this call, or None where every batch row is one document."""
+    """Global document offsets of this call, or None where every micro-batch row is one document."""
     batch, rows = tokens.shape[:2]
     if positions is not None and (positions.shape[-1] != rows or positions.shape[:-1].numel() not in (1, batch)):
         raise ValueError(f"position_ids {list(positions.shape)} do not belong to inputs of {batch} x {rows} tokens")
@@ -205,19 +205,21 @@ def _positions(offsets: tuple[int, ...], batch: int, rows: int, ctx: SPContext) 
     if offsets[0] != 0 or list(offsets) != sorted(offsets):
         raise ValueError(f"cu_documents={list(offsets[:8])} must rise from 0")
     whole = rows * ctx.sp
-    starts = torch.tensor(sorted({*offsets[:-1], *range(0, batch * whole, whole)}))  # a row begins a document
+    # documents begin at their offsets and with each micro-batch row
+    starts = torch.tensor(sorted({*offsets[:-1], *range(0, batch * whole, whole)}))
     first = (torch.arange(batch) * ctx.sp + ctx.sp_rank)[:, None] * rows
     row = first + torch.arange(rows)
     return row - starts[torch.searchsorted(starts, row, right=True) - 1]
 
 
 def _check_positions(positions: Tensor, offsets: tuple[int, ...], ctx: SPContext) -> None:
-    """Positions must count from the start of each document; padding (all zeros at the end of a row) may stay at 0."""
+    """Positions must count from the start of each document; padding (all zeros at the end of a micro-batch row) may
+    stay at 0."""
     expected = _positions(offsets, positions.shape[0], positions.shape[1], ctx)
     wrong = (positions != expected) & (positions != 0)
     if bool(wrong.any()):
         b, i = (int(n) for n in wrong.nonzero()[0])
         raise ValueError(
-            f"position_ids of rank {ctx.sp_rank} do not fit cu_documents: row {b}, token {i} has position "
+            f"position_ids of rank {ctx.sp_rank} do not fit cu_documents: micro-batch row {b}, token {i} has position "
             f"{int(positions[b, i])} where its document is at {int(expected[b, i])}"
         )

@@ -6,7 +6,7 @@ The loss (Switch Transformer, arXiv 2101.03961, equations 4 to 6, as transformer
 all tokens and layers: the share of assignments f and the mean probability P of each expert, E * sum(f * P). f has no
 gradient, so once it is known for all tokens, a token's gradient is its own matter: E * f / N for each of its
 probabilities. The first pass adds up f and P, one small reduction makes them whole, and wherever a router runs with a
-graph (forward or recompute, whole or in chunks of rows) that gradient is put in, scaled as backward scales the loss.
+graph (forward or recompute, whole or in chunks) that gradient is put in, scaled as backward scales the loss.
 """
 
 from __future__ import annotations

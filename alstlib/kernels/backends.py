@@ -15,7 +15,7 @@ What `sdpa` chooses, and who takes the documents of a batch, and windows, in one
 the table where none is. Both take documents and windows themselves; flash-attn 2, by its name, leaves them to `flash`,
 which is the same kernel. cudnn, which is built for each shape, leaves short and ragged calls to `flash` too.
 
-Shape legend: B batch, S query rows, N keys, H query heads, K key/value heads (H a multiple of K), D head width.
+Shape legend: B batch, S queries, N keys, H query heads, K key/value heads (H a multiple of K), D head width.
 q, dout, out [B, H, S, D]; k, v [B, K, N, D]; lse [B, H, S] (logsumexp of the scaled scores, fp32). Any strides with a
 contiguous last dimension.
 """
@@ -54,7 +54,7 @@ from alstlib.sizing import kernel_device, sdpa_kernel
 aten = torch.ops.aten
 
 LONG = 65_536
-"""Rows of a whole sequence from which a kernel that is built for its shape is worth it, whatever the shape."""
+"""Tokens of a whole sequence from which on a kernel that is built for each shape pays for itself at any shape."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Backend:
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     bottom_right: bool = False
-    """Forward takes fewer causal queries than keys, as the last rows."""
+    """Forward takes fewer causal queries than keys: those of the last tokens."""
     softcap: bool = False
     """Both take `softcap=`."""
     widths: bool = False
@@ -75,8 +75,8 @@ class Backend:
     multiple: int = 1
     """Head widths are padded with zeros to a multiple of it."""
     granule: int = 1
-    """Rows and keys of a call are multiples of it, for a kernel that is built for each shape: other calls are left to
-    `packed_by`, but for whole sequences from `LONG` rows on."""
+    """Queries and keys of a call are multiples of it, for a kernel that is built for each shape: other calls are left
+    to `packed_by`, but for whole sequences from `LONG` tokens on."""
     packed_by: str = ""
     """The kernel that takes all documents of a batch, and a window, in one call."""
     packed_forward: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -174,7 +174,7 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
         q, _repeat(k, groups), _repeat(v, groups), None, True, 0.0, causal, scale=scale
     )
-    return out, lse[..., : q.shape[2]]  # the kernel pads its logsumexp to a multiple of 32 rows
+    return out, lse[..., : q.shape[2]]  # the kernel pads its logsumexp to a multiple of 32 queries
 
 
 def _efficient_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:

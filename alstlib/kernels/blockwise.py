@@ -1,7 +1,7 @@
 """Attention in blocks of matrix products: a kernel for what the fused ones do not compute, on any device and dtype.
 
-Shape legend: B batch, S query rows, N keys, H query heads, K key/value heads, G = H / K, D and V widths of keys and
-values, T rows or keys of a block.
+Shape legend: B batch, S queries, N keys, H query heads, K key/value heads, G = H / K, D and V widths of keys and
+values, T queries or keys of a block.
 
 It takes soft caps (scores c * tanh(s / c), Gemma 2) and values of another width than the keys. Scores exist for one
 block [T, T] at a time, in fp32 (fp64 for fp64); everything is summed there. The algorithm is FlashAttention-2's (arXiv
@@ -24,13 +24,14 @@ BLOCK_BYTES = 32 * 2**20
 
 
 def _block(q: Tensor) -> int:
-    """Rows and keys of a block."""
+    """Queries and keys of a block."""
     side = math.isqrt(BLOCK_BYTES // (4 * q.shape[0] * q.shape[1]))
     return max(64, min(1024, side - side % 64))
 
 
 def _blocks(rows: int, keys: int, step: int, causal: bool) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
-    """Rows of a block, and (keys of a block, whether some rows do not see some of them). Aligned at the end."""
+    """Queries of a block, and (keys of a block, whether some queries must not attend to some of them). Aligned at the
+    end."""
     ahead = keys - rows
     for lo in range(0, rows, step):
         hi = min(lo + step, rows)
@@ -53,7 +54,7 @@ def _scores(
     q: Tensor, k: Tensor, scale: float, softcap: float | None, wide: torch.dtype, rows: slice, keys: slice, ahead: int,
     masked: bool,
 ) -> Tensor:  # fmt: skip
-    """Capped and masked scores [B, K, G * t, T] of q [B, K, G, t, D] (the rows of the block) and k [B, K, T, D]."""
+    """Capped and masked scores [B, K, G * t, T] of q [B, K, G, t, D] (the queries of the block) and k [B, K, T, D]."""
     s = _product(q.flatten(2, 3), k.transpose(-1, -2), wide).mul_(scale)
     if softcap is not None:
         s = s.div_(softcap).tanh_().mul_(softcap)

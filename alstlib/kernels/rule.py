@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rule:
-    """How scores are made of products, and which keys a row sees."""
+    """How scores are made of products, and which keys a query attends to."""
 
     scale: float
     window: int | None = None
-    """Row i sees keys (i - window, i]; None: all before it."""
+    """Query i attends to keys (i - window, i]; None: to all keys up to its own."""
     softcap: float | None = None
     """Scores s become c * tanh(s / c)."""
 

@@ -1,12 +1,13 @@
-"""Which queries see which keys, as calls of a kernel that knows only squares: causal, full, and the causal one turned.
+"""Which queries attend to which keys, as calls of a kernel whose only mask is the causal square.
 
 Shape legend: S sequence, N keys, w window.
 
-A `Span` is a run of queries that are the last rows of a run of keys: a document, its rows in one chunk, the rows of it
-that a rank has of a head. Under a sliding window row i sees keys (i - w, i]. Cut into blocks of w rows, a block sees
-its own triangle and, of the block before, the keys that are not too old: a triangle of w - 1 rows the other way round.
-That one is causal when rows and keys are read backwards. So any kernel with a causal mask computes windows exactly,
-with no work outside them; the parts are merged by their logsumexps.
+A `Span` is a run of queries that belong to the last tokens of a run of keys: a document, its tokens in one chunk, or
+the tokens of it that a rank computes for a head. Under a sliding window query i attends to keys (i - w, i]. The queries
+are cut into blocks of w. A block attends to its own causal triangle, and in the block before to the keys still inside
+the window: an upper triangle of w - 1 queries. That triangle is causal when its queries and keys are read backwards. So
+any kernel with a causal mask computes windows exactly and does no work outside them; the parts are merged by their
+logsumexps.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ Documents = Sequence[int] | None
 
 
 LEAST_KEYS, LEAST_PAIRS = 16_384, 2**18
-"""A full piece is not cut into fewer keys, unless with its rows they are so many pairs: few rows behind many keys would
-make calls without end."""
+"""A full piece is cut into at least this many keys, or fewer where they make this many pairs with its queries: without
+such a limit, few queries after many keys would need a great many calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Queries that are the last `rows` of the keys [begin, end) of one batch row."""
+    """Queries of the last `rows` tokens of the keys [begin, end) of one micro-batch row."""
 
     batch: int
     begin: int
     end: int
     rows: int
     at: int
-    """Where its queries are stored: rows [at, at + rows)."""
+    """Where its queries are stored: [at, at + rows)."""
     q_batch: int
-    """The batch row in which they are stored."""
+    """The micro-batch row in which they are stored."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One call of a kernel on `repeat` equal parts, each `stride` rows and keys after the one before."""
+    """One call of a kernel on `repeat` equal parts, each `stride` queries and keys after the one before."""
 
     kind: Literal["causal", "full", "upper"]
-    """causal: row i sees keys 0 to i; full: all keys; upper: row i sees keys from i on. Causal and upper are squares
-    (or, for a kernel that aligns at the end, causal with more keys than rows)."""
+    """causal: query i attends to keys 0 to i; full: to all keys; upper: to keys from i on. Causal and upper are squares
+    (for a kernel that aligns at the end, causal may have more keys than queries)."""
     q: int
     rows: int
     k: int
@@ -82,10 +83,10 @@ class Offsets(tuple[int, ...]):
 
 
 def document_spans(documents: Documents, batch: int, length: int, first: int, last: int) -> Sequence[Span]:
-    """The documents that queries [first, last) of every batch row see; queries are stored from `first` on.
+    """The documents of queries [first, last) of every micro-batch row; queries are stored from `first` on.
 
     Args:
-        documents: offsets into the flattened [batch * length] rows; None makes every batch row one document.
+        documents: offsets into the flattened [batch * length] tokens; None makes every micro-batch row one document.
 
     Raises:
         ValueError: offsets that do not rise from 0 to batch * length.
@@ -111,7 +112,7 @@ def _spans(bounds: Sequence[int], batch: int, length: int, first: int, last: int
 
 
 def _bounds(documents: Documents, batch: int, length: int) -> list[int]:
-    """Where documents and batch rows begin, and the end."""
+    """Where documents and micro-batch rows begin, and the end."""
     rows = range(0, batch * length + 1, length)
     offsets = rows if documents is None else [int(o) for o in documents]
     total = batch * length
@@ -121,7 +122,7 @@ def _bounds(documents: Documents, batch: int, length: int) -> list[int]:
 
 
 def keys_of_a_call(rows: int, keys: int, keys_per_query: int | None) -> int:
-    """Keys in one call of a kernel on a full piece of so many rows and keys; `keys_per_query` as in `pieces`."""
+    """Number of keys in one call of a kernel on a full piece of `rows` queries; `keys_per_query` as in `pieces`."""
     least = max(1, min(LEAST_KEYS, LEAST_PAIRS // rows))
     return max(least, keys if keys_per_query is None else keys_per_query * rows)
 
@@ -132,9 +133,9 @@ def pieces(
     """The calls that make up a span. Those of kind causal come first and hold every query once.
 
     Args:
-        window: keys that a row sees, itself among them; None for all before it.
-        bottom_right: the kernel takes causal squares with more keys than rows, aligned at the end.
-        keys_per_query: cut full pieces to so many keys for each row (a kernel's backward makes gradients for all keys).
+        window: number of keys that a query attends to, its own included; None for all keys up to its own.
+        bottom_right: the kernel takes a causal mask with more keys than queries, aligned at the end.
+        keys_per_query: most keys of a full piece for each query (a kernel's backward makes gradients for all keys).
     """
     start, keys = span.end - span.rows, span.end - span.begin
     if window is None or window >= keys:
@@ -152,21 +153,22 @@ def pieces(
     for a, n, repeat in blocks:
         b = a + n
         at = a - start + span.at
-        if (k := max(span.begin, b - window)) < a:  # what all rows of a block shorter than the window see
+        if (k := max(span.begin, b - window)) < a:  # keys of every query of a block that is shorter than the window
             yield Piece("full", at, n, k, a - k)
         if b - window > span.begin and n > 1:
             yield Piece("upper", at, n - 1, a - window + 1, n - 1, repeat, window)
 
 
 def _window_blocks(span: Span, window: int) -> list[tuple[int, int, int]]:
-    """(first key position, rows, repeats) of the blocks: cut at multiples of the window from the span's first key."""
+    """(first key position, queries, repeats) of the blocks: cut at multiples of the window from the span's first
+    key."""
     found: list[tuple[int, int, int]] = []
     a = span.end - span.rows
     while a < span.end:
         inside = (a - span.begin) % window
         whole = 0 if inside else (span.end - a) // window
         if whole and a == span.begin:
-            whole = 1  # the first block sees nothing before itself: it is not like those after it
+            whole = 1  # the first block has no keys before its own: it differs from those after it
         n = window if whole else min(window - inside, span.end - a)
         found.append((a, n, max(1, whole)))
         a += n * max(1, whole)

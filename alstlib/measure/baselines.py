@@ -83,7 +83,7 @@ class Stack:
     def _ours(self, model: Any, options: Mapping[str, Any]) -> Callable[..., tuple[Tensor, Tensor]]:
         chunk = self.run.chunk if options.get("chunk") else None
         if options.get("chunk") and chunk is None:
-            raise ValueError(f"peers names '{self.name}': set chunk, the rows of a chunk")
+            raise ValueError(f"peers names '{self.name}': set chunk, the tokens of a chunk")
         given = alstlib.Options(**{"attention": self.run.attention, **options, "chunk": chunk})
         handle = alstlib.apply(model, self.ctx, given)
         self.stores = [handle.store]

@@ -69,7 +69,7 @@ class Emulation:
         self.progress.emit("load", row=self.run.row, message=message, **fields)
 
     def shard(self) -> dict[str, Any]:
-        """Random tokens of this rank (the last, whose rows see the most keys)."""
+        """Random tokens of this rank (the last, whose queries have the most keys)."""
         generator = torch.Generator().manual_seed(self.run.seed)
         ids = torch.randint(0, self.model.config.vocab_size, (1, self.run.seq_len), generator=generator)
         made = shard_batch({"input_ids": ids, "labels": ids}, self.ctx.sp, self.ctx.sp_rank)

@@ -1,16 +1,16 @@
 """The closed form of a step's memory, read off the real code (`calibrate` writes `forms.json`).
 
-One rank's step is simulated (`simulate`) with sizes that are prime: rows, widths, heads, tiles. The bytes of every
-tensor alive then factor into the names of what it is made of: 3788800000 says nothing, `2 R H` says rows times width in
-bf16. A *moment* is what is alive when memory stops growing for a while; the peak of any run is the largest of its
+One rank's step is simulated (`simulate`) with sizes that are prime: tokens, widths, heads, tiles. The bytes of every
+tensor alive then factor into the names of what it is made of: 3788800000 says nothing, `2 R H` says tokens times width
+in bf16. A *moment* is what is alive when memory stops growing for a while; the peak of any run is the largest of its
 moments. Only those are kept that are the largest at some plausible sizes. The planner evaluates them in microseconds,
 without torch; tests hold it against simulations at real sizes.
 
-Names: R rows of a rank; P ranks; H width; I width of the MLP; V vocabulary; L layers; q query heads per key/value head;
-k key/value heads per rank; where ranks share those, K key/value heads, m ranks that share one, g query heads per rank;
-where ranks have parts of heads, n key/value heads that a rank needs; d a quarter of the head width; C rows of a chunk;
-and tiles: M of the MLP, U of the loss, N of norms, D of attention's row sums. A moment within attention's backward is
-marked `#kernel`: a GPU's kernel has a workspace of its own then.
+Names: R tokens of a rank; P ranks; H width; I width of the MLP; V vocabulary; L layers; q query heads per key/value
+head; k key/value heads per rank; where ranks share those, K key/value heads, m ranks that share one, g query heads per
+rank; where ranks have parts of heads, n key/value heads that a rank needs; d a quarter of the head width; C tokens of a
+chunk; and tiles: M of the MLP, U of the loss, N of norms, D of attention's row sums. A moment within attention's
+backward is marked `#kernel`: a GPU's kernel has a workspace of its own then.
 """
 
 from __future__ import annotations
@@ -211,8 +211,9 @@ def factor(number: int, sizes: Mapping[str, int], query: str) -> tuple[float, st
 
 
 def split(number: int, sizes: Mapping[str, int], query: str) -> list[tuple[float, str]]:
-    """A number as a sum of products: one, but where ranks have parts of heads. There rows do not come out even, and
-    what is within 1% of queries, keys and values of all of a rank's rows counts as these; lesser parts are left out."""
+    """A number as a sum of products: one, but where ranks have parts of heads. There tokens do not divide evenly, and
+    what is within 1% of queries, keys and values of all of a rank's tokens counts as these; smaller parts are left
+    out."""
     coefficient, names = factor(number, sizes, query)
     if "n" not in sizes or (coefficient == int(coefficient) <= SMALL):
         return [(coefficient, names)]
@@ -261,7 +262,8 @@ def sums(
 
 
 def whole_chunks(terms: Counter[Term]) -> None:
-    """What there is of two chunks and of the rest of the rows is there of all rows, however many chunks they make."""
+    """What a moment has of two chunks and of the remaining tokens, it has of all tokens, however many chunks they
+    make."""
     for kind, names in [t for t in terms if "c" in t[1].split()]:
         count = terms.pop((kind, names))
         parts = names.split()

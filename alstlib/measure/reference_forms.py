@@ -8,7 +8,7 @@ What the paper switched on with its fused loss were all of Liger's Llama feature
 baseline has none of them. Gradients of weights are dropped as DeepSpeed takes them: those of a tiled MLP after its last
 tile, so that its `2 H I` each are among the moments.
 
-Names are those of `forms`. Tiles have rules of their own, `sizing.reference_tiles`: M rows of the MLP, U of the loss.
+Names are those of `forms`. Tiles have rules of their own, `sizing.reference_tiles`: M tokens of the MLP, U of the loss.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from alstlib.sizing import reference_tiles
 
 TILES = 7
 SIZES = {**forms.SIZES, "R": 1877, "M": 269, "U": 271}
-"""`torch.chunk` makes so many tiles of M rows of R, and its tail, and U's, are primes that `forms.TAILS` knows."""
+"""`torch.chunk` cuts R tokens into this many tiles of M, and its tail, and U's, are primes that `forms.TAILS` knows."""
 FLASH = "reference"
 
 
@@ -98,7 +98,7 @@ class _Flash(Function):
 
 
 def _flash(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
-    """transformers' `flash_attention_forward`: heads after rows, and grouped queries as they are."""
+    """transformers' `flash_attention_forward`: heads after tokens, and grouped queries as they are."""
     return _Flash.apply(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), None
 
 
@@ -120,7 +120,7 @@ class _Norm(Function):
 
 
 def _rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """In place, once the rows come before the heads in memory."""
+    """In place, once the tokens come before the heads in memory."""
     q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
     return q.transpose(1, 2), k.transpose(1, 2)
 

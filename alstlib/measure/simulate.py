@@ -148,7 +148,7 @@ def drop_gradients(model: nn.Module) -> None:
 
 
 def shard_of(ctx: alstlib.SPContext, rows: int) -> dict[str, Any]:
-    """A rank's shard of a sample, of so many rows: the token 0 everywhere."""
+    """A rank's slice of a sample, of `rows` tokens: the token 0 everywhere."""
     first = ctx.sp_rank * rows
     ids = torch.zeros(1, rows, dtype=torch.long)
     at = torch.arange(first, first + rows)[None]

@@ -1,9 +1,9 @@
 """The worker that times attention kernels, `python -m alstlib.measure.time_kernels --config config.json --out DIR`.
 
 Every backend of `backends.BACKENDS` that runs here: forward and backward, causal, over the run's length with the heads
-of the run's model on one of `sp` ranks; and in row chunks (`chunk`) over resident keys, as a streamed layer calls it.
-Each kernel has a process of its own: an illegal access leaves a process that cannot use its GPU any more, and says
-something about one kernel only.
+of the run's model on one of `sp` ranks; and in chunks of queries (`chunk`) over resident keys, as a streamed layer
+calls it. Each kernel has a process of its own: an illegal access leaves a process that cannot use its GPU any more, and
+says something about one kernel only.
 """
 
 from __future__ import annotations

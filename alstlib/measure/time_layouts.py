@@ -1,8 +1,8 @@
 """The worker that times head layouts and documents: `python -m alstlib.measure.time_layouts --config FILE --out DIR`.
 
-One job runs attention over real ranks, forward and backward, in turn: whole heads (where they divide) and split rows
-over the same heads, one document and several (unequal, and short) at the same number of tokens. Work is counted in
-pairs of query and key, so that times can be compared at equal work.
+One job runs attention over real ranks, forward and backward, in turn: whole heads (where they divide) and split
+heads (`split rows`) over the same heads, one document and several (unequal, and short) at the same number of tokens.
+Work is counted in pairs of query and key, so that times can be compared at equal work.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Costs:
 
                 step()
                 step()
-                even = (1.0, 1.0)  # of rows, of area
+                even = (1.0, 1.0)  # of queries, of area
                 uneven = balance(self.heads, self.kv, self.ctx.sp, length, offsets) if split else even
                 made[name] = {"pairs": pairs, "wire_bytes": op.exchange.bytes_sent // 2, "documents": len(offsets) - 1,
                               "rows_max_over_mean": uneven[0], "area_max_over_mean": uneven[1],

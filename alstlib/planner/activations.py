@@ -90,7 +90,7 @@ def heads_way(shape: Shape, ranks: int) -> tuple[str, dict[str, float]]:
 
 
 def as_whole(shape: Shape, ranks: int) -> dict[str, float]:
-    """Sizes with which ranks that share heads, or rows of them, are taken as if they had whole ones: about the same."""
+    """Sizes as if ranks that share heads, or have parts of heads, had whole ones: the memory is about the same."""
     k = max(kv_needed(shape.heads, shape.kv_heads, ranks))
     q = shape.heads / ranks / k
     return {"k": k, "q": q, "a": q + 2, "b": q + 1}
@@ -192,7 +192,7 @@ def activations(
     def adjust(place: str, kinds: Kinds, found: dict[str, float]) -> None:
         if once:
             found["mlp"] = found.get("mlp", 0.0) - _sums(kinds) * product("H I", sizes)
-        if place.endswith(".norm") and sizes["N"] == rows:  # one tile is no copy of its rows
+        if place.endswith(".norm") and sizes["N"] == rows:  # a single tile is no copy of its tokens
             found["loss"] -= element * product("H N", sizes)
         if fused and place == "lm_head":
             found["loss"] = _fused_loss(kinds, sizes, element)
@@ -265,7 +265,7 @@ def _sums(kinds: Kinds) -> float:
 
 def _fused_loss(kinds: Kinds, sizes: Mapping[str, float], element: int) -> float:
     """Bytes of Liger's fused loss in place of the tiled one: a tile's logits in the model's dtype, the head's gradient
-    in fp32 and at the end in the model's dtype too, and a loss and a flag for each row."""
+    in fp32 and at the end in the model's dtype too, and a loss and a flag for each token."""
     others = sum(c * product(names, sizes) for c, names in kinds["loss"] if not {"U", "V"} & set(names.split()))
     in_dtype = max(product("U V", sizes), product("H V", sizes) if element < 4 else 0.0)
     return others + 4 * product("H V", sizes) + element * in_dtype + 5 * sizes["R"]

@@ -201,7 +201,7 @@ HELP: dict[str, dict[str, Any]] = {
     "tiled norms": {"tiled_norm": True},
     "checkpoints": {"checkpoint": True},
     "checkpoints on the host": {"checkpoint": True, "offload": "async"},
-    "layers in chunks of 16K rows": {"checkpoint": True, "chunk": 16_384},
+    "layers in chunks of 16K tokens": {"checkpoint": True, "chunk": 16_384},
     "attention outputs not kept": {"save_attention": False},
     "optimizer on the host": {"offload_optimizer": True},
     "ZeRO-3": {"zero_stage": 3},

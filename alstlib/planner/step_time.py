@@ -30,7 +30,7 @@ def exchange_bytes(shape: Shape, ranks: int, seq_len: int, element: int, forward
 
     A forward sends queries, keys and values to heads and outputs back; a backward outputs' gradients to heads and
     those of queries, keys and values back. Where outputs were kept, the recompute runs no forward, and backward sends
-    queries, keys and values, with one number a row and head in place of the outputs.
+    queries, keys and values, with one number for each token and head in place of the outputs.
 
     Args:
         forwards: passes over a layer before its backward: 2 with checkpoints, else 1.

@@ -1,6 +1,6 @@
 """Tiled compute: token-wise functions in sequence tiles, so that intermediates are O(tile) (ALST, section 3.1).
 
-Shape legend: B batch, S sequence (rows of this rank), E model width.
+Shape legend: B batch, S tokens of this rank, E model width.
 
 Forward runs the tiles without a graph; backward recomputes them one by one and adds up the weights' gradients in fp32.
 These arrive once, through autograd, as the function's own gradients: data-parallel hooks see one gradient a weight, and
@@ -199,7 +199,7 @@ class Pass:
     skip: bool = False
     """A recompute that reads no MLP's output: tiles return zeros (see `skip`)."""
     whole: bool = False
-    """Rows that are no more than a tile run as they are, and keep their intermediates."""
+    """Inputs of no more tokens than a tile run as they are, and keep their intermediates."""
     followers: Mapping[Any, Any] = field(default_factory=dict)
     """Where `skip` says so, `skip.Follower`s whose modules' work is done in the MLPs' tiles too."""
 

@@ -1,6 +1,6 @@
 """Tiled logits and loss: the cross-entropy of a language-model head without the logits (ALST, section 3.1).
 
-Shape legend: B batch, S rows of this rank, E model width, V vocabulary. Logits exist for one tile at a time.
+Shape legend: B batch, S tokens of this rank, E model width, V vocabulary. Logits exist for one tile at a time.
 
 The gradients of a sum of token losses are known as soon as its logits are: forward computes them tile by tile (one
 matrix product less than recomputing the logits in backward), and backward scales them by the upstream gradient. They
@@ -85,7 +85,7 @@ class _TiledLoss(torch.autograd.Function):
             if not any(needs):
                 del logits
                 continue
-            grad = logits.mul_((valid / sums)[:, None])  # softmax, zero in rows without a label
+            grad = logits.mul_((valid / sums)[:, None])  # softmax, zero for tokens without a label
             grad.scatter_add_(1, index, -valid.to(wide)[:, None])
             grad = transform.scale_grad(grad, capped)
             if grad_bias is not None:

@@ -1,7 +1,8 @@
 """The exchange at the heart of Ulysses: slices of the sequence for blocks of heads, and back (ALST, section 3.2).
 
 Shape legend: B batch, S sequence, P sequence-parallel degree, L = S / P, H heads, h = H / P, D width.
-Sequence layout [B, H, L, D]: all heads of this rank's rows. Head layout [B, h, S, D]: this rank's heads of all rows.
+Sequence layout [B, H, L, D]: all heads of this rank's tokens. Head layout [B, h, S, D]: this rank's heads of all
+tokens.
 
 Key/value heads are split like query heads when P divides them. When they are fewer than the ranks (K < P, K divides P),
 P / K neighbouring ranks need the same head: it is sent to each of them straight from one buffer, never replicated
@@ -78,7 +79,7 @@ class Exchange:
         send = tensors[0].new_empty(p, rows, b, sum(widths))
         for part, t, head in zip(send.split(widths, 3), tensors, heads):
             part.unflatten(3, head).copy_(t.unflatten(1, (p, -1)).permute(1, 3, 0, 2, 4))
-        whole = self._swap(send).view(p * rows, b, sum(widths))  # rows of all ranks, in order
+        whole = self._swap(send).view(p * rows, b, sum(widths))  # tokens of all ranks, in order
         return [part.unflatten(2, head).permute(1, 2, 0, 3) for part, head in zip(whole.split(widths, 2), heads)]
 
     def to_seq(self, *tensors: Tensor) -> list[Tensor]:
@@ -127,19 +128,20 @@ class Exchange:
 
 
 def stripe(tensors: Sequence[Tensor], chunk: int, ctx: SPContext) -> list[Tensor]:
-    """Deal rows out in stripes: from this rank's block of the sequence to its rows of each chunk.
+    """Deal tokens out in stripes: from this rank's slice of the sequence to its tokens of each chunk.
 
-    Chunk i of all P ranks together is rows [i P C, (i + 1) P C) of the sequence, rank r's part the r-th of P; the last
-    chunk is what is left. Attention of a chunk then needs keys of this and earlier chunks only (FPDT, section 4).
+    Chunk i of all P ranks together is tokens [i P C, (i + 1) P C) of the sequence, and rank r has the r-th of P equal
+    parts of it; the last chunk has the remaining tokens. Attention of a chunk then needs the keys of this chunk and of
+    earlier ones only (FPDT, section 4).
 
     Args:
-        tensors: integers [B, L] of this rank's block (tokens, positions, labels), of one shape and dtype.
-        chunk: C, rows of one rank in a chunk.
+        tensors: integers [B, L] of this rank's slice (tokens, positions, labels), of one shape and dtype.
+        chunk: C, the tokens of one rank in a chunk.
     """
     rows, p = tensors[0].shape[1], ctx.sp
     if p == 1 or rows <= chunk:
         return list(tensors)
-    with unset_fake_temporarily():  # a simulation, too, must know how many rows go where
+    with unset_fake_temporarily():  # a simulation must know too how many tokens go to which rank
         order, to_ranks, from_ranks = _stripe_plan(rows, chunk, p, ctx.sp_rank)
     send = torch.stack(list(tensors)).permute(2, 0, 1)[order.to(tensors[0].device)].contiguous()
     receive = _all_to_all(torch.empty_like(send), send, ctx.sp_group, from_ranks, to_ranks)
@@ -147,9 +149,9 @@ def stripe(tensors: Sequence[Tensor], chunk: int, ctx: SPContext) -> list[Tensor
 
 
 def _stripe_plan(rows: int, chunk: int, ranks: int, rank: int) -> tuple[Tensor, list[int], list[int]]:
-    """(this rank's rows in the order in which they are sent, how many go to each rank, how many come from each)."""
+    """(this rank's tokens in the order in which they are sent, how many go to each rank, how many come from each)."""
     whole, rest = divmod(rows, chunk)
-    even = whole * chunk  # rows of a rank in chunks of full length
+    even = whole * chunk  # tokens of a rank in chunks of full length
     mine = rank * rows + torch.arange(rows)
     to = torch.where(
         mine < even * ranks, mine % (chunk * ranks) // chunk, (mine - even * ranks) // max(1, rest)
@@ -198,7 +200,8 @@ def whole_heads(heads: int, kv_heads: int, ranks: int) -> bool:
 
 
 def whole_head_degrees(heads: int, kv_heads: int) -> list[int]:
-    """The SP degrees at which every rank has whole heads; at others, ranks share rows of heads (`head_split`)."""
+    """The SP degrees at which every rank has whole heads; at others, ranks share the tokens of a head
+    (`head_split`)."""
     return [p for p in range(1, heads + 1) if whole_heads(heads, kv_heads, p)]
 
 
@@ -206,7 +209,7 @@ def seq_to_heads(x: Tensor, group: Any | Exchange = None) -> Tensor:
     """Differentiable exchange: [B, H, L, D] -> [B, H / P, S, D] (or [B, 1, S, D] where P / H ranks share a head).
 
     Args:
-        x: this rank's rows of all heads; every rank of the group gives the same shape.
+        x: this rank's tokens of all heads; every rank of the group gives the same shape.
         group: a process group, an `Exchange` over one (which counts bytes), or None for one rank.
 
     Raises:

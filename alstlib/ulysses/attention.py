@@ -6,7 +6,7 @@ One autograd function holds the exchange and the kernel, so that backward moves 
 recomputed under checkpointing it keeps q, k, v, output and logsumexp in head layout and exchanges dO, dq, dk, dv. With
 the output *saved* by the first pass (`Saved`), the recompute runs neither kernel nor exchange, and backward exchanges
 q, k, v and dO together. The saved output itself is not exchanged: a kernel's backward reads it only through
-delta = rowsum(dO * O), one number for each row and head, and O' = delta / |dO|^2 * dO has the same delta.
+delta = rowsum(dO * O), one number for each token and head, and O' = delta / |dO|^2 * dO has the same delta.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class UlyssesAttention:
     Args:
         ctx: the mesh; with sp = 1 this is plain attention.
         attention: `sdpa`, `auto`, or the name of one kernel of `backends.BACKENDS`.
-        split_rows: share rows of heads also where whole heads could be shared (to measure what it costs).
+        split_rows: share the tokens of heads also where every rank could have whole heads (to measure what it costs).
     """
 
     def __init__(self, ctx: SPContext, attention: str = "sdpa", split_rows: bool = False) -> None:
@@ -59,14 +59,14 @@ class UlyssesAttention:
         documents: Documents = None,
         saved: Saved | None = None,
     ) -> Tensor:
-        """q [B, H, L, D], k [B, K, L, D], v [B, K, L, V], this rank's rows after RoPE -> [B, H, L, V].
+        """q [B, H, L, D], k [B, K, L, D], v [B, K, L, V], this rank's tokens after RoPE -> [B, H, L, V].
 
         Args:
             scale: of the scores; None for D ** -0.5.
-            window: keys that a row sees, itself among them; None for all before it.
+            window: number of keys that a query attends to, its own included; None for all keys up to its own.
             softcap: scores s become c * tanh(s / c).
             sinks: scores [H] of a further key of each head, without a value (gpt-oss).
-            documents: global offsets into the flattened [B * S] batch; None makes every batch row one document.
+            documents: global offsets into the flattened [B * S] batch; None makes every micro-batch row one document.
             saved: where a checkpoint's first pass leaves the output, and where its recompute takes it from. In the
                 backward of a recompute each tensor goes as soon as it has been read: its graph is gone after that.
                 Otherwise tensors are kept as autograd keeps them (and its hooks see them).

@@ -1,11 +1,12 @@
-"""How the heads of one call of attention lie on the ranks of an SP group: whole heads, or rows of heads too.
+"""How the heads of one call of attention lie on the ranks of an SP group: whole heads, or also parts of heads.
 
 Shape legend: B batch, S sequence, P ranks, L = S / P, H query heads, K key/value heads, D width.
 
-Both layouts have one face: exchange into head layout, attention there and its gradients, exchange back. `WholeHeads`
-is the plain Ulysses exchange, q [B, H / P, S, D]; `SplitRows` takes any H, K and P by a `head_split.Plan`, with the
-rank's query rows stored one after the other, q [1, 1, rows, D]. Where whole heads are possible they are used: rows cost
-copies by index, and keys and values travel to every rank that has a part of their heads.
+Both layouts have the same methods: exchange into head layout, attention there and its gradients, exchange back.
+`WholeHeads` is the plain Ulysses exchange, q [B, H / P, S, D]. `SplitRows` takes any H, K and P by a `head_split.Plan`
+and stores the queries of a rank one after the other, as the rows of one matrix: q [1, 1, rows, D]. Whole heads are used
+where they are possible, because split heads cost copies by index, and their keys and values travel to every rank that
+has a part of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from alstlib.ulysses.head_split import Group, Plan, Sample
 
 
 class WholeHeads:
-    """Every rank has H / P query heads of all rows."""
+    """Every rank has H / P query heads of all tokens."""
 
     def __init__(self, exchange: Exchange, kv_heads: int, documents: Documents, length: int) -> None:
         self.exchange, self.documents, self.length = exchange, documents, length
@@ -55,7 +56,7 @@ class WholeHeads:
     def forward(
         self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Attention of this rank's heads -> (out, lse); the queries are the last rows of the keys."""
+        """Attention of this rank's heads -> (out, lse); the queries belong to the last of the keys' tokens."""
         own = None if sinks is None else sinks[self._own(q)]
         return attention_forward(backend, q, k, v, rule=rule, documents=self.documents, length=self.length, sinks=own)
 
@@ -82,7 +83,8 @@ class WholeHeads:
 
 
 class SplitRows:
-    """Every rank has the same number of query rows: whole heads and rows of at most two more (`head_split`)."""
+    """Every rank has the same number of queries: those of whole heads, and a part of at most two more
+    (`head_split`)."""
 
     def __init__(self, exchange: Exchange, plan: Plan, documents: Documents, length: int) -> None:
         self.exchange, self.plan, self.documents, self.length = exchange, plan, documents, length
@@ -129,7 +131,7 @@ class SplitRows:
         return self._swap_back(dq, dk, dv)
 
     def _swap_back(self, stored: Tensor, *keys: Tensor) -> list[Tensor]:
-        """Query rows go back to the ranks that they came from; what the ranks have of a key is summed in fp32."""
+        """Queries go back to the ranks that they came from; the ranks' gradients of one key are summed in fp32."""
         plan, b, rows = self.plan, self.plan.batch, self.plan.own
         flat, d = stored[0, 0], stored.shape[-1]
         parts, sizes = [], []
@@ -209,7 +211,8 @@ class SplitRows:
         return grad.to(sinks.dtype)
 
     def _views(self, group: Group) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], Any]:
-        """(a group's stored rows [1, 1, rows, ...] as [B, heads, S, ...], its keys, which queries see which)."""
+        """(view of a group's queries [1, 1, rows, ...] as [B, heads, S, ...], view of its keys, which queries attend to
+        which)."""
         batch = self.plan.batch if group.spans is None else 1
 
         def view(x: Tensor) -> Tensor:
@@ -238,7 +241,8 @@ class Layouts:
         self, q: Tensor, k: Tensor, documents: Documents, first: int = 0, last: int | None = None,
         length: int | None = None,
     ) -> Layout:  # fmt: skip
-        """For q [B, H, L, D] and k [B, K, L, D]: rows [first, last) of sequences of `length`; None: all of them."""
+        """The layout of q [B, H, L, D] and k [B, K, L, D]: tokens [first, last) of sequences of `length`; None: all of
+        them."""
         (batch, heads, rows, _), kv, ranks = q.shape, k.shape[1], self.exchange.ranks
         length = rows * ranks if length is None else length
         if whole_heads(heads, kv, ranks) and not self.split_rows:

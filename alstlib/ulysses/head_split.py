@@ -1,16 +1,17 @@
 """Heads that the ranks cannot share evenly: whole heads and parts of heads, by a plan that every rank can make alone.
 
-Shape legend: B batch, S rows of all ranks in a call, P ranks, L = S / P, H query heads, K key/value heads, G = H / K, D
-width.
+Shape legend: B batch, S tokens of all ranks in a call, P ranks, L = S / P, H query heads, K key/value heads, G = H / K,
+D width.
 
-The H heads are a line, cut in P equal parts: a rank gets some whole heads and at most two parts of heads. A part of a
-head is a share of its rows, and rows cost what they see; so the rows of each document are folded, first with last,
-second with second to last, and a share is a run of these: as many rows, as much causal area. Each rank has the keys
-and values of all rows of the heads that it needs, so no two ranks' outputs need merging. Every long document is cut so,
-and short ones are dealt out (`Shares`): work is balanced however long the documents are.
+The H heads form a line, which is cut in P equal parts: a rank gets some whole heads and at most two parts of heads. A
+part of a head is a share of its queries. A query costs as much as it has keys, so the queries of each document are
+folded, first with last, second with second to last, and a share is a run of this order: equal shares have as many
+queries and as much causal area. Each rank has the keys and values of all tokens for the heads that it needs, so the
+outputs of two ranks never need merging. Every long document is cut like this, and short ones are dealt out whole
+(`Shares`): the work is balanced however long the documents are.
 
-`Plan` is pure: it knows no process group, and gives the indices with which queries travel. Rows of queries are stored
-by head, then by document, then in order.
+`Plan` is pure: it uses no process group, and gives the indices by which queries travel. Queries are stored by head,
+then by document, then in order, as the rows of one matrix.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has of one query head: its rows from share `lo` to share `hi` (`Shares`)."""
+    """What one rank has of one query head: its queries from share `lo` to share `hi` (`Shares`)."""
 
     head: int
     lo: Fraction
@@ -53,26 +54,26 @@ def parts_of(heads: int, ranks: int, rank: int) -> list[Part]:
 
 
 SHORT = 128
-"""Rows of a document from which it may be shared by all ranks; shorter ones are handed out whole, or nearly."""
+"""Tokens from which on a document is cut for all ranks; shorter documents are handed out whole, or nearly so."""
 DEALT = 16
-"""Shorter, too, is one that many others outweigh: of which each rank has so many or more."""
+"""A document also counts as short when a rank's share of all documents is at least this many times as long."""
 
 
 def folded_rows(rows: int, lo: int, hi: int) -> list[tuple[int, int]]:
-    """Of a document of so many `rows`, read as first, last, second, second to last, ...: those from number `lo` to
-    `hi`, as one run [first, last) of its beginning and one of its end, or one of both."""
+    """The tokens from number `lo` to `hi` of a document of `rows` tokens, counted as first, last, second, second to
+    last, ...: one run [first, last) of its beginning and one of its end, or a single run where the two meet."""
     front, back = ((lo + 1) // 2, (hi + 1) // 2), (rows - hi // 2, rows - lo // 2)
     runs = [(front[0], back[1])] if front[1] == back[0] else [front, back]
     return [run for run in runs if run[0] < run[1]]
 
 
 class Shares:
-    """Cuts a head's rows so that any share has the same rows and area as any other share of its size.
+    """Cuts a head's queries so that all shares of one size have the same number of queries and the same causal area.
 
-    Long documents are cut one by one, each at the same share of its folded rows. Short ones are put in a line, in an
-    order that has all lengths everywhere, and the line is cut: at most two of them at each cut are in parts. With 9
-    heads on 8 ranks and 400 chats of 16 to 2,000 tokens, sorted by length, the fullest rank so has 0.4% more causal
-    area than the mean; with the documents in their own order it has 4.8% more.
+    Long documents are cut one by one, each at the same share of its folded tokens. Short documents are put in a line,
+    in an order that mixes all lengths, and the line is cut: each cut divides at most two of them. With 9 heads on 8
+    ranks and 400 chats of 16 to 2,000 tokens, sorted by length, the fullest rank then has 0.4% more causal area than
+    the mean; with the documents in their own order it has 4.8% more.
     """
 
     def __init__(self, rows: Sequence[int], ranks: int = 1) -> None:
@@ -85,7 +86,7 @@ class Shares:
         self.ends = list(itertools.accumulate(rows[i] for i in self.short))
 
     def between(self, lo: Fraction, hi: Fraction) -> list[tuple[int, int, int]]:
-        """(document, first, last of its folded rows) of the share from `lo` to `hi`, by document."""
+        """(document, first, last of its folded tokens) of the share from `lo` to `hi`, by document."""
         found = []
         for number, i in enumerate(self.long):
             nudge, n = (number * GOLDEN + 0.5) % 1, self.rows[i]
@@ -104,13 +105,13 @@ class Shares:
 
 @dataclass(frozen=True)
 class Group:
-    """One call of attention: query heads stored at rows [at, at + heads * rows) that share one key/value head."""
+    """One call of attention: query heads that share one key/value head, stored at rows [at, at + heads * rows)."""
 
     at: int
     heads: int
     first_head: int
     rows: int
-    """Of one head; with whole heads B * S."""
+    """Queries of one head; B * S for whole heads."""
     kv: int
     """Key/value head, counted from the rank's first."""
     spans: tuple[Span, ...] | None
@@ -119,12 +120,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Message:
-    """Indices of the query rows that pass between this rank and another."""
+    """Indices of the queries that pass between this rank and another."""
 
     sent: Tensor
-    """Into this rank's [B * H * L] rows in sequence layout."""
+    """Into this rank's [B * H * L] queries in sequence layout."""
     received: Tensor
-    """Into this rank's stored rows."""
+    """Into this rank's stored queries."""
     kv: slice
     """Key/value heads that the other rank needs."""
 
@@ -135,21 +136,21 @@ class Sample(NamedTuple):
     batch: int
     """B"""
     length: int
-    """S rows of a batch row."""
+    """S, the tokens of a micro-batch row."""
     documents: Documents = None
-    """Offsets into the flattened [B * S] batch; None makes every batch row one document."""
+    """Offsets into the flattened [B * S] batch; None makes every micro-batch row one document."""
     device: torch.device | str = "cpu"
     """Where its tensors are."""
 
 
 class Plan:
-    """Who computes which rows of which heads, seen from one rank.
+    """Which rank computes which queries of which heads, as one rank sees it.
 
     Args:
         heads, kv_heads: H and K of the model.
         ranks, rank: P and this rank.
         sample: what is attended; the indices lie on its device.
-        first, last: rows of this call, of a sequence that is computed in chunks; None: all.
+        first, last: tokens of this call, of a sequence that is computed in chunks; None: all.
     """
 
     def __init__(
@@ -168,10 +169,10 @@ class Plan:
         self.batch, self.rows, self.own = batch, last - first, (last - first) // ranks
         self.spans = document_spans(documents, batch, length, first, last)
         self._shares = Shares([s.rows for s in self.spans], ranks)
-        with unset_fake_temporarily():  # a simulation, too, must know which rows go where
+        with unset_fake_temporarily():  # a simulation must know too which tokens go to which rank
             runs = [self._runs(r) for r in range(ranks)]
             self.stored = int(runs[rank][:, 3].sum())
-            """Query rows of this rank, over its heads."""
+            """Queries of this rank, over its heads."""
             indices = [self._sent(runs[r]) for r in range(ranks)]
             indices += [self._received(runs[rank], r) for r in range(ranks)]
             together = torch.cat(indices)
@@ -186,8 +187,8 @@ class Plan:
         return slice(own[0].head // group, own[-1].head // group + 1)
 
     def _runs(self, rank: int) -> Tensor:
-        """Runs of rows of a rank in the order in which they are stored: [n, (head, batch row, first row, rows)], rows
-        counted from the call's first."""
+        """Runs of queries of a rank in the order in which they are stored: [n, (head, micro-batch row, first token,
+        tokens)], counted from the first token of the call."""
         found: list[tuple[int, int, int, int]] = []
         for part in parts_of(self.heads, self.ranks, rank):
             if part.whole:
@@ -197,14 +198,14 @@ class Plan:
         return torch.tensor(found, dtype=torch.int64).view(-1, 4)
 
     def _sent(self, runs: Tensor) -> Tensor:
-        """Indices into this rank's flattened [B, H, L] rows of those that lie in `runs`."""
+        """Indices into this rank's flattened [B, H, L] queries of those that lie in `runs`."""
         head, b, lo, n = runs.unbind(1)
         mine = self.rank * self.own
         start, stop = lo.clamp(min=mine), (lo + n).clamp(max=mine + self.own)
         return _ranges((b * self.heads + head) * self.own + start - mine, (stop - start).clamp(min=0))
 
     def _received(self, runs: Tensor, source: int) -> Tensor:
-        """Indices into this rank's stored rows of those that come from a source."""
+        """Indices into this rank's stored queries of those that come from the rank `source`."""
         lo, n = runs[:, 2], runs[:, 3]
         at, theirs = n.cumsum(0) - n, source * self.own
         start, stop = lo.clamp(min=theirs), (lo + n).clamp(max=theirs + self.own)
@@ -230,13 +231,13 @@ class Plan:
         return found
 
     def _rows_of(self, part: Part) -> Iterator[tuple[Span, int, int]]:
-        """(document, first, last of a run of its rows) of a part, in the order in which they are stored."""
+        """(document, first, last of a run of its tokens) of a part, in the order in which they are stored."""
         for i, lo, hi in self._shares.between(part.lo, part.hi):
             for first, last in folded_rows(self.spans[i].rows, lo, hi):
                 yield self.spans[i], first, last
 
     def _spans(self, part: Part, first: int) -> tuple[list[Span], int]:
-        """The runs of a part as spans over the keys of their documents, and how many rows they are."""
+        """The runs of a part as spans over the keys of their documents, and the number of their queries."""
         spans: list[Span] = []
         at = 0
         for span, lo, hi in self._rows_of(part):
@@ -257,7 +258,7 @@ def area(spans: Sequence[Span]) -> int:
 
 
 def balance(heads: int, kv_heads: int, ranks: int, length: int, documents: Documents = None) -> tuple[float, float]:
-    """(rows, causal area) of the fullest rank over the mean, for one batch row."""
+    """(queries, causal area) of the fullest rank, relative to the mean, for one micro-batch row."""
     plans = [Plan(heads, kv_heads, ranks, r, Sample(1, length, documents)) for r in range(ranks)]
     whole = area(plans[0].spans)
     areas = [sum(g.heads * whole if g.spans is None else area(g.spans) for g in p.groups) for p in plans]

@@ -87,7 +87,7 @@ def test_longest_in_an_equal_budget(tmp_path: Path) -> None:
     [
         ({"peers": []}, "peers names no stack"),
         ({"peers": ["our"]}, "unknown stack in peers 'our'; did you mean 'ours'"),
-        ({"peers": ["ours+chunk"], "chunk": None}, "set chunk, the rows of a chunk"),
+        ({"peers": ["ours+chunk"], "chunk": None}, "set chunk, the tokens of a chunk"),
         ({"peers": ["ours"], "search": True}, "search=True needs device_memory"),
     ],
     ids=str,

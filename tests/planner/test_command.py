@@ -56,7 +56,7 @@ def test_a_length_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "does not fit (" in out
     assert "short on the device" in out
-    assert "It fits with layers in chunks of 16K rows" in out
+    assert "It fits with layers in chunks of 16K tokens" in out
 
 
 def test_a_model_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) -> None:
