@@ -17,16 +17,7 @@ import torch
 import torch.distributed as dist
 
 from alstlib.data.prefetch import Reader
-from alstlib.data.shard import (
-    SLICED,
-    WHOLE,
-    Batch,
-    check_pad_to,
-    cut,
-    fingerprint,
-    prepare,
-    valid_tokens,
-)
+from alstlib.data.shard import SLICED, WHOLE, Batch, check_pad_to, cut, fingerprint, prepare, valid_tokens
 from alstlib.mesh import SPContext
 
 logger = logging.getLogger(__name__)

@@ -192,18 +192,8 @@ class Samples(Dataset):
 
     def __getstate__(self) -> dict[str, Any]:
         # a worker process makes the samples again, for a generator cannot be sent to it
-        return {
-            **self.__dict__,
-            "_made": [],
-            "_source": None,
-            "passes": 0,
-            "tokens": 0,
-            "rows": 0,
-            "empty": 0,
-            "unlabelled": 0,
-            "pace": None,
-            "_told": None,
-        }
+        begun = dict.fromkeys(("passes", "tokens", "rows", "empty", "unlabelled"), 0)
+        return {**self.__dict__, **begun, **dict.fromkeys(("_source", "pace", "_told")), "_made": []}
 
     def _rows(self, epoch: int) -> Iterator[Mapping[str, Any]]:
         if not hasattr(self.corpus, "__len__"):

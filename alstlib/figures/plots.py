@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,9 +35,44 @@ def _look(i: int) -> dict[str, str]:
     return {"color": PALETTE[i % 7], "marker": MARKERS[(i + i // 7) % 7]}
 
 
+def data_uri(figure: Figure, dpi: int) -> str:
+    """The figure as a PNG in a `data:` address."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=dpi)
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
 def _finish(figure: Figure) -> Figure:
     plt.close(figure)  # a notebook shows what a cell returns; an open figure would be shown twice
     return figure
+
+
+def draw_lines(axes: Any, series: Mapping[str, Mapping[Any, float]]) -> None:
+    """One marked line a name."""
+    for i, (name, points) in enumerate(series.items()):
+        axes.plot(list(points), list(points.values()), label=name, **_look(i))
+
+
+def draw_areas(
+    axes: Any, x: Sequence[float], parts: Sequence[Mapping[str, float]], names: Sequence[str], line: float
+) -> None:
+    """Named parts on each other at each x, and their legend beside the axes in the same order."""
+    look, heights = looks(names), [[part.get(n, 0.0) for part in parts] for n in names]
+    for name, area in zip(names, axes.stackplot(x, heights, labels=names)):
+        area.set(**look[name], linewidth=line)
+    legend_beside(axes, fontsize=8, reverse=True)
+
+
+def legend_beside(axes: Any, fontsize: int, reverse: bool = False) -> None:
+    axes.legend(frameon=False, fontsize=fontsize, bbox_to_anchor=(1.01, 1), loc="upper left", reverse=reverse)
+
+
+def draw_marks(axes: Any, marks: Mapping[str, float] | None, at: float, step: float = 0.0) -> None:
+    """Vertical lines, each named at a share of the axis' height, the next one `step` lower."""
+    for i, (name, x) in enumerate((marks or {}).items()):
+        axes.axvline(x, color="#666666", linestyle="--", linewidth=1, zorder=0)
+        y = at - step * i
+        axes.text(x, y, f" {name}", fontsize=8, color="#666666", transform=axes.get_xaxis_transform())
 
 
 class Doublings(Locator):
@@ -221,8 +258,7 @@ def blocks(
 def degrees(series: Mapping[str, Mapping[int, float]], ylabel: str, title: str = "", log: bool = True) -> Figure:
     """Quantities against the number of ranks that share a sample, one marked line a name."""
     figure, axes = _axes(7, 3.8)
-    for i, (name, points) in enumerate(series.items()):
-        axes.plot(list(points), list(points.values()), label=name, **_look(i))
+    draw_lines(axes, series)
     ticks = sorted({p for points in series.values() for p in points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(p) for p in ticks])
@@ -242,8 +278,7 @@ def versus(
 ) -> Figure:  # fmt: skip
     """Quantities against a number (log2 axis), one marked line a name; `marks` names vertical lines, `log` is y's."""
     figure, axes = _axes(7, 3.8)
-    for i, (name, points) in enumerate(series.items()):
-        axes.plot(list(points), list(points.values()), label=name, **_look(i))
+    draw_lines(axes, series)
     ticks = sorted({x for points in series.values() for x in points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [format_tokens(round(x)) for x in ticks], fontsize=9)
@@ -256,13 +291,11 @@ def versus(
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
-    for i, (name, x) in enumerate((marks or {}).items()):
-        axes.axvline(x, color="#666666", linestyle="--", linewidth=1, zorder=0)
-        axes.text(x, 0.97 - 0.08 * i, f" {name}", fontsize=8, color="#666666", transform=axes.get_xaxis_transform())
+    draw_marks(axes, marks, 0.97, 0.08)
     axes.set_title(title, loc="left")
     if len(series) > 4:  # too many to lie between the lines
         figure.set_figwidth(9.5)
-        axes.legend(frameon=False, fontsize=9, bbox_to_anchor=(1.01, 1), loc="upper left")
+        legend_beside(axes, fontsize=9)
     elif len(series) > 1:
         axes.legend(frameon=False, fontsize=9)
     return _finish(figure)
@@ -277,10 +310,7 @@ def stacked(
     lengths = sorted(parts)
     names = list(dict.fromkeys(n for s in lengths for n in parts[s]))
     figure, axes = _axes(8.4, 4.2)
-    heights = [[parts[s].get(n, 0.0) for s in lengths] for n in names]
-    look = looks(names)
-    for name, area in zip(names, axes.stackplot(lengths, heights, labels=names, linewidth=0.4)):
-        area.set(**look[name])
+    draw_areas(axes, lengths, [parts[s] for s in lengths], names, 0.4)
     if limit is not None:
         axes.axhline(limit, color="black", linestyle="--", linewidth=1)
         axes.text(lengths[0], limit, f" {limit:.1f} GiB that a GPU has", va="bottom", fontsize=8)
@@ -293,8 +323,6 @@ def stacked(
                   ha="left" if mark < lengths[len(lengths) * 3 // 4] else "right", transform=axes.get_xaxis_transform(),
                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
     axes.set_title(title, loc="left")
-    handles, texts = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], texts[::-1], frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left")
     return _finish(figure)
 
 
@@ -329,9 +357,7 @@ def training(runs: Mapping[str, Mapping[int, float]], marks: Mapping[str, float]
     for i, (name, points) in enumerate(runs.items()):
         style: Any = {"linewidth": 1.5, "marker": ""} if i == 0 else {"linestyle": "none", "fillstyle": "none"}
         axes.plot(list(points), list(points.values()), label=name, **{**_look(i), **style})
-    for name, x in (marks or {}).items():
-        axes.axvline(x, color="#666666", linestyle="--", linewidth=1, zorder=0)
-        axes.text(x, 0.02, f" {name}", fontsize=8, color="#666666", transform=axes.get_xaxis_transform())
+    draw_marks(axes, marks, 0.02)
     axes.set(xlabel="optimizer step", ylabel="loss [nats per token]")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize=9)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from alstlib.figures.plots import PALETTE, _area, _axes, _finish, looks
+from alstlib.figures.plots import PALETTE, _area, _axes, _finish, draw_areas, legend_beside, looks
 from alstlib.units import format_bytes
 
 
@@ -23,10 +23,7 @@ def step_memory(
     names = [name for name in names if any(point.get(name) for point in points)]
     totals = [sum(point.values()) / 2**20 for point in points]
     x = [i / max(1, len(points) - 1) for i in range(len(points))]
-    heights = [[point.get(name, 0) / 2**20 for point in points] for name in names]
-    look = looks(names)
-    for name, area in zip(names, axes.stackplot(x, heights, labels=names, linewidth=0.3)):
-        area.set(**look[name])
+    draw_areas(axes, x, [{name: nbytes / 2**20 for name, nbytes in point.items()} for point in points], names, 0.3)
     top = max(totals)
     starts = [i for i, phase in enumerate(phases) if not i or phase != phases[i - 1]]
     for n, i in enumerate(starts):
@@ -40,8 +37,6 @@ def step_memory(
     axes.set(xlabel="progress of one training step [share of its allocations and releases]", xlim=(0, 1))
     axes.set(ylabel="live device memory [MiB]", ylim=(0, 1.3 * top))
     axes.set_title(title, loc="left")
-    handles, texts = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], texts[::-1], frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left")
     return _finish(figure)
 
 
@@ -70,7 +65,7 @@ def parts(
     axes.set_xlim(0, 1.12 * max(sum(bar.values()) for bar in bars.values()))
     axes.set_xlabel(xlabel)
     axes.set_title(title, loc="left")
-    axes.legend(frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left")
+    legend_beside(axes, fontsize=8)
     return _finish(figure)
 
 

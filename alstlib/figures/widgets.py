@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import html
-import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -69,15 +67,9 @@ def explore(shape: Shape, run: RunConfig, machine: Machine, switches: Mapping[st
     import ipywidgets
 
     length = ipywidgets.FloatLogSlider(
-        value=FIRST,
-        base=10,
-        min=4,
-        max=8,
-        step=0.02,
-        description="tokens",
-        readout_format=".3s",
+        value=FIRST, base=10, min=4, max=8, step=0.02, description="tokens", readout_format=".3s",
         continuous_update=False,
-    )
+    )  # fmt: skip
     boxes = {name: ipywidgets.Checkbox(value=True, description=name, indent=False) for name in switches}
     text = ipywidgets.HTML()
 
@@ -167,12 +159,9 @@ def follow(draw: Callable[..., Any], **controls: tuple[Sequence[Any], Any]) -> A
     def update(*_: Any) -> None:
         made = draw(**{name: slider.value for name, slider in sliders.items()})
         figure, table = made if isinstance(made, tuple) else (made, "")
-        file = io.BytesIO()
-        figure.savefig(file, format="png", dpi=100)
-        png = base64.b64encode(file.getvalue()).decode()
         says = html.escape(", ".join(f"{name} {_label(slider.value)}" for name, slider in sliders.items()))
         alt = f"figure for {says}" + ("; its numbers are in the table below" if table else "")
-        shown.value = f'<img alt="{alt}" style="max-width: 100%" src="data:image/png;base64,{png}">{table}'
+        shown.value = f'<img alt="{alt}" style="max-width: 100%" src="{plots.data_uri(figure, 100)}">{table}'
 
     for slider in sliders.values():
         slider.observe(update, "value")

@@ -23,36 +23,34 @@ from alstlib.config import RunConfig
 from alstlib.data.shard import WHOLE, shard_batch
 from alstlib.measure.simulate import decoder_layers
 from alstlib.offload.ledger import Ledger
-from alstlib.planner.model_states import Sizes, model_states
+from alstlib.planner.model_states import GATHERED, Sizes, model_states
 from alstlib.runs import results
-from alstlib.runs.progress import Progress
 from alstlib.train.ablation import run_options
 from alstlib.train.models import flop_dimensions, load_model, model_config, put_liger
-from alstlib.train.worker import run_worker, this_device
+from alstlib.train.worker import Job, run_worker, wait_for
 
 
 def ballast(run: RunConfig, parameters: int, element_bytes: int) -> dict[str, int]:
     """Bytes that ZeRO-3 over `run.emulate` ranks holds on a device besides what is built here
     (`model_states.model_states`). The weights of the layers that are built are here in full, as ZeRO-3 gathers them."""
     sizes = Sizes(parameters=parameters, layer=0, embedding=0)
-    return model_states(run.replace(zero_stage=3), sizes, max(1, run.emulate), element_bytes).device
+    held = model_states(run.replace(zero_stage=3), sizes, max(1, run.emulate), element_bytes).device
+    return {name: nbytes for name, nbytes in held.items() if name != GATHERED}
 
 
-class Emulation:
+class Emulation(Job):
     """One rank of `run.emulate`."""
 
     def __init__(self, run: RunConfig, out: Path) -> None:
         if run.emulate < 1:
             raise ValueError("alstlib.measure.emulate needs emulate, the number of ranks of which one is run")
-        self.run, (self.device, cuda) = run, this_device()
-        self.progress = Progress(out / "progress.jsonl", 0)
-        self.bf16 = run.bf16(cuda)
+        super().__init__(run, out)
         self.ctx = alstlib.SPContext.create(run.emulate)
-        self.emit(f"loading {run.model}")
+        self.say(f"loading {run.model}")
         whole = {k: v for k, v in run.model_config.items() if k != "num_hidden_layers"}
         self.depth = model_config(run.model, whole, run.trust_remote_code).get_text_config().num_hidden_layers
         with self.device:  # random weights are made where they stay
-            model: Any = load_model(run, torch.bfloat16 if self.bf16 else torch.float32)
+            model: Any = load_model(run, self.dtype)
         self.model = model.to(self.device)
         self.dimensions = flop_dimensions(self.model)
         self.layers = decoder_layers(self.model)
@@ -61,12 +59,9 @@ class Emulation:
         parameters = sum(p.numel() for p in self.model.parameters()) + self.per_layer * (self.depth - len(self.layers))
         self.ballast = ballast(run, parameters, 2 if self.bf16 else 4)
         self.weight = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in self.ballast.values() if n]
-        put_liger(run, self.model, cuda)
+        put_liger(run, self.model, self.cuda)
         self.handle = alstlib.apply(self.model, self.ctx, run_options(run))
         self.ledger = Ledger(self.device, [self.handle.store], run.device_memory)
-
-    def emit(self, message: str, **fields: Any) -> None:
-        self.progress.emit("load", row=self.run.row, message=message, **fields)
 
     def shard(self) -> dict[str, Any]:
         """Random tokens of this rank (the last, whose queries have the most keys)."""
@@ -83,7 +78,7 @@ class Emulation:
 
     def __call__(self) -> dict[str, Any]:
         run, batch, times = self.run, self.shard(), []
-        self.emit(f"{run.seq_len:,} tokens: step 1 of {run.steps}, which warms up")
+        self.say(f"{run.seq_len:,} tokens: step 1 of {run.steps}, which warms up")
         for i in range(run.steps):  # the first is watched for memory; its time counts where there is no other
             if i == 0:
                 self.ledger.__enter__()
@@ -92,22 +87,18 @@ class Emulation:
             with self._timed() as seconds:
                 began = time.perf_counter()
                 self.step(batch)
-                self._wait()
+                wait_for(self.device)
                 seconds["step"] = [time.perf_counter() - began]
             if i == 0:
                 peak, host, wire = self.ledger.device_peak, self.ledger.host_peak, self.handle.wire_bytes
-                reserved = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
+                reserved = torch.cuda.max_memory_reserved(self.device) if self.cuda else None
                 self.ledger.close()
             times.append({name: sum(values) for name, values in seconds.items()})
             took = times[-1]["step"]
             left = (run.steps - i - 1) * took
-            self.emit(f"{run.seq_len:,} tokens: step {i + 1} of {run.steps}, {took:.1f} s", eta_seconds=left)
+            self.say(f"{run.seq_len:,} tokens: step {i + 1} of {run.steps}, {took:.1f} s", eta_seconds=left)
         times = times[1:] or times
         return self._metrics(times, peak, host, reserved, wire)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     @contextmanager
     def _timed(self) -> Iterator[dict[str, list[float]]]:
@@ -116,12 +107,12 @@ class Emulation:
         began = [0.0]
 
         def start(*_: Any) -> None:
-            self._wait()
+            wait_for(self.device)
             began[0] = time.perf_counter()
 
         def stop(name: str) -> Any:
             def hook(*_: Any) -> None:
-                self._wait()
+                wait_for(self.device)
                 seconds[name].append(time.perf_counter() - began[0])
 
             return hook

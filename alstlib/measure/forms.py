@@ -54,11 +54,7 @@ TAILS = {"M": 263, "U": 251, "N": 191, "c": 311}
 """What is left of R after whole tiles, counted as a whole one, and after two chunks."""
 WIDTH = 1013
 """The width is this prime times the query heads (transformers wants heads that divide it)."""
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {"use_sliding_window": False},
-    "qwen3": {},
-}
+FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {"use_sliding_window": False}, "qwen3": {}}
 """Decoders that have a form: transformers' model types, and the fields that they need."""
 FULL = ("llama",)
 """Those that are traced in fp32 too, and with parts of heads; others in bf16 with whole and shared heads. What is not

@@ -31,10 +31,9 @@ from alstlib.offload.host_store import HostStore
 from alstlib.offload.ledger import Ledger
 from alstlib.reference import relative_error
 from alstlib.runs import results
-from alstlib.runs.progress import Progress
-from alstlib.train.models import flop_dimensions
+from alstlib.train.models import flop_dimensions, load_model
 from alstlib.train.search import longest_that_fits
-from alstlib.train.worker import run_worker, this_device, timed
+from alstlib.train.worker import Job, run_worker, timed
 from alstlib.units import format_bytes
 
 EXACT_LENGTH = 512
@@ -71,17 +70,13 @@ class Counts(TorchDispatchMode):
 
     def _collective(self, name: str, args: Any) -> None:
         tensors = [_tensors(a) for a in args[:2]]
-        given = (
-            tensors[1] if len(tensors) > 1 and tensors[1] else tensors[0]
-        )  # (outputs, inputs, ...) or (tensors, ...)
+        given = tensors[-1] or tensors[0]  # (outputs, inputs, ...) or (tensors, ...)
         ranks, nbytes = dist.get_world_size(), sum(t.nbytes for t in given)
         share = nbytes * (ranks - 1) // ranks
-        if "alltoall" in name:
+        if "alltoall" in name or "reduce_scatter" in name:
             sent = share
         elif "gather" in name:
             sent = nbytes * (ranks - 1)
-        elif "reduce_scatter" in name:
-            sent = share
         elif "allreduce" in name:
             sent = 2 * share
         else:
@@ -109,19 +104,17 @@ def peak_over_start(step: Callable[[], Any], device: torch.device, stores: Seque
         return ledger.device_peak - start
 
 
-class Comparison:
+class Comparison(Job):
     """One rank of the job."""
 
     def __init__(self, run: RunConfig, out: Path) -> None:
-        self.run, self.rank, self.world = run, dist.get_rank(), dist.get_world_size()
-        self.device, cuda = this_device()
-        self.bf16 = run.bf16(cuda)
-        self.progress = Progress(out / "progress.jsonl", self.rank)
+        super().__init__(run, out)
+        self.world = dist.get_world_size()
         self.stacks: list[Stack] = []
         if not run.peers:
             raise ValueError("peers names no stack to compare, such as [ours, deepspeed, transformers]")
         for name in run.peers:
-            self.emit(f"building {name}")
+            self.say(f"building {name}")
             self.stacks.append(Stack(name, run, self.device, self.bf16))
         self.config = self.stacks[0].model.config
 
@@ -134,9 +127,6 @@ class Comparison:
     def __call__(self) -> dict[str, Any]:
         return self.longest() if self.run.search else self.compare()
 
-    def emit(self, message: str, **fields: Any) -> None:
-        self.progress.emit("load", row=self.run.row, message=message, **fields)
-
     # ----- time, memory, counts
 
     def compare(self) -> dict[str, Any]:
@@ -144,14 +134,14 @@ class Comparison:
         sample, made = self.sample(length), {}
         exact = self.oracle() if not run.offload_params else None
         for stack in self.stacks:
-            self.emit(f"{stack.name} at {length:,} tokens: memory and counts")
+            self.say(f"{stack.name} at {length:,} tokens: memory and counts")
             made[stack.name] = self.look(stack, sample, exact)
         times: dict[str, list[float]] = {stack.name: [] for stack in self.stacks}
         for i in range(run.steps):
             for stack in self.stacks:
                 times[stack.name].append(timed(lambda stack=stack: stack.step(sample)))  # type: ignore[misc]
             left = (run.steps - i - 1) * sum(one[-1] for one in times.values())
-            self.emit(f"repetition {i + 1} of {run.steps} at {length:,} tokens", eta_seconds=left)
+            self.say(f"repetition {i + 1} of {run.steps} at {length:,} tokens", eta_seconds=left)
         floor = [timed(floor_step(self.config, length, self.world, self.device, self.bf16)) for _ in range(3)]
         first = made[self.stacks[0].name]
         for stack in self.stacks:
@@ -173,8 +163,6 @@ class Comparison:
         }
 
     def flops(self) -> dict[str, int]:
-        from alstlib.train.models import load_model
-
         with torch.device("meta"):
             return flop_dimensions(load_model(self.run, torch.float32))
 
@@ -213,18 +201,10 @@ class Comparison:
     def peak(self, stack: Stack, sample: dict[str, Tensor]) -> int:
         return peak_over_start(lambda: stack.step(sample), self.device, stack.stores)
 
-    def gather(self, *values: int) -> list[list[int]]:
-        mine = torch.tensor(values, device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(everyone, mine)
-        return [t.tolist() for t in everyone]
-
     # ----- gradients
 
     def oracle(self) -> dict[str, Tensor]:
         """Gradients of plain transformers in fp32, unsharded, of a short sample."""
-        from alstlib.train.models import load_model
-
         model: Any = load_model(self.run, torch.float32)
         model.set_attn_implementation("eager")
         sample = self.sample(EXACT_LENGTH)
@@ -259,7 +239,7 @@ class Comparison:
             def peak(length: int, stack: Stack = stack) -> int:
                 sample = self.sample(length)
                 most = max(p for (p,) in self.gather(self.peak(stack, sample)))
-                self.emit(f"{stack.name} at {length:,} tokens peaks {format_bytes(most)} over its start")
+                self.say(f"{stack.name} at {length:,} tokens peaks {format_bytes(most)} over its start")
                 return most
 
             budget, granule = run.device_memory, run.search_granule

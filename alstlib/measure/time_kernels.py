@@ -26,8 +26,7 @@ from alstlib.kernels.attention import attention_backward, attention_backward_row
 from alstlib.kernels.backends import BACKENDS, choose_backend
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.runs.processes import die_with_parent, seconds_left
-from alstlib.runs.progress import Progress
-from alstlib.train.worker import run_worker, this_device
+from alstlib.train.worker import Job, run_worker, wait_for
 
 CHECKING = ("eager",)
 """Makes [S, S]: not timed."""
@@ -35,14 +34,12 @@ SLOW = {"blockwise": 65_536}
 """Not timed beyond so many tokens: it is there for what the others do not compute."""
 
 
-class Bench:
+class Bench(Job):
     def __init__(self, run: RunConfig, out: Path) -> None:
         from alstlib.hf.support import heads_of
         from alstlib.train.models import model_config  # which takes seconds that each kernel's process need not wait
 
-        self.run, self.out, (self.device, cuda) = run, out, this_device()
-        self.progress = Progress(out / "progress.jsonl", 0)
-        self.dtype = torch.bfloat16 if run.bf16(cuda) else torch.float32
+        super().__init__(run, out)
         config = model_config(run.model, run.model_config, run.trust_remote_code).get_text_config()
         ranks = max(1, run.emulate)
         heads, kv, self.dim = heads_of(config)
@@ -59,8 +56,7 @@ class Bench:
             except ValueError as e:
                 made[name] = {"runs": False, "why": str(e)}
                 continue
-            text = f"{name} at {run.seq_len:,} tokens, {i + 1} of {len(BACKENDS)} kernels"
-            self.progress.emit("load", row=run.row, message=text)
+            self.say(f"{name} at {run.seq_len:,} tokens, {i + 1} of {len(BACKENDS)} kernels")
             made[name] = self.alone(name)
         chosen = choose_backend("sdpa", self.device, self.dtype, self.dim).name
         seconds = made[chosen]["forward_seconds"] + made[chosen]["backward_seconds"] if made[chosen]["runs"] else None
@@ -97,15 +93,8 @@ class Bench:
             return {"runs": False, "why": ": ".join([ended, *said])[:500]}
 
     def command(self, task: dict[str, Any], answer: Path) -> list[str]:
-        return [
-            sys.executable,
-            "-m",
-            "alstlib.measure.time_kernels",
-            "--kernel",
-            json.dumps(task),
-            "--out",
-            str(answer),
-        ]
+        module = "alstlib.measure.time_kernels"
+        return [sys.executable, "-m", module, "--kernel", json.dumps(task), "--out", str(answer)]
 
 
 def answer_of(task: dict[str, Any]) -> dict[str, Any]:
@@ -126,29 +115,32 @@ def time_kernel(
     def make(heads: int) -> torch.Tensor:  # as they come out of an exchange: views of [S, B, heads, D]
         return torch.randn(length, 1, heads, dim, device=on, dtype=getattr(torch, dtype)).permute(1, 2, 0, 3)
 
+    def figures(kind: str, forward: Callable[[], Any], backward: Callable[[], Any]) -> dict[str, float]:
+        seconds = {f"{kind}forward": median(forward), f"{kind}backward": median(backward)}
+        flops = {f"{kind}forward": 2 * square, f"{kind}backward": 5 * square}
+        tflops = {f"{n}_tflops": flops[n] / s / 1e12 for n, s in seconds.items()}
+        return {**{f"{n}_seconds": s for n, s in seconds.items()}, **tflops}
+
     def median(step: Callable[[], Any]) -> float:
         step()
         seconds = []
         for _ in range(steps):
-            _wait(on)
+            wait_for(on)
             began = time.perf_counter()
             step()
-            _wait(on)
+            wait_for(on)
             seconds.append(time.perf_counter() - began)
         return statistics.median(seconds)
 
     q, dout, (k, v) = make(heads), make(heads), (make(kv), make(kv))
     rule = Rule(dim**-0.5)
     kept = Attended(q, k, v, *attention_forward(backend, q, k, v, rule=rule))
-    forward = median(lambda: attention_forward(backend, q, k, v, rule=rule))
-    backward = median(lambda: attention_backward(backend, dout, kept, rule=rule))
     square = float(length) ** 2 * dim * heads
-    made = {
-        "forward_seconds": forward,
-        "backward_seconds": backward,
-        "forward_tflops": 2 * square / forward / 1e12,
-        "backward_tflops": 5 * square / backward / 1e12,
-    }
+    made = figures(
+        "",
+        lambda: attention_forward(backend, q, k, v, rule=rule),
+        lambda: attention_backward(backend, dout, kept, rule=rule),
+    )
     if chunk is None:
         return made
     spans = [slice(lo, min(lo + chunk, length)) for lo in range(0, length, chunk)]
@@ -165,20 +157,7 @@ def time_kernel(
             part = Attended(q[rows], k[keys], v[keys], kept.out[rows], kept.lse[rows])
             attention_backward_rows(backend, dout[rows], part, (dk[keys], dv[keys]), rule=rule)
 
-    forward, backward = median(chunks_forward), median(chunks_backward)
-    return {
-        **made,
-        "chunk": chunk,
-        "chunks_forward_seconds": forward,
-        "chunks_backward_seconds": backward,
-        "chunks_forward_tflops": 2 * square / forward / 1e12,
-        "chunks_backward_tflops": 5 * square / backward / 1e12,
-    }
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return {**made, "chunk": chunk, **figures("chunks_", chunks_forward, chunks_backward)}
 
 
 def main() -> None:

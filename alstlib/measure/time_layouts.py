@@ -8,7 +8,6 @@ Work is counted in pairs of query and key, so that times can be compared at equa
 from __future__ import annotations
 
 import statistics
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from alstlib import SPContext
 from alstlib.config import RunConfig
 from alstlib.hf.support import heads_of
 from alstlib.kernels.spans import document_spans
-from alstlib.runs.progress import Pace, Progress
+from alstlib.runs.progress import Pace
 from alstlib.train.models import model_config
-from alstlib.train.worker import run_worker, this_device, timed
+from alstlib.train.worker import Job, run_worker, timed
 from alstlib.ulysses.alltoall import whole_heads
 from alstlib.ulysses.attention import UlyssesAttention
 from alstlib.ulysses.head_split import area, balance
@@ -40,14 +39,12 @@ def packings(length: int) -> dict[str, list[int]]:
     return {"one document": [0, length], "unequal documents": [*halves, length], "short documents": short}
 
 
-class Costs:
+class Costs(Job):
     """One rank of the job."""
 
     def __init__(self, run: RunConfig, out: Path) -> None:
-        self.run, (self.device, cuda) = run, this_device()
+        super().__init__(run, out)
         self.ctx = SPContext.create(dist.get_world_size())
-        self.progress = Progress(out / "progress.jsonl", dist.get_rank())
-        self.dtype = torch.bfloat16 if run.bf16(cuda) else torch.float32
         config = model_config(run.model, run.model_config, run.trust_remote_code).get_text_config()
         self.heads, self.kv, self.dim = heads_of(config)
 
@@ -70,7 +67,7 @@ class Costs:
             pairs = self.heads * area(document_spans(offsets, 1, length, 0, length))
             for layout, split in layouts.items():
                 name = f"{layout}, {packing}"
-                self.progress.emit("load", row=run.row, message=f"{name} at {length:,} tokens")
+                self.say(f"{name} at {length:,} tokens")
                 op = UlyssesAttention(self.ctx, run.attention, split_rows=split)
 
                 def step(op: UlyssesAttention = op, offsets: list[int] = offsets) -> None:
@@ -85,7 +82,7 @@ class Costs:
                               "rows_max_over_mean": uneven[0], "area_max_over_mean": uneven[1],
                               "backend": op.backend_name, "step_seconds": []}  # fmt: skip
                 steps[name] = step
-        pace = Pace(partial(self.progress.emit, "load", row=run.row), f"timing {len(steps)} kinds", run.steps)
+        pace = Pace(self.say, f"timing {len(steps)} kinds", run.steps)
         for i in range(run.steps):
             for name, step in steps.items():
                 made[name]["step_seconds"].append(timed(step))

@@ -233,11 +233,8 @@ def describe(question: Question, best: Prediction | None, found: Prediction | No
 def verdict(found: Prediction) -> str:
     """Does it fit, and by how much?"""
     spare = [
-        f"{abs(limit - peak) / GIB:.1f} GiB {'spare' if limit >= peak else 'short'} on the {where}"
-        for where, limit, peak in (
-            ("device", found.device_limit, found.device_peak),
-            ("host", found.host_limit, max(found.host_needed, 0)),
-        )
+        f"{abs(limit - needs) / GIB:.1f} GiB {'spare' if limit >= needs else 'short'} on the {where}"
+        for where, needs, limit in found.sides
         if limit is not None
     ]
     if found.loading.why:

@@ -8,6 +8,7 @@ Without torch and transformers: a plan takes milliseconds.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,15 @@ from alstlib.planner.model_shapes import Shape
 from alstlib.planner.model_states import ZERO_DEFAULT, Sizes, States, model_states
 from alstlib.planner.step_time import step_seconds
 from alstlib.units import GIB, format_bytes
+
+HOST = "the first node's host"
+Side = tuple[str, int, int | None]
+"""Of the `device` or the `host`: bytes that are needed, and those that are there (None for no limit)."""
+
+
+def first_beyond(sides: Iterable[Side], times: float = 1.0) -> tuple[str, int, int] | None:
+    """The first side that needs more than so many times what is there."""
+    return next(((where, n, has) for where, n, has in sides if has is not None and n > times * has), None)
 
 
 @dataclass(frozen=True)
@@ -31,22 +41,24 @@ class Loading:
     """Of the first node: rank 0 has all weights, and every rank its process."""
     host_limit: int | None = None
 
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return ("device", self.device, self.device_limit), ("host", self.host, self.host_limit)
+
     def beyond(self, times: float = 1.0) -> str:
         """Which of the two is more than so many times its limit: `device`, `host`, or nothing."""
-        for where, needs, has in (("device", self.device, self.device_limit), ("host", self.host, self.host_limit)):
-            if has is not None and needs > times * has:
-                return where
-        return ""
+        return (first_beyond(self.sides, times) or ("",))[0]
 
     @property
     def why(self) -> str:
         """A sentence on what is beyond its limit; nothing where the model can be loaded."""
-        if not (where := self.beyond()):
+        if (over := first_beyond(self.sides)) is None:
             return ""
-        needs, has, whose = self.host, self.host_limit, "the first node's host"
-        if where == "device":
-            needs, has, whose = self.device, self.device_limit, "a device's"
-        takes, there = format_bytes(needs), format_bytes(has or 0)
+        whose, takes, there = (
+            "a device's" if over[0] == "device" else HOST,
+            format_bytes(over[1]),
+            format_bytes(over[2]),
+        )
         return f"loading the model would take {takes} of {whose} memory, and {there} is there"
 
 
@@ -77,13 +89,15 @@ class Prediction:
         return sum(self.host.values())
 
     @property
+    def sides(self) -> tuple[Side, Side]:
+        return ("device", self.device_peak, self.device_limit), ("host", self.host_needed, self.host_limit)
+
+    @property
     def limit(self) -> str:
         """What this length goes beyond: `device` or `host` in a step, `loading: device` or `loading: host` before the
         first, or nothing."""
-        if self.host_limit is not None and self.host_needed > self.host_limit:
-            return "host"
-        if self.device_limit is not None and self.device_peak > self.device_limit:
-            return "device"
+        if over := first_beyond(reversed(self.sides)):
+            return over[0]
         where = self.loading.beyond()
         return f"loading: {where}" if where else ""
 
@@ -129,8 +143,9 @@ def loads_with(shape: Shape, run: RunConfig, machine: Machine) -> str:
     needed = []
     if now.beyond() == "device":
         needed, now = [ways[1][0].removeprefix("with ")], loading(shape, ways[1][1], machine)
-    of = ((now.device, now.device_limit, "a device"), (now.host, now.host_limit, "the first node's host"))
-    needed += [f"{-(-needs // GIB):,} GiB on {where}" for needs, has, where in of if has is not None and needs > has]
+    for side in now.sides:
+        if over := first_beyond([side]):
+            needed.append(f"{-(-over[1] // GIB):,} GiB on {'a device' if over[0] == 'device' else HOST}")
     return f"with {' and '.join(needed)}"
 
 

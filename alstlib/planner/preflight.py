@@ -8,7 +8,16 @@ from typing import Any
 from alstlib.config import RunConfig
 from alstlib.planner.machine import Machine, machine_of, rates_known
 from alstlib.planner.model_shapes import Shape, read_shape
-from alstlib.planner.prediction import Prediction, changed, loads_with, longest, nearest_that_fits, predict, settings
+from alstlib.planner.prediction import (
+    Prediction,
+    changed,
+    first_beyond,
+    loads_with,
+    longest,
+    nearest_that_fits,
+    predict,
+    settings,
+)
 from alstlib.units import format_bytes, format_seconds
 
 CERTAIN = 1.1
@@ -54,20 +63,17 @@ def why_not(run: RunConfig, nodes: int, gpus: int) -> str | None:
         shape, found = foretell(run, machine)
     except (ValueError, KeyError):
         return None
-    over = [
-        ("device", found.device_peak, found.device_limit, "device_memory is" if run.device_memory else "a GPU has"),
-        ("host", found.host_needed, found.host_limit, "a rank's share of the host's free memory is"),
-    ]
-    beyond = [one for one in over if one[2] is not None and one[1] > CERTAIN * one[2]]
-    if not beyond:
+    if (over := first_beyond(found.sides, CERTAIN)) is None:
         if not found.loading.beyond(CERTAIN):
             return None
         loads = loads_with(shape, run, machine)
         return f"{found.loading.why} (predicted); it can be loaded {loads}. force=True (--force) runs it all the same"
-    where, needs, has, what = beyond[0]
+    where, needs, has = over
+    what = "device_memory is" if run.device_memory else "a GPU has"
+    what = what if where == "device" else "a rank's share of the host's free memory is"
     text = (
         f"{found.seq_len:,} tokens would take {format_bytes(needs)} of {where} memory a rank, and {what} "
-        f"{format_bytes(has or 0)} (predicted, largest parts: {largest(found, where)})"
+        f"{format_bytes(has)} (predicted, largest parts: {largest(found, where)})"
     )
     if near := nearest_that_fits(shape, run, machine, found.seq_len):
         text += f"; it would fit with {' and '.join(near[0])}: {settings(changed(run, near[1].to_dict()))}"
@@ -128,9 +134,7 @@ def outlook(run: RunConfig, gpus: int) -> str:
         return f"not predicted: {e}"
     seconds = found.seconds["step"] if rates_known(machine) else None
     parts = [f"longest that fits {found.seq_len:,} tokens" if run.search and found.fits else _verdict(found)]
-    for where, needs, has in (
-        ("device", found.device_peak, found.device_limit), ("host", found.host_needed, found.host_limit),
-    ):  # fmt: skip
+    for where, needs, has in found.sides:
         parts.append(f"{where} {format_bytes(needs)}" + (f" of {format_bytes(has)} a rank" if has else " a rank"))
     parts.append(f"loading {format_bytes(found.loading.host)} of the first node's host")
     parts.append(f"a step {format_seconds(seconds)}" if seconds else "no step time: rates are known for GPUs only")

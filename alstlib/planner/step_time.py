@@ -45,13 +45,7 @@ def exchange_bytes(shape: Shape, ranks: int, seq_len: int, element: int, forward
 
 
 def step_seconds(
-    shape: Shape,
-    run: RunConfig,
-    machine: Machine,
-    ranks: int,
-    seq_len: int,
-    found: Activations,
-    preset: str = "ours",
+    shape: Shape, run: RunConfig, machine: Machine, ranks: int, seq_len: int, found: Activations, preset: str = "ours"
 ) -> dict[str, float]:
     """Seconds of one optimizer step over one sample on each replica, by part; `step` is the time that passes.
 
@@ -131,13 +125,7 @@ class Span:
 
 
 def layer_spans(
-    shape: Shape,
-    run: RunConfig,
-    machine: Machine,
-    ranks: int,
-    seq_len: int,
-    found: Activations,
-    preset: str = "ours",
+    shape: Shape, run: RunConfig, machine: Machine, ranks: int, seq_len: int, found: Activations, preset: str = "ours"
 ) -> dict[str, list[Span]]:
     """`step_seconds`' parts as one layer amid many meets them, in `forward` and in `backward` (with its recompute).
 

@@ -6,9 +6,7 @@ Nothing is computed here: figures are `plots` over results, the rest is what res
 from __future__ import annotations
 
 import argparse
-import base64
 import datetime
-import io
 import json
 import os
 import re
@@ -182,7 +180,7 @@ def figures(found: Results, table: Results) -> Iterator[dict[str, str]]:
         try:
             if made := draw(plots, found, table):
                 figure, what, alt = made
-                yield {"title": title, "what": what, "alt": alt, "source": _data(figure)}
+                yield {"title": title, "what": what, "alt": alt, "source": plots.data_uri(figure, 110)}
         except Exception as e:
             yield {"title": title, "what": f"It could not be drawn: {type(e).__name__}: {e}", "alt": "", "source": ""}
 
@@ -258,9 +256,3 @@ def _losses(plots: Any, found: Results, table: Results) -> tuple[Any, str, str] 
     what = same_data if alike else "Loss of each optimizer step."
     figure = plots.parity(curves) if alike else plots.training({n: dict(enumerate(c, 1)) for n, c in curves.items()})
     return figure, what, f"Lines of the loss against the optimizer step: {ends}."
-
-
-def _data(figure: Any) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -36,7 +36,7 @@ from alstlib.train.loading import load_on_first
 from alstlib.train.models import flop_dimensions, put_liger
 from alstlib.train.resume import RunStates
 from alstlib.train.search import Trials, expected_seconds, longest_that_fits
-from alstlib.train.worker import node_count, run_worker, this_device
+from alstlib.train.worker import Job, node_count, run_worker
 
 WATCHED = 2
 """Steps whose memory is watched: from the second on ZeRO-3 gathers weights ahead."""
@@ -45,30 +45,27 @@ WATCHED_TIME = "the step's time is that of one whose memory was watched, which t
 NO_STEP = "no step was left to do: the time is that of the last step then, the memory that of loading"
 
 
-class Trainer:
+class Trainer(Job):
     """One rank of a run: model, engine, data and ledger."""
 
     def __init__(self, run: RunConfig, out: Path) -> None:
-        self.run, self.out, self.rank = run, out, dist.get_rank()
-        self.device, cuda = this_device()
+        super().__init__(run, out)
         self._check_writable()
-        self.bf16 = run.bf16(cuda)
-        self.progress = Progress(out / "progress.jsonl", self.rank)
-        self.say(message=f"loading {run.model}")
+        self.say(f"loading {run.model}")
         self.ctx = alstlib.SPContext.create(run.sp)
-        arrival = load_on_first(run, torch.bfloat16 if self.bf16 else torch.float32, self.device)
+        arrival = load_on_first(run, self.dtype, self.device)
         model = arrival.model
         self.flops = flop_dimensions(model)
-        self.say(message=f"reading data '{run.data}' and the tokenizer")
+        self.say(f"reading data '{run.data}' and the tokenizer")
         self.corpus = load_corpus(run.data)
         self.vocabulary = model.config.get_text_config().vocab_size
         self.tokenizer = self._tokenizer()
-        put_liger(run, model, cuda)
+        put_liger(run, model, self.cuda)
         self.handle = alstlib.apply(model, self.ctx, run_options(run))
         torch.manual_seed(run.seed + 1 + self.rank)  # dropout masks differ between shards
-        self.engine = initialize(run, model, self.bf16, lambda message: self.say(message=message), arrival)
+        self.engine = initialize(run, model, self.bf16, self.say, arrival)
         budget = run.device_memory
-        if budget is None and cuda and run.search:
+        if budget is None and self.cuda and run.search:
             # a margin for what the allocator does not count: context, communication buffers, fragments
             budget = int(0.93 * torch.cuda.get_device_properties(self.device).total_memory)
         self.ledger = Ledger(self.device, [self.handle.store], budget)
@@ -77,9 +74,6 @@ class Trainer:
         told = gather_text(json.dumps([e for e in events if e["event"] == "tried"]), self.device)[0]
         self.known = Trials(json.loads(told))
         self.trials: list[tuple[int, float]] = []
-
-    def say(self, **fields: Any) -> None:
-        self.progress.emit("load", row=self.run.row, **fields)
 
     def told(self, message: str) -> Callable[[float], None]:
         """Who hears the share of a long piece of work that is done."""
@@ -134,7 +128,7 @@ class Trainer:
         if states:
             made |= states.resume(loader)
             for message in (*states.notes, f"step {states.begun + 1} of {count}, which warms up"):
-                self.say(seq_len=seq_len, message=message)
+                self.say(message, seq_len=seq_len)
         done = begun = states.begun if states else 0
         if done == count:
             return made
@@ -223,7 +217,7 @@ class Trainer:
         peaks: list[list[int]] = []
 
         def unwatch() -> None:
-            peaks.extend(self._gather([self.ledger.device_peak, self.ledger.host_peak]))
+            peaks.extend(self.gather(self.ledger.device_peak, self.ledger.host_peak))
             if self.device.type == "cpu":
                 self.ledger.close()
 
@@ -269,12 +263,6 @@ class Trainer:
         except (ValueError, KeyError) as e:
             return {"unknown": str(e)}
 
-    def _gather(self, values: list[int]) -> list[list[int]]:
-        mine = torch.tensor(values, device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.ctx.world_size)]
-        dist.all_gather(everyone, mine)
-        return [t.tolist() for t in everyone]
-
     def __call__(self) -> dict[str, Any]:
         run, tried, budget = self.run, [], self.ledger.budget
         length = max(run.seq_len, self.ctx.sp)
@@ -302,7 +290,7 @@ class Trainer:
     def finish(self) -> None:
         """Save the trained model."""
         folder = str(self.run.save_to)
-        self.say(message=f"saving the model to {folder}")
+        self.say(f"saving the model to {folder}")
         save_model(self.handle, folder, self.tokenizer, self.told("saving the model: gathering weights"))
 
 

@@ -103,12 +103,7 @@ def flop_dimensions(model: PreTrainedModel) -> dict[str, int]:
     inside = {id(p): p.numel() for p in model.parameters() if p.ndim >= 2 and p is not embedding}
     inside[id(head)] = head.numel()  # a tied head multiplies too
     heads, _, width = heads_of(config)
-    return {
-        "dense_params": sum(inside.values()),
-        "heads": heads,
-        "head_dim": width,
-        "layers": config.num_hidden_layers,
-    }
+    return {"dense_params": sum(inside.values()), "heads": heads, "head_dim": width, "layers": config.num_hidden_layers}
 
 
 def put_liger(run: RunConfig, model: PreTrainedModel, cuda: bool) -> None:

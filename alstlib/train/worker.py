@@ -21,6 +21,7 @@ from alstlib.planner import devices
 from alstlib.planner.preflight import limits
 from alstlib.runs import results
 from alstlib.runs.processes import die_with_parent, dump_before_deadline
+from alstlib.runs.progress import Progress
 from alstlib.train.resume import Timeout
 
 
@@ -59,6 +60,34 @@ def timed(step: Callable[[], Any]) -> float:
         torch.cuda.synchronize()
     dist.barrier()
     return time.perf_counter() - began
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Job:
+    """One rank of what a worker does: its device and precision, and its line of progress."""
+
+    def __init__(self, run: RunConfig, out: Path) -> None:
+        self.run, self.out = run, out
+        self.rank = dist.get_rank() if dist.is_initialized() and not run.emulate else 0
+        self.device, self.cuda = this_device()
+        self.bf16 = run.bf16(self.cuda)
+        self.dtype = torch.bfloat16 if self.bf16 else torch.float32
+        self.progress = Progress(out / "progress.jsonl", self.rank)
+
+    def say(self, message: str, **fields: Any) -> None:
+        self.progress.emit("load", row=self.run.row, message=message, **fields)
+
+    def gather(self, *values: int) -> list[list[int]]:
+        """Every rank's `values`, in the order of ranks."""
+        mine = torch.tensor(values, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine)
+        return [t.tolist() for t in everyone]
 
 
 def run_worker(doc: str | None, job: Callable[[RunConfig, Path], Any]) -> None:

@@ -17,7 +17,7 @@ from alstlib.measure import emulate, time_kernels
 from alstlib.measure.emulate import ballast
 from alstlib.offload.ledger import Ledger
 from alstlib.runs.launch import launch
-from alstlib.train import models
+from alstlib.train import models, worker
 from alstlib.train.models import load_model
 
 RANKS = 4
@@ -87,7 +87,7 @@ def test_emulate_takes_one_rank() -> None:
 def test_ligers_kernels_come_without_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a real run: on a GPU where Liger is installed, its norm, RoPE and SwiGLU, and our tiled loss."""
     put: list[Any] = []
-    monkeypatch.setattr(emulate, "this_device", lambda: (torch.device("cpu"), True))
+    monkeypatch.setattr(worker, "this_device", lambda: (torch.device("cpu"), True))
     monkeypatch.setattr(models, "liger_knows", lambda: ("llama",))
     monkeypatch.setattr(models, "liger_kernels", put.append)
     for wanted, fused in (("auto", False), ("loss", True)):
