@@ -29,17 +29,9 @@ def causal_mask(batch: int, length: int, documents: Sequence[int] | None = None,
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    documents: Sequence[int] | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, documents: Sequence[int] | None = None, causal: bool = True,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention. q [B, H, S, D], k [B, K, N, D], v [B, K, N, V] -> output [B, H, S, V] and logsumexp [B, H, S].
 
     Causal (with N = S), inside documents and a sliding window, or else over all keys. Scores may be capped to
@@ -55,14 +47,9 @@ def attention(
 
 
 def _scores(
-    q: Tensor,
-    k: Tensor,
-    scale: float,
-    documents: Sequence[int] | None,
-    causal: bool,
-    window: int | None = None,
+    q: Tensor, k: Tensor, scale: float, documents: Sequence[int] | None, causal: bool, window: int | None = None,
     softcap: float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if softcap is not None:
@@ -74,17 +61,9 @@ def _scores(
 
 
 def attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    causal: bool = True,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: bool = True,
     softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of `attention` written out -> dq, dk, dv. With the output and logsumexp over more keys than k holds,
     these keys' share of the gradients."""
     groups = q.shape[1] // k.shape[1]
@@ -125,14 +104,9 @@ def token_wise(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def logits_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None = None,
-    *,
-    scale: float = 1.0,
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, scale: float = 1.0,
     softcap: float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Sum over the valid tokens of the cross-entropy in fp32 or wider. hidden [.., E], weight [V, E], labels [..]."""
     logits = torch.nn.functional.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale

@@ -140,13 +140,9 @@ def _from_files(files: Sequence[tuple[str, Path]], split: str, what: str) -> Any
 
 
 def get_tokenizer(
-    name: str = "auto",
-    *,
-    corpus: Any = None,
-    vocab_size: int = 8192,
-    cache_dir: str | os.PathLike[str] | None = None,
+    name: str = "auto", *, corpus: Any = None, vocab_size: int = 8192, cache_dir: str | os.PathLike[str] | None = None,
     trust: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """A transformers tokenizer: a trained one for "auto" or "stdlib-bpe", otherwise `AutoTokenizer` by name or path.
 
     The trained one is a byte-level BPE over two million characters of the corpus (the standard library for

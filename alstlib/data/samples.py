@@ -297,16 +297,9 @@ class Samples(Dataset):
 
 
 def make_samples(
-    corpus: Any,
-    tokenizer: Any,
-    seq_len: int,
-    *,
-    packed: bool = False,
-    seed: int = 0,
-    limit: int | None = None,
-    repeat: bool = True,
-    pace: Callable[[int], Callable[[int], None]] | None = None,
-) -> Samples:
+    corpus: Any, tokenizer: Any, seq_len: int, *, packed: bool = False, seed: int = 0, limit: int | None = None,
+    repeat: bool = True, pace: Callable[[int], Callable[[int], None]] | None = None,
+) -> Samples:  # fmt: skip
     """A map-style dataset of samples of exactly `seq_len` tokens, out of documents in a seeded shuffled order.
 
     Args:

@@ -128,15 +128,9 @@ class Activations:
 
 
 def activations(
-    shape: Shape,
-    run: RunConfig,
-    ranks: int,
-    seq_len: int,
-    device: str,
-    room: int | None = None,
-    workspace: bool = True,
-    capability: int = 9,
-) -> Activations:
+    shape: Shape, run: RunConfig, ranks: int, seq_len: int, device: str, room: int | None = None,
+    workspace: bool = True, capability: int = 9,
+) -> Activations:  # fmt: skip
     """Device and host memory of one of `ranks` ranks that share each sample of `seq_len` tokens.
 
     Most simulated peaks are met to the byte, for widths from 256; a last tile that is shorter than the others counts as

@@ -15,11 +15,10 @@ from pathlib import Path
 def _installed_gpus() -> int:
     if not (smi := shutil.which("nvidia-smi")):  # a container may have GPUs without it
         return sum(os.access(node, os.R_OK | os.W_OK) for node in Path("/dev").glob("nvidia[0-9]*"))
-    try:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.splitlines())
+        return sum(line.startswith("GPU ") for line in listed.splitlines())
+    return 0
 
 
 def device_count() -> int:

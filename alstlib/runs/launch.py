@@ -191,13 +191,9 @@ class _Run:
     """One attempt: what was in the folder before it, and what came of it."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        out: Path,
-        writes: bool,
-        on_progress: Callable[..., None] | None,
+        self, config: RunConfig, out: Path, writes: bool, on_progress: Callable[..., None] | None,
         limit: float = math.inf,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.config, self.out, self.writes, self.on_progress = config, out, writes, on_progress
         self.deadline, self.lost = time.monotonic() + limit, 0
         self.id = f"{results.run_id(config)}-{uuid.uuid4().hex[:8]}"
@@ -274,16 +270,10 @@ class _Run:
 
 
 def launch(
-    config: RunConfig,
-    out: str | os.PathLike[str],
-    *,
-    on_progress: Callable[[dict[str, Any]], None] | None = None,
-    force: bool = False,
-    python: str = sys.executable,
-    nodes: Nodes = ONE_NODE,
-    worker: str = "alstlib.train.ablation",
+    config: RunConfig, out: str | os.PathLike[str], *, on_progress: Callable[[dict[str, Any]], None] | None = None,
+    force: bool = False, python: str = sys.executable, nodes: Nodes = ONE_NODE, worker: str = "alstlib.train.ablation",
     extra_env: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Run `config` under torchrun in the folder `out` and return its result (`ok` or `oom`).
 
     `out` gets config.json, progress.jsonl, logs/ and result.json. The worker writes result.json; where it could not,

@@ -32,7 +32,7 @@ def hold(folder: Path, waiting: Callable[[str], None] | None = None) -> Iterator
     with _opened(folder) as file:
         deadline, told = time.monotonic() + PATIENCE_SECONDS, ""
         while not _lock(file, fcntl.LOCK_EX):
-            if time.monotonic() > deadline and (who := describe(_read(folder) or {})) != told:
+            if time.monotonic() > deadline and (who := describe(read_object(folder / FILE) or {})) != told:
                 if waiting is None:
                     raise ValueError(
                         f"out={str(folder)!r} is in use by another run: {who}; wait for it or name another"
@@ -63,7 +63,7 @@ def holder(folder: Path) -> dict[str, Any] | None:
             free = _lock(file, fcntl.LOCK_SH)
     except OSError:
         return None
-    return None if free else _read(folder) or {}
+    return None if free else read_object(folder / FILE) or {}
 
 
 def describe(about: Mapping[str, Any]) -> str:
@@ -93,9 +93,10 @@ def _lock(file: Any, kind: int) -> bool:
     return True
 
 
-def _read(folder: Path) -> dict[str, Any] | None:
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is none."""
     try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

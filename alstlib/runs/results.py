@@ -85,15 +85,9 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def new_result(
-    config: RunConfig,
-    status: str,
-    *,
-    mode: str = "real",
-    metrics: Mapping[str, Any] | None = None,
-    error: Mapping[str, str] | None = None,
-    device: str | None = None,
-    device_count: int | None = None,
-) -> dict[str, Any]:
+    config: RunConfig, status: str, *, mode: str = "real", metrics: Mapping[str, Any] | None = None,
+    error: Mapping[str, str] | None = None, device: str | None = None, device_count: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """A complete `result.json` as a dictionary.
 
     `metrics` holds seq_len, tokens_per_step, step_seconds[], loss[], device_peak_bytes[] and host_peak_bytes[] (one a

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import json
 import shlex
 import time
@@ -81,7 +82,7 @@ class Sweep:
 
 def look(folder: Path, config: RunConfig | None, sweep: Mapping[str, Any] | None = None) -> Row:
     """How the row in a folder stands; `config` is what it should have run (resolved), `sweep` who runs its sweep."""
-    now, row = time.time(), folder.name
+    now, row, made = time.time(), folder.name, functools.partial(Row, name=folder.name, folder=folder)
     holder = locks.holder(folder)
     events = ProgressReader(folder / "progress.jsonl").read()
     began = _began(events)
@@ -89,27 +90,25 @@ def look(folder: Path, config: RunConfig | None, sweep: Mapping[str, Any] | None
     if holder is not None or (sweep or {}).get("row") == row:
         what = describe({**last, "row": "", "step": None, "eta_seconds": None}, now) if last else "starting"
         since = began or (sweep or {}).get("row_since")
-        return Row(
-            name=row, folder=folder, state="running", what=what.removeprefix("run").strip(), event=last,
-            seconds=now - since if since else None, left=time_left(last, now),
-        )  # fmt: skip
+        seconds, what = now - since if since else None, what.removeprefix("run").strip()
+        return made(state="running", what=what, event=last, seconds=seconds, left=time_left(last, now))
     try:
         result = results.read_result(folder / "result.json")
     except FileNotFoundError:
         if not (folder / "config.json").exists():
-            return Row(name=row, folder=folder, state="never run")
-        return Row(name=row, folder=folder, state="interrupted", what=_cut_off(last, now), event=last)
+            return made(state="never run")
+        return made(state="interrupted", what=_cut_off(last, now), event=last)
     except (OSError, ValueError) as e:
-        return Row(name=row, folder=folder, state="unreadable", what=str(e))
+        return made(state="unreadable", what=str(e))
     current = config is None or launch.finished(config, folder) is not None
     ended = _epoch(result.get("finished"))
     took = ended - began if began and ended >= began else None
     state = str(result["status"])
     if not current and int(began) > ended:
-        return Row(name=row, folder=folder, state="interrupted", what=_cut_off(last, now), event=last)
+        return made(state="interrupted", what=_cut_off(last, now), event=last)
     if state in results.FINISHED and not current and config is not None:
-        return Row(name=row, folder=folder, state="stale", what=f"{state} {_stale(result, config)}", seconds=took)
-    return Row(name=row, folder=folder, state=state, what=_ended(result), seconds=took, event=last)
+        return made(state="stale", what=f"{state} {_stale(result, config)}", seconds=took)
+    return made(state=state, what=_ended(result), seconds=took, event=last)
 
 
 def _began(events: Sequence[Mapping[str, Any]]) -> float:

@@ -26,7 +26,7 @@ import yaml
 
 from alstlib.config import FOLDER_NAME, ROWS, RunConfig, check_names, row_config
 from alstlib.planner import devices
-from alstlib.runs import launch, results
+from alstlib.runs import launch, locks, results
 
 OUT = Path("papermill_runs", "out")
 RECORD = "sweep.json"
@@ -191,11 +191,7 @@ def write_record(spec: Spec) -> None:
 
 def read_record(folder: Path) -> dict[str, Any]:
     """What `write_record` left in a folder; empty where it left nothing."""
-    try:
-        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return locks.read_object(folder / RECORD) or {}
 
 
 def sweeps() -> list[Path]:

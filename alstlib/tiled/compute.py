@@ -56,16 +56,9 @@ def check_tile(tile: int) -> int:
 class _TiledCompute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        fn: Callable[..., Tensor],
-        tile: int,
-        params: Callable[[], Sequence[Tensor]],
-        along: Sequence[Tensor],
-        skip: bool,
-        module: nn.Module | None,
-        x: Tensor,
-        *_: Tensor,
-    ) -> Tensor:
+        ctx: Any, fn: Callable[..., Tensor], tile: int, params: Callable[[], Sequence[Tensor]], along: Sequence[Tensor],
+        skip: bool, module: nn.Module | None, x: Tensor, *_: Tensor,
+    ) -> Tensor:  # fmt: skip
         ctx.fn, ctx.tile, ctx.params, ctx.replay = fn, tile, params, Replay(x.device, module)
         ctx.skipped = skip
         if any(ctx.needs_input_grad):
@@ -116,15 +109,9 @@ def _run_tiles(fn: Callable[..., Tensor], x: Tensor, along: Sequence[Tensor], ti
 
 
 def tiled_compute(
-    fn: Callable[..., Tensor],
-    x: Tensor,
-    params: Sequence[Tensor] | Callable[[], Sequence[Tensor]] = (),
-    *,
-    tile: int,
-    along: Sequence[Tensor] = (),
-    skip: bool = False,
-    module: nn.Module | None = None,
-) -> Tensor:
+    fn: Callable[..., Tensor], x: Tensor, params: Sequence[Tensor] | Callable[[], Sequence[Tensor]] = (), *, tile: int,
+    along: Sequence[Tensor] = (), skip: bool = False, module: nn.Module | None = None,
+) -> Tensor:  # fmt: skip
     """Apply a token-wise `fn` to x [B, S, ...] in tiles of `tile` tokens (ALST, section 3.1).
 
     Args:

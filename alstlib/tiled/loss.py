@@ -55,15 +55,9 @@ class LogitTransform:
 class _TiledLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        tile: int,
-        transform: LogitTransform,
-        train: bool,
-    ) -> Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, tile: int,
+        transform: LogitTransform, train: bool,
+    ) -> Tensor:  # fmt: skip
         # autograd says which inputs require a gradient, under no_grad too
         needs = need_hidden, need_weight, need_bias = [train and need for need in ctx.needs_input_grad[:3]]
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
@@ -117,15 +111,9 @@ class _TiledLoss(torch.autograd.Function):
 
 
 def tiled_logits_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    tile: int | None = None,
-    transform: LogitTransform | None = None,
-    liger: bool = False,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, tile: int | None = None,
+    transform: LogitTransform | None = None, liger: bool = False,
+) -> Tensor:  # fmt: skip
     """Sum of the cross-entropy over the valid tokens, in tiles of `tile` tokens (ALST, section 3.1).
 
     Args:
@@ -185,11 +173,7 @@ class TiledHead(TiledModule):
     """
 
     def __init__(
-        self,
-        head: nn.Module,
-        tile: int | None = None,
-        transform: LogitTransform | None = None,
-        liger: bool = False,
+        self, head: nn.Module, tile: int | None = None, transform: LogitTransform | None = None, liger: bool = False
     ) -> None:
         super().__init__(head, tile)
         self.transform = transform or LogitTransform()

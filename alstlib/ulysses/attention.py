@@ -47,18 +47,10 @@ class UlyssesAttention:
         """Number of times that core attention ran forward."""
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        documents: Documents = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None,
+        softcap: float | None = None, sinks: Tensor | None = None, documents: Documents = None,
         saved: Saved | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """q [B, H, L, D], k [B, K, L, D], v [B, K, L, V], this rank's tokens after RoPE -> [B, H, L, V].
 
         Args:
@@ -107,16 +99,9 @@ class UlyssesAttention:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        op: UlyssesAttention,
-        rule: Rule,
-        documents: Documents,
-        saved: Saved | None,
-    ) -> Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, op: UlyssesAttention, rule: Rule,
+        documents: Documents, saved: Saved | None,
+    ) -> Tensor:  # fmt: skip
         ctx.op, ctx.rule, ctx.release = op, rule, saved is not None and saved.stage == "graph"
         ctx.backend, ctx.layout = op.backend_for(q, v, rule), op.layouts.of(q, k, documents)
         ctx.sinks = None if sinks is None else sinks.detach().clone()  # an engine may take the parameter away

@@ -154,14 +154,7 @@ class Plan:
     """
 
     def __init__(
-        self,
-        heads: int,
-        kv_heads: int,
-        ranks: int,
-        rank: int,
-        sample: Sample,
-        first: int = 0,
-        last: int | None = None,
+        self, heads: int, kv_heads: int, ranks: int, rank: int, sample: Sample, first: int = 0, last: int | None = None
     ) -> None:
         batch, length, documents, device = sample
         last = length if last is None else last
