@@ -127,7 +127,7 @@ def gather_text(text: str, device: Any) -> list[str]:
 
 
 def join(device: torch.device, seconds: float) -> None:
-    """Join the ranks that torchrun started. In a collective of any group a rank waits so many seconds for the others.
+    """Join the ranks that torchrun started. In a collective of any group a rank waits this long for the others.
 
     NCCL counts them from when the collective is enqueued, which may be a step before it runs, and then ends the
     process. Groups that are made later, DeepSpeed's too, take PyTorch's defaults: 10 minutes with NCCL.

@@ -19,7 +19,7 @@ class Replay:
     """Random state, autocast and modes of a first pass, so that recomputing it draws the same dropout masks and dtypes.
 
     Args:
-        device: whose random state it is, beside the CPU's.
+        device: whose random state is kept, besides the CPU's.
         module: whose modes (training or evaluation) are those of the first pass again.
     """
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 TILE_BYTES = {"cuda": 512 * 2**20, "cpu": 2**20}
-"""Target for one intermediate of a tile: large enough for efficient matrix products, small beside the model."""
+"""Target for one intermediate of a tile: large enough for efficient matrix products, small compared with the model."""
 
 
 def tile_for(width: int, element_bytes: int, device: str) -> int:
@@ -69,7 +69,7 @@ def host_free() -> int:
 
 def share_host(room: int, layers: int, input_bytes: int, output_bytes: int, save: bool | str) -> tuple[int, int]:
     """How `room` bytes of host memory are used: inputs are kept every k layers, k the smallest that fits; attention
-    outputs of all layers with `save` True, of none with False, and with `auto` of as many as fit beside the inputs.
+    outputs of all layers with `save` True, of none with False, and with `auto` of as many as fit with the inputs.
 
     Returns:
         (k, layers whose outputs are kept). Where nothing fits, the k that needs least.

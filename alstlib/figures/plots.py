@@ -48,7 +48,7 @@ def _finish(figure: Figure) -> Figure:
 
 
 def draw_lines(axes: Any, series: Mapping[str, Mapping[Any, float]]) -> None:
-    """One marked line a name."""
+    """One marked line for each name."""
     for i, (name, points) in enumerate(series.items()):
         axes.plot(list(points), list(points.values()), label=name, **_look(i))
 
@@ -56,7 +56,7 @@ def draw_lines(axes: Any, series: Mapping[str, Mapping[Any, float]]) -> None:
 def draw_areas(
     axes: Any, x: Sequence[float], parts: Sequence[Mapping[str, float]], names: Sequence[str], line: float
 ) -> None:
-    """Named parts on each other at each x, and their legend beside the axes in the same order."""
+    """Stack named parts at each x, with a legend to the right of the axes in the same order."""
     look, heights = looks(names), [[part.get(n, 0.0) for part in parts] for n in names]
     for name, area in zip(names, axes.stackplot(x, heights, labels=names)):
         area.set(**look[name], linewidth=line)
@@ -102,7 +102,7 @@ def _short(x: float) -> str:
 
 
 def ablation(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Longest sequence of each row that `results.table` made: measured here, and the paper's beside it."""
+    """Longest sequence of each row that `results.table` made: measured here (left) and stated by the paper (right)."""
     figure, (left, right) = _axes(10, 0.55 * len(rows) + 1.4, 2, sharey=True)
     names = [row["row"] for row in rows]
     modes = "/".join(sorted({str(row["mode"]) for row in rows}))
@@ -132,7 +132,7 @@ def peaks(
     budget: int | None = None,
     ylabel: str = "device peak of the fullest rank [MiB]",
 ) -> Figure:
-    """Measured (length, device peak in bytes) of rows, one line a row, and the budget that they meet."""
+    """Measured (length, device peak in bytes) of rows, one line for each row, and their budget."""
     figure, axes = _axes(8, 4.2)
     for i, (name, points) in enumerate(tried.items()):
         x, y = zip(*points)
@@ -171,7 +171,7 @@ def parity(losses: Mapping[str, Sequence[float]]) -> Figure:
 
 
 def memory_curves(curves: Mapping[str, Sequence[int]], title: str = "") -> Figure:
-    """Live device bytes over one training step (in allocations, not seconds), one line a setting."""
+    """Live device bytes over one training step (in allocations, not seconds), one line for each setting."""
     figure, axes = _axes(8, 3.8)
     for i, (name, curve) in enumerate(curves.items()):
         x = [j / max(1, len(curve) - 1) for j in range(len(curve))]
@@ -256,7 +256,7 @@ def blocks(
 
 
 def degrees(series: Mapping[str, Mapping[int, float]], ylabel: str, title: str = "", log: bool = True) -> Figure:
-    """Quantities against the number of ranks that share a sample, one marked line a name."""
+    """Quantities against the number of ranks that share a sample, one marked line for each name."""
     figure, axes = _axes(7, 3.8)
     draw_lines(axes, series)
     ticks = sorted({p for points in series.values() for p in points})
@@ -276,7 +276,8 @@ def versus(
     series: Mapping[str, Mapping[float, float]], xlabel: str, ylabel: str, title: str = "", *,
     log: bool = False, marks: Mapping[str, float] | None = None,
 ) -> Figure:  # fmt: skip
-    """Quantities against a number (log2 axis), one marked line a name; `marks` names vertical lines, `log` is y's."""
+    """Quantities against a number (log2 axis), one marked line for each name. `marks` names vertical lines; `log`
+    makes the y axis logarithmic."""
     figure, axes = _axes(7, 3.8)
     draw_lines(axes, series)
     ticks = sorted({x for points in series.values() for x in points})
@@ -365,7 +366,7 @@ def training(runs: Mapping[str, Mapping[int, float]], marks: Mapping[str, float]
 
 
 def bars(values: Mapping[str, float], xlabel: str, title: str = "") -> Figure:
-    """One bar a name, each with its number."""
+    """One bar for each name, with its number."""
     figure, axes = _axes(7, 0.5 * len(values) + 1.1)
     for i, (name, value) in enumerate(values.items()):
         bar = axes.barh(name, value, color=PALETTE[i % len(PALETTE)], hatch=("", "//", "..")[i % 3], edgecolor="white")

@@ -44,8 +44,8 @@ def parts(
     bars: Mapping[str, Mapping[str, float]], xlabel: str, title: str = "", limit: tuple[float, str] | None = None,
     ends: Sequence[str] = (),
 ) -> Figure:  # fmt: skip
-    """One bar a row, made of named parts, with the sum (or the row's text in `ends`) at its end; `limit` is a line and
-    its name."""
+    """One bar for each row, made of named parts, with their sum (or the row's text in `ends`) at its end. `limit` is
+    the place and the name of a line."""
     names = list(dict.fromkeys(name for bar in bars.values() for name in bar if bar[name]))
     look = looks(names)
     figure, axes = _axes(9, 0.5 * len(bars) + 1.7)

@@ -1,5 +1,5 @@
 """What a model does around its kernels, seen without its weights: which layers attend, with which arguments, and how it
-numbers its tokens. It takes milliseconds a layer and no memory, at any size, and also where an engine has sharded it.
+numbers its tokens. It takes milliseconds per layer and no memory, at any size, and also where an engine has sharded it.
 
 The model's own forward runs once on a few tokens. Weights outside the layers are zeros of one element, expanded; layers
 run on the meta device, where tensors have shapes and no values; attention gives back an empty output; the head ends it.

@@ -36,7 +36,7 @@ MIXED = (
 
 @dataclass
 class Call:
-    """What belongs to one call of the model and travels beside its arguments."""
+    """What belongs to one call of the model and is not among its arguments."""
 
     documents: Offsets | None = None
     shift_labels: Tensor | None = None

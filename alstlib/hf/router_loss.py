@@ -25,7 +25,7 @@ class RouterLoss:
 
     Args:
         experts, top_k: E, and the experts of a token.
-        weight: of this loss beside the mean over tokens.
+        weight: factor of this loss when it is added to the mean over tokens.
         group: process group of the ranks that share the sequence; None for one rank.
         real: [B, L] which of this rank's tokens are not padding; None: all.
     """

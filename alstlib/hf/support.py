@@ -140,7 +140,7 @@ def check_shared(shared: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def _mixes_tokens(module: nn.Module) -> str | None:
-    """Why a module of a layer gives a token something of others beside attention, as far as its kind tells."""
+    """Why a module of a layer, other than attention, mixes tokens, as far as its kind tells."""
     if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
         return f"is a convolution over {module.kernel_size[0]} tokens"
     if isinstance(module, nn.RNNBase):
@@ -150,7 +150,7 @@ def _mixes_tokens(module: nn.Module) -> str | None:
 
 
 def check_recompute(facts: Facts) -> None:
-    """Refuse layers that hand each other something beside their outputs: a recompute could not give it a gradient."""
+    """Refuse layers that hand each other more than their outputs: a recompute could not give the rest a gradient."""
     for i, call in enumerate(facts.calls):
         known = call.finished or call.attention
         if any(isinstance(v, MutableMapping) for v in call.others) and (call.reads or not known):
@@ -176,7 +176,7 @@ def _head_width(config: Any) -> int:
 
 
 def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Refuse what only a call shows: `kwargs` is what the layer hands to its attention beside q, k and v."""
+    """Refuse what only a call shows: `kwargs` is what the layer hands to its attention besides q, k and v."""
     index = getattr(module, "layer_idx", None)
     where = f"layer {'?' if index is None else index} ({type(module).__name__})"
     if mask is not None:

@@ -76,7 +76,7 @@ class Backend:
     """Head widths are padded with zeros to a multiple of it."""
     granule: int = 1
     """Queries and keys of a call are multiples of it, for a kernel that is built for each shape: other calls are left
-    to `packed_by`, but for whole sequences from `LONG` tokens on."""
+    to `packed_by`, except whole sequences of at least `LONG` tokens."""
     packed_by: str = ""
     """The kernel that takes all documents of a batch, and a window, in one call."""
     packed_forward: Callable[..., tuple[Tensor, Tensor]] | None = None

@@ -20,7 +20,7 @@ class Rule:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What a kernel is told beside the scale."""
+        """Keyword arguments of a kernel besides the scale."""
         return {} if self.softcap is None else {"softcap": self.softcap}
 
 

@@ -1,4 +1,4 @@
-"""The planner's closed forms beside the simulator, at random configurations: `python -m alstlib.measure.plan_table`.
+"""The planner compared with the simulator at random configurations: `python -m alstlib.measure.plan_table`.
 
 Writes what it found to papermill_runs/results/planner/simulated.json; tests simulate some of them again.
 """

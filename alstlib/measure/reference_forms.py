@@ -181,7 +181,7 @@ def _swiglu_forward(mlp: Any, x: Tensor) -> Tensor:
 
 
 def _tiled_forward(mlp: Any, x: Tensor) -> Tensor:
-    """ArcticTraining's `tiled_mlp_forward_common`, but for its number of tiles (`tile_rows`)."""
+    """ArcticTraining's `tiled_mlp_forward_common`, except for its number of tiles (`TILES`)."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
     def forward(mlp: Any, part: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ def _keep(layer: Any, ledger: Any, offload: bool) -> None:
 
 
 def _take(p: Any) -> None:
-    """DeepSpeed takes a gradient as it comes, but for tiles before the last (`ds_grad_is_ready`)."""
+    """DeepSpeed takes each gradient when it arrives, except those of tiles before the last (`ds_grad_is_ready`)."""
     if getattr(p, "ds_grad_is_ready", True):
         p.grad = None
 

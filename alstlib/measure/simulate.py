@@ -203,7 +203,7 @@ def watch(handle: alstlib.Handle, places: Places, ledger: Ledger) -> None:
 
 
 def extend(few: Simulated, more: Simulated, layers: int) -> Simulated:
-    """A model of so many `layers`, from simulations of two shallower ones: each further layer adds the same.
+    """A model with `layers` layers, from simulations of two shallower ones: each further layer adds the same.
 
     Raises:
         ValueError: the two are not of one length and number of ranks, or of one depth.
@@ -244,5 +244,5 @@ def simulate_deep(run: RunConfig, ranks: int, device: str = "cuda") -> Simulated
 
 
 def _as_last(of: Simulated, layers: int) -> Simulated:
-    """The last layer's peak place, in a model of so many layers."""
+    """The simulation with its peak's place named as in a model with `layers` layers."""
     return replace(of, peak_place=of.peak_place.replace(f".{of.layers - 1}", f".{layers - 1}"))

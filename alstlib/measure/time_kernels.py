@@ -31,7 +31,7 @@ from alstlib.train.worker import Job, run_worker, wait_for
 CHECKING = ("eager",)
 """Makes [S, S]: not timed."""
 SLOW = {"blockwise": 65_536}
-"""Not timed beyond so many tokens: it is there for what the others do not compute."""
+"""Kernels that are not timed beyond this number of tokens: they serve what the others do not compute."""
 
 
 class Bench(Job):

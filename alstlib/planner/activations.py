@@ -22,7 +22,7 @@ REFERENCE = "reference"
 FLASH_2 = ("flash", "flash_attention_2")
 """Kernels of flash-attn 2: PyTorch's and its own."""
 SAME = {"mistral": "llama"}
-"""Decoders whose step is another's (`tests/measure/test_forms.py`)."""
+"""Decoders whose step is the same as that of another decoder (`tests/measure/test_forms.py`)."""
 
 
 @functools.cache
@@ -78,7 +78,7 @@ def families() -> list[str]:
 
 
 def heads_way(shape: Shape, ranks: int) -> tuple[str, dict[str, float]]:
-    """How so many ranks share the heads (`forms.HEADS`), with the sizes that belong to it."""
+    """How `ranks` ranks share the heads (`forms.HEADS`), with the sizes that belong to it."""
     heads, kv = shape.heads, shape.kv_heads
     if heads % ranks == 0 and kv % ranks == 0:
         k, q = kv / ranks, heads / kv

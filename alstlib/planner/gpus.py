@@ -18,7 +18,7 @@ G = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Of one GPU (or one rank of a CPU). FLOPs and bytes a second."""
+    """Rates of one GPU (or of one rank on a CPU), in FLOPs and bytes per second."""
 
     name: str
     usable: float

@@ -40,7 +40,7 @@ class States:
     device: dict[str, int]
     host: dict[str, int]
     others: dict[str, dict[str, int]]
-    """Those that are of another size where memory peaks in a layer's MLP (`mlp`) or outside the layers (`outside`)."""
+    """The entries of another size when memory peaks in a layer's MLP (`mlp`) or outside the layers (`outside`)."""
 
     def at(self, part: str) -> dict[str, int]:
         """The device's, while memory peaks in this part of the model: `layer`, `mlp` or `outside`."""
@@ -53,7 +53,7 @@ def model_states(
 ) -> States:
     """What a model takes on each of `world` ranks.
 
-    ZeRO keeps fp32 weights and AdamW's two moments (12 bytes a parameter). With the optimizer on the host, gradients
+    ZeRO keeps fp32 weights and AdamW's two moments (12 bytes per parameter). With the optimizer on the host, gradients
     go there too, with an fp32 copy for its step.
 
     Under stage 3 a device holds its shards, the bucket in which gradients are reduced, and the weights that are
@@ -66,8 +66,8 @@ def model_states(
     Where a layer and the embedding are more than two buckets, nothing is gathered ahead, and these are what is there:
     the head is still gathered when the last layer's backward runs, where memory peaks while checkpoints lie on the
     device. Where they do not, all layers are alike, and the peak is in the first one's backward, while the embedding
-    arrives: with its MLP, whose backward comes first, it is in the buffer of the all-gather, beside a bucket of other
-    weights; later in that and as the weight, both.
+    arrives: with its MLP, whose backward comes first, it is in the buffer of the all-gather, and a bucket of other
+    weights is there too; later it is both in that buffer and in the weight.
 
     The two copies of a bucket that DeepSpeed makes for a moment when it reduces one are not counted for our engine.
 

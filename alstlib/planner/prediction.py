@@ -26,7 +26,7 @@ Side = tuple[str, int, int | None]
 
 
 def first_beyond(sides: Iterable[Side], times: float = 1.0) -> tuple[str, int, int] | None:
-    """The first side that needs more than so many times what is there."""
+    """The first side that needs more than `times` times what is there."""
     return next(((where, n, has) for where, n, has in sides if has is not None and n > times * has), None)
 
 
@@ -46,7 +46,7 @@ class Loading:
         return ("device", self.device, self.device_limit), ("host", self.host, self.host_limit)
 
     def beyond(self, times: float = 1.0) -> str:
-        """Which of the two is more than so many times its limit: `device`, `host`, or nothing."""
+        """Which of the two is more than `times` times its limit: `device`, `host`, or an empty string."""
         return (first_beyond(self.sides, times) or ("",))[0]
 
     @property
@@ -64,7 +64,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One length on one machine. Bytes a rank; host bytes a rank too."""
+    """What one length takes on one machine. Bytes of the device and of the host are those of one rank."""
 
     seq_len: int
     device: dict[str, int]
@@ -222,9 +222,9 @@ HELP: dict[str, dict[str, Any]] = {
     "ZeRO-3": {"zero_stage": 3},
     "weights on the host": {"zero_stage": 3, "offload_params": True},
 }
-"""What can be switched on, as fields of RunConfig."""
+"""Changes that save memory, as fields of RunConfig."""
 SHARDED = ("ZeRO-3", "weights on the host")
-"""Those with which a device holds less of the model while it is loaded."""
+"""The entries of `HELP` with which a device holds less of the model while it is loaded."""
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ def nearest_that_fits(
 
 
 def changed(run: RunConfig, changes: dict[str, Any]) -> dict[str, Any]:
-    """Those that are not so already."""
+    """The changes that differ from the run's own fields."""
     return {name: value for name, value in changes.items() if getattr(run, name) != value}
 
 

@@ -1,4 +1,4 @@
-"""The planner asked about a run on this machine: before it starts, and to stand beside what was measured."""
+"""What the planner says about a run on this machine, before it starts and for comparison with what was measured."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from alstlib.planner.prediction import (
 from alstlib.units import format_bytes, format_seconds
 
 CERTAIN = 1.1
-"""A run is refused when it would take so many times what there is: the planner is right within a few percent."""
+"""A run is refused when it would take this many times what there is: the planner is right within a few percent."""
 
 FACTOR = 10
-"""A run may take so many times what is predicted."""
+"""A run may take this many times what is predicted."""
 HOUR, DAY = 3600.0, 86400.0
 TRIALS = 12
 """Steps of the length that a search finds, which its trials take together."""

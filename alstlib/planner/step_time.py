@@ -127,7 +127,7 @@ class Span:
 def layer_spans(
     shape: Shape, run: RunConfig, machine: Machine, ranks: int, seq_len: int, found: Activations, preset: str = "ours"
 ) -> dict[str, list[Span]]:
-    """`step_seconds`' parts as one layer amid many meets them, in `forward` and in `backward` (with its recompute).
+    """The parts of `step_seconds` for one of many layers, in `forward` and in `backward` (with its recompute).
 
     Computing and the exchange take turns. Copies to the host, and ZeRO's traffic, begin with the pass and run beside
     it: what has not ended with the computing is waited for. The layer's attention output is kept if most layers' are.

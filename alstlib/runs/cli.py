@@ -125,7 +125,8 @@ def _code_cells(notebook: Path) -> list[dict[str, Any]]:
 
 
 class Rest:
-    """How long the rows of a sweep take yet: what the spec says of each, times what those that ended took beside it."""
+    """Time left for the rows of a sweep: the seconds that the spec states for them, times how much longer than stated
+    the rows took that have ended."""
 
     def __init__(self, spec: Spec, names: Sequence[str]) -> None:
         self.seconds, self.rows = spec.seconds, list(names)

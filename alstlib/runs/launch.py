@@ -98,8 +98,8 @@ def import_path(inherited: str | None = None) -> str:
 def environment(run: str, ranks: int, extra: Mapping[str, str] | None = None, nnodes: int = 1) -> dict[str, str]:
     """Environment of torchrun: this one without what another launcher left, plus what the ranks need.
 
-    Sets only what is not set: threads a rank, the allocator on CUDA, DeepSpeed's accelerator without it. On one node
-    gloo and NCCL use the loopback, whatever is set for several: nobody else has to reach them.
+    Sets only what is not set: threads of each rank, the allocator on CUDA, and DeepSpeed's accelerator without CUDA. On
+    one node gloo and NCCL use the loopback, whatever is set for several: nobody else has to reach them.
     """
     env = {k: v for k, v in os.environ.items() if not _INHERITED.fullmatch(k)}
     if nnodes == 1:

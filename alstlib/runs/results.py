@@ -215,8 +215,8 @@ def flos(seq_len: int, tokens: int, dense_params: int, heads: int, head_dim: int
 def collect(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Every result below `folder`, in the order of the ablation, each with its `folder`.
 
-    Of several results of a row (or, without a row, of a run id) beside each other, the newest. Unreadable ones are
-    left out with a warning.
+    Of several results of a row (or, without a row, of a run id) in neighbouring folders, only the newest is taken.
+    Unreadable ones are left out with a warning.
     """
     newest: dict[tuple[Path, str], dict[str, Any]] = {}
     for path in sorted(Path(folder).rglob("result.json")):
@@ -240,7 +240,7 @@ def step_seconds(metrics: Mapping[str, Any]) -> float | None:
 
 
 def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One dictionary a result: what was measured (bytes, seconds, tokens, TFLOPS a rank), what was predicted of it,
+    """One dictionary for each result: what was measured (bytes, seconds, tokens, TFLOPS of a rank), what was predicted,
     and the paper's row.
 
     `loss` is that of the last step, `device_peak_bytes` that of the fullest rank, `host_peak_bytes` the sum over the

@@ -267,7 +267,7 @@ def _unusable(sweep: Sweep) -> str:
 
 
 def overview(found: Sequence[Sweep]) -> list[str]:
-    """A line a sweep, and one for each row that runs."""
+    """One line for each sweep, and one for each row that runs."""
     table: list[tuple[str, ...]] = [("sweep", "rows", "running", "finished", "failed", "stale", "never run", "next")]
     for sweep in found:
         counts = [

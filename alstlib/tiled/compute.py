@@ -86,7 +86,7 @@ class _TiledCompute(torch.autograd.Function):
                     first = grads.pop(0)
                     grad_x[:, rows] = 0 if first is None else first
                 sums.add(grads, last=lo + ctx.tile >= x.shape[1])
-                grads = grads[-1:]  # it lies beside the next tile's: the planner's forms count it
+                grads = grads[-1:]  # alive during the next tile, as the planner's forms count it
         done = iter(sums.done())
         return (None, None, None, None, None, None, grad_x, *(next(done) if need else None for need in needs))
 

@@ -122,7 +122,7 @@ class Trainer(Job):
         after: tuple[int, Callable[[], None]] | None = None,
     ) -> dict[str, list[Any]]:  # fmt: skip
         """Train up to optimizer step `count` at this length; returns loss, seconds, valid tokens and wire bytes of
-        each, those that `states` continues included. `after` so many steps something is called."""
+        each, those that `states` continues included. `after` names a number of steps and what is called after them."""
         run, loader = self.run, self.loader(seq_len, count)
         made: dict[str, list[Any]] = {"loss": [], "step_seconds": [], "valid_tokens": [], "wire_bytes": []}
         if states:
@@ -254,7 +254,7 @@ class Trainer(Job):
         }
 
     def predicted(self, seq_len: int) -> dict[str, Any]:
-        """What the planner says of this run, to stand beside the measurement."""
+        """What the planner says of this run, for comparison with the measurement."""
         gpus = self.ctx.world_size if self.device.type == "cuda" else 0
         try:
             run = self.run.replace(world_size=self.ctx.world_size, sp=self.ctx.sp)

@@ -4,7 +4,7 @@ A state holds what DeepSpeed partitions in its whole form, fp32, by parameter na
 ranks nor on the sequence-parallel degree or the ZeRO stage. One parameter is gathered at a time.
 
 It belongs to a configuration (all but `FREE` of its fields must agree where it is loaded), every byte of it is under a
-checksum, and the state before it is kept beside it, in `.old`.
+checksum, and the state before it is kept next to it, in `.old`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def save_state(
 ) -> None:  # fmt: skip
     """Write the training state after optimizer step `step`. A collective: every rank calls it, rank 0 writes.
 
-    It is written beside `folder` and renamed when it is whole: whatever happens, the state saved before is intact. That
-    one is kept in `folder` + `.old`; the one that was there is removed.
+    It is written next to `folder` and renamed when it is whole: whatever happens, the state saved before is intact.
+    That one is kept in `folder` + `.old`; the one that was there is removed.
 
     Args:
         engine: a DeepSpeed engine with AdamW, at the end of an optimizer step.
@@ -172,7 +172,7 @@ def find_state(folder: str | Path) -> Path | None:
 
 
 def place_aside(folder: Path) -> Path:
-    """A free name beside `folder`, for a state that stays there when another run saves its own."""
+    """A free name next to `folder`, for a state that stays there when another run saves its own."""
     places = (folder.with_name(f"{folder.name}.kept{i}") for i in itertools.count(1))
     return next(p for p in places if not (p.exists() or _old(p).exists()))
 

@@ -47,7 +47,7 @@ def this_device() -> tuple[torch.device, bool]:
 
 
 def node_count(ranks: int) -> int:
-    """Nodes that torchrun started so many ranks on."""
+    """Number of nodes on which torchrun started `ranks` ranks."""
     return max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
