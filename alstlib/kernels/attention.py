@@ -55,7 +55,7 @@ def row_tiles(x: Tensor, step: int = ROWS) -> list[tuple[slice, slice, slice]]:
     return [(slice(None), slice(None), slice(lo, lo + step)) for lo in range(0, x.shape[2], step)]
 
 
-def _in_full(fn: Callable[P, R]) -> Callable[P, R]:
+def in_full(fn: Callable[P, R]) -> Callable[P, R]:
     """Without autocast, which would take back the precision in which kernels sum."""
 
     @functools.wraps(fn)
@@ -149,7 +149,7 @@ def _offsets(documents: Documents, spans: Sequence[Span], length: int, device: t
     return known.uploaded[key]
 
 
-@_in_full
+@in_full
 def attention_forward(
     backend: Backend,
     q: Tensor,
@@ -184,8 +184,8 @@ def attention_forward(
         cut = _keys_per_query(backend)
         for span in spans:
             for piece in pieces(span, rule.window, bottom_right=backend.bottom_right, keys_per_query=cut):
-                _add_piece(backend, piece, span, Attended(q, k, v, out, lse), rule)
-    return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
+                add_piece(backend, piece, span, Attended(q, k, v, out, lse), rule)
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
 def _causal_forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -201,7 +201,7 @@ def _causal_forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, rule: Rul
     return out, lse
 
 
-def _add_piece(backend: Backend, piece: Piece, span: Span, call: Attended, rule: Rule) -> None:
+def add_piece(backend: Backend, piece: Piece, span: Span, call: Attended, rule: Rule) -> None:
     """Compute a piece and merge it into what its queries have; causal pieces come first and are written."""
     mine, to, to_lse = (piece.queries_of(t, span.q_batch) for t in (call.q, call.out, call.lse))
     keys, values = (piece.keys_of(t, span.batch) for t in (call.k, call.v))
@@ -213,7 +213,8 @@ def _add_piece(backend: Backend, piece: Piece, span: Span, call: Attended, rule:
         to_lse.copy_(merge(to, to_lse, part, part_lse)[1])
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Output (in place) and logsumexp with a further key of each head that has a score and no value."""
     score = sinks.to(lse.dtype)[None, :, None]
     share = torch.sigmoid(lse - score)[..., None]
     for rows in row_tiles(out):
@@ -227,7 +228,7 @@ def sinks_backward(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return -(share * delta).sum((0, 2))
 
 
-@_in_full
+@in_full
 def attention_backward(
     backend: Backend, dout: Tensor, kept: Attended, *, rule: Rule, documents: Documents | Sequence[Span] = None
 ) -> tuple[Tensor, ...]:
@@ -259,7 +260,7 @@ def attention_backward(
     return dq, sums[0].to(k.dtype), sums[1].to(v.dtype)
 
 
-@_in_full
+@in_full
 def attention_backward_rows(
     backend: Backend,
     dout: Tensor,
@@ -276,15 +277,24 @@ def attention_backward_rows(
     [B, K, N, V] (fp32: a key collects from many calls). `out` and `lse` are over all keys of a row: with them each set
     of keys gives its own share of the gradients, exactly (FlashAttention-2, section 3.1.2).
     """
-    q, k, v, out, lse = kept
+    q, k = kept.q, kept.k
     spans, _ = _spans(documents, q, k, length or k.shape[2])
     dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
     for span in spans:
         for piece in pieces(span, rule.window, keys_per_query=KEYS_PER_QUERY):
-            grad, mine, part, norm = (piece.queries_of(t, span.q_batch) for t in (dout, q, out, lse))
-            seen, values = (piece.keys_of(t, span.batch) for t in (k, v))
-            grads = _backward(backend, grad, Attended(mine, seen, values, part, norm), rule, piece.kind)
-            piece.queries_of(dq, span.q_batch).add_(grads[0])
-            for total, share in zip(sums, grads[1:]):
-                piece.keys_of(total, span.batch).add_(share)
+            backward_of_piece(backend, piece, span, dout, kept, dq, sums, rule)
     return dq.to(q.dtype)
+
+
+def backward_of_piece(
+    backend: Backend, piece: Piece, span: Span, dout: Tensor, kept: Attended, dq: Tensor, sums: tuple[Tensor, Tensor],
+    rule: Rule,
+) -> None:  # fmt: skip
+    """Add a piece's share to dq and to the sums of its keys' and values' gradients, all in fp32."""
+    q, k, v, out, lse = kept
+    grad, mine, part, norm = (piece.queries_of(t, span.q_batch) for t in (dout, q, out, lse))
+    seen, values = (piece.keys_of(t, span.batch) for t in (k, v))
+    grads = _backward(backend, grad, Attended(mine, seen, values, part, norm), rule, piece.kind)
+    piece.queries_of(dq, span.q_batch).add_(grads[0])
+    for total, share in zip(sums, grads[1:]):
+        piece.keys_of(total, span.batch).add_(share)

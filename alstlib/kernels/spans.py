@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -157,6 +157,36 @@ def pieces(
             yield Piece("full", at, n, k, a - k)
         if b - window > span.begin and n > 1:
             yield Piece("upper", at, n - 1, a - window + 1, n - 1, repeat, window)
+
+
+def pieces_of_pages(span: Span, window: int | None, page: int) -> Iterator[tuple[int, Piece]]:
+    """(page, call) of a span whose keys lie in pages of `page` keys: each call's keys are in one page, and counted from
+    its first. The span's own rows lie in one page."""
+    for piece in pieces(span, window):
+        last = piece.k + (piece.repeat - 1) * piece.stride + piece.keys - 1
+        if piece.k // page == last // page:
+            yield piece.k // page, replace(piece, k=piece.k % page)
+            continue
+        for i in range(piece.repeat):
+            q, k = piece.q + i * piece.stride, piece.k + i * piece.stride
+            yield from _cut(Piece(piece.kind, q, piece.rows, k, piece.keys), page)
+
+
+def _cut(piece: Piece, page: int) -> Iterator[tuple[int, Piece]]:
+    """One call at the borders of pages."""
+    while piece.keys:
+        at, first = divmod(piece.k, page)
+        n = min(piece.keys, page - first)
+        if piece.kind == "upper":  # rows before the border see a triangle of this page's keys, and all that follow
+            yield at, Piece("upper", piece.q, n, first, n)
+            rest = Piece("upper", piece.q + n, piece.rows - n, piece.k + n, piece.keys - n)
+            if rest.keys:
+                yield from _cut(Piece("full", piece.q, n, rest.k, rest.keys), page)
+        else:
+            assert piece.kind == "full" or n == piece.keys
+            yield at, replace(piece, k=first, keys=n)
+            rest = replace(piece, k=piece.k + n, keys=piece.keys - n)
+        piece = rest
 
 
 def _window_blocks(span: Span, window: int) -> list[tuple[int, int, int]]:

@@ -14,16 +14,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import mmap
 import os
 import platform
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 
 from alstlib.sizing import host_free
 
@@ -57,6 +59,8 @@ def numa_node(device: int, buses: str = "/sys/bus/pci/devices") -> int | None:
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """Number of the system call `mbind`, which libc does not have."""
 _PREFERRED = 1
+_NO_RESERVE = 0x4000
+"""`MAP_NORESERVE`: whether there is room was asked before, and a simulation maps more than there is."""
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
@@ -78,7 +82,8 @@ class _Slab:
     """
 
     def __init__(self, nbytes: int, pin: bool) -> None:
-        mapped = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NO_RESERVE if sys.platform == "linux" else 0)
+        self.mapped = mapped = mmap.mmap(-1, max(1, nbytes), flags=flags)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             with contextlib.suppress(AttributeError, OSError):  # a system without it
                 mapped.madvise(getattr(mmap, advice))
@@ -159,6 +164,8 @@ class HostStore:
         self.nbytes = 0
         """Host bytes taken now."""
         self.peak_nbytes = 0
+        self.bytes_sent = self.bytes_fetched = 0
+        """Copied from the device to the host, and back, since the store was made."""
         self.on_slab: Callable[[Tensor], None] | None = None
         """Told of each slab that is taken (a ledger counts it as host memory)."""
         self._granted = self._spare = 0
@@ -180,13 +187,14 @@ class HostStore:
             ticket.kept.append((x, None))
             return
         x = _without_gaps(x)
+        self.bytes_sent += x.numel() * x.element_size()
         slab = self._slab(x.numel() * x.element_size(), x.is_cuda)
         host = slab.view(x)
         ticket.kept.append((host, slab))
         if not (x.is_cuda and self.mode == "async"):
             host.copy_(x)
             return
-        compute, (out, _) = torch.cuda.current_stream(x.device), self._cuda_streams(x.device)
+        compute, (out, _) = torch.cuda.current_stream(x.device), self.streams(x.device)
         out.wait_stream(compute)
         with torch.cuda.stream(out):
             host.copy_(x, non_blocking=True)
@@ -216,6 +224,7 @@ class HostStore:
     def _fetch(self, ticket: Ticket, device: torch.device) -> None:
         if ticket.fetched is not None:
             return
+        self.bytes_fetched += sum(host.numel() * host.element_size() for host, _ in ticket.kept)
         tensors = [
             torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device) for host, _ in ticket.kept
         ]
@@ -224,7 +233,7 @@ class HostStore:
                 tensor.copy_(host)
             ticket.fetched = (tensors, None)
             return
-        out, back = self._cuda_streams(device)
+        out, back = self.streams(device)
         back.wait_stream(torch.cuda.current_stream(device))  # the buffers' memory may still be in use there
         back.wait_stream(out)
         with torch.cuda.stream(back):
@@ -232,10 +241,31 @@ class HostStore:
                 tensor.copy_(host, non_blocking=True)
         ticket.fetched = (tensors, back.record_event())
 
-    def _cuda_streams(self, device: torch.device) -> tuple[Any, Any]:
+    def streams(self, device: torch.device) -> tuple[Any, Any]:
+        """CUDA streams for copies out of a device and back."""
         if self._streams is None:
             self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
         return self._streams
+
+    def lease(self, shape: Sequence[int], dtype: torch.dtype, pin: bool) -> Tensor:
+        """A tensor on the host that is not yet written, in a slab that returns to the store when nobody has the tensor
+        or a view of it any more.
+
+        Raises:
+            HostOutOfMemory: there is no room for it.
+        """
+        n = math.prod(shape)
+        slab = self._slab(n * dtype.itemsize, pin)
+        flat = torch.frombuffer(slab.mapped, dtype=dtype, count=n)  # a storage of its own, that ends with the tensor
+        if self.on_slab is not None:
+            self.on_slab(flat)
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        if active_fake_mode() is None:
+            made = torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, tuple(shape), tuple(strides))
+        else:
+            made = flat.view(shape)
+        weakref.finalize(made.untyped_storage(), self.free.append, slab).atexit = False
+        return made
 
     def _slab(self, nbytes: int, pin: bool) -> _Slab:
         granted = nbytes <= self._granted

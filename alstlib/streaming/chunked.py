@@ -1,4 +1,4 @@
-"""A decoder layer streamed in row chunks, with its keys and values resident: working memory of O(chunk).
+"""A decoder layer streamed in row chunks: working memory of O(chunk), the rest on the device or on the host.
 
 Shape legend: B batch, S sequence, P ranks, L = S / P rows of this rank, C rows of a chunk, H query heads, K key/value
 heads, D head width, E model width. Everything token-wise in a layer (norms, projections, RoPE, MLP, residual) needs
@@ -8,8 +8,12 @@ growing set of keys and values, as a model with a cache generates; beyond its in
 Forward makes no graph. Backward first makes the keys and values again (each chunk is left at its attention), then goes
 from the last chunk to the first: recompute one with its graph, back-propagate, add what it contributes to the gradients
 of earlier keys and values. When a chunk's turn comes, all that later rows contribute to its own is there, and goes on
-into its projections. Exact for any length; the last chunk may be shorter. (FPDT, arXiv 2408.16978, chunks attention;
-here whole layers are, and keys and values stay on the device.)
+into its projections. Exact for any length; the last chunk may be shorter.
+
+Where a layer's tensors of the sequence's length lie is a choice that changes no bit. The input, the output and their
+gradients lie on the device, or on the host, from where chunks of them visit the device, copied beside the computation.
+So do the keys and values, in pages (`pages`). (FPDT, arXiv 2408.16978, does this for attention; here whole layers are
+streamed.)
 
 With P ranks, rows are dealt out in stripes (`alltoall.stripe`): chunk i of all ranks together is P C consecutive rows
 of the sequence, so that its keys are complete when it runs.
@@ -17,58 +21,29 @@ of the sequence, so that its keys are complete when it runs.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from alstlib.kernels.rule import Attended, Rule
+from alstlib.kernels import paged
+from alstlib.kernels.rule import Rule
 from alstlib.kernels.spans import Documents
-from alstlib.offload.host_store import HostStore, Ticket
-from alstlib.recompute import GradientSums, Replay, first_order, those_that_train, unchanged
+from alstlib.offload.courier import Courier, parts_of
+from alstlib.offload.host_store import HostStore
+from alstlib.recompute import GradientSums, Replay, Values, first_order, those_that_train, unchanged
+from alstlib.streaming.pages import LayerPages, page_rows
 from alstlib.ulysses.attention import UlyssesAttention, gradient_of_sinks, output_with, row_delta
 from alstlib.ulysses.head_layouts import Layout
 
 
 class KeysDone(Exception):
     """Leaves a layer at its attention, once a chunk's keys and values are where they belong. Not seen outside."""
-
-
-class Resident:
-    """Keys and values of one layer's whole sequence in head layout [B, K / P, S, D] (with uneven heads those that this
-    rank needs), filled chunk by chunk, and the sums of their gradients (fp32)."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.keys: list[Tensor] = []
-        self.sums: tuple[Tensor, Tensor] | None = None
-        self.filled = 0
-        """Rows that are in place."""
-
-    def fill(self, k: Tensor, v: Tensor) -> None:
-        """Put the next rows of k and v in place."""
-        if not self.keys:
-            self.keys = [t.new_empty(self.length, *t.shape[:2], t.shape[3]) for t in (k, v)]
-        rows = k.shape[2]
-        for held, t in zip(self.keys, (k, v)):
-            held[self.filled : self.filled + rows].copy_(t.permute(2, 0, 1, 3))
-        self.filled += rows
-
-    def until(self, last: int) -> tuple[Tensor, Tensor]:
-        """The first `last` rows of keys and values, [B, K / P, last, D]."""
-        k, v = (t[:last].permute(1, 2, 0, 3) for t in self.keys)
-        return k, v
-
-    def sums_until(self, last: int) -> tuple[Tensor, Tensor]:
-        """The same of their gradients; zeros at first."""
-        if self.sums is None:
-            k, v = self.until(self.length)
-            wide = torch.promote_types(k.dtype, torch.float32)
-            self.sums = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-        return self.sums[0][:, :, :last], self.sums[1][:, :, :last]
 
 
 @dataclass
@@ -81,12 +56,17 @@ class RowChunk:
     """Its rows of the whole sequence: [first, last)."""
     last: int
     task: Literal["forward", "keys", "recompute"]
-    resident: Resident
+    pages: LayerPages
     keep: bool = False
     kept: list[Tensor] = field(default_factory=list)
     """Output [B, H, C, D] (sequence layout) and logsumexp [B, H / P, P C] (head layout): left by `forward` where `keep`
     says so, taken by `recompute`."""
     calls: int = 0
+
+    @property
+    def page(self) -> int:
+        """The page in which its keys lie."""
+        return (self.last - 1) // self.pages.rows
 
     def attend(
         self, op: UlyssesAttention, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None,
@@ -104,26 +84,27 @@ class RowChunk:
         if self.calls > 1:
             raise ValueError("chunk: a layer that calls attention more than once cannot be streamed; use chunk=None")
         rule = op.rule(q, k, v, sinks=sinks, **how)
-        layout = op.layouts.of(q, k, documents, self.first, self.last, self.resident.length)
+        layout = op.layouts.of(q, k, documents, self.first, self.last, self.pages.length)
         if self.task == "recompute":
             return _ChunkAttention.apply(q, k, v, sinks, op, rule, layout, self)
         if self.task == "keys":
-            self.resident.fill(*layout.keys_to_heads(k, v))
+            self.pages.fill(*layout.keys_to_heads(k, v))
             raise KeysDone
         q_heads, k, v = layout.to_heads(q, k, v)
-        self.resident.fill(k, v)
-        out_heads, lse = self._forward(op, layout, q_heads, rule, sinks)
+        self.pages.fill(k, v)
+        out_heads, lse = self.forward(op, layout, q_heads, v.shape[-1], rule, sinks)
         out = layout.to_seq(out_heads)
         if self.keep:
             self.kept = [out, lse]
         return out
 
-    def _forward(
-        self, op: UlyssesAttention, layout: Layout, q: Tensor, rule: Rule, sinks: Tensor | None
+    def forward(
+        self, op: UlyssesAttention, layout: Layout, q: Tensor, width: int, rule: Rule, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        k, v = self.resident.until(self.last)
-        op.forward_calls += self.last == self.resident.length  # once a pass over the whole sequence
-        return layout.forward(op.backend_for(q, v, rule), q, k, v, rule, sinks)
+        """Attention of this chunk's queries, in head layout, over all pages before and in it."""
+        op.forward_calls += self.last == self.pages.length  # once a pass over the whole sequence
+        parts = layout.parts(q, self.first, self.last)
+        return paged.forward(op.backend_for(q, width, rule), q, width, self.pages, self.page, parts, rule, sinks)
 
 
 class _ChunkAttention(torch.autograd.Function):
@@ -141,14 +122,15 @@ class _ChunkAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.op, ctx.rule, ctx.layout, ctx.piece = op, rule, layout, piece
         ctx.sinks = None if sinks is None else sinks.detach().clone()
-        if piece.resident.filled == piece.first:  # the last chunk: no pass before this one has made its keys
-            piece.resident.fill(*layout.keys_to_heads(k, v))
+        if piece.pages.filled == piece.first:  # the last chunk: no pass before this one has made its keys
+            piece.pages.fill(*layout.keys_to_heads(k, v))
+        ctx.width = v.shape[-1]
         if piece.kept:
             out, lse = piece.kept
             ctx.held = [q.detach(), out, lse]
             return out.view_as(out)
         (q_heads,) = layout.queries_to_heads(q)
-        out_heads, lse = piece._forward(op, layout, q_heads, rule, ctx.sinks)
+        out_heads, lse = piece.forward(op, layout, q_heads, v.shape[-1], rule, ctx.sinks)
         ctx.held = [q_heads.detach(), out_heads, lse]
         return layout.to_seq(out_heads)
 
@@ -164,10 +146,9 @@ class _ChunkAttention(torch.autograd.Function):
         elif not piece.kept:
             (dout,) = layout.queries_to_heads(dout)
         dsinks = gradient_of_sinks(ctx, dout, out, lse, delta)
-        (k, v), sums = piece.resident.until(piece.last), piece.resident.sums_until(piece.last)
-        backend = op.backend_for(q, v, ctx.rule)
-        dq = layout.backward_rows(backend, dout, Attended(q, k, v, out, lse), sums, ctx.rule)
-        dk, dv = (t[:, :, piece.first :].to(dq.dtype) for t in sums)
+        backend, parts = op.backend_for(q, ctx.width, ctx.rule), layout.parts(q, piece.first, piece.last)
+        dq, page = paged.backward(backend, dout, q, out, lse, piece.pages, piece.page, parts, ctx.rule)
+        dk, dv = piece.pages.own(page, piece.first, piece.last, dq.dtype)
         return (*layout.grads_to_seq(dq, dk, dv), dsinks, None, None, None, None)
 
 
@@ -184,6 +165,10 @@ class Stream:
         params: the layer's weights that train, called again in backward (an engine may swap them).
         accept: looks at what a chunk's recompute returned; where it says False, the chunk is recomputed once more.
         module: the layer, which a recompute runs in the mode (training or evaluation) of the first pass.
+        device: where chunks run; None: where x is.
+        travels: the input, the output and their gradients lie on the host, and chunks of them visit the device.
+        kv_on_host: keys, values and the sums of their gradients lie there too.
+        segment: consecutive layers of which only the first keeps its input (with `travels`); None: this one does.
     """
 
     run: Callable[[Tensor, RowChunk], Tensor]
@@ -194,18 +179,87 @@ class Stream:
     params: Callable[[], Sequence[Tensor]]
     accept: Callable[[Tensor], bool] = lambda out: True
     module: nn.Module | None = None
+    device: torch.device | None = None
+    travels: bool = False
+    kv_on_host: bool = False
+    segment: StreamSegment | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [B, L, E] -> [B, L, E], with the same gradients for x and the weights as the layer as a whole."""
         return _Streamed.apply(self, torch.is_grad_enabled(), x, *self.params())
 
-    def chunks(self, rows: int, task: Any) -> list[RowChunk]:
-        resident, p = Resident(rows * self.ranks), self.ranks
+    def courier(self, x: Tensor) -> Courier:
+        return Courier(self.store, self.device or x.device)
+
+    def chunks(self, rows: int, task: Any, courier: Courier) -> list[RowChunk]:
+        p, length = self.ranks, rows * self.ranks
+        pages = LayerPages(length, page_rows(min(self.chunk, rows) * p, length), courier if self.kv_on_host else None)
         bounds = [*range(0, rows, self.chunk), rows]
         return [
-            RowChunk(slice(lo, hi), p * lo, p * hi, task, resident, keep=self.keep)
+            RowChunk(slice(lo, hi), p * lo, p * hi, task, pages, keep=self.keep)
             for lo, hi in itertools.pairwise(bounds)
         ]
+
+    def parts(self, courier: Courier, pieces: Sequence[RowChunk], *tensors: Tensor) -> Iterator[list[Tensor]]:
+        """These chunks of tensors [B, L, E], on the device."""
+        return parts_of(courier if self.travels else None, [piece.rows for piece in pieces], *tensors)
+
+    def empty(self, courier: Courier, like: Tensor) -> Tensor:
+        """A tensor for chunks to be put into."""
+        return courier.empty(like.shape, like.dtype) if self.travels else torch.empty_like(like)
+
+    def put(self, courier: Courier, to: Tensor, rows: slice, part: Tensor) -> None:
+        if self.travels:
+            courier.send(to[:, rows], part)
+        else:
+            to[:, rows] = part
+
+    def without_graph(
+        self, x: Tensor, around: Callable[[int], AbstractContextManager[None]], done: Callable[[RowChunk], None]
+    ) -> Tensor:
+        """Run the layer chunk by chunk: the i-th inside `around(i)`, and tell `done` of each that has run."""
+        courier = self.courier(x)
+        pieces, out = self.chunks(x.shape[1], "forward", courier), self.empty(courier, x)
+        for i, (piece, (part,)) in enumerate(zip(pieces, self.parts(courier, pieces, x))):
+            with around(i), unchanged(part, self.module):
+                self.put(courier, out, piece.rows, self.run(part, piece))
+            done(piece)
+        courier.finish()
+        return out
+
+
+class StreamSegment:
+    """Consecutive streamed layers of which only the first keeps its input; backward makes the others again.
+
+    Args:
+        every: how many layers there may be.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
+        self.members: list[tuple[Stream, list[Replay]]] = []
+        self.inputs: dict[int, Tensor] = {}
+        self.end: Values | None = None
+        """What the last layer returned, while another may follow."""
+
+    def continues_with(self, x: Tensor) -> bool:
+        """Is x what the last layer returned, and may another follow?"""
+        return self.end is not None and self.end.are_those_of(x)
+
+    def add(self, stream: Stream, replays: list[Replay], x: Tensor, out: Tensor) -> int:
+        """A layer has run; returns its place."""
+        if not self.members:
+            self.inputs[0] = x.detach()
+        self.members.append((stream, replays))
+        self.end = Values(out) if len(self.members) < self.every else None
+        return len(self.members) - 1
+
+    def take(self, index: int) -> Tensor:
+        """A layer's input, for its backward: the last one's first."""
+        for i in range(max((j for j in self.inputs if j <= index), default=index), index):
+            stream, replays = self.members[i]
+            self.inputs[i + 1] = stream.without_graph(self.inputs[i], lambda at, replays=replays: replays[at](), lambda _: None)
+        return self.inputs.pop(index)
 
 
 class _Streamed(torch.autograd.Function):
@@ -213,18 +267,26 @@ class _Streamed(torch.autograd.Function):
     def forward(ctx: Any, stream: Stream, train: bool, x: Tensor, *_: Tensor) -> Tensor:
         ctx.stream, store, train = stream, stream.store, train and any(ctx.needs_input_grad)
         ctx.replays, ctx.tickets = [], []
-        out = torch.empty_like(x)
-        for piece in stream.chunks(x.shape[1], "forward"):
-            piece.keep &= train
+
+        @contextlib.contextmanager
+        def noted(_: int) -> Iterator[None]:
             if train:
-                ctx.replays.append(Replay(x.device, stream.module))
-            with unchanged(x, stream.module):
-                out[:, piece.rows] = stream.run(x[:, piece.rows], piece)
-            if piece.kept:
+                ctx.replays.append(Replay(stream.device or x.device, stream.module))
+            yield
+
+        def keep(piece: RowChunk) -> None:
+            if train and piece.kept:
                 ctx.tickets.append(store.ticket())
                 for t in piece.kept:
                     store.put(ctx.tickets[-1], t)
-        if train:  # the input last, as it is wanted first; what is kept comes back in the opposite order
+
+        if not train:
+            stream = replace(stream, keep=False)
+        out = stream.without_graph(x, noted, keep)
+        if train and stream.travels:
+            ctx.input = stream.segment or StreamSegment()
+            ctx.index = ctx.input.add(stream, ctx.replays, x, out)
+        elif train:  # the input last, as it is wanted first; what is kept comes back in the opposite order
             ctx.input = store.ticket()
             store.put(ctx.input, x)
         return out
@@ -232,22 +294,26 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        stream, store, ticket = ctx.stream, ctx.stream.store, ctx.input
-        if ticket is None:
+        stream, store, held = ctx.stream, ctx.stream.store, ctx.input
+        if held is None:
             raise RuntimeError("chunk: backward a second time; what the layer kept is gone after the first")
         ctx.input, tickets = None, ctx.__dict__.pop("tickets")
-        (x,) = store.get(ticket, grad.device)
+        (x,) = [held.take(ctx.index)] if stream.travels else store.get(held, grad.device)
         need_x, needs = ctx.needs_input_grad[2], ctx.needs_input_grad[3:]
-        params = those_that_train(stream.params(), needs)
+        params, courier = those_that_train(stream.params(), needs), stream.courier(grad)
         sums = GradientSums(params)
-        # a copy that came back from the host is ours, and its rows are read for the last time before they are written
-        grad_x = (x if store.mode != "none" else torch.empty_like(x)) if need_x else None
-        pieces = stream.chunks(x.shape[1], "recompute")
-        _keys(stream, x, pieces[:-1], ctx.replays)
-        while pieces:
+        if not need_x:
+            grad_x = None
+        elif stream.travels or store.mode == "none":
+            grad_x = stream.empty(courier, x)
+        else:  # a copy that came back from the host is ours, and read for the last time before it is written
+            grad_x = x
+        pieces = stream.chunks(x.shape[1], "recompute", courier)
+        _keys(stream, courier, x, pieces[:-1], ctx.replays)
+        for part, upstream in stream.parts(courier, pieces[::-1], x, grad):
             piece, replay = pieces.pop(), ctx.replays.pop()
-            piece.kept = _take(store, tickets, grad.device)
-            leaf = x[:, piece.rows].contiguous().detach().requires_grad_(need_x)
+            piece.kept = store.get(tickets.pop(), courier.device) if tickets else []
+            leaf = part.contiguous().detach().requires_grad_(need_x)
             y = _recompute(stream, leaf, piece, replay)
             if not stream.accept(y):
                 del y
@@ -255,13 +321,15 @@ class _Streamed(torch.autograd.Function):
                 y = _recompute(stream, leaf, piece, replay)
             with replay():
                 wanted = [*([leaf] if need_x else []), *params]
-                grads = list(torch.autograd.grad(y, wanted, grad[:, piece.rows], allow_unused=True))
-            del y, leaf
+                grads = list(torch.autograd.grad(y, wanted, upstream, allow_unused=True))
+            del y, part, upstream
             if grad_x is not None:
                 first = grads.pop(0)
-                grad_x[:, piece.rows] = 0 if first is None else first
+                stream.put(courier, grad_x, piece.rows, torch.zeros_like(leaf) if first is None else first)
+                del first
             sums.add(grads, last=not pieces)
-            del piece, grads
+            del piece, grads, leaf
+        courier.finish()
         done = iter(sums.done())
         return (None, None, grad_x, *(next(done) if need else None for need in needs))
 
@@ -271,19 +339,15 @@ def _recompute(stream: Stream, leaf: Tensor, piece: RowChunk, replay: Replay) ->
         return stream.run(leaf, piece)
 
 
-def _keys(stream: Stream, x: Tensor, pieces: Sequence[RowChunk], replays: Sequence[Replay]) -> None:
+def _keys(stream: Stream, courier: Courier, x: Tensor, pieces: Sequence[RowChunk], replays: Sequence[Replay]) -> None:
     """Make the keys and values of these chunks again."""
-    for piece, replay in zip(pieces, replays):
+    for piece, replay, (part,) in zip(pieces, replays, stream.parts(courier, pieces, x)):
         piece.task = "keys"
         with replay():
             try:
-                stream.run(x[:, piece.rows], piece)
+                stream.run(part, piece)
             except KeysDone:
                 pass
             else:
                 raise ValueError("chunk: the layer did not call attention; use chunk=None")
         piece.task, piece.calls = "recompute", 0
-
-
-def _take(store: HostStore, tickets: list[Ticket], device: torch.device) -> list[Tensor]:
-    return store.get(tickets.pop(), device) if tickets else []

@@ -88,9 +88,9 @@ class UlyssesAttention:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         return Rule(float(scale), window, softcap or None)
 
-    def backend_for(self, q: Tensor, v: Tensor, rule: Rule) -> Backend:
-        """The kernel for these tensors' device, dtype and head widths."""
-        width = max(q.shape[-1], v.shape[-1])
+    def backend_for(self, q: Tensor, value_width: int, rule: Rule) -> Backend:
+        """The kernel for q's device and dtype, and for these widths of heads."""
+        width = max(q.shape[-1], value_width)
         backend = choose_backend(self.attention, q.device, q.dtype, width, rule.softcap is not None)
         self.backend_name = backend.name
         return backend
@@ -103,7 +103,7 @@ class _Attention(torch.autograd.Function):
         documents: Documents, saved: Saved | None,
     ) -> Tensor:  # fmt: skip
         ctx.op, ctx.rule, ctx.release = op, rule, saved is not None and saved.stage == "graph"
-        ctx.backend, ctx.layout = op.backend_for(q, v, rule), op.layouts.of(q, k, documents)
+        ctx.backend, ctx.layout = op.backend_for(q, v.shape[-1], rule), op.layouts.of(q, k, documents)
         ctx.sinks = None if sinks is None else sinks.detach().clone()  # an engine may take the parameter away
         ctx.from_saved = saved is not None and saved.replaying
         if saved is not None and saved.replaying:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward, sinks_backward
 from alstlib.kernels.backends import Backend
+from alstlib.kernels.paged import Part
 from alstlib.kernels.rule import Attended, Rule
-from alstlib.kernels.spans import Documents
+from alstlib.kernels.spans import Documents, document_spans
 from alstlib.ulysses.alltoall import Exchange, whole_heads
 from alstlib.ulysses.head_split import Group, Plan, Sample
 
@@ -63,12 +64,10 @@ class WholeHeads:
     def backward(self, backend: Backend, dout: Tensor, kept: Attended, rule: Rule) -> tuple[Tensor, ...]:
         return attention_backward(backend, dout, kept, rule=rule, documents=self.documents)
 
-    def backward_rows(
-        self, backend: Backend, dout: Tensor, kept: Attended, sums: tuple[Tensor, Tensor], rule: Rule
-    ) -> Tensor:
-        return attention_backward_rows(
-            backend, dout, kept, sums, rule=rule, documents=self.documents, length=self.length
-        )
+    def parts(self, q: Tensor, first: int, last: int) -> list[Part]:
+        """What this rank attends with when queries are rows [first, last) over pages of keys."""
+        spans = document_spans(self.documents, q.shape[0], self.length, first, last)
+        return [Part(_as_it_is, _as_it_is, spans, self._own(q))]
 
     def sinks_backward(self, delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         """This rank's share of the gradient [H] of the sinks, from delta and lse [B, H / P, S]."""
@@ -188,19 +187,15 @@ class SplitRows:
                 view(dq).copy_(attention_backward_rows(backend, view(dout), mine, sums, rule=rule, documents=seen))
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
-    def backward_rows(
-        self, backend: Backend, dout: Tensor, kept: Attended, sums: tuple[Tensor, Tensor], rule: Rule
-    ) -> Tensor:
-        dq = torch.empty_like(kept.q)
+    def parts(self, q: Tensor, first: int, last: int) -> list[Part]:
+        """What this rank attends with when queries are rows [first, last) over pages of keys."""
+        found = []
         for group in self.plan.groups:
             view, keys, seen = self._views(group)
-            mine = Attended(view(kept.q), keys(kept.k), keys(kept.v), view(kept.out), view(kept.lse))
-            own = keys(sums[0]), keys(sums[1])
-            part = attention_backward_rows(
-                backend, view(dout), mine, own, rule=rule, documents=seen, length=self.length
-            )
-            view(dq).copy_(part)
-        return dq
+            if group.spans is None:
+                seen = document_spans(self.documents, self.plan.batch, self.length, first, last)
+            found.append(Part(view, keys, seen, slice(group.first_head, group.first_head + group.heads)))
+        return found
 
     def sinks_backward(self, delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         grad = torch.zeros_like(sinks, dtype=lse.dtype)
@@ -223,6 +218,10 @@ class SplitRows:
             return x[:, group.kv : group.kv + 1]
 
         return view, keys, self.documents if group.spans is None else group.spans
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 Layout = WholeHeads | SplitRows

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import alstlib
 from alstlib.data.shard import shard_batch
+from alstlib.kernels import paged
 from alstlib.mesh import SPContext
 from alstlib.offload.host_store import HostStore
 from alstlib.offload.ledger import Ledger
 from alstlib.reference import attention, shift
 from alstlib.streaming.chunked import RowChunk, Stream
-from alstlib.ulysses import head_layouts
 from alstlib.ulysses.alltoall import stripe
 from alstlib.ulysses.attention import UlyssesAttention
 
@@ -239,13 +239,13 @@ def test_what_runs_how_often(monkeypatch: pytest.MonkeyPatch, kind: str, tile: A
             ("query", layer.attn.c_attn if kind == "gpt2" else layer.self_attn.q_proj),
         ):
             module.register_forward_hook(lambda m, args, out, name=name: count.update({name: out.shape[1]}))
-    kernel = head_layouts.attention_forward
+    kernel = paged.forward
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         count["attention"] += args[1].shape[2]
         return kernel(*args, **kwargs)
 
-    monkeypatch.setattr(head_layouts, "attention_forward", counting)
+    monkeypatch.setattr(paged, "forward", counting)
     with alstlib.apply(model, None, alstlib.Options(chunk=6, save_attention=save, tiled_mlp=tile)) as handle:
         step(model, data(20))
         count.clear()

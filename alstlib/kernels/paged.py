@@ -1,0 +1,129 @@
+"""Attention of some rows over keys and values that lie in pages, of which one is on the device at a time.
+
+Shape legend: B batch, C query rows, R keys of a page, H query heads, K key/value heads, D key width, V value width.
+
+The pages are merged by their logsumexps in fp32, whether they come from the host or lie on the device: what is computed
+is the same to the bit. Pages that no row sees (other documents, keys that a window has passed) are not asked for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from alstlib.kernels.attention import add_piece, backward_of_piece, in_full, with_sinks
+from alstlib.kernels.backends import Backend
+from alstlib.kernels.rule import Attended, Rule
+from alstlib.kernels.spans import Piece, Span, pieces_of_pages
+
+
+@dataclass
+class Page:
+    """Keys and values of one page on the device, [B, K, R, D] and [B, K, R, V], and the sums of their gradients (fp32)
+    where these are asked for."""
+
+    index: int
+    k: Tensor
+    v: Tensor
+    sums: tuple[Tensor, Tensor] | None = None
+
+
+class Pages(Protocol):
+    """Where pages come from."""
+
+    rows: int
+    """Keys of a page; the last may have fewer."""
+
+    def visit(self, order: Sequence[int], sums: bool = False) -> Iterator[Page]:
+        """These pages one after the other, on the device; with `sums`, those too, which may be added to."""
+        ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of a rank's heads, or rows of one head, as views of stored tensors, and what they see."""
+
+    queries: Callable[[Tensor], Tensor]
+    """Of x [B, H, C, ...], as it is stored."""
+    keys: Callable[[Tensor], Tensor]
+    """Of x [B, K, R, ...]."""
+    spans: Sequence[Span]
+    heads: slice
+    """Which heads of the model they are."""
+
+
+def _calls(parts: Iterable[Part], rule: Rule, page: int, own: int) -> dict[int, list[tuple[Part, Span, Piece]]]:
+    """The calls on each page that is needed, the queries' own first."""
+    calls: dict[int, list[tuple[Part, Span, Piece]]] = defaultdict(list)
+    for part in parts:
+        for span in part.spans:
+            for at, piece in pieces_of_pages(span, rule.window, page):
+                calls[at].append((part, span, piece))
+    return {at: calls[at] for at in [own, *sorted(calls.keys() - {own})]}
+
+
+@in_full
+def forward(
+    backend: Backend,
+    q: Tensor,
+    width: int,
+    pages: Pages,
+    own: int,
+    parts: Sequence[Part],
+    rule: Rule,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of rows q over the pages that they see -> (out [B, H, C, V], lse [B, H, C] in fp32).
+
+    Args:
+        width: V.
+        own: the page in which the rows' own keys lie.
+        parts: all heads of q.
+        sinks: scores of the model's attention sinks, one for each of its heads.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(*q.shape[:3], width, dtype=wide)
+    lse = q.new_empty(q.shape[:3], dtype=wide)
+    calls = _calls(parts, rule, pages.rows, own)
+    for page in pages.visit(list(calls)):
+        for part, span, piece in calls[page.index]:
+            views = (part.queries(q), part.keys(page.k), part.keys(page.v), part.queries(out), part.queries(lse))
+            add_piece(backend, piece, span, Attended(*views), rule)
+    for part in parts if sinks is not None else ():
+        part.queries(lse).copy_(with_sinks(part.queries(out), part.queries(lse), sinks[part.heads])[1])
+    return out.to(q.dtype), lse
+
+
+@in_full
+def backward(
+    backend: Backend,
+    dout: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pages: Pages,
+    own: int,
+    parts: Sequence[Part],
+    rule: Rule,
+) -> tuple[Tensor, Page]:
+    """Gradients of `forward` -> (dq [B, H, C, D], the page `own`).
+
+    What the rows contribute to the gradients of the keys and values they saw is added to the pages' sums: with the
+    output and logsumexp over all keys, each page gives its own share exactly (FlashAttention-2, section 3.1.2).
+    """
+    dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
+    calls, first = _calls(parts, rule, pages.rows, own), None
+    for page in pages.visit(list(calls), sums=True):
+        first = first or page
+        assert page.sums is not None
+        for part, span, piece in calls[page.index]:
+            views = (part.queries(q), part.keys(page.k), part.keys(page.v), part.queries(out), part.queries(lse))
+            sums = part.keys(page.sums[0]), part.keys(page.sums[1])
+            backward_of_piece(backend, piece, span, part.queries(dout), Attended(*views), part.queries(dq), sums, rule)
+    assert first is not None
+    return dq.to(q.dtype), first

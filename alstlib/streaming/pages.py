@@ -1,0 +1,141 @@
+"""Keys and values of one layer in pages, on the device or on the host, and the sums of their gradients.
+
+Shape legend: B batch, S sequence, K key/value heads of this rank, R keys of a page, D key width, V value width.
+
+Pages are filled in order in forward. The page that is being filled, or whose rows are back-propagated, is *open*: it
+lies on the device. The others come from the host one ahead of the computation (`Courier`), and in backward their sums
+go back to it. (FPDT, arXiv 2408.16978, double-buffers keys and values in the same way.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alstlib.kernels.attention import KEYS_PER_QUERY
+from alstlib.kernels.paged import Page
+from alstlib.kernels.spans import keys_of_a_call
+from alstlib.offload.courier import Courier
+
+
+def page_rows(rows: int, length: int) -> int:
+    """Keys of a page, where chunks of `rows` rows attend to sequences of `length`: a whole number of chunks, about as
+    many keys as one call of a kernel's backward takes."""
+    return min(-(-length // rows), -(-keys_of_a_call(rows, length, KEYS_PER_QUERY) // rows)) * rows
+
+
+class _Held:
+    """One page: on the device, on the host, or on both."""
+
+    def __init__(self) -> None:
+        self.device: list[Tensor] = []
+        """k and v [R, B, K, D]."""
+        self.host: list[Tensor] = []
+        self.sums: list[Tensor] = []
+        """Of dk and dv on the device, fp32."""
+        self.host_sums: list[Tensor] = []
+        self.sent: Any = None
+        """What a fetch has to wait for."""
+
+
+class LayerPages:
+    """Keys and values of one layer's whole sequence in head layout (with uneven heads those that this rank needs),
+    filled chunk by chunk, and the sums of their gradients.
+
+    Args:
+        length: S.
+        rows: R; a chunk's rows lie in one page.
+        courier: brings pages from the host and back; None: all of them stay on the device.
+    """
+
+    def __init__(self, length: int, rows: int, courier: Courier | None = None) -> None:
+        self.length, self.rows, self.courier = length, rows, courier
+        self.held = [_Held() for _ in range(-(-length // rows))]
+        self.filled = 0
+        """Rows that are in place."""
+        self.open: int | None = None
+
+    def fill(self, k: Tensor, v: Tensor) -> None:
+        """Put the next rows, k [B, K, C, D] and v [B, K, C, V], in place."""
+        index, first = divmod(self.filled, self.rows)
+        self._open(index)
+        page, rows = self.held[index], k.shape[2]
+        if not page.device:
+            size = min(self.rows, self.length - index * self.rows)
+            page.device = [t.new_empty(size, *t.shape[:2], t.shape[3]) for t in (k, v)]
+        for held, t in zip(page.device, (k, v)):
+            held[first : first + rows].copy_(t.permute(2, 0, 1, 3))
+        self.filled += rows
+
+    def _open(self, index: int) -> None:
+        """Let this page lie on the device, and the one that did before go to the host, or go altogether where backward
+        has left it behind."""
+        before, self.open = self.open, index
+        if before is None or before == index:
+            return
+        if before > index:
+            self.held[before] = _Held()
+        elif self.courier is not None:
+            self._leave(self.held[before])
+
+    def close(self) -> None:
+        """Send the open page to the host: the next pass over it comes later."""
+        if self.open is not None and self.courier is not None:
+            self._leave(self.held[self.open])
+        self.open = None
+
+    def _leave(self, page: _Held) -> None:
+        assert self.courier is not None
+        if page.device and not page.host:
+            page.host = [self.courier.empty(t.shape, t.dtype) for t in page.device]
+            for to, t in zip(page.host, page.device):
+                page.sent = self.courier.send(to, t)
+        page.device = []
+        self._send_sums(page)
+
+    def _send_sums(self, page: _Held) -> None:
+        assert self.courier is not None
+        if page.sums and not page.host_sums:
+            page.host_sums = [self.courier.empty(t.shape, t.dtype) for t in page.sums]
+        for to, t in zip(page.host_sums, page.sums):
+            page.sent = self.courier.send(to, t)
+        page.sums = []
+
+    def visit(self, order: Sequence[int], sums: bool = False) -> Iterator[Page]:
+        """These pages one after the other on the device, the first of them the one that is open from now on."""
+        self._open(order[0])
+        coming = self._fetch(order[0], sums)
+        for i, index in enumerate(order):
+            now, coming = coming, self._fetch(order[i + 1], sums) if i + 1 < len(order) else None
+            page, arrived = self.held[index], [] if now is None else now.get()
+            keys = page.device or arrived[:2]
+            if sums and not page.sums:
+                page.sums = arrived[len(arrived) - 2 :] if page.host_sums else [_zeros(t) for t in keys]
+            if index == self.open:
+                page.device = keys
+            k, v, *more = (t.permute(1, 2, 0, 3) for t in [*keys, *(page.sums if sums else ())])
+            yield Page(index, k, v, (more[0], more[1]) if more else None)
+            if sums and self.courier is not None and index != self.open:
+                self._send_sums(page)
+
+    def _fetch(self, index: int, sums: bool) -> Any:
+        """What of a page has to come from the host, on its way; None for nothing."""
+        page = self.held[index]
+        wanted = [] if page.device else page.host
+        if sums and not page.sums:
+            wanted = [*wanted, *page.host_sums]
+        return self.courier.fetch(*wanted, after=page.sent) if wanted and self.courier is not None else None
+
+    def own(self, page: Page, first: int, last: int, dtype: torch.dtype) -> list[Tensor]:
+        """Gradients [B, K, last - first, D] of the keys and values of rows [first, last), which lie in this page."""
+        assert page.sums is not None
+        at = page.index * self.rows
+        return [t[:, :, first - at : last - at].to(dtype) for t in page.sums]
+
+
+def _zeros(keys: Tensor) -> Tensor:
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    return torch.zeros(keys.shape, dtype=dtype, device=keys.device)
