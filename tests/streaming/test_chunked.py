@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 
 import alstlib
 from alstlib.data.shard import shard_batch
-from alstlib.kernels import paged
+from alstlib.kernels import paged, spans
 from alstlib.mesh import SPContext
 from alstlib.offload.host_store import HostStore
 from alstlib.offload.ledger import Ledger
@@ -70,6 +73,12 @@ def streamed_layers(
     return x
 
 
+WHERE: list[dict[str, Any]] = [
+    {}, {"kv_on_host": True}, {"travels": True}, {"travels": True, "kv_on_host": True},
+]  # fmt: skip
+"""Where what is as long as the sequence lies."""
+
+
 CASES: dict[str, dict[str, Any]] = {
     "even": {"rows": 12, "chunk": 4},
     "ragged": {"rows": 13, "chunk": 5},
@@ -82,6 +91,8 @@ CASES: dict[str, dict[str, Any]] = {
     "document over a row's end": {"rows": 8, "chunk": 3, "batch": 2, "documents": [0, 5, 11, 16]},
     "frozen": {"rows": 11, "chunk": 4, "frozen": (0, 2)},
     "input without gradient": {"rows": 11, "chunk": 4, "needs": False},
+    "many pages": {"rows": 29, "chunk": 2, "documents": [0, 1, 6, 29]},
+    "many pages of a batch": {"rows": 19, "chunk": 1, "batch": 2},
 }
 
 
@@ -93,24 +104,38 @@ def test_two_streamed_layers_are_whole_layers(case: dict[str, Any], dtype: torch
     rows, batch, documents = case["rows"], case.get("batch", 1), case.get("documents")
     x = randn(rows, batch, E, dtype=dtype).transpose(0, 1)  # not contiguous
     upstream = randn(batch, rows, E, seed=1, scale=3.0, dtype=dtype)
-    results = []
-    for kind in (torch.float64, dtype):
+
+    def run(kind: torch.dtype, stream: Any) -> list[Tensor]:
         layers = [toy_weights(2, dtype), toy_weights(8, dtype)]
         layers = [[leaf(w, kind, i not in case.get("frozen", ())) for i, w in enumerate(ws)] for ws in layers]
         own = leaf(x, kind, case.get("needs", True))
-        with nan_memory():
-            if kind is torch.float64 and not results:
-                out = whole_layers(own, layers, documents)
-            else:
-                store = HostStore(mode)
-                out = streamed_layers(own, layers, documents, SPContext(), store, chunk=case["chunk"], keep=keep)
+        with nan_memory(), small_pages():
+            out = stream(own, layers)
             before = own.detach().clone()
             out.backward(upstream.to(kind))
         assert torch.equal(own.detach(), before), "the input was changed"
-        results.append([out.detach(), own.grad, *(w.grad for ws in layers for w in ws)])
-    want, got = results
-    assert worst(got, want) < EXACT[dtype]
-    assert store.nbytes == sum(s.bytes.numel() for s in store.free), "a slab was not given back"
+        grad = None if own.grad is None else own.grad.clone()  # which may lie in a slab, as `out` may
+        return [out.detach().clone(), grad, *(w.grad for ws in layers for w in ws)]
+
+    want, found = run(torch.float64, lambda x, layers: whole_layers(x, layers, documents)), []
+    for where in WHERE if mode != "none" else WHERE[:1]:
+        store = HostStore(mode)
+        how = {**where, "chunk": case["chunk"], "keep": keep}
+        streamed = functools.partial(streamed_layers, documents=documents, ctx=SPContext(), store=store, **how)
+        found.append(run(dtype, streamed))
+        gc.collect()
+        assert store.nbytes == sum(s.bytes.numel() for s in store.free), "a slab was not given back"
+    assert worst(found[0], want) < EXACT[dtype]
+    for way, got in zip(WHERE, found):
+        assert all(torch.equal(a, b) if a is not None else b is None for a, b in zip(got, found[0])), way
+
+
+@contextlib.contextmanager
+def small_pages() -> Iterator[None]:
+    """Pages of four chunks, also where they have few rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spans, "LEAST_KEYS", 1)
+        yield
 
 
 def rank_layers(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
@@ -126,8 +151,10 @@ def rank_layers(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     shard = x[:, mine].detach().requires_grad_()
     layers = [toy_weights(2, torch.float64), toy_weights(8, torch.float64)]
     ops: list[UlyssesAttention] = []
-    out = streamed_layers(shard, layers, documents, ctx, HostStore("sync"), ops, chunk=case["chunk"], keep=keep)
-    out.backward(upstream[:, mine])
+    store, where = HostStore("sync"), WHERE[3 if case["host"] else 0]
+    with small_pages():
+        out = streamed_layers(shard, layers, documents, ctx, store, ops, chunk=case["chunk"], keep=keep, **where)
+        out.backward(upstream[:, mine])
     for ws in layers:
         for w in ws:
             torch.distributed.all_reduce(w.grad)
@@ -140,12 +167,13 @@ def rank_layers(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("case", [{"rows": 12, "chunk": 4}, {"rows": 11, "chunk": 4}, {"rows": 3, "chunk": 1},
                                   {"rows": 11, "chunk": 3, "documents": [0, 5, 6, 20, 22]}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_streamed_ranks(pools: Any, world: int, case: dict[str, Any], keep: bool) -> None:
+def test_streamed_ranks(pools: Any, world: int, host: bool, case: dict[str, Any], keep: bool) -> None:
     """Exact on every rank; bytes on the wire are those of the layer as a whole, by the formula."""
     if "documents" in case and world == 4:
         case = {**case, "documents": [0, 5, 6, 20, 44]}
-    results = pools(world)(rank_layers, {**case, "keep": keep})
+    results = pools(world)(rank_layers, {**case, "keep": keep, "host": host})
     assert sorted(i for r in results for i in r["rows"]) == list(range(world * case["rows"]))
     head = case["rows"] * WIDTH * 8 * (world - 1)  # bytes of a P-th of a head's rows, for each of P - 1 ranks
     q, k = HEADS / world, max(1, KV // world)
