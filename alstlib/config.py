@@ -90,6 +90,7 @@ Texts = Annotated[
     Field(description="a list of texts"),
 ]
 Fields = Annotated[dict[str, Any], Field(description="a mapping of names to values")]
+Place = Literal["auto", "device", "host"]
 FOLDER_NAME = r"\w[\w.+-]*"
 Name = Annotated[
     str,
@@ -141,6 +142,19 @@ def check_checkpoints(settings: Any) -> None:
         raise ValueError(f"chunk={settings.chunk} recomputes layers chunk by chunk: it needs checkpoint=True")
 
 
+def check_places(settings: Any) -> None:
+    """Refuse tensors on the host that nothing takes there; for `RunConfig` and `Options`."""
+    for name in ("kv", "hidden"):
+        if getattr(settings, name) != "host":
+            continue
+        if settings.chunk is None:
+            raise ValueError(f"{name}='host' is for layers in row chunks: give chunk too, such as chunk=16384")
+        if settings.offload == "none":
+            raise ValueError(f"{name}='host' moves tensors to the host: it needs offload='async' (or 'sync')")
+    if settings.hidden == "host" and not settings.tiled_loss:
+        raise ValueError("hidden='host' needs the loss in tiles: tiled_loss=True")
+
+
 # ----- one run
 
 
@@ -187,6 +201,8 @@ class RunConfig:
     offload: Literal["none", "sync", "async"] = _docs("checkpoints leave for the host", "none")
     save_attention: FlagOrAuto = _docs("keep attention outputs, so that attention runs forward once", False)
     chunk: Count | None = _docs("stream layers in row chunks of so many tokens", None)
+    kv: Place = _docs("where keys and values of streamed layers lie; auto: on the device where they fit well", "auto")
+    hidden: Place = _docs("where hidden states of streamed layers lie; auto: on the host where layers offload", "auto")
     liger: Liger = _docs(
         "Liger's norm, RoPE and SwiGLU kernels; 'auto': with the tiled loss, on a GPU, where installed and supported; "
         "'loss': its fused loss too, in place of the tiled one (it chooses its own tiles and takes more memory)", "auto"
@@ -221,6 +237,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         check_checkpoints(self)
+        check_places(self)
         if self.emulate and self.world_size not in (0, 1):
             raise ValueError(f"emulate={self.emulate} runs one rank: world_size={self.world_size} must be 1")
         if self.world_size and self.sp and self.world_size % self.sp:

@@ -83,6 +83,47 @@ def share_host(room: int, layers: int, input_bytes: int, output_bytes: int, save
     return every, outputs
 
 
+def share_travelling(
+    room: int, layers: int, input_bytes: int, output_bytes: int, save: bool | str, more: int = 0
+) -> tuple[int, int, int]:
+    """`share_host` for streamed layers whose hidden states lie on the host, with `more` bytes of other tensors there.
+
+    Beside one layer's input in k, three tensors of its size are there at once (the last output and the norm's, with
+    a gradient), or the k - 1 inputs that are made again and two gradients.
+
+    Returns:
+        (k, layers whose outputs are kept, bytes of what must be there: all but outputs that `auto` keeps).
+    """
+    outputs = layers if save is True else 0
+
+    def needed(k: int) -> int:
+        return (-(-layers // k) + max(3, k + 1)) * input_bytes + more + outputs * output_bytes
+
+    every = next((k for k in range(1, layers + 1) if needed(k) <= room), min(range(1, layers + 1), key=needed))
+    needs = needed(every)
+    if save == "auto":
+        outputs = max(0, min(layers, (room - needs) // output_bytes))
+    return every, outputs, needs
+
+
+def keys_and_values(rows: int, kv_heads: int, widths: int, element_bytes: int) -> int:
+    """Bytes of one layer's keys and values of so many rows on a rank that needs `kv_heads` of their heads, whose widths
+    of keys and values add up to `widths`, and of the sums of their gradients in fp32 (or wider)."""
+    return rows * kv_heads * widths * (element_bytes + max(4, element_bytes))
+
+
+def kv_needed(heads: int, kv_heads: int, ranks: int) -> list[int]:
+    """Key/value heads that each rank needs, where ranks have parts of heads."""
+    group = heads // kv_heads
+    firsts = [heads * r // ranks // group for r in range(ranks)]
+    lasts = [(-(-heads * (r + 1) // ranks) - 1) // group for r in range(ranks)]
+    return [last - first + 1 for first, last in zip(firsts, lasts)]
+
+
+KV_SHARE = 0.5
+"""Of a device's free memory: what keys and values of a streamed layer may take there with `kv="auto"`."""
+
+
 def reference_tiles(rows: int, width: int, vocabulary: int) -> dict[str, int]:
     """Tokens of the reference's tiles: M of its MLP, with tokens / width tiles (ALST, section 3.1.1); U of Liger's
     fused loss, a power of two that makes a chunk of logits about as large as the hidden states."""

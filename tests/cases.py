@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, PreTrainedModel, Qwen3Config
 
 import alstlib
 from alstlib.config import RunConfig
+from alstlib.kernels import spans
 
 VOCAB = 96
 
@@ -100,6 +103,14 @@ def slopes(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[float, flo
     loss().backward()
     slope = sum(float((p.grad * d).sum()) for p, d in zip(model.parameters(), direction))  # type: ignore[operator]
     return slope, (loss_at(1e-6) - loss_at(-1e-6)) / 2e-6
+
+
+@contextlib.contextmanager
+def small_pages() -> Iterator[None]:
+    """Pages of keys of four chunks, also where they have few rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spans, "LEAST_KEYS", 1)
+        yield
 
 
 def worst_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:

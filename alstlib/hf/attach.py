@@ -21,6 +21,7 @@ from alstlib.hf.attention import attach_attention, attach_rotary
 from alstlib.hf.checkpointed_layers import attach_checkpoints
 from alstlib.hf.chunked_layers import attach_streams
 from alstlib.hf.handle import Handle, Options
+from alstlib.hf.hidden_states import attach_hidden_states, travels
 from alstlib.hf.inputs import Call, take_call
 from alstlib.hf.logits import find_transform
 from alstlib.hf.routers import attach_routers, router_loss
@@ -66,6 +67,7 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
         leaves = [m for m in model.modules() if getattr(m, "_z3_leaf", False)]
         shared = shared_weights(model, [*(layers if options.checkpoint else []), *leaves])
         attach_rotary(handle)
+        attach_hidden_states(handle)
         attach_routers(handle)
         _attach_calls(handle, shared)
         _attach_generation(handle)
@@ -149,9 +151,9 @@ def _attach_head(handle: Handle) -> None:
     handle.head.register_forward_hook(shrink)
     handle.head.unshrink = 1.0 / (factor * transform.scale)
     _swap(handle, head, handle.head)
-    for norm in handle.model.base_model.children():
-        if _is_norm(norm):
-            _swap(handle, norm, TiledNorm(norm))
+    inside = {id(m) for layer in handle.facts.layers for m in layer.modules()}
+    for norm in [m for m in handle.model.base_model.modules() if _is_norm(m) and id(m) not in inside]:
+        _swap(handle, norm, TiledNorm(norm))
 
 
 def _stop_own_checkpointing(handle: Handle) -> None:
@@ -193,6 +195,8 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
         call = take_call(args, kwargs, handle.ctx, handle.options.chunk)
         _number_tokens(handle, call, args, kwargs)
         call.router = router_loss(handle, call, kwargs)
+        tokens = args[0] if args else kwargs.get("input_ids")
+        call.travels = tokens is not None and travels(handle, call, tokens, kwargs)
         handle.begin(call)
         return () if call.striped else args, kwargs
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from alstlib.hf.dry_run import LayerCall
 from alstlib.hf.handle import Handle
 from alstlib.hf.support import check_recompute
 from alstlib.recompute import with_gradient
-from alstlib.streaming.chunked import RowChunk, Stream
+from alstlib.streaming.chunked import RowChunk, Stream, StreamSegment
 from alstlib.tiled.compute import Pass, entered
 from alstlib.tiled.skip import Unread
 
@@ -30,8 +31,9 @@ def attach_streams(handle: Handle, layers: Sequence[nn.Module]) -> None:
     check_recompute(handle.facts)
     for i, call in enumerate(handle.facts.calls):
         _check_call(f"layer {i} ({type(call.layer).__name__})", call)
+    chain = _Chain()
     for i, layer in enumerate(layers):
-        handle.set_forward(layer, _streamed(handle, layer, layer.forward, i, len(layers)))
+        handle.set_forward(layer, _streamed(handle, chain, layer, layer.forward, i, len(layers)))
         handle.edits.hook(layer, layer.register_forward_pre_hook(_ensure_input_grad, with_kwargs=True))
         handle.edits.set(layer, "_z3_leaf", True)
 
@@ -52,7 +54,13 @@ def _ensure_input_grad(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     return args, {**kwargs, "hidden_states": with_gradient(kwargs["hidden_states"], layer)}
 
 
-def _streamed(handle: Handle, layer: nn.Module, original: Any, index: int, count: int) -> Any:
+class _Chain:
+    """The segment that the last streamed layer of a forward belongs to, which the next one may continue."""
+
+    segment: Callable[[], StreamSegment | None] = staticmethod(lambda: None)
+
+
+def _streamed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any, index: int, count: int) -> Any:
     unread = Unread(layer)
 
     def trainable() -> list[nn.Parameter]:
@@ -62,8 +70,13 @@ def _streamed(handle: Handle, layer: nn.Module, original: Any, index: int, count
         if handle.plain:
             return original(*args, **kwargs)
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-        if index == 0 and torch.is_grad_enabled():
-            handle.plan(x, count, segments=False)
+        travel = handle.travel()
+        if travel is not None:
+            x = x.cpu()  # the embeddings of a caller may come from a device
+        if index == 0:
+            handle.place_keys(x)
+            if torch.is_grad_enabled():
+                handle.plan(x, count, streamed=True)
         call, as_tuple, drew = handle.call, False, set[nn.Module]()
         leaves, spec = tree_flatten((args, kwargs))
         cuts = [_row_dimension(t, x.shape[1], layer) for t in leaves]
@@ -71,6 +84,8 @@ def _streamed(handle: Handle, layer: nn.Module, original: Any, index: int, count
         def run(part: Tensor, piece: RowChunk) -> Tensor:
             nonlocal as_tuple
             mine = [t if at is None else t[(slice(None),) * at + (piece.rows,)] for t, at in zip(leaves, cuts)]
+            if travel is not None:  # what is made for all layers may lie on the host too
+                mine = [t.to(part.device, non_blocking=True) if isinstance(t, Tensor) else t for t in mine]
             some_args, some_kwargs = tree_unflatten(mine, spec)
             again = piece.task == "recompute"
             if again and index == 0:
@@ -86,11 +101,18 @@ def _streamed(handle: Handle, layer: nn.Module, original: Any, index: int, count
         keep = index < round(handle.attention_kept * count)
         chunk = handle.options.chunk
         assert chunk is not None
+        segment = chain.segment() if index > 0 else None
+        if segment is None or not segment.continues_with(x):
+            segment = StreamSegment(handle.inputs_kept_every)
+        chain.segment = weakref.ref(segment)
         stream = Stream(
             run=run, chunk=chunk, ranks=handle.ctx.sp, store=handle.store, keep=keep, params=trainable,
-            accept=unread.accept, module=layer,
+            accept=unread.accept, module=layer, device=call and call.device, travels=travel is not None,
+            kv_on_host=handle.kv_on_host, segment=segment,
         )  # fmt: skip
         out = stream(x)
+        if index == count - 1:
+            segment.end = None
         return (out,) if as_tuple else out
 
     return forward

@@ -31,6 +31,7 @@ class AttentionCall:
 
     module: nn.Module
     heads: int
+    kv_heads: int
     width: int
     """Of queries and keys."""
     value_width: int
@@ -184,7 +185,7 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], run: DryRun) -> Iterat
         mask, dropout = kwargs.pop("attention_mask", mask), kwargs.pop("dropout", 0.0)
         if run.calls:
             run.calls[-1].attention.append(
-                AttentionCall(module, q.shape[1], q.shape[3], v.shape[3], mask, dropout, kwargs)
+                AttentionCall(module, q.shape[1], k.shape[1], q.shape[3], v.shape[3], mask, dropout, kwargs)
             )
         return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
 

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
-from alstlib.config import Bytes, Count, FlagOrAuto, Text, Tile, check_checkpoints, check_fields
+from alstlib.config import Bytes, Count, FlagOrAuto, Place, Text, Tile, check_checkpoints, check_fields, check_places
 from alstlib.hf.edits import Edits
 from alstlib.hf.inputs import Call
 from alstlib.hf.support import Facts
 from alstlib.mesh import SPContext
 from alstlib.offload import headroom
+from alstlib.offload.courier import Travel
 from alstlib.offload.host_store import HostOutOfMemory, HostStore
-from alstlib.sizing import share_host
+from alstlib.sizing import KV_SHARE, keys_and_values, kv_needed, share_host, share_travelling
 from alstlib.tiled.compute import TiledMLP
 from alstlib.tiled.loss import TiledHead
 from alstlib.ulysses.attention import UlyssesAttention
@@ -55,10 +56,16 @@ class Options:
     offloaded, as many as fit the host's memory; on a GPU without offload, from the second step on, as many as fit
     beside what earlier steps needed."""
     chunk: Count | None = None
-    """Stream decoder layers in chunks of so many tokens of this rank, with keys and values resident; None: whole."""
+    """Stream decoder layers in chunks of so many tokens of this rank; None: whole."""
+    hidden: Place = "auto"
+    """Where the hidden states of streamed layers lie, with their gradients: on the device, or on the host, from where
+    chunks visit the device. `auto`: on the host where checkpoints are offloaded."""
+    kv: Place = "auto"
+    """Where the keys and values of a streamed layer lie, with the sums of their gradients. `auto`: on the host where
+    checkpoints are offloaded and they would take more than half of a GPU's free memory."""
     host_memory: Bytes | None = None
     """Host bytes that checkpoints of this rank may take; None: what is free at each forward. When they are short,
-    attention outputs go first, then the inputs of all but every k-th layer (streamed layers need every input). All
+    attention outputs go first, then the inputs of all but every k-th layer (not with chunk and hidden="device"). All
     ranks keep what the rank keeps that can keep least."""
     liger_loss: bool = False
     """Liger's fused loss on CUDA in place of our tiles; needs the package liger-kernel. Its tiles grow with the
@@ -67,6 +74,7 @@ class Options:
     def __post_init__(self) -> None:
         check_fields(self)
         check_checkpoints(self)
+        check_places(self)
 
 
 class Handle:
@@ -88,6 +96,8 @@ class Handle:
         """Share of the layers whose attention output the last forward kept."""
         self.inputs_kept_every: int = 1
         """Of how many layers the last forward kept one input: more than 1 where the host has too little room."""
+        self.kv_on_host = False
+        """Did the keys and values of the last forward's streamed layers lie on the host?"""
         self._call: Call | None = None
         self._plain = False
         self._ends: list[Callable[[], Any]] = []
@@ -164,14 +174,24 @@ class Handle:
         """Give this one module another `forward`, until detach; torch.compile leaves it as it is."""
         self.edits.set(module, "forward", torch.compiler.disable(forward))
 
-    def plan(self, x: Tensor, layers: int, segments: bool = True) -> None:
-        """Decide what this forward keeps, from what the hosts have room for, before anything is taken. Without
-        `segments` the input of every layer must fit.
+    def travel(self, x: bool = True, out: bool = True) -> Travel | None:
+        """How hidden states of the call that runs now visit the device; None where they lie there."""
+        call = self._call
+        if call is None or not call.travels or call.device is None:
+            return None
+        return Travel(self.store, call.device, x, out)
+
+    def plan(self, x: Tensor, layers: int, streamed: bool = False) -> None:
+        """Decide what this forward keeps, and where, from what the hosts have room for, before anything is taken.
 
         Collective where tensors are offloaded, or attention outputs may stay on a GPU: all ranks of all replicas keep
         what the rank keeps that can keep least. Ranks that keep different things recompute different layers, for which
         engines gather weights. It is decided anew in each forward, because samples differ in length from step to step
         and from replica to replica.
+
+        Args:
+            x: the first layer's input.
+            streamed: the layers run in row chunks.
 
         Raises:
             HostOutOfMemory: on every rank, where on some rank what must be kept does not fit.
@@ -182,11 +202,19 @@ class Handle:
             self.inputs_kept_every, self.attention_kept = 1, self._kept_on_device(x, layers, output) / layers
             return
         row = x.numel() * x.element_size()
-        room = store.room() + store.unused
-        every, outputs = share_host(room, layers, row, output, options.save_attention)
-        if not segments and every > 1:
-            every, outputs = 1, outputs if options.save_attention is True else 0
-        lacking = max(0, -(-layers // every) * row + outputs * output - room)
+        room, travels = store.room() + store.unused, streamed and self.travel() is not None
+        pages = self._keys_and_values(x) if streamed and self.kv_on_host else 0
+        if travels:
+            room += store.leased  # the first layer's input, and what goes with it to every layer
+            every, outputs, needed = share_travelling(
+                room, layers, row, output, options.save_attention, pages + store.leased - row
+            )
+        else:
+            every, outputs = share_host(room - pages, layers, row, output, options.save_attention)
+            if streamed and every > 1:  # layers whose inputs lie on the device
+                every, outputs = 1, outputs if options.save_attention is True else 0
+            needed = -(-layers // every) * row + pages + (layers * output if options.save_attention is True else 0)
+        lacking = max(0, needed - room)
         if not isinstance(x, FakeTensor):
             mine = [every, -outputs, lacking * ctx.world_size + ctx.rank]
             every, negative, most = ctx.largest(mine)
@@ -196,15 +224,44 @@ class Handle:
                     f"offload needs {most:,} bytes of host memory more than rank {rank} has left; use shorter "
                     "sequences, more ranks, a larger host_memory, or offload='none'"
                 )
-        store.reserve(-(-layers // every) * row + outputs * output, room)
+        if options.save_attention == "auto":
+            needed += outputs * output
+        store.reserve(needed - (store.leased if travels else 0), room - (store.leased if travels else 0))
         self.attention_kept, self.inputs_kept_every = outputs / layers, every
-        if every > 1 and not any(f"one in {every} is kept" in note for note in self.notes):
-            note = (
+        self._say_where(every, row, layers, travels)
+
+    def _say_where(self, every: int, row: int, layers: int, travels: bool) -> None:
+        """Note what was decided, when it differs from what was noted before."""
+        found = []
+        if every > 1:
+            held = "on the host" if travels else f"({every * row:,} bytes) on the device"
+            found.append(
                 f"host memory has no room for the inputs of all {layers} layers: one in {every} is kept; backward runs "
-                f"one more forward to make the others and holds up to {every} ({every * row:,} bytes) on the device"
+                f"one more forward to make the others and holds up to {every} {held}"
             )
-            self.notes.append(note)
-            log.warning(note)
+        if self.kv_on_host and self.options.kv == "auto":
+            found.append(
+                "keys and values of a layer would take more than half of the device's free memory: they lie on the host"
+            )
+        for note in found:
+            if note.partition(";")[0] not in {known.partition(";")[0] for known in self.notes}:
+                self.notes.append(note)
+                log.warning(note)
+
+    def _keys_and_values(self, x: Tensor) -> int:
+        """Bytes of one layer's keys and values on this rank, with the sums of their gradients."""
+        facts, ranks = self.facts, self.ctx.sp
+        heads = max(kv_needed(facts.heads, facts.kv_heads, ranks))
+        return keys_and_values(x.shape[0] * x.shape[1] * ranks, heads, facts.kv_widths, x.element_size())
+
+    def place_keys(self, x: Tensor) -> None:
+        """Decide, for a forward whose first streamed layer gets x, where keys and values lie; alike on all ranks."""
+        self.kv_on_host = self.options.kv == "host"
+        if self.options.kv != "auto" or self.options.offload == "none" or isinstance(x, FakeTensor):
+            return
+        device = x.device if self._call is None or self._call.device is None else self._call.device
+        if (memory := headroom.device_memory(device)) is not None:
+            self.kv_on_host = self.ctx.largest([int(self._keys_and_values(x) > KV_SHARE * memory[2])])[0] > 0
 
     def _kept_on_device(self, x: Tensor, layers: int, output: int) -> int:
         """Layers whose attention outputs, of `output` bytes each, stay on the device: with `auto` on a GPU those that

@@ -50,6 +50,10 @@ class Call:
     """The load-balancing loss of this call, if it has one."""
     striped: bool = False
     """Are the tokens dealt out in stripes? Then logits are not in the order of the tokens."""
+    device: torch.device | None = None
+    """Where its tokens are."""
+    travels: bool = False
+    """Do hidden states lie on the host, from where chunks visit the device?"""
 
 
 def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chunk: int | None = None) -> Call:
@@ -87,7 +91,9 @@ def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chu
     documents = _documents(ours["cu_documents"], kwargs.get("position_ids"), tokens, ctx)
     if ours["cu_documents"] is not None and kwargs.get("position_ids") is None:  # a model would count on through them
         kwargs["position_ids"] = _positions(documents or (), shape[0], shape[1], ctx).to(tokens.device)
-    call = Call(documents=documents, shift_labels=labels, divisor=ours["num_items_in_batch"])
+    call = Call(
+        documents=documents, shift_labels=labels, divisor=ours["num_items_in_batch"], device=tokens.device
+    )  # fmt: skip
     call.real = _real_tokens(ours["row_tokens"], mask, tokens, ctx)
     if chunk is not None and ctx.sp > 1 and shape[1] > chunk:
         _stripe_inputs(kwargs, tokens, call, chunk, ctx)

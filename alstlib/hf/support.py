@@ -29,6 +29,9 @@ class Facts:
     """Of the layer with the widest attention output."""
     value_width: int
     """Of one of these heads."""
+    kv_heads: int = 0
+    kv_widths: int = 0
+    """Key/value heads of the layer that has the most of them by width, and the width of a key and a value together."""
     offset: int = 0
     """The model numbers its tokens from here."""
     uncounted: int | None = None
@@ -63,10 +66,11 @@ def check_model(model: PreTrainedModel, ctx: SPContext, attention: str) -> Facts
     _check_calls(model, run)
     if run.numbers_itself:
         raise ValueError(f"{name} numbers its tokens by itself, without position_ids: every slice would begin at 0")
-    attended = [(a.heads, a.width, a.value_width) for a in run.attention]
-    attended = attended or [(config.num_attention_heads, _head_width(config), _head_width(config))]
-    heads, _, value_width = max(attended, key=lambda sizes: sizes[0] * sizes[2])
-    width = max(max(sizes[1:]) for sizes in attended)
+    attended = [(a.heads, a.width, a.value_width, a.kv_heads) for a in run.attention]
+    attended = attended or [(config.num_attention_heads, *[_head_width(config)] * 2, heads_of(config)[1])]
+    heads, _, value_width, _ = max(attended, key=lambda sizes: sizes[0] * sizes[2])
+    width = max(max(sizes[1:3]) for sizes in attended)
+    kv_heads, kv_widths = max(((kv, k + v) for _, k, v, kv in attended), key=lambda sizes: sizes[0] * sizes[1])
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     parameter = next(model.parameters())
     try:
@@ -74,8 +78,9 @@ def check_model(model: PreTrainedModel, ctx: SPContext, attention: str) -> Facts
     except ValueError as e:
         raise ValueError(f"layer 0 of {name} ({type(layers[0]).__name__}): {e}") from None
     return Facts(
-        layers=layers, calls=run.calls, heads=heads, value_width=value_width, offset=run.offset, uncounted=run.uncounted
-    )
+        layers=layers, calls=run.calls, heads=heads, value_width=value_width, kv_heads=kv_heads, kv_widths=kv_widths,
+        offset=run.offset, uncounted=run.uncounted,
+    )  # fmt: skip
 
 
 def _check_parts(where: str, layer: nn.Module, config: Any) -> None:

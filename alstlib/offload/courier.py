@@ -8,6 +8,7 @@ that it sent is on the host, so that whatever reads a host tensor next finds it 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -126,3 +127,21 @@ def parts_of(courier: Courier | None, tiles: Sequence[slice], *tensors: Tensor) 
     if courier is None:
         return ([t[:, rows] for t in tensors] for rows in tiles)
     return courier.each([t[:, rows] for t in tensors] for rows in tiles)
+
+
+@dataclass(frozen=True)
+class Travel:
+    """A token-wise function whose input, or output, or both lie on the host (with their gradients).
+
+    Args:
+        store: where they lie.
+        device: where the function runs.
+    """
+
+    store: HostStore
+    device: torch.device
+    x: bool = True
+    out: bool = True
+
+    def courier(self) -> Courier:
+        return Courier(self.store, self.device)

@@ -168,6 +168,7 @@ class HostStore:
         """Copied from the device to the host, and back, since the store was made."""
         self.on_slab: Callable[[Tensor], None] | None = None
         """Told of each slab that is taken (a ledger counts it as host memory)."""
+        self._leases: dict[int, int] = {}
         self._granted = self._spare = 0
         """Bytes of this forward that may be taken without a look, and that slabs may be larger than what they hold."""
         self._streams: tuple[Any, Any] | None = None
@@ -264,8 +265,13 @@ class HostStore:
             made = torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, tuple(shape), tuple(strides))
         else:
             made = flat.view(shape)
-        weakref.finalize(made.untyped_storage(), self.free.append, slab).atexit = False
+        self._leases[id(slab)] = slab.bytes.numel()
+        weakref.finalize(made.untyped_storage(), self._take_back, slab).atexit = False
         return made
+
+    def _take_back(self, slab: _Slab) -> None:
+        del self._leases[id(slab)]
+        self.free.append(slab)
 
     def _slab(self, nbytes: int, pin: bool) -> _Slab:
         granted = nbytes <= self._granted
@@ -295,6 +301,11 @@ class HostStore:
         """Give back the slabs that hold nothing."""
         self.nbytes -= self.unused
         self.free.clear()
+
+    @property
+    def leased(self) -> int:
+        """Bytes of tensors that somebody has from `lease`."""
+        return sum(self._leases.values())
 
     @property
     def unused(self) -> int:

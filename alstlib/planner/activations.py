@@ -13,7 +13,7 @@ from typing import Any
 
 from alstlib.config import RunConfig
 from alstlib.planner.model_shapes import Shape
-from alstlib.sizing import reference_tiles, sdpa_kernel, share_host, tile_for
+from alstlib.sizing import kv_needed, reference_tiles, sdpa_kernel, share_host, tile_for
 
 FILE = Path(__file__).with_name("forms.json")
 KERNEL = "#kernel"
@@ -94,14 +94,6 @@ def as_whole(shape: Shape, ranks: int) -> dict[str, float]:
     k = max(kv_needed(shape.heads, shape.kv_heads, ranks))
     q = shape.heads / ranks / k
     return {"k": k, "q": q, "a": q + 2, "b": q + 1}
-
-
-def kv_needed(heads: int, kv_heads: int, ranks: int) -> list[int]:
-    """Key/value heads that each rank needs, where ranks have parts of heads."""
-    group = heads // kv_heads
-    firsts = [heads * r // ranks // group for r in range(ranks)]
-    lasts = [(-(-heads * (r + 1) // ranks) - 1) // group for r in range(ranks)]
-    return [last - first + 1 for first, last in zip(firsts, lasts)]
 
 
 @dataclass(frozen=True)

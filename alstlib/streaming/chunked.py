@@ -258,7 +258,9 @@ class StreamSegment:
         """A layer's input, for its backward: the last one's first."""
         for i in range(max((j for j in self.inputs if j <= index), default=index), index):
             stream, replays = self.members[i]
-            self.inputs[i + 1] = stream.without_graph(self.inputs[i], lambda at, replays=replays: replays[at](), lambda _: None)
+            self.inputs[i + 1] = stream.without_graph(
+                self.inputs[i], lambda at, replays=replays: replays[at](), lambda _: None
+            )
         return self.inputs.pop(index)
 
 

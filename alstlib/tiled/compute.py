@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from alstlib.offload.courier import Courier, Travel, parts_of
 from alstlib.recompute import GradientSums, Replay, first_order, those_that_train, unchanged, with_gradient
 from alstlib.sizing import tile_for
 
@@ -57,61 +58,99 @@ class _TiledCompute(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, fn: Callable[..., Tensor], tile: int, params: Callable[[], Sequence[Tensor]], along: Sequence[Tensor],
-        skip: bool, module: nn.Module | None, x: Tensor, *_: Tensor,
+        skip: bool, module: nn.Module | None, travel: Travel | None, x: Tensor, *_: Tensor,
     ) -> Tensor:  # fmt: skip
-        ctx.fn, ctx.tile, ctx.params, ctx.replay = fn, tile, params, Replay(x.device, module)
+        ctx.fn, ctx.tile, ctx.params, ctx.travel = fn, tile, params, travel
+        ctx.replay = Replay(x.device if travel is None else travel.device, module)
         ctx.skipped = skip
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(x, *along)
         with unchanged(x, module):
-            return x.new_zeros(()).expand_as(x) if skip else _run_tiles(fn, x, along, tile)
+            return x.new_zeros(()).expand_as(x) if skip else _run_tiles(fn, x, along, tile, travel)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, *along = ctx.saved_tensors
-        need_x, needs = ctx.needs_input_grad[6], ctx.needs_input_grad[7:]
+        (x, *along), travel = ctx.saved_tensors, ctx.travel
+        need_x, needs = ctx.needs_input_grad[7], ctx.needs_input_grad[8:]
         params = those_that_train(ctx.params(), needs)
-        sums = GradientSums(params)
-        grad_x = torch.empty_like(x) if need_x else None
+        sums, tiles = GradientSums(params), tiles_of(x.shape[1], ctx.tile)
+        xs, courier, out = _ways(travel)
+        grad_x = _room_for_gradient(x, xs) if need_x else None
         with ctx.replay(), torch.enable_grad():
-            for lo in range(0, x.shape[1], ctx.tile):
-                rows = slice(lo, lo + ctx.tile)
-                leaf = x[:, rows].contiguous().detach().requires_grad_(need_x)
+            for rows, (part,), (upstream,) in zip(tiles, parts_of(xs, tiles, x), parts_of(out, tiles, grad)):
+                leaf = part.contiguous().detach().requires_grad_(need_x)
                 wanted = [*([leaf] if need_x else []), *params]
                 y = ctx.fn(leaf, *(t[:, rows] for t in along))
-                grads = list(torch.autograd.grad(y, wanted, grad[:, rows], allow_unused=True))
-                del y
+                grads = list(torch.autograd.grad(y, wanted, upstream, allow_unused=True))
+                del y, part, upstream
                 if grad_x is not None:
                     first = grads.pop(0)
-                    grad_x[:, rows] = 0 if first is None else first
-                sums.add(grads, last=lo + ctx.tile >= x.shape[1])
+                    _put(xs, grad_x, rows, torch.zeros_like(leaf) if first is None else first)
+                sums.add(grads, last=rows is tiles[-1])
                 grads = grads[-1:]  # alive during the next tile, as the planner's forms count it
+        if courier is not None:
+            courier.finish()
         done = iter(sums.done())
-        return (None, None, None, None, None, None, grad_x, *(next(done) if need else None for need in needs))
+        return (*[None] * 7, grad_x, *(next(done) if need else None for need in needs))
 
 
-def _run_tiles(fn: Callable[..., Tensor], x: Tensor, along: Sequence[Tensor], tile: int) -> Tensor:
+def tiles_of(rows: int, tile: int) -> list[slice]:
+    """Tiles of so many tokens; one that is empty for none."""
+    return [slice(lo, min(lo + tile, rows)) for lo in range(0, max(rows, 1), tile)]
+
+
+def _ways(travel: Travel | None) -> tuple[Courier | None, Courier | None, Courier | None]:
+    """What brings x and takes its gradient, what does the work, what takes the output and brings its gradient."""
+    courier = None if travel is None else travel.courier()
+    return (courier if travel and travel.x else None), courier, (courier if travel and travel.out else None)
+
+
+def _room_for_gradient(x: Tensor, courier: Courier | None) -> Tensor:
+    return torch.empty_like(x) if courier is None else courier.empty(x.shape, x.dtype)
+
+
+def _put(courier: Courier | None, to: Tensor, rows: slice, part: Tensor) -> None:
+    if courier is None:
+        to[:, rows] = part
+    else:
+        courier.send(to[:, rows], part)
+
+
+def _run_tiles(
+    fn: Callable[..., Tensor], x: Tensor, along: Sequence[Tensor], tile: int, travel: Travel | None
+) -> Tensor:
     """Run fn on tiles of dimension 1, writing each result into one output."""
     out: Tensor | None = None
-    for lo in range(0, max(x.shape[1], 1), tile):
-        rows = slice(lo, lo + tile)
-        part = fn(x[:, rows].contiguous(), *(t[:, rows] for t in along))
-        if part.ndim < 2 or part.shape[:2] != x[:, rows].shape[:2]:
+    (xs, courier, to), tiles = _ways(travel), tiles_of(x.shape[1], tile)
+    for rows, (own,) in zip(tiles, parts_of(xs, tiles, x)):
+        part = fn(own.contiguous(), *(t[:, rows] for t in along))
+        if part.ndim < 2 or part.shape[:2] != own.shape[:2]:
             raise ValueError(f"a token-wise function keeps [B, S, ...]: it made {list(part.shape)} of {list(x.shape)}")
-        if part.shape[1] == x.shape[1]:
+        if to is None and len(tiles) == 1:
             return part
         if out is None:
-            out = part.new_empty(part.shape[0], x.shape[1], *part.shape[2:])
-        out[:, rows] = part
+            shape = (part.shape[0], x.shape[1], *part.shape[2:])
+            out = part.new_empty(shape) if to is None else to.empty(shape, part.dtype)
+        _put(to, out, rows, part)
+        del own, part
     assert out is not None
+    if courier is not None:
+        courier.finish()
     return out
 
 
 def tiled_compute(
-    fn: Callable[..., Tensor], x: Tensor, params: Sequence[Tensor] | Callable[[], Sequence[Tensor]] = (), *, tile: int,
-    along: Sequence[Tensor] = (), skip: bool = False, module: nn.Module | None = None,
-) -> Tensor:  # fmt: skip
+    fn: Callable[..., Tensor],
+    x: Tensor,
+    params: Sequence[Tensor] | Callable[[], Sequence[Tensor]] = (),
+    *,
+    tile: int,
+    along: Sequence[Tensor] = (),
+    skip: bool = False,
+    module: nn.Module | None = None,
+    travel: Travel | None = None,
+) -> Tensor:
     """Apply a token-wise `fn` to x [B, S, ...] in tiles of `tile` tokens (ALST, section 3.1).
 
     Args:
@@ -125,6 +164,7 @@ def tiled_compute(
         skip: return zeros of x's shape instead of computing: for a recompute whose output nobody reads (the backward
             runs the tiles anyway; see `skip`).
         module: what `fn` calls: backward runs it in the mode (training or evaluation) of this call.
+        travel: x, or what is returned, lies on the host, and tiles of it visit the device; None: neither does.
 
     Returns:
         fn(x, *along), with the same gradients for x and `params` as the untiled function.
@@ -133,7 +173,7 @@ def tiled_compute(
         ValueError: `tile` below 1, or a function that does not keep [B, S, ...].
     """
     get = params if callable(params) else lambda: params
-    return _TiledCompute.apply(fn, check_tile(tile), get, tuple(along), skip, module, x, *get())
+    return _TiledCompute.apply(fn, check_tile(tile), get, tuple(along), skip, module, travel, x, *get())
 
 
 def adopt(new: nn.Module, old: nn.Module) -> None:
@@ -148,6 +188,8 @@ class TiledModule(nn.Module):
     """Base of modules that stand in for another of the same names and run it tile by tile. `inner` is the original."""
 
     inner: nn.Module
+    travel: Callable[[], Travel | None] = staticmethod(lambda: None)
+    """How the input lies on the host in the call that runs now; None: it lies on the device."""
 
     def __init__(self, inner: nn.Module, tile: int | None = None) -> None:
         super().__init__()
@@ -253,5 +295,6 @@ class TiledNorm(TiledModule):
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim == 2:  # [B * S, E]
             return self.forward(x[None])[0]
-        tile = self.tile or default_tile(x.shape[-1], 4, x.device)
-        return tiled_compute(self.inner, x, self.trainable, tile=tile, module=self.inner)
+        travel = self.travel()
+        tile = self.tile or default_tile(x.shape[-1], 4, travel.device if travel else x.device)
+        return tiled_compute(self.inner, x, self.trainable, tile=tile, module=self.inner, travel=travel)

@@ -10,15 +10,16 @@ nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from alstlib.offload.courier import Travel
 from alstlib.recompute import first_order
-from alstlib.tiled.compute import TiledModule, check_tile, default_tile, tiled_compute
+from alstlib.tiled.compute import TiledModule, check_tile, default_tile, tiled_compute, tiles_of
 from alstlib.units import IGNORE
 
 
@@ -56,18 +57,25 @@ class _TiledLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, tile: int,
-        transform: LogitTransform, train: bool,
+        transform: LogitTransform, train: bool, travel: Travel | None,
     ) -> Tensor:  # fmt: skip
         # autograd says which inputs require a gradient, under no_grad too
         needs = need_hidden, need_weight, need_bias = [train and need for need in ctx.needs_input_grad[:3]]
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=hidden.device)
-        grad_rows = torch.empty_like(rows) if need_hidden else None
+        courier = None if travel is None else travel.courier()
+        total = torch.zeros((), dtype=wide, device=labels.device)
+        grad_rows = None
+        if need_hidden:
+            grad_rows = torch.empty_like(rows) if courier is None else courier.empty(rows.shape, rows.dtype)
         grad_weight = torch.zeros_like(weight, dtype=wide) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if need_bias and bias is not None else None
-        for lo in range(0, rows.shape[0], tile):
-            part, target = rows[lo : lo + tile], targets[lo : lo + tile]
+        tiles = tiles_of(rows.shape[0], tile)
+        parts = (
+            (rows[at] for at in tiles) if courier is None else (x for (x,) in courier.each([rows[at]] for at in tiles))
+        )
+        for at, part in zip(tiles, parts):
+            target = targets[at]
             valid = target != IGNORE
             index = torch.where(valid, target, 0)[:, None]
             logits = transform(nn.functional.linear(part, weight, bias).to(wide))
@@ -85,14 +93,18 @@ class _TiledLoss(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(rows.dtype)
-            if grad_rows is not None:
-                torch.mm(grad, weight, out=grad_rows[lo : lo + tile])
+            if grad_rows is not None and courier is None:
+                torch.mm(grad, weight, out=grad_rows[at])
+            elif grad_rows is not None and courier is not None:
+                courier.send(grad_rows[at], grad @ weight)
             if grad_weight is not None:
                 if grad.dtype == wide:
                     grad_weight.addmm_(grad.T, part)
                 else:
                     grad_weight += grad.T @ part
-            del logits, capped, grad  # before the next tile's are made
+            del logits, capped, grad, part  # before the next tile's are made
+        if courier is not None:
+            courier.finish()
         ctx.grads = (grad_rows, grad_weight, grad_bias)
         ctx.like = (hidden.shape, weight.dtype, None if bias is None else bias.dtype)
         return total
@@ -104,15 +116,15 @@ class _TiledLoss(torch.autograd.Function):
             raise RuntimeError("tiled_logits_loss: backward a second time; its gradients are gone after the first")
         (rows, weight, bias), (shape, weight_dtype, bias_dtype) = ctx.grads, ctx.like
         ctx.grads = None
-        rows = None if rows is None else rows.mul_(upstream).view(shape)
+        rows = None if rows is None else rows.mul_(upstream.to(rows.device)).view(shape)
         weight = None if weight is None else weight.mul_(upstream).to(weight_dtype)
         bias = None if bias is None else bias.mul_(upstream).to(bias_dtype)
-        return rows, weight, bias, None, None, None, None
+        return rows, weight, bias, None, None, None, None, None
 
 
 def tiled_logits_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, tile: int | None = None,
-    transform: LogitTransform | None = None, liger: bool = False,
+    transform: LogitTransform | None = None, liger: bool = False, travel: Travel | None = None,
 ) -> Tensor:  # fmt: skip
     """Sum of the cross-entropy over the valid tokens, in tiles of `tile` tokens (ALST, section 3.1).
 
@@ -121,6 +133,7 @@ def tiled_logits_loss(
         tile: tokens in one tile; None chooses by `compute.default_tile`.
         transform: scale and soft cap of the logits.
         liger: use Liger's fused kernel (CUDA, with the package installed), which tiles by itself.
+        travel: `hidden` and its gradient lie on the host, and tiles of them visit the device; None: they lie there.
 
     Returns:
         A scalar in fp32 (or wider). A sum: divide by the number of valid tokens of the whole batch.
@@ -139,12 +152,13 @@ def tiled_logits_loss(
     transform = transform or LogitTransform()
     if liger:
         return _liger_loss(hidden, weight, labels, bias, transform)
-    tile = default_tile(weight.shape[0], 4, hidden.device) if tile is None else check_tile(tile)
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
+    device = labels.device
+    tile = default_tile(weight.shape[0], 4, device) if tile is None else check_tile(tile)
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    return _TiledLoss.apply(hidden, weight, bias, labels, tile, transform, torch.is_grad_enabled())
+    return _TiledLoss.apply(hidden, weight, bias, labels, tile, transform, torch.is_grad_enabled(), travel)
 
 
 def _liger_loss(
@@ -197,13 +211,14 @@ class TiledHead(TiledModule):
                 tile=self.tile,
                 transform=self.transform,
                 liger=self.liger and hidden.is_cuda,
+                travel=self.travel(),
             )
         return self._through_module(hidden, labels)
 
     def _through_module(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Any head: token losses by tiles of its own forward, recomputed in backward."""
         vocabulary = max(p.shape[0] for p in self.inner.parameters() if p.ndim == 2)
-        tile = self.tile or default_tile(vocabulary, 4, hidden.device)
+        tile, travel = self.tile or default_tile(vocabulary, 4, labels.device), self.travel()
 
         def token_losses(part: Tensor, target: Tensor) -> Tensor:
             logits = self.inner(part)
@@ -213,4 +228,7 @@ class TiledHead(TiledModule):
             )
             return loss.view(target.shape)
 
-        return tiled_compute(token_losses, hidden, self.trainable, tile=tile, along=(labels,), module=self.inner).sum()
+        travel = None if travel is None else replace(travel, out=False)
+        return tiled_compute(
+            token_losses, hidden, self.trainable, tile=tile, along=(labels,), module=self.inner, travel=travel
+        ).sum()

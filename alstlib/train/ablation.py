@@ -304,6 +304,8 @@ def run_options(run: RunConfig) -> alstlib.Options:
         offload=run.offload,
         save_attention=run.save_attention,
         chunk=run.chunk,
+        kv=run.kv,
+        hidden=run.hidden,
         host_memory=run.host_memory,
         liger_loss=run.liger == "loss",
     )

@@ -1,5 +1,6 @@
 """Every supported decoder against plain transformers: loss and every gradient, at SP degrees that split its heads and
-that do not, whole and packed, with everything on and streamed in chunks of rows.
+that do not, whole and packed, with everything on and streamed in chunks of rows, with hidden states, keys and
+values on the device and on the host.
 
 `make support` writes what this measured to papermill_runs/results/support and the README's table.
 """
@@ -17,7 +18,7 @@ import pytest
 import torch
 import transformers
 import zoo
-from cases import worst_error
+from cases import small_pages, worst_error
 from torch import Tensor
 
 import alstlib
@@ -28,7 +29,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "off": {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False},
     "on": {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "offload": "async", "save_attention": True},
     "twice": {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "save_attention": False},
-    "chunk": {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "offload": "async", "save_attention": True, "chunk": 4},
+    "chunk": {
+        "tiled_mlp": 5,
+        "tiled_norm": 6,
+        "tiled_loss": 7,
+        "offload": "async",
+        "save_attention": True,
+        "chunk": 4,
+        "hidden": "device",
+    },
+    "host": {"tiled_mlp": 5, "tiled_loss": 7, "offload": "sync", "chunk": 3, "kv": "host", "hidden": "host"},
 }
 LENGTH = 26
 PACKED = [3, 1, 9, 13]
@@ -76,7 +86,7 @@ def attached(rank: int, world: int, name: str, how: str, packed: bool) -> dict[s
     ctx = alstlib.SPContext.create(world)
     model, data = zoo.build(name), sample(packed)
     loss, want = plain(model, data)
-    with alstlib.apply(model, ctx, alstlib.Options(**OPTIONS[how])) as handle:
+    with small_pages(), alstlib.apply(model, ctx, alstlib.Options(**OPTIONS[how])) as handle:
         for _ in range(2):  # a checkpoint knows its layer better the second time
             model.zero_grad()
             out = alstlib.causal_lm_loss(model, shard_batch(data, world, rank), ctx)
@@ -89,6 +99,7 @@ def attached(rank: int, world: int, name: str, how: str, packed: bool) -> dict[s
             if world > 1:
                 torch.distributed.all_reduce(grad)
             got[n] = grad / world
+        assert (handle.kv_on_host, handle.store.bytes_fetched > 0) == (how == "host", handle.options.offload != "none")
         model.eval()
         with torch.no_grad():
             mean = alstlib.causal_lm_loss(model, shard_batch(data, world, rank), ctx).mean.item()
@@ -132,7 +143,7 @@ def check(pools: Any, outcome: Outcome, world: int, name: str, how: str, packed:
     outcome.add(name, world, results)
 
 
-@pytest.mark.parametrize("how", ["on", "chunk"])
+@pytest.mark.parametrize("how", ["on", "chunk", "host"])
 @pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", zoo.MODELS)
@@ -146,7 +157,7 @@ def test_model_with_less(pools: Any, name: str, how: str) -> None:
     check(pools, Outcome(), 3, name, how, packed=how == "off")
 
 
-@pytest.mark.parametrize("how", ["on", "chunk"])
+@pytest.mark.parametrize("how", ["on", "chunk", "host"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("name", zoo.MORE)
 def test_more(pools: Any, name: str, world: int, how: str) -> None:

@@ -1,0 +1,93 @@
+"""Hidden states of an attached model that lie on the host: what is made before its layers and read after them.
+
+With layers in row chunks everything that is as long as the sequence may lie there: embeddings and rotary tables are
+made tile by tile and sent to the host; layers, and the norm and head after them, fetch chunks of it. Between these
+modules a model handles a tensor on the CPU with the right values, so that what it does with it (a scale, positions that
+are added, dropout) is done there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alstlib.hf.handle import Handle
+from alstlib.hf.inputs import Call
+from alstlib.tiled.compute import TiledModule, tiled_compute, tiles_of
+
+
+def attach_hidden_states(handle: Handle) -> None:
+    """Modules outside the layers learn to leave their outputs on the host, and to read them there."""
+    if handle.options.chunk is None or handle.options.hidden == "device" or handle.options.offload == "none":
+        return
+    for module in _outside_layers(handle):
+        if isinstance(module, TiledModule):
+            module.travel = lambda: handle.travel()
+        elif isinstance(module, nn.Embedding):
+            handle.set_forward(module, _embedding(handle, module, module.forward))
+        elif any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
+            handle.set_forward(module, _rotary(handle, module, module.forward))
+
+
+def _outside_layers(handle: Handle) -> Iterator[nn.Module]:
+    inside = {id(m) for layer in handle.facts.layers for m in layer.modules()}
+    return (m for m in handle.model.modules() if id(m) not in inside)
+
+
+def travels(handle: Handle, call: Call, tokens: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Do the hidden states of this call lie on the host? Not where a caller gets them, or one chunk holds them."""
+    options = handle.options
+    if options.chunk is None or options.hidden == "device" or options.offload == "none":
+        return False
+    if handle.head is None or handle.head.liger or call.shift_labels is None or tokens.shape[1] <= options.chunk:
+        return False
+    if kwargs.get("output_hidden_states") or getattr(handle.model.config, "output_hidden_states", False):
+        return False
+    return not torch.is_autocast_enabled(tokens.device.type)
+
+
+def _embedding(handle: Handle, module: nn.Module, original: Any) -> Any:
+    def trainable() -> list[nn.Parameter]:
+        return [p for p in module.parameters() if p.requires_grad]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        travel = None if handle.plain else handle.travel(x=False)
+        if travel is None or kwargs or len(args) != 1 or args[0].ndim != 2:
+            return original(*args, **kwargs)
+        assert handle.options.chunk is not None
+        return tiled_compute(
+            original, args[0], trainable, tile=handle.options.chunk, module=module, travel=travel
+        )  # fmt: skip
+
+    return forward
+
+
+def _rotary(handle: Handle, module: nn.Module, original: Any) -> Any:
+    kind = getattr(module, "rope_type", None)
+    kinds = [k for k in (kind.values() if isinstance(kind, dict) else [kind]) if isinstance(k, str)]
+    by_longest = any(k == "longrope" or "dynamic" in k for k in kinds)
+    """Frequencies depend on the longest position: every tile must see it."""
+
+    def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        travel = None if handle.plain else handle.travel()
+        if travel is None:
+            return original(x, position_ids, *args, **kwargs)
+        assert handle.options.chunk is not None
+        longest = position_ids.max().expand(position_ids.shape[0], 1) if by_longest else position_ids[:, :0]
+        like, courier = torch.empty(0, dtype=x.dtype, device=travel.device), travel.courier()
+        made: list[Tensor] = []
+        for rows in tiles_of(position_ids.shape[1], handle.options.chunk):
+            at = torch.cat([position_ids[:, rows], longest], 1)
+            out = [t[:, : rows.stop - rows.start] for t in original(like, at, *args, **kwargs)]
+            made = made or [
+                courier.empty((t.shape[0], position_ids.shape[1], *t.shape[2:]), t.dtype) for t in out
+            ]  # fmt: skip
+            for to, t in zip(made, out):
+                courier.send(to[:, rows], t)
+        courier.finish()
+        return tuple(made)
+
+    return forward
