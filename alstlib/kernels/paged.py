@@ -94,7 +94,9 @@ def forward(
         for part, span, piece in calls[page.index]:
             views = (part.queries(q), part.keys(page.k), part.keys(page.v), part.queries(out), part.queries(lse))
             add_piece(backend, piece, span, Attended(*views), rule)
-    for part in parts if sinks is not None else ():
+    for part in parts:
+        if sinks is None:
+            break
         part.queries(lse).copy_(with_sinks(part.queries(out), part.queries(lse), sinks[part.heads])[1])
     return out.to(q.dtype), lse
 

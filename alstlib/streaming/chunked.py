@@ -22,6 +22,7 @@ of the sequence, so that its keys are complete when it runs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -258,10 +259,13 @@ class StreamSegment:
         """A layer's input, for its backward: the last one's first."""
         for i in range(max((j for j in self.inputs if j <= index), default=index), index):
             stream, replays = self.members[i]
-            self.inputs[i + 1] = stream.without_graph(
-                self.inputs[i], lambda at, replays=replays: replays[at](), lambda _: None
-            )
+            again = functools.partial(_replayed, replays)
+            self.inputs[i + 1] = stream.without_graph(self.inputs[i], again, lambda _: None)
         return self.inputs.pop(index)
+
+
+def _replayed(replays: Sequence[Replay], at: int) -> AbstractContextManager[None]:
+    return replays[at]()
 
 
 class _Streamed(torch.autograd.Function):
