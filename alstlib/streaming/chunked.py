@@ -251,7 +251,7 @@ class StreamSegment:
         """A layer has run; returns its place."""
         if not self.members:
             self.inputs[0] = x.detach()
-        self.members.append((stream, replays))
+        self.members.append((replace(stream, segment=None), replays))  # no circle: tensors go when the graph goes
         self.end = Values(out) if len(self.members) < self.every else None
         return len(self.members) - 1
 
