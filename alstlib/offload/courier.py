@@ -57,6 +57,7 @@ class Courier:
         self.store, self.device = store, device
         self.beside = store.mode == "async" and device.type == "cuda"
         self._leaving: list[tuple[Tensor, Any]] = []
+        self._used = False
 
     def streams(self) -> tuple[Any, Any]:
         """The streams out of the device and back."""
@@ -69,12 +70,13 @@ class Courier:
     def fetch(self, *parts: Tensor, after: Any = None) -> Arrival:
         """Start bringing parts of host tensors to the device; `after` is what `send` returned for them, if it was in
         this pass."""
+        self._used = True
         self.store.bytes_fetched += sum(part.numel() * part.element_size() for part in parts)
         return Arrival(self, parts, after)
 
     def send(self, part: Tensor, x: Tensor) -> Any:
         """Write x, from the device, into a part of a host tensor. Returns what `fetch` has to wait for."""
-        x = x.detach()
+        x, self._used = x.detach(), True
         self.store.bytes_sent += x.numel() * x.element_size()
         if not self.beside:
             _copy(part, x)
@@ -86,7 +88,8 @@ class Courier:
         done = out.record_event()
         self._leaving.append((x, done))  # x lives until its copy is done, in the compute stream's order
         while len(self._leaving) > 2:
-            compute.wait_event(self._leaving.pop(0)[1])
+            _, done_before = self._leaving.pop(0)  # its tensor is freed after the wait
+            compute.wait_event(done_before)
         return done
 
     def each(self, parts: Iterable[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
@@ -102,9 +105,10 @@ class Courier:
 
     def finish(self) -> None:
         """Wait until everything that was sent is on the host, and nothing that was fetched is read any more."""
-        if self.beside:
-            for stream in self.streams():
+        if self._used and self.device.type == "cuda":
+            for stream in self.streams() if self.beside else [torch.cuda.current_stream(self.device)]:
                 stream.synchronize()
+        self._used = False
         self._leaving.clear()
 
 

@@ -102,6 +102,16 @@ class _Slab:
         flat = self.bytes[: like.numel() * like.element_size()].view(like.dtype)
         return flat.as_strided(like.shape, like.stride())
 
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype, told: Callable[[Tensor], None] | None) -> Tensor:
+        """A tensor in this memory, with a storage of its own that ends when nobody has it or a view of it."""
+        flat = torch.frombuffer(self.mapped, dtype=dtype, count=math.prod(shape))
+        if told is not None:
+            told(flat)
+        if active_fake_mode() is not None:
+            return flat.view(tuple(shape))
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, tuple(shape), strides)  # not a view
+
     def __del__(self) -> None:
         if getattr(self, "pinned", False):
             torch.cuda.synchronize()  # a copy may still run
@@ -255,16 +265,8 @@ class HostStore:
         Raises:
             HostOutOfMemory: there is no room for it.
         """
-        n = math.prod(shape)
-        slab = self._slab(n * dtype.itemsize, pin)
-        flat = torch.frombuffer(slab.mapped, dtype=dtype, count=n)  # a storage of its own, that ends with the tensor
-        if self.on_slab is not None:
-            self.on_slab(flat)
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        if active_fake_mode() is None:
-            made = torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, tuple(shape), tuple(strides))
-        else:
-            made = flat.view(shape)
+        slab = self._slab(math.prod(shape) * dtype.itemsize, pin)
+        made = slab.tensor(shape, dtype, self.on_slab)
         self._leases[id(slab)] = slab.bytes.numel()
         weakref.finalize(made.untyped_storage(), self._take_back, slab).atexit = False
         return made

@@ -52,6 +52,9 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Watch]:
 
         view = host_store._Slab.view
 
+        def tensor(self, shape: Any, dtype: torch.dtype, told: Any) -> Tensor:
+            return torch.empty(tuple(shape), dtype=dtype)
+
     with contextlib.ExitStack() as stack:
         for name, stand_in in {
             "get_device_capability": lambda *_: capability, "get_rng_state": lambda *_: state,
@@ -75,8 +78,14 @@ Clock = Counter[int]
 
 
 class Stream:
-    def __init__(self, number: int) -> None:
-        self.number, self.clock = number, Clock()
+    """A stream of a device, or the host, which waits for one in `synchronize`."""
+
+    def __init__(self, number: int, host: Stream | None = None) -> None:
+        self.number, self.clock, self.host = number, Clock(), host
+
+    def synchronize(self) -> None:
+        assert self.host is not None
+        self.host.clock |= self.clock
 
     def wait_stream(self, other: Stream) -> None:
         self.clock |= other.clock
@@ -104,6 +113,7 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.numbers = itertools.count()
+        self.host = Stream(next(self.numbers))
         self.streams = [self.stream()]
         self.memory: dict[int, _Memory] = {}
         self.kernels: Counter[str] = Counter()
@@ -115,7 +125,7 @@ class Watch(TorchDispatchMode):
         self.problems: list[str] = []
 
     def stream(self, device: Any = None) -> Stream:
-        return Stream(next(self.numbers))
+        return Stream(next(self.numbers), self.host)
 
     def current_stream(self, device: Any = None) -> Stream:
         return self.streams[-1]
@@ -144,11 +154,14 @@ class Watch(TorchDispatchMode):
     def _order(self, func: Any, args: Any, kwargs: Any, out: Any, name: str) -> None:
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        if func.is_view or not any(t.is_cuda for t in (*given, *made)):
+        on_device = any(t.is_cuda for t in (*given, *made))
+        touched = [t for t in (*given, *made) if t.untyped_storage()._cdata in self.memory]
+        if func.is_view or name.startswith("prim::") or not (on_device or touched):
             return
         if allocates := name.startswith(("empty", "new_empty")):
             given = []
-        stream = self.current_stream()
+        stream = self.current_stream() if on_device else self.host
+        stream.clock |= self.host.clock  # what the host has done or waited for comes first
         stream.clock[stream.number] += 1
         written = {t.untyped_storage()._cdata for t in made}
         written |= {
@@ -166,6 +179,9 @@ class Watch(TorchDispatchMode):
             for access in (memory.written, *memory.read.items()):
                 self._after(stream, access, f"{name} writes over what")
             memory.written, memory.read = (stream.number, stream.clock[stream.number]), {}
+        beside = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
+        if on_device and not beside and any(t.device.type == "cpu" for t in made):
+            self.host.clock |= stream.clock  # the host has waited for it
 
     def _after(self, stream: Stream, access: tuple[int, int] | None, what: str) -> None:
         if access is not None and stream.clock[access[0]] < access[1]:
@@ -182,6 +198,7 @@ class Watch(TorchDispatchMode):
         """The allocator may give the memory to its stream's next operation: all others must be done in its order."""
         if (memory := self.memory.pop(key, None)) is None or memory.owner is None:
             return
+        memory.owner.clock |= self.host.clock  # who takes it next is told so by the host
         for access in (memory.written, *memory.read.items()):
             self._after(memory.owner, access, "memory is freed that")
 

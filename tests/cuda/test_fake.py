@@ -32,6 +32,24 @@ def test_a_read_on_another_stream_without_waiting_is_found() -> None:
     assert len(watch.problems) == 2
 
 
+def test_a_host_that_reads_before_a_copy_is_done_is_found() -> None:
+    with fake_cuda() as watch:
+        x, host = torch.empty(8, device="cuda:0").add_(1), torch.empty(8)
+        host.copy_(x, non_blocking=True)
+        host.mul_(2)
+        assert len(watch.problems) == 1
+        host.copy_(x, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        host.mul_(2)
+        assert len(watch.problems) == 1
+        x.copy_(host, non_blocking=True)
+        host.mul_(2)  # while the device reads
+        assert len(watch.problems) == 2
+        host.copy_(x)
+        host.mul_(2)
+    assert len(watch.problems) == 2
+
+
 def test_memory_that_is_freed_while_another_stream_uses_it_is_found() -> None:
     with fake_cuda() as watch:
         x = torch.empty(8, device="cuda:0").add_(1)

@@ -16,10 +16,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "whole, async": {"offload": "async", "kept": 0.5},
     "whole, sync, attention kept": {"offload": "sync", "save_attention": True},
     "chunks": {"chunk": 0},
-    "chunks, async": {"chunk": 0, "offload": "async", "kept": 0.5},
+    "chunks, async": {"chunk": 0, "offload": "async", "kept": 0.5, "hidden": "device"},
+    "chunks, host": {"chunk": 0, "offload": "async", "hidden": "host", "kv": "host"},
+    "chunks, host, sync": {"chunk": 0, "offload": "sync", "hidden": "host", "kv": "host", "save_attention": True},
 }
 """`chunk` 0 stands for a quarter of a rank's rows."""
-ALL, FEW = list(WAYS), ["whole", "chunks, async"]
+ALL, FEW = list(WAYS), ["whole", "chunks, async", "chunks, host"]
 SOME = [*FEW, "whole, sync, attention kept"]
 CASES = [
     (model, sp, kernel, way)
