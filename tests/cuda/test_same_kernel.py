@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import nullcontext
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from fake import fake_cuda
-from steps import steps
+from steps import ZOO, steps
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import alstlib
@@ -28,19 +25,6 @@ from alstlib.sizing import kernels_as_on, sdpa_kernel
 from alstlib.ulysses.attention import UlyssesAttention
 
 
-def zoo() -> ModuleType:
-    """tests/zoo.py: every supported decoder, small."""
-    spec = importlib.util.spec_from_file_location("zoo", Path(__file__).parents[1] / "zoo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-ZOO = zoo()
-
-
 @pytest.mark.parametrize("name", ZOO.MODELS)
 def test_one_kernel_for_every_decoder(name: str) -> None:
     ctx = alstlib.SPContext()
@@ -55,7 +39,8 @@ def test_one_kernel_for_every_decoder(name: str) -> None:
                     q, k = (torch.empty(1, a.heads, 4, a.width, dtype=dtype, device=device) for _ in range(2))
                     v = torch.empty(1, a.heads, 4, a.value_width, dtype=dtype, device=device)
                     with on:
-                        chosen.append(op.backend_for(q, v, op.rule(q, k, v, softcap=a.kwargs.get("softcap"))).name)
+                        rule = op.rule(q, k, v, softcap=a.kwargs.get("softcap"))
+                        chosen.append(op.backend_for(q, v.shape[-1], rule).name)
                 width, capped = max(a.width, a.value_width), bool(a.kwargs.get("softcap"))
                 chosen.append(sdpa_kernel("cuda", dtype == torch.bfloat16, width, capped, capability))
                 assert len(set(chosen)) == 1, (chosen, a.width, dtype, capability)

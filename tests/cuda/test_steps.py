@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from steps import steps
+from steps import ZOO, steps
 
 ROWS = 4096
 DOCUMENTS = [0, 1, 700, 1724, 1725, 3100, ROWS]
@@ -71,3 +71,12 @@ def test_offsets_of_documents_go_to_the_device_once_for_a_batch() -> None:
             step(DOCUMENTS)
             uploads.append(step.watch.uploads)
     assert uploads[0] == uploads[1] > 0
+
+
+@pytest.mark.parametrize("name", ZOO.MODELS)
+def test_hidden_states_on_the_host_meet_no_tensor_of_the_device(name: str) -> None:
+    """In whatever a decoder does before, between and after its layers."""
+    with steps(name, 64, 1, chunk=16, offload="async", hidden="host", kv="host") as step:
+        step([0, 20, 64])
+        assert step.handle.store.bytes_fetched > 0
+        assert [p for p in step.watch.problems if "stream" in p] == []
