@@ -19,13 +19,14 @@ from alstlib.planner.activations import FILE, REFERENCE
 from alstlib.runs.progress import Pace, Printer
 
 
-def write(families: Iterable[str], path: Path = FILE, jobs: int = 1) -> None:
-    """Calibrate these families (`reference` for the reference stack), and add them to a file."""
+def write(families: Iterable[str], path: Path = FILE, jobs: int = 1, chunked: bool = False) -> None:
+    """Calibrate these families (`reference` for the reference stack), or only their ways in row chunks, and add them to
+    a file."""
     made = json.loads(path.read_text()) if path.exists() else {"moments": [], "ways": {}, "tiles": {}}
     known = {json.dumps(m): i for i, m in enumerate(made["moments"])}
     named = list(families)
     kinds: list[tuple[Any, list[Any]]] = [
-        (forms.moments, list(forms.ways(name for name in named if name != REFERENCE)))
+        (forms.moments, [w for w in forms.ways(n for n in named if n != REFERENCE) if w.chunk or not chunked])
     ]
     if REFERENCE in named:
         kinds.append((reference_forms.moments, reference_forms.ways()))
@@ -75,8 +76,9 @@ def main() -> None:
     parser.add_argument("families", nargs="*", default=[*forms.FAMILIES, REFERENCE], help="model types; all by default")
     parser.add_argument("--out", type=Path, default=FILE)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--chunked", action="store_true", help="only the ways in row chunks")
     args = parser.parse_args()
-    write(args.families, args.out, args.jobs)
+    write(args.families, args.out, args.jobs, args.chunked)
 
 
 if __name__ == "__main__":

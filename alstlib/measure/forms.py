@@ -15,6 +15,7 @@ backward is marked `#kernel`: a GPU's kernel has a workspace of its own then.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 from collections import Counter
@@ -33,6 +34,7 @@ from alstlib.measure.scope import Places, category
 from alstlib.measure.simulate import PLENTY, drop_gradients, fake_ranks, shard_of, watch
 from alstlib.offload.ledger import Ledger, _CpuInstrument
 from alstlib.planner.activations import KERNEL
+from alstlib.streaming import chunked
 from alstlib.tiled.compute import as_on
 
 LAYERS, MIDDLE = 4, 1
@@ -79,10 +81,12 @@ class Way:
     chunk: bool = False
     fine: bool = False
     """Are the MLP's tiles shorter than the chunk?"""
+    travels: bool = False
+    """Do the hidden states of chunks lie on the host?"""
 
     @property
     def name(self) -> str:
-        on = [name for name in ("mlp", "norm", "loss", "chunk", "fine") if getattr(self, name)]
+        on = [name for name in ("mlp", "norm", "loss", "chunk", "fine", "travels") if getattr(self, name)]
         return "/".join([self.family, self.dtype, self.heads, self.keep, "+".join(on)])
 
 
@@ -102,9 +106,11 @@ class _Recorder(_CpuInstrument):
         super().see(tensor, operation)
         if self.place is None or self.live.get(key) is before or key in self.hosted:  # weights were there before
             return
-        place = self.live[key][2]
+        place, nbytes = self.live[key][2], self.live[key][1]
+        if not nbytes:
+            return
         first = torch._C._current_autograd_node() is None and f".{MIDDLE}" in place
-        self.made[key] = (category(place), first, self.live[key][1])
+        self.made[key] = (category(place), first, nbytes)
         self.alive[self.made[key]] += 1
         self.rising = place
 
@@ -161,12 +167,13 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str
         tiled_mlp=way.mlp, tiled_norm=way.norm, tiled_loss=way.loss, checkpoint=keep != "all",
         offload="sync" if keep == "host" else "none",
         save_attention=bool(outputs), chunk=sizes["C"] if way.chunk else None, host_memory=PLENTY,
+        hidden="host" if way.travels else "device", kv="device",
     )  # fmt: skip
     dtype = torch.bfloat16 if way.dtype == "bf16" else torch.float32
     with fake_ranks(ranks) as ctx, as_on(tile), torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     with (
-        fake_ranks(ranks) as ctx, as_on(tile), alstlib.apply(model, ctx, options) as handle,
+        pages_as_chunks(), fake_ranks(ranks) as ctx, as_on(tile), alstlib.apply(model, ctx, options) as handle,
         FakeTensorMode(allow_non_fake_inputs=True),
     ):  # fmt: skip
         drop_gradients(model.to_empty(device="cpu"))
@@ -178,6 +185,16 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str
                 alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
     recorder: Any = ledger._cpu
     return recorder.moments, sizes, tiles, query
+
+
+@contextlib.contextmanager
+def pages_as_chunks() -> Iterator[None]:
+    """Pages of one chunk: `planner.activations` adds what longer ones take."""
+    before, chunked.page_rows = chunked.page_rows, lambda rows, length: rows
+    try:
+        yield
+    finally:
+        chunked.page_rows = before
 
 
 def prime_config(family: str, sizes: Mapping[str, int], ranks: int) -> Any:
@@ -287,7 +304,9 @@ def ways(families: Iterable[str]) -> Iterator[Way]:
     plain = itertools.product(KEEP, either, either, either, (False,))
     streamed = itertools.product(KEEP[1:], either, (False,), either, (True,))  # chunks need no tiles for norms
     fine = itertools.product(KEEP[1:], (True,), (False,), either, (True,), (True,))
-    how = list(itertools.chain(plain, streamed, fine))
+    travelling = itertools.product(KEEP[3:], either, (False,), (True,), (True,), either, (True,))
+    travelling = (way for way in travelling if way[1] or not way[5])  # only tiles can be finer than the chunk
+    how = list(itertools.chain(plain, streamed, fine, travelling))
     for family, dtype, heads in itertools.product(families, ("bf16", "fp32"), HEADS):
         if (dtype == "fp32" or heads == "parts") and family not in FULL:
             continue

@@ -17,14 +17,15 @@ from torch import Tensor
 
 from alstlib.kernels.attention import KEYS_PER_QUERY
 from alstlib.kernels.paged import Page
-from alstlib.kernels.spans import keys_of_a_call
+from alstlib.kernels.spans import LEAST_KEYS, keys_of_a_call
 from alstlib.offload.courier import Courier
 
 
 def page_rows(rows: int, length: int) -> int:
-    """Keys of a page, where chunks of `rows` rows attend to sequences of `length`: a whole number of chunks, about as
-    many keys as one call of a kernel's backward takes."""
-    return min(-(-length // rows), -(-keys_of_a_call(rows, length, KEYS_PER_QUERY) // rows)) * rows
+    """Keys of a page, where chunks of `rows` rows attend to sequences of `length`: a whole number of chunks, one that is
+    large enough for a kernel, or a few that are."""
+    keys = min(keys_of_a_call(rows, length, KEYS_PER_QUERY), max(LEAST_KEYS, rows))
+    return min(-(-length // rows), -(-keys // rows)) * rows
 
 
 class _Held:
@@ -54,6 +55,8 @@ class LayerPages:
     def __init__(self, length: int, rows: int, courier: Courier | None = None) -> None:
         self.length, self.rows, self.courier = length, rows, courier
         self.held = [_Held() for _ in range(-(-length // rows))]
+        self.whole: list[Tensor] = []
+        """Without a courier, what the pages are parts of: k and v [S, B, K, D], and the sums of their gradients."""
         self.filled = 0
         """Rows that are in place."""
         self.open: int | None = None
@@ -63,22 +66,30 @@ class LayerPages:
         index, first = divmod(self.filled, self.rows)
         self._open(index)
         page, rows = self.held[index], k.shape[2]
-        if not page.device:
-            size = min(self.rows, self.length - index * self.rows)
-            page.device = [t.new_empty(size, *t.shape[:2], t.shape[3]) for t in (k, v)]
+        if not page.device and self.courier is not None:
+            page.device = _empty(min(self.rows, self.length - index * self.rows), k, v)
+        elif not page.device:
+            self.whole = self.whole or _empty(self.length, k, v)
+            page.device = self._parts(index)
         for held, t in zip(page.device, (k, v)):
             held[first : first + rows].copy_(t.permute(2, 0, 1, 3))
         self.filled += rows
+
+    def _parts(self, index: int, sums: bool = False) -> list[Tensor]:
+        """This page's rows of what lies on the device as a whole."""
+        if sums and len(self.whole) == 2:
+            self.whole += [_zeros(t) for t in self.whole]
+        return [t[index * self.rows : (index + 1) * self.rows] for t in self.whole[2 * sums : 2 * sums + 2]]
 
     def _open(self, index: int) -> None:
         """Let this page lie on the device, and the one that did before go to the host, or go altogether where backward
         has left it behind."""
         before, self.open = self.open, index
-        if before is None or before == index:
+        if before is None or before == index or self.courier is None:
             return
         if before > index:
             self.held[before] = _Held()
-        elif self.courier is not None:
+        else:
             self._leave(self.held[before])
 
     def close(self) -> None:
@@ -112,7 +123,9 @@ class LayerPages:
             now, coming = coming, self._fetch(order[i + 1], sums) if i + 1 < len(order) else None
             page, arrived = self.held[index], [] if now is None else now.get()
             keys = page.device or arrived[:2]
-            if sums and not page.sums:
+            if sums and self.courier is None:
+                page.sums = self._parts(index, sums=True)
+            elif sums and not page.sums:
                 page.sums = arrived[len(arrived) - 2 :] if page.host_sums else [_zeros(t) for t in keys]
             if index == self.open:
                 page.device = keys
@@ -134,6 +147,10 @@ class LayerPages:
         assert page.sums is not None
         at = page.index * self.rows
         return [t[:, :, first - at : last - at].to(dtype) for t in page.sums]
+
+
+def _empty(rows: int, *like: Tensor) -> list[Tensor]:
+    return [t.new_empty(rows, *t.shape[:2], t.shape[3]) for t in like]
 
 
 def _zeros(keys: Tensor) -> Tensor:
