@@ -247,11 +247,11 @@ SMALL = 64
 def moments(way: Way) -> tuple[list[tuple[str, dict[Term, float]]], dict[str, Any]]:
     """The moments of a step as sums of terms, for any number of layers, and what decides the tiles."""
     snapshots, sizes, tiles, query = trace(way)
-    return prune(sums(snapshots, sizes, query)), tiles
+    return prune(sums(snapshots, sizes, query, chunks_make_wholes=not way.travels)), tiles
 
 
 def sums(
-    snapshots: Mapping[frozenset[Any], str], sizes: Mapping[str, int], query: str
+    snapshots: Mapping[frozenset[Any], str], sizes: Mapping[str, int], query: str, chunks_make_wholes: bool = True
 ) -> list[tuple[str, dict[Term, float]]]:
     """What was alive at each moment, as a sum of terms."""
     names: dict[int, list[tuple[float, str]]] = {}
@@ -267,21 +267,21 @@ def sums(
                     terms[kind, what] -= (LAYERS - 1) * count * coefficient
                 else:
                     terms[kind, what] += count * coefficient
-        whole_chunks(terms)
+        whole_chunks(terms, chunks_make_wholes)
         if "n" in sizes:
             one_a_rank(terms, sizes["P"])
         found.append((place.removeprefix("model."), {t: c for t, c in sorted(terms.items()) if c}))
     return [m for m in found if all(c == int(c) and abs(c) < ODD for c in m[1].values())]
 
 
-def whole_chunks(terms: Counter[Term]) -> None:
-    """What a moment has of two chunks and of the remaining tokens, it has of all tokens, however many chunks they
-    make."""
+def whole_chunks(terms: Counter[Term], make_wholes: bool = True) -> None:
+    """What a moment has of two chunks and of the remaining tokens, it has of all tokens, however many chunks they make:
+    where something of all tokens is kept in chunks (`make_wholes`). Otherwise the rest counts as a chunk."""
     for kind, names in [t for t in terms if "c" in t[1].split()]:
         count = terms.pop((kind, names))
         parts = names.split()
         full = " ".join(sorted("C" if n == "c" else n for n in parts))
-        if count > 0 and terms[kind, full] >= 2 * count:
+        if make_wholes and count > 0 and terms[kind, full] >= 2 * count:
             terms[kind, full] -= 2 * count
             full = " ".join(sorted("R" if n == "c" else n for n in parts))
         terms[kind, full] += count
