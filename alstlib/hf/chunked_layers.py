@@ -107,8 +107,8 @@ def _streamed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any, in
         chain.segment = weakref.ref(segment)
         stream = Stream(
             run=run, chunk=chunk, ranks=handle.ctx.sp, store=handle.store, keep=keep, params=trainable,
-            accept=unread.accept, module=layer, device=None if call is None else call.device, travels=travel is not None,
-            kv_on_host=handle.kv_on_host, segment=segment,
+            accept=unread.accept, module=layer, device=None if call is None else call.device,
+            travels=travel is not None, kv_on_host=handle.kv_on_host, segment=segment,
         )  # fmt: skip
         out = stream(x)
         if index == count - 1:

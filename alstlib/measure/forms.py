@@ -305,8 +305,8 @@ def ways(families: Iterable[str]) -> Iterator[Way]:
     streamed = itertools.product(KEEP[1:], either, (False,), either, (True,))  # chunks need no tiles for norms
     fine = itertools.product(KEEP[1:], (True,), (False,), either, (True,), (True,))
     travelling = itertools.product(KEEP[3:], either, (False,), (True,), (True,), either, (True,))
-    travelling = (way for way in travelling if way[1] or not way[5])  # only tiles can be finer than the chunk
-    how = list(itertools.chain(plain, streamed, fine, travelling))
+    finer = (way for way in travelling if way[1] or not way[5])  # only tiles can be finer than the chunk
+    how = list(itertools.chain(plain, streamed, fine, finer))
     for family, dtype, heads in itertools.product(families, ("bf16", "fp32"), HEADS):
         if (dtype == "fp32" or heads == "parts") and family not in FULL:
             continue
