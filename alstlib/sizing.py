@@ -84,12 +84,13 @@ def share_host(room: int, layers: int, input_bytes: int, output_bytes: int, save
 
 
 def share_travelling(
-    room: int, layers: int, input_bytes: int, output_bytes: int, save: bool | str, more: int = 0
+    room: int, layers: int, input_bytes: int, output_bytes: int, save: bool | str, tables: int = 0, pages: int = 0
 ) -> tuple[int, int, int]:
-    """`share_host` for streamed layers whose hidden states lie on the host, with `more` bytes of other tensors there.
+    """`share_host` for streamed layers whose hidden states lie on the host, beside `tables` for all layers and the
+    `pages` of one layer's keys and values.
 
-    Beside one layer's input in k, three tensors of its size are there at once (the last output and the norm's, with
-    a gradient), or the k - 1 inputs that are made again and two gradients.
+    Beside one layer's input in k, three tensors of its size are there at the loss (the last output, the norm's and a
+    gradient), and in a layer's backward the k - 1 inputs that are made again, two gradients and the pages.
 
     Returns:
         (k, layers whose outputs are kept, bytes of what must be there: all but outputs that `auto` keeps).
@@ -97,13 +98,37 @@ def share_travelling(
     outputs = layers if save is True else 0
 
     def needed(k: int) -> int:
-        return (-(-layers // k) + max(3, k + 1)) * input_bytes + more + outputs * output_bytes
+        inputs = -(-layers // k)
+        most = max((inputs + 3) * input_bytes, (inputs + k + 1) * input_bytes + pages)
+        return most + tables + outputs * output_bytes
 
     every = next((k for k in range(1, layers + 1) if needed(k) <= room), min(range(1, layers + 1), key=needed))
     needs = needed(every)
     if save == "auto":
         outputs = max(0, min(layers, (room - needs) // output_bytes))
     return every, outputs, needs
+
+
+def page_rows(rows: int, length: int) -> int:
+    """Keys of a page, where chunks of `rows` tokens of all ranks attend to sequences of `length`: a whole number of
+    chunks, one that is large enough for a kernel or a few that are."""
+    keys = min(keys_of_a_call(rows, length, KEYS_PER_QUERY), max(LEAST_KEYS, rows))
+    return min(-(-length // rows), -(-keys // rows)) * rows
+
+
+KEYS_PER_QUERY = 4
+"""Keys in one call of a backward over chunks, for each of its queries; also of a forward by a kernel that is built for
+each shape, so that it meets few."""
+LEAST_KEYS, LEAST_PAIRS = 16_384, 2**18
+"""A full piece is not cut into fewer keys, unless with its rows they are so many pairs: few rows behind many keys would
+make calls without end."""
+
+
+def keys_of_a_call(rows: int, keys: int, keys_per_query: int | None) -> int:
+    """Keys in one call of a kernel on a full piece of so many rows and keys, of which a query gets `keys_per_query`;
+    None for all of them."""
+    least = max(1, min(LEAST_KEYS, LEAST_PAIRS // rows))
+    return max(least, keys if keys_per_query is None else keys_per_query * rows)
 
 
 def keys_and_values(rows: int, kv_heads: int, widths: int, element_bytes: int) -> int:

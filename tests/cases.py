@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, PreTrainedModel, Qwen3Config
 
 import alstlib
+from alstlib import sizing
 from alstlib.config import RunConfig
-from alstlib.kernels import spans
 
 VOCAB = 96
 
@@ -107,9 +107,9 @@ def slopes(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[float, flo
 
 @contextlib.contextmanager
 def small_pages() -> Iterator[None]:
-    """Pages of keys of four chunks, also where they have few rows."""
+    """Pages of keys of one chunk, however short it is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spans, "LEAST_KEYS", 1)
+        patch.setattr(sizing, "LEAST_KEYS", 1)
         yield
 
 

@@ -153,7 +153,8 @@ def _attach_head(handle: Handle) -> None:
     _swap(handle, head, handle.head)
     inside = {id(m) for layer in handle.facts.layers for m in layer.modules()}
     for norm in [m for m in handle.model.base_model.modules() if _is_norm(m) and id(m) not in inside]:
-        _swap(handle, norm, TiledNorm(norm))
+        tile = handle.options.tiled_norm
+        _swap(handle, norm, TiledNorm(norm, None if isinstance(tile, bool) else tile))
 
 
 def _stop_own_checkpointing(handle: Handle) -> None:

@@ -206,9 +206,8 @@ class Handle:
         pages = self._keys_and_values(x) if streamed and self.kv_on_host else 0
         if travels:
             room += store.leased  # the first layer's input, and what goes with it to every layer
-            every, outputs, needed = share_travelling(
-                room, layers, row, output, options.save_attention, pages + store.leased - row
-            )
+            tables = max(0, store.leased - row)
+            every, outputs, needed = share_travelling(room, layers, row, output, options.save_attention, tables, pages)
         else:
             every, outputs = share_host(room - pages, layers, row, output, options.save_attention)
             if streamed and every > 1:  # layers whose inputs lie on the device

@@ -27,13 +27,11 @@ from torch.nn.functional import pad
 
 from alstlib.kernels.backends import BACKENDS, LONG, Backend
 from alstlib.kernels.rule import Attended, Rule
-from alstlib.kernels.spans import Documents, Offsets, Piece, Span, document_spans, keys_of_a_call, pieces
+from alstlib.kernels.spans import Documents, Offsets, Piece, Span, document_spans, pieces
+from alstlib.sizing import KEYS_PER_QUERY, keys_of_a_call
 
 P = ParamSpec("P")
 R = TypeVar("R")
-KEYS_PER_QUERY = 4
-"""Keys in one call of a backward over chunks, for each query row in it; also of a forward by a kernel that is built for
-each shape, so that it meets few."""
 ROWS = 4096
 """Of an output that are worked on at a time."""
 

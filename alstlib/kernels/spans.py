@@ -20,12 +20,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from alstlib.sizing import keys_of_a_call
+
 Documents = Sequence[int] | None
-
-
-LEAST_KEYS, LEAST_PAIRS = 16_384, 2**18
-"""A full piece is cut into at least this many keys, or fewer where they make this many pairs with its queries: without
-such a limit, few queries after many keys would need a great many calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +116,6 @@ def _bounds(documents: Documents, batch: int, length: int) -> list[int]:
     if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != total or sorted(offsets) != list(offsets):
         raise ValueError(f"documents={list(offsets[:8])} must rise from 0 to batch * sequence = {total}")
     return sorted({*offsets, *rows})
-
-
-def keys_of_a_call(rows: int, keys: int, keys_per_query: int | None) -> int:
-    """Number of keys in one call of a kernel on a full piece of `rows` queries; `keys_per_query` as in `pieces`."""
-    least = max(1, min(LEAST_KEYS, LEAST_PAIRS // rows))
-    return max(least, keys if keys_per_query is None else keys_per_query * rows)
 
 
 def pieces(

@@ -21,6 +21,8 @@ from alstlib.runs.results import git_state
 
 FILE = Path("papermill_runs/results/planner/simulated.json")
 COUNT = 200
+STREAMED = range(1000, 1060)
+"""Seeds of configurations whose layers run in row chunks with what is as long as the sequence on the host or not."""
 
 
 def draw(seed: int) -> tuple[RunConfig, int, str]:
@@ -44,6 +46,12 @@ def draw(seed: int) -> tuple[RunConfig, int, str]:
         tiled_loss=pick.choice([True, True, True, False, 300]), checkpoint=checkpoint, offload=offload,
         save_attention=pick.choice([False, "auto", True]) if checkpoint else False, chunk=chunk,
     )  # fmt: skip
+    if seed in STREAMED:
+        hidden = pick.choice(["host", "host", "device"])
+        run = run.replace(
+            chunk=max(256, rows // pick.choice([3, 5, 9, 16])), checkpoint=True, offload=pick.choice(["sync", "async"]),
+            hidden=hidden, kv=pick.choice(["device", "host", "host"]), tiled_loss=run.tiled_loss or hidden == "host",
+        )  # fmt: skip
     return run, ranks, device
 
 
@@ -87,7 +95,7 @@ def main() -> None:
         made["found"] = [plan_again(one) for one in made["found"]]
         args.out.write_text(json.dumps(made, indent=1) + "\n")
         return
-    seeds = args.seeds or range(args.first, args.first + args.count)
+    seeds = args.seeds or [*range(args.first, args.first + args.count), *STREAMED]
     before = json.loads(args.out.read_text())["found"] if args.seeds else []
     found = [one for one in before if one["seed"] not in seeds]
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:

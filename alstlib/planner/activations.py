@@ -13,7 +13,8 @@ from typing import Any
 
 from alstlib.config import RunConfig
 from alstlib.planner.model_shapes import Shape
-from alstlib.sizing import kv_needed, reference_tiles, sdpa_kernel, share_host, tile_for
+from alstlib.planner.streaming import Streaming, copied_bytes, streaming_of
+from alstlib.sizing import kv_needed, reference_tiles, sdpa_kernel, share_host, share_travelling, tile_for
 
 FILE = Path(__file__).with_name("forms.json")
 KERNEL = "#kernel"
@@ -113,6 +114,12 @@ class Activations:
     inputs_kept_every: int
     kernel: str
     """Of core attention (`backends.BACKENDS`)."""
+    hidden_on_host: bool = False
+    """Do the hidden states of streamed layers lie on the host?"""
+    kv_on_host: bool = False
+    """Do their keys and values?"""
+    copied: int = 0
+    """Copied between device and host in a step, in one direction at a time."""
 
     @property
     def peak(self) -> int:
@@ -121,7 +128,7 @@ class Activations:
 
 def activations(
     shape: Shape, run: RunConfig, ranks: int, seq_len: int, device: str, room: int | None = None,
-    workspace: bool = True, capability: int = 9,
+    workspace: bool = True, capability: int = 9, free: int | None = None,
 ) -> Activations:  # fmt: skip
     """Device and host memory of one of `ranks` ranks that share each sample of `seq_len` tokens.
 
@@ -133,6 +140,8 @@ def activations(
         room: host bytes for this rank's checkpoints, where the run names no `host_memory`; None for plenty.
         workspace: count what a GPU's attention kernel takes for itself, which a simulation does not see.
         capability: the GPU's compute capability, its first number.
+        free: device bytes before the first layer, of which `kv="auto"` leaves keys and values a part; None: it leaves
+            them the device.
 
     Raises:
         ValueError: a decoder that has no form.
@@ -164,11 +173,12 @@ def activations(
     if fused := run.liger == "loss" and device == "cuda":
         sizes["U"] = reference_tiles(rows, shape.width, shape.vocab)["U"]
     row, output = rows * shape.width * element, rows * shape.heads * (shape.head_dim * element + 4)
-    every, outputs = _kept(run, shape.layers, row, output, room)
+    streaming = streaming_of(shape, run, ranks, rows, element, free) if chunked else Streaming()
+    every, outputs, host, needed = _kept(run, shape, row, output, room, streaming)
     keeps = _keeps(run, shape.layers, outputs)
     switches = {
         "mlp": run.tiled_mlp, "norm": run.tiled_norm and not chunked, "loss": run.tiled_loss, "chunk": chunked,
-        "fine": chunked and run.tiled_mlp and sizes["M"] < sizes["C"],
+        "fine": chunked and run.tiled_mlp and sizes["M"] < sizes["C"], "travels": streaming.hidden,
     }  # fmt: skip
     on = "+".join(name for name, value in switches.items() if value)
     once = run.tiled_mlp and dtype == "fp32" and sizes["M"] >= (sizes["C"] if chunked else rows)
@@ -178,23 +188,32 @@ def activations(
     def adjust(place: str, kinds: Kinds, found: dict[str, float]) -> None:
         if once:
             found["mlp"] = found.get("mlp", 0.0) - _sums(kinds) * product("H I", sizes)
-        if place.endswith(".norm") and sizes["N"] == rows:  # a single tile is no copy of its tokens
+        if (
+            place.endswith(".norm") and sizes["N"] == rows and not streaming.hidden
+        ):  # a single tile is no copy of its tokens
             found["loss"] -= element * product("H N", sizes)
         if fused and place == "lm_head":
             found["loss"] = _fused_loss(kinds, sizes, element)
         if KERNEL in place:
             found["kernel workspace"] = taken
+            found["attention"] += streaming.longer_pages(sizes["C"])
+        if "attention" in found and streaming.kv:
+            keys = sum(c * product(n, sizes) for c, n in kinds["attention"] if "R" in n.split())
+            found["attention"] -= keys * (1 - streaming.on_device(workspace and device == "cuda"))
+        if streaming.hidden and workspace and device == "cuda" and in_layer(place):  # chunks on their way
+            found["hidden states"] += 2 * 2 * product("C H", sizes)
 
     ways = ["/".join([family, dtype, heads, keep, on]) for keep in keeps]
     if not all(way in made["ways"] for way in ways):
         raise ValueError(f"model='{shape.name}': {family} has no form in {dtype}, only in bf16")
     best, where = largest_of((m for way in ways for m in _moments(way)), sizes, adjust)
-    if every > 1:  # a segment's inputs, made again, wait on the device, with their attention outputs
+    if every > 1 and not streaming.hidden:  # a segment's inputs, made again, are on the device, with their outputs
         best["checkpoints"] = best.get("checkpoints", 0.0) + (every - 1) * (row + output)
-    host = 0 if run.offload == "none" else -(-shape.layers // every) * row + outputs * output
-    needed = 0 if run.offload == "none" else _least_host(run, shape.layers, row, output)
     peak = {kind: round(nbytes) for kind, nbytes in best.items() if nbytes >= 0.5}
-    return Activations(peak, _last_layer(where, shape), host, needed, outputs / shape.layers, every, kernel)
+    return Activations(
+        peak, _last_layer(where, shape), host, needed, outputs / shape.layers, every, kernel, streaming.hidden,
+        streaming.kv, copied_bytes(run, shape.layers, every, row, outputs * output, streaming, rows / sizes["C"]),
+    )  # fmt: skip
 
 
 def reference_activations(shape: Shape, run: RunConfig, ranks: int, seq_len: int) -> Activations:
@@ -220,7 +239,7 @@ def reference_activations(shape: Shape, run: RunConfig, ranks: int, seq_len: int
     row = rows * shape.width * 2
     host = shape.layers * row if where == "host" else 0
     peak = {kind: round(nbytes) for kind, nbytes in best.items() if nbytes >= 0.5}
-    return Activations(peak, _last_layer(place, shape), host, host, 0.0, 1, "flash_attention_2")
+    return Activations(peak, _last_layer(place, shape), host, host, 0.0, 1, "flash_attention_2", copied=2 * host)
 
 
 def _moments(way: str) -> list[Any]:
@@ -267,23 +286,29 @@ def element_bytes(run: RunConfig, device: str) -> int:
     return 2 if run.bf16(device == "cuda") else 4
 
 
-def _kept(run: RunConfig, layers: int, row: int, output: int, free: int | None) -> tuple[int, int]:
-    """(of how many layers one input is kept, layers whose attention outputs are), as `Handle.plan` decides. What `auto`
-    keeps on a GPU, where only room is taken that nothing else needs, is not foretold."""
+def _kept(
+    run: RunConfig, shape: Shape, row: int, output: int, free: int | None, streaming: Streaming
+) -> tuple[int, int, int, int]:
+    """As `Handle.plan` decides: of how many layers one input is kept, layers whose attention outputs are kept, host
+    bytes of both, and the least host bytes that would do. What `auto` keeps on a GPU, where only room is taken that
+    nothing else needs, is not foretold."""
+    layers, save = shape.layers, run.save_attention
     if not run.checkpoint:
-        return 1, 0
+        return 1, 0, 0, 0
     if run.offload == "none":
-        return 1, layers if run.save_attention is True else 0
+        return 1, layers if save is True else 0, 0, 0
     room = run.host_memory if run.host_memory is not None else free
-    every, outputs = share_host(2**62 if room is None else room, layers, row, output, run.save_attention)
-    if run.chunk is not None and every > 1:  # streamed layers need every input
-        every, outputs = 1, outputs if run.save_attention is True else 0
-    return every, outputs
-
-
-def _least_host(run: RunConfig, layers: int, row: int, output: int) -> int:
-    outputs = layers * output if run.save_attention is True else 0
-    return (layers if run.chunk is not None else 1) * row + outputs
+    room, pages = 2**62 if room is None else room, streaming.keys * streaming.kv
+    if streaming.hidden:
+        how = layers, row, output, save, streaming.tables, pages
+        every, outputs, needs = share_travelling(room, *how)
+        least = share_travelling(0, *how)[2]
+        return every, outputs, needs + (outputs * output if save == "auto" else 0), least
+    every, outputs = share_host(room - pages, layers, row, output, save)
+    if run.chunk is not None and every > 1:  # layers whose inputs lie on the device
+        every, outputs = 1, outputs if save is True else 0
+    least = (layers if run.chunk is not None else 1) * row + (layers * output if save is True else 0) + pages
+    return every, outputs, -(-layers // every) * row + outputs * output + pages, least
 
 
 def _keeps(run: RunConfig, layers: int, outputs: int) -> list[str]:

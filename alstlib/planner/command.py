@@ -27,6 +27,7 @@ from alstlib.planner.prediction import (
     predict,
     settings,
 )
+from alstlib.planner.ways import Way, compare
 from alstlib.units import GIB, format_seconds, parse_quantity
 
 PRESETS = {"ours": "ours", "paper": "alst"}
@@ -77,6 +78,10 @@ class Question:
     def advice(self) -> list[Help]:
         """Of ours: the reference's options are those of its paper."""
         return advice(self.shape, self.run, self.machine) if self.preset == "ours" else []
+
+    def ways(self, seq_len: int | None) -> list[Way]:
+        """Of ours."""
+        return compare(self.shape, self.run, self.machine, seq_len) if self.preset == "ours" else []
 
     @property
     def loading(self) -> Loading:
@@ -185,6 +190,14 @@ def as_json(question: Question, best: Prediction | None, found: Prediction | Non
     made["help"] = [
         {"what": h.what, "changes": h.changes, "longest_sequence": h.longest, "step_seconds": h.seconds} for h in helps
     ]
+    made["ways"] = [
+        {
+            "what": w.what, "changes": w.changes, "longest_sequence": w.best.seq_len if w.best else 0, "limit": w.limit,
+            "seq_len": w.at.seq_len if w.at else None, "step_seconds": w.at.seconds["step"] if w.at else None,
+            "waits_for_link": w.link,
+        }
+        for w in question.ways(found.seq_len if found is not None else None)
+    ]  # fmt: skip
     made["options"] = {n: v for n, v in run.to_dict().items() if v != RunConfig().to_dict()[n]}
     return made
 
@@ -227,6 +240,29 @@ def describe(question: Question, best: Prediction | None, found: Prediction | No
         for h in helps[:5]:
             cost = "" if base is None else f", a step {h.seconds / base - 1:+.0%} at today's longest"
             lines.append(f"  {h.what}: {h.longest:,} tokens{cost}  ({settings(changed(run, h.changes))})")
+    return [*lines, *describe_ways(question.ways(found.seq_len))]
+
+
+def describe_ways(ways: list[Way]) -> list[str]:
+    """How far each way of running the model reaches, and which is fastest where several do."""
+    reached = [w for w in ways if w.best is not None]
+    if not reached:
+        return []
+    lengths = [w.at.seq_len for w in ways if w.at is not None]
+    lines = ["", f"Ways to run it{f'; a step at {lengths[0]:,} tokens' if lengths else ''}:"]
+    farthest = max(reached, key=lambda w: w.best.seq_len if w.best else 0)
+    fastest = min((w for w in ways if w.at), key=lambda w: w.at.seconds["step"] if w.at else 0.0, default=None)
+    for w in ways:
+        reach = (
+            f"{w.best.seq_len:>13,} tokens, {w.limit or 'nothing known'} limits it"
+            if w.best
+            else "not even a short one"
+        )
+        step = "" if w.at is None else f"; {format_seconds(w.at.seconds['step'])}"
+        step += ", held up by the link to the host" if w.link and w.at is not None else ""
+        best = " and ".join(["farthest"] * (w is farthest) + ["fastest"] * (w is fastest))
+        lines.append(f"  {w.what:28} {reach}{step}{f'  <- {best}' if best else ''}")
+        lines.append(f"  {'':28} ({settings(w.changes)})")
     return lines
 
 

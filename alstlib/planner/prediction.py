@@ -168,7 +168,12 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
     if preset == "paper":
         found = reference_activations(shape, run, ranks, seq_len)
     else:
-        found = activations(shape, run, ranks, seq_len, machine.device, room, capability=machine.rates.capability)
+        free = None
+        if machine.device != "cpu" and machine.gpu_memory is not None:
+            free = max(0, machine.gpu_memory - sum({**machine.overhead(), **held.at("layer")}.values()))
+        found = activations(
+            shape, run, ranks, seq_len, machine.device, room, capability=machine.rates.capability, free=free
+        )  # fmt: skip
     needed = sum(host.values()) + found.host_needed
     if found.host:
         host = {**host, "checkpoints": found.host}

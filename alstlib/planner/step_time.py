@@ -65,7 +65,7 @@ def step_seconds(
     network = rates.link if ranks <= machine.per_node else rates.network
     exchange = exchange_bytes(shape, ranks, seq_len * run.batch_size, element, 1 + again, kept) / network
     zero = _zero_seconds(shape, run, machine)
-    offload = 2 * found.host / rates.host
+    offload = found.copied / rates.host
     shard = shape.parameters / (machine.gpus if run.zero_stage else 1)
     optimizer = 28 * shard / (rates.host_memory if run.offload_optimizer and run.zero_stage else 3e12)
     computing = (matmul + core) * run.accumulation
@@ -165,7 +165,7 @@ def layer_spans(
         (EXCHANGE, "to heads", unit * sent), (COMPUTE, "attention, backward", 2.5 * core / backward),
         (EXCHANGE, "to rows", unit * (query + 2 * kv)), (COMPUTE, "queries, keys, values, backward", 2 * first),
     ]  # fmt: skip
-    copy = found.host / shape.layers / rates.host if run.offload != "none" else 0.0
+    copy = found.copied / 2 / shape.layers / rates.host
     of_layer = shape.layer_parameters / shape.parameters / run.accumulation
     states = _zero_seconds(shape, run, machine) * of_layer
     gathered = states / 3 if run.zero_stage == 3 else 0.0  # forward gathers once, backward gathers and reduces

@@ -38,7 +38,8 @@ from alstlib.kernels.spans import Documents
 from alstlib.offload.courier import Courier, parts_of
 from alstlib.offload.host_store import HostStore
 from alstlib.recompute import GradientSums, Replay, Values, first_order, those_that_train, unchanged
-from alstlib.streaming.pages import LayerPages, page_rows
+from alstlib.sizing import page_rows
+from alstlib.streaming.pages import LayerPages
 from alstlib.ulysses.attention import UlyssesAttention, gradient_of_sinks, output_with, row_delta
 from alstlib.ulysses.head_layouts import Layout
 

@@ -15,17 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.kernels.attention import KEYS_PER_QUERY
 from alstlib.kernels.paged import Page
-from alstlib.kernels.spans import LEAST_KEYS, keys_of_a_call
 from alstlib.offload.courier import Courier
-
-
-def page_rows(rows: int, length: int) -> int:
-    """Keys of a page, where chunks of `rows` rows attend to sequences of `length`: a whole number of chunks,
-    one that is large enough for a kernel or a few that are."""
-    keys = min(keys_of_a_call(rows, length, KEYS_PER_QUERY), max(LEAST_KEYS, rows))
-    return min(-(-length // rows), -(-keys // rows)) * rows
 
 
 class _Held:

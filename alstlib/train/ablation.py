@@ -250,6 +250,7 @@ class Trainer(Job):
             "backend": self.handle.attention.backend_name,
             "attention_kept": self.handle.attention_kept,
             "inputs_kept_every": self.handle.inputs_kept_every,
+            "kv_on_host": self.handle.kv_on_host,
             "notes": [*states.notes, *self.handle.notes, *self.samples[seq_len].notes(), *untimed],
         }
 

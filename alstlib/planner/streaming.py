@@ -1,0 +1,83 @@
+"""Where what is as long as the sequence lies while layers run in row chunks, and what is copied. Without torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from alstlib.config import RunConfig
+from alstlib.planner.gpus import Rates
+from alstlib.planner.model_shapes import Shape
+from alstlib.sizing import KV_SHARE, keys_and_values, kv_needed, page_rows
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """Where what is as long as the sequence lies while layers run in chunks."""
+
+    hidden: bool = False
+    kv: bool = False
+    tables: int = 0
+    """Bytes of rotary tables on the host."""
+    keys: int = 0
+    """Bytes of one layer's keys and values, with the sums of their gradients."""
+    page: float = 0.0
+    """Share of a page in the sequence."""
+    chunks_of_page: int = 1
+
+    def on_device(self, ahead: bool) -> float:
+        """Share of the keys, values and sums that is on the device: the open page and the one that is visited; and,
+        where copies run `ahead` of the computation, the next one and sums that leave."""
+        return min(1.0, self.page * (2 + (5 / 3 if ahead else 0)))
+
+    def longer_pages(self, chunk: float) -> float:
+        """Bytes of a kernel's gradients for the keys and values of a page beyond a chunk of them."""
+        return self.keys / 3 * self.page * (1 - 1 / self.chunks_of_page)
+
+
+def streaming_of(
+    shape: Shape, run: RunConfig, ranks: int, rows: int, element: int, free: int | None
+) -> Streaming:  # fmt: skip
+    """As `hf.hidden_states.travels` and `Handle.place_keys` decide."""
+    assert run.chunk is not None
+    hidden = run.offload != "none" and run.hidden != "device" and bool(run.tiled_loss) and run.liger != "loss"
+    heads = max(kv_needed(shape.heads, shape.kv_heads, ranks))
+    keys = keys_and_values(rows * ranks, heads, 2 * shape.head_dim, element)
+    kv = run.kv == "host" or (
+        run.kv == "auto" and run.offload != "none" and free is not None and keys > KV_SHARE * free
+    )
+    page = page_rows(run.chunk * ranks, rows * ranks)
+    tables = 2 * rows * shape.head_dim * element if hidden else 0
+    return Streaming(hidden, kv, tables, keys, page / (rows * ranks), page // (run.chunk * ranks))
+
+
+def copied_bytes(
+    run: RunConfig, layers: int, every: int, row: int, outputs: int, streaming: Streaming, chunks: float
+) -> int:  # fmt: skip
+    """Bytes that a step copies between device and host, in the direction that has more in each of its phases.
+
+    Hidden states that travel come once in forward and three times in backward (for the keys, for the recompute, and as
+    a gradient), once more where a layer's input is made again. Each chunk fetches the pages before its own: keys and
+    values in forward, their sums of gradients too in backward.
+    """
+    if run.offload == "none":
+        return 0
+    kept = -(-layers // every)
+    copied = (layers * 4 + (layers - kept) + 6) * row if streaming.hidden else 2 * kept * row
+    copied += 2 * outputs
+    if streaming.kv:
+        n, m = math.ceil(chunks), streaming.chunks_of_page
+        visits = m * (n // m) * (n // m - 1) // 2 + (n % m) * (n // m)  # of pages before a chunk's own
+        again = 1 if run.save_attention is True or outputs else 2
+        copied += round(layers * streaming.keys * (1 + streaming.page * visits * (again / 3 + 1)))
+    return copied
+
+
+def least_chunk(shape: Shape, rates: Rates, ranks: int = 1, element: int = 2) -> int:
+    """Tokens of a rank in the shortest chunk with which copies of keys and values hide behind attention: a page comes
+    from the host for each chunk of queries, in backward with the sums of its gradients, which go back too."""
+    pair = 4 * shape.heads * shape.head_dim  # FLOPs of a query and a key
+    row = 2 * shape.kv_heads * shape.head_dim
+    forward = row * element / rates.host * rates.attention_forward / pair
+    backward = row * (element + 4) / rates.host * rates.attention_backward / (2.5 * pair)
+    return math.ceil(max(forward, backward) / ranks)

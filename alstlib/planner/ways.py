@@ -1,0 +1,64 @@
+"""Ways to run a model on long sequences, compared: layers whole, in row chunks, with more and more on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from alstlib.config import RunConfig
+from alstlib.planner.machine import Machine
+from alstlib.planner.model_shapes import Shape
+from alstlib.planner.prediction import Prediction, longest, predict
+from alstlib.planner.streaming import least_chunk
+
+CHUNK = 16_384
+WAYS: dict[str, dict[str, Any]] = {
+    "layers whole": {"chunk": None, "hidden": "auto", "kv": "auto"},
+    "layers in chunks": {"chunk": CHUNK, "hidden": "device", "kv": "device"},
+    "hidden states on the host": {"chunk": CHUNK, "hidden": "host", "kv": "device"},
+    "keys and values too": {"chunk": CHUNK, "hidden": "host", "kv": "host"},
+}
+"""As fields of RunConfig, beside tiles and checkpoints on the host."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of running a model on a machine."""
+
+    what: str
+    changes: dict[str, Any]
+    best: Prediction | None
+    """The longest sequence that fits; None where none does."""
+    limit: str
+    """What a longer one goes beyond: the device's memory or the host's."""
+    at: Prediction | None
+    """At a length that was asked for, where it fits."""
+
+    @property
+    def link(self) -> bool:
+        """Does the link to the host hold a step up at that length?"""
+        found = self.at or self.best
+        return found is not None and found.seconds["waiting for memory and network"] > 0.02 * found.seconds["step"]
+
+
+def compare(shape: Shape, run: RunConfig, machine: Machine, seq_len: int | None = None) -> list[Way]:
+    """Every way with the run's other options: how far it reaches, and what a step takes at `seq_len` (by default the
+    longest length that every way reaches that reaches any)."""
+    found = []
+    for what, changes in WAYS.items():
+        own = {**changes, "chunk": changes["chunk"] and (run.chunk or max(CHUNK, _least(shape, run, machine)))}
+        other = run.replace(checkpoint=True, offload="async", tiled_loss=run.tiled_loss or True, **own)
+        best = longest(shape, other, machine)
+        beyond = "" if best is None else predict(shape, other, machine, int(1.02 * best.seq_len) + machine.gpus).limit
+        found.append((what, own, other, best, beyond))
+    reached = [best.seq_len for *_, best, _ in found if best is not None]
+    length = seq_len or min(reached, default=0)
+    ways = []
+    for what, own, other, best, beyond in found:
+        at = predict(shape, other, machine, length) if best is not None and length else None
+        ways.append(Way(what, own, best, beyond, at if at is not None and at.fits else None))
+    return ways
+
+
+def _least(shape: Shape, run: RunConfig, machine: Machine) -> int:
+    return least_chunk(shape, machine.rates, run.sp or machine.gpus)
