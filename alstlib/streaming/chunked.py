@@ -284,8 +284,8 @@ class _Streamed(torch.autograd.Function):
         def keep(piece: RowChunk) -> None:
             if train and piece.kept:
                 ctx.tickets.append(store.ticket())
-                for t in piece.kept:
-                    store.put(ctx.tickets[-1], t)
+                while piece.kept:  # on the device only until they wait elsewhere
+                    store.put(ctx.tickets[-1], piece.kept.pop(0))
 
         if not train:
             stream = replace(stream, keep=False)

@@ -310,6 +310,20 @@ def test_working_memory_is_of_the_chunk() -> None:
     assert (peak(1024, None) - peak(512, None)) / 512 > 3 * growth  # the reading can fail
 
 
+def test_kept_outputs_leave_the_device_with_their_chunk() -> None:
+    """Attention outputs that wait on the host for backward are nowhere on the device while later chunks run."""
+    rows, chunk = 256, 8
+    peaks = []
+    for keep in (False, True):
+        x, store = randn(1, rows, E).requires_grad_(), HostStore("sync")
+        with Ledger("cpu", [store]) as ledger:
+            start = ledger.device_bytes
+            streamed_layers(x, [toy_weights(2, x.dtype)], None, SPContext(), store, chunk=chunk, keep=keep)
+            peaks.append(ledger.device_peak - start)
+    one = chunk * (E + HEADS) * x.element_size()  # a chunk's output and logsumexp
+    assert peaks[1] - peaks[0] < 4 * one
+
+
 def test_evaluation_keeps_nothing() -> None:
     model = make_model("gpt2", resid_pdrop=0.1).eval()
     ids = data()["input_ids"]
