@@ -181,7 +181,7 @@ def activations(
         "fine": chunked and run.tiled_mlp and sizes["M"] < sizes["C"], "travels": streaming.hidden,
     }  # fmt: skip
     on = "+".join(name for name, value in switches.items() if value)
-    once = run.tiled_mlp and dtype == "fp32" and sizes["M"] >= (sizes["C"] if chunked else rows)
+    once = run.tiled_mlp and dtype == "fp32" and sizes["M"] >= rows and not chunked
     kernel = kernel_of(shape, run, device, capability)
     taken = kernel_workspace(shape, kernel, sizes["C"] if chunked else rows) if workspace and device == "cuda" else 0.0
 
