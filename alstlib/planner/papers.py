@@ -118,7 +118,9 @@ def streaming() -> list[dict[str, Any]]:
     FPDT, Table 1, where 1 TB of host memory on each node of 4 is assumed, and the longest of every way of ours; SeCOv2,
     Table 1: Qwen2.5-7B on one GPU of 96 GB.
     """
-    asked = [(name, n, "A100", None, stated, "FPDT") for name, by in FPDT_TABLE_1.items() for n, stated in by.items()]
+    asked: list[tuple[str, int, str, int | None, int, str]] = [
+        (name, n, "A100", None, stated, "FPDT") for name, by in FPDT_TABLE_1.items() for n, stated in by.items()
+    ]
     asked.append(("Qwen/Qwen2.5-7B", 1, "H100", label_bytes("96GB"), 4_000_000, "SeCOv2"))
     rows = []
     for name, gpus, gpu, memory, stated, whose in asked:

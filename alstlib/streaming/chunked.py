@@ -301,10 +301,12 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        stream, store, held = ctx.stream, ctx.stream.store, ctx.input
+        held = ctx.input
         if held is None:
             raise RuntimeError("chunk: backward a second time; what the layer kept is gone after the first")
         ctx.input, tickets = None, ctx.__dict__.pop("tickets")
+        stream: Stream = ctx.__dict__.pop("stream")  # with what the layer was called with: a loss may be held for long
+        store = stream.store
         (x,) = [held.take(ctx.index)] if stream.travels else store.get(held, grad.device)
         need_x, needs = ctx.needs_input_grad[2], ctx.needs_input_grad[3:]
         params, courier = those_that_train(stream.params(), needs), stream.courier(grad)

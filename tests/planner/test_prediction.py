@@ -137,7 +137,7 @@ def at_the_head_of(largest: Any, moments: Any, *rest: Any) -> Any:
 
 def test_ligers_fused_loss_takes_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the head its tiles grow with the sequence: 4.2 GB of logits at 500K tokens, 8.4 GB at 1M; ours stay."""
-    tiled = OURS.replace(liger=True, chunk=16_384, sp=1)
+    tiled = OURS.replace(liger=True, chunk=16_384, sp=1, hidden="device")  # as with the fused loss
     run = tiled.replace(liger="loss")
     assert activations(EIGHT_B, run, 1, 500_000, "cpu") == activations(EIGHT_B, tiled, 1, 500_000, "cpu")
     largest = functools.partial(at_the_head_of, activations_module.largest_of)

@@ -92,6 +92,15 @@ def test_no_byte_travels_in_vain(save: bool) -> None:
     assert fetched == LAYERS * layer + 5 * ROW
 
 
+def test_a_loss_that_is_held_keeps_nothing() -> None:
+    """As a training loop holds it until the next one."""
+    model = make_model("gqa", num_hidden_layers=LAYERS)
+    with alstlib.apply(model, None, options()) as handle:
+        out = alstlib.causal_lm_loss(model, data())
+        out.loss.backward()
+        assert handle.store.leased == 0
+
+
 def test_what_fails_in_the_middle_leaves_a_model_that_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = make_model("gqa", num_hidden_layers=LAYERS), data()
     with small_pages(), alstlib.apply(model, None, options()) as handle:
