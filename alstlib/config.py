@@ -142,12 +142,13 @@ def check_checkpoints(settings: Any) -> None:
         raise ValueError(f"chunk={settings.chunk} recomputes layers chunk by chunk: it needs checkpoint=True")
 
 
-def check_places(settings: Any) -> None:
-    """Refuse tensors on the host that nothing takes there; for `RunConfig` and `Options`."""
+def check_places(settings: Any, by_blocks: bool = False) -> None:
+    """Refuse tensors on the host that nothing takes there; for `RunConfig`, and for `Options`, where keys and values
+    of a model that runs block by block may lie there too."""
     for name in ("kv", "hidden"):
         if getattr(settings, name) != "host":
             continue
-        if settings.chunk is None:
+        if settings.chunk is None and not (by_blocks and name == "kv"):
             raise ValueError(f"{name}='host' is for layers in row chunks: give chunk too, such as chunk=16384")
         if settings.offload == "none":
             raise ValueError(f"{name}='host' moves tensors to the host: it needs offload='async' (or 'sync')")

@@ -78,9 +78,9 @@ def plain_run(
     return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def slopes(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[float, float]:
+def slopes(model: PreTrainedModel, batch: dict[str, Tensor], block: int | None = None) -> tuple[float, float]:
     """The derivative of an attached fp64 model's loss along one random direction of its weights, with the seed of its
-    dropout fixed: from the gradients, and as a central difference."""
+    dropout fixed: from the gradients, and as a central difference. With a `block`, block by block."""
     torch.manual_seed(1)
     direction = [torch.randn_like(p) for p in model.parameters()]
 
@@ -91,6 +91,8 @@ def slopes(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[float, flo
 
     def loss() -> Tensor:
         torch.manual_seed(7)
+        if block is not None:
+            return alstlib.block_step(model, batch, block=block).loss
         return alstlib.causal_lm_loss(model, batch).loss
 
     def loss_at(t: float) -> float:
@@ -100,7 +102,9 @@ def slopes(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[float, flo
         return value
 
     model.zero_grad()
-    loss().backward()
+    first = loss()
+    if first.requires_grad:
+        first.backward()
     slope = sum(float((p.grad * d).sum()) for p, d in zip(model.parameters(), direction))  # type: ignore[operator]
     return slope, (loss_at(1e-6) - loss_at(-1e-6)) / 2e-6
 

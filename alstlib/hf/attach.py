@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alstlib.hf.attention import attach_attention, attach_rotary
+from alstlib.hf.block_calls import attach_blocks
 from alstlib.hf.checkpointed_layers import attach_checkpoints
 from alstlib.hf.chunked_layers import attach_streams
 from alstlib.hf.handle import Handle, Options
 from alstlib.hf.hidden_states import attach_hidden_states, travels
-from alstlib.hf.inputs import Call, take_call
+from alstlib.hf.inputs import number_tokens, take_call
 from alstlib.hf.logits import find_transform
 from alstlib.hf.routers import attach_routers, router_loss
 from alstlib.hf.support import check_model, check_shared, shared_weights
@@ -66,6 +67,7 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
             attach_checkpoints(handle, layers)
         leaves = [m for m in model.modules() if getattr(m, "_z3_leaf", False)]
         shared = shared_weights(model, [*(layers if options.checkpoint else []), *leaves])
+        attach_blocks(handle)
         attach_rotary(handle)
         attach_hidden_states(handle)
         attach_routers(handle)
@@ -193,8 +195,12 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
             return None
         if torch.is_grad_enabled():
             check_shared(shared)
+        if handle.next_call is not None:  # a block: `block_step` has checked the whole batch and dealt it out
+            call, handle.next_call = handle.next_call, None
+            handle.begin(call)
+            return None
         call = take_call(args, kwargs, handle.ctx, handle.options.chunk)
-        _number_tokens(handle, call, args, kwargs)
+        number_tokens(call, args, kwargs, handle.facts, type(handle.model).__name__)
         call.router = router_loss(handle, call, kwargs)
         tokens = args[0] if args else kwargs.get("input_ids")
         call.travels = tokens is not None and travels(handle, call, tokens, kwargs)
@@ -217,7 +223,7 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
             )
         tokens = (labels != IGNORE).sum()
         more = {}
-        if call.router is not None:
+        if call.router is not None and not (call.blocks is not None and call.blocks.making):
             total = call.router.add_to(total, tokens)
             more["aux_loss"] = call.router.value
         divisor = tokens.clamp_min(1) if call.divisor is None else call.divisor
@@ -226,27 +232,6 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
     handle.edits.hook(model, model.register_forward_pre_hook(before, with_kwargs=True))
     handle.edits.hook(model, model.register_forward_hook(after, with_kwargs=True, always_call=True))
     handle.edits.set(model, ATTACHED, weakref.ref(handle))
-
-
-def _number_tokens(handle: Handle, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Positions count from 0; give the model those of its own counting (RoBERTa begins after its padding token).
-
-    Raises:
-        ValueError: a token that the model leaves out of its own counting, where it is not padding.
-    """
-    facts, positions, tokens = handle.facts, kwargs.get("position_ids"), args[0] if args else kwargs.get("input_ids")
-    if positions is None:
-        return
-    if facts.uncounted is not None and tokens is not None:
-        left_out = tokens == facts.uncounted
-        if bool((left_out if call.real is None else left_out & call.real).any()):
-            raise ValueError(
-                f"input_ids hold the padding token {facts.uncounted} among the tokens of a sample, and "
-                f"{type(handle.model).__name__} leaves it out of its positions; give an attention_mask for padding on "
-                "the right, and another token elsewhere"
-            )
-    if facts.offset:
-        kwargs["position_ids"] = positions + facts.offset
 
 
 def _attach_generation(handle: Handle) -> None:

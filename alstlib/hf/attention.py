@@ -41,6 +41,9 @@ def attach_attention(handle: Handle) -> None:
         }  # fmt: skip
         if call.piece is not None:
             out = call.piece.attend(handle.attention, query, key, value, **how)
+        elif call.blocks is not None:
+            layer = handle.layer_of[module]
+            out = call.blocks.attend(layer, handle.attention, query, key, value, saved=call.saved, **how)
         else:
             out = handle.attention(query, key, value, saved=call.saved, **how)
         return out.transpose(1, 2).contiguous(), None  # as the plain kernels do: some models read it by view
@@ -87,25 +90,36 @@ def _one_dtype(*tensors: Tensor) -> list[Tensor]:
 
 def attach_rotary(handle: Handle) -> None:
     """Frequencies that depend on the longest position (dynamic NTK, LongRoPE) must be the whole sequence's on every
-    rank: the largest position of all ranks is added to a rank's own positions, and what comes out for it is dropped."""
-    if handle.ctx.sp == 1:
-        return
+    rank and in every block: the largest position of the sequence is added to the positions at hand, and what comes out
+    for it is dropped."""
+
+    def whole() -> bool:
+        """Are all positions of the sequence at hand?"""
+        return handle.plain or (handle.ctx.sp == 1 and (handle.call is None or handle.call.longest is None))
+
+    def longest(at: Tensor) -> Tensor:
+        if handle.call is not None and handle.call.longest is not None:
+            return handle.call.longest
+        most = at.max().reshape(1, 1)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=handle.ctx.sp_group)
+        return most
 
     @torch.compiler.disable
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if whole():
+            return None
         at = args[1] if len(args) > 1 else kwargs["position_ids"]
-        longest = at.max().reshape(1, 1)
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=handle.ctx.sp_group)
-        at = torch.cat([at, longest.expand(at.shape[0], 1)], 1)
+        at = torch.cat([at, longest(at).expand(at.shape[0], 1)], 1)
         return ((args[0], at, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "position_ids": at})
 
     @torch.compiler.disable
     def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        return tuple(t[:, :-1] for t in out)
+        return None if whole() else tuple(t[:, :-1] for t in out)
 
     for module in handle.model.modules():
         kind = getattr(module, "rope_type", None)
         kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
         if any(k == "longrope" or "dynamic" in k for k in kinds if isinstance(k, str)):
+            handle.longest_matters = True
             handle.edits.hook(module, module.register_forward_pre_hook(before, with_kwargs=True))
             handle.edits.hook(module, module.register_forward_hook(after))

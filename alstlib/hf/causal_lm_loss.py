@@ -47,13 +47,9 @@ def causal_lm_loss(
         ValueError: a field is missing, the model is not attached, `ctx` is not the mesh that it was attached with, or
             DDP with a static graph would not reduce its first backward.
     """
-    for name in ("input_ids", "position_ids", "shift_labels"):
-        if batch.get(name) is None:
-            raise ValueError(f"the batch has no {name}; it has {', '.join(batch) or 'nothing'} (SPDataLoader makes it)")
-    if engine_divides_by < 1:
-        raise ValueError(f"engine_divides_by={engine_divides_by} must be at least 1")
+    check_batch(batch, engine_divides_by)
     ctx = context_of(model, ctx)
-    _check_first_backward(model)
+    check_first_backward(model)
     labels = batch["shift_labels"]
     out = model(
         input_ids=batch["input_ids"],
@@ -68,7 +64,35 @@ def causal_lm_loss(
         raise ValueError(
             f"{type(model).__name__} returned no loss for shift_labels: attach it with alstlib.apply first"
         )
-    stats = torch.stack([total.detach().double(), labels.ne(IGNORE).sum().double()])
+    share = share_of(total.detach(), labels, batch, ctx, engine_divides_by)
+    return Loss(loss=total * share.factor, mean=share.mean, tokens=share.tokens)
+
+
+def check_batch(batch: Mapping[str, Any], engine_divides_by: int) -> None:
+    """Refuse a batch that lacks a field (ValueError)."""
+    for name in ("input_ids", "position_ids", "shift_labels"):
+        if batch.get(name) is None:
+            raise ValueError(f"the batch has no {name}; it has {', '.join(batch) or 'nothing'} (SPDataLoader makes it)")
+    if engine_divides_by < 1:
+        raise ValueError(f"engine_divides_by={engine_divides_by} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank's part of a micro-batch is of the whole."""
+
+    factor: Any
+    """What this rank's sum of losses is multiplied by for backward."""
+    mean: Tensor
+    tokens: Tensor
+    """Both as in `Loss`."""
+
+
+def share_of(
+    total: Tensor, labels: Tensor, batch: Mapping[str, Any], ctx: SPContext, engine_divides_by: int
+) -> Share:  # fmt: skip
+    """For this rank's sum of losses and its labels. Collective."""
+    stats = torch.stack([total.double(), labels.ne(IGNORE).sum().double()])
     if ctx.world_group is not None:
         dist.all_reduce(stats, group=ctx.world_group)
     tokens = stats[1]
@@ -80,16 +104,18 @@ def causal_lm_loss(
         factor: Any = (ctx.world_size * engine_divides_by / step_tokens.double().clamp_min(1)).to(total.dtype)
     else:
         factor = ctx.world_size * engine_divides_by / max(1, step_tokens)
-    return Loss(loss=total * factor, mean=stats[0] / tokens.clamp_min(1), tokens=tokens.to(torch.int64))
+    return Share(factor, stats[0] / tokens.clamp_min(1), tokens.to(torch.int64))
 
 
-def _check_first_backward(model: Any) -> None:
-    """DDP learns a static graph while it reduces its first backward; under no_sync() PyTorch ends in an assertion."""
+def check_first_backward(model: Any, reduces: bool = True) -> None:
+    """Refuse a first backward that DDP with a static graph cannot learn from: it has to reduce it, or PyTorch ends in
+    an assertion (ValueError)."""
     if not isinstance(model, torch.nn.parallel.DistributedDataParallel) or not torch.is_grad_enabled():
         return
     first = model.static_graph and not model._static_graph_delay_allreduce_enqueued
-    if first and not model.require_backward_grad_sync:
+    if first and not (reduces and model.require_backward_grad_sync):
+        calls = "without no_sync()" if reduces else "with causal_lm_loss"
         raise ValueError(
-            "DDP(static_graph=True) has to reduce its first backward: call the micro-batches of the first step without "
-            "no_sync(), or use static_graph=False"
+            f"DDP(static_graph=True) has to reduce its first backward: call the micro-batches of the first step {calls}"
+            ", or use static_graph=False"
         )

@@ -55,7 +55,7 @@ def _checkpointed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any
         if handle.plain or not torch.is_grad_enabled():
             return original(*args, **kwargs)
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-        if index == 0:
+        if index == 0 and (handle.call is None or handle.call.blocks is None):
             handle.plan(x, count)
         saved, drew = Saved(keep=index < round(handle.attention_kept * count)), set[nn.Module]()
         before, call = chain.segment() if index > 0 else None, handle.call

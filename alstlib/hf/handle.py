@@ -23,9 +23,10 @@ from alstlib.hf.inputs import Call
 from alstlib.hf.support import Facts
 from alstlib.mesh import SPContext
 from alstlib.offload import headroom
-from alstlib.offload.courier import Travel
+from alstlib.offload.courier import Courier, Travel
 from alstlib.offload.host_store import HostOutOfMemory, HostStore
 from alstlib.sizing import KV_SHARE, keys_and_values, kv_needed, share_host, share_travelling
+from alstlib.streaming.blocks import Blocks
 from alstlib.tiled.compute import TiledMLP
 from alstlib.tiled.loss import TiledHead
 from alstlib.ulysses.attention import UlyssesAttention
@@ -61,8 +62,9 @@ class Options:
     """Where the hidden states of streamed layers lie, with their gradients: on the device, or on the host, from where
     chunks visit the device. `auto`: on the host where checkpoints are offloaded."""
     kv: Place = "auto"
-    """Where the keys and values of a streamed layer lie, with the sums of their gradients. `auto`: on the host where
-    checkpoints are offloaded and they would take more than half of a GPU's free memory."""
+    """Where the keys and values of a streamed layer lie, or with `block_step` those of all layers, with the sums of
+    their gradients. `auto`: on the host where checkpoints are offloaded and they would take more than half of a GPU's
+    free memory."""
     host_memory: Bytes | None = None
     """Host bytes that checkpoints of this rank may take; None: what is free at each forward. When they are short,
     attention outputs go first, then the inputs of all but every k-th layer (not with chunk and hidden="device"). All
@@ -74,7 +76,18 @@ class Options:
     def __post_init__(self) -> None:
         check_fields(self)
         check_checkpoints(self)
-        check_places(self)
+        check_places(self, by_blocks=True)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What one layer's attention keeps of a token: key/value heads (of so many query heads), the width of a key and a
+    value together, and how many keys a row sees (None: all)."""
+
+    heads: int
+    kv_heads: int
+    widths: int
+    window: int | None
 
 
 class Handle:
@@ -97,7 +110,18 @@ class Handle:
         self.inputs_kept_every: int = 1
         """Of how many layers the last forward kept one input: more than 1 where the host has too little room."""
         self.kv_on_host = False
-        """Did the keys and values of the last forward's streamed layers lie on the host?"""
+        """Did the keys and values of the last forward's streamed layers, or blocks, lie on the host?"""
+        self.layer_of: dict[nn.Module, int] = {}
+        """The decoder layer that a module belongs to."""
+        self.keys: list[Keys] = []
+        """What each layer's attention keeps of a token."""
+        self.not_by_blocks = ""
+        """Why the model cannot run block by block, if it cannot."""
+        self.longest_matters = False
+        """Do frequencies of rotary embeddings depend on the longest position?"""
+        self.next_call: Call | None = None
+        """The call that begins next, made elsewhere: a block of a micro-batch."""
+        self._needed = 0
         self._call: Call | None = None
         self._plain = False
         self._ends: list[Callable[[], Any]] = []
@@ -181,7 +205,7 @@ class Handle:
             return None
         return Travel(self.store, call.device, x, out)
 
-    def plan(self, x: Tensor, layers: int, streamed: bool = False) -> None:
+    def plan(self, x: Tensor, layers: int, streamed: bool = False, pages: int = 0) -> None:
         """Decide what this forward keeps, and where, from what the hosts have room for, before anything is taken.
 
         Collective where tensors are offloaded, or attention outputs may stay on a GPU: all ranks of all replicas keep
@@ -192,6 +216,7 @@ class Handle:
         Args:
             x: the first layer's input.
             streamed: the layers run in row chunks.
+            pages: bytes of keys and values on the host, with the sums of their gradients, where x is a block.
 
         Raises:
             HostOutOfMemory: on every rank, where on some rank what must be kept does not fit.
@@ -203,7 +228,7 @@ class Handle:
             return
         row = x.numel() * x.element_size()
         room, travels = store.room() + store.unused, streamed and self.travel() is not None
-        pages = self._keys_and_values(x) if streamed and self.kv_on_host else 0
+        pages = self._keys_and_values(x) if streamed and self.kv_on_host else pages
         if travels:
             room += store.leased  # the first layer's input, and what goes with it to every layer
             tables = max(0, store.leased - row)
@@ -225,6 +250,7 @@ class Handle:
                 )
         if options.save_attention == "auto":
             needed += outputs * output
+        self._needed = needed
         store.reserve(needed - (store.leased if travels else 0), room - (store.leased if travels else 0))
         self.attention_kept, self.inputs_kept_every = outputs / layers, every
         self._say_where(every, row, layers, travels)
@@ -253,14 +279,38 @@ class Handle:
         heads = max(kv_needed(facts.heads, facts.kv_heads, ranks))
         return keys_and_values(x.shape[0] * x.shape[1] * ranks, heads, facts.kv_widths, x.element_size())
 
-    def place_keys(self, x: Tensor) -> None:
-        """Decide, for a forward whose first streamed layer gets x, where keys and values lie; alike on all ranks."""
+    def plan_blocks(self, x: Tensor, blocks: Blocks) -> None:
+        """`plan` for a micro-batch that runs block by block, of which x is the first block's first layer input."""
+        ranks, pages = self.ctx.sp, 0
+        for keys in self.keys:
+            heads = max(kv_needed(keys.heads, keys.kv_heads, ranks))
+            rows = x.shape[0] * blocks.kept_rows(keys.window)
+            pages += keys_and_values(rows, heads, keys.widths, x.element_size())
+        self.place_keys(x, pages)
+        self.plan(x, len(self.keys), pages=pages if self.kv_on_host else 0)
+        if self.kv_on_host:
+            blocks.courier = Courier(self.store, x.device)
+        blocks.planned = True
+
+    def renew_plan(self) -> None:
+        """Before a block's backward: what was granted for all of them, less what pages have taken of it."""
+        left = max(0, self._needed - self.store.leased)
+        if self.options.offload != "none":
+            self.store.reserve(left, left)
+
+    def place_keys(self, x: Tensor, nbytes: int | None = None) -> None:
+        """Decide, for a forward whose first streamed layer gets x, where keys and values lie; alike on all ranks.
+
+        Args:
+            nbytes: that they take; None: those of x in one layer.
+        """
         self.kv_on_host = self.options.kv == "host"
         if self.options.kv != "auto" or self.options.offload == "none" or isinstance(x, FakeTensor):
             return
         device = x.device if self._call is None or self._call.device is None else self._call.device
         if (memory := headroom.device_memory(device)) is not None:
-            self.kv_on_host = self.ctx.largest([int(self._keys_and_values(x) > KV_SHARE * memory[2])])[0] > 0
+            nbytes = self._keys_and_values(x) if nbytes is None else nbytes
+            self.kv_on_host = self.ctx.largest([int(nbytes > KV_SHARE * memory[2])])[0] > 0
 
     def _kept_on_device(self, x: Tensor, layers: int, output: int) -> int:
         """Layers whose attention outputs, of `output` bytes each, stay on the device: with `auto` on a GPU those that

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from alstlib.hf.router_loss import RouterLoss
+from alstlib.hf.support import Facts
 from alstlib.kernels.spans import Offsets
 from alstlib.mesh import SPContext
 from alstlib.offload.checkpoints import Saved
+from alstlib.streaming.blocks import Blocks
 from alstlib.streaming.chunked import RowChunk
 from alstlib.tiled.loss import readable
 from alstlib.ulysses.alltoall import agree_on, stripe
@@ -44,6 +46,10 @@ class Call:
     saved: Saved | None = None
     piece: RowChunk | None = None
     """The chunk that a streamed layer is at."""
+    blocks: Blocks | None = None
+    """Where the keys and values lie of a model that runs block by block, and the block that it is at."""
+    longest: Tensor | None = None
+    """The largest position of the whole sequence [1, 1], where a block's own are not all."""
     real: Tensor | None = None
     """[B, L] which of this rank's tokens are not padding; None: all."""
     router: RouterLoss | None = None
@@ -54,6 +60,12 @@ class Call:
     """Where its tokens are."""
     travels: bool = False
     """Do hidden states lie on the host, from where chunks visit the device?"""
+
+    @property
+    def rows(self) -> slice | None:
+        """Which of this rank's rows a chunk or block has; None: all."""
+        part = self.piece or self.blocks
+        return None if part is None else part.rows
 
 
 def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chunk: int | None = None) -> Call:
@@ -98,6 +110,26 @@ def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chu
     if chunk is not None and ctx.sp > 1 and shape[1] > chunk:
         _stripe_inputs(kwargs, tokens, call, chunk, ctx)
     return call
+
+
+def number_tokens(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], facts: Facts, model: str) -> None:
+    """Positions count from 0; give the model those of its own counting (RoBERTa begins after its padding token).
+
+    Raises:
+        ValueError: a token that the model leaves out of its own counting, where it is not padding.
+    """
+    positions, tokens = kwargs.get("position_ids"), args[0] if args else kwargs.get("input_ids")
+    if positions is None:
+        return
+    if facts.uncounted is not None and tokens is not None:
+        left_out = tokens == facts.uncounted
+        if bool((left_out if call.real is None else left_out & call.real).any()):
+            raise ValueError(
+                f"input_ids hold the padding token {facts.uncounted} among the tokens of a sample, and {model} leaves "
+                "it out of its positions; give an attention_mask for padding on the right, and another token elsewhere"
+            )
+    if facts.offset:
+        kwargs["position_ids"] = positions + facts.offset
 
 
 def _stripe_inputs(kwargs: dict[str, Any], tokens: Tensor, call: Call, chunk: int, ctx: SPContext) -> None:

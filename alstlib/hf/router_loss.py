@@ -68,7 +68,11 @@ class RouterLoss:
 
     def add_to(self, total: Tensor, tokens: Tensor) -> Tensor:
         """After the first pass: this rank's `total` (a sum over its tokens) with this rank's share of the loss, times
-        the valid `tokens` of all ranks, so that the sum over ranks divided by all tokens is mean + weight * loss."""
+        the valid `tokens` of all ranks, so that the sum over ranks divided by all tokens is mean + weight * loss.
+
+        In a recompute the loss is known: its gradient alone is joined to `total`."""
+        if self.slope is not None:
+            return _WithLoss.apply(total, total.new_zeros(()), self)
         if self.sums is None:
             raise ValueError("output_router_logits=True, but no router ran")
         e = self.experts

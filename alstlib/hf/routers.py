@@ -37,8 +37,7 @@ def attach_routers(handle: Handle) -> None:
         call = handle.call
         if call is None or call.router is None:
             return None
-        rows = None if call.piece is None else call.piece.rows
-        return (out[0], call.router.see(out[0], out[1], rows), *out[2:])
+        return (out[0], call.router.see(out[0], out[1], call.rows), *out[2:])
 
     for router in handle.routers:
         handle.edits.hook(router, router.register_forward_hook(see))

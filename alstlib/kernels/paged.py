@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -31,6 +31,12 @@ class Page:
     k: Tensor
     v: Tensor
     sums: tuple[Tensor, Tensor] | None = None
+    first: int = 0
+    """Keys of the page that are left out before these, because nobody sees them any more."""
+
+    def of(self, piece: Piece) -> Piece:
+        """A call on the page, with its keys counted from the first that is here."""
+        return replace(piece, k=piece.k - self.first) if self.first else piece
 
 
 class Pages(Protocol):
@@ -93,7 +99,7 @@ def forward(
     for page in pages.visit(list(calls)):
         for part, span, piece in calls[page.index]:
             views = (part.queries(q), part.keys(page.k), part.keys(page.v), part.queries(out), part.queries(lse))
-            add_piece(backend, piece, span, Attended(*views), rule)
+            add_piece(backend, page.of(piece), span, Attended(*views), rule)
     for part in parts:
         if sinks is None:
             break
@@ -126,6 +132,7 @@ def backward(
         for part, span, piece in calls[page.index]:
             views = (part.queries(q), part.keys(page.k), part.keys(page.v), part.queries(out), part.queries(lse))
             sums = part.keys(page.sums[0]), part.keys(page.sums[1])
-            backward_of_piece(backend, piece, span, part.queries(dout), Attended(*views), part.queries(dq), sums, rule)
+            mine = (part.queries(dout), Attended(*views), part.queries(dq), sums)
+            backward_of_piece(backend, page.of(piece), span, *mine, rule)
     assert first is not None
     return dq.to(q.dtype), first

@@ -23,6 +23,8 @@ class _Held:
     """One page: on the device, on the host, or on both."""
 
     def __init__(self) -> None:
+        self.first = 0
+        """Rows of the page that are left out before those that it holds."""
         self.device: list[Tensor] = []
         """k and v [R, B, K, D]."""
         self.host: list[Tensor] = []
@@ -57,14 +59,22 @@ class LayerPages:
         index, first = divmod(self.filled, self.rows)
         self._open(index)
         page, rows = self.held[index], k.shape[2]
-        if not page.device and self.courier is not None:
-            page.device = _empty(min(self.rows, self.length - index * self.rows), k, v)
-        elif not page.device:
-            self.whole = self.whole or _empty(self.length, k, v)
-            page.device = self._parts(index)
+        if not page.device:
+            page.device = self._room(index, k, v)
         for held, t in zip(page.device, (k, v)):
             held[first : first + rows].copy_(t.permute(2, 0, 1, 3))
         self.filled += rows
+
+    def _room(self, index: int, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Where a page's keys and values are put, not yet written."""
+        if self.courier is not None:
+            return _empty(min(self.rows, self.length - index * self.rows), k, v)
+        self.whole = self.whole or _empty(self.length, k, v)
+        return self._parts(index)
+
+    def _no_sums(self, index: int, keys: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of a page to which nothing has been added."""
+        return [_zeros(t) for t in keys] if self.courier is not None else self._parts(index, sums=True)
 
     def _parts(self, index: int, sums: bool = False) -> list[Tensor]:
         """This page's rows of what lies on the device as a whole."""
@@ -114,14 +124,14 @@ class LayerPages:
             now, coming = coming, self._fetch(order[i + 1], sums) if i + 1 < len(order) else None
             page, arrived = self.held[index], [] if now is None else now.get()
             keys = page.device or arrived[:2]
-            if sums and self.courier is None:
-                page.sums = self._parts(index, sums=True)
-            elif sums and not page.sums:
-                page.sums = arrived[len(arrived) - 2 :] if page.host_sums else [_zeros(t) for t in keys]
+            if sums and not page.sums:
+                page.sums = arrived[len(arrived) - 2 :] if page.host_sums else self._no_sums(index, keys)
+            if sums:
+                page.sums = [_padded(total, t) for total, t in zip(page.sums, keys)]
             if index == self.open:
                 page.device = keys
             k, v, *more = (t.permute(1, 2, 0, 3) for t in [*keys, *(page.sums if sums else ())])
-            yield Page(index, k, v, (more[0], more[1]) if more else None)
+            yield Page(index, k, v, (more[0], more[1]) if more else None, page.first)
             if sums and self.courier is not None and index != self.open:
                 self._send_sums(page)
 
@@ -147,3 +157,9 @@ def _empty(rows: int, *like: Tensor) -> list[Tensor]:
 def _zeros(keys: Tensor) -> Tensor:
     dtype = torch.promote_types(keys.dtype, torch.float32)
     return torch.zeros(keys.shape, dtype=dtype, device=keys.device)
+
+
+def _padded(sums: Tensor, keys: Tensor) -> Tensor:
+    """Sums for all of a page's keys, where other pages' queries have seen the last of them only."""
+    lacking = keys.shape[0] - sums.shape[0]
+    return sums if not lacking else torch.cat([sums.new_zeros(lacking, *sums.shape[1:]), sums])

@@ -53,6 +53,17 @@ def test_steps(model: str, sp: int, kernel: str, way: str) -> None:
             assert step.handle.attention_kept == 0.5
 
 
+@pytest.mark.parametrize(("model", "sp"), [("llama-3.1-8b", 1), ("gemma-2", 8)])
+def test_steps_block_by_block(model: str, sp: int) -> None:
+    with steps(model, ROWS, sp, offload="async", kv="host") as step:
+        for documents in (None, DOCUMENTS):
+            step(documents, block=-(-ROWS // sp // 3))
+        assert step.watch.problems == []
+        assert step.handle.kv_on_host
+        assert step.handle.store.leased == 0
+        assert len(step.watch.graphs) <= GRAPHS
+
+
 @pytest.mark.parametrize("chunk", [None, 1024], ids=["whole", "chunks"])
 def test_batches_with_other_documents_build_no_more_graphs(chunk: int | None) -> None:
     generator = random.Random(0)

@@ -1,6 +1,6 @@
 """Every supported decoder against plain transformers: loss and every gradient, at SP degrees that split its heads and
 that do not, whole and packed, with everything on and streamed in chunks of rows, with hidden states, keys and
-values on the device and on the host.
+values on the device and on the host, and block by block.
 
 `make support` writes what this measured to papermill_runs/results/support and the README's table.
 """
@@ -38,6 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "chunk": 4,
         "hidden": "device",
     },
+    "blocks": {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "offload": "sync", "kv": "host"},
     "host": {"tiled_mlp": 5, "tiled_loss": 7, "offload": "sync", "chunk": 3, "kv": "host", "hidden": "host"},
 }
 LENGTH = 26
@@ -89,6 +90,9 @@ def attached(rank: int, world: int, name: str, how: str, packed: bool) -> dict[s
     with small_pages(), alstlib.apply(model, ctx, alstlib.Options(**OPTIONS[how])) as handle:
         for _ in range(2):  # a checkpoint knows its layer better the second time
             model.zero_grad()
+            if how == "blocks":
+                out = alstlib.block_step(model, shard_batch(data, world, rank), ctx, 3)
+                continue
             out = alstlib.causal_lm_loss(model, shard_batch(data, world, rank), ctx)
             out.loss.backward()
         got = {}
@@ -99,7 +103,8 @@ def attached(rank: int, world: int, name: str, how: str, packed: bool) -> dict[s
             if world > 1:
                 torch.distributed.all_reduce(grad)
             got[n] = grad / world
-        assert (handle.kv_on_host, handle.store.bytes_fetched > 0) == (how == "host", handle.options.offload != "none")
+        assert handle.kv_on_host == (how in ("host", "blocks"))
+        assert (handle.store.bytes_fetched > 0) == (handle.options.offload != "none")
         model.eval()
         with torch.no_grad():
             mean = alstlib.causal_lm_loss(model, shard_batch(data, world, rank), ctx).mean.item()
@@ -155,6 +160,11 @@ def test_model(pools: Any, outcome: Outcome, name: str, world: int, packed: bool
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_model_with_less(pools: Any, name: str, how: str) -> None:
     check(pools, Outcome(), 3, name, how, packed=how == "off")
+
+
+@pytest.mark.parametrize("name", [*zoo.MODELS, *zoo.MORE])
+def test_by_blocks(pools: Any, name: str) -> None:
+    check(pools, Outcome(), 2 if name in zoo.MODELS else 3, name, "blocks", packed=name in zoo.MODELS)
 
 
 @pytest.mark.parametrize("how", ["on", "chunk", "host"])

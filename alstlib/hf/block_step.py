@@ -1,0 +1,149 @@
+"""A training step of a whole model block by block: what grows with the sequence is pages of keys and values.
+
+Blocks are outermost, layers inside (`streaming.blocks`). It is a driver that calls the model and backward once for each
+block, and not one autograd function: to an engine each block is a micro-batch of its own, of which only the last one
+ends the optimizer step, so that its hooks take every gradient once and add it to what is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from alstlib.hf.block_calls import MicroBatch, without_tokens
+from alstlib.hf.causal_lm_loss import Loss, causal_lm_loss, check_batch, check_first_backward, share_of
+from alstlib.hf.handle import Handle
+from alstlib.mesh import ATTACHED, SPContext, context_of
+from alstlib.units import IGNORE
+
+
+def block_step(
+    engine: Any, batch: Mapping[str, Any], ctx: SPContext | None = None, block: int = 16_384,
+    engine_divides_by: int = 1, last_micro_batch: bool | None = None,
+) -> Loss:  # fmt: skip
+    """Forward and backward of one micro-batch, block by block of the whole model; without gradients, forward alone.
+
+    Gradients are those of `causal_lm_loss` with backward; they are added up in the precision in which the engine adds
+    up those of micro-batches. The optimizer's step is the caller's.
+
+    Args:
+        engine: the attached model, bare, in DDP or FSDP2, or in a DeepSpeed engine.
+        batch, ctx, engine_divides_by: as `causal_lm_loss` takes them.
+        block: tokens of this rank in a block; with P ranks a block is P consecutive slices of the sequence.
+        last_micro_batch: does the micro-batch end the optimizer step, so that gradients are reduced over ranks? None:
+            as the engine says (DeepSpeed counts micro-batches, DDP knows `no_sync()`), and yes where it does not.
+
+    Returns:
+        What `causal_lm_loss` returns; `loss` is detached, because backward has happened.
+
+    Raises:
+        ValueError: as `causal_lm_loss`; a model that is attached with `chunk`, or whose layers cannot run on some of
+            the rows; a block of no token.
+        HostOutOfMemory: on every rank, before any page is taken, where the host has no room for the pages (`kv`).
+    """
+    check_batch(batch, engine_divides_by)
+    ctx = context_of(engine, ctx)
+    handle = _handle_of(engine)
+    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+        raise ValueError(f"block={block!r} must be an integer of at least 1 token")
+    if handle.options.chunk is not None:
+        raise ValueError(
+            f"chunk={handle.options.chunk} streams layer by layer, and block_step the whole model: attach with "
+            f"Options(chunk=None) and give block={handle.options.chunk} here, or call causal_lm_loss"
+        )
+    if handle.not_by_blocks:
+        raise ValueError(
+            f"{handle.not_by_blocks}: it cannot run block by block; use causal_lm_loss, with more ranks or offload"
+        )
+    count = -(-batch["input_ids"].shape[1] // block)
+    if not isinstance(batch["input_ids"], FakeTensor):
+        (count,) = ctx.largest([count])  # of the rank that has most
+    steps, train = _Engine(engine, last_micro_batch), torch.is_grad_enabled()
+    if count == 1:
+        with steps.micro_step(ends=True):
+            out = causal_lm_loss(engine, batch, ctx, engine_divides_by)
+            if train:
+                steps.backward(out.loss)
+        return replace(out, loss=out.loss.detach())
+    check_first_backward(engine, reduces=False)
+    micro = MicroBatch(handle, batch, block)
+    order = [(micro, i) for i in range(micro.blocks.count)]
+    if lacking := count - len(order):
+        order += [(without_tokens(handle, batch), 0)] * lacking
+    try:
+        with torch.no_grad():
+            losses = torch.stack([part.run(engine, i, making=True) for part, i in order])
+            total = losses.double().sum().to(losses.dtype)
+            if micro.call.router is not None:
+                total = micro.call.router.add_to(total, micro.labels.ne(IGNORE).sum())
+        share = share_of(total, micro.labels, batch, ctx, engine_divides_by)
+        for part, i in reversed(order) if train else ():
+            handle.renew_plan()
+            with steps.micro_step(ends=(part, i) == order[0]):
+                steps.backward(part.run(engine, i, making=False) * share.factor)
+            part.blocks.done()
+    finally:
+        for part, _ in order:
+            part.close()
+    return Loss(loss=(total * share.factor).detach(), mean=share.mean, tokens=share.tokens)
+
+
+def _handle_of(model: Any) -> Handle:
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    found = next((m.__dict__[ATTACHED]() for m in modules if ATTACHED in m.__dict__), None)
+    if found is None:
+        raise ValueError(f"{type(model).__name__} is not attached: attach the model with alstlib.apply first")
+    return found
+
+
+class _Engine:
+    """What takes gradients: told of each backward whether it ends an optimizer step.
+
+    Args:
+        last: does the micro-batch end an optimizer step? None: as the engine says.
+    """
+
+    def __init__(self, engine: Any, last: bool | None) -> None:
+        self.engine, self.last = engine, last
+        self.deepspeed = hasattr(engine, "set_gradient_accumulation_boundary")
+        managed = getattr(engine, "managed_gradient_accumulation", lambda: True)
+        self.counts = self.deepspeed and managed()  # else its step() ends what backward has added up
+        if self.counts and last is None:
+            self.last = engine.is_gradient_accumulation_boundary()
+
+    @contextlib.contextmanager
+    def micro_step(self, ends: bool) -> Iterator[None]:
+        """A forward and its backward; `ends` says that it is the micro-batch's last."""
+        engine, ends = self.engine, ends and self.last is not False
+        if self.counts:
+            before = engine._is_gradient_accumulation_boundary
+            engine.set_gradient_accumulation_boundary(ends)
+            try:
+                yield
+            finally:
+                engine.set_gradient_accumulation_boundary(before)
+        elif hasattr(engine, "set_requires_gradient_sync"):  # FSDP2
+            self._fsdp2(ends)
+            try:
+                yield
+            finally:
+                self._fsdp2(True)
+        else:
+            with engine.no_sync() if not ends and hasattr(engine, "no_sync") else contextlib.nullcontext():
+                yield
+
+    def _fsdp2(self, ends: bool) -> None:
+        self.engine.set_requires_gradient_sync(ends)
+        self.engine.set_is_last_backward(ends)
+
+    def backward(self, loss: Tensor) -> None:
+        if self.deepspeed:
+            self.engine.backward(loss)
+        else:
+            loss.backward()

@@ -1,0 +1,174 @@
+"""Attention of a whole model that runs block by block: blocks outermost, layers inside.
+
+Shape legend: B batch, S sequence, P ranks, L = S / P rows of this rank, C rows of a block on this rank, H query heads,
+K key/value heads, D key width, V value width.
+
+Everything token-wise in a model needs only its own rows, so what a block hands to later blocks is each layer's keys and
+values. Forward runs the blocks in order without a graph and leaves these in pages, one for each block. Backward goes
+from the last block to the first: it recomputes a block with its graph and calls backward; attention adds what the block
+contributes to the gradients of earlier pages, and takes what later blocks have added to its own. What lies on the
+device is one block and few pages of one layer; what grows with the sequence is pages. (SeCO and SeCOv2 run models this
+way.)
+
+A page keeps only the rows that a later block sees: under a sliding window its last ones, of a document that ends with
+the block none, and of the last block none. A block's own rows are made again by its recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alstlib.kernels.paged import Page
+from alstlib.kernels.spans import Documents, document_spans
+from alstlib.offload.checkpoints import Saved
+from alstlib.offload.courier import Courier
+from alstlib.streaming.chunked import RowChunk
+from alstlib.streaming.pages import LayerPages, _empty, _Held, _zeros
+from alstlib.ulysses.attention import UlyssesAttention
+
+
+def first_seen(documents: Documents, batch: int, length: int, end: int, window: int | None) -> int:
+    """The first row that any row from `end` on sees; `end` where no row before it is seen."""
+    if end >= length:
+        return end
+    begin = min(span.begin for span in document_spans(documents, batch, length, end, end + 1))
+    return begin if window is None else max(begin, end - window + 1)
+
+
+class BlockPages(LayerPages):
+    """Keys and values of one layer, a page for each block, and the sums of their gradients."""
+
+    def _room(self, index: int, k: Tensor, v: Tensor) -> list[Tensor]:
+        return _empty(k.shape[2], k, v)  # each page has memory of its own, because each goes by itself
+
+    def _no_sums(self, index: int, keys: Sequence[Tensor]) -> list[Tensor]:
+        return [_zeros(t) for t in keys]
+
+    def begin(self, first: int) -> None:
+        """The block whose rows begin here puts its keys and values in next, in place of what the page holds."""
+        self.filled, self.open = first, None
+        page = self.held[first // self.rows]
+        page.device, page.host, page.first = [], [], 0
+
+    def keep(self, first: int) -> None:
+        """Keep the open page's rows from row `first` of the sequence on, for later blocks."""
+        assert self.open is not None
+        page = self.held[self.open]
+        page.first = max(0, first - self.open * self.rows)
+        if page.first >= page.device[0].shape[0]:
+            self.held[self.open] = _Held()
+        elif page.first:
+            page.device = [t[page.first :].clone() for t in page.device]
+        self.close()
+
+    def leave(self) -> None:
+        """Let the open page go: the block's recompute makes it again. What later blocks have added to it stays."""
+        assert self.open is not None
+        self.held[self.open].device = []
+        self.open = None
+
+    def own(self, page: Page, first: int, last: int, dtype: torch.dtype) -> list[Tensor]:
+        """As `LayerPages.own`; the page goes, because all blocks that saw it are done."""
+        found = super().own(page, first, last, dtype)
+        self.drop(page.index)
+        return found
+
+    def drop(self, index: int) -> None:
+        """Let a page go altogether."""
+        self.held[index] = _Held()
+        self.open = None
+
+
+class Blocks:
+    """The pages of all layers of a micro-batch that runs block by block, and the block that runs now.
+
+    Args:
+        layers: of the model.
+        rows: L.
+        block: C; the last block may have fewer.
+        ranks: P. Block i of all of them is consecutive rows of the sequence (`alltoall.stripe`).
+    """
+
+    def __init__(self, layers: int, rows: int, block: int, ranks: int) -> None:
+        self.length, self.block, self.ranks = rows, block, ranks
+        self.count = -(-rows // block)
+        self.layers = layers
+        self.pages: list[BlockPages] = []
+        self.courier: Courier | None = None
+        """Brings pages from the host and back; None: all of them stay on the device."""
+        self.planned = False
+        """Has it been decided where pages lie?"""
+        self.making = True
+        """Does the forward without a graph run, which leaves keys and values in the pages?"""
+        self.index = 0
+        self.attended = set[int]()
+        """Layers whose attention has run in this pass."""
+
+    def begin(self, index: int, making: bool) -> None:
+        """A block's pass begins."""
+        self.index, self.making, self.attended = index, making, set[int]()
+
+    @property
+    def rows(self) -> slice:
+        """Rows of this rank that the block has."""
+        return slice(self.index * self.block, min(self.length, (self.index + 1) * self.block))
+
+    def kept_rows(self, window: int | None) -> int:
+        """Rows of the sequence that a layer's pages keep at most."""
+        page = min(self.block, self.length) * self.ranks
+        return (self.count - 1) * (page if window is None else min(page, window - 1))
+
+    def attend(
+        self, layer: int, op: UlyssesAttention, q: Tensor, k: Tensor, v: Tensor, *, saved: Saved | None = None,
+        documents: Documents = None, window: int | None = None, **how: Any,
+    ) -> Tensor:  # fmt: skip
+        """Attention of the block's rows in one layer: q [B, H, C, D], k [B, K, C, D], v [B, K, C, V] -> [B, H, C, V].
+
+        Args:
+            saved: as `UlyssesAttention` takes it, for a layer that is checkpointed inside its block.
+            how: scale, softcap and sinks, as `UlyssesAttention` takes them.
+        """
+        replaying = saved is not None and saved.replaying
+        graph = torch.is_grad_enabled()
+        kept = list(saved.take()) if saved is not None and replaying else []
+        if replaying and not graph:
+            return kept[0]
+        pages, rows, p = self._of(layer), self.rows, self.ranks
+        first, last, length = p * rows.start, p * rows.stop, p * self.length
+        if self.making and layer in self.attended:
+            raise ValueError("a layer that calls attention more than once cannot run block by block")
+        keep = saved is not None and saved.active
+        piece = RowChunk(rows, first, last, "recompute" if graph else "forward", pages, keep=keep, kept=kept)
+        self.attended.add(layer)
+        pages.begin(first)
+        out = piece.attend(op, q, k, v, documents=documents, window=window, **how)
+        if graph:
+            return out
+        if self.making:
+            pages.keep(first_seen(documents, q.shape[0], length, last, window))
+        else:
+            pages.leave()
+        if saved is not None and saved.active:
+            saved.tensors.append((piece.kept[0], piece.kept[1]))
+        return out
+
+    def _of(self, layer: int) -> BlockPages:
+        if not self.pages:
+            size = min(self.block, self.length) * self.ranks
+            self.pages = [BlockPages(self.length * self.ranks, size, self.courier) for _ in range(self.layers)]
+        return self.pages[layer]
+
+    def done(self) -> None:
+        """The block's backward has run: nobody needs its pages any more."""
+        for pages in self.pages:
+            pages.drop(self.index)
+
+    def close(self) -> None:
+        """Let all pages go, once no copy of them is on its way."""
+        if self.courier is not None:
+            self.courier.finish()
+        self.pages = []
