@@ -30,20 +30,53 @@ def causal_mask(batch: int, length: int, documents: Sequence[int] | None = None,
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, documents: Sequence[int] | None = None, causal: bool = True,
-    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention. q [B, H, S, D], k [B, K, N, D], v [B, K, N, V] -> output [B, H, S, V] and logsumexp [B, H, S].
 
     Causal (with N = S), inside documents and a sliding window, or else over all keys. Scores may be capped to
-    c * tanh(s / c); sinks [H] are the score of a further key of each head, which has no value.
+    c * tanh(s / c); sinks [H] are the score of a further key of each head, which has no value. A query does not attend
+    to keys where `seen` [B, K, S, N] is False (`seen_pages`).
     """
     groups = q.shape[1] // k.shape[1]
     scores = _scores(q, k, scale, documents, causal, window, softcap)
+    if seen is not None:
+        scores = scores.masked_fill(~seen.repeat_interleave(groups, 1), float("-inf"))
     if sinks is not None:
         sink = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], -1)
     shares = scores.softmax(-1)[..., : k.shape[2]]
     return shares.to(v.dtype) @ v.repeat_interleave(groups, 1), scores.logsumexp(-1)
+
+
+def seen_pages(
+    q: Tensor, k: Tensor, *, chunk: int, page: int, top: int, first: int, last: int,
+    documents: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """Boolean [B, K, S, S]: the keys that sparse attention over pages shows to each query and key/value head.
+
+    Each chunk of queries sees its own page, and of the earlier pages that it would see the first, the last, and the
+    `top` others with the best product of mean queries (summed over the heads of a key/value head) and mean keys.
+    """
+    q, k = q.detach(), k.detach()
+    (batch, heads, length, _), kv_heads = q.shape, k.shape[1]
+    allowed, seen = (
+        causal_mask(batch, length, documents),
+        torch.zeros(batch, kv_heads, length, length, dtype=torch.bool),
+    )
+    group = heads // kv_heads
+    for b in range(batch):
+        for lo in range(0, length, chunk):
+            hi = min(lo + chunk, length)
+            own = (hi - 1) // page
+            pages = sorted({int(j) // page for j in allowed[b, lo:hi].any(0).nonzero()} - {own})
+            always = [own, *pages[:first], *pages[max(0, len(pages) - last) :]]
+            for h in range(kv_heads):
+                query = q[b, h * group : (h + 1) * group, lo:hi].mean(1).sum(0)
+                score = {p: float(query @ k[b, h, p * page : (p + 1) * page].mean(0)) for p in pages if p not in always}
+                for p in [*always, *sorted(score, key=score.__getitem__)[max(0, len(score) - top) :]]:
+                    seen[b, h, lo:hi, p * page : (p + 1) * page] = True
+    return seen
 
 
 def _scores(

@@ -17,6 +17,7 @@ from alstlib.hf.handle import Handle
 from alstlib.hf.support import check_recompute
 from alstlib.recompute import with_gradient
 from alstlib.streaming.chunked import RowChunk, Stream, StreamSegment
+from alstlib.streaming.sparse import PageChoices, Sparse
 from alstlib.tiled.compute import Pass, entered
 from alstlib.tiled.skip import Unread
 
@@ -29,6 +30,8 @@ def attach_streams(handle: Handle, layers: Sequence[nn.Module]) -> None:
                 f"layer {i} ({type(layer).__name__}) takes no cache: it cannot be streamed; use chunk=None"
             )
     check_recompute(handle.facts)
+    if handle.options.sparse is not None:
+        _check_sparse(handle, handle.options.sparse)
     for i, call in enumerate(handle.facts.calls):
         _check_call(f"layer {i} ({type(call.layer).__name__})", call)
     chain = _Chain()
@@ -46,6 +49,27 @@ def _check_call(where: str, call: LayerCall) -> None:
         raise ValueError(f"{where} calls attention more than once: it cannot be streamed; use chunk=None")
     if call.outputs > 1:
         raise ValueError(f"{where} returns more than its output: it cannot be streamed; use chunk=None")
+
+
+def _check_sparse(handle: Handle, sparse: Sparse) -> None:
+    """Refuse pages that chunks do not fill, and a model without a layer that pages can be left out of; say what is
+    approximated."""
+    chunk, ranks, name = handle.options.chunk, handle.ctx.sp, type(handle.model).__name__
+    assert chunk is not None
+    if sparse.page is not None and sparse.page % (chunk * ranks):
+        near = max(1, round(sparse.page / (chunk * ranks))) * chunk * ranks
+        raise ValueError(
+            f"sparse: page={sparse.page} is not a multiple of chunk * sp = {chunk} * {ranks} tokens: use page={near}"
+        )
+    windows = [a.kwargs.get("sliding_window") for call in handle.facts.calls for a in call.attention]
+    if windows and None not in windows:
+        raise ValueError(f"sparse: every layer of {name} has a sliding window, which sees few pages: use sparse=None")
+    rest = sum(w is not None for w in windows)
+    handle.notes.append(
+        f"sparse: the attention of {name} is approximated, as chunks of queries leave out pages of keys; gradients are "
+        "exact for the pages that were seen, and the choice of pages has none"
+        + (f"; {rest} of {len(windows)} layers have sliding windows and stay exact" if rest else "")
+    )
 
 
 def _ensure_input_grad(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -109,6 +133,7 @@ def _streamed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any, in
             run=run, chunk=chunk, ranks=handle.ctx.sp, store=handle.store, keep=keep, params=trainable,
             accept=unread.accept, module=layer, device=None if call is None else call.device,
             travels=travel is not None, kv_on_host=handle.kv_on_host, segment=segment,
+            choices=None if handle.options.sparse is None else PageChoices(handle.options.sparse),
         )  # fmt: skip
         out = stream(x)
         if index == count - 1:

@@ -10,9 +10,10 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
@@ -27,20 +28,24 @@ from alstlib.offload.courier import Courier, Travel
 from alstlib.offload.host_store import HostOutOfMemory, HostStore
 from alstlib.sizing import KV_SHARE, keys_and_values, kv_needed, share_host, share_travelling
 from alstlib.streaming.blocks import Blocks
+from alstlib.streaming.sparse import Sparse
 from alstlib.tiled.compute import TiledMLP
 from alstlib.tiled.loss import TiledHead
 from alstlib.ulysses.attention import UlyssesAttention
 
 log = logging.getLogger(__name__)
 
+CoreAttention = Annotated[Callable[..., Any], Field(description="a function (q, k, v, *, scale, causal) -> (out, lse)")]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What `apply` attaches. Every feature works alone and with all others."""
 
-    attention: Text = "sdpa"
-    """Core attention: `sdpa` (PyTorch's best here), `auto` (flash-attn 3 or 4 if installed, else `sdpa`), or a kernel's
-    name (`backends.BACKENDS`)."""
+    attention: Text | CoreAttention = "sdpa"
+    """Core attention: `sdpa` (PyTorch's best here), `auto` (flash-attn 3 or 4 if installed, else `sdpa`), a kernel's
+    name (`backends.BACKENDS`), or your own function (q, k, v, *, scale, causal) -> (out, lse) of one device, which
+    autograd can differentiate or which has an attribute `backward` (`kernels/user_attention.py` has the contract)."""
     tiled_mlp: Tile = True
     """MLPs in sequence tiles; a number is the tile in tokens."""
     tiled_norm: Tile = True
@@ -65,6 +70,9 @@ class Options:
     """Where the keys and values of a streamed layer lie, or with `block_step` those of all layers, with the sums of
     their gradients. `auto`: on the host where checkpoints are offloaded and they would take more than half of a GPU's
     free memory."""
+    sparse: Sparse | None = None
+    """With chunk: each chunk of queries attends to a choice of pages of keys, an approximation
+    (`alstlib.Sparse(top=16)`); None: to all of them, exactly."""
     host_memory: Bytes | None = None
     """Host bytes that checkpoints of this rank may take; None: what is free at each forward. When they are short,
     attention outputs go first, then the inputs of all but every k-th layer (not with chunk and hidden="device"). All
@@ -77,6 +85,10 @@ class Options:
         check_fields(self)
         check_checkpoints(self)
         check_places(self, by_blocks=True)
+        if isinstance(self.attention, type):
+            raise ValueError(f"attention={self.attention.__name__} is a class; give a function, or an instance of it")
+        if self.sparse is not None and self.chunk is None:
+            raise ValueError(f"{self.sparse} is for layers in row chunks: give chunk too, such as chunk=16384")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alstlib.hf.dry_run import DryRun, LayerCall, dry_run
-from alstlib.kernels.backends import choose_backend
+from alstlib.kernels.backends import choose_backend, of_user
 from alstlib.mesh import ATTACHED, SPContext
 
 
@@ -38,7 +38,7 @@ class Facts:
     """A token that the model does not count when it numbers its tokens."""
 
 
-def check_model(model: PreTrainedModel, ctx: SPContext, attention: str) -> Facts:
+def check_model(model: PreTrainedModel, ctx: SPContext, attention: str | Callable[..., Any]) -> Facts:
     """Refuse, before anything is attached, what cannot be run exactly.
 
     Raises:
@@ -74,7 +74,8 @@ def check_model(model: PreTrainedModel, ctx: SPContext, attention: str) -> Facts
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     parameter = next(model.parameters())
     try:
-        choose_backend(attention, parameter.device, parameter.dtype, width, capped)
+        kernel = attention if isinstance(attention, str) else of_user(attention)
+        choose_backend(kernel, parameter.device, parameter.dtype, width, capped)
     except ValueError as e:
         raise ValueError(f"layer 0 of {name} ({type(layers[0]).__name__}): {e}") from None
     return Facts(

@@ -2,7 +2,8 @@
 
 In the order in which to read it: `rule` says what a call is told, and what its backward needs; `attention` computes
 documents, windows, sinks and row chunks over any kernel, from the calls that `spans` cuts them into; `backends` has the
-kernels (PyTorch's, flash-attn's in `flash_packages`, `blockwise` in plain PyTorch) and chooses one.
+kernels (PyTorch's, flash-attn's in `flash_packages`, `blockwise` in plain PyTorch) and chooses one; `user_attention`
+makes one of a function that the user gives.
 """
 
 from alstlib import face

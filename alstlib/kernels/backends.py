@@ -49,6 +49,7 @@ from alstlib.kernels.flash_packages import (
     unflat_lse,
 )
 from alstlib.kernels.rule import Attended
+from alstlib.kernels.user_attention import UserAttention
 from alstlib.sizing import kernel_device, sdpa_kernel
 
 aten = torch.ops.aten
@@ -238,12 +239,18 @@ def _installed(module: str) -> bool:
         return False
 
 
+def of_user(attention: Callable[..., object]) -> Backend:
+    """The user's own core attention (`user_attention`) as a pair of kernels."""
+    own = UserAttention(attention)
+    return Backend(own.name, own.forward, own.backward)
+
+
 def choose_backend(
-    attention: str, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
+    attention: str | Backend, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
 ) -> Backend:
     """The kernel for `attention`: `sdpa` picks PyTorch's best for the hardware and dtype, `auto` prefers an installed
-    flash-attn 3 or 4 to it; any other name is taken at its word. With a `softcap`, only kernels that compute it.
-    In a simulation, the device that is simulated counts (`sizing.kernels_as_on`).
+    flash-attn 3 or 4 to it; any other name is taken at its word, and so is a kernel. With a `softcap`, only kernels
+    that compute it. In a simulation, the device that is simulated counts (`sizing.kernels_as_on`).
 
     Raises:
         ValueError: an unknown name, or a kernel that cannot run here, with what can.
@@ -252,11 +259,14 @@ def choose_backend(
     device = device if capability is None else torch.device(kind)
     if softcap and attention in ("sdpa", "auto"):
         return BACKENDS["blockwise"]
-    if softcap and attention in BACKENDS and not BACKENDS[attention].softcap:
+    named = attention if isinstance(attention, Backend) else BACKENDS.get(attention)
+    if softcap and named is not None and not named.softcap:
         can = ", ".join(b.name for b in BACKENDS.values() if b.softcap)
         raise ValueError(
-            f"attention='{attention}' does not compute a soft cap of scores; 'sdpa' chooses what does: {can}"
+            f"attention='{named.name}' does not compute a soft cap of scores; 'sdpa' chooses what does: {can}"
         )
+    if isinstance(attention, Backend):
+        return attention
     if attention == "auto":
         for name in ("flash_attention_3", "flash_attention_4"):
             if _cannot(name, device, dtype, head_dim, capability) is None:

@@ -8,6 +8,7 @@ is the same to the bit. Pages that no row sees (other documents, keys that a win
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -62,14 +63,51 @@ class Part:
     heads: slice
     """Which heads of the model they are."""
 
+    def some(self, kv: range, each: int) -> Part:
+        """Its key/value heads `kv`, with `each` query heads to each of them."""
+        return Part(
+            lambda x: self.queries(x)[:, kv.start * each : kv.stop * each],
+            lambda x: self.keys(x)[:, kv.start : kv.stop],
+            self.spans,
+            slice(self.heads.start + kv.start * each, self.heads.start + kv.stop * each),
+        )
 
-def _calls(parts: Iterable[Part], rule: Rule, page: int, own: int) -> dict[int, list[tuple[Part, Span, Piece]]]:
+
+@dataclass(frozen=True)
+class Choice:
+    """Pages before their own that the queries of a chunk see; the others are left out."""
+
+    seen: Tensor
+    """Boolean [B, K, pages before the own], for the key/value heads of the model, on the CPU."""
+    heads: int
+    """Query heads of the model."""
+
+    def of(self, part: Part, batch: int, page: int) -> list[Part]:
+        """The heads of a part that see this page, neighbours together."""
+        if page >= self.seen.shape[2]:
+            return [part]
+        group, (first, last) = self.heads // self.seen.shape[1], (part.heads.start, part.heads.stop - 1)
+        sees = self.seen[batch, first // group : last // group + 1, page].tolist()
+        if all(sees):
+            return [part]
+        each, found = (last + 1 - first) // len(sees), []
+        for yes, run in itertools.groupby(range(len(sees)), key=sees.__getitem__):
+            if yes:
+                kv = list(run)
+                found.append(part.some(range(kv[0], kv[-1] + 1), each))
+        return found
+
+
+def _calls(
+    parts: Iterable[Part], rule: Rule, page: int, own: int, choice: Choice | None
+) -> dict[int, list[tuple[Part, Span, Piece]]]:
     """The calls on each page that is needed, the queries' own first."""
     calls: dict[int, list[tuple[Part, Span, Piece]]] = defaultdict(list)
     for part in parts:
         for span in part.spans:
             for at, piece in pieces_of_pages(span, rule.window, page):
-                calls[at].append((part, span, piece))
+                for some in [part] if choice is None else choice.of(part, span.batch, at):
+                    calls[at].append((some, span, piece))
     return {at: calls[at] for at in [own, *sorted(calls.keys() - {own})]}
 
 
@@ -83,6 +121,7 @@ def forward(
     parts: Sequence[Part],
     rule: Rule,
     sinks: Tensor | None = None,
+    choice: Choice | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of rows q over the pages that they see -> (out [B, H, C, V], lse [B, H, C] in fp32).
 
@@ -91,11 +130,12 @@ def forward(
         own: the page in which the rows' own keys lie.
         parts: all heads of q.
         sinks: scores of the model's attention sinks, one for each of its heads.
+        choice: which pages are seen; None: all that hold keys of the rows' documents and windows.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:3], width, dtype=wide)
     lse = q.new_empty(q.shape[:3], dtype=wide)
-    calls = _calls(parts, rule, pages.rows, own)
+    calls = _calls(parts, rule, pages.rows, own, choice)
     for page in pages.visit(list(calls)):
         for part, span, piece in calls[page.index]:
             views = (part.queries(q), part.keys(page.k), part.keys(page.v), part.queries(out), part.queries(lse))
@@ -118,6 +158,7 @@ def backward(
     own: int,
     parts: Sequence[Part],
     rule: Rule,
+    choice: Choice | None = None,
 ) -> tuple[Tensor, Page]:
     """Gradients of `forward` -> (dq [B, H, C, D], the page `own`).
 
@@ -125,7 +166,7 @@ def backward(
     output and logsumexp over all keys, each page gives its own share exactly (FlashAttention-2, section 3.1.2).
     """
     dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
-    calls, first = _calls(parts, rule, pages.rows, own), None
+    calls, first = _calls(parts, rule, pages.rows, own, choice), None
     for page in pages.visit(list(calls), sums=True):
         first = first or page
         assert page.sums is not None

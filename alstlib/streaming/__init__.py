@@ -1,7 +1,7 @@
 """Layers whose rows come in chunks, and models that run in blocks: working memory does not grow with the sequence.
 
-`chunked` runs a decoder layer chunk by chunk over one growing set of keys and values, which lie in `pages`; `blocks`
-holds the pages of all layers of a model that runs block by block.
+`chunked` runs a decoder layer chunk by chunk over one growing set of keys and values, which lie in `pages`; `sparse`
+chooses which pages a chunk sees; `blocks` holds the pages of all layers of a model that runs block by block.
 """
 
 from alstlib import face
@@ -9,4 +9,5 @@ from alstlib import face
 __getattr__, __all__ = face(__name__, {
     "blocks": ["Blocks"],
     "chunked": ["RowChunk", "Stream"],
+    "sparse": ["Sparse"],
 })  # fmt: skip

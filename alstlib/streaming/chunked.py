@@ -40,6 +40,7 @@ from alstlib.offload.host_store import HostStore
 from alstlib.recompute import GradientSums, Replay, Values, first_order, those_that_train, unchanged
 from alstlib.sizing import page_rows
 from alstlib.streaming.pages import LayerPages
+from alstlib.streaming.sparse import PageChoices
 from alstlib.ulysses.attention import UlyssesAttention, gradient_of_sinks, output_with, row_delta
 from alstlib.ulysses.head_layouts import Layout
 
@@ -59,11 +60,14 @@ class RowChunk:
     last: int
     task: Literal["forward", "keys", "recompute"]
     pages: LayerPages
+    choices: PageChoices | None = None
+    """Which pages its attention sees; None: all."""
     keep: bool = False
     kept: list[Tensor] = field(default_factory=list)
     """Output [B, H, C, D] (sequence layout) and logsumexp [B, H / P, P C] (head layout): left by `forward` where `keep`
     says so, taken by `recompute`."""
     calls: int = 0
+    choice: paged.Choice | None = None
 
     @property
     def page(self) -> int:
@@ -87,6 +91,9 @@ class RowChunk:
             raise ValueError("chunk: a layer that calls attention more than once cannot be streamed; use chunk=None")
         rule = op.rule(q, k, v, sinks=sinks, **how)
         layout = op.layouts.of(q, k, documents, self.first, self.last, self.pages.length)
+        if self.choices is not None and rule.window is None and self.task != "keys":
+            where = (self.first, self.last, self.pages)
+            self.choice = self.choices.of(q.detach(), k.detach(), *where, documents, op.exchange)
         if self.task == "recompute":
             return _ChunkAttention.apply(q, k, v, sinks, op, rule, layout, self)
         if self.task == "keys":
@@ -106,7 +113,8 @@ class RowChunk:
         """Attention of this chunk's queries, in head layout, over all pages before and in it."""
         op.forward_calls += self.last == self.pages.length  # once a pass over the whole sequence
         parts = layout.parts(q, self.first, self.last)
-        return paged.forward(op.backend_for(q, width, rule), q, width, self.pages, self.page, parts, rule, sinks)
+        backend = op.backend_for(q, width, rule)
+        return paged.forward(backend, q, width, self.pages, self.page, parts, rule, sinks, self.choice)
 
 
 class _ChunkAttention(torch.autograd.Function):
@@ -149,7 +157,7 @@ class _ChunkAttention(torch.autograd.Function):
             (dout,) = layout.queries_to_heads(dout)
         dsinks = gradient_of_sinks(ctx, dout, out, lse, delta)
         backend, parts = op.backend_for(q, ctx.width, ctx.rule), layout.parts(q, piece.first, piece.last)
-        dq, page = paged.backward(backend, dout, q, out, lse, piece.pages, piece.page, parts, ctx.rule)
+        dq, page = paged.backward(backend, dout, q, out, lse, piece.pages, piece.page, parts, ctx.rule, piece.choice)
         dk, dv = piece.pages.own(page, piece.first, piece.last, dq.dtype)
         return (*layout.grads_to_seq(dq, dk, dv), dsinks, None, None, None, None)
 
@@ -170,6 +178,7 @@ class Stream:
         device: where chunks run; None: where x is.
         travels: the input, the output and their gradients lie on the host, and chunks of them visit the device.
         kv_on_host: keys, values and the sums of their gradients lie there too.
+        choices: which pages of keys this call's chunks see, where attention is sparse; None: all.
         segment: consecutive layers of which only the first keeps its input (with `travels`); None: this one does.
     """
 
@@ -184,6 +193,7 @@ class Stream:
     device: torch.device | None = None
     travels: bool = False
     kv_on_host: bool = False
+    choices: PageChoices | None = None
     segment: StreamSegment | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -195,10 +205,12 @@ class Stream:
 
     def chunks(self, rows: int, task: Any, courier: Courier) -> list[RowChunk]:
         p, length = self.ranks, rows * self.ranks
-        pages = LayerPages(length, page_rows(min(self.chunk, rows) * p, length), courier if self.kv_on_host else None)
+        page = None if self.choices is None else self.choices.sparse.page
+        page = page_rows(min(self.chunk, rows) * p, length) if page is None else page
+        pages = LayerPages(length, page, courier if self.kv_on_host else None)
         bounds = [*range(0, rows, self.chunk), rows]
         return [
-            RowChunk(slice(lo, hi), p * lo, p * hi, task, pages, keep=self.keep)
+            RowChunk(slice(lo, hi), p * lo, p * hi, task, pages, self.choices, self.keep)
             for lo, hi in itertools.pairwise(bounds)
         ]
 

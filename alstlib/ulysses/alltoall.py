@@ -70,6 +70,13 @@ class Exchange:
         self.bytes_sent += (send.numel() - to_ranks[self.rank]) * send.element_size()
         return receive
 
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' x, in place; counted as a ring sends it."""
+        if self.ranks > 1:
+            dist.all_reduce(x, group=self.group)
+            self.bytes_sent += 2 * x.numel() * x.element_size() * (self.ranks - 1) // self.ranks
+        return x
+
     def to_heads(self, *tensors: Tensor) -> list[Tensor]:
         """Tensors [B, H, L, D], each with its own H (divisible by P) and D -> views [B, H / P, S, D] of one buffer."""
         if self.ranks == 1:

@@ -11,13 +11,14 @@ delta = rowsum(dO * O), one number for each token and head, and O' = delta / |dO
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from alstlib.kernels.attention import row_tiles
-from alstlib.kernels.backends import Backend, choose_backend
+from alstlib.kernels.backends import Backend, choose_backend, of_user
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.kernels.spans import Documents
 from alstlib.mesh import SPContext
@@ -33,14 +34,15 @@ class UlyssesAttention:
 
     Args:
         ctx: the mesh; with sp = 1 this is plain attention.
-        attention: `sdpa`, `auto`, or the name of one kernel of `backends.BACKENDS`.
+        attention: `sdpa`, `auto`, the name of one kernel of `backends.BACKENDS`, or a function of the user's own
+            (`kernels.user_attention` has the contract).
         split_rows: share the tokens of heads also where every rank could have whole heads (to measure what it costs).
     """
 
-    def __init__(self, ctx: SPContext, attention: str = "sdpa", split_rows: bool = False) -> None:
+    def __init__(self, ctx: SPContext, attention: str | Callable[..., Any] = "sdpa", split_rows: bool = False) -> None:
         self.exchange = Exchange(ctx.sp_group)
         self.layouts = Layouts(self.exchange, split_rows)
-        self.attention = attention
+        self.attention = attention if isinstance(attention, str) else of_user(attention)
         self.backend_name = ""
         """The kernel that ran last."""
         self.forward_calls = 0

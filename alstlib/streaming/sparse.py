@@ -1,0 +1,133 @@
+"""Sparse attention over pages: which pages of keys a chunk of queries sees.
+
+Shape legend: B batch, C rows of this rank in a chunk, H query heads, K key/value heads, D key width, P ranks.
+
+A chunk sees its own page, the first pages of its document, the last ones before its own, and of the others those with
+the best scores, for each micro-batch row and each key/value head. By default the score of a page is the product of two
+means: of its keys, and of the chunk's queries, summed over the query heads of the key/value head. The means are over
+all rows, also where a document ends in the page or the chunk. This is an approximation of the model's attention.
+(SeCOv2 and Native Sparse Attention, arXiv 2502.11089, choose pages too.)
+
+The choice is made in forward and kept on the CPU, where pages are fetched from. Every later pass of the step uses it
+again. So the gradients are exact for the attention that forward computed; the choice itself has none.
+
+Each rank scores with its own rows of all heads, and the mean over the ranks counts. Therefore the choice does not
+depend on which rank computes which head: all parts of a head see the same pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from alstlib.config import Count, Natural, check_fields
+from alstlib.kernels.paged import Choice
+from alstlib.kernels.spans import Documents, document_spans
+from alstlib.streaming.pages import LayerPages
+from alstlib.ulysses.alltoall import Exchange
+
+Score = Annotated[Callable[..., Any], Field(description="a function of queries and page summaries")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparse:
+    """Attention over a choice of pages, which approximates the model's attention: `Options(sparse=Sparse(top=16))`.
+
+    A chunk of queries always sees its own page. Layers with a sliding window stay as they are.
+    """
+
+    top: Natural
+    """Number of pages that are chosen by their scores, for each chunk of queries and key/value head."""
+    last: Natural = 1
+    """Number of pages before the chunk's own that are always seen."""
+    first: Natural = 1
+    """Number of pages at the beginning of the chunk's document that are always seen."""
+    page: Count | None = None
+    """Tokens of the whole sequence in a page: a multiple of the chunk on all ranks; None: the default of streaming."""
+    score: Score | None = None
+    """(queries [B, H, C, D], mean keys of the pages [B, K, pages, D]) -> scores [B, K, pages], which gets each rank's
+    own rows of the chunk; None: the product of the mean queries and the mean keys."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def mean_score(q: Tensor, means: Tensor) -> Tensor:
+    """q [B, H, C, D], mean keys of pages [B, K, pages, D] -> scores [B, K, pages]."""
+    mine = q.mean(2, dtype=means.dtype).unflatten(1, (means.shape[1], -1)).sum(2)
+    return (mine[:, :, None] * means).sum(-1)  # not a product of matrices, which autocast would lower
+
+
+class PageChoices:
+    """Which pages the chunks of one call of a layer see."""
+
+    def __init__(self, sparse: Sparse) -> None:
+        self.sparse = sparse
+        self.made: dict[int, Choice] = {}
+        """By the chunk's first row of the sequence."""
+        self._sums: Tensor | None = None
+        """Of the keys of each page, [B, K, pages, D], until forward has come to the end."""
+
+    def of(
+        self, q: Tensor, k: Tensor, first: int, last: int, pages: LayerPages, documents: Documents, exchange: Exchange
+    ) -> Choice:
+        """What rows [first, last) of the sequence see: q [B, H, C, D] and k [B, K, C, D] are this rank's of them.
+
+        Chunks come in order the first time; of the same rows a second time, the answer is the same.
+
+        Raises:
+            ValueError: the user's score has a wrong shape.
+        """
+        if first not in self.made:
+            self.made[first] = self._choose(q, k, first, last, pages, documents, exchange)
+        return self.made[first]
+
+    def _choose(
+        self, q: Tensor, k: Tensor, first: int, last: int, pages: LayerPages, documents: Documents, exchange: Exchange
+    ) -> Choice:
+        own, batch, wide = (last - 1) // pages.rows, q.shape[0], torch.promote_types(k.dtype, torch.float32)
+        begins = [own] * batch
+        """First page of each micro-batch row that these rows may see."""
+        for span in document_spans(documents, batch, pages.length, first, last):
+            begins[span.batch] = min(begins[span.batch], span.begin // pages.rows)
+        shape = (batch, k.shape[1], own)
+        found = [k.sum(2, dtype=wide).flatten()]
+        if any(self._open(begin, own) for begin in begins):
+            assert self._sums is not None
+            found.append(self._scores(q, self._sums[:, :, :own] / pages.rows, shape).flatten())
+        sums, *scores = exchange.total(torch.cat(found)).split([t.numel() for t in found])
+        if self._sums is None:
+            self._sums = sums.new_zeros(*shape[:2], -(-pages.length // pages.rows), k.shape[3])
+        self._sums[:, :, own] += sums.view(*shape[:2], -1)
+        if last == pages.length:
+            self._sums = None
+        return Choice(self._seen(begins, scores[0].view(shape) if scores else None, shape), q.shape[1])
+
+    def _open(self, begin: int, own: int) -> range:
+        """The pages that scores decide on."""
+        return range(begin + self.sparse.first, own - self.sparse.last)
+
+    def _scores(self, q: Tensor, means: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if self.sparse.score is None:
+            return mean_score(q, means)
+        scores = self.sparse.score(q, means)
+        if not isinstance(scores, Tensor) or scores.shape != shape:
+            found = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise ValueError(f"sparse: score returned {found}; a score of each page is needed: {list(shape)}")
+        return scores.detach().to(means.dtype)
+
+    def _seen(self, begins: list[int], scores: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """[B, K, pages before the own], on the CPU."""
+        seen, scores = torch.zeros(shape, dtype=torch.bool), None if scores is None else scores.cpu()
+        for row, begin in enumerate(begins):
+            seen[row, :, begin:] = True
+            if (some := self._open(begin, shape[2])) and scores is not None:
+                best = scores[row, :, some.start : some.stop].topk(min(self.sparse.top, len(some)), -1).indices
+                seen[row, :, some.start : some.stop] = False
+                seen[row].scatter_(1, best + some.start, True)
+        return seen

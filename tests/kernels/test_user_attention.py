@@ -1,0 +1,140 @@
+"""A core attention of the user's own: exact as a whole, in pieces and on two ranks, and refused where it is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from cases import make_model, worst_error
+from torch import Tensor
+
+import alstlib
+from alstlib.data.shard import shard_batch
+from alstlib.kernels.backends import of_user
+from alstlib.mesh import SPContext
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """A user's attention in plain PyTorch, which autograd differentiates."""
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    scores = (q @ k.transpose(-1, -2)) * scale
+    if causal:
+        rows = torch.arange(q.shape[2], device=q.device)
+        scores = scores.masked_fill(rows[:, None] < rows, float("-inf"))
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp() @ v, lse
+
+
+class WithBackward:
+    """The same with a backward of its own; its logsumexp has no gradient, as that of flash-attn's functions."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse = plain(q, k, v, scale=scale, causal=causal)
+        return out, lse.detach()
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        group = q.shape[1] // k.shape[1]
+        wide_k, wide_v = (t.repeat_interleave(group, 1) for t in (k, v))
+        p = ((q @ wide_k.transpose(-1, -2)) * scale - lse[..., None]).exp()
+        p = p.tril() if causal else p
+        ds = p * (dout @ wide_v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True)) * scale
+        dk, dv = ((x.transpose(-1, -2) @ y).unflatten(1, (-1, group)).sum(2) for x, y in ((ds, q), (p, dout)))
+        return ds @ wide_k, dk, dv
+
+
+WHOLE: dict[str, Any] = {"save_attention": True}
+CHUNKS: dict[str, Any] = {"chunk": 5, "offload": "sync", "kv": "host"}
+
+
+def compare(rank: int, world: int, name: str, own: Any, how: dict[str, Any]) -> float:
+    """The worst relative error against the plain formulas as a named kernel."""
+    ids = torch.randint(0, zoo.VOCAB, (1, 30), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(n) for n in (2, 21, 7)])[None]
+    batch = {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
+    ctx = SPContext.create(world) if world > 1 else SPContext()
+    shard: Any = shard_batch({**batch, "cu_documents": torch.tensor([0, 2, 23, 30], dtype=torch.int32)}, world, rank)
+    found, calls = [], [0]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return own(*args, **kwargs)
+
+    counted.backward = getattr(own, "backward", None)  # type: ignore[attr-defined]
+    for attention in ("eager", counted):
+        model = zoo.build(name, torch.float64)
+        if name in ("deepseek_v3", "gpt_oss"):
+            model.set_experts_implementation("eager")  # the others do not run in fp64
+        with alstlib.apply(model, ctx, alstlib.Options(attention=attention, **how)):
+            alstlib.causal_lm_loss(model, dict(shard), ctx).loss.backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert calls[0] > 0
+    return worst_error(found[1], found[0])[0]
+
+
+@pytest.mark.parametrize("how", [WHOLE, CHUNKS], ids=["whole", "chunks"])
+@pytest.mark.parametrize("own", [plain, WithBackward()], ids=["autograd", "own backward"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "deepseek_v3", "gpt_oss"])
+def test_a_users_attention_is_composed_as_a_kernel(name: str, own: Any, how: dict[str, Any]) -> None:
+    """Grouped heads, documents, windows, sinks, values of another width."""
+    assert compare(0, 1, name, own, how) < 1e-12
+
+
+@pytest.mark.parametrize("how", [WHOLE, CHUNKS], ids=["whole", "chunks"])
+@pytest.mark.parametrize("name", ["llama", "llama, 9 heads on 3"])
+def test_a_users_attention_on_two_ranks(ranks2: Any, name: str, how: dict[str, Any]) -> None:
+    for own in (plain, WithBackward()):
+        assert max(ranks2(compare, name, own, how)) < 1e-12
+
+
+def test_kernels_in_sixteen_bits_pass_the_check() -> None:
+    x = torch.randn(1, 4, 9, 8, dtype=torch.bfloat16)
+
+    def rounded(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+        out, lse = plain(q.float(), k.float(), v.float(), **how)
+        return out.to(q.dtype), lse
+
+    out, lse = of_user(rounded).forward(x, x[:, :2], x[:, :2], 0.3, True)
+    assert out.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32
+
+
+WRONG: dict[str, tuple[Callable[..., Any], str]] = {
+    "to the base 2": (lambda *a, **kw: (plain(*a, **kw)[0], plain(*a, **kw)[1] / 0.6931), "its logsumexp differs"),
+    "scale left out": (lambda *a, scale, causal: plain(*a, scale=1.0, causal=causal), "its output differs"),
+    "not causal": (lambda *a, scale, causal: plain(*a, scale=scale, causal=False), "its output differs"),
+    "logsumexp without a gradient": (WithBackward().__call__, "a logsumexp that autograd cannot differentiate"),
+    "no logsumexp": (lambda *a, **kw: plain(*a, **kw)[0], "and logsumexp .* are needed"),
+    "another layout": (lambda *a, **kw: (plain(*a, **kw)[0].transpose(1, 2), plain(*a, **kw)[1]), "are needed"),
+    "logsumexp in 16 bits": (lambda *a, **kw: (plain(*a, **kw)[0], plain(*a, **kw)[1].half()), "in torch.float16"),
+}
+
+
+def without_rest(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+    """A logsumexp with a gradient that is always zero, which only a call on a part of the keys can show."""
+    out, lse = plain(q, k, v, **how)
+    return out, lse.detach() + 0 * out.sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("own", "why"), [*WRONG.values(), (without_rest, "its dq differs")], ids=[*WRONG, "a zero gradient"]
+)
+def test_a_wrong_function_is_refused_at_its_first_call(own: Any, why: str) -> None:
+    model, ids = make_model("gqa"), torch.zeros(1, 8, dtype=torch.long)
+    with alstlib.apply(model, options=alstlib.Options(attention=own)):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=why):
+                model(ids)
+
+
+def test_what_cannot_be_an_attention() -> None:
+    with pytest.raises(ValueError, match=r"attention=5 must be text, or a function \(q, k, v"):
+        alstlib.Options(attention=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="attention=WithBackward is a class; give a function, or an instance"):
+        alstlib.Options(attention=WithBackward)
+    with pytest.raises(ValueError, match="attention='plain' does not compute a soft cap"):
+        alstlib.apply(zoo.build("gemma2"), options=alstlib.Options(attention=plain))

@@ -1,0 +1,276 @@
+"""Sparse attention over pages: the choice and its gradients against the plain version, and what is never fetched."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from cases import make_model, small_pages, worst_error
+from test_chunked import data, shard_of, step
+from torch import Tensor
+from transformers import AttentionInterface
+
+import alstlib
+from alstlib.kernels.paged import Choice
+from alstlib.mesh import SPContext
+from alstlib.reference import attention, seen_pages
+from alstlib.streaming.sparse import PageChoices
+
+CHUNK, PAGE, LENGTH = 4, 8, 45
+SPARSE = alstlib.Sparse(top=1, page=PAGE)
+HOST: dict[str, Any] = {"offload": "sync", "kv": "host", "hidden": "host"}
+
+
+def oracle(model: Any, batch: dict[str, Tensor], chunk: int, sparse: alstlib.Sparse) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the plain model whose layers without a window attend to the pages that they see."""
+    documents = batch["cu_documents"].tolist() if "cu_documents" in batch else None
+
+    def attend(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, scaling: float, **how: Any
+    ) -> tuple[Tensor, None]:
+        window, seen = how.get("sliding_window"), None
+        if window is None:
+            pages = {"chunk": chunk, "page": sparse.page or 0, "top": sparse.top, "first": sparse.first}
+            seen = seen_pages(q, k, **pages, last=sparse.last, documents=documents)
+        rule: dict[str, Any] = {"scale": scaling, "window": window, "sinks": how.get("s_aux"), "seen": seen}
+        out, _ = attention(q, k, v, documents=documents, softcap=how.get("softcap"), **rule)
+        return out.transpose(1, 2).contiguous(), None
+
+    before = model.config._attn_implementation
+    AttentionInterface.register("pages_of_the_oracle", attend)
+    model.set_attn_implementation("pages_of_the_oracle")
+    try:
+        logits = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    finally:
+        model.set_attn_implementation(before)
+        AttentionInterface._global_mapping.pop("pages_of_the_oracle")
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), ignore_index=-100)
+    model.zero_grad()
+    loss.backward()
+    return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def build(name: str, **overrides: Any) -> Any:
+    if name == "gpt_oss":
+        overrides = {"output_router_logits": False, **overrides}
+    if name == "deepseek_v3":  # its experts are weighted in fp32
+        overrides = {"first_k_dense_replace": 2, **overrides}
+    model = zoo.build(name, torch.float64, **overrides)
+    if getattr(model.config, "num_local_experts", 0) or getattr(model.config, "n_routed_experts", 0):
+        model.set_experts_implementation("eager")  # the others do not run in fp64
+    return model
+
+
+def sample(documents: list[int] | None = None, rows: int = 1) -> dict[str, Tensor]:
+    found = data(LENGTH, documents)
+    if rows > 1:
+        more = {n: torch.cat([t, t.flip(1) if n == "input_ids" else t]) for n, t in found.items()}
+        more["shift_labels"] = torch.nn.functional.pad(more["input_ids"][:, 1:], (0, 1), value=-100)
+        return more
+    return found
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[PageChoices]:
+    made: list[PageChoices] = []
+    plain = PageChoices.__init__
+
+    def note(self: PageChoices, sparse: alstlib.Sparse) -> None:
+        made.append(self)
+        plain(self, sparse)
+
+    monkeypatch.setattr(PageChoices, "__init__", note)
+    return made
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "grouped heads": ("llama", {}),
+    "9 heads on 3": ("llama, 9 heads on 3", {}),
+    "documents": ("llama", {"documents": [0, 2, 10, 42, 45]}),
+    "batch": ("llama", {"rows": 2}),
+    "MLA": ("deepseek_v3", {}),
+    "sinks, windows": ("gpt_oss", {}),
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES.values(), ids=CASES)
+def test_sparse_pages_are_those_of_the_plain_version(name: str, kind: dict[str, Any]) -> None:
+    """Loss and every gradient, wherever tensors lie and whether outputs are kept; always the same bits."""
+    model, batch, found = build(name), sample(**kind), []
+    want_loss, want = oracle(model, batch, CHUNK, SPARSE)
+    for how in ({}, HOST, {**HOST, "save_attention": True}):
+        with alstlib.apply(model, options=alstlib.Options(chunk=CHUNK, sparse=SPARSE, **how)):
+            loss, got = step(model, batch)
+        found.append(got)
+        assert abs(loss / want_loss - 1) < 1e-12
+        assert worst_error(got, want)[0] < 1e-12, worst_error(got, want)
+        assert all(torch.equal(found[0][n], g) for n, g in got.items())
+    dense, _ = oracle(model, batch, CHUNK, alstlib.Sparse(top=100, page=PAGE))
+    assert abs(dense / want_loss - 1) > 1e-9, "nothing was left out"
+
+
+def shared(rank: int, world: int, name: str, documents: list[int] | None) -> tuple[float, float]:
+    model, batch, ctx = build(name), data(50, documents), SPContext.create(world)
+    sparse = alstlib.Sparse(top=1, page=4 * world)
+    want_loss, want = oracle(model, batch, 2 * world, sparse)
+    with alstlib.apply(model, ctx, alstlib.Options(chunk=2, sparse=sparse, **HOST)):
+        loss, got = step(model, shard_of(batch, world, rank))
+    for g in got.values():
+        torch.distributed.all_reduce(g)
+    return abs(loss / want_loss - 1), worst_error({n: g / world for n, g in got.items()}, want)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "documents"),
+    [("llama", None), ("llama, 7 heads on 1", None), ("llama, 9 heads on 3", [0, 5, 44, 50])],
+    ids=["whole heads", "a part of a head on each rank", "uneven heads, documents"],
+)
+def test_all_ranks_see_the_same_pages(ranks2: Any, name: str, documents: list[int] | None) -> None:
+    for errors in ranks2(shared, name, documents):
+        assert max(errors) < 1e-12, errors
+
+
+def alone(rank: int, world: int) -> bool:
+    """One key/value head whose query heads lie on several ranks: the choice is that of one rank."""
+    found: list[list[Choice]] = []
+    for ctx, chunk in ((SPContext(), 2 * world), (SPContext.create(world), 2)):
+        model, batch = make_model("mqa", dtype=torch.float64), data(48)
+        with pytest.MonkeyPatch.context() as patch:
+            made = watched(patch)
+            with alstlib.apply(model, ctx, alstlib.Options(chunk=chunk, sparse=alstlib.Sparse(top=1, page=8))):
+                step(model, batch if ctx.sp == 1 else shard_of(batch, world, rank))
+        found.append([choice for choices in made for choice in choices.made.values()])
+    return len(found[0]) == 2 * 12 == len(found[1]) and all(torch.equal(a.seen, b.seen) for a, b in zip(*found))
+
+
+def test_the_choice_does_not_depend_on_the_ranks(ranks2: Any) -> None:
+    assert all(ranks2(alone))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("llama", {"rows": 2}), ("gpt_oss", {"documents": [0, 2, 30, 33, 45]})],
+    ids=["batch", "documents"],
+)
+def test_a_budget_that_covers_all_pages_is_dense_attention(name: str, kind: dict[str, Any]) -> None:
+    """Bit for bit, in fp32, with the pages that streaming chooses by itself."""
+    batch, found = sample(**kind), []
+    for sparse in (None, alstlib.Sparse(top=9), alstlib.Sparse(top=0, first=9)):
+        model = zoo.build(name)
+        with small_pages(), alstlib.apply(model, options=alstlib.Options(chunk=CHUNK, sparse=sparse, **HOST)):
+            found.append(step(model, batch))
+    for loss, got in found[1:]:
+        assert loss == found[0][0]
+        assert all(torch.equal(found[0][1][n], g) for n, g in got.items())
+
+
+def test_pages_that_no_head_chose_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that come from the host are those of the chosen pages, in forward, recompute and backward."""
+    made, model, batch = watched(monkeypatch), make_model("gqa"), data(64)
+    handle = alstlib.apply(model, options=alstlib.Options(
+        chunk=CHUNK, sparse=SPARSE, offload="sync", kv="host", hidden="device", save_attention=True
+    ))  # fmt: skip
+    step(model, batch)
+    page, expected = PAGE * 2 * 2 * 8 * 4, 0  # of keys and values: 2 heads of width 8 in fp32
+    for choices in made:
+        assert any(c.seen[0, 0].ne(c.seen[0, 1]).any() for c in choices.made.values()), "heads choose alike"
+        touched: set[int] = set()
+        for first, choice in sorted(choices.made.items(), reverse=True):
+            own, seen = first // PAGE, choice.seen.any(0).any(0).nonzero().flatten().tolist()
+            assert len(seen) <= 4
+            assert {0, own - 1} & set(range(own)) <= set(seen)
+            expected += len(seen) * page  # forward
+            expected += len(seen) * page + len(touched & set(seen)) * page  # backward: sums of pages that have some
+            touched |= set(seen)
+        for own in range(64 // PAGE):  # its page becomes the open one; the last still is
+            expected += (own < 64 // PAGE - 1) * page + (own in touched) * page
+    kept = 2 * 64 * 4 * (32 + 32 + 4)  # inputs, attention outputs and logsumexps of both layers
+    assert handle.store.bytes_fetched == expected + kept
+    gc.collect()
+    assert handle.store.nbytes == sum(s.bytes.numel() for s in handle.store.free)
+
+
+def test_a_recompute_sees_what_forward_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are chosen once for each chunk and layer, also where the inputs of layers are made again."""
+    count, plain = [0], PageChoices._choose
+
+    def choose(*args: Any) -> Choice:
+        count[0] += 1
+        return plain(*args)
+
+    monkeypatch.setattr(PageChoices, "_choose", choose)
+    model, batch, found = make_model("gqa", num_hidden_layers=4), data(LENGTH), []
+    for memory in (None, 45_000):
+        count[0] = 0
+        options = alstlib.Options(chunk=CHUNK, sparse=SPARSE, host_memory=memory, save_attention=False, **HOST)
+        with alstlib.apply(model, options=options) as handle:
+            found.append(step(model, batch)[1])
+        assert count[0] == 4 * 12
+    assert handle.inputs_kept_every > 1
+    assert all(torch.equal(found[0][n], g) for n, g in found[1].items())
+
+
+def test_a_score_of_the_user() -> None:
+    """It gets a chunk's queries and the mean keys of the pages before its own; the best scores are seen."""
+    shapes = []
+
+    def oldest(q: Tensor, means: Tensor) -> Tensor:
+        shapes.append((list(q.shape), list(means.shape)))
+        return -torch.arange(means.shape[2], dtype=torch.float64).expand(means.shape[:3])
+
+    model, batch = make_model("gqa", dtype=torch.float64), data(40)
+    sparse = alstlib.Sparse(top=1, first=1, last=0, page=PAGE, score=oldest)
+    with alstlib.apply(model, options=alstlib.Options(chunk=CHUNK, sparse=sparse)):
+        loss, got = step(model, batch)
+    want_loss, want = oracle(model, batch, CHUNK, alstlib.Sparse(top=0, first=2, last=0, page=PAGE))
+    assert max(abs(loss / want_loss - 1), worst_error(got, want)[0]) < 1e-12
+    assert shapes[0] == ([1, 4, 4, 8], [1, 2, 2, 8])
+    wrong = alstlib.Sparse(top=1, page=PAGE, score=lambda q, means: means.sum(-1)[0])
+    with (
+        alstlib.apply(model, options=alstlib.Options(chunk=CHUNK, sparse=wrong)),
+        pytest.raises(ValueError, match=r"score returned \[2, 3\]; .* needed: \[1, 2, 3\]"),
+    ):
+        step(model, batch)
+
+
+def test_what_is_refused_and_what_is_said() -> None:
+    with pytest.raises(ValueError, match=r"sparse=8 must be"):
+        alstlib.Options(chunk=4, sparse=8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give chunk too"):
+        alstlib.Options(sparse=SPARSE)
+    for wrong in ({"top": -1}, {"top": 1, "page": 0}, {"top": 1, "score": 5}):
+        with pytest.raises(ValueError, match="must be"):
+            alstlib.Sparse(**wrong)  # type: ignore[arg-type]
+    options = functools.partial(alstlib.Options, chunk=3)
+    with pytest.raises(ValueError, match=r"page=8 is not a multiple of chunk \* sp = 3 \* 1 tokens: use page=9"):
+        alstlib.apply(make_model(), options=options(sparse=SPARSE))
+    with pytest.raises(ValueError, match="every layer of MistralForCausalLM has a sliding window"):
+        alstlib.apply(zoo.build("mistral"), options=options(sparse=alstlib.Sparse(top=1)))
+    with alstlib.apply(zoo.build("gpt_oss"), options=options(sparse=alstlib.Sparse(top=1))) as handle:
+        (note,) = [n for n in handle.notes if n.startswith("sparse")]
+    assert "is approximated" in note
+    assert "1 of 2 layers have sliding windows and stay exact" in note
+    with alstlib.apply(make_model(), options=options()) as handle:
+        assert not any("sparse" in n for n in handle.notes)
+
+
+def test_a_model_without_softmax_over_keys_is_refused() -> None:
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    model = Qwen3NextForCausalLM(Qwen3NextConfig(**{**zoo.COMMON, "num_experts": 2, "head_dim": 8}))
+    with pytest.raises(ValueError, match="linear_attention"):
+        alstlib.apply(model, options=alstlib.Options(chunk=4, sparse=SPARSE))
+
+
+def test_memory_of_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mean keys go with the end of forward; what stays is one bit (a byte) for each chunk, head and page."""
+    made, model, batch = watched(monkeypatch), make_model("gqa"), data(64)
+    with alstlib.apply(model, options=alstlib.Options(chunk=CHUNK, sparse=SPARSE)):
+        step(model, batch)
+    assert all(c._sums is None for c in made)
+    assert sum(choice.seen.numel() for c in made for choice in c.made.values()) == 2 * sum(
+        2 * (2 * i) for i in range(8)
+    )
