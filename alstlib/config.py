@@ -202,7 +202,8 @@ class RunConfig:
     offload: Literal["none", "sync", "async"] = _docs("checkpoints leave for the host", "none")
     save_attention: FlagOrAuto = _docs("keep attention outputs, so that attention runs forward once", False)
     chunk: Count | None = _docs("stream layers in row chunks of so many tokens", None)
-    kv: Place = _docs("where keys and values of streamed layers lie; auto: on the device where they fit well", "auto")
+    block: Count | None = _docs("run the whole model block by block of so many tokens (`block_step`)", None)
+    kv: Place = _docs("where keys and values of chunks and blocks lie; auto: on the device where they fit well", "auto")
     hidden: Place = _docs("where hidden states of streamed layers lie; auto: on the host where layers offload", "auto")
     liger: Liger = _docs(
         "Liger's norm, RoPE and SwiGLU kernels; 'auto': with the tiled loss, on a GPU, where installed and supported; "
@@ -238,7 +239,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         check_checkpoints(self)
-        check_places(self)
+        check_places(self, by_blocks=self.block is not None)
         if self.emulate and self.world_size not in (0, 1):
             raise ValueError(f"emulate={self.emulate} runs one rank: world_size={self.world_size} must be 1")
         if self.world_size and self.sp and self.world_size % self.sp:
@@ -251,6 +252,10 @@ class RunConfig:
             raise ValueError(
                 "liger='loss' takes the place of the tiled loss and chooses its own tiles: "
                 f"tiled_loss={self.tiled_loss} must be True"
+            )
+        if self.block is not None and self.chunk is not None:
+            raise ValueError(
+                f"block={self.block} runs the whole model, chunk={self.chunk} its layers: give one of them"
             )
         if self.packed and self.batch_size > 1:
             raise ValueError(f"packed=True fills one row: batch_size={self.batch_size} must be 1")

@@ -7,14 +7,22 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from alstlib.config import RunConfig
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.streaming import Streaming, copied_bytes, streaming_of
-from alstlib.sizing import kv_needed, reference_tiles, sdpa_kernel, share_host, share_travelling, tile_for
+from alstlib.sizing import (
+    keys_and_values,
+    kv_needed,
+    reference_tiles,
+    sdpa_kernel,
+    share_host,
+    share_travelling,
+    tile_for,
+)  # fmt: skip
 
 FILE = Path(__file__).with_name("forms.json")
 KERNEL = "#kernel"
@@ -146,6 +154,8 @@ def activations(
     Raises:
         ValueError: a decoder that has no form.
     """
+    if run.block is not None and run.block * ranks < seq_len:
+        return _by_blocks(shape, run, ranks, seq_len, device, room, workspace, capability)
     made = _forms()
     if shape.family not in families():
         raise ValueError(
@@ -213,6 +223,32 @@ def activations(
     return Activations(
         peak, _last_layer(where, shape), host, needed, outputs / shape.layers, every, kernel, streaming.hidden,
         streaming.kv, copied_bytes(run, shape.layers, every, row, outputs * output, streaming, rows / sizes["C"]),
+    )  # fmt: skip
+
+
+def _by_blocks(
+    shape: Shape, run: RunConfig, ranks: int, seq_len: int, device: str, room: int | None, workspace: bool,
+    capability: int,
+) -> Activations:  # fmt: skip
+    """A model that runs block by block: one block as a sample of its own, and pages of all layers' keys and values."""
+    assert run.block is not None
+    length = run.block * ranks
+    one = activations(shape, run.replace(block=None, kv="auto"), ranks, length, device, room, workspace, capability)
+    element, heads = element_bytes(run, device), max(kv_needed(shape.heads, shape.kv_heads, ranks))
+    page = keys_and_values(length * run.batch_size, heads, 2 * shape.head_dim, element)
+    blocks = -(-seq_len // length)
+    pages = shape.layers * page * (blocks - 1)  # the last block's are never kept
+    kv = run.kv == "host" or (run.kv == "auto" and run.offload != "none")
+    ahead = 5 / 3 if workspace and device == "cuda" else 0
+    taken = dict(one.device)
+    taken["attention"] = taken.get("attention", 0) + (round(page * (1 + ahead)) if kv else pages)
+    copied = one.copied * blocks
+    if kv:  # keys and values of the blocks before, for a forward, a recompute and a backward, with the sums
+        visits = blocks * (blocks - 1) // 2
+        copied += round(shape.layers * page * visits * (2 / 3 + 1))
+    host = pages * kv
+    return replace(
+        one, device=taken, host=one.host + host, host_needed=one.host_needed + host, kv_on_host=kv, copied=copied
     )  # fmt: skip
 
 

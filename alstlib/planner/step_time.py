@@ -58,13 +58,17 @@ def step_seconds(
     forward, backward = _attention_rates(found, rates)
     linear = linear_flops(shape, seq_len * run.batch_size)
     attention = attention_flops(shape, seq_len) * run.batch_size
-    passes = {"projections": 3 + again + _chunk_again(run), "mlp": 3 + again + _thrice(run, preset), "head": 3.0}
+    first = _before_blocks(run, ranks, seq_len)  # forward without a graph
+    passes = {
+        "projections": 3 + again + first + _chunk_again(run), "mlp": 3 + again + first + _thrice(run, preset),
+        "head": 3.0 + first,
+    }  # fmt: skip
     matmul = sum(linear[name] * times for name, times in passes.items()) / rates.matmul / ranks
     kept = found.attention_kept
-    core = attention * ((1 + again * (1 - kept)) / forward + 2.5 / backward) / ranks
+    core = attention * ((1 + again * (1 - kept) + first) / forward + 2.5 / backward) / ranks
     network = rates.link if ranks <= machine.per_node else rates.network
     exchange = exchange_bytes(shape, ranks, seq_len * run.batch_size, element, 1 + again, kept) / network
-    zero = _zero_seconds(shape, run, machine)
+    zero = _zero_seconds(shape, run, machine) * (max(1, -(-seq_len // (run.block * ranks))) if first else 1)
     offload = found.copied / rates.host
     shard = shape.parameters / (machine.gpus if run.zero_stage else 1)
     optimizer = 28 * shard / (rates.host_memory if run.offload_optimizer and run.zero_stage else 3e12)
@@ -87,6 +91,10 @@ def _attention_rates(found: Activations, rates: Rates) -> tuple[float, float]:
         rates.flash2_forward if flash2 else rates.attention_forward,
         rates.flash2_backward if flash2 else rates.attention_backward,
     )
+
+
+def _before_blocks(run: RunConfig, ranks: int, seq_len: int) -> float:
+    return 1.0 if run.block is not None and run.block * ranks < seq_len else 0.0
 
 
 def _chunk_again(run: RunConfig) -> float:

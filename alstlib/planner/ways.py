@@ -17,6 +17,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "layers in chunks": {"chunk": CHUNK, "hidden": "device", "kv": "device"},
     "hidden states on the host": {"chunk": CHUNK, "hidden": "host", "kv": "device"},
     "keys and values too": {"chunk": CHUNK, "hidden": "host", "kv": "host"},
+    "block by block": {"chunk": None, "block": CHUNK, "hidden": "auto", "kv": "host"},
 }
 """As fields of RunConfig, beside tiles and checkpoints on the host."""
 
@@ -46,7 +47,8 @@ def compare(shape: Shape, run: RunConfig, machine: Machine, seq_len: int | None 
     longest length that every way reaches that reaches any)."""
     found = []
     for what, changes in WAYS.items():
-        own = {**changes, "chunk": changes["chunk"] and (run.chunk or max(CHUNK, _least(shape, run, machine)))}
+        size = run.chunk or run.block or max(CHUNK, least_chunk(shape, machine.rates, run.sp or machine.gpus))
+        own = {name: size if value == CHUNK else value for name, value in {"block": None, **changes}.items()}
         other = run.replace(checkpoint=True, offload="async", tiled_loss=run.tiled_loss or True, **own)
         best = longest(shape, other, machine)
         beyond = "" if best is None else predict(shape, other, machine, int(1.02 * best.seq_len) + machine.gpus).limit
@@ -58,7 +60,3 @@ def compare(shape: Shape, run: RunConfig, machine: Machine, seq_len: int | None 
         at = predict(shape, other, machine, length) if best is not None and length else None
         ways.append(Way(what, own, best, beyond, at if at is not None and at.fits else None))
     return ways
-
-
-def _least(shape: Shape, run: RunConfig, machine: Machine) -> int:
-    return least_chunk(shape, machine.rates, run.sp or machine.gpus)

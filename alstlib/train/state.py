@@ -39,7 +39,7 @@ BLOCK_BYTES = 2**24
 FREE = frozenset({
     "sp", "world_size", "zero_stage", "offload_optimizer", "offload_params", "prefetch",
     "attention", "tiled_loss", "tiled_mlp", "tiled_norm", "checkpoint", "offload", "save_attention", "chunk",
-    "kv", "hidden", "liger",
+    "block", "kv", "hidden", "liger",
     "device_memory", "host_memory", "search", "search_granule", "search_max", "emulate", "peers",
     "row", "trust_remote_code", "steps", "save_to", "checkpoint_every", "timeout", "resume", "resume_from",
 })  # fmt: skip
