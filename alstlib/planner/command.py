@@ -262,7 +262,9 @@ def describe_ways(ways: list[Way]) -> list[str]:
         step += ", held up by the link to the host" if w.link and w.at is not None else ""
         best = " and ".join(["farthest"] * (w is farthest) + ["fastest"] * (w is fastest))
         lines.append(f"  {w.what:28} {reach}{step}{f'  <- {best}' if best else ''}")
-        lines.append(f"  {'':28} ({settings(w.changes)})")
+        lines.append(
+            f"  {'':28} ({settings({n: v for n, v in w.changes.items() if v not in (None, 'auto')}) or 'no chunk'})"
+        )
     return lines
 
 
