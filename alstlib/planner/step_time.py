@@ -68,7 +68,7 @@ def step_seconds(
     core = attention * ((1 + again * (1 - kept) + first) / forward + 2.5 / backward) / ranks
     network = rates.link if ranks <= machine.per_node else rates.network
     exchange = exchange_bytes(shape, ranks, seq_len * run.batch_size, element, 1 + again, kept) / network
-    zero = _zero_seconds(shape, run, machine) * (max(1, -(-seq_len // (run.block * ranks))) if first else 1)
+    zero = _zero_seconds(shape, run, machine) * (-(-seq_len // (run.block * ranks)) if run.block and first else 1)
     offload = found.copied / rates.host
     shard = shape.parameters / (machine.gpus if run.zero_stage else 1)
     optimizer = 28 * shard / (rates.host_memory if run.offload_optimizer and run.zero_stage else 3e12)
