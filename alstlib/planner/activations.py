@@ -15,6 +15,7 @@ from alstlib.config import RunConfig
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.streaming import Streaming, copied_bytes, streaming_of
 from alstlib.sizing import (
+    KV_SHARE,
     keys_and_values,
     kv_needed,
     reference_tiles,
@@ -155,7 +156,7 @@ def activations(
         ValueError: a decoder that has no form.
     """
     if run.block is not None and run.block * ranks < seq_len:
-        return _by_blocks(shape, run, ranks, seq_len, device, room, workspace, capability)
+        return _by_blocks(shape, run, ranks, seq_len, device, room, workspace, capability, free)
     made = _forms()
     if shape.family not in families():
         raise ValueError(
@@ -217,6 +218,9 @@ def activations(
     if not all(way in made["ways"] for way in ways):
         raise ValueError(f"model='{shape.name}': {family} has no form in {dtype}, only in bf16")
     best, where = largest_of((m for way in ways for m in _moments(way)), sizes, adjust)
+    norm = 32 * product("H N", sizes) + 24 * sizes["N"] + 8 * sizes["H"]
+    if streaming.hidden and dtype == "fp32" and norm > sum(best.values()):  # a tile as long as the slice: narrow models
+        best, where = {"loss": norm}, "model.norm"
     if every > 1 and not streaming.hidden:  # a segment's inputs, made again, are on the device, with their outputs
         best["checkpoints"] = best.get("checkpoints", 0.0) + (every - 1) * (row + output)
     peak = {kind: round(nbytes) for kind, nbytes in best.items() if nbytes >= 0.5}
@@ -228,7 +232,7 @@ def activations(
 
 def _by_blocks(
     shape: Shape, run: RunConfig, ranks: int, seq_len: int, device: str, room: int | None, workspace: bool,
-    capability: int,
+    capability: int, free: int | None,
 ) -> Activations:  # fmt: skip
     """A model that runs block by block: one block as a sample of its own, and pages of all layers' keys and values."""
     assert run.block is not None
@@ -238,7 +242,8 @@ def _by_blocks(
     page = keys_and_values(length * run.batch_size, heads, 2 * shape.head_dim, element)
     blocks = -(-seq_len // length)
     pages = shape.layers * page * (blocks - 1)  # the last block's are never kept
-    kv = run.kv == "host" or (run.kv == "auto" and run.offload != "none")
+    short = run.offload != "none" and free is not None and pages > KV_SHARE * free
+    kv = run.kv == "host" or (run.kv == "auto" and short)
     ahead = 5 / 3 if workspace and device == "cuda" else 0
     taken = dict(one.device)
     taken["attention"] = taken.get("attention", 0) + (round(page * (1 + ahead)) if kv else pages)
