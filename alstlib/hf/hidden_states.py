@@ -23,10 +23,12 @@ def attach_hidden_states(handle: Handle) -> None:
     """Modules outside the layers learn to leave their outputs on the host, and to read them there."""
     if handle.options.chunk is None or handle.options.hidden == "device" or handle.options.offload == "none":
         return
+    tokens: Any = handle.model.get_input_embeddings()  # with an adapter around it, that as a whole
+    inside = {id(m) for m in tokens.modules() if m is not tokens}
     for module in _outside_layers(handle):
         if isinstance(module, TiledModule):
             module.travel = lambda: handle.travel()
-        elif isinstance(module, nn.Embedding):
+        elif module is tokens or (isinstance(module, nn.Embedding) and id(module) not in inside):
             handle.set_forward(module, _embedding(handle, module, module.forward))
         elif any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
             handle.set_forward(module, _rotary(handle, module, module.forward))

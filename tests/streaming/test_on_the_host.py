@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import VOCAB, make_model, small_pages
-from torch import Tensor
+from torch import Tensor, nn
 
 import alstlib
 from alstlib.offload.host_store import HostOutOfMemory
@@ -90,6 +90,33 @@ def test_no_byte_travels_in_vain(save: bool) -> None:
     passes = 2 if save else 3
     layer = 3 * ROW + (ROW - last * WIDTH * 4) + outputs + page * (passes * visits + chunks - 1) + page * visits
     assert fetched == LAYERS * layer + 5 * ROW
+
+
+class Adapted(nn.Module):
+    """Embeddings with an adapter beside them, which adds to their output where they run."""
+
+    def __init__(self, inner: nn.Embedding) -> None:
+        super().__init__()
+        self.inner = inner
+        self.down, self.up = nn.Embedding(VOCAB, 2), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(ids) + self.up(self.down(ids))
+
+
+def test_embeddings_with_an_adapter_travel_as_a_whole() -> None:
+    """On a GPU one part on the host and one on the device could not be added."""
+    model, found = make_model("gqa", num_hidden_layers=LAYERS), []
+    model.set_input_embeddings(Adapted(model.get_input_embeddings()))
+    for where in ("device", "host"):
+        kv = "host" if where == "host" else "auto"
+        with small_pages(), alstlib.apply(model, None, options(hidden=where, kv=kv)):
+            embeddings = model.get_input_embeddings()
+            assert ("forward" in embeddings.__dict__) == (where == "host")
+            assert not any("forward" in m.__dict__ for m in embeddings.modules() if m is not embeddings)
+            found.append(grads(model, data()))
+    for name, gradient in found[0].items():
+        assert torch.allclose(found[1][name], gradient, rtol=1e-5, atol=1e-7), name
 
 
 def test_a_loss_that_is_held_keeps_nothing() -> None:
