@@ -158,7 +158,7 @@ def test_a_dry_run_goes_through_the_real_commands(tmp_path: Path) -> None:
     (out / "gpu-1m" / "1M").mkdir(parents=True)
     (out / "gpu-1m" / "1M" / "config.json").mkdir()  # where the launcher writes
     env = {**os.environ, "PYTHON": sys.executable, "PATH": f"{smi.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    command = [str(ROOT / "env" / "gpu.sh"), str(out), "--dry-run", "gpu-1m", "gpu-kernels/kernels-32K"]
+    command = [str(ROOT / "env" / "gpu.sh"), str(out), "--dry-run", "gpu-1m/1M", "gpu-kernels/kernels-32K"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     page = (out / "page.md").read_text()
     assert done.returncode == 1, done.stdout + done.stderr

@@ -420,9 +420,10 @@ def test_a_layer_without_attention() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["device", "host"])
 @pytest.mark.parametrize("offload", ["none", "sync", "async"])
 @pytest.mark.parametrize("save", [True, False])
-def test_gpu_streamed_layers_are_whole_layers(offload: Any, save: bool) -> None:
+def test_gpu_streamed_layers_are_whole_layers(offload: Any, save: bool, kv: Any) -> None:
     """Odd length, ragged chunk, bf16: as near to fp32 as the same model without chunks."""
     batch = {n: t.cuda() for n, t in data(301).items()}
     ids = data(301)["input_ids"]
@@ -430,7 +431,10 @@ def test_gpu_streamed_layers_are_whole_layers(offload: Any, save: bool) -> None:
     errors = []
     for chunk in (None, 64):
         model = make_model("gqa", num_hidden_layers=4).to("cuda", torch.bfloat16)
-        options = alstlib.Options(chunk=chunk, offload=offload, save_attention=save, tiled_mlp=50, tiled_loss=70)
+        where = {"kv": kv, "hidden": kv} if chunk and offload != "none" else {}
+        options = alstlib.Options(
+            chunk=chunk, offload=offload, save_attention=save, tiled_mlp=50, tiled_loss=70, **where
+        )
         with alstlib.apply(model, None, options):
             for _ in range(2):  # the second step meets slabs and streams of the first
                 got = step(model, batch)[1]
