@@ -116,13 +116,14 @@ def _room_for(part: Tensor, device: torch.device) -> Tensor:
     return torch.empty(part.shape, dtype=part.dtype, device=device)
 
 
+@torch.no_grad()  # a generator may be asked for its next part inside a recompute, which makes a graph
 def _copy(to: Tensor, source: Tensor) -> None:
     """Without a stop where both lie in one piece: slices of the sequence do, in each micro-batch row."""
     if (to.is_contiguous() and source.is_contiguous()) or to.ndim < 2 or to.shape[0] == 1:
         to.copy_(source, non_blocking=True)
         return
-    for one, other in zip(to, source):
-        one.copy_(other, non_blocking=True)
+    for i in range(to.shape[0]):
+        to[i].copy_(source[i], non_blocking=True)
 
 
 def parts_of(courier: Courier | None, tiles: Sequence[slice], *tensors: Tensor) -> Iterator[list[Tensor]]:

@@ -92,6 +92,21 @@ def test_no_byte_travels_in_vain(save: bool) -> None:
     assert fetched == LAYERS * layer + 5 * ROW
 
 
+def test_several_samples_in_a_micro_batch() -> None:
+    """A chunk of their sequences does not lie in one piece on the host."""
+    model, found = make_model("gqa", num_hidden_layers=2), []
+    batch = {n: t.repeat(3, 1) for n, t in data().items()}
+    batch["input_ids"][1:, ::3] += 1
+    batch["shift_labels"] = batch["input_ids"].roll(-1, 1)
+    batch["input_ids"] %= VOCAB
+    batch["shift_labels"] %= VOCAB
+    for where in ({"hidden": "device", "kv": "auto"}, {}):
+        with small_pages(), alstlib.apply(model, None, options(tiled_norm=4, **where)):
+            found.append(grads(model, batch))
+    for name, gradient in found[0].items():
+        assert torch.allclose(found[1][name], gradient, rtol=1e-5, atol=1e-7), name
+
+
 class Adapted(nn.Module):
     """Embeddings with an adapter beside them, which adds to their output where they run."""
 
