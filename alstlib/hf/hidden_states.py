@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alstlib.hf.handle import Handle
+from alstlib.hf.handle import Handle, Options
 from alstlib.hf.inputs import Call
 from alstlib.tiled.compute import TiledModule, tiled_compute, tiles_of
 
 
 def attach_hidden_states(handle: Handle) -> None:
     """Modules outside the layers learn to leave their outputs on the host, and to read them there."""
-    if handle.options.chunk is None or handle.options.hidden == "device" or handle.options.offload == "none":
+    if not _may_travel(handle.options):
         return
     tokens: Any = handle.model.get_input_embeddings()  # with an adapter around it, that as a whole
     inside = {id(m) for m in tokens.modules() if m is not tokens}
@@ -39,12 +39,16 @@ def _outside_layers(handle: Handle) -> Iterator[nn.Module]:
     return (m for m in handle.model.modules() if id(m) not in inside)
 
 
+def _may_travel(options: Options) -> bool:
+    return options.chunk is not None and options.hidden != "device" and options.offload != "none"
+
+
 def travels(handle: Handle, call: Call, tokens: Tensor, kwargs: dict[str, Any]) -> bool:
     """Do the hidden states of this call lie on the host? Not where a caller gets them, or one chunk holds them."""
-    options = handle.options
-    if options.chunk is None or options.hidden == "device" or options.offload == "none":
+    chunk = handle.options.chunk
+    if chunk is None or not _may_travel(handle.options):
         return False
-    if handle.head is None or handle.head.liger or call.shift_labels is None or tokens.shape[1] <= options.chunk:
+    if handle.head is None or handle.head.liger or call.shift_labels is None or tokens.shape[1] <= chunk:
         return False
     if kwargs.get("output_hidden_states") or getattr(handle.model.config, "output_hidden_states", False):
         return False

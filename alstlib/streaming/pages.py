@@ -101,20 +101,22 @@ class LayerPages:
 
     def _leave(self, page: _Held) -> None:
         assert self.courier is not None
-        if page.device and not page.host:
-            page.host = [self.courier.empty(t.shape, t.dtype) for t in page.device]
-            for to, t in zip(page.host, page.device):
-                page.sent = self.courier.send(to, t)
+        if not page.host:
+            page.host = self._send(page, page.device, [])
         page.device = []
         self._send_sums(page)
 
     def _send_sums(self, page: _Held) -> None:
+        page.host_sums, page.sums = self._send(page, page.sums, page.host_sums), []
+
+    def _send(self, page: _Held, tensors: Sequence[Tensor], to: list[Tensor]) -> list[Tensor]:
+        """Send a page's tensors to the host: to where they lay before, if they did. Returns where they lie."""
         assert self.courier is not None
-        if page.sums and not page.host_sums:
-            page.host_sums = [self.courier.empty(t.shape, t.dtype) for t in page.sums]
-        for to, t in zip(page.host_sums, page.sums):
-            page.sent = self.courier.send(to, t)
-        page.sums = []
+        if not to:
+            to = [self.courier.empty(t.shape, t.dtype) for t in tensors]
+        for host, t in zip(to, tensors):
+            page.sent = self.courier.send(host, t)
+        return to
 
     def visit(self, order: Sequence[int], sums: bool = False) -> Iterator[Page]:
         """These pages one after the other on the device, the first of them the one that is open from now on."""
