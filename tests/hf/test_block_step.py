@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Iterator
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from cases import make_model, make_samples, plain_run, slopes, worst_error, wrap
+from cases import double, make_model, make_samples, plain_run, slopes, worst_error, wrap
 from test_gradients import varied, zero_config
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 import alstlib
 from alstlib.data.loader import SPDataLoader
 from alstlib.data.shard import shard_batch
 from alstlib.offload.host_store import HostOutOfMemory
 from alstlib.offload.ledger import Ledger
+from alstlib.tiled import loss as tiled_loss
 from alstlib.train import operators
 
 LENGTH = 21
@@ -40,24 +41,6 @@ def sample(documents: list[int] | None = None, rows: int = 1, padding: int = 0) 
         mask[-1, LENGTH - padding :] = 0
         made["attention_mask"] = mask
     return {**made, "document_lengths": [documents]} if documents else made
-
-
-@contextlib.contextmanager
-def double() -> Iterator[None]:
-    """What a model rounds to fp32 (norms, shares, rotary tables, routers) stays in fp64."""
-
-    def wide(original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = tree_map(lambda v: torch.float64 if v is torch.float32 else v, (args, kwargs))
-            return original(*args, **kwargs)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "float", Tensor.double)
-        for where, name in ((Tensor, "to"), (Tensor, "type"), (nn.functional, "softmax")):
-            patch.setattr(where, name, wide(getattr(where, name)))
-        yield
 
 
 def plain(model: Any, data: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
@@ -312,6 +295,42 @@ def test_a_failure_in_a_block_leaves_a_model_that_trains_on(when: int) -> None:
         assert worst_error(whole_step(model, batch)[1], want)[0] < 1e-5
         assert model.generate(batch["input_ids"][:, :3], max_new_tokens=2, do_sample=False).shape[1] == 5
     assert worst_error(plain_run(model, [sample()])[1], want)[0] < 1e-6
+
+
+def test_ligers_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes each block's loss. A missing package is named, and the model trains on. A CPU has no such kernel:
+    plain formulas take its place."""
+    model, batch, calls = make_model("gemma2"), batch_of(sample()), []
+
+    class Fused:
+        def __init__(self, *, ignore_index: int, reduction: str, softcap: float | None, accum_dtype: Any) -> None:
+            self.how, self.cap = {"ignore_index": ignore_index, "reduction": reduction}, softcap or 0.0
+
+        def __call__(self, weight: Tensor, hidden: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
+            calls.append((len(labels), torch.is_grad_enabled()))
+            logits = self.cap * torch.tanh(nn.functional.linear(hidden, weight, bias) / self.cap)
+            return nn.functional.cross_entropy(logits, labels, **self.how)  # type: ignore[arg-type]
+
+    with alstlib.apply(model):
+        loss, want = blocks_step(model, batch, 9)
+    ours = tiled_loss.tiled_logits_loss
+
+    def on_a_gpu(*args: Any, **how: Any) -> Tensor:
+        return ours(*args, **{**how, "liger": True})
+
+    with alstlib.apply(model, None, alstlib.Options(liger_loss=True)) as handle:
+        assert handle.head is not None
+        assert handle.head.liger
+        monkeypatch.setattr(tiled_loss, "tiled_logits_loss", on_a_gpu)
+        monkeypatch.setitem(sys.modules, "liger_kernel", None)
+        with pytest.raises(ModuleNotFoundError, match="liger_kernel"):
+            alstlib.block_step(model, batch, block=9)
+        monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+        package = SimpleNamespace(LigerFusedLinearCrossEntropyLoss=Fused)
+        monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
+        got_loss, got = blocks_step(model, batch, 9)
+    assert max(abs(got_loss / loss - 1), worst_error(got, want)[0]) < 1e-6
+    assert calls == [(9, False), (9, False), (3, False), (3, True), (9, True), (9, True)]
 
 
 # ----- refusals

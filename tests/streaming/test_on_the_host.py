@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from cases import VOCAB, make_model, small_pages
+from cases import VOCAB, double, make_model, plain_run, small_pages, worst_error
 from torch import Tensor, nn
 
 import alstlib
+from alstlib.data.shard import shard_batch
+from alstlib.mesh import SPContext
 from alstlib.offload.host_store import HostOutOfMemory
 from alstlib.offload.ledger import Ledger
 from alstlib.sizing import share_travelling
@@ -40,6 +43,36 @@ def grads(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def exact(rank: int, world: int) -> list[Any]:
+    """Errors of loss and gradients of an fp64 model for each length of a chunk, and for each place of its tensors."""
+    rows, places, found = 65, ("device", "host"), []
+    ctx, model, ids = SPContext.create(world), make_model("gqa", dtype=torch.float64), data(rows * world)["input_ids"]
+    sample = {"input_ids": ids, "labels": ids}
+    with double():
+        loss, want = plain_run(model, [sample])
+    shard = shard_batch(sample, world, rank)
+    for chunk, hidden, kv in itertools.product((1, 7, 64, rows), places, places):
+        how = options(chunk=chunk, hidden=hidden, kv=kv, tiled_loss=32)
+        with small_pages(40), alstlib.apply(model, ctx, how) as handle, double():
+            model.zero_grad()
+            out = alstlib.causal_lm_loss(model, shard, ctx)
+            out.loss.backward()
+            assert handle.kv_on_host == (kv == "host")
+        got = {n: p.grad / world for n, p in model.named_parameters()}
+        for gradient in got.values() if world > 1 else ():
+            torch.distributed.all_reduce(gradient)
+        found.append((chunk, hidden, kv, abs(out.mean.item() / loss - 1), *worst_error(got, want)))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_of_plain_transformers(pools: Any, world: int) -> None:
+    """Chunks of a token, of some, of almost all and of all tokens, over several pages."""
+    for result in pools(world)(exact) if world > 1 else [exact(0, 1)]:
+        for *case, loss, error, where in result:
+            assert max(loss, error) < 1e-10, (*case, loss, error, where)
 
 
 @pytest.mark.parametrize("kind", ["gqa", "gpt2", "gemma2"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from cases import make_model, small_pages, worst_error
+from cases import double, make_model, small_pages, worst_error
 from test_chunked import data, shard_of, step
 from torch import Tensor
 from transformers import AttentionInterface
@@ -93,6 +93,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "batch": ("llama", {"rows": 2}),
     "MLA": ("deepseek_v3", {}),
     "sinks, windows": ("gpt_oss", {}),
+    "soft caps, windows": ("gemma2", {"documents": [0, 2, 10, 42, 45]}),
 }
 
 
@@ -100,15 +101,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_sparse_pages_are_those_of_the_plain_version(name: str, kind: dict[str, Any]) -> None:
     """Loss and every gradient, wherever tensors lie and whether outputs are kept; always the same bits."""
     model, batch, found = build(name), sample(**kind), []
-    want_loss, want = oracle(model, batch, CHUNK, SPARSE)
+    with double():
+        want_loss, want = oracle(model, batch, CHUNK, SPARSE)
     for how in ({}, HOST, {**HOST, "save_attention": True}):
-        with alstlib.apply(model, options=alstlib.Options(chunk=CHUNK, sparse=SPARSE, **how)):
+        with alstlib.apply(model, options=alstlib.Options(chunk=CHUNK, sparse=SPARSE, **how)), double():
             loss, got = step(model, batch)
         found.append(got)
         assert abs(loss / want_loss - 1) < 1e-12
         assert worst_error(got, want)[0] < 1e-12, worst_error(got, want)
+        if "rows" in kind:  # tokens that both samples have are added up in another order
+            got = {n: g for n, g in got.items() if "embed_tokens" not in n}
         assert all(torch.equal(found[0][n], g) for n, g in got.items())
-    dense, _ = oracle(model, batch, CHUNK, alstlib.Sparse(top=100, page=PAGE))
+    with double():
+        dense, _ = oracle(model, batch, CHUNK, alstlib.Sparse(top=100, page=PAGE))
     assert abs(dense / want_loss - 1) > 1e-9, "nothing was left out"
 
 
