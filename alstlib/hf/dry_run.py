@@ -25,6 +25,10 @@ ROWS = 11
 """Tokens of a dry run: few, and the size of nothing else."""
 
 
+CAPTURES = "_output_capturing_hooks_installed"
+"""Attribute of a model in which transformers has installed the hooks that capture outputs, of routers and others."""
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """One call of attention: what a layer hands to it."""
@@ -131,7 +135,8 @@ def dry_run(model: PreTrainedModel, layers: Sequence[nn.Module]) -> DryRun:
 
 def _special(model: PreTrainedModel) -> set[Any]:
     config = model.config.get_text_config()
-    return {getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "sep", "cls", "mask")}
+    found = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "sep", "cls", "mask")]
+    return {token for one in found for token in (one if isinstance(one, list | tuple) else [one])}
 
 
 class _Indices(TorchFunctionMode):
@@ -179,6 +184,7 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], run: DryRun) -> Iterat
     head, training = model.get_output_embeddings(), {m: m.training for m in model.modules()}
     own = {m: m.__dict__.get("forward") for m in (*layers, head)}
     hooks = [(m, n, m.__dict__[n]) for m in training for n in ("_forward_hooks", "_forward_pre_hooks")]
+    captured = {m for m in training if CAPTURES in m.__dict__}
     weights, stopping = _weights(model, layers), False
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **kwargs: Any) -> Any:
@@ -237,6 +243,8 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], run: DryRun) -> Iterat
             m.training = mode
         for m, kind, those in hooks:
             m.__dict__[kind] = those
+        for m in training.keys() - captured:  # those of the dry run are gone
+            m.__dict__.pop(CAPTURES, None)
         for key, config in configs.items():
             config._attn_implementation_internal = implementations[key]
         AttentionInterface._global_mapping.pop(name, None)

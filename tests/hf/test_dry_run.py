@@ -79,6 +79,19 @@ def test_a_dry_run_calls_no_hook() -> None:
     assert {"before", "after"} == set(called)
 
 
+def test_a_model_gives_its_routers_outputs_after_a_dry_run() -> None:
+    """transformers installs the hooks that capture them in the model's first call, which the dry run is not."""
+    model = zoo.build("mixtral")
+    run(model)
+    assert len(model(torch.tensor([[5, 6, 7]])).router_logits) == model.config.num_hidden_layers
+
+
+def test_a_config_may_name_several_ends() -> None:
+    """As those of Llama 3.1 and GLM 4 do: the dry run's token is none of them."""
+    model = make_model(eos_token_id=[0, 1], pad_token_id=2)
+    assert run(model).finished
+
+
 def test_a_dry_run_reads_no_weights() -> None:
     """A model of any size: here one that would not fit, without memory."""
     with torch.device("meta"):
