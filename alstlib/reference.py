@@ -149,6 +149,25 @@ def logits_loss(
     return torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
 
 
+def token_logps(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, scale: float = 1.0,
+    softcap: float | None = None, temperature: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """Log-probability of each label in fp32 or wider, 0 where it is -100; shapes as for `logits_loss`."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logps = (logits / temperature).log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+    return logps.masked_fill(labels == -100, 0.0)
+
+
+def head_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Entropy (in nats) of each token's softmax, and whether its label has the largest logit; 0 where it is -100."""
+    p, valid = logits.softmax(-1), labels != -100
+    return torch.special.entr(p).sum(-1) * valid, (logits.argmax(-1) == labels) & valid
+
+
 def shift(labels: Tensor) -> Tensor:
     """labels [B, S] -> the label of each position, which is the next token's; the last has none (-100)."""
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)

@@ -2,9 +2,9 @@
 
 In the order in which to read it: `handle` holds what is attached (`Options`, `Handle`); `attach` (`apply`) attaches it,
 with `attention`, `checkpointed_layers` or `chunked_layers`, and `routers`; `inputs` takes and checks one call;
-`causal_lm_loss` calls the model, and `block_step` does so block by block (`block_calls`). What can be run exactly is
-found by `support`, `dry_run` and `logits`; `edits` are the changes to modules that `detach` takes back, and
-`router_loss` is exact on a sharded sequence.
+`causal_lm_loss` calls the model, `token_logps` does so for log-probabilities, and `block_step` block by block
+(`block_calls`). What can be run exactly is found by `support`, `dry_run` and `logits`; `edits` are the changes to
+modules that `detach` takes back, and `router_loss` is exact on a sharded sequence.
 """
 
 from alstlib import face
@@ -14,4 +14,5 @@ __getattr__, __all__ = face(__name__, {
     "block_step": ["block_step"],
     "causal_lm_loss": ["Loss"],
     "handle": ["Handle", "Options"],
+    "token_logps": ["sequence_logps", "token_logps"],
 })  # fmt: skip

@@ -23,13 +23,14 @@ from alstlib.hf.checkpointed_layers import attach_checkpoints
 from alstlib.hf.chunked_layers import attach_streams
 from alstlib.hf.handle import Handle, Options
 from alstlib.hf.hidden_states import attach_hidden_states, travels
-from alstlib.hf.inputs import number_tokens, take_call
+from alstlib.hf.inputs import Call, number_tokens, take_call
 from alstlib.hf.logits import find_transform
 from alstlib.hf.routers import attach_routers, router_loss
 from alstlib.hf.support import check_model, check_shared, shared_weights
 from alstlib.mesh import ATTACHED, SPContext
 from alstlib.tiled.compute import TiledMLP, TiledNorm
 from alstlib.tiled.loss import TiledHead
+from alstlib.ulysses.alltoall import unstripe
 from alstlib.units import IGNORE
 
 log = logging.getLogger(__name__)
@@ -143,11 +144,11 @@ def _attach_head(handle: Handle) -> None:
     factor = 1.0 if transform.is_identity else _TINY
 
     def labels_of_call(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        labels = None if handle.call is None else handle.call.shift_labels
-        return (args[0], labels)
+        call = handle.call
+        return args[:1] if call is None else (args[0], call.shift_labels, call.temperature, call.statistics)
 
     def shrink(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-        return out * factor if factor != 1.0 and out.ndim == 0 else out
+        return out * factor if factor != 1.0 and len(args) > 1 and args[1] is not None else out
 
     handle.head.register_forward_pre_hook(labels_of_call)
     handle.head.register_forward_hook(shrink)
@@ -202,6 +203,8 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
         call = take_call(args, kwargs, handle.ctx, handle.options.chunk)
         number_tokens(call, args, kwargs, handle.facts, type(handle.model).__name__)
         call.router = router_loss(handle, call, kwargs)
+        if call.router is not None and call.temperature is not None:
+            raise ValueError("log-probabilities have no load-balancing loss: use output_router_logits=False")
         tokens = args[0] if args else kwargs.get("input_ids")
         call.travels = tokens is not None and travels(handle, call, tokens, kwargs)
         handle.begin(call)
@@ -217,10 +220,9 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
             total, logits = out.logits * handle.head.unshrink, None
         else:
             logits = None if call.striped else out.logits
-            wide = torch.promote_types(out.logits.dtype, torch.float32)
-            total = nn.functional.cross_entropy(
-                out.logits.to(wide).flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORE
-            )
+            total = _untiled(out.logits, labels, call)
+        if call.temperature is not None:
+            return type(out)(logits=_in_order(handle, call, total))
         tokens = (labels != IGNORE).sum()
         more = {}
         if call.router is not None and not (call.blocks is not None and call.blocks.making):
@@ -232,6 +234,29 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
     handle.edits.hook(model, model.register_forward_pre_hook(before, with_kwargs=True))
     handle.edits.hook(model, model.register_forward_hook(after, with_kwargs=True, always_call=True))
     handle.edits.set(model, ATTACHED, weakref.ref(handle))
+
+
+def _untiled(logits: Tensor, labels: Tensor, call: Call) -> Tensor:
+    """What a tiled head returns, of logits [B, L, V]."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if call.temperature not in (None, 1.0):
+        logits = logits / call.temperature
+    if call.statistics is not None:
+        call.statistics.of(logits, labels)
+    kind = "sum" if call.temperature is None else "none"
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=kind, ignore_index=IGNORE)
+    return loss if call.temperature is None else -loss.view(labels.shape)
+
+
+def _in_order(handle: Handle, call: Call, logps: Tensor) -> Tensor:
+    """Log-probabilities [B, L], and statistics, in the order of the tokens of this rank's slice."""
+    chunk, found = handle.options.chunk, call.statistics
+    if not call.striped or chunk is None:
+        return logps
+    if found is not None:
+        found.entropy = unstripe(found.entropy, chunk, handle.ctx)
+        found.correct = unstripe(found.correct.to(torch.uint8), chunk, handle.ctx).bool()
+    return unstripe(logps, chunk, handle.ctx)
 
 
 def _attach_generation(handle: Handle) -> None:

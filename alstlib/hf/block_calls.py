@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from alstlib.hf.causal_lm_loss import fields_of
 from alstlib.hf.dry_run import LayerCall
 from alstlib.hf.handle import Handle, Keys
 from alstlib.hf.inputs import number_tokens, take_call
 from alstlib.hf.routers import router_loss
 from alstlib.recompute import Replay
 from alstlib.streaming.blocks import Blocks
+from alstlib.tiled.logits import Statistics
 from alstlib.units import IGNORE
 
 
@@ -68,8 +70,7 @@ class MicroBatch:
 
     def __init__(self, handle: Handle, batch: Mapping[str, Any], block: int) -> None:
         ctx = handle.ctx
-        names = ("input_ids", "position_ids", "shift_labels", "cu_documents", "row_tokens")
-        kwargs: dict[str, Any] = {**{name: batch.get(name) for name in names}, "num_items_in_batch": 1}
+        kwargs: dict[str, Any] = {**fields_of(batch), "num_items_in_batch": 1}
         call = take_call((), kwargs, ctx, block)
         number_tokens(call, (), kwargs, handle.facts, type(handle.model).__name__)
         call.router, call.striped = router_loss(handle, call, kwargs), True
@@ -88,12 +89,13 @@ class MicroBatch:
         assert self.call.shift_labels is not None
         return self.call.shift_labels
 
-    def run(self, model: Any, index: int, making: bool) -> Tensor:
-        """The sum of a block's losses; with `making`, the forward that comes before all recomputes."""
+    def run(self, model: Any, index: int, making: bool, found: Statistics | None = None) -> Tensor:
+        """The sum of a block's losses; with `making`, the forward that comes before all recomputes. `found` gets its
+        statistics."""
         self.blocks.begin(index, making)
         handle, rows = self.handle, self.blocks.rows
         cut = {name: self.kwargs[name][:, rows].contiguous() for name in ("input_ids", "position_ids")}
-        handle.next_call = replace(self.call, shift_labels=self.labels[:, rows].contiguous())
+        handle.next_call = replace(self.call, shift_labels=self.labels[:, rows].contiguous(), statistics=found)
         try:
             if making:
                 self.replays[index] = Replay(self.labels.device)

@@ -20,12 +20,13 @@ from alstlib.hf.block_calls import MicroBatch, without_tokens
 from alstlib.hf.causal_lm_loss import Loss, causal_lm_loss, check_batch, check_first_backward, share_of
 from alstlib.hf.handle import Handle
 from alstlib.mesh import ATTACHED, SPContext, context_of
+from alstlib.tiled.logits import Statistics
 from alstlib.units import IGNORE
 
 
 def block_step(
     engine: Any, batch: Mapping[str, Any], ctx: SPContext | None = None, block: int = 16_384,
-    engine_divides_by: int = 1, last_micro_batch: bool | None = None,
+    engine_divides_by: int = 1, last_micro_batch: bool | None = None, statistics: bool = False,
 ) -> Loss:  # fmt: skip
     """Forward and backward of one micro-batch, block by block of the whole model; without gradients, forward alone.
 
@@ -34,7 +35,7 @@ def block_step(
 
     Args:
         engine: the attached model, bare, in DDP or FSDP2, or in a DeepSpeed engine.
-        batch, ctx, engine_divides_by: as `causal_lm_loss` takes them.
+        batch, ctx, engine_divides_by, statistics: as `causal_lm_loss` takes them.
         block: tokens of this rank in a block; with P ranks a block is P consecutive slices of the sequence.
         last_micro_batch: does the micro-batch end the optimizer step, so that gradients are reduced over ranks? None:
             as the engine says (DeepSpeed counts micro-batches, DDP knows `no_sync()`), and yes where it does not.
@@ -67,7 +68,7 @@ def block_step(
     steps, train = _Engine(engine, last_micro_batch), torch.is_grad_enabled()
     if count == 1:
         with steps.micro_step(ends=True):
-            out = causal_lm_loss(engine, batch, ctx, engine_divides_by)
+            out = causal_lm_loss(engine, batch, ctx, engine_divides_by, statistics)
             if train:
                 steps.backward(out.loss)
         return replace(out, loss=out.loss.detach())
@@ -78,11 +79,13 @@ def block_step(
         order += [(without_tokens(handle, batch), 0)] * lacking
     try:
         with torch.no_grad():
-            losses = torch.stack([part.run(engine, i, making=True) for part, i in order])
+            found = [Statistics() if statistics else None for _ in order]
+            losses = torch.stack([part.run(engine, i, making=True, found=f) for (part, i), f in zip(order, found)])
+            sums = torch.stack([f.sums() for f in found if f is not None]).sum(0) if statistics else None
             total = losses.double().sum().to(losses.dtype)
             if micro.call.router is not None:
                 total = micro.call.router.add_to(total, micro.labels.ne(IGNORE).sum())
-        share = share_of(total, micro.labels, batch, ctx, engine_divides_by)
+        share = share_of(total, micro.labels, batch, ctx, engine_divides_by, sums)
         for part, i in reversed(order) if train else ():
             handle.renew_plan()
             with steps.micro_step(ends=(part, i) == order[0]):
@@ -91,7 +94,7 @@ def block_step(
     finally:
         for part, _ in order:
             part.close()
-    return Loss(loss=(total * share.factor).detach(), mean=share.mean, tokens=share.tokens)
+    return share.of((total * share.factor).detach())
 
 
 def _handle_of(model: Any) -> Handle:

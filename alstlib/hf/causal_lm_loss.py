@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alstlib.mesh import SPContext, context_of
+from alstlib.tiled.logits import Statistics
 from alstlib.units import IGNORE
 
 
@@ -29,11 +30,16 @@ class Loss:
     """For the log: mean loss per valid token of this micro-batch over all ranks; the same on every rank, detached."""
     tokens: Tensor
     """Valid tokens of this micro-batch over all ranks."""
+    entropy: Tensor | None = None
+    """With `statistics`: the mean entropy of the softmax in nats, over the same tokens as `mean`; detached."""
+    accuracy: Tensor | None = None
+    """With `statistics`: the share of these tokens whose label has the largest logit; detached."""
 
 
 def causal_lm_loss(
-    model: Any, batch: Mapping[str, Any], ctx: SPContext | None = None, engine_divides_by: int = 1
-) -> Loss:
+    model: Any, batch: Mapping[str, Any], ctx: SPContext | None = None, engine_divides_by: int = 1,
+    statistics: bool = False,
+) -> Loss:  # fmt: skip
     """Run the model (as given: wrapped by DDP or an engine, or bare) on this rank's shard and return its loss.
 
     Args:
@@ -42,30 +48,31 @@ def causal_lm_loss(
             the valid tokens of the whole optimizer step; without step_tokens the micro-batch is the step.
         ctx: the mesh the model was attached with; it may be left out.
         engine_divides_by: the number by which the engine divides the loss (gradient accumulation steps in DeepSpeed).
+        statistics: find the entropy and the accuracy too, from the same logits.
 
     Raises:
-        ValueError: a field is missing, the model is not attached, `ctx` is not the mesh that it was attached with, or
-            DDP with a static graph would not reduce its first backward.
+        ValueError: a field is missing, the model is not attached, `ctx` is not the mesh that it was attached with,
+            DDP with a static graph would not reduce its first backward, or statistics of Liger's loss.
     """
     check_batch(batch, engine_divides_by)
     ctx = context_of(model, ctx)
     check_first_backward(model)
-    labels = batch["shift_labels"]
-    out = model(
-        input_ids=batch["input_ids"],
-        position_ids=batch["position_ids"],
-        shift_labels=labels,
-        cu_documents=batch.get("cu_documents"),
-        row_tokens=batch.get("row_tokens"),
-        num_items_in_batch=1,
-    )
+    found = Statistics() if statistics else None
+    out = model(**fields_of(batch), num_items_in_batch=1, statistics=found)
     total = getattr(out, "loss", None)
     if total is None:
         raise ValueError(
             f"{type(model).__name__} returned no loss for shift_labels: attach it with alstlib.apply first"
         )
-    share = share_of(total.detach(), labels, batch, ctx, engine_divides_by)
-    return Loss(loss=total * share.factor, mean=share.mean, tokens=share.tokens)
+    sums = None if found is None else found.sums()
+    share = share_of(total.detach(), batch["shift_labels"], batch, ctx, engine_divides_by, sums)
+    return share.of(total * share.factor)
+
+
+def fields_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a batch an attached model is given."""
+    names = ("input_ids", "position_ids", "shift_labels", "cu_documents", "row_tokens")
+    return {name: batch.get(name) for name in names}
 
 
 def check_batch(batch: Mapping[str, Any], engine_divides_by: int) -> None:
@@ -85,14 +92,20 @@ class Share:
     """What this rank's sum of losses is multiplied by for backward."""
     mean: Tensor
     tokens: Tensor
-    """Both as in `Loss`."""
+    entropy: Tensor | None = None
+    accuracy: Tensor | None = None
+    """All as in `Loss`."""
+
+    def of(self, loss: Tensor) -> Loss:
+        return Loss(loss=loss, mean=self.mean, tokens=self.tokens, entropy=self.entropy, accuracy=self.accuracy)
 
 
 def share_of(
-    total: Tensor, labels: Tensor, batch: Mapping[str, Any], ctx: SPContext, engine_divides_by: int
+    total: Tensor, labels: Tensor, batch: Mapping[str, Any], ctx: SPContext, engine_divides_by: int,
+    found: Tensor | None = None,
 ) -> Share:  # fmt: skip
-    """For this rank's sum of losses and its labels. Collective."""
-    stats = torch.stack([total.double(), labels.ne(IGNORE).sum().double()])
+    """For this rank's sum of losses and its labels, and the sums [2] of its statistics. Collective."""
+    stats = torch.stack([total.double(), labels.ne(IGNORE).sum().double(), *([] if found is None else found)])
     if ctx.world_group is not None:
         dist.all_reduce(stats, group=ctx.world_group)
     tokens = stats[1]
@@ -104,7 +117,8 @@ def share_of(
         factor: Any = (ctx.world_size * engine_divides_by / step_tokens.double().clamp_min(1)).to(total.dtype)
     else:
         factor = ctx.world_size * engine_divides_by / max(1, step_tokens)
-    return Share(factor, stats[0] / tokens.clamp_min(1), tokens.to(torch.int64))
+    means = stats / tokens.clamp_min(1)
+    return Share(factor, means[0], tokens.to(torch.int64), *means[2:])
 
 
 def check_first_backward(model: Any, reduces: bool = True) -> None:

@@ -19,11 +19,20 @@ from alstlib.mesh import SPContext
 from alstlib.offload.checkpoints import Saved
 from alstlib.streaming.blocks import Blocks
 from alstlib.streaming.chunked import RowChunk
-from alstlib.tiled.loss import readable
+from alstlib.tiled.logits import Statistics, readable
 from alstlib.ulysses.alltoall import agree_on, stripe
 from alstlib.units import IGNORE
 
-OURS = ("labels", "shift_labels", "cu_documents", "num_items_in_batch", "step_tokens", "row_tokens")
+OURS = (
+    "labels",
+    "shift_labels",
+    "cu_documents",
+    "num_items_in_batch",
+    "step_tokens",
+    "row_tokens",
+    "temperature",
+    "statistics",
+)
 """Keyword arguments that an attached model takes and its own forward does not see."""
 MIXED = (
     "pixel_values",
@@ -43,6 +52,10 @@ class Call:
     documents: Offsets | None = None
     shift_labels: Tensor | None = None
     divisor: Any = None
+    temperature: float | None = None
+    """Of the log-probabilities of the labels, where these are asked for; None: the loss."""
+    statistics: Statistics | None = None
+    """Where what the head finds of each token is noted, if it is asked for."""
     saved: Saved | None = None
     piece: RowChunk | None = None
     """The chunk that a streamed layer is at."""
@@ -104,7 +117,8 @@ def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chu
     if ours["cu_documents"] is not None and kwargs.get("position_ids") is None:  # a model would count on through them
         kwargs["position_ids"] = _positions(documents or (), shape[0], shape[1], ctx).to(tokens.device)
     call = Call(
-        documents=documents, shift_labels=labels, divisor=ours["num_items_in_batch"], device=tokens.device
+        documents=documents, shift_labels=labels, divisor=ours["num_items_in_batch"], device=tokens.device,
+        temperature=ours["temperature"], statistics=ours["statistics"],
     )  # fmt: skip
     call.real = _real_tokens(ours["row_tokens"], mask, tokens, ctx)
     if chunk is not None and ctx.sp > 1 and shape[1] > chunk:

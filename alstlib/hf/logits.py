@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from alstlib.tiled.loss import LogitTransform
+from alstlib.tiled.logits import LogitTransform
 
 
 class _Fixed(nn.Module):

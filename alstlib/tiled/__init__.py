@@ -1,12 +1,15 @@
 """Token-wise functions in sequence tiles, so that intermediates do not grow with the sequence (ALST, section 3.1).
 
-In the order in which to read it: `compute` has the operator, and the modules that stand in for an MLP or a norm; `loss`
-the cross-entropy of a language-model head without its logits; `skip` finds what a recompute need not compute.
+In the order in which to read it: `compute` has the operator, and the modules that stand in for an MLP or a norm;
+`logits` what a head's loss needs of one tile, `loss` the cross-entropy of a language-model head without its logits, and
+`logps` the log-probability of each label; `skip` finds what a recompute need not compute.
 """
 
 from alstlib import face
 
 __getattr__, __all__ = face(__name__, {
     "compute": ["TiledMLP", "TiledNorm", "default_tile", "tiled_compute"],
-    "loss": ["LogitTransform", "TiledHead", "tiled_logits_loss"],
+    "logits": ["LogitTransform", "Statistics"],
+    "loss": ["TiledHead", "tiled_logits_loss"],
+    "logps": ["tiled_token_logps"],
 })  # fmt: skip

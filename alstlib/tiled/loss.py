@@ -10,102 +10,43 @@ nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from alstlib.offload.courier import Travel
 from alstlib.recompute import first_order
-from alstlib.tiled.compute import TiledModule, check_tile, default_tile, tiled_compute, tiles_of
+from alstlib.tiled.compute import TiledModule, check_tile, default_tile, tiled_compute
+from alstlib.tiled.logits import Gradients, LogitTransform, Statistics, check_labels, tiles_of_logits
+from alstlib.tiled.logps import tiled_token_logps
 from alstlib.units import IGNORE
-
-
-def readable(tensor: Tensor) -> bool:
-    """Can its values be looked at for free? Not on a GPU, and not where there are none (a simulation)."""
-    return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogitTransform:
-    """What some models do to the logits after the head: y = cap * tanh(scale * x / cap), or y = scale * x."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    @property
-    def is_identity(self) -> bool:
-        return self.scale == 1.0 and self.softcap is None
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits
-
-    def scale_grad(self, grad: Tensor, transformed: Tensor | None) -> Tensor:
-        """In place: gradient of the transformed logits -> gradient of the head's own logits."""
-        if self.softcap is not None and transformed is not None:
-            grad.mul_(1 - (transformed / self.softcap).square_())
-        return grad.mul_(self.scale) if self.scale != 1.0 else grad
 
 
 class _TiledLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, tile: int,
-        transform: LogitTransform, train: bool, travel: Travel | None,
+        transform: LogitTransform, train: bool, travel: Travel | None, found: Statistics | None,
     ) -> Tensor:  # fmt: skip
         # autograd says which inputs require a gradient, under no_grad too
-        needs = need_hidden, need_weight, need_bias = [train and need for need in ctx.needs_input_grad[:3]]
-        rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        needs = [train and need for need in ctx.needs_input_grad[:3]]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         courier = None if travel is None else travel.courier()
         total = torch.zeros((), dtype=wide, device=labels.device)
-        grad_rows = None
-        if need_hidden:
-            grad_rows = torch.empty_like(rows) if courier is None else courier.empty(rows.shape, rows.dtype)
-        grad_weight = torch.zeros_like(weight, dtype=wide) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if need_bias and bias is not None else None
-        tiles = tiles_of(rows.shape[0], tile)
-        parts = (
-            (rows[at] for at in tiles) if courier is None else (x for (x,) in courier.each([rows[at]] for at in tiles))
-        )
-        for at, part in zip(tiles, parts):
-            target = targets[at]
-            valid = target != IGNORE
-            index = torch.where(valid, target, 0)[:, None]
-            logits = transform(nn.functional.linear(part, weight, bias).to(wide))
-            capped = logits.clone() if transform.softcap is not None and any(needs) else None
-            picked = logits.gather(1, index)[:, 0]
-            shift = logits.amax(1)
-            sums = logits.sub_(shift[:, None]).exp_().sum(1)
-            total += torch.where(valid, sums.log() + shift - picked, 0.0).sum()
-            if not any(needs):
-                del logits
-                continue
-            grad = logits.mul_((valid / sums)[:, None])  # softmax, zero for tokens without a label
-            grad.scatter_add_(1, index, -valid.to(wide)[:, None])
-            grad = transform.scale_grad(grad, capped)
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            grad = grad.to(rows.dtype)
-            if grad_rows is not None and courier is None:
-                torch.mm(grad, weight, out=grad_rows[at])
-            elif grad_rows is not None and courier is not None:
-                courier.send(grad_rows[at], grad @ weight)
-            if grad_weight is not None:
-                if grad.dtype == wide:
-                    grad_weight.addmm_(grad.T, part)
-                else:
-                    grad_weight += grad.T @ part
-            del logits, capped, grad, part  # before the next tile's are made
-        if courier is not None:
-            courier.finish()
-        ctx.grads = (grad_rows, grad_weight, grad_bias)
+        if found is not None:
+            found.begin(labels, wide)
+        grads = Gradients(hidden.reshape(-1, hidden.shape[-1]), weight, bias, needs, courier)
+        some = tiles_of_logits(hidden, weight, bias, labels, tile, transform, courier, any(needs), found is not None)
+        for at, part, one in some:
+            total -= one.logps().sum()
+            if found is not None:
+                found.note(at, one)
+            if any(needs):
+                grads.add(at, part, one.grad(one.sums.new_full((), -1.0)))
+            del part, one
+        ctx.grads = (grads.rows, grads.weight, grads.bias)
         ctx.like = (hidden.shape, weight.dtype, None if bias is None else bias.dtype)
         return total
 
@@ -119,12 +60,13 @@ class _TiledLoss(torch.autograd.Function):
         rows = None if rows is None else rows.mul_(upstream.to(rows.device)).view(shape)
         weight = None if weight is None else weight.mul_(upstream).to(weight_dtype)
         bias = None if bias is None else bias.mul_(upstream).to(bias_dtype)
-        return rows, weight, bias, None, None, None, None, None
+        return rows, weight, bias, *[None] * 6
 
 
 def tiled_logits_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, tile: int | None = None,
     transform: LogitTransform | None = None, liger: bool = False, travel: Travel | None = None,
+    statistics: Statistics | None = None,
 ) -> Tensor:  # fmt: skip
     """Sum of the cross-entropy over the valid tokens, in tiles of `tile` tokens (ALST, section 3.1).
 
@@ -134,23 +76,20 @@ def tiled_logits_loss(
         transform: scale and soft cap of the logits.
         liger: use Liger's fused kernel (CUDA, with the package installed), which tiles by itself.
         travel: `hidden` and its gradient lie on the host, and tiles of them visit the device; None: they lie there.
+        statistics: gets the entropy of each token and whether its label has the largest logit, from the same logits.
 
     Returns:
         A scalar in fp32 (or wider). A sum: divide by the number of valid tokens of the whole batch.
 
     Raises:
-        ValueError: labels whose shape is not hidden's without the width, or (on a CPU) a label outside the vocabulary.
+        ValueError: labels whose shape is not hidden's without the width, (on a CPU) a label outside the vocabulary, or
+            statistics of Liger's kernel.
     """
-    if labels.shape != hidden.shape[:-1]:
-        raise ValueError(f"labels {list(labels.shape)} must have hidden's shape {list(hidden.shape[:-1])}")
-    if readable(labels):
-        wrong = labels[(labels != IGNORE) & ((labels < 0) | (labels >= weight.shape[0]))]
-        if wrong.numel():
-            raise ValueError(
-                f"label {int(wrong[0])} is neither in the head's vocabulary of {weight.shape[0]} nor {IGNORE}, for none"
-            )
+    check_labels(labels, hidden, weight.shape[0])
     transform = transform or LogitTransform()
     if liger:
+        if statistics is not None:
+            raise ValueError("Liger's fused loss has no statistics: use liger_loss=False, or statistics=False")
         return _liger_loss(hidden, weight, labels, bias, transform)
     device = labels.device
     tile = default_tile(weight.shape[0], 4, device) if tile is None else check_tile(tile)
@@ -158,7 +97,7 @@ def tiled_logits_loss(
         dtype = torch.get_autocast_dtype(device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    return _TiledLoss.apply(hidden, weight, bias, labels, tile, transform, torch.is_grad_enabled(), travel)
+    return _TiledLoss.apply(hidden, weight, bias, labels, tile, transform, torch.is_grad_enabled(), travel, statistics)
 
 
 def _liger_loss(
@@ -177,7 +116,8 @@ def _liger_loss(
 
 
 class TiledHead(TiledModule):
-    """Stands in for a language-model head: with labels it returns the summed loss, without them the head's logits.
+    """Stands in for a language-model head: with labels it returns the summed loss, or each label's log-probability;
+    without them the head's logits.
 
     Args:
         head: the model's own head, [B, S, E] -> [B, S, V]: a Linear, or any token-wise module (LoRA, say).
@@ -199,36 +139,50 @@ class TiledHead(TiledModule):
     def plain(self) -> bool:
         return type(self.inner) is nn.Linear
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None = None, temperature: float | None = None,
+        statistics: Statistics | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The logits of hidden [B, S, E]; with labels [B, S] their loss, with a temperature too their log-probabilities
+        [B, S]."""
         if labels is None:
             return self.inner(hidden)
-        if self.plain:
-            return tiled_logits_loss(
-                hidden,
-                self.inner.weight,  # type: ignore[arg-type]
-                labels,
-                bias=self.inner.bias,  # type: ignore[arg-type]
-                tile=self.tile,
-                transform=self.transform,
-                liger=self.liger and hidden.is_cuda,
-                travel=self.travel(),
-            )
-        return self._through_module(hidden, labels)
+        if not self.plain:
+            logps = self._through_module(hidden, labels, self.transform.at(temperature or 1.0), statistics)
+            return -logps.sum() if temperature is None else logps
+        weight: Any = self.inner.weight
+        given: Any = {
+            "bias": self.inner.bias, "tile": self.tile, "transform": self.transform, "travel": self.travel(),
+            "statistics": statistics,
+        }  # fmt: skip
+        if temperature is not None:
+            return tiled_token_logps(hidden, weight, labels, temperature=temperature, **given)
+        return tiled_logits_loss(hidden, weight, labels, liger=self.liger and hidden.is_cuda, **given)
 
-    def _through_module(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Any head: token losses by tiles of its own forward, recomputed in backward."""
+    def _through_module(
+        self, hidden: Tensor, labels: Tensor, transform: LogitTransform, statistics: Statistics | None
+    ) -> Tensor:
+        """Any head: log-probabilities by tiles of its own forward, recomputed in backward."""
         vocabulary = max(p.shape[0] for p in self.inner.parameters() if p.ndim == 2)
         tile, travel = self.tile or default_tile(vocabulary, 4, labels.device), self.travel()
 
-        def token_losses(part: Tensor, target: Tensor) -> Tensor:
+        def token_logps(part: Tensor, target: Tensor) -> Tensor:
             logits = self.inner(part)
-            logits = self.transform(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+            logits = transform(logits.to(torch.promote_types(logits.dtype, torch.float32)))
             loss = nn.functional.cross_entropy(
                 logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORE
             )
-            return loss.view(target.shape)
+            logps = -loss.view(target.shape)
+            if statistics is None:
+                return logps
+            found = Statistics().of(logits, target)
+            return torch.stack([logps, found.entropy, found.correct.to(logps.dtype)], -1)
 
         travel = None if travel is None else replace(travel, out=False)
-        return tiled_compute(
-            token_losses, hidden, self.trainable, tile=tile, along=(labels,), module=self.inner, travel=travel
-        ).sum()
+        made = tiled_compute(
+            token_logps, hidden, self.trainable, tile=tile, along=(labels,), module=self.inner, travel=travel
+        )  # fmt: skip
+        if statistics is None:
+            return made
+        statistics.entropy, statistics.correct = made[..., 1].detach(), made[..., 2].detach().bool()
+        return made[..., 0]

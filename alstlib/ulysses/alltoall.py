@@ -155,6 +155,28 @@ def stripe(tensors: Sequence[Tensor], chunk: int, ctx: SPContext) -> list[Tensor
     return [t.contiguous() for t in receive.permute(1, 2, 0)]
 
 
+def unstripe(x: Tensor, chunk: int, ctx: SPContext) -> Tensor:
+    """The way back of `stripe`, differentiable: from this rank's tokens [B, L] of each chunk to its slice."""
+    return x if ctx.sp == 1 or x.shape[1] <= chunk else _Unstripe.apply(x, chunk, ctx)
+
+
+class _Unstripe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chunk: int, mesh: SPContext) -> Tensor:
+        ctx.chunk, ctx.mesh = chunk, mesh
+        with unset_fake_temporarily():
+            order, to_ranks, from_ranks = _stripe_plan(x.shape[1], chunk, mesh.sp, mesh.sp_rank)
+            back = torch.argsort(order)
+        send = x.T.contiguous()
+        receive = _all_to_all(torch.empty_like(send), send, mesh.sp_group, to_ranks, from_ranks)
+        return receive[back.to(x.device)].T.contiguous()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return stripe([grad], ctx.chunk, ctx.mesh)[0], None, None
+
+
 def _stripe_plan(rows: int, chunk: int, ranks: int, rank: int) -> tuple[Tensor, list[int], list[int]]:
     """(this rank's tokens in the order in which they are sent, how many go to each rank, how many come from each)."""
     whole, rest = divmod(rows, chunk)

@@ -38,15 +38,19 @@ class Steps:
     def __init__(self, watch: Watch, model: Any, handle: alstlib.Handle, ctx: alstlib.SPContext, rows: int) -> None:
         self.watch, self.model, self.handle, self.ctx, self.rows = watch, model, handle, ctx, rows
 
-    def __call__(self, documents: Sequence[int] | None = None, block: int | None = None) -> Tensor:
-        """Forward and backward of one sample; with a `block`, block by block."""
+    def __call__(self, documents: Sequence[int] | None = None, block: int | None = None, logps: bool = False) -> Tensor:
+        """Forward and backward of one sample; with a `block`, block by block, or of its tokens' log-probabilities."""
         made = shard_of(self.ctx, self.rows // self.ctx.sp)
         batch = {n: v.to("cuda:0") if isinstance(v, Tensor) else v for n, v in made.items()}
         if documents is not None:
             batch["cu_documents"] = list(documents)
         if block is not None:
             return alstlib.block_step(self.model, batch, self.ctx, block).loss
-        loss = alstlib.causal_lm_loss(self.model, batch, self.ctx).loss
+        if logps:
+            made = alstlib.token_logps(self.model, batch, self.ctx, statistics=True)
+            loss = alstlib.sequence_logps(made.logps, batch, self.ctx).sum()
+        else:
+            loss = alstlib.causal_lm_loss(self.model, batch, self.ctx).loss
         loss.backward()
         return loss
 

@@ -64,6 +64,15 @@ def test_steps_block_by_block(model: str, sp: int) -> None:
         assert len(step.watch.graphs) <= GRAPHS
 
 
+@pytest.mark.parametrize("way", ["whole, async", "chunks, host"])
+def test_log_probabilities(way: str) -> None:
+    with steps("gemma-2", ROWS, 8, **{**WAYS[way], **({"chunk": ROWS // 32} if "chunk" in WAYS[way] else {})}) as step:
+        step(logps=True)
+        step(DOCUMENTS, logps=True)
+        assert step.watch.problems == []
+        assert step.handle.store.leased == 0
+
+
 @pytest.mark.parametrize("chunk", [None, 1024], ids=["whole", "chunks"])
 def test_batches_with_other_documents_build_no_more_graphs(chunk: int | None) -> None:
     generator = random.Random(0)

@@ -17,7 +17,7 @@ from alstlib.data.shard import WHOLE, shard_batch
 
 ON_THE_CPU = {
     ("recompute", "has_moved"),  # random states lie on the CPU, a GPU's too
-    ("loss", "tiled_logits_loss"),  # labels are checked on a CPU only
+    ("logits", "check_labels"),  # labels are checked on a CPU only
     ("inputs", "_check_positions"),  # and so are positions
     ("inputs", "_real_tokens"),  # row_tokens are always there
 }

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from alstlib import reference
 from alstlib.offload.ledger import Ledger
-from alstlib.tiled.loss import LogitTransform, TiledHead, tiled_logits_loss
+from alstlib.tiled.logits import LogitTransform
+from alstlib.tiled.loss import TiledHead, tiled_logits_loss
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 

@@ -1,0 +1,186 @@
+"""The logits of one tile: what a model does to them, their softmax, and the gradients that a head gets of them.
+
+Shape legend: N tokens, t tokens of a tile, E model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from alstlib.offload.courier import Courier
+from alstlib.tiled.compute import default_tile, tiles_of
+from alstlib.units import IGNORE
+
+
+def readable(tensor: Tensor) -> bool:
+    """Can its values be looked at for free? Not on a GPU, and not where there are none (a simulation)."""
+    return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitTransform:
+    """What some models do to the logits after the head: y = cap * tanh(scale * x / cap), or y = scale * x."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def is_identity(self) -> bool:
+        return self.scale == 1.0 and self.softcap is None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
+
+    def at(self, temperature: float) -> LogitTransform:
+        """The transform whose logits are these divided by a temperature."""
+        return LogitTransform(
+            scale=self.scale / temperature, softcap=None if self.softcap is None else self.softcap / temperature
+        )
+
+    def scale_grad(self, grad: Tensor, transformed: Tensor | None) -> Tensor:
+        """In place: gradient of the transformed logits -> gradient of the head's own logits."""
+        if self.softcap is not None and transformed is not None:
+            grad.mul_(1 - (transformed / self.softcap).square_())
+        return grad.mul_(self.scale) if self.scale != 1.0 else grad
+
+
+class Softmax:
+    """The softmax of a tile's logits [t, V] in fp32 or wider, which it takes over, and what its tokens get of it.
+
+    Args:
+        transform: it has been applied; with it, `grad` can be asked for.
+        statistics: the largest logit of each token is found too.
+    """
+
+    def __init__(
+        self, logits: Tensor, target: Tensor, transform: LogitTransform | None = None, statistics: bool = False
+    ) -> None:
+        self.valid, self.transform = target != IGNORE, transform
+        self.index = torch.where(self.valid, target, 0)[:, None]
+        self.capped = logits.clone() if transform is not None and transform.softcap is not None else None
+        self.picked = logits.gather(1, self.index)[:, 0]
+        if statistics:
+            self.shift, best = logits.max(1)
+            self.correct = (best == self.index[:, 0]) & self.valid
+        else:
+            self.shift = logits.amax(1)
+        self.exp = logits.sub_(self.shift[:, None]).exp_()
+        self.sums = self.exp.sum(1)
+
+    def logps(self) -> Tensor:
+        """[t] log-probabilities of the labels, 0 without one."""
+        return torch.where(self.valid, self.picked - self.shift - self.sums.log(), 0.0)
+
+    def entropy(self) -> Tensor:
+        """[t] in nats, 0 without a label; in an eighth of the memory of the logits."""
+        parts = self.exp.split(max(1, self.exp.shape[0] // 8))
+        sums = torch.cat([torch.special.entr(part).sum(1) for part in parts])
+        return torch.where(self.valid, self.sums.log() + sums / self.sums, 0.0)
+
+    def grad(self, upstream: Tensor) -> Tensor:
+        """Of the sum of upstream [t] * logps for the head's own logits [t, V], in the memory of the softmax."""
+        assert self.transform is not None
+        upstream = torch.where(self.valid, upstream, 0.0)
+        grad = self.exp.mul_((-upstream / self.sums)[:, None]).scatter_add_(1, self.index, upstream[:, None])
+        del upstream
+        return self.transform.scale_grad(grad, self.capped)
+
+
+class Statistics:
+    """What a tiled loss finds of each token when it is given one of these: of the shape of the labels, detached.
+
+    It is no dataclass and no container: wrappers of a model copy those, and what is found would be lost.
+    """
+
+    entropy: Tensor
+    """Of the softmax, in nats; 0 without a label."""
+    correct: Tensor
+    """Is the label the token with the largest logit? bool, False without a label."""
+
+    def begin(self, labels: Tensor, wide: torch.dtype) -> None:
+        self.entropy = torch.zeros(labels.shape, dtype=wide, device=labels.device)
+        self.correct = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
+
+    def note(self, at: slice, tile: Softmax) -> None:
+        self.entropy.view(-1)[at] = tile.entropy()
+        self.correct.view(-1)[at] = tile.correct
+
+    def of(self, logits: Tensor, labels: Tensor) -> Statistics:
+        """Of logits [..., V] that exist anyway, tile by tile."""
+        rows, targets = logits.detach().flatten(0, -2), labels.flatten()
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        self.begin(labels, wide)
+        for at in tiles_of(rows.shape[0], default_tile(rows.shape[1], 4, rows.device)):
+            self.note(at, Softmax(rows[at].to(wide, copy=True), targets[at], statistics=True))
+        return self
+
+    def sums(self) -> Tensor:
+        """fp64 [2]: of the entropy, and of what is correct."""
+        return torch.stack([self.entropy.sum(dtype=torch.float64), self.correct.sum().double()])
+
+
+class Gradients:
+    """Of a head's input rows [N, E], weight and bias, tile by tile; the last two add up in fp32 or wider."""
+
+    def __init__(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool], courier: Courier | None
+    ) -> None:
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        self.courier, self.head, self.rows = courier, weight, None
+        if needs[0]:
+            self.rows = torch.empty_like(rows) if courier is None else courier.empty(rows.shape, rows.dtype)
+        self.weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+        self.bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
+
+    def add(self, at: slice, part: Tensor, grad: Tensor) -> None:
+        """Of the tile `part` [t, E], whose logits have this gradient [t, V]."""
+        if self.bias is not None:
+            self.bias += grad.sum(0)
+        grad = grad.to(part.dtype)
+        if self.rows is not None and self.courier is None:
+            torch.mm(grad, self.head, out=self.rows[at])
+        elif self.rows is not None and self.courier is not None:
+            self.courier.send(self.rows[at], grad @ self.head)
+        if self.weight is not None:
+            if grad.dtype == self.weight.dtype:
+                self.weight.addmm_(grad.T, part)
+            else:
+                self.weight += grad.T @ part
+
+
+def tiles_of_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, tile: int, transform: LogitTransform,
+    courier: Courier | None, grads: bool, statistics: bool = False,
+) -> Iterator[tuple[slice, Tensor, Softmax]]:  # fmt: skip
+    """For each tile, its place, its rows and its softmax; who takes them lets go of them before the next."""
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    wide, tiles = torch.promote_types(hidden.dtype, torch.float32), tiles_of(rows.shape[0], tile)
+    parts = (rows[at] for at in tiles) if courier is None else (x for (x,) in courier.each([rows[at]] for at in tiles))
+    for at, part in zip(tiles, parts):
+        logits = transform(nn.functional.linear(part, weight, bias).to(wide))
+        one = Softmax(logits, targets[at], transform if grads else None, statistics)
+        del logits
+        yield at, part, one
+        del part, one
+    if courier is not None:
+        courier.finish()
+
+
+def check_labels(labels: Tensor, hidden: Tensor, vocabulary: int) -> None:
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(f"labels {list(labels.shape)} must have hidden's shape {list(hidden.shape[:-1])}")
+    if readable(labels):
+        wrong = labels[(labels != IGNORE) & ((labels < 0) | (labels >= vocabulary))]
+        if wrong.numel():
+            raise ValueError(
+                f"label {int(wrong[0])} is neither in the head's vocabulary of {vocabulary} nor {IGNORE}, for none"
+            )
