@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from alstlib.data.agreement import check_alike, everyones, kind_of, mark_of, raise_failure
 from alstlib.data.prefetch import Reader
-from alstlib.data.shard import SLICED, WHOLE, Batch, check_pad_to, cut, fingerprint, prepare, valid_tokens
+from alstlib.data.shard import SLICED, WHOLE, Batch, check_pad_to, cut, prepare, valid_tokens
 from alstlib.mesh import SPContext
 
 logger = logging.getLogger(__name__)
 
 _FIXED = 5  # numbers that a rank puts in the step's table before the shapes of its batches
-_MESSAGE = 2048  # bytes of an error's text that reach the other ranks
 
 
 class SPDataLoader:
@@ -164,19 +164,10 @@ class SPDataLoader:
                 reader.begun.pop(old, None)
         self._position, self._reader = 0, None
 
-    def _all_reduce(self, row: list[int], width: int) -> list[list[int]]:
-        """The `width` integers of every rank, in the order of ranks."""
-        table = torch.zeros(self.ctx.world_size, width, dtype=torch.int64)
-        table[self.ctx.rank, : len(row)] = torch.tensor(row, dtype=torch.int64)
-        if self.ctx.world_size > 1:
-            table = table.to(self._wire)
-            dist.all_reduce(table, group=self.ctx.world_group)
-        return table.tolist()
-
     def _agree(self, done: int) -> None:
         """Ranks that differ here would later exchange tables of different sizes, and hang."""
         mine = {"accumulation": self.accumulation, "micro_batches": done, "replicated": int(self.replicated)}
-        for name, values in zip(mine, zip(*self._all_reduce(list(mine.values()), len(mine)))):
+        for name, values in zip(mine, zip(*everyones(self.ctx, list(mine.values()), len(mine)))):
             if len(set(values)) > 1:
                 raise ValueError(f"ranks disagree about {name}: {list(values)} by rank; it must be the same on all")
 
@@ -184,33 +175,23 @@ class SPDataLoader:
         self, own: dict[int, Batch], got: list[Batch], error: Exception | None, first: int, count: int, left: int
     ) -> list[list[int]]:
         """By rank: batches read, error, valid tokens of the step, fingerprint, batches left; B, P, offsets of each."""
-        kind = 0 if error is None else 1 if isinstance(error, ValueError) else 2
         turn = 0 if self.replicated else self.ctx.sp_rank
         step = [w for r, w in own.items() if first <= r * self._turns + turn < first + self.accumulation]
         tokens = sum(valid_tokens(whole) for whole in step)
-        mark = 0
-        if self.replicated:
-            for whole in step:
-                mark = (31 * mark + fingerprint(whole)) % (2**61 - 1)
-            tokens = tokens if self.ctx.sp_rank == 0 else 0  # the group's first rank counts for all of it
-        row = [len(got), kind, tokens, mark, left]
+        mark = mark_of(step) if self.replicated else 0
+        if self.replicated and self.ctx.sp_rank > 0:
+            tokens = 0  # the group's first rank counts for all of it
+        row = [len(got), kind_of(error), tokens, mark, left]
         for whole in got:
             row += [*whole["input_ids"].shape, whole["cu_documents"].numel()]
-        table = self._all_reduce(row, _FIXED + 3 * count)
+        table = everyones(self.ctx, row, _FIXED + 3 * count)
 
-        failed = next((rank for rank, row in enumerate(table) if row[1]), None)
-        if failed is not None:
-            text = list(f"{type(error).__name__}: {error}".encode()[:_MESSAGE]) if self.ctx.rank == failed else []
-            message = bytes(c for c in self._all_reduce(text, _MESSAGE)[failed] if c).decode(errors="replace")
-            raised = ValueError if table[failed][1] == 1 else RuntimeError
-            raise raised(f"the data of rank {failed} failed: {message}") from error
-        for group in range(self.ctx.dp if self.replicated else 0):
-            ranks = range(group * self.ctx.sp, (group + 1) * self.ctx.sp)
-            if len({table[r][3] for r in ranks}) > 1 and all(table[r][0] == count for r in ranks):
-                raise ValueError(
-                    f"replicated=True, but ranks {list(ranks)} hold different batches; give the ranks of a group the "
-                    "same sampler (num_replicas=dp, rank=dp_rank), or use replicated=False"
-                )
+        raise_failure(self.ctx, [row[1] for row in table], error)
+        if self.replicated and min(row[0] for row in table) == count:
+            check_alike(
+                self.ctx, [row[3] for row in table],
+                "give the ranks of a group the same sampler (num_replicas=dp, rank=dp_rank), or use replicated=False",
+            )  # fmt: skip
         return table
 
     def _warn_dropped(self, table: list[list[int]], known: int, agreed: int, first: int) -> None:

@@ -145,7 +145,9 @@ def _attach_head(handle: Handle) -> None:
 
     def labels_of_call(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         call = handle.call
-        return args[:1] if call is None else (args[0], call.shift_labels, call.temperature, call.statistics)
+        if call is None:
+            return args[:1]
+        return args[0], call.shift_labels, call.temperature, call.statistics, call.label_smoothing, call.look
 
     def shrink(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
         return out * factor if factor != 1.0 and len(args) > 1 and args[1] is not None else out
@@ -243,8 +245,12 @@ def _untiled(logits: Tensor, labels: Tensor, call: Call) -> Tensor:
         logits = logits / call.temperature
     if call.statistics is not None:
         call.statistics.of(logits, labels)
-    kind = "sum" if call.temperature is None else "none"
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=kind, ignore_index=IGNORE)
+    if call.look is not None:
+        call.look(logits)
+    loss = nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum" if call.temperature is None else "none",
+        ignore_index=IGNORE, label_smoothing=call.label_smoothing,
+    )  # fmt: skip
     return loss if call.temperature is None else -loss.view(labels.shape)
 
 
@@ -267,7 +273,7 @@ def _attach_generation(handle: Handle) -> None:
     def generate(*args: Any, **kwargs: Any) -> Any:
         if handle.plain:
             return original(*args, **kwargs)
-        if handle.ctx.sp > 1:
+        if handle.ctx.sp > 1 and not handle.whole_prompts:
             raise ValueError("generate() needs the whole sequence on one rank: call it after detach(), or with sp=1")
         with handle.as_its_own():
             return original(*args, **kwargs)

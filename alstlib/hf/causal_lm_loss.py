@@ -17,6 +17,7 @@ from torch import Tensor
 
 from alstlib.mesh import SPContext, context_of
 from alstlib.tiled.logits import Statistics
+from alstlib.tiled.loss import Look
 from alstlib.units import IGNORE
 
 
@@ -38,7 +39,7 @@ class Loss:
 
 def causal_lm_loss(
     model: Any, batch: Mapping[str, Any], ctx: SPContext | None = None, engine_divides_by: int = 1,
-    statistics: bool = False,
+    statistics: bool = False, label_smoothing: float = 0.0, look: Look | None = None,
 ) -> Loss:  # fmt: skip
     """Run the model (as given: wrapped by DDP or an engine, or bare) on this rank's shard and return its loss.
 
@@ -49,6 +50,8 @@ def causal_lm_loss(
         ctx: the mesh the model was attached with; it may be left out.
         engine_divides_by: the number by which the engine divides the loss (gradient accumulation steps in DeepSpeed).
         statistics: find the entropy and the accuracy too, from the same logits.
+        label_smoothing: as in PyTorch's cross_entropy.
+        look: in an evaluation, is shown the logits [B, t, V] of this rank's tokens, tile by tile.
 
     Raises:
         ValueError: a field is missing, the model is not attached, `ctx` is not the mesh that it was attached with,
@@ -58,7 +61,8 @@ def causal_lm_loss(
     ctx = context_of(model, ctx)
     check_first_backward(model)
     found = Statistics() if statistics else None
-    out = model(**fields_of(batch), num_items_in_batch=1, statistics=found)
+    more = {"statistics": found, "label_smoothing": label_smoothing, "look": look}
+    out = model(**fields_of(batch), num_items_in_batch=1, **more)
     total = getattr(out, "loss", None)
     if total is None:
         raise ValueError(

@@ -131,6 +131,8 @@ class Handle:
         """Why the model cannot run block by block, if it cannot."""
         self.longest_matters = False
         """Do frequencies of rotary embeddings depend on the longest position?"""
+        self.whole_prompts = False
+        """Are prompts of generate() whole on every rank? Then each rank generates by itself."""
         self.next_call: Call | None = None
         """The call that begins next, made elsewhere: a block of a micro-batch."""
         self._needed = 0

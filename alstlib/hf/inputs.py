@@ -20,6 +20,7 @@ from alstlib.offload.checkpoints import Saved
 from alstlib.streaming.blocks import Blocks
 from alstlib.streaming.chunked import RowChunk
 from alstlib.tiled.logits import Statistics, readable
+from alstlib.tiled.loss import Look
 from alstlib.ulysses.alltoall import agree_on, stripe
 from alstlib.units import IGNORE
 
@@ -32,6 +33,8 @@ OURS = (
     "row_tokens",
     "temperature",
     "statistics",
+    "label_smoothing",
+    "look",
 )
 """Keyword arguments that an attached model takes and its own forward does not see."""
 MIXED = (
@@ -56,6 +59,9 @@ class Call:
     """Of the log-probabilities of the labels, where these are asked for; None: the loss."""
     statistics: Statistics | None = None
     """Where what the head finds of each token is noted, if it is asked for."""
+    label_smoothing: float = 0.0
+    look: Look | None = None
+    """In an evaluation, who is shown the logits [B, t, V] tile by tile, in the order in which the layers had them."""
     saved: Saved | None = None
     piece: RowChunk | None = None
     """The chunk that a streamed layer is at."""
@@ -119,6 +125,7 @@ def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chu
     call = Call(
         documents=documents, shift_labels=labels, divisor=ours["num_items_in_batch"], device=tokens.device,
         temperature=ours["temperature"], statistics=ours["statistics"],
+        label_smoothing=ours["label_smoothing"] or 0.0, look=ours["look"],
     )  # fmt: skip
     call.real = _real_tokens(ours["row_tokens"], mask, tokens, ctx)
     if chunk is not None and ctx.sp > 1 and shape[1] > chunk:

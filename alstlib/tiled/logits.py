@@ -59,15 +59,19 @@ class Softmax:
     Args:
         transform: it has been applied; with it, `grad` can be asked for.
         statistics: the largest logit of each token is found too.
+        smoothing: share of a label's weight that all tokens of the vocabulary get in equal parts.
     """
 
     def __init__(
-        self, logits: Tensor, target: Tensor, transform: LogitTransform | None = None, statistics: bool = False
-    ) -> None:
-        self.valid, self.transform = target != IGNORE, transform
+        self, logits: Tensor, target: Tensor, transform: LogitTransform | None = None, statistics: bool = False,
+        smoothing: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.valid, self.transform, self.smoothing = target != IGNORE, transform, smoothing
         self.index = torch.where(self.valid, target, 0)[:, None]
         self.capped = logits.clone() if transform is not None and transform.softcap is not None else None
         self.picked = logits.gather(1, self.index)[:, 0]
+        if smoothing:
+            self.picked = torch.lerp(self.picked, logits.mean(1), smoothing)
         if statistics:
             self.shift, best = logits.max(1)
             self.correct = (best == self.index[:, 0]) & self.valid
@@ -90,7 +94,11 @@ class Softmax:
         """Of the sum of upstream [t] * logps for the head's own logits [t, V], in the memory of the softmax."""
         assert self.transform is not None
         upstream = torch.where(self.valid, upstream, 0.0)
-        grad = self.exp.mul_((-upstream / self.sums)[:, None]).scatter_add_(1, self.index, upstream[:, None])
+        grad = self.exp.mul_((-upstream / self.sums)[:, None])
+        if self.smoothing:
+            grad += (upstream * (self.smoothing / grad.shape[1]))[:, None]
+            upstream = upstream * (1 - self.smoothing)
+        grad.scatter_add_(1, self.index, upstream[:, None])
         del upstream
         return self.transform.scale_grad(grad, self.capped)
 
@@ -159,7 +167,7 @@ class Gradients:
 
 def tiles_of_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, tile: int, transform: LogitTransform,
-    courier: Courier | None, grads: bool, statistics: bool = False,
+    courier: Courier | None, grads: bool, statistics: bool = False, smoothing: float = 0.0,
 ) -> Iterator[tuple[slice, Tensor, Softmax]]:  # fmt: skip
     """For each tile, its place, its rows and its softmax; who takes them lets go of them before the next."""
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
@@ -167,7 +175,7 @@ def tiles_of_logits(
     parts = (rows[at] for at in tiles) if courier is None else (x for (x,) in courier.each([rows[at]] for at in tiles))
     for at, part in zip(tiles, parts):
         logits = transform(nn.functional.linear(part, weight, bias).to(wide))
-        one = Softmax(logits, targets[at], transform if grads else None, statistics)
+        one = Softmax(logits, targets[at], transform if grads else None, statistics, smoothing)
         del logits
         yield at, part, one
         del part, one

@@ -10,6 +10,7 @@ nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from alstlib.offload.courier import Travel
 from alstlib.recompute import first_order
-from alstlib.tiled.compute import TiledModule, check_tile, default_tile, tiled_compute
+from alstlib.tiled.compute import TiledModule, check_tile, default_tile, tiled_compute, tiles_of
 from alstlib.tiled.logits import Gradients, LogitTransform, Statistics, check_labels, tiles_of_logits
 from alstlib.tiled.logps import tiled_token_logps
 from alstlib.units import IGNORE
@@ -29,6 +30,7 @@ class _TiledLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, tile: int,
         transform: LogitTransform, train: bool, travel: Travel | None, found: Statistics | None,
+        smoothing: float,
     ) -> Tensor:  # fmt: skip
         # autograd says which inputs require a gradient, under no_grad too
         needs = [train and need for need in ctx.needs_input_grad[:3]]
@@ -38,7 +40,9 @@ class _TiledLoss(torch.autograd.Function):
         if found is not None:
             found.begin(labels, wide)
         grads = Gradients(hidden.reshape(-1, hidden.shape[-1]), weight, bias, needs, courier)
-        some = tiles_of_logits(hidden, weight, bias, labels, tile, transform, courier, any(needs), found is not None)
+        some = tiles_of_logits(
+            hidden, weight, bias, labels, tile, transform, courier, any(needs), found is not None, smoothing
+        )  # fmt: skip
         for at, part, one in some:
             total -= one.logps().sum()
             if found is not None:
@@ -60,13 +64,13 @@ class _TiledLoss(torch.autograd.Function):
         rows = None if rows is None else rows.mul_(upstream.to(rows.device)).view(shape)
         weight = None if weight is None else weight.mul_(upstream).to(weight_dtype)
         bias = None if bias is None else bias.mul_(upstream).to(bias_dtype)
-        return rows, weight, bias, *[None] * 6
+        return rows, weight, bias, *[None] * 7
 
 
 def tiled_logits_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, tile: int | None = None,
     transform: LogitTransform | None = None, liger: bool = False, travel: Travel | None = None,
-    statistics: Statistics | None = None,
+    statistics: Statistics | None = None, label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Sum of the cross-entropy over the valid tokens, in tiles of `tile` tokens (ALST, section 3.1).
 
@@ -77,6 +81,7 @@ def tiled_logits_loss(
         liger: use Liger's fused kernel (CUDA, with the package installed), which tiles by itself.
         travel: `hidden` and its gradient lie on the host, and tiles of them visit the device; None: they lie there.
         statistics: gets the entropy of each token and whether its label has the largest logit, from the same logits.
+        label_smoothing: as in PyTorch's cross_entropy.
 
     Returns:
         A scalar in fp32 (or wider). A sum: divide by the number of valid tokens of the whole batch.
@@ -90,18 +95,20 @@ def tiled_logits_loss(
     if liger:
         if statistics is not None:
             raise ValueError("Liger's fused loss has no statistics: use liger_loss=False, or statistics=False")
-        return _liger_loss(hidden, weight, labels, bias, transform)
+        return _liger_loss(hidden, weight, labels, bias, transform, label_smoothing)
     device = labels.device
     tile = default_tile(weight.shape[0], 4, device) if tile is None else check_tile(tile)
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    return _TiledLoss.apply(hidden, weight, bias, labels, tile, transform, torch.is_grad_enabled(), travel, statistics)
+    return _TiledLoss.apply(
+        hidden, weight, bias, labels, tile, transform, torch.is_grad_enabled(), travel, statistics, label_smoothing
+    )
 
 
 def _liger_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, transform: LogitTransform
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, transform: LogitTransform, smoothing: float
 ) -> Tensor:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
@@ -110,9 +117,13 @@ def _liger_loss(
         if bias is not None:
             raise ValueError("Liger's fused loss cannot scale the logits of a head with a bias; use liger=False")
     fused = LigerFusedLinearCrossEntropyLoss(
-        ignore_index=IGNORE, reduction="sum", softcap=transform.softcap, accum_dtype=torch.float32
-    )
+        ignore_index=IGNORE, reduction="sum", softcap=transform.softcap, accum_dtype=torch.float32,
+        label_smoothing=smoothing,
+    )  # fmt: skip
     return fused(weight, hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), bias)
+
+
+Look = Callable[[Tensor], Any]
 
 
 class TiledHead(TiledModule):
@@ -141,14 +152,17 @@ class TiledHead(TiledModule):
 
     def forward(
         self, hidden: Tensor, labels: Tensor | None = None, temperature: float | None = None,
-        statistics: Statistics | None = None,
+        statistics: Statistics | None = None, smoothing: float = 0.0, look: Look | None = None,
     ) -> Tensor:  # fmt: skip
         """The logits of hidden [B, S, E]; with labels [B, S] their loss, with a temperature too their log-probabilities
-        [B, S]."""
+        [B, S]. In an evaluation, `look` gets the logits [B, t, V] tile by tile."""
         if labels is None:
             return self.inner(hidden)
+        if look is not None:
+            self._show(hidden, labels, look)
         if not self.plain:
-            logps = self._through_module(hidden, labels, self.transform.at(temperature or 1.0), statistics)
+            transform = self.transform.at(temperature or 1.0)
+            logps = self._through_module(hidden, labels, transform, statistics, smoothing)
             return -logps.sum() if temperature is None else logps
         weight: Any = self.inner.weight
         given: Any = {
@@ -157,11 +171,21 @@ class TiledHead(TiledModule):
         }  # fmt: skip
         if temperature is not None:
             return tiled_token_logps(hidden, weight, labels, temperature=temperature, **given)
-        return tiled_logits_loss(hidden, weight, labels, liger=self.liger and hidden.is_cuda, **given)
+        liger = self.liger and hidden.is_cuda
+        return tiled_logits_loss(hidden, weight, labels, liger=liger, label_smoothing=smoothing, **given)
+
+    @torch.no_grad()
+    def _show(self, hidden: Tensor, labels: Tensor, look: Look) -> None:
+        vocabulary = max(p.shape[0] for p in self.inner.parameters() if p.ndim == 2)
+        rows, length = labels.shape
+        for at in tiles_of(length, self.tile or default_tile(vocabulary * rows, 4, labels.device)):
+            logits = self.inner(hidden[:, at].to(labels.device))
+            look(self.transform(logits.to(torch.promote_types(logits.dtype, torch.float32))))
 
     def _through_module(
-        self, hidden: Tensor, labels: Tensor, transform: LogitTransform, statistics: Statistics | None
-    ) -> Tensor:
+        self, hidden: Tensor, labels: Tensor, transform: LogitTransform, statistics: Statistics | None,
+        smoothing: float,
+    ) -> Tensor:  # fmt: skip
         """Any head: log-probabilities by tiles of its own forward, recomputed in backward."""
         vocabulary = max(p.shape[0] for p in self.inner.parameters() if p.ndim == 2)
         tile, travel = self.tile or default_tile(vocabulary, 4, labels.device), self.travel()
@@ -170,8 +194,9 @@ class TiledHead(TiledModule):
             logits = self.inner(part)
             logits = transform(logits.to(torch.promote_types(logits.dtype, torch.float32)))
             loss = nn.functional.cross_entropy(
-                logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORE
-            )
+                logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORE,
+                label_smoothing=smoothing,
+            )  # fmt: skip
             logps = -loss.view(target.shape)
             if statistics is None:
                 return logps

@@ -1,0 +1,326 @@
+"""Sequence parallelism for Hugging Face's Trainer and TRL's SFTTrainer: a mixin that stands before them.
+
+    class SPTrainer(alstlib.TrainerMixin, SFTTrainer): ...
+    trainer = SPTrainer(model=model, args=args, train_dataset=data, sp=8, alst=alstlib.Options(offload="async"))
+
+The Trainer keeps everything it knows: engines, LoRA, schedules, callbacks, evaluation, checkpoints, resume. The mixin
+takes its place only where a sample is spread over ranks:
+
+- *Batches.* The `sp` ranks of a group are one replica: they read the same batches, in the order that the Trainer has
+  with so many processes as there are replicas. `per_device_train_batch_size` counts the samples of a replica, and a
+  rank cuts its slice when an optimizer step begins.
+- *Loss.* The sum of token losses over the valid tokens of the whole optimizer step: all ranks, micro-batches and
+  replicas. The logged loss is the mean over these tokens.
+- *Evaluation.* Slices as well; what the Trainer gathers are the results of replicas.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+
+from alstlib.data.agreement import everyones, share_step
+from alstlib.data.shard import KEYS, SLICED, Batch
+from alstlib.hf.attach import apply
+from alstlib.hf.causal_lm_loss import Loss, causal_lm_loss
+from alstlib.hf.handle import Handle, Options
+from alstlib.hf.predictions import Shown
+from alstlib.hf.trainer_checks import check_arguments, check_class, check_collator, check_liger, check_seeds
+from alstlib.mesh import SPContext
+from alstlib.tiled.loss import Look
+from alstlib.units import IGNORE
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Base
+else:
+    Base = object
+
+log = logging.getLogger(__name__)
+
+REDUNDANT = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""What collators say about documents a second time, beside position_ids that start again."""
+
+
+class TrainerMixin(Base):
+    """Stands before a Trainer: `class SPTrainer(alstlib.TrainerMixin, Trainer)`.
+
+    Args:
+        sp: sequence-parallel degree: ranks that share one sample; it divides the number of processes. None takes it
+            over from Accelerate's `parallelism_config` (`sp_size`), or is 1.
+        alst: what `alstlib.apply` attaches; None is `Options()`.
+        Everything else goes to the Trainer.
+
+    Attributes:
+        ctx: the mesh.
+        handle: what `apply` returned, from the beginning of training or evaluation on.
+
+    Raises:
+        ValueError: before training, arguments that cannot be run exactly, with what to write instead.
+    """
+
+    LOSS_OF: tuple[str, ...] = ("Trainer", "SFTTrainer")
+    """Trainers of transformers and TRL whose loss is the one computed here."""
+
+    def __init__(self, *args: Any, sp: int | None = None, alst: Options | None = None, **kwargs: Any) -> None:
+        if alst is not None and not isinstance(alst, Options):
+            raise ValueError(f"alst={alst!r} must be alstlib.Options(...)")
+        self.sp, self.alst = sp, alst or Options()
+        self.handle: Handle | None = None
+        self._order: OrderOfEpoch | None = None
+        check_class(type(self), TrainerMixin, self.LOSS_OF)
+        super().__init__(*args, **kwargs)
+        check_collator(self.data_collator)
+
+    # ----- the mesh
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        args = self.args
+        found = args.parallelism_config
+        if found is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+            from accelerate import ParallelismConfig
+
+            found = ParallelismConfig()
+        if found is not None:
+            self._take_over(found)
+        # A recomputed layer looks to DDP like parameters that are used twice, unless it looks for none.
+        was = args.ddp_find_unused_parameters
+        args.ddp_find_unused_parameters = bool(was)
+        try:
+            made = super()._build_accelerator_args(**kwargs)
+        finally:
+            args.ddp_find_unused_parameters = was
+        made.pop("parallelism_config", None)
+        return made
+
+    def _take_over(self, found: Any) -> None:
+        """Accelerate's own sequence parallelism stays off, and its degree is ours."""
+        if found.tp_size > 1 or found.cp_size > 1:
+            raise ValueError(
+                f"parallelism_config has tp_size={found.tp_size} and cp_size={found.cp_size}: TrainerMixin knows "
+                "sp_size only; leave the others 1"
+            )
+        if self.sp is not None and found.sp_size not in (1, self.sp):
+            raise ValueError(f"sp={self.sp}, but parallelism_config has sp_size={found.sp_size}: give one of them")
+        if self.sp is None:
+            self.sp = found.sp_size
+            log.warning("parallelism_config: alstlib takes sp_size=%d over, in place of DeepSpeed's", found.sp_size)
+        self.args.parallelism_config = None
+        os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.ctx = SPContext.create(1 if self.sp is None else self.sp)
+        self._replicas = None
+        for first in range(self.ctx.sp if self.ctx.dp > 1 else 0):  # every rank takes part in making every group
+            made = dist.new_group(list(range(first, self.ctx.world_size, self.ctx.sp)))
+            self._replicas = made if first == self.ctx.sp_rank else self._replicas
+        self.accelerator.prepare_data_loader = self._prepare_data_loader
+
+    def _validate_args(self) -> None:
+        super()._validate_args()
+        check_arguments(self)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return super().get_total_train_batch_size(args) // self.ctx.sp
+
+    # ----- batches
+
+    def _prepare_data_loader(self, loader: Any, *_: Any, **__: Any) -> Any:
+        """Accelerate's loader for a replica in place of a process; batches stay on the CPU until they are cut."""
+        from accelerate.data_loader import prepare_data_loader
+
+        accelerator = self.accelerator
+        if getattr(loader, "_is_accelerate_prepared", False):
+            return loader
+        start = loader.worker_init_fn
+        if isinstance(start, functools.partial) and "rank" in start.keywords:  # workers draw alike in a group
+            loader.worker_init_fn = functools.partial(start.func, **{**start.keywords, "rank": self.ctx.dp_rank})
+        made = prepare_data_loader(
+            loader, num_processes=self.ctx.dp, process_index=self.ctx.dp_rank, put_on_device=False,
+            split_batches=accelerator.split_batches, rng_types=accelerator.rng_types.copy(),
+            even_batches=accelerator.even_batches, use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+            use_stateful_dataloader=accelerator.use_stateful_dataloader,
+        )  # fmt: skip
+        accelerator._dataloaders.append(made)
+        return made
+
+    def get_train_dataloader(self) -> Any:
+        check_seeds(self)
+        return super().get_train_dataloader()
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        sampler, self._order = super()._get_train_sampler(*args, **kwargs), None
+        seeded = isinstance(sampler, RandomSampler) and self.accelerator.use_seedable_sampler
+        if sampler is None or seeded or isinstance(sampler, SequentialSampler):
+            return sampler
+        self._order = OrderOfEpoch(sampler, self.args.seed if self.args.data_seed is None else self.args.data_seed)
+        return self._order
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self._order is not None:
+            self._order.epoch = kwargs["epoch"]
+        super()._run_epoch(*args, **kwargs)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        known = self._signature_columns is not None
+        super()._set_signature_columns_if_needed()
+        if not known and "SFTTrainer" not in {cls.__name__ for cls in type(self).__mro__}:
+            columns: Any = self._signature_columns
+            columns += [name for name in KEYS if name not in columns]
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *_: Any) -> tuple[list[Batch], None]:
+        """The slices of one optimizer step. No number of items: `step_tokens` is in each slice."""
+        return share_step(map(_plain, islice(epoch_iterator, num_batches)), self.ctx), None
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        if "step_tokens" not in inputs:
+            return super()._prepare_inputs(inputs)
+        return {name: t.to(self.args.device) if name in SLICED else t for name, t in inputs.items()}
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if self.args.include_num_input_tokens_seen != "non_padding" or "row_tokens" not in inputs:
+            return super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen += self._tokens(inputs)
+
+    # ----- the model
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._attach()
+        return super()._prepare_for_training(*args, **kwargs)
+
+    def _attach(self) -> None:
+        """Attach the model before an engine wraps it; adapters stay outside."""
+        model: Any = self.model
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if self.handle is not None and not self.handle.plain and any(m is self.handle.model for m in base.modules()):
+            return
+        check_liger(self.args)
+        self.handle = apply(base, self.ctx, self.alst)
+        self.handle.whole_prompts = True  # no slice ever reaches a callback that generates
+
+    def detach(self) -> nn.Module:
+        """The model as it was before: without anything attached, in no engine."""
+        model = self.accelerator.unwrap_model(self.model)
+        if self.handle is not None:
+            self.handle.detach()
+        return model
+
+    # ----- the loss
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:  # fmt: skip
+        if "step_tokens" not in inputs:
+            raise ValueError(
+                f"compute_loss takes slices as get_batch_samples makes them; these inputs have {', '.join(inputs)}"
+            )
+        out = self._loss(model, inputs, self.current_gradient_accumulation_steps)
+        return (out.loss, {"loss": out.loss}) if return_outputs else out.loss
+
+    def _loss(
+        self, model: nn.Module, inputs: Mapping[str, Any], engine_divides_by: int, look: Look | None = None
+    ) -> Loss:
+        me: Any = self
+        trl = getattr(me, "_metrics", None)
+        out = causal_lm_loss(
+            model, inputs, self.ctx, engine_divides_by, statistics=trl is not None,
+            label_smoothing=self.args.label_smoothing_factor, look=look,
+        )  # fmt: skip
+        if trl is not None and out.entropy is not None and out.accuracy is not None:  # what SFTTrainer logs
+            mode = "train" if me.model.training else "eval"
+            trl[mode]["entropy"].append(out.entropy.item())
+            trl[mode]["mean_token_accuracy"].append(out.accuracy.item())
+            if mode == "train":
+                me._total_train_tokens += self._tokens(inputs)
+            trl[mode]["num_tokens"] = [me._total_train_tokens]
+        return out
+
+    def _tokens(self, inputs: Mapping[str, Any]) -> int:
+        """Of all replicas' samples in this micro-batch, without padding."""
+        mine = int(inputs["row_tokens"].sum()) if self.ctx.sp_rank == 0 else 0
+        return sum(n for (n,) in everyones(self.ctx, [mine], 1))
+
+    # ----- evaluation
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._attach()
+        self.gather_function = self._gather_replicas
+        self._shown, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self.preprocess_logits_for_metrics = self._shown
+
+    def _gather_replicas(self, data: Any) -> Any:
+        """What each replica has, once, without the samples that were repeated to fill the last batch."""
+        from accelerate.utils import recursively_apply
+
+        state = self.accelerator.gradient_state
+        surplus = state.end_of_dataloader and state.remainder > 0
+
+        def gather(part: Tensor) -> Tensor:
+            if self._replicas is not None:
+                parts = [torch.empty_like(part) for _ in range(self.ctx.dp)]
+                dist.all_gather(parts, part.contiguous(), group=self._replicas)
+                part = torch.cat(parts)
+            return part[: state.remainder] if surplus else part
+
+        return recursively_apply(gather, data)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Loss of a replica's batch (the mean over its valid tokens), and if asked for its logits [B, S, V], or what
+        `preprocess_logits_for_metrics` makes of them, tile by tile: that must work token by token."""
+        labels, ctx = inputs.get("labels"), self.ctx
+        given = _plain(inputs)
+        if labels is None:
+            given["labels"] = torch.full_like(given["input_ids"], IGNORE)
+        (batch,) = share_step([given], ctx)
+        batch = self._prepare_inputs({**batch, "step_tokens": torch.tensor(1)})
+        shown = None if prediction_loss_only else Shown(ctx, self.alst.chunk, given["labels"], batch, self._shown)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            out = self._loss(model, batch, 1, shown)
+        loss = None
+        if labels is not None:
+            stats = torch.stack([out.loss.double() / ctx.world_size, batch["shift_labels"].ne(IGNORE).sum()])
+            if ctx.sp > 1:
+                dist.all_reduce(stats, group=ctx.sp_group)
+            loss = (stats[0] / stats[1]).to(out.loss.dtype)
+        if shown is None:
+            return loss, None, None
+        return loss, shown.whole(), None if labels is None else labels.to(self.args.device)
+
+
+class OrderOfEpoch(Sampler):
+    """A sampler whose order is that of a seed and an epoch: alike on every rank, and again after a resume."""
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self.sampler, self.seed, self.epoch = sampler, seed, 0
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed + self.epoch)
+            order = list(self.sampler)
+        return iter(order)
+
+
+def _plain(batch: Any) -> dict[str, Any]:
+    """A collator's batch without what says the same twice."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"the collator makes {type(batch).__name__}; it must make dicts with input_ids and labels")
+    twice = REDUNDANT if batch.get("position_ids") is not None else ()
+    return {name: value for name, value in batch.items() if name not in twice}

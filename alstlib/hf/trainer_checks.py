@@ -1,0 +1,94 @@
+"""What cannot be run exactly with `TrainerMixin`: a ValueError before training, with what to write instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from alstlib.data.agreement import everyones
+
+REPLACED = ("compute_loss", "prediction_step", "get_batch_samples", "_prepare_inputs")
+"""Methods of a Trainer that are the mixin's altogether: what a class behind it does there would be lost."""
+
+
+def check_class(cls: type, mixin: type, known: tuple[str, ...]) -> None:
+    """A class behind the mixin must not have its own way to the loss.
+
+    Args:
+        known: trainers of transformers and TRL whose loss the mixin computes.
+    """
+    order = cls.__mro__
+    for behind in order[order.index(mixin) + 1 :]:
+        library = behind.__module__.partition(".")[0] in ("transformers", "trl")
+        lost = [name for name in REPLACED if name in behind.__dict__]
+        if not lost or (library and behind.__name__ in known):
+            continue
+        remedy = (
+            "its loss is another one: compute it from alstlib.token_logps" if library
+            else "put it before the mixin, as a subclass that calls super()"
+        )  # fmt: skip
+        raise ValueError(f"{behind.__name__} has its own {', '.join(lost)}, which TrainerMixin would replace; {remedy}")
+
+
+def check_arguments(trainer: Any) -> None:
+    args, accelerator, options = trainer.args, trainer.accelerator, trainer.alst
+    several, fsdp = args.world_size > 1, getattr(accelerator.state, "fsdp_plugin", None)
+    sharded = fsdp is not None or trainer.is_deepspeed_enabled
+    unused = several and not sharded and options.checkpoint and bool(args.ddp_find_unused_parameters)
+    rebalance = getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and trainer.ctx.sp > 1
+    offloading = getattr(args, "activation_offloading", False)
+    found = [
+        (args.n_gpu > 1, "several GPUs in one process", "start with torchrun or accelerate launch"),
+        (trainer.compute_loss_func is not None, "compute_loss_func",
+         "it needs the logits of whole samples: override compute_loss instead"),
+        (several and not args.average_tokens_across_devices, "average_tokens_across_devices=False",
+         "leave it True: the loss is the mean over all tokens"),
+        (several and args.auto_find_batch_size, "auto_find_batch_size=True",
+         "ask `alst plan` for what fits: one rank may run out alone, and the others wait for it"),
+        (bool(accelerator.dispatch_batches), "dispatch_batches=True", "leave it out: each rank reads for itself"),
+        (args.eval_use_gather_object, "eval_use_gather_object=True", "leave it out"),
+        (rebalance, "train_sampling_strategy='batch_rebalance'", "use 'group_by_length'"),
+        (unused, "ddp_find_unused_parameters=True",
+         "leave it out: DDP would count the parameters of a recomputed layer twice"),
+        (fsdp is not None and fsdp.fsdp_version != 2, "FSDP 1", "write fsdp_config={'version': 2, ...}"),
+        (fsdp is not None and bool(fsdp.activation_checkpointing), "FSDP's activation_checkpointing",
+         "leave it out: Options(checkpoint=True) does it"),
+        (bool(args.torch_compile) and sharded, "torch_compile=True with FSDP or DeepSpeed", "leave it out"),
+        (offloading, "activation_offloading=True", "use alst=alstlib.Options(offload='async')"),
+        (getattr(args, "loss_type", None) == "dft", "loss_type='dft'", "use 'nll'"),
+    ]  # fmt: skip
+    for wrong, what, remedy in found:
+        if wrong:
+            raise ValueError(f"{what} cannot be run with TrainerMixin; {remedy}")
+
+
+def check_collator(collator: Any) -> None:
+    if getattr(getattr(collator, "tokenizer", None), "padding_side", "right") == "left":
+        raise ValueError(
+            f"{type(collator).__name__} pads on the left, and positions count from a sample's first token: set "
+            "tokenizer.padding_side = 'right'"
+        )
+
+
+def check_liger(args: Any) -> None:
+    if args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
+        raise ValueError(
+            "use_liger_kernel=True replaces the model's forward with Liger's fused loss: write "
+            "liger_kernel_config={'fused_linear_cross_entropy': False}, and alst=alstlib.Options(liger_loss=True) for "
+            "its loss"
+        )
+
+
+def check_seeds(trainer: Any) -> None:
+    """Ranks that shuffle differently would read different samples."""
+    args = trainer.args
+    mine = {"seed": args.seed, "data_seed": -1 if args.data_seed is None else args.data_seed}
+    if args.data_seed is None:
+        mine["torch.initial_seed()"] = torch.initial_seed() % 2**62
+    for name, values in zip(mine, zip(*everyones(trainer.ctx, list(mine.values()), len(mine)))):
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"{name} differs between ranks ({list(values)[:8]}), and samples are drawn by it: seed all ranks "
+                "alike, or give data_seed"
+            )

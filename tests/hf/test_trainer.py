@@ -1,0 +1,314 @@
+"""TrainerMixin: under every engine what the plain Trainer does in one process, and wrong use refused by name."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import make_model
+from datasets import Dataset
+from torch.utils.data import IterableDataset
+from trainers import SETTINGS, accelerate_here, collate, errors, plain, samples, train
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import alstlib
+
+ENGINES = ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
+EVALUATED = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 5}
+
+
+def check(found: dict[str, float], bound: float = 1e-5) -> None:
+    assert max(found.values()) < bound, found
+
+
+def run(rank: int, world: int, how: str, engine: str, settings: dict[str, Any]) -> Any:
+    return train(rank, world, how, engine, **settings)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_ranks_train_as_one_process(ranks2: Any, engine: str, lora: bool) -> None:
+    """20 steps of two micro-batches of unequal lengths, two of them without a valid token; evaluation every 5 steps."""
+    settings: dict[str, Any] = {"lora": lora, **EVALUATED}
+    want = plain(*settings.items())
+    for got in ranks2(run, "ours", engine, settings):
+        assert got["engine"] == {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(engine, "DEEPSPEED")
+        check(errors(got, want))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3": {"kind": "qwen3"},
+    "chunks": {"options": {"chunk": 5}, **EVALUATED},
+    "several samples, two epochs": {
+        "count": 17, "per_device_train_batch_size": 2, "num_train_epochs": 2, "max_steps": -1,
+    },
+    "its own checkpointing asked for": {"gradient_checkpointing": True},
+    "label smoothing": {"label_smoothing_factor": 0.1, **EVALUATED},
+    "label smoothing of a head with an adapter": {"label_smoothing_factor": 0.1, "lora": True, "targets": ["lm_head"]},
+    "untiled": {"label_smoothing_factor": 0.1, "options": {"tiled_loss": False}},
+    "a data seed": {"data_seed": 5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_settings_of_a_trainer(ranks2: Any, case: str) -> None:
+    want = train(0, 1, "plain", **CASES[case])
+    for got in ranks2(run, "ours", "ddp", CASES[case]):
+        check(errors(got, want))
+
+
+def test_replicas_of_groups_train_as_one_process(pools: Any) -> None:
+    """Two replicas of two ranks and no accumulation, against one process with two micro-batches."""
+    want = plain(("count", 8))
+    for got in pools(4)(run, "ours", "ddp", {"count": 8, "sp": 2, "gradient_accumulation_steps": 1}):
+        check(errors(got, want))
+
+
+# ----- resume
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
+def test_a_resume_in_the_middle_of_an_epoch(ranks2: Any, tmp_path: Path, engine: str) -> None:
+    """After step 7 of 20, in the second epoch: the losses that follow, and the weights."""
+    saved = {"save_strategy": "steps", "save_steps": 7, "folder": str(tmp_path), "count": 9}
+    whole = ranks2(run, "ours", engine, {**saved, "save_total_limit": None})
+    check(errors(whole[0], plain(("count", 9))))
+    for got in ranks2(run, "ours", engine, {**saved, "save_strategy": "no", "resume": str(tmp_path / "checkpoint-7")}):
+        check(errors(got, whole[0], after=7))
+
+
+@pytest.mark.parametrize("sampling", ["random", "group_by_length"])
+def test_a_resume_with_another_degree(ranks2: Any, tmp_path: Path, sampling: str) -> None:
+    settings = {"count": 9, "train_sampling_strategy": sampling, "folder": str(tmp_path)}
+    whole = ranks2(run, "ours", "ddp", {**settings, "save_strategy": "steps", "save_steps": 7})
+    assert sorted(line["step"] for line in whole[0]["logs"]) == list(range(1, 21))
+    got = train(0, 1, "ours", **settings, sp=1, resume=str(tmp_path / "checkpoint-7"))
+    check(errors(got, whole[0], after=7), 1e-6)
+
+
+def test_a_checkpoint_is_read_by_plain_transformers(ranks2: Any, tmp_path: Path) -> None:
+    ranks2(run, "ours", "ddp", {"count": 9, "folder": str(tmp_path), "save_strategy": "steps", "save_steps": 7})
+    found = type(make_model()).from_pretrained(tmp_path / "checkpoint-20", dtype=torch.float64)
+    want = plain(("count", 9))["weights"]
+    assert max(float((p - want[n]).norm() / want[n].norm()) for n, p in found.named_parameters()) < 1e-5
+
+
+# ----- batches
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(samples(43))
+
+
+def test_a_stream_of_samples(ranks2: Any) -> None:
+    want = train(0, 1, "plain", data=Stream())
+    for got in ranks2(run, "ours", "ddp", {"data": Stream()}):
+        check(errors(got, want))
+
+
+def failing(rank: int, world: int, what: str) -> str:
+    """The message with which a rank's training ends, when only rank 1 differs."""
+    data, more = samples(9), {}
+    if what == "data" and rank == 1:
+        data = [{"input_ids": [1, 2, -5], "labels": [1, 2, 3]}] * 9
+    if what == "samples" and rank == 1:
+        data = samples(9, seed=4)
+    if what == "seed":
+        more["seed"] = rank
+    try:
+        train(rank, world, "ours", data=data, **more)
+    except (ValueError, RuntimeError) as e:
+        return str(e)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [("data", "the data of rank 1 failed"), ("samples", "hold different batches"), ("seed", "seed differs")],
+)
+def test_what_differs_on_one_rank_is_said_on_all(ranks2: Any, what: str, message: str) -> None:
+    for found in ranks2(failing, what):
+        assert message in found
+
+
+# ----- evaluation
+
+
+def best(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1)
+
+
+def accuracy(predictions: Any) -> dict[str, float]:
+    found, labels = predictions.predictions, predictions.label_ids
+    found = found.argmax(-1) if found.ndim == 3 else found
+    found, labels = found[:, :-1], labels[:, 1:]
+    return {"accuracy": float((found == labels)[labels != -100].mean())}
+
+
+def evaluated(
+    rank: int, world: int, how: str, options: dict[str, Any], shown: Any, sp: int | None = None, count: int = 7
+) -> Any:
+    settings: Any = {**SETTINGS, "use_cpu": True, "output_dir": "unused"}
+    with accelerate_here("ddp"):
+        own: Any = {}
+        cls: Any = Trainer
+        if how == "ours":
+            own = {"sp": sp or world, "alst": alstlib.Options(**options)}
+            cls = type("SPTrainer", (alstlib.TrainerMixin, Trainer), {})
+        trainer = cls(
+            model=make_model().double(), args=TrainingArguments(**settings), data_collator=collate,
+            compute_metrics=accuracy, preprocess_logits_for_metrics=shown, **own,
+        )  # fmt: skip
+        out = trainer.predict(samples(count, seed=8))
+        again = trainer.evaluate(samples(count, seed=8))
+        assert trainer.preprocess_logits_for_metrics is shown
+        return out.predictions, out.label_ids, out.metrics["test_loss"], again["eval_accuracy"], again["eval_loss"]
+
+
+@pytest.mark.parametrize("shown", [None, best], ids=["logits", "argmax"])
+@pytest.mark.parametrize(
+    "options", [{"tiled_loss": 3}, {"tiled_loss": False}, {"chunk": 4, "tiled_loss": 3}], ids=["tiled", "not", "chunks"]
+)
+def test_predictions_are_those_of_one_process(pools: Any, options: dict[str, Any], shown: Any) -> None:
+    """Seven samples in batches of two, on a group of two ranks: logits or their argmax, labels, loss and accuracy."""
+    want = evaluated(0, 1, "plain", {}, shown)
+    for got in pools(2)(evaluated, "ours", options, shown):
+        compare(got, want)
+
+
+def compare(got: Any, want: Any) -> None:
+    assert got[0].shape == want[0].shape
+    real = want[1] != -100
+    np.testing.assert_allclose(got[0][real].astype(float), want[0][real].astype(float), rtol=1e-5, atol=1e-5)
+    assert np.array_equal(got[1], want[1])
+    assert got[2:] == pytest.approx(want[2:], rel=1e-6)
+
+
+def test_predictions_of_two_replicas(pools: Any) -> None:
+    want = evaluated(0, 1, "plain", {}, best, None, 8)
+    for got in pools(4)(evaluated, "ours", {}, best, 2, 8):
+        compare(got, want)
+
+
+def shifted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1).roll(1, 1)
+
+
+def test_what_looks_at_several_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="must work token by token"):
+        evaluated(0, 1, "ours", {"tiled_loss": 6}, shifted)
+
+
+class Generates(TrainerCallback):
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        ids = torch.arange(6).view(1, -1)
+        self.made = kwargs["model"].generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+
+
+def generating(rank: int, world: int) -> Any:
+    callback = Generates()
+    train(rank, world, "ours", extra={"callbacks": [callback]}, max_steps=5, learning_rate=0.0, **EVALUATED)
+    return callback.made
+
+
+def test_a_callback_generates_from_whole_prompts(ranks2: Any) -> None:
+    ids = torch.arange(6).view(1, -1)
+    want = make_model().double().eval().generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    for made in ranks2(generating):
+        assert torch.equal(made, want)
+
+
+# ----- wrong use
+
+
+@pytest.fixture
+def here() -> Any:
+    with accelerate_here("ddp"):
+        yield
+
+
+class SPTrainer(alstlib.TrainerMixin, Trainer):
+    pass
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+def build(cls: Any = SPTrainer, settings: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    args = TrainingArguments(**{**SETTINGS, "use_cpu": True, "output_dir": "unused", **(settings or {})})
+    return cls(**{"model": make_model(), "args": args, "train_dataset": samples(9), "data_collator": collate, **kwargs})
+
+
+class PadsLeft:
+    class tokenizer:
+        padding_side = "left"
+
+    def __call__(self, batch: Any) -> Any:
+        return collate(batch)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"sp": 2}, "sp=2 needs torch.distributed"),
+        ({"sp": 0}, "sp=0 must be a positive integer"),
+        ({"alst": {"offload": "async"}}, "must be alstlib.Options"),
+        ({"compute_loss_func": print}, "override compute_loss instead"),
+        ({"settings": {"accelerator_config": {"dispatch_batches": True}}}, "dispatch_batches=True cannot be run"),
+        ({"data_collator": PadsLeft()}, r"tokenizer.padding_side = 'right'"),
+        ({"cls": type("Mine", (alstlib.TrainerMixin, OwnLoss), {})}, "OwnLoss has its own compute_loss"),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_wrong_use_is_refused_before_training(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(**wrong)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_class_before_the_mixin_may_call_it() -> None:
+    class Mine(SPTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            self.called = True
+            return super().compute_loss(*args, **kwargs)
+
+    trainer = build(Mine, {"max_steps": 2})
+    trainer.train()
+    assert trainer.called
+
+
+@pytest.mark.usefixtures("here")
+def test_detach_gives_the_model_back() -> None:
+    trainer = build(settings={"max_steps": 2})
+    before = copy.deepcopy(trainer.model)
+    trainer.train()
+    model = trainer.detach()
+    assert [type(m) for m in model.modules()] == [type(m) for m in before.modules()]
+    assert model(input_ids=torch.arange(6).view(1, -1)).logits.shape == (1, 6, 96)
+
+
+@pytest.mark.usefixtures("here")
+def test_columns_of_documents_reach_the_loss() -> None:
+    """Packed samples by `document_lengths`, which no model's forward takes: a column that the Trainer keeps."""
+    rows = [{"input_ids": list(range(1, 13)), "labels": list(range(1, 13)), "document_lengths": [5, 7]}] * 4
+
+    def documents(batch: Any) -> Any:
+        return {**collate(batch), "document_lengths": [row["document_lengths"] for row in batch]}
+
+    settings = {"max_steps": 1, "gradient_accumulation_steps": 1}
+    trainer = build(settings=settings, train_dataset=Dataset.from_list(rows), data_collator=documents)
+    trainer.train()
+    model = make_model()
+    ids = torch.arange(1, 13).view(1, -1)
+    positions = torch.cat([torch.arange(5), torch.arange(7)]).view(1, -1)
+    labels = ids.clone()
+    labels[0, 5] = -100
+    want = model(input_ids=ids, position_ids=positions, labels=labels, use_cache=False).loss.item()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(want, rel=1e-4)

@@ -1,0 +1,188 @@
+"""Small runs of Hugging Face's Trainer and TRL's SFTTrainer: plain, with TrainerMixin, and with the libraries' own
+sequence parallelism, on the same data."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import VOCAB, make_model
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import alstlib
+
+STEPS = 20
+SETTINGS = {
+    "per_device_train_batch_size": 1, "per_device_eval_batch_size": 2, "gradient_accumulation_steps": 2,
+    "max_steps": STEPS, "logging_steps": 1, "learning_rate": 2e-3, "save_strategy": "no", "report_to": [],
+    "disable_tqdm": True, "log_level": "error",
+}  # fmt: skip
+OPTIONS = {"tiled_mlp": 5, "tiled_loss": 7, "offload": "async"}
+Run = dict[str, Any]
+
+
+def samples(count: int = 43, seed: int = 3) -> list[dict[str, list[int]]]:
+    """Samples of unequal lengths and numbers of labels; two of the first twenty have none at all."""
+    g = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(count):
+        length = int(torch.randint(6, 40, (1,), generator=g))
+        ids = torch.randint(0, VOCAB, (length,), generator=g).tolist()
+        first = length if i in (5, 17) else 3 * i % (length - 2)
+        made.append({"input_ids": ids, "labels": [-100] * first + ids[first:]})
+    return made
+
+
+def collate(batch: list[dict[str, list[int]]], to: int | None = None) -> dict[str, Tensor]:
+    longest = to or max(len(sample["input_ids"]) for sample in batch)
+
+    def pad(rows: list[list[int]], value: int) -> Tensor:
+        return torch.tensor([row + [value] * (longest - len(row)) for row in rows])
+
+    return {
+        "input_ids": pad([s["input_ids"] for s in batch], 0), "labels": pad([s["labels"] for s in batch], -100),
+        "attention_mask": pad([[1] * len(s["input_ids"]) for s in batch], 0),
+    }  # fmt: skip
+
+
+def with_positions(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """For the libraries' own: positions are needed, and gloo stops where the ranks' lengths differ."""
+    made = collate(batch, to=40)
+    return {**made, "position_ids": torch.arange(40).expand(len(batch), -1).contiguous()}
+
+
+@contextlib.contextmanager
+def accelerate_here(engine: str) -> Iterator[None]:
+    """Accelerate's state as in a new process. On a CPU it knows no FSDP and no DeepSpeed: it is told of several devices
+    then, which send with gloo."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedType
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    with pytest.MonkeyPatch.context() as patch:
+        if engine != "ddp":
+            patch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+            patch.setattr(PartialState, "_prepare_backend", lambda *_, **__: ("gloo", DistributedType.MULTI_GPU))
+        try:
+            yield
+        finally:
+            unset_hf_deepspeed_config()
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+            for name in [n for n in os.environ if n.startswith(("ACCELERATE_", "FSDP_"))]:
+                os.environ.pop(name)
+            gc.collect()
+
+
+def engine_settings(engine: str) -> dict[str, Any]:
+    if engine == "ddp":
+        return {"use_cpu": True}
+    if engine == "fsdp2":
+        return {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+    batch = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    stage = {"zero_optimization": {"stage": int(engine[4:])}}
+    own = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    return {"deepspeed": {**stage, **own, **dict.fromkeys(batch, "auto")}}
+
+
+def weights(model: Any) -> dict[str, Tensor]:
+    """Of a model inside any engine, whole."""
+    found = {}
+    for name, p in model.named_parameters():
+        if hasattr(p, "ds_id"):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([p]):
+                found[name] = p.detach().clone()
+        else:
+            found[name] = p.detach().full_tensor() if isinstance(p, DTensor) else p.detach().clone()
+    return found
+
+
+def adapted(model: Any, targets: list[str] | None = None) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj", *(targets or [])]))
+
+
+def train(
+    rank: int, world: int, how: str, engine: str = "ddp", *, kind: str = "gqa", lora: bool = False, count: int = 43,
+    sp: int | None = None, resume: str | None = None, options: dict[str, Any] | None = None, folder: str | None = None,
+    data: Any = None, evaluate: bool = False, targets: list[str] | None = None, extra: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Run:  # fmt: skip
+    """One run: its logged losses, gradient norms and evaluations by step, and the trained weights.
+
+    Args:
+        how: `plain`, `ours` (TrainerMixin), or `library` (Accelerate's parallelism_config, DeepSpeed's Ulysses).
+    """
+    with accelerate_here(engine), tempfile.TemporaryDirectory() as scratch:
+        from transformers import Trainer, TrainingArguments
+
+        model = make_model(kind).to(torch.float64 if engine == "ddp" and how != "library" else torch.float32)
+        model = adapted(model, targets) if lora else model
+        own: dict[str, Any] = {}
+        if how == "ours":
+            own = {"sp": world if sp is None else sp, "alst": alstlib.Options(**{**OPTIONS, **(options or {})})}
+        if how == "library":
+            from accelerate import ParallelismConfig
+            from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+            handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+            settings["parallelism_config"] = ParallelismConfig(
+                sp_backend="deepspeed", sp_size=world, sp_handler=handler
+            )
+        args = TrainingArguments(**{**SETTINGS, **engine_settings(engine), "output_dir": folder or scratch, **settings})
+        cls: Any = type("SPTrainer", (alstlib.TrainerMixin, Trainer), {}) if how == "ours" else Trainer
+        trainer = cls(
+            model=model, args=args, train_dataset=samples(count) if data is None else data,
+            eval_dataset=samples(7, seed=8) if evaluate else None,
+            data_collator=with_positions if how == "library" else collate, **own, **(extra or {}),
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return outcome(trainer, how)
+
+
+def outcome(trainer: Any, how: str) -> Run:
+    logs = trainer.state.log_history
+    found = weights(trainer.accelerator.unwrap_model(trainer.model))
+    if how == "ours":
+        trainer.detach()
+    kept = ("loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens", "eval_accuracy")
+    return {
+        "logs": [{k: v for k, v in line.items() if k in (*kept, "step")} for line in logs if "train_loss" not in line],
+        "weights": found, "notes": getattr(getattr(trainer, "handle", None), "notes", []),
+        "engine": str(trainer.accelerator.distributed_type).rpartition(".")[2],
+    }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=32)
+def plain(*settings: tuple[str, Any]) -> Run:
+    """The plain Trainer in one process; once for each choice of settings."""
+    return train(0, 1, "plain", **dict(settings))
+
+
+def errors(got: Run, want: Run, after: int = 0) -> dict[str, float]:
+    """Largest relative errors after a step: of what is logged, and of all weights together."""
+    mine = {(line["step"], "eval_loss" in line): line for line in got["logs"]}
+    found: dict[str, float] = {}
+    for line in want["logs"]:
+        if line["step"] <= after:
+            continue
+        other = mine[line["step"], "eval_loss" in line]
+        for name in line.keys() - {"step"}:
+            error = abs(other[name] - line[name]) / max(abs(line[name]), 1e-9)
+            found[name] = max(found.get(name, 0.0), error)
+    assert got["weights"].keys() == want["weights"].keys()
+    both = [(got["weights"][n].double() - w.double(), w.double()) for n, w in want["weights"].items()]
+    square = sum(float(d.square().sum()) for d, _ in both) / sum(float(w.square().sum()) for _, w in both)
+    return {**found, "weights": square**0.5}
