@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -129,14 +130,8 @@ def read(args: argparse.Namespace) -> Question:
     gpus = args.gpus
     if gpus == 0 and not (gpus := devices.device_count()):
         raise ValueError("gpus=0 means this machine's, and it has none; name their number")
-    changes: dict[str, Any] = {}
-    for text in args.set:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ValueError(f"--set {text} is not FIELD=VALUE")
-        changes[name.strip()] = yaml.safe_load(value)
     base = RunConfig(model=args.model, dtype="bf16", sp=0)
-    run = row_config(PRESETS[args.preset], base).replace(**changes)
+    run = row_config(PRESETS[args.preset], base).replace(**fields_of(args.set, "--set"))
     shape = read_shape(args.model, run.model_config)
     rates = rates_of(args.gpu)
     if args.rates:
@@ -161,6 +156,17 @@ def read(args: argparse.Namespace) -> Question:
     if args.seq_len:
         understood["seq_len"] = f"{args.seq_len}: {parse_quantity(args.seq_len, 'seq-len'):,} tokens"
     return Question(shape, run, machine, args.preset, understood)
+
+
+def fields_of(texts: Sequence[str], option: str) -> dict[str, Any]:
+    """The fields that an option sets, each as FIELD=VALUE."""
+    made: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"{option} {text} is not FIELD=VALUE")
+        made[name.strip()] = yaml.safe_load(value)
+    return made
 
 
 def as_json(question: Question, best: Prediction | None, found: Prediction | None, helps: list[Help]) -> dict[str, Any]:

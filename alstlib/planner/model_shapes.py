@@ -142,7 +142,7 @@ def check_model(name: str) -> None:
         why = str(e).strip().partition("\n")[0]
         raise ValueError(
             f"model='{name}' is not a folder here and could not be had from the hub ({hint}built-in shapes: "
-            f"{', '.join(SHAPES)}): {why}"
+            f"{', '.join(SHAPES)}); without a network, name a folder that holds it: {why}"
         ) from e
 
 

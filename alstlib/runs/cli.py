@@ -1,4 +1,4 @@
-"""`alst run | report | status | plan`: sweeps of runs (`sweeps`), driven by papermill, one row at a time."""
+"""`alst run | report | status | plan | verify`: sweeps of runs (`sweeps`), driven by papermill, one row at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 from alstlib.config import RunConfig
 from alstlib.planner import command, devices, preflight
 from alstlib.planner.model_shapes import check_model
-from alstlib.runs import launch, locks, report, results, status
+from alstlib.runs import launch, locks, report, results, status, verify
 from alstlib.runs.progress import Printer, ProgressReader
 from alstlib.runs.sweeps import Spec, check_parameters, load_spec, papermill_line, select, shown, write_record
 from alstlib.units import format_seconds
@@ -309,9 +309,9 @@ def _fields(fields: Mapping[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 a row failed or could not be written, 2 refused before it started, 130 interrupted; of
-    `status`: status.EXIT."""
+    `status` and `verify`: their EXIT."""
     parser = argparse.ArgumentParser(prog="alst", description="Arctic Long Sequence Training: sweeps of runs.")
-    commands = parser.add_subparsers(required=True, metavar="run | report | status | plan")
+    commands = parser.add_subparsers(required=True, metavar="run | report | status | plan | verify")
     p = commands.add_parser("run", help="run the rows of a spec that are not finished")
     p.add_argument("spec", type=Path, help="a YAML file, such as papermill_runs/specs/ablation.yaml")
     p.add_argument("--rows", help="only these rows, separated by commas")
@@ -338,6 +338,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     w = commands.add_parser("plan", help="say what fits on which GPUs, and how long a step takes; runs nothing")
     command.add_arguments(w)
     w.set_defaults(command=command.command)
+    v = commands.add_parser("verify", help=verify.HELP, epilog=verify.EXIT)
+    verify.add_arguments(v)
+    v.set_defaults(command=verify.verify)
     for sub in (p, r, s):
         sub.add_argument("--out", help="folder of a spec's results, instead of papermill_runs/out/NAME")
     args = parser.parse_args(argv)

@@ -7,7 +7,6 @@ values on the device and on the host, and block by block.
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Iterator
@@ -19,10 +18,10 @@ import torch
 import transformers
 import zoo
 from cases import small_pages, worst_error
-from torch import Tensor
 
 import alstlib
 from alstlib.data.shard import shard_batch
+from alstlib.measure.verify import plain
 from alstlib.runs.results import git_state
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -50,36 +49,7 @@ def sample(packed: bool) -> dict[str, Any]:
     ids = torch.randint(3, zoo.VOCAB, (1, LENGTH), generator=torch.Generator().manual_seed(5))
     labels = ids.clone()
     labels[:, 15:19] = -100
-    made: dict[str, Any] = {"input_ids": ids, "labels": labels}
-    return {**made, "document_lengths": [PACKED]} if packed else made
-
-
-def plain(model: Any, data: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
-    """Plain transformers on one process; documents one by one, each a sample of its own."""
-    model = copy.deepcopy(model)
-    lengths = data.get("document_lengths", [[LENGTH]])[0]
-    shifted = [torch.nn.functional.pad(y[:, 1:], (0, 1), value=-100) for y in data["labels"].split(lengths, 1)]
-    tokens = sum(int((y != -100).sum()) for y in shifted)
-    aux = getattr(model.config, "output_router_logits", False)
-    total: Any = 0.0
-    logits = []
-    for ids, y in zip(data["input_ids"].split(lengths, 1), shifted):
-        out = model(input_ids=ids, use_cache=False)
-        loss = (
-            torch.nn.functional.cross_entropy(out.logits.float().flatten(0, 1), y.flatten(), reduction="sum") / tokens
-        )
-        total = total + loss
-        logits += [out.router_logits] if aux else []
-    if aux:  # over all documents of the sample at once
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-        config = model.config
-        experts = getattr(config, "num_local_experts", None) or config.num_experts
-        joined = tuple(torch.cat(parts) for parts in zip(*logits))
-        balance = load_balancing_loss_func(joined, experts, config.num_experts_per_tok)
-        total = total + config.router_aux_loss_coef * balance
-    total.backward()
-    return total.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"input_ids": ids, "labels": labels, "document_lengths": [PACKED if packed else [LENGTH]]}
 
 
 def attached(rank: int, world: int, name: str, how: str, packed: bool) -> dict[str, Any]:

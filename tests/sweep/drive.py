@@ -11,13 +11,10 @@ each type is also written to papermill_runs/results/support, from where `table.p
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import logging
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +26,8 @@ import small  # noqa: E402
 import table  # noqa: E402
 import transformers  # noqa: E402
 from conftest import RankPool  # noqa: E402
+
+from alstlib.measure import verify  # noqa: E402
 
 OUT = TESTS.parent / "papermill_runs" / "out" / "sweep"
 NAME = f"sweep-{transformers.__version__}.jsonl"
@@ -43,21 +42,8 @@ def read(path: Path) -> Lines:
     return {(line["type"], line["sp"], line["case"]): line for line in lines}
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Only our own lines: hundreds of tiny models have much to warn about."""
-    before = logging.root.manager.disable, transformers.logging.get_verbosity()
-    logging.disable(logging.WARNING)
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    finally:  # the tests' ranks go on with other tests
-        logging.disable(before[0])
-        transformers.logging.set_verbosity(before[1])
-
-
 def on_rank(rank: int, world: int, *args: Any) -> list[Line]:
-    with quiet():
+    with verify.quiet():
         return judge.judge(rank, world, *args)
 
 
@@ -68,7 +54,7 @@ def judged(pools: dict[int, RankPool], sp: int, kind: str, references: str) -> l
     try:
         ranks = pools.setdefault(sp, RankPool(sp))(on_rank, kind, judge.CASES, references, timeout=240)
     except AssertionError as e:  # a rank died, or waits for another: its pool is started anew for the next type
-        return [{"result": "crash", "reason": judge.reason(e)} for _ in judge.CASES]
+        return [{"result": "crash", "reason": verify.why(e)} for _ in judge.CASES]
     return [max(each, key=lambda one: (one["result"] not in GOOD, one.get("gradient", 0.0))) for each in zip(*ranks)]
 
 
@@ -105,7 +91,7 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := set(args.only or ()) - set(small.TYPES):
         parser.error(f"transformers {transformers.__version__} has no causal language model {', '.join(unknown)}")
-    with quiet():
+    with verify.quiet():
         found = sweep(args.only or small.TYPES, args.sp, OUT / NAME, args.again)
     counts = {result: sum(line["result"] == result for line in found.values()) for result in (*GOOD, "wrong", "crash")}
     print(f"transformers {transformers.__version__}: " + ", ".join(f"{n} {result}" for result, n in counts.items()))

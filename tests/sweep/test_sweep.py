@@ -44,13 +44,13 @@ def test_on_two_ranks(pools: Callable[[int], Any], references: str, kind: str) -
 
 def test_what_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch, references: str) -> None:
     """A gradient that is a thousandth too large, in fp32 and in fp64."""
-    plain = judge.plain
+    plain = judge.verify.plain
 
-    def wrong(model: Any, lengths: list[int]) -> Any:
-        loss, grads = plain(model, lengths)
+    def wrong(model: Any, data: dict[str, Any]) -> Any:
+        loss, grads = plain(model, data)
         return loss, {n: g * 1.001 if n.endswith("q_proj.weight") else g for n, g in grads.items()}
 
-    monkeypatch.setattr(judge, "plain", wrong)
+    monkeypatch.setattr(judge.verify, "plain", wrong)
     (outcome,) = judge.judge(0, 1, "qwen3", ["packed, default"], references)
     assert outcome["result"] == "wrong", outcome
     assert outcome["reason"].endswith("q_proj.weight"), outcome

@@ -1,0 +1,346 @@
+"""The proof of `alst verify`: one step of a small model (`small`) attached with the chosen options, on real ranks, has
+the loss and the gradients of plain transformers; or the module that differs first. The tests' sweep over all types of
+models compares with the same functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+import alstlib
+from alstlib import sizing
+from alstlib.config import check_names
+from alstlib.data.shard import shard_batch
+from alstlib.hf.support import check_model, heads_of
+from alstlib.measure.small import LONGEST, VOCAB, build, first_of_each, kinds_in_lists, kinds_of_layers, shrunk
+from alstlib.train.models import model_config
+from alstlib.units import IGNORE
+
+REFUSALS = (ValueError, NotImplementedError)
+EXACT = {torch.float32: (1e-6, 1e-5), torch.float64: (1e-9, 1e-9)}
+"""Largest relative error of the loss and of a gradient. What is not exact in fp32 is judged again in fp64: some
+gradients are zero but for rounding (that of a key's bias), and rounding decides a router's close calls."""
+TILES = {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "chunk": 4, "block": 5}
+"""Tokens of tiles, chunks and blocks at most: shorter than a rank's slice, and odd."""
+
+Reference = tuple[float, dict[str, Tensor]]
+Outcome = dict[str, Any]
+
+
+@contextlib.contextmanager
+def in_full() -> Iterator[None]:
+    """Keep fp64 where a model's own code asks for fp32, in norms and softmax; also in what backward recomputes."""
+
+    def keep(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if args[0].dtype != torch.float32:
+                args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+                kwargs = {n: torch.float64 if a is torch.float32 else a for n, a in kwargs.items()}
+            return original(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(Tensor, "float", lambda x: x.to(torch.float32)))
+        for owner, name in ((Tensor, "to"), (torch, "sum"), (torch.nn.functional, "softmax")):
+            patches.enter_context(mock.patch.object(owner, name, keep(getattr(owner, name))))
+        yield
+
+
+def sample(length: int, packed: bool) -> dict[str, Any]:
+    """Random tokens, some without a label. Of the documents of a packed sample one has a single token, and one lies on
+    several ranks."""
+    ids = torch.randint(4, VOCAB, (1, length), generator=torch.Generator().manual_seed(5))
+    labels = ids.clone()
+    labels[:, 19:23] = IGNORE
+    lengths = [3, 1, 10]
+    while (left := length - sum(lengths)) > 0:
+        lengths.append(min(LONGEST, left))
+    return {"input_ids": ids, "labels": labels, "document_lengths": [lengths if packed else [length]]}
+
+
+def plain(model: Any, data: Mapping[str, Any]) -> Reference:
+    """Plain transformers, documents one by one, each a sample of its own: the mean over all labels, and gradients."""
+    model, (lengths,) = copy.deepcopy(model), data["document_lengths"]
+    config = model.config.get_text_config()
+    shifted = [nn.functional.pad(y[:, 1:], (0, 1), value=IGNORE) for y in data["labels"].split(lengths, 1)]
+    tokens = sum(int((y != IGNORE).sum()) for y in shifted)
+    total: Any = 0.0
+    routed = []
+    for ids, y in zip(data["input_ids"].split(lengths, 1), shifted):
+        mask = torch.ones_like(ids)  # as a collator gives it: eager Moshi of transformers 5.17 is not causal without
+        out = model(input_ids=ids, attention_mask=mask, use_cache=False)
+        logits = out.logits.to(torch.promote_types(out.logits.dtype, torch.float32))
+        total = total + nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum") / tokens
+        routed += [out.router_logits] if getattr(config, "output_router_logits", False) else []
+    if routed:  # over all documents of the sample at once
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        experts = getattr(config, "num_local_experts", None) or config.num_experts
+        joined: Any = tuple(torch.cat(parts) for parts in zip(*routed))
+        balance = load_balancing_loss_func(joined, experts, config.num_experts_per_tok)
+        total = total + config.router_aux_loss_coef * balance
+    total.backward()
+    return total.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def attached_step(handle: alstlib.Handle, data: Mapping[str, Any], block: int | None = None) -> Reference:
+    """The same of an attached model on this rank's shard, with gradients averaged over ranks as an engine does."""
+    model, ctx = handle.model, handle.ctx
+    model.zero_grad()
+    batch = shard_batch(data, ctx.sp, ctx.sp_rank)
+    if block is None:
+        out = alstlib.causal_lm_loss(model, batch, ctx)
+        out.loss.backward()
+    else:
+        out = alstlib.block_step(model, batch, ctx, block)
+    grads = {}
+    for n, p in model.named_parameters():
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if ctx.sp > 1:
+            dist.all_reduce(grad, group=ctx.sp_group)
+        grads[n] = grad / ctx.sp
+    return out.mean.item(), grads
+
+
+def errors_of(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[str, float]:
+    """Error of each gradient relative to its norm, whose floor is 1e-6 of the largest norm; infinite where plain
+    transformers has none and it is not zero."""
+    floor = max(float(w.norm()) for w in want.values()) * 1e-6
+    errors = {n: float((got[n].double() - w.double()).norm()) / max(float(w.norm()), floor) for n, w in want.items()}
+    return errors | {n: float("inf") for n, g in got.items() if n not in want and bool(g.any())}
+
+
+def why(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
+
+
+def compare(
+    model: Any, ctx: alstlib.SPContext, options: alstlib.Options, data: Mapping[str, Any],
+    reference: Callable[[Any], Reference], exact: Mapping[torch.dtype, tuple[float, float]] = EXACT,
+    block: int | None = None,
+) -> Outcome:  # fmt: skip
+    """One step: `result` is exact, wrong, refused (by `apply`), crash, or not built (by plain transformers); with the
+    errors, or the reason."""
+    state = copy.deepcopy(model.state_dict())
+    try:
+        handle = alstlib.apply(model, ctx, options)
+    except REFUSALS as e:
+        return {"result": "refused", "reason": why(e)}
+    except Exception as e:
+        return {"result": "crash", "reason": f"apply: {why(e)}"}
+    try:
+        with handle:
+            mean, got = attached_step(handle, data, block)
+    except Exception as e:
+        return {"result": "crash", "reason": why(e)}
+    try:
+        loss, want = reference(model)
+    except Exception as e:
+        return {"result": "not built", "reason": f"plain transformers: {why(e)}"}
+    errors, loss_error = errors_of(got, want), abs(mean - loss) / abs(loss)
+    where = max(errors, key=errors.__getitem__)
+    changed = next((n for n, t in model.state_dict().items() if not torch.equal(t, state[n])), None)
+    made = {"dtype": str(model.dtype), "loss": loss_error, "gradient": errors[where], "notes": handle.notes}
+    if loss_error < exact[model.dtype][0] and errors[where] < exact[model.dtype][1] and changed is None:
+        return {"result": "exact", "reason": "", **made}
+    return {"result": "wrong", "reason": f"{changed} has changed" if changed else f"gradient of {where}", **made}
+
+
+def judge(make: Callable[[torch.dtype], Any], cases: Mapping[str, Callable[[Any], Outcome]]) -> dict[str, Outcome]:
+    """The outcome of each case for the model that `make` gives: in fp32, and in fp64 what is wrong in fp32."""
+    model = make(torch.float32)
+    outcomes = {name: case(model) for name, case in cases.items()}
+    if wrong := [name for name, outcome in outcomes.items() if outcome["result"] == "wrong"]:
+        with in_full():
+            wide = make(torch.float64)
+            again = {name: cases[name](wide) for name in wrong}
+        outcomes |= {name: outcome for name, outcome in again.items() if outcome["result"] in ("exact", "wrong")}
+    return outcomes
+
+
+# ----- what differs
+
+
+def _watched(model: nn.Module, run: Callable[[], Reference]) -> tuple[dict[str, list[Tensor]], Reference]:
+    """The outputs of each module in a step, in the order in which they are done, and the step's result."""
+    seen: dict[str, list[Tensor]] = {}
+    hooks = []
+    for name, module in model.named_modules():
+
+        def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
+            tensors = [t.detach() for t in tree_leaves(out) if isinstance(t, Tensor) and t.ndim > 1]
+            if tensors:
+                seen.setdefault(name, []).append(tensors[0].flatten(0, 1) if tensors[0].ndim > 2 else tensors[0])
+
+        hooks.append(module.register_forward_hook(note))
+    try:
+        return seen, run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _rows(pieces: list[Tensor], count: int) -> Tensor | None:
+    """The first `count` rows, where pieces make up just as many: what follows is a recompute."""
+    ends = [sum(p.shape[0] for p in pieces[: i + 1]) for i in range(len(pieces))]
+    if count not in ends or len({p.shape[1:] for p in pieces}) > 1:
+        return None
+    return torch.cat(pieces[: ends.index(count) + 1])
+
+
+def first_difference(
+    model: Any, ctx: alstlib.SPContext, options: alstlib.Options, data: Mapping[str, Any], block: int | None = None
+) -> Outcome:
+    """The first module whose output differs from plain transformers' on this rank's slice; where none does, the last
+    whose parameters' gradients differ (backward comes there first)."""
+
+    def attached() -> Reference:
+        with alstlib.apply(model, ctx, options) as handle:
+            return attached_step(handle, data, block)
+
+    seen, (_, got) = _watched(model, attached)
+    expected, (_, want) = _watched(model, lambda: plain(model, data))
+    length = data["input_ids"].shape[1]
+    rows, limit = -(-length // ctx.sp), EXACT[model.dtype][1] * 10
+    mine = slice(ctx.sp_rank * rows, min(length, (ctx.sp_rank + 1) * rows))
+    order = list(expected)
+
+    def found(name: str, what: str, error: float) -> Outcome:
+        kind = type(model.get_submodule(name)).__name__
+        return {"module": name, "kind": kind, "what": what, "error": error, "order": order.index(name)}
+
+    for name in order:
+        ours, theirs = _rows(seen.get(name, []), rows), _rows(expected[name], length)
+        if ours is None or theirs is None or ours[0].shape != theirs[0].shape:
+            continue
+        theirs = theirs[mine].double()
+        error = float((ours[: len(theirs)].double() - theirs).norm() / theirs.norm().clamp_min(1e-30))
+        if not error < limit:
+            return found(name, "output", error)
+    wrong = {n: e for n, e in errors_of(got, want).items() if not e < limit and n.rpartition(".")[0] in order}
+    if not wrong:
+        return {}
+    last = max(wrong, key=lambda n: (order.index(n.rpartition(".")[0]), wrong[n]))
+    return found(last.rpartition(".")[0], f"gradient of {last.rpartition('.')[2]}", wrong[last])
+
+
+# ----- alst verify
+
+
+def small_options(given: Mapping[str, Any]) -> tuple[alstlib.Options, int | None, dict[str, list[Any]]]:
+    """The options and the block, with tiles, chunks and blocks so small that a slice has several; and what they were.
+
+    Raises:
+        ValueError: no option, or one that is no proof of anything.
+    """
+    rest = {n: v for n, v in given.items() if n != "block"}
+    check_names(rest, [f.name for f in dataclasses.fields(alstlib.Options)], "option")
+    if rest.get("sparse") is not None:
+        raise ValueError("sparse attention is an approximation: it differs from plain transformers by design")
+    options = alstlib.Options(**rest)
+    was = {n: given.get(n) if n == "block" else getattr(options, n) for n in TILES}
+    now = {n: TILES[n] if v is True else min(v, TILES[n]) for n, v in was.items() if v}
+    tiles, block = {n: [was[n], v] for n, v in now.items()}, now.pop("block", None)
+    if block is not None and options.chunk is not None:
+        raise ValueError("block runs the whole model, chunk its layers: give one of them")
+    return dataclasses.replace(options, **now), block, tiles
+
+
+def _differences(config: Any, small: Any) -> dict[str, list[Any]]:
+    """Numbers and settings of the config that the small one has otherwise."""
+    was, now = config.to_dict(), small.to_dict()
+    found = {n: [was[n], now[n]] for n in was if n in now and was[n] != now[n] and not isinstance(was[n], dict | list)}
+    ours = ("_token_id", "_version", "dtype", "_name_or_path", "_cache")
+    return {n: v for n, v in found.items() if not n.endswith(ours)}
+
+
+def _at_full_size(config: Any, options: alstlib.Options, trust: bool) -> list[Any]:
+    """The kinds of layers of the model as it is, which is built without memory.
+
+    Raises:
+        ValueError: `apply` refuses it.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+        kinds = kinds_of_layers(model)
+    except Exception:  # a model that computes with values while it is built; the small one is checked
+        return kinds_in_lists(config.get_text_config())
+    check_model(model, alstlib.SPContext(), options.attention)
+    return kinds
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Tiny models have much to warn about: only what we print is said."""
+    before = logging.root.manager.disable, transformers.logging.get_verbosity()
+    logging.disable(logging.WARNING)
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.disable(before[0])
+        transformers.logging.set_verbosity(before[1])
+
+
+@quiet()
+def verify(question: Mapping[str, Any]) -> dict[str, Any]:
+    """One rank of `alst verify` (`alstlib.runs.verify` asks, and says what comes of it)."""
+    trust, sp, made = question["trust_remote_code"], question["sp"], {}
+    try:
+        options, block, tiles = small_options(question["options"])
+        config = model_config(question["model"], question["config"], trust)
+        made = {"model_type": config.model_type, "tiles": tiles, "notes": []}
+        kinds = _at_full_size(config, options, trust)
+        small = shrunk(config, first_of_each(kinds), question["config"])
+        text = small.get_text_config()
+        if any(kind in str(getattr(text, "rope_parameters", "")) for kind in ("longrope", "dynamic")):
+            made["notes"] += [
+                "RoPE depends on the length: that of a packed sample's longest document (here all are short)"
+            ]
+        first = build(small, trust_remote_code=trust)
+        made["small"] = {
+            "changes": _differences(config.get_text_config(), text), "heads": heads_of(text)[:2],
+            "layer_kinds": [len({*kinds_of_layers(first)}), len({*kinds})],
+        }  # fmt: skip
+    except Exception as e:
+        reason = str(e) if isinstance(e, ValueError) else f"a small model cannot be built: {why(e)}"
+        if "Unrecognized configuration class" in reason:
+            reason = f"transformers has no causal language model of the type {made['model_type']}"
+        more = "; --trust-remote-code runs it" if "custom code" in reason and not trust else ""
+        return {**made, "cases": [], "refused": reason.partition("\n")[0].strip(" .") + more}
+    cases = []
+    for degree in dict.fromkeys((1, sp)):
+        ctx = alstlib.SPContext() if degree == 1 else alstlib.SPContext.create(sp)
+        data = {name: sample(max(33, 11 * sp), name == "packed") for name in ("whole", "packed")}
+        with mock.patch.object(sizing, "LEAST_KEYS", 1):  # pages of one chunk
+            run = {n: functools.partial(_case, ctx, options, d, block) for n, d in data.items()}
+            outcomes = judge(lambda dtype: build(small, dtype, trust_remote_code=trust), run)
+            for name, outcome in outcomes.items():
+                if outcome["result"] == "wrong":
+                    with in_full():
+                        model = build(small, torch.float64, trust_remote_code=trust)
+                        outcome["first"] = first_difference(model, ctx, options, data[name], block)
+        cases += [{"sp": degree, "sample": name, **outcome} for name, outcome in outcomes.items()]
+        if any(outcome["result"] not in ("exact", "wrong") for outcome in outcomes.values()):
+            break
+    return {**made, "cases": cases}
+
+
+def _case(ctx: Any, options: Any, data: Any, block: int | None, model: Any) -> Outcome:
+    return compare(model, ctx, options, data, lambda m: plain(m, data), block=block)

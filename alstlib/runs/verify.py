@@ -1,0 +1,136 @@
+"""`alst verify`: whether a step with the chosen options has the loss and the gradients of plain transformers, shown
+with a small model of the same architecture on CPU ranks. The ranks work (`alstlib.measure.verify`); without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import textwrap
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from alstlib.planner.command import fields_of
+from alstlib.planner.model_shapes import check_model
+from alstlib.runs.spawn import run_on_ranks
+from alstlib.units import parse_quantity
+
+HELP = "prove on the CPU that a model trains as with plain transformers, before GPUs are rented"
+EXIT = "Exit status: 0 equal; 1 something differs or fails; 2 refused, or the model cannot be built small."
+
+WORDS = {"exact": "equal", "wrong": "differs"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `alst verify`."""
+    parser.add_argument("model", help="hub name, folder, config.json or built in; weights are not read")
+    parser.add_argument("--sp", type=int, default=2, help="ranks that share a sample, besides one alone; 2")
+    parser.add_argument("--chunk", type=parse_quantity, help="layers in row chunks")
+    parser.add_argument("--block", type=parse_quantity, help="the model block by block (`block_step`)")
+    parser.add_argument("--offload", choices=["none", "sync", "async"], help="where checkpoints wait")
+    parser.add_argument("--attention", help="core attention that runs on a CPU")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of alstlib.Options")
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="FIELD=VALUE",
+        help="a field of the model's config, in the small model too, such as attn_pdrop=0",
+    )  # fmt: skip
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def on_rank(question: dict[str, Any]) -> dict[str, Any]:
+    """What a rank does; its room lies above this one and needs torch."""
+    import importlib
+
+    return importlib.import_module("alstlib.measure.verify").verify(question)
+
+
+def verify(args: argparse.Namespace) -> int:
+    """The command; its exit status is EXIT's."""
+    if args.sp < 1:
+        raise ValueError(f"sp={args.sp} must be at least 1")
+    options = {n: v for n in ("chunk", "block", "offload", "attention") if (v := getattr(args, n)) is not None}
+    question = {
+        "model": args.model, "sp": args.sp, "options": options | fields_of(args.set, "--set"),
+        "config": fields_of(args.config, "--config"), "trust_remote_code": args.trust_remote_code,
+    }  # fmt: skip
+    check_model(args.model)
+    if not args.json:
+        ranks = f"{args.sp} CPU rank{'s' * (args.sp > 1)}"
+        print(f"{args.model}: a step of a small model on {ranks} is compared with plain transformers", flush=True)
+    began = time.monotonic()
+    try:
+        answer = together(run_on_ranks(on_rank, args.sp, question))
+    except RuntimeError as e:  # a rank ended, or waited for another that did not come
+        answer = {"cases": [], "failed": str(e).strip()}
+    answer = {**question, **answer, "seconds": round(time.monotonic() - began, 1)}
+    answer["verdict"], answer["reason"] = verdict(answer)
+    print(json.dumps(answer, indent=2) if args.json else "\n".join(describe(answer)))
+    return {"equal": 0, "differs": 1, "fails": 1, "refused": 2}[answer["verdict"]]
+
+
+def together(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One answer of all ranks': of each case the worst, with the module that is the first to differ on any rank."""
+    order = ["exact", "not built", "refused", "wrong", "crash"]
+    cases = []
+    for case in zip(*(rank["cases"] for rank in ranks)):
+        worst = max(case, key=lambda one: (order.index(one["result"]), one.get("gradient", 0.0)))
+        found = [one["first"] for one in case if one.get("first")]
+        cases.append({**worst, **({"first": min(found, key=lambda f: f["order"])} if found else {})})
+    return {**ranks[0], "cases": cases}
+
+
+def verdict(answer: dict[str, Any]) -> tuple[str, str]:
+    """In a word, and why."""
+    cases, by = answer["cases"], {case["result"]: case for case in reversed(answer["cases"])}
+    if "failed" in answer:
+        return "fails", answer["failed"]
+    if "refused" in answer or "refused" in by or "not built" in by:
+        case = by.get("refused") or by.get("not built") or {}
+        return "refused", answer.get("refused") or case["reason"].removeprefix("ValueError: ")
+    if "crash" in by and by["crash"]["reason"].startswith("ValueError: "):  # refused by the call
+        return "refused", by["crash"]["reason"].removeprefix("ValueError: ")
+    if "crash" in by:
+        return "fails", f"sp {by['crash']['sp']}, {by['crash']['sample']}: {by['crash']['reason']}"
+    wrong = [case for case in cases if case["result"] == "wrong"]
+    if not wrong:
+        worst = max(max(case["loss"], case["gradient"]) for case in cases)
+        return "equal", f"loss and every gradient are those of plain transformers, to {worst:.1e}"
+    first = next((case["first"] for case in wrong if case.get("first")), None)
+    why = f"first {said(first)}" if first else wrong[0]["reason"]
+    return "differs", f"{len(wrong)} of {len(cases)} cases; {why}"
+
+
+def said(first: dict[str, Any]) -> str:
+    return f"in {first['module']} ({first['kind']}): its {first['what']} is off by {first['error']:.1e} of its norm"
+
+
+def describe(answer: dict[str, Any]) -> list[str]:
+    """What people read."""
+    lines = []
+    if small := answer.get("small"):
+        (found, whole), (heads, kv_heads) = small["layer_kinds"], small["heads"]
+        lines += _listed("shrunk", ", ".join(f"{n} {a} -> {b}" for n, (a, b) in small["changes"].items()))
+        kinds = "one kind of layer" if whole == 1 else f"{found} of {whole} kinds of layers in their order"
+        lines += _listed("kept", f"{kinds}, {heads} query and {kv_heads} key/value heads, all other fields")
+    if answer["cases"]:
+        set_ = [f"{n} {v}" for n, v in answer["options"].items()] or ["as by default"]
+        tiles = ", ".join(f"{n} {b}" for n, (_, b) in answer["tiles"].items())
+        lines += _listed("options", f"{', '.join(set_)}{f'; in tokens here: {tiles}' if tiles else ''}")
+    for case in answer["cases"]:
+        where = f"  sp {case['sp']}  {case['sample']:6}  {WORDS.get(case['result'], case['result']):7}"
+        if "loss" in case:
+            where += f"  loss {case['loss']:.1e}  gradients {case['gradient']:.1e}  ({case['dtype'][6:]})"
+        if case["result"] in ("wrong", "crash"):
+            where += f"  {said(case['first']) if case.get('first') else case['reason']}"
+        lines.append(where)
+    notes = [note for one in (answer, *answer["cases"]) for note in one.get("notes", ())]
+    for note in dict.fromkeys(re.sub(r"^layer \d+:? ", "", note) for note in notes):
+        lines += _listed("note", note)
+    return [*lines, f"{answer['verdict']}: {answer['reason']} ({answer['seconds']:.0f} s)"]
+
+
+def _listed(name: str, text: str) -> list[str]:
+    return textwrap.wrap(text, 116, initial_indent=f"  {name:8}", subsequent_indent=" " * 10)

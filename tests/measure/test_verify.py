@@ -1,0 +1,278 @@
+"""`alst verify`: which models are equal, what is named where one is not, what is refused, and what it costs to ask."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.llama import modeling_llama
+
+from alstlib.measure import small, verify
+from alstlib.runs import cli
+from alstlib.runs import verify as command
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMON = {"vocab_size": 128_000, "max_position_embeddings": 131_072, "eos_token_id": [127_000, 127_001]}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
+              "intermediate_size": 14_336, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0,
+              "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
+    "gemma3_text": {"hidden_size": 5376, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128,
+                    "num_hidden_layers": 62, "intermediate_size": 21_504, "sliding_window": 1024},
+    "gpt_oss": {"hidden_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+                "num_hidden_layers": 24, "num_local_experts": 32, "output_router_logits": True},
+    "qwen3_moe": {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+                  "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8},
+    "mamba": {"hidden_size": 768, "num_hidden_layers": 24},
+    "t5": {},
+    "gpt2": {},
+}  # fmt: skip
+SHIFT = """
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+from .configuration_shifted import ShiftedConfig
+
+
+class Shift(nn.Module):
+    def forward(self, x):
+        before = nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+        return torch.cat([before.chunk(2, -1)[0], x.chunk(2, -1)[1]], -1)
+
+
+class ShiftedForCausalLM(LlamaForCausalLM):
+    config_class = ShiftedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[1].mlp.act_fn = nn.Sequential(self.model.layers[1].mlp.act_fn, Shift())
+"""
+"""A model that comes with code, in which half of what an MLP computes is of the token before."""
+
+
+def folder(path: Path, kind: str, **more: Any) -> str:
+    """A full-size config.json, without weights."""
+    path.mkdir(exist_ok=True)
+    config = {"model_type": kind, "torch_dtype": "bfloat16", **(COMMON if MODELS[kind] else {}), **MODELS[kind]}
+    (path / "config.json").write_text(json.dumps({**config, **more}))
+    return str(path)
+
+
+def on_pool(rank: int, world: int, question: dict[str, Any]) -> dict[str, Any]:
+    return verify.verify(question)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, pools: Callable[[int], Any]) -> None:
+    """The command's ranks are those of the tests, or this process where it is one."""
+
+    def run(function: Any, ranks: int, question: dict[str, Any]) -> list[dict[str, Any]]:
+        return [verify.verify(question)] if ranks == 1 else pools(ranks)(on_pool, question)
+
+    monkeypatch.setattr(command, "run_on_ranks", run)
+
+
+def asked(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, Any]]:
+    code = cli.main(["verify", "--json", *args])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "kind, options, layers, kinds",
+    [
+        ("llama", [], 2, 1),
+        ("gemma3_text", ["--chunk", "16K", "--offload", "sync", "--set", "kv=host"], 6, 2),
+        ("gpt_oss", ["--set", "save_attention=true"], 2, 2),
+        ("qwen3_moe", ["--block", "16384"], 2, 1),
+    ],
+)
+def test_models_that_are_equal(
+    here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, options: list[str], layers: int,
+    kinds: int,
+) -> None:  # fmt: skip
+    code, answer = asked(capsys, folder(tmp_path / kind, kind), *options)
+    assert (code, answer["verdict"]) == (0, "equal"), answer
+    assert [(c["sp"], c["sample"]) for c in answer["cases"]] == [(sp, s) for sp in (1, 2) for s in ("whole", "packed")]
+    assert all(c["loss"] < 1e-6 and c["gradient"] < 1e-5 for c in answer["cases"])
+    changes, config = answer["small"]["changes"], MODELS[kind]
+    assert changes["num_hidden_layers"] == [config["num_hidden_layers"], layers]
+    assert answer["small"]["layer_kinds"] == [kinds, kinds]
+    assert answer["small"]["heads"] == [config["num_attention_heads"], config["num_key_value_heads"]]
+    assert ("sliding_window" in changes) == (kind in ("gemma3_text", "gpt_oss"))
+    assert answer["tiles"]["tiled_mlp"] == [True, 5]
+    assert bool(answer["cases"][0]["notes"]) == (kind in ("gpt_oss", "qwen3_moe"))
+
+
+def test_the_readmes_command(here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = re.findall(r"^    \.venv/bin/alst verify (\S+) (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert line[0] == "meta-llama/Llama-3.1-8B"
+    path = folder(tmp_path / "llama", "llama")
+    assert cli.main(["verify", path, *line[1].split()]) == 0
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    assert first == f"{path}: a step of a small model on 2 CPU ranks is compared with plain transformers"
+    shown = " ".join(" ".join(lines).split())
+    for text in ("hidden_size 4096 -> 256", "one kind of layer, 32 query and 8 key/value heads", "chunk 4",
+                 "offload async", "sp 1 whole equal loss", "sp 2 packed equal loss", "(float32)"):  # fmt: skip
+        assert text in shown, text
+    assert re.fullmatch(
+        r"equal: loss and every gradient are those of plain transformers, to \d\.\de-0[67] \(\d+ s\)", last
+    )
+
+
+def test_a_model_that_mixes_tokens_in_its_own_code(tmp_path: Path) -> None:
+    """As its user runs it: real processes, and code that comes with the model."""
+    auto = {
+        "AutoConfig": "configuration_shifted.ShiftedConfig",
+        "AutoModelForCausalLM": "modeling_shifted.ShiftedForCausalLM",
+    }
+    path = folder(tmp_path / "shifted", "llama", model_type="shifted", auto_map=auto)
+    of_config = (
+        "from transformers import LlamaConfig\n\n\nclass ShiftedConfig(LlamaConfig):\n    model_type = 'shifted'\n"
+    )
+    (tmp_path / "shifted" / "configuration_shifted.py").write_text(of_config)
+    (tmp_path / "shifted" / "modeling_shifted.py").write_text(SHIFT)
+    line = [sys.executable, "-m", "alstlib.runs.cli", "verify", path, "--trust-remote-code", "--json"]
+    env = {**os.environ, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stdout + done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["verdict"] == "differs"
+    assert "4 of 4 cases; first in model.layers.1.mlp.act_fn.1 (Shift): its output is off by" in answer["reason"]
+    assert {(c["sp"], c["first"]["kind"]) for c in answer["cases"]} == {(1, "Shift"), (2, "Shift")}
+    refused = verify.verify({"model": path, "sp": 1, "options": {}, "config": {}, "trust_remote_code": False})
+    assert refused["refused"].endswith("; --trust-remote-code runs it")
+
+
+def test_a_module_that_mixes_tokens_is_named(
+    here: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward = modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda mlp, x: forward(mlp, x + x.mean(1, keepdim=True)))
+    assert cli.main(["verify", "tiny", "--sp", "1"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(
+        r"sp 1  whole   differs  loss .* in model.layers.0.mlp.gate_proj \(Linear\): its output is off", out
+    )
+    assert out.splitlines()[-1].startswith("differs: 2 of 2 cases; first in model.layers.0.mlp.gate_proj")
+
+
+def test_a_wrong_gradient_is_named(
+    here: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = verify.attached_step
+
+    def wrong(*args: Any) -> Any:
+        loss, grads = step(*args)
+        return loss, {n: g * 1.0001 if n.endswith("k_proj.weight") else g for n, g in grads.items()}
+
+    monkeypatch.setattr(verify, "attached_step", wrong)
+    code, answer = asked(capsys, "tiny", "--sp", "1")
+    assert code == 1
+    first = answer["cases"][0]["first"]
+    assert (first["module"], first["what"]) == ("model.layers.1.self_attn.k_proj", "gradient of weight")
+    assert first["error"] == pytest.approx(1e-4, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "kind, args, reason",
+    [
+        ("mamba", [], "MambaForCausalLM mixes tokens by linear_attention"),
+        ("t5", [], "transformers has no causal language model of the type t5"),
+        ("gpt2", [], "config.attn_pdrop=0.1 is not supported in attention; set it to 0 or None"),
+        ("llama", ["--attention", "flash"], "attention='flash' does not run on cpu"),
+        ("llama", ["--block", "4K", "--chunk", "4K"], "give one of them"),
+        ("llama", ["--set", "sparse=16"], "sparse attention is an approximation"),
+        ("llama", ["--set", "ofload=sync"], "unknown option 'ofload'; did you mean 'offload'?"),
+        ("llama", ["--config", "hidden_sizes=3"], "unknown model_config field 'hidden_sizes'"),
+    ],
+)
+def test_what_is_refused(
+    here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, args: list[str], reason: str
+) -> None:
+    assert cli.main(["verify", folder(tmp_path / kind, kind), "--sp", "1", *args]) == 2
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("refused: ")
+    assert reason in last
+
+
+def test_dropout_that_is_refused_may_be_set_to_zero(
+    here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, answer = asked(capsys, folder(tmp_path / "gpt2", "gpt2"), "--sp", "1", "--config", "attn_pdrop=0")
+    assert code == 0
+    assert answer["small"]["changes"]["resid_pdrop"] == [0.1, 0.0]
+
+
+def test_a_hub_name_without_a_network(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert cli.main(["verify", "someone/nothing"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("alst: model='someone/nothing' is not a folder here and could not be had from the hub")
+    assert "without a network, name a folder that holds it" in told
+
+
+def test_the_answer_of_several_ranks() -> None:
+    """The worst of each case, and the module that is first on any rank; a crash of one rank is no proof."""
+    wrong = {"sp": 2, "sample": "whole", "result": "wrong", "loss": 1.0, "gradient": 1.0, "reason": "gradient of x"}
+    late, early = (
+        {"module": m, "kind": "K", "what": "output", "error": 1.0, "order": o} for m, o in (("b", 7), ("a", 2))
+    )
+    made = command.together(
+        [{"cases": [{**wrong, "first": late}]}, {"cases": [{**wrong, "gradient": 2.0, "first": early}]}]
+    )
+    assert (made["cases"][0]["gradient"], made["cases"][0]["first"]["module"]) == (2.0, "a")
+    assert command.verdict(made) == (
+        "differs",
+        "1 of 1 cases; first in a (K): its output is off by 1.0e+00 of its norm",
+    )
+    crash = {**wrong, "result": "crash", "reason": "RuntimeError: no"}
+    made = command.together([{"cases": [{**wrong, "result": "exact"}]}, {"cases": [crash]}])
+    assert command.verdict(made) == ("fails", "sp 2, whole: RuntimeError: no")
+
+
+# Small configs
+
+
+def test_the_first_layers_keep_their_order() -> None:
+    config = transformers.Gemma3TextConfig(num_hidden_layers=26, sliding_window=4096)
+    made = small.shrunk(config, small.first_of_each(small.kinds_in_lists(config)))
+    assert made.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
+    assert (made.num_hidden_layers, made.sliding_window) == (6, small.WINDOW)
+    routed = transformers.DeepseekV3Config(first_k_dense_replace=3)
+    with torch.device("meta"):
+        kinds = small.kinds_of_layers(transformers.AutoModelForCausalLM.from_config(routed))
+    assert small.first_of_each(kinds) == 4
+    assert len(set(kinds)) == 2
+
+
+def test_what_a_small_config_keeps() -> None:
+    config = transformers.Gemma2Config(num_attention_heads=12, num_key_value_heads=3, tie_word_embeddings=True)
+    made = small.shrunk(config)
+    assert (made.num_attention_heads, made.num_key_value_heads, made.tie_word_embeddings) == (12, 3, True)
+    assert (made.attn_logit_softcapping, made.final_logit_softcapping) == (2.0, 5.0)
+    routed = small.shrunk(transformers.Qwen3MoeConfig(num_experts_per_tok=1, norm_topk_prob=True))
+    assert (routed.num_experts, routed.num_experts_per_tok, routed.norm_topk_prob) == (4, 1, True)
+    assert small.shrunk(transformers.MistralConfig(sliding_window=None)).sliding_window is None
+
+
+@pytest.mark.parametrize("part, pairs", [(1.0, 4), (0.75, 3), (0.4, 2)])
+def test_rope_that_depends_on_the_length_changes_within_a_sample(part: float, pairs: int) -> None:
+    factors = [1.0 + i for i in range(int(64 * part))]
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors,
+            "partial_rotary_factor": part, "original_max_position_embeddings": 4096}  # fmt: skip
+    config = transformers.Phi3Config(hidden_size=4096, num_attention_heads=32, rope_parameters=rope)
+    made = small.shrunk(config)
+    assert len(made.rope_parameters["long_factor"]) == pairs
+    assert made.rope_parameters["original_max_position_embeddings"] == small.LONGEST
+    assert max(verify.sample(33, True)["document_lengths"][0]) == small.LONGEST < 33
