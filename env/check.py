@@ -7,7 +7,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-IMPORTS = ("torch", "transformers", "datasets", "deepspeed", "papermill", "jupyterlab", "matplotlib", "peft", "alstlib")
+IMPORTS = ("torch", "transformers", "datasets", "deepspeed", "papermill", "jupyterlab", "matplotlib", "trl", "peft",
+           "alstlib")  # fmt: skip
 
 
 def pins(lock: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -20,7 +21,19 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = sorted((ROOT / "env").glob("*-py*.txt"))
 SITE = ROOT / "env" / "site.txt"
-SHARED = ("torch", "transformers", "datasets", "deepspeed", "papermill", "jupyterlab", "peft", "pytest", "ruff", "mypy")
+SHARED = (
+    "torch",
+    "transformers",
+    "datasets",
+    "deepspeed",
+    "papermill",
+    "jupyterlab",
+    "peft",
+    "trl",
+    "pytest",
+    "ruff",
+    "mypy",
+)
 
 
 def pins(lock: Path) -> dict[str, str]:
@@ -311,10 +324,9 @@ def test_readme_shows_the_committed_ablation() -> None:
     assert readme.partition("<!-- ablation -->")[2].partition("<!-- /ablation -->")[0].strip() == table
 
 
-def test_the_table_of_decoders_is_what_was_measured() -> None:
-    import support_table
-
-    assert support_table.table() in (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["support_table", "trainer_table"])
+def test_a_table_of_the_readme_is_what_was_measured(name: str) -> None:
+    assert importlib.import_module(name).table() in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -16,6 +16,7 @@ import torch
 from cases import VOCAB, make_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import alstlib
 
@@ -53,10 +54,11 @@ def collate(batch: list[dict[str, list[int]]], to: int | None = None) -> dict[st
     }  # fmt: skip
 
 
-def with_positions(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    """For the libraries' own: positions are needed, and gloo stops where the ranks' lengths differ."""
-    made = collate(batch, to=40)
-    return {**made, "position_ids": torch.arange(40).expand(len(batch), -1).contiguous()}
+def with_positions(batch: list[dict[str, list[int]]], to: int | None = 40) -> dict[str, Tensor]:
+    """For the libraries' own, which need positions, and an even number of tokens for two ranks."""
+    longest = to or max(len(sample["input_ids"]) for sample in batch)
+    made = collate(batch, to=longest + longest % 2)
+    return {**made, "position_ids": torch.arange(made["input_ids"].shape[1]).expand(len(batch), -1).contiguous()}
 
 
 @contextlib.contextmanager
@@ -107,6 +109,11 @@ def weights(model: Any) -> dict[str, Tensor]:
     return found
 
 
+def made_of(config: PretrainedConfig) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).train()
+
+
 def adapted(model: Any, targets: list[str] | None = None) -> Any:
     from peft import LoraConfig, get_peft_model
 
@@ -115,10 +122,11 @@ def adapted(model: Any, targets: list[str] | None = None) -> Any:
 
 
 def train(
-    rank: int, world: int, how: str, engine: str = "ddp", *, kind: str = "gqa", lora: bool = False, count: int = 43,
-    sp: int | None = None, resume: str | None = None, options: dict[str, Any] | None = None, folder: str | None = None,
+    rank: int, world: int, how: str, engine: str = "ddp", *, kind: str | PretrainedConfig = "gqa",
+    lora: bool = False, count: int = 43, sp: int | None = None, resume: str | None = None,
+    options: dict[str, Any] | None = None, folder: str | None = None,
     data: Any = None, evaluate: bool = False, targets: list[str] | None = None, extra: dict[str, Any] | None = None,
-    **settings: Any,
+    dtype: torch.dtype | None = None, collator: Any = None, **settings: Any,
 ) -> Run:  # fmt: skip
     """One run: its logged losses, gradient norms and evaluations by step, and the trained weights.
 
@@ -128,7 +136,8 @@ def train(
     with accelerate_here(engine), tempfile.TemporaryDirectory() as scratch:
         from transformers import Trainer, TrainingArguments
 
-        model = make_model(kind).to(torch.float64 if engine == "ddp" and how != "library" else torch.float32)
+        model = make_model(kind) if isinstance(kind, str) else made_of(kind)
+        model = model.to(dtype or (torch.float64 if engine == "ddp" else torch.float32))
         model = adapted(model, targets) if lora else model
         own: dict[str, Any] = {}
         if how == "ours":
@@ -146,7 +155,7 @@ def train(
         trainer = cls(
             model=model, args=args, train_dataset=samples(count) if data is None else data,
             eval_dataset=samples(7, seed=8) if evaluate else None,
-            data_collator=with_positions if how == "library" else collate, **own, **(extra or {}),
+            data_collator=collator or (with_positions if how == "library" else collate), **own, **(extra or {}),
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
         return outcome(trainer, how)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
+import functools
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import trainer_table
 from cases import make_model
+from conftest import RankPool
 from datasets import Dataset
 from torch.utils.data import IterableDataset
 from trainers import SETTINGS, accelerate_here, collate, errors, plain, samples, train
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import alstlib
+from alstlib.offload.ledger import Ledger
 
 ENGINES = ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 EVALUATED = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 5}
@@ -59,6 +64,25 @@ def test_settings_of_a_trainer(ranks2: Any, case: str) -> None:
     want = train(0, 1, "plain", **CASES[case])
     for got in ranks2(run, "ours", "ddp", CASES[case]):
         check(errors(got, want))
+
+
+@pytest.mark.parametrize("case", ["prompts without labels", "packed documents", "sliding window"])
+def test_cases_of_the_readme(ranks2: Any, case: str) -> None:
+    """What users report of the libraries' own: losses of prompts, documents and windows that are lost."""
+    check(trainer_table.outcome(ranks2, "ours", case)["errors"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["a micro-batch without labels", "resume in the middle of an epoch"])
+def test_the_libraries_own_is_still_as_the_readme_says(case: str) -> None:
+    pool = RankPool(2)
+    try:
+        found = trainer_table.outcome(pool, "library", case)
+    finally:
+        pool.stop()
+    committed = json.loads(trainer_table.RESULT.read_text())["cases"][case]["library"]
+    assert found.keys() == committed.keys()
+    assert trainer_table.cell(found) == trainer_table.cell(committed)
 
 
 def test_replicas_of_groups_train_as_one_process(pools: Any) -> None:
@@ -199,6 +223,29 @@ def shifted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return logits.argmax(-1).roll(1, 1)
 
 
+def peak_of_evaluation(rank: int, world: int, how: str) -> int:
+    """Device bytes that an evaluation takes beyond the weights, of logits eight times as large as all else."""
+    settings: Any = {**SETTINGS, "use_cpu": True, "output_dir": "unused", "per_device_eval_batch_size": 1}
+    ids = torch.randint(0, 4096, (2048,), generator=torch.Generator().manual_seed(0)).tolist()
+    with accelerate_here("ddp"):
+        own: Any = {"sp": world, "alst": alstlib.Options(tiled_mlp=64, tiled_loss=64)} if how == "ours" else {}
+        trainer = (SPTrainer if how == "ours" else Trainer)(
+            model=make_model(vocab_size=4096), args=TrainingArguments(**settings), data_collator=collate,
+            compute_metrics=accuracy, preprocess_logits_for_metrics=best, **own,
+        )  # fmt: skip
+        with Ledger() as ledger:
+            start = ledger.device_bytes
+            trainer.evaluate([{"input_ids": ids, "labels": ids}])
+            return ledger.device_peak - start
+
+
+def test_an_evaluation_never_holds_the_logits(ranks2: Any) -> None:
+    """Of a sample whose logits alone take 32 MiB; the argmax of each token is kept, 8 bytes each."""
+    whole = peak_of_evaluation(0, 1, "plain")
+    assert whole > 2048 * 4096 * 4
+    assert max(ranks2(peak_of_evaluation, "ours")) < whole / 8
+
+
 def test_what_looks_at_several_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="must work token by token"):
         evaluated(0, 1, "ours", {"tiled_loss": 6}, shifted)
@@ -244,6 +291,29 @@ class OwnLoss(Trainer):
 def build(cls: Any = SPTrainer, settings: dict[str, Any] | None = None, **kwargs: Any) -> Any:
     args = TrainingArguments(**{**SETTINGS, "use_cpu": True, "output_dir": "unused", **(settings or {})})
     return cls(**{"model": make_model(), "args": args, "train_dataset": samples(9), "data_collator": collate, **kwargs})
+
+
+def taken_over(rank: int, world: int, sp: int | None, **sizes: int) -> Any:
+    """The mesh that an Accelerate configuration of old gives, and whether Accelerate's own parallelism is off."""
+    with pytest.MonkeyPatch.context() as patch, accelerate_here("ddp"):
+        patch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+        for name, size in sizes.items():
+            patch.setenv(f"PARALLELISM_CONFIG_{name.upper()}", str(size))
+        try:
+            trainer = build(sp=sp)
+        except ValueError as e:
+            return str(e)
+        return trainer.ctx.sp, trainer.get_sp_size(), trainer.get_total_train_batch_size(trainer.args)
+
+
+def test_an_accelerate_configuration_is_taken_over(ranks2: Any) -> None:
+    assert ranks2(functools.partial(taken_over, sp_size=2), None) == [(2, 1, 2)] * 2
+    assert ranks2(functools.partial(taken_over, sp_size=2), 2) == [(2, 1, 2)] * 2
+    assert ranks2(functools.partial(taken_over, sp_size=1), 2) == [(2, 1, 2)] * 2
+    for message in ranks2(functools.partial(taken_over, sp_size=2), 1):
+        assert "sp=1, but parallelism_config has sp_size=2" in message
+    for message in ranks2(functools.partial(taken_over, cp_size=2), None):
+        assert "cp_size=2" in message
 
 
 class PadsLeft:
