@@ -2,11 +2,24 @@
 # The support matrix on the newest and the oldest transformers that are supported, side by side; called by
 # `make test-compat`. What it measured goes to papermill_runs/results/support, and from there into the README's table.
 # With `sweep` as its first argument: the sweep over all types of models and its table; called by `make sweep`.
+# With `trainer`: what stands on the Trainer, with the oldest versions of the libraries around it; called by .ci/run.
 # The older transformers is installed beside the environment, into .compat (ignored), and changes nothing in it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 oldest=5.17.0
 folder=.compat/$oldest
+if [ "${1:-}" = trainer ]; then
+    around=.compat/trainer
+    old=("transformers==$oldest" "huggingface-hub<2" "trl==1.9.0" "accelerate==1.12.0" "peft==0.18.0")
+    if [ ! -d "$around/trl" ]; then
+        echo "[compat] installing ${old[*]} into $around" >&2
+        .venv/bin/python -m pip install -q --no-deps --target "$around.part" "${old[@]}"
+        mkdir -p .compat && mv "$around.part" "$around"
+    fi
+    export PYTHONPATH=$PWD/$around OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1
+    exec .venv/bin/python -m pytest -n 2 tests/hf/test_trainer.py tests/hf/test_sft_trainer.py \
+        -k "(test_two_ranks and full) or text" "${@:2}"
+fi
 export ALST_SUPPORT_OUT=$PWD/papermill_runs/results/support OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1
 if [ ! -d "$folder/transformers" ]; then
     echo "[compat] installing transformers $oldest into $folder" >&2

@@ -118,6 +118,10 @@ class TrainerMixin(Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+            raise ValueError(
+                "Accelerate joined no ranks, as on a machine without a GPU: use TrainingArguments(use_cpu=True)"
+            )
         self.ctx = SPContext.create(1 if self.sp is None else self.sp)
         self._replicas = None
         for first in range(self.ctx.sp if self.ctx.dp > 1 else 0):  # every rank takes part in making every group

@@ -343,6 +343,13 @@ def test_wrong_use_is_refused_before_training(wrong: dict[str, Any], message: st
 
 
 @pytest.mark.usefixtures("here")
+def test_ranks_on_a_machine_without_a_gpu_need_use_cpu(monkeypatch: Any) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="use_cpu=True"):
+        build(settings={"use_cpu": False})
+
+
+@pytest.mark.usefixtures("here")
 def test_a_class_before_the_mixin_may_call_it() -> None:
     class Mine(SPTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
