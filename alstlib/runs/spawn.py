@@ -53,7 +53,8 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: 
         started: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(ranks):
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+                place = {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+                place |= {f"LOCAL_{name}": value for name, value in place.items()}
                 command = [sys.executable, "-m", "alstlib.runs.spawn", folder]
                 started.append(start(command, env | place, out / f"log.{rank}"))
             _wait(started, out, time.monotonic() + timeout, timeout)
