@@ -27,7 +27,8 @@ __getattr__, __all__ = face(__name__, {
     "config": ["ROWS", "RunConfig"], "mesh": ["SPContext"], "data.loader": ["SPDataLoader"],
     "hf.handle": ["Handle", "Options"], "hf.attach": ["apply"], "hf.causal_lm_loss": ["Loss", "causal_lm_loss"],
     "hf.block_step": ["block_step"], "hf.token_logps": ["sequence_logps", "token_logps"],
-    "hf.trainer": ["TrainerMixin"], "streaming.sparse": ["Sparse"], "train.engine": ["zero_config"],
+    "hf.trainer": ["TrainerMixin"], "hf.dpo_trainer": ["DPOTrainerMixin"], "streaming.sparse": ["Sparse"],
+    "train.engine": ["zero_config"],
 })  # fmt: skip
 
 

@@ -162,10 +162,11 @@ def token_logps(
     return logps.masked_fill(labels == -100, 0.0)
 
 
-def head_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Entropy (in nats) of each token's softmax, and whether its label has the largest logit; 0 where it is -100."""
+def head_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Entropy (in nats) of each token's softmax, whether its label has the largest logit, and the mean of its logits;
+    0 where the label is -100."""
     p, valid = logits.softmax(-1), labels != -100
-    return torch.special.entr(p).sum(-1) * valid, (logits.argmax(-1) == labels) & valid
+    return torch.special.entr(p).sum(-1) * valid, (logits.argmax(-1) == labels) & valid, logits.mean(-1) * valid
 
 
 def shift(labels: Tensor) -> Tensor:

@@ -262,6 +262,7 @@ def _in_order(handle: Handle, call: Call, logps: Tensor) -> Tensor:
     if found is not None:
         found.entropy = unstripe(found.entropy, chunk, handle.ctx)
         found.correct = unstripe(found.correct.to(torch.uint8), chunk, handle.ctx).bool()
+        found.mean = unstripe(found.mean, chunk, handle.ctx)
     return unstripe(logps, chunk, handle.ctx)
 
 

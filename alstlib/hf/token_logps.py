@@ -26,6 +26,8 @@ class TokenLogps(NamedTuple):
     """Of the softmax, in nats, detached; 0 without a label."""
     correct: Tensor
     """Has the label the largest logit? bool, False without a label."""
+    mean_logits: Tensor
+    """Mean of the logits over the vocabulary, detached; 0 without a label."""
 
 
 @overload
@@ -49,12 +51,22 @@ def token_logps(
     times `ctx.world_size`, divided by the tokens of all ranks; a loss of whole sequences takes `sequence_logps`. Every
     rank calls backward, one without a label too.
 
+    The loss of GRPO in a `compute_loss` of your own takes a slice of prompts with their completions (`share_step` and
+    `shard_batch` make it, with labels of -100 in prompts) and the advantages [B]. Where the Trainer divides the loss by
+    the accumulation steps, multiply by them::
+
+        logps = alstlib.token_logps(model, batch, ctx, temperature=args.temperature)  # [B, L]
+        ratio = (logps - old).exp()  # old: as logps, of the policy that generated; logps.detach() in the first pass
+        gain = torch.min(ratio * advantages[:, None], ratio.clamp(1 - eps, 1 + eps) * advantages[:, None])
+        own = gain[batch["shift_labels"] != -100].sum()
+        loss = -own * ctx.world_size / batch["step_tokens"]
+
     Args:
         model: the model `apply` was given, or its wrapper. Put all samples of a step into one batch (chosen and
             rejected ones of DPO, say): engines expect one forward before a backward.
         batch: as `causal_lm_loss` takes it; step_tokens is not used.
         ctx: the mesh the model was attached with; it may be left out.
-        statistics: return a `TokenLogps`, which has the entropy and the correctness of each token too.
+        statistics: return a `TokenLogps`, which has the entropy, the correctness and the mean logit of each token too.
         temperature: what logits are divided by, as the sampling of the tokens did.
 
     Raises:
@@ -70,7 +82,7 @@ def token_logps(
     logps = model(**fields_of(batch), temperature=float(temperature), statistics=found).logits
     if logps.shape != batch["shift_labels"].shape:
         raise ValueError(f"{type(model).__name__} returned its logits: attach it with alstlib.apply first")
-    return logps if found is None else TokenLogps(logps, found.entropy, found.correct)
+    return logps if found is None else TokenLogps(logps, found.entropy, found.correct, found.mean)
 
 
 def sequence_logps(logps: Tensor, batch: Mapping[str, Any], ctx: SPContext) -> Tensor:
@@ -100,7 +112,7 @@ def sequence_logps(logps: Tensor, batch: Mapping[str, Any], ctx: SPContext) -> T
     at = (at + torch.arange(length, device=device)).flatten()
     document = torch.searchsorted(starts.to(device, non_blocking=True), at, right=True) - 1
     sums = logps.new_zeros(len(starts), dtype=torch.float64).index_add(0, document, logps.flatten().double())
-    sums = _OverRanks.apply(sums, ctx)
+    sums = OverRanks.apply(sums, ctx)
     if tokens is None or len(starts) == rows:
         return sums
     tokens = torch.as_tensor(tokens).flatten().cpu()
@@ -109,8 +121,8 @@ def sequence_logps(logps: Tensor, batch: Mapping[str, Any], ctx: SPContext) -> T
     return sums[kept.to(device, non_blocking=True)]
 
 
-class _OverRanks(torch.autograd.Function):
-    """The sum over the ranks of an SP group."""
+class OverRanks(torch.autograd.Function):
+    """The sum over the ranks of an SP group, which all compute the same loss from it."""
 
     @staticmethod
     def forward(ctx: Any, sums: Tensor, mesh: SPContext) -> Tensor:

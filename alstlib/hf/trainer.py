@@ -204,8 +204,7 @@ class TrainerMixin(Base):
 
     def _attach(self) -> None:
         """Attach the model before an engine wraps it; adapters stay outside."""
-        model: Any = self.model
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = without_adapters(self.model)
         if self.handle is not None and not self.handle.plain and any(m is self.handle.model for m in base.modules()):
             return
         check_liger(self.args)
@@ -265,19 +264,23 @@ class TrainerMixin(Base):
         finally:
             self.preprocess_logits_for_metrics = self._shown
 
-    def _gather_replicas(self, data: Any) -> Any:
-        """What each replica has, once, without the samples that were repeated to fill the last batch."""
+    def _gather_replicas(self, data: Any, repeated: bool = False) -> Any:
+        """What each replica has, once, without the samples that were repeated to fill the last batch, unless these are
+        asked for too; of a number all replicas'."""
         from accelerate.utils import recursively_apply
 
         state = self.accelerator.gradient_state
-        surplus = state.end_of_dataloader and state.remainder > 0
+        surplus = state.end_of_dataloader and state.remainder > 0 and not repeated
+
+        def kept(whole: Tensor) -> Tensor:
+            return whole[: state.remainder] if surplus and whole.ndim else whole
 
         def gather(part: Tensor) -> Tensor:
             if self._replicas is not None:
                 parts = [torch.empty_like(part) for _ in range(self.ctx.dp)]
                 dist.all_gather(parts, part.contiguous(), group=self._replicas)
-                part = torch.cat(parts)
-            return part[: state.remainder] if surplus else part
+                return torch.stack(parts) if part.ndim == 0 else kept(torch.cat(parts))
+            return kept(part)
 
         return recursively_apply(gather, data)
 
@@ -304,6 +307,11 @@ class TrainerMixin(Base):
         if shown is None:
             return loss, None, None
         return loss, shown.whole(), None if labels is None else labels.to(self.args.device)
+
+
+def without_adapters(model: Any) -> Any:
+    """The model itself where peft's adapters wrap it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class OrderOfEpoch(Sampler):

@@ -25,7 +25,8 @@ def check_class(cls: type, mixin: type, known: tuple[str, ...]) -> None:
         if not lost or (library and behind.__name__ in known):
             continue
         remedy = (
-            "its loss is another one: compute it from alstlib.token_logps" if library
+            "put alstlib.DPOTrainerMixin before it" if library and behind.__name__ == "DPOTrainer"
+            else "its loss is another one: compute it from alstlib.token_logps" if library
             else "put it before the mixin, as a subclass that calls super()"
         )  # fmt: skip
         raise ValueError(f"{behind.__name__} has its own {', '.join(lost)}, which TrainerMixin would replace; {remedy}")
@@ -58,9 +59,31 @@ def check_arguments(trainer: Any) -> None:
         (offloading, "activation_offloading=True", "use alst=alstlib.Options(offload='async')"),
         (getattr(args, "loss_type", None) == "dft", "loss_type='dft'", "use 'nll'"),
     ]  # fmt: skip
+    _refuse(found, "TrainerMixin")
+
+
+def _refuse(found: list[tuple[bool, str, str]], mixin: str) -> None:
     for wrong, what, remedy in found:
         if wrong:
-            raise ValueError(f"{what} cannot be run with TrainerMixin; {remedy}")
+            raise ValueError(f"{what} cannot be run with {mixin}; {remedy}")
+
+
+def check_preferences(trainer: Any) -> None:
+    """What of DPOTrainer needs more than log-probabilities of texts."""
+    args, config = trainer.args, trainer.model.config.get_text_config()
+    routers = hasattr(config, "output_router_logits")
+    coefficient = args.router_aux_loss_coef
+    coefficient = getattr(config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
+    found = [
+        (trainer._is_vision_dataset, "a dataset with images", "train on text alone, or use sp=1 without the mixin"),
+        (args.use_weighting, "use_weighting=True", "leave it out: it needs sums over squares of probabilities"),
+        (args.f_divergence_type == "alpha_divergence", "f_divergence_type='alpha_divergence'",
+         "use 'reverse_kl', 'forward_kl' or 'js_divergence': TRL has no limits for exponentials in fp64"),
+        (routers and coefficient != 0, f"router_aux_loss_coef={coefficient}",
+         "use 0.0: log-probabilities have no load-balancing loss"),
+        (trainer.compute_metrics is not None, "compute_metrics", "leave it out: evaluate() logs the rewards"),
+    ]  # fmt: skip
+    _refuse(found, "DPOTrainerMixin")
 
 
 def check_collator(collator: Any) -> None:

@@ -58,7 +58,7 @@ class Softmax:
 
     Args:
         transform: it has been applied; with it, `grad` can be asked for.
-        statistics: the largest logit of each token is found too.
+        statistics: the largest logit of each token is found too, and the mean of its logits.
         smoothing: share of a label's weight that all tokens of the vocabulary get in equal parts.
     """
 
@@ -75,6 +75,7 @@ class Softmax:
         if statistics:
             self.shift, best = logits.max(1)
             self.correct = (best == self.index[:, 0]) & self.valid
+            self.mean = torch.where(self.valid, logits.mean(1), 0.0)
         else:
             self.shift = logits.amax(1)
         self.exp = logits.sub_(self.shift[:, None]).exp_()
@@ -113,14 +114,18 @@ class Statistics:
     """Of the softmax, in nats; 0 without a label."""
     correct: Tensor
     """Is the label the token with the largest logit? bool, False without a label."""
+    mean: Tensor
+    """Of the logits over the vocabulary; 0 without a label."""
 
     def begin(self, labels: Tensor, wide: torch.dtype) -> None:
         self.entropy = torch.zeros(labels.shape, dtype=wide, device=labels.device)
         self.correct = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
+        self.mean = torch.zeros_like(self.entropy)
 
     def note(self, at: slice, tile: Softmax) -> None:
         self.entropy.view(-1)[at] = tile.entropy()
         self.correct.view(-1)[at] = tile.correct
+        self.mean.view(-1)[at] = tile.mean
 
     def of(self, logits: Tensor, labels: Tensor) -> Statistics:
         """Of logits [..., V] that exist anyway, tile by tile."""

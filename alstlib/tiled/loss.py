@@ -201,7 +201,7 @@ class TiledHead(TiledModule):
             if statistics is None:
                 return logps
             found = Statistics().of(logits, target)
-            return torch.stack([logps, found.entropy, found.correct.to(logps.dtype)], -1)
+            return torch.stack([logps, found.entropy, found.correct.to(logps.dtype), found.mean], -1)
 
         travel = None if travel is None else replace(travel, out=False)
         made = tiled_compute(
@@ -209,5 +209,10 @@ class TiledHead(TiledModule):
         )  # fmt: skip
         if statistics is None:
             return made
-        statistics.entropy, statistics.correct = made[..., 1].detach(), made[..., 2].detach().bool()
-        return made[..., 0]
+        logps, entropy, correct, mean = made.unbind(-1)
+        statistics.entropy, statistics.correct, statistics.mean = (
+            entropy.detach(),
+            correct.detach().bool(),
+            mean.detach(),
+        )
+        return logps

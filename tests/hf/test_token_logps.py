@@ -26,8 +26,8 @@ OPTIONS: list[dict[str, Any]] = [{"tiled_loss": 4}, LESS, {"chunk": 4}, {"chunk"
 """A rank's slice has 11 tokens: chunks of 4, 4 and 3."""
 
 
-def plain(model: Any, data: dict[str, Any], temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies and correctness [B, S] of plain transformers, documents one by one."""
+def plain(model: Any, data: dict[str, Any], temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies, correctness and mean logits [B, S] of plain transformers, documents one by one."""
     lengths = data.get("document_lengths", [[data["input_ids"].shape[1]]])[0]
     found = []
     for ids, labels in zip(data["input_ids"].split(lengths, 1), data["labels"].split(lengths, 1)):
@@ -48,7 +48,7 @@ def exact(rank: int, world: int, name: str, data: dict[str, Any], temperature: f
     weights = randn(*data["input_ids"].shape, seed=4)
     with double():
         twin = copy.deepcopy(model)
-        want, entropy, correct = plain(twin, data, temperature)
+        want, entropy, correct, mean = plain(twin, data, temperature)
         (want * weights).sum().backward()
         grads = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
     batch, found = shard_batch(data, world, rank), []
@@ -60,6 +60,7 @@ def exact(rank: int, world: int, name: str, data: dict[str, Any], temperature: f
             (logps * part_of(weights, world, rank)).sum().mul(world).backward()
             errors = [relative_error(logps, part_of(want, world, rank)), worst_error(gradients(model, world), grads)]
             errors += [relative_error(again.logps, logps), relative_error(again.entropy, part_of(entropy, world, rank))]
+            errors.append(relative_error(again.mean_logits, part_of(mean, world, rank)))
             assert torch.equal(again.correct, part_of(correct, world, rank)), options
             assert logps.shape == batch["shift_labels"].shape
             assert logps.dtype == torch.float64
@@ -77,8 +78,8 @@ def test_values_and_gradients_of_plain_transformers(
     """Whole layers and chunks, whose tokens are dealt out anew; packed documents; soft caps."""
     data = sample(documents, rows=1 if documents else 2)
     results = ranks2(exact, name, data, temperature) if world > 1 else [exact(0, 1, name, data, temperature)]
-    for options, (value, (error, where), again, entropy) in (one for result in results for one in result):
-        assert max(value, error, again, entropy) < 1e-11, (options, value, error, where, again, entropy)
+    for options, (value, (error, where), *others) in (one for result in results for one in result):
+        assert max(value, error, *others) < 1e-11, (options, value, error, where, others)
 
 
 # ----- sums under engines
@@ -149,7 +150,8 @@ def engine_step(rank: int, world: int, kind: str, sp: int, tied: bool) -> dict[s
     assert valid == int(out.tokens)
     return {
         "sums": relative_error(got_sums, sums[ctx.dp_rank]), "dtype": got_sums.dtype,
-        "grads": worst_error(got, want), "plain": [sum(float(t.sum()) for t in kind) / valid for kind in zip(*every)],
+        "grads": worst_error(got, want),
+        "plain": [sum(float(t.sum()) for t in kind) / valid for kind in list(zip(*every))[:3]],
         "logged": [-out.mean.item(), out.entropy.item(), out.accuracy.item()],  # type: ignore[union-attr]
     }  # fmt: skip
 
@@ -178,7 +180,7 @@ def loss_statistics(rank: int, world: int) -> list[list[float]]:
     best = logits.argmax(-1)
     data["labels"][:, 1:8] = best[:, :7]  # some are right
     labels = reference.shift(data["labels"])
-    entropy, correct = reference.head_statistics(logits, labels)
+    entropy, correct, _ = reference.head_statistics(logits, labels)
     valid = int((labels != -100).sum())
     assert 7 <= int(correct.sum()) < valid
     batch, found = shard_batch(data, world, rank), []

@@ -154,7 +154,7 @@ def test_refusals() -> None:
 # ----- statistics
 
 
-def statistics_of(inputs: Sequence[Tensor], labels: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor]:
+def statistics_of(inputs: Sequence[Tensor], labels: Tensor, transform: LogitTransform) -> tuple[Tensor, ...]:
     return reference.head_statistics(transform(nn.functional.linear(*inputs)), labels)
 
 
@@ -175,13 +175,13 @@ def test_statistics_of_each_token(fn: Any, tile: int | None, transform: LogitTra
     labels = strided(correct_for_some(labels_of(2, 13), inputs, transform))
     found, plain = Statistics(), Statistics()
     out = fn(inputs[0], inputs[1], labels, bias=inputs[2], tile=tile, transform=transform, statistics=found)
-    entropy, correct = statistics_of(inputs, labels, transform)
+    entropy, correct, mean = statistics_of(inputs, labels, transform)
     assert 0 < int(correct.sum()) < int((labels != -100).sum())
-    assert worst([found.entropy], [entropy]) < 1e-12
+    assert worst([found.entropy, found.mean], [entropy, mean]) < 1e-12
     assert torch.equal(found.correct, correct)
     assert not found.entropy.requires_grad
     plain.of(transform(nn.functional.linear(*inputs)), labels)
-    assert worst([plain.entropy], [entropy]) < 1e-12
+    assert worst([plain.entropy, plain.mean], [entropy, mean]) < 1e-12
     assert torch.equal(plain.correct, correct)
     assert torch.equal(out, fn(*inputs[:2], labels, bias=inputs[2], tile=tile, transform=transform))
 
@@ -210,9 +210,9 @@ def test_heads(make: Any, temperature: float | None) -> None:
         out.backward(weights_of(labels) if out.ndim else None)
         results.append([out, x.grad, *(p.grad for p in head.parameters())])
         if found is not None:
-            entropy, correct = found.entropy, found.correct
+            entropy, correct, mean = found.entropy, found.correct, found.mean
     assert worst(*results) < 1e-12
-    assert worst([entropy], [want[0]]) < 1e-12
+    assert worst([entropy, mean], [want[0], want[2]]) < 1e-12
     assert torch.equal(correct, want[1])
 
 

@@ -1,0 +1,199 @@
+"""Direct preference optimization with samples spread over ranks: a mixin that stands before TRL's DPOTrainer.
+
+    class SPDPO(alstlib.DPOTrainerMixin, DPOTrainer): ...
+    trainer = SPDPO(model=model, ref_model=reference, args=args, train_dataset=data, processing_class=tok, sp=8)
+
+Each rank computes the log-probabilities of its slice of the chosen and the rejected samples. Of these, 8 bytes for each
+token, every rank of a group gets all; from them DPOTrainer computes its loss and its metrics with its own formulas, so
+that every type of loss is TRL's.
+
+Shape legend: P pairs of a micro-batch, whose 2P rows are the chosen samples and then the rejected ones, S tokens of a
+row, L tokens of this rank's slice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from alstlib.data.agreement import share_step
+from alstlib.data.shard import Batch
+from alstlib.hf.attach import apply
+from alstlib.hf.handle import Handle
+from alstlib.hf.token_logps import OverRanks, token_logps
+from alstlib.hf.trainer import TrainerMixin, without_adapters
+from alstlib.hf.trainer_checks import check_preferences
+from alstlib.units import IGNORE
+
+PAIRS = "pairs"
+"""Key of a micro-batch under which DPOTrainer finds the whole batch that its collator made."""
+
+
+class DPOTrainerMixin(TrainerMixin):
+    """Stands before TRL's DPOTrainer: `class SPDPO(alstlib.DPOTrainerMixin, DPOTrainer)`.
+
+    The loss is the mean over the pairs of a micro-batch, as DPOTrainer has it, and log-probabilities are summed in
+    fp64. The reference is what DPOTrainer makes it: a model, which is attached too, the model without its adapter, or
+    log-probabilities that were computed before training. All types of loss, weights of losses, `ld_alpha` and the
+    metrics are TRL's.
+
+    Args:
+        sp, alst: as `TrainerMixin` takes them. Everything else goes to DPOTrainer.
+
+    Raises:
+        ValueError: before training, arguments that cannot be run exactly, with what to write instead.
+    """
+
+    LOSS_OF = ("Trainer", "DPOTrainer")
+    precompute_ref_logps: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not hasattr(super(), "compute_ref_log_probs"):
+            raise ValueError(
+                f"{type(self).__name__} has no DPOTrainer of TRL behind DPOTrainerMixin: write class SPDPO("
+                "alstlib.DPOTrainerMixin, trl.DPOTrainer)"
+            )
+        self.reference_handle: Handle | None = None
+        super().__init__(*args, **kwargs)
+
+    def _validate_args(self) -> None:
+        super()._validate_args()
+        check_preferences(self)
+
+    # ----- batches
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *_: Any) -> tuple[list[Batch], None]:
+        return self._share(islice(epoch_iterator, num_batches)), None
+
+    def _share(self, batches: Iterable[Any]) -> list[Any]:
+        """The slices of an optimizer step, each with the whole batch that it is of."""
+        wholes: list[Mapping[str, Tensor]] = []
+
+        def rows() -> Iterator[dict[str, Tensor]]:
+            for batch in batches:
+                wholes.append(batch)
+                yield _labelled(batch)
+
+        slices = share_step(rows(), self.ctx)
+        return [{**part, PAIRS: whole} for part, whole in zip(slices, wholes)]
+
+    # ----- the models
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference, which is attached when DPOTrainer sets it, before an engine wraps it; or None."""
+        return self._ref_model
+
+    @ref_model.setter
+    def ref_model(self, model: Any) -> None:
+        self._ref_model = model
+        if model is not None and self.reference_handle is None:
+            self.reference_handle = apply(without_adapters(model), self.ctx, self.alst)
+
+    def detach(self) -> nn.Module:
+        """The model as it was before: without anything attached, in no engine; the reference model too."""
+        if self.reference_handle is not None:
+            self.reference_handle.detach()
+        return super().detach()
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        self._attach()
+        base: Any = super()
+        with self._replicas_once():
+            return base._precompute_ref_logps(*args, **kwargs)
+
+    def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
+        """Sums [P] of the log-probabilities of the chosen and of the rejected samples under the reference."""
+        if PAIRS not in inputs:
+            (inputs,) = self._share([inputs])
+            inputs = self._prepare_inputs(inputs)
+        base: Any = super()
+        return base.compute_ref_log_probs(self._scorer(model, inputs), self._pairs(inputs))
+
+    # ----- the loss
+
+    def _pairs(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        return {name: value.to(self.args.device) for name, value in inputs[PAIRS].items()}
+
+    def _scorer(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """Called as DPOTrainer calls its model, with TRL's fused head."""
+        return functools.partial(_score, model, inputs, self)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:  # fmt: skip
+        if PAIRS not in inputs:
+            raise ValueError(
+                f"compute_loss takes slices as get_batch_samples makes them; these inputs have {', '.join(inputs)}"
+            )
+        me: Any = self
+        pairs, known = self._pairs(inputs), self.precompute_ref_logps
+        if not known:  # first, because engines expect one forward with gradients right before backward
+            reference = me.model if self.ref_model is None else self.ref_model
+            found = self.compute_ref_log_probs(reference, inputs)
+            pairs.update(zip(("ref_chosen_logps", "ref_rejected_logps"), found))
+        self.precompute_ref_logps = True
+        try:
+            with self._replicas_once():
+                loss = me._compute_loss(self._scorer(model, inputs), pairs, False)
+        finally:
+            self.precompute_ref_logps = known
+        return (loss, {"loss": loss}) if return_outputs else loss
+
+    @contextlib.contextmanager
+    def _replicas_once(self) -> Iterator[None]:
+        """Inside, what the Trainer gathers for its metrics comes from each replica once, and not from each rank."""
+        accelerator: Any = self.accelerator
+        before = {name: accelerator.__dict__.get(name) for name in ("gather", "gather_for_metrics")}
+        accelerator.gather = functools.partial(self._gather_replicas, repeated=True)
+        accelerator.gather_for_metrics = self._gather_replicas
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                delattr(accelerator, name) if value is None else setattr(accelerator, name, value)
+
+    # ----- evaluation
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Loss of a replica's pairs."""
+        if not prediction_loss_only:
+            raise ValueError(
+                "DPOTrainerMixin returns no logits: call evaluate(), which logs the rewards, or predict() of a "
+                "TrainerMixin before transformers' Trainer"
+            )
+        (batch,) = self._share([inputs])
+        with torch.no_grad(), self.compute_loss_context_manager():
+            return self.compute_loss(model, self._prepare_inputs(batch)), None, None
+
+
+def _labelled(batch: Any) -> dict[str, Tensor]:
+    """The rows of a batch of pairs; labels are the tokens of completions."""
+    if not isinstance(batch, Mapping) or (
+        lacking := [name for name in ("input_ids", "attention_mask", "completion_mask") if name not in batch]
+    ):
+        what = f"lacks {', '.join(lacking)}" if isinstance(batch, Mapping) else f"is no dict but {type(batch).__name__}"
+        raise ValueError(f"a batch of pairs {what}: leave the collator to DPOTrainer")
+    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE)
+    return {"input_ids": batch["input_ids"], "labels": labels, "attention_mask": batch["attention_mask"]}
+
+
+def _score(model: nn.Module, inputs: Mapping[str, Any], trainer: DPOTrainerMixin, **_: Any) -> Any:
+    """What TRL's fused head returns of whole rows, each fp64 [2P, S-1], from the slices of all ranks."""
+    ctx, length = trainer.ctx, inputs[PAIRS]["input_ids"].shape[1]
+    found = token_logps(model, inputs, ctx, statistics=True)
+    part = torch.stack([t.double() for t in found])  # sums over many tokens lose their last digits in fp32
+    before = ctx.sp_rank * part.shape[-1]
+    whole = OverRanks.apply(F.pad(part, (before, (ctx.sp - 1) * part.shape[-1] - before)), ctx)[..., : length - 1]
+    logps, entropy, correct, mean_logits = whole
+    return SimpleNamespace(log_probs=logps, entropy=entropy, is_top1=correct.bool(), mean_logits=mean_logits)

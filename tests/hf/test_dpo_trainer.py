@@ -1,0 +1,136 @@
+"""DPOTrainerMixin: what plain DPOTrainer logs and trains in one process, and wrong use refused by name."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import make_model
+from trainers import SETTINGS, accelerate_here
+from transformers import MixtralConfig, MixtralForCausalLM, Trainer
+from trl import DPOConfig, DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+from trl_runs import dataset, errors, tokenizer, train
+
+import alstlib
+
+
+def run(rank: int, world: int, how: str, engine: str, settings: dict[str, Any]) -> Any:
+    return train(rank, world, how, "DPO", engine, what="pairs", **settings)
+
+
+@functools.cache
+def plain(settings: str) -> Any:
+    """One process, once for each choice of settings."""
+    return run(0, 1, "plain", "ddp", json.loads(settings))
+
+
+EVALUATED = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 4}
+MIXED = {"loss_type": ["sigmoid", "ipo", "sft", "robust"], "label_smoothing": 0.1, "ld_alpha": 0.5}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "a reference model": ("ddp", {"reference": True, **EVALUATED}),
+    "LoRA": ("ddp", {"lora": True, **EVALUATED}),
+    "several losses": ("ddp", {"reference": True, **MIXED}),
+    "ZeRO-2": ("zero2", {"reference": True, **EVALUATED}),
+    "ZeRO-2, LoRA": ("zero2", {"lora": True, **EVALUATED}),
+    "ZeRO-3": ("zero3", {"reference": True, **EVALUATED}),
+    "FSDP2": ("fsdp2", {"reference": True, **EVALUATED}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_as_one_process(ranks2: Any, case: str) -> None:
+    """8 steps of two micro-batches of two pairs of unequal lengths: all that is logged, and the weights."""
+    engine, settings = CASES[case]
+    chunks = {"options": {"chunk": 3}} if case == "several losses" else {}
+    want = plain(json.dumps(settings))
+    for got in ranks2(run, "ours", engine, {**settings, **chunks}):
+        found = errors(got, want)
+        assert max(found.values()) < 1e-5, found
+        assert {"rewards/margins", "logps/chosen", "logits/rejected", "entropy", "num_tokens"} <= found.keys()
+
+
+def test_replicas_of_groups_train_as_one_process(pools: Any) -> None:
+    """Two replicas of two ranks and no accumulation, against one process with two micro-batches."""
+    settings = {"reference": True, "count": 8, "max_steps": 4}
+    want = plain(json.dumps(settings))
+    for got in pools(4)(run, "ours", "ddp", {**settings, "sp": 2, "gradient_accumulation_steps": 1}):
+        found = errors(got, want)
+        for weighted in ("entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected"):
+            found.pop(weighted)  # means over tokens: of all replicas' at once, and of each micro-batch's
+        assert max(found.values()) < 1e-5, found
+
+
+def test_a_reference_computed_before_training(ranks2: Any, tmp_path: Path) -> None:
+    """By both ranks, in slices, against a reference model that stays."""
+    for count in (24, 7):
+        dataset("pairs", count).save_to_disk(tmp_path / f"pairs-{count}")
+    settings = {"reference": True, **EVALUATED}
+    want = plain(json.dumps(settings))
+    for got in ranks2(run, "ours", "ddp", {**settings, "precompute_ref_log_probs": True, "folder": str(tmp_path)}):
+        found = errors(got, want)
+        assert max(found.values()) < 1e-5, found
+
+
+# ----- wrong use
+
+
+@pytest.fixture
+def here() -> Any:
+    with accelerate_here("ddp"):
+        yield
+
+
+class SPDPO(alstlib.DPOTrainerMixin, DPOTrainer):
+    pass
+
+
+def build(cls: Any = SPDPO, settings: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    args = DPOConfig(**{**SETTINGS, "use_cpu": True, "bf16": False, "output_dir": "unused", **(settings or {})})
+    given = {"model": make_model(), "ref_model": make_model(), "args": args, "train_dataset": dataset("pairs", 4)}
+    return cls(**{**given, "processing_class": tokenizer(), **kwargs})
+
+
+def mixture() -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=96, num_local_experts=2, num_key_value_heads=2, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "message"),
+    [
+        ({"use_weighting": True}, {}, "use_weighting=True cannot be run with DPOTrainerMixin"),
+        ({"f_divergence_type": "alpha_divergence"}, {}, "use 'reverse_kl'"),
+        ({"router_aux_loss_coef": 0.1}, {"model": mixture}, "router_aux_loss_coef=0.1 cannot be run"),
+        ({"activation_offloading": True}, {}, "activation_offloading=True cannot be run"),
+        ({}, {"compute_metrics": lambda: print}, r"compute_metrics cannot be run .* evaluate\(\) logs"),
+        ({}, {"sp": lambda: 2}, "sp=2 needs torch.distributed"),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_arguments_that_are_refused(settings: dict[str, Any], more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(settings=settings, **{name: make() for name, make in more.items()})
+
+
+@pytest.mark.usefixtures("here")
+def test_logits_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"returns no logits: call evaluate\(\)"):
+        build().predict(build().train_dataset)
+
+
+@pytest.mark.parametrize(
+    ("mixin", "behind", "message"),
+    [
+        (alstlib.TrainerMixin, DPOTrainer, "DPOTrainer has its own .*put alstlib.DPOTrainerMixin before it"),
+        *((alstlib.TrainerMixin, other, f"{other.__name__} has its own .*compute it from alstlib.token_logps")
+          for other in (GRPOTrainer, KTOTrainer, RewardTrainer)),
+        (alstlib.DPOTrainerMixin, SFTTrainer, "has no DPOTrainer of TRL behind DPOTrainerMixin"),
+        (alstlib.DPOTrainerMixin, Trainer, "has no DPOTrainer of TRL behind DPOTrainerMixin"),
+    ],
+)  # fmt: skip
+def test_trainers_that_are_refused(mixin: Any, behind: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        type("Mine", (mixin, behind), {})()

@@ -1,0 +1,119 @@
+"""Small runs of TRL's trainers: plain, and with the mixins that spread samples over ranks, on the same data."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from typing import Any
+
+import torch
+from cases import make_model
+from datasets import Dataset, load_from_disk
+from tokenizers import Tokenizer, models, pre_tokenizers
+from trainers import OPTIONS, SETTINGS, Run, accelerate_here, engine_settings, weights
+from transformers import PreTrainedTokenizerFast
+
+import alstlib
+
+WORDS = [f"w{i}" for i in range(60)]
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}A: {% generation %}{{ m['content'] }}{% endgeneration %}"
+    "{% else %}U: {{ m['content'] }}{% endif %} . {% endfor %}"
+)
+
+
+@functools.cache
+def tokenizer() -> Any:
+    """One token for each word."""
+    names = ["<pad>", "<eos>", "<unk>", "A:", "U:", ".", *WORDS]
+    made = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", chat_template=TEMPLATE
+    )
+
+
+def dataset(what: str, count: int) -> Dataset:
+    """Samples of unequal lengths: `text`, `completion`, `chat` or `pairs`."""
+    g = torch.Generator().manual_seed(3)
+
+    def text() -> str:
+        length = int(torch.randint(3, 15, (1,), generator=g))
+        return " ".join(WORDS[i] for i in torch.randint(0, len(WORDS), (length,), generator=g))
+
+    make: dict[str, Any] = {
+        "text": lambda: {"text": text()},
+        "completion": lambda: {"prompt": text(), "completion": " " + text()},
+        "chat": lambda: {
+            "messages": [{"role": "user", "content": text()}, {"role": "assistant", "content": text()}] * 2
+        },
+        "pairs": lambda: {"prompt": text(), "chosen": " " + text(), "rejected": " " + text()},
+    }
+    return Dataset.from_list([make[what]() for _ in range(count)])
+
+
+def given(what: str, count: int, folder: str | None) -> Dataset:
+    """Samples that were saved, where all ranks find what one of them keeps about them; or new ones."""
+    return dataset(what, count) if folder is None else load_from_disk(f"{folder}/{what}-{count}")
+
+
+def train(
+    rank: int, world: int, how: str, trainer: str, engine: str = "ddp", *, what: str, lora: bool = False,
+    count: int = 24, sp: int | None = None, options: dict[str, Any] | None = None, evaluate: bool = False,
+    reference: bool = False, folder: str | None = None, **settings: Any,
+) -> Run:  # fmt: skip
+    """One run: all that it logs by step, and the trained weights.
+
+    Args:
+        how: `plain`, or `ours`.
+        trainer: `SFT` or `DPO`.
+        reference: DPO has a reference model, which is another one than the model.
+        folder: has the data (`given`).
+    """
+    import trl
+
+    with accelerate_here(engine), tempfile.TemporaryDirectory() as scratch:
+        dtype = torch.float64 if engine == "ddp" else torch.float32
+        model, base = make_model().to(dtype), getattr(trl, f"{trainer}Trainer")
+        own: dict[str, Any] = {"ref_model": make_model(seed=1).to(dtype)} if reference else {}
+        cls: Any = base
+        if how == "ours":
+            mixin = alstlib.TrainerMixin if trainer == "SFT" else alstlib.DPOTrainerMixin
+            cls = type("SPTrainer", (mixin, base), {})
+            own |= {"sp": world if sp is None else sp, "alst": alstlib.Options(**{**OPTIONS, **(options or {})})}
+        if lora:
+            from peft import LoraConfig
+
+            own["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+        defaults = {**SETTINGS, "per_device_train_batch_size": 2, "max_steps": 8, "bf16": False, "seed": 7}
+        args = getattr(trl, f"{trainer}Config")(
+            **{**defaults, **engine_settings(engine), "output_dir": scratch, **settings}
+        )
+        made = cls(
+            model=model, args=args, train_dataset=given(what, count, folder), processing_class=tokenizer(),
+            eval_dataset=given(what, 7, folder) if evaluate else None, **own,
+        )  # fmt: skip
+        made.train()
+        found = weights(made.accelerator.unwrap_model(made.model))
+        if how == "ours":
+            made.detach()
+        return {"logs": [line for line in made.state.log_history if "train_loss" not in line], "weights": found}
+
+
+NOT_COMPARED = ("_runtime", "_per_second", "learning_rate", "epoch")
+
+
+def errors(got: Run, want: Run) -> dict[str, float]:
+    """Largest relative error of each number that is logged, and of all weights together. Rewards and mean logits are
+    small differences of numbers above 1, which TRL computes in fp32: their errors are absolute."""
+    found: dict[str, float] = {}
+    assert len(got["logs"]) == len(want["logs"]) > 0
+    for mine, line in zip(got["logs"], want["logs"]):
+        assert mine.keys() == line.keys()
+        for name in (n for n in line if not n.endswith(NOT_COMPARED)):
+            least = 1.0 if "rewards/" in name or "logits/" in name else 1e-9
+            found[name] = max(found.get(name, 0.0), abs(mine[name] - line[name]) / max(abs(line[name]), least))
+    assert got["weights"].keys() == want["weights"].keys()
+    both = [(got["weights"][n].double() - w.double(), w.double()) for n, w in want["weights"].items()]
+    square = sum(float(d.square().sum()) for d, _ in both) / sum(float(w.square().sum()) for _, w in both)
+    return {**found, "weights": square**0.5}
