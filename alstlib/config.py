@@ -84,6 +84,7 @@ Liger = Annotated[bool | Literal["auto", "loss"], Field(description="True, False
 Rate = Annotated[_Number, Field(ge=0, allow_inf_nan=False, description="a number of at least 0, such as 1e-4")]
 Seconds = Annotated[_Number, Field(ge=0, allow_inf_nan=False, description="a number of at least 0, such as 3600")]
 Text = Annotated[str, BeforeValidator(_path), Field(description="text")]
+Share = Annotated[_Number, Field(gt=0, lt=1, description="a share between 0 and 1, such as 0.05")]
 Texts = Annotated[
     tuple[str, ...],
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
@@ -219,6 +220,17 @@ class RunConfig:
     dtype: Literal["auto", "fp32", "bf16"] = _docs("auto: bf16 on CUDA, fp32 on CPU", "auto")
     seed: Natural = _docs("seed of weights and data order", 0)
 
+    eval_data: Share | Text | None = _docs(
+        "fine-tuning: evaluate on these data, named as `data` is, or on a share of its documents, which is kept back",
+        None,
+    )
+    lora: Fields | None = _docs(
+        "fine-tuning: fields of peft's LoraConfig, such as {r: 16}; None: all weights are trained", None
+    )
+    merge_lora: bool = _docs("fine-tuning: `save_to` gets the whole model, with the adapter in its weights", False)
+    fsdp: bool = _docs("fine-tuning: FSDP2 in place of DeepSpeed", False)
+    trainer: Fields = _docs("fine-tuning: fields of TRL's SFTConfig; they win over those above", default_factory=dict)
+
     device_memory: Bytes | None = _docs("device budget per rank in bytes; a run beyond it ends as `oom`", None)
     host_memory: Bytes | None = _docs("host budget per rank in bytes; None: what is free, shared by the ranks", None)
     search: bool = _docs("find the longest sequence that fits, starting at seq_len", False)
@@ -257,6 +269,8 @@ class RunConfig:
             raise ValueError(
                 f"block={self.block} runs the whole model, chunk={self.chunk} its layers: give one of them"
             )
+        if self.merge_lora and self.lora is None:
+            raise ValueError("merge_lora=True merges an adapter: it needs lora, such as {'r': 16}")
         if self.packed and self.batch_size > 1:
             raise ValueError(f"packed=True fills one row: batch_size={self.batch_size} must be 1")
 

@@ -285,9 +285,10 @@ def test_modules_stay_small(module: Path) -> None:
     assert lines <= 400, f"{module.name} has {lines} lines, at most 400"
 
 
-def test_the_run_template_is_small_takes_parameters_and_holds_no_outputs() -> None:
+@pytest.mark.parametrize("name", ["run", "finetune"])
+def test_a_template_is_small_takes_parameters_and_holds_no_outputs(name: str) -> None:
     """The lessons' rules are in test_lessons.py."""
-    path = ROOT / "notebooks" / "run.ipynb"
+    path = ROOT / "notebooks" / f"{name}.ipynb"
     assert path.stat().st_size < 1_000_000
     notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     assert "widgets" not in notebook["metadata"]

@@ -94,7 +94,7 @@ def _said(
     return out["input_ids"], mask
 
 
-def _tokenize(row: Mapping[str, Any], tokenizer: Any) -> Document:
+def tokenize_row(row: Mapping[str, Any], tokenizer: Any) -> Document:
     """A row of the data set, with canonical columns, as a document; one without tokens where it has no text."""
     if "input_ids" in row:
         return _document(row["input_ids"], row["labels"] if row.get("labels") is not None else row["input_ids"])
@@ -206,7 +206,7 @@ class Samples(Dataset):
         for epoch in itertools.count():
             self.passes = epoch + 1
             for row in self._rows(epoch):
-                document = _tokenize(row, self.tokenizer)
+                document = tokenize_row(row, self.tokenizer)
                 if epoch == 0:
                     self._count(document)
                 self._seen += len(document.ids)

@@ -352,12 +352,19 @@ def paired(
     return _finish(figure)
 
 
-def training(runs: Mapping[str, Mapping[int, float]], marks: Mapping[str, float] | None = None) -> Figure:
-    """Loss against the optimizer step: the first run as a line, others as hollow markers on it; `marks` names steps."""
+def training(
+    runs: Mapping[str, Mapping[int, float]], marks: Mapping[str, float] | None = None,
+    evaluation: Mapping[str, Mapping[int, float]] | None = None,
+) -> Figure:  # fmt: skip
+    """Loss against the optimizer step: the first run as a line, others as hollow markers on it; `marks` names steps.
+    With `evaluation`, its losses of some runs, all runs are lines, and evaluations have markers on dashed ones."""
     figure, axes = _axes(7, 3.6)
     for i, (name, points) in enumerate(runs.items()):
-        style: Any = {"linewidth": 1.5, "marker": ""} if i == 0 else {"linestyle": "none", "fillstyle": "none"}
+        line = i == 0 or evaluation
+        style: Any = {"linewidth": 1.5, "marker": ""} if line else {"linestyle": "none", "fillstyle": "none"}
         axes.plot(list(points), list(points.values()), label=name, **{**_look(i), **style})
+        if found := (evaluation or {}).get(name):
+            axes.plot(list(found), list(found.values()), label=f"{name}, evaluation", linestyle="--", **_look(i))
     draw_marks(axes, marks, 0.02)
     axes.set(xlabel="optimizer step", ylabel="loss [nats per token]")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -101,6 +101,19 @@ class Shape:
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + (1 if self.tied else 2) * self.embedding + self.width
 
+    def adapter_parameters(self, lora: Mapping[str, Any]) -> int:
+        """Of LoRA adapters with these fields of peft's LoraConfig. Target modules with names that Llama has not
+        count as all linear modules of a layer."""
+        query, kv, rank = self.heads * self.head_dim, self.kv_heads * self.head_dim, int(lora.get("r", 8))
+        ends = {
+            "q_proj": self.width + query, "k_proj": self.width + kv, "v_proj": self.width + kv,
+            "o_proj": query + self.width, "gate_proj": self.width + self.mlp, "up_proj": self.width + self.mlp,
+            "down_proj": self.mlp + self.width,
+        }  # fmt: skip
+        named = lora.get("target_modules")
+        targets = set(named) if isinstance(named, list | tuple) and set(named) <= set(ends) else set(ends)
+        return self.layers * rank * sum(ends[name] for name in targets)
+
     @property
     def dense_parameters(self) -> int:
         """What multiplies each token: the layers' matrices and the head (as `results.flos` counts)."""

@@ -31,6 +31,8 @@ class Sizes:
     """Of a decoder layer."""
     embedding: int
     """Of the embedding (and the head)."""
+    trainable: int | None = None
+    """Of what is trained, such as an adapter; None: all parameters."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,14 @@ def model_states(
         reduced: bytes of an element in those copies; by default `element`.
     """
     parameters = sizes.parameters
+    trained = parameters if sizes.trainable is None else sizes.trainable
     shard, whole = -(-parameters // world), element * parameters
+    part = -(-trained // world)
     buffer = element * (zero_bucket(parameters) if bucket is None else bucket)
     stage = run.zero_stage
     away = run.offload_optimizer and stage > 0
-    optimizer = 12 * (shard if stage else parameters) - (0 if stage or element == 2 else 4 * parameters)
-    gradients = element * (shard if stage >= 2 else parameters)
+    optimizer = 12 * (part if stage else trained) - (0 if stage or element == 2 else 4 * trained)
+    gradients = element * (part if stage >= 2 else trained)
     weights = element * (shard if stage == 3 else parameters)
     alike = run.checkpoint and run.offload != "none"
     needed, live = element * (sizes.layer + sizes.embedding), 2 * buffer
@@ -99,7 +103,7 @@ def model_states(
     device = {
         WEIGHTS: 0 if run.offload_params else weights,
         GATHERED: min(most, gathered) if stage == 3 and not alone else 0,
-        GRADIENTS: gradients if not away else whole if stage == 1 else 0,
+        GRADIENTS: gradients if not away else element * trained if stage == 1 else 0,
         OPTIMIZER: 0 if away else optimizer,
         BUCKETS: buffer if reduces else 0,
         COPIES: 2 * min(buffer, whole) // element * (reduced or element) if reduces and bucket is not None else 0,
@@ -107,7 +111,7 @@ def model_states(
     host = {
         WEIGHTS: weights if run.offload_params else 0,
         OPTIMIZER: optimizer if away else 0,
-        GRADIENTS: (element + 4) * shard if away else 0,
+        GRADIENTS: (element + 4) * part if away else 0,
     }
     head = max(element * sizes.embedding, live if ahead else 0)
     early = needed + buffer if alike and not ahead else gathered

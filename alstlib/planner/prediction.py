@@ -109,7 +109,10 @@ class Prediction:
 def states(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours") -> States:
     """A rank's model states, and ZeRO's buffers. The reference's buckets are DeepSpeed's default, and it tells the
     engine of its sequence parallelism, whose gradients are then reduced in fp32 by default."""
-    sizes = Sizes(parameters=shape.parameters, layer=shape.layer_parameters, embedding=shape.embedding)
+    adapter = None if run.lora is None else shape.adapter_parameters(run.lora)
+    sizes = Sizes(
+        parameters=shape.parameters, layer=shape.layer_parameters, embedding=shape.embedding, trainable=adapter
+    )  # fmt: skip
     paper = {"bucket": ZERO_DEFAULT, "reduced": 4 if (run.sp or machine.gpus) > 1 else None}
     of = paper if preset == "paper" else {}
     return model_states(run, sizes, machine.gpus, element_bytes(run, machine.device), **of)

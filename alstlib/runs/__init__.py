@@ -1,6 +1,6 @@
 """The command line, sweeps and single runs, and what they leave behind; without torch.
 
 In the order in which to read it: `results` is `result.json`; `launch` starts one run (with `processes`, `locks` and
-`progress`) and always ends with a result; `sweeps` are the specs; `cli` is the command `alst`, with `status`,
-`report` and `verify`. `spawn` runs a function on a few CPU ranks, for a notebook.
+`progress`) and always ends with a result; `workers` says which fields a worker has; `sweeps` are the specs; `cli` is
+the command `alst`, with `status`, `report` and `verify`. `spawn` runs a function on a few CPU ranks, for a notebook.
 """

@@ -18,7 +18,7 @@ from typing import Any
 from alstlib.config import RunConfig
 from alstlib.planner import command, devices, preflight
 from alstlib.planner.model_shapes import check_model
-from alstlib.runs import launch, locks, report, results, status, verify
+from alstlib.runs import launch, locks, report, results, status, verify, workers
 from alstlib.runs.progress import Printer, ProgressReader
 from alstlib.runs.sweeps import Spec, check_parameters, load_spec, papermill_line, select, shown, write_record
 from alstlib.units import format_seconds
@@ -201,7 +201,9 @@ def run(args: argparse.Namespace) -> int:
     check_parameters(spec.notebook, [*spec.parameters, "config", "out", *(["force"] if args.force else [])])
     if spec.report:
         check_parameters(spec.report, ["results"])
-    if spec.worker == "alstlib.train.ablation":
+    for row in names:
+        workers.check(spec.rows[row], spec.worker)
+    if spec.worker in workers.TRAINING:
         for model in {spec.rows[row].model for row in names}:
             check_model(model)
     print(f"{spec.name}: {len(names)} rows, results in {shown(spec.out)}", flush=True)
@@ -284,8 +286,8 @@ def _would(spec: Spec, row: str, args: argparse.Namespace) -> list[str]:
     of_row = {n: fields[n] for n in sets if n in fields}
     others = {n: v for n, v in fields.items() if n not in of_row and v != default.to_dict()[n]}
     gpus = devices.device_count()
-    ours = spec.worker == "alstlib.train.ablation"
-    expected = preflight.outlook(config, gpus) if ours else f"not predicted: the worker is {spec.worker}"
+    ours, foreseen = spec.worker in workers.TRAINING, workers.planned(config, spec.worker, gpus)
+    expected = preflight.outlook(foreseen, gpus) if ours else f"not predicted: the worker is {spec.worker}"
     logs = folder / "logs" / results.run_id(config)
     parameters = {**spec.parameters, "out": str(folder), **({"force": True} if args.force else {})}
     where, output = shlex.join(["mkdir", "-p", shown(folder)]), shown(folder / spec.notebook.name)
@@ -296,7 +298,7 @@ def _would(spec: Spec, row: str, args: argparse.Namespace) -> list[str]:
         f"  the row sets  {_fields(of_row)}",
         f"  the base sets {_fields(others)}",
         f"  predicted     {expected}",
-        f"  ends after    {preflight.time_limit(config, 1, gpus, ours)[1]}",
+        f"  ends after    {preflight.time_limit(foreseen, 1, gpus, ours)[1]}",
         f"  folder        {shown(folder)}",
         f"  by itself     {where} && {alone}",
         f"  which starts  {shlex.join(argv)}",

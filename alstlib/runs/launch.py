@@ -26,7 +26,7 @@ from alstlib.config import RunConfig
 from alstlib.planner import devices
 from alstlib.planner.model_shapes import check_model
 from alstlib.planner.preflight import time_limit, why_not
-from alstlib.runs import locks, results
+from alstlib.runs import locks, results, workers
 from alstlib.runs.processes import DEADLINE_VARIABLE, RUN_ID_VARIABLE, die_with_parent, sigterm_interrupts, start, stop
 from alstlib.runs.progress import Printer as progress_printer
 from alstlib.runs.progress import Progress, ProgressReader, log_tail, root_cause, whereabouts
@@ -271,7 +271,7 @@ class _Run:
 
 def launch(
     config: RunConfig, out: str | os.PathLike[str], *, on_progress: Callable[[dict[str, Any]], None] | None = None,
-    force: bool = False, python: str = sys.executable, nodes: Nodes = ONE_NODE, worker: str = "alstlib.train.ablation",
+    force: bool = False, python: str = sys.executable, nodes: Nodes = ONE_NODE, worker: str = workers.ABLATION,
     extra_env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Run `config` under torchrun in the folder `out` and return its result (`ok` or `oom`).
@@ -292,18 +292,17 @@ def launch(
     rendezvous = meeting(config, nodes)
     if not force and (done := finished(config, out, nnodes)):
         return done
-    if worker == "alstlib.train.ablation":
+    workers.check(config, worker)
+    if worker in workers.TRAINING:
         check_model(config.model)
+    gpus = devices.device_count()
+    foreseen = workers.planned(config, worker, gpus)
     first = nodes.rank == 0
     with locks.hold(out) if first else contextlib.nullcontext(), sigterm_interrupts():
-        limit, which = time_limit(config, nnodes, devices.device_count(), worker == "alstlib.train.ablation")
+        limit, which = time_limit(foreseen, nnodes, gpus, worker in workers.TRAINING)
         run = _Run(config, out, first, on_progress, limit)
         agent = code = None
-        if (
-            not force
-            and worker == "alstlib.train.ablation"
-            and (why := why_not(config, nnodes, devices.device_count()))
-        ):
+        if not force and worker in workers.TRAINING and (why := why_not(foreseen, nnodes, gpus)):
             return run.end("oom", "WouldNotFit", why)
         # ranks end without tidying up, or are killed
         with tempfile.TemporaryDirectory(prefix="alst-", ignore_cleanup_errors=True) as temporary:

@@ -246,13 +246,28 @@ def _losses(plots: Any, found: Results, table: Results) -> tuple[Any, str, str] 
     if not curves:
         return None
     ends = ", ".join(f"{n} {curve[0]:.3f} to {curve[-1]:.3f}" for n, curve in curves.items())
+    found_by_step = {n: _by_step(r["metrics"], "eval") for n, r in losses.items()}
+    evaluation = {n: points for n, points in found_by_step.items() if points}
     same = ("seq_len", "tokens_per_step"), ("model", "model_config", "data", "seed", "steps", "learning_rate")
     kinds = {
         json.dumps([[r["metrics"].get(n) for n in same[0]], [r["config"].get(n) for n in same[1]]], default=str)
         for r in losses.values()
     }
-    alike = 1 < len(curves) <= 7 and len(kinds) == 1 and len({len(c) for c in curves.values()}) == 1
+    alike = not evaluation and 1 < len(curves) <= 7 and len(kinds) == 1 and len({len(c) for c in curves.values()}) == 1
     same_data = "The same data and settings: above the curves, below how far each is from the first."
     what = same_data if alike else "Loss of each optimizer step."
-    figure = plots.parity(curves) if alike else plots.training({n: dict(enumerate(c, 1)) for n, c in curves.items()})
+    if evaluation:
+        what += (
+            " Markers: the loss on documents that are not trained on; where it rises, training has gone on too long."
+        )
+        ends += "; of the evaluation, " + ", ".join(f"{n} {list(p.values())[-1]:.3f}" for n, p in evaluation.items())
+    by_step = {n: _by_step(r["metrics"], "") for n, r in losses.items()}
+    figure = plots.parity(curves) if alike else plots.training(by_step, evaluation=evaluation)
     return figure, what, f"Lines of the loss against the optimizer step: {ends}."
+
+
+def _by_step(metrics: Mapping[str, Any], kind: str) -> dict[int, float]:
+    """Losses of training ("") or evaluation ("eval") by optimizer step; the worker of the ablation has one a step."""
+    losses = metrics.get(f"{kind}_loss" if kind else "loss") or []
+    steps = metrics.get(f"{kind or 'loss'}_steps") or range(1, len(losses) + 1)
+    return {step: float("nan") if loss is None else loss for step, loss in zip(steps, losses)}

@@ -26,7 +26,7 @@ import yaml
 
 from alstlib.config import FOLDER_NAME, ROWS, RunConfig, check_names, row_config
 from alstlib.planner import devices
-from alstlib.runs import launch, locks, results
+from alstlib.runs import launch, locks, results, workers
 
 OUT = Path("papermill_runs", "out")
 RECORD = "sweep.json"
@@ -53,7 +53,7 @@ class Spec:
 
     @property
     def worker(self) -> str:
-        return str(self.parameters.get("worker", "alstlib.train.ablation"))
+        return str(self.parameters.get("worker", workers.ABLATION))
 
     def typed(self, verb: str, *flags: str, at: Path | None = None) -> str:
         """`alst VERB SPEC [--out FOLDER] FLAGS` for a shell, as typed in the folder `at`; without one, here."""

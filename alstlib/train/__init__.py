@@ -1,8 +1,9 @@
-"""The worker that trains, and what it is made of.
+"""The workers that train, and what they are made of.
 
 In the order in which to read it: `ablation` is the worker of a run (`worker` is what every worker does); `models` and
 `loading` make the model, `engine` wraps it in DeepSpeed, `state` and `resume` save and continue a training, `search`
-finds the longest sequence. `operators` builds DeepSpeed's compiled operators, `agent` is torchrun as our runs start it.
+finds the longest sequence. `finetune` is the worker of a fine-tuning with TRL. `operators` builds DeepSpeed's compiled
+operators, `agent` is torchrun as our runs start it.
 """
 
 from alstlib import face

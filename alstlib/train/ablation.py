@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,21 +21,19 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import alstlib
 from alstlib.config import RunConfig
-from alstlib.data.corpus import get_tokenizer, load_corpus
+from alstlib.data.corpus import load_corpus
 from alstlib.data.samples import collate, make_samples
 from alstlib.mesh import gather_text
 from alstlib.offload.ledger import Ledger, ran_out
-from alstlib.planner.machine import machine_of
-from alstlib.planner.model_shapes import SHAPES
-from alstlib.planner.preflight import as_metrics, foretell
 from alstlib.runs import results
 from alstlib.runs.progress import Pace, Progress, ProgressReader
+from alstlib.runs.workers import ABLATION
 from alstlib.train.engine import host_tensors, initialize, save_model, take_step
 from alstlib.train.loading import load_on_first
 from alstlib.train.models import flop_dimensions, put_liger
 from alstlib.train.resume import RunStates
 from alstlib.train.search import Trials, expected_seconds, longest_that_fits
-from alstlib.train.worker import Job, node_count, run_worker
+from alstlib.train.worker import Job, run_worker
 
 WATCHED = 2
 """Steps whose memory is watched: from the second on ZeRO-3 gathers weights ahead."""
@@ -50,7 +47,7 @@ class Trainer(Job):
 
     def __init__(self, run: RunConfig, out: Path) -> None:
         super().__init__(run, out)
-        self._check_writable()
+        self.check_writable()
         self.say(f"loading {run.model}")
         self.ctx = alstlib.SPContext.create(run.sp)
         arrival = load_on_first(run, self.dtype, self.device)
@@ -59,7 +56,7 @@ class Trainer(Job):
         self.say(f"reading data '{run.data}' and the tokenizer")
         self.corpus = load_corpus(run.data)
         self.vocabulary = model.config.get_text_config().vocab_size
-        self.tokenizer = self._tokenizer()
+        self.tokenizer = self.tokenizer_for(self.corpus, self.vocabulary)
         put_liger(run, model, self.cuda)
         self.handle = alstlib.apply(model, self.ctx, run_options(run))
         torch.manual_seed(run.seed + 1 + self.rank)  # dropout masks differ between shards
@@ -79,22 +76,9 @@ class Trainer(Job):
         """Who hears the share of a long piece of work that is done."""
         return Pace(self.say, message, 1.0)
 
-    def _tokenizer(self) -> Any:
-        run, name = self.run, self.run.tokenizer
-        if name == "auto" and run.model not in SHAPES:
-            name = run.model
-        if name == "auto" and "input_ids" in self.corpus.column_names:
-            return None  # the data are tokens already
-        corpus = None if run.data == "stdlib" else self.corpus
-        return get_tokenizer(name, corpus=corpus, vocab_size=min(self.vocabulary, 8192), trust=run.trust_remote_code)
-
     def _collate(self, samples: Any) -> dict[str, Any]:
         batch = collate(samples)
-        if (top := int(batch["input_ids"].max())) >= self.vocabulary:
-            raise ValueError(
-                f"data='{self.run.data}' has token {top}, but the model's vocab_size is {self.vocabulary}: take the "
-                "model's own tokenizer, or model_config={'vocab_size': ...} with random weights"
-            )
+        self.check_tokens(int(batch["input_ids"].max()), self.vocabulary)
         return batch
 
     def loader(self, seq_len: int, steps: int) -> Any:
@@ -168,18 +152,6 @@ class Trainer(Job):
             began, shares, wire = time.perf_counter(), [], self.handle.wire_bytes
         raise ValueError(f"the data ended after {done} of {count} optimizer steps")
 
-    def _check_writable(self) -> None:
-        """Raise OSError on every rank if rank 0 cannot write to `save_to`: told before the steps, not after."""
-        problem = ""
-        if self.run.save_to and self.rank == 0:
-            try:
-                Path(self.run.save_to).mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=self.run.save_to).close()
-            except OSError as e:
-                problem = f"save_to='{self.run.save_to}' cannot be written to: {e.strerror or e}"
-        if problem := gather_text(problem, self.device)[0]:
-            raise OSError(problem)
-
     def tokens_per_step(self, seq_len: int) -> int:
         return seq_len * self.run.batch_size * self.run.accumulation * self.ctx.dp
 
@@ -237,7 +209,7 @@ class Trainer(Job):
         seconds = statistics.median(timed)
         per_rank = {k: v / seconds / self.ctx.world_size / 1e12 for k, v in flos.items()}
         return {
-            "predicted": self.predicted(seq_len),
+            "predicted": self.predicted(ABLATION, self.ctx, seq_len),
             "seq_len": seq_len,
             "tokens_per_step": tokens,
             "tokens_per_second": tokens / seconds,
@@ -256,16 +228,6 @@ class Trainer(Job):
             "kv_on_host": self.handle.kv_on_host,
             "notes": [*states.notes, *self.handle.notes, *self.samples[seq_len].notes(), *untimed],
         }
-
-    def predicted(self, seq_len: int) -> dict[str, Any]:
-        """What the planner says of this run, for comparison with the measurement."""
-        gpus = self.ctx.world_size if self.device.type == "cuda" else 0
-        try:
-            run = self.run.replace(world_size=self.ctx.world_size, sp=self.ctx.sp)
-            machine = machine_of(run, node_count(self.ctx.world_size), gpus)
-            return as_metrics(foretell(run, machine, seq_len)[1], machine)
-        except (ValueError, KeyError) as e:
-            return {"unknown": str(e)}
 
     def __call__(self) -> dict[str, Any]:
         run, tried, budget = self.run, [], self.ledger.budget

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +16,14 @@ import torch
 import torch.distributed as dist
 
 from alstlib.config import RunConfig
-from alstlib.mesh import join, join_fake
+from alstlib.data.corpus import get_tokenizer
+from alstlib.mesh import SPContext, gather_text, join, join_fake
 from alstlib.offload.ledger import ran_out
 from alstlib.planner import devices
-from alstlib.planner.preflight import limits
-from alstlib.runs import results
+from alstlib.planner.machine import machine_of
+from alstlib.planner.model_shapes import SHAPES
+from alstlib.planner.preflight import as_metrics, foretell, limits
+from alstlib.runs import results, workers
 from alstlib.runs.processes import die_with_parent, dump_before_deadline
 from alstlib.runs.progress import Progress
 from alstlib.train.resume import Timeout
@@ -88,6 +92,45 @@ class Job:
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine)
         return [t.tolist() for t in everyone]
+
+    def check_writable(self) -> None:
+        """Raise OSError on every rank if rank 0 cannot write to `save_to`: told before the steps, not after."""
+        problem = ""
+        if self.run.save_to and self.rank == 0:
+            try:
+                Path(self.run.save_to).mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=self.run.save_to).close()
+            except OSError as e:
+                problem = f"save_to='{self.run.save_to}' cannot be written to: {e.strerror or e}"
+        if problem := gather_text(problem, self.device)[0]:
+            raise OSError(problem)
+
+    def tokenizer_for(self, corpus: Any, vocabulary: int) -> Any:
+        """The run's tokenizer; None where the data are tokens already."""
+        run, name = self.run, self.run.tokenizer
+        if name == "auto" and run.model not in SHAPES:
+            name = run.model
+        if name == "auto" and "input_ids" in corpus.column_names:
+            return None
+        given = None if run.data == "stdlib" else corpus
+        return get_tokenizer(name, corpus=given, vocab_size=min(vocabulary, 8192), trust=run.trust_remote_code)
+
+    def check_tokens(self, largest: int, vocabulary: int) -> None:
+        if largest >= vocabulary:
+            raise ValueError(
+                f"data='{self.run.data}' has token {largest}, but the model's vocab_size is {vocabulary}: take the "
+                "model's own tokenizer, or model_config={'vocab_size': ...} with random weights"
+            )
+
+    def predicted(self, worker: str, ctx: SPContext, seq_len: int) -> dict[str, Any]:
+        """What the planner says of this run, for comparison with the measurement."""
+        gpus = ctx.world_size if self.cuda else 0
+        try:
+            run = workers.planned(self.run.replace(world_size=ctx.world_size, sp=ctx.sp), worker, gpus)
+            machine = machine_of(run, node_count(ctx.world_size), gpus)
+            return as_metrics(foretell(run, machine, seq_len)[1], machine)
+        except (ValueError, KeyError) as e:
+            return {"unknown": str(e)}
 
 
 def run_worker(doc: str | None, job: Callable[[RunConfig, Path], Any]) -> None:

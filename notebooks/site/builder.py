@@ -27,6 +27,7 @@ IMAGES = "notebooks/images"
 REFERENCE = {
     "api.rst": "Public API",
     "notebooks/run.ipynb": "The run template",
+    "notebooks/finetune.ipynb": "The fine-tuning template",
     "README.md": "The project",
     "env/README.md": "Environments",
     "papermill_runs/results/LOG.md": "What was tried",

@@ -406,9 +406,9 @@ def test_chats_and_texts_in_one_file(tokenizer, tmp_path):
 
 
 def _ids(tokenizer, corpus):
-    from alstlib.data.samples import _tokenize
+    from alstlib.data.samples import tokenize_row
 
-    return [_tokenize(row, tokenizer).ids for row in corpus]
+    return [tokenize_row(row, tokenizer).ids for row in corpus]
 
 
 def test_a_folder_without_tokenizer(tmp_path):
@@ -443,12 +443,12 @@ def sharegpt(*turns):
 
 def first_document(rows, tokenizer, template=None):
     """Text and labelled text of the only row's document."""
-    from alstlib.data.samples import _tokenize
+    from alstlib.data.samples import tokenize_row
 
     tokenizer = pickle.loads(pickle.dumps(tokenizer))
     tokenizer.chat_template = template
     (row,) = canonical_columns(datasets.Dataset.from_list([rows]))
-    document = _tokenize(row, tokenizer)
+    document = tokenize_row(row, tokenizer)
     assert make_samples(datasets.Dataset.from_list([rows]), tokenizer, len(document.ids), repeat=False).notes() == []
     return tokenizer.decode(document.ids), tokenizer.decode(document.ids[document.labels != -100])
 

@@ -139,6 +139,21 @@ def test_a_figure_that_fails_says_so_and_the_others_are_drawn(tmp_path):
     assert "It could not be drawn: ZeroDivisionError" in page.said
 
 
+def test_losses_are_drawn_with_those_of_an_evaluation(tmp_path):
+    for row, end in (("full", 2.0), ("lora", 2.5)):
+        metrics = {"loss": [4.0, 3.0, end], "loss_steps": [5, 10, 15], "eval_loss": [3.5, end], "eval_steps": [7, 15]}
+        (tmp_path / row).mkdir()
+        results.write_result(
+            tmp_path / row / "result.json", results.new_result(RunConfig(row=row), "ok", metrics=metrics)
+        )
+    (made,) = report.figures(found := report.labelled(results.collect(tmp_path), tmp_path), results.table(found))
+    assert "documents that are not trained on" in made["what"]
+    assert made["alt"].endswith("of the evaluation, full 2.000, lora 2.500.")
+    assert report._by_step(found[0]["metrics"], "") == {5: 4.0, 10: 3.0, 15: 2.0}
+    assert report._by_step(found[0]["metrics"], "eval") == {7: 3.5, 15: 2.0}
+    assert report._by_step({"loss": [4.0, None]}, "")[1] == 4.0
+
+
 def test_a_page_that_cannot_be_written_keeps_the_one_before(written, monkeypatch):
     folder, path, _ = written
     before = path.read_text()

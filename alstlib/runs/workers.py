@@ -1,0 +1,91 @@
+"""What the workers of training runs know of a configuration, checked before one starts: the ablation (`train/ablation`,
+our own loop) and the fine-tuning (`train/finetune`, TRL's SFTTrainer). Without torch."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from alstlib.config import RunConfig, check_names
+from alstlib.planner.model_shapes import SHAPES
+
+ABLATION, FINETUNE = "alstlib.train.ablation", "alstlib.train.finetune"
+TRAINING = (ABLATION, FINETUNE)
+"""Workers that train the model of a configuration: what the planner predicts is about them."""
+
+ONLY = {
+    FINETUNE: ("eval_data", "lora", "merge_lora", "fsdp", "trainer"),
+    ABLATION: ("block", "search", "emulate", "peers", "resume_from"),
+}
+"""Fields that one worker has and the other has not."""
+
+OURS = {
+    "output_dir": "nothing (checkpoints go to the run's folder)", "max_steps": "steps", "max_length": "seq_len",
+    "packing": "packed", "bf16": "dtype", "fp16": "dtype", "use_cpu": "nothing (without a GPU it is the CPU)",
+    "deepspeed": "zero_stage", "fsdp": "fsdp", "fsdp_config": "fsdp", "parallelism_config": "sp",
+    "gradient_checkpointing": "checkpoint", "activation_checkpointing": "checkpoint",
+    "resume_from_checkpoint": "resume",
+}  # fmt: skip
+"""Fields of SFTConfig that follow from fields of ours, which the planner reads too."""
+
+
+def check(run: RunConfig, worker: str) -> None:
+    """Refuse fields that a run's worker does not have.
+
+    Raises:
+        ValueError: it names the field, and what works.
+    """
+    if worker not in TRAINING:
+        return
+    default = RunConfig()
+    (other,) = set(TRAINING) - {worker}
+    for name in ONLY[other]:
+        if (value := getattr(run, name)) != getattr(default, name):
+            raise ValueError(f"{name}={value!r} is for the worker {other}, and this is {worker}")
+    if worker == FINETUNE:
+        _check_libraries(run)
+
+
+def _check_libraries(run: RunConfig) -> None:
+    if missing := [name for name in ("trl", "peft", "accelerate") if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"fine-tuning needs {', '.join(missing)}: pip install 'alstlib[trainer]'")
+    for name in run.trainer:
+        if name in OURS:
+            raise ValueError(f"trainer={{{name!r}: {run.trainer[name]!r}}}: give {OURS[name]} instead")
+    if known := [*_fields("trl", "trainer/sft_config.py", "trainer/base_config.py"),
+                 *_fields("transformers", "training_args.py")]:  # fmt: skip
+        check_names(run.trainer, known, "field of SFTConfig in trainer")
+    _check_adapter(run)
+    if run.trainer.get("push_to_hub") and not run.save_to:
+        raise ValueError("trainer={'push_to_hub': True} needs save_to, the folder that the model is saved to first")
+
+
+def _check_adapter(run: RunConfig) -> None:
+    if known := list(_fields("peft", "tuners/lora/config.py", "config.py")):
+        check_names(run.lora or {}, known, "field of LoraConfig in lora")
+    if run.lora is not None and run.save_to and run.model in SHAPES and not run.merge_lora:
+        raise ValueError(
+            f"model={run.model!r} has random weights, without which its adapter is of no use: give "
+            "merge_lora=True, which saves both"
+        )
+
+
+def _fields(package: str, *files: str) -> Iterator[str]:
+    """Fields of the dataclasses in these files of a package, which is not imported: that would take seconds."""
+    spec: Any = importlib.util.find_spec(package)
+    for file in files:
+        path = Path(spec.submodule_search_locations[0], file)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path.is_file() else ():
+            if isinstance(node, ast.ClassDef):
+                found = (n.target for n in node.body if isinstance(n, ast.AnnAssign))
+                yield from (target.id for target in found if isinstance(target, ast.Name))
+
+
+def planned(run: RunConfig, worker: str, gpus: int) -> RunConfig:
+    """The run as the planner is asked about it: fine-tuning uses DDP on a CPU, and FSDP2 holds what ZeRO-3 holds."""
+    if worker != FINETUNE or (gpus and not run.fsdp):
+        return run
+    return run.replace(zero_stage=3 if gpus else 0, offload_optimizer=False, offload_params=False)

@@ -1,0 +1,268 @@
+"""Fine-tuning: what the libraries alone compute in one process, checkpoints, refusals, the notebook."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import torch
+from trainers import accelerate_here
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from alstlib.config import RunConfig
+from alstlib.data.corpus import get_tokenizer, load_corpus
+from alstlib.planner.model_shapes import read_shape
+from alstlib.runs import results
+from alstlib.runs.launch import launch
+from alstlib.runs.progress import ProgressReader
+from alstlib.runs.workers import FINETUNE, planned
+from alstlib.train import finetune
+from alstlib.train.models import load_model
+from alstlib.train.worker import work
+
+pytest.importorskip("trl")
+ROOT = Path(__file__).resolve().parents[2]
+SPLITS = "with packed=True, trainer={'packing_strategy': 'bfd_split'} cuts nothing off"
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Twenty-one texts of unequal lengths; the last is cut."""
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+    texts = [f"def f_{i}(x):\n    return x * {i}\n" * (1 + i * 5 % 7) for i in range(20)]
+    path.write_text("\n".join(json.dumps({"text": text}) for text in [*texts, "x = 1\n" * 90]))
+    return str(path)
+
+
+def config(data: str, **changes: Any) -> RunConfig:
+    defaults: dict[str, Any] = {
+        "model": "tiny", "data": data, "eval_data": 0.2, "seq_len": 96, "world_size": 2, "sp": 2, "steps": 6,
+        "accumulation": 2, "learning_rate": 1e-2, "timeout": 200, "tiled_loss": True, "tiled_mlp": True,
+        "offload": "async", "tokenizer": "stdlib-bpe", "trainer": {"eval_steps": 3},
+    }  # fmt: skip
+    return RunConfig(**{**defaults, **changes})
+
+
+class Dies(TrainerCallback):
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.after:
+            raise KeyboardInterrupt
+
+
+def tuned(rank: int, world: int, out: str, run: RunConfig, engine: str = "ddp", dies_after: int = 0) -> dict[str, Any]:
+    """One run of the worker, on a CPU with any engine, ended after some step without a result; what it left."""
+    os.environ["TORCHELASTIC_RUN_ID"] = f"{Path(out).name}-{time.monotonic()}"
+
+    def job(run: RunConfig, out: Path) -> finetune.FineTune:
+        made = finetune.FineTune(run, out)
+        made.trainer.add_callback(Dies(dies_after))
+        return made
+
+    with accelerate_here(engine), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finetune, "engine_of", lambda *_: engine)
+        with contextlib.suppress(KeyboardInterrupt):
+            work(run, Path(out), job)
+        torch.distributed.barrier()
+    return results.read_result(Path(out) / "result.json")
+
+
+def plain(run: RunConfig, out: Path) -> list[dict[str, float]]:
+    """What TRL logs in one process, which reads, tokenizes, cuts and packs the data by itself."""
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    parts = load_corpus(run.data).train_test_split(test_size=run.eval_data, seed=run.seed)
+    with accelerate_here("ddp"):
+        args = SFTConfig(
+            str(out), max_length=run.seq_len, packing=run.packed, per_device_train_batch_size=1, use_cpu=True,
+            per_device_eval_batch_size=1, gradient_accumulation_steps=2, max_steps=run.steps, max_grad_norm=0.0,
+            learning_rate=run.learning_rate, logging_steps=1, eval_strategy="steps", eval_steps=3, bf16=False, seed=0,
+            save_strategy="no", report_to="none", disable_tqdm=True, gradient_checkpointing=False,
+        )  # fmt: skip
+        trainer = SFTTrainer(
+            model=load_model(run, torch.float32), args=args, train_dataset=parts["train"], eval_dataset=parts["test"],
+            processing_class=get_tokenizer(run.tokenizer, vocab_size=512),
+            peft_config=LoraConfig(task_type="CAUSAL_LM", **run.lora) if run.lora else None,
+        )  # fmt: skip
+        trainer.train()
+        return trainer.state.log_history
+
+
+def losses(history: list[dict[str, float]], name: str) -> list[float]:
+    return [line[name] for line in history if name in line]
+
+
+@pytest.fixture(scope="module")
+def whole(ranks2: Any, data: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return ranks2(tuned, str(tmp_path_factory.mktemp("whole")), config(data))[0]
+
+
+def compare(metrics: dict[str, Any], want: list[dict[str, float]]) -> None:
+    assert metrics["loss"] == pytest.approx(losses(want, "loss"), rel=1e-5)
+    assert metrics["eval_loss"] == pytest.approx(losses(want, "eval_loss"), rel=1e-5)
+    assert metrics["learning_rate"] == losses(want, "learning_rate")
+    assert (metrics["loss_steps"], metrics["eval_steps"]) == ([1, 2, 3, 4, 5, 6], [3, 6])
+
+
+def test_two_ranks_are_plain_trl_in_one_process(whole: dict[str, Any], data: str, tmp_path: Path) -> None:
+    m = whole["metrics"]
+    compare(m, plain(config(data), tmp_path))
+    assert m["loss"][-1] < m["loss"][0] - 0.2
+    assert m["parameters"] == m["trained_parameters"] == read_shape("tiny", {}).parameters
+    assert m["notes"][:2] == [finetune.ON_CPU, f"4 of 16 rows of '{data}' were cut at 96 tokens; {SPLITS}"]
+    assert len(m["device_peak_bytes"]) == len(m["host_peak_bytes"]) == 2
+    assert min(m["host_peak_bytes"]) > 0
+    assert len(m["step_seconds"]) == 4
+
+
+def test_an_adapter_with_packing(ranks2: Any, data: str, tmp_path: Path) -> None:
+    run = config(data, lora=LORA, packed=True, save_to=str(tmp_path / "model"), merge_lora=True)
+    m = ranks2(tuned, str(tmp_path), run)[0]["metrics"]
+    compare(m, plain(run, tmp_path / "plain"))
+    assert m["parameters"] - m["trained_parameters"] == read_shape("tiny", {}).parameters
+    assert m["trained_parameters"] == read_shape("tiny", {}).adapter_parameters(LORA)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    (row,) = load_corpus(data).train_test_split(test_size=0.2, seed=0)["test"].select([0])
+    from peft import PeftModel
+
+    ids = get_tokenizer("stdlib-bpe", vocab_size=512)(row["text"], return_tensors="pt")["input_ids"]
+    adapted = PeftModel.from_pretrained(load_model(run, torch.float32).eval(), tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+def test_engines_of_a_gpu(ranks2: Any, data: str, tmp_path: Path, whole: dict[str, Any], engine: str) -> None:
+    """Their settings are taken, the losses are those of DDP, and what is saved is read."""
+    run = config(data, zero_stage=3, fsdp=engine == "fsdp2", save_to=str(tmp_path / "model"))
+    m = ranks2(tuned, str(tmp_path), run, engine)[0]["metrics"]
+    assert m["loss"] == pytest.approx(whole["metrics"]["loss"], rel=1e-5)
+    assert m["eval_loss"] == pytest.approx(whole["metrics"]["eval_loss"], rel=1e-5)
+    assert m["parameters"] == whole["metrics"]["parameters"]
+    if engine == "zero3":  # weights, both moments and gradients of half the model wait on the host
+        assert min(m["host_peak_bytes"]) > 4 * 4 * m["parameters"] / 2
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert sum(p.numel() for p in found.parameters()) == m["parameters"]
+
+
+def test_the_same_command_continues_and_another_does_not(
+    ranks2: Any, data: str, tmp_path: Path, whole: dict[str, Any]
+) -> None:
+    run = config(data, checkpoint_every=2)
+    ranks2(tuned, str(tmp_path), run, "ddp", 5)
+    broken = tmp_path / "checkpoints" / "checkpoint-5"  # as one that was cut off
+    broken.mkdir()
+    m = ranks2(tuned, str(tmp_path), run)[0]["metrics"]
+    assert m["loss"] == pytest.approx(whole["metrics"]["loss"], rel=1e-6)
+    assert m["eval_loss"] == pytest.approx(whole["metrics"]["eval_loss"], rel=1e-6)
+    assert m["loss_steps"] == [1, 2, 3, 4, 5, 6]
+    assert "continued from checkpoint-4" in m["notes"]
+    m = ranks2(tuned, str(tmp_path), run.replace(learning_rate=1e-3, steps=1, checkpoint_every=0))[0]["metrics"]
+    assert m["loss"] == pytest.approx(whole["metrics"]["loss"][:1], rel=1e-6)
+    (note,) = [n for n in m["notes"] if "not continued" in n]
+    assert "learning_rate=0.01 (here 0.001)" in note
+    assert (tmp_path / "checkpoints.kept1" / "checkpoint-6" / "trainer_state.json").exists()
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"trainer": {"lerning_rate": 1}}, "unknown field of SFTConfig in trainer 'lerning_rate'; did you mean"),
+        ({"trainer": {"max_length": 4}}, "trainer={'max_length': 4}: give seq_len instead"),
+        ({"trainer": {"push_to_hub": True}}, "needs save_to"),
+        ({"lora": {"rank": 4}}, "unknown field of LoraConfig in lora 'rank'"),
+        ({"lora": {"r": 4}, "save_to": "x"}, "give merge_lora=True, which saves both"),
+        ({"search": True}, "search=True is for the worker alstlib.train.ablation"),
+        ({"model": "tinny"}, "did you mean 'tiny'?"),
+    ],
+    ids=str,
+)
+def test_wrong_fields_are_refused_before_the_start(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        launch(config("stdlib", **changes), tmp_path, worker=FINETUNE, python="/nowhere/python")
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("field", [{"lora": {"r": 4}}, {"eval_data": 0.1}, {"trainer": {"optim": "sgd"}}], ids=str)
+def test_the_ablation_does_not_take_what_it_would_ignore(tmp_path: Path, field: dict[str, Any]) -> None:
+    (name,) = field
+    with pytest.raises(ValueError, match=f"{name}=.* is for the worker alstlib.train.finetune"):
+        launch(RunConfig(model="tiny", **field), tmp_path, python="/nowhere/python")
+
+
+@pytest.mark.parametrize(
+    "changes, message", [({"eval_data": 1.5}, "eval_data=1.5 must be a share between 0 and 1"),
+                         ({"merge_lora": True}, "it needs lora")],
+)  # fmt: skip
+def test_values_of_the_fields(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        config("stdlib", **changes)
+    assert message in str(refused.value)
+
+
+def refused(rank: int, world: int, out: str, run: RunConfig) -> str:
+    os.environ["TORCHELASTIC_RUN_ID"] = f"{Path(out).name}-{time.monotonic()}"
+    try:
+        work(run, Path(out), finetune.FineTune)
+    except ValueError as e:
+        return str(e)
+    return "no error"
+
+
+def test_what_the_ranks_refuse(ranks2: Any, tmp_path: Path, data: str) -> None:
+    (tmp_path / "empty.jsonl").write_text(json.dumps({"input_ids": [1, 2], "labels": [-100, -100]}))
+    silent = config(str(tmp_path / "empty.jsonl"), eval_data=None)
+    for run, message in ((config(data, dtype="bf16"), "dtype='bf16' needs a GPU"), (silent, "has a token with a loss")):
+        assert all(message in said for said in ranks2(refused, str(tmp_path), run))
+
+
+# The planner, the launcher, the notebook
+
+
+def test_the_planner_is_asked_about_the_engine_and_the_adapter() -> None:
+    run = RunConfig(model="llama-3.1-8b", fsdp=True, zero_stage=1)
+    assert planned(run, FINETUNE, 8) == run.replace(zero_stage=3, offload_optimizer=False)
+    assert planned(run, FINETUNE, 0).zero_stage == 0
+    assert planned(run.replace(fsdp=False), FINETUNE, 8).zero_stage == 1
+    shape = read_shape("llama-3.1-8b", {})
+    assert shape.adapter_parameters({"r": 16}) == 41_943_040  # as peft counts all linear modules of the layers
+    assert shape.adapter_parameters({"r": 8, "target_modules": ["q_proj", "v_proj"]}) == 3_407_872
+
+
+@pytest.mark.slow
+def test_the_notebook(tmp_path: Path, data: str) -> None:
+    output = tmp_path / "out.ipynb"
+    parameters = {
+        "data": data, "eval_data": 0.2, "lora": {"r": 4}, "merge_lora": True, "seq_len": 96, "steps": 4,
+        "save_to": str(tmp_path / "model"), "out": str(tmp_path / "run"), "trainer": {"eval_steps": 2},
+    }  # fmt: skip
+    command = [sys.executable, "-m", "papermill", str(ROOT / "notebooks" / "finetune.ipynb"), str(output)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run([*command, "-y", json.dumps(parameters)], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    events = ProgressReader(tmp_path / "run" / "progress.jsonl").read()
+    assert [e["step"] for e in events if e.get("loss") is not None] == [1, 2, 3, 4]
+    assert any(str(e.get("message")).startswith("evaluation: loss") for e in events)
+    cells = {c["id"]: c["outputs"] for c in nbformat.read(output, 4)["cells"] if c["cell_type"] == "code"}
+    assert "fits; device" in str(cells["plan"])
+    assert "image/png" in cells["figure"][-1]["data"]
+    table = cells["table"][-1]["data"]["text/markdown"]
+    assert "| 2 | " in table
+    assert "| 4 | " in table
+    assert str(tmp_path / "model") in cells["load"][-1]["data"]["text/markdown"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.vocab_size == 512
