@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import queue
 import signal
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +30,15 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def freeze_modules() -> None:
+    """Take everything that is alive, the code of the modules above all, out of the collector's sight for good.
+
+    Half a million objects of PyTorch and transformers cost a second of every `gc.collect()` and `gc.get_objects()`, and
+    the ledger, the simulation and many tests call both."""
+    gc.collect()
+    gc.freeze()
+
+
 def _serve(rank: int, world: int, port: int, tasks: Any, results: Any) -> None:
     import torch.distributed as dist
 
@@ -37,13 +48,21 @@ def _serve(rank: int, world: int, port: int, tasks: Any, results: Any) -> None:
         WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
     )  # fmt: skip
     dist.init_process_group("gloo", rank=rank, world_size=world)
+    known = 0
     while (task := tasks.get()) is not None:
         fn, args = task
+        if len(sys.modules) > known:  # the task's module has imported more
+            freeze_modules()
+            known = len(sys.modules)
         try:
             results.put((rank, True, fn(rank, world, *args)))
         except BaseException:
             results.put((rank, False, traceback.format_exc()))
     dist.destroy_process_group()
+
+
+PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "alstlib.hf.attach", "alstlib.data.shard"]
+"""What one server imports, from which all ranks are forked: importing it costs each of some 20 ranks seconds."""
 
 
 class RankPool:
@@ -58,7 +77,8 @@ class RankPool:
         self.processes: list[Any] = []
 
     def start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self.results = context.Queue()
         self.tasks = [context.Queue() for _ in range(self.world)]
         port = free_port()
@@ -140,6 +160,10 @@ LAUNCH = (
 )
 QUICK = 4
 """Cases of one parametrized test that `make test` runs, spread over all of them; the others are slow."""
+
+
+def pytest_collection_finish() -> None:
+    freeze_modules()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
