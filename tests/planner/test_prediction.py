@@ -58,7 +58,7 @@ def test_the_committed_comparison_of_streamed_ways_is_within_its_bounds() -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [3, 41, 77, 120, 163, 1011, 1058])
+@pytest.mark.parametrize("seed", [3, 41, 77, 105, 163, 1011, 1058])
 def test_configurations_drawn_again(seed: int) -> None:
     """What is committed is what comes out today."""
     again, before = plan_table.compare(seed), next(one for one in committed() if one["seed"] == seed)
