@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ipaddress
+import json
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +22,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaCo
 import alstlib
 from alstlib import sizing
 from alstlib.config import RunConfig
+from alstlib.runs import processes
 
 VOCAB = 96
 
@@ -169,3 +175,27 @@ def wait_for(condition: Callable[[], bool], seconds: float = 200) -> bool:
             return False
         time.sleep(0.1)
     return True
+
+
+READS_PROC = sys.platform.startswith("linux") and sys.byteorder == "little"
+
+
+def listening(out: Path) -> dict[int, set[str]]:
+    """Addresses on which each process of the run in `out` listens (TCP) or receives (UDP), read from /proc."""
+    run = json.loads((out / "progress.jsonl").read_text().splitlines()[0])["run_id"]
+    tables: dict[str, str] = {}
+    for kind, state in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
+            fields = line.split()
+            words = bytes.fromhex(fields[1].partition(":")[0])
+            words = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+            if fields[3] == state:
+                tables[f"socket:[{fields[9]}]"] = str(ipaddress.ip_address(words))
+    found: dict[int, set[str]] = {}
+    for pid in processes.processes(run):
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError, KeyError):
+                    address = tables[os.readlink(f"/proc/{pid}/fd/{name}")]
+                    found.setdefault(pid, set()).add(address)
+    return found

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import READS_PROC, listening
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,7 +20,7 @@ from alstlib.config import RunConfig
 from alstlib.data.corpus import load_corpus
 from alstlib.data.samples import make_samples
 from alstlib.runs import results
-from alstlib.runs.launch import RunFailed, launch
+from alstlib.runs.launch import launch
 from alstlib.runs.processes import DEADLINE_VARIABLE
 from alstlib.runs.progress import Progress, ProgressReader
 from alstlib.train.ablation import Trainer
@@ -41,14 +42,43 @@ def run_config(**changes: Any) -> RunConfig:
 # Launches of the real worker
 
 
+class Look:
+    """What the processes of a run listen on, each time that its launcher looks."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[int, set[str]]] = []
+
+    def watch(self, out: Path) -> Look:
+        self.out = out
+        return self
+
+    def tick(self) -> None:
+        self.seen.append(listening(self.out))
+
+    def __call__(self, event: Any) -> None:
+        self.tick()
+
+
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def look() -> Look:
+    return Look()
+
+
+@pytest.fixture(scope="module")
+def first(look: Look, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Five steps of two micro-batches with a state after the third; the model is saved at the end."""
     out = tmp_path_factory.mktemp("first")
     run = run_config(
         row="alst", steps=5, accumulation=2, checkpoint_every=3, save_to=str(out / "model"), warmup_steps=2
     )
-    return out, launch(run, out, extra_env=OFFLINE)
+    return out, launch(run, out, extra_env=OFFLINE, on_progress=look.watch(out) if READS_PROC else None)
+
+
+@pytest.mark.skipif(not READS_PROC, reason="reads Linux's /proc")
+def test_a_run_listens_on_the_loopback_only(first: tuple[Path, dict[str, Any]], look: Look) -> None:
+    """torchrun's store, gloo's sockets and whatever DeepSpeed opens, while real ranks train."""
+    assert max(len(found) for found in look.seen) >= 3, "torchrun and both ranks"
+    assert {address for found in look.seen for addresses in found.values() for address in addresses} == {"127.0.0.1"}
 
 
 def test_a_run_writes_a_complete_result(first: tuple[Path, dict[str, Any]]) -> None:
@@ -103,11 +133,11 @@ def test_progress_tells_rows_steps_and_time(first: tuple[Path, dict[str, Any]]) 
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_where_it_was(first: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_run_is_resumed_where_it_was(ranks2: Any, first: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out, result = first
     assert sorted(p.name for p in (out / "state").iterdir()) == ["state-00001-of-00001.safetensors", "state.json"]
     run = run_config(row="alst", steps=5, accumulation=2, warmup_steps=2, resume_from=str(out), zero_stage=1)
-    again = launch(run, tmp_path, extra_env=OFFLINE)["metrics"]
+    again = ranks2(trained, str(tmp_path), run)[0]["metrics"]
     assert again["loss"][:3] == result["metrics"]["loss"][:3]
     assert again["loss"] == pytest.approx(result["metrics"]["loss"], rel=1e-6)
     assert again["valid_tokens"] == [256] * 5
@@ -128,9 +158,12 @@ def own(first: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.slow
-def test_the_trained_model_is_trained_on(own: tuple[Path, RunConfig], first: tuple[Path, dict[str, Any]]) -> None:
+def test_the_trained_model_is_trained_on(
+    ranks2: Any, own: tuple[Path, RunConfig], first: tuple[Path, dict[str, Any]]
+) -> None:
     out, run = own
-    result = launch(run.replace(save_to=str(out / "again")), out / "run", extra_env=OFFLINE)
+    (out / "run").mkdir()
+    result = ranks2(trained, str(out / "run"), run.replace(save_to=str(out / "again")))[0]
     model, tokenizer = (kind.from_pretrained(run.model) for kind in (AutoModelForCausalLM, AutoTokenizer))
     sample = make_samples(load_corpus(run.data), tokenizer, 129, seed=run.seed, limit=2)[0]
     with torch.no_grad():
@@ -144,17 +177,17 @@ def test_the_trained_model_is_trained_on(own: tuple[Path, RunConfig], first: tup
 
 
 @pytest.mark.slow
-def test_a_nan_loss_is_an_error(own: tuple[Path, RunConfig], tmp_path: Path) -> None:
+def test_a_nan_loss_is_an_error(ranks2: Any, own: tuple[Path, RunConfig], tmp_path: Path) -> None:
     run = own[1]
     for file in Path(run.model).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RunFailed, match="step 1 at 129 tokens: its loss is nan"):
-        launch(run.replace(model=str(tmp_path)), tmp_path / "run", extra_env=OFFLINE)
-    result = results.read_result(tmp_path / "run" / "result.json")
-    assert result["status"] == "error"
+    (tmp_path / "run").mkdir()
+    status, said, result = ends(ranks2, tmp_path / "run", run.replace(model=str(tmp_path)))
+    assert status == "error"
+    assert "step 1 at 129 tokens: its loss is nan" in said
     assert result["error"]["type"] == "FloatingPointError"
     assert result["metrics"] == {}
 
