@@ -24,7 +24,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +42,8 @@ SECONDS, ALL_SECONDS = 180, 900
 ranks where that is less than what the clock says: on a busy machine."""
 HANG_SECONDS = 5 * SECONDS
 """That a cell may take by the clock, and a kernel to start; multiplied likewise."""
+AT_ONCE = 2
+"""Notebooks that are checked at a time, each by a process of its own, whose children's processor time is theirs."""
 BYTES = 1_000_000
 ROOT = Path(__file__).resolve().parents[1]
 CARD = ("Question", "You need to know", "Belongs to", "Run time", "Hardware")
@@ -632,27 +635,33 @@ def run(names: Sequence[str] = (), root: Path = ROOT) -> int:
     return bad
 
 
+def checked(path: Path) -> tuple[float | None, list[str]]:
+    """How long a notebook takes (None where it fails), and what is wrong with it."""
+    wrong = problems(path)
+    if twin_path(path).exists():
+        wrong += [f"solutions: {what}" for what in problems(twin_path(path))]
+    try:
+        done = execute(path)
+    except Failed as error:
+        return None, [*wrong, str(error)]
+    seconds = done.seconds
+    wrong += differences(Notebook(path).nb, done.nb)
+    if done.twin is not None and twin_path(path).exists():
+        wrong += [f"solutions: {what}" for what in differences(Notebook(twin_path(path)).nb, done.twin)]
+    if seconds > SECONDS * slow():
+        wrong.append(f"takes {seconds:.0f} s, at most {SECONDS * slow():.0f} s wanted")
+    return seconds, wrong
+
+
 def check(names: Sequence[str] = (), root: Path = ROOT) -> int:
-    """Executes into memory and compares with what is stored. Returns the number of problems."""
-    bad, total = 0, 0.0
-    for path in chosen(names, root):
-        wrong, seconds = problems(path), None
-        if twin_path(path).exists():
-            wrong += [f"solutions: {what}" for what in problems(twin_path(path))]
-        try:
-            done = execute(path)
-        except Failed as error:
-            wrong.append(str(error))
-        else:
-            seconds = done.seconds
-            total += seconds
-            wrong += differences(Notebook(path).nb, done.nb)
-            if done.twin is not None and twin_path(path).exists():
-                wrong += [f"solutions: {what}" for what in differences(Notebook(twin_path(path)).nb, done.twin)]
-            if seconds > SECONDS * slow():
-                wrong.append(f"takes {seconds:.0f} s, at most {SECONDS * slow():.0f} s wanted")
-        bad += len(wrong)
-        say(path, seconds, wrong)
+    """Executes into memory, `AT_ONCE` notebooks at a time, and compares with what is stored. Returns the number of
+    problems."""
+    bad, total, paths = 0, 0.0, chosen(names, root)
+    with ProcessPoolExecutor(AT_ONCE) if len(paths) > 1 else nullcontext() as pool:
+        for path, (seconds, wrong) in zip(paths, (pool.map if pool else map)(checked, paths)):
+            total += seconds or 0.0
+            bad += len(wrong)
+            say(path, seconds, wrong)
     whole = [] if names else [*miscounted(root), *(f"{p.name}: no lesson of this name" for p in stray(root))]
     if total > ALL_SECONDS * slow():
         whole.append(f"all together take {total:.0f} s, at most {ALL_SECONDS * slow():.0f} s wanted")

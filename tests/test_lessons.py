@@ -290,11 +290,17 @@ def test_no_kernel_is_left_behind(demo: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_check_compares_and_writes_nothing(demo: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lessons, "LESSONS", 1)
+    monkeypatch.setattr(lessons, "LESSONS", 2)
     root = demo.parent.parent
+    for path in (demo, lessons.twin_path(demo)):
+        again = (
+            path.read_text().replace("[01_demo](../01_demo.", "[02_second](../02_second.").replace("run 01", "run 02")
+        )
+        path.with_name("02_second.ipynb").write_text(again)
     out = root / "papermill_runs" / "out" / "lesson-01"
     out.mkdir(parents=True)
     assert lessons.check(root=root) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["01_demo", "02_second", "all"]
     assert not out.exists(), "a run of before would have been taken for a new one"
     changed(demo, lambda nb: cell(nb, "said").update(outputs=[text("9 is not 10\n")]))  # numbers may differ
     changed(demo, lambda nb: cell(nb, "figure").outputs.pop())
