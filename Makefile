@@ -1,6 +1,6 @@
 # Each target sets up .venv first (env/install.sh; nothing to do when it matches its lock).
 .DEFAULT_GOAL := help
-.PHONY: help setup ablation ablation-full parity lab lessons check-lessons site liger test test-all test-compat sweep release lint clean
+.PHONY: help setup ablation ablation-full parity lab lessons check-lessons site site-tools liger test test-all test-compat sweep release lint clean
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 ARGS ?=
@@ -40,8 +40,10 @@ check-lessons: setup ## run all lessons anew and compare them with what is store
 	$(BIN)/python notebooks/lessons.py check $(ARGS)
 
 # What Sphinx needs besides the lock is pinned apart; pip asks no index when all of it is there.
-site: setup ## build the lessons, their solutions and the API as web pages in build/site, and check them
+site-tools: setup ## install what `make site` needs into .venv
 	$(BIN)/python -m pip install -q --no-deps $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE)) -r env/site.txt
+
+site: site-tools ## build the lessons, their solutions and the API as web pages in build/site, and check them
 	$(BIN)/python notebooks/site/builder.py $(ARGS)
 
 # One thread a process: the ranks that the tests start share the cores. Most tests keep one core busy, so two of them run
