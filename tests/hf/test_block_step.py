@@ -303,8 +303,13 @@ def test_ligers_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, calls = make_model("gemma2"), batch_of(sample()), []
 
     class Fused:
-        def __init__(self, *, ignore_index: int, reduction: str, softcap: float | None, accum_dtype: Any) -> None:
-            self.how, self.cap = {"ignore_index": ignore_index, "reduction": reduction}, softcap or 0.0
+        def __init__(
+            self, *, ignore_index: int, reduction: str, softcap: float | None, accum_dtype: Any, label_smoothing: float
+        ) -> None:
+            self.how, self.cap = (
+                {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing},
+                softcap or 0.0,
+            )
 
         def __call__(self, weight: Tensor, hidden: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
             calls.append((len(labels), torch.is_grad_enabled()))
