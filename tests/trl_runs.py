@@ -11,7 +11,7 @@ from cases import make_model
 from datasets import Dataset, load_from_disk
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trainers import OPTIONS, SETTINGS, Run, accelerate_here, engine_settings, weights
-from transformers import PreTrainedTokenizerFast
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 import alstlib
 
@@ -50,6 +50,12 @@ def dataset(what: str, count: int) -> Dataset:
         "pairs": lambda: {"prompt": text(), "chosen": " " + text(), "rejected": " " + text()},
     }
     return Dataset.from_list([make[what]() for _ in range(count)])
+
+
+def mixture() -> Any:
+    """A mixture of experts, whose routers have a load-balancing loss."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=96, num_local_experts=2, num_key_value_heads=2, **sizes))
 
 
 def given(what: str, count: int, folder: str | None) -> Dataset:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from cases import make_model
 from trainers import SETTINGS, accelerate_here
-from transformers import MixtralConfig, MixtralForCausalLM, Trainer
+from transformers import Trainer
 from trl import DPOConfig, DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
-from trl_runs import dataset, errors, tokenizer, train
+from trl_runs import dataset, errors, mixture, tokenizer, train
 
 import alstlib
 
@@ -93,17 +93,12 @@ def build(cls: Any = SPDPO, settings: dict[str, Any] | None = None, **kwargs: An
     return cls(**{**given, "processing_class": tokenizer(), **kwargs})
 
 
-def mixture() -> Any:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    return MixtralForCausalLM(MixtralConfig(vocab_size=96, num_local_experts=2, num_key_value_heads=2, **sizes))
-
-
 @pytest.mark.parametrize(
     ("settings", "more", "message"),
     [
         ({"use_weighting": True}, {}, "use_weighting=True cannot be run with DPOTrainerMixin"),
         ({"f_divergence_type": "alpha_divergence"}, {}, "use 'reverse_kl'"),
-        ({"router_aux_loss_coef": 0.1}, {"model": mixture}, "router_aux_loss_coef=0.1 cannot be run"),
+        ({"router_aux_loss_coef": 0.1}, {"model": mixture}, "router_aux_loss_coef=0.1 cannot be run with TrainerMixin"),
         ({"activation_offloading": True}, {}, "activation_offloading=True cannot be run"),
         ({}, {"compute_metrics": lambda: print}, r"compute_metrics cannot be run .* evaluate\(\) logs"),
         ({}, {"sp": lambda: 2}, "sp=2 needs torch.distributed"),

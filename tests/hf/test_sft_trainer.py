@@ -8,7 +8,7 @@ import pytest
 from cases import make_model
 from trainers import SETTINGS, accelerate_here
 from trl import SFTConfig, SFTTrainer
-from trl_runs import dataset, errors, tokenizer, train
+from trl_runs import dataset, errors, mixture, tokenizer, train
 
 import alstlib
 
@@ -40,14 +40,19 @@ class SPSFT(alstlib.TrainerMixin, SFTTrainer):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "model", "message"),
     [
-        ({"activation_offloading": True}, r"activation_offloading=True .*alstlib.Options\(offload='async'\)"),
-        ({"loss_type": "dft"}, "loss_type='dft' cannot be run with TrainerMixin; use 'nll'"),
+        (
+            {"activation_offloading": True},
+            make_model,
+            r"activation_offloading=True .*alstlib.Options\(offload='async'\)",
+        ),
+        ({}, mixture, "router_aux_loss_coef=0.001 cannot be run with TrainerMixin; use 0.0"),
+        ({"loss_type": "dft"}, make_model, "loss_type='dft' cannot be run with TrainerMixin; use 'nll'"),
     ],
 )
-def test_arguments_that_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_arguments_that_are_refused(settings: dict[str, Any], model: Any, message: str) -> None:
     with accelerate_here("ddp"):
         args = SFTConfig(**{**SETTINGS, "use_cpu": True, "bf16": False, "output_dir": "unused", **settings})
         with pytest.raises(ValueError, match=message):
-            SPSFT(model=make_model(), args=args, train_dataset=dataset("text", 4), processing_class=tokenizer())
+            SPSFT(model=model(), args=args, train_dataset=dataset("text", 4), processing_class=tokenizer())
