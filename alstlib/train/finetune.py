@@ -44,9 +44,9 @@ from alstlib.units import IGNORE
 WATCHED = 2
 """Steps whose memory is watched on a CPU; their times are not taken."""
 ON_CPU = "the engine is DDP: Accelerate knows neither DeepSpeed nor FSDP2 on a CPU"
-BOUND = frozenset({"steps", "zero_stage", "fsdp"})
-"""Fields that a checkpoint belongs to beyond those of a training state: the schedule ends with the last step, and each
-engine has its own files."""
+BOUND = frozenset({"steps", "zero_stage", "fsdp", "eval_data", "lora", "trainer"})
+"""Fields that a checkpoint belongs to beyond those of a training state: the schedule ends with the last step, each
+engine has its own files, and a share that is kept back changes the data."""
 
 
 def engine_of(run: RunConfig, cuda: bool) -> str:
