@@ -1,7 +1,7 @@
 """Who is right under a Trainer? The same cases with TrainerMixin and with the libraries' own sequence parallelism
 (Accelerate's `ParallelismConfig(sp_backend="deepspeed")`), each compared with the plain Trainer in one process.
 
-`python tests/trainer_table.py` runs them and writes papermill_runs/results/trainer/result.json and the README's table
+`python tests/trainer_table.py` runs them and writes papermill_runs/results/trainer/table.json and the README's table
 of it; `tests/test_repository.py` holds the table against the result.
 """
 
@@ -22,7 +22,7 @@ from trainers import collate, errors, train, with_positions
 from transformers import MistralConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "papermill_runs" / "results" / "trainer" / "result.json"
+RESULT = ROOT / "papermill_runs" / "results" / "trainer" / "table.json"
 BEGIN, END = "<!-- trainer -->\n", "<!-- /trainer -->"
 ENGINE = "zero2"  # one that both have
 BOUND = 1e-5
