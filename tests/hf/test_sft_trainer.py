@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import make_model
 from trainers import SETTINGS, accelerate_here
+from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 from trl_runs import dataset, errors, mixture, tokenizer, train
 
@@ -56,3 +58,30 @@ def test_arguments_that_are_refused(settings: dict[str, Any], model: Any, messag
         args = SFTConfig(**{**SETTINGS, "use_cpu": True, "bf16": False, "output_dir": "unused", **settings})
         with pytest.raises(ValueError, match=message):
             SPSFT(model=model(), args=args, train_dataset=dataset("text", 4), processing_class=tokenizer())
+
+
+def as_printed(rank: int, world: int, code: str, folder: str) -> int:
+    """The README's lines on a model from a folder that has its tokenizer; twice, as after an interruption."""
+    settings = {
+        "output_dir": f"{folder}/out",
+        "use_cpu": True,
+        "bf16": False,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    for steps, text in ((2, code.replace("resume_from_checkpoint=True", "")), (4, code)):
+        with accelerate_here("ddp"):
+            names: dict[str, Any] = {"model": AutoModelForCausalLM.from_pretrained(f"{folder}/model"),
+                                     "args": SFTConfig(**{**SETTINGS, **settings, "max_steps": steps}),
+                                     "data": dataset("text", 16)}  # fmt: skip
+            exec(text, names)
+    return names["trainer"].state.global_step
+
+
+def test_the_lines_of_the_readme_run_as_printed(ranks2: Any, tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    code = text.partition("## Use it in your own training")[2].partition("```python")[2].partition("```")[0]
+    assert "sp=8" in code
+    assert ranks2(as_printed, code.replace("sp=8", "sp=2"), str(tmp_path)) == [4, 4]

@@ -175,7 +175,7 @@ def loop_of_the_readme(rank: int, world: int, code: str) -> dict[str, Any]:
 def test_the_loop_of_the_readme_runs_as_printed(ranks2: Any) -> None:
     """Its code is executed, for two ranks in place of eight."""
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    code = text.partition("## Use it in your own training")[2].partition("```python")[2].partition("```")[0]
+    code = text.partition("In a loop of your own:")[2].partition("```python")[2].partition("```")[0]
     assert "sp=8" in code
     one, other = ranks2(loop_of_the_readme, code.replace("sp=8", "sp=2"))
     assert one == other
