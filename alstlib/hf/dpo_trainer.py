@@ -30,7 +30,7 @@ from alstlib.hf.attach import apply
 from alstlib.hf.handle import Handle
 from alstlib.hf.token_logps import OverRanks, token_logps
 from alstlib.hf.trainer import TrainerMixin, without_adapters
-from alstlib.hf.trainer_checks import check_preferences
+from alstlib.hf.trainer_checks import check_preferences, check_slice
 from alstlib.units import IGNORE
 
 PAIRS = "pairs"
@@ -130,10 +130,7 @@ class DPOTrainerMixin(TrainerMixin):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:  # fmt: skip
-        if PAIRS not in inputs:
-            raise ValueError(
-                f"compute_loss takes slices as get_batch_samples makes them; these inputs have {', '.join(inputs)}"
-            )
+        check_slice(inputs, PAIRS)
         me: Any = self
         pairs, known = self._pairs(inputs), self.precompute_ref_logps
         if not known:  # first, because engines expect one forward with gradients right before backward

@@ -34,7 +34,14 @@ from alstlib.hf.attach import apply
 from alstlib.hf.causal_lm_loss import Loss, causal_lm_loss
 from alstlib.hf.handle import Handle, Options
 from alstlib.hf.predictions import Shown
-from alstlib.hf.trainer_checks import check_arguments, check_class, check_collator, check_liger, check_seeds
+from alstlib.hf.trainer_checks import (
+    check_arguments,
+    check_class,
+    check_collator,
+    check_liger,
+    check_seeds,
+    check_slice,
+)
 from alstlib.mesh import SPContext
 from alstlib.tiled.loss import Look
 from alstlib.units import IGNORE
@@ -223,10 +230,7 @@ class TrainerMixin(Base):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:  # fmt: skip
-        if "step_tokens" not in inputs:
-            raise ValueError(
-                f"compute_loss takes slices as get_batch_samples makes them; these inputs have {', '.join(inputs)}"
-            )
+        check_slice(inputs, "step_tokens")
         out = self._loss(model, inputs, self.current_gradient_accumulation_steps)
         return (out.loss, {"loss": out.loss}) if return_outputs else out.loss
 

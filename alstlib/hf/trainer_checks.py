@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -108,6 +109,14 @@ def check_liger(args: Any) -> None:
             "use_liger_kernel=True replaces the model's forward with Liger's fused loss: write "
             "liger_kernel_config={'fused_linear_cross_entropy': False}, and alst=alstlib.Options(liger_loss=True) for "
             "its loss"
+        )
+
+
+def check_slice(inputs: Mapping[str, Any], name: str) -> None:
+    """What `compute_loss` is given must come from the mixin's `get_batch_samples`, which adds this field."""
+    if name not in inputs:
+        raise ValueError(
+            f"compute_loss takes slices as get_batch_samples makes them; these inputs have {', '.join(inputs)}"
         )
 
 
