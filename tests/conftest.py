@@ -141,6 +141,15 @@ def ranks4(pools: Callable[[int], RankPool]) -> RankPool:
 
 
 @pytest.fixture
+def here() -> Iterator[None]:
+    """Accelerate's state as in a new process, for a Trainer in this one."""
+    from trainers import accelerate_here
+
+    with accelerate_here("ddp"):
+        yield
+
+
+@pytest.fixture
 def unwritten_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
     """Memory that nobody wrote is NaN during the test (`operators.nan_memory`), except in a test for a GPU."""
     with contextlib.nullcontext() if "gpu" in request.keywords else nan_memory():

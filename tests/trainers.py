@@ -166,7 +166,7 @@ def outcome(trainer: Any, how: str) -> Run:
     found = weights(trainer.accelerator.unwrap_model(trainer.model))
     if how == "ours":
         trainer.detach()
-    kept = ("loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens", "eval_accuracy")
+    kept = ("loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens", "num_input_tokens_seen")
     return {
         "logs": [{k: v for k, v in line.items() if k in (*kept, "step")} for line in logs if "train_loss" not in line],
         "weights": found, "notes": getattr(getattr(trainer, "handle", None), "notes", []),

@@ -67,7 +67,8 @@ def share_step(batches: Iterable[Mapping[str, Any]], ctx: SPContext, multiple: i
 
     Collective. For a training loop that reads its own batches, such as Trainer's; `SPDataLoader` is the loader for an
     explicit loop. Each slice is as `shard_batch` returns it, with step_tokens of the whole step: all micro-batches, all
-    replicas. Where a replica's data end in the middle of the step, all replicas stop where it stops.
+    replicas. The first has seen_tokens too, all tokens of the step that are not padding (the others: 0). Where a
+    replica's data end in the middle of the step, all replicas stop where it stops.
 
     Args:
         batches: at most one optimizer step of them; an iterator may end early.
@@ -85,8 +86,9 @@ def share_step(batches: Iterable[Mapping[str, Any]], ctx: SPContext, multiple: i
             wholes.append(prepare(batch, multiple or ctx.sp, ctx.sp))
     except Exception as e:
         error = e
-    row = [len(wholes), kind_of(error), sum(map(valid_tokens, wholes)), mark_of(wholes)]
-    counts, kinds, tokens, marks = (list(column) for column in zip(*everyones(ctx, row, len(row))))
+    row = [len(wholes), kind_of(error), mark_of(wholes), *_tokens_of(wholes)]
+    table = everyones(ctx, row, len(row))
+    counts, kinds, marks = ([row[i] for row in table] for i in range(3))
     raise_failure(ctx, kinds, error)
     check_alike(
         ctx, marks,
@@ -99,6 +101,14 @@ def share_step(batches: Iterable[Mapping[str, Any]], ctx: SPContext, multiple: i
         )
     if least < max(counts):
         wholes = wholes[:least]
-        tokens = [row[0] for row in everyones(ctx, [sum(map(valid_tokens, wholes))], 1)]
-    total = torch.tensor(sum(tokens[:: ctx.sp]))  # the first rank of a group counts for all of it
-    return [{**cut(whole, ctx.sp, ctx.sp_rank), "step_tokens": total.clone()} for whole in wholes]
+        table = everyones(ctx, _tokens_of(wholes), 2)
+    valid, seen = (sum(column) for column in zip(*(row[-2:] for row in table[:: ctx.sp])))  # each group counts once
+    return [
+        {**cut(whole, ctx.sp, ctx.sp_rank), "step_tokens": torch.tensor(valid), "seen_tokens": torch.tensor(n)}
+        for whole, n in zip(wholes, [seen] + [0] * len(wholes))
+    ]
+
+
+def _tokens_of(wholes: list[Batch]) -> list[int]:
+    """Tokens of these batches with a label, and tokens that are not padding."""
+    return [sum(map(valid_tokens, wholes)), sum(int(whole["row_tokens"].sum()) for whole in wholes)]

@@ -179,9 +179,14 @@ def prepare(batch: Mapping[str, Any], multiple: int, sp: int = 1) -> Batch:
     }
 
 
+def slice_of(rows: torch.Tensor, sp: int, sp_rank: int) -> torch.Tensor:
+    """[B, L] of one rank, of rows [B, S] that get -100 on the right up to a multiple of sp; a copy."""
+    return F.pad(rows, (0, -rows.shape[1] % sp), value=IGNORE).chunk(sp, 1)[sp_rank].clone()
+
+
 def cut(whole: Batch, sp: int, sp_rank: int) -> Batch:
     """The slices of `prepare`'s batch for one rank; copies, so that the whole batch is not kept alive."""
-    local = {name: whole[name].chunk(sp, 1)[sp_rank].clone() for name in SLICED}
+    local = {name: slice_of(whole[name], sp, sp_rank) for name in SLICED}
     return {**local, **{name: whole[name] for name in WHOLE}}
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from alstlib.data.shard import Batch
+from alstlib.data.shard import Batch, slice_of
 from alstlib.mesh import SPContext
 from alstlib.ulysses.alltoall import stripe, unstripe
-from alstlib.units import IGNORE
 
 
 class Shown:
@@ -30,8 +29,7 @@ class Shown:
     def __init__(self, ctx: SPContext, chunk: int | None, labels: Tensor, batch: Batch, function: Any) -> None:
         self.ctx, self.chunk, self.function, self.length = ctx, chunk, function, labels.shape[1]
         tokens = batch["input_ids"]
-        whole = nn.functional.pad(labels, (0, ctx.sp * tokens.shape[1] - self.length), value=IGNORE)
-        self.labels = whole.chunk(ctx.sp, 1)[ctx.sp_rank].to(tokens.device)
+        self.labels = slice_of(labels, ctx.sp, ctx.sp_rank).to(tokens.device)
         if chunk is not None and ctx.sp > 1 and tokens.shape[1] > chunk:  # the order in which layers have tokens
             (self.labels,) = stripe([self.labels], chunk, ctx)
         self.kept: list[Any] = []

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
-from alstlib.data.agreement import everyones, share_step
+from alstlib.data.agreement import share_step
 from alstlib.data.shard import KEYS, SLICED, Batch
 from alstlib.hf.attach import apply
 from alstlib.hf.causal_lm_loss import Loss, causal_lm_loss
@@ -199,9 +199,9 @@ class TrainerMixin(Base):
         return {name: t.to(self.args.device) if name in SLICED else t for name, t in inputs.items()}
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        if self.args.include_num_input_tokens_seen != "non_padding" or "row_tokens" not in inputs:
+        if self.args.include_num_input_tokens_seen != "non_padding" or "seen_tokens" not in inputs:
             return super()._track_num_input_tokens(inputs)
-        self.state.num_input_tokens_seen += self._tokens(inputs)
+        self.state.num_input_tokens_seen += int(inputs["seen_tokens"])
 
     # ----- the model
 
@@ -248,14 +248,9 @@ class TrainerMixin(Base):
             trl[mode]["entropy"].append(out.entropy.item())
             trl[mode]["mean_token_accuracy"].append(out.accuracy.item())
             if mode == "train":
-                me._total_train_tokens += self._tokens(inputs)
+                me._total_train_tokens += int(inputs["seen_tokens"])
             trl[mode]["num_tokens"] = [me._total_train_tokens]
         return out
-
-    def _tokens(self, inputs: Mapping[str, Any]) -> int:
-        """Of all replicas' samples in this micro-batch, without padding."""
-        mine = int(inputs["row_tokens"].sum()) if self.ctx.sp_rank == 0 else 0
-        return sum(n for (n,) in everyones(self.ctx, [mine], 1))
 
     # ----- evaluation
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cases import make_model
-from trainers import SETTINGS, accelerate_here
+from trainers import SETTINGS
 from transformers import Trainer
 from trl import DPOConfig, DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from trl_runs import dataset, errors, mixture, tokenizer, train
@@ -75,12 +75,6 @@ def test_a_reference_computed_before_training(ranks2: Any, tmp_path: Path) -> No
 
 
 # ----- wrong use
-
-
-@pytest.fixture
-def here() -> Any:
-    with accelerate_here("ddp"):
-        yield
 
 
 class SPDPO(alstlib.DPOTrainerMixin, DPOTrainer):

@@ -53,11 +53,11 @@ class SPSFT(alstlib.TrainerMixin, SFTTrainer):
         ({"loss_type": "dft"}, make_model, "loss_type='dft' cannot be run with TrainerMixin; use 'nll'"),
     ],
 )
+@pytest.mark.usefixtures("here")
 def test_arguments_that_are_refused(settings: dict[str, Any], model: Any, message: str) -> None:
-    with accelerate_here("ddp"):
-        args = SFTConfig(**{**SETTINGS, "use_cpu": True, "bf16": False, "output_dir": "unused", **settings})
-        with pytest.raises(ValueError, match=message):
-            SPSFT(model=model(), args=args, train_dataset=dataset("text", 4), processing_class=tokenizer())
+    args = SFTConfig(**{**SETTINGS, "use_cpu": True, "bf16": False, "output_dir": "unused", **settings})
+    with pytest.raises(ValueError, match=message):
+        SPSFT(model=model(), args=args, train_dataset=dataset("text", 4), processing_class=tokenizer())
 
 
 def as_printed(rank: int, world: int, code: str, folder: str) -> int:

@@ -50,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "chunks": {"options": {"chunk": 5}, **EVALUATED},
     "several samples, two epochs": {
         "count": 17, "per_device_train_batch_size": 2, "num_train_epochs": 2, "max_steps": -1,
+        "include_num_input_tokens_seen": "non_padding",
     },
     "its own checkpointing asked for": {"gradient_checkpointing": True},
     "label smoothing": {"label_smoothing_factor": 0.1, **EVALUATED},
@@ -87,8 +88,10 @@ def test_the_libraries_own_is_still_as_the_readme_says(case: str) -> None:
 
 def test_replicas_of_groups_train_as_one_process(pools: Any) -> None:
     """Two replicas of two ranks and no accumulation, against one process with two micro-batches."""
-    want = plain(("count", 8))
-    for got in pools(4)(run, "ours", "ddp", {"count": 8, "sp": 2, "gradient_accumulation_steps": 1}):
+    settings = {"count": 8, "include_num_input_tokens_seen": "non_padding"}
+    want = plain(*settings.items())
+    for got in pools(4)(run, "ours", "ddp", {**settings, "sp": 2, "gradient_accumulation_steps": 1}):
+        assert got["logs"][0]["num_input_tokens_seen"] > 0
         check(errors(got, want))
 
 
@@ -271,12 +274,6 @@ def test_a_callback_generates_from_whole_prompts(ranks2: Any) -> None:
 
 
 # ----- wrong use
-
-
-@pytest.fixture
-def here() -> Any:
-    with accelerate_here("ddp"):
-        yield
 
 
 class SPTrainer(alstlib.TrainerMixin, Trainer):
