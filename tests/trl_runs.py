@@ -7,11 +7,11 @@ import tempfile
 from typing import Any
 
 import torch
-from cases import make_model
+from cases import VOCAB, make_model
 from datasets import Dataset, load_from_disk
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trainers import OPTIONS, SETTINGS, Run, accelerate_here, engine_settings, weights
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+from trainers import OPTIONS, SETTINGS, Run, accelerate_here, engine_settings, made_of, weights
+from transformers import MixtralConfig, PreTrainedTokenizerFast
 
 import alstlib
 
@@ -52,10 +52,15 @@ def dataset(what: str, count: int) -> Dataset:
     return Dataset.from_list([make[what]() for _ in range(count)])
 
 
-def mixture() -> Any:
-    """A mixture of experts, whose routers have a load-balancing loss."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    return MixtralForCausalLM(MixtralConfig(vocab_size=96, num_local_experts=2, num_key_value_heads=2, **sizes))
+def mixture(**settings: Any) -> MixtralConfig:
+    """A small mixture of experts, whose routers have a load-balancing loss."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    return MixtralConfig(vocab_size=VOCAB, **sizes, **experts, **settings)
+
+
+def model_of(kind: str, seed: int = 0) -> Any:
+    return made_of(mixture()) if kind == "mixture" else make_model(kind, seed)
 
 
 def given(what: str, count: int, folder: str | None) -> Dataset:
@@ -64,15 +69,17 @@ def given(what: str, count: int, folder: str | None) -> Dataset:
 
 
 def train(
-    rank: int, world: int, how: str, trainer: str, engine: str = "ddp", *, what: str, lora: bool = False,
-    count: int = 24, sp: int | None = None, options: dict[str, Any] | None = None, evaluate: bool = False,
-    reference: bool = False, folder: str | None = None, **settings: Any,
+    rank: int, world: int, how: str, trainer: str, engine: str = "ddp", *, what: str, kind: str = "gqa",
+    lora: bool = False, count: int = 24, sp: int | None = None, options: dict[str, Any] | None = None,
+    evaluate: bool = False, reference: bool = False, folder: str | None = None, resume: str | None = None,
+    **settings: Any,
 ) -> Run:  # fmt: skip
     """One run: all that it logs by step, and the trained weights.
 
     Args:
         how: `plain`, or `ours`.
         trainer: `SFT` or `DPO`.
+        kind: `mixture`, or as `make_model` takes it.
         reference: DPO has a reference model, which is another one than the model.
         folder: has the data (`given`).
     """
@@ -80,7 +87,7 @@ def train(
 
     with accelerate_here(engine), tempfile.TemporaryDirectory() as scratch:
         dtype = torch.float64 if engine == "ddp" else torch.float32
-        model, base = make_model().to(dtype), getattr(trl, f"{trainer}Trainer")
+        model, base = model_of(kind).to(dtype), getattr(trl, f"{trainer}Trainer")
         own: dict[str, Any] = {"ref_model": make_model(seed=1).to(dtype)} if reference else {}
         cls: Any = base
         if how == "ours":
@@ -99,7 +106,7 @@ def train(
             model=model, args=args, train_dataset=given(what, count, folder), processing_class=tokenizer(),
             eval_dataset=given(what, 7, folder) if evaluate else None, **own,
         )  # fmt: skip
-        made.train()
+        made.train(resume_from_checkpoint=resume)
         found = weights(made.accelerator.unwrap_model(made.model))
         if how == "ours":
             made.detach()

@@ -228,7 +228,8 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
         tokens = (labels != IGNORE).sum()
         more = {}
         if call.router is not None and not (call.blocks is not None and call.blocks.making):
-            total = call.router.add_to(total, tokens)
+            given = call.router_tokens
+            total = call.router.add_to(total, tokens if given is None else total.new_tensor(given / handle.ctx.sp))
             more["aux_loss"] = call.router.value
         divisor = tokens.clamp_min(1) if call.divisor is None else call.divisor
         return type(out)(**{**out, **more, "logits": logits, "loss": total / divisor})

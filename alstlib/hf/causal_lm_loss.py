@@ -8,7 +8,7 @@ the engine's averaging (and its division by accumulation steps) takes out again.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,11 +35,15 @@ class Loss:
     """With `statistics`: the mean entropy of the softmax in nats, over the same tokens as `mean`; detached."""
     accuracy: Tensor | None = None
     """With `statistics`: the share of these tokens whose label has the largest logit; detached."""
+    router: Tensor | None = None
+    """The load-balancing loss of this group's micro-batch, without its weight, where the config of a mixture of experts
+    asks for it (output_router_logits); detached."""
 
 
 def causal_lm_loss(
     model: Any, batch: Mapping[str, Any], ctx: SPContext | None = None, engine_divides_by: int = 1,
     statistics: bool = False, label_smoothing: float = 0.0, look: Look | None = None,
+    router_tokens: float | None = None,
 ) -> Loss:  # fmt: skip
     """Run the model (as given: wrapped by DDP or an engine, or bare) on this rank's shard and return its loss.
 
@@ -52,6 +56,8 @@ def causal_lm_loss(
         statistics: find the entropy and the accuracy too, from the same logits.
         label_smoothing: as in PyTorch's cross_entropy.
         look: in an evaluation, is shown the logits [B, t, V] of this rank's tokens, tile by tile.
+        router_tokens: the load-balancing loss of this group's micro-batch weighs as much as the loss of so many tokens;
+            None: of the micro-batch's valid tokens.
 
     Raises:
         ValueError: a field is missing, the model is not attached, `ctx` is not the mesh that it was attached with,
@@ -61,7 +67,7 @@ def causal_lm_loss(
     ctx = context_of(model, ctx)
     check_first_backward(model)
     found = Statistics() if statistics else None
-    more = {"statistics": found, "label_smoothing": label_smoothing, "look": look}
+    more = {"statistics": found, "label_smoothing": label_smoothing, "look": look, "router_tokens": router_tokens}
     out = model(**fields_of(batch), num_items_in_batch=1, **more)
     total = getattr(out, "loss", None)
     if total is None:
@@ -70,7 +76,7 @@ def causal_lm_loss(
         )
     sums = None if found is None else found.sums()
     share = share_of(total.detach(), batch["shift_labels"], batch, ctx, engine_divides_by, sums)
-    return share.of(total * share.factor)
+    return replace(share.of(total * share.factor), router=getattr(out, "aux_loss", None))
 
 
 def fields_of(batch: Mapping[str, Any]) -> dict[str, Any]:

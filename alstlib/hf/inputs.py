@@ -35,6 +35,7 @@ OURS = (
     "statistics",
     "label_smoothing",
     "look",
+    "router_tokens",
 )
 """Keyword arguments that an attached model takes and its own forward does not see."""
 MIXED = (
@@ -73,6 +74,8 @@ class Call:
     """[B, L] which of this rank's tokens are not padding; None: all."""
     router: RouterLoss | None = None
     """The load-balancing loss of this call, if it has one."""
+    router_tokens: float | None = None
+    """The number of tokens of the group that this loss weighs as much as; None: those with a label."""
     striped: bool = False
     """Are the tokens dealt out in stripes? Then logits are not in the order of the tokens."""
     device: torch.device | None = None
@@ -125,7 +128,7 @@ def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chu
     call = Call(
         documents=documents, shift_labels=labels, divisor=ours["num_items_in_batch"], device=tokens.device,
         temperature=ours["temperature"], statistics=ours["statistics"],
-        label_smoothing=ours["label_smoothing"] or 0.0, look=ours["look"],
+        label_smoothing=ours["label_smoothing"] or 0.0, look=ours["look"], router_tokens=ours["router_tokens"],
     )  # fmt: skip
     call.real = _real_tokens(ours["row_tokens"], mask, tokens, ctx)
     if chunk is not None and ctx.sp > 1 and shape[1] > chunk:

@@ -68,7 +68,7 @@ class RouterLoss:
 
     def add_to(self, total: Tensor, tokens: Tensor) -> Tensor:
         """After the first pass: this rank's `total` (a sum over its tokens) with this rank's share of the loss, times
-        the valid `tokens` of all ranks, so that the sum over ranks divided by all tokens is mean + weight * loss.
+        the `tokens` of all ranks. With the valid ones, the sum over ranks divided by them is mean + weight * loss.
 
         In a recompute the loss is known: its gradient alone is joined to `total`."""
         if self.slope is not None:

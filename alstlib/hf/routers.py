@@ -49,7 +49,8 @@ def _experts(handle: Handle, name: str) -> int:
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if not handle.routers or experts is None or not hasattr(config, "router_aux_loss_coef"):
         raise ValueError(
-            f"{name}=True: the router's loss of {type(handle.model).__name__} is not known here; use False"
+            f"{name}=True: the router's loss of {type(handle.model).__name__} is not known here; use False, which is "
+            "router_aux_loss_coef=0.0 for TRL"
         )
     return experts
 

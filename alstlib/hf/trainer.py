@@ -10,7 +10,8 @@ takes its place only where a sample is spread over ranks:
   with so many processes as there are replicas. `per_device_train_batch_size` counts the samples of a replica, and a
   rank cuts its slice when an optimizer step begins.
 - *Loss.* The sum of token losses over the valid tokens of the whole optimizer step: all ranks, micro-batches and
-  replicas. The logged loss is the mean over these tokens.
+  replicas. The logged loss is the mean over these tokens. The load-balancing loss of a mixture of experts is that of a
+  replica's whole sequences, added as the Trainer adds it.
 - *Evaluation.* Slices as well; what the Trainer gathers are the results of replicas.
 """
 
@@ -238,19 +239,32 @@ class TrainerMixin(Base):
         self, model: nn.Module, inputs: Mapping[str, Any], engine_divides_by: int, look: Look | None = None
     ) -> Loss:
         me: Any = self
-        trl = getattr(me, "_metrics", None)
+        trl, smoothing = getattr(me, "_metrics", None), self.args.label_smoothing_factor
         out = causal_lm_loss(
-            model, inputs, self.ctx, engine_divides_by, statistics=trl is not None,
-            label_smoothing=self.args.label_smoothing_factor, look=look,
+            model, inputs, self.ctx, engine_divides_by, statistics=trl is not None, label_smoothing=smoothing,
+            look=look, router_tokens=self._router_tokens(inputs, engine_divides_by),
         )  # fmt: skip
         if trl is not None and out.entropy is not None and out.accuracy is not None:  # what SFTTrainer logs
             mode = "train" if me.model.training else "eval"
             trl[mode]["entropy"].append(out.entropy.item())
             trl[mode]["mean_token_accuracy"].append(out.accuracy.item())
+            if out.router is not None:
+                trl[mode]["aux_loss"].append(self._gather_replicas(out.router, repeated=True).mean().item())
             if mode == "train":
                 me._total_train_tokens += int(inputs["seen_tokens"])
             trl[mode]["num_tokens"] = [me._total_train_tokens]
         return out
+
+    def _router_tokens(self, inputs: Mapping[str, Any], micro_batches: int) -> float | None:
+        """As how many tokens a mixture's load-balancing loss counts: SFTTrainer adds the mean over micro-batches and
+        replicas, Trainer the sum, and with label smoothing both leave it out; an evaluation adds it to the mean."""
+        me: Any = self
+        if self.args.label_smoothing_factor:
+            return 0.0
+        if not me.model.training:
+            return None
+        parts = micro_batches * self.ctx.dp if hasattr(me, "_metrics") else 1
+        return max(1, int(inputs["step_tokens"])) / parts
 
     # ----- evaluation
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cases import make_model
-from trainers import SETTINGS
+from trainers import SETTINGS, made_of
 from transformers import Trainer
 from trl import DPOConfig, DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from trl_runs import dataset, errors, mixture, tokenizer, train
@@ -92,7 +92,11 @@ def build(cls: Any = SPDPO, settings: dict[str, Any] | None = None, **kwargs: An
     [
         ({"use_weighting": True}, {}, "use_weighting=True cannot be run with DPOTrainerMixin"),
         ({"f_divergence_type": "alpha_divergence"}, {}, "use 'reverse_kl'"),
-        ({"router_aux_loss_coef": 0.1}, {"model": mixture}, "router_aux_loss_coef=0.1 cannot be run with TrainerMixin"),
+        (
+            {"router_aux_loss_coef": 0.1},
+            {"model": lambda: made_of(mixture())},
+            "router_aux_loss_coef=0.1 cannot .* DPOTrainerMixin",
+        ),
         ({"activation_offloading": True}, {}, "activation_offloading=True cannot be run"),
         ({}, {"compute_metrics": lambda: print}, r"compute_metrics cannot be run .* evaluate\(\) logs"),
         ({}, {"sp": lambda: 2}, "sp=2 needs torch.distributed"),

@@ -10,7 +10,7 @@ from cases import make_model
 from trainers import SETTINGS, accelerate_here
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
-from trl_runs import dataset, errors, mixture, tokenizer, train
+from trl_runs import dataset, errors, tokenizer, train
 
 import alstlib
 
@@ -20,6 +20,7 @@ CASES: dict[str, dict[str, Any]] = {
     "packing": {"what": "text", "packing": True, "max_length": 32, "count": 60, **EVALUATED},
     "padding_free": {"what": "completion", "padding_free": True, "max_length": None, **EVALUATED},
     "chat, LoRA": {"what": "chat", "assistant_only_loss": True, "lora": True, **EVALUATED},
+    "a mixture of experts": {"what": "text", "kind": "mixture", "router_aux_loss_coef": 0.3, **EVALUATED},
 }
 
 
@@ -35,6 +36,7 @@ def test_two_ranks_train_as_one_process(ranks2: Any, case: str) -> None:
         found = errors(got, want)
         assert max(found.values()) < 1e-5, found
         assert {"entropy", "mean_token_accuracy", "num_tokens", "eval_loss", "eval_entropy"} <= found.keys()
+        assert ("aux_loss" in found) == ("eval_aux_loss" in found) == (case == "a mixture of experts")
 
 
 class SPSFT(alstlib.TrainerMixin, SFTTrainer):
@@ -42,22 +44,21 @@ class SPSFT(alstlib.TrainerMixin, SFTTrainer):
 
 
 @pytest.mark.parametrize(
-    ("settings", "model", "message"),
+    ("settings", "message"),
     [
         (
             {"activation_offloading": True},
-            make_model,
             r"activation_offloading=True .*alstlib.Options\(offload='async'\)",
         ),
-        ({}, mixture, "router_aux_loss_coef=0.001 cannot be run with TrainerMixin; use 0.0"),
-        ({"loss_type": "dft"}, make_model, "loss_type='dft' cannot be run with TrainerMixin; use 'nll'"),
+        ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef=0.1 cannot be run with TrainerMixin; use 0.0"),
+        ({"loss_type": "dft"}, "loss_type='dft' cannot be run with TrainerMixin; use 'nll'"),
     ],
 )
 @pytest.mark.usefixtures("here")
-def test_arguments_that_are_refused(settings: dict[str, Any], model: Any, message: str) -> None:
+def test_arguments_that_are_refused(settings: dict[str, Any], message: str) -> None:
     args = SFTConfig(**{**SETTINGS, "use_cpu": True, "bf16": False, "output_dir": "unused", **settings})
     with pytest.raises(ValueError, match=message):
-        SPSFT(model=model(), args=args, train_dataset=dataset("text", 4), processing_class=tokenizer())
+        SPSFT(model=make_model(), args=args, train_dataset=dataset("text", 4), processing_class=tokenizer())
 
 
 def as_printed(rank: int, world: int, code: str, folder: str) -> int:

@@ -18,6 +18,7 @@ from datasets import Dataset
 from torch.utils.data import IterableDataset
 from trainers import SETTINGS, accelerate_here, collate, errors, plain, samples, train
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from trl_runs import mixture
 
 import alstlib
 from alstlib.offload.ledger import Ledger
@@ -57,6 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
     "label smoothing of a head with an adapter": {"label_smoothing_factor": 0.1, "lora": True, "targets": ["lm_head"]},
     "untiled": {"label_smoothing_factor": 0.1, "options": {"tiled_loss": False}},
     "a data seed": {"data_seed": 5},
+    "a mixture of experts": {"kind": mixture(output_router_logits=True, router_aux_loss_coef=0.3), **EVALUATED},
 }  # fmt: skip
 
 
