@@ -116,12 +116,13 @@ def train(
 NOT_COMPARED = ("_runtime", "_per_second", "learning_rate", "epoch")
 
 
-def errors(got: Run, want: Run) -> dict[str, float]:
-    """Largest relative error of each number that is logged, and of all weights together. Rewards and mean logits are
-    small differences of numbers above 1, which TRL computes in fp32: their errors are absolute."""
+def errors(got: Run, want: Run, after: int = 0) -> dict[str, float]:
+    """Largest relative error of each number that is logged after a step, and of all weights together. Rewards and mean
+    logits are small differences of numbers above 1, which TRL computes in fp32: their errors are absolute."""
     found: dict[str, float] = {}
-    assert len(got["logs"]) == len(want["logs"]) > 0
-    for mine, line in zip(got["logs"], want["logs"]):
+    mine_after, want_after = ([line for line in run["logs"] if line["step"] > after] for run in (got, want))
+    assert len(mine_after) == len(want_after) > 0
+    for mine, line in zip(mine_after, want_after):
         assert mine.keys() == line.keys()
         for name in (n for n in line if not n.endswith(NOT_COMPARED)):
             least = 1.0 if "rewards/" in name or "logits/" in name else 1e-9

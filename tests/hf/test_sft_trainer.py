@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import make_model
-from trainers import SETTINGS, accelerate_here
+from trainers import SETTINGS, STEPS, accelerate_here
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 from trl_runs import dataset, errors, tokenizer, train
@@ -15,28 +17,60 @@ from trl_runs import dataset, errors, tokenizer, train
 import alstlib
 
 EVALUATED = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 5}
+PACKING = {"what": "text", "packing": True, "max_length": 32, "count": 60, **EVALUATED}
+CHAT = {"what": "chat", "assistant_only_loss": True, "lora": True, **EVALUATED}
+QWEN = {**PACKING, "kind": "qwen3", "lora": True}
 CASES: dict[str, dict[str, Any]] = {
     "text": {"what": "text", "loss_type": "nll", **EVALUATED},
-    "packing": {"what": "text", "packing": True, "max_length": 32, "count": 60, **EVALUATED},
     "padding_free": {"what": "completion", "padding_free": True, "max_length": None, **EVALUATED},
-    "chat, LoRA": {"what": "chat", "assistant_only_loss": True, "lora": True, **EVALUATED},
+    "chat, LoRA": CHAT,
     "a mixture of experts": {"what": "text", "kind": "mixture", "router_aux_loss_coef": 0.3, **EVALUATED},
+}
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "DDP, packing": ("ddp", PACKING),
+    "ZeRO-1, chat, LoRA": ("zero1", CHAT),
+    "ZeRO-2, Qwen3, packing, LoRA": ("zero2", QWEN),
+    "ZeRO-3, Qwen3, packing, LoRA": ("zero3", QWEN),
+    "FSDP2, packing": ("fsdp2", PACKING),
 }
 
 
-def run(rank: int, world: int, how: str, settings: dict[str, Any]) -> Any:
-    return train(rank, world, how, "SFT", **{"max_steps": 10, **settings})
+def run(rank: int, world: int, how: str, engine: str, settings: dict[str, Any]) -> Any:
+    return train(rank, world, how, "SFT", engine, **{"max_steps": STEPS, **settings})
+
+
+@functools.cache
+def plain(settings: str) -> Any:
+    """One process, once for each choice of settings."""
+    return run(0, 1, "plain", "ddp", json.loads(settings))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_one_process(ranks2: Any, case: str) -> None:
-    """10 steps of two micro-batches of two samples of unequal lengths: all that is logged, and the weights."""
-    want = run(0, 1, "plain", CASES[case])
-    for got in ranks2(run, "ours", CASES[case]):
+    """20 steps of two micro-batches of two samples of unequal lengths: all that is logged, and the weights."""
+    want = plain(json.dumps(CASES[case]))
+    for got in ranks2(run, "ours", "ddp", CASES[case]):
         found = errors(got, want)
         assert max(found.values()) < 1e-5, found
         assert {"entropy", "mean_token_accuracy", "num_tokens", "eval_loss", "eval_entropy"} <= found.keys()
         assert ("aux_loss" in found) == ("eval_aux_loss" in found) == (case == "a mixture of experts")
+
+
+@pytest.mark.parametrize("case", ENGINES)
+def test_engines_and_a_resume_in_the_middle_of_an_epoch(ranks2: Any, tmp_path: Path, case: str) -> None:
+    """20 steps, and those after the seventh, which is in the second epoch, again from what was saved then."""
+    engine, settings = ENGINES[case]
+    want, folder = plain(json.dumps(settings)), {"output_dir": str(tmp_path)}
+    assert [1 < line["epoch"] < 2 for line in want["logs"] if line["step"] == 7] == [True]
+    saving = {**settings, **folder, "save_strategy": "steps", "save_steps": 7}
+    for got in ranks2(run, "ours", engine, saving):
+        found = errors(got, want)
+        assert max(found.values()) < 1e-5, found
+    for got in ranks2(run, "ours", engine, {**settings, **folder, "resume": str(tmp_path / "checkpoint-7")}):
+        found = errors(got, want, after=7)
+        for restarted in ("num_tokens", "eval_num_tokens"):  # TRL counts them from the resume on
+            found.pop(restarted)
+        assert max(found.values()) < 1e-5, found
 
 
 class SPSFT(alstlib.TrainerMixin, SFTTrainer):
@@ -46,10 +80,7 @@ class SPSFT(alstlib.TrainerMixin, SFTTrainer):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"activation_offloading": True},
-            r"activation_offloading=True .*alstlib.Options\(offload='async'\)",
-        ),
+        ({"activation_offloading": True}, r"activation_offloading=True .*alstlib.Options\(offload='async'\)"),
         ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef=0.1 cannot be run with TrainerMixin; use 0.0"),
         ({"loss_type": "dft"}, "loss_type='dft' cannot be run with TrainerMixin; use 'nll'"),
     ],
