@@ -203,6 +203,10 @@ class RunConfig:
     offload: Literal["none", "sync", "async"] = _docs("checkpoints leave for the host", "none")
     save_attention: FlagOrAuto = _docs("keep attention outputs, so that attention runs forward once", False)
     chunk: Count | None = _docs("stream layers in row chunks of so many tokens", None)
+    sparse: Fields | None = _docs(
+        "chunks attend to a choice of pages of keys, which approximates attention: fields of alstlib.Sparse, such as "
+        "{top: 16}; None: to all", None,
+    )  # fmt: skip
     block: Count | None = _docs("run the whole model block by block of so many tokens (`block_step`)", None)
     kv: Place = _docs("where keys and values of chunks and blocks lie; auto: on the device where they fit well", "auto")
     hidden: Place = _docs("where hidden states of streamed layers lie; auto: on the host where layers offload", "auto")
@@ -252,6 +256,16 @@ class RunConfig:
         check_fields(self)
         check_checkpoints(self)
         check_places(self, by_blocks=self.block is not None)
+        if self.sparse is not None:
+            if self.chunk is None:
+                raise ValueError(
+                    f"sparse={self.sparse} is for layers in row chunks: give chunk too, such as chunk=16384"
+                )
+            check_names(self.sparse, ("top", "last", "first", "page"), "field of sparse")
+            if "top" not in self.sparse:
+                raise ValueError(
+                    f"sparse={self.sparse} needs top, the pages chosen by their scores, such as {{top: 16}}"
+                )
         if self.emulate and self.world_size not in (0, 1):
             raise ValueError(f"emulate={self.emulate} runs one rank: world_size={self.world_size} must be 1")
         if self.world_size and self.sp and self.world_size % self.sp:
@@ -333,5 +347,5 @@ def row_config(row: str, base: RunConfig | None = None) -> RunConfig:
     """The configuration of a row: `base` with the row's features switched on and every other feature off."""
     check_names({row: None}, ROWS, "row")
     off = {"tiled_loss": False, "sp": 1, "tiled_mlp": False, "tiled_norm": False, "offload": "none",
-           "save_attention": False, "chunk": None}  # fmt: skip
+           "save_attention": False, "chunk": None, "sparse": None}  # fmt: skip
     return (base or RunConfig()).replace(**{**off, **ROWS[row], "row": row})

@@ -115,8 +115,13 @@ def simulate(run: RunConfig, ranks: int, device: str = "cuda", fake: bool = True
         capability: the first number of the GPU's compute capability.
 
     Raises:
-        ValueError: Liger's fused loss, whose kernel takes no fake tensors.
+        ValueError: Liger's fused loss, whose kernel takes no fake tensors; sparse pages, which are chosen by values.
     """
+    if run.sparse is not None:
+        raise ValueError(
+            f"sparse={run.sparse} cannot be simulated: fake tensors have no values to choose pages by. `alst plan` "
+            "knows what it takes; simulate with sparse=None, which takes the same memory"
+        )
     if run.liger == "loss":
         raise ValueError(
             "liger='loss' cannot be simulated: its kernel takes no fake tensors. `alst plan` knows what it takes; "

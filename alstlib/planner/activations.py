@@ -70,15 +70,17 @@ def largest_of(
     moments: Iterable[tuple[str, Kinds]],
     sizes: Mapping[str, float],
     adjust: Callable[[str, Kinds, dict[str, float]], None] = lambda *_: None,
+    held: Callable[[str], float] = lambda part: 0.0,
 ) -> tuple[dict[str, float], str]:
-    """(bytes by category, place) of the largest moment at these sizes, each adjusted for what its form leaves open."""
+    """(bytes by category, place) of the largest moment at these sizes, each adjusted for what its form leaves open.
+    `held` gives the bytes of model states in a part of the model (`part_of`), which count for which is the largest."""
     best: dict[str, float] = {}
-    where = ""
+    where, most = "", 0.0
     for place, kinds in moments:
         found = {kind: sum(c * product(n, sizes) for c, n in terms) for kind, terms in kinds.items()}
         adjust(place, kinds, found)
-        if sum(found.values()) > sum(best.values()):
-            best, where = found, place.removesuffix(KERNEL)
+        if (total := sum(found.values()) + held(part_of(place))) > most:
+            best, where, most = found, place.removesuffix(KERNEL), total
     return best, where
 
 
@@ -129,6 +131,8 @@ class Activations:
     """Do their keys and values?"""
     copied: int = 0
     """Copied between device and host in a step, in one direction at a time."""
+    attention_share: float = 1.0
+    """Of the pairs of queries and keys, how many attention computes: less than 1 with sparse pages."""
 
     @property
     def peak(self) -> int:
@@ -138,6 +142,7 @@ class Activations:
 def activations(
     shape: Shape, run: RunConfig, ranks: int, seq_len: int, device: str, room: int | None = None,
     workspace: bool = True, capability: int = 9, free: int | None = None,
+    held: Callable[[str], float] = lambda part: 0.0,
 ) -> Activations:  # fmt: skip
     """Device and host memory of one of `ranks` ranks that share each sample of `seq_len` tokens.
 
@@ -151,12 +156,13 @@ def activations(
         capability: the GPU's compute capability, its first number.
         free: device bytes before the first layer, of which `kv="auto"` leaves keys and values a part; None: it leaves
             them the device.
+        held: bytes of model states in a part of the model (`part_of`): the peak is the largest sum of both.
 
     Raises:
         ValueError: a decoder that has no form.
     """
     if run.block is not None and run.block * ranks < seq_len:
-        return _by_blocks(shape, run, ranks, seq_len, device, room, workspace, capability, free)
+        return _by_blocks(shape, run, ranks, seq_len, device, room, workspace, capability, free, held)
     made = _forms()
     if shape.family not in families():
         raise ValueError(
@@ -217,9 +223,10 @@ def activations(
     ways = ["/".join([family, dtype, heads, keep, on]) for keep in keeps]
     if not all(way in made["ways"] for way in ways):
         raise ValueError(f"model='{shape.name}': {family} has no form in {dtype}, only in bf16")
-    best, where = largest_of((m for way in ways for m in _moments(way)), sizes, adjust)
+    best, where = largest_of((m for way in ways for m in _moments(way)), sizes, adjust, held)
     norm = 32 * product("H N", sizes) + 24 * sizes["N"] + 8 * sizes["H"]
-    if streaming.hidden and dtype == "fp32" and norm > sum(best.values()):  # a tile as long as the slice: narrow models
+    largest = sum(best.values()) + held(part_of(where))
+    if streaming.hidden and dtype == "fp32" and norm + held("outside") > largest:  # a tile as long as the slice
         best, where = {"loss": norm}, "model.norm"
     if every > 1 and not streaming.hidden:  # a segment's inputs, made again, are on the device, with their outputs
         best["checkpoints"] = best.get("checkpoints", 0.0) + (every - 1) * (row + output)
@@ -227,17 +234,20 @@ def activations(
     return Activations(
         peak, _last_layer(where, shape), host, needed, outputs / shape.layers, every, kernel, streaming.hidden,
         streaming.kv, copied_bytes(run, shape.layers, every, row, outputs * output, streaming, rows / sizes["C"]),
+        streaming.attention_share(rows / sizes["C"]) if run.sparse and chunked else 1.0,
     )  # fmt: skip
 
 
 def _by_blocks(
     shape: Shape, run: RunConfig, ranks: int, seq_len: int, device: str, room: int | None, workspace: bool,
-    capability: int, free: int | None,
+    capability: int, free: int | None, held: Callable[[str], float],
 ) -> Activations:  # fmt: skip
     """A model that runs block by block: one block as a sample of its own, and pages of all layers' keys and values."""
     assert run.block is not None
     length = run.block * ranks
-    one = activations(shape, run.replace(block=None, kv="auto"), ranks, length, device, room, workspace, capability)
+    one = activations(
+        shape, run.replace(block=None, kv="auto"), ranks, length, device, room, workspace, capability, held=held
+    )  # fmt: skip
     element, heads = element_bytes(run, device), max(kv_needed(shape.heads, shape.kv_heads, ranks))
     page = keys_and_values(length * run.batch_size, heads, 2 * shape.head_dim, element)
     blocks = -(-seq_len // length)
@@ -257,7 +267,9 @@ def _by_blocks(
     )  # fmt: skip
 
 
-def reference_activations(shape: Shape, run: RunConfig, ranks: int, seq_len: int) -> Activations:
+def reference_activations(
+    shape: Shape, run: RunConfig, ranks: int, seq_len: int, held: Callable[[str], float] = lambda part: 0.0
+) -> Activations:
     """The same of the reference stack (DeepSpeed's ALST with Liger's kernels and flash-attn 2, always checkpointed, in
     bf16), whose code was traced too (`reference_forms`).
 
@@ -276,7 +288,7 @@ def reference_activations(shape: Shape, run: RunConfig, ranks: int, seq_len: int
     way = "/".join([REFERENCE, shape.family, "bf16", heads, where, on])
     if way not in made["ways"]:
         raise ValueError(f"model='{shape.name}' is a {shape.family}, with which the reference was not traced")
-    best, place = largest_of((made["moments"][i] for i in made["ways"][way]), sizes)
+    best, place = largest_of((made["moments"][i] for i in made["ways"][way]), sizes, held=held)
     row = rows * shape.width * 2
     host = shape.layers * row if where == "host" else 0
     peak = {kind: round(nbytes) for kind, nbytes in best.items() if nbytes >= 0.5}

@@ -168,14 +168,19 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
         if machine.device != "cpu":
             host = {**host, "process": machine.overheads.process}
     room = None if limit is None else max(0, limit - sum(host.values()))
+
+    def of_states(part: str) -> int:
+        return sum(held.at(part).values())
+
     if preset == "paper":
-        found = reference_activations(shape, run, ranks, seq_len)
+        found = reference_activations(shape, run, ranks, seq_len, of_states)
     else:
         free = None
         if machine.device != "cpu" and machine.gpu_memory is not None:
-            free = max(0, machine.gpu_memory - sum({**machine.overhead(), **held.at("layer")}.values()))
+            free = max(0, machine.gpu_memory - sum(machine.overhead().values()) - of_states("layer"))
         found = activations(
-            shape, run, ranks, seq_len, machine.device, room, capability=machine.rates.capability, free=free
+            shape, run, ranks, seq_len, machine.device, room, capability=machine.rates.capability, free=free,
+            held=of_states,
         )  # fmt: skip
     needed = sum(host.values()) + found.host_needed
     if found.host:

@@ -57,7 +57,7 @@ def step_seconds(
     again = 1.0 if run.checkpoint else 0.0
     forward, backward = _attention_rates(found, rates)
     linear = linear_flops(shape, seq_len * run.batch_size)
-    attention = attention_flops(shape, seq_len) * run.batch_size
+    attention = attention_flops(shape, seq_len) * found.attention_share * run.batch_size
     first = _before_blocks(run, ranks, seq_len)  # forward without a graph
     passes = {
         "projections": 3 + again + first + _chunk_again(run), "mlp": 3 + again + first + _thrice(run, preset),
@@ -149,7 +149,7 @@ def layer_spans(
     into = shape.heads + 2 * shape.kv_heads  # in projections: queries, keys, values; then the output's
     first, last = projections * into / (into + shape.heads), projections * shape.heads / (into + shape.heads)
     forward, backward = _attention_rates(found, rates)
-    core = attention_flops(shape, seq_len) * run.batch_size / ranks / shape.layers
+    core = attention_flops(shape, seq_len) * found.attention_share * run.batch_size / ranks / shape.layers
     one_pass = exchange_bytes(shape, ranks, seq_len * run.batch_size, element_bytes(run, "cuda"), 1, 0) / 2
     network = rates.link if ranks <= machine.per_node else rates.network
     unit = one_pass / (2 * query + 2 * kv) / network / shape.layers

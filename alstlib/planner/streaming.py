@@ -24,6 +24,23 @@ class Streaming:
     page: float = 0.0
     """Share of a page in the sequence."""
     chunks_of_page: int = 1
+    pages_of_head: int | None = None
+    """Of the pages before its own, how many each key/value head of a chunk sees at most; None: all."""
+    fetched: int | None = None
+    """How many all heads of a rank together see at most, if no two choose the same page."""
+
+    def visits(self, chunks: float, most: int | None) -> int:
+        """Pages before their own that so many chunks see, each at most `most` of them."""
+        m, n = self.chunks_of_page, math.ceil(chunks)
+        pages, rest = n // m, n % m
+        few = pages if most is None else min(most, pages)
+        return m * (few * (few - 1) // 2 + few * (pages - few)) + rest * few
+
+    def attention_share(self, chunks: float) -> float:
+        """Share of the pairs of queries and keys that attention computes."""
+        m, n = self.chunks_of_page, math.ceil(chunks)
+        own = n // m * m * m / 2 + (n % m) ** 2 / 2
+        return (m * self.visits(n, self.pages_of_head) + own) / (m * self.visits(n, None) + own)
 
     def on_device(self, ahead: bool) -> float:
         """Share of the keys, values and sums that is on the device: the open page and the one that is visited; and,
@@ -46,9 +63,12 @@ def streaming_of(
     kv = run.kv == "host" or (
         run.kv == "auto" and run.offload != "none" and free is not None and keys > KV_SHARE * free
     )
-    page = page_rows(run.chunk * ranks, rows * ranks)
+    sparse = run.sparse or {}
+    page = sparse.get("page") or page_rows(run.chunk * ranks, rows * ranks)
     tables = 2 * rows * shape.head_dim * element if hidden else 0
-    return Streaming(hidden, kv, tables, keys, page / (rows * ranks), page // (run.chunk * ranks))
+    ends = sparse.get("first", 1) + sparse.get("last", 1)  # as in `streaming.sparse`
+    seen = (ends + sparse["top"], ends + sparse["top"] * heads) if sparse else (None, None)
+    return Streaming(hidden, kv, tables, keys, page / (rows * ranks), page // (run.chunk * ranks), *seen)
 
 
 def copied_bytes(
@@ -57,8 +77,8 @@ def copied_bytes(
     """Bytes that a step copies between device and host, in the direction that has more in each of its phases.
 
     Hidden states that travel come once in forward and three times in backward (for the keys, for the recompute, and as
-    a gradient), once more where a layer's input is made again. Each chunk fetches the pages before its own: keys and
-    values in forward, their sums of gradients too in backward.
+    a gradient), once more where a layer's input is made again. Each chunk fetches the pages that it sees before its
+    own: keys and values in forward, their sums of gradients too in backward.
     """
     if run.offload == "none":
         return 0
@@ -66,8 +86,7 @@ def copied_bytes(
     copied = (layers * 4 + (layers - kept) + 6) * row if streaming.hidden else 2 * kept * row
     copied += 2 * outputs
     if streaming.kv:
-        n, m = math.ceil(chunks), streaming.chunks_of_page
-        visits = m * (n // m) * (n // m - 1) // 2 + (n % m) * (n // m)  # of pages before a chunk's own
+        visits = streaming.visits(chunks, streaming.fetched)
         again = 1 if run.save_attention is True or outputs else 2
         copied += round(layers * streaming.keys * (1 + streaming.page * visits * (again / 3 + 1)))
     return copied

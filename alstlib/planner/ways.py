@@ -20,6 +20,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "block by block": {"chunk": None, "block": CHUNK, "hidden": "auto", "kv": "host"},
 }
 """As fields of RunConfig, beside tiles and checkpoints on the host."""
+SPARSE = "a choice of pages (not exact)"
+"""The way that a run with `sparse` asks for, which approximates attention."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,9 @@ class Way:
 def compare(shape: Shape, run: RunConfig, machine: Machine, seq_len: int | None = None) -> list[Way]:
     """Every way with the run's other options: how far it reaches, and what a step takes at `seq_len` (by default the
     longest length that every way reaches that reaches any)."""
-    found = []
-    for what, changes in WAYS.items():
+    found, exact = [], {what: {**changes, "sparse": None} for what, changes in WAYS.items()}
+    sparse = {SPARSE: {**exact["keys and values too"], "sparse": run.sparse}} if run.sparse else {}
+    for what, changes in {**exact, **sparse}.items():
         size = run.chunk or run.block or max(CHUNK, least_chunk(shape, machine.rates, run.sp or machine.gpus))
         own = {name: size if value == CHUNK else value for name, value in {"block": None, **changes}.items()}
         other = run.replace(checkpoint=True, offload="async", tiled_loss=run.tiled_loss or True, **own)

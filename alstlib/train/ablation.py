@@ -270,6 +270,7 @@ def run_options(run: RunConfig) -> alstlib.Options:
         offload=run.offload,
         save_attention=run.save_attention,
         chunk=run.chunk,
+        sparse=None if run.sparse is None else alstlib.Sparse(**run.sparse),
         kv=run.kv,
         hidden=run.hidden,
         host_memory=run.host_memory,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from alstlib.config import RunConfig, row_config
+from alstlib.config import ROWS, RunConfig, row_config
 from alstlib.measure import plan_table
 from alstlib.planner import activations as activations_module
 from alstlib.planner.activations import activations, families, kv_needed
@@ -69,7 +69,7 @@ def test_configurations_drawn_again(seed: int) -> None:
 # ----- model states
 
 
-@pytest.mark.parametrize("row", ["baseline", "tiled_loss", "ulysses", "ulysses+tiled_mlp", "ulysses+offload", "alst"])
+@pytest.mark.parametrize("row", list(ROWS))
 def test_real_runs_took_what_is_predicted(row: str) -> None:
     """The ablation's committed results, real ranks under ZeRO-3 with the engine's buffers, near the longest lengths."""
     (found,) = [r for r in results.collect("papermill_runs/results/ablation-cpu") if r["row"] == row]

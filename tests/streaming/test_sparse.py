@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,14 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 import alstlib
+from alstlib.config import RunConfig
 from alstlib.kernels.paged import Choice
 from alstlib.mesh import SPContext
+from alstlib.planner.model_shapes import shape_of
+from alstlib.planner.streaming import streaming_of
 from alstlib.reference import attention, seen_pages
 from alstlib.streaming.sparse import PageChoices
+from alstlib.train.ablation import run_options
 
 CHUNK, PAGE, LENGTH = 4, 8, 45
 SPARSE = alstlib.Sparse(top=1, page=PAGE)
@@ -196,6 +201,20 @@ def test_pages_that_no_head_chose_are_not_fetched(monkeypatch: pytest.MonkeyPatc
     assert handle.store.bytes_fetched == expected + kept
     gc.collect()
     assert handle.store.nbytes == sum(s.bytes.numel() for s in handle.store.free)
+
+
+def test_the_planner_counts_the_pages_that_a_run_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, model, batch = watched(monkeypatch), make_model("gqa"), data(61)
+    run = RunConfig(chunk=CHUNK, sparse={"top": SPARSE.top, "page": SPARSE.page}, kv="host", offload="sync")
+    with alstlib.apply(model, options=run_options(run)) as handle:
+        assert handle.options.sparse == SPARSE
+        step(model, batch)
+    seen = [int(c.seen[0, head].sum()) for choices in made for c in choices.made.values() for head in (0, 1)]
+    shape = shape_of(model.config.to_dict(), "gqa")
+    plan = streaming_of(shape, run, 1, 61, 4, None)
+    chunks = 61 / CHUNK
+    assert sum(seen) == 2 * len(made) * plan.visits(chunks, plan.pages_of_head)
+    assert plan.attention_share(chunks) < 1 == replace(plan, pages_of_head=None).attention_share(chunks)
 
 
 def test_a_recompute_sees_what_forward_saw(monkeypatch: pytest.MonkeyPatch) -> None:
