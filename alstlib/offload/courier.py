@@ -134,6 +134,19 @@ def parts_of(courier: Courier | None, tiles: Sequence[slice], *tensors: Tensor) 
     return courier.each([t[:, rows] for t in tensors] for rows in tiles)
 
 
+def room_like(courier: Courier | None, x: Tensor) -> Tensor:
+    """A tensor like x for tiles to be put into: where x is, or with a courier on the host."""
+    return torch.empty_like(x) if courier is None else courier.empty(x.shape, x.dtype)
+
+
+def put_part(courier: Courier | None, to: Tensor, rows: slice, part: Tensor) -> None:
+    """Write these rows [B, rows, ...] of a tensor: there, or with a courier by sending them to the host."""
+    if courier is None:
+        to[:, rows] = part
+    else:
+        courier.send(to[:, rows], part)
+
+
 @dataclass(frozen=True)
 class Travel:
     """A token-wise function whose input, or output, or both lie on the host (with their gradients).

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from alstlib.kernels import paged
 from alstlib.kernels.rule import Rule
 from alstlib.kernels.spans import Documents
-from alstlib.offload.courier import Courier, parts_of
+from alstlib.offload.courier import Courier, parts_of, put_part, room_like
 from alstlib.offload.host_store import HostStore
 from alstlib.recompute import GradientSums, Replay, Values, first_order, those_that_train, unchanged
 from alstlib.sizing import page_rows
@@ -200,8 +200,10 @@ class Stream:
         """x [B, L, E] -> [B, L, E], with the same gradients for x and the weights as the layer as a whole."""
         return _Streamed.apply(self, torch.is_grad_enabled(), x, *self.params())
 
-    def courier(self, x: Tensor) -> Courier:
-        return Courier(self.store, self.device or x.device)
+    def couriers(self, x: Tensor) -> tuple[Courier, Courier | None]:
+        """What does the work, and what brings chunks of the input and takes those of the output."""
+        courier = Courier(self.store, self.device or x.device)
+        return courier, (courier if self.travels else None)
 
     def chunks(self, rows: int, task: Any, courier: Courier) -> list[RowChunk]:
         p, length = self.ranks, rows * self.ranks
@@ -214,29 +216,15 @@ class Stream:
             for lo, hi in itertools.pairwise(bounds)
         ]
 
-    def parts(self, courier: Courier, pieces: Sequence[RowChunk], *tensors: Tensor) -> Iterator[list[Tensor]]:
-        """These chunks of tensors [B, L, E], on the device."""
-        return parts_of(courier if self.travels else None, [piece.rows for piece in pieces], *tensors)
-
-    def empty(self, courier: Courier, like: Tensor) -> Tensor:
-        """A tensor for chunks to be put into."""
-        return courier.empty(like.shape, like.dtype) if self.travels else torch.empty_like(like)
-
-    def put(self, courier: Courier, to: Tensor, rows: slice, part: Tensor) -> None:
-        if self.travels:
-            courier.send(to[:, rows], part)
-        else:
-            to[:, rows] = part
-
     def without_graph(
         self, x: Tensor, around: Callable[[int], AbstractContextManager[None]], done: Callable[[RowChunk], None]
     ) -> Tensor:
         """Run the layer chunk by chunk: the i-th inside `around(i)`, and tell `done` of each that has run."""
-        courier = self.courier(x)
-        pieces, out = self.chunks(x.shape[1], "forward", courier), self.empty(courier, x)
-        for i, (piece, (part,)) in enumerate(zip(pieces, self.parts(courier, pieces, x))):
+        courier, way = self.couriers(x)
+        pieces, out = self.chunks(x.shape[1], "forward", courier), room_like(way, x)
+        for i, (piece, (part,)) in enumerate(zip(pieces, parts_of(way, _rows(pieces), x))):
             with around(i), unchanged(part, self.module):
-                self.put(courier, out, piece.rows, self.run(part, piece))
+                put_part(way, out, piece.rows, self.run(part, piece))
             done(piece)
         courier.finish()
         return out
@@ -321,17 +309,17 @@ class _Streamed(torch.autograd.Function):
         store = stream.store
         (x,) = [held.take(ctx.index)] if stream.travels else store.get(held, grad.device)
         need_x, needs = ctx.needs_input_grad[2], ctx.needs_input_grad[3:]
-        params, courier = those_that_train(stream.params(), needs), stream.courier(grad)
+        params, (courier, way) = those_that_train(stream.params(), needs), stream.couriers(grad)
         sums = GradientSums(params)
         if not need_x:
             grad_x = None
         elif stream.travels or store.mode == "none":
-            grad_x = stream.empty(courier, x)
+            grad_x = room_like(way, x)
         else:  # a copy that came back from the host is ours, and read for the last time before it is written
             grad_x = x
         pieces = stream.chunks(x.shape[1], "recompute", courier)
-        _keys(stream, courier, x, pieces[:-1], ctx.replays)
-        for part, upstream in stream.parts(courier, pieces[::-1], x, grad):
+        _keys(stream, way, x, pieces[:-1], ctx.replays)
+        for part, upstream in parts_of(way, _rows(pieces[::-1]), x, grad):
             piece, replay = pieces.pop(), ctx.replays.pop()
             piece.kept = store.get(tickets.pop(), courier.device) if tickets else []
             leaf = part.contiguous().detach().requires_grad_(need_x)
@@ -346,7 +334,7 @@ class _Streamed(torch.autograd.Function):
             del y, part, upstream
             if grad_x is not None:
                 first = grads.pop(0)
-                stream.put(courier, grad_x, piece.rows, torch.zeros_like(leaf) if first is None else first)
+                put_part(way, grad_x, piece.rows, torch.zeros_like(leaf) if first is None else first)
                 del first
             sums.add(grads, last=not pieces)
             del piece, grads, leaf
@@ -355,14 +343,20 @@ class _Streamed(torch.autograd.Function):
         return (None, None, grad_x, *(next(done) if need else None for need in needs))
 
 
+def _rows(pieces: Sequence[RowChunk]) -> list[slice]:
+    return [piece.rows for piece in pieces]
+
+
 def _recompute(stream: Stream, leaf: Tensor, piece: RowChunk, replay: Replay) -> Tensor:
     with replay(), torch.enable_grad():
         return stream.run(leaf, piece)
 
 
-def _keys(stream: Stream, courier: Courier, x: Tensor, pieces: Sequence[RowChunk], replays: Sequence[Replay]) -> None:
+def _keys(
+    stream: Stream, way: Courier | None, x: Tensor, pieces: Sequence[RowChunk], replays: Sequence[Replay]
+) -> None:
     """Make the keys and values of these chunks again."""
-    for piece, replay, (part,) in zip(pieces, replays, stream.parts(courier, pieces, x)):
+    for piece, replay, (part,) in zip(pieces, replays, parts_of(way, _rows(pieces), x)):
         piece.task = "keys"
         with replay():
             try:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alstlib.offload.courier import Courier, Travel, parts_of
+from alstlib.offload.courier import Courier, Travel, parts_of, put_part, room_like
 from alstlib.recompute import GradientSums, Replay, first_order, those_that_train, unchanged, with_gradient
 from alstlib.sizing import tile_for
 
@@ -76,7 +76,7 @@ class _TiledCompute(torch.autograd.Function):
         params = those_that_train(ctx.params(), needs)
         sums, tiles = GradientSums(params), tiles_of(x.shape[1], ctx.tile)
         xs, courier, out = _ways(travel)
-        grad_x = _room_for_gradient(x, xs) if need_x else None
+        grad_x = room_like(xs, x) if need_x else None
         with ctx.replay(), torch.enable_grad():
             for rows, (part,), (upstream,) in zip(tiles, parts_of(xs, tiles, x), parts_of(out, tiles, grad)):
                 leaf = part.contiguous().detach().requires_grad_(need_x)
@@ -86,7 +86,7 @@ class _TiledCompute(torch.autograd.Function):
                 del y, part, upstream
                 if grad_x is not None:
                     first = grads.pop(0)
-                    _put(xs, grad_x, rows, torch.zeros_like(leaf) if first is None else first)
+                    put_part(xs, grad_x, rows, torch.zeros_like(leaf) if first is None else first)
                 sums.add(grads, last=rows is tiles[-1])
                 grads = grads[-1:]  # alive during the next tile, as the planner's forms count it
         if courier is not None:
@@ -106,17 +106,6 @@ def _ways(travel: Travel | None) -> tuple[Courier | None, Courier | None, Courie
     return (courier if travel and travel.x else None), courier, (courier if travel and travel.out else None)
 
 
-def _room_for_gradient(x: Tensor, courier: Courier | None) -> Tensor:
-    return torch.empty_like(x) if courier is None else courier.empty(x.shape, x.dtype)
-
-
-def _put(courier: Courier | None, to: Tensor, rows: slice, part: Tensor) -> None:
-    if courier is None:
-        to[:, rows] = part
-    else:
-        courier.send(to[:, rows], part)
-
-
 def _run_tiles(
     fn: Callable[..., Tensor], x: Tensor, along: Sequence[Tensor], tile: int, travel: Travel | None
 ) -> Tensor:
@@ -132,7 +121,7 @@ def _run_tiles(
         if out is None:
             shape = (part.shape[0], x.shape[1], *part.shape[2:])
             out = part.new_empty(shape) if to is None else to.empty(shape, part.dtype)
-        _put(to, out, rows, part)
+        put_part(to, out, rows, part)
         del own, part
     assert out is not None
     if courier is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from alstlib.offload.courier import Courier
+from alstlib.offload.courier import Courier, parts_of, room_like
 from alstlib.tiled.compute import default_tile, tiles_of
 from alstlib.units import IGNORE
 
@@ -148,9 +148,8 @@ class Gradients:
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool], courier: Courier | None
     ) -> None:
         wide = torch.promote_types(rows.dtype, torch.float32)
-        self.courier, self.head, self.rows = courier, weight, None
-        if needs[0]:
-            self.rows = torch.empty_like(rows) if courier is None else courier.empty(rows.shape, rows.dtype)
+        self.courier, self.head = courier, weight
+        self.rows = room_like(courier, rows) if needs[0] else None
         self.weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
         self.bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
 
@@ -175,10 +174,10 @@ def tiles_of_logits(
     courier: Courier | None, grads: bool, statistics: bool = False, smoothing: float = 0.0,
 ) -> Iterator[tuple[slice, Tensor, Softmax]]:  # fmt: skip
     """For each tile, its place, its rows and its softmax; who takes them lets go of them before the next."""
-    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    wide, tiles = torch.promote_types(hidden.dtype, torch.float32), tiles_of(rows.shape[0], tile)
-    parts = (rows[at] for at in tiles) if courier is None else (x for (x,) in courier.each([rows[at]] for at in tiles))
-    for at, part in zip(tiles, parts):
+    rows, targets = hidden.reshape(1, -1, hidden.shape[-1]), labels.reshape(-1)
+    wide, tiles = torch.promote_types(hidden.dtype, torch.float32), tiles_of(rows.shape[1], tile)
+    for at, (part,) in zip(tiles, parts_of(courier, tiles, rows)):
+        part = part[0]
         logits = transform(nn.functional.linear(part, weight, bias).to(wide))
         one = Softmax(logits, targets[at], transform if grads else None, statistics, smoothing)
         del logits
