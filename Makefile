@@ -1,6 +1,6 @@
 # Each target sets up .venv first (env/install.sh; nothing to do when it matches its lock).
 .DEFAULT_GOAL := help
-.PHONY: help setup ablation ablation-full parity lab lessons check-lessons site site-tools liger test test-all test-compat sweep release lint clean
+.PHONY: help setup ablation ablation-full parity lab lessons check-lessons site site-tools liger test test-all test-faults test-compat sweep release lint clean
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 ARGS ?=
@@ -55,6 +55,10 @@ test: setup ## every operator against its oracle, a step under each engine, the 
 
 test-all: setup ## every test (WORKERS=0: one after the other, for a debugger)
 	$(PYTEST) $(ARGS)
+
+# About eight minutes on two cores, and half a minute for each kill. ARGS='--kills 60 --seed 1' is the whole campaign.
+test-faults: setup ## break runs: signals at random moments, stopped ranks, full disks, damaged files
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --faults tests/faults $(ARGS)
 
 liger: setup ## Liger and Triton beside .venv (700 MB), for the tests of Liger's kernels on a CPU
 	env/liger.sh

@@ -251,6 +251,11 @@ class RunConfig:
         "least an hour, and a day where it predicts no time",
         None,
     )
+    step_timeout: Seconds | None = _docs(
+        "seconds without a step or a message after which the launcher ends the run and says which rank the others wait "
+        "for; 0: never; None: ten times what the planner predicts of a step, but at least an hour, or a day",
+        None,
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

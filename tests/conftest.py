@@ -175,7 +175,14 @@ def pytest_collection_finish() -> None:
     freeze_modules()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    faults = parser.getgroup("faults", "of tests/faults")
+    faults.addoption("--faults", action="store_true", help="run them, as make test-faults does")
+    faults.addoption("--kills", type=int, default=8, help="number of random kills")
+    faults.addoption("--seed", type=int, help="of the random kills; without it, one that is printed")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -185,6 +192,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("launch")
         if set(SLOW) & set(item.path.parts):
             item.add_marker("slow")
+        if "faults" in item.path.parts:
+            item.add_marker("faults")
+            if not config.getoption("--faults"):
+                item.add_marker(pytest.mark.skip(reason="takes many minutes: make test-faults"))
     for some in cases.values():
         quick = {round(i * (len(some) - 1) / (QUICK - 1)) for i in range(QUICK)}
         for i, item in enumerate(some):

@@ -122,6 +122,14 @@ def time_limit(run: RunConfig, nodes: int, gpus: int, trains: bool = True) -> tu
     return seconds, f"the time limit of {format_seconds(seconds)} ({why}; timeout=SECONDS sets another, 0 none)"
 
 
+def step_limit(run: RunConfig, nodes: int, gpus: int, trains: bool = True) -> tuple[float, str]:
+    """Seconds without a step or a message after which the launcher ends a resolved run, and which limit this is."""
+    if run.step_timeout is not None:
+        return run.step_timeout or math.inf, f"step_timeout={run.step_timeout:g} s"
+    seconds = limits(run, nodes, gpus)[1] if trains else DAY
+    return seconds, f"{format_seconds(seconds)} (step_timeout=SECONDS sets another limit, 0 none)"
+
+
 def outlook(run: RunConfig, gpus: int) -> str:
     """What the planner says of a resolved run on this machine before it starts: whether it fits (of a search:
     the longest sequence), bytes of a rank, seconds of a step."""

@@ -245,7 +245,7 @@ def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: 
         finally:
             rest.end(row)
         error = result.get("error") or {}
-        why = f": {error.get('type')}: {error.get('message')}" if result["status"] in status.FAILED else ""
+        why = f": {results.why(result)}" if result["status"] in status.FAILED else ""
         print(f"{row}: {result['status']}{why}", flush=True)
         if why:
             print(error.get("log_tail", ""), file=sys.stderr)

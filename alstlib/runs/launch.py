@@ -25,9 +25,18 @@ from typing import Any
 from alstlib.config import RunConfig
 from alstlib.planner import devices
 from alstlib.planner.model_shapes import check_model
-from alstlib.planner.preflight import time_limit, why_not
+from alstlib.planner.preflight import step_limit, time_limit, why_not
 from alstlib.runs import locks, results, workers
-from alstlib.runs.processes import DEADLINE_VARIABLE, RUN_ID_VARIABLE, die_with_parent, sigterm_interrupts, start, stop
+from alstlib.runs.processes import (
+    DEADLINE_VARIABLE,
+    RUN_ID_VARIABLE,
+    ask_where,
+    die_with_parent,
+    oom_kills,
+    sigterm_interrupts,
+    start,
+    stop,
+)
 from alstlib.runs.progress import Printer as progress_printer
 from alstlib.runs.progress import Progress, ProgressReader, log_tail, root_cause, whereabouts
 from alstlib.units import format_seconds
@@ -48,7 +57,7 @@ class RunFailed(RuntimeError):
     def __init__(self, result: dict[str, Any], out: Path) -> None:
         error = result.get("error") or {}
         tail = f"\n{error['log_tail']}" if error.get("log_tail") else ""
-        super().__init__(f"{result['status']}: {error.get('type', '')}: {error.get('message', '')} (in {out}){tail}")
+        super().__init__(f"{result['status']}: {results.why(result)} (in {out}){tail}")
         self.result = result
 
 
@@ -192,10 +201,12 @@ class _Run:
 
     def __init__(
         self, config: RunConfig, out: Path, writes: bool, on_progress: Callable[..., None] | None,
-        limit: float = math.inf,
+        limit: float = math.inf, patience: float = math.inf,
     ) -> None:  # fmt: skip
         self.config, self.out, self.writes, self.on_progress = config, out, writes, on_progress
-        self.deadline, self.lost = time.monotonic() + limit, 0
+        self.deadline, self.patience, self.lost = time.monotonic() + limit, patience, 0
+        self.heard, self.stalled, self.stopped = time.monotonic(), False, list[int]()
+        self.oom_kills = oom_kills()
         self.id = f"{results.run_id(config)}-{uuid.uuid4().hex[:8]}"
         self.logs = out / "logs" / self.id
         self.reader = ProgressReader(out / "progress.jsonl")
@@ -213,6 +224,7 @@ class _Run:
         """Hand on what the ranks said, or that time passes to a callback that has `tick`. One that fails is not worth a
         run: it is dropped with a warning."""
         events = [*self.reader.read(), *more]
+        self.heard = time.monotonic() if events else self.heard
         try:
             for event in events if self.on_progress else ():
                 self.on_progress(event)  # type: ignore[misc]
@@ -223,14 +235,29 @@ class _Run:
             self.on_progress = None
 
     def wait(self, agent: subprocess.Popen[bytes]) -> int | None:
-        """torchrun's exit status, or None when the time limit came first."""
-        while time.monotonic() < self.deadline:
+        """torchrun's exit status, or None when the time limit came first, or that of a step."""
+        self.heard = time.monotonic()
+        while (left := min(self.deadline, self.heard + self.patience) - time.monotonic()) > 0:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                agent.wait(min(POLL_SECONDS, max(0.01, self.deadline - time.monotonic())))
+                agent.wait(min(POLL_SECONDS, max(0.01, left)))
             self.follow()
             if agent.returncode is not None:
                 return agent.returncode
+        self.stalled, self.stopped = time.monotonic() < self.deadline, ask_where(agent.pid, self.id)
         return None
+
+    def late(self, limit: str, step_limit: str) -> dict[str, Any]:
+        """The result of a run for which `wait` gave None."""
+        where = whereabouts(self.reader.path, self.logs, self.stopped)
+        if self.stalled:
+            return self.end("timeout", "Stalled", f"no step ended for {step_limit}: {where}")
+        return self.end("timeout", "Timeout", f"the run took longer than {limit}: {where}")
+
+    def failed(self, code: int) -> dict[str, Any]:
+        """The result of a run whose agent ended with this exit status because a rank failed."""
+        before, now = self.oom_kills, oom_kills()
+        kind, why = root_cause(self.logs, None if before is None or now is None else now - before)
+        return self.end("error", kind, why or f"torchrun ended with exit status {code}")
 
     def searches_on(self, code: int | None) -> bool:
         """Whether ranks ended because memory ran out at a new length of a search: new ones go on with shorter ones."""
@@ -256,8 +283,11 @@ class _Run:
             if _version(self.out / "result.json") != self.before:
                 result = results.read_result(self.out / "result.json")
         written = result
-        ended = ("ok",) if status == "error" else ("ok", "error") if status != "ok" else ()
+        alone = status == "error" and kind != "RankKilled"
+        ended = () if status == "ok" else ("ok",) if alone else ("ok", "error")
         if result is None or result["status"] in ended:
+            if kind == "RankKilled" and result and result["error"]:
+                message += f"; after that, {results.why(result)}"
             error = {"type": kind, "message": message, "log_tail": log_tail(self.logs)}
             status = "error" if status == "ok" else status
             result = results.new_result(self.config, status, error=error, metrics=result and result["metrics"])
@@ -300,7 +330,8 @@ def launch(
     first = nodes.rank == 0
     with locks.hold(out) if first else contextlib.nullcontext(), sigterm_interrupts():
         limit, which = time_limit(foreseen, nnodes, gpus, worker in workers.TRAINING)
-        run = _Run(config, out, first, on_progress, limit)
+        patience, which_step = step_limit(foreseen, nnodes, gpus, worker in workers.TRAINING)
+        run = _Run(config, out, first, on_progress, limit, patience if first else math.inf)  # one node judges
         agent = code = None
         if not force and worker in workers.TRAINING and (why := why_not(foreseen, nnodes, gpus)):
             return run.end("oom", "WouldNotFit", why)
@@ -321,16 +352,14 @@ def launch(
             finally:
                 stop(agent, run.id)
         if code is None:
-            where = whereabouts(run.reader.path, run.logs)
-            result = run.end("timeout", "Timeout", f"the run took longer than {which}: {where}")
+            result = run.late(which, which_step)
         elif code == 0:
             result = run.end("ok", "NoResult", f"{worker} ended without writing result.json")
         elif code < 0 or code > 128:
             number = -code if code < 0 else code - 128
             result = run.end("cancelled", "Cancelled", f"torchrun was ended by signal {number}")
         else:
-            why = root_cause(run.logs) or f"torchrun ended with exit status {code}"
-            result = run.end("error", "RankFailed", why)
+            result = run.failed(code)
     if result["status"] not in results.FINISHED:
         raise RunFailed(result, out)
     return result

@@ -23,7 +23,10 @@ from typing import Any
 RUN_ID_VARIABLE = "ALST_RUN_ID"
 DEADLINE_VARIABLE = "ALST_DEADLINE"
 """When the launcher will end the run, in seconds since the epoch."""
-DUMP_SECONDS = 1.0  # before the deadline
+ANSWER_SECONDS = 1.0
+"""That a rank has to write down where it is."""
+STOPPED = "Tt"
+"""States of a process that was stopped, by a signal or a debugger."""
 GRACE_SECONDS = 35.0  # longer than the 30 s that torchrun gives its ranks
 
 # Runs before torchrun, in its process: `preexec_fn` would run Python between fork and exec of a threaded kernel.
@@ -66,19 +69,49 @@ def seconds_left() -> float:
     return float(os.environ.get(DEADLINE_VARIABLE, "inf")) - time.time()
 
 
-def dump_before_deadline() -> None:
-    """Called by a rank at its start: shortly before its time is up, it writes to its log where it is
-    (`progress.whereabouts` reads that)."""
-    if (left := seconds_left()) < threading.TIMEOUT_MAX:
-        faulthandler.dump_traceback_later(max(0.1, left - DUMP_SECONDS))
+def answer_where() -> None:
+    """Called by a rank at its start: at SIGUSR1 it writes to its log where it is, for `progress.whereabouts`."""
+    faulthandler.register(signal.SIGUSR1)
+
+
+def ask_where(agent: int, run: str) -> list[int]:
+    """Have the ranks of an agent write down where they are. Returns those that cannot, because they are stopped."""
+    stopped = []
+    for pid in processes(run):
+        with contextlib.suppress(OSError, KeyError):
+            state, parent = _state(pid)
+            if parent == agent:
+                os.kill(pid, signal.SIGUSR1)
+                if state in STOPPED:
+                    stopped.append(int(_environment(pid)["RANK"]))
+    time.sleep(ANSWER_SECONDS)
+    return sorted(stopped)
+
+
+def oom_kills() -> int | None:
+    """Processes that the kernel of this machine has ended since it started because memory ran out; None if unknown."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/vmstat").read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("oom_kill ")))
+    return None
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """A process's state, one letter, and its parent."""
+    state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    return state, int(parent)
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """What a process was started with."""
+    lines = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
 def _belongs(pid: int, run: str) -> bool:
-    try:
-        environ = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
-    return f"{RUN_ID_VARIABLE}={run}".encode() in environ.split(b"\0")
+    with contextlib.suppress(OSError):
+        return _environment(pid).get(RUN_ID_VARIABLE) == run
+    return False
 
 
 def processes(run: str) -> list[int]:
@@ -88,8 +121,15 @@ def processes(run: str) -> list[int]:
 
 
 def stop(agent: subprocess.Popen[bytes] | None, run: str) -> None:
-    """End the agent, then whatever of the run is left. A second interruption only shortens the wait."""
+    """End the agent, then whatever of the run is left. A second interruption only shortens the wait.
+
+    Processes that are stopped would wait for SIGCONT before they end at SIGTERM: they are killed at once.
+    """
     try:
+        for pid in processes(run):
+            with contextlib.suppress(OSError):
+                if _state(pid)[0] in STOPPED:
+                    os.kill(pid, signal.SIGKILL)
         if agent is not None and agent.poll() is None:
             agent.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

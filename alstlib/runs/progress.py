@@ -11,10 +11,11 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -158,37 +159,68 @@ def log_tail(logs: Path, limit: int = TAIL_CHARACTERS) -> str:
     return "\n".join(parts)
 
 
-def root_cause(logs: Path) -> str:
-    """The rank that failed first, as torchrun's own summary in agent.log names it; '' when it names none."""
-    try:
-        summary = (logs / "agent.log").read_text(errors="replace").rpartition("Root Cause")[2]
-    except OSError:
-        return ""
-    found = re.search(r"\brank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", summary, re.DOTALL)
-    if not found:
-        return ""
-    killed = " (killed: is the host short of memory?)" if found[2] == "-9" else ""
-    return f"rank {found[1]} ended with exit status {found[2]}{killed}"
+def root_cause(logs: Path, oom_kills: int | None = None) -> tuple[str, str]:
+    """The rank that failed first, by agent.log: the type of the error, `RankKilled` where a signal from outside ended
+    the rank, and what happened. `oom_kills` counts the processes that the kernel ended meanwhile for lack of memory.
+
+    A rank that was killed comes before ranks that ended by themselves, because these lost the connection to it.
+    """
+    text = ""
+    with contextlib.suppress(OSError):
+        text = (logs / "agent.log").read_text(errors="replace")
+    failures, _, root = text.rpartition("Root Cause")
+    ended = [(rank, int(code), pid) for rank, code, pid in re.findall(ENDED, f"{root}\n{failures}", re.DOTALL)]
+    by_agent = set(re.findall(r"Sending process (\d+) closing signal", text))
+    for rank, code, pid in ended:
+        if code < 0 and -code != signal.SIGABRT and pid not in by_agent:  # a library aborts when others are gone
+            return "RankKilled", f"rank {rank} was ended by {_signal_name(-code)}{_sender(-code, oom_kills)}"
+    return "RankFailed", f"rank {ended[0][0]} ended with exit status {ended[0][1]}" if ended else ""
 
 
-def whereabouts(progress: Path, logs: Path) -> str:
-    """The last step that ended, and where each rank was when it wrote that down (`processes.dump_before_deadline`):
-    first the ranks that did not wait for others."""
+ENDED = r"\brank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+) \(pid: (\d+)\)"
+"""A rank in the summary that torchrun writes of the ranks that failed."""
+
+
+def _signal_name(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+def _sender(number: int, oom_kills: int | None) -> str:
+    """Who usually sends a signal."""
+    if number == signal.SIGKILL and oom_kills:
+        return f": the host ran out of memory, and its kernel ended {oom_kills} process{'es' if oom_kills > 1 else ''}"
+    if number == signal.SIGKILL:
+        counted = ", but this host's kernel counts none during the run" if oom_kills == 0 else ""
+        return f" (as the kernel does when the host's memory runs out{counted}; else a person or a scheduler)"
+    crash = {int(signal.SIGSEGV): "a crash in compiled code", int(signal.SIGBUS): "often a full /dev/shm or disk"}
+    return f" ({crash.get(number, 'from outside the run')})"
+
+
+def whereabouts(progress: Path, logs: Path, stopped: Sequence[int] = ()) -> str:
+    """The last step that ended, the ranks that are stopped, and where each of the others was when it wrote that down
+    (`processes.ask_where`): first the ranks that did not wait for others."""
     steps = [e for e in ProgressReader(progress).read() if e.get("step") is not None]
     told = [f"the last step was {steps[-1]['step']} of {steps[-1].get('steps', '?')}" if steps else "it ended no step"]
     ranks: dict[tuple[bool, str], list[int]] = {}
     for file in logs.glob("*/attempt_*/*/stderr.log"):
-        main_thread = _tail(file).rpartition("Timeout (")[2].rpartition("(most recent call first)")[2]
+        main_thread = _tail(file).rpartition("(most recent call first)")[2]
         frames = re.findall(r'File "(.*)", line (\d+) in (\S+)', main_thread)
-        if frames:
+        if frames and int(file.parent.name) not in stopped:
             waits = "/torch/distributed/" in frames[0][0]
             path, line, name = next((f for f in frames if "/alstlib/" in f[0]), frames[0])
             ranks.setdefault((waits, f"{name} ({Path(path).name}, line {line})"), []).append(int(file.parent.name))
+    if stopped:
+        told.append(f"{_ranks(stopped)} stopped (SIGSTOP, or a debugger)")
     for (waits, place), members in sorted(ranks.items(), key=lambda item: (item[0][0], len(item[1])))[:4]:
-        plural = "s" if len(members) > 1 else ""
-        verb = "waited" if waits else "were" if plural else "was"
-        told.append(f"rank{plural} {', '.join(map(str, sorted(members)))} {verb} in {place}")
+        told.append(f"{_ranks(members, 'waited' if waits else '')} in {place}")
     return "; ".join(told)
+
+
+def _ranks(ranks: Sequence[int], verb: str = "") -> str:
+    many = len(ranks) > 1
+    return f"rank{'s' if many else ''} {', '.join(map(str, sorted(ranks)))} {verb or ('were' if many else 'was')}"
 
 
 def _notebook_display() -> Any:

@@ -136,7 +136,7 @@ def _row(result: Mapping[str, Any], base: Path, spec: Spec | None) -> dict[str, 
     return {
         "anchor": _anchor(result), "name": result["label"], "status": result["status"],
         "mode": result["mode"], "run_id": result["run_id"], "finished": _when(str(result.get("finished") or "")),
-        "why": ": ".join(str(error[n]) for n in ("type", "message") if error.get(n)),
+        "why": results.why(result),
         "log_tail": error.get("log_tail") or "", "fields": fields,
         "notes": [str(n) for n in result["metrics"].get("notes") or []],
         "links": [(f.name, _link(f, base)) for f in files if f.exists()],

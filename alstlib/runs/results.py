@@ -86,13 +86,14 @@ def replace_text(path: Path, text: str) -> None:
 
 def new_result(
     config: RunConfig, status: str, *, mode: str = "real", metrics: Mapping[str, Any] | None = None,
-    error: Mapping[str, str] | None = None, device: str | None = None, device_count: int | None = None,
+    error: Mapping[str, Any] | None = None, device: str | None = None, device_count: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """A complete `result.json` as a dictionary.
 
     `metrics` holds seq_len, tokens_per_step, step_seconds[], loss[], device_peak_bytes[] and host_peak_bytes[] (one a
     rank), wire_bytes (a step), flos {paper, model} (a step, all ranks), tflops {paper, model} (a rank) and mfu.
-    `error` holds type, message and log_tail. `device` is the device's name.
+    `error` holds type, message and log_tail, and `rank` where the error is that of one rank. `device` is the device's
+    name.
     """
     return {
         "schema_version": SCHEMA_VERSION,
@@ -107,6 +108,13 @@ def new_result(
         "metrics": dict(metrics or {}),
         "error": {"type": "", "message": "", "log_tail": "", **error} if error else None,
     }
+
+
+def why(result: Mapping[str, Any]) -> str:
+    """What a result says went wrong: the error's type, whose rank it is, and its message; empty without an error."""
+    error = result.get("error") or {}
+    whose = f" on rank {error['rank']}" if error.get("rank") is not None else ""
+    return ": ".join(part for part in (f"{error.get('type') or ''}{whose}", str(error.get("message") or "")) if part)
 
 
 def check_result(result: Mapping[str, Any], source: str = "result") -> None:

@@ -131,10 +131,8 @@ def _cut_off(last: Mapping[str, Any], now: float) -> str:
 
 def _ended(result: Mapping[str, Any]) -> str:
     """A line: what was measured, or why it failed."""
-    error = result.get("error") or {}
-    if error:
-        lines = str(error.get("message") or "").strip().splitlines()
-        return f"{error.get('type')}: {lines[0] if lines else ''}".strip(": ")
+    if result.get("error"):
+        return next(iter(results.why(result).strip().splitlines()), "")
     metrics = result["metrics"]
     seconds = results.step_seconds(metrics)
     parts = [f"{format_tokens(metrics['seq_len'])} tokens"] if metrics.get("seq_len") else []

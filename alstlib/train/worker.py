@@ -22,11 +22,14 @@ from alstlib.offload.ledger import ran_out
 from alstlib.planner import devices
 from alstlib.planner.machine import machine_of
 from alstlib.planner.model_shapes import SHAPES
-from alstlib.planner.preflight import as_metrics, foretell, limits
+from alstlib.planner.preflight import as_metrics, foretell, step_limit
 from alstlib.runs import results, workers
-from alstlib.runs.processes import die_with_parent, dump_before_deadline
+from alstlib.runs.processes import answer_where, die_with_parent
 from alstlib.runs.progress import Progress
 from alstlib.train.resume import Timeout
+
+LONGEST_SECONDS = 30 * 86400.0
+"""That a rank waits for others where no limit is set: a time that the backends can count."""
 
 
 def this_device() -> tuple[torch.device, bool]:
@@ -140,7 +143,7 @@ def run_worker(doc: str | None, job: Callable[[RunConfig, Path], Any]) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for result.json and progress.jsonl")
     args = parser.parse_args()
     die_with_parent()
-    dump_before_deadline()
+    answer_where()
     run = RunConfig.from_dict(json.loads(args.config.read_text()))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -153,7 +156,8 @@ def run_worker(doc: str | None, job: Callable[[RunConfig, Path], Any]) -> None:
     else:
         world = int(os.environ["WORLD_SIZE"])
         resolved = run.replace(world_size=world, sp=run.sp or world)
-        join(device, limits(resolved, node_count(world), world if cuda else 0)[1])
+        patience = step_limit(resolved, node_count(world), world if cuda else 0)[0]
+        join(device, min(patience, LONGEST_SECONDS) + 60)  # the launcher ends the run before, and says why
     work(run, args.out, job)
     dist.barrier()
     dist.destroy_process_group()
@@ -172,7 +176,7 @@ def work(run: RunConfig, out: Path, job: Callable[[RunConfig, Path], Any]) -> No
     mode, ranks = ("emulated", 1) if run.emulate else ("real", dist.get_world_size())
     metrics: dict[str, Any] = {}
 
-    def write(status: str, **error: str) -> None:
+    def write(status: str, **error: Any) -> None:
         about: Any = {"device": device, "device_count": ranks, "mode": mode, "metrics": metrics, "error": error}
         results.write_result(out / "result.json", results.new_result(run, status, **about))
 
@@ -188,7 +192,9 @@ def work(run: RunConfig, out: Path, job: Callable[[RunConfig, Path], Any]) -> No
     except BaseException as e:
         status = "oom" if ran_out(e) else "timeout" if isinstance(e, Timeout) else "error"
         if claim(out):
-            write(status, type=type(e).__name__, message=str(e))
+            shared = isinstance(e, ValueError | OSError)  # of settings, data and files: every rank raises it
+            whose = {} if ranks == 1 or shared else {"rank": dist.get_rank()}
+            write(status, type=type(e).__name__, message=str(e), **whose)
         raise
     if first:
         write("ok")

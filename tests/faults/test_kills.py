@@ -1,7 +1,8 @@
-"""A sample of `python -m tests.faults.kills`: what is killed leaves no process, and the same command finishes."""
+"""Random kills (`make test-faults ARGS='--kills 60'`): nothing is left, and the same command finishes."""
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 
@@ -9,13 +10,15 @@ import kills
 import pytest
 
 
+@pytest.mark.timeout(4 * 3600)
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-def test_a_run_that_is_killed_leaves_nothing_and_the_same_command_finishes(tmp_path: Path) -> None:
-    """All its processes while it trains; and before, where the command is alone with its kernel, only that."""
-    run = kills.Chain(tmp_path / "chain")
-    for phase, victim in (("notebook", "kernel"), ("steps", "all")):
-        killed = run.kill(phase, victim, kills.signal.SIGKILL, 0.2)
-        assert killed is not None
-        assert killed.status not in (None, 0), killed
-        assert not killed.left
-    assert len(run.finish()) == kills.STEPS
+def test_runs_that_are_killed_leave_nothing_and_the_same_command_finishes(
+    tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seed = request.config.getoption("--seed")
+    seed = random.randrange(10**6) if seed is None else seed
+    with capsys.disabled():
+        made = kills.campaign(request.config.getoption("--kills"), 4, 2, seed, tmp_path)
+        print(made)
+    assert not made.failures
+    assert [kill for kill in made.kills if kill.wrong] == []

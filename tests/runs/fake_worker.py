@@ -2,7 +2,7 @@
 
 `model_config.fake` says what to do: ok, fail (rank 1 only), oom, hang, hang_then_explain (an error when it is ended),
 silent (no result), ok_then_fail, explained (a result with an error), environ, shrink (memory runs out once), stuck
-(memory runs out at the same length again).
+(memory runs out at the same length again), killed (rank 1, and rank 0 says that it lost it), stopped (rank 1).
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from alstlib.config import RunConfig
 from alstlib.runs import launch, results
-from alstlib.runs.processes import dump_before_deadline
+from alstlib.runs.processes import answer_where
 
 
 def explain(config: RunConfig, out: Path) -> None:
@@ -25,22 +25,41 @@ def explain(config: RunConfig, out: Path) -> None:
     sys.exit(1)
 
 
+def is_alive(started: Path) -> bool:
+    """Whether the rank that wrote its process's number there runs, or is still to begin."""
+    try:
+        pid = started.read_text()
+        return not pid or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return not started.exists()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     launch.die_with_parent()
-    dump_before_deadline()
+    answer_where()
     config = RunConfig.from_dict(json.loads(args.config.read_text()))
     what, rank = config.model_config["fake"], int(os.environ["RANK"])
     progress = launch.Progress(args.out / "progress.jsonl", rank)
     print(f"rank {rank} says: {what}", file=sys.stderr)
     for step, loss in ((1, float("nan")), (2, 2.5)):
         progress.emit("step", row=config.row, seq_len=config.seq_len, step=step, steps=2, loss=loss)
+    if what == "killed":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent's comes before rank 0 has written its error
     (args.out / f"started.{rank}").write_text(str(os.getpid()))
     if what == "hang_then_explain":
         signal.signal(signal.SIGTERM, lambda *_: explain(config, args.out))
+    if what in ("killed", "stopped"):
+        if rank == 1:
+            while not (args.out / "started.0").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL if what == "killed" else signal.SIGSTOP)
+        while what == "stopped" or is_alive(args.out / "started.1"):
+            time.sleep(0.01)
+        explain(config, args.out)
     if what.startswith("hang"):
         time.sleep(600)
     if what == "fail":

@@ -164,6 +164,28 @@ def test_a_failure_after_the_result_is_an_error_that_keeps_the_metrics(tmp_path)
     assert result["metrics"]["step_seconds"] == [3.0, 1.0, 2.0]
 
 
+@pytest.mark.skipif(not READS_PROC, reason="reads /proc")
+def test_a_rank_that_is_killed_is_the_one_that_is_named(tmp_path):
+    """And not the rank that lost it, whose error the result had."""
+    with pytest.raises(launch.RunFailed, match=r"RankKilled: rank 1 was ended by SIGKILL \(as the kernel does when"):
+        start("killed", tmp_path)
+    error = results.read_result(tmp_path / "result.json")["error"]
+    assert error["message"].endswith("; after that, Explained: the other rank is gone")
+    assert "rank 0 says: killed" in error["log_tail"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not READS_PROC, reason="reads /proc")
+def test_a_rank_that_is_stopped_ends_the_run_within_the_limit_and_is_named(tmp_path):
+    began = time.monotonic()
+    with pytest.raises(launch.RunFailed, match="Stalled: no step ended for step_timeout=20 s: the last step was 2 of"):
+        launch.launch(fake("stopped", step_timeout=20), tmp_path, worker="fake_worker", extra_env=PATHS)
+    assert time.monotonic() - began < 20 + processes.GRACE_SECONDS, "SIGTERM waits for SIGCONT"
+    message = results.read_result(tmp_path / "result.json")["error"]["message"]
+    assert "; rank 1 was stopped (SIGSTOP, or a debugger); rank 0 was in " in message
+    assert not processes_of(tmp_path)
+
+
 @pytest.mark.slow
 def test_timeout_and_one_run_a_folder(tmp_path):
     raised = in_thread("hang", tmp_path, timeout=20)

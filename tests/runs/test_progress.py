@@ -261,10 +261,10 @@ with locks.hold(Path({str(tmp_path)!r})):
         pass
 
 
-DUMP = """Timeout (0:00:09)!
-Thread 0x00007f2 (most recent call first):
+DUMP = """Thread 0x00007f2 (most recent call first):
   File "/usr/lib/python3/threading.py", line 1 in wait
-Thread 0x00007f1 (most recent call first):
+
+Current thread 0x00007f1 (most recent call first):
 {}"""
 READS = '  File "/lib/python3/ssl.py", line 9 in recv\n  File "/there/alstlib/data/prefetch.py", line 60 in read\n'
 WAITS = """  File "/lib/torch/distributed/distributed_c10d.py", line 2 in all_reduce
@@ -287,3 +287,49 @@ def test_after_a_timeout_the_rank_that_others_wait_for_comes_first(tmp_path):
         "the last step was 7 of 9; rank 2 was in read (prefetch.py, line 60); "
         "ranks 0, 1 waited in _all_reduce (loader.py, line 190)"
     )
+    assert progress.whereabouts(tmp_path / "progress.jsonl", tmp_path, [1]) == (
+        "the last step was 7 of 9; rank 1 was stopped (SIGSTOP, or a debugger); rank 2 was in read (prefetch.py, "
+        "line 60); rank 0 waited in _all_reduce (loader.py, line 190)"
+    )
+
+
+SUMMARY = """W1122 1 api.py:1031] Sending process 30 closing signal SIGTERM
+E1122 1 api.py:1002] failed (exitcode: {codes[1]}) local_rank: 1 (pid: 31) of binary: python
+====
+alstlib.train.ablation FAILED
+----
+Failures:
+[0]:
+  time      : 2026-01-31_12:00:00
+  rank      : 0 (local_rank: 0)
+  exitcode  : {codes[0]} (pid: 30)
+[2]:
+  rank      : 2 (local_rank: 2)
+  exitcode  : {codes[2]} (pid: 32) (SIGKILL)
+----
+Root Cause (first observed failure):
+[1]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : {codes[1]} (pid: 31)
+====
+"""
+
+
+@pytest.mark.parametrize("codes, kills, kind, says", [
+    ((-15, 1, -15), 0, "RankKilled", "rank 2 was ended by SIGTERM (from outside the run)"),
+    ((-15, 1, -6), 0, "RankFailed", "rank 1 ended with exit status 1"),
+    ((-15, -6, 1), 0, "RankFailed", "rank 1 ended with exit status -6"),
+    ((-15, -11, -9), 0, "RankKilled", "rank 1 was ended by SIGSEGV (a crash in compiled code)"),
+    ((-15, -40, 1), 0, "RankKilled", "rank 1 was ended by signal 40 (from outside the run)"),
+    ((-15, 1, -9), 2, "RankKilled", "rank 2 was ended by SIGKILL: the host ran out of memory, and its kernel ended 2"),
+    ((-15, 1, -9), 0, "RankKilled", "rank 2 was ended by SIGKILL (as the kernel does when the host's memory runs out, "
+                                    "but this host's kernel counts none during the run; else a person or a scheduler)"),
+    ((-15, 1, -9), None, "RankKilled", "rank 2 was ended by SIGKILL (as the kernel does when the host's memory runs "
+                                       "out; else a person or a scheduler)"),
+])  # fmt: skip
+def test_the_rank_that_failed_first(tmp_path, codes, kills, kind, says):
+    """What torchrun itself ended says nothing, and a rank that aborts has lost another."""
+    assert progress.root_cause(tmp_path) == ("RankFailed", "")
+    (tmp_path / "agent.log").write_text(SUMMARY.format(codes=codes))
+    found, why = progress.root_cause(tmp_path, kills)
+    assert (found, why.startswith(says)) == (kind, True), why

@@ -1,0 +1,40 @@
+"""The ablation's worker with a fault, run by torchrun with `-m faulty`: `FAULT` says which, after the step `AT`."""
+
+import os
+import signal
+from typing import Any
+
+import torch
+
+from alstlib.train import ablation
+from alstlib.train.worker import run_worker
+
+AT, RANK = 2, 1
+
+
+def struck(fault: str, loss: Any) -> Any:
+    """The loss of which gradients are taken then."""
+    if fault in ("stop", "kill"):
+        os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+    elif fault == "oom":
+        torch.empty(2**60, dtype=torch.uint8)
+    return loss * float("nan") if fault == "nan" else loss
+
+
+class Faulty(ablation.Trainer):
+    """Its rank `RANK` is struck when step `AT + 1` begins: the training state of step `AT` is saved by then."""
+
+    def steps(self, *args: Any, **kw: Any) -> Any:
+        backward, done = self.engine.backward, 0
+
+        def faulty(loss: Any) -> Any:
+            nonlocal done
+            done += 1
+            return backward(struck(os.environ["FAULT"], loss) if done == AT + 1 and self.rank == RANK else loss)
+
+        self.engine.backward = faulty
+        return super().steps(*args, **kw)
+
+
+if __name__ == "__main__":
+    run_worker(__doc__, Faulty)
