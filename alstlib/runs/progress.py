@@ -174,7 +174,20 @@ def root_cause(logs: Path, oom_kills: int | None = None) -> tuple[str, str]:
     for rank, code, pid in ended:
         if code < 0 and -code != signal.SIGABRT and pid not in by_agent:  # a library aborts when others are gone
             return "RankKilled", f"rank {rank} was ended by {_signal_name(-code)}{_sender(-code, oom_kills)}"
-    return "RankFailed", f"rank {ended[0][0]} ended with exit status {ended[0][1]}" if ended else ""
+    if not ended:
+        return "RankFailed", ""
+    rank, code, _ = ended[0]
+    raised = "".join(f": {line}" for line in [_last_error(logs, rank)] if line)
+    return "RankFailed", f"rank {rank} ended with exit status {code}{raised}"
+
+
+def _last_error(logs: Path, rank: str) -> str:
+    """The line of the last traceback in a rank's log that says what was raised; empty where there is none."""
+    for file in logs.glob(f"*/attempt_*/{rank}/stderr.log"):
+        text = re.sub(r"^\[rank\d+\]: ?", "", _tail(file), flags=re.MULTILINE)  # PyTorch's own mark
+        if raised := re.findall(r"^Traceback \(most .*\n(?:\s.*\n)*(\S.*)", text, re.MULTILINE):
+            return raised[-1]
+    return ""
 
 
 ENDED = r"\brank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+) \(pid: (\d+)\)"

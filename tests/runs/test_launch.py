@@ -130,7 +130,9 @@ def test_a_finished_run_is_not_run_again(finished_run, monkeypatch):
 def test_a_failing_rank(tmp_path):
     """The result of an earlier run does not count, and the log tail opens with the rank that failed."""
     results.write_result(tmp_path / "result.json", results.new_result(fake("other"), "oom"))
-    with pytest.raises(launch.RunFailed, match=r"rank 1 ended with exit status 1.*\n.*(.|\n)*rank one is broken") as e:
+    with pytest.raises(
+        launch.RunFailed, match="rank 1 ended with exit status 1: RuntimeError: rank one is broken"
+    ) as e:
         start("fail", tmp_path)
     result = results.read_result(tmp_path / "result.json")
     assert result == e.value.result

@@ -333,3 +333,19 @@ def test_the_rank_that_failed_first(tmp_path, codes, kills, kind, says):
     (tmp_path / "agent.log").write_text(SUMMARY.format(codes=codes))
     found, why = progress.root_cause(tmp_path, kills)
     assert (found, why.startswith(says)) == (kind, True), why
+
+
+def test_the_error_of_a_rank_that_told_nobody(tmp_path):
+    """It raised before it could write a result, or while it ended: the last traceback of its log says what."""
+    (tmp_path / "agent.log").write_text(SUMMARY.format(codes=(-15, 1, -6)))
+    log = tmp_path / "id" / "attempt_0" / "1" / "stderr.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("a warning")
+    assert progress.root_cause(tmp_path)[1] == "rank 1 ended with exit status 1"
+    chained = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f(x\n\n      ^^^\nKeyError: 1\n'
+    chained += f"\nDuring handling of the above exception, another exception occurred:\n\n{chained}"
+    log.write_text(
+        "\n".join(f"[rank1]: {line}" for line in chained.replace("KeyError: 1", "OSError: no", 1).splitlines())
+    )
+    assert progress.root_cause(tmp_path)[1] == "rank 1 ended with exit status 1: KeyError: 1"
+    assert progress.root_cause(tmp_path)[0] == "RankFailed"
