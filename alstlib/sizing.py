@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from pathlib import Path
 
 TILE_BYTES = {"cuda": 512 * 2**20, "cpu": 2**20}
 """Target for one intermediate of a tile: large enough for efficient matrix products, small compared with the model."""
@@ -51,20 +52,40 @@ def sdpa_kernel(device: str, half: bool, width: int, softcap: bool = False, capa
 
 
 def host_free() -> int:
-    """Bytes of this machine's memory that are free, or what its control group leaves of it."""
+    """Bytes of this machine's memory that are free, or what the job and the process's control groups leave of them."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    try:
-        with open("/proc/meminfo") as lines:
-            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        pass
-    try:
-        with open("/sys/fs/cgroup/memory.max") as top, open("/sys/fs/cgroup/memory.current") as now:
-            if (text := top.read().strip()) != "max":
-                free = min(free, int(text) - int(now.read()))
-    except (OSError, ValueError):
-        pass
-    return max(0, free)
+    with contextlib.suppress(OSError, StopIteration), open("/proc/meminfo") as lines:
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    return max(0, min(free, *_groups_leave(), *_job_has(os.environ)))
+
+
+def _groups_leave(process: Path = Path("/proc/self/cgroup"), top: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """What each limit leaves of a process's control group and of those around it (versions 2 and 1). Pages of files
+    that were read do not count, because the kernel drops them."""
+    with contextlib.suppress(OSError):
+        for line in process.read_text().splitlines():
+            number, controllers, name = line.split(":", 2)
+            if number == "0":
+                mount, limit, used, cached = top, "memory.max", "memory.current", "inactive_file"
+            elif "memory" in controllers.split(","):
+                mount, limit, used = top / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+                cached = "total_inactive_file"
+            else:
+                continue
+            group = mount / name.lstrip("/")
+            for folder in (group, *(p for p in group.parents if p.is_relative_to(mount))):
+                with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or a group that is not mounted here
+                    left = int((folder / limit).read_text()) - int((folder / used).read_text())
+                    stat = (folder / "memory.stat").read_text().split() if (folder / "memory.stat").exists() else []
+                    yield left + int(dict(zip(stat[::2], stat[1::2])).get(cached, 0))
+
+
+def _job_has(env: Mapping[str, str]) -> Iterator[int]:
+    """Memory of a node that Slurm gave the job, in bytes; nothing where it is all of it."""
+    for name, times in (("NODE", ""), ("CPU", "SLURM_CPUS_ON_NODE"), ("GPU", "SLURM_GPUS_ON_NODE")):
+        each, many = env.get(f"SLURM_MEM_PER_{name}", ""), env.get(times, "") if times else "1"
+        if each.isdigit() and many.isdigit() and int(each):
+            yield int(each) * int(many) * 2**20
 
 
 def share_host(room: int, layers: int, input_bytes: int, output_bytes: int, save: bool | str) -> tuple[int, int]:

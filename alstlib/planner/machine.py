@@ -68,14 +68,15 @@ def rates_known(machine: Machine) -> bool:
     return machine.device != "cpu" and machine.rates.name != UNKNOWN
 
 
-def machine_of(run: RunConfig, nodes: int, gpus: int) -> Machine:
+def machine_of(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_free: int | None = None) -> Machine:
     """This machine and others like it, for a resolved run. `gpus` are those that it has; with none, ranks run on its
-    CPU, and `device_memory` stands in for a device's."""
+    CPU, and `device_memory` stands in for a device's. `host` and `gpu_free` are the bytes that the least free of the
+    nodes has on its host and on a GPU; None: what this machine has."""
     per_node = max(1, run.world_size // nodes)
-    memory, host = run.device_memory, host_free()
+    memory, host = run.device_memory, host_free() if host is None else host
     if not gpus:
         return Machine(gpus=run.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, device="cpu")
     name, found = devices.first_gpu()
     rates = next((r for n, r in GPUS.items() if n in name), replace(rates_of("H100"), name=UNKNOWN))
-    memory = memory or found
+    memory = memory or min((n for n in (found, gpu_free) if n), default=None)
     return Machine(gpus=run.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, rates=rates)

@@ -53,12 +53,12 @@ def as_metrics(found: Prediction, machine: Machine) -> dict[str, Any]:
     }
 
 
-def why_not(run: RunConfig, nodes: int, gpus: int) -> str | None:
-    """Why a resolved run cannot fit this machine, and what would; None where it may. Runs that search for a length, or
-    that the planner does not know, are not judged."""
+def why_not(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_free: int | None = None) -> str | None:
+    """Why a resolved run cannot fit this machine (`machine_of`), and what would; None where it may. Runs that search
+    for a length, or that the planner does not know, are not judged."""
     if run.search or run.emulate or run.peers:
         return None
-    machine = machine_of(run, nodes, gpus)
+    machine = machine_of(run, nodes, gpus, host, gpu_free)
     try:
         shape, found = foretell(run, machine)
     except (ValueError, KeyError):
@@ -130,12 +130,12 @@ def step_limit(run: RunConfig, nodes: int, gpus: int, trains: bool = True) -> tu
     return seconds, f"{format_seconds(seconds)} (step_timeout=SECONDS sets another limit, 0 none)"
 
 
-def outlook(run: RunConfig, gpus: int) -> str:
+def outlook(run: RunConfig, gpus: int, nodes: int = 1) -> str:
     """What the planner says of a resolved run on this machine before it starts: whether it fits (of a search:
     the longest sequence), bytes of a rank, seconds of a step."""
     if run.emulate or run.peers:
         return "not predicted: it is no training run"
-    machine = machine_of(run, 1, gpus)
+    machine = machine_of(run, nodes, gpus)
     try:
         found = _expected(run, machine)[1]
     except (ValueError, KeyError) as e:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
 import shlex
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,108 +14,12 @@ from typing import Any
 from alstlib.config import RunConfig
 from alstlib.planner import command, devices, preflight
 from alstlib.planner.model_shapes import check_model
-from alstlib.runs import launch, locks, report, results, status, verify, workers
+from alstlib.runs import cluster, follower, launch, locks, nodes, report, results, status, torchrun, verify, workers
+from alstlib.runs.notebooks import execute, watch_cells
+from alstlib.runs.processes import WARNED, warnings_call
 from alstlib.runs.progress import Printer, ProgressReader
 from alstlib.runs.sweeps import Spec, check_parameters, load_spec, papermill_line, select, shown, write_record
 from alstlib.units import format_seconds
-
-KERNEL_START_SECONDS = 600  # papermill's 60 are short where many processes share the cores
-KERNEL_SECONDS = 60.0  # for an interrupted notebook: longer than the launcher's own grace
-
-
-# Executing a notebook
-
-
-def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], watch: Callable[[], None]) -> Exception | None:
-    """Execute `notebook` with papermill in a kernel of the running Python; returns what it raised.
-
-    `watch` is called about once a second meanwhile. On KeyboardInterrupt (and SIGTERM) the kernel is interrupted, so
-    that the cell cleans up, and killed if it does not; then the exception goes on.
-    """
-    import papermill
-    from jupyter_client.kernelspec import KernelSpec
-    from jupyter_client.manager import AsyncKernelManager
-
-    check_parameters(notebook, parameters)
-    kernels: list[AsyncKernelManager] = []
-    raised: list[Exception] = []
-    done = threading.Event()  # not Thread.join: interrupted, it takes a living thread for dead (Python < 3.13)
-
-    class Kernel(AsyncKernelManager):
-        """The kernel `python3`, always this interpreter, whatever kernel specs are installed."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            kernels.append(self)
-
-        @property
-        def kernel_spec(self) -> KernelSpec:
-            argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=40"]
-            env = {"PYTHONPATH": launch.import_path(os.environ.get("PYTHONPATH"))}
-            return KernelSpec(argv=argv, env=env, display_name="Python 3 (ipykernel)", language="python")
-
-    def work() -> None:
-        try:
-            papermill.execute_notebook(
-                str(notebook), str(output), parameters=dict(parameters), kernel_name="python3", language="python",
-                progress_bar=False, kernel_manager_class=Kernel, start_timeout=KERNEL_START_SECONDS,
-            )  # fmt: skip
-        except Exception as e:
-            raised.append(e)
-        finally:
-            done.set()
-
-    def signal_kernel(number: int) -> None:
-        for kernel in kernels:
-            if pid := getattr(kernel.provisioner, "pid", None):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-
-    # papermill works in a thread: interrupted itself, it would leave a kernel that nobody told to clean up
-    with launch.sigterm_interrupts():
-        try:
-            threading.Thread(target=work, daemon=True).start()
-            while not done.wait(launch.POLL_SECONDS):
-                watch()
-        except KeyboardInterrupt:
-            try:
-                deadline = time.monotonic() + KERNEL_SECONDS
-                while not done.is_set() and time.monotonic() < deadline:
-                    signal_kernel(signal.SIGINT)
-                    done.wait(KERNEL_SECONDS / 4)
-            finally:
-                if not done.is_set():
-                    signal_kernel(signal.SIGKILL)
-                    for kernel in kernels:
-                        kernel.cleanup_connection_file()
-            raise
-    return raised[0] if raised else None
-
-
-def watch_cells(notebook: Path, output: Path) -> tuple[Callable[[], None], Printer]:
-    """What `execute` may call to say how many cells are done, and the printer that says it."""
-    show, total = Printer(), len(_code_cells(notebook))
-    began = {"event": "load", "row": "report", "time": time.time()}
-    done = -1
-
-    def watch() -> None:
-        nonlocal done
-        now = sum(cell["metadata"].get("papermill", {}).get("status") == "completed" for cell in _code_cells(output))
-        if now != done:
-            done = now
-            show({**began, "message": f"{notebook.name}: {done} of {total} cells"})
-        else:
-            show.tick()
-
-    return watch, show
-
-
-def _code_cells(notebook: Path) -> list[dict[str, Any]]:
-    try:
-        return [c for c in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
-    except (OSError, ValueError, KeyError):  # half of it is written
-        return []
-
 
 # Commands
 
@@ -149,9 +49,12 @@ class Rest:
         return f"all rows: about {format_seconds(max(1.0, left))} left"
 
 
-def run_row(spec: Spec, row: str, *, force: bool = False, also: Callable[[], str] = lambda: "") -> dict[str, Any]:
+def run_row(
+    spec: Spec, row: str, *, force: bool = False, also: Callable[[], str] = lambda: "",
+    warned: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:  # fmt: skip
     """Execute the run template for a row and return its result, which says how it ended (also of a dead kernel). What
-    `also` gives is said in each line of progress.
+    `also` gives is said in each line of progress. When `warned` says so, the run is told to save its state and end.
 
     Raises:
         ValueError: another process runs in the row's folder; nothing there was touched.
@@ -167,6 +70,8 @@ def run_row(spec: Spec, row: str, *, force: bool = False, also: Callable[[], str
     show({"event": "load", "row": row, "time": time.time(), "message": "starting the notebook"})
 
     def watch() -> None:
+        if warned():
+            (folder / WARNED).touch()
         for event in (events := reader.read()):
             show(event)
         if not events:
@@ -195,8 +100,9 @@ def run_row(spec: Spec, row: str, *, force: bool = False, also: Callable[[], str
 
 
 def run(args: argparse.Namespace) -> int:
-    """`alst run`: 0 when every row ended `ok` or `oom`, 1 otherwise."""
-    spec = load_spec(args.spec, args.out)
+    """`alst run`: 0 when every row ended `ok` or `oom`, `cluster.AGAIN` when the time was up first, 1 otherwise."""
+    here = cluster.here(args.nodes, args.node_rank, args.head)
+    spec = load_spec(args.spec, args.out, nodes=args.nodes or here.count)
     names = select(spec, args.rows)
     check_parameters(spec.notebook, [*spec.parameters, "config", "out", *(["force"] if args.force else [])])
     if spec.report:
@@ -206,14 +112,31 @@ def run(args: argparse.Namespace) -> int:
     if spec.worker in workers.TRAINING:
         for model in {spec.rows[row].model for row in names}:
             check_model(model)
+    meeting = spec.out / nodes.FILE
+    if here.rank:
+        return 0 if args.dry_run else follower.follow(meeting, here, args.patience, args.grace)
     print(f"{spec.name}: {len(names)} rows, results in {shown(spec.out)}", flush=True)
     if args.dry_run:
         for row in names:
             print("\n".join(_would(spec, row, args)), flush=True)
         return 0
-    with locks.hold(spec.out) as note:
+    if (args.nodes or 1) > here.count:
+        return _submit(spec, args)
+    with locks.hold(spec.out) as note, nodes.lead(meeting, here, args.patience) as told:
         write_record(spec)
-        return _run_rows(spec, names, args, note)
+        told[0] = _run_rows(spec, names, args, note)
+    return told[0]
+
+
+def _submit(spec: Spec, args: argparse.Namespace) -> int:
+    flags = [f"--{n}={getattr(args, n)}" for n in ("out", "rows", "retry") if getattr(args, n)]
+    flags += [f"--{n.replace('_', '-')}" for n in ("force", "fail_fast") if getattr(args, n)]
+    flags += [f"--patience={args.patience:g}", *([f"--grace={args.grace:g}"] if args.grace else [])]
+    job = cluster.submit(["alst", "run", str(args.spec), *flags], spec.out, args.nodes, args.sbatch)
+    log = shlex.quote(shown(spec.out / f"slurm-{job}.log"))
+    lines = (f"its log    tail -F {log}", f"follow it  {spec.typed('status')}", f"end it     scancel {job}")
+    print("\n  ".join([f"job {job} on {args.nodes} nodes", *lines]))
+    return 0
 
 
 def _left_alone(spec: Spec, row: str, args: argparse.Namespace) -> str:
@@ -225,33 +148,63 @@ def _left_alone(spec: Spec, row: str, args: argparse.Namespace) -> str:
     return f"{done['status']} already (run {done['run_id']})" if done and not args.force else ""
 
 
+class Warning:
+    """Called when the time is nearly up (SIGUSR1, or SIGTERM with --grace); true after that, and near the job's end."""
+
+    told = False
+
+    def __call__(self) -> None:
+        self.told = True
+
+    def __bool__(self) -> bool:
+        end = cluster.job_end()
+        return self.told or (end is not None and end - time.time() < 2 * cluster.MARGIN_SECONDS)
+
+
 def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: Callable[..., None]) -> int:
-    bad = []
+    bad: list[str] = []
     alone = {row: why for row in names if (why := _left_alone(spec, row, args))}
-    rest = Rest(spec, [row for row in names if row not in alone])
-    for i, row in enumerate(names):
-        if row in alone:
-            print(f"{row}: {alone[row]}")
-            continue
-        rest.begin()
-        print(f"{row}: starting run {results.run_id(spec.rows[row])}, row {i + 1} of {len(names)}", flush=True)
-        note(row=row, row_since=time.time())
-        try:
-            result = run_row(spec, row, force=args.force, also=lambda: str(rest))
-        except ValueError as e:
-            print(f"alst: {e}", file=sys.stderr)
-            bad.append(row)
-            continue
-        finally:
-            rest.end(row)
-        error = result.get("error") or {}
-        why = f": {results.why(result)}" if result["status"] in status.FAILED else ""
-        print(f"{row}: {result['status']}{why}", flush=True)
-        if why:
-            print(error.get("log_tail", ""), file=sys.stderr)
-            bad.append(row)
-            if args.fail_fast:
-                break
+    rest, warning, ran = Rest(spec, [row for row in names if row not in alone]), Warning(), 0
+    with warnings_call(warning, args.grace):
+        for i, row in enumerate(names):
+            if row in alone:
+                print(f"{row}: {alone[row]}")
+                continue
+            if warning and (ran or warning.told):
+                return _again(spec, row)
+            rest.begin()
+            ran += 1
+            print(f"{row}: starting run {results.run_id(spec.rows[row])}, row {i + 1} of {len(names)}", flush=True)
+            note(row=row, row_since=time.time())
+            try:
+                result = run_row(spec, row, force=args.force, also=lambda: str(rest), warned=lambda: warning.told)
+            except ValueError as e:
+                print(f"alst: {e}", file=sys.stderr)
+                bad.append(row)
+                continue
+            finally:
+                rest.end(row)
+            error = result.get("error") or {}
+            why = f": {results.why(result)}" if result["status"] in status.FAILED else ""
+            print(f"{row}: {result['status']}{why}", flush=True)
+            if why:
+                saved = any((spec.out / row / name).exists() for name in ("state", "checkpoints"))
+                if warning and result["status"] in ("timeout", "cancelled") and (saved or ran > 1):
+                    return _again(spec, row)
+                print(error.get("log_tail", ""), file=sys.stderr)
+                bad.append(row)
+                if args.fail_fast or error.get("type") == "NodeMissing":
+                    break
+        return _report(spec, bad, args, note)
+
+
+def _again(spec: Spec, row: str) -> int:
+    print(f"{row}: the time is up; it goes on with: {spec.typed('run')}", flush=True)
+    return cluster.AGAIN
+
+
+def _report(spec: Spec, bad: list[str], args: argparse.Namespace, note: Callable[..., None]) -> int:
+    """The end of a sweep: the table, the report, the page, and what failed."""
     note(row="the report", row_since=time.time())
     found = results.collect(spec.out)
     print(f"\n{results.with_notes(results.table(found))}\n")
@@ -285,23 +238,24 @@ def _would(spec: Spec, row: str, args: argparse.Namespace) -> list[str]:
     fields = {n: v for n, v in config.to_dict().items() if n != "row"}
     of_row = {n: fields[n] for n in sets if n in fields}
     others = {n: v for n, v in fields.items() if n not in of_row and v != default.to_dict()[n]}
-    gpus = devices.device_count()
+    gpus, count = devices.device_count(), launch.node_count(config, spec.nodes)
     ours, foreseen = spec.worker in workers.TRAINING, workers.planned(config, spec.worker, gpus)
-    expected = preflight.outlook(foreseen, gpus) if ours else f"not predicted: the worker is {spec.worker}"
-    logs = folder / "logs" / results.run_id(config)
+    expected = preflight.outlook(foreseen, gpus, count) if ours else f"not predicted: the worker is {spec.worker}"
     parameters = {**spec.parameters, "out": str(folder), **({"force": True} if args.force else {})}
     where, output = shlex.join(["mkdir", "-p", shown(folder)]), shown(folder / spec.notebook.name)
     alone = papermill_line(shown(spec.notebook), output, parameters, config.to_dict())
-    argv = launch.command(config, folder, logs, sys.executable, spec.worker, launch.meeting(config))
+    attempt = torchrun.Attempt(
+        id=results.run_id(config), config=config.to_dict(), out=str(folder), worker=spec.worker, nodes=count
+    )
     return [
         f"{row}: would run as {results.run_id(config)}",
         f"  the row sets  {_fields(of_row)}",
         f"  the base sets {_fields(others)}",
         f"  predicted     {expected}",
-        f"  ends after    {preflight.time_limit(foreseen, 1, gpus, ours)[1]}",
+        f"  ends after    {preflight.time_limit(foreseen, count, gpus, ours)[1]}",
         f"  folder        {shown(folder)}",
         f"  by itself     {where} && {alone}",
-        f"  which starts  {shlex.join(argv)}",
+        f"  which starts  {shlex.join(attempt.command())}",
     ]
 
 
@@ -310,8 +264,8 @@ def _fields(fields: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 a row failed or could not be written, 2 refused before it started, 130 interrupted; of
-    `status` and `verify`: their EXIT."""
+    """Exit status: 0 done, 1 a row failed or could not be written, 2 refused before it started, 75 the time was up and
+    the same command continues, 130 interrupted; of `status` and `verify`: their EXIT."""
     parser = argparse.ArgumentParser(prog="alst", description="Arctic Long Sequence Training: sweeps of runs.")
     commands = parser.add_subparsers(required=True, metavar="run | report | status | plan | verify")
     p = commands.add_parser("run", help="run the rows of a spec that are not finished")
@@ -323,6 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument(
         "--dry-run", action="store_true", help="say what would run: fields, prediction, command; start nothing"
     )
+    cluster.add_arguments(p)
     p.set_defaults(command=run)
     r = commands.add_parser("report", help="print the table of results and write their page")
     r.add_argument("source", help="a spec or a folder")

@@ -16,13 +16,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 RUN_ID_VARIABLE = "ALST_RUN_ID"
 DEADLINE_VARIABLE = "ALST_DEADLINE"
 """When the launcher will end the run, in seconds since the epoch."""
+WARNED = "warned"
+"""A file in a run's folder: its time is nearly up, so it saves its state after the step that runs, and ends."""
 ANSWER_SECONDS = 1.0
 """That a rank has to write down where it is."""
 STOPPED = "Tt"
@@ -33,6 +35,7 @@ GRACE_SECONDS = 35.0  # longer than the 30 s that torchrun gives its ranks
 _SHIM = """
 import ctypes, os, signal, sys
 parent, *command = sys.argv[1:]
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler may send its warning to every process of a job
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     if os.getppid() != int(parent):
@@ -62,6 +65,11 @@ def die_with_parent() -> None:
     if run and not _belongs(os.getppid(), run):  # torchrun ended before the line above
         print("torchrun is gone; this rank ends", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def seconds_left() -> float:
@@ -148,16 +156,49 @@ def stop(agent: subprocess.Popen[bytes] | None, run: str) -> None:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt in this block (in the main thread; elsewhere it does nothing)."""
-    if threading.current_thread() is not threading.main_thread():
+    """SIGTERM raises KeyboardInterrupt in this block (in the main thread, and not inside `warnings_call`; elsewhere it
+    does nothing)."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) in _WARNED:
         yield
         return
-
-    def interrupt(number: int, _: Any) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, _: Any) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+_WARNED: list[Any] = []
+"""Handlers of `warnings_call`."""
+
+
+@contextlib.contextmanager
+def warnings_call(told: Callable[[], None], grace: float = 0.0) -> Iterator[None]:
+    """SIGUSR1 calls `told` in this block, and so does SIGTERM with `grace`: KeyboardInterrupt follows after so many
+    seconds. In the main thread; elsewhere it does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def warned(number: int, _: Any) -> None:
+        if number == signal.SIGTERM:
+            signal.setitimer(signal.ITIMER_REAL, grace)
+        told()
+
+    numbers = [signal.SIGUSR1, *([signal.SIGTERM] if grace else [])]
+    before = {number: signal.signal(number, warned) for number in numbers}
+    if grace:
+        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, _interrupt)
+        _WARNED.append(warned)
+    try:
+        yield
+    finally:
+        if grace:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            _WARNED.remove(warned)
+        for number, handler in before.items():
+            signal.signal(number, handler)

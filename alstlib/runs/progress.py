@@ -127,12 +127,23 @@ def time_left(event: Mapping[str, Any], now: float | None = None) -> float | Non
 def _tails(logs: Path) -> list[tuple[Path, str]]:
     """The ranks' logs and what they end with: first those with a traceback, in the order in which they ended. Where the
     ranks said nothing, the agent's log."""
-    files = [f for f in logs.glob("*/attempt_*/*/std*.log") if f.stat().st_size]
+    files = [f for f in logs.glob(f"**/{RANK_LOGS}") if f.stat().st_size]
     tails = []
     for file in files or [f for f in [logs / "agent.log"] if f.exists() and f.stat().st_size]:
         text = _tail(file).strip()
         tails.append(("Traceback (most" not in text, file.stat().st_mtime, file, text))
     return [(file, text) for _, _, file, text in sorted(tails)]
+
+
+RANK_LOGS = "attempt_*/*/std*.log"
+"""torchrun's files of its ranks, below a folder of its own."""
+
+
+def rank_of(log: Path) -> int:
+    """The rank that a log of torchrun is of. On nodes other than the first its folder names a rank of that node, and
+    the folder above says which is the node's first (`torchrun.Attempt.logs`)."""
+    first = re.fullmatch(r"node\d+\.rank(\d+)", log.parents[3].name)
+    return int(log.parent.name) + (int(first[1]) if first else 0)
 
 
 def _tail(file: Path) -> str:
@@ -151,7 +162,7 @@ def log_tail(logs: Path, limit: int = TAIL_CHARACTERS) -> str:
     parts, room, tails = [], limit, _tails(logs)
     for file, text in tails:
         ranks = file.name != "agent.log"
-        name = f"--- rank {file.parent.name}, {file.stem} ---\n" if ranks else "--- torchrun ---\n"
+        name = f"--- rank {rank_of(file)}, {file.stem} ---\n" if ranks else "--- torchrun ---\n"
         share = room if len(tails) == 1 else room // 2
         if share > len(name) + 80:
             parts.append(name + text[-(share - len(name)) :])
@@ -217,13 +228,13 @@ def whereabouts(progress: Path, logs: Path, stopped: Sequence[int] = ()) -> str:
     steps = [e for e in ProgressReader(progress).read() if e.get("step") is not None]
     told = [f"the last step was {steps[-1]['step']} of {steps[-1].get('steps', '?')}" if steps else "it ended no step"]
     ranks: dict[tuple[bool, str], list[int]] = {}
-    for file in logs.glob("*/attempt_*/*/stderr.log"):
+    for file in logs.glob("**/attempt_*/*/stderr.log"):
         main_thread = _tail(file).rpartition("(most recent call first)")[2]
         frames = re.findall(r'File "(.*)", line (\d+) in (\S+)', main_thread)
-        if frames and int(file.parent.name) not in stopped:
+        if frames and rank_of(file) not in stopped:
             waits = "/torch/distributed/" in frames[0][0]
             path, line, name = next((f for f in frames if "/alstlib/" in f[0]), frames[0])
-            ranks.setdefault((waits, f"{name} ({Path(path).name}, line {line})"), []).append(int(file.parent.name))
+            ranks.setdefault((waits, f"{name} ({Path(path).name}, line {line})"), []).append(rank_of(file))
     if stopped:
         told.append(f"{_ranks(stopped)} stopped (SIGSTOP, or a debugger)")
     for (waits, place), members in sorted(ranks.items(), key=lambda item: (item[0][0], len(item[1])))[:4]:

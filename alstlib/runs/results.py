@@ -5,6 +5,7 @@ Imports neither torch nor transformers, so that a launcher or a report starts at
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import functools
@@ -159,6 +160,13 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {e}") from e
     check_result(result, str(path))
     return result
+
+
+def version(path: Path) -> tuple[int, int] | None:
+    """What changes when a file is replaced; None where there is none."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime_ns, path.stat().st_ino
+    return None
 
 
 def run_id(config: RunConfig) -> str:

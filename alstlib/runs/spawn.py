@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from alstlib.runs.launch import environment
 from alstlib.runs.processes import sigterm_interrupts, start, stop
+from alstlib.runs.torchrun import environment
 
 POLL_SECONDS = 0.05
 

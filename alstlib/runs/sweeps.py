@@ -9,6 +9,8 @@ A spec is a mapping of
                 come out (env/gpu.py reads it)
     parameters  optional: more parameters of the notebook
     report      optional: a notebook that is executed at the end with the parameter `results`, the sweep's folder
+
+A file with none of notebook, base and rows holds the parameters of notebooks/run.ipynb, for a single run.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ class Spec:
     """What rows took where the spec was written, of those that say so: from it the rest of a sweep is estimated."""
     report: Path | None
     out: Path
+    nodes: int = 1
 
     @property
     def worker(self) -> str:
@@ -67,9 +70,12 @@ class Spec:
         return self.typed("run", at=self.root)
 
 
-def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, as_run: bool = False) -> Spec:
-    """Read and check a spec; `out` replaces the folder of its results. Its rows are resolved for this machine, or with
-    `as_run` for the one that ran the sweep, where its folder says which: a login node asks about a node with GPUs.
+def load_spec(
+    path: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, as_run: bool = False, nodes: int = 1
+) -> Spec:
+    """Read and check a spec; `out` replaces the folder of its results. Its rows are resolved for so many nodes like
+    this one, or with `as_run` for those that ran the sweep, where its folder says which: a login node asks about a node
+    with GPUs.
 
     Raises:
         ValueError: what cannot be read, unknown names (with the nearest known one), or values RunConfig refuses.
@@ -82,12 +88,15 @@ def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None =
     if not isinstance(spec, dict):
         raise ValueError(f"the spec {path} is not a mapping with name, notebook, base and rows")
     names = ["name", "notebook", "base", "rows", "parameters", "report"]
+    if not {"rows", "base", "notebook"} & set(spec):
+        spec = _one_run(spec, path)
     check_names(spec, names, "field of a spec", "base", RunConfig.__dataclass_fields__)
     name = str(spec.get("name") or path.stem)
     notebook, root = _locate(spec.get("notebook") or "notebooks/run.ipynb", path)
     folder = Path(out).resolve() if out else root / OUT / name
-    ran_on = read_record(folder).get("gpus") if as_run else None
-    gpus = ran_on if isinstance(ran_on, int) else devices.device_count()
+    record = read_record(folder) if as_run else {}
+    gpus = record["gpus"] if isinstance(record.get("gpus"), int) else devices.device_count()
+    nodes = record["nodes"] if isinstance(record.get("nodes"), int) else nodes
     device = "cuda" if gpus else "cpu"
     rows: dict[str, RunConfig] = {}
     sets: dict[str, dict[str, Any]] = {}
@@ -112,15 +121,24 @@ def load_spec(path: str | os.PathLike[str], out: str | os.PathLike[str] | None =
         base = RunConfig.from_dict(_for_device(spec.get("base") or {}, device))
         config = row_config(row, base) if row in ROWS else base.replace(row=row)
         fields = {n: v for n, v in _for_device(fields, device).items() if n != "seconds"}
-        rows[row], sets[row] = launch.resolve(config.replace(**fields), gpus=gpus), {**ROWS.get(row, {}), **fields}
+        config, sets[row] = config.replace(**fields), {**ROWS.get(row, {}), **fields}
+        rows[row] = launch.resolve(config, launch.node_count(config, nodes), gpus)
     if not rows:
         raise ValueError(f"the spec {path} names no rows")
     report = _locate(spec["report"], path)[0] if spec.get("report") else None
     parameters = dict(spec.get("parameters") or {})
     return Spec(
         name=name, path=path, root=root, notebook=notebook, parameters=parameters, rows=rows, sets=sets,
-        seconds=seconds, report=report, out=folder,
+        seconds=seconds, report=report, out=folder, nodes=nodes,
     )  # fmt: skip
+
+
+def _one_run(parameters: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The spec of a single run, from parameters of notebooks/run.ipynb: `row`, `config`, its fields, `worker`."""
+    base = {n: v for n, v in parameters.items() if n not in ("row", "config", "worker", "out", "force")}
+    named = {"worker": parameters["worker"]} if "worker" in parameters else {}
+    row = parameters.get("row") or {"name": "run"}
+    return {"name": path.stem, "base": {**base, **(parameters.get("config") or {})}, "rows": [row], "parameters": named}
 
 
 def _for_device(fields: Mapping[str, Any], device: str) -> dict[str, Any]:
@@ -185,7 +203,7 @@ def write_record(spec: Spec) -> None:
          "command": spec.command,
          "notebook": Path(os.path.relpath(spec.notebook, spec.root)).as_posix(),
          "parameters": results.strict(spec.parameters, []),
-         "gpus": devices.device_count()},
+         "gpus": devices.device_count(), "nodes": spec.nodes},
     )  # fmt: skip
 
 

@@ -8,14 +8,20 @@ nothing is unpickled. Ended by a signal, the agent says so by its exit status, 1
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
 import sys
+from pathlib import Path
 
 from torch.distributed import TCPStore, run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from alstlib.planner import devices
+from alstlib.runs.processes import cores
 
 BACKEND = "alst"
 PATIENCE_SECONDS = 600
@@ -45,10 +51,17 @@ def _create(given: RendezvousParameters) -> BoundRendezvous:
     return BoundRendezvous(host, port, int(given.config["rank"]), given.max_nodes, given.run_id, PATIENCE_SECONDS)
 
 
+def numa_binding(nodes: Path = Path("/sys/devices/system/node")) -> list[str]:
+    """torchrun's flag that binds each rank to the cores next to its GPU, on a machine with several NUMA nodes. Where a
+    scheduler has bound this process already, or numactl is missing, nothing is bound."""
+    several = len(list(nodes.glob("node[0-9]*"))) > 1 and cores() == os.cpu_count()
+    return ["--numa-binding", "node"] if several and devices.device_count() and shutil.which("numactl") else []
+
+
 def main() -> None:
     rendezvous_handler_registry.register(BACKEND, _create)
     try:
-        run.main(["--rdzv-backend", BACKEND, *sys.argv[1:]])
+        run.main(["--rdzv-backend", BACKEND, *numa_binding(), *sys.argv[1:]])
     except SignalException as e:
         sys.exit(128 + e.sigval)
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.runs import locks
-from alstlib.runs.launch import import_path
 from alstlib.runs.processes import start
+from alstlib.runs.torchrun import import_path
 
 FOLDER_VARIABLE = "TORCH_EXTENSIONS_DIR"
 

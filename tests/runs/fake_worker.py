@@ -1,8 +1,9 @@
 """A worker for tests of the launcher, run by torchrun with `-m fake_worker`: imports nothing heavy.
 
 `model_config.fake` says what to do: ok, fail (rank 1 only), oom, hang, hang_then_explain (an error when it is ended),
-silent (no result), ok_then_fail, explained (a result with an error), environ, shrink (memory runs out once), stuck
-(memory runs out at the same length again), killed (rank 1, and rank 0 says that it lost it), stopped (rank 1).
+silent (no result), ok_then_fail, explained (a result with an error), environ, shrink (memory runs out once),
+shrink_then_hang (rank 1 at once), stuck (memory runs out at the same length again), killed (rank 1, and rank 0 says
+that it lost it), stopped (rank 1).
 """
 
 import argparse
@@ -60,18 +61,20 @@ def main() -> None:
         while what == "stopped" or is_alive(args.out / "started.1"):
             time.sleep(0.01)
         explain(config, args.out)
-    if what.startswith("hang"):
+    if what.startswith("hang") or (what == "shrink_then_hang" and rank):
         time.sleep(600)
     if what == "fail":
         if rank == 1:
             raise RuntimeError("rank one is broken")
         time.sleep(600)
-    if what in ("shrink", "stuck") and rank == 0:
+    if what in ("shrink", "shrink_then_hang", "stuck") and rank == 0:
         lost = [e for e in launch.ProgressReader(progress.path).read() if e["event"] == "tried"]
         progress.emit("tried", seq_len=900, peak=100)
         if what == "stuck" or not lost:
             progress.emit("tried", seq_len=1000, peak=None)
             what = "oom"
+        elif what == "shrink_then_hang":
+            time.sleep(600)
     if what == "environ":
         tempfile.mkdtemp()
         (args.out / f"environ.{rank}.json").write_text(json.dumps(dict(os.environ)))

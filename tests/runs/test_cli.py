@@ -40,7 +40,7 @@ def out_of(folder: Path) -> Path:
 
 def recorder(ran: list, status: str):
     """A stand-in for `cli.run_row` that notes the row."""
-    return lambda spec, row, force, also: ran.append(row) or results.new_result(spec.rows[row], status)
+    return lambda spec, row, force, also, warned: ran.append(row) or results.new_result(spec.rows[row], status)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_what_is_run_again(sweep, monkeypatch, capsys):
     spec, _, _ = sweep
     ran = []
 
-    def run_row(spec, row, force, also):
+    def run_row(spec, row, force, also, warned):
         ran.append((row, force))
         return results.new_result(spec.rows[row], "ok")
 
@@ -542,7 +542,7 @@ def test_what_is_left_of_a_sweep_is_estimated_from_the_rows_that_ended(tmp_path,
     now, said = [0.0], []
     monkeypatch.setattr(cli.time, "monotonic", lambda: now[0])
 
-    def run_row(spec, row, force, also):
+    def run_row(spec, row, force, also, warned):
         said.append(also())
         now[0] += 3 * spec.seconds[row]  # this machine is three times as slow
         said.append(also())

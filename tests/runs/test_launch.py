@@ -5,7 +5,6 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,11 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
-from cases import READS_PROC, listening, wait_for
+from cases import READS_PROC, wait_for
 
 from alstlib.config import PAPER_ROWS, RunConfig, row_config
 from alstlib.planner import devices, preflight
-from alstlib.runs import launch, processes, progress, results
+from alstlib.runs import launch, nodes, processes, progress, results, torchrun
 from alstlib.runs.progress import ProgressReader
 
 TESTS = Path(__file__).parent
@@ -119,7 +118,7 @@ def test_ranks_get_a_clean_environment(finished_run):
 
 def test_a_finished_run_is_not_run_again(finished_run, monkeypatch):
     out, result, _ = finished_run
-    monkeypatch.setattr(launch, "start", lambda *a: pytest.fail("torchrun was started"))
+    monkeypatch.setattr(torchrun, "start", lambda *a: pytest.fail("torchrun was started"))
     assert start("environ", out) == result
     assert launch.finished(fake("environ", timeout=200), out) == result
     assert launch.finished(fake("environ", timeout=200, seq_len=4096), out) is None
@@ -322,7 +321,7 @@ def test_full_disk(tmp_path, monkeypatch, capsys):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        patch.setattr(launch, "start", lambda *a: pytest.fail("torchrun was started"))
+        patch.setattr(torchrun, "start", lambda *a: pytest.fail("torchrun was started"))
         with pytest.raises(OSError, match=r"config\.json: the disk is full"):
             start("ok", tmp_path)
     assert results.read_result(tmp_path / "result.json")["status"] == "ok"
@@ -347,9 +346,6 @@ def test_resolve(monkeypatch):
     assert launch.resolve(RunConfig(sp=0), nnodes=4).sp == 32
     with pytest.raises(ValueError, match=r"world_size=9 needs more GPUs than the 8"):
         launch.resolve(RunConfig(world_size=9))
-    with pytest.raises(ValueError, match="2 nodes need an endpoint"):
-        launch.launch(RunConfig(), "nowhere", nodes=launch.Nodes(2))
-    assert not Path("nowhere").exists()
 
 
 @pytest.mark.parametrize("visible, count", [(None, 4), ("", 0), ("0,2", 2), ("1,-1,2", 1), ("GPU-a", 1)])
@@ -368,40 +364,13 @@ def test_cuda_environment(monkeypatch):
     monkeypatch.setattr(devices, "device_count", lambda: 8)
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "DS_ACCELERATOR"):
         monkeypatch.delenv(name, raising=False)
-    env = launch.environment("r", 8)
+    env = torchrun.environment("r", 8)
     assert env["PYTORCH_CUDA_ALLOC_CONF"] == env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert "DS_ACCELERATOR" not in env
-    own = launch.environment("r", 8, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "OMP_NUM_THREADS": "3"})
+    own = torchrun.environment("r", 8, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "OMP_NUM_THREADS": "3"})
     assert own["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
     assert "PYTORCH_CUDA_ALLOC_CONF" not in own
     assert own["OMP_NUM_THREADS"] == "3"
-
-
-def test_several_nodes_meet_at_one_endpoint():
-    config = launch.resolve(RunConfig(world_size=4))
-    where = launch.meeting(config, launch.Nodes(2, 1, "n1:29500"))
-    text = " ".join(launch.command(config, Path("/o"), Path("/o/logs"), "python", "alstlib.train.ablation", where))
-    assert "--nnodes 2 --rdzv-endpoint n1:29500" in text
-    assert "--rdzv-conf rank=1 --nproc-per-node 2" in text
-    for endpoint in (None, "n1", "n1:port"):
-        with pytest.raises(ValueError, match="2 nodes need an endpoint"):
-            launch.meeting(config, launch.Nodes(2, 1, endpoint))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not READS_PROC, reason="reads Linux's /proc")
-def test_several_nodes_listen_on_the_interface_that_is_given(tmp_path):
-    """Two launchers as on two nodes; the worker opens nothing, so what is seen is the rendezvous."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.2", 0))
-        endpoint = f"127.0.0.2:{free.getsockname()[1]}"
-    raised = [in_thread("hang", tmp_path, world_size=2, nodes=launch.Nodes(2, rank, endpoint)) for rank in (0, 1)]
-    assert wait_for(lambda: all((tmp_path / f"started.{rank}").exists() for rank in (0, 1))), raised
-    assert list(listening(tmp_path).values()) == [{"127.0.0.2"}]
-    for agent in pids_of(tmp_path, "alstlib.train.agent"):
-        os.kill(agent, signal.SIGTERM)
-    assert wait_for(lambda: all(raised))
-    assert not processes_of(tmp_path)
 
 
 def test_reader_returns_whole_lines_once(tmp_path):
@@ -424,7 +393,7 @@ def test_only_rank_0_writes(tmp_path):
 
 
 def test_a_callback_that_fails_is_dropped(tmp_path):
-    run = launch._Run(fake("ok"), tmp_path, True, lambda event: 1 / 0)
+    run = launch._Run(fake("ok"), tmp_path, lambda event: 1 / 0, nodes.Followers(nodes.Meeting()))
     launch.Progress(tmp_path / "progress.jsonl").emit("step")
     with pytest.warns(UserWarning, match="on_progress failed"):
         run.follow()
@@ -459,7 +428,7 @@ def test_log_tail_fits_and_starts_with_the_first_traceback(tmp_path):
 
 def test_a_model_that_is_not_there_starts_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(launch, "start", lambda *a: pytest.fail("ranks were started"))
+    monkeypatch.setattr(torchrun, "start", lambda *a: pytest.fail("ranks were started"))
     for name, says in (("tinny", "did you mean 'tiny'"), (str(tmp_path / "lama"), "does not exist")):
         with pytest.raises(ValueError, match=says):
             launch.launch(RunConfig(model=name), tmp_path / "out")
@@ -495,7 +464,7 @@ def test_ranks_are_told_the_time_limit(tmp_path, monkeypatch, timeout, seconds):
         given.append(env)
         raise OSError("not now")
 
-    monkeypatch.setattr(launch, "start", refuse)
+    monkeypatch.setattr(torchrun, "start", refuse)
     with pytest.raises(OSError, match="not now"):
         launch.launch(RunConfig(timeout=timeout), tmp_path)
     deadline = float(given[0]["ALST_DEADLINE"])

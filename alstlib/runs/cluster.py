@@ -1,0 +1,206 @@
+"""Several nodes: which they are, as a scheduler says it or as flags do, and a job that runs `alst run` on each of them.
+
+A launcher is started once on each node. Slurm is tested with two daemons on one machine. SkyPilot is tested by its
+variables, with two launchers on one machine. Kubeflow and dstack are unchecked beyond the names of their variables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from alstlib.planner import devices
+
+TEMPLATE = Path(__file__).with_name("alst.sbatch")
+AGAIN = 75
+"""Exit status of `alst run` after its time was up, with a saved state: the same command continues."""
+JOB_END_VARIABLE = "ALST_JOB_END"
+"""When the scheduler will end the job, in seconds since the epoch."""
+MARGIN_SECONDS = 60.0
+"""That a run ends before its job, so that its ranks are gone and its result is written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The nodes that a command was started on, once on each, as one of them knows them."""
+
+    count: int = 1
+    rank: int = 0
+    head: str = "127.0.0.1"
+    """Name or address of node 0, perhaps with `:port`, on which its launcher listens then."""
+    gpus: int | None = None
+    """GPUs that each node was given; None where nothing says so."""
+    system: str = ""
+    """Who said so."""
+
+
+# What schedulers say
+
+
+def _slurm(env: Mapping[str, str]) -> Nodes | None:
+    if "SLURM_JOB_ID" not in env:
+        return None
+    gpus = env.get("SLURM_GPUS_ON_NODE", "")
+    count, tasks = int(env.get("SLURM_STEP_NUM_NODES", "1")), int(env.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "SLURM_STEP_NUM_NODES" not in env and int(env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or 1) > 1:
+        raise ValueError(
+            "this Slurm job has several nodes, and the command was started on one: start it on each of them, with "
+            "srun --ntasks-per-node=1 COMMAND, or give --nodes 1"
+        )
+    if count > 1 and tasks != count:
+        raise ValueError(f"Slurm started {tasks} tasks on {count} nodes: give srun --ntasks-per-node=1")
+    head = _slurm_address(first_host(env["SLURM_STEP_NODELIST"])) if count > 1 else "127.0.0.1"
+    rank = int(env.get("SLURM_NODEID", "0")) if count > 1 else 0
+    return Nodes(count=count, rank=rank, head=head, gpus=int(gpus) if gpus.isdigit() else None, system="Slurm")
+
+
+def first_host(names: str) -> str:
+    """The first of Slurm's list of nodes: `n001` of `n[001-003,007],m5`."""
+    first = re.split(r",(?![^\[]*\])", names)[0]
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
+
+
+def _slurm_address(node: str) -> str:
+    """The address by which Slurm itself reaches a node; its name where Slurm does not say."""
+    return _ask("scontrol", "show", "node", "--oneliner", node).get("NodeAddr", node)
+
+
+def _ask(*command: str) -> dict[str, str]:
+    """The fields that scontrol prints; none where it cannot be asked."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        return dict(re.findall(r"(\w+)=(\S+)", said))
+    return {}
+
+
+def _named(system: str, count: str, rank: str, head: str, gpus: str = "") -> Callable[..., Nodes | None]:
+    """A reader of a scheduler that has a variable for each of these."""
+
+    def read(env: Mapping[str, str]) -> Nodes | None:
+        if not env.get(count) or not env.get(head) or rank not in env:
+            return None
+        if not env[count].isdigit():
+            raise ValueError(f"{count}={env[count]!r} is no fixed number of nodes, which a run needs")
+        given = env.get(gpus, "")
+        first = env[head].split()[0]  # SkyPilot lists all of them
+        on_node = int(given) if given.isdigit() else None
+        return Nodes(count=int(env[count]), rank=int(env[rank]), head=first, gpus=on_node, system=system)
+
+    return read
+
+
+SYSTEMS: dict[str, Callable[..., Nodes | None]] = {
+    "Slurm": _slurm,
+    "SkyPilot": _named(
+        "SkyPilot", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_GPUS_PER_NODE"
+    ),
+    "Kubeflow": _named("Kubeflow", "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR"),
+    "dstack": _named("dstack", "DSTACK_NODES_NUM", "DSTACK_NODE_RANK", "DSTACK_MASTER_NODE_IP", "DSTACK_GPUS_PER_NODE"),
+}
+
+
+def here(
+    count: int | None = None, rank: int | None = None, head: str | None = None, env: Mapping[str, str] = os.environ
+) -> Nodes:
+    """The nodes that this command was started on: as given, or as the scheduler's variables say; else one.
+
+    Raises:
+        ValueError: what is given contradicts itself or the scheduler, or this node has other GPUs than it was given.
+    """
+    if rank is not None or (head is not None and "SLURM_JOB_ID" not in env):
+        if count is None or rank is None or head is None:
+            raise ValueError("--nodes, --node-rank and --head go together: their number, which this is, and node 0")
+        if not 0 <= rank < count:
+            raise ValueError(f"--node-rank {rank} is not from 0 to {count - 1}, for --nodes {count}")
+        return Nodes(count=count, rank=rank, head=head, system="the flags")
+    if count == 1:
+        return Nodes()
+    found = next((nodes for read in SYSTEMS.values() if (nodes := read(env)) is not None), Nodes())
+    if found.count > 1 and count not in (None, found.count):
+        raise ValueError(f"--nodes {count} on {found.count} nodes, by the variables of {found.system}")
+    if found.gpus is not None and env.get("CUDA_VISIBLE_DEVICES") != "" and found.gpus != devices.device_count():
+        raise ValueError(
+            f"{found.system} gave this node {found.gpus} GPUs, and PyTorch may use {devices.device_count()}: check the "
+            "driver and PyTorch's CUDA, and CUDA_VISIBLE_DEVICES ('' for ranks on the CPU)"
+        )
+    return replace(found, head=head or found.head)
+
+
+def job_end(env: Mapping[str, str] = os.environ) -> float | None:
+    """When the scheduler will end this job, in seconds since the epoch; None where nothing says so."""
+    for name in (JOB_END_VARIABLE, "SLURM_JOB_END_TIME"):
+        with contextlib.suppress(KeyError, ValueError):
+            return float(env[name])
+    if job := env.get("SLURM_JOB_ID"):
+        with contextlib.suppress(KeyError, ValueError):
+            ends = _ask("scontrol", "show", "job", "--oneliner", job)["EndTime"]
+            return datetime.datetime.fromisoformat(ends).timestamp()
+    return None
+
+
+def job_seconds(now: float | None = None) -> float | None:
+    """Seconds that a run may take so that it ends well before its job; None where there is no job with an end."""
+    if (end := job_end()) is None:
+        return None
+    left = end - (time.time() if now is None else now)
+    return max(left / 2, left - MARGIN_SECONDS)
+
+
+# The command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `alst run` for several nodes."""
+    group = parser.add_argument_group("several nodes (env/README.md)")
+    env = os.environ
+    nodes, rank = env.get("ALST_NODES"), env.get("ALST_NODE_RANK")
+    group.add_argument(
+        "--nodes", type=int, default=nodes and int(nodes), help="their number; with Slurm: submits a job"
+    )
+    group.add_argument("--node-rank", type=int, default=rank and int(rank), help="which this is, from 0, the head")
+    group.add_argument("--head", default=env.get("ALST_HEAD"), metavar="HOST[:PORT]", help="node 0, as others reach it")
+    group.add_argument(
+        "--patience", type=float, default=600.0, metavar="SECONDS", help="that nodes wait for others; 600"
+    )
+    group.add_argument(
+        "--grace", type=float, default=float(env.get("ALST_GRACE", 0)), metavar="SECONDS",
+        help="from SIGTERM to the end, in which a run with checkpoint_every saves its state; 0 ends it at once",
+    )  # fmt: skip
+    group.add_argument("--sbatch", default="", metavar="OPTIONS", help='for the job: "--partition=gpu --time=4:00:00"')
+
+
+def submit(command: Sequence[str], out: Path, count: int, options: str = "") -> str:
+    """Submit a job that runs `alst run ...`, as `command` has it, on so many nodes; its number. Its log is
+    `slurm-NUMBER.log` in the folder `out`.
+
+    Raises:
+        ValueError: there is no Slurm here, or this is in a job already, or sbatch refuses.
+    """
+    typed = shlex.join(command)
+    if "SLURM_JOB_ID" in os.environ:
+        raise ValueError(f"this is in a Slurm job: srun --nodes={count} --ntasks-per-node=1 {typed}")
+    if not shutil.which("sbatch"):
+        raise ValueError(
+            f"--nodes {count} without Slurm (there is no sbatch) or the variables of another scheduler: start this on "
+            f"each node, with its rank R from 0: {typed} --nodes {count} --node-rank R --head HOST, where HOST is the "
+            "node of rank 0 as the others reach it"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    argv = ["sbatch", "--parsable", f"--nodes={count}", f"--job-name=alst-{out.name}"]
+    argv += [f"--output={out / 'slurm-%j.log'}", *shlex.split(options), str(TEMPLATE), *command[2:]]
+    env = {**os.environ, "ALST_PYTHON": sys.executable}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"sbatch refused the job: {done.stderr.strip()}; it was given: {shlex.join(argv)}")
+    return done.stdout.strip().partition(";")[0]

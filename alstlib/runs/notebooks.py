@@ -1,0 +1,115 @@
+"""Executing a notebook with papermill: what ends this process ends its kernel, and the ranks that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from alstlib.runs import launch, torchrun
+from alstlib.runs.processes import sigterm_interrupts
+from alstlib.runs.progress import Printer
+from alstlib.runs.sweeps import check_parameters
+
+KERNEL_START_SECONDS = 600  # papermill's 60 are short where many processes share the cores
+KERNEL_SECONDS = 60.0  # for an interrupted notebook: longer than the launcher's own grace
+
+
+def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], watch: Callable[[], None]) -> Exception | None:
+    """Execute `notebook` with papermill in a kernel of the running Python; returns what it raised.
+
+    `watch` is called about once a second meanwhile. On KeyboardInterrupt (and SIGTERM) the kernel is interrupted, so
+    that the cell cleans up, and killed if it does not; then the exception goes on.
+    """
+    import papermill
+    from jupyter_client.kernelspec import KernelSpec
+    from jupyter_client.manager import AsyncKernelManager
+
+    check_parameters(notebook, parameters)
+    kernels: list[AsyncKernelManager] = []
+    raised: list[Exception] = []
+    done = threading.Event()  # not Thread.join: interrupted, it takes a living thread for dead (Python < 3.13)
+
+    class Kernel(AsyncKernelManager):
+        """The kernel `python3`, always this interpreter, whatever kernel specs are installed."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            kernels.append(self)
+
+        @property
+        def kernel_spec(self) -> KernelSpec:
+            argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=40"]
+            # a scheduler may send its warning to every process of a job: it is this one's
+            argv = ["sh", "-c", 'trap "" USR1; exec "$@"', "sh", *argv]
+            env = {"PYTHONPATH": torchrun.import_path(os.environ.get("PYTHONPATH"))}
+            return KernelSpec(argv=argv, env=env, display_name="Python 3 (ipykernel)", language="python")
+
+    def work() -> None:
+        try:
+            papermill.execute_notebook(
+                str(notebook), str(output), parameters=dict(parameters), kernel_name="python3", language="python",
+                progress_bar=False, kernel_manager_class=Kernel, start_timeout=KERNEL_START_SECONDS,
+            )  # fmt: skip
+        except Exception as e:
+            raised.append(e)
+        finally:
+            done.set()
+
+    def signal_kernel(number: int) -> None:
+        for kernel in kernels:
+            if pid := getattr(kernel.provisioner, "pid", None):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    # papermill works in a thread: interrupted itself, it would leave a kernel that nobody told to clean up
+    with sigterm_interrupts():
+        try:
+            threading.Thread(target=work, daemon=True).start()
+            while not done.wait(launch.POLL_SECONDS):
+                watch()
+        except KeyboardInterrupt:
+            try:
+                deadline = time.monotonic() + KERNEL_SECONDS
+                while not done.is_set() and time.monotonic() < deadline:
+                    signal_kernel(signal.SIGINT)
+                    done.wait(KERNEL_SECONDS / 4)
+            finally:
+                if not done.is_set():
+                    signal_kernel(signal.SIGKILL)
+                    for kernel in kernels:
+                        kernel.cleanup_connection_file()
+            raise
+    return raised[0] if raised else None
+
+
+def watch_cells(notebook: Path, output: Path) -> tuple[Callable[[], None], Printer]:
+    """What `execute` may call to say how many cells are done, and the printer that says it."""
+    show, total = Printer(), len(_code_cells(notebook))
+    began = {"event": "load", "row": "report", "time": time.time()}
+    done = -1
+
+    def watch() -> None:
+        nonlocal done
+        now = sum(cell["metadata"].get("papermill", {}).get("status") == "completed" for cell in _code_cells(output))
+        if now != done:
+            done = now
+            show({**began, "message": f"{notebook.name}: {done} of {total} cells"})
+        else:
+            show.tick()
+
+    return watch, show
+
+
+def _code_cells(notebook: Path) -> list[dict[str, Any]]:
+    try:
+        return [c for c in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+    except (OSError, ValueError, KeyError):  # half of it is written
+        return []
