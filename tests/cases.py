@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import ipaddress
-import json
 import os
 import sys
 import time
@@ -181,8 +180,8 @@ READS_PROC = sys.platform.startswith("linux") and sys.byteorder == "little"
 
 
 def listening(out: Path) -> dict[int, set[str]]:
-    """Addresses on which each process of the run in `out` listens (TCP) or receives (UDP), read from /proc."""
-    run = json.loads((out / "progress.jsonl").read_text().splitlines()[0])["run_id"]
+    """Addresses on which each process of the newest attempt in `out` listens (TCP) or receives (UDP), from /proc."""
+    run = max((out / "logs").iterdir(), key=lambda p: p.stat().st_mtime).name
     tables: dict[str, str] = {}
     for kind, state in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
         for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:

@@ -304,7 +304,7 @@ def launch(
         limit, which = time_limit(foreseen, nnodes, gpus, trains)
         if (rest := cluster.job_seconds()) is not None and rest < limit:
             limit, which = rest, f"its job allows, {format_seconds(rest)}"
-        patience, step_limits = step_limit(foreseen, nnodes, gpus, trains)
+        patience, which_step = step_limit(foreseen, nnodes, gpus, trains)
         run, code = _Run(config, out, on_progress, followers, limit, patience), None
         # ranks end without tidying up, or are killed
         with tempfile.TemporaryDirectory(prefix="alst-", ignore_cleanup_errors=True) as temporary:

@@ -31,12 +31,14 @@ from alstlib.data.corpus import get_tokenizer, load_corpus
 from alstlib.data.samples import tokenize_row
 from alstlib.mesh import gather_text
 from alstlib.offload.ledger import Ledger
+from alstlib.planner.preflight import SLOW_DISK
 from alstlib.runs import locks, results
 from alstlib.runs.workers import FINETUNE
 from alstlib.train.ablation import run_options
 from alstlib.train.engine import engine_config, host_tensors, reserve_adam_state
 from alstlib.train.loading import load_on_first, place
 from alstlib.train.models import load_model, model_config, put_liger
+from alstlib.train.resume import ended, ending
 from alstlib.train.state import FREE, place_aside
 from alstlib.train.worker import Job, run_worker, wait_for
 from alstlib.units import IGNORE
@@ -216,6 +218,8 @@ class FineTune(Job):
         finally:
             watch.close()
         state = trainer.state
+        if watch.ending is not None:
+            raise ended(watch.ending, self.run, state.global_step, self.out / "checkpoints")
         if self.run.eval_data is not None and all(
             line["step"] != state.global_step for line in state.log_history if "eval_loss" in line
         ):
@@ -284,6 +288,10 @@ class Watch(TrainerCallback):
         self.ledger: Ledger | None = None
         self.peaks = (0, 0)
         self.ends: list[float] = []
+        self.ending: type[Exception] | None = None
+        """Why the training ends before its last step."""
+        self.saving = 12 * sum(getattr(p, "ds_numel", p.numel()) for p in job.trainer.model.parameters()) / SLOW_DISK
+        """Seconds that a checkpoint takes: guessed before the first."""
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         job = self.job
@@ -303,8 +311,15 @@ class Watch(TrainerCallback):
         self.tokens.append(self.job.trainer._total_train_tokens - self.seen)
         if len(self.seconds) == WATCHED and not self.job.cuda:
             self.close()
+        if self.job.run.checkpoint_every and state.global_step < state.max_steps:
+            needs = 1.2 * max(self.seconds[-10:]) + 2 * self.saving + 1
+            if (why := ending(self.job.out, needs, self.job.device)) is not None:
+                self.ending, control.should_save, control.should_training_stop = why, True, True
         if not control.should_log:
             self._tell(state)
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.saving = time.perf_counter() - self.ends[-1]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" in logs:

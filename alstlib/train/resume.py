@@ -7,7 +7,6 @@ The same command continues by itself: a state of the same configuration in the r
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +16,34 @@ from alstlib.config import RunConfig
 from alstlib.mesh import gather_text
 from alstlib.planner.preflight import SLOW_DISK
 from alstlib.runs import results
-from alstlib.runs.processes import seconds_left
+from alstlib.runs.processes import WARNED, seconds_left
 from alstlib.train.engine import Told
 from alstlib.train.state import FREE, OtherState, find_state, load_state, place_aside, save_state
 
 
 class Timeout(TimeoutError):
     """The run's time is up; its state is saved."""
+
+
+class Warned(InterruptedError):
+    """The run was told to end (`processes.WARNED`); its state is saved."""
+
+
+def ending(out: Path, seconds: float, device: Any) -> type[Exception] | None:
+    """Why no step may begin any more that needs so many seconds with what follows it; the same on every rank."""
+    mine = json.dumps([seconds_left() < seconds, (out / WARNED).exists()])
+    late, warned = json.loads(gather_text(mine, device)[0])
+    return Warned if warned else Timeout if late else None
+
+
+def ended(why: type[Exception], run: RunConfig, step: int, folder: Path) -> Exception:
+    """What is raised after the state of the last step is in `folder`."""
+    limit = f"timeout={run.timeout:g} s" if run.timeout else "the run's time limit"
+    first = "the run was told to end" if why is Warned else f"{limit} leaves no time for a step"
+    return why(
+        f"{first} after step {step} of {run.steps}; the training state is saved in {folder}, and the same command "
+        "continues from there"
+    )
 
 
 class RunStates:
@@ -75,24 +95,20 @@ class RunStates:
 
         Raises:
             Timeout: another step of so many `seconds` might not leave the time to save a state.
+            Warned: the run was told to end.
         """
         every = self.run.checkpoint_every
-        ends = bool(every) and step < self.run.steps and self._time_is_up(seconds)
+        ends = self._ending(seconds) if every and step < self.run.steps else None
         if every and (ends or step % every == 0):
             began, told = time.monotonic(), self.told(f"saving the training state of step {step}")
             place: dict[str, Any] = {"loader_state": loader.state_dict(), "history": history, "aside": self.aside}
             save_state(self.engine, self.run, self.folder, step=step, told=told, **place)
             self.aside, self.saving = None, time.monotonic() - began
         if ends:
-            limit = f"timeout={self.run.timeout:g} s" if self.run.timeout else "the run's time limit"
-            raise Timeout(
-                f"{limit} leaves no time for a step after step {step} of {self.run.steps}; the "
-                f"training state is saved in {self.folder}, and the same command continues from there"
-            )
+            raise ended(ends, self.run, step, self.folder)
 
-    def _time_is_up(self, seconds: float) -> bool:
-        left = seconds_left()
-        return left < math.inf and self._agreed([left < 1.2 * seconds + 2 * self.saving + 1])[0]
+    def _ending(self, seconds: float) -> type[Exception] | None:
+        return ending(self.out, 1.2 * seconds + 2 * self.saving + 1, self.engine.device)
 
     def _finished(self) -> bool:
         """Whether this very run ended well here before: it is repeated, from its first step, and its states with it."""

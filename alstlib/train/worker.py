@@ -26,7 +26,7 @@ from alstlib.planner.preflight import as_metrics, foretell, step_limit
 from alstlib.runs import results, workers
 from alstlib.runs.processes import answer_where, die_with_parent
 from alstlib.runs.progress import Progress
-from alstlib.train.resume import Timeout
+from alstlib.train.resume import Timeout, Warned
 
 LONGEST_SECONDS = 30 * 86400.0
 """That a rank waits for others where no limit is set: a time that the backends can count."""
@@ -190,7 +190,8 @@ def work(run: RunConfig, out: Path, job: Callable[[RunConfig, Path], Any]) -> No
             dist.barrier()  # another rank's error comes after this, and stays
             working.finish()
     except BaseException as e:
-        status = "oom" if ran_out(e) else "timeout" if isinstance(e, Timeout) else "error"
+        kinds = {Timeout: "timeout", Warned: "cancelled"}
+        status = "oom" if ran_out(e) else next((name for kind, name in kinds.items() if isinstance(e, kind)), "error")
         if claim(out):
             shared = isinstance(e, ValueError | OSError)  # of settings, data and files: every rank raises it
             whose = {} if ranks == 1 or shared else {"rank": dist.get_rank()}

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -20,9 +21,10 @@ import yaml
 from cases import READS_PROC, listening, wait_for
 from test_launch import PATHS, fake, pids_of, processes_of
 
+from alstlib import sizing
 from alstlib.config import RunConfig
 from alstlib.planner import devices
-from alstlib.runs import cli, cluster, follower, launch, nodes, results, torchrun
+from alstlib.runs import cli, cluster, follower, launch, nodes, processes, results, torchrun
 
 SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
@@ -303,3 +305,97 @@ def test_strangers_learn_and_do_nothing(tmp_path, monkeypatch):
 def _try_to_join(meeting: nodes.Meeting) -> None:
     with contextlib.suppress(Exception):
         nodes.connect(socket.create_connection(("127.0.0.1", meeting.port)), meeting.key, server=False)
+
+
+# What a job has
+
+
+@pytest.mark.parametrize("version", [2, 1])
+def test_free_memory_is_what_the_jobs_groups_leave(tmp_path, version):
+    """A limit of the job, above the step that has none; files that were read can be dropped."""
+    top = tmp_path if version == 2 else tmp_path / "memory"
+    names = {
+        2: ("memory.max", "memory.current", "inactive_file"),
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    }
+    limit, used, cached = names[version]
+    for folder, most in (("job_7", "1000"), ("job_7/step_0", "max")):
+        (top / folder).mkdir(parents=True)
+        (top / folder / limit).write_text(f"{most}\n")
+        (top / folder / used).write_text("700\n")
+        (top / folder / "memory.stat").write_text(f"anon 500\n{cached} 150\n")
+    line = "0::/job_7/step_0\n" if version == 2 else "0::/\n5:memory:/job_7/step_0\n3:cpu,cpuacct:/\n"
+    (tmp_path / "cgroup").write_text(line)
+    assert list(sizing._groups_leave(tmp_path / "cgroup", tmp_path)) == [450]
+    assert list(sizing._groups_leave(tmp_path / "nothing", tmp_path)) == []
+
+
+def test_free_memory_is_what_slurm_gave(monkeypatch):
+    for env, nbytes in (
+        ({"SLURM_MEM_PER_NODE": "4"}, [4]), ({"SLURM_MEM_PER_NODE": "0"}, []), ({}, []),
+        ({"SLURM_MEM_PER_CPU": "3", "SLURM_CPUS_ON_NODE": "5"}, [15]),
+        ({"SLURM_MEM_PER_GPU": "7", "SLURM_GPUS_ON_NODE": "2"}, [14]),
+    ):  # fmt: skip
+        assert list(sizing._job_has(env)) == [n * 2**20 for n in nbytes]
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "4")
+    assert sizing.host_free() == 4 * 2**20
+
+
+@pytest.mark.parametrize("number, grace, told, ends", [
+    (signal.SIGUSR1, 0.0, 1, False), (signal.SIGTERM, 0.0, 0, True), (signal.SIGTERM, 0.2, 1, True),
+])  # fmt: skip
+def test_a_warning_is_heard_and_sigterm_ends_after_the_grace(number, grace, told, ends):
+    heard, began = [], time.monotonic()
+    with contextlib.ExitStack() as stack:
+        if ends:
+            stack.enter_context(pytest.raises(KeyboardInterrupt))
+        stack.enter_context(processes.warnings_call(lambda: heard.append(1), grace))
+        stack.enter_context(processes.sigterm_interrupts())
+        os.kill(os.getpid(), number)
+        assert len(heard) == told
+        time.sleep(0.3)
+        assert not ends
+    assert len(heard) == told
+    assert time.monotonic() - began >= grace
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    "status, saved, code", [("cancelled", True, cluster.AGAIN), ("cancelled", False, 1), ("ok", False, cluster.AGAIN)]
+)
+def test_a_sweep_whose_time_is_up_can_be_repeated(tmp_path, monkeypatch, capsys, status, saved, code):
+    """In the first of two rows: its state is saved, or not; or it ends well and the next does not begin."""
+    path = tmp_path / "spec.yaml"
+    path.write_text(yaml.safe_dump({"name": "two", "base": {"model": "tiny"}, "rows": ["baseline", "alst"]}))
+    ran = []
+
+    def run_row(spec, row, force, also, warned):
+        ran.append(row)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert warned()
+        (spec.out / row / "state").mkdir(parents=True) if saved else None
+        return results.new_result(spec.rows[row], status)
+
+    monkeypatch.setattr(cli, "run_row", run_row)
+    assert cli.main(["run", str(path), "--out", str(tmp_path / "out"), "--fail-fast"]) == code
+    assert ran == ["baseline"]
+    assert ("the time is up; it goes on with: alst run" in capsys.readouterr().out) == (code == cluster.AGAIN)
+
+
+def test_ranks_are_bound_next_to_their_gpus(tmp_path, monkeypatch):
+    from alstlib.train import agent
+
+    for name in ("node0", "node1", "possible"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(devices, "device_count", lambda: 8)
+    monkeypatch.setattr(agent.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(agent, "cores", os.cpu_count)
+    assert agent.numa_binding(tmp_path) == ["--numa-binding", "node"]
+    assert "--numa-binding" in agent.run.get_args_parser().format_help()
+    monkeypatch.setattr(agent, "cores", lambda: 1)  # as a scheduler has it
+    assert agent.numa_binding(tmp_path) == []
+    monkeypatch.setattr(torchrun, "cores", lambda: 1)
+    monkeypatch.setattr(torchrun.os, "cpu_count", lambda: 64)
+    assert "bound to 1 of 64 cores" in torchrun.bound(8)
+    monkeypatch.setattr(torchrun, "cores", lambda: 64)
+    assert torchrun.bound(8) == ""

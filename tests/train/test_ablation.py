@@ -21,7 +21,7 @@ from alstlib.data.corpus import load_corpus
 from alstlib.data.samples import make_samples
 from alstlib.runs import results
 from alstlib.runs.launch import launch
-from alstlib.runs.processes import DEADLINE_VARIABLE
+from alstlib.runs.processes import DEADLINE_VARIABLE, WARNED
 from alstlib.runs.progress import Progress, ProgressReader
 from alstlib.train.ablation import Trainer
 from alstlib.train.resume import RunStates
@@ -410,11 +410,17 @@ def test_a_state_of_another_configuration_is_kept(ranks2: Any, tmp_path: Path) -
 
 
 def test_a_run_whose_time_is_up_saves_its_state_first(ranks2: Any, tmp_path: Path, whole: list[float]) -> None:
+    """By its own clock; then it is told to end; then it goes on to its end."""
     run = resumable(checkpoint_every=3)
     result = ranks2(trained, str(tmp_path), run, 0, 1.0)[0]
     assert (result["status"], result["error"]["type"]) == ("timeout", "Timeout")
     assert "leaves no time for a step after step 1 of 4; the training state is saved" in result["error"]["message"]
     assert step_of(tmp_path / "state") == 1
+    (tmp_path / WARNED).touch()
+    result = ranks2(trained, str(tmp_path), run, 0, 1e6)[0]
+    assert (result["status"], result["error"]["type"]) == ("cancelled", "Warned")
+    assert "the run was told to end after step 2 of 4; the training state is saved" in result["error"]["message"]
+    (tmp_path / WARNED).unlink()
     result = ranks2(trained, str(tmp_path), run, 0, 1e6)[0]
     assert result["metrics"]["loss"] == pytest.approx(whole, rel=1e-6)
 

@@ -22,10 +22,12 @@ from alstlib.data.corpus import get_tokenizer, load_corpus
 from alstlib.planner.model_shapes import read_shape
 from alstlib.runs import results
 from alstlib.runs.launch import launch
+from alstlib.runs.processes import WARNED
 from alstlib.runs.progress import ProgressReader
 from alstlib.runs.workers import FINETUNE, planned
 from alstlib.train import finetune
 from alstlib.train.models import load_model
+from alstlib.train.resume import Warned
 from alstlib.train.worker import work
 
 pytest.importorskip("trl")
@@ -72,7 +74,7 @@ def tuned(rank: int, world: int, out: str, run: RunConfig, engine: str = "ddp", 
 
     with accelerate_here(engine), pytest.MonkeyPatch.context() as patch:
         patch.setattr(finetune, "engine_of", lambda *_: engine)
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt, Warned):
             work(run, Path(out), job)
         torch.distributed.barrier()
     return results.read_result(Path(out) / "result.json")
@@ -161,6 +163,12 @@ def test_the_same_command_continues_and_another_does_not(
     ranks2: Any, data: str, tmp_path: Path, whole: dict[str, Any]
 ) -> None:
     run = config(data, checkpoint_every=2)
+    (tmp_path / WARNED).touch()  # it is told to end
+    warned = ranks2(tuned, str(tmp_path), run)[0]
+    assert (warned["status"], warned["error"]["type"]) == ("cancelled", "Warned")
+    assert "told to end after step 1 of 6; the training state is saved in" in warned["error"]["message"]
+    assert (tmp_path / "checkpoints" / "checkpoint-1" / "trainer_state.json").exists()
+    (tmp_path / WARNED).unlink()
     ranks2(tuned, str(tmp_path), run, "ddp", 5)
     broken = tmp_path / "checkpoints" / "checkpoint-5"  # as one that was cut off
     broken.mkdir()
