@@ -1,6 +1,6 @@
 # Each target sets up .venv first (env/install.sh; nothing to do when it matches its lock).
 .DEFAULT_GOAL := help
-.PHONY: help setup ablation ablation-full parity lab lessons check-lessons site site-tools liger test test-all test-faults test-compat sweep release lint clean
+.PHONY: help setup ablation ablation-full parity lab lessons check-lessons site site-tools liger test test-all test-faults test-slurm test-compat sweep release lint clean
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 ARGS ?=
@@ -62,6 +62,10 @@ test-faults: setup ## break runs: signals at random moments, stopped ranks, full
 
 liger: setup ## Liger and Triton beside .venv (700 MB), for the tests of Liger's kernels on a CPU
 	env/liger.sh
+
+# Where Debian's packages of Slurm are not there and cannot be installed, the tests skip and say why.
+test-slurm: setup ## start a Slurm of two nodes on this machine, give it the commands of env/README.md
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -rs --slurm tests/slurm $(ARGS)
 
 test-compat: setup ## every supported decoder with the newest and the oldest transformers; the README's table of them
 	env/compat.sh $(ARGS)

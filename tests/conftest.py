@@ -156,7 +156,7 @@ def unwritten_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-SLOW = ("measure", "cuda", "sweep", "faults", "test_lab.py", "test_site.py")
+SLOW = ("measure", "cuda", "sweep", "faults", "slurm", "test_lab.py", "test_site.py")
 """Folders and files of tests that `make test` leaves out: they simulate, measure, or drive other programs."""
 LAUNCH = (
     "test_launch.py",
@@ -178,6 +178,7 @@ def pytest_collection_finish() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     faults = parser.getgroup("faults", "of tests/faults")
     faults.addoption("--faults", action="store_true", help="run them, as make test-faults does")
+    parser.addoption("--slurm", action="store_true", help="run tests/slurm, as make test-slurm does")
     faults.addoption("--kills", type=int, default=8, help="number of random kills")
     faults.addoption("--seed", type=int, help="of the random kills; without it, one that is printed")
 
@@ -196,6 +197,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("faults")
             if not config.getoption("--faults"):
                 item.add_marker(pytest.mark.skip(reason="takes many minutes: make test-faults"))
+        if "slurm" in getattr(item, "fixturenames", ()):
+            item.add_marker("slurm")
+            if not config.getoption("--slurm"):
+                item.add_marker(pytest.mark.skip(reason="installs and starts a Slurm here: make test-slurm"))
     for some in cases.values():
         quick = {round(i * (len(some) - 1) / (QUICK - 1)) for i in range(QUICK)}
         for i, item in enumerate(some):

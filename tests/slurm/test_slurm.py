@@ -1,0 +1,182 @@
+"""A real Slurm of two nodes on this machine gets the commands of env/README.md, word for word (`make test-slurm`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cluster import CPU_NODES, GPU_NODES, GPUS, Cluster, tail, until
+
+from alstlib.runs import results
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = re.search(r"^### Slurm\n(.*?)^## ", (ROOT / "env" / "README.md").read_text(), re.M | re.S)[1]  # type: ignore[index]
+LINES = re.findall(r"^ {4}(.*?)(?:\s{2,}#.*)?$", PAGE, re.M)
+START_SECONDS = 240.0
+"""For a job to start its ranks on a machine that is busy."""
+
+
+def line(*words: str, job: str = "JOB") -> str:
+    """The one command of the page that has these words."""
+    (found,) = [found for found in LINES if all(word in found for word in words)]
+    return found.replace("JOB", job)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, slurm: Cluster) -> Path:
+    """A copy of what runs, with the environment of these tests as its `.venv`."""
+    folder = tmp_path / "checkout"
+    for name in ("alstlib", "env", "papermill_runs/specs", "notebooks"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "site"))
+    (folder / ".venv").symlink_to(sys.prefix)
+    slurm.env["PYTHONPATH"] = os.pathsep.join([str(folder), str(Path(__file__).parent)])
+    slurm.env["OMP_NUM_THREADS"] = "1"
+    return folder
+
+
+def number(said: str) -> str:
+    return re.search(r"job (\d+)", said)[1]  # type: ignore[index]
+
+
+def submit(slurm: Cluster, command: str, folder: Path) -> str:
+    done = slurm.run("bash", "-c", command, cwd=folder)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return number(done.stdout)
+
+
+def log(slurm: Cluster, job: str) -> str:
+    return Path(slurm.show("job", job)["StdOut"]).read_text(errors="replace")
+
+
+def reached(slurm: Cluster, job: str, row: Path, step: int) -> None:
+    """Wait until a run has done so many steps."""
+
+    def there() -> bool:
+        lines = (row / "progress.jsonl").read_text().splitlines() if (row / "progress.jsonl").exists() else []
+        done = [json.loads(line).get("step") or 0 for line in lines if line.endswith("}")]
+        return max(done, default=0) >= step
+
+    if not until(lambda: there() or slurm.show("job", job)["JobState"] in ("FAILED", "COMPLETED"), START_SECONDS):
+        raise AssertionError(f"no step {step} after {START_SECONDS:.0f} s:\n{log(slurm, job)}")
+    assert slurm.show("job", job)["JobState"] == "RUNNING", log(slurm, job)
+
+
+# What a job gets
+
+
+def test_a_job_gets_whole_nodes_whatever_they_have(slurm: Cluster, tmp_path: Path) -> None:
+    """Slurm alone would give a step one core, a hundredth of the memory, and no GPU."""
+    said = "node=$SLURM_NODEID cores=$(taskset -pc $$ | sed 's/.*: //') gpus=${SLURM_GPUS_ON_NODE:-0}"
+    (tmp_path / "python").write_text(f'#!/bin/sh\necho "{said} $@"\n')
+    (tmp_path / "python").chmod(0o755)
+    slurm.env["ALST_PYTHON"] = str(tmp_path / "python")
+    try:
+        on_gpus = "--partition=gpu"
+        for options, nodes, gpus in (
+            ("", CPU_NODES, 0), (on_gpus, GPU_NODES, GPUS), (f"{on_gpus} --gpus-per-node=2", GPU_NODES, 2),
+        ):  # fmt: skip
+            job = submit(slurm, f"sbatch {options} {ROOT}/env/cluster/alst.sbatch SPEC --rows a", tmp_path)
+            slurm.wait(job, "COMPLETED", 60)
+            cores = {f"{i}" for i in range(os.cpu_count() or 1)}
+            found = re.findall(
+                r"node=(\d) cores=(\S+) gpus=(\d) -m alstlib.runs.cli run SPEC --rows a", log(slurm, job)
+            )
+            assert sorted(rank for rank, _, _ in found) == ["0", "1"], log(slurm, job)
+            assert {int(g) for _, _, g in found} == {gpus}
+            assert all(_cores(given) == cores for _, given, _ in found)
+            memory = sum(int(slurm.show("node", node)["RealMemory"]) for node in nodes)
+            assert f"mem={memory}M" in slurm.show("job", job)["TRES"]
+    finally:
+        del slurm.env["ALST_PYTHON"]
+
+
+def _cores(listed: str) -> set[str]:
+    parts = [part.partition("-") for part in listed.split(",")]
+    return {f"{i}" for first, _, last in parts for i in range(int(first), int(last or first) + 1)}
+
+
+def test_the_error_of_the_run_is_the_last_word(slurm: Cluster, checkout: Path) -> None:
+    (checkout / "bad.yaml").write_text("{name: bad, base: {seq_lenn: 64}, rows: [alst]}")
+    job = submit(slurm, "sbatch env/cluster/alst.sbatch bad.yaml", checkout)
+    slurm.wait(job, "FAILED", 120)
+    last = log(slurm, job).splitlines()[-1]
+    assert last == "alst: unknown parameter 'seq_lenn'; did you mean 'seq_len'?"
+
+
+def test_a_run_ends_before_its_job_and_the_job_continues(slurm: Cluster, checkout: Path) -> None:
+    """A job of one minute, which Slurm warns as it starts: the run ends halfway, and the second attempt finishes it."""
+    base = {"model": "tiny", "world_size": 2, "steps": 40}
+    spec = {"name": "clock", "base": base, "rows": [{"name": "count"}], "parameters": {"worker": "clock"}}
+    (checkout / "clock.yaml").write_text(yaml.safe_dump(spec))
+    job = submit(slurm, ".venv/bin/alst run clock.yaml --nodes 2 --sbatch=--time=1", checkout)
+    slurm.wait(job, "COMPLETED", START_SECONDS)
+    assert int(slurm.show("job", job)["Restarts"]) >= 1
+    out = checkout / "papermill_runs" / "out" / "clock"
+    assert results.read_result(out / "count" / "result.json")["metrics"]["begun"] > 0
+    assert "the time is up; it goes on with: alst run clock.yaml" in log(slurm, job)
+
+
+# The page
+
+
+def test_the_first_row_of_the_ablation(slurm: Cluster, checkout: Path) -> None:
+    job = submit(slurm, line("alst run", "ablation-quick"), checkout)
+    slurm.wait(job, "COMPLETED", START_SECONDS)
+    out = checkout / "papermill_runs" / "out" / "ablation-quick"
+    found = results.read_result(out / "baseline" / "result.json")
+    assert found["status"] == "ok"
+    assert len(found["metrics"]["device_peak_bytes"]) == 2
+    assert list((out / "baseline" / "logs").glob("*/node1.rank1")), "the second node had no rank"
+    assert list(out.glob("*/run.ipynb")) == [out / "baseline" / "run.ipynb"]
+
+
+def tuned(checkout: Path) -> Path:
+    """The spec of the page, longer and with one rank on a node; the folder of its row."""
+    path = checkout / "papermill_runs" / "specs" / "finetune.yaml"
+    text = path.read_text().replace("    steps: 30\n", "    steps: 80\n    world_size: 2\n")
+    assert "steps: 80" in text
+    path.write_text(text)
+    return checkout / "papermill_runs" / "out" / "finetune" / "full"
+
+
+def test_a_fine_tuning_that_is_disturbed_ends_with_the_same_losses(slurm: Cluster, checkout: Path) -> None:
+    """Warned, requeued and cancelled, by the commands of the page: the losses are those of an undisturbed run."""
+    row = tuned(checkout)
+    slurm.wait(submit(slurm, line("alst run", "finetune"), checkout), "COMPLETED", START_SECONDS)
+    expected = results.read_result(row / "result.json")["metrics"]
+    row.parent.rename(row.parent.with_name("undisturbed"))
+
+    by_hand = line("sbatch", "env/cluster/alst.sbatch")
+    job = submit(slurm, by_hand, checkout)
+    reached(slurm, job, row, 13)
+    slurm.run("bash", "-c", line("--signal=USR1", job=job))
+    until(lambda: slurm.show("job", job)["Restarts"] == "1", 60)
+    warned = results.read_result(row / "result.json")
+    assert (warned["status"], warned["error"]["type"]) == ("cancelled", "Warned")
+    saved = {int(p.name.rpartition("-")[2]) for p in (row / "checkpoints").glob("checkpoint-*")}
+    assert max(saved) % 10, f"no checkpoint between those of checkpoint_every: {saved}"
+
+    reached(slurm, job, row, 33)
+    slurm.run("bash", "-c", line("scontrol requeue", job=job))
+    until(lambda: slurm.show("job", job)["Restarts"] == "2", 60)
+
+    until(lambda: slurm.show("job", job)["JobState"] == "RUNNING", 60)
+    reached(slurm, job, row, 53)
+    slurm.run("bash", "-c", line("scancel JOB", job=job))
+    slurm.wait(job, "CANCELLED", 60)
+    assert results.read_result(row / "result.json")["status"] == "cancelled"
+    assert "cancelled" in slurm.run("bash", "-c", line("alst status"), cwd=checkout).stdout
+
+    job = submit(slurm, by_hand, checkout)
+    slurm.wait(job, "COMPLETED", START_SECONDS)
+    found: dict[str, Any] = results.read_result(row / "result.json")["metrics"]
+    assert found["loss_steps"] == expected["loss_steps"] == list(range(1, 81))
+    for name in ("loss", "eval_loss"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-6), tail(row / "result.json")
