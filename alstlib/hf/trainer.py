@@ -126,9 +126,14 @@ class TrainerMixin(Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise ValueError(
                 "Accelerate joined no ranks, as on a machine without a GPU: use TrainingArguments(use_cpu=True)"
+            )
+        if not dist.is_initialized() and self.sp is not None and self.sp > 1:
+            raise ValueError(
+                f"sp={self.sp}, but one process was started: use torchrun --nproc_per_node {self.sp}, or accelerate "
+                f"launch --multi_gpu --num_processes {self.sp}, on a CPU too (--cpu starts several with mpirun only)"
             )
         self.ctx = SPContext.create(1 if self.sp is None else self.sp)
         self._replicas = None

@@ -99,7 +99,7 @@ def build(cls: Any = SPDPO, settings: dict[str, Any] | None = None, **kwargs: An
         ),
         ({"activation_offloading": True}, {}, "activation_offloading=True cannot be run"),
         ({}, {"compute_metrics": lambda: print}, r"compute_metrics cannot be run .* evaluate\(\) logs"),
-        ({}, {"sp": lambda: 2}, "sp=2 needs torch.distributed"),
+        ({}, {"sp": lambda: 2}, "sp=2, but one process was started"),
     ],
 )
 @pytest.mark.usefixtures("here")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl_runs import mixture
 
 import alstlib
+from alstlib.hf import trainer as trainer_module
 from alstlib.offload.ledger import Ledger
 
 ENGINES = ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
@@ -292,26 +292,52 @@ def build(cls: Any = SPTrainer, settings: dict[str, Any] | None = None, **kwargs
     return cls(**{"model": make_model(), "args": args, "train_dataset": samples(9), "data_collator": collate, **kwargs})
 
 
-def taken_over(rank: int, world: int, sp: int | None, **sizes: int) -> Any:
-    """The mesh that an Accelerate configuration of old gives, and whether Accelerate's own parallelism is off."""
+ACCELERATE_FILE = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+num_machines: 1
+num_processes: 2
+parallelism_config:
+  parallelism_config_cp_size: {cp}
+  parallelism_config_sp_size: {sp}
+"""
+
+
+def launched_with(folder: Path, sp: int = 1, cp: int = 1) -> dict[str, str]:
+    """What `accelerate launch` tells processes of a configuration file of old."""
+    from accelerate.commands import launch
+
+    (folder / "accelerate.yaml").write_text(ACCELERATE_FILE.format(sp=sp, cp=cp))
+    given = ["--config_file", str(folder / "accelerate.yaml"), "--main_process_port", "0", "train.py"]
+    args = launch._validate_launch_command(launch.launch_command_parser().parse_args(given))[0]
+    return {
+        n: v for n, v in launch.prepare_multi_gpu_env(args).items() if n.startswith(("ACCELERATE_", "PARALLELISM_"))
+    }
+
+
+def taken_over(rank: int, world: int, sp: int | None, env: dict[str, str]) -> Any:
+    """The mesh that this environment gives, whether Accelerate's own parallelism is off, and what was said."""
     with pytest.MonkeyPatch.context() as patch, accelerate_here("ddp"):
-        patch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-        for name, size in sizes.items():
-            patch.setenv(f"PARALLELISM_CONFIG_{name.upper()}", str(size))
+        said: list[str] = []
+        patch.setattr(trainer_module.log, "warning", lambda text, *args: said.append(text % args))
+        for name, value in env.items():
+            patch.setenv(name, value)
         try:
             trainer = build(sp=sp)
         except ValueError as e:
             return str(e)
-        return trainer.ctx.sp, trainer.get_sp_size(), trainer.get_total_train_batch_size(trainer.args)
+        return (trainer.ctx.sp, trainer.get_sp_size(), trainer.get_total_train_batch_size(trainer.args)), said
 
 
-def test_an_accelerate_configuration_is_taken_over(ranks2: Any) -> None:
-    assert ranks2(functools.partial(taken_over, sp_size=2), None) == [(2, 1, 2)] * 2
-    assert ranks2(functools.partial(taken_over, sp_size=2), 2) == [(2, 1, 2)] * 2
-    assert ranks2(functools.partial(taken_over, sp_size=1), 2) == [(2, 1, 2)] * 2
-    for message in ranks2(functools.partial(taken_over, sp_size=2), 1):
+def test_an_accelerate_file_of_old_is_taken_over(ranks2: Any, tmp_path: Path) -> None:
+    of_two = launched_with(tmp_path, sp=2)
+    said = "parallelism_config: alstlib takes sp_size=2 over, in place of DeepSpeed's"
+    assert ranks2(taken_over, None, of_two) == [((2, 1, 2), [said])] * 2
+    assert ranks2(taken_over, 2, of_two) == [((2, 1, 2), [])] * 2
+    assert ranks2(taken_over, 2, launched_with(tmp_path)) == [((2, 1, 2), [])] * 2
+    for message in ranks2(taken_over, 1, of_two):
         assert "sp=1, but parallelism_config has sp_size=2" in message
-    for message in ranks2(functools.partial(taken_over, cp_size=2), None):
+    for message in ranks2(taken_over, None, launched_with(tmp_path, cp=2)):
         assert "cp_size=2" in message
 
 
@@ -326,7 +352,7 @@ class PadsLeft:
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"sp": 2}, "sp=2 needs torch.distributed"),
+        ({"sp": 2}, "sp=2, but one process was started: use torchrun --nproc_per_node 2"),
         ({"sp": 0}, "sp=0 must be a positive integer"),
         ({"alst": {"offload": "async"}}, "must be alstlib.Options"),
         ({"compute_loss_func": print}, "override compute_loss instead"),
