@@ -261,14 +261,15 @@ class TrainerMixin(Base):
         return out
 
     def _router_tokens(self, inputs: Mapping[str, Any], micro_batches: int) -> float | None:
-        """As how many tokens a mixture's load-balancing loss counts: SFTTrainer adds the mean over micro-batches and
-        replicas, Trainer the sum, and with label smoothing both leave it out; an evaluation adds it to the mean."""
+        """As how many tokens a mixture's load-balancing loss counts: Trainer adds the sum over micro-batches and
+        replicas, SFTTrainer, where it weighs the loss itself, the mean, and with label smoothing both leave it out; an
+        evaluation adds it to the mean."""
         me: Any = self
         if self.args.label_smoothing_factor:
             return 0.0
         if not me.model.training:
             return None
-        parts = micro_batches * self.ctx.dp if hasattr(me, "_metrics") else 1
+        parts = micro_batches * self.ctx.dp if hasattr(me, "router_aux_loss_coef") else 1
         return max(1, int(inputs["step_tokens"])) / parts
 
     # ----- evaluation

@@ -39,7 +39,7 @@ def check_arguments(trainer: Any) -> None:
     sharded = fsdp is not None or trainer.is_deepspeed_enabled
     unused = several and not sharded and options.checkpoint and bool(args.ddp_find_unused_parameters)
     rebalance = getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and trainer.ctx.sp > 1
-    offloading, router = getattr(args, "activation_offloading", False), getattr(args, "router_aux_loss_coef", None)
+    offloading, router = getattr(args, "activation_offloading", False), _router_loss(trainer)
     unweighted = not hasattr(trainer.model.config.get_text_config(), "router_aux_loss_coef")
     found = [
         (args.n_gpu > 1, "several GPUs in one process", "start with torchrun or accelerate launch"),
@@ -60,9 +60,18 @@ def check_arguments(trainer: Any) -> None:
         (bool(args.torch_compile) and sharded, "torch_compile=True with FSDP or DeepSpeed", "leave it out"),
         (offloading, "activation_offloading=True", "use alst=alstlib.Options(offload='async')"),
         (getattr(args, "loss_type", None) == "dft", "loss_type='dft'", "use 'nll'"),
-        (bool(router) and unweighted, f"router_aux_loss_coef={router}", "use 0.0: the model's config has none"),
+        (router != 0 and unweighted, f"router_aux_loss_coef={router}", "use 0.0: the model's config has none"),
     ]  # fmt: skip
     _refuse(found, "TrainerMixin")
+
+
+def _router_loss(trainer: Any) -> float:
+    """The weight that TRL gives to the load-balancing loss of a mixture of experts; 0 where there is none."""
+    args, text = trainer.args, trainer.model.config.get_text_config()
+    if not hasattr(args, "router_aux_loss_coef") or not hasattr(text, "output_router_logits"):
+        return 0.0
+    given = args.router_aux_loss_coef
+    return getattr(text, "router_aux_loss_coef", 0.0) if given is None else given
 
 
 def _refuse(found: list[tuple[bool, str, str]], mixin: str) -> None:
@@ -73,17 +82,14 @@ def _refuse(found: list[tuple[bool, str, str]], mixin: str) -> None:
 
 def check_preferences(trainer: Any) -> None:
     """What of DPOTrainer needs more than log-probabilities of texts."""
-    args, text = trainer.args, trainer.model.config.get_text_config()
-    router = args.router_aux_loss_coef
-    if router is None and hasattr(text, "output_router_logits"):
-        router = getattr(text, "router_aux_loss_coef", None)
+    args, router = trainer.args, _router_loss(trainer)
     found = [
         (trainer._is_vision_dataset, "a dataset with images", "train on text alone, or use sp=1 without the mixin"),
         (args.use_weighting, "use_weighting=True", "leave it out: it needs sums over squares of probabilities"),
         (args.f_divergence_type == "alpha_divergence", "f_divergence_type='alpha_divergence'",
          "use 'reverse_kl', 'forward_kl' or 'js_divergence': TRL has no limits for exponentials in fp64"),
         (trainer.compute_metrics is not None, "compute_metrics", "leave it out: evaluate() logs the rewards"),
-        (bool(router), f"router_aux_loss_coef={router}", "use 0.0: log-probabilities have no load-balancing loss"),
+        (router != 0, f"router_aux_loss_coef={router}", "use 0.0: log-probabilities have no load-balancing loss"),
     ]  # fmt: skip
     _refuse(found, "DPOTrainerMixin")
 
