@@ -169,9 +169,9 @@ def train(
 
 def outcome(trainer: Any, how: str) -> Run:
     logs = trainer.state.log_history
-    found = weights(trainer.accelerator.unwrap_model(trainer.model))
+    found = weights(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
     if how == "ours":
-        trainer.detach()
+        assert not hasattr(trainer.detach(), "_orig_mod")  # the wrapper of torch.compile
     kept = ("loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens", "num_input_tokens_seen")
     return {
         "logs": [{k: v for k, v in line.items() if k in (*kept, "step")} for line in logs if "train_loss" not in line],

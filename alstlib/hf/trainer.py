@@ -226,7 +226,7 @@ class TrainerMixin(Base):
 
     def detach(self) -> nn.Module:
         """The model as it was before: without anything attached, in no engine."""
-        model = self.accelerator.unwrap_model(self.model)
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if self.handle is not None:
             self.handle.detach()
         return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,37 @@ def test_replicas_of_groups_train_as_one_process(pools: Any) -> None:
         check(errors(got, want))
 
 
+@pytest.mark.parametrize("engine", ["ddp", "zero2"])
+def test_bf16(ranks2: Any, engine: str) -> None:
+    """Three steps in mixed precision: near fp32, and not the same."""
+    settings = {"max_steps": 3, "bf16": True, "use_cpu": True, "dtype": torch.float32}
+    want = plain(("max_steps", 3))
+    for got in ranks2(run, "ours", engine, settings):
+        found = errors(got, want)
+        assert 1e-5 < found["loss"] < 5e-3, found
+        assert found["grad_norm"] < 2e-2, found
+
+
+def compiled(rank: int, world: int, engine: str) -> Any:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    run = train(rank, world, "ours", engine, torch_compile=True, torch_compile_backend="eager", **COMPILED)
+    return run, counters["stats"]["calls_captured"]
+
+
+COMPILED = {"max_steps": 2}
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
+def test_torch_compile(ranks2: Any, engine: str) -> None:
+    want = plain(*COMPILED.items())
+    for got, captured in ranks2(compiled, engine):
+        check(errors(got, want))
+        assert captured > 0
+
+
 # ----- resume
 
 
@@ -124,6 +156,36 @@ def test_a_checkpoint_is_read_by_plain_transformers(ranks2: Any, tmp_path: Path)
     found = type(make_model()).from_pretrained(tmp_path / "checkpoint-20", dtype=torch.float64)
     want = plain(("count", 9))["weights"]
     assert max(float((p.detach() - want[n]).norm() / want[n].norm()) for n, p in found.named_parameters()) < 1e-5
+
+
+def pushed(rank: int, world: int, folder: str) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """What reaches the hub, whose upload copies a folder here, and the trained weights."""
+    import huggingface_hub
+    import transformers.trainer
+
+    uploads: list[str] = []
+
+    def upload(*_: Any, folder_path: Any, repo_id: str, **__: Any) -> None:
+        shutil.copytree(folder_path, f"{folder}/hub")
+        uploads.append(repo_id)
+
+    with pytest.MonkeyPatch.context() as patch, accelerate_here("ddp"):
+        patch.setattr(huggingface_hub.HfApi, "upload_folder", upload)
+        patch.setattr(transformers.trainer, "upload_folder", upload, raising=False)  # older ones call it by this name
+        settings = {"max_steps": 2, "output_dir": f"{folder}/out", "save_strategy": "no"}
+        trainer = build(settings=settings, sp=2, alst=alstlib.Options(chunk=5, offload="async"))
+        trainer.hub_model_id = "someone/model"
+        trainer.train()
+        trainer.push_to_hub()
+        return uploads, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def test_what_is_pushed_is_read_by_plain_transformers(ranks2: Any, tmp_path: Path) -> None:
+    (first, want), (second, _) = ranks2(pushed, str(tmp_path))
+    assert (first, second) == (["someone/model"], [])
+    model, info = type(make_model()).from_pretrained(tmp_path / "hub", output_loading_info=True)
+    assert not any(info.values()), info
+    assert {n for n, p in model.named_parameters() if torch.equal(p, want[n])} == want.keys()
 
 
 # ----- batches
