@@ -1,0 +1,87 @@
+"""LoRA on a base whose weights are packed integers: 4-bit linears of bitsandbytes where it is installed, and a stand-in
+whose weight has their form. Tiles, checkpoints and chunks call modules and read no weight but the head's."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import make_model
+from peft import PeftModel, prepare_model_for_kbit_training
+from torch import Tensor, nn
+from trainers import errors, train
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+WIDTHS = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+ADAPTED = ["k_proj", "up_proj"]
+BASES = [
+    "stand-in",
+    pytest.param(
+        "bitsandbytes",
+        marks=pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="bitsandbytes is not installed"),
+    ),
+]
+
+
+class Packed(nn.Linear):
+    """A linear layer whose weight is two 4-bit numbers in a byte: uint8 [out * in / 2, 1], as bitsandbytes has it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        self.step = float(linear.weight.detach().abs().max()) / 7
+        codes = (linear.weight.detach() / self.step).round().to(torch.int16).flatten() + 8
+        self.weight = nn.Parameter((codes[::2] * 16 + codes[1::2]).to(torch.uint8)[:, None], requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = torch.cat([self.weight // 16, self.weight % 16], 1).view(self.out_features, self.in_features)
+        return nn.functional.linear(x, (codes.to(x.dtype) - 8) * self.step)
+
+
+def base(kind: str, folder: str) -> Any:
+    """The model in the folder, with its linears in 4 bits."""
+    if kind == "bitsandbytes":
+        how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=how, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for layer in model.model.layers:
+        for parent in (layer.self_attn, layer.mlp):
+            for name, linear in list(parent.named_children()):
+                if isinstance(linear, nn.Linear):
+                    setattr(parent, name, Packed(linear))
+    return model
+
+
+def prepared(kind: str, folder: str) -> Any:
+    return prepare_model_for_kbit_training(base(kind, folder)).train()
+
+
+def run(rank: int, world: int, how: str, engine: str, kind: str, folder: str, settings: dict[str, Any]) -> Any:
+    model = functools.partial(prepared, kind, folder)
+    return train(rank, world, how, engine, kind=model, lora=True, targets=ADAPTED, max_steps=6, **settings)
+
+
+@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize(("engine", "options"), [("ddp", {"chunk": 5}), ("zero2", {})], ids=["DDP, chunks", "ZeRO-2"])
+def test_two_ranks_train_as_one_process(
+    ranks2: Any, tmp_path: Path, engine: str, options: dict[str, Any], kind: str
+) -> None:
+    """Losses, gradient norms and weights of 6 steps, and the adapter that was saved, on the base as it was."""
+    make_model(**WIDTHS).save_pretrained(tmp_path / "model")
+    folder = str(tmp_path / "model")
+    want = run(0, 1, "plain", "ddp", kind, folder, {})
+    packed = {name for name, p in want["weights"].items() if p.dtype is torch.uint8}
+    assert len(packed) == 2 * 7
+    saved = {"save_strategy": "steps", "save_steps": 6, "folder": str(tmp_path / "out"), "options": options}
+    for got in ranks2(run, "ours", engine, kind, folder, saved):
+        found = errors(got, want)
+        assert max(found.values()) < 1e-5, found
+        assert all(torch.equal(got["weights"][name], want["weights"][name]) for name in packed)
+    read = PeftModel.from_pretrained(base(kind, folder), tmp_path / "out" / "checkpoint-6")
+    adapter = {name: p for name, p in read.named_parameters() if "lora" in name}
+    assert len(adapter) == 2 * 2 * 4
+    for name, p in adapter.items():
+        assert float((p.detach() - want["weights"][name]).norm() / want["weights"][name].norm()) < 1e-5, name
