@@ -303,7 +303,8 @@ def launch(
     with locks.hold(out), warnings_call((out / WARNED).touch), sigterm_interrupts(), followers:
         limit, which = time_limit(foreseen, nnodes, gpus, trains)
         if (rest := cluster.job_seconds()) is not None and rest < limit:
-            limit, which = rest, f"its job allows, {format_seconds(rest)}"
+            nothing = "" if config.checkpoint_every or not trains else " (without checkpoint_every no state is saved)"
+            limit, which = rest, f"its job allows, {format_seconds(rest)}{nothing}"
         patience, which_step = step_limit(foreseen, nnodes, gpus, trains)
         run, code = _Run(config, out, on_progress, followers, limit, patience), None
         # ranks end without tidying up, or are killed

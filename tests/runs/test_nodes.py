@@ -126,6 +126,21 @@ def test_a_run_ends_before_its_job(monkeypatch):
     assert cluster.job_end() == time.mktime((2026, 1, 31, 12, 0, 0, 0, 0, -1))
 
 
+def test_ranks_know_when_the_job_ends(tmp_path, monkeypatch):
+    given = []
+
+    def refuse(argv, env, log):
+        given.append(float(env["ALST_DEADLINE"]))
+        raise OSError("not now")
+
+    monkeypatch.setattr(torchrun, "start", refuse)
+    monkeypatch.setenv(cluster.JOB_END_VARIABLE, str(time.time() + 1000))
+    for timeout, seconds in ((5000, 1000 - cluster.MARGIN_SECONDS), (None, 1000 - cluster.MARGIN_SECONDS), (300, 300)):
+        with pytest.raises(OSError, match="not now"):
+            launch.launch(RunConfig(model="tiny", timeout=timeout), tmp_path)
+        assert given[-1] - time.time() == pytest.approx(seconds, abs=30)
+
+
 # The command
 
 
@@ -275,6 +290,43 @@ def test_the_least_free_node_decides(tmp_path, monkeypatch):
         assert (result["status"], result["error"]["type"]) == ("oom", "WouldNotFit")
         assert "a rank's share of the host's free memory is 1.00 MiB" in result["error"]["message"]
     assert wait_for(lambda: ended == [0], 30), "the sweep is over"
+
+
+@contextlib.contextmanager
+def with_a_follower(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[nodes.Followers, list[Any], Any]]:
+    """A head, a follower in a thread that runs `sleep` in place of torchrun, and what tells the follower its end."""
+    agents: list[Any] = []
+    told: list[Any] = []
+
+    def start(argv, env, log):
+        agents.append(subprocess.Popen(["sleep", "60"], env=env))
+        return agents[-1]
+
+    @contextlib.contextmanager
+    def hears(call, grace):
+        told.append(call)
+        yield
+
+    monkeypatch.setattr(torchrun, "start", start)
+    monkeypatch.setattr(follower, "warnings_call", hears)
+    warned: list[int] = []
+    with two_nodes(path) as file, nodes.Followers(nodes.read_meeting(file), lambda: warned.append(1)) as head:
+        ended = in_thread(file)
+        head.gather()
+        config = launch.resolve(fake("hang"), 2).to_dict()
+        head.begin(torchrun.Attempt(id="a", config=config, out=str(path), worker="fake_worker", nodes=2, port=1))
+        assert wait_for(lambda: len(agents) == 1)
+        assert head.poll() == [None]
+        yield head, agents, lambda: told[0]() or wait_for(lambda: head.poll() == [None] and warned == [1], 20)
+    assert wait_for(lambda: ended == [0], 30)
+
+
+def test_a_follower_ends_its_ranks_with_its_head_and_passes_a_warning_on(tmp_path, monkeypatch):
+    with with_a_follower(tmp_path, monkeypatch) as (head, agents, warn):
+        assert (tmp_path / "logs" / "a" / "node1.rank2").is_dir()
+        assert warn()
+        head.__exit__()  # as when the head was killed
+        assert wait_for(lambda: agents[0].poll() is not None, 20)
 
 
 def test_who_does_not_appear_is_named(tmp_path):
