@@ -194,7 +194,7 @@ def root_cause(logs: Path, oom_kills: int | None = None) -> tuple[str, str]:
 
 def _last_error(logs: Path, rank: str) -> str:
     """The line of the last traceback in a rank's log that says what was raised; empty where there is none."""
-    for file in logs.glob(f"*/attempt_*/{rank}/stderr.log"):
+    for file in (f for f in logs.glob("**/attempt_*/*/stderr.log") if rank_of(f) == int(rank)):
         text = re.sub(r"^\[rank\d+\]: ?", "", _tail(file), flags=re.MULTILINE)  # PyTorch's own mark
         if raised := re.findall(r"^Traceback \(most .*\n(?:\s.*\n)*(\S.*)", text, re.MULTILINE):
             return raised[-1]
@@ -223,20 +223,25 @@ def _sender(number: int, oom_kills: int | None) -> str:
 
 
 def whereabouts(progress: Path, logs: Path, stopped: Sequence[int] = ()) -> str:
-    """The last step that ended, the ranks that are stopped, and where each of the others was when it wrote that down
-    (`processes.ask_where`): first the ranks that did not wait for others."""
+    """The last step that ended, the ranks that are stopped or gave no answer, and where each of the others was when it
+    wrote that down (`processes.ask_where`): first the ranks that did not wait for others."""
     steps = [e for e in ProgressReader(progress).read() if e.get("step") is not None]
     told = [f"the last step was {steps[-1]['step']} of {steps[-1].get('steps', '?')}" if steps else "it ended no step"]
     ranks: dict[tuple[bool, str], list[int]] = {}
+    silent = []
     for file in logs.glob("**/attempt_*/*/stderr.log"):
         main_thread = _tail(file).rpartition("(most recent call first)")[2]
         frames = re.findall(r'File "(.*)", line (\d+) in (\S+)', main_thread)
-        if frames and rank_of(file) not in stopped:
+        if not frames:
+            silent.append(rank_of(file))
+        elif rank_of(file) not in stopped:
             waits = "/torch/distributed/" in frames[0][0]
             path, line, name = next((f for f in frames if "/alstlib/" in f[0]), frames[0])
             ranks.setdefault((waits, f"{name} ({Path(path).name}, line {line})"), []).append(rank_of(file))
     if stopped:
         told.append(f"{_ranks(stopped)} stopped (SIGSTOP, or a debugger)")
+    if silent := sorted(set(silent) - set(stopped)):
+        told.append(f"{_ranks(silent, 'gave')} no answer (not started, or hanging in a driver or on a disk)")
     for (waits, place), members in sorted(ranks.items(), key=lambda item: (item[0][0], len(item[1])))[:4]:
         told.append(f"{_ranks(members, 'waited' if waits else '')} in {place}")
     return "; ".join(told)

@@ -14,6 +14,7 @@ last whole one. Those of another configuration are never continued and never rep
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -33,6 +34,7 @@ from alstlib.mesh import gather_text
 from alstlib.offload.ledger import Ledger
 from alstlib.planner.preflight import SLOW_DISK
 from alstlib.runs import locks, results
+from alstlib.runs.progress import Pace
 from alstlib.runs.workers import FINETUNE
 from alstlib.train.ablation import run_options
 from alstlib.train.engine import engine_config, host_tensors, reserve_adam_state
@@ -127,7 +129,10 @@ class FineTune(Job):
     def _tokens(self, corpus: Any, tokenizer: Any, name: str) -> Any:
         self.say(f"tokenizing {len(corpus):,} documents of '{name}'")
 
+        pace, done = Pace(self.say, f"tokenizing '{name}'", len(corpus)), itertools.count(1)
+
         def tokens(row: dict[str, Any]) -> dict[str, Any]:
+            pace(next(done))
             document = tokenize_row(row, tokenizer)
             self.check_tokens(int(document.ids.max(initial=0)), self.vocabulary)
             learns = bool((document.labels[1:] != IGNORE).any())
@@ -292,6 +297,8 @@ class Watch(TrainerCallback):
         """Why the training ends before its last step."""
         self.saving = 12 * sum(getattr(p, "ds_numel", p.numel()) for p in job.trainer.model.parameters()) / SLOW_DISK
         """Seconds that a checkpoint takes: guessed before the first."""
+        self.evaluated = 0
+        """Batches of the evaluation that runs."""
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         job = self.job
@@ -320,6 +327,15 @@ class Watch(TrainerCallback):
 
     def on_save(self, *_: Any, **__: Any) -> None:
         self.saving = time.perf_counter() - self.ends[-1]
+
+    def on_prediction_step(self, *_: Any, **given: Any) -> None:
+        if not self.evaluated:
+            self.pace = Pace(self.job.say, "evaluating", len(given["eval_dataloader"]))
+        self.evaluated += 1
+        self.pace(self.evaluated)
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self.evaluated = 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" in logs:

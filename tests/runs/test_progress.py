@@ -284,12 +284,12 @@ def test_after_a_timeout_the_rank_that_others_wait_for_comes_first(tmp_path):
         log.write_text("a warning\n" + DUMP.format(stack))
     (tmp_path / "logs" / "attempt_0" / "3" / "stderr.log").write_text("nothing of it")
     assert progress.whereabouts(tmp_path / "progress.jsonl", tmp_path) == (
-        "the last step was 7 of 9; rank 2 was in read (prefetch.py, line 60); "
-        "ranks 0, 1 waited in _all_reduce (loader.py, line 190)"
+        "the last step was 7 of 9; rank 3 gave no answer (not started, or hanging in a driver or on a disk); "
+        "rank 2 was in read (prefetch.py, line 60); ranks 0, 1 waited in _all_reduce (loader.py, line 190)"
     )
-    assert progress.whereabouts(tmp_path / "progress.jsonl", tmp_path, [1]) == (
-        "the last step was 7 of 9; rank 1 was stopped (SIGSTOP, or a debugger); rank 2 was in read (prefetch.py, "
-        "line 60); rank 0 waited in _all_reduce (loader.py, line 190)"
+    assert progress.whereabouts(tmp_path / "progress.jsonl", tmp_path, [1, 3]) == (
+        "the last step was 7 of 9; ranks 1, 3 were stopped (SIGSTOP, or a debugger); rank 2 was in read "
+        "(prefetch.py, line 60); rank 0 waited in _all_reduce (loader.py, line 190)"
     )
 
 
@@ -349,3 +349,9 @@ def test_the_error_of_a_rank_that_told_nobody(tmp_path):
     )
     assert progress.root_cause(tmp_path)[1] == "rank 1 ended with exit status 1: KeyError: 1"
     assert progress.root_cause(tmp_path)[0] == "RankFailed"
+    later = tmp_path / "node1.rank1"  # where the node's first rank is rank 1
+    later.mkdir()
+    (tmp_path / "agent.log").rename(later / "agent.log")
+    (tmp_path / "id").rename(later / "id")
+    (later / "id" / "attempt_0" / "1").rename(later / "id" / "attempt_0" / "0")
+    assert progress.root_cause(later)[1] == "rank 1 ended with exit status 1: KeyError: 1"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import nbformat
 import pytest
 import torch
@@ -20,7 +23,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from alstlib.config import RunConfig
 from alstlib.data.corpus import get_tokenizer, load_corpus
 from alstlib.planner.model_shapes import read_shape
-from alstlib.runs import results
+from alstlib.runs import progress, results
 from alstlib.runs.launch import launch
 from alstlib.runs.processes import WARNED
 from alstlib.runs.progress import ProgressReader
@@ -52,6 +55,25 @@ def config(data: str, **changes: Any) -> RunConfig:
         "offload": "async", "tokenizer": "stdlib-bpe", "trainer": {"eval_steps": 3},
     }  # fmt: skip
     return RunConfig(**{**defaults, **changes})
+
+
+def test_tokenizing_and_evaluating_give_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them may take longer than the launcher waits for a sign of life."""
+    clock = itertools.count(1000.0, 2.0)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    job, said = finetune.FineTune.__new__(finetune.FineTune), []
+    job.run, job.vocabulary, job.notes = RunConfig(seq_len=8), 10, []
+    job.say = lambda message, **_: said.append(message)
+    job._tokens(datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 4}), None, "d")
+    assert said == ["tokenizing 4 documents of 'd'", *(f"tokenizing 'd', {part}%" for part in (25, 50, 75, 100))]
+    said.clear()
+    job.trainer = SimpleNamespace(model=torch.nn.Linear(1, 1))
+    watch = finetune.Watch(job)
+    for _ in range(2):
+        for _ in range(2):
+            watch.on_prediction_step(eval_dataloader=range(2))
+        watch.on_evaluate()
+    assert said == ["evaluating, 50%", "evaluating, 100%"] * 2
 
 
 class Dies(TrainerCallback):
