@@ -173,7 +173,7 @@ def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: 
             if warning and (ran or warning.told):
                 return _again(spec, row)
             rest.begin()
-            ran += 1
+            ran, before = ran + 1, _saved(spec.out / row)
             print(f"{row}: starting run {results.run_id(spec.rows[row])}, row {i + 1} of {len(names)}", flush=True)
             note(row=row, row_since=time.time())
             try:
@@ -188,7 +188,7 @@ def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: 
             why = f": {results.why(result)}" if result["status"] in status.FAILED else ""
             print(f"{row}: {result['status']}{why}", flush=True)
             if why:
-                saved = any((spec.out / row / name).exists() for name in ("state", "checkpoints"))
+                saved = _saved(spec.out / row) > before
                 if warning and result["status"] in ("timeout", "cancelled") and (saved or ran > 1):
                     return _again(spec, row)
                 print(error.get("log_tail", ""), file=sys.stderr)
@@ -196,6 +196,12 @@ def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: 
                 if args.fail_fast or error.get("type") == "NodeMissing":
                     break
         return _report(spec, bad, args, note)
+
+
+def _saved(folder: Path) -> float:
+    """When a run last saved a state. An attempt that saved none came no further, and would not the next time."""
+    saved = (*folder.glob("state/*"), *folder.glob("checkpoints/checkpoint-*"))
+    return max((path.stat().st_mtime for path in saved), default=0.0)
 
 
 def _again(spec: Spec, row: str) -> int:

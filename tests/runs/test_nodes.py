@@ -413,19 +413,25 @@ def test_a_warning_is_heard_and_sigterm_ends_after_the_grace(number, grace, told
 
 
 @pytest.mark.parametrize(
-    "status, saved, code", [("cancelled", True, cluster.AGAIN), ("cancelled", False, 1), ("ok", False, cluster.AGAIN)]
+    "status, saved, code",
+    [("cancelled", "now", cluster.AGAIN), ("cancelled", "", 1), ("cancelled", "before", 1), ("ok", "", cluster.AGAIN)],
 )
 def test_a_sweep_whose_time_is_up_can_be_repeated(tmp_path, monkeypatch, capsys, status, saved, code):
-    """In the first of two rows: its state is saved, or not; or it ends well and the next does not begin."""
+    """In the first of two rows: its state is saved, or not, or only an earlier attempt left one; or it ends well and
+    the next does not begin."""
     path = tmp_path / "spec.yaml"
     path.write_text(yaml.safe_dump({"name": "two", "base": {"model": "tiny"}, "rows": ["baseline", "alst"]}))
-    ran = []
+    ran, state = [], tmp_path / "out" / "baseline" / "state" / "state.json"
+    state.parent.mkdir(parents=True)
+    if saved == "before":
+        state.touch()
 
     def run_row(spec, row, force, also, warned):
         ran.append(row)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert warned()
-        (spec.out / row / "state").mkdir(parents=True) if saved else None
+        if saved == "now":
+            state.touch()
         return results.new_result(spec.rows[row], status)
 
     monkeypatch.setattr(cli, "run_row", run_row)
