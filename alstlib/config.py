@@ -246,6 +246,9 @@ class RunConfig:
     resume_from: Text | None = _docs("folder of an earlier run whose training state is continued", None)
     resume: Literal["auto", "never"] = _docs("auto: continue from an own state of this configuration", "auto")
     checkpoint_every: Natural = _docs("save the training state every so many steps; 0: never", 0)
+    checkpoint_local: Text | None = _docs(
+        "folder on each machine's own disk that training states are written to first; None: none", None
+    )
     timeout: Seconds | None = _docs(
         "seconds after which the launcher ends the run; 0: never; None: ten times what the planner predicts, but at "
         "least an hour, and a day where it predicts no time",

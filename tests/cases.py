@@ -198,3 +198,16 @@ def listening(out: Path) -> dict[int, set[str]]:
                     address = tables[os.readlink(f"/proc/{pid}/fd/{name}")]
                     found.setdefault(pid, set()).add(address)
     return found
+
+
+def whole_state(engine: Any) -> dict[str, Tensor]:
+    """fp32 weights and AdamW's moments of an engine, whole, from what each rank would save of them (a collective)."""
+    from alstlib.train.pieces import HeldState
+
+    held, values = HeldState(engine), {}
+    for name in held.names():
+        start, piece = held.own(name)
+        values[name] = torch.zeros(held.size(name))
+        values[name][start : start + len(piece)] = piece
+        torch.distributed.all_reduce(values[name])
+    return values

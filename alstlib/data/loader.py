@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DistributedSampler
 
 from alstlib.data.agreement import check_alike, everyones, kind_of, mark_of, raise_failure
 from alstlib.data.prefetch import Reader
@@ -24,6 +25,24 @@ from alstlib.mesh import SPContext
 logger = logging.getLogger(__name__)
 
 _FIXED = 5  # numbers that a rank puts in the step's table before the shapes of its batches
+
+
+class SampleOrder(DistributedSampler[Any]):
+    """A distributed sampler whose epoch any other number of replicas goes on with: each sample comes once.
+
+    The first `start` samples of the epoch's order are left out, and the replicas take turns with the others. Samples
+    that are not enough for a turn of all are dropped.
+    """
+
+    start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        whole: DistributedSampler[Any] = DistributedSampler(self.dataset, 1, 0, self.shuffle, self.seed)
+        whole.set_epoch(self.epoch)
+        return iter(list(whole)[self.start :][self.rank : len(self) * self.num_replicas : self.num_replicas])
+
+    def __len__(self) -> int:
+        return max(0, len(self.dataset) - self.start) // self.num_replicas  # type: ignore[arg-type]
 
 
 class SPDataLoader:
@@ -67,7 +86,7 @@ class SPDataLoader:
         self._turns = 1 if replicated else ctx.sp  # micro-batches of a round
         self._wire = ctx.wire
         self.device = torch.device(device) if device is not None else self._wire
-        self._position = 0
+        self._position = self._start = 0  # micro-batches of this pass, after so many samples of the epoch
         self._epoch: int | None = None
         self._resume: Mapping[str, Any] | None = None
         self._reader: Reader | None = None
@@ -80,7 +99,7 @@ class SPDataLoader:
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch on to the sampler or dataset that shuffles by it."""
         if self._resume is not None and self._resume["epoch"] not in (None, epoch):
-            self._resume, self._position = None, 0
+            self._resume, self._position, self._start = None, 0, 0
         self._epoch = epoch
         batches = getattr(self.dataloader, "batch_sampler", None)
         owners: list[Any] = [getattr(self.dataloader, name, None) for name in ("sampler", "dataset")]
@@ -92,11 +111,20 @@ class SPDataLoader:
     def _layout(self) -> dict[str, Any]:
         return {"accumulation": self.accumulation, "sp": self.ctx.sp, "dp": self.ctx.dp, "replicated": self.replicated}
 
+    def _samples(self) -> int | None:
+        """Samples of the epoch that all groups have seen, if these are the first of a `SampleOrder`."""
+        order = getattr(self.dataloader, "sampler", None)
+        if not isinstance(order, SampleOrder) or self._position % self.accumulation or self._position % self._turns:
+            return None
+        seen = self._position * self.ctx.dp * (self.dataloader.batch_size or 1)
+        return min(self._start + seen, len(order.dataset))  # type: ignore[arg-type]
+
     def state_dict(self) -> dict[str, Any]:
         """Where this rank stands, to be saved per rank: JSON values (`loader` is the inner loader's own state)."""
         if self._resume is not None:
             return dict(self._resume)
-        state = {"micro_batches": self._position, "epoch": self._epoch, **self._layout(), "reader": None}
+        state: dict[str, Any] = {"micro_batches": self._position, "start": self._start, "samples": self._samples()}
+        state |= {"epoch": self._epoch, **self._layout(), "reader": None}
         if self._reader is not None:
             step_start = self._position - self._position % self.accumulation
             state["reader"] = self._reader.state(step_start // self._turns)
@@ -110,23 +138,35 @@ class SPDataLoader:
         are those that were read, and raises ValueError where they are not: an order that comes from elsewhere cannot
         be continued.
 
+        With a `SampleOrder` as the sampler of both loaders, a state that was taken between two optimizer steps is also
+        continued under another sp and by another number of groups: any rank's will do. The loader then begins at the
+        first sample that no group had seen; that its batches are those of then is not checked.
+
         Raises:
-            ValueError: the state comes from another accumulation, sp, dp or replicated.
+            ValueError: the state comes from another accumulation; from another sp, dp or replicated, without a
+                `SampleOrder` or from the middle of a step.
         """
-        for name, value in self._layout().items():
-            if state.get(name) != value:
+        layout, seen = self._layout(), state.get("samples")
+        ordered = seen is not None and isinstance(getattr(self.dataloader, "sampler", None), SampleOrder)
+        for name, value in layout.items():
+            if state.get(name) != value and (name == "accumulation" or not ordered):
                 raise ValueError(
                     f"the saved state has {name}={state.get(name)!r}, this loader {value!r}: make them agree"
                 )
+        if any(state.get(name) != value for name, value in layout.items()):
+            state = {**state, **layout, "micro_batches": 0, "start": seen, "reader": None}
         self._reader, self._resume, self._position = None, None, state["micro_batches"]
         if state["epoch"] is not None:
             self.set_epoch(state["epoch"])
-        if state["reader"]:
-            self._resume = dict(state)
+        if state["reader"] or state["start"]:
+            self._start, self._resume = state["start"], dict(state)
 
     def __iter__(self) -> Iterator[Batch]:
         resume, self._resume = self._resume, None
         done = self._position = resume["micro_batches"] if resume else 0
+        self._start = resume["start"] if resume else 0
+        if isinstance(order := getattr(self.dataloader, "sampler", None), SampleOrder):
+            order.start = self._start
         first = done - done % self.accumulation  # of the present optimizer step, in micro-batches
         known = first // self._turns  # rounds that all ranks have read
         sp = self.ctx.sp
@@ -162,7 +202,7 @@ class SPDataLoader:
             for old in [r for r in shapes if r < first // self._turns]:
                 del shapes[old]
                 reader.begun.pop(old, None)
-        self._position, self._reader = 0, None
+        self._position, self._start, self._reader = 0, 0, None
 
     def _agree(self, done: int) -> None:
         """Ranks that differ here would later exchange tables of different sizes, and hang."""

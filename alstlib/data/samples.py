@@ -280,6 +280,11 @@ class Samples(Dataset):
     def __len__(self) -> int:
         return self.length
 
+    def lengthen(self, count: int) -> None:
+        """Be at least `count` samples, where `limit` says how many: those that there are stay the same."""
+        if self.limit is not None and self.repeat:
+            self.limit = self.length = max(self.length, count)
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not -self.length <= index < self.length:
             raise IndexError(f"sample {index} of {self.length}")

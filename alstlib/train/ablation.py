@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 import alstlib
 from alstlib.config import RunConfig
 from alstlib.data.corpus import load_corpus
+from alstlib.data.loader import SampleOrder
 from alstlib.data.samples import collate, make_samples
 from alstlib.mesh import gather_text
 from alstlib.offload.ledger import Ledger, ran_out
@@ -95,7 +96,7 @@ class Trainer(Job):
             sp = 1  # the ranks of a group cannot take turns within a step: they share one stream of samples
         replicas = self.ctx.dp * sp
         place = self.ctx.rank if sp > 1 else self.ctx.dp_rank
-        sampler: Any = DistributedSampler(dataset, replicas, place, shuffle=False, drop_last=True)
+        sampler: Any = SampleOrder(dataset, replicas, place, shuffle=False)
         batches = DataLoader(dataset, batch_size=run.batch_size, sampler=sampler, collate_fn=self._collate)
         return alstlib.SPDataLoader(
             batches, self.ctx, run.accumulation, replicated=sp == 1 and self.ctx.sp > 1, device=self.device
@@ -111,6 +112,8 @@ class Trainer(Job):
         made: dict[str, list[Any]] = {"loss": [], "step_seconds": [], "valid_tokens": [], "wire_bytes": []}
         if states:
             made |= states.resume(loader)
+            left = (count - states.begun) * self.tokens_per_step(seq_len) // seq_len
+            self.samples[seq_len].lengthen(loader.state_dict()["samples"] + left)  # after a step of other groups
             for message in (*states.notes, f"step {states.begun + 1} of {count}, which warms up"):
                 self.say(message, seq_len=seq_len)
         done = begun = states.begun if states else 0

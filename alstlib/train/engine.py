@@ -1,9 +1,8 @@
-"""DeepSpeed around an attached model: its configuration, what it keeps on the host, its state as a whole, saving."""
+"""DeepSpeed around an attached model: its configuration, what it keeps on the host, saving models."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,25 +118,25 @@ def take_step(engine: Any) -> bool:
     return not last or engine.was_step_applied()
 
 
-def _adam(engine: Any) -> Any:
+def adam_of(engine: Any) -> Any:
     """PyTorch's optimizer inside the engine's."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def _masters(engine: Any) -> list[Tensor]:
+def masters(engine: Any) -> list[Tensor]:
     """The fp32 weights that the optimizer steps on, flat under ZeRO (stage 3 empties its groups between steps)."""
     zero = engine.optimizer
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         if held := getattr(zero, name, None):
             return list(held)
-    return [p for group in _adam(engine).param_groups for p in group["params"]]
+    return [p for group in adam_of(engine).param_groups for p in group["params"]]
 
 
 def reserve_adam_state(engine: Any) -> None:
     """Make AdamW's state now, as its first step would: so that the first step's memory is every step's memory."""
-    adam = _adam(engine)
+    adam = adam_of(engine)
     fused = adam.defaults.get("fused")  # this kernel reads the count of steps on the weights' device
-    for master in _masters(engine):
+    for master in masters(engine):
         if not adam.state.get(master):
             zeros = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
             step = torch.zeros((), dtype=torch.float32, device=master.device if fused else "cpu")
@@ -149,7 +148,7 @@ def host_tensors(engine: Any, run: RunConfig) -> Iterator[Tensor]:
     the weights' shards under `offload_params`. On a CPU these must be told apart from what a device would hold."""
     zero = engine.optimizer
     if run.offload_optimizer and run.zero_stage > 0:
-        for master in _masters(engine):
+        for master in masters(engine):
             yield master
             if master.grad is not None:
                 yield master.grad
@@ -211,98 +210,3 @@ def save_model(handle: Handle, folder: str | Path, tokenizer: Any = None, told: 
             tokenizer.save_pretrained(folder)
     if dist.is_initialized():
         dist.barrier()
-
-
-class WholeState:
-    """An engine's fp32 weights and AdamW's moments as if nothing were partitioned, to read and to set one at a time.
-
-    A parameter X has `weight.X` and, unless it is frozen, `exp_avg.X` and `exp_avg_sq.X`.
-    """
-
-    KEYS = ("weight", "exp_avg", "exp_avg_sq")
-
-    def __init__(self, engine: Any) -> None:
-        reserve_adam_state(engine)
-        self.parameters: dict[str, Any] = dict(engine.module.named_parameters())
-        self.shapes = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in self.parameters.items()}
-        zero = engine.optimizer
-        self.stage, self.flat, self.adam = engine.zero_optimization_stage(), _masters(engine), _adam(engine)
-        self.master: dict[int, Any] = {}
-        if self.stage == 0:  # the optimizer steps on the parameters, or on fp32 copies of them in the same order
-            stepped = [p for group in getattr(zero, "fp16_groups", [self.flat]) for p in group]
-            self.master = {id(p): m for p, m in zip(stepped, self.flat)}
-        elif self.stage < 3:
-            zero._lazy_init_hp_params_optimizer_state()
-
-    def names(self) -> list[str]:
-        return [f"{key}.{n}" for n, p in self.parameters.items() for key in self.KEYS[: 3 if p.requires_grad else 1]]
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        return self.shapes[name.partition(".")[2]]
-
-    def read(self, name: str) -> Tensor:
-        """The whole tensor, fp32, on every rank (a collective)."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        key, _, parameter = name.partition(".")
-        p = self.parameters[parameter]
-        if not p.requires_grad:
-            with _gathered(p):
-                value: Any = p.detach().float().clone()
-        elif self.stage == 0:
-            value = self._direct(p, key)
-        else:
-            value = safe_get_full_fp32_param(p) if key == "weight" else safe_get_full_optimizer_state(p, key)
-        return value.detach().float().view(self.shapes[parameter])
-
-    @torch.no_grad()
-    def write(self, name: str, value: Tensor) -> None:
-        """Set a tensor from its whole form, which every rank has (a collective)."""
-        from deepspeed import utils
-
-        key, _, parameter = name.partition(".")
-        p = self.parameters[parameter]
-        if key == "weight":  # the weight itself, and below the fp32 copy that the optimizer steps on
-            with _gathered(p, modifier_rank=0):
-                p.data.copy_(value)
-        if not p.requires_grad:
-            return
-        if self.stage == 0:
-            self._direct(p, key).copy_(value)
-        elif self.stage == 3:  # shards are padded to one size, which safe_set_full_* does not know
-            size, group = p.ds_tensor.numel(), p.ds_process_group
-            padded = value.new_zeros(size * dist.get_world_size(group))
-            padded[: value.numel()] = value.flatten()
-            shard = padded.narrow(0, size * dist.get_rank(group), size)
-            if key == "weight":
-                utils.safe_set_local_fp32_param(p, shard)
-            else:
-                utils.safe_set_local_optimizer_state(p, shard, key)
-        elif key == "weight":
-            utils.safe_set_full_fp32_param(p, value)
-        else:
-            utils.safe_set_full_optimizer_state(p, value, key)
-
-    def _direct(self, p: Tensor, key: str) -> Tensor:
-        master = self.master[id(p)]
-        return master.data if key == "weight" else self.adam.state[master][key]
-
-    def step(self, parameter: str) -> int | None:
-        """AdamW's count of steps for a parameter (under ZeRO one count for all); None for a frozen one."""
-        p = self.parameters[parameter]
-        master = self.master[id(p)] if self.stage == 0 and p.requires_grad else self.flat[0]
-        return int(self.adam.state[master]["step"]) if p.requires_grad else None
-
-    def set_steps(self, steps: Mapping[str, int | None]) -> None:
-        for master in self.flat:
-            self.adam.state[master]["step"].fill_(max((s for s in steps.values() if s is not None), default=0))
-        for name, p in self.parameters.items():
-            if self.stage == 0 and p.requires_grad:
-                self.adam.state[self.master[id(p)]]["step"].fill_(steps[name] or 0)
-
-
-def _gathered(p: Any, modifier_rank: int | None = None) -> Any:
-    import deepspeed
-
-    partitioned = hasattr(p, "ds_id")
-    return deepspeed.zero.GatheredParameters([p], modifier_rank) if partitioned else contextlib.nullcontext()

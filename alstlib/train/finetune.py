@@ -38,10 +38,11 @@ from alstlib.runs.progress import Pace
 from alstlib.runs.workers import FINETUNE
 from alstlib.train.ablation import run_options
 from alstlib.train.engine import engine_config, host_tensors, reserve_adam_state
+from alstlib.train.files import place_aside
 from alstlib.train.loading import load_on_first, place
 from alstlib.train.models import load_model, model_config, put_liger
 from alstlib.train.resume import ended, ending
-from alstlib.train.state import FREE, place_aside
+from alstlib.train.state import FREE
 from alstlib.train.worker import Job, run_worker, wait_for
 from alstlib.units import IGNORE
 

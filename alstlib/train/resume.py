@@ -7,7 +7,6 @@ The same command continues by itself: a state of the same configuration in the r
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from alstlib.planner.preflight import SLOW_DISK
 from alstlib.runs import results
 from alstlib.runs.processes import WARNED, seconds_left
 from alstlib.train.engine import Told
-from alstlib.train.state import FREE, OtherState, find_state, load_state, place_aside, save_state
+from alstlib.train.files import OtherState, find_state, place_aside
+from alstlib.train.state import FREE, Saver, load_state
 
 
 class Timeout(TimeoutError):
@@ -57,13 +57,13 @@ class RunStates:
 
     def __init__(self, engine: Any, run: RunConfig, seq_len: int, out: Path, told: Callable[[str], Told]) -> None:
         self.engine, self.asked, self.run, self.out, self.told = engine, run, run.replace(seq_len=seq_len), out, told
-        self.folder = out / "state"
+        self.folder, self.saver = out / "state", Saver(engine, self.run)
         self.begun = 0
         """Optimizer steps that were done before this attempt."""
         self.notes: list[str] = []
         self.aside: Path | None = None  # where a state that is not continued goes when one is saved
-        self.saving = 12 * sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()) / SLOW_DISK
-        """Seconds that saving a state takes: guessed before the first."""
+        self.guess = 12 * sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()) / SLOW_DISK
+        """Seconds that the first state will take to be written."""
 
     def resume(self, loader: Any) -> dict[str, Any]:
         """Put engine and loader where an earlier attempt was; returns the `history` that it saved."""
@@ -84,31 +84,35 @@ class RunStates:
             return {}
         if left is not None and found["place"].resolve() == left.resolve():
             self.aside = None  # the states to come follow it
-        if found["loader"] is not None:
-            loader.load_state_dict(found["loader"])
+        loader.load_state_dict(found["loader"])
         self.begun = found["step"]
         self.notes += [f"continued after step {self.begun} from {found['place']}", *filter(None, [found["note"]])]
         return found["history"] or {}
 
     def after_step(self, loader: Any, step: int, seconds: float, history: Any) -> None:
-        """Save the state of every `checkpoint_every`th step, and of the last one that there is time for.
+        """Save the state of every `checkpoint_every`th step, and of the last one that there is time for. It is written
+        while the training goes on, but for the last one: this returns when that is on disk.
 
         Raises:
             Timeout: another step of so many `seconds` might not leave the time to save a state.
             Warned: the run was told to end.
+            OSError, FloatingPointError: the state before could not be saved.
         """
-        every = self.run.checkpoint_every
+        every, told = self.run.checkpoint_every, self.told("saving the training state")
+        self.saver.poll()
         ends = self._ending(seconds) if every and step < self.run.steps else None
         if every and (ends or step % every == 0):
-            began, told = time.monotonic(), self.told(f"saving the training state of step {step}")
-            place: dict[str, Any] = {"loader_state": loader.state_dict(), "history": history, "aside": self.aside}
-            save_state(self.engine, self.run, self.folder, step=step, told=told, **place)
-            self.aside, self.saving = None, time.monotonic() - began
+            state: dict[str, Any] = {"loader_state": loader.state_dict(), "history": history, "aside": self.aside}
+            self.saver.start(self.folder, step=step, told=told, **state)
+            self.aside = None
+        if ends or step == self.run.steps:
+            self.saver.wait(told)
         if ends:
             raise ended(ends, self.run, step, self.folder)
 
     def _ending(self, seconds: float) -> type[Exception] | None:
-        return ending(self.out, 1.2 * seconds + 2 * self.saving + 1, self.engine.device)
+        saving = self.guess if self.saver.seconds is None else self.saver.seconds
+        return ending(self.out, 1.2 * seconds + 2 * saving + 1, self.engine.device)
 
     def _finished(self) -> bool:
         """Whether this very run ended well here before: it is repeated, from its first step, and its states with it."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 
-from alstlib.data.loader import SPDataLoader
+from alstlib.data.loader import SampleOrder, SPDataLoader
 from alstlib.data.shard import documents_from_positions, shard_batch
 from alstlib.mesh import SPContext
 
@@ -597,3 +597,61 @@ def test_set_epoch_reaches_the_sampler():
         loader.set_epoch(epoch)
         orders.append([b["input_ids"][0, 0].item() for b in loader])
     assert orders[0] == orders[2] != orders[1]
+
+
+class Many(Numbered):
+    def __len__(self):
+        return 48
+
+
+def _ordered(ctx, accumulation=2):
+    order = SampleOrder(Many(), ctx.world_size, ctx.rank, shuffle=True, seed=5)
+    return SPDataLoader(DataLoader(Many(), batch_size=2, sampler=order), ctx, accumulation)
+
+
+def _go_on(rank, world, sp, state, steps):
+    """The samples of this rank's group, for each optimizer step, and the state after them."""
+    ctx = SPContext.create(sp)
+    loader, seen = _ordered(ctx), []
+    loader.set_epoch(1)
+    if state:
+        loader.load_state_dict(state)
+        assert loader.state_dict()["samples"] == state["samples"]
+    for i, batch in enumerate(loader):
+        seen += [[]] * (i % 2 == 0)
+        seen[-1] = seen[-1] + batch["input_ids"][:, 0].tolist()
+        if i + 1 == 2 * steps:
+            break
+    state = json.loads(json.dumps(loader.state_dict()))
+    loader.set_epoch(2)
+    return {"seen": seen if ctx.sp_rank == 0 else [], "state": state, "next": sum(len(b["input_ids"]) for b in loader)}
+
+
+def test_each_sample_comes_once_on_other_ranks(ranks2, ranks4):
+    order = DistributedSampler(Many(), 1, 0, shuffle=True, seed=5)
+    order.set_epoch(1)
+    order = [i + 1 for i in order]
+    first = ranks2(_go_on, 2, None, 2)
+    one = _go_on(0, 1, 1, first[1]["state"], 1)
+    again = _go_on(0, 1, 1, one["state"], 1)
+    four = ranks4(_go_on, 2, again["state"], 99)
+    steps = first[0]["seen"] + one["seen"] + again["seen"]
+    assert [sorted(step) for step in steps] == [sorted(order[i : i + 4]) for i in (0, 4, 8, 12)]
+    steps = [a + b for a, b in zip(four[0]["seen"], four[2]["seen"])]
+    assert [sorted(step) for step in steps] == [sorted(order[i : i + 8]) for i in (16, 24, 32, 40)]
+    assert {result["next"] for result in [*first, one, again]} == {48}
+    assert {result["next"] for result in four} == {24}  # of each of two groups
+
+
+def test_a_place_inside_a_step_is_not_continued_on_other_ranks():
+    loader = _ordered(SPContext.create())
+    stream = iter(loader)
+    for samples in (None, 4):
+        next(stream)
+        state = {**loader.state_dict(), "sp": 2}
+        assert state["samples"] == samples
+        if samples is None:
+            with pytest.raises(ValueError, match="the saved state has sp=2, this loader 1"):
+                loader.load_state_dict(state)
+    with pytest.raises(ValueError, match="the saved state has sp=2, this loader 1"):
+        SPDataLoader(build_loader("sampler"), SPContext.create(), 2).load_state_dict(state)

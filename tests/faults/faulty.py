@@ -2,6 +2,7 @@
 
 import os
 import signal
+from concurrent import futures
 from typing import Any
 
 import torch
@@ -22,18 +23,21 @@ def struck(fault: str, loss: Any) -> Any:
 
 
 class Faulty(ablation.Trainer):
-    """Its rank `RANK` is struck when step `AT + 1` begins: the training state of step `AT` is saved by then."""
+    """Its rank `RANK` is struck when step `AT + 1` begins and the training state of step `AT` is on disk."""
 
-    def steps(self, *args: Any, **kw: Any) -> Any:
+    def steps(self, seq_len: int, count: int, event: str, states: Any, *args: Any) -> Any:
         backward, done = self.engine.backward, 0
 
         def faulty(loss: Any) -> Any:
             nonlocal done
             done += 1
-            return backward(struck(os.environ["FAULT"], loss) if done == AT + 1 and self.rank == RANK else loss)
+            if done == AT + 1 and self.rank == RANK:
+                futures.wait([states.saver.pending])
+                loss = struck(os.environ["FAULT"], loss)
+            return backward(loss)
 
         self.engine.backward = faulty
-        return super().steps(*args, **kw)
+        return super().steps(seq_len, count, event, states, *args)
 
 
 if __name__ == "__main__":

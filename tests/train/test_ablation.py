@@ -135,7 +135,7 @@ def test_progress_tells_rows_steps_and_time(first: tuple[Path, dict[str, Any]]) 
 @pytest.mark.slow
 def test_a_run_is_resumed_where_it_was(ranks2: Any, first: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out, result = first
-    assert sorted(p.name for p in (out / "state").iterdir()) == ["state-00001-of-00001.safetensors", "state.json"]
+    assert sorted(p.name for p in (out / "state").iterdir()) == ["__0_0.distcp", "__1_0.distcp", "state.json"]
     run = run_config(row="alst", steps=5, accumulation=2, warmup_steps=2, resume_from=str(out), zero_stage=1)
     again = ranks2(trained, str(tmp_path), run)[0]["metrics"]
     assert again["loss"][:3] == result["metrics"]["loss"][:3]
@@ -327,6 +327,7 @@ def trained(rank: int, world: int, out: str, run: RunConfig, dies_after: int = 0
             os.environ[DEADLINE_VARIABLE] = str(time.time() + seconds)
         original(self, loader, step, took, history)
         if step == dies_after:
+            self.saver.wait()  # as the interpreter does at its end
             raise KeyboardInterrupt
 
     RunStates.after_step = after_step  # type: ignore[method-assign]
@@ -376,7 +377,20 @@ def test_the_same_command_continues_by_itself(ranks2: Any, tmp_path: Path, whole
     more = ranks2(trained, str(tmp_path), resumable(steps=5, sp=1))[0]["metrics"]  # more steps are another matter
     assert more["loss"][:4] == again["metrics"]["loss"]
     assert len(more["loss"]) == 5
-    assert any("sp=2 (now 1): the data begin at the first sample" in note for note in more["notes"])
+    assert any("sp=2 (now 1): the data go on after the samples seen then; a step" in note for note in more["notes"])
+    longer = ranks2(trained, str(tmp_path), resumable(steps=8))[0]["metrics"]  # with smaller steps: more samples
+    assert longer["loss"][:5] == more["loss"]
+    assert len(longer["loss"]) == 8
+
+
+def test_other_ranks_go_on_with_the_same_losses(pools: Any, tmp_path: Path, whole: list[float]) -> None:
+    """Two ranks share each sample under ZeRO-1, then one rank has it alone under ZeRO-3, then again two, ZeRO-2."""
+    pools(2)(trained, str(tmp_path), resumable(zero_stage=1), 1)
+    pools(1)(trained, str(tmp_path), resumable(zero_stage=3, sp=1, world_size=1), 3)
+    metrics = pools(2)(trained, str(tmp_path), resumable())[0]["metrics"]
+    assert metrics["loss"] == pytest.approx(whole, rel=1e-6)
+    assert [len(set(metrics["loss"])), len(metrics["step_seconds"])] == [4, 1]
+    assert any("ranks=1 (now 2), sp=1 (now 2): the data go on" in note for note in metrics["notes"])
 
 
 def test_a_run_that_ended_after_its_last_step_has_no_step_to_do(

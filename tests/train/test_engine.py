@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import make_model, make_samples, wrap
+from cases import make_model, make_samples, whole_state, wrap
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,7 +17,7 @@ import alstlib
 from alstlib.config import RunConfig
 from alstlib.data.corpus import get_tokenizer
 from alstlib.data.loader import SPDataLoader
-from alstlib.train.engine import WholeState, engine_config, host_tensors, initialize, save_model, take_step
+from alstlib.train.engine import engine_config, host_tensors, initialize, save_model, take_step
 
 ENGINES = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"]
 
@@ -100,8 +100,7 @@ def one_step(rank: int, world: int, stage: int, changes: dict[str, Any]) -> dict
         engine.backward(alstlib.causal_lm_loss(engine, batch, ctx).loss)
         engine.step()
         if len(rates) == 1:
-            whole = WholeState(engine)
-            squares = sum(float(whole.read(n).square().sum()) for n in whole.names() if n.startswith("exp_avg."))
+            squares = sum(float(v.square().sum()) for n, v in whole_state(engine).items() if n.startswith("exp_avg."))
     later = sum(t.numel() for t in host_tensors(engine, run))
     decay = engine.optimizer.param_groups[0]["weight_decay"]
     engine.destroy()
@@ -191,22 +190,17 @@ def step_on_nan(rank: int, world: int, stage: int, bf16: bool, accumulation: int
     alstlib.apply(model, ctx, alstlib.Options())
     engine, poison, losses, taken = initialize(run, model, bf16), torch.ones(()), [], []
     model.model.norm.weight.register_hook(lambda grad: grad * poison.to(grad.dtype))  # in place of a bad kernel
-    before = full_state(engine)
+    before = whole_state(engine)
     for i, batch in enumerate(SPDataLoader(make_samples(accumulation), ctx, accumulation, replicated=True)):
         poison.fill_(float("nan") if rank == 1 and i == accumulation - 1 else 1.0)
         out = alstlib.causal_lm_loss(engine, batch, ctx, engine_divides_by=accumulation)
         losses.append(float(out.mean))
         engine.backward(out.loss)
         taken.append(take_step(engine))
-    after = full_state(engine)
+    after = whole_state(engine)
     engine.destroy()
     same = all(torch.equal(before[name], after[name]) for name in before)
     return {"finite": all(map(math.isfinite, losses)), "taken": taken, "same": same}
-
-
-def full_state(engine: Any) -> dict[str, torch.Tensor]:
-    whole = WholeState(engine)
-    return {name: whole.read(name).clone() for name in whole.names()}
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

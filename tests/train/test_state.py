@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import random
 import re
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases import make_model, make_samples
-from safetensors.torch import load_file
+from cases import make_model, make_samples, whole_state
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 
 import alstlib
 from alstlib.config import RunConfig
 from alstlib.data.loader import SPDataLoader
+from alstlib.train import files
 from alstlib.train import state as states
-from alstlib.train.engine import WholeState, full_weights, initialize
-from alstlib.train.state import load_state, save_state
+from alstlib.train.engine import full_weights, initialize
+from alstlib.train.pieces import HeldState
+from alstlib.train.state import Saver, load_state
 
 ZERO = [(0, False), (1, True), (2, False), (3, False), (3, True)]
 
@@ -51,6 +59,7 @@ class Training:
         data = torch.utils.data.DataLoader(samples, batch_size=None, shuffle=True, generator=order)
         self.loader = SPDataLoader(data, self.ctx, run.accumulation)
         self.batches: Any = None
+        self.saver = Saver(self.engine, run)
 
     def train(self, steps: int) -> list[float]:
         self.batches = self.batches or iter(self.loader)
@@ -66,15 +75,16 @@ class Training:
             losses.append(loss)
         return losses
 
-    def save(self, folder: str, step: int = 2) -> None:
-        save_state(self.engine, self.run, folder, step=step, loader_state=self.loader.state_dict())
+    def save(self, folder: str, step: int = 2, **more: Any) -> None:
+        self.saver.start(folder, step=step, loader_state=self.loader.state_dict(), **more)
+        self.saver.wait()
 
     def everything(self) -> dict[str, Any]:
         """Optimizer's weights and moments, the weights that the forward reads, counts of steps, learning rates."""
-        whole = WholeState(self.engine)
-        values: dict[str, Any] = {name: whole.read(name).clone() for name in whole.names()}
+        held = HeldState(self.engine)
+        values: dict[str, Any] = whole_state(self.engine)
         values |= {f"model.{name}": p.float().clone() for name, p in full_weights(self.handle.model)}
-        values |= {f"step.{name}": whole.step(name) for name in whole.shapes}
+        values |= {f"step.{name}": held.step(name) for name in held.shapes}
         return values | {"lr": [group["lr"] for group in self.engine.optimizer.param_groups]}
 
 
@@ -125,7 +135,7 @@ def test_bf16_keeps_its_fp32_weights(ranks2: Any, tmp_path: Path, stage: int, of
 def test_frozen_and_tied_weights(ranks2: Any, tmp_path: Path, stage: int) -> None:
     other = {"frozen": "k_proj", "tie_word_embeddings": True}
     check_resumed(ranks2(resume, str(tmp_path / "state"), run_config(stage), other))
-    names = load_file(tmp_path / "state" / "state-00001-of-00001.safetensors").keys()
+    names = json.loads((tmp_path / "state" / "state.json").read_text())["pieces"].keys()
     assert "weight.model.embed_tokens.weight" in names
     assert "weight.lm_head.weight" not in names
     assert "weight.model.layers.0.self_attn.k_proj.weight" in names
@@ -155,6 +165,8 @@ def test_any_stage_to_any_other(
     ranks2: Any, tmp_path: Path, source: tuple[int, bool], target: tuple[int, bool]
 ) -> None:
     want = ranks2(write, str(tmp_path), run_config(*source), {})[0]
+    weights = [name for name in want if name.startswith("weight.")]
+    assert all(torch.equal(want[n], want[n.replace("weight.", "model.", 1)].flatten()) for n in weights)
     for result in ranks2(read, str(tmp_path), run_config(*target), {}):
         assert differing(want, result["values"]) == []
         assert result["found"]["step"] == 2
@@ -170,72 +182,70 @@ def test_other_numbers_of_ranks(ranks2: Any, ranks4: Any, tmp_path: Path, stage:
     want = ranks2(write, str(tmp_path), two, odd)[0]
     for result in ranks4(read, str(tmp_path), four, odd):
         assert differing(want, result["values"]) == []
-        assert result["found"]["loader"] is None
         assert "ranks=2 (now 4), sp=2 (now 1)" in result["found"]["note"]
+        assert "the samples of 4 groups and not of 1" in result["found"]["note"]
     want = ranks4(write, str(tmp_path), four, odd)[0]
     assert all(differing(want, result["values"]) == [] for result in ranks2(read, str(tmp_path), two, odd))
 
 
-def sharded(rank: int, world: int, folder: str) -> dict[str, Any]:
-    before, states.SHARD_BYTES = states.SHARD_BYTES, 20_000
-    try:
-        return write(rank, world, folder, run_config(3), {})
-    finally:
-        states.SHARD_BYTES = before
-
-
-def test_files_are_safetensors_of_limited_size_and_strict_json(ranks2: Any, tmp_path: Path) -> None:
-    want = ranks2(sharded, str(tmp_path / "state"))[0]
-    files = sorted((tmp_path / "state").iterdir())
-    assert {f.suffix for f in files} == {".safetensors", ".json"}
-    assert [f.name for f in tmp_path.iterdir()] == ["state"]
-    shards = [f for f in files if f.suffix == ".safetensors"]
-    assert len(shards) > 3
-    stored: dict[str, torch.Tensor] = {}
-    for i, file in enumerate(shards):
-        assert file.name == f"state-{i + 1:05}-of-{len(shards):05}.safetensors"
-        part = load_file(file)
-        assert sum(t.nbytes for t in part.values()) <= 20_000
-        stored |= part
-    assert stored.keys() == {n for n in want if n.startswith(("weight.", "exp_avg.", "exp_avg_sq."))}
-    assert all(torch.equal(stored[n], want[n]) for n in stored)
+@pytest.mark.parametrize("local", [False, True])
+def test_each_rank_writes_its_part_and_the_rest_is_strict_json(ranks2: Any, tmp_path: Path, local: bool) -> None:
+    run = run_config(3, checkpoint_local=str(tmp_path / "disk") if local else None)
+    ranks2(write, str(tmp_path / "run" / "state"), run, {})
+    folder = tmp_path / "run" / "state"
+    assert [f.name for f in (tmp_path / "run").iterdir()] == ["state"]
+    assert [f.is_dir() for f in tmp_path.glob("disk/**/*")] == [True] * local  # an empty folder
+    assert sorted(f.name for f in folder.iterdir()) == ["__0_0.distcp", "__1_0.distcp", "state.json"]
+    sizes = [f.stat().st_size for f in sorted(folder.glob("*.distcp"))]
+    assert max(sizes) < 1.2 * min(sizes)
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
 
-    state = json.loads((tmp_path / "state" / "state.json").read_text(), parse_constant=refuse)
-    assert state["schema_version"] == 2
+    state = json.loads((folder / "state.json").read_text(), parse_constant=refuse)
+    assert state["schema_version"] == 3
     assert state["step"] == 2
     assert state["scheduler_step"] == 2
     assert state["ranks"] == len(state["by_rank"]) == 2
-    assert RunConfig.from_dict(state["config"]) == run_config(3)
-    back = ranks2(read, str(tmp_path / "state"), run_config(3), {})
-    assert all(differing(want, result["values"]) == [] for result in back)
+    assert RunConfig.from_dict(state["config"]) == run
+
+
+@contextlib.contextmanager
+def disk_with_room_for(writes: int) -> Iterator[None]:
+    """The disk is full after so many writes of this process."""
+
+    class Full(io.BufferedWriter):
+        def write(self, content: Any) -> int:
+            nonlocal writes
+            writes -= 1
+            if writes < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(content)
+
+    @contextlib.contextmanager
+    def stream(self: Any, path: Path, mode: str) -> Iterator[io.IOBase]:
+        with Full(io.FileIO(path, "w")) as file:
+            yield file
+
+    original, FileSystem.create_stream = FileSystem.create_stream, stream  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        FileSystem.create_stream = original  # type: ignore[method-assign]
 
 
 def full_disk(rank: int, world: int, folder: str, writes: int) -> list[str]:
-    """A state, then one that fails at its n-th write: what was said, and what is loaded afterwards."""
+    """A state, then one that fails at the last rank's n-th write: what was said, and what is loaded afterwards."""
     trained = Training(run_config(2))
     trained.save(folder, step=1)
     saved = trained.everything()
     trained.train(1)
-    original, left = states._Writer._append, writes
-
-    def limited(self: Any, file: str, content: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        original(self, file, content)
-
-    states._Writer._append = limited  # type: ignore[method-assign]
-    try:
-        trained.save(folder, step=2)
-        said = "nothing"
-    except OSError as e:
-        said = str(e)
-    finally:
-        states._Writer._append = original  # type: ignore[method-assign]
+    said = "nothing"
+    with disk_with_room_for(10**6 if rank == 0 else writes):
+        try:
+            trained.save(folder, step=2)
+        except OSError as e:
+            said = str(e)
     found = load_state(trained.engine, trained.run, folder)
     apart = differing(saved, trained.everything())
     trained.save(folder, step=3)
@@ -244,17 +254,103 @@ def full_disk(rank: int, world: int, folder: str, writes: int) -> list[str]:
     return [said, str(found["step"]), ",".join(apart), str(last)]
 
 
-@pytest.mark.parametrize("writes", [0, 7, 10_000])
+@pytest.mark.parametrize("writes", [0, 7, 10**6])
 def test_a_full_disk_leaves_the_state_before(ranks2: Any, tmp_path: Path, writes: int) -> None:
     for said, step, apart, last in ranks2(full_disk, str(tmp_path / "state"), writes):
-        if writes == 10_000:
+        if writes == 10**6:
             assert said == "nothing"
             assert step == "2"
         else:
-            assert "the disk is full; the state saved before is intact" in said
+            assert said.endswith("state: the disk is full; the state saved before is intact")
             assert (step, apart) == ("1", "")
         assert last == "3"
     assert sorted(f.name for f in tmp_path.iterdir()) == ["state", "state.old"]
+
+
+@contextlib.contextmanager
+def slow_disk() -> Iterator[threading.Event]:
+    """Nothing is written before the event."""
+    event, original = threading.Event(), files.Writer.write_data
+
+    def later(*args: Any) -> Any:
+        assert event.wait(60)
+        return original(*args)
+
+    files.Writer.write_data = later  # type: ignore[method-assign]
+    try:
+        yield event
+    finally:
+        event.set()
+        files.Writer.write_data = original  # type: ignore[method-assign]
+
+
+def while_training(rank: int, world: int, folder: str, stage: int, fails: bool) -> dict[str, Any]:
+    """A state that is written, or cannot be, while two steps are made; and what is loaded afterwards."""
+    trained, said, polls = Training(run_config(stage)), "", 0
+    trained.save(folder, step=1)
+    trained.train(1)
+    saved = trained.everything()
+    with disk_with_room_for(3 if fails and rank else 10**6), slow_disk() as goes_on:
+        history = [1.0]
+        trained.saver.start(folder, step=2, loader_state=trained.loader.state_dict(), history=history)
+        history.append(2.0)
+        trained.train(2)
+        trained.saver.poll()
+        before = json.loads((Path(folder) / "state.json").read_text())["step"]
+        torch.distributed.barrier()
+        goes_on.set()
+        while trained.saver.pending is not None and polls < 600:
+            polls += 1
+            time.sleep(0.1)
+            try:
+                trained.saver.poll()
+            except OSError as e:
+                said = str(e)
+    found = load_state(trained.engine, trained.run, folder)
+    apart = differing(saved, trained.everything())
+    trained.engine.destroy()
+    return {"before": before, "said": said, "step": found["step"], "history": found["history"], "apart": apart}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_state_is_written_while_the_training_goes_on(ranks2: Any, tmp_path: Path, stage: int) -> None:
+    for result in ranks2(while_training, str(tmp_path / "state"), stage, False):
+        assert result == {"before": 1, "said": "", "step": 2, "history": [1.0], "apart": []}
+
+
+def test_what_goes_wrong_meanwhile_is_raised_on_all_ranks(ranks2: Any, tmp_path: Path) -> None:
+    for result in ranks2(while_training, str(tmp_path / "state"), 2, True):
+        assert result["said"].endswith("state: the disk is full; the state saved before is intact")
+        assert (result["before"], result["step"]) == (1, 1)
+    assert [f.name for f in tmp_path.iterdir()] == ["state"]
+
+
+def test_a_folder_that_the_nodes_do_not_share_holds_no_state(tmp_path: Path) -> None:
+    writer = files.Writer(tmp_path / "state", None, "{}", None, True)
+    writer.prepare_global_plan([])
+    with pytest.raises(OSError, match="is it one folder on all nodes"):
+        writer.finish(Metadata({}), [[WriteResult(MetadataIndex("__1_0.distcp"), 8, 0)]])  # of a rank elsewhere
+    assert files.find_state(tmp_path) is None
+
+
+def without_room(rank: int, world: int, folder: str) -> bool:
+    """Whether the ranks wait where one of them has no host memory for a copy."""
+    original, states.host_available = states.host_available, lambda: 0 if rank else 2**40
+    trained = Training(run_config(2))
+    try:
+        trained.saver.start(folder, step=1, loader_state=None)
+    finally:
+        states.host_available = original
+    waited, want = trained.saver.pending is None, trained.everything()
+    trained.train(1)
+    load_state(trained.engine, trained.run, folder)
+    waited = waited and not differing(want, trained.everything())
+    trained.engine.destroy()
+    return waited
+
+
+def test_the_ranks_wait_where_the_host_has_no_room_for_a_copy(ranks2: Any, tmp_path: Path) -> None:
+    assert ranks2(without_room, str(tmp_path / "state")) == [True, True]
 
 
 def after_crashes(rank: int, world: int, folder: str) -> list[int]:
@@ -275,14 +371,14 @@ def after_crashes(rank: int, world: int, folder: str) -> list[int]:
     if rank == 0:
         place.rename(f"{folder}.old")
     seen.append(step_found())
-    original = states._Writer._append
-    states._Writer._append = lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "bad disk"))  # type: ignore
+    original = files._sync
+    files._sync = lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "bad disk"))
     try:
         trained.save(folder, step=2)
     except OSError:
         seen += [step_found(), int(place.exists())]  # back at its place before anything is replaced
     finally:
-        states._Writer._append = original  # type: ignore[method-assign]
+        files._sync = original
     trained.save(folder, step=3)
     seen.append(step_found())
     trained.engine.destroy()
@@ -318,21 +414,21 @@ def test_what_cannot_be_loaded_is_refused_and_nothing_is_touched(ranks2: Any, tm
     ranks2(write, str(tmp_path / "good"), run_config(3), {})
     ranks2(wider, str(tmp_path / "wider"))
     (tmp_path / "empty").mkdir()
-    for name in ("flipped", "cut", "half", "future", "gone"):
+    for name in ("flipped", "cut", "half", "earlier", "gone"):
         shutil.copytree(tmp_path / "good", tmp_path / name)
-    shard = "state-00001-of-00001.safetensors"
+    shard = "__1_0.distcp"
     content = bytearray((tmp_path / "good" / shard).read_bytes())
     (tmp_path / "cut" / shard).write_bytes(content[: len(content) // 2])
     content[-5] ^= 1
     (tmp_path / "flipped" / shard).write_bytes(content)
     text = (tmp_path / "good" / "state.json").read_text()
     (tmp_path / "half" / "state.json").write_text(text[: len(text) // 2])
-    (tmp_path / "future" / "state.json").write_text(text.replace('"schema_version": 2', '"schema_version": 3'))
+    (tmp_path / "earlier" / "state.json").write_text(text.replace('"schema_version": 3', '"schema_version": 2'))
     (tmp_path / "gone" / shard).unlink()
     want = {
         "nowhere": "there is no such folder", "empty": "it has no training state", "flipped": f"{shard} is damaged",
         "cut": f"{shard} is damaged", "half": "state.json is damaged", "gone": f"{shard} is damaged: FileNotFoundError",
-        "future": "schema_version=3; this alstlib reads 2", "wider": "it is of another model: 6 parameters differ",
+        "earlier": "schema_version=2; this alstlib reads 3", "wider": "it is of another model: 6 parameters differ",
     }  # fmt: skip
     for said in ranks2(refusals, [str(tmp_path / name) for name in want]):
         assert said.pop() == ""
@@ -401,7 +497,7 @@ def test_every_damage_is_found_before_anything_is_loaded(ranks2: Any, tmp_path: 
 OTHER = {
     "learning_rate": 0.02, "warmup_steps": 4, "weight_decay": 0.2, "max_grad_norm": 0.0, "accumulation": 4, "seed": 1,
     "batch_size": 2, "seq_len": 99, "packed": True, "data": "other.jsonl", "tokenizer": "other", "model": "small",
-    "model_config": {"rope_theta": 5.0}, "random_weights": False, "dtype": "bf16",
+    "model_config": {"rope_theta": 5.0}, "random_weights": False, "dtype": "bf16", "sparse": {"top": 16},
 }  # fmt: skip
 """Another value of every field that a state belongs to."""
 
@@ -410,7 +506,7 @@ def configurations(rank: int, world: int, folder: str, changes: list[dict[str, A
     fresh = Training(run_config(2))
     said = []
     for change in changes:
-        run = fresh.run if change.keys() == {"dtype"} else fresh.run.replace(**change)
+        run = fresh.run if change.keys() == {"dtype"} else fresh.run.replace(**{"chunk": 64, **change})
         fresh.engine.bfloat16_enabled = lambda change=change: change.get("dtype") == "bf16"
         try:
             said.append(str(load_state(fresh.engine, run, folder)["step"]))
@@ -443,9 +539,8 @@ def not_finite(rank: int, world: int, folder: str, key: str) -> list[str]:
     trained = Training(run_config(2))
     trained.save(folder, step=1)
     saved = trained.everything()
-    whole = WholeState(trained.engine)
-    name = next(n for n in whole.names() if n.startswith(key))
-    whole.write(name, torch.full(whole.shape_of(name), float("nan")))
+    held = HeldState(trained.engine)
+    held.piece(next(n for n in held.names() if n.startswith(key) and len(held.piece(n)[1])))[1].fill_(float("nan"))
     try:
         trained.save(folder, step=2)
         said = "nothing"
@@ -470,11 +565,11 @@ def three(rank: int, world: int, folder: str) -> list[int]:
     trained, place = Training(run_config(2)), Path(folder)
     for step in (1, 2, 3):
         trained.save(folder, step=step)
-    aside = states.place_aside(place)
-    save_state(trained.engine, trained.run, folder, step=4, loader_state=None, aside=aside)
+    aside = files.place_aside(place)
+    trained.save(folder, step=4, aside=aside)
     trained.engine.destroy()
     torch.distributed.barrier()
-    places = [place, aside, states._old(aside)]
+    places = [place, aside, files.before(aside)]
     return [json.loads((p / "state.json").read_text())["step"] for p in places]
 
 
