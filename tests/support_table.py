@@ -43,7 +43,10 @@ def table() -> str:
         lines.append("| " + " | ".join(cells) + " |")
     lines.append("")
     lines.append(
-        f"Largest over transformers {' and '.join(versions)}, whole and packed, tiled and streamed in row chunks."
+        "Largest over transformers "
+        + " and ".join(versions)
+        + ", whole and packed; tiled, in row chunks with everything "
+        "on the device and on the host, and block by block."
     )
     return "\n".join(lines) + "\n"
 

@@ -14,7 +14,7 @@ import yaml
 from alstlib.config import RunConfig, row_config
 from alstlib.planner import devices
 from alstlib.planner.gpus import GPUS, label_bytes, rates_of, with_measured
-from alstlib.planner.machine import Machine, Overheads
+from alstlib.planner.machine import Machine, Overheads, read_machine
 from alstlib.planner.model_shapes import Shape, read_shape
 from alstlib.planner.prediction import (
     Help,
@@ -43,9 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--preset", choices=PRESETS, default="ours", help="ours, or what the ALST paper ran")
     what.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of RunConfig")
     where = parser.add_argument_group("the machine")
-    where.add_argument("--gpus", type=int, default=8, help="all of them; 0 for what this machine has")
-    where.add_argument("--gpus-per-node", type=int, default=8)
-    where.add_argument("--gpu", default="H100", help=f"whose rates: {', '.join(GPUS)}")
+    where.add_argument("--machine", type=Path, help="a machine as `alst check` measured it: its folder or result.json")
+    where.add_argument("--gpus", type=int, help="all of them, 8 by default; 0 for what this machine has")
+    where.add_argument("--gpus-per-node", type=int, help="8 by default")
+    where.add_argument("--gpu", help=f"whose rates: {', '.join(GPUS)}; H100 by default")
     where.add_argument("--gpu-memory", help="80GB is a label; GiB is exact; the GPU's own by default")
     where.add_argument("--host-memory", help="of a node: 1.9TB or 1.9TiB; without it no limit")
     where.add_argument("--rates", type=Path, help="result.json of alstlib.measure.time_kernels: attention as measured")
@@ -125,15 +126,19 @@ def command(args: argparse.Namespace) -> int:
 
 def read(args: argparse.Namespace) -> Question:
     """What the options describe."""
-    if args.gpus < 0 or args.gpus_per_node < 1:
-        raise ValueError(f"gpus={args.gpus} and gpus-per-node={args.gpus_per_node} must be at least 1")
-    gpus = args.gpus
+    measured = read_machine(args.machine) if args.machine else None
+    if measured and (args.gpu or args.rates):
+        raise ValueError("--machine has rates that were measured: leave out --gpu and --rates")
+    of_node = args.gpus_per_node if args.gpus_per_node is not None else measured.per_node if measured else 8
+    gpus = args.gpus if args.gpus is not None else measured.gpus if measured else 8
+    if gpus < 0 or of_node < 1:
+        raise ValueError(f"gpus={gpus} and gpus-per-node={of_node} must be at least 1")
     if gpus == 0 and not (gpus := devices.device_count()):
         raise ValueError("gpus=0 means this machine's, and it has none; name their number")
     base = RunConfig(model=args.model, dtype="bf16", sp=0)
     run = row_config(PRESETS[args.preset], base).replace(**fields_of(args.set, "--set"))
     shape = read_shape(args.model, run.model_config)
-    rates = rates_of(args.gpu)
+    rates = measured.rates if measured else rates_of(args.gpu or "H100")
     if args.rates:
         rates = with_measured(rates, args.rates)
     terms: dict[str, Any] = {
@@ -143,15 +148,21 @@ def read(args: argparse.Namespace) -> Question:
         if not 0 <= args.fragmentation < 1:
             raise ValueError(f"fragmentation={args.fragmentation} is a share, from 0 to 1")
         terms["fragmentation"] = args.fragmentation
-    memory = label_bytes(args.gpu_memory) if args.gpu_memory else int(rates.usable)
+    memory = label_bytes(args.gpu_memory) if args.gpu_memory else int(rates.usable) or None
     host = parse_quantity(args.host_memory, "host-memory") if args.host_memory else None
+    if measured:
+        host = host or measured.host_memory
+        terms = {"context": measured.overheads.context, "nccl": measured.overheads.nccl, **terms}
     machine = Machine(
-        gpus=gpus, per_node=args.gpus_per_node, gpu_memory=memory, host_memory=host, rates=rates,
-        overheads=Overheads(**terms),
+        gpus=gpus, per_node=of_node, gpu_memory=memory, host_memory=host, rates=rates,
+        device=measured.device if measured else "cuda", overheads=Overheads(**terms),
     )  # fmt: skip
+    named = args.gpu_memory or (f"measured in {args.machine}" if measured else args.gpu or "H100")
     understood = {
-        "gpu_memory": f"{args.gpu_memory or args.gpu}: {memory / GIB:.1f} GiB that PyTorch finds on a GPU",
-        "host_memory": f"{args.host_memory}: {host / GIB:,.0f} GiB a node" if host else "no limit",
+        "gpu_memory": f"{named}: {memory / GIB:.1f} GiB that PyTorch finds on a GPU" if memory else "no limit",
+        "host_memory": f"{args.host_memory or 'free as measured'}: {host / GIB:,.0f} GiB a node"
+        if host
+        else "no limit",
     }
     if args.seq_len:
         understood["seq_len"] = f"{args.seq_len}: {parse_quantity(args.seq_len, 'seq-len'):,} tokens"

@@ -6,8 +6,10 @@ Rates are what kernels reach, not what data sheets promise. Attention rates coun
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from alstlib.config import check_names
 from alstlib.units import parse_quantity
@@ -100,4 +102,23 @@ def with_measured(rates: Rates, path: str | Path) -> Rates:
     return replace(
         rates, name=f"{rates.name}, attention as measured", attention_forward=best["forward_tflops"] * T,
         attention_backward=best["backward_tflops"] * T,
+    )  # fmt: skip
+
+
+def measured_rates(metrics: Mapping[str, Any]) -> Rates:
+    """Rates from the metrics of `measure.machine_rates`: of each, the slowest rank's.
+
+    A link that was not measured (a single GPU, or a single node) is taken from the table where it has such a GPU, else
+    from the copies between device and host.
+    """
+    slowest = {name: min(by_rank) for name, by_rank in metrics["rates"].items()}
+    known = next((r for name, r in GPUS.items() if name in metrics["device_name"]), None)
+    link = slowest.get("link") or (known.link if known else slowest["host"])
+    return Rates(
+        name=f"{metrics['device_name']} as measured", usable=metrics["gpu_memory"] or 0,
+        capability=metrics["capability"], matmul=slowest["matmul"], attention_forward=slowest["attention_forward"],
+        attention_backward=slowest["attention_backward"], flash2_forward=slowest["attention_forward"],
+        flash2_backward=slowest["attention_backward"], link=link,
+        network=slowest.get("network") or (known.network if known else link), host=slowest["host"],
+        host_memory=slowest["host_memory"],
     )  # fmt: skip

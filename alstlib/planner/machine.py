@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from alstlib.config import RunConfig
 from alstlib.planner import devices
-from alstlib.planner.gpus import GPUS, Rates, rates_of
+from alstlib.planner.gpus import GPUS, Rates, measured_rates, rates_of
 from alstlib.sizing import host_free
 from alstlib.units import GIB
 
@@ -80,3 +82,22 @@ def machine_of(run: RunConfig, nodes: int, gpus: int, host: int | None = None, g
     rates = next((r for n, r in GPUS.items() if n in name), replace(rates_of("H100"), name=UNKNOWN))
     memory = memory or min((n for n in (found, gpu_free) if n), default=None)
     return Machine(gpus=run.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, rates=rates)
+
+
+def read_machine(path: str | Path) -> Machine:
+    """The machine that `alst check` measured, from its folder or the result.json there.
+
+    Raises:
+        ValueError: no such result.
+    """
+    file = Path(path) / "result.json" if Path(path).is_dir() else Path(path)
+    try:
+        metrics = json.loads(file.read_text(encoding="utf-8"))["metrics"]
+        rates, overheads = measured_rates(metrics), metrics["overheads"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"machine='{path}' has no measured machine ({e!r}): `alst check` writes such a result") from e
+    return Machine(
+        gpus=metrics["ranks"], per_node=metrics["ranks_of_node"], gpu_memory=metrics["gpu_memory"],
+        host_memory=metrics["host_memory"], rates=rates, device="cuda" if metrics["gpu_memory"] else "cpu",
+        overheads=Overheads(context=overheads["context"], nccl=overheads["nccl"]),
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`alst run | report | status | plan | verify`: sweeps of runs (`sweeps`), driven by papermill, one row at a time."""
+"""`alst run | report | status | plan | verify | check`: sweeps of runs, driven by papermill, one row at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,20 @@ from typing import Any
 from alstlib.config import RunConfig
 from alstlib.planner import command, devices, preflight
 from alstlib.planner.model_shapes import check_model
-from alstlib.runs import cluster, follower, launch, locks, nodes, report, results, status, torchrun, verify, workers
+from alstlib.runs import (
+    check,
+    cluster,
+    follower,
+    launch,
+    locks,
+    nodes,
+    report,
+    results,
+    status,
+    torchrun,
+    verify,
+    workers,
+)
 from alstlib.runs.notebooks import execute, watch_cells
 from alstlib.runs.processes import WARNED, warnings_call
 from alstlib.runs.progress import Printer, ProgressReader
@@ -271,9 +284,10 @@ def _fields(fields: Mapping[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 a row failed or could not be written, 2 refused before it started, 75 the time was up and
-    the same command continues, 130 interrupted; of `status` and `verify`: their EXIT."""
+    the same command continues, 130 interrupted; of `status`, `verify` and `check`:
+    their EXIT."""
     parser = argparse.ArgumentParser(prog="alst", description="Arctic Long Sequence Training: sweeps of runs.")
-    commands = parser.add_subparsers(required=True, metavar="run | report | status | plan | verify")
+    commands = parser.add_subparsers(required=True, metavar="run | report | status | plan | verify | check")
     p = commands.add_parser("run", help="run the rows of a spec that are not finished")
     p.add_argument("spec", type=Path, help="a YAML file, such as papermill_runs/specs/ablation.yaml")
     p.add_argument("--rows", help="only these rows, separated by commas")
@@ -304,6 +318,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     v = commands.add_parser("verify", help=verify.HELP, epilog=verify.EXIT)
     verify.add_arguments(v)
     v.set_defaults(command=verify.verify)
+    c = commands.add_parser("check", help=check.HELP, epilog=check.EXIT)
+    check.add_arguments(c)
+    c.set_defaults(command=check.check)
     for sub in (p, r, s):
         sub.add_argument("--out", help="folder of a spec's results, instead of papermill_runs/out/NAME")
     args = parser.parse_args(argv)

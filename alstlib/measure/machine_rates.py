@@ -1,0 +1,229 @@
+"""The worker behind `alst check`: how fast this machine is and what its memory holds, measured by the ranks of a run.
+
+`python -m alstlib.measure.machine_rates --config config.json --out DIR` under torchrun. Matrix products and attention
+with the shapes of the run's model, copies between device and host, AdamW on the host, an all-to-all and an all-reduce,
+and what a GPU lacks before the first tensor. All ranks measure at the same time, as they work in a step, and the
+slowest one counts. `alst plan --machine DIR` plans with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from alstlib.config import RunConfig
+from alstlib.kernels.backends import choose_backend
+from alstlib.measure.time_kernels import time_kernel
+from alstlib.mesh import gather_text
+from alstlib.planner.model_shapes import read_shape
+from alstlib.sizing import host_free
+from alstlib.train.worker import Job, node_count, run_worker, wait_for
+
+MIB = 2**20
+LENGTHS = {"cuda": (8192, 32_768, 65_536), "cpu": (1024, 2048, 4096)}
+"""Tokens at which attention is timed; the longest counts, because kernels are better the longer they run."""
+ROWS = {"cuda": 16_384, "cpu": 1024}
+"""Of the matrix products."""
+MESSAGE = {"cuda": 512 * MIB, "cpu": 16 * MIB}
+"""Bytes of a rank in a collective, and of a copy between device and host."""
+WEIGHTS = {"cuda": 64 * MIB, "cpu": 4 * MIB}
+"""Of a rank's AdamW on the host."""
+ADAM_BYTES = 28
+"""That AdamW reads and writes for each weight in fp32: it, its gradient and two moments."""
+REPEATS = 5
+
+
+class Rates(Job):
+    """Measures on one rank; rank 0's metrics are the result."""
+
+    def __init__(self, run: RunConfig, out: Path) -> None:
+        super().__init__(run, out)
+        self.kind, self.world = self.device.type, dist.get_world_size()
+        self.shape = read_shape(run.model, run.model_config)
+        self.local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        self.gone = {"context": self._gone()}
+        self._all_to_all(dist.group.WORLD, self.world)  # NCCL takes its buffers
+        self.gone["nccl"] = self._gone() - self.gone["context"]
+
+    def _gone(self) -> int:
+        """Device bytes that are gone, other than tensors."""
+        if not self.cuda:
+            return 0
+        torch.zeros(1, device=self.device)
+        torch.cuda.synchronize()
+        free, whole = torch.cuda.mem_get_info()
+        return whole - free - torch.cuda.memory_reserved()
+
+    def seconds(self, step: Callable[[], Any]) -> float:
+        """The median of a few, after one that warms up; ranks begin together."""
+        found = []
+        for _ in range(1 + REPEATS):
+            wait_for(self.device)
+            dist.barrier()
+            began = time.perf_counter()
+            step()
+            wait_for(self.device)
+            found.append(time.perf_counter() - began)
+        return statistics.median(found[1:])
+
+    def every(self, value: float) -> list[float]:
+        """Each rank's."""
+        return [float(text) for text in gather_text(repr(value), self.device)]
+
+    def __call__(self) -> dict[str, Any]:
+        began = time.monotonic()
+        rates: dict[str, list[float]] = {}
+        for i, (name, measure) in enumerate(self.parts().items()):
+            self.say(f"{name}, {i + 1} of {len(self.parts())} measurements")
+            for key, value in measure().items():
+                rates[key] = self.every(value)
+        about = [self.about()] if self.rank == 0 else [{}]
+        links = self.links()
+        hosts = gather_text(f"{socket.gethostname()} {self._numa()}", self.device)
+        free = host_free()
+        return {
+            "tokens_per_step": 0, "step_seconds": [], "dtype": str(self.dtype).removeprefix("torch."),
+            "device_name": torch.cuda.get_device_name(self.device) if self.cuda else platform.machine() + " CPU",
+            "capability": torch.cuda.get_device_capability(self.device)[0] if self.cuda else 0,
+            "ranks": self.world, "ranks_of_node": self.local, "nodes": node_count(self.world),
+            "gpu_memory": torch.cuda.get_device_properties(self.device).total_memory if self.cuda else None,
+            "host_memory": None if free is None else int(min(self.every(free))),
+            "overheads": {name: int(max(self.every(nbytes))) for name, nbytes in self.gone.items()},
+            "rates": rates, "links": links, "places": hosts, **about[0], "seconds": time.monotonic() - began,
+        }  # fmt: skip
+
+    def parts(self) -> dict[str, Callable[[], dict[str, float]]]:
+        return {
+            "matrix products": self.matmul, "attention": self.attention, "copies to and from the host": self.copies,
+            "AdamW on the host": self.adam, "collectives": self.collectives,
+        }  # fmt: skip
+
+    def matmul(self) -> dict[str, float]:
+        """FLOPs a second of the products of an MLP, forward."""
+        rows, shape = ROWS[self.kind], self.shape
+        x, w = self._random(rows, shape.width), self._random(shape.width, shape.mlp)
+        return {"matmul": 2 * rows * shape.width * shape.mlp / self.seconds(lambda: x @ w)}
+
+    def attention(self) -> dict[str, float]:
+        """FLOPs a second of the causal half, at each length."""
+        dim, shape = self.shape.head_dim, self.shape
+        heads, kv = max(1, shape.heads // self.world), max(1, shape.kv_heads // self.world)
+        name, found = choose_backend("sdpa", self.device, self.dtype, dim).name, {}
+        for length in LENGTHS[self.kind]:
+            dist.barrier()
+            dtype = str(self.dtype).removeprefix("torch.")
+            made = time_kernel(name, str(self.device), dtype, heads, kv, dim, length, 3, None)
+            for way in ("forward", "backward"):
+                found[f"attention_{way}_{length}"] = made[f"{way}_tflops"] * 1e12
+        last = LENGTHS[self.kind][-1]
+        return {**found, **{f"attention_{way}": found[f"attention_{way}_{last}"] for way in ("forward", "backward")}}
+
+    def copies(self) -> dict[str, float]:
+        """Bytes a second, each way, of all ranks at once; from memory that is not pinned too."""
+        here = torch.empty(MESSAGE[self.kind], dtype=torch.uint8, device=self.device)
+        pinned = torch.zeros(MESSAGE[self.kind], dtype=torch.uint8, pin_memory=self.cuda)
+        found = {
+            "to_host": here.numel() / self.seconds(lambda: pinned.copy_(here, non_blocking=True)),
+            "from_host": here.numel() / self.seconds(lambda: here.copy_(pinned, non_blocking=True)),
+        }
+        if self.cuda:
+            paged = torch.zeros(MESSAGE[self.kind], dtype=torch.uint8)
+            found["from_host_not_pinned"] = here.numel() / self.seconds(lambda: here.copy_(paged))
+        return {**found, "host": min(found["to_host"], found["from_host"])}
+
+    def adam(self) -> dict[str, float]:
+        """Bytes a second of the host's memory that AdamW reaches."""
+        weight = torch.nn.Parameter(torch.zeros(WEIGHTS[self.kind]))
+        weight.grad = torch.ones_like(weight)
+        optimizer = torch.optim.AdamW([weight], fused=True)
+        return {"host_memory": ADAM_BYTES * weight.numel() / self.seconds(optimizer.step)}
+
+    def collectives(self) -> dict[str, float]:
+        """Bytes a second that a rank sends in an all-to-all: among the ranks of a node, and among all."""
+        if self.world == 1:
+            return {}
+        found = {}
+        nodes = [list(range(first, first + self.local)) for first in range(0, self.world, self.local)]
+        groups = [dist.new_group(node) for node in nodes] if len(nodes) > 1 else [dist.group.WORLD]
+        if self.local > 1:
+            found["link"] = self._all_to_all(groups[self.rank // self.local], self.local)
+        if len(nodes) > 1:
+            found["network"] = self._all_to_all(dist.group.WORLD, self.world)
+        x = torch.zeros(MESSAGE[self.kind] // 4, device=self.device)
+        sent = 2 * x.numel() * 4 * (self.world - 1) / self.world
+        return {**found, "all_reduce": sent / self.seconds(lambda: dist.all_reduce(x))}
+
+    def _all_to_all(self, group: Any, ranks: int) -> float:
+        x = torch.zeros(MESSAGE[self.kind] // 4 // ranks * ranks, device=self.device)
+        y = torch.empty_like(x)
+        return x.numel() * 4 * (ranks - 1) / ranks / self.seconds(lambda: dist.all_to_all_single(y, x, group=group))
+
+    def links(self) -> list[float]:
+        """Bytes a second from each rank to the next one, one pair at a time: a slow link shows here."""
+        x = torch.zeros(MESSAGE[self.kind] // 4, device=self.device)
+        found = []
+        for sender in range(self.world if self.world > 1 else 0):
+            receiver = (sender + 1) % self.world
+
+            def pass_on(sender: int = sender, receiver: int = receiver) -> None:
+                if self.rank == sender:
+                    dist.send(x, receiver)
+                elif self.rank == receiver:
+                    dist.recv(x, sender)
+
+            found.append(x.numel() * 4 / max(self.every(self.seconds(pass_on))))
+        return found
+
+    def about(self) -> dict[str, Any]:
+        """What may explain a low rate."""
+        return {
+            "torch": torch.__version__, "cuda": torch.version.cuda, "driver": _driver() if self.cuda else None,
+            "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        }  # fmt: skip
+
+    def _numa(self) -> str:
+        """The NUMA nodes of this rank's GPU and of the cores that it may use, as `gpu/cores`; `-` is not known."""
+        gpu, cores = "-", "-"
+        with contextlib.suppress(OSError, AttributeError, IndexError):
+            if self.cuda:
+                about: Any = torch.cuda.get_device_properties(self.device)
+                bus = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
+                gpu = Path(f"/sys/bus/pci/devices/{bus}/numa_node").read_text().strip()
+            mine, on = os.sched_getaffinity(0), []
+            for node in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
+                if mine & set(_cores((node / "cpulist").read_text())):
+                    on.append(node.name.removeprefix("node"))
+            cores = ",".join(on) or "-"
+        return f"{gpu}/{cores}"
+
+    def _random(self, *sizes: int) -> Tensor:
+        return torch.randn(*sizes, device=self.device, dtype=self.dtype)
+
+
+def _cores(text: str) -> list[int]:
+    """`0-3,8` as numbers."""
+    spans = [part.partition("-") for part in text.strip().split(",") if part]
+    return [core for first, _, last in spans for core in range(int(first), int(last or first) + 1)]
+
+
+def _driver() -> str | None:
+    with contextlib.suppress(OSError):
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    return None
+
+
+if __name__ == "__main__":
+    run_worker(__doc__, Rates)

@@ -1,0 +1,140 @@
+"""`alst check`: what this machine reaches, as real ranks measure it in about two minutes, and what looks wrong.
+
+The ranks work (`alstlib.measure.machine_rates`); `alst plan --machine FOLDER` plans with their result. Without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from alstlib.config import RunConfig
+from alstlib.planner.gpus import GPUS
+from alstlib.runs import launch
+from alstlib.units import GIB, format_bytes
+
+HELP = "measure this machine's rates and memory, say what looks wrong; `alst plan --machine` plans with it"
+EXIT = "Exit status: 0 measured, nothing looks wrong; 1 something does, or a measurement failed."
+WORKER = "alstlib.measure.machine_rates"
+
+SHOWN = {
+    "matmul": ("matrix products", 1e12, "TFLOPS"), "attention_forward": ("attention, forward", 1e12, "TFLOPS"),
+    "attention_backward": ("attention, backward", 1e12, "TFLOPS"), "to_host": ("device to host", 1e9, "GB/s"),
+    "from_host": ("host to device", 1e9, "GB/s"), "host_memory": ("AdamW on the host", 1e9, "GB/s"),
+    "link": ("all-to-all in a node", 1e9, "GB/s"), "network": ("all-to-all over nodes", 1e9, "GB/s"),
+    "all_reduce": ("all-reduce", 1e9, "GB/s"),
+}  # fmt: skip
+"""Rates: their name, unit, and the unit's name."""
+UNEVEN, LOW, SLOW_LINK = 0.8, 0.6, 0.5
+"""Shares below which something looks wrong: of the ranks' median, of the table's rate, of the links' median."""
+CROWDED = 4 * GIB
+"""A CUDA context and NCCL take less than this."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `alst check`."""
+    parser.add_argument("--ranks", type=int, default=0, help="by default every GPU, or 2 ranks on a CPU")
+    parser.add_argument("--model", default="llama-3.1-8b", help="whose shapes are measured; llama-3.1-8b")
+    parser.add_argument("--out", default="alst_machine", help="folder of the result; alst_machine")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def check(args: argparse.Namespace) -> int:
+    """The command; its exit status is EXIT's."""
+    run = launch.resolve(RunConfig(row="check", model=args.model, world_size=args.ranks, sp=0))
+    show = None if args.json else launch.progress_printer()
+    try:
+        result = launch.launch(run, args.out, worker=WORKER, on_progress=show, force=True)
+    except launch.RunFailed as e:
+        raise OSError(str(e)) from None
+    metrics = result["metrics"]
+    wrong = list(findings(metrics))
+    print(json.dumps({**metrics, "findings": wrong}, indent=2) if args.json else "\n".join(describe(metrics, wrong)))
+    if not args.json:
+        print(f"\nplan with it: alst plan --machine {args.out} --model {args.model}")
+    return 1 if wrong else 0
+
+
+def findings(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """What looks wrong, each in a sentence that says what to look at."""
+    places, known = metrics["places"], next((r for n, r in GPUS.items() if n in metrics["device_name"]), None)
+    for name, (what, _, _) in SHOWN.items():
+        by_rank = metrics["rates"].get(name)
+        if not by_rank:
+            continue
+        slow, middle = min(by_rank), statistics.median(by_rank)
+        if slow < UNEVEN * middle:
+            rank = by_rank.index(slow)
+            yield (
+                f"{what}: rank {rank} on {places[rank].split()[0]} reaches {slow / middle:.0%} of the ranks' median; "
+                "every step waits for it. Look for other processes, clocks and temperature there"
+            )
+        if known and (table := getattr(known, name, 0)) and middle < LOW * table:
+            share = f"{middle / table:.0%} of what {known.name} are known for"
+            yield f"{what}: {_rate(name, middle)} is {share}: {_rate(name, table)}"
+    links = metrics["links"]
+    for rank, rate in enumerate(links):
+        if rate < SLOW_LINK * (middle := statistics.median(links)):
+            first, second = ((r, places[r].split()[0]) for r in (rank, (rank + 1) % len(links)))
+            yield (
+                f"link: rank {first[0]} on {first[1]} sends to rank {second[0]} on {second[1]} at "
+                f"{rate / 1e9:.1f} GB/s, the median of such links is {middle / 1e9:.1f} GB/s. Look at cables, "
+                "NCCL_SOCKET_IFNAME and whether both GPUs have NVLink"
+            )
+    pinned, paged = (metrics["rates"].get(n) for n in ("from_host", "from_host_not_pinned"))
+    if pinned and paged and min(pinned) < 1.2 * min(paged):
+        yield (
+            "pinned memory is no faster than other memory: offload cannot overlap. Look at `ulimit -l` and "
+            "the container's limits"
+        )
+    for rank, place in enumerate(places):
+        gpu, _, cores = place.split()[-1].partition("/")
+        if gpu.isdigit() and cores != "-" and gpu not in cores.split(","):
+            yield (
+                f"NUMA: rank {rank}'s GPU is at node {gpu} and its cores are at node {cores}: copies to the host cross "
+                "sockets. Bind ranks to the node of their GPU"
+            )
+    gpu_memory, host = metrics["gpu_memory"], metrics["host_memory"]
+    if gpu_memory and host and host / metrics["ranks_of_node"] < gpu_memory:
+        yield (
+            f"host memory: {format_bytes(host / metrics['ranks_of_node'])} for each GPU is less than the GPU's own "
+            f"{format_bytes(gpu_memory)}; optimizer states and checkpoints wait there and will be the limit"
+        )
+    if sum(metrics["overheads"].values()) > CROWDED:
+        yield (
+            f"device memory: {format_bytes(sum(metrics['overheads'].values()))} are gone before the first tensor. Look "
+            "for other processes on the GPU (nvidia-smi)"
+        )
+
+
+def describe(metrics: Mapping[str, Any], wrong: list[str]) -> list[str]:
+    """What people read."""
+    ranks, nodes = metrics["ranks"], metrics["nodes"]
+    lines = [
+        f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}, {metrics['device_name']}, "
+        f"{metrics['dtype']}; measured in {metrics['seconds']:.0f} s", "",
+        f"  {'all ranks at the same time':28} {'slowest rank':>16} {'median':>16}",
+    ]  # fmt: skip
+    for name, (what, _, _) in SHOWN.items():
+        if by_rank := metrics["rates"].get(name):
+            lines.append(f"  {what:28} {_rate(name, min(by_rank)):>16} {_rate(name, statistics.median(by_rank)):>16}")
+    lengths = sorted(int(n.rpartition("_")[2]) for n in metrics["rates"] if n.startswith("attention_forward_"))
+    for way in ("forward", "backward"):
+        rates = (f"{min(metrics['rates'][f'attention_{way}_{n}']) / 1e12:.3g} at {n:,}" for n in lengths)
+        lines.append(f"  attention, {way}, TFLOPS by tokens: {', '.join(rates)}")
+    if gpu := metrics["gpu_memory"]:
+        gone = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in metrics["overheads"].items())
+        lines.append(f"  a GPU has {format_bytes(gpu)}; gone before the first tensor: {gone}")
+    if host := metrics["host_memory"]:
+        lines.append(f"  host memory that is free for the ranks of a node: {format_bytes(host)}")
+    driver = f", CUDA {metrics['cuda']}, driver {metrics['driver']}" if metrics["cuda"] else ""
+    lines += [f"  PyTorch {metrics['torch']}{driver}, {metrics['cores']} cores for rank 0", ""]
+    return [*lines, *(f"! {text}." for text in wrong)] if wrong else [*lines, "nothing looks wrong"]
+
+
+def _rate(name: str, value: float) -> str:
+    _, unit, text = SHOWN[name]
+    return f"{value / unit:.3g} {text}"

@@ -1,0 +1,113 @@
+"""`alst check`: two ranks measure, what looks wrong is named, and a plan stands on what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alstlib.config import RunConfig
+from alstlib.planner.gpus import rates_of
+from alstlib.planner.machine import read_machine
+from alstlib.planner.model_shapes import read_shape
+from alstlib.planner.prediction import predict
+from alstlib.runs import check, cli
+
+GIB = 2**30
+
+
+def measure(rank: int, world: int, out: str) -> dict[str, Any]:
+    from alstlib.measure import machine_rates
+
+    small: Mapping[str, Any] = {"LENGTHS": (32, 64), "ROWS": 16, "MESSAGE": 4096, "WEIGHTS": 1000}
+    before = {name: getattr(machine_rates, name) for name in small}
+    try:
+        for name, value in small.items():
+            setattr(machine_rates, name, {"cpu": value})
+        return machine_rates.Rates(RunConfig(model="tiny", world_size=world, sp=world), Path(out))()
+    finally:
+        for name, value in before.items():
+            setattr(machine_rates, name, value)
+
+
+def test_two_ranks_measure_and_a_plan_reads_it(ranks2: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = ranks2(measure, str(tmp_path))[0]
+    assert metrics["ranks"] == metrics["ranks_of_node"] == len(metrics["links"]) == len(metrics["places"]) == 2
+    for name in ("matmul", "attention_forward", "attention_backward_32", "host", "host_memory", "link", "all_reduce"):
+        assert len(metrics["rates"][name]) == 2, name
+        assert min(metrics["rates"][name]) > 0, name
+    assert "network" not in metrics["rates"]
+    text = "\n".join(check.describe(metrics, []))
+    assert all(part in text for part in ("all-to-all in a node", "at 32, "))
+    assert text.endswith("nothing looks wrong")
+
+    (tmp_path / "result.json").write_text(json.dumps({"metrics": metrics}))
+    machine = read_machine(tmp_path)
+    assert (machine.gpus, machine.device, machine.gpu_memory) == (2, "cpu", None)
+    assert machine.rates.matmul == min(metrics["rates"]["matmul"])
+    run = RunConfig(model="small", sp=2, dtype="fp32")
+    seconds = predict(read_shape("small"), run, machine, 4096).seconds
+    twice = {**metrics, "rates": {**metrics["rates"], "matmul": [2 * r for r in metrics["rates"]["matmul"]]}}
+    (tmp_path / "result.json").write_text(json.dumps({"metrics": twice}))
+    faster = predict(read_shape("small"), run, read_machine(tmp_path / "result.json"), 4096).seconds
+    assert faster["matrix products"] == pytest.approx(seconds["matrix products"] / 2)
+    assert cli.main(["plan", "--model", "small", "--machine", str(tmp_path), "--set", "dtype=fp32"]) == 0
+    assert "on 2 x" in capsys.readouterr().out
+    assert cli.main(["plan", "--machine", str(tmp_path), "--gpu", "H100"]) == 2
+    assert "leave out --gpu" in capsys.readouterr().err
+
+
+def test_what_is_no_machine_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text(json.dumps({"metrics": {"seq_len": 3}}))
+    with pytest.raises(ValueError, match="`alst check` writes such a result"):
+        read_machine(tmp_path)
+
+
+def eight(**changes: Any) -> dict[str, Any]:
+    """A node of eight H100 on which nothing is wrong."""
+    known = rates_of("H100")
+    names = ("matmul", "attention_forward", "attention_backward", "host", "host_memory", "link")
+    rates = {name: [getattr(known, name)] * 8 for name in names}
+    rates |= {"to_host": [50e9] * 8, "from_host": [50e9] * 8, "from_host_not_pinned": [20e9] * 8}
+    return {
+        "device_name": "NVIDIA H100 80GB HBM3", "capability": 9, "ranks": 8, "ranks_of_node": 8, "nodes": 1,
+        "gpu_memory": 79 * GIB, "host_memory": 1800 * GIB, "overheads": {"context": GIB, "nccl": 2 * GIB},
+        "rates": rates, "links": [400e9] * 8, "places": [f"node-a {i // 4}/{i // 4}" for i in range(8)], **changes,
+    }  # fmt: skip
+
+
+def with_rate(name: str, rank: int, share: float) -> dict[str, Any]:
+    node = eight()
+    node["rates"][name][rank] *= share
+    return node
+
+
+@pytest.mark.parametrize(
+    "node, says",
+    [
+        (eight(), []),
+        (with_rate("matmul", 3, 0.5), ["matrix products: rank 3 on node-a reaches 50% of the ranks' median"]),
+        (
+            eight(rates={**eight()["rates"], "link": [100e9] * 8}),
+            ["all-to-all in a node: 100 GB/s is 22% of what H100 are known for: 450 GB/s"],
+        ),
+        (eight(links=[400e9] * 7 + [20e9]), ["link: rank 7 on node-a sends to rank 0 on node-a at 20.0 GB/s"]),
+        (
+            eight(rates={**eight()["rates"], "from_host_not_pinned": [49e9] * 8}),
+            ["pinned memory is no faster than other memory"],
+        ),
+        (
+            eight(places=["node-a 0/1", *eight()["places"][1:]]),
+            ["NUMA: rank 0's GPU is at node 0 and its cores are at"],
+        ),
+        (eight(host_memory=400 * GIB), ["host memory: 50.00 GiB for each GPU is less than the GPU's own 79.00 GiB"]),
+        (eight(overheads={"context": 30 * GIB, "nccl": 0}), ["device memory: 30.00 GiB are gone before the first"]),
+    ],
+)
+def test_what_looks_wrong_is_named(node: dict[str, Any], says: list[str]) -> None:
+    found = list(check.findings(node))
+    assert len(found) == len(says)
+    assert all(one.startswith(text) for one, text in zip(found, says))
