@@ -164,20 +164,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `alst run` for several nodes."""
     group = parser.add_argument_group("several nodes (env/README.md)")
     env = os.environ
-    nodes, rank = env.get("ALST_NODES"), env.get("ALST_NODE_RANK")
+    group.add_argument("--nodes", type=int, default=env.get("ALST_NODES"), help="how many; with Slurm: submits a job")
     group.add_argument(
-        "--nodes", type=int, default=nodes and int(nodes), help="their number; with Slurm: submits a job"
+        "--node-rank", type=int, default=env.get("ALST_NODE_RANK"), help="which this is, from 0, the head"
     )
-    group.add_argument("--node-rank", type=int, default=rank and int(rank), help="which this is, from 0, the head")
     group.add_argument("--head", default=env.get("ALST_HEAD"), metavar="HOST[:PORT]", help="node 0, as others reach it")
     group.add_argument(
         "--patience", type=float, default=600.0, metavar="SECONDS", help="that nodes wait for others; 600"
     )
     group.add_argument(
-        "--grace", type=float, default=float(env.get("ALST_GRACE", 0)), metavar="SECONDS",
+        "--grace", type=float, default=env.get("ALST_GRACE", "0"), metavar="SECONDS",
         help="from SIGTERM to the end, in which a run with checkpoint_every saves its state; 0 ends it at once",
     )  # fmt: skip
-    group.add_argument("--sbatch", default="", metavar="OPTIONS", help='for the job: "--partition=gpu --time=4:00:00"')
+    group.add_argument(
+        "--sbatch", default="", metavar="OPTIONS", help='of the job: --sbatch="--partition=gpu --time=4:00:00"'
+    )
 
 
 def submit(command: Sequence[str], out: Path, count: int, options: str = "") -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
 import os
 import re
+import socket
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -17,6 +21,9 @@ from typing import Any
 from alstlib.planner import devices
 from alstlib.runs import results
 from alstlib.runs.processes import DEADLINE_VARIABLE, RUN_ID_VARIABLE, cores, start
+
+SIOCGIFADDR = 0x8915
+"""Asks Linux for the address of an interface."""
 
 _INHERITED = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|NODE_RANK|MASTER_\w+|TORCHELASTIC_\w+|PET_\w+"
@@ -54,6 +61,20 @@ def environment(run: str, ranks: int, extra: Mapping[str, str] | None = None, nn
     elif not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(env):
         defaults |= dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "expandable_segments:True")
     return {**defaults, **env}
+
+
+def interface(head: str) -> str | None:
+    """Name of the network interface by which this node reaches another, or itself; None where that is unknown."""
+    if sys.platform != "linux":
+        return None
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
+        asks.connect((head, 9))  # sends nothing
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                found = fcntl.ioctl(asks.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == asks.getsockname()[0]:
+                    return name
+    return None
 
 
 def bound(ranks: int) -> str:
@@ -119,6 +140,8 @@ class Attempt:
             config = str(Path(temporary, "config.json"))
         self.logs(node).mkdir(parents=True, exist_ok=True)
         extra = {"TMPDIR": temporary, DEADLINE_VARIABLE: str(time.time() + self.seconds), **self.env}
+        if self.nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface(head)):
+            extra = {"GLOO_SOCKET_IFNAME": name, **extra}  # a node's own name may mean an address of the loopback
         env = environment(self.id, self.ranks, extra, self.nodes)
         argv = self.command(node, head, config, python)
         return start(argv, env, self.logs(node) / "agent.log")

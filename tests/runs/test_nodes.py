@@ -27,13 +27,12 @@ from alstlib.planner import devices
 from alstlib.runs import cli, cluster, follower, launch, nodes, processes, results, torchrun
 
 SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
 
 def command(*argv: Any, rank: int | None = None, **env: str) -> subprocess.Popen[bytes]:
     """`alst ...` as SkyPilot would start it on a node."""
     sky = {} if rank is None else {**SKYPILOT, "SKYPILOT_NODE_RANK": str(rank)}
-    env = {**os.environ, **PATHS, **LOOPBACK, **sky, **env}
+    env = {**os.environ, **PATHS, **sky, **env}
     argv = (sys.executable, "-m", "alstlib.runs.cli", *map(str, argv))
     return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
@@ -124,6 +123,32 @@ def test_a_run_ends_before_its_job(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(cluster, "_ask", lambda *command: {"EndTime": "2026-01-31T12:00:00"})
     assert cluster.job_end() == time.mktime((2026, 1, 31, 12, 0, 0, 0, 0, -1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_gloo_gets_the_interface_that_reaches_the_head(tmp_path, monkeypatch):
+    """A node's own name may mean an address that no other node reaches."""
+    assert torchrun.interface("127.0.0.1") == "lo"
+    assert torchrun.interface("no.such.host.invalid") is None
+    given: list[str | None] = []
+    monkeypatch.setattr(torchrun, "start", lambda argv, env, log: given.append(env.get("GLOO_SOCKET_IFNAME")))
+    attempt = torchrun.Attempt(id="a", config={"world_size": 2}, out=str(tmp_path), worker="w", nodes=2, port=1)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    attempt.begin(str(tmp_path), 1)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    attempt.begin(str(tmp_path), 1)
+    assert given == ["lo", "eth7"]
+
+
+def test_the_flags_can_be_variables(monkeypatch, capsys, spec):
+    for name, value in (("ALST_NODES", "2"), ("ALST_NODE_RANK", "2"), ("ALST_HEAD", "n1")):
+        monkeypatch.setenv(name, value)
+    assert cli.main(["run", str(spec)]) == 2
+    assert "--node-rank 2 is not from 0 to 1, for --nodes 2" in capsys.readouterr().err
+    monkeypatch.setenv("ALST_GRACE", "soon")
+    with pytest.raises(SystemExit):
+        cli.main(["run", str(spec)])
+    assert "argument --grace: invalid float value: 'soon'" in capsys.readouterr().err
 
 
 def test_ranks_know_when_the_job_ends(tmp_path, monkeypatch):
