@@ -146,6 +146,7 @@ def tuned(checkout: Path) -> Path:
     return checkout / "papermill_runs" / "out" / "finetune" / "full"
 
 
+@pytest.mark.timeout(1800)  # five jobs, one after the other
 def test_a_fine_tuning_that_is_disturbed_ends_with_the_same_losses(slurm: Cluster, checkout: Path) -> None:
     """Warned, requeued and cancelled, by the commands of the page: the losses are those of an undisturbed run."""
     row = tuned(checkout)
