@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from types import SimpleNamespace
@@ -60,6 +61,12 @@ class DPOTrainerMixin(TrainerMixin):
             raise ValueError(
                 f"{type(self).__name__} has no DPOTrainer of TRL behind DPOTrainerMixin: write class SPDPO("
                 "alstlib.DPOTrainerMixin, trl.DPOTrainer)"
+            )
+        trl = importlib.metadata.version("trl")
+        if tuple(map(int, trl.split(".")[:2])) < (1, 15):
+            raise ValueError(
+                f"DPOTrainerMixin needs trl 1.15 or newer, whose DPOTrainer asks the model for log-probabilities, not "
+                f"{trl}: pip install 'trl>=1.15'"
             )
         self.reference_handle: Handle | None = None
         super().__init__(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,15 @@ def build(cls: Any = SPDPO, settings: dict[str, Any] | None = None, **kwargs: An
 def test_arguments_that_are_refused(settings: dict[str, Any], more: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(settings=settings, **{name: make() for name, make in more.items()})
+
+
+@pytest.mark.usefixtures("here")
+def test_an_older_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its DPOTrainer computes log-probabilities from logits by itself."""
+    installed = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.14.0" if name == "trl" else installed(name))
+    with pytest.raises(ValueError, match=r"needs trl 1\.15 or newer.*not 1\.14\.0: pip install"):
+        build()
 
 
 @pytest.mark.usefixtures("here")
