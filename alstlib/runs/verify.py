@@ -40,11 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
-def on_rank(question: dict[str, Any]) -> dict[str, Any]:
-    """What a rank does; its room lies above this one and needs torch."""
+WORKER = "alstlib.measure.verify"
+
+
+def on_rank(worker: str, question: dict[str, Any]) -> dict[str, Any]:
+    """What a rank does; it needs torch."""
     import importlib
 
-    return importlib.import_module("alstlib.measure.verify").verify(question)
+    return importlib.import_module(worker).verify(question)
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -62,7 +65,7 @@ def verify(args: argparse.Namespace) -> int:
         print(f"{args.model}: a step of a small model on {ranks} is compared with plain transformers", flush=True)
     began = time.monotonic()
     try:
-        answer = together(run_on_ranks(on_rank, args.sp, question))
+        answer = together(run_on_ranks(on_rank, args.sp, WORKER, question))
     except RuntimeError as e:  # a rank ended, or waited for another that did not come
         answer = {"cases": [], "failed": str(e).strip()}
     answer = {**question, **answer, "seconds": round(time.monotonic() - began, 1)}
