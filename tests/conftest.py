@@ -9,6 +9,7 @@ import queue
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -101,9 +102,17 @@ class RankPool:
         for tasks in self.tasks:
             tasks.put((fn, args))
         values: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
         try:
             while len(values) < self.world:
-                rank, ok, value = self.results.get(timeout=timeout)
+                gone = [f"{r}: {p.exitcode}" for r, p in enumerate(self.processes) if not p.is_alive()]
+                try:
+                    rank, ok, value = self.results.get(timeout=2)
+                except queue.Empty:
+                    assert not gone, f"ranks ended, with these exit codes: {', '.join(gone)}"
+                    if time.monotonic() < deadline:
+                        continue
+                    raise
                 if not ok:
                     raise AssertionError(f"rank {rank} of {self.world} failed:\n{value}")
                 values[rank] = value
