@@ -75,7 +75,8 @@ def on_pool(rank: int, world: int, question: dict[str, Any]) -> dict[str, Any]:
 def here(monkeypatch: pytest.MonkeyPatch, pools: Callable[[int], Any]) -> None:
     """The command's ranks are those of the tests, or this process where it is one."""
 
-    def run(function: Any, ranks: int, question: dict[str, Any]) -> list[dict[str, Any]]:
+    def run(function: Any, ranks: int, worker: str, question: dict[str, Any]) -> list[dict[str, Any]]:
+        assert worker == verify.__name__
         return [verify.verify(question)] if ranks == 1 else pools(ranks)(on_pool, question)
 
     monkeypatch.setattr(command, "run_on_ranks", run)
