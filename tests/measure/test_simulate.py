@@ -12,9 +12,10 @@ import torch.distributed as dist
 import alstlib
 from alstlib.config import ROWS, RunConfig, row_config
 from alstlib.measure.simulate import _roomy, drop_gradients, extend, simulate, simulate_deep, step
+from alstlib.planner.activations import part_of
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape
-from alstlib.planner.prediction import predict
+from alstlib.planner.prediction import predict, states
 from alstlib.train.ablation import run_options
 from alstlib.train.models import load_model
 
@@ -114,14 +115,11 @@ def test_model_states_stand_beside_activations(changes: dict[str, Any]) -> None:
     """By category, on the device and on the host, as the planner has them."""
     run = RunConfig.from_dict({**RUN, "model": "small", "offload": "sync", **changes})
     found = simulate_deep(run, 4, "cpu")
-    planned = predict(
-        read_shape("small"), run.replace(sp=4), Machine(gpus=4, gpu_memory=None, device="cpu"), run.seq_len
-    )
-    assert found.sizes.parameters == read_shape("small").parameters
-    assert {n: b for n, b in found.device.items() if n not in found.categories} == {
-        n: b for n, b in planned.device.items() if n not in found.categories
-    }
-    assert found.host == planned.host
+    shape, machine = read_shape("small"), Machine(gpus=4, gpu_memory=None, device="cpu")
+    assert found.sizes.parameters == shape.parameters
+    standing = states(shape, run.replace(sp=4), machine).at(part_of(found.peak_place))
+    assert {n: b for n, b in found.device.items() if n not in found.categories} == standing
+    assert found.host == predict(shape, run.replace(sp=4), machine, run.seq_len).host
     assert found.states.host == {} or "optimizer" in found.host
     gathered = replace(found, run=found.run.replace(zero_stage=3)).device["gathered weights"]
     assert gathered >= 4 * read_shape("small").layer_parameters / (2 if run.dtype == "bf16" else 1)
