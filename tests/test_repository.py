@@ -343,3 +343,8 @@ def test_a_wheelhouse_takes_wheels_for_every_libc_of_a_lock(tmp_path: Path, devi
     subprocess.run(command, env=environment, check=True, capture_output=True)
     first = (tmp_path / "asked").read_text().splitlines()[0].split()
     assert {f"manylinux_2_{minor}_x86_64" for minor in range(5, 40)} <= set(first)
+
+
+def test_one_conftest() -> None:
+    """`from conftest import ...` and what ranks unpickle mean the first one that was imported."""
+    assert list((ROOT / "tests").rglob("conftest.py")) == [ROOT / "tests" / "conftest.py"]
