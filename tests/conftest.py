@@ -158,6 +158,23 @@ def here() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Any]:
+    """A Slurm of a few nodes on this machine (tests/slurm)."""
+    from cluster import Absent, Cluster
+
+    cluster = Cluster()
+    try:
+        cluster.__enter__()
+    except Absent as e:
+        pytest.skip(str(e))
+    try:
+        yield cluster
+    finally:
+        cluster.__exit__()
+    assert not cluster.left, f"these had to be killed: {cluster.left}"
+
+
 @pytest.fixture
 def unwritten_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
     """Memory that nobody wrote is NaN during the test (`operators.nan_memory`), except in a test for a GPU."""

@@ -7,13 +7,12 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from cluster import CPU_NODES, GPU_NODES, GPUS, Absent, Cluster, tail, until
+from cluster import CPU_NODES, GPU_NODES, GPUS, Cluster, tail, until
 
 from alstlib.runs import results
 
@@ -22,20 +21,6 @@ PAGE = re.search(r"^### Slurm\n(.*?)^## ", (ROOT / "env" / "README.md").read_tex
 LINES = re.findall(r"^ {4}(.*?)(?:\s{2,}#.*)?$", PAGE, re.M)
 START_SECONDS = 240.0
 """For a job to start its ranks on a machine that is busy."""
-
-
-@pytest.fixture(scope="session")
-def slurm() -> Iterator[Cluster]:
-    cluster = Cluster()
-    try:
-        cluster.__enter__()
-    except Absent as e:
-        pytest.skip(str(e))
-    try:
-        yield cluster
-    finally:
-        cluster.__exit__()
-    assert not cluster.left, f"these had to be killed: {cluster.left}"
 
 
 def line(*words: str, job: str = "JOB") -> str:
