@@ -60,19 +60,22 @@ class SPContext:
     def create(cls, sp: int = 1) -> SPContext:
         """Build the mesh over the default process group, collectively (every rank calls it with the same `sp`).
 
-        Without torch.distributed only `sp=1` is possible, and one process is the whole world.
+        Under torchrun (or another launcher that sets its variables) it joins the ranks if nothing has done so yet: with
+        NCCL on this rank's GPU, or with gloo where there is no GPU. One process alone has only `sp=1`.
 
         Raises:
-            ValueError: `sp` is not a positive integer, does not divide the world size, or needs torch.distributed.
+            ValueError: `sp` is not a positive integer, does not divide the world size, or needs more processes.
         """
         if not isinstance(sp, int) or isinstance(sp, bool) or sp < 1:
             raise ValueError(f"sp={sp!r} must be a positive integer")
+        launched = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
+        if launched and dist.is_available() and not dist.is_initialized():
+            if cuda := torch.cuda.is_available():
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            dist.init_process_group("nccl" if cuda else "gloo")
         if not (dist.is_available() and dist.is_initialized()):
             if sp > 1:
-                raise ValueError(
-                    f"sp={sp} needs torch.distributed: start with torchrun and call torch.distributed."
-                    "init_process_group first, or use sp=1"
-                )
+                raise ValueError(f"sp={sp} needs as many processes: start with torchrun, or use sp=1")
             return cls()
         world, rank = dist.get_world_size(), dist.get_rank()
         if world % sp:

@@ -119,7 +119,8 @@ class Rates(Job):
     def attention(self) -> dict[str, float]:
         """FLOPs a second of the causal half, at each length."""
         dim, shape = self.shape.head_dim, self.shape
-        heads, kv = max(1, shape.heads // self.world), max(1, shape.kv_heads // self.world)
+        kv = max(1, shape.kv_heads // self.world)
+        heads = kv * max(1, shape.heads // shape.kv_heads)
         name, found = choose_backend("sdpa", self.device, self.dtype, dim).name, {}
         for length in LENGTHS[self.kind]:
             dist.barrier()

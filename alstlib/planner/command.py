@@ -132,7 +132,7 @@ def read(args: argparse.Namespace) -> Question:
     of_node = args.gpus_per_node if args.gpus_per_node is not None else measured.per_node if measured else 8
     gpus = args.gpus if args.gpus is not None else measured.gpus if measured else 8
     if gpus < 0 or of_node < 1:
-        raise ValueError(f"gpus={gpus} and gpus-per-node={of_node} must be at least 1")
+        raise ValueError(f"gpus={gpus} and gpus-per-node={of_node} must not be negative, nor gpus-per-node 0")
     if gpus == 0 and not (gpus := devices.device_count()):
         raise ValueError("gpus=0 means this machine's, and it has none; name their number")
     base = RunConfig(model=args.model, dtype="bf16", sp=0)

@@ -17,7 +17,7 @@ from alstlib.runs import launch
 from alstlib.units import GIB, format_bytes
 
 HELP = "measure this machine's rates and memory, say what looks wrong; `alst plan --machine` plans with it"
-EXIT = "Exit status: 0 measured, nothing looks wrong; 1 something does, or a measurement failed."
+EXIT = "Exit status: 0 measured, nothing looks wrong; 1 something does, or a measurement failed; 2 refused."
 WORKER = "alstlib.measure.machine_rates"
 
 SHOWN = {
@@ -50,6 +50,8 @@ def check(args: argparse.Namespace) -> int:
         result = launch.launch(run, args.out, worker=WORKER, on_progress=show, force=True)
     except launch.RunFailed as e:
         raise OSError(str(e)) from None
+    if result["status"] != "ok":
+        raise OSError(f"{result['error'].get('message') or result['status']}: look for other processes on the GPU")
     metrics = result["metrics"]
     wrong = list(findings(metrics))
     print(json.dumps({**metrics, "findings": wrong}, indent=2) if args.json else "\n".join(describe(metrics, wrong)))
@@ -72,9 +74,13 @@ def findings(metrics: Mapping[str, Any]) -> Iterator[str]:
                 f"{what}: rank {rank} on {places[rank].split()[0]} reaches {slow / middle:.0%} of the ranks' median; "
                 "every step waits for it. Look for other processes, clocks and temperature there"
             )
-        if known and (table := getattr(known, name, 0)) and middle < LOW * table:
-            share = f"{middle / table:.0%} of what {known.name} are known for"
-            yield f"{what}: {_rate(name, middle)} is {share}: {_rate(name, table)}"
+        if (
+            known
+            and (table := getattr(known, "host" if name in ("to_host", "from_host") else name, 0))
+            and middle < LOW * table
+        ):
+            share = f"{middle / table:.0%} of the {_rate(name, table)} that the planner's table has"
+            yield f"{what}: {_rate(name, middle)} is {share} for {known.name}"
     links = metrics["links"]
     for rank, rate in enumerate(links):
         if rate < SLOW_LINK * (middle := statistics.median(links)):
@@ -105,8 +111,8 @@ def findings(metrics: Mapping[str, Any]) -> Iterator[str]:
         )
     if sum(metrics["overheads"].values()) > CROWDED:
         yield (
-            f"device memory: {format_bytes(sum(metrics['overheads'].values()))} are gone before the first tensor. Look "
-            "for other processes on the GPU (nvidia-smi)"
+            f"device memory: {format_bytes(sum(metrics['overheads'].values()))} are in use before any tensor is "
+            "allocated. Look for other processes on the GPU (nvidia-smi)"
         )
 
 
@@ -127,7 +133,7 @@ def describe(metrics: Mapping[str, Any], wrong: list[str]) -> list[str]:
         lines.append(f"  attention, {way}, TFLOPS by tokens: {', '.join(rates)}")
     if gpu := metrics["gpu_memory"]:
         gone = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in metrics["overheads"].items())
-        lines.append(f"  a GPU has {format_bytes(gpu)}; gone before the first tensor: {gone}")
+        lines.append(f"  a GPU has {format_bytes(gpu)}; in use before any tensor is allocated: {gone}")
     if host := metrics["host_memory"]:
         lines.append(f"  host memory that is free for the ranks of a node: {format_bytes(host)}")
     driver = f", CUDA {metrics['cuda']}, driver {metrics['driver']}" if metrics["cuda"] else ""

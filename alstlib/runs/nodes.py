@@ -306,8 +306,8 @@ class Followers:
 
 def dismiss(meeting: Meeting, status: int) -> None:
     """Tell the followers that the sweep is over, and the exit status of its command."""
-    deadline = time.monotonic() + min(PARTING_SECONDS if status == 0 else PARTING_SECONDS / 4, meeting.patience)
     with contextlib.suppress(ValueError), Followers(meeting) as followers:
+        deadline = time.monotonic() + min(PARTING_SECONDS if status == 0 else PARTING_SECONDS / 4, meeting.patience)
         while len(followers.nodes) < meeting.count - 1 and time.monotonic() < deadline:
             with contextlib.suppress(NodeError):
                 followers.accept()

@@ -79,7 +79,7 @@ def interface(head: str) -> str | None:
 
 def bound(ranks: int) -> str:
     """Why ranks on GPUs would have few threads for AdamW on the host; empty where nothing binds this launcher."""
-    if not devices.device_count() or cores() // ranks > 1 or (os.cpu_count() or 1) // ranks < 2 * max(1, cores()):
+    if not devices.device_count() or cores() // ranks > 1 or (os.cpu_count() or 1) < 2 * cores():
         return ""
     return (
         f"this launcher is bound to {cores()} of {os.cpu_count()} cores, which makes the {ranks} ranks' AdamW on the "

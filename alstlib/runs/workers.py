@@ -18,7 +18,7 @@ TRAINING = (ABLATION, FINETUNE)
 
 ONLY = {
     FINETUNE: ("eval_data", "lora", "merge_lora", "fsdp", "trainer"),
-    ABLATION: ("block", "search", "emulate", "peers", "resume_from"),
+    ABLATION: ("block", "search", "emulate", "peers", "resume_from", "checkpoint_local"),
 }
 """Fields that one worker has and the other has not."""
 

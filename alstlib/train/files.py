@@ -98,7 +98,11 @@ class Writer(checkpoint.FileSystemWriter):
             if index.offset is None:
                 files[index.fqn], path = where, self.new / index.fqn
                 if not path.exists() or path.stat().st_size != result.size_in_bytes:
-                    raise OSError(errno.EIO, "not what its rank wrote: is it one folder on all nodes?", str(path))
+                    raise OSError(
+                        errno.EIO,
+                        "missing here, or of another size than its rank wrote: do all nodes share this folder?",
+                        str(path),
+                    )
                 continue
             chunk: Any = metadata.state_dict_metadata[index.fqn]
             size = chunk.chunks[index.index].sizes[0]
@@ -156,7 +160,7 @@ def read_state(place: Path) -> dict[str, Any]:
     if version != SCHEMA_VERSION:
         raise OtherState(f"{place / 'state.json'} has schema_version={version!r}; this alstlib reads {SCHEMA_VERSION}")
     if state.get("crc32") != _sum(state):
-        raise damaged(place, "state.json", "it has not the checksum that it was saved with")
+        raise damaged(place, "state.json", "its checksum is not the one that was recorded when it was saved")
     return state
 
 
@@ -168,7 +172,7 @@ def check_files(place: Path, state: Mapping[str, Any]) -> None:
         except OSError as e:
             raise damaged(place, file, f"{type(e).__name__}: {e.strerror}") from e
         if crc != state["files"][file]:
-            raise damaged(place, file, "it has not the checksum that it was saved with")
+            raise damaged(place, file, "its checksum is not the one that was recorded when it was saved")
 
 
 def damaged(place: Path, file: str, why: str) -> ValueError:

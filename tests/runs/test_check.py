@@ -92,7 +92,7 @@ def with_rate(name: str, rank: int, share: float) -> dict[str, Any]:
         (with_rate("matmul", 3, 0.5), ["matrix products: rank 3 on node-a reaches 50% of the ranks' median"]),
         (
             eight(rates={**eight()["rates"], "link": [100e9] * 8}),
-            ["all-to-all in a node: 100 GB/s is 22% of what H100 are known for: 450 GB/s"],
+            ["all-to-all in a node: 100 GB/s is 22% of the 450 GB/s that the planner's table has for H100"],
         ),
         (eight(links=[400e9] * 7 + [20e9]), ["link: rank 7 on node-a sends to rank 0 on node-a at 20.0 GB/s"]),
         (
@@ -104,7 +104,7 @@ def with_rate(name: str, rank: int, share: float) -> dict[str, Any]:
             ["NUMA: rank 0's GPU is at node 0 and its cores are at"],
         ),
         (eight(host_memory=400 * GIB), ["host memory: 50.00 GiB for each GPU is less than the GPU's own 79.00 GiB"]),
-        (eight(overheads={"context": 30 * GIB, "nccl": 0}), ["device memory: 30.00 GiB are gone before the first"]),
+        (eight(overheads={"context": 30 * GIB, "nccl": 0}), ["device memory: 30.00 GiB are in use before any"]),
     ],
 )
 def test_what_looks_wrong_is_named(node: dict[str, Any], says: list[str]) -> None:

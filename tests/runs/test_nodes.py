@@ -480,5 +480,7 @@ def test_ranks_are_bound_next_to_their_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(torchrun, "cores", lambda: 1)
     monkeypatch.setattr(torchrun.os, "cpu_count", lambda: 64)
     assert "bound to 1 of 64 cores" in torchrun.bound(8)
+    monkeypatch.setattr(torchrun, "cores", lambda: 8)  # one for each rank
+    assert "bound to 8 of 64 cores" in torchrun.bound(8)
     monkeypatch.setattr(torchrun, "cores", lambda: 64)
     assert torchrun.bound(8) == ""
