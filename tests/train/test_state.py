@@ -328,7 +328,7 @@ def test_what_goes_wrong_meanwhile_is_raised_on_all_ranks(ranks2: Any, tmp_path:
 def test_a_folder_that_the_nodes_do_not_share_holds_no_state(tmp_path: Path) -> None:
     writer = files.Writer(tmp_path / "state", None, "{}", None, True)
     writer.prepare_global_plan([])
-    with pytest.raises(OSError, match="is it one folder on all nodes"):
+    with pytest.raises(OSError, match="do all nodes share this folder"):
         writer.finish(Metadata({}), [[WriteResult(MetadataIndex("__1_0.distcp"), 8, 0)]])  # of a rank elsewhere
     assert files.find_state(tmp_path) is None
 
