@@ -308,6 +308,7 @@ def peak_of_evaluation(rank: int, world: int, how: str) -> int:
 
 def test_an_evaluation_never_holds_the_logits(ranks2: Any) -> None:
     """Of a sample whose logits alone take 32 MiB; the argmax of each token is kept, 8 bytes each."""
+    ranks2.stop()  # new ones: ranks that compiled a model before gave an answer that could not be pickled
     whole = peak_of_evaluation(0, 1, "plain")
     assert whole > 2048 * 4096 * 4
     assert max(ranks2(peak_of_evaluation, "ours")) < whole / 8
