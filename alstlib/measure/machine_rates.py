@@ -28,6 +28,7 @@ from alstlib.kernels.backends import choose_backend
 from alstlib.measure.time_kernels import time_kernel
 from alstlib.mesh import gather_text
 from alstlib.planner.model_shapes import read_shape
+from alstlib.runs.processes import cores
 from alstlib.sizing import host_free
 from alstlib.train.worker import Job, node_count, run_worker, wait_for
 
@@ -89,7 +90,6 @@ class Rates(Job):
             self.say(f"{name}, {i + 1} of {len(self.parts())} measurements")
             for key, value in measure().items():
                 rates[key] = self.every(value)
-        about = [self.about()] if self.rank == 0 else [{}]
         links = self.links()
         hosts = gather_text(f"{socket.gethostname()} {self._numa()}", self.device)
         free = host_free()
@@ -101,7 +101,7 @@ class Rates(Job):
             "gpu_memory": torch.cuda.get_device_properties(self.device).total_memory if self.cuda else None,
             "host_memory": None if free is None else int(min(self.every(free))),
             "overheads": {name: int(max(self.every(nbytes))) for name, nbytes in self.gone.items()},
-            "rates": rates, "links": links, "places": hosts, **about[0], "seconds": time.monotonic() - began,
+            "rates": rates, "links": links, "places": hosts, **self.about(), "seconds": time.monotonic() - began,
         }  # fmt: skip
 
     def parts(self) -> dict[str, Callable[[], dict[str, float]]]:
@@ -192,7 +192,7 @@ class Rates(Job):
         return {
             "torch": torch.__version__, "cuda": torch.version.cuda, "driver": _driver() if self.cuda else None,
             "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": cores(),
         }  # fmt: skip
 
     def _numa(self) -> str:

@@ -92,6 +92,11 @@ def rates_of(gpu: str) -> Rates:
     return GPUS[name]
 
 
+def rates_named(device: str) -> Rates | None:
+    """Rates of a GPU by the name that its driver gives it; None where the table has none."""
+    return next((rates for name, rates in GPUS.items() if name in device), None)
+
+
 def with_measured(rates: Rates, path: str | Path) -> Rates:
     """These rates, with attention's from a result.json of `measure.time_kernels` that was measured on the machine."""
     found = json.loads(Path(path).read_text())
@@ -112,7 +117,7 @@ def measured_rates(metrics: Mapping[str, Any]) -> Rates:
     from the copies between device and host.
     """
     slowest = {name: min(by_rank) for name, by_rank in metrics["rates"].items()}
-    known = next((r for name, r in GPUS.items() if name in metrics["device_name"]), None)
+    known = rates_named(metrics["device_name"])
     link = slowest.get("link") or (known.link if known else slowest["host"])
     return Rates(
         name=f"{metrics['device_name']} as measured", usable=metrics["gpu_memory"] or 0,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from alstlib.config import RunConfig
 from alstlib.planner import devices
-from alstlib.planner.gpus import GPUS, Rates, measured_rates, rates_of
+from alstlib.planner.gpus import Rates, measured_rates, rates_named, rates_of
 from alstlib.sizing import host_free
 from alstlib.units import GIB
 
@@ -79,7 +79,7 @@ def machine_of(run: RunConfig, nodes: int, gpus: int, host: int | None = None, g
     if not gpus:
         return Machine(gpus=run.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, device="cpu")
     name, found = devices.first_gpu()
-    rates = next((r for n, r in GPUS.items() if n in name), replace(rates_of("H100"), name=UNKNOWN))
+    rates = rates_named(name) or replace(rates_of("H100"), name=UNKNOWN)
     memory = memory or min((n for n in (found, gpu_free) if n), default=None)
     return Machine(gpus=run.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, rates=rates)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from alstlib.config import RunConfig
-from alstlib.planner.gpus import GPUS
+from alstlib.planner.gpus import rates_named
 from alstlib.runs import launch
 from alstlib.units import GIB, format_bytes
 
@@ -62,7 +62,7 @@ def check(args: argparse.Namespace) -> int:
 
 def findings(metrics: Mapping[str, Any]) -> Iterator[str]:
     """What looks wrong, each in a sentence that says what to look at."""
-    places, known = metrics["places"], next((r for n, r in GPUS.items() if n in metrics["device_name"]), None)
+    places, known = metrics["places"], rates_named(metrics["device_name"])
     for name, (what, _, _) in SHOWN.items():
         by_rank = metrics["rates"].get(name)
         if not by_rank:
