@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,11 @@ def peak_while_loading(rank: int, world: int, run: RunConfig) -> dict[str, int]:
         arrival = load_on_first(run, torch.float32, torch.device("cpu"))
         sizes = [p.numel() * 4 for p in arrival.model.parameters()]
         place(arrival, config_of(3))
-        gc.collect()
-        kept = ledger.device_bytes - start
+        for _ in range(100):  # gloo's thread may hold what it sent last for a moment after the ranks go on
+            gc.collect()
+            if (kept := ledger.device_bytes - start) < sum(sizes) / 2 + 50_000:
+                break
+            time.sleep(0.05)
     return {"peak": ledger.device_peak - start, "kept": kept, "whole": sum(sizes), "largest": max(sizes)}
 
 

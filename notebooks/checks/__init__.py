@@ -1,0 +1,53 @@
+"""Exercises that ask for code: hints, and checks that take the function that a reader wrote.
+
+`lesson_NN.py` has the exercises of lesson NN in `EXERCISES`, by their number. In a lesson, the answer cell defines a
+function whose body is `raise NotImplementedError`, and the cell after it is `judge("03.1", my_function)`. A reader
+who is stuck calls `hint("03.1")`, then `hint("03.1", 2)`, and so on.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One function that a reader writes.
+
+    `check(function)` calls it on inputs that the lesson does not show (odd sizes among them), raises AssertionError
+    with a sentence that says what is wrong and on which input, and returns a sentence about what was right.
+    `hints` go from a pointer to nearly the answer. `mistakes` are wrong functions that the check must refuse: the
+    usual errors; `tests/test_checks.py` tries each.
+    """
+
+    check: Callable[[Callable[..., Any]], str]
+    hints: tuple[str, ...]
+    mistakes: tuple[Callable[..., Any], ...]
+
+
+def find(name: str) -> Exercise:
+    """The exercise of a name such as "03.1": the lesson, and the number of the exercise in it."""
+    lesson, number = name.split(".")
+    exercises: dict[int, Exercise] = import_module(f"checks.lesson_{lesson}").EXERCISES
+    return exercises[int(number)]
+
+
+def judge(name: str, function: Callable[..., Any]) -> None:
+    """Print whether the function is right, or raise AssertionError with what is wrong about it."""
+    exercise = find(name)
+    try:
+        print(f"right: {exercise.check(function)}")
+    except NotImplementedError:
+        print(f'not answered yet: write {function.__name__} above, or ask for help with hint("{name}")')
+    except AssertionError as error:
+        raise AssertionError(error) from None  # without the lines of the check
+
+
+def hint(name: str, level: int = 1) -> None:
+    """Print one of the exercise's hints; level 1 tells least."""
+    hints = find(name).hints
+    if not 1 <= level <= len(hints):
+        raise ValueError(f"level={level}: exercise {name} has hints 1 to {len(hints)}")
+    more = f'; hint("{name}", {level + 1}) tells more' if level < len(hints) else ""
+    print(f"hint {level} of {len(hints)}: {hints[level - 1]}{more}")

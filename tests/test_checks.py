@@ -1,0 +1,49 @@
+"""The checks of the lessons' exercises refuse the usual mistakes, and have hints.
+
+That they accept the solutions is seen when the lessons run: `make check-lessons`.
+"""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+sys.path.insert(0, str(NOTEBOOKS))  # as in a lesson, which runs in this folder
+NAMES = [
+    f"{path.stem[-2:]}.{number}"
+    for path in sorted((NOTEBOOKS / "checks").glob("lesson_*.py"))
+    for number in import_module(f"checks.{path.stem}").EXERCISES
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_usual_mistakes_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from checks import find, judge
+
+    exercise = find(name)
+    assert exercise.mistakes, "a check without a mistake to refuse may be one that cannot fail"
+    for mistake in exercise.mistakes:
+        with pytest.raises(AssertionError) as error:
+            judge(name, mistake)
+        assert str(error.value), "a mistake is refused with a sentence"
+
+    def unwritten(*args: object, **kwargs: object) -> object:
+        raise NotImplementedError
+
+    judge(name, unwritten)
+    assert capsys.readouterr().out.startswith("not answered yet")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hints_go_on_to_the_last(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from checks import find, hint
+
+    hints = find(name).hints
+    assert len(hints) >= 2
+    for level in range(1, len(hints) + 1):
+        hint(name, level)
+    assert capsys.readouterr().out.count("tells more") == len(hints) - 1
+    with pytest.raises(ValueError, match="has hints 1 to"):
+        hint(name, len(hints) + 1)
