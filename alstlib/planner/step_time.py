@@ -70,7 +70,8 @@ def step_seconds(
     exchange = exchange_bytes(shape, ranks, seq_len * run.batch_size, element, 1 + again, kept) / network
     zero = _zero_seconds(shape, run, machine) * (-(-seq_len // (run.block * ranks)) if run.block and first else 1)
     offload = found.copied / rates.host
-    shard = shape.parameters / (machine.gpus if run.zero_stage else 1)
+    trained = shape.parameters if run.lora is None else shape.adapter_parameters(run.lora)
+    shard = trained / (machine.gpus if run.zero_stage else 1)
     optimizer = 28 * shard / (rates.host_memory if run.offload_optimizer and run.zero_stage else 3e12)
     computing = (matmul + core) * run.accumulation
     waited = max(0.0, zero - computing)

@@ -96,3 +96,10 @@ def test_the_figure_has_each_lane_and_pass() -> None:
     assert [axes.get_title("left") for axes in figure.axes] == ["forward", "backward"]
     assert {t.get_text() for t in figure.axes[0].get_yticklabels()} == {COMPUTE, EXCHANGE, COPIES, STATES}
     assert "attention" in {text.get_text() for text in figure.axes[0].texts}
+
+
+def test_the_optimizer_steps_on_what_is_trained() -> None:
+    """An adapter's step takes as much less time as the adapter has fewer parameters."""
+    whole, adapter = both(OURS, 8, 512_000)[1], both(OURS.replace(lora={"r": 16}), 8, 512_000)[1]
+    trained = SHAPE.adapter_parameters({"r": 16})
+    assert adapter["optimizer"] == pytest.approx(whole["optimizer"] * trained / SHAPE.parameters, rel=1e-9)
