@@ -16,6 +16,8 @@ from alstlib.units import format_bytes, format_tokens
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 """Okabe and Ito's colours, which people with any colour vision can tell apart."""
 MARKERS = "osD^vPX"
+AREAS = (*PALETTE, "#F0E442", "#999999", "#882255")
+"""Colours of parts that lie on each other: more of them, so that no two parts differ only by a hatch."""
 
 _STYLE: Any = {
     "figure.facecolor": "white", "axes.facecolor": "white", "savefig.facecolor": "white",
@@ -189,8 +191,8 @@ def memory_curves(curves: Mapping[str, Sequence[int]], title: str = "") -> Figur
 
 def _area(i: int) -> dict[str, Any]:
     """Colour and hatch of the i-th part."""
-    hatches = ("", "//", "..", "xx")
-    return {"facecolor": PALETTE[i % len(PALETTE)], "hatch": hatches[i // len(PALETTE)], "edgecolor": "white"}
+    hatches = ("", "//", "..")
+    return {"facecolor": AREAS[i % len(AREAS)], "hatch": hatches[i // len(AREAS)], "edgecolor": "white"}
 
 
 KNOWN = (
@@ -203,7 +205,7 @@ KNOWN = (
 def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Colour and hatch of each name: those of `KNOWN`, and for others what is left."""
     taken = {name: i for name in names for i, group in enumerate(KNOWN) if name in group}
-    left = (i for i in range(28) if i not in taken.values())
+    left = (i for i in range(30) if i not in taken.values())
     return {name: _area(taken[name] if name in taken else next(left)) for name in names}
 
 

@@ -47,3 +47,10 @@ def test_any_number_of_lines_can_be_told_apart(draw) -> None:
     (axes,) = (draw(runs, "y") if draw is plots.degrees else draw(runs)).axes
     lines = [line for line in axes.lines if str(line.get_label()).startswith("run")]
     assert len({(line.get_color(), line.get_marker()) for line in lines}) == 20
+
+
+def test_parts_that_figures_know_differ_in_colour() -> None:
+    """A hatch alone is hard to see in a thin area."""
+    look = plots.looks([group[0] for group in plots.KNOWN])
+    assert len({part["facecolor"] for part in look.values()}) == len(plots.KNOWN)
+    assert not any(part["hatch"] for part in look.values())
