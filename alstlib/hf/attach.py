@@ -21,6 +21,7 @@ from alstlib.hf.attention import attach_attention, attach_rotary
 from alstlib.hf.block_calls import attach_blocks
 from alstlib.hf.checkpointed_layers import attach_checkpoints
 from alstlib.hf.chunked_layers import attach_streams
+from alstlib.hf.experts import routes, takes_more, tiled_experts
 from alstlib.hf.handle import Handle, Options
 from alstlib.hf.hidden_states import attach_hidden_states, travels
 from alstlib.hf.inputs import Call, number_tokens, take_call
@@ -103,15 +104,16 @@ def _swap(handle: Handle, old: nn.Module, new: nn.Module) -> None:
 def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
     tile = None if handle.options.tiled_mlp is True else int(handle.options.tiled_mlp)
     for i, layer in enumerate(layers):
-        found = [(n, m) for n, m in layer.named_children() if n in ("mlp", "feed_forward", "ffn")]
+        found = [(n, m) for n, m in layer.named_children() if n in ("mlp", "feed_forward", "ffn", "block_sparse_moe")]
         if not found:
             handle.notes.append(f"layer {i} ({type(layer).__name__}) has no MLP module: left untiled")
             continue
         for name, mlp in found:
-            if any(hasattr(mlp, a) for a in ("experts", "router", "gate")) and not hasattr(mlp, "down_proj"):
-                handle.notes.append(f"layer {i}: {name} ({type(mlp).__name__}) routes to experts: left untiled")
+            where = f"layer {i}: {name} ({type(mlp).__name__})"
+            if routes(mlp) and takes_more(mlp):
+                handle.notes.append(f"{where} routes to experts by more than its tokens: left untiled")
                 continue
-            tiled = TiledMLP(mlp, tile)
+            tiled = tiled_experts(handle, mlp, tile, where) if routes(mlp) else TiledMLP(mlp, tile)
             _swap(handle, mlp, tiled)
             handle.mlps.append(tiled)
 

@@ -89,6 +89,11 @@ class Call:
         part = self.piece or self.blocks
         return None if part is None else part.rows
 
+    @property
+    def real_rows(self) -> Tensor | None:
+        """[B, s] which of these rows' tokens are not padding; None: all."""
+        return self.real if self.real is None or self.rows is None else self.real[:, self.rows]
+
 
 def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chunk: int | None = None) -> Call:
     """Take what is ours out of the `kwargs` of a model's call, check it, and set what the model must be told.

@@ -27,11 +27,10 @@ class RouterLoss:
         experts, top_k: E, and the experts of a token.
         weight: factor of this loss when it is added to the mean over tokens.
         group: process group of the ranks that share the sequence; None for one rank.
-        real: [B, L] which of this rank's tokens are not padding; None: all.
     """
 
-    def __init__(self, experts: int, top_k: int, weight: float, group: Any, real: Tensor | None) -> None:
-        self.experts, self.top_k, self.weight, self.group, self.real = experts, top_k, weight, group, real
+    def __init__(self, experts: int, top_k: int, weight: float, group: Any) -> None:
+        self.experts, self.top_k, self.weight, self.group = experts, top_k, weight, group
         self.sums: Tensor | None = None
         """Of this rank [2 E + 1]: assignments, probabilities, tokens."""
         self.slope: Tensor | None = None
@@ -41,11 +40,14 @@ class RouterLoss:
         self.value: Tensor | None = None
         """The loss of the whole sequence, unweighted."""
 
-    def see(self, logits: Tensor, scores: Tensor, rows: slice | None) -> Tensor:
-        """A router's output for some tokens: add it up, or put the gradient into its scores' graph."""
-        real = None
-        if self.real is not None:
-            real = (self.real if rows is None else self.real[:, rows]).flatten()
+    def see(self, logits: Tensor, scores: Tensor, real: Tensor | None) -> Tensor:
+        """A router's output for some tokens: add it up, or put the gradient into its scores' graph.
+
+        Args:
+            real: [B, s] which of them are not padding; None: all.
+        """
+        if real is not None:
+            real = real.flatten()
             if real.numel() != logits.shape[0]:
                 raise ValueError(
                     f"a router saw {logits.shape[0]} tokens of {real.numel()}: padding cannot be told apart"

@@ -37,7 +37,7 @@ def attach_routers(handle: Handle) -> None:
         call = handle.call
         if call is None or call.router is None:
             return None
-        return (out[0], call.router.see(out[0], out[1], call.rows), *out[2:])
+        return (out[0], call.router.see(out[0], out[1], call.real_rows), *out[2:])
 
     for router in handle.routers:
         handle.edits.hook(router, router.register_forward_hook(see))
@@ -70,4 +70,4 @@ def router_loss(handle: Handle, call: Call, kwargs: dict[str, Any]) -> RouterLos
         return None
     kwargs["output_router_logits"] = False
     weight = float(config.router_aux_loss_coef)
-    return RouterLoss(experts, config.num_experts_per_tok, weight, handle.ctx.sp_group, call.real)
+    return RouterLoss(experts, config.num_experts_per_tok, weight, handle.ctx.sp_group)

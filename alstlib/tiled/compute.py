@@ -59,10 +59,11 @@ class _TiledCompute(torch.autograd.Function):
     def forward(
         ctx: Any, fn: Callable[..., Tensor], tile: int, params: Callable[[], Sequence[Tensor]], along: Sequence[Tensor],
         skip: bool, module: nn.Module | None, travel: Travel | None, x: Tensor, *_: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Any:  # fmt: skip
         ctx.fn, ctx.tile, ctx.params, ctx.travel = fn, tile, params, travel
         ctx.replay = Replay(x.device if travel is None else travel.device, module)
         ctx.skipped = skip
+        ctx.set_materialize_grads(False)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(x, *along)
         with unchanged(x, module):
@@ -70,20 +71,25 @@ class _TiledCompute(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         (x, *along), travel = ctx.saved_tensors, ctx.travel
+        which = [i for i, grad in enumerate(given) if grad is not None]
         need_x, needs = ctx.needs_input_grad[7], ctx.needs_input_grad[8:]
         params = those_that_train(ctx.params(), needs)
         sums, tiles = GradientSums(params), tiles_of(x.shape[1], ctx.tile)
         xs, courier, out = _ways(travel)
         grad_x = room_like(xs, x) if need_x else None
         with ctx.replay(), torch.enable_grad():
-            for rows, (part,), (upstream,) in zip(tiles, parts_of(xs, tiles, x), parts_of(out, tiles, grad)):
+            by_token = [_by_token(grad, x, i > 0) for i, grad in enumerate(given) if grad is not None]
+            for rows, (part,), upstream in zip(tiles, parts_of(xs, tiles, x), parts_of(out, tiles, *by_token)):
                 leaf = part.contiguous().detach().requires_grad_(need_x)
                 wanted = [*([leaf] if need_x else []), *params]
-                y = ctx.fn(leaf, *(t[:, rows] for t in along))
-                grads = list(torch.autograd.grad(y, wanted, upstream, allow_unused=True))
+                y = _tensors(ctx.fn(leaf, *(t[:, rows] for t in along)))
+                made = [(y[i], grad.reshape_as(y[i])) for i, grad in zip(which, upstream) if y[i].requires_grad]
                 del y, part, upstream
+                roots, above = zip(*made)
+                grads = list(torch.autograd.grad(roots, wanted, above, allow_unused=True))
+                del made, roots, above
                 if grad_x is not None:
                     first = grads.pop(0)
                     put_part(xs, grad_x, rows, torch.zeros_like(leaf) if first is None else first)
@@ -106,27 +112,42 @@ def _ways(travel: Travel | None) -> tuple[Courier | None, Courier | None, Courie
     return (courier if travel and travel.x else None), courier, (courier if travel and travel.out else None)
 
 
-def _run_tiles(
-    fn: Callable[..., Tensor], x: Tensor, along: Sequence[Tensor], tile: int, travel: Travel | None
-) -> Tensor:
-    """Run fn on tiles of dimension 1, writing each result into one output."""
-    out: Tensor | None = None
+def _tensors(made: Any) -> tuple[Tensor, ...]:
+    return (made,) if isinstance(made, Tensor) else tuple(made)
+
+
+def _by_token(made: Tensor, x: Tensor, further: bool) -> Tensor:
+    """An output of a function of x [B, S, ...], as [B, S, ...]: a `further` one may be [B * S, ...]."""
+    if made.ndim >= 2 and made.shape[:2] == x.shape[:2]:
+        return made
+    if not further or made.ndim < 1 or made.shape[0] != x.shape[0] * x.shape[1]:
+        raise ValueError(f"a token-wise function keeps [B, S, ...]: it made {list(made.shape)} of {list(x.shape)}")
+    return made.unflatten(0, x.shape[:2])
+
+
+def _run_tiles(fn: Callable[..., Any], x: Tensor, along: Sequence[Tensor], tile: int, travel: Travel | None) -> Any:
+    """Run fn on tiles of dimension 1, writing each result into one output; where fn returns several, into as many."""
+    outs: list[Tensor] = []
+    flat: list[bool] = []
     (xs, courier, to), tiles = _ways(travel), tiles_of(x.shape[1], tile)
     for rows, (own,) in zip(tiles, parts_of(xs, tiles, x)):
-        part = fn(own.contiguous(), *(t[:, rows] for t in along))
-        if part.ndim < 2 or part.shape[:2] != own.shape[:2]:
-            raise ValueError(f"a token-wise function keeps [B, S, ...]: it made {list(part.shape)} of {list(x.shape)}")
+        made = fn(own.contiguous(), *(t[:, rows] for t in along))
+        alone, parts = isinstance(made, Tensor), list(_tensors(made))
+        shaped = [_by_token(part, own, i > 0) for i, part in enumerate(parts)]
         if to is None and len(tiles) == 1:
-            return part
-        if out is None:
-            shape = (part.shape[0], x.shape[1], *part.shape[2:])
-            out = part.new_empty(shape) if to is None else to.empty(shape, part.dtype)
-        put_part(to, out, rows, part)
-        del own, part
-    assert out is not None
+            return made if alone else tuple(parts)
+        if not outs:
+            flat = [part.shape != one.shape for part, one in zip(parts, shaped)]
+            shapes = [(one.shape[0], x.shape[1], *one.shape[2:]) for one in shaped]
+            for shape, one in zip(shapes, parts):
+                outs.append(one.new_empty(shape) if to is None else to.empty(shape, one.dtype))
+                del one
+        del own, made, parts
+        for out in outs:
+            put_part(to, out, rows, shaped.pop(0))
     if courier is not None:
         courier.finish()
-    return out
+    return outs[0] if alone else tuple(out.flatten(0, 1) if is_flat else out for out, is_flat in zip(outs, flat))
 
 
 def tiled_compute(
@@ -139,19 +160,19 @@ def tiled_compute(
     skip: bool = False,
     module: nn.Module | None = None,
     travel: Travel | None = None,
-) -> Tensor:
+) -> Any:
     """Apply a token-wise `fn` to x [B, S, ...] in tiles of `tile` tokens (ALST, section 3.1).
 
     Args:
-        fn: (x [B, s, ...], *along [B, s, ...]) -> [B, s, ...] for any s, each token by itself; it may use dropout,
-            which is replayed exactly.
+        fn: (x [B, s, ...], *along [B, s, ...]) -> [B, s, ...] for any s, each token by itself, or a tuple of such
+            outputs, of which all but the first may be [B * s, ...]; it may use dropout, which is replayed exactly.
         x: input; the last tile may be shorter.
         params: the tensors inside `fn` that train: those that get a gradient. A function is called again in
             backward, for weights that an engine swaps between forward and backward.
         tile: tokens in one tile.
         along: further inputs [B, S, ...] cut into the same tiles, which get no gradient (labels, say).
-        skip: return zeros of x's shape instead of computing: for a recompute whose output nobody reads (the backward
-            runs the tiles anyway; see `skip`).
+        skip: return zeros of x's shape, for the only or first output, instead of computing: for a recompute whose
+            outputs nobody reads (the backward runs the tiles anyway; see `skip`).
         module: what `fn` calls: backward runs it in the mode (training or evaluation) of this call.
         travel: x, or what is returned, lies on the host, and tiles of it visit the device; None: neither does.
 
@@ -181,7 +202,7 @@ class TiledModule(nn.Module):
     """How the input lies on the host in the call that runs now; None: it lies on the device."""
 
     def __init__(self, inner: nn.Module, tile: int | None = None) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # a class of ours may be one of the original's too, which needs more
         adopt(self, inner)
         # DeepSpeed ZeRO-3 gathers the weights of a leaf once around forward and once around backward. A module without
         # children is gathered so anyway, and a leaf's gradients are sent when its own backward ends, which is too early
@@ -243,29 +264,43 @@ class TiledMLP(TiledModule):
         tile: tokens in one tile; None chooses by `default_tile`.
     """
 
+    further = 0
+    """Outputs besides the first, as the last forward had them."""
+    further_unread = False
+    """Was it seen that the layer does nothing with them (`skip.find_followers`)?"""
+
     def __init__(self, mlp: nn.Module, tile: int | None = None) -> None:
         super().__init__(mlp, tile)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         if x.ndim == 2:  # [B * S, E]
-            return self.forward(x[None])[0]
+            first, *further = _tensors(self.forward(x[None]))
+            return (first[0], *further) if further else first[0]
         tile, now = self.tile or self._default_tile(x), _PASS.get() or Pass()
         if now.whole and x.shape[1] <= tile:
             return self._run(x)
-        if now.skip and self not in now.drew:
+        run, along = self._work()
+        how: Any = {"tile": tile, "along": along, "module": self.inner}
+        if now.skip and self not in now.drew and (self.further_unread or not self.further):
             then = now.followers.get(self)
-            if then is None or not then.ready():
-                return tiled_compute(self._run, x, self.trainable, tile=tile, skip=True, module=self.inner)
-            run, params = then.after(self._run, self.trainable)
-            return then.expect(tiled_compute(run, x, params, tile=tile, skip=True, module=self.inner))
+            if then is not None and then.ready():
+                run, params = then.after(run, self.trainable)
+                return then.expect(tiled_compute(run, x, params, skip=True, **how))
+            out = tiled_compute(run, x, self.trainable, skip=True, **how)
+            return (out, *[None] * self.further) if self.further else out
         before = Replay(x.device)
-        out = tiled_compute(self._run, x, self.trainable, tile=tile, module=self.inner)
+        out = tiled_compute(run, x, self.trainable, **how)
         if before.has_moved():
             now.drew.add(self)
+        self.further = len(_tensors(out)) - 1
         return out
 
-    def _run(self, x: Tensor) -> Tensor:
+    def _run(self, x: Tensor) -> Any:
         return self.inner(x)
+
+    def _work(self) -> tuple[Callable[..., Any], Sequence[Tensor]]:
+        """What runs on each tile of the call that begins, and what is cut along with its input."""
+        return self._run, ()
 
     def _default_tile(self, x: Tensor) -> int:
         widest = max([x.shape[-1], *(max(p.shape, default=0) for p in self.inner.parameters() if p.ndim == 2)])

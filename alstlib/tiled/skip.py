@@ -14,6 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from alstlib.recompute import Replay, Values
 from alstlib.tiled.compute import TiledMLP, TiledModule
@@ -64,14 +66,14 @@ class Follower:
                 deepspeed.zero.register_external_parameter(mlp, p)
 
     def after(
-        self, run: Callable[[Tensor], Tensor], params: Callable[[], Sequence[Tensor]]
-    ) -> tuple[Callable[[Tensor], Tensor], Callable[[], list[Tensor]]]:
+        self, run: Callable[..., Tensor], params: Callable[[], Sequence[Tensor]]
+    ) -> tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]:
         """The function and parameters of tiles that run the module on what `run` made."""
 
         def both() -> list[Tensor]:
             return list({id(p): p for p in (*params(), *self._weights()) if p.requires_grad}.values())
 
-        return lambda x: self.original(run(x)), both
+        return lambda x, *along: self.original(run(x, *along)), both
 
     def expect(self, out: Tensor) -> Tensor:
         """Pass this output of the tiles on when it comes."""
@@ -110,13 +112,18 @@ class Follower:
 @contextlib.contextmanager
 def find_followers(layer: nn.Module, mlps: Sequence[TiledMLP]) -> Iterator[dict[TiledMLP, nn.Module]]:
     """While the layer runs once without a graph: which of its direct children are given an MLP's output, and are
-    token-wise, without children, buffers and random numbers?"""
+    token-wise, without children, buffers and random numbers? It also notes of an MLP with several outputs whether the
+    layer does something with those after the first."""
     found: dict[TiledMLP, nn.Module] = {}
     made: dict[TiledMLP, Values] = {}
+    reads = _Reads()
 
-    def keep(mlp: Any, args: tuple[Any, ...], out: Tensor) -> None:
-        if out.ndim == 3 and out.dtype == args[0].dtype:
+    def keep(mlp: Any, args: tuple[Any, ...], out: Any) -> None:
+        if isinstance(out, Tensor) and out.ndim == 3 and out.dtype == args[0].dtype:
             made[mlp] = Values(out)
+
+    def watch(mlp: Any, args: tuple[Any, ...], out: Any) -> None:
+        reads.watched += [] if isinstance(out, Tensor) else [(mlp, Values(t)) for t in out[1:]]
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         for mlp, values in made.items():
@@ -129,11 +136,30 @@ def find_followers(layer: nn.Module, mlps: Sequence[TiledMLP]) -> Iterator[dict[
     # first of the hooks: engines take weights away in theirs
     hooks = [m.register_forward_hook(look, prepend=True, with_kwargs=True) for m in plain]
     hooks += [mlp.register_forward_hook(keep, prepend=True) for mlp in mlps]
+    hooks += [mlp.register_forward_hook(watch) for mlp in mlps]  # the last: engines look at outputs in theirs
     try:
-        yield found
+        with reads:
+            yield found
     finally:
         for hook in hooks:
             hook.remove()
+    for mlp, _ in reads.watched:
+        mlp.further_unread = mlp not in reads.seen
+
+
+class _Reads(TorchFunctionMode):
+    """Notes whose tensors are given to a function of PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watched: list[tuple[TiledMLP, Values]] = []
+        self.seen: set[TiledMLP] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.watched:
+            given = tree_leaves((args, kwargs))
+            self.seen |= {mlp for mlp, values in self.watched if any(values.are_those_of(t) for t in given)}
+        return func(*args, **(kwargs or {}))
 
 
 def _is_token_wise(module: nn.Module, x: Tensor, out: Any) -> bool:

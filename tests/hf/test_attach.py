@@ -480,19 +480,6 @@ def small(config: str, **fields: Any) -> PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_config(made).train()
 
 
-def test_experts_are_left_untiled_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
-    model = small("MixtralConfig", num_local_experts=4, num_experts_per_tok=2)
-    loss, want = plain(model)
-    with alstlib.apply(model, None, alstlib.Options(**ALL_ON)) as handle:
-        got = step(model)
-        assert handle.mlps == []
-    assert [n for n in handle.notes if "routes to experts: left untiled" in n] == handle.notes
-    assert handle.notes == [r.message for r in caplog.records if r.name == "alstlib.hf.attach"]
-    assert len(handle.notes) == 2
-    assert got[0] == pytest.approx(loss, rel=1e-6)
-    assert worst_error(got[1], want)[0] < 1e-5
-
-
 @pytest.mark.parametrize("scale", [0.25, 3.0])
 def test_scaled_logits(scale: float) -> None:
     model = small("CohereConfig", logit_scale=scale)

@@ -260,6 +260,32 @@ def test_default_tile_is_large_and_a_power_of_two() -> None:
     assert default_tile(10**9, 4, cpu) == 256
 
 
+@pytest.mark.parametrize(("batch", "rows", "tile"), [(1, 13, 4), (2, 7, 3), (2, 7, 7)])
+@pytest.mark.parametrize("read", ["both", "first", "further"])
+def test_several_outputs(batch: int, rows: int, tile: int, read: str) -> None:
+    """A block of experts returns its router's scores too, [B * S, experts], and whole numbers without a gradient."""
+
+    def fn(x: Tensor, *params: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        flat = x.flatten(0, 1)
+        scores = (flat @ params[0]).softmax(-1)
+        return mlp_function(x, *params), scores, scores.topk(2).indices
+
+    def joined(out: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        y, scores, _ = out
+        parts = {"both": (y, scores), "first": (y,), "further": (scores,)}[read]
+        return torch.cat([part.flatten() for part in parts])
+
+    inputs = [randn(batch, rows, WIDTH).requires_grad_(), *weights_of()]
+    want = fn(*inputs)
+    got = tiled_compute(lambda part: fn(part, *inputs[1:]), inputs[0], inputs[1:], tile=tile)
+    assert [t.shape for t in got] == [t.shape for t in want]
+    assert torch.equal(got[2], want[2])
+    upstream = randn(joined(want).numel(), seed=1)
+    results = [torch.autograd.grad(joined(o), inputs, upstream, allow_unused=True) for o in (want, got)]
+    assert [g is None for g in results[1]] == [g is None for g in results[0]]
+    assert worst([*got[:2], *results[1]], [*want[:2], *results[0]]) < 1e-12
+
+
 # ----- TiledMLP
 
 CONFIG = {"hidden_size": WIDTH, "intermediate_size": 10, "num_attention_heads": 1}

@@ -1,0 +1,336 @@
+"""Blocks of experts in tiles: exact with their router's loss, left as they are where they mix tokens, O(tile)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from cases import make_model, worst_error
+from torch import Tensor, nn
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+import alstlib
+from alstlib.data.shard import shard_batch
+from alstlib.hf.experts import TiledExperts, why_untiled
+from alstlib.measure.verify import Reference, plain
+from alstlib.offload.ledger import Ledger
+from alstlib.sizing import TILE_BYTES
+
+MODELS = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+HOW: dict[str, dict[str, Any]] = {
+    "checkpoints": {"tiled_mlp": 3},
+    "no checkpoints": {"tiled_mlp": 7, "checkpoint": False},
+    "tiles in chunks": {"tiled_mlp": 2, "chunk": 5},
+    "a token": {"tiled_mlp": 1},
+}
+LENGTH = 17
+
+
+def sample(batch: int = 1) -> dict[str, Any]:
+    ids = torch.randint(3, zoo.VOCAB, (batch, LENGTH), generator=torch.Generator().manual_seed(5))
+    return {"input_ids": ids, "labels": ids.clone(), "document_lengths": [[LENGTH]] * batch}
+
+
+@functools.cache
+def reference(name: str) -> Reference:
+    return plain(zoo.build(name), sample())
+
+
+def attached(rank: int, world: int, name: str, how: str) -> dict[str, Any]:
+    ctx, (loss, want) = alstlib.SPContext.create(world), reference(name)
+    model = zoo.build(name)
+    with alstlib.apply(model, ctx, alstlib.Options(**HOW[how])) as handle:
+        for _ in range(2):  # a checkpoint knows its layer better the second time
+            model.zero_grad()
+            out = alstlib.causal_lm_loss(model, shard_batch(sample(), world, rank), ctx)
+            out.loss.backward()
+        tiled = [isinstance(mlp, TiledExperts) for mlp in handle.mlps]
+    got = {n: p.grad for n, p in model.named_parameters() if n in want}
+    for grad in got.values():
+        if world > 1:
+            torch.distributed.all_reduce(grad)
+            grad /= world
+    error, where = worst_error(got, want)
+    return {"loss": abs(out.mean.item() - loss) / loss, "gradient": error, "where": where, "tiled": tiled,
+            "notes": handle.notes}  # fmt: skip
+
+
+def check(name: str, results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["loss"] < 1e-6, result
+        assert result["gradient"] < 1e-5, result
+        assert result["tiled"] == [name != "deepseek_v3", True], result  # its first layer is dense
+        assert result["notes"] == []
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_in_tiles_are_exact(name: str, how: str) -> None:
+    """Loss and every gradient, with that of the load-balancing loss where the model has one."""
+    check(name, [attached(0, 1, name, how)])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_tiles_in_chunks_on_ranks(pools: Any, name: str, world: int) -> None:
+    check(name, pools(world)(attached, name, "tiles in chunks"))
+
+
+@pytest.mark.parametrize("name", MODELS[:3])
+def test_the_routers_logits_are_those_of_the_whole_slice(name: str) -> None:
+    """Without labels transformers collects them itself: one entry for each layer, with the tokens in order."""
+    model, ids = zoo.build(name), sample(2)["input_ids"]
+    want = model(ids, output_router_logits=True)
+    with alstlib.apply(model, None, alstlib.Options(tiled_mlp=3, checkpoint=False)):
+        got = model(ids, output_router_logits=True)
+    assert [t.shape for t in got.router_logits] == [t.shape for t in want.router_logits]
+    for mine, its in zip(got.router_logits, want.router_logits):
+        assert torch.allclose(mine, its, atol=1e-5)
+    assert got.aux_loss.item() == pytest.approx(want.aux_loss.item(), rel=1e-6)
+
+
+# ----- what is computed
+
+
+class Counted:
+    """Calls of the experts of the second layer."""
+
+    def __init__(self, model: Any) -> None:
+        self.calls = 0
+        model.model.layers[1].mlp.experts.register_forward_hook(self)
+
+    def __call__(self, *_: Any) -> None:
+        self.calls += 1
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_a_recompute_does_not_run_experts_in_vain(name: str) -> None:
+    """Six tiles in forward and six in backward; gpt-oss's block returns its router's scores too, which nobody reads."""
+    model = zoo.build(name)
+    with alstlib.apply(model, None, alstlib.Options(tiled_mlp=3)):
+        out = alstlib.causal_lm_loss(model, shard_batch(sample(), 1, 0))
+        out.loss.backward()
+        counted = Counted(model)
+        alstlib.causal_lm_loss(model, shard_batch(sample(), 1, 0)).loss.backward()
+    assert counted.calls == 12
+
+
+class Reading(GptOssDecoderLayer):
+    """A layer that weights what its experts made once more by the scores that they were chosen with."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden = hidden_states + attended
+        routed, scores = self.mlp(self.post_attention_layernorm(hidden))
+        return hidden + routed * scores.view(*hidden.shape[:2], -1)[..., :1]
+
+
+def test_further_outputs_that_a_layer_reads_are_computed() -> None:
+    """Their gradient counts, and a recompute has them."""
+    model = zoo.build("gpt_oss")
+    for layer in model.model.layers:
+        layer.__class__ = Reading
+    loss, want = plain(model, sample())
+    with alstlib.apply(model, None, alstlib.Options(tiled_mlp=3)):
+        out = alstlib.causal_lm_loss(model, shard_batch(sample(), 1, 0))
+        out.loss.backward()
+    assert out.mean.item() == pytest.approx(loss, rel=1e-6)
+    assert worst_error({n: p.grad for n, p in model.named_parameters() if n in want}, want)[0] < 1e-5
+
+
+def test_memory_is_a_tile() -> None:
+    """Four times the sequence at the same tile adds its input, output and two gradients, and little else: a token's
+    two experts make intermediates of 12 times its width each."""
+    model = zoo.build("mixtral", intermediate_size=192)
+    block, width = model.model.layers[0].mlp, 32
+    tokens = {rows: torch.randn(1, rows, width, generator=torch.Generator().manual_seed(0)) for rows in (512, 2048)}
+
+    def growth(tile: int | None, rows: int) -> int:
+        module = block if tile is None else alone(block, tile)
+        x = tokens[rows].clone().requires_grad_()
+        with Ledger() as ledger:
+            start = ledger.device_bytes
+            out = module(x)
+            out.backward(torch.ones_like(out))
+            return ledger.device_peak - start
+
+    one = 4 * width * (2048 - 512)
+    growth(64, 512)  # tries the block
+    assert growth(64, 2048) - growth(64, 512) < 4 * one
+    assert growth(None, 2048) - growth(None, 512) > 30 * one, "the reading can tell"
+
+
+def test_the_tile_counts_the_experts_of_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TILE_BYTES, "cpu", 4 * 2 * 96 * 512)
+    block = zoo.build("mixtral").model.layers[0].mlp
+    assert alone(block, None)._default_tile(torch.zeros(1, 9, 32)) == 512
+
+
+def alone(block: nn.Module, tile: int | None) -> TiledExperts:
+    made = TiledExperts(block, tile, "a block")
+    made.call = lambda: None
+    return made
+
+
+# ----- blocks that mix tokens
+
+
+class Block(nn.Module):
+    """Each token goes to the expert that its router prefers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.top_k = nn.Linear(32, 4), 1
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        chosen, weights = self.choose(self.gate(hidden_states).softmax(-1))
+        return sum(e(hidden_states) * (weights * (chosen == i)).sum(-1, True) for i, e in enumerate(self.experts))
+
+    def choose(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen = shares.max(-1, keepdim=True)
+        return chosen, weights
+
+
+class Limited(Block):
+    """Each expert takes the first tokens, a quarter more than its part."""
+
+    def choose(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen = shares.max(-1, keepdim=True)
+        place = (nn.functional.one_hot(chosen, 4).cumsum(1) * nn.functional.one_hot(chosen, 4)).sum(-1)
+        return chosen, weights * (place <= 1.25 * shares.shape[1] / 4)
+
+
+class ExpertsChoose(Block):
+    """Each expert takes the tokens that prefer it most."""
+
+    def choose(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+        taken = shares.topk(max(1, shares.shape[1] // 4), 1).indices
+        weights = shares * torch.zeros_like(shares).scatter(1, taken, 1.0)
+        return torch.arange(4).expand_as(shares), weights
+
+
+class Centred(Block):
+    """The router looks at what a token has more than the mean."""
+
+    def choose(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+        return super().choose(shares - shares.mean(1, keepdim=True))
+
+
+class Shifted(Block):
+    """A token's experts are those that the token before it preferred."""
+
+    def choose(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+        return super().choose(shares.roll(1, 1))
+
+
+class Jittered(Block):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if self.training:
+            hidden_states *= torch.empty_like(hidden_states).uniform_(0.9, 1.1)
+        return super().forward(hidden_states)
+
+
+class Counting(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4))
+
+    def choose(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+        chosen, weights = super().choose(shares)
+        self.seen += chosen.flatten().bincount(minlength=4)
+        return chosen, weights
+
+
+class ByToken(Block):
+    def forward(self, hidden_states: Tensor, tokens: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden_states)
+
+
+LEFT: dict[type[Block], str] = {
+    Limited: "mixes tokens", ExpertsChoose: "mixes tokens", Centred: "mixes tokens", Shifted: "mixes tokens",
+    Jittered: "changes its input in place", Counting: "keeps statistics of its tokens",
+    ByToken: "routes to experts by more than its tokens",
+}  # fmt: skip
+
+
+def with_blocks(kind: type[Block]) -> Any:
+    model = make_model()
+    torch.manual_seed(1)
+    for layer in model.model.layers:
+        layer.mlp = kind()
+    return model
+
+
+@pytest.mark.parametrize("kind", [Block, *LEFT], ids=lambda kind: kind.__name__)
+def test_blocks_that_mix_tokens_are_left_as_they_are(kind: type[Block], caplog: pytest.LogCaptureFixture) -> None:
+    """Found by what they do, said with the reason, and exact as before."""
+    model = with_blocks(kind)
+    torch.manual_seed(2)
+    loss, want = plain(model, sample())
+    with alstlib.apply(model, None, alstlib.Options(tiled_mlp=3)) as handle:
+        torch.manual_seed(2)
+        state = torch.get_rng_state()
+        for _ in range(2):
+            torch.set_rng_state(state)
+            model.zero_grad()
+            out = alstlib.causal_lm_loss(model, shard_batch(sample(), 1, 0))
+            out.loss.backward()
+        why = [f"layer {i}: mlp ({kind.__name__}) {LEFT[kind]}: left untiled" for i in range(2) if kind in LEFT]
+        assert handle.notes == why
+        assert {r.message for r in caplog.records if r.name.startswith("alstlib.hf")} == set(why)
+    assert out.mean.item() == pytest.approx(loss, rel=1e-6)
+    assert worst_error({n: p.grad for n, p in model.named_parameters() if n in want}, want)[0] < 1e-5
+
+
+@pytest.mark.parametrize("how", ["chunk", "blocks"])
+def test_blocks_that_mix_tokens_are_refused_for_some_of_the_rows(how: str) -> None:
+    model, batch = with_blocks(Limited), shard_batch(sample(), 1, 0)
+    step = alstlib.causal_lm_loss if how == "chunk" else alstlib.block_step
+    message = r"layer 0: mlp \(Limited\) mixes tokens: it is exact only with sp=1, chunk=None and without block_step"
+    with (
+        alstlib.apply(model, None, alstlib.Options(chunk=5 if how == "chunk" else None)),
+        pytest.raises(ValueError, match=message),
+    ):
+        step(model, batch, None, **({} if how == "chunk" else {"block": 5}))
+
+
+def test_a_block_is_tried_with_nothing_left_behind() -> None:
+    """Modes, buffers and random numbers are as before; weights without values are trusted."""
+    block, x = Counting().eval(), torch.zeros(1, 5, 32)
+    state = torch.get_rng_state()
+    assert why_untiled(block, x) == "keeps statistics of its tokens"
+    assert not block.seen.any()
+    assert not block.experts[0].training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert why_untiled(Limited().to("meta"), x.to("meta")) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_real_blocks_do_not_mix_tokens_in_any_precision(dtype: torch.dtype) -> None:
+    """Many experts, where the router's close calls are many."""
+    for name, experts in (("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts")):
+        model = zoo.build(name, dtype, **{experts: 64})
+        model.set_experts_implementation("eager")  # the others do not run in fp64
+        assert why_untiled(model.model.layers[0].mlp, torch.zeros(1, 1, 32, dtype=dtype)) == ""
+
+
+# ----- ZeRO-3
+
+
+@pytest.mark.parametrize("how", ["class", "name"])
+def test_engines_find_the_blocks_by_their_class(how: str) -> None:
+    """As leaves of DeepSpeed ZeRO-3, which some name after `apply` (Accelerate does, by the name of the class)."""
+    from accelerate.utils.dataclasses import get_module_class_from_name
+    from deepspeed.utils import set_z3_leaf_modules
+
+    model = zoo.build("mixtral")
+    with alstlib.apply(model) as handle:
+        kind = MixtralSparseMoeBlock if how == "class" else get_module_class_from_name(model, "MixtralSparseMoeBlock")
+        assert set_z3_leaf_modules(model, [kind]) == handle.mlps
+        assert all(isinstance(mlp, TiledExperts) and mlp._z3_leaf for mlp in handle.mlps)
+    assert {type(layer.mlp) for layer in model.model.layers} == {MixtralSparseMoeBlock}
