@@ -4,6 +4,7 @@ That they accept the solutions is seen when the lessons run: `make check-lessons
 """
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -47,3 +48,20 @@ def test_hints_go_on_to_the_last(name: str, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.count("tells more") == len(hints) - 1
     with pytest.raises(ValueError, match="has hints 1 to"):
         hint(name, len(hints) + 1)
+
+
+def test_a_value_that_is_not_set_is_not_answered(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import checks
+
+    def check(answer: Callable[[], int]) -> str:
+        assert answer() == 3, f"{answer()} is not 3"
+        return "3"
+
+    monkeypatch.setattr(checks, "find", lambda name: checks.Exercise(check, (), ()))
+    for value, says in ((None, "not answered yet: set the value above"), (3, "right: 3\n")):
+        checks.judge("03.2", lambda: value)
+        assert capsys.readouterr().out.startswith(says)
+    with pytest.raises(AssertionError, match="4 is not 3"):
+        checks.judge("03.2", lambda: 4)

@@ -1,8 +1,9 @@
 """Exercises that ask for code: hints, and checks that take the function that a reader wrote.
 
 `lesson_NN.py` has the exercises of lesson NN in `EXERCISES`, by their number. In a lesson, the answer cell defines a
-function whose body is `raise NotImplementedError`, and the cell after it is `judge("03.1", my_function)`. A reader
-who is stuck calls `hint("03.1")`, then `hint("03.1", 2)`, and so on.
+function whose body is `raise NotImplementedError`, and the cell after it is `judge("03.1", my_function)`. Where the
+answer is a value, it is None at first, and the cell after it is `judge("03.2", lambda: my_value)`: the check calls the
+function to get it. A reader who is stuck calls `hint("03.1")`, then `hint("03.1", 2)`, and so on.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Exercise:
-    """One function that a reader writes.
+    """One function that a reader writes, or one that returns the value that a reader set.
 
     `check(function)` calls it on inputs that the lesson does not show (odd sizes among them), raises AssertionError
     with a sentence that says what is wrong and on which input, and returns a sentence about what was right.
@@ -36,10 +37,14 @@ def find(name: str) -> Exercise:
 def judge(name: str, function: Callable[..., Any]) -> None:
     """Print whether the function is right, or raise AssertionError with what is wrong about it."""
     exercise = find(name)
+    value = function.__name__ == "<lambda>"
     try:
+        if value and function() is None:
+            raise NotImplementedError
         print(f"right: {exercise.check(function)}")
     except NotImplementedError:
-        print(f'not answered yet: write {function.__name__} above, or ask for help with hint("{name}")')
+        what = "set the value" if value else f"write {function.__name__}"
+        print(f'not answered yet: {what} above, or ask for help with hint("{name}")')
     except AssertionError as error:
         raise AssertionError(error) from None  # without the lines of the check
 
