@@ -63,6 +63,7 @@ def test_a_value_that_is_not_set_is_not_answered(
     checks.judge("03.2", lambda: None)
     checks.judge("03.2", lambda: 3)
     unset, right = capsys.readouterr().out.splitlines()
-    assert unset.startswith("not answered yet: set the value above") and right == "right: 3"
+    assert unset.startswith("not answered yet: set the value above")
+    assert right == "right: 3"
     with pytest.raises(AssertionError, match="4 is not 3"):
         checks.judge("03.2", lambda: 4)
