@@ -1,4 +1,5 @@
 """Plots and widgets of the lessons and reports; nothing is computed here.
 
-`plots` has the charts, in one style; `step_plots` those of one training step; `widgets` the live controls.
+`plots` has the charts, in one style; `layer` the picture that opens each lesson; `step_plots` the charts of one step;
+`widgets` the live controls.
 """

@@ -1,0 +1,41 @@
+"""The picture that opens the lessons: every part is drawn, what it names is bright, and texts can be read."""
+
+import itertools
+
+import pytest
+
+from alstlib.figures.layer import _ALL, PARTS, draw_layer
+
+
+def inks(part: str) -> dict[str, str]:
+    return {text.get_text(): text.get_color() for text in draw_layer(part).axes[0].texts}
+
+
+def test_an_unknown_part_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(ValueError, match="part='mpl' must be one of memory, logits, mlp, all_to_all, adapter"):
+        draw_layer("mpl")
+
+
+def test_each_part_names_elements_of_the_picture_and_says_so() -> None:
+    assert all(set(bright) <= set(_ALL) and bright for _, bright in PARTS.values())
+    assert all(words for part, (words, _) in PARTS.items() if part)
+    assert f"This lesson: {PARTS['chunks'][0]}" in inks("chunks")
+
+
+def test_what_a_part_names_is_bright_and_the_rest_is_pale() -> None:
+    whole, mlp = inks(""), inks("mlp")
+    names = ("Data adapter", "Norm and MLP", "Attention", "Sum over ranks", "Model states")
+    assert len({whole[name] for name in names}) == 1
+    assert [name for name in names if mlp[name] == whole[name]] == ["Norm and MLP"]
+
+
+def test_texts_lie_apart_inside_the_figure_and_are_large_enough() -> None:
+    figure = draw_layer("time")  # of the longest words
+    figure.canvas.draw()
+    texts = figure.axes[0].texts
+    assert min(text.get_fontsize() for text in texts) >= 8
+    boxes = [(t.get_text(), t.get_window_extent()) for t in texts if t.get_text()]
+    assert not [(a, b) for (a, one), (b, other) in itertools.combinations(boxes, 2) if one.overlaps(other)]
+    assert figure.bbox.width == 1100
+    assert not [name for name, box in boxes if min(box.x0, box.y0, 1100 - box.x1, figure.bbox.y1 - box.y1) < 0]
+    assert max(PARTS, key=lambda part: len(PARTS[part][0])) == "time"
