@@ -153,7 +153,7 @@ class _Pen:
         self.axes.plot(x, y, color=color if on else "#dedede", linewidth=1.2 if on else 0.8, solid_capstyle="butt")
 
     def arrow(self, group: str, start: tuple[float, float], end: tuple[float, float], style: str = "-|>") -> None:
-        look = {"arrowstyle": style, "color": self.ink(group, "#333333"), "shrinkA": 0, "shrinkB": 0, "linewidth": 1}
+        look: Any = {"arrowstyle": style, "color": self.ink(group, "#333333"), "shrinkA": 0, "shrinkB": 0, "lw": 1}
         self.axes.annotate("", end, start, arrowprops=look)
 
 
@@ -202,11 +202,11 @@ def _ranks(pen: _Pen) -> None:
 
 def _frames(pen: _Pen) -> None:
     """Around a decoder layer and the host's memory, and the headings."""
-    heading = {"fontsize": 9, "fontweight": "bold", "va": "center"}
+    heading: Any = {"fontsize": 9, "fontweight": "bold", "va": "center"}
     pen.axes.text(7.13, 0.84, "each rank holds", ha="left", **heading)
     pen.axes.text(9.17, 0.84, "host memory", ha="center", **heading)
     pen.axes.add_patch(plt.Rectangle((8.42, 0.95), 1.5, 5.77, facecolor="#f6f6f6", edgecolor="#bbbbbb", linewidth=0.8))
-    frame = {"fill": False, "edgecolor": "#777777", "linestyle": "--", "linewidth": 1}
+    frame: Any = {"fill": False, "edgecolor": "#777777", "linestyle": "--", "lw": 1}
     pen.axes.add_patch(plt.Rectangle((0.34, 2.02), 7.94, 3.03, **frame))
     pen.axes.text(7.13, 2.02, " decoder layer, x L ", va="center", fontsize=8, backgroundcolor="white")
 
