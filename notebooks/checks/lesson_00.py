@@ -57,7 +57,9 @@ def rounded_down(parameters: int, gpus: int, stage: int, offload: bool) -> tuple
 def check_tokens(answer: Callable[[], float]) -> str:
     shape, tokens = read_shape("meta-llama/Llama-3.1-8B"), answer()
     copy, weights = torch.empty(round(tokens), shape.vocab, device="meta").nbytes, 2 * shape.parameters
-    assert abs(copy / weights - 1) < 0.01, f"{tokens:,} tokens have {format_bytes(copy)} of logits: not the weights' size"
+    assert abs(copy / weights - 1) < 0.01, (
+        f"{tokens:,} tokens have {format_bytes(copy)} of logits: not the weights' size"
+    )
     return f"{format_bytes(copy)} of logits, {format_bytes(weights)} of weights"
 
 
