@@ -35,7 +35,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-LESSONS = 20
+LESSONS = 21
 """How many there are, counted by hand, so that a lost lesson is seen (index.ipynb is none)."""
 SECONDS, ALL_SECONDS = 180, 900
 """Limits of one lesson and of all; the environment's ALST_SLOW multiplies them. Processor time of the kernel and its

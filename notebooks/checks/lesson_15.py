@@ -1,0 +1,79 @@
+"""Lesson 15: a ring without a mask, and the number of ranks from which it sends more than Ulysses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from alstlib.reference import relative_error
+
+from . import Exercise
+
+
+def ring(function: Callable[..., Any]) -> str:
+    generator = torch.Generator().manual_seed(15)
+    cases = (([4], 2, 8, 1), ([3, 3], 1, 4, 1), ([5, 1, 7], 3, 6, 1), ([2, 9, 4, 6, 1], 2, 5, 300))
+    for rows, heads, width, large in cases:
+        made = [torch.randn(3, heads, n, width, generator=generator, dtype=torch.float64) for n in rows]
+        qs, ks, vs = ([large * x[0] for x in made], [x[1] for x in made], [x[2] for x in made])
+        case = f"{len(rows)} ranks with {rows} rows" + (", large scores" if large > 1 else "")
+        want = (0.7 * torch.cat(qs, 1) @ torch.cat(ks, 1).mT).softmax(-1) @ torch.cat(vs, 1)
+        got = function([x.clone() for x in qs], [x.clone() for x in ks], [x.clone() for x in vs], 0.7)
+        assert isinstance(got, list | tuple), f"{case}: a list of outputs is wanted"
+        assert len(got) == len(rows), f"{case}: one output for each rank is wanted, not {len(got)}"
+        for r, (out, right) in enumerate(zip(got, want.split(rows, 1))):
+            shape = list(right.shape)
+            assert list(out.shape) == shape, f"{case}: rank {r}: the shape is {list(out.shape)}, not {shape}"
+            assert out.isfinite().all(), f"{case}: rank {r}: not all numbers are finite: do exponentials overflow?"
+            error = relative_error(out, right)
+            assert error < 1e-10, f"{case}: rank {r}: the output differs by {error:.1g} from attention over all keys"
+    return "one rank to five, with slices of different lengths, and with scores in the hundreds"
+
+
+def _mean(qs: list[Any], ks: list[Any], vs: list[Any], scale: float) -> list[Any]:
+    return [sum((scale * q @ k.mT).softmax(-1) @ v for k, v in zip(ks, vs)) / len(ks) for q in qs]
+
+
+def _overflow(qs: list[Any], ks: list[Any], vs: list[Any], scale: float) -> list[Any]:
+    powers = [[(scale * q @ k.mT).exp() for k in ks] for q in qs]
+    return [sum(p @ v for p, v in zip(ps, vs)) / sum(p.sum(-1, keepdim=True) for p in ps) for ps in powers]
+
+
+def _own_block_only(qs: list[Any], ks: list[Any], vs: list[Any], scale: float) -> list[Any]:
+    return [(scale * q @ k.mT).softmax(-1) @ v for q, k, v in zip(qs, ks, vs)]
+
+
+def crossing(answer: Callable[[], Any]) -> str:
+    def sent(p: int) -> tuple[float, float]:
+        rows, width = 1 / p, 128  # for each token
+        return 2 * (2 * 64 + 2 * max(8, p)) * width * rows * (p - 1) / p, 2 * 8 * width * rows * (3 * p - 2)
+
+    ranks = answer()
+    assert ranks in [2**n for n in range(1, 11)], f"{ranks} is no power of two from 2 on"
+    exchanged, passed = sent(ranks)
+    assert passed > exchanged, f"with {ranks} ranks the ring does not send more than Ulysses"
+    assert ranks == 2 or sent(ranks // 2)[1] <= sent(ranks // 2)[0], f"with {ranks // 2} ranks it sends more already"
+    return f"with {ranks} ranks the ring sends {passed / exchanged:.2f} times as much"
+
+
+EXERCISES = {
+    1: Exercise(
+        check=ring,
+        hints=(
+            "Each rank keeps its queries. It needs an output so far, and the logsumexp of the keys it has seen so far.",
+            "For a block: scores, their logsumexp over the keys, and the output of this block alone. Then merge it "
+            "with the output so far, as the lesson's `merge` does.",
+            "The block of step s on rank r is that of rank r - s. The logsumexp of both is torch.logaddexp of the two; "
+            "the weight of each output is exp(its logsumexp - the logsumexp of both).",
+        ),
+        mistakes=(_mean, _overflow, _own_block_only),
+    ),
+    2: Exercise(
+        check=crossing,
+        hints=(
+            "Put 64 and 8 heads into the two formulas of the table; the tokens and the head width cancel.",
+            "`mebibytes(tokens, P, H=64)` gives both numbers; try P = 2, 4, 8 and so on.",
+        ),
+        mistakes=(lambda: 2, lambda: 32, lambda: 7),
+    ),
+}
