@@ -118,15 +118,13 @@ def ablation(rows: Sequence[Mapping[str, Any]]) -> Figure:
 def _length_bars(axes: Any, names: Sequence[str], lengths: Sequence[int | None], color: str, title: str) -> None:
     base = next((n for n in lengths if n), None)
     axes.barh(names, [n or 0 for n in lengths], color=color)
-    axes.set_xscale("log", base=2)
-    known = [n for n in lengths if n]
-    if known:
-        axes.set_xlim(min(known) / 2, max(known) * 5)
+    axes.set_xlim(0, 1.4 * max((n for n in lengths if n), default=1))  # from zero: a bar is as long as the sequence
+    axes.xaxis.set_major_locator(MaxNLocator(5))
     token_axis(axes.xaxis)
     axes.set_title(title, loc="left")
     for i, n in enumerate(lengths):
         text = f" {format_tokens(n)} ({n / base:.1f}x)" if n and base else " not in the paper's table"
-        axes.text(n or (min(known) / 2 if known else 1), i, text, va="center", fontsize=9)
+        axes.text(n or 0, i, text, va="center", fontsize=9)
 
 
 def peaks(
