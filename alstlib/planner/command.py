@@ -136,7 +136,8 @@ def read(args: argparse.Namespace) -> Question:
     if gpus == 0 and not (gpus := devices.device_count()):
         raise ValueError("gpus=0 means this machine's, and it has none; name their number")
     base = RunConfig(model=args.model, dtype="bf16", sp=0)
-    run = row_config(PRESETS[args.preset], base).replace(**fields_of(args.set, "--set"))
+    whole = {"chunk": None}  # row chunks are one of the ways that the answer compares with whole layers
+    run = row_config(PRESETS[args.preset], base).replace(**{**whole, **fields_of(args.set, "--set")})
     shape = read_shape(args.model, run.model_config)
     rates = measured.rates if measured else rates_of(args.gpu or "H100")
     if args.rates:

@@ -129,7 +129,7 @@ def streaming() -> list[dict[str, Any]]:
             gpus=gpus, per_node=min(gpus, 4 if whose == "FPDT" else 8), gpu_memory=memory or int(rates.usable),
             host_memory=1_000_000_000_000 if whose == "FPDT" else HOST, rates=rates,
         )  # fmt: skip
-        run = row_config("ours", RunConfig(model=name, dtype="bf16", sp=0))
+        run = row_config("ours", RunConfig(model=name, dtype="bf16", sp=0)).replace(chunk=None)
         found = compare(
             read_shape(name),
             run.replace(chunk=CHUNK, sparse={"top": 16}) if whose == "SeCOv2" else run,

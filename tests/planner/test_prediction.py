@@ -25,7 +25,7 @@ from alstlib.runs import results
 from alstlib.units import GIB
 
 EIGHT_B = read_shape("meta-llama/Llama-3.1-8B")
-OURS = row_config("ours", RunConfig(model=EIGHT_B.name, dtype="bf16", sp=0))
+OURS = row_config("ours", RunConfig(model=EIGHT_B.name, dtype="bf16", sp=0)).replace(chunk=None)
 EIGHT = Machine(gpus=8, host_memory=1_900_000_000_000)
 
 

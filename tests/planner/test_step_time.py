@@ -27,7 +27,7 @@ from alstlib.planner.step_time import (
 
 SHAPE = read_shape("meta-llama/Llama-3.1-8B")
 RATES = rates_of("H100")
-OURS = row_config("ours", RunConfig(model=SHAPE.name, dtype="bf16", sp=0))
+OURS = row_config("ours", RunConfig(model=SHAPE.name, dtype="bf16", sp=0)).replace(chunk=None)
 RUNS: dict[str, RunConfig] = {
     "attention once": OURS,
     "attention twice": OURS.replace(save_attention=False),
