@@ -302,12 +302,13 @@ def test_check_compares_and_writes_nothing(demo: Path, capsys: Any, monkeypatch:
     assert lessons.check(root=root) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["01_demo", "02_second", "all"]
     assert not out.exists(), "a run of before would have been taken for a new one"
-    changed(demo, lambda nb: cell(nb, "said").update(outputs=[text("9 is not 10\n")]))  # numbers may differ
+    changed(demo, lambda nb: cell(nb, "said").update(outputs=[text("2 is not 4\n")]))  # a claim that does not hold
     changed(demo, lambda nb: cell(nb, "figure").outputs.pop())
     before = demo.read_text()
     capsys.readouterr()
-    assert lessons.check(["1"], root=root) == 1
+    assert lessons.check(["1"], root=root) == 2
     said = capsys.readouterr().out
+    assert "cell said: outputs: says '2 is not 3', stored '2 is not 4'" in said
     assert "cell figure: outputs: stored ['display_data of image/png, text/plain'], now [" in said
     assert "'display_data of text/markdown; table | a | b | of 1 rows'" in said
     assert demo.read_text() == before
@@ -344,7 +345,11 @@ def test_check_holds_the_time(
         (set_source("imports", "import re"), ["source differs in line 1: stored 'import os', now 'import re'"]),
         (store("imports", text("hello")), ["cell imports: outputs: stored none, now ['stdout']"]),
         (store("imports", text("a warning", "stderr")), []),
-        (store("said", text("of the same stream")), []),
+        (store("said", text("of the same stream")), ["outputs: says"]),
+        (lambda nb: cell(nb, "said").update(outputs=[text("2 is  not\n3\n")]), []),
+        (lambda nb: cell(nb, "said").update(outputs=[text("2 is not 4\n")]), ["'2 is not 4', stored '2 is not 3'"]),
+        (lambda nb: cell(nb, "said").update(outputs=[text("9")], metadata={"tags": ["varies"]}), []),
+        (shows(1, "text/markdown", "| a | b |\n|---|---|\n| 1 | 3 |\n"), ["says"]),
         (store("said", ERROR), ["now ['stdout', 'error KeyError']"]),
         (shows(1, "text/markdown", "| a | c |\n|---|---|\n| 1 | 2 |"), ["table | a | c | of 1 rows"]),
         (shows(1, "text/markdown", "| a | b |\n|---|---|\n"), ["table | a | b | of 0 rows"]),
@@ -358,6 +363,44 @@ def test_differences_say_where_and_what(good: Path, change: Any, says: list[str]
     found = lessons.differences(stored, fresh)
     assert len(found) == len(says), found
     assert all(part in line for part, line in zip(says, found)), found
+
+
+@pytest.mark.parametrize(
+    "was, now, same",
+    [
+        ("1,000 tokens", "1,001 tokens", True),  # 1/1000
+        ("1,000 tokens", "1,002 tokens", False),
+        ("2 ranks", "3 ranks", False),  # a count has no rounding
+        ("0.12 s", "0.13 s", True),  # rounding turns the last decimal
+        ("0.12 s", "0.14 s", False),
+        ("error 1.1e-06", "error 7.0e-06", True),  # both are rounding errors
+        ("error 1.1e-06", "error 1.2e-05", False),
+        ("error 1.1e-06", "error -1.1e-06", False),
+        ("error 1.1e-06", "error 0", False),
+        ("error 0.5", "error -0.5", False),
+        ("fits", "does not fit", False),
+        ("Qwen3 has 2", "Qwen4 has 2", False),  # a digit of a name
+        ("1 and 2", "1 and 2 and 3", False),
+        ("| 1 |  2 |", "|   1 | 2 |", True),
+        ("17", "17", True),
+        ("", "1", False),
+    ],
+)
+def test_texts_are_equal_word_for_word_and_numbers_up_to_rounding(was: str, now: str, same: bool) -> None:
+    assert (lessons.reworded(was, now) is None) == same
+    assert (lessons.reworded(now, was) is None) == same
+
+
+def test_what_is_read_has_no_markup_and_nothing_of_a_figure() -> None:
+    html = "<style>td {color: red}</style><table><tr><td>3</td>\n<td>GiB</td></tr></table>"
+    outputs = [
+        text("a\n"),
+        text("noise", "stderr"),
+        new_output("display_data", {"image/png": "iVBORw0KGgo=", "text/plain": "<Figure size 880x418>"}),
+        new_output("display_data", {"text/html": html, "text/plain": "an object"}),
+        new_output("execute_result", {"text/plain": "4.5"}),
+    ]
+    assert lessons.wording(new_code_cell("1", outputs=outputs)) == "a 3 GiB 4.5"
 
 
 def test_tables_in_html_are_compared_by_header_and_rows() -> None:
