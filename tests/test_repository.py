@@ -162,28 +162,30 @@ def test_installer_picks_the_device(tmp_path: Path, output: str, lock: str) -> N
 
 
 @pytest.mark.parametrize(
-    "lint, site, test, lessons, output, fails",
+    "lint, site, test, oldest, lessons, output, fails",
     [
-        (0, 0, 0, 0, "3 passed, 1 skipped in 0.10s", False),
-        (0, 0, 0, 0, "300 passed in 400.10s (0:06:40)", False),
-        (0, 0, 2, 0, "no tests ran in 0.01s", True),
-        (0, 0, 0, 0, "4 skipped in 0.01s", True),
-        (0, 0, 0, 0, "10 deselected in 0.01s", True),
-        (0, 0, 2, 0, "1 failed, 3 passed in 0.10s", True),
-        (0, 0, 2, 0, "3 passed, 1 error in 0.10s", True),
-        (2, 0, 0, 0, "3 passed in 0.10s", True),
-        (0, 0, 0, 2, "3 passed in 0.10s", True),
-        (0, 2, 0, 0, "3 passed in 0.10s", True),
-        (0, 0, 0, 0, "nothing", True),
+        (0, 0, 0, 0, 0, "3 passed, 1 skipped in 0.10s", False),
+        (0, 0, 0, 0, 0, "300 passed in 400.10s (0:06:40)", False),
+        (0, 0, 2, 0, 0, "no tests ran in 0.01s", True),
+        (0, 0, 0, 0, 0, "4 skipped in 0.01s", True),
+        (0, 0, 0, 0, 0, "10 deselected in 0.01s", True),
+        (0, 0, 2, 0, 0, "1 failed, 3 passed in 0.10s", True),
+        (0, 0, 2, 0, 0, "3 passed, 1 error in 0.10s", True),
+        (2, 0, 0, 0, 0, "3 passed in 0.10s", True),
+        (0, 0, 0, 0, 2, "3 passed in 0.10s", True),
+        (0, 2, 0, 0, 0, "3 passed in 0.10s", True),
+        (0, 0, 0, 2, 0, "3 passed in 0.10s", True),
+        (0, 0, 0, 0, 0, "nothing", True),
     ],
 )
 def test_ci_fails_with_the_suite_and_the_lessons_and_ends_with_the_suites_summary(
-    tmp_path: Path, lint: int, site: int, test: int, lessons: int, output: str, fails: bool
+    tmp_path: Path, lint: int, site: int, test: int, oldest: int, lessons: int, output: str, fails: bool
 ) -> None:
     make = tmp_path / "make"
     make.write_text(
         f'#!/bin/sh\necho "$1" >> {tmp_path}/called\n[ "$1" = site-tools ] && exit 0\n'
         f'[ "$1" = lint ] && exit {lint}\n[ "$1" = site ] && exit {site}\n'
+        f'[ "$1" = test-compat ] && {{ echo "1 failed in 9.9s, says the oldest"; exit {oldest}; }}\n'
         f'[ "$1" = check-lessons ] && {{ echo "1 failed in 9.9s, says a lesson"; exit {lessons}; }}\n'
         f'echo "{output}"\nexit {test}\n'
     )
@@ -194,8 +196,9 @@ def test_ci_fails_with_the_suite_and_the_lessons_and_ends_with_the_suites_summar
     assert (done.returncode != 0) == fails, done.stdout
     last = done.stdout.splitlines()[-1]
     assert last == ("pytest gave no summary" if output == "nothing" else output)
-    first, *both, third, fourth = (tmp_path / "called").read_text().split()
-    assert (first, sorted(both), third, fourth) == ("site-tools", ["lint", "site"], "test-all", "check-lessons")
+    first, *both, third, fourth, fifth = (tmp_path / "called").read_text().split()
+    assert (first, sorted(both)) == ("site-tools", ["lint", "site"])
+    assert (third, fourth, fifth) == ("test-all", "test-compat", "check-lessons")
 
 
 def make_targets() -> set[str]:

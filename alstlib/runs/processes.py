@@ -116,16 +116,22 @@ def _environment(pid: int) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
-def _belongs(pid: int, run: str) -> bool:
+def _belongs(pid: int, value: str, variable: str = RUN_ID_VARIABLE) -> bool:
     with contextlib.suppress(OSError):
-        return _environment(pid).get(RUN_ID_VARIABLE) == run
+        return _environment(pid).get(variable) == value
     return False
 
 
-def processes(run: str) -> list[int]:
-    """Processes that were started with this value of `ALST_RUN_ID`, without this one."""
-    pids = [int(p.name) for p in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if pid != os.getpid() and _belongs(pid, run)]
+def processes(value: str, variable: str = RUN_ID_VARIABLE) -> dict[int, str]:
+    """Processes that were started with this value of an environment variable, without this one: their command lines."""
+    found = {}
+    for pid in (int(place.name) for place in Path("/proc").glob("[0-9]*")):
+        if pid != os.getpid() and _belongs(pid, value, variable):
+            with contextlib.suppress(OSError):
+                found[pid] = (
+                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:120]
+                )
+    return found
 
 
 def stop(agent: subprocess.Popen[bytes] | None, run: str) -> None:

@@ -34,7 +34,7 @@ from typing import Any
 import yaml
 
 from alstlib.runs import status
-from alstlib.runs.processes import sigterm_interrupts
+from alstlib.runs.processes import processes, sigterm_interrupts
 from alstlib.runs.results import read_result
 from alstlib.runs.sweeps import load_spec
 from alstlib.train.operators import FOLDER_VARIABLE
@@ -141,12 +141,7 @@ class Chain:
 
     def processes(self) -> dict[int, str]:
         """Command lines of all that lives of this chain, whoever is its parent now."""
-        found, mark = {}, f"{MARK}={self.mark}".encode()
-        for place in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if mark in (place / "environ").read_bytes().split(b"\0"):
-                    found[int(place.name)] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
-        return found
+        return processes(self.mark, MARK)
 
     def of(self, victim: str, command: int) -> list[int]:
         """Processes that get the signal; none where the victim is not there."""

@@ -301,7 +301,7 @@ def test_stopping_sweeps_processes_that_left_the_agent(tmp_path):
 
     ours, other = stray("run-1"), stray("run-11")
     try:
-        assert processes.processes("run-1") == [ours.pid]
+        assert list(processes.processes("run-1")) == [ours.pid]
         processes.stop(None, "run-1")
         assert ours.wait(5) == -signal.SIGKILL
         assert other.poll() is None

@@ -25,6 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from alstlib.runs.processes import processes
+
 PACKAGES = ("slurm-wlm", "munge")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -168,12 +170,7 @@ class Cluster:
 
     def processes(self) -> dict[int, str]:
         """Command lines of what was started here and lives, the daemons and their jobs."""
-        found, mark = {}, f"{MARK}={self.mark}".encode()
-        for place in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if mark in (place / "environ").read_bytes().split(b"\0"):
-                    found[int(place.name)] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
-        return found
+        return processes(self.mark, MARK)
 
     def _configure(self) -> None:
         control, *ports = free_ports(1 + len(NODES))
