@@ -1,7 +1,8 @@
 """The plain version of every operator: slow, short, obviously right. The oracle of every test.
 
 Shape legend: B batch, S sequence, L = S / P tokens of one rank, P sequence-parallel degree, H query heads, K key/value
-heads, D head width, E model width, V vocabulary. Everything here materialises whatever it likes.
+heads, D head width, E model width, V vocabulary; K and V are also the widths of keys and values of a state, C the
+channels and W the width of a convolution. Everything here materialises whatever it likes.
 """
 
 from __future__ import annotations
@@ -112,6 +113,73 @@ def attention_backward(
     dk = (ds.transpose(-1, -2) @ q.to(wide)).unflatten(1, (-1, groups)).sum(2)
     dv = (p.transpose(-1, -2) @ dout.to(wide)).unflatten(1, (-1, groups)).sum(2)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def first_tokens(batch: int, length: int, documents: Sequence[int] | None = None) -> Tensor:
+    """Boolean [B, S]: does a document begin with this token? Every micro-batch row begins one."""
+    starts = {*range(0, batch * length, length), *(documents or ())} - {batch * length}
+    first = torch.zeros(batch * length, dtype=torch.bool)
+    first[sorted(starts)] = True
+    return first.view(batch, length)
+
+
+def causal_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, documents: Sequence[int] | None = None
+) -> Tensor:
+    """Each channel's own weighted sum of the last W tokens of a document. x [B, C, S], weight [C, W] -> [B, C, S]."""
+    (batch, _, length), width = x.shape, weight.shape[1]
+    first, out = first_tokens(batch, length, documents), torch.zeros_like(x)
+    for b in range(batch):
+        begin = 0
+        for t in range(length):
+            begin = t if first[b, t] else begin
+            for s in range(max(begin, t - width + 1), t + 1):
+                out[b, :, t] = out[b, :, t] + weight[:, width - 1 - t + s] * x[b, :, s]
+    return out if bias is None else out + bias[:, None]
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None, *,
+    documents: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gated delta rule, token by token (Gated Delta Networks, arXiv 2412.06464).
+
+    q, k [B, S, H, K], v [B, S, H, V], g (log of the decay) and beta [B, S, H] -> output [B, S, H, V] and the last state
+    [B, H, K, V]. The state h decays, forgets what it holds for the key k, and takes v for it in the share beta:
+    h = exp(g) h;  h = h + beta k (v - k h)^T;  output q h / sqrt(K). It begins with zeros in each document.
+    """
+    first = first_tokens(*v.shape[:2], documents)
+    state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
+    out = []
+    for t in range(v.shape[1]):
+        again = first[:, t] if t > 0 or initial_state is None else torch.zeros_like(first[:, t])
+        state = state.masked_fill(again[:, None, None, None], 0.0) * g[:, t].exp()[..., None, None]
+        known = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * (v[:, t] - known))
+        out.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * k.shape[3] ** -0.5)
+    return torch.stack(out, 1), state
+
+
+def mamba2(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor | None = None, *,
+    documents: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The state space of Mamba-2, token by token (arXiv 2405.21060).
+
+    x [B, S, H, P], dt (step widths) [B, S, H], A (negative) and D [H], B and C [B, S, G, N], each of the G groups for
+    H / G heads -> output [B, S, H, P] and the last state [B, H, P, N]. h = exp(dt A) h + dt x B^T; output h C + D x.
+    The state begins with zeros in each document.
+    """
+    groups, first = x.shape[2] // B.shape[2], first_tokens(*x.shape[:2], documents)
+    B, C = B.repeat_interleave(groups, 2), C.repeat_interleave(groups, 2)
+    state = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[3]) if initial_state is None else initial_state
+    out = []
+    for t in range(x.shape[1]):
+        again = first[:, t] if t > 0 or initial_state is None else torch.zeros_like(first[:, t])
+        state = state.masked_fill(again[:, None, None, None], 0.0) * (dt[:, t] * A).exp()[..., None, None]
+        state = state + torch.einsum("bhp,bhn->bhpn", dt[:, t, :, None] * x[:, t], B[:, t])
+        out.append(torch.einsum("bhpn,bhn->bhp", state, C[:, t]) + D[:, None] * x[:, t])
+    return torch.stack(out, 1), state
 
 
 def seq_to_heads(shards: Sequence[Tensor]) -> list[Tensor]:

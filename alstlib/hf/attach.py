@@ -27,6 +27,7 @@ from alstlib.hf.hidden_states import attach_hidden_states, travels
 from alstlib.hf.inputs import Call, number_tokens, take_call
 from alstlib.hf.logits import find_transform
 from alstlib.hf.routers import attach_routers, router_loss
+from alstlib.hf.states import attach_states
 from alstlib.hf.support import check_model, check_shared, shared_weights
 from alstlib.mesh import ATTACHED, SPContext
 from alstlib.tiled.compute import TiledMLP, TiledNorm
@@ -56,6 +57,7 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
     layers, handle = facts.layers, Handle(model, ctx, options, facts)
     try:
         attach_attention(handle)
+        attach_states(handle)
         if options.tiled_mlp:
             _attach_mlps(handle, layers)
         if options.tiled_norm and options.chunk is None:

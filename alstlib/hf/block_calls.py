@@ -15,6 +15,7 @@ from alstlib.hf.causal_lm_loss import fields_of
 from alstlib.hf.dry_run import LayerCall
 from alstlib.hf.handle import Handle, Keys
 from alstlib.hf.inputs import number_tokens, take_call
+from alstlib.hf.mixers import mixers_of
 from alstlib.hf.routers import router_loss
 from alstlib.recompute import Replay
 from alstlib.streaming.blocks import Blocks
@@ -35,7 +36,8 @@ def attach_blocks(handle: Handle) -> None:
                  seen[0].kwargs.get("sliding_window"))
             if seen else Keys(facts.heads, facts.kv_heads, facts.kv_widths, None)
         )  # fmt: skip
-        if call is not None and (why := _not_by_blocks(call)):
+        why = "has a state, which blocks do not carry" if mixers_of(layer) else ""
+        if why := why or ("" if call is None else _not_by_blocks(call)):
             handle.not_by_blocks = handle.not_by_blocks or f"layer {i} ({type(layer).__name__}) {why}"
 
     @torch.compiler.disable

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alstlib.hf.dry_run import DryRun, LayerCall, dry_run
+from alstlib.hf.mixers import KINDS, mixers_of
 from alstlib.kernels.backends import choose_backend, of_user
 from alstlib.mesh import ATTACHED, SPContext
 
@@ -53,8 +54,9 @@ def check_model(model: PreTrainedModel, ctx: SPContext, attention: str | Callabl
         raise ValueError(f"{name} is attached already; call its handle's detach() first")
     if config.is_encoder_decoder or not getattr(config, "is_causal", True) or model.get_output_embeddings() is None:
         raise ValueError(f"{name} is not a decoder-only causal language model with a head")
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if other := sorted(kinds - {"full_attention", "sliding_attention"}):
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    hybrid = _attends(model) and bool(mixers_of(model))
+    if other := sorted(kinds - KINDS if hybrid else kinds):
         raise ValueError(f"{name} mixes tokens by {', '.join(other)}, which is not exact on a sharded sequence")
     candidates = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not candidates:
@@ -86,10 +88,12 @@ def check_model(model: PreTrainedModel, ctx: SPContext, attention: str | Callabl
 
 def _check_parts(where: str, layer: nn.Module, config: Any) -> None:
     """Refuse a layer by the modules that it is made of."""
-    if not any("attention" in type(m).__name__.lower() for m in layer.modules()):
+    mixers = mixers_of(layer)
+    if not mixers and not _attends(layer):
         raise ValueError(f"{where} has no attention module")
+    known = {m for mixer in mixers for m in mixer.modules()}
     for part, m in layer.named_modules():
-        if why := _mixes_tokens(m):
+        if m not in known and (why := _mixes_tokens(m)):
             raise ValueError(f"{where}: {part} ({type(m).__name__}) {why}, which is not exact on a sharded sequence")
     crosses = any("crossattention" in n for n, _ in layer.named_modules())
     if crosses or getattr(config, "add_cross_attention", False):
@@ -99,7 +103,7 @@ def _check_parts(where: str, layer: nn.Module, config: Any) -> None:
 def _check_calls(model: PreTrainedModel, run: DryRun) -> None:
     """Refuse a model by what its layers did in a dry run."""
     name, config = type(model).__name__, model.config.get_text_config()
-    silent = [call for call in run.calls if not call.attention]
+    silent = [call for call in run.calls if not call.attention and not mixers_of(call.layer)]
     unknown = not run.finished or any(not call.finished for call in silent)
     if any(call.finished for call in silent) or (unknown and not model._supports_attention_backend):
         raise ValueError(f"{name} computes attention by itself, not through transformers' AttentionInterface")
@@ -143,6 +147,10 @@ def check_shared(shared: Iterable[tuple[str, nn.Parameter]]) -> None:
                 f"{name} trains and is used in several parts of the model that are recomputed one by one, and ZeRO-3 "
                 "keeps the gradient of one of them: use zero_stage 0 or 1, or freeze it"
             )
+
+
+def _attends(module: nn.Module) -> bool:
+    return any("attention" in type(m).__name__.lower() for m in module.modules())
 
 
 def _mixes_tokens(module: nn.Module) -> str | None:

@@ -77,6 +77,7 @@ class Offsets(tuple[int, ...]):
         self.bounds: dict[tuple[int, int], list[int]] = {}
         self.spans: dict[tuple[int, int, int, int], tuple[Span, ...]] = {}
         self.uploaded: dict[tuple[int, torch.device], tuple[Tensor, int]] = {}
+        self.columns: dict[tuple[int, int, int, int, int, torch.device], tuple[Tensor, Tensor]] = {}
 
 
 def document_spans(documents: Documents, batch: int, length: int, first: int, last: int) -> Sequence[Span]:

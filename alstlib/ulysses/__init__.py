@@ -1,8 +1,9 @@
-"""Attention over a sequence that is sharded over ranks (Ulysses sequence parallelism; ALST, section 3.2).
+"""Layers that mix tokens, over a sequence that is sharded over ranks (Ulysses; ALST, section 3.2).
 
 In the order in which to read it: `alltoall` exchanges slices of the sequence for blocks of heads; `attention` is the
 operator, exchange, kernel and exchange back; `head_layouts` lets any number of heads lie on any number of ranks, by the
-plans of `head_split`.
+plans of `head_split`. Layers with a state exchange no tokens: `states` carries the state from rank to rank, and
+`convolution` the few tokens before a slice.
 """
 
 from alstlib import face

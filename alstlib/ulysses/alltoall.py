@@ -77,6 +77,15 @@ class Exchange:
             self.bytes_sent += 2 * x.numel() * x.element_size() * (self.ranks - 1) // self.ranks
         return x
 
+    def gather(self, x: Tensor) -> Tensor:
+        """The x of every rank, [P, *x.shape], in rank order."""
+        if self.ranks == 1:
+            return x[None]
+        everyone = x.new_empty(self.ranks, *x.shape)
+        dist.all_gather(list(everyone), x.contiguous(), group=self.group)
+        self._count(x, self.ranks - 1)
+        return everyone.copy_(x.expand_as(everyone)) if emulated(self.group) else everyone
+
     def to_heads(self, *tensors: Tensor) -> list[Tensor]:
         """Tensors [B, H, L, D], each with its own H (divisible by P) and D -> views [B, H / P, S, D] of one buffer."""
         if self.ranks == 1:

@@ -15,9 +15,9 @@ import table
 
 EXACT = [
     "llama", "gpt2", "qwen3_moe", "gemma3", "gemma4_text", "gpt_oss", "deepseek_v3", "mllama", "afmoe", "jetmoe", "opt",
-    "roberta", "stablelm", "hrm_text", "whisper", "cohere2", "diffllama",
+    "roberta", "stablelm", "hrm_text", "whisper", "cohere2", "diffllama", "qwen3_next",
 ]  # fmt: skip
-REFUSED = ["bart", "bloom", "doge", "mamba", "phimoe", "qwen3_next", "recurrent_gemma"]
+REFUSED = ["bart", "bloom", "doge", "mamba", "phimoe", "recurrent_gemma"]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def check(kind: str, outcomes: list[dict[str, Any]]) -> None:
     for case, outcome in zip(judge.CASES, outcomes):
-        streamed = kind in ("gemma4_text", "diffllama") and case.endswith("chunks")
+        streamed = kind in ("gemma4_text", "diffllama", "qwen3_next") and case.endswith("chunks")
         want = "refused" if kind in REFUSED or streamed else "exact"
         assert outcome["result"] == want, (case, outcome)
 

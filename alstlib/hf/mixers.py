@@ -1,0 +1,67 @@
+"""Which modules of a Hugging Face model carry a state along the sequence in a way that is known, by what they call.
+
+Their forward calls functions of the file that defines them, and these have the same names in all of transformers'
+hybrids. A module is known where each function that it calls is; any other is refused by its name (`support`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import CodeType, ModuleType
+from typing import Any
+
+from torch import nn
+
+CONVOLUTION = "causal_conv1d_fn"
+GATED_DELTA = "torch_chunk_gated_delta_rule"
+MAMBA2 = "mamba2_chunk_scan"
+MAMBA2_FUSED = "mamba2_split_conv1d_scan_combined"
+
+FAMILIES = {
+    "gated delta rule": {CONVOLUTION, GATED_DELTA},
+    "Mamba-2": {CONVOLUTION, MAMBA2, MAMBA2_FUSED},
+    "short convolution": {CONVOLUTION},
+}
+"""The functions by which a family of mixers mixes tokens."""
+HARMLESS = {
+    "apply_mask_to_padding_states",
+    "causal_conv1d_update",
+    "torch_recurrent_gated_delta_rule",
+    "mamba2_selective_state_update",
+}
+"""Functions that work on each token by itself, or only where a cache is given."""
+KINDS = {"linear_attention", "conv", "hybrid"}
+"""What `config.layer_types` calls layers of such mixers."""
+
+
+def plain_forward(module: nn.Module) -> Any:
+    """The function that the module's class computes with, without what wraps it."""
+    return inspect.unwrap(type(module).forward)
+
+
+def called_by(forward: Any) -> set[str]:
+    """Names of the functions of its own file that a function calls."""
+    code = getattr(forward, "__code__", None)
+    if code is None:
+        return set()
+    known, names = forward.__globals__, {n for c in _codes(code) for n in c.co_names}
+    return {n for n in names if callable(known.get(n)) and not isinstance(known[n], type | ModuleType)}
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)
+
+
+def family_of(module: nn.Module) -> str | None:
+    """The family of a mixer that carries a state, or None for any other module."""
+    calls = called_by(plain_forward(module)) - HARMLESS
+    return next((name for name, functions in FAMILIES.items() if calls == functions), None)
+
+
+def mixers_of(module: nn.Module) -> list[nn.Module]:
+    """The mixers inside a module whose family is known."""
+    return [m for m in module.modules() if family_of(m) is not None]

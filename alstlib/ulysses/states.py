@@ -1,0 +1,227 @@
+"""Layers with a state (gated delta rule, Mamba-2) over a sequence that is sharded over ranks.
+
+Shape legend: B batch, S sequence, P ranks, L = S / P tokens of this rank, H heads, K and V widths of keys and values.
+
+What a rank's slice does to the state that it gets is affine: h_out = M h_in + U, with a matrix M [K, K] for each head
+(gated delta rule) or one number (Mamba-2), and U [K, V]. The pair does not grow with the slice. So each rank makes its
+pair, from a state of zeros; all ranks exchange their pairs; the state that comes in is the composition of the pairs of
+the ranks before; and the slice runs once more, with it. Backward is the same in the other order: the gradient g of the
+state that goes out comes from the ranks after, as g_in = M^T g_out + W, where W is what the slice's own outputs
+contribute. A document begins with zeros: where one begins in a slice, M is zero.
+
+(Sequence parallelism for linear attention: LASP-2, arXiv 2502.07563; the gated delta rule: arXiv 2412.06464.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alstlib.kernels.spans import Documents, document_spans
+from alstlib.recompute import first_order
+from alstlib.ulysses.alltoall import Exchange
+
+Kernel = Callable[..., tuple[Tensor, Tensor]]
+"""Runs some tokens on one device, given a state or None for zeros -> their output and the state after them."""
+
+
+class Recurrence:
+    """What one layer does to its state, as the operator over ranks needs to know it. This one: a number for each head.
+
+    Args:
+        kernel: (*tokens, *weights, initial_state=) -> (output [b, n, ..], state [b, H, ..]), which autograd can
+            differentiate.
+        decay: (*tokens, *weights) -> the log of what the state is multiplied by at each token [b, n, H].
+    """
+
+    def __init__(self, kernel: Kernel, decay: Callable[..., Tensor] | None = None) -> None:
+        self.kernel, self.decay = kernel, decay
+
+    def pair(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """(M, U) of these tokens."""
+        assert self.decay is not None
+        state = self.kernel(*tensors, initial_state=None)[1]
+        return self.decay(*tensors).sum(1).exp().to(state.dtype)[..., None, None], state
+
+    def forgets(self, state: Tensor) -> Tensor:
+        """The M [B, H, 1, 1] of tokens after which nothing is left of the state that comes in."""
+        return torch.zeros_like(state[..., :1, :1])
+
+    def times(self, m: Tensor, state: Tensor) -> Tensor:
+        return m * state
+
+    def transposed(self, m: Tensor, grad: Tensor) -> Tensor:
+        return m * grad
+
+
+class GatedDeltaRule(Recurrence):
+    """A matrix M [K, K] for each head. Its kernel takes q, k, v, g and beta as `reference.gated_delta_rule` does."""
+
+    def pair(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """One pass makes both: each column of the state has its own values, and those of M are zeros."""
+        q, k, v, *gates = tensors
+        width, keys = v.shape[3], k.shape[3]
+        start = torch.eye(keys, dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
+        start = torch.nn.functional.pad(start, (width, 0)).expand(v.shape[0], v.shape[2], -1, -1)
+        both = self.kernel(q, k, torch.nn.functional.pad(v, (0, keys)), *gates, initial_state=start)[1]
+        return both[..., width:], both[..., :width]
+
+    def forgets(self, state: Tensor) -> Tensor:
+        return state.new_zeros(*state.shape[:-1], state.shape[-2])
+
+    def times(self, m: Tensor, state: Tensor) -> Tensor:
+        return m @ state
+
+    def transposed(self, m: Tensor, grad: Tensor) -> Tensor:
+        return m.transpose(-1, -2) @ grad
+
+
+@dataclass
+class Run:
+    """Tokens of one document, or of whole micro-batch rows, in this rank's slice."""
+
+    rows: slice
+    """Of the batch."""
+    tokens: slice
+    goes_on: bool
+    """Has its document begun on an earlier rank?"""
+    last: bool
+    """Is its last token the last of the slice? Then its state goes to the next rank."""
+    leaves: Sequence[Tensor] = ()
+    """The graph of its second pass: inputs, the state that came in, output and the state that goes out."""
+    before: Tensor | None = None
+    out: Tensor | None = None
+    after: Tensor | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        return x[self.rows, self.tokens]
+
+
+def over_ranks(
+    rule: Recurrence, tokens: Sequence[Tensor], weights: Sequence[Tensor], exchange: Exchange,
+    documents: Documents = None, *, start: Tensor | None = None, first: int = 0, length: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The layer's output [B, L, ..] for this rank's tokens, and the state after the tokens of all ranks.
+
+    The tokens of all ranks may be a part of the sequence (a chunk): then `start` is the state before them, the same on
+    all ranks, as its gradient is, and that of the state that is returned.
+
+    Args:
+        tokens: the kernel's inputs [B, L, ..] of this rank's tokens.
+        weights: its further inputs, the same for all tokens.
+        documents: global offsets into the flattened [B * S] batch; None makes every micro-batch row one document.
+        start: None for zeros.
+        first: where the part begins in the sequence.
+        length: S; None: the part is all of it.
+    """
+    if exchange.ranks == 1 and documents is None:
+        return rule.kernel(*tokens, *weights, initial_state=start)
+    train, where = torch.is_grad_enabled(), (documents, first, length)
+    return _OverRanks.apply(rule, exchange, where, train, len(tokens), start, *tokens, *weights)
+
+
+def _runs(where: tuple[Documents, int, int | None], batch: int, rows: int, exchange: Exchange) -> list[Run]:
+    documents, first, length = where
+    first, length = first + exchange.rank * rows, rows * exchange.ranks if length is None else length
+    if documents is None:
+        return [Run(slice(0, batch), slice(0, rows), first > 0, True)]
+    spans = document_spans(documents, batch, length, first, first + rows)
+    return [
+        Run(slice(s.batch, s.batch + 1), slice(s.at, s.at + s.rows), s.end - s.rows > s.begin, s.at + s.rows == rows)
+        for s in spans
+    ]
+
+
+class _OverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rule: Recurrence, exchange: Exchange, where: tuple[Documents, int, int | None], train: bool,
+        count: int, start: Tensor | None, *tensors: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        keep, needs = train and any(ctx.needs_input_grad), ctx.needs_input_grad[6:]
+        batch, rows = tensors[0].shape[:2]
+        runs = _runs(where, batch, rows, exchange)
+
+        def of(run: Run) -> list[Tensor]:
+            return [run.of(t) if i < count else t for i, t in enumerate(tensors)]
+
+        def second_pass(run: Run, before: Tensor | None) -> None:
+            leaves = [t.detach().requires_grad_(keep and need) for t, need in zip(of(run), needs)]
+            run.before = None if before is None else before.detach().requires_grad_(keep)
+            with torch.set_grad_enabled(keep):
+                run.out, run.after = rule.kernel(*leaves, initial_state=run.before)
+            run.leaves = leaves if keep else ()
+
+        pairs: list[tuple[Tensor | None, Tensor]] = []
+        for run in runs:
+            if not run.goes_on:
+                second_pass(run, None)
+            if run.last:
+                pairs.append(rule.pair(*of(run)) if run.goes_on else (None, _there(run.after)))
+        u = torch.cat([u.detach() for _, u in pairs])
+        m = torch.cat([rule.forgets(u) if m is None else m for m, u in pairs])
+        state = torch.zeros_like(u) if start is None else start.to(u.dtype)
+        states: list[Tensor] = []
+        with torch.autocast(u.device.type, enabled=False):
+            for their_m, their_u in _pairs(exchange, m, u):
+                states.append(state)
+                state = rule.times(their_m, state) + their_u
+        for run in runs:
+            if run.goes_on:
+                second_pass(run, states[exchange.rank][run.rows])
+        out = _there(runs[0].out).detach()
+        if len(runs) > 1:
+            out = out.new_empty(batch, rows, *out.shape[2:])
+            for run in runs:
+                run.of(out).copy_(_there(run.out).detach())
+        if keep:
+            ctx.rule, ctx.exchange, ctx.needs, ctx.count, ctx.runs, ctx.m = rule, exchange, needs, count, runs, m
+            ctx.inputs, ctx.start = [t.detach() for t in tensors], None if start is None else start.dtype
+        return out, state
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dout: Tensor, grad: Tensor) -> tuple[Any, ...]:
+        if ctx.runs is None:
+            raise RuntimeError("backward a second time through a layer with a state; its graph is gone after the first")
+        (rule, exchange, count), runs, ctx.runs = (ctx.rule, ctx.exchange, ctx.count), ctx.runs, None
+        w, grads = torch.zeros_like(grad), []
+        for run in runs:
+            if run.before is not None:
+                (w[run.rows],) = torch.autograd.grad(run.out, run.before, run.of(dout), retain_graph=True)
+        with torch.autocast(w.device.type, enabled=False):
+            for their_m, their_w in reversed(_pairs(exchange, ctx.m, w)):
+                grads.append(grad)
+                grad = rule.transposed(their_m, grad) + their_w
+        after = grads[exchange.ranks - 1 - exchange.rank]
+        sums = [torch.zeros_like(t) if need and len(runs) > 1 else None for t, need in zip(ctx.inputs, ctx.needs)]
+        for run in runs:
+            outs, ups = [run.out], [run.of(dout)]
+            if run.last and run.after.requires_grad:
+                outs, ups = [run.out, run.after], [ups[0], after[run.rows]]
+            wanted = [i for i, leaf in enumerate(run.leaves) if leaf.requires_grad]
+            found = torch.autograd.grad(outs, [run.leaves[i] for i in wanted], ups, allow_unused=True)
+            for i, g in zip(wanted, found):
+                if (total := sums[i]) is None:
+                    sums[i] = g
+                elif g is not None and i < count:
+                    run.of(total).copy_(g)
+                elif g is not None:
+                    total.add_(g)
+            run.leaves, run.before, run.out, run.after = (), None, None, None
+        return (None, None, None, None, None, None if ctx.start is None else grad.to(ctx.start), *sums)
+
+
+def _there(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x
+
+
+def _pairs(exchange: Exchange, m: Tensor, u: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Every rank's (M, U), in rank order."""
+    everyone = exchange.gather(torch.cat([m.flatten(), u.to(m.dtype).flatten()]))
+    return [(row[: m.numel()].view_as(m), row[m.numel() :].view_as(u)) for row in everyone]
