@@ -204,7 +204,8 @@ class _OverRanks(torch.autograd.Function):
             if run.last and run.after.requires_grad:
                 outs, ups = [run.out, run.after], [ups[0], after[run.rows]]
             wanted = [i for i, leaf in enumerate(run.leaves) if leaf.requires_grad]
-            found = torch.autograd.grad(outs, [run.leaves[i] for i in wanted], ups, allow_unused=True)
+            leaves = [run.leaves[i] for i in wanted]
+            found = torch.autograd.grad(outs, leaves, ups, allow_unused=True) if leaves else ()
             for i, g in zip(wanted, found):
                 if (total := sums[i]) is None:
                     sums[i] = g
