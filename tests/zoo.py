@@ -66,6 +66,21 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Further cases of the same architectures."""
 
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+         "layer_types": ["linear_attention", "full_attention"], "head_dim": 8}  # fmt: skip
+MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3NextConfig", {**DELTA, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
+                   "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}),
+    "qwen3_5": ("Qwen3_5TextConfig", DELTA),
+    "bamba": ("BambaConfig", {**MAMBA, "attn_layer_indices": [1]}),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", {**MAMBA, "layer_types": ["linear_attention", "full_attention"],
+                         "num_local_experts": 0, "shared_intermediate_size": 48}),
+    "falcon_h1": ("FalconH1Config", {**MAMBA, "mamba_d_ssm": 64}),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
+}  # fmt: skip
+"""Decoders with layers that carry a state."""
+
 
 def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Any:
     """A model whose every gradient counts (transformers' initial weights are near zero)."""
@@ -76,4 +91,16 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overri
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.1)
+    return model.train()
+
+
+def build_hybrid(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model whose every gradient counts, and whose states last."""
+    kind, fields = HYBRIDS[name]
+    config = getattr(transformers, kind)(**{**COMMON, **fields})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            p.uniform_(-3.0, 0.5) if n.endswith("A_log") else p.add_(torch.randn_like(p) * 0.1)
     return model.train()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from cases import VOCAB, make_model, make_samples, plain_run, worst_error
 from torch import Tensor, nn
 
@@ -74,7 +75,8 @@ def run_case(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     engine_kind, accumulation = case.get("engine", "average"), case.get("accumulation", 1)
     scale, batch_size = case.get("scale", 1.0), case.get("batch", 1)
     ctx = alstlib.SPContext.create(case["sp"])
-    model = make_model(case.get("model", "gqa"), **case.get("overrides", {}))
+    build = zoo.build_hybrid if case.get("model") in zoo.HYBRIDS else make_model
+    model = build(case.get("model", "gqa"), **case.get("overrides", {}))
     for twin in case.get("shared", ()):  # a module, or a weight of one, that the second layer has from the first
         here, _, attribute = twin.rpartition(".")
         first, second = (layer.get_submodule(here) for layer in decoder_layers(model)[:2])
@@ -94,7 +96,8 @@ def run_case(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
         def count(module: Any, args: Any, out: Tensor, i: int = i) -> None:
             forwards[i] += out.shape[1]
 
-        layer.mlp.register_forward_hook(count)
+        if hasattr(layer, "mlp"):
+            layer.mlp.register_forward_hook(count)
     options = case.get("options", {})
     if "host_memory" in case:
         options = {**options, "host_memory": case["host_memory"][rank]}
@@ -188,6 +191,24 @@ def test_each_feature_alone_sp2(ranks2: Any, feature: dict[str, Any]) -> None:
 def test_engines_sp2(ranks2: Any, engine: str, options: dict[str, Any]) -> None:
     """Unequal valid tokens in two accumulation steps, a scaled loss, and a rank without a valid token."""
     check(ranks2, {"sp": 2, "engine": engine, "accumulation": 2, "scale": 0.25, "empty": True, "options": options})
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+@pytest.mark.parametrize("model", zoo.HYBRIDS)
+def test_layers_with_a_state_under_engines(ranks2: Any, model: str, engine: str) -> None:
+    """Their mixers read weights (of the convolution, of the decay) outside the module that holds them."""
+    check(ranks2, {"sp": 2, "model": model, "engine": engine, "accumulation": 2, "length": 33, "options": ALL_ON})
+
+
+def test_layers_with_a_state_under_fsdp2(ranks2: Any) -> None:
+    check(ranks2, {"sp": 2, "model": "qwen3_5", "engine": "fsdp2", "accumulation": 2, "options": ALL_ON})
+
+
+@pytest.mark.parametrize("sp", [1, 2, 4])
+@pytest.mark.parametrize("model", ["qwen3_5", "falcon_h1"])
+def test_layers_with_a_state_on_four_ranks(ranks4: Any, model: str, sp: int) -> None:
+    """Two key heads on four ranks: states know of no division of heads."""
+    check(ranks4, {"sp": sp, "model": model, "accumulation": 2, "empty": True, "length": 37, "options": ALL_ON})
 
 
 @pytest.mark.parametrize("sp", [1, 2])

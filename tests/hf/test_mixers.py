@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-import transformers
 import zoo
 from torch import nn
 
@@ -20,30 +18,6 @@ LENGTH = 144
 """More than one block of 64 tokens of the gated delta rule on each of two ranks."""
 LENGTHS = [3, 1, 20, 48, 30, 1, 41]
 """Documents that begin inside, at and across the slices of two and three ranks."""
-DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
-         "layer_types": ["linear_attention", "full_attention"], "head_dim": 8}  # fmt: skip
-MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_next": ("Qwen3NextConfig", {**DELTA, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
-                   "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}),
-    "qwen3_5": ("Qwen3_5TextConfig", DELTA),
-    "bamba": ("BambaConfig", {**MAMBA, "attn_layer_indices": [1]}),
-    "granitemoehybrid": ("GraniteMoeHybridConfig", {**MAMBA, "layer_types": ["linear_attention", "full_attention"],
-                         "num_local_experts": 0, "shared_intermediate_size": 48}),
-    "falcon_h1": ("FalconH1Config", {**MAMBA, "mamba_d_ssm": 64}),
-    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
-}  # fmt: skip
-
-
-def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    kind, fields = MODELS[name]
-    config = getattr(transformers, kind)(**{**zoo.COMMON, **fields})
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
-    with torch.no_grad():
-        for n, p in model.named_parameters():
-            p.uniform_(-3.0, 0.5) if n.endswith("A_log") else p.add_(torch.randn_like(p) * 0.1)  # states that last
-    return model.train()
 
 
 def data_of(packed: bool) -> dict[str, Any]:
@@ -56,12 +30,12 @@ def step(rank: int, world: int, name: str, packed: bool, options: dict[str, Any]
     def compare(model: Any) -> Any:
         return verify.compare(model, ctx, alstlib.Options(**options), data, lambda m: verify.plain(m, data))
 
-    return verify.judge(lambda dtype: build(name, dtype), {"case": compare})["case"]
+    return verify.judge(lambda dtype: zoo.build_hybrid(name, dtype), {"case": compare})["case"]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", zoo.HYBRIDS)
 def test_hybrids_are_exact(pools: Callable[[int], Any], name: str, packed: bool, world: int) -> None:
     options = {"save_attention": True, "tiled_mlp": 7}
     results = [step(0, 1, name, packed, options)] if world == 1 else pools(world)(step, name, packed, options)
@@ -76,12 +50,12 @@ def test_without_checkpoints(pools: Callable[[int], Any]) -> None:
 
 def test_states_matter() -> None:
     """What is compared depends on states that ranks and documents cut: without the state, the loss is another."""
-    model, whole, packed = build("qwen3_next"), data_of(False), data_of(True)
+    model, whole, packed = zoo.build_hybrid("qwen3_next"), data_of(False), data_of(True)
     assert abs(verify.plain(model, whole)[0] - verify.plain(model, packed)[0]) > 1e-3
 
 
 def test_detach_gives_the_mixers_back() -> None:
-    model = build("qwen3_next")
+    model = zoo.build_hybrid("qwen3_next")
     mixers = mixers_of(model)
     before = [dict(m.__dict__) for m in mixers]
     alstlib.apply(model).detach()
@@ -90,7 +64,7 @@ def test_detach_gives_the_mixers_back() -> None:
 
 
 def test_chunks_and_blocks_are_refused() -> None:
-    model = build("qwen3_next")
+    model = zoo.build_hybrid("qwen3_next")
     message = r"layer 0 \(Qwen3NextDecoderLayer\) has a state \(Qwen3NextGatedDeltaNet\), .* use chunk=None"
     with pytest.raises(ValueError, match=message):
         alstlib.apply(model, None, alstlib.Options(chunk=16))
@@ -99,7 +73,7 @@ def test_chunks_and_blocks_are_refused() -> None:
 
 
 def test_a_mixer_that_calls_what_is_unknown_is_refused() -> None:
-    model = build("qwen3_next")
+    model = zoo.build_hybrid("qwen3_next")
     mixer = mixers_of(model)[0]
     known = type(mixer)
 
