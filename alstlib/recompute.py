@@ -132,10 +132,14 @@ def with_gradient(x: Tensor, module: nn.Module) -> Tensor:
 
 
 class GradientSums:
-    """Sums of gradients of `params` over tiles or chunks, in fp32."""
+    """Sums of gradients of `params` over tiles or chunks, in fp32.
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self.params = params
+    Args:
+        narrow: a gradient that is the only one stays in its own precision.
+    """
+
+    def __init__(self, params: Sequence[Tensor], narrow: bool = False) -> None:
+        self.params, self.narrow = params, narrow
         self.sums: list[Tensor | None] = [None] * len(params)
 
     def add(self, grads: Sequence[Tensor | None], last: bool) -> None:
@@ -143,7 +147,11 @@ class GradientSums:
         for i, g in enumerate(grads):
             if g is None:
                 continue
-            total, wide = self.sums[i], torch.promote_types(g.dtype, torch.float32)
+            total = self.sums[i]
+            if total is None and last and self.narrow:
+                self.sums[i] = g
+                continue
+            wide = torch.promote_types(g.dtype, torch.float32)
             # copied before anything is added to it: a gradient may be a view of the caller's or of another
             self.sums[i] = g.to(wide, copy=not last) if total is None else total.add_(g)
 

@@ -26,7 +26,7 @@ from alstlib.hf.handle import Handle, Options
 from alstlib.hf.hidden_states import attach_hidden_states, travels
 from alstlib.hf.inputs import Call, number_tokens, take_call
 from alstlib.hf.logits import find_transform
-from alstlib.hf.routers import attach_routers, router_loss
+from alstlib.hf.routers import attach_routers, refuse_lost_gradients, router_loss
 from alstlib.hf.states import attach_states
 from alstlib.hf.support import check_model, check_shared, shared_weights
 from alstlib.mesh import ATTACHED, SPContext
@@ -107,6 +107,9 @@ def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
     tile = None if handle.options.tiled_mlp is True else int(handle.options.tiled_mlp)
     for i, layer in enumerate(layers):
         found = [(n, m) for n, m in layer.named_children() if n in ("mlp", "feed_forward", "ffn", "block_sparse_moe")]
+        for name, m in layer.named_children():
+            if (name == "experts" or hasattr(m, "experts")) and not any(m is mlp for _, mlp in found):
+                handle.notes.append(f"layer {i}: {name} ({type(m).__name__}) stands beside its MLP: left untiled")
         if not found:
             handle.notes.append(f"layer {i} ({type(layer).__name__}) has no MLP module: left untiled")
             continue
@@ -220,7 +223,7 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         call = handle.end()
         if out is None or call is None or call.shift_labels is None:  # no output: the call failed
-            return out
+            return refuse_lost_gradients(handle, out)
         labels = call.shift_labels
         if handle.head is not None:
             total, logits = out.logits * handle.head.unshrink, None

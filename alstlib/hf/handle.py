@@ -47,7 +47,8 @@ class Options:
     name (`backends.BACKENDS`), or your own function (q, k, v, *, scale, causal) -> (out, lse) of one device, which
     autograd can differentiate or which has an attribute `backward` (`kernels/user_attention.py` has the contract)."""
     tiled_mlp: Tile = True
-    """MLPs, and blocks that route tokens to experts, in sequence tiles; a number is the tile in tokens."""
+    """MLPs, and blocks that route tokens to experts, in sequence tiles; a number is the tile in tokens. Each tile adds
+    gradients of all experts in fp32: small tiles of large blocks cost time (`alstlib.hf.experts` has figures)."""
     tiled_norm: Tile = True
     """Norms of decoder layers in sequence tiles: they compute in fp32, several times their input; a number is the tile
     in tokens. (Streamed layers run in chunks, and a norm of an MLP's output in the MLP's tiles.)"""

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from alstlib.hf.handle import Handle
 from alstlib.hf.inputs import Call
@@ -71,3 +71,32 @@ def router_loss(handle: Handle, call: Call, kwargs: dict[str, Any]) -> RouterLos
     kwargs["output_router_logits"] = False
     weight = float(config.router_aux_loss_coef)
     return RouterLoss(experts, config.num_experts_per_tok, weight, handle.ctx.sp_group)
+
+
+def refuse_lost_gradients(handle: Handle, out: Any) -> Any:
+    """The output of a call without labels, where transformers itself makes the load-balancing loss: where tiles and
+    recomputes kept no graph of the routers' logits, a backward through them is refused instead of leaving them out."""
+    logits = getattr(out, "router_logits", None)
+    trains = torch.is_grad_enabled() and any(p.requires_grad for p in handle.model.parameters())
+    if not trains or not logits or all(t.requires_grad for t in logits):
+        return out
+    anchor = torch.zeros((), requires_grad=True)
+    loss = getattr(out, "aux_loss", None)
+    more = {} if loss is None else {"aux_loss": _Refused.apply(loss, anchor)}
+    return type(out)(**{**out, **more, "router_logits": tuple(_Refused.apply(t, anchor) for t in logits)})
+
+
+class _Refused(torch.autograd.Function):
+    """The identity on values whose gradient cannot be had."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, anchor: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise ValueError(
+            "aux_loss and router_logits have no gradient here: tiles, checkpoints and chunks keep no graph of them. "
+            "Give the model labels, with which the load-balancing loss is part of its loss, or use tiled_mlp=False, "
+            "checkpoint=False and chunk=None"
+        )

@@ -58,9 +58,9 @@ class _TiledCompute(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, fn: Callable[..., Tensor], tile: int, params: Callable[[], Sequence[Tensor]], along: Sequence[Tensor],
-        skip: bool, module: nn.Module | None, travel: Travel | None, x: Tensor, *_: Tensor,
+        skip: bool, module: nn.Module | None, travel: Travel | None, narrow: bool, x: Tensor, *_: Tensor,
     ) -> Any:  # fmt: skip
-        ctx.fn, ctx.tile, ctx.params, ctx.travel = fn, tile, params, travel
+        ctx.fn, ctx.tile, ctx.params, ctx.travel, ctx.narrow = fn, tile, params, travel, narrow
         ctx.replay = Replay(x.device if travel is None else travel.device, module)
         ctx.skipped = skip
         ctx.set_materialize_grads(False)
@@ -74,9 +74,9 @@ class _TiledCompute(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         (x, *along), travel = ctx.saved_tensors, ctx.travel
         which = [i for i, grad in enumerate(given) if grad is not None]
-        need_x, needs = ctx.needs_input_grad[7], ctx.needs_input_grad[8:]
+        need_x, needs = ctx.needs_input_grad[8], ctx.needs_input_grad[9:]
         params = those_that_train(ctx.params(), needs)
-        sums, tiles = GradientSums(params), tiles_of(x.shape[1], ctx.tile)
+        sums, tiles = GradientSums(params, ctx.narrow), tiles_of(x.shape[1], ctx.tile)
         xs, courier, out = _ways(travel)
         grad_x = room_like(xs, x) if need_x else None
         with ctx.replay(), torch.enable_grad():
@@ -98,7 +98,7 @@ class _TiledCompute(torch.autograd.Function):
         if courier is not None:
             courier.finish()
         done = iter(sums.done())
-        return (*[None] * 7, grad_x, *(next(done) if need else None for need in needs))
+        return (*[None] * 8, grad_x, *(next(done) if need else None for need in needs))
 
 
 def tiles_of(rows: int, tile: int) -> list[slice]:
@@ -160,6 +160,7 @@ def tiled_compute(
     skip: bool = False,
     module: nn.Module | None = None,
     travel: Travel | None = None,
+    narrow: bool = False,
 ) -> Any:
     """Apply a token-wise `fn` to x [B, S, ...] in tiles of `tile` tokens (ALST, section 3.1).
 
@@ -175,6 +176,7 @@ def tiled_compute(
             outputs nobody reads (the backward runs the tiles anyway; see `skip`).
         module: what `fn` calls: backward runs it in the mode (training or evaluation) of this call.
         travel: x, or what is returned, lies on the host, and tiles of it visit the device; None: neither does.
+        narrow: the gradients of a single tile are not copied to fp32 (sums over several tiles always are in fp32).
 
     Returns:
         fn(x, *along), with the same gradients for x and `params` as the untiled function.
@@ -183,7 +185,7 @@ def tiled_compute(
         ValueError: `tile` below 1, or a function that does not keep [B, S, ...].
     """
     get = params if callable(params) else lambda: params
-    return _TiledCompute.apply(fn, check_tile(tile), get, tuple(along), skip, module, travel, x, *get())
+    return _TiledCompute.apply(fn, check_tile(tile), get, tuple(along), skip, module, travel, narrow, x, *get())
 
 
 def adopt(new: nn.Module, old: nn.Module) -> None:
@@ -264,6 +266,9 @@ class TiledMLP(TiledModule):
         tile: tokens in one tile; None chooses by `default_tile`.
     """
 
+    narrow = False
+    """Are the gradients of a single tile left in the weights' precision? A dense MLP's are small, and counted so by the
+    planner's forms."""
     further = 0
     """Outputs besides the first, as the last forward had them."""
     further_unread = False
@@ -280,7 +285,7 @@ class TiledMLP(TiledModule):
         if now.whole and x.shape[1] <= tile:
             return self._run(x)
         run, along = self._work()
-        how: Any = {"tile": tile, "along": along, "module": self.inner}
+        how: Any = {"tile": tile, "along": along, "module": self.inner, "narrow": self.narrow}
         if now.skip and self not in now.drew and (self.further_unread or not self.further):
             then = now.followers.get(self)
             if then is not None and then.ready():

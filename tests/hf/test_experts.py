@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import zoo
 from cases import make_model, worst_error
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from alstlib.hf.experts import TiledExperts, why_untiled
 from alstlib.measure.verify import Reference, plain
 from alstlib.offload.ledger import Ledger
 from alstlib.sizing import TILE_BYTES
+from alstlib.tiled.compute import as_on
 
 MODELS = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 HOW: dict[str, dict[str, Any]] = {
@@ -91,6 +93,31 @@ def test_the_routers_logits_are_those_of_the_whole_slice(name: str) -> None:
     for mine, its in zip(got.router_logits, want.router_logits):
         assert torch.allclose(mine, its, atol=1e-5)
     assert got.aux_loss.item() == pytest.approx(want.aux_loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("read", ["aux_loss", "router_logits"])
+@pytest.mark.parametrize("how", HOW)
+def test_a_balance_without_a_graph_is_not_left_out(how: str, read: str) -> None:
+    """A loss of the user's own, of logits and of the routers' balance, would have no gradient of the second part."""
+    model, ids = zoo.build("mixtral"), sample()["input_ids"]
+    with alstlib.apply(model, None, alstlib.Options(**HOW[how])):
+        out = model(ids, output_router_logits=True)
+        balance = out.aux_loss if read == "aux_loss" else out.router_logits[1].logsumexp(-1).sum()
+        with pytest.raises(ValueError, match=r"aux_loss and router_logits have no gradient here: .* model labels"):
+            (out.logits.sum() + balance).backward()
+
+
+def test_a_balance_with_a_graph_has_its_gradient() -> None:
+    model, ids = zoo.build("mixtral"), sample()["input_ids"]
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        model(ids, output_router_logits=True).aux_loss.backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    want = gradients()
+    with alstlib.apply(model, None, alstlib.Options(tiled_mlp=False, checkpoint=False)):
+        assert worst_error(gradients(), want)[0] < 1e-5
 
 
 # ----- what is computed
@@ -167,7 +194,40 @@ def test_memory_is_a_tile() -> None:
 def test_the_tile_counts_the_experts_of_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TILE_BYTES, "cpu", 4 * 2 * 96 * 512)
     block = zoo.build("mixtral").model.layers[0].mlp
-    assert alone(block, None)._default_tile(torch.zeros(1, 9, 32)) == 512
+    assert alone(block, None)._default_tile(torch.zeros(1, 4096, 32)) == 512
+
+
+@pytest.mark.parametrize(("dtype", "worth"), [(torch.float32, 56), (torch.bfloat16, 112)])
+def test_the_default_tile_takes_no_more_than_the_block_untiled(dtype: torch.dtype, worth: int) -> None:
+    """All experts' gradients are summed in fp32 over tiles: as much as the intermediates of so many tokens. A slice of
+    up to twice as many is one tile, whose gradients are not copied to fp32."""
+    block = zoo.build("mixtral", intermediate_size=192).model.layers[0].mlp.to(dtype)
+
+    def peak(rows: int, module: nn.Module) -> int:
+        x = torch.randn(1, rows, 32, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+        block.zero_grad()
+        with Ledger() as ledger:
+            start = ledger.device_bytes
+            out = module(x)
+            out.backward(torch.ones_like(out))
+            return ledger.device_peak - start
+
+    ours = alone(block, None)
+    with as_on(lambda width, element_bytes: 1):  # tiles as small as they may be
+        assert [ours._default_tile(torch.zeros(1, s, 32, dtype=dtype)) for s in (9, 2 * worth, 2 * worth + 1)] == [
+            9, 2 * worth, worth,
+        ]  # fmt: skip
+        peak(9, ours)  # tries the block
+        for rows in (worth // 2, 2 * worth, 2 * worth + 1, 8 * worth):
+            assert peak(rows, ours) <= peak(rows, block) + 2 * rows * 32 * dtype.itemsize, rows
+        assert peak(8 * worth, ours) < 0.5 * peak(8 * worth, block)
+    tiny = alone(block, 7)
+    peak(9, tiny)
+    assert peak(worth // 2, tiny) > 1.2 * peak(worth // 2, block), "the reading can tell"
+    for p in block.parameters():
+        p.requires_grad_(False)
+    with as_on(lambda width, element_bytes: 1):
+        assert ours._default_tile(torch.zeros(1, 9, 32, dtype=dtype)) == 1, "frozen: no sums"
 
 
 def alone(block: nn.Module, tile: int | None) -> TiledExperts:
@@ -283,6 +343,26 @@ def test_blocks_that_mix_tokens_are_left_as_they_are(kind: type[Block], caplog: 
         why = [f"layer {i}: mlp ({kind.__name__}) {LEFT[kind]}: left untiled" for i in range(2) if kind in LEFT]
         assert handle.notes == why
         assert {r.message for r in caplog.records if r.name.startswith("alstlib.hf")} == set(why)
+    assert out.mean.item() == pytest.approx(loss, rel=1e-6)
+    assert worst_error({n: p.grad for n, p in model.named_parameters() if n in want}, want)[0] < 1e-5
+
+
+def test_experts_that_a_layer_calls_itself_are_said() -> None:
+    """Gemma 4's layer has an MLP, a router and experts side by side."""
+    fields = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48, "global_head_dim": 16}
+    config = transformers.Gemma4TextConfig(
+        **{**zoo.COMMON, **fields}, enable_moe_block=True, hidden_size_per_layer_input=0, head_dim=8,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    loss, want = plain(model, sample())
+    with alstlib.apply(model, None, alstlib.Options(tiled_mlp=3)) as handle:
+        out = alstlib.causal_lm_loss(model, shard_batch(sample(), 1, 0))
+        out.loss.backward()
+        assert handle.notes == [
+            f"layer {i}: experts (Gemma4TextExperts) stands beside its MLP: left untiled" for i in range(2)
+        ]
     assert out.mean.item() == pytest.approx(loss, rel=1e-6)
     assert worst_error({n: p.grad for n, p in model.named_parameters() if n in want}, want)[0] < 1e-5
 
