@@ -580,6 +580,22 @@ def _bound(source: str) -> set[str]:
     return stored | {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
 
 
+UNJUDGED: tuple[str, ...] = ("02", "03", "04", "10", "11", "12", "13", "14", "16", "17", "18", "19")
+"""Lessons that `judged` waits for; it becomes empty, and then goes."""
+
+
+def judged(book: Notebook) -> Iterator[str]:
+    """An exercise asks for code, and no check shows an answer: each is one call of `judge`, by the exercise's name."""
+    lesson, pairs = book.path.name[:2], exercises(book.nb)
+    if lesson in UNJUDGED:
+        return
+    if not any(re.search(r"(?s)\bdef .*raise NotImplementedError", answer.source) for answer, _ in pairs):
+        yield "no exercise asks for code: an answer cell with a function whose body is `raise NotImplementedError`"
+    for number, check in ((i, check) for i, (_, check) in enumerate(pairs, 1) if check is not None):
+        if not re.fullmatch(rf'judge\("{lesson}\.{number}", (\w+|lambda: [^\n]+)\)', check.source.strip()):
+            yield f'cell {check.id}: is more than `judge("{lesson}.{number}", ...)`'
+
+
 def announced(book: Notebook) -> Iterator[str]:
     """Before each figure: what to see."""
     said = False
@@ -617,7 +633,7 @@ EVERY: tuple[Callable[[Notebook], Iterable[str]], ...] = (
     well_formed, small, stateless, counted, portable, described, linked,
 )  # fmt: skip
 RULES = {
-    "lesson": (*EVERY, carded, parametrized, sectioned, drilled, announced, twinned),
+    "lesson": (*EVERY, carded, parametrized, sectioned, drilled, judged, announced, twinned),
     "twin": (*EVERY, answered),
     "index": EVERY,
 }

@@ -60,24 +60,28 @@ END = """## Remember
 Add them."""
 FIGURE = """display({"image/png": "iVBORw0KGgo=", "text/plain": "a figure"}, raw=True)
 display({"text/markdown": "| a | b |\\n|---|---|\\n| 1 | 2 |\\n"}, raw=True)"""
-CHECK = """if mine is None:
-    print("not answered yet: set mine above")
-else:
-    assert mine == two + 3, f"{mine} is not right"
-    print("right:", mine)"""
+CHECKS = """def judge(name, function):
+    try:
+        value = function()
+    except NotImplementedError:
+        return print("not answered yet: write it above")
+    assert value == 5, f"{value} is not right"
+    print("right:", value)
+"""
+UNWRITTEN, FIVE, FOUR = (f"def mine():\n    {what}" for what in ("raise NotImplementedError", "return 5", "return 4"))
 
 
 def lesson() -> Any:
     cells = [
         new_markdown_cell(CARD, id="card"),
-        new_code_cell("import os", id="imports"),
+        new_code_cell("import os\n\nfrom checks import judge", id="imports"),
         new_code_cell("two = 2", id="parameters", metadata={"tags": ["parameters"]}),
         new_code_cell("print(two, 'is not', two + 1)", id="said"),
         new_markdown_cell("**What to see:** a point.", id="see"),
         new_code_cell(FIGURE, id="figure", metadata={"alt": "A point in an empty plane."}),
         new_markdown_cell(END, id="end"),
-        new_code_cell("mine = None", id="answer", metadata={"tags": ["exercise"], "solution": "mine = 5"}),
-        new_code_cell(CHECK, id="check", metadata={"tags": ["check"]}),
+        new_code_cell(UNWRITTEN, id="answer", metadata={"tags": ["exercise"], "solution": FIVE}),
+        new_code_cell('judge("01.1", mine)', id="check", metadata={"tags": ["check"]}),
     ]
     return new_notebook(cells=cells)
 
@@ -86,6 +90,7 @@ def repository(folder: Path, notebook: Any) -> Path:
     for name in ("README.md", "alstlib/demo.py", "tests/test_demo.py", "notebooks/01_demo.ipynb"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
+    (folder / "notebooks" / "checks.py").write_text(CHECKS)
     nbformat.write(notebook, folder / "notebooks" / "01_demo.ipynb")
     return folder / "notebooks" / "01_demo.ipynb"
 
@@ -121,10 +126,10 @@ def test_run_stores_the_lesson_and_its_twin(good: Path) -> None:
     assert [c.execution_count for c in lessons.Notebook(good).code] == [1, 2, 3, 4, 5, 6]
     assert lessons.stdout(cell(stored, "said")) == "2 is not 3\n"
     assert lessons.stdout(cell(stored, "check")).startswith("not answered yet")
-    assert cell(stored, "answer").source == "mine = None"
+    assert cell(stored, "answer").source == UNWRITTEN
     assert lessons.problems(twin.path) == []
     assert "by `python notebooks/lessons.py run 01`" in twin.nb.cells[0].source
-    assert cell(twin.nb, "answer").source == "mine = 5"
+    assert cell(twin.nb, "answer").source == FIVE
     assert "solution" not in cell(twin.nb, "answer").metadata
     assert lessons.stdout(cell(twin.nb, "check")) == "right: 5\n"
     assert "(../../README.md)" in cell(twin.nb, "card").source
@@ -210,10 +215,13 @@ BROKEN: list[tuple[str, Callable[[Any], None]]] = [
         "drilled",
         lambda nb: nb.cells.__setitem__(slice(6, 6), [new_markdown_cell("## Remember"), new_code_cell("1", id="l")]),
     ),
+    ("judged", set_source("answer", "mine = None")),
+    ("judged", set_source("check", 'judge("01.2", mine)')),
+    ("judged", set_source("check", 'judge("01.1", mine)\nassert mine() == 5')),
     ("announced", set_source("see", "A point.")),
     ("announced", lambda nb: nb.cells.insert(6, nb.cells.pop(4))),
     ("twinned", set_source("said", "print(2)")),
-    ("twinned", lambda nb: cell(nb, "answer").metadata.update(solution="mine = two + 3")),
+    ("twinned", lambda nb: cell(nb, "answer").metadata.update(solution="def mine():\n    return two + 3")),
 ]
 
 
@@ -255,7 +263,7 @@ def test_an_unanswered_twin_is_seen(demo: Path) -> None:
     "change, says",
     [
         (set_source("said", "1 / 0"), "cell said: ZeroDivisionError: division by zero"),
-        (lambda nb: cell(nb, "answer").metadata.update(solution="mine = 4"), "cell check-solved: AssertionError: 4"),
+        (lambda nb: cell(nb, "answer").metadata.update(solution=FOUR), "cell check-solved: AssertionError: 4"),
         (set_source("check", "print('right')"), "of an exercise that is not answered"),
         (set_source("check", "print('not answered yet')"), "says 'not answered yet\\n' of the solution in cell answer"),
         (lambda nb: cell(nb, "check").metadata.pop("tags"), "cell answer: the cell after it is not tagged"),
@@ -294,7 +302,10 @@ def test_check_compares_and_writes_nothing(demo: Path, capsys: Any, monkeypatch:
     root = demo.parent.parent
     for path in (demo, lessons.twin_path(demo)):
         again = (
-            path.read_text().replace("[01_demo](../01_demo.", "[02_second](../02_second.").replace("run 01", "run 02")
+            path.read_text()
+            .replace("[01_demo](../01_demo.", "[02_second](../02_second.")
+            .replace("run 01", "run 02")
+            .replace('(\\"01.1', '(\\"02.1')
         )
         path.with_name("02_second.ipynb").write_text(again)
     out = root / "papermill_runs" / "out" / "lesson-01"
