@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("the run")
     what.add_argument("--model", default="meta-llama/Llama-3.1-8B", help="hub name, folder, config.json or built in")
     what.add_argument("--seq-len", help="tokens in a sample, such as 500K or 3.7M; without it the longest is found")
-    what.add_argument("--preset", choices=PRESETS, default="ours", help="ours, or what the ALST paper ran")
+    what.add_argument("--preset", choices=PRESETS, default="ours", help="this library, or what the ALST paper ran")
     what.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of RunConfig")
     where = parser.add_argument_group("the machine")
     where.add_argument("--machine", type=Path, help="a machine as `alst check` measured it: its folder or result.json")
