@@ -9,8 +9,8 @@ EIGHT, SEVENTY, QWEN = "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B", "Q
 TB = 10**12
 
 
-def ours(name):
-    return row_config("ours", RunConfig(model=name, dtype="bf16", sp=0))
+def whole(name):
+    return row_config("ours", RunConfig(model=name, dtype="bf16", sp=0)).replace(chunk=None)
 
 
 def check_host_limit(host_limit):
@@ -22,7 +22,7 @@ def check_host_limit(host_limit):
         what = f"{name} on {gpus} GPUs, {per_node} in each node of {host / TB:g} TB"
         assert got > 0, f"{what}: {got}, but the states leave room"
         plenty = Machine(gpus=gpus, per_node=per_node, host_memory=10**16)  # no outputs are left out for want of room
-        run = ours(name).replace(save_attention=False, sp=0 if shape.heads % gpus == 0 else 4)
+        run = whole(name).replace(save_attention=False, sp=0 if shape.heads % gpus == 0 else 4)
         each = predict(shape, run, plenty, 1_000_000).host
         ranks = plenty.gpus if not run.sp else run.sp
         checkpoints = each["checkpoints"] * ranks / 1_000_000  # of a token, over all ranks that share it
@@ -67,7 +67,7 @@ def check_gpus(answer):
     gpus = answer()
 
     def fits(n):
-        run = ours(SEVENTY).replace(chunk=16_384, hidden="device")
+        run = whole(SEVENTY).replace(chunk=16_384, hidden="device")
         return n > 0 and predict(read_shape(SEVENTY), run, Machine(gpus=n, host_memory=int(1.9 * TB)), 4_000_000).fits
 
     assert gpus % 8 == 0, f"{gpus} GPUs are not whole nodes of 8"
@@ -79,9 +79,9 @@ def check_gpus(answer):
 def check_length(answer):
     tokens, shape = answer(), read_shape(EIGHT)
     small = Machine(gpus=8, gpu_memory=label_bytes("40GB"), host_memory=int(1.9 * TB))
-    assert predict(shape, ours(EIGHT), small, tokens).fits, f"{tokens:,} tokens do not fit"
-    assert not predict(shape, ours(EIGHT), small, round(1.02 * tokens)).fits, f"2% more than {tokens:,} tokens fit too"
-    large = longest(shape, ours(EIGHT), Machine(gpus=8, gpu_memory=label_bytes("80GB"), host_memory=int(1.9 * TB)))
+    assert predict(shape, whole(EIGHT), small, tokens).fits, f"{tokens:,} tokens do not fit"
+    assert not predict(shape, whole(EIGHT), small, round(1.02 * tokens)).fits, f"2% more than {tokens:,} tokens fit too"
+    large = longest(shape, whole(EIGHT), Machine(gpus=8, gpu_memory=label_bytes("80GB"), host_memory=int(1.9 * TB)))
     return f"{tokens:,} tokens; on 80 GB it is {large.seq_len:,}"
 
 
@@ -99,7 +99,7 @@ EXERCISES = {
         check=check_gpus,
         hints=(
             "`predict(shape, run, Machine(gpus=n, host_memory=...), 4_000_000).fits` answers for one number of GPUs.",
-            "The run is `ours` with the other model, chunk=16_384 and hidden='device'; try 8, 16, ... GPUs.",
+            "The run is `whole` with the other model, chunk=16_384 and hidden='device'; try 8, 16, ... GPUs.",
         ),
         mistakes=(lambda: 8, lambda: 36, lambda: 64),
     ),
