@@ -40,10 +40,10 @@ def _kv(mine: Callable[[int, int, int], list[list[int]]]) -> str:
 
 
 def _parts(answer: Callable[[], int]) -> str:
-    mine, line = answer(), [point // 4 for point in range(7, 14)]  # 7 heads of 4 points each, 7 points for each rank
+    mine, line = answer(), [point // 4 for point in range(10, 20)]  # 10 heads of 4 points, 10 points for each rank
     right = sum(line.count(head) < 4 for head in set(line))
-    assert mine == right, f"not {mine}: cut a line of length 7 into 4 equal parts and look at the second"
-    return "the part of rank 1 begins inside a head and ends inside another"
+    assert mine == right, f"not {mine}: cut a line of length 10 into 4 equal parts and look at the second"
+    return "the part of rank 1 begins inside a head, and ends between two heads"
 
 
 def _count(answer: Callable[[], int]) -> str:
@@ -86,10 +86,10 @@ EXERCISES = {
     2: Exercise(
         check=_parts,
         hints=(
-            "each rank gets 7 / 4 of a head",
-            "the second part of the line is from 1.75 to 3.5: which heads does it cut?",
+            "each rank gets 10 / 4 heads",
+            "the second part of the line is from 2.5 to 5: which heads does it cut?",
         ),
-        mistakes=(lambda: 1, lambda: 0),
+        mistakes=(lambda: 2, lambda: 0),
     ),
     3: Exercise(
         check=_count,
