@@ -67,7 +67,7 @@ liger: setup ## Liger and Triton beside .venv (700 MB), for the tests of Liger's
 test-slurm: setup ## start a Slurm of two nodes on this machine, give it the commands of env/README.md
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -rs --slurm tests/slurm $(ARGS)
 
-test-compat: setup ## every supported decoder with the newest and the oldest transformers; the README's table of them
+test-compat: setup ## every supported decoder with the newest and the oldest transformers; the table of them
 	env/compat.sh $(ARGS)
 
 # About ten minutes for each transformers on two cores. ARGS='--only llama qwen3' judges some types; a sweep that was

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The support matrix on the newest and the oldest transformers that are supported, side by side; called by
-# `make test-compat`. What it measured goes to papermill_runs/results/support, and from there into the README's table.
+# `make test-compat`. What it measured goes to papermill_runs/results/support, and from there into the table of notebooks/training.md.
 # With `sweep` as its first argument: the sweep over all types of models and its table; called by `make sweep`.
 # With `trainer`: what stands on the Trainer, with the oldest versions of the libraries around it; `.ci/run` asks for it.
 # The older transformers is installed beside the environment, into .compat (ignored), and changes nothing in it.

@@ -1,4 +1,4 @@
-"""Writes the README's table of supported decoders from what the tests measured (papermill_runs/results/support).
+"""Writes notebooks/training.md's table of decoders from what tests measured (papermill_runs/results/support).
 
 `python tests/support_table.py` rewrites the table; `tests/test_repository.py` holds it against the results.
 """
@@ -52,11 +52,11 @@ def table() -> str:
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    text = readme.read_text()
+    page = ROOT / "notebooks" / "training.md"
+    text = page.read_text()
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    readme.write_text(before + BEGIN + table() + END + after)
+    page.write_text(before + BEGIN + table() + END + after)
 
 
 if __name__ == "__main__":

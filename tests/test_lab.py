@@ -2,7 +2,7 @@
 sliders with the keyboard. Needs Chromium (Debian: `apt-get install chromium`; CHROMIUM names another one) and
 Playwright's Python package; nothing is downloaded. Screenshots are left in papermill_runs/out/browser/.
 
-    .venv/bin/python tests/test_lab.py notebooks/images     # takes the README's pictures anew
+    .venv/bin/python tests/test_lab.py notebooks/images     # takes the pictures of the pages anew
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ print(dist.get_backend(), ctx.sp, ctx.dp, ctx.sp_rank)
 
 
 def test_ranks_of_torchrun_join_by_themselves() -> None:
-    """As in the README's loop, which calls nothing else before."""
+    """As in the loop of notebooks/training.md, which calls nothing else before."""
     given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(

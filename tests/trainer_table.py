@@ -1,8 +1,8 @@
 """Who is right under a Trainer? The same cases with TrainerMixin and with the libraries' own sequence parallelism
 (Accelerate's `ParallelismConfig(sp_backend="deepspeed")`), each compared with the plain Trainer in one process.
 
-`python tests/trainer_table.py` runs them and writes papermill_runs/results/trainer/table.json and the README's table
-of it; `tests/test_repository.py` holds the table against the result.
+`python tests/trainer_table.py` runs them and writes papermill_runs/results/trainer/table.json and its table in
+notebooks/training.md; `tests/test_repository.py` holds the table against the result.
 """
 
 from __future__ import annotations
@@ -139,11 +139,11 @@ def table() -> str:
 def main() -> None:
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps(measure(), indent=1) + "\n")
-    readme = ROOT / "README.md"
-    text = readme.read_text()
+    page = ROOT / "notebooks" / "training.md"
+    text = page.read_text()
     if BEGIN in text:
         before, rest = text.split(BEGIN)
-        readme.write_text(before + BEGIN + table() + END + rest.split(END)[1])
+        page.write_text(before + BEGIN + table() + END + rest.split(END)[1])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
-"""The picture that opens each lesson: one transformer layer under ALST, and who holds what. Nothing computes here."""
+"""The picture that opens each lesson: one transformer layer under ALST, and who holds what. Nothing computes here.
+
+`python -m alstlib.figures.layer notebooks/images/layer.svg` writes the README's copy of it.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -232,3 +236,13 @@ def _host(pen: _Pen) -> None:
         pen.box(group, 8.5, top, 1.34, height, "#666666", text, 0.15)
     for group, y in (("checkpoints", 1.72), ("pages", 3.25), ("host states", 6.51)):
         pen.arrow(group, (8.12, y), (8.5, y), "<|-|>")
+
+
+def save_svg(path: str) -> None:
+    """Write the whole picture as an SVG file whose texts are text; the same bytes each time."""
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "layer"}):
+        draw_layer().savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    save_svg(sys.argv[1])

@@ -98,7 +98,7 @@ class Stack:
         return loss
 
     def _printed(self, model: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-        """The loop that README prints, with its options, its configuration and its loader (a new one each step)."""
+        """The loop of notebooks/training.md, with its options, configuration and loader (a new one each step)."""
         handle = alstlib.apply(model, self.ctx, alstlib.Options(offload="async"))
         self.stores = [handle.store]
         self.notes = handle.notes

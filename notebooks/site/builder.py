@@ -29,6 +29,8 @@ REFERENCE = {
     "notebooks/run.ipynb": "The run template",
     "notebooks/finetune.ipynb": "The fine-tuning template",
     "README.md": "The project",
+    "notebooks/training.md": "Training with this library",
+    "notebooks/runs.md": "Planning and running",
     "env/README.md": "Environments",
     "papermill_runs/results/LOG.md": "What was tried",
 }

@@ -1,10 +1,15 @@
 """The picture that opens the lessons: every part is drawn, what it names is bright, and texts can be read."""
 
 import itertools
+import re
+from html import unescape
+from pathlib import Path
 
 import pytest
 
-from alstlib.figures.layer import _ALL, PARTS, draw_layer
+from alstlib.figures.layer import _ALL, PARTS, draw_layer, save_svg
+
+SVG = Path(__file__).resolve().parents[2] / "notebooks" / "images" / "layer.svg"
 
 
 def inks(part: str) -> dict[str, str]:
@@ -39,3 +44,14 @@ def test_texts_lie_apart_inside_the_figure_and_are_large_enough() -> None:
     assert figure.bbox.width == 1100
     assert not [name for name, box in boxes if min(box.x0, box.y0, 1100 - box.x1, figure.bbox.y1 - box.y1) < 0]
     assert max(PARTS, key=lambda part: len(PARTS[part][0])) == "time"
+
+
+def words(svg: Path) -> list[str]:
+    return [unescape(text) for text in re.findall(r"<text[^>]*>([^<]+)</text>", svg.read_text(encoding="utf-8"))]
+
+
+def test_the_committed_picture_is_the_one_that_is_drawn(tmp_path: Path) -> None:
+    """Its words: coordinates differ a little between versions of matplotlib."""
+    save_svg(str(tmp_path / "layer.svg"))
+    assert words(SVG) == words(tmp_path / "layer.svg")
+    assert "All-to-all" in words(SVG)

@@ -97,7 +97,7 @@ def test_arguments_that_are_refused(settings: dict[str, Any], message: str) -> N
 
 
 def as_printed(rank: int, world: int, code: str, folder: str) -> int:
-    """The README's lines on a model from a folder that has its tokenizer; twice, as after an interruption."""
+    """The lines of the page on a model from a folder that has its tokenizer; twice, as after an interruption."""
     settings = {
         "output_dir": f"{folder}/out",
         "use_cpu": True,
@@ -114,10 +114,10 @@ def as_printed(rank: int, world: int, code: str, folder: str) -> int:
     return names["trainer"].state.global_step
 
 
-def test_the_lines_of_the_readme_run_as_printed(ranks2: Any, tmp_path: Path) -> None:
+def test_the_lines_of_the_page_run_as_printed(ranks2: Any, tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "notebooks" / "training.md").read_text(encoding="utf-8")
     code = text.partition("## Use it in your own training")[2].partition("```python")[2].partition("```")[0]
     assert "sp=8" in code
     assert ranks2(as_printed, code.replace("sp=8", "sp=2"), str(tmp_path)) == [4, 4]

@@ -2,7 +2,7 @@
 that do not, whole and packed, with everything on and streamed in chunks of rows, with hidden states, keys and
 values on the device and on the host, and block by block.
 
-`make support` writes what this measured to papermill_runs/results/support and the README's table.
+`make support` writes what this measured to papermill_runs/results/support and the table in notebooks/training.md.
 """
 
 from __future__ import annotations

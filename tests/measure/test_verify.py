@@ -113,8 +113,9 @@ def test_models_that_are_equal(
     assert answer["cases"][0]["notes"] == []
 
 
-def test_the_readmes_command(here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (line,) = re.findall(r"^    \.venv/bin/alst verify (\S+) (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+def test_the_pages_command(here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "notebooks" / "training.md").read_text()
+    (line,) = re.findall(r"^    \.venv/bin/alst verify (\S+) (.*)$", page, re.MULTILINE)
     assert line[0] == "meta-llama/Llama-3.1-8B"
     path = folder(tmp_path / "llama", "llama")
     assert cli.main(["verify", path, *line[1].split()]) == 0

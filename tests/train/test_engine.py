@@ -157,7 +157,7 @@ def test_a_users_own_loop_gets_the_configuration_of_our_runs() -> None:
         alstlib.zero_config(model, learning_rat=1e-5)
 
 
-def loop_of_the_readme(rank: int, world: int, code: str) -> dict[str, Any]:
+def loop_of_the_page(rank: int, world: int, code: str) -> dict[str, Any]:
     import deepspeed
     from torch.utils.data import DataLoader
 
@@ -171,12 +171,12 @@ def loop_of_the_readme(rank: int, world: int, code: str) -> dict[str, Any]:
     return {"mean": float(names["out"].mean), "steps": steps, "as before": model.config._attn_implementation == before}
 
 
-def test_the_loop_of_the_readme_runs_as_printed(ranks2: Any) -> None:
+def test_the_loop_of_the_page_runs_as_printed(ranks2: Any) -> None:
     """Its code is executed, for two ranks in place of eight."""
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "notebooks" / "training.md").read_text(encoding="utf-8")
     code = text.partition("In a loop of your own:")[2].partition("```python")[2].partition("```")[0]
     assert "sp=8" in code
-    one, other = ranks2(loop_of_the_readme, code.replace("sp=8", "sp=2"))
+    one, other = ranks2(loop_of_the_page, code.replace("sp=8", "sp=2"))
     assert one == other
     assert (one["steps"], one["as before"]) == (4, True)
     assert math.isfinite(one["mean"])
