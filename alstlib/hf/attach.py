@@ -107,7 +107,7 @@ def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
     tile = None if handle.options.tiled_mlp is True else int(handle.options.tiled_mlp)
     for i, layer in enumerate(layers):
         found = [(n, m) for n, m in layer.named_children() if n in ("mlp", "feed_forward", "ffn", "block_sparse_moe")]
-        for name, m in layer.named_children():
+        for name, m in layer.named_children() if found else ():
             if (name == "experts" or hasattr(m, "experts")) and not any(m is mlp for _, mlp in found):
                 handle.notes.append(f"layer {i}: {name} ({type(m).__name__}) stands beside its MLP: left untiled")
         if not found:
