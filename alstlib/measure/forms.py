@@ -29,11 +29,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import alstlib
-from alstlib.measure.pruning import Term, prune
+from alstlib.measure.pruning import Term, prune, with_experts
 from alstlib.measure.scope import Places, category
 from alstlib.measure.simulate import PLENTY, drop_gradients, fake_ranks, shard_of, watch
 from alstlib.offload.ledger import Ledger, _CpuInstrument
 from alstlib.planner.activations import KERNEL
+from alstlib.planner.model_shapes import EXPERTS as SPARSE
 from alstlib.streaming import chunked
 from alstlib.tiled.compute import as_on
 
@@ -49,18 +50,66 @@ HEADS: dict[str, tuple[dict[str, int], int, str]] = {
 }
 """How ranks share heads: the primes of each way, its ranks, and the names of its query heads. What goes over the wire
 together is a sum: a is q + 2 (queries, keys, values), b is q + 1 (with gradients of queries 2 b), its prime a sixth."""
-SIZES = {"d": 11, "I": 5000011, "V": 32_003, "R": 1009, "M": 373, "U": 379, "N": 409, "D": 353, "C": 349}
+MULTI: dict[str, tuple[dict[str, int], int, str]] = {
+    "one": ({"k": 137}, 1, "k"), "whole": ({"P": 7, "k": 137}, 7, "Pk"),
+}  # fmt: skip
+"""The same of decoders whose heads have a key and a value each."""
+SIZES = {"d": 11, "I": 8 * 5000011, "V": 32_003, "R": 1009, "M": 373, "U": 379, "N": 409, "D": 353, "C": 349}
 FINE = 151
 """An MLP's tile that is shorter than a chunk."""
 TAILS = {"M": 263, "U": 251, "N": 191, "c": 311}
 """What is left of R after whole tiles, counted as a whole one, and after two chunks."""
-WIDTH = 1013
-"""The width is this prime times the query heads (transformers wants heads that divide it)."""
-FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {"use_sliding_window": False}, "qwen3": {}}
+WIDTH = 8 * 1013
+"""The width is this times the query heads (transformers wants heads that divide it, and kernels of experts eights)."""
+EXPERTS = {"E": 103, "T": 101}
+LATENT = {"d": 47, "e": 41, "o": 53, "v": 89, "w": 71, "x": 277, "z": 61, "j": 31, "s": 113, "y": 37}
+"""Of multi-head latent attention: e half the part of a key with the position, o half the other one, v half a value, w a
+quarter of the latter two; x half of a query, a key and a value, and z a sixth of a key and a value; j of keys' latents,
+s with the part with the position, y of queries' latents."""
+NO_WINDOW: dict[str, Any] = {"sliding_window": None}
+LIKE_LLAMA: dict[str, Any] = {"pad_token_id": 0, "no_rope_layers": [1] * LAYERS, **NO_WINDOW}
+"""Of decoders that are the same as Llama (`activations.SAME`)."""
+MIXED: dict[str, Any] = {
+    "sliding_window": 10**9,
+    "layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(LAYERS)],
+}
+"""Both kinds of layers (with a table of positions each, where a model has two), whose window hides nothing:
+`planner.attention_bytes` adds what a window takes."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {}, "qwen2": {"use_sliding_window": False}, "qwen3": {}, "phi3": {"pad_token_id": 0, **NO_WINDOW},
+    "olmo2": {}, "cohere": {}, "glm": {"pad_token_id": 0},
+    "gemma2": {"attn_logit_softcapping": None, **MIXED}, "gemma3_text": MIXED,
+    "granite": {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "logits_scaling": 3.0},
+    "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0, **NO_WINDOW},
+    "gpt_neox": {}, "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "n_inner": SIZES["I"]},
+    "mixtral": {"num_local_experts": EXPERTS["E"], "num_experts_per_tok": EXPERTS["T"], **NO_WINDOW},
+    "qwen3_moe": {
+        "num_experts": EXPERTS["E"], "num_experts_per_tok": EXPERTS["T"], "moe_intermediate_size": SIZES["I"],
+    },
+    "gpt_oss": {"num_local_experts": EXPERTS["E"], "num_experts_per_tok": EXPERTS["T"], **MIXED},
+    "deepseek_v3": {
+        "n_routed_experts": EXPERTS["E"], "num_experts_per_tok": EXPERTS["T"], "moe_intermediate_size": SIZES["I"],
+        "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+        "q_lora_rank": LATENT["y"], "kv_lora_rank": LATENT["j"], "qk_rope_head_dim": 2 * LATENT["e"],
+        "qk_nope_head_dim": 2 * LATENT["o"], "v_head_dim": 2 * LATENT["v"],
+    },
+}  # fmt: skip
 """Decoders that have a form: transformers' model types, and the fields that they need."""
+LATENTS = ("deepseek_v3",)
+SQUARE = ("gpt_neox", "gpt2")
+"""Decoders whose heads together are as wide as the model: what has its width has d and the heads for names."""
+MULTIS = (*SQUARE, *LATENTS)
+"""Decoders whose query heads have keys and values of their own."""
 FULL = ("llama",)
 """Those that are traced in fp32 too, and with parts of heads; others in bf16 with whole and shared heads. What is not
 traced (it takes many minutes) is taken as if heads were whole."""
+MOST = (*FULL, "qwen2", "qwen3")
+"""Those that are traced with each tiled compute on and off; others as runs have them (`USUAL`), with whole heads."""
+USUAL = [(True, True, True), (False, True, True), (True, False, True), (False, False, True), (False, False, False)]
+"""Tiled MLP, norms and loss: everything, no MLP (one that cannot be tiled), and rows of the ablation. Decoders with
+experts are traced with `EXPERTS_USUAL`."""
+EXPERTS_USUAL = [(True, True, True, False), (False, True, True, False), (False, False, True, True)]
+"""Tiled MLP, norms, loss, chunks: experts in tiles, or all their tokens in one."""
 
 KEEP = ("all", "device", "device+attention", "host", "host+attention")
 """What is kept for backward, and where: everything (no checkpoints), or layers' inputs, and attention outputs too."""
@@ -151,20 +200,28 @@ class _Recording(Ledger):
 def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str, tuple[str, int]], str]:
     """One simulated step at prime sizes: its moments, the primes, the tiles' names with the width and element bytes
     that decide them, and the names of the query heads."""
-    primes, ranks, query = HEADS[way.heads]
+    primes, ranks, query = (MULTI if way.family in MULTIS else HEADS)[way.heads]
     sizes = {**SIZES, **primes} | ({"M": FINE} if way.fine else {})
+    sizes |= (EXPERTS if way.family in SPARSE else {}) | (LATENT if way.family in LATENTS else {})
     config = prime_config(way.family, sizes, ranks)
-    tiles: dict[str, tuple[str, int]] = {}
+    tiles: dict[str, tuple[str, int]] = {"M": ("1 I", 2)} if way.family in SPARSE else {}
 
     def tile(width: int, element: int) -> int:
         names = factor(width, sizes, query)
-        name = next((tile for size, tile in (("I", "M"), ("V", "U"), ("d", "D")) if size in names[1]), "N")
+        name = (
+            "N"
+            if width == config.hidden_size
+            else next(
+                (tile for size, tile in (("I", "M"), ("V", "U"), ("d", "D"), ("v", "D")) if size in names[1]), "N"
+            )
+        )
         tiles[name] = (f"{names[0]:g} {names[1]}", element)
         return sizes[name]
 
     keep, _, outputs = way.keep.partition("+")
+    mlp = sizes["M"] if way.mlp and way.family in SPARSE else way.mlp  # the tile of experts goes by bytes
     options = alstlib.Options(
-        tiled_mlp=way.mlp, tiled_norm=way.norm, tiled_loss=way.loss, checkpoint=keep != "all",
+        tiled_mlp=mlp, tiled_norm=way.norm, tiled_loss=way.loss, checkpoint=keep != "all",
         offload="sync" if keep == "host" else "none",
         save_attention=bool(outputs), chunk=sizes["C"] if way.chunk else None, host_memory=PLENTY,
         hidden="host" if way.travels else "device", kv="device",
@@ -178,11 +235,11 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str
     ):  # fmt: skip
         drop_gradients(model.to_empty(device="cpu"))
         batch = shard_of(ctx, sizes["R"])
-        for _ in range(2):
-            gc.collect()
-            with Places(model) as places, _Recording(stores=[handle.store], place=places.now) as ledger:
-                watch(handle, places, ledger)
-                alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
+        alstlib.causal_lm_loss(model, batch, ctx).loss.backward()  # a checkpoint knows its layer from the first
+        gc.collect()
+        with Places(model) as places, _Recording(stores=[handle.store], place=places.now) as ledger:
+            watch(handle, places, ledger)
+            alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
     recorder: Any = ledger._cpu
     return recorder.moments, sizes, tiles, query
 
@@ -200,12 +257,14 @@ def pages_as_chunks() -> Iterator[None]:
 def prime_config(family: str, sizes: Mapping[str, int], ranks: int) -> Any:
     """The config of a decoder with these sizes."""
     kv = sizes.get("K", sizes.get("k", 1) * ranks)
-    heads = kv * sizes["q"] if "q" in sizes else sizes["g"] * ranks
+    heads = kv * sizes["q"] if "q" in sizes else sizes["g"] * ranks if "g" in sizes else kv
     fields = {
-        "vocab_size": sizes["V"], "hidden_size": WIDTH * heads, "intermediate_size": sizes["I"],
-        "head_dim": 4 * sizes["d"], "num_hidden_layers": LAYERS, "num_attention_heads": heads,
+        "vocab_size": sizes["V"], "hidden_size": (4 * sizes["d"] if family in SQUARE else WIDTH) * heads,
+        "intermediate_size": sizes["I"],
+        "head_dim": 2 * sizes["e"] if family in LATENTS else 4 * sizes["d"],
+        "num_hidden_layers": LAYERS, "num_attention_heads": heads,
         "num_key_value_heads": kv,
-        "max_position_embeddings": 4096, "tie_word_embeddings": False, **FAMILIES.get(family, {"sliding_window": None}),
+        "max_position_embeddings": 4096, "tie_word_embeddings": False, **FAMILIES.get(family, LIKE_LLAMA),
     }  # fmt: skip
     return AutoConfig.for_model(family, **fields)
 
@@ -247,7 +306,8 @@ SMALL = 64
 def moments(way: Way) -> tuple[list[tuple[str, dict[Term, float]]], dict[str, Any]]:
     """The moments of a step as sums of terms, for any number of layers, and what decides the tiles."""
     snapshots, sizes, tiles, query = trace(way)
-    return prune(sums(snapshots, sizes, query, chunks_make_wholes=not way.travels)), tiles
+    found = sums(snapshots, sizes, query, chunks_make_wholes=not way.travels)
+    return prune(found, sizes=with_experts if way.family in SPARSE else None), tiles
 
 
 def sums(
@@ -307,12 +367,16 @@ def ways(families: Iterable[str]) -> Iterator[Way]:
     travelling = itertools.product(KEEP[3:], either, (False,), (True,), (True,), either, (True,))
     finer = (way for way in travelling if way[1] or not way[5])  # only tiles can be finer than the chunk
     how = list(itertools.chain(plain, streamed, fine, finer))
+    usual = [way for way in how if (way[3] if len(way) > 4 and way[4] else tuple(way[1:4]) in USUAL)]
+    few = [way for way in how if tuple(way[1:5]) in EXPERTS_USUAL]
     for family, dtype, heads in itertools.product(families, ("bf16", "fp32"), HEADS):
         if (dtype == "fp32" or heads == "parts") and family not in FULL:
             continue
         if dtype == "fp32" and heads not in ("one", "whole"):
             continue
-        for keep, *switches in how:
+        if heads == "shared" and family not in MOST:
+            continue
+        for keep, *switches in how if family in MOST else few if family in SPARSE else usual:
             way = Way(family, dtype, heads, keep, *switches)
             if not (way.chunk and heads == "parts"):
                 yield way

@@ -28,6 +28,7 @@ from alstlib.kernels.backends import choose_backend
 from alstlib.measure.time_kernels import time_kernel
 from alstlib.mesh import gather_text
 from alstlib.planner.model_shapes import read_shape
+from alstlib.planner.step_time import ADAM_BYTES
 from alstlib.runs.processes import cores
 from alstlib.sizing import host_free
 from alstlib.train.worker import Job, node_count, run_worker, wait_for
@@ -41,8 +42,6 @@ MESSAGE = {"cuda": 512 * MIB, "cpu": 16 * MIB}
 """Bytes of a rank in a collective, and of a copy between device and host."""
 WEIGHTS = {"cuda": 64 * MIB, "cpu": 4 * MIB}
 """Of a rank's AdamW on the host."""
-ADAM_BYTES = 28
-"""That AdamW reads and writes for each weight in fp32: it, its gradient and two moments."""
 REPEATS = 5
 
 

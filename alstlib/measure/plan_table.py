@@ -16,11 +16,24 @@ from typing import Any, Literal
 
 from alstlib.config import RunConfig
 from alstlib.planner.activations import activations, families, heads_way
-from alstlib.planner.model_shapes import PUBLIC, read_shape
+from alstlib.planner.model_shapes import read_shape
+from alstlib.planner.public_models import PUBLIC
 from alstlib.runs.results import git_state
 
 FILE = Path("papermill_runs/results/planner/simulated.json")
+FAMILIES = Path("papermill_runs/results/planner/families.json")
 COUNT = 200
+NEWER = range(2000, 2040)
+"""Seeds of configurations of the decoders that forms were added of later, with sliding windows, soft caps, or MLPs
+without a gate: `--families` compares them, and writes `FAMILIES`."""
+OLDER = ("llama", "qwen2", "qwen3", "mistral")
+"""Decoders that the other seeds draw, without windows."""
+NEW = (
+    "mistralai/Mistral-7B-v0.1", "google/gemma-2-9b", "google/gemma-2-27b", "google/gemma-3-1b", "microsoft/phi-4",
+    "allenai/OLMo-2-1124-7B", "ibm-granite/granite-3.1-8b", "HuggingFaceTB/SmolLM3-3B", "CohereLabs/aya-23-8B",
+    "bigcode/starcoder2-7b", "EleutherAI/pythia-6.9b",
+)  # fmt: skip
+"""Models that `NEWER` draws."""
 STREAMED = range(1000, 1060)
 """Seeds of configurations whose layers run in row chunks with what is as long as the sequence on the host or not."""
 
@@ -28,17 +41,22 @@ STREAMED = range(1000, 1060)
 def draw(seed: int) -> tuple[RunConfig, int, str]:
     """A run, its ranks and its kind of device: models, lengths, options and ranks as people have them. (Widths
     from 256, for which forms were pruned; no more ranks than query heads: beyond, forms are conservative.)"""
+    from alstlib.measure.forms import USUAL
+
     pick = random.Random(seed)
-    models = ["small", "small", *(name for name, fields in PUBLIC.items() if fields["model_type"] in families())]
+    known = {name: fields for name, fields in PUBLIC.items() if fields["model_type"] in families()}
+    older = [n for n, fields in known.items() if fields["model_type"] in OLDER and not fields.get("sliding_window")]
+    models = list(NEW) if seed in NEWER else ["small", "small", *older]
     device = pick.choice(["cuda", "cuda", "cpu"])
     model = pick.choice(models)
     shape = read_shape(model)
-    ranks = pick.choice([n for n in (1, 2, 3, 4, 6, 8, 16, 32) if n <= shape.heads])
+    ranks = pick.choice([n for n in (1, 2, 3, 4, 6, 8, 16, 32) if n <= (4 if shape.softcap else shape.heads)])
     way = heads_way(shape, ranks)[0]
     rows = int(2 ** pick.uniform(8, 17 if shape.width < 1000 else 15 + ranks.bit_length() / 4))
     checkpoint = pick.random() < 0.85
     offload: Literal["none", "sync", "async"] = pick.choice(["none", "sync", "async"]) if checkpoint else "none"
     chunk = max(256, rows // pick.choice([2, 5, 16])) if checkpoint and pick.random() < 0.3 else None
+    device = "cuda" if seed in NEWER else device
     run = RunConfig(
         model=model, seq_len=rows * ranks + pick.randrange(ranks),
         dtype=pick.choice(["bf16", "fp32"]) if shape.family == "llama" and way in ("one", "whole") else "bf16",
@@ -46,6 +64,14 @@ def draw(seed: int) -> tuple[RunConfig, int, str]:
         tiled_loss=pick.choice([True, True, True, False, 300]), checkpoint=checkpoint, offload=offload,
         save_attention=pick.choice([False, "auto", True]) if checkpoint else False, chunk=chunk,
     )  # fmt: skip
+    if seed in NEWER:  # lengths as people choose them: a last tile that is shorter would count as a whole one
+        rows = 2 ** pick.randint(8, 12 if shape.softcap else 15)  # capped scores are made block by block
+        chunk = max(256, rows // pick.choice([2, 4, 16])) if chunk and rows > 256 else None
+        mlp, norm, loss = pick.choice(USUAL)
+        run = run.replace(
+            seq_len=rows * ranks, chunk=chunk, tiled_mlp=mlp and pick.choice([True, 512]), tiled_norm=norm,
+            tiled_loss=(loss or chunk is not None) and pick.choice([True, 256]),
+        )  # fmt: skip
     if seed in STREAMED:
         hidden = pick.choice(["host", "host", "device"])
         run = run.replace(
@@ -85,17 +111,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=COUNT)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=FILE)
+    parser.add_argument("--out", type=Path, help=f"{FILE} by default")
+    parser.add_argument("--families", action="store_true", help=f"the newer decoders, into {FAMILIES}")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seeds", type=int, nargs="*", help="only these again; the others are kept as they are")
     parser.add_argument("--replan", action="store_true", help="simulate nothing: plan again what was simulated")
     args = parser.parse_args()
+    args.out = args.out or (FAMILIES if args.families else FILE)
     if args.replan:
         made = json.loads(args.out.read_text())
         made["found"] = [plan_again(one) for one in made["found"]]
         args.out.write_text(json.dumps(made, indent=1) + "\n")
         return
     seeds = args.seeds or [*range(args.first, args.first + args.count), *STREAMED]
+    if args.families and not args.seeds:
+        seeds = list(NEWER)
     before = json.loads(args.out.read_text())["found"] if args.seeds else []
     found = [one for one in before if one["seed"] not in seeds]
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -52,3 +52,15 @@ def plausible(draw: random.Random) -> dict[str, float]:
         sizes[name] = min(rows, tile_for(int(sizes[of]), element, device))
     sizes["D"] = min(rows * ranks, tile_for(int(4 * sizes["d"] * sizes["g"]), 4, device))
     return sizes
+
+
+def with_experts(draw: random.Random) -> dict[str, float]:
+    """The same of decoders with experts, and of latent attention."""
+    sizes = plausible(draw)
+    sizes |= {"E": draw.choice([8, 32, 128, 256]), "T": draw.choice([2, 4, 8])}
+    sizes["I"] = sizes["H"] * draw.choice([0.3, 0.4, 1.0, 3.5])
+    sizes |= {"d": 48.0, "e": 32.0, "o": 64.0, "v": 64.0, "w": 64.0, "x": 256.0, "z": 53.3, "j": 512.0, "s": 576.0}
+    sizes["y"] = 1536.0
+    widest = int(sizes["T"] * max(2 * sizes["I"], sizes["H"]))
+    sizes["M"] = min(sizes["R"], tile_for(widest, 2, draw.choice(["cuda", "cpu"])))
+    return sizes

@@ -5,7 +5,8 @@ length, and the byte ledger counts what would be alive. The process group is fak
 (shards of weights, gradients and optimizer, buffers) is not run: it is a formula (`planner.model_states`). Tiles and
 kernels are those of the device that is simulated; workspaces that a GPU's kernels take are not seen.
 
-All layers but the first and last are alike, so a deep model's peaks are found from two shallow ones (`extend`).
+Most layers are alike, so a deep model's peaks are found from two shallow ones (`extend`), with the kinds of layers that
+it ends with.
 """
 
 from __future__ import annotations
@@ -239,13 +240,27 @@ def simulate_deep(run: RunConfig, ranks: int, device: str = "cuda") -> Simulated
         return simulate(run, ranks, device)
 
     def shallow(layers: int) -> Simulated:
-        config = {**run.model_config, "num_hidden_layers": layers}
-        return simulate(run.replace(model_config=config), ranks, device)
+        fields = {**run.model_config, "num_hidden_layers": layers, **_last_layers(config.get_text_config(), layers)}
+        return simulate(run.replace(model_config=fields), ranks, device)
 
     few, more = (shallow(n) for n in FEW[:2])
     if _as_last(few, more.layers).peak_place != more.peak_place and whole > FEW[2]:
         few, more = more, shallow(FEW[2])
-    return replace(extend(few, more, whole), run=_roomy(run))
+    found = extend(few, more, whole)
+    return replace(found, run=_roomy(run), sizes=replace(found.sizes, parameters=_parameters(run)))
+
+
+def _parameters(run: RunConfig) -> int:
+    """Of the whole model, whose layers need not be alike."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in load_model(run, torch.float32, shape_only=True).parameters())
+
+
+def _last_layers(config: Any, layers: int) -> dict[str, Any]:
+    """The fields with which a shallow model has the kinds of layers that a deep one ends with, where memory peaks."""
+    kinds = getattr(config, "layer_types", None)
+    found: dict[str, Any] = {} if kinds is None else {"layer_types": list(kinds[-layers:])}
+    return found | ({"first_k_dense_replace": 0} if hasattr(config, "first_k_dense_replace") else {})
 
 
 def _as_last(of: Simulated, layers: int) -> Simulated:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.config import RunConfig
+from alstlib.planner.attention_bytes import beside_form, kernel_workspace, latent_sizes
+from alstlib.planner.experts import in_one_tile, tile_of_experts
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.streaming import Streaming, copied_bytes, streaming_of
 from alstlib.sizing import (
@@ -29,9 +31,7 @@ FILE = Path(__file__).with_name("forms.json")
 KERNEL = "#kernel"
 """Marks a moment within attention's backward."""
 REFERENCE = "reference"
-FLASH_2 = ("flash", "flash_attention_2")
-"""Kernels of flash-attn 2: PyTorch's and its own."""
-SAME = {"mistral": "llama"}
+SAME = {"mistral": "llama", "smollm3": "llama"}
 """Decoders whose step is the same as that of another decoder (`tests/measure/test_forms.py`)."""
 
 
@@ -176,44 +176,47 @@ def activations(
     chunked = run.chunk is not None and run.chunk < rows
     dtype = "bf16" if run.bf16(device == "cuda") else "fp32"
     heads, sizes = heads_way(shape, ranks)
-    if heads in ("shared", "parts") and (dtype == "fp32" or (heads == "parts" and (chunked or family != "llama"))):
+    if heads in ("shared", "parts") and not _traced(family, dtype, heads, chunked):
         heads, sizes = "whole", as_whole(shape, ranks)
     sizes |= {"R": rows, "P": ranks, "H": shape.width, "I": shape.mlp, "V": shape.vocab, "L": shape.layers}
-    sizes |= {"d": shape.head_dim / 4, "C": min(rows, run.chunk or rows)}
+    sizes |= {"d": shape.head_dim / 4, "C": min(rows, run.chunk or rows), **latent_sizes(shape)}
+    sizes |= {"E": shape.experts, "T": shape.routed, "I": shape.expert_mlp} if shape.experts else {}
+    mlp = tile_of_experts(shape, run, rows, element, device) if shape.experts and run.tiled_mlp else run.tiled_mlp
     for name, (of, size) in {n: t.rsplit(" ", 1) for n, t in made["tiles"][family].items()}.items():
         number, _, names = of.partition(" ")
-        width = float(number) * product(names, sizes) if name != "D" else shape.head_dim * shape.heads / ranks
+        width = float(number) * product(names, sizes) if name != "D" else shape.value_dim * shape.heads / ranks
         wide = element if name == "M" else int(size)
-        given = {"M": run.tiled_mlp, "U": run.tiled_loss, "N": run.tiled_norm}.get(name, True)
+        given = {"M": mlp, "U": run.tiled_loss, "N": run.tiled_norm}.get(name, True)
         tile = tile_for(int(max(width, shape.width) if name == "M" else width), wide, device)
         sizes[name] = min(rows, tile if isinstance(given, bool) else given)
     if fused := run.liger == "loss" and device == "cuda":
         sizes["U"] = reference_tiles(rows, shape.width, shape.vocab)["U"]
-    row, output = rows * shape.width * element, rows * shape.heads * (shape.head_dim * element + 4)
+    row, output = rows * shape.width * element, rows * shape.heads * (shape.value_dim * element + 4)
     streaming = streaming_of(shape, run, ranks, rows, element, free) if chunked else Streaming()
     every, outputs, host, needed = _kept(run, shape, row, output, room, streaming)
     keeps = _keeps(run, shape.layers, outputs)
     switches = {
-        "mlp": run.tiled_mlp, "norm": run.tiled_norm and not chunked, "loss": run.tiled_loss, "chunk": chunked,
-        "fine": chunked and run.tiled_mlp and sizes["M"] < sizes["C"], "travels": streaming.hidden,
+        "mlp": mlp, "norm": run.tiled_norm and not chunked, "loss": run.tiled_loss, "chunk": chunked,
+        "fine": chunked and mlp and sizes["M"] < sizes["C"], "travels": streaming.hidden,
     }  # fmt: skip
     on = "+".join(name for name, value in switches.items() if value)
-    once = run.tiled_mlp and dtype == "fp32" and sizes["M"] >= rows and not chunked
+    once = mlp and dtype == "fp32" and sizes["M"] >= rows and not chunked
     kernel = kernel_of(shape, run, device, capability)
     taken = kernel_workspace(shape, kernel, sizes["C"] if chunked else rows) if workspace and device == "cuda" else 0.0
+    beside = beside_form(shape, kernel, ranks, rows * ranks, rows, sizes["C"] if chunked else None, element)
 
     def adjust(place: str, kinds: Kinds, found: dict[str, float]) -> None:
         if once:
             found["mlp"] = found.get("mlp", 0.0) - _sums(kinds) * product("H I", sizes)
-        if (
-            place.endswith(".norm") and sizes["N"] == rows and not streaming.hidden
-        ):  # a single tile is no copy of its tokens
+        if place.endswith(".norm") and sizes["N"] == rows and not streaming.hidden:  # a single tile is no copy
             found["loss"] -= element * product("H N", sizes)
+        if shape.experts and run.tiled_mlp and not mlp and not chunked and "mlp" in found:
+            found["mlp"] += in_one_tile((names for _, names in kinds["mlp"]), sizes, element)
         if fused and place == "lm_head":
             found["loss"] = _fused_loss(kinds, sizes, element)
         if KERNEL in place:
             found["kernel workspace"] = taken
-            found["attention"] += streaming.longer_pages(sizes["C"])
+            found["attention"] += streaming.longer_pages(sizes["C"]) + beside
         if "attention" in found and streaming.kv:
             keys = sum(c * product(n, sizes) for c, n in kinds["attention"] if "R" in n.split())
             found["attention"] -= keys * (1 - streaming.on_device(workspace and device == "cuda"))
@@ -221,8 +224,10 @@ def activations(
             found["hidden states"] += 2 * 2 * product("C H", sizes)
 
     ways = ["/".join([family, dtype, heads, keep, on]) for keep in keeps]
+    if not all(way in made["ways"] for way in ways) and not chunked:  # the form without tiles takes no less
+        ways = ["/".join([family, dtype, heads, keep, ""]) for keep in keeps]
     if not all(way in made["ways"] for way in ways):
-        raise ValueError(f"model='{shape.name}': {family} has no form in {dtype}, only in bf16")
+        raise ValueError(f"model='{shape.name}': {family} has no form of {ways[0]}; {_nearest(family, chunked)}")
     best, where = largest_of((m for way in ways for m in _moments(way)), sizes, adjust, held)
     norm = 32 * product("H N", sizes) + 24 * sizes["N"] + 8 * sizes["H"]
     largest = sum(best.values()) + held(part_of(where))
@@ -238,6 +243,19 @@ def activations(
     )  # fmt: skip
 
 
+def _traced(family: str, dtype: str, heads: str, chunked: bool) -> bool:
+    """Is there a form of this way to share heads?"""
+    some = f"{family}/{dtype}/{heads}/{'device/mlp+loss+chunk' if chunked else 'device/mlp+norm+loss'}"
+    return some in _forms()["ways"]
+
+
+def _nearest(family: str, chunked: bool) -> str:
+    """What a decoder has forms of, where one is missing."""
+    if chunked and any(way.startswith(f"{family}/bf16") for way in _forms()["ways"]):
+        return "in row chunks there are those in bf16 with a tiled loss"
+    return "there are those in bf16"
+
+
 def _by_blocks(
     shape: Shape, run: RunConfig, ranks: int, seq_len: int, device: str, room: int | None, workspace: bool,
     capability: int, free: int | None, held: Callable[[str], float],
@@ -249,7 +267,7 @@ def _by_blocks(
         shape, run.replace(block=None, kv="auto"), ranks, length, device, room, workspace, capability, held=held
     )  # fmt: skip
     element, heads = element_bytes(run, device), max(kv_needed(shape.heads, shape.kv_heads, ranks))
-    page = keys_and_values(length * run.batch_size, heads, 2 * shape.head_dim, element)
+    page = keys_and_values(length * run.batch_size, heads, shape.head_dim + shape.value_dim, element)
     blocks = -(-seq_len // length)
     pages = shape.layers * page * (blocks - 1)  # the last block's are never kept
     short = run.offload != "none" and free is not None and pages > KV_SHARE * free
@@ -377,12 +395,5 @@ def kernel_of(shape: Shape, run: RunConfig, device: str, capability: int = 9) ->
     `sdpa`: what is installed is not known."""
     if run.attention not in ("sdpa", "auto"):
         return run.attention
-    return sdpa_kernel(device, element_bytes(run, device) == 2, shape.head_dim, capability=capability)
-
-
-def kernel_workspace(shape: Shape, kernel: str, rows: float) -> float:
-    """Bytes that a GPU's attention backward takes for itself: dQ summed in fp32 (flash-attn and cuDNN both), and with
-    flash-attn 2 the gradients of keys and values of each query head, before they are summed."""
-    queries = rows * shape.heads * shape.head_dim
-    expanded = kernel in FLASH_2 and shape.kv_heads < shape.heads
-    return 4 * queries + (2 * 2 * queries if expanded else 0)
+    width = max(shape.head_dim, shape.value_dim)
+    return sdpa_kernel(device, element_bytes(run, device) == 2, width, shape.softcap, capability)

@@ -152,8 +152,9 @@ def read(args: argparse.Namespace) -> Question:
     memory = label_bytes(args.gpu_memory) if args.gpu_memory else int(rates.usable) or None
     host = parse_quantity(args.host_memory, "host-memory") if args.host_memory else None
     if measured:
+        beside = {} if host else {"process": measured.overheads.process}
         host = host or measured.host_memory
-        terms = {"context": measured.overheads.context, "nccl": measured.overheads.nccl, **terms}
+        terms = {"context": measured.overheads.context, "nccl": measured.overheads.nccl, **beside, **terms}
     machine = Machine(
         gpus=gpus, per_node=of_node, gpu_memory=memory, host_memory=host, rates=rates,
         device=measured.device if measured else "cuda", overheads=Overheads(**terms),

@@ -85,7 +85,8 @@ def machine_of(run: RunConfig, nodes: int, gpus: int, host: int | None = None, g
 
 
 def read_machine(path: str | Path) -> Machine:
-    """The machine that `alst check` measured, from its folder or the result.json there.
+    """The machine that `alst check` measured, from its folder or the result.json there. The host memory that was free
+    is free beside the ranks' processes, which ran: they take nothing more.
 
     Raises:
         ValueError: no such result.
@@ -99,5 +100,5 @@ def read_machine(path: str | Path) -> Machine:
     return Machine(
         gpus=metrics["ranks"], per_node=metrics["ranks_of_node"], gpu_memory=metrics["gpu_memory"],
         host_memory=metrics["host_memory"], rates=rates, device="cuda" if metrics["gpu_memory"] else "cpu",
-        overheads=Overheads(context=overheads["context"], nccl=overheads["nccl"]),
+        overheads=Overheads(context=overheads["context"], nccl=overheads["nccl"], process=0),
     )  # fmt: skip

@@ -1,7 +1,6 @@
 """The sizes of a model, from its config.json or by its hub name, without torch and transformers.
 
-Built in are small shapes with random weights and the public shapes that the papers and most users start from, so that
-a plan needs no download.
+Built in are small shapes with random weights and published ones (`public_models`), so that a plan needs no download.
 """
 
 from __future__ import annotations
@@ -15,54 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.config import nearest_path
-
-_LLAMA_8B = {
-    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "rope_parameters": {
-        "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-    },
-}  # fmt: skip
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
-    },
-    "small": {
-        "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 16,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
-    },
-    "llama-3.1-8b": _LLAMA_8B,
-}  # fmt: skip
-"""Shapes of Llama models with random weights. `small` shows every row's effect on a laptop's CPU."""
-
-
-def _public(family: str, vocab: int, width: int, mlp: int, layers: int, heads: int, kv: int, **more: Any) -> Any:
-    return {
-        "model_type": family, "vocab_size": vocab, "hidden_size": width, "intermediate_size": mlp,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
-        "tie_word_embeddings": False, **more,
-    }  # fmt: skip
-
-
-_TIED: dict[str, Any] = {"tie_word_embeddings": True}
-_HEAD: dict[str, Any] = {"head_dim": 128}
-PUBLIC: dict[str, dict[str, Any]] = {
-    "meta-llama/Llama-3.1-8B": _public("llama", 128_256, 4096, 14_336, 32, 32, 8),
-    "meta-llama/Llama-3.1-70B": _public("llama", 128_256, 8192, 28_672, 80, 64, 8),
-    "meta-llama/Llama-3.2-1B": _public("llama", 128_256, 2048, 8192, 16, 32, 8, head_dim=64, **_TIED),
-    "meta-llama/Llama-3.2-3B": _public("llama", 128_256, 3072, 8192, 28, 24, 8, **_HEAD, **_TIED),
-    "Qwen/Qwen3-4B": _public("qwen3", 151_936, 2560, 9728, 36, 32, 8, **_HEAD, **_TIED),
-    "Qwen/Qwen3-8B": _public("qwen3", 151_936, 4096, 12_288, 36, 32, 8, **_HEAD),
-    "Qwen/Qwen3-32B": _public("qwen3", 151_936, 5120, 25_600, 64, 64, 8, **_HEAD),
-    "Qwen/Qwen2.5-7B": _public("qwen2", 152_064, 3584, 18_944, 28, 28, 4),
-    "Qwen/Qwen2.5-32B": _public("qwen2", 152_064, 5120, 27_648, 64, 40, 8),
-    "mistralai/Mistral-7B-v0.3": _public("mistral", 32_768, 4096, 14_336, 32, 32, 8),
-}
-"""Published shapes by hub name (their `-Instruct` and `-Base` variants are alike)."""
+from alstlib.planner.public_models import PUBLIC, SHAPES
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -83,14 +35,79 @@ class Shape:
     head_dim: int
     tied: bool
     """Is the head the embedding?"""
+    gated: bool = True
+    """Has an MLP three matrices, and not two?"""
+    vectors: int = 0
+    """Elements of a layer that multiply no token, such as biases and norms' weights; without those of experts."""
+    ends: int = 0
+    """Elements of the last norm, and of learned positions."""
+    window: int = 0
+    """Keys that a query of a layer with a sliding window attends to."""
+    windowed: int = 0
+    """Layers that have it."""
+    softcap: bool = False
+    """Are scores capped?"""
+    experts: int = 0
+    """Of a layer that routes; 0: none does."""
+    routed: int = 0
+    """Experts that a token goes to."""
+    expert_mlp: int = 0
+    """Width of one."""
+    shared_mlp: int = 0
+    """Width of what every token goes to beside them."""
+    expert_vectors: int = 0
+    """Biases of one expert."""
+    dense: int = 0
+    """Layers that do not route, in a model that has experts."""
+    latent: Latent | None = None
+    """Of multi-head latent attention."""
+
+    @property
+    def sparse(self) -> int:
+        """Layers that route to experts."""
+        return self.layers - self.dense if self.experts else 0
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent.values if self.latent else self.head_dim
+
+    @property
+    def projections(self) -> int:
+        """Elements of the matrices of one layer's attention."""
+        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if self.latent is None:
+            return self.width * (2 * query + 2 * kv)
+        return self.latent.matrices(self.width, self.heads, self.head_dim)
+
+    def _mlp(self, width: int) -> int:
+        return (3 if self.gated else 2) * self.width * width
+
+    @property
+    def expert(self) -> int:
+        """Elements of one expert's matrices."""
+        return self._mlp(self.expert_mlp)
+
+    @property
+    def mlp_of_token(self) -> int:
+        """Elements of MLPs and routers of all layers that multiply one token: of experts, those that it is sent to."""
+        routing = self.width * self.experts + self.routed * self.expert + self._mlp(self.shared_mlp)
+        return self.sparse * routing + (self.layers - self.sparse) * self._mlp(self.mlp)
+
+    @property
+    def _sparse_layer(self) -> int:
+        experts = self.experts * (self.expert + self.expert_vectors)
+        return self.projections + self.vectors + self.width * self.experts + experts + self._mlp(self.shared_mlp)
 
     @property
     def layer_parameters(self) -> int:
-        """Of one decoder layer."""
-        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        biases = query + 2 * kv if self.family == "qwen2" else 0
-        norms = 2 * self.width + {"qwen3": 2 * self.head_dim, "olmo2": query + kv}.get(self.family, 0)
-        return self.width * (2 * query + 2 * kv + 3 * self.mlp) + biases + norms
+        """Of the largest decoder layer, with all its experts."""
+        return self._sparse_layer if self.experts else self.projections + self._mlp(self.mlp) + self.vectors
+
+    @property
+    def largest_tensor(self) -> int:
+        """Elements of the largest: an embedding or a matrix, which may be that of all experts together."""
+        together = self.experts * self.width * self.expert_mlp * (2 if self.gated else 1)
+        return max(self.embedding, self.width * self.mlp, together)
 
     @property
     def embedding(self) -> int:
@@ -99,7 +116,8 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.layer_parameters + (1 if self.tied else 2) * self.embedding + self.width
+        plain = (self.layers - self.sparse) * (self.projections + self._mlp(self.mlp) + self.vectors)
+        return plain + self.sparse * self._sparse_layer + (1 if self.tied else 2) * self.embedding + self.ends
 
     def adapter_parameters(self, lora: Mapping[str, Any]) -> int:
         """Of LoRA adapters with these fields of peft's LoraConfig. Target modules with names that Llama has not
@@ -117,8 +135,33 @@ class Shape:
     @property
     def dense_parameters(self) -> int:
         """What multiplies each token: the layers' matrices and the head (as `results.flos` counts)."""
-        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return self.layers * self.width * (2 * query + 2 * kv + 3 * self.mlp) + self.embedding
+        return self.layers * self.projections + self.mlp_of_token + self.embedding
+
+    def pairs(self, seq_len: int) -> float:
+        """Pairs of a query and a key that attention computes in a sample, all layers: a causal half, or what lies in
+        the window."""
+        whole = seq_len**2 / 2
+        inside = whole if not self.window or self.window >= seq_len else self.window * (seq_len - self.window / 2)
+        return (self.layers - self.windowed) * whole + self.windowed * inside
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Widths of multi-head latent attention (DeepSeek-V2): queries, and keys with values, come from vectors of these
+    ranks, and a part of each key without a latent carries the position."""
+
+    queries: int
+    """0: queries come from the hidden states."""
+    keys: int
+    positions: int
+    values: int
+
+    def matrices(self, width: int, heads: int, head_dim: int) -> int:
+        """Elements for heads whose keys are this wide."""
+        query = heads * head_dim
+        made = width * self.queries + self.queries * query if self.queries else width * query
+        apart = self.keys * heads * (head_dim - self.positions + self.values)
+        return made + width * (self.keys + self.positions) + apart + heads * self.values * width
 
 
 def check_path(name: str) -> None:
@@ -198,7 +241,7 @@ def find_config(name: str) -> dict[str, Any]:
     if (cached := _in_cache(name)) is not None:
         return cached
     plain = {public.lower(): public for public in PUBLIC}
-    for ending in ("", "-instruct", "-base"):
+    for ending in ("", "-instruct", "-base", "-it", "-pt"):
         stem = name.lower().removesuffix(ending)
         if stem in plain:
             return dict(PUBLIC[plain[stem]])
@@ -224,19 +267,126 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     """The shape that a config describes.
 
     Raises:
-        ValueError: a size that is missing or no number; experts, whose memory depends on the data; sliding windows.
+        ValueError: a size that is missing or no number, layers of a kind that the planner does not know.
     """
     family = str(config.get("model_type", ""))
+    config = {**config, **{ours: config[theirs] for theirs, ours in _OTHER_NAMES.items() if theirs in config}}
+    if config.get("intermediate_size") is None and "n_embd" in config:
+        config["intermediate_size"] = 4 * config["hidden_size"]
     if missing := [field for field in _REQUIRED if not isinstance(config.get(field), int)]:
         raise ValueError(f"model='{name}' ({family or 'no model_type'}): its config has no {', '.join(missing)}")
-    if any(config.get(field) for field in ("num_local_experts", "num_experts", "n_routed_experts")):
-        raise ValueError(f"model='{name}' ({family}) routes to experts: what they take depends on the data")
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
-        raise ValueError(f"model='{name}' ({family}) has a sliding window, which the planner does not know")
-    heads = config["num_attention_heads"]
-    return Shape(
-        name=name, family=family, vocab=config["vocab_size"], width=config["hidden_size"],
-        mlp=config["intermediate_size"], layers=config["num_hidden_layers"], heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads, tied=bool(config.get("tie_word_embeddings")),
-    )  # fmt: skip
+    kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ValueError(f"model='{name}' ({family}) has layers of {', '.join(sorted(kinds))}, which have no form")
+    layers, heads, width = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
+    config = {**config, "head_dim": None, "num_key_value_heads": None} if family in _SQUARE else config
+    kv_heads = config.get("num_key_value_heads") or heads
+    window = _windows(config, family)
+    made: dict[str, Any] = {
+        "name": name, "family": family, "vocab": config["vocab_size"], "width": width,
+        "mlp": config["intermediate_size"], "layers": layers, "heads": heads, "kv_heads": kv_heads,
+        "head_dim": config.get("head_dim") or width // heads, "window": window[0], "windowed": window[1],
+        "tied": bool(config.get("tie_word_embeddings", family in _TIED)), "gated": family not in _TWO_MATRICES,
+        "softcap": family == "gemma2" and config.get("attn_logit_softcapping", 50.0) is not None,
+    }  # fmt: skip
+    if family in LATENT:
+        made |= {"head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"]}
+        latent = Latent(
+            config.get("q_lora_rank") or 0, config["kv_lora_rank"], config["qk_rope_head_dim"], config["v_head_dim"]
+        )
+        made["latent"] = latent
+    made |= _experts(config, family, name)
+    return Shape(**{**made, **_vectors(config, Shape(**made))})
+
+
+_OTHER_NAMES = {
+    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+}  # fmt: skip
+"""Of GPT-2's config."""
+_TIED = ("gemma2", "gemma3_text", "gpt2", "cohere", "starcoder2", "smollm3")
+"""Whose head is the embedding where the config does not say."""
+_SQUARE = ("gpt_neox", "gpt2")
+"""Whose heads, with keys and values of their own, are together as wide as the model."""
+_TWO_MATRICES = ("starcoder2", "gpt_neox", "gpt2")
+"""Whose MLP has no gate."""
+LATENT = ("deepseek_v3",)
+_WINDOWS = {"mistral": 4096, "gemma2": 4096, "gemma3_text": 4096, "gpt_oss": 128}
+"""transformers' sliding windows where a config has none."""
+_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
+"""One layer in so many has no window, where the config does not say which."""
+
+
+def _windows(config: Mapping[str, Any], family: str) -> tuple[int, int]:
+    """A sliding window, and how many layers have it."""
+    window = config.get("sliding_window", _WINDOWS.get(family))
+    if not window or not config.get("use_sliding_window", family not in ("qwen2", "qwen3", "smollm3")):
+        return 0, 0
+    layers = config["num_hidden_layers"]
+    every = config.get("sliding_window_pattern") or _FULL_EVERY.get(family, 0)
+    if kinds := config.get("layer_types"):
+        windowed = list(kinds).count("sliding_attention")
+    elif "max_window_layers" in config and family in ("qwen2", "qwen3"):
+        windowed = max(0, layers - config["max_window_layers"])
+    else:
+        windowed = layers - layers // every if every else layers
+    return (window, windowed) if windowed else (0, 0)
+
+
+def _experts(config: Mapping[str, Any], family: str, name: str) -> dict[str, Any]:
+    """What a config says of experts.
+
+    Raises:
+        ValueError: experts of a decoder that the planner does not know.
+    """
+    fields = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((config[field] for field in fields if config.get(field)), 0)
+    if not experts:
+        return {}
+    layers, width = config["num_hidden_layers"], config["hidden_size"]
+    if family not in EXPERTS:
+        raise ValueError(f"model='{name}' ({family}) routes to experts, and has no form; {', '.join(EXPERTS)} have one")
+    step, dense = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+    plain = config.get("first_k_dense_replace", 0) if family == "deepseek_v3" else 0
+    if family == "qwen3_moe":
+        plain = sum(i in dense or (i + 1) % step > 0 for i in range(layers))
+    wide = config.get("moe_intermediate_size") or config["intermediate_size"]
+    biases = family == "gpt_oss"
+    return {
+        "experts": experts, "routed": config["num_experts_per_tok"], "expert_mlp": wide, "dense": plain,
+        "shared_mlp": wide * config.get("n_shared_experts", 0) if family == "deepseek_v3" else 0,
+        "expert_vectors": (1 + 2 * wide + width) if biases else 0,
+    }  # fmt: skip
+
+
+EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+"""Decoders with experts that have a form."""
+
+
+def _vectors(config: Mapping[str, Any], shape: Shape) -> dict[str, int]:
+    """Elements of a decoder's vectors: `Shape.vectors` and `Shape.ends`."""
+    family, width, dim = shape.family, shape.width, shape.head_dim
+    query, kv = shape.heads * dim, shape.kv_heads * dim
+    norm = 2 * width if family in _TWO_MATRICES else width  # with biases
+    per_head = (shape.heads + shape.kv_heads) * dim
+    of_heads = {"qwen3": 2 * dim, "qwen3_moe": 2 * dim, "gemma3_text": 2 * dim, "olmo2": query + kv}
+    norms = {"cohere": 1, "gemma2": 4, "gemma3_text": 4}.get(family, 2) * norm + of_heads.get(family, 0)
+    if family == "cohere" and config.get("use_qk_norm"):
+        norms += per_head
+    three, out = query + 2 * kv, width
+    biases = three + out if config.get("attention_bias", family in ("gpt_neox", "gpt_oss", "gpt2")) else 0
+    biases = {"qwen2": three, "glm": min(biases, three), "phi3": 0}.get(family, biases)
+    if family == "starcoder2":
+        biases = three + out if config.get("use_bias", True) else 0
+    if family in ("gpt_neox", "gpt2") or (family == "starcoder2" and biases):
+        biases += shape.mlp + width
+    elif config.get("mlp_bias"):
+        biases += 2 * shape.mlp + width
+    if family == "gpt_oss":
+        biases += shape.heads  # sinks
+    if shape.latent:
+        small = shape.latent.queries + shape.latent.keys
+        made = shape.latent.queries + shape.latent.keys + shape.latent.positions + width
+        norms, biases = norms + small, made if config.get("attention_bias") else 0
+    positions = width * config.get("n_positions", 1024) if family == "gpt2" else 0
+    return {"vectors": norms + biases, "ends": norm + positions}

@@ -121,7 +121,7 @@ def states(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours")
 def loading(shape: Shape, run: RunConfig, machine: Machine) -> Loading:
     """What it takes to load our run's model; of the reference's loading nothing is predicted."""
     element, gpu = element_bytes(run, machine.device), machine.device != "cpu"
-    whole, tensor = element * shape.parameters, element * max(shape.embedding, shape.width * shape.mlp)
+    whole, tensor = element * shape.parameters, element * shape.largest_tensor
     part = whole
     if run.zero_stage == 3:
         part = tensor + (0 if run.offload_params else whole // machine.gpus)
@@ -261,9 +261,9 @@ def advice(shape: Shape, run: RunConfig, machine: Machine) -> list[Help]:
             continue
         try:
             other = run.replace(**changes)
-        except ValueError:
+            then = longest(shape, other, machine)
+        except ValueError:  # options that exclude each other, or a way that has no form
             continue
-        then = longest(shape, other, machine)
         if then is not None and then.seq_len > 1.01 * (now.seq_len if now else 0):
             at = predict(shape, other, machine, now.seq_len) if now else then
             found.append(Help(what, changes, then.seq_len, at.seconds["step"]))
@@ -280,10 +280,10 @@ def nearest_that_fits(
         for what, changes in HELP.items():
             try:
                 other = now.replace(**changes)
+                found = predict(shape, other, machine, seq_len)
             except ValueError:
                 continue
             if other != now:
-                found = predict(shape, other, machine, seq_len)
                 peak = max(found.device_peak, found.loading.device)
                 options.append((not found.fits, peak, found.seconds["step"], what, other))
         if not options:

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alstlib.config import RunConfig
-from alstlib.planner.activations import FLASH_2, Activations, element_bytes
+from alstlib.planner.activations import Activations, element_bytes
+from alstlib.planner.attention_bytes import FLASH_2
 from alstlib.planner.gpus import Rates
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
 
 
-def attention_flops(shape: Shape, seq_len: int) -> float:
-    """Of one forward over a sample, all layers, the causal half: QK^T and PV."""
-    return 2.0 * seq_len**2 * shape.heads * shape.head_dim * shape.layers
+def attention_flops(shape: Shape, seq_len: int, share: float = 1.0) -> float:
+    """Of one forward over a sample, all layers: QK^T and PV of the causal half, or of what lies in a sliding window.
+    `share` is that of the pairs which layers without a window compute."""
+    windows = replace(shape, layers=shape.windowed).pairs(seq_len)
+    pairs = share * (shape.pairs(seq_len) - windows) + windows
+    return 2.0 * pairs * shape.heads * (shape.head_dim + shape.value_dim)
 
 
 def linear_flops(shape: Shape, tokens: int) -> dict[str, float]:
-    """Of one forward, all layers: projections of attention, MLPs, and the head."""
-    query, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    projections = 2.0 * tokens * shape.layers * shape.width * (2 * query + 2 * kv)
-    mlp = 2.0 * tokens * shape.layers * 3 * shape.width * shape.mlp
-    return {"projections": projections, "mlp": mlp, "head": 2.0 * tokens * shape.embedding}
+    """Of one forward, all layers: projections of attention, MLPs (of experts, those that a token goes to), and the
+    head."""
+    return {
+        "projections": 2.0 * tokens * shape.layers * shape.projections, "mlp": 2.0 * tokens * shape.mlp_of_token,
+        "head": 2.0 * tokens * shape.embedding,
+    }  # fmt: skip
 
 
 def exchange_bytes(shape: Shape, ranks: int, seq_len: int, element: int, forwards: float, saved: float) -> float:
@@ -38,10 +43,10 @@ def exchange_bytes(shape: Shape, ranks: int, seq_len: int, element: int, forward
     """
     if ranks == 1:
         return 0.0
-    query, kv = shape.heads, max(shape.kv_heads, ranks)
-    units = (forwards - saved) * (2 * query + 2 * kv) + (2 * query + 2 * kv) + saved * (query + 2 * kv)
-    units += saved * query * 4 / (shape.head_dim * element)
-    return units * shape.head_dim * element * (seq_len / ranks) * (ranks - 1) / ranks * shape.layers
+    query, kv, keys, values = shape.heads, max(shape.kv_heads, ranks), shape.head_dim, shape.value_dim
+    there, back = query * keys + kv * (keys + values), query * values
+    numbers = (forwards - saved) * (there + back) + (there + back) + saved * (there + query * 4 / element)
+    return numbers * element * (seq_len / ranks) * (ranks - 1) / ranks * shape.layers
 
 
 def step_seconds(
@@ -55,9 +60,9 @@ def step_seconds(
     """
     element, rates = element_bytes(run, "cuda"), machine.rates
     again = 1.0 if run.checkpoint else 0.0
-    forward, backward = _attention_rates(found, rates)
+    forward, backward = _attention_rates(shape, found, rates)
     linear = linear_flops(shape, seq_len * run.batch_size)
-    attention = attention_flops(shape, seq_len) * found.attention_share * run.batch_size
+    attention = attention_flops(shape, seq_len, found.attention_share) * run.batch_size
     first = _before_blocks(run, ranks, seq_len)  # forward without a graph
     passes = {
         "projections": 3 + again + first + _chunk_again(run), "mlp": 3 + again + first + _thrice(run, preset),
@@ -72,7 +77,7 @@ def step_seconds(
     offload = found.copied / rates.host
     trained = shape.parameters if run.lora is None else shape.adapter_parameters(run.lora)
     shard = trained / (machine.gpus if run.zero_stage else 1)
-    optimizer = 28 * shard / (rates.host_memory if run.offload_optimizer and run.zero_stage else 3e12)
+    optimizer = ADAM_BYTES * shard / (rates.host_memory if run.offload_optimizer and run.zero_stage else DEVICE_MEMORY)
     computing = (matmul + core) * run.accumulation
     waited = max(0.0, zero - computing)
     if run.offload == "sync":
@@ -86,12 +91,19 @@ def step_seconds(
     }  # fmt: skip
 
 
-def _attention_rates(found: Activations, rates: Rates) -> tuple[float, float]:
+BLOCKWISE = 64
+"""Bytes that `kernels.blockwise` reads and writes for each score in forward, and half of what it does in backward: its
+products and functions of a block pass through the device's memory in fp32."""
+
+
+def _attention_rates(shape: Shape, found: Activations, rates: Rates) -> tuple[float, float]:
     flash2 = found.kernel in FLASH_2
-    return (
-        rates.flash2_forward if flash2 else rates.attention_forward,
-        rates.flash2_backward if flash2 else rates.attention_backward,
-    )
+    forward = rates.flash2_forward if flash2 else rates.attention_forward
+    backward = rates.flash2_backward if flash2 else rates.attention_backward
+    if found.kernel == "blockwise":
+        score = 2 * (shape.head_dim + shape.value_dim) * DEVICE_MEMORY / BLOCKWISE
+        forward, backward = min(forward, score), min(backward, 2.5 / 2 * score)
+    return forward, backward
 
 
 def _before_blocks(run: RunConfig, ranks: int, seq_len: int) -> float:
@@ -114,6 +126,11 @@ def _zero_seconds(shape: Shape, run: RunConfig, machine: Machine) -> float:
     zero = gathers * shape.parameters * element * (world - 1) / world / share * run.accumulation
     return max(zero, 2 * shape.parameters * element / world / rates.host) if run.offload_params else zero
 
+
+ADAM_BYTES = 28
+"""That AdamW reads and writes for each weight in fp32: it, its gradient and two moments."""
+DEVICE_MEMORY = 3e12
+"""Bytes a second of a GPU's own memory."""
 
 COMPUTE, EXCHANGE, COPIES, STATES = "computing", "exchange", "copies to and from the host", "weights and gradients"
 """Lanes of `layer_spans`."""
@@ -149,8 +166,8 @@ def layer_spans(
     query, kv = shape.heads, max(shape.kv_heads, ranks)  # in what is sent
     into = shape.heads + 2 * shape.kv_heads  # in projections: queries, keys, values; then the output's
     first, last = projections * into / (into + shape.heads), projections * shape.heads / (into + shape.heads)
-    forward, backward = _attention_rates(found, rates)
-    core = attention_flops(shape, seq_len) * found.attention_share * run.batch_size / ranks / shape.layers
+    forward, backward = _attention_rates(shape, found, rates)
+    core = attention_flops(shape, seq_len, found.attention_share) * run.batch_size / ranks / shape.layers
     one_pass = exchange_bytes(shape, ranks, seq_len * run.batch_size, element_bytes(run, "cuda"), 1, 0) / 2
     network = rates.link if ranks <= machine.per_node else rates.network
     unit = one_pass / (2 * query + 2 * kv) / network / shape.layers

@@ -59,7 +59,7 @@ def streaming_of(
     assert run.chunk is not None
     hidden = run.offload != "none" and run.hidden != "device" and bool(run.tiled_loss) and run.liger != "loss"
     heads = max(kv_needed(shape.heads, shape.kv_heads, ranks))
-    keys = keys_and_values(rows * ranks, heads, 2 * shape.head_dim, element)
+    keys = keys_and_values(rows * ranks, heads, shape.head_dim + shape.value_dim, element)
     kv = run.kv == "host" or (
         run.kv == "auto" and run.offload != "none" and free is not None and keys > KV_SHARE * free
     )
@@ -95,8 +95,8 @@ def copied_bytes(
 def least_chunk(shape: Shape, rates: Rates, ranks: int = 1, element: int = 2) -> int:
     """Tokens of a rank in the shortest chunk with which copies of keys and values hide behind attention: a page comes
     from the host for each chunk of queries, in backward with the sums of its gradients, which go back too."""
-    pair = 4 * shape.heads * shape.head_dim  # FLOPs of a query and a key
-    row = 2 * shape.kv_heads * shape.head_dim
+    pair = 2 * shape.heads * (shape.head_dim + shape.value_dim)  # FLOPs of a query and a key
+    row = shape.kv_heads * (shape.head_dim + shape.value_dim)
     forward = row * element / rates.host * rates.attention_forward / pair
     backward = row * (element + 4) / rates.host * rates.attention_backward / (2.5 * pair)
     return math.ceil(max(forward, backward) / ranks)

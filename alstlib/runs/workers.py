@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.config import RunConfig, check_names
-from alstlib.planner.model_shapes import SHAPES
+from alstlib.planner.public_models import SHAPES
 
 ABLATION, FINETUNE = "alstlib.train.ablation", "alstlib.train.finetune"
 TRAINING = (ABLATION, FINETUNE)

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from alstlib.config import RunConfig, check_names
 from alstlib.hf.support import heads_of
-from alstlib.planner.model_shapes import PUBLIC, SHAPES, check_model, overridden
+from alstlib.planner.model_shapes import check_model, overridden
+from alstlib.planner.public_models import PUBLIC, SHAPES
 
 
 def model_config(

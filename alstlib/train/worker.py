@@ -21,8 +21,8 @@ from alstlib.mesh import SPContext, gather_text, join, join_fake
 from alstlib.offload.ledger import ran_out
 from alstlib.planner import devices
 from alstlib.planner.machine import machine_of
-from alstlib.planner.model_shapes import SHAPES
 from alstlib.planner.preflight import as_metrics, foretell, step_limit
+from alstlib.planner.public_models import SHAPES
 from alstlib.runs import results, workers
 from alstlib.runs.processes import answer_where, die_with_parent
 from alstlib.runs.progress import Progress

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from alstlib.measure.calibrate import text_of, without_unused
-from alstlib.measure.forms import HEADS, LAYERS, SIZES, SMALL, Way, factor, moments, trace
-from alstlib.measure.pruning import plausible
+from alstlib.measure.forms import HEADS, LAYERS, SIZES, SMALL, WIDTH, Way, factor, moments, trace
+from alstlib.measure.pruning import with_experts
 from alstlib.planner.activations import FILE, SAME, _forms, product
 
 
@@ -49,7 +49,7 @@ def test_factoring() -> None:
     primes, ranks, query = HEADS["whole"]
     sizes = {**SIZES, **primes}
     heads = primes["P"] * primes["k"] * primes["q"]
-    width = 1013 * heads
+    width = WIDTH * heads
     assert ranks == primes["P"]
     assert factor(2 * sizes["R"] * width, sizes, query) == (2, "H R")
     assert factor(4 * sizes["R"] * heads, sizes, query) == (4, "P R k q")
@@ -77,7 +77,7 @@ def test_a_product_of_names() -> None:
 def test_all_names_of_the_forms_have_sizes() -> None:
     import random
 
-    known = set(plausible(random.Random(0)))
+    known = set(with_experts(random.Random(0)))
     for _, kinds in _forms()["moments"]:
         for terms in kinds.values():
             for _, names in terms:

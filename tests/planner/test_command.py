@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from alstlib.planner.model_shapes import PUBLIC
+from alstlib.planner.machine import read_machine
+from alstlib.planner.public_models import PUBLIC
 from alstlib.runs.cli import main
 from alstlib.units import GIB
 
@@ -159,3 +160,20 @@ def test_a_plan_is_quick() -> None:
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     assert min(once() for _ in range(3)) <= 1.0
+
+
+def test_a_measured_hosts_memory_is_free_beside_the_ranks(tmp_path: Path, capsys: Any) -> None:
+    """`alst check` asks for it while its ranks' processes are there; a host that is named has yet to hold them."""
+    rates = ("matmul", "attention_forward", "attention_backward", "host", "host_memory")
+    metrics = {
+        "rates": {name: [1e12] for name in rates}, "device_name": "some GPU", "gpu_memory": 80 * GIB, "capability": 9,
+        "ranks": 8, "ranks_of_node": 8, "host_memory": 800 * GIB, "overheads": {"context": GIB, "nccl": GIB},
+    }  # fmt: skip
+    (tmp_path / "result.json").write_text(json.dumps({"metrics": metrics}))
+    assert read_machine(tmp_path).overheads.process == 0
+    options = ["plan", "--model", EIGHT[2], "--json", "--machine", str(tmp_path), "--seq-len", "100K"]
+    for more, there in ([], 0), (["--host-memory", "800GiB"], 4 * GIB), (["--process", "1GiB"], GIB):
+        assert main([*options, *more]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["host"]["by_category"]["process"] == there
+        assert found["host"]["limit"] == 100 * GIB

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from alstlib.measure.plan_table import OLDER
 from alstlib.planner.activations import families
-from alstlib.planner.model_shapes import PUBLIC, SHAPES, find_config, read_shape, shape_of
+from alstlib.planner.model_shapes import find_config, read_shape, shape_of
+from alstlib.planner.public_models import PUBLIC, SHAPES
 from alstlib.train.models import flop_dimensions, model_config
 
 TINY = {
@@ -30,7 +33,41 @@ def test_parameters_are_those_of_the_model(family: str, tied: bool) -> None:
         model = AutoModelForCausalLM.from_config(config)
     shape = shape_of(config.to_dict(), family)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
-    assert shape.dense_parameters == flop_dimensions(model)["dense_params"]
+    if not shape.experts:  # of which a token meets some
+        assert shape.dense_parameters == flop_dimensions(model)["dense_params"]
+
+
+@pytest.mark.parametrize("name", [name for name, fields in PUBLIC.items() if fields["model_type"] not in OLDER])
+def test_published_shapes_are_those_of_their_models(name: str) -> None:
+    """As published and as transformers fills in what a config leaves out, with fewer layers."""
+    fields = {**PUBLIC[name], "num_hidden_layers": 6}
+    config = AutoConfig.for_model(**fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    windowed = list(getattr(config, "layer_types", None) or []).count("sliding_attention")
+    for shape in (shape_of(fields, name), shape_of(config.to_dict(), name)):
+        assert shape.parameters == sum(p.numel() for p in model.parameters())
+        assert shape.windowed == (windowed or (6 if getattr(config, "sliding_window", None) else 0))
+        if not (shape.experts or shape.family == "gpt2"):  # whose positions are a matrix too
+            assert shape.dense_parameters == flop_dimensions(model)["dense_params"]
+
+
+def test_active_parameters_of_experts() -> None:
+    """Billions that multiply a token, the embedding left out; published: 12.9, 3.3, 3.6 and 37 with it."""
+    found = {name.rpartition("/")[2]: read_shape(name).dense_parameters / 1e9 for name in PUBLIC}
+    assert found["Mixtral-8x7B-v0.1"] == pytest.approx(12.9 - 0.13, rel=0.005)
+    assert found["Qwen3-30B-A3B"] == pytest.approx(3.35 - 0.31, rel=0.005)
+    assert found["gpt-oss-20b"] == pytest.approx(3.61, rel=0.005)
+    assert found["DeepSeek-V3"] == pytest.approx(37.55 - 0.93, rel=0.005)
+
+
+def test_pairs_in_windows() -> None:
+    """Counted one by one."""
+    shape = replace(read_shape("tiny"), layers=3, window=7, windowed=2)
+    for length in (5, 7, 30):
+        exact = [sum(min(i + 1, w) for i in range(length)) for w in (length, 7, 7)]
+        assert shape.pairs(length) == pytest.approx(sum(exact), abs=1.5 * length)
+    assert shape.pairs(10**6) == pytest.approx(5e11 + 2 * 7e6, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +138,8 @@ def test_an_unknown_model_is_refused_with_the_nearest(name: str, says: str) -> N
     [
         ({"hidden_size": None}, "its config has no hidden_size"),
         ({"intermediate_size": "wide"}, "its config has no intermediate_size"),
-        ({"num_experts": 8}, "routes to experts"),
-        ({"sliding_window": 4096}, "has a sliding window"),
+        ({"num_experts": 8}, "routes to experts, and has no form"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "has layers of linear_attention, which have no form"),
     ],
 )
 def test_a_config_without_a_known_shape_is_refused(changes: dict[str, Any], says: str) -> None:

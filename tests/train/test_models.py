@@ -12,7 +12,7 @@ from cases import make_model
 from transformers import AutoModelForCausalLM
 
 from alstlib.config import RunConfig
-from alstlib.planner.model_shapes import SHAPES
+from alstlib.planner.public_models import SHAPES
 from alstlib.runs import results
 from alstlib.train import models
 from alstlib.train.ablation import run_options
