@@ -160,6 +160,26 @@ def gated_delta_rule(
     return torch.stack(out, 1), state
 
 
+def lightning(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, initial_state: Tensor | None = None, *,
+    documents: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Lightning attention, token by token (MiniMax-01, arXiv 2501.08313).
+
+    q, k [B, S, H, K], v [B, S, H, V], slopes [H] -> output [B, S, H, V] and the last state [B, H, K, V].
+    h = exp(-slope) h + k v^T; output q h. It begins with zeros in each document.
+    """
+    first = first_tokens(*v.shape[:2], documents)
+    state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
+    out = []
+    for t in range(v.shape[1]):
+        again = first[:, t] if t > 0 or initial_state is None else torch.zeros_like(first[:, t])
+        state = state.masked_fill(again[:, None, None, None], 0.0) * (-slopes).exp()[:, None, None]
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
+        out.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return torch.stack(out, 1), state
+
+
 def mamba2(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor | None = None, *,
     documents: Sequence[int] | None = None,

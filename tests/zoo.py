@@ -77,6 +77,14 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid": ("GraniteMoeHybridConfig", {**MAMBA, "layer_types": ["linear_attention", "full_attention"],
                          "num_local_experts": 0, "shared_intermediate_size": 48}),
     "falcon_h1": ("FalconH1Config", {**MAMBA, "mamba_d_ssm": 64}),
+    "jamba": ("JambaConfig", {"mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
+              "num_experts": 2, "num_experts_per_tok": 1, "expert_layer_period": 2, "expert_layer_offset": 1}),
+    "minimax": ("MiniMaxConfig", {"layer_types": ["linear_attention", "full_attention"], "block_size": 16,
+                "num_local_experts": 4, "head_dim": 8}),
+    "nemotron_h": ("NemotronHConfig", {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8,
+                   "chunk_size": 16, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+                   "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8,
+                   "moe_shared_expert_intermediate_size": 24, "num_nextn_predict_layers": 0}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
 }  # fmt: skip
 """Decoders with layers that carry a state."""
@@ -94,10 +102,10 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overri
     return model.train()
 
 
-def build_hybrid(name: str, dtype: torch.dtype = torch.float32) -> Any:
+def build_hybrid(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A model whose every gradient counts, and whose states last."""
     kind, fields = HYBRIDS[name]
-    config = getattr(transformers, kind)(**{**COMMON, **fields})
+    config = getattr(transformers, kind)(**{**COMMON, **fields, **overrides})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
     with torch.no_grad():

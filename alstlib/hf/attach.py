@@ -26,6 +26,7 @@ from alstlib.hf.handle import Handle, Options
 from alstlib.hf.hidden_states import attach_hidden_states, travels
 from alstlib.hf.inputs import Call, number_tokens, take_call
 from alstlib.hf.logits import find_transform
+from alstlib.hf.mixers import is_tokenwise
 from alstlib.hf.routers import attach_routers, refuse_lost_gradients, router_loss
 from alstlib.hf.states import attach_states
 from alstlib.hf.support import check_model, check_shared, shared_weights
@@ -106,7 +107,8 @@ def _swap(handle: Handle, old: nn.Module, new: nn.Module) -> None:
 def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
     tile = None if handle.options.tiled_mlp is True else int(handle.options.tiled_mlp)
     for i, layer in enumerate(layers):
-        found = [(n, m) for n, m in layer.named_children() if n in ("mlp", "feed_forward", "ffn", "block_sparse_moe")]
+        names = {"mlp", "feed_forward", "ffn", "block_sparse_moe", *(["mixer"] if is_tokenwise(layer) else [])}
+        found = [(n, m) for n, m in layer.named_children() if n in names]
         for name, m in layer.named_children() if found else ():
             if (name == "experts" or hasattr(m, "experts")) and not any(m is mlp for _, mlp in found):
                 handle.notes.append(f"layer {i}: {name} ({type(m).__name__}) stands beside its MLP: left untiled")

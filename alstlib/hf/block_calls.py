@@ -15,7 +15,7 @@ from alstlib.hf.causal_lm_loss import fields_of
 from alstlib.hf.dry_run import LayerCall
 from alstlib.hf.handle import Handle, Keys
 from alstlib.hf.inputs import number_tokens, take_call
-from alstlib.hf.mixers import mixers_of
+from alstlib.hf.mixers import is_tokenwise, mixers_of
 from alstlib.hf.routers import router_loss
 from alstlib.recompute import Replay
 from alstlib.streaming.blocks import Blocks
@@ -31,13 +31,17 @@ def attach_blocks(handle: Handle) -> None:
     for i, layer in enumerate(facts.layers):
         call = calls.get(layer)
         seen = call.attention if call is not None else []
+        if not seen and (
+            mixers_of(layer) or is_tokenwise(layer)
+        ):  # no attention: what it hands on does not grow with the sequence
+            handle.keys.append(Keys(facts.heads, facts.kv_heads, 0, None))
+            continue
         handle.keys.append(
             Keys(seen[0].heads, seen[0].kv_heads, seen[0].width + seen[0].value_width,
                  seen[0].kwargs.get("sliding_window"))
             if seen else Keys(facts.heads, facts.kv_heads, facts.kv_widths, None)
         )  # fmt: skip
-        why = "has a state, which blocks do not carry" if mixers_of(layer) else ""
-        if why := why or ("" if call is None else _not_by_blocks(call)):
+        if call is not None and (why := _not_by_blocks(call)):
             handle.not_by_blocks = handle.not_by_blocks or f"layer {i} ({type(layer).__name__}) {why}"
 
     @torch.compiler.disable

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from alstlib.hf.dry_run import LayerCall
 from alstlib.hf.handle import Handle
-from alstlib.hf.mixers import mixers_of
+from alstlib.hf.mixers import is_tokenwise
 from alstlib.hf.support import check_recompute
 from alstlib.recompute import with_gradient
 from alstlib.streaming.chunked import RowChunk, Stream, StreamSegment
@@ -29,11 +29,6 @@ def attach_streams(handle: Handle, layers: Sequence[nn.Module]) -> None:
         if not {"past_key_values", "past_key_value", "layer_past"} & set(inspect.signature(layer.forward).parameters):
             raise ValueError(
                 f"layer {i} ({type(layer).__name__}) takes no cache: it cannot be streamed; use chunk=None"
-            )
-        if mixers := mixers_of(layer):
-            raise ValueError(
-                f"layer {i} ({type(layer).__name__}) has a state ({type(mixers[0]).__name__}), which row chunks do not "
-                "carry: use chunk=None"
             )
     check_recompute(handle.facts)
     if handle.options.sparse is not None:
@@ -139,6 +134,7 @@ def _streamed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any, in
             run=run, chunk=chunk, ranks=handle.ctx.sp, store=handle.store, keep=keep, params=trainable,
             accept=unread.accept, module=layer, device=None if call is None else call.device,
             travels=travel is not None, kv_on_host=handle.kv_on_host, segment=segment,
+            tokenwise=is_tokenwise(layer),
             choices=None if handle.options.sparse is None else PageChoices(handle.options.sparse),
         )  # fmt: skip
         out = stream(x)

@@ -14,12 +14,17 @@ from typing import Any
 from torch import nn
 
 CONVOLUTION = "causal_conv1d_fn"
+LIGHTNING_ATTENTION = "lightning attention"
 GATED_DELTA = "torch_chunk_gated_delta_rule"
+MAMBA1 = "mamba_selective_scan"
+MAMBA1_FUSED = "mamba_inner_fn"
 MAMBA2 = "mamba2_chunk_scan"
 MAMBA2_FUSED = "mamba2_split_conv1d_scan_combined"
 
 FAMILIES = {
     "gated delta rule": {CONVOLUTION, GATED_DELTA},
+    "Mamba-1": {CONVOLUTION, MAMBA1},
+    "Mamba-1, fused": {CONVOLUTION, MAMBA1, MAMBA1_FUSED},
     "Mamba-2": {CONVOLUTION, MAMBA2, MAMBA2_FUSED},
     "short convolution": {CONVOLUTION},
 }
@@ -28,11 +33,16 @@ HARMLESS = {
     "apply_mask_to_padding_states",
     "causal_conv1d_update",
     "torch_recurrent_gated_delta_rule",
+    "mamba_selective_state_update",
     "mamba2_selective_state_update",
 }
 """Functions that work on each token by itself, or only where a cache is given."""
-KINDS = {"linear_attention", "conv", "hybrid"}
-"""What `config.layer_types` calls layers of such mixers."""
+LIGHTNING = {"qkv_proj", "act_fn", "norm", "output_gate", "out_proj", "slope_rate", "block_size", "head_dim"}
+"""What lightning attention is made of: it calls no function for its recurrence, and is known by these."""
+TOKENWISE = {"mlp", "moe"}
+"""What a hybrid calls layers that hold an MLP or experts alone."""
+KINDS = {"linear_attention", "conv", "hybrid", *TOKENWISE}
+"""What `config.layer_types` calls layers of such mixers, and those."""
 
 
 def plain_forward(module: nn.Module) -> Any:
@@ -59,7 +69,14 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 def family_of(module: nn.Module) -> str | None:
     """The family of a mixer that carries a state, or None for any other module."""
     calls = called_by(plain_forward(module)) - HARMLESS
+    if not calls and {*module._modules, *module._buffers, *module.__dict__}.issuperset(LIGHTNING):
+        return LIGHTNING_ATTENTION
     return next((name for name, functions in FAMILIES.items() if calls == functions), None)
+
+
+def is_tokenwise(layer: nn.Module) -> bool:
+    """Does this layer of a hybrid mix no tokens?"""
+    return getattr(layer, "block_type", None) in TOKENWISE and not mixers_of(layer)
 
 
 def mixers_of(module: nn.Module) -> list[nn.Module]:

@@ -10,17 +10,31 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from alstlib.hf.handle import Handle
-from alstlib.hf.mixers import CONVOLUTION, GATED_DELTA, MAMBA2, MAMBA2_FUSED, called_by, mixers_of, plain_forward
-from alstlib.kernels.spans import Documents
+from alstlib.hf.mixers import (
+    CONVOLUTION,
+    GATED_DELTA,
+    LIGHTNING_ATTENTION,
+    MAMBA1,
+    MAMBA1_FUSED,
+    MAMBA2,
+    MAMBA2_FUSED,
+    called_by,
+    family_of,
+    mixers_of,
+    plain_forward,
+)
+from alstlib.tiled.compute import tiled_compute
+from alstlib.ulysses.alltoall import Exchange
 from alstlib.ulysses.convolution import causal_convolution
-from alstlib.ulysses.states import GatedDeltaRule, Recurrence, over_ranks
+from alstlib.ulysses.states import GatedDeltaRule, Recurrence, decayed_attention, over_ranks
 
 
 def attach_states(handle: Handle) -> None:
@@ -32,13 +46,17 @@ def attach_states(handle: Handle) -> None:
 
 def _attach(handle: Handle, mixer: nn.Module) -> None:
     own, original = plain_forward(mixer), mixer.forward
-    names = {
-        name: functools.partial(OURS[name], handle, own.__globals__[name]) for name in called_by(own) & OURS.keys()
-    }
-    over: Any = types.FunctionType(
-        own.__code__, {**own.__globals__, **names}, own.__name__, own.__defaults__, own.__closure__
-    )
-    over.__kwdefaults__ = own.__kwdefaults__
+    if family_of(mixer) == LIGHTNING_ATTENTION:
+        over: Any = functools.partial(_lightning, _Part(handle, (mixer, "")))
+    else:
+        names = {
+            name: functools.partial(OURS[name], _Part(handle, (mixer, name)), own.__globals__[name])
+            for name in called_by(own) & OURS.keys()
+        }
+        over = types.FunctionType(
+            own.__code__, {**own.__globals__, **names}, own.__name__, own.__defaults__, own.__closure__
+        )
+        over.__kwdefaults__ = own.__kwdefaults__
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs) if handle.plain else over(mixer, *args, **kwargs)
@@ -46,25 +64,45 @@ def _attach(handle: Handle, mixer: nn.Module) -> None:
     handle.set_forward(mixer, forward)
 
 
-def _documents(handle: Handle) -> Documents:
-    if handle.call is None:
-        raise ValueError("call the model that apply() was given, not a part of it: documents and labels go with it")
-    return handle.call.documents
+@dataclass(frozen=True)
+class _Part:
+    """One function of one mixer: what it hands on goes from rank to rank, and from chunk to chunk."""
+
+    handle: Handle
+    key: tuple[nn.Module, str]
+
+    @property
+    def exchange(self) -> Exchange:
+        return self.handle.attention.exchange
+
+    def run(self, inputs: Sequence[Tensor], over: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
+        """The output of `over` (documents, start=, first=, length=) for the rows that run now."""
+        call = self.handle.call
+        if call is None:
+            raise ValueError("call the model that apply() was given, not a part of it: documents and labels go with it")
+
+        def step(start: Tensor | None, first: int, length: int | None) -> tuple[Tensor, Tensor]:
+            saved = call.saved
+            known = None if saved is None else saved.known.setdefault(self.key, {})
+            return over(call.documents, start=start, first=first, length=length, known=known)
+
+        chunks = call.piece or call.blocks
+        return step(None, 0, None)[0] if chunks is None else chunks.carry(self.key, step, inputs)
 
 
 def _convolution(
-    handle: Handle, theirs: Callable[..., Tensor], hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
+    part: _Part, theirs: Callable[..., Tensor], hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
     activation: str | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     def convolve(x: Tensor) -> Tensor:
         return theirs(x, weight, bias, activation=activation)
 
-    exchange = handle.attention.exchange
-    return causal_convolution(convolve, hidden_states, weight.shape[-1], exchange, _documents(handle))[0]
+    over = functools.partial(causal_convolution, convolve, hidden_states, weight.shape[-1], part.exchange)
+    return part.run([t for t in (hidden_states, weight, bias) if t is not None], over)
 
 
 def _gated_delta_rule(
-    handle: Handle, theirs: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
+    part: _Part, theirs: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
     use_qk_l2norm_in_kernel: bool = False, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     def kernel(*tensors: Tensor, initial_state: Tensor | None) -> Any:
@@ -75,11 +113,11 @@ def _gated_delta_rule(
         )  # fmt: skip
 
     tokens = (query, key, value, g, beta)
-    return over_ranks(GatedDeltaRule(kernel), tokens, (), handle.attention.exchange, _documents(handle))[0], None
+    return part.run(tokens, functools.partial(over_ranks, GatedDeltaRule(kernel), tokens, (), part.exchange)), None
 
 
 def _mamba2(
-    handle: Handle, theirs: Callable[..., Any], hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    part: _Part, theirs: Callable[..., Any], hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
     chunk_size: int, D: Tensor, dt_bias: Tensor, dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")), **_: Any,
 ) -> Tensor:  # fmt: skip
@@ -94,10 +132,68 @@ def _mamba2(
         _, dt, _, _, A, _, dt_bias = tensors
         step = dt + dt_bias.to(dt.dtype)
         step = (nn.functional.softplus(step) if dt_softplus else step).clamp(*dt_limit)
-        return step.to(torch.promote_types(step.dtype, A.dtype)) * A
+        return (step.to(torch.promote_types(step.dtype, A.dtype)) * A).sum(1)[..., None, None]
 
     tokens, weights = (hidden_states, dt, B, C), (A, D, dt_bias)
-    return over_ranks(Recurrence(kernel, decay), tokens, weights, handle.attention.exchange, _documents(handle))[0]
+    over = functools.partial(over_ranks, Recurrence(kernel, decay), tokens, weights, part.exchange)
+    return part.run((*tokens, *weights), over)
+
+
+def _mamba1(
+    part: _Part, theirs: Callable[..., Any], hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor, z: Tensor, delta_bias: Tensor, delta_softplus: bool = False, return_last_state: bool = False, **how: Any,
+) -> Tensor:  # fmt: skip
+    """Its kernels begin with zeros. The output is affine in the state too: token t sees of the state that comes in what
+    the tokens up to t have left, exp(A (dt_1 + ... + dt_t)) of each entry."""
+
+    def steps(dt: Tensor, bias: Tensor) -> Tensor:
+        step = dt.to(torch.promote_types(dt.dtype, A.dtype)) + bias
+        return nn.functional.softplus(step) if delta_softplus else step
+
+    def kernel(*tensors: Tensor, initial_state: Tensor | None) -> Any:
+        x, dt, B, C, A, D, bias = tensors
+        out, state = theirs(
+            *(t.transpose(1, 2) for t in (x, dt)), A, *(t.transpose(1, 2) for t in (B, C)), D=D, z=None,
+            delta_bias=bias, delta_softplus=delta_softplus, return_last_state=True, **how,
+        )  # fmt: skip
+        out = out.transpose(1, 2)
+        if initial_state is None:
+            return out, state
+        since, width = steps(dt, bias).cumsum(1), dt.shape[2]
+
+        def seen(x: Tensor) -> Tensor:
+            left = (x[..., :width, None] * A).exp() * initial_state[:, None]
+            return (left * x[..., None, width:]).sum(-1)
+
+        both = torch.cat([since, C.to(since.dtype)], -1)
+        more = tiled_compute(seen, both, [t for t in (A, initial_state) if t.requires_grad], tile=64)
+        return out + more.to(out.dtype), state + (since[:, -1, :, None] * A).exp() * initial_state
+
+    def decay(*tensors: Tensor) -> Tensor:
+        _, dt, _, _, A, _, bias = tensors
+        return steps(dt, bias).sum(1)[..., None] * A
+
+    tokens, weights = [t.transpose(1, 2) for t in (hidden_states, dt, B, C)], (A, D, delta_bias)
+    over = functools.partial(over_ranks, Recurrence(kernel, decay), tokens, weights, part.exchange)
+    return part.run((*tokens, *weights), over).transpose(1, 2) * nn.functional.silu(z)
+
+
+def _lightning(part: _Part, mixer: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """The forward of lightning attention (MiniMax-01, arXiv 2501.08313), by its own modules."""
+    qkv = mixer.act_fn(mixer.qkv_proj(hidden_states))
+    qkv = qkv.reshape(*hidden_states.shape[:2], -1, 3 * mixer.head_dim)
+    slopes = mixer.slope_rate.flatten()
+
+    def kernel(*tensors: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return decayed_attention(*tensors, slopes, mixer.block_size, initial_state)
+
+    def decay(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (-slopes * q.shape[1]).expand(q.shape[0], -1)[..., None, None]
+
+    tokens = qkv.split(mixer.head_dim, 3)
+    out = part.run(tokens, functools.partial(over_ranks, Recurrence(kernel, decay), tokens, (), part.exchange))
+    out = mixer.norm(out.flatten(2))
+    return mixer.out_proj(torch.sigmoid(mixer.output_gate(hidden_states)) * out), None
 
 
 def _not_fused(*_: Any, **__: Any) -> None:
@@ -107,7 +203,9 @@ def _not_fused(*_: Any, **__: Any) -> None:
 OURS: dict[str, Callable[..., Any]] = {
     CONVOLUTION: _convolution,
     GATED_DELTA: _gated_delta_rule,
+    MAMBA1: _mamba1,
+    MAMBA1_FUSED: _not_fused,
     MAMBA2: _mamba2,
     MAMBA2_FUSED: _not_fused,
 }
-"""What takes the place of each function: (handle, the function, *its arguments)."""
+"""What takes the place of each function: (the part, the function, *its arguments)."""

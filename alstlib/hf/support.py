@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alstlib.hf.dry_run import DryRun, LayerCall, dry_run
-from alstlib.hf.mixers import KINDS, mixers_of
+from alstlib.hf.mixers import KINDS, is_tokenwise, mixers_of
 from alstlib.kernels.backends import choose_backend, of_user
 from alstlib.mesh import ATTACHED, SPContext
 
@@ -89,11 +89,11 @@ def check_model(model: PreTrainedModel, ctx: SPContext, attention: str | Callabl
 def _check_parts(where: str, layer: nn.Module, config: Any) -> None:
     """Refuse a layer by the modules that it is made of."""
     mixers = mixers_of(layer)
-    if not mixers and not _attends(layer):
+    if not mixers and not _attends(layer) and not is_tokenwise(layer):
         raise ValueError(f"{where} has no attention module")
     known = {m for mixer in mixers for m in mixer.modules()}
     for part, m in layer.named_modules():
-        if m not in known and (why := _mixes_tokens(m)):
+        if m not in known and not mixers_of(m) and (why := _mixes_tokens(m)):
             raise ValueError(f"{where}: {part} ({type(m).__name__}) {why}, which is not exact on a sharded sequence")
     crosses = any("crossattention" in n for n, _ in layer.named_modules())
     if crosses or getattr(config, "add_cross_attention", False):
@@ -103,7 +103,7 @@ def _check_parts(where: str, layer: nn.Module, config: Any) -> None:
 def _check_calls(model: PreTrainedModel, run: DryRun) -> None:
     """Refuse a model by what its layers did in a dry run."""
     name, config = type(model).__name__, model.config.get_text_config()
-    silent = [call for call in run.calls if not call.attention and not mixers_of(call.layer)]
+    silent = [call for call in run.calls if not (call.attention or mixers_of(call.layer) or is_tokenwise(call.layer))]
     unknown = not run.finished or any(not call.finished for call in silent)
     if any(call.finished for call in silent) or (unknown and not model._supports_attention_backend):
         raise ValueError(f"{name} computes attention by itself, not through transformers' AttentionInterface")

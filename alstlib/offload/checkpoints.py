@@ -8,7 +8,7 @@ its inputs (and attention outputs) on the device, before it recomputes and back-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,6 +35,9 @@ class Saved:
         self.tensors: list[tuple[Tensor, Tensor]] = []
         self.replaying = False
         self.position = 0
+        self.known: dict[Hashable, dict[str, Tensor]] = {}
+        """What each layer with a state leaves from the first pass, of constant size: its recompute exchanges nothing
+        with other ranks before its backward."""
 
     @property
     def active(self) -> bool:

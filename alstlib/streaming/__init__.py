@@ -1,7 +1,8 @@
 """Layers whose rows come in chunks, and models that run in blocks: working memory does not grow with the sequence.
 
-`chunked` runs a decoder layer chunk by chunk over one growing set of keys and values, which lie in `pages`; `sparse`
-chooses which pages a chunk sees; `blocks` holds the pages of all layers of a model that runs block by block.
+`chunked` runs a decoder layer chunk by chunk over one growing set of keys and values, which lie in `pages`; `carried`
+is what layers with a state hand on in their place; `sparse` chooses which pages a chunk sees; `blocks` holds the pages
+of all layers of a model that runs block by block.
 """
 
 from alstlib import face

@@ -6,9 +6,9 @@ K key/value heads, D key width, V value width.
 Everything token-wise in a model needs only its own rows, so what a block hands to later blocks is each layer's keys and
 values. Forward runs the blocks in order without a graph and leaves these in pages, one for each block. Backward goes
 from the last block to the first: it recomputes a block with its graph and calls backward; attention adds what the block
-contributes to the gradients of earlier pages, and takes what later blocks have added to its own. What lies on the
-device is one block and few pages of one layer; what grows with the sequence is pages. (SeCO and SeCOv2 run models this
-way.)
+contributes to the gradients of earlier pages, and takes what later blocks have added to its own. Layers with a state
+hand that on instead (`carried`), and what each block began with is kept. What lies on the device is one block and few
+pages of one layer; what grows with the sequence is pages. (SeCO and SeCOv2 run models this way.)
 
 A page keeps only the rows that a later block sees: under a sliding window its last ones, of a document that ends with
 the block none, and of the last block none. A block's own rows are made again by its recompute.
@@ -16,7 +16,7 @@ the block none, and of the last block none. A block's own rows are made again by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from alstlib.kernels.paged import Page
 from alstlib.kernels.spans import Documents, document_spans
 from alstlib.offload.checkpoints import Saved
 from alstlib.offload.courier import Courier
+from alstlib.streaming.carried import Carried, Step
 from alstlib.streaming.chunked import RowChunk
 from alstlib.streaming.pages import LayerPages, _empty, _Held, _zeros
 from alstlib.ulysses.attention import UlyssesAttention
@@ -105,12 +106,13 @@ class Blocks:
         self.making = True
         """Does the forward without a graph run, which leaves keys and values in the pages?"""
         self.index = 0
-        self.attended = set[int]()
-        """Layers whose attention has run in this pass."""
+        self.attended = set[Hashable]()
+        """Layers whose attention has run in this pass, and parts that hand something on."""
+        self.carried = Carried()
 
     def begin(self, index: int, making: bool) -> None:
         """A block's pass begins."""
-        self.index, self.making, self.attended = index, making, set[int]()
+        self.index, self.making, self.attended = index, making, set[Hashable]()
 
     @property
     def rows(self) -> slice:
@@ -156,6 +158,14 @@ class Blocks:
             saved.tensors.append((piece.kept[0], piece.kept[1]))
         return out
 
+    def carry(self, key: Hashable, step: Step, inputs: Sequence[Tensor]) -> Tensor:
+        """The output for the block of a part of a layer that hands something on."""
+        if self.making and key in self.attended:
+            raise ValueError("a layer that calls a part with a state more than once cannot run block by block")
+        self.attended.add(key)
+        rows, p = (self.ranks * self.rows.start, self.ranks * self.rows.stop), self.ranks
+        return self.carried.run(key, step, inputs, rows, p * self.length, graph=torch.is_grad_enabled())
+
     def _of(self, layer: int) -> BlockPages:
         if not self.pages:
             size = min(self.block, self.length) * self.ranks
@@ -171,4 +181,4 @@ class Blocks:
         """Let all pages go, once no copy of them is on its way."""
         if self.courier is not None:
             self.courier.finish()
-        self.pages = []
+        self.pages, self.carried = [], Carried()

@@ -9,6 +9,7 @@ Forward makes no graph. Backward first makes the keys and values again (each chu
 from the last chunk to the first: recompute one with its graph, back-propagate, add what it contributes to the gradients
 of earlier keys and values. When a chunk's turn comes, all that later rows contribute to its own is there, and goes on
 into its projections. Exact for any length; the last chunk may be shorter.
+A layer with a state hands that on in place of keys and values (`carried`).
 
 Where a layer's tensors of the sequence's length lie is a choice that changes no bit. The input, the output and their
 gradients lie on the device, or on the host, from where chunks of them visit the device, copied beside the computation.
@@ -24,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -39,6 +40,7 @@ from alstlib.offload.courier import Courier, parts_of, put_part, room_like
 from alstlib.offload.host_store import HostStore
 from alstlib.recompute import GradientSums, Replay, Values, first_order, those_that_train, unchanged
 from alstlib.sizing import page_rows
+from alstlib.streaming.carried import Carried, Step
 from alstlib.streaming.pages import LayerPages
 from alstlib.streaming.sparse import PageChoices
 from alstlib.ulysses.attention import UlyssesAttention, gradient_of_sinks, output_with, row_delta
@@ -46,7 +48,7 @@ from alstlib.ulysses.head_layouts import Layout
 
 
 class KeysDone(Exception):
-    """Leaves a layer at its attention, once a chunk's keys and values are where they belong. Not seen outside."""
+    """Leaves a layer once a chunk's keys and values, and what it hands on, are where they belong. Not seen outside."""
 
 
 @dataclass
@@ -66,7 +68,11 @@ class RowChunk:
     kept: list[Tensor] = field(default_factory=list)
     """Output [B, H, C, D] (sequence layout) and logsumexp [B, H / P, P C] (head layout): left by `forward` where `keep`
     says so, taken by `recompute`."""
-    calls: int = 0
+    carried: Carried = field(default_factory=Carried)
+    parts: set[Hashable] = field(default_factory=set)
+    """Which of the layer's parts that mix tokens have run: its attention, and what `carry` is given."""
+    all_parts: int = 1
+    """How many there are: a pass for keys leaves the layer at the last."""
     choice: paged.Choice | None = None
 
     @property
@@ -86,9 +92,7 @@ class RowChunk:
         Raises:
             ValueError: the layer attends more than once.
         """
-        self.calls += 1
-        if self.calls > 1:
-            raise ValueError("chunk: a layer that calls attention more than once cannot be streamed; use chunk=None")
+        self._begin("attention")
         rule = op.rule(q, k, v, sinks=sinks, **how)
         layout = op.layouts.of(q, k, documents, self.first, self.last, self.pages.length)
         if self.choices is not None and rule.window is None and self.task != "keys":
@@ -96,16 +100,36 @@ class RowChunk:
             self.choice = self.choices.of(q.detach(), k.detach(), *where, documents, op.exchange)
         if self.task == "recompute":
             return _ChunkAttention.apply(q, k, v, sinks, op, rule, layout, self)
-        if self.task == "keys":
+        if self.task == "keys" and len(self.parts) == self.all_parts:
             self.pages.fill(*layout.keys_to_heads(k, v))
             raise KeysDone
         q_heads, k, v = layout.to_heads(q, k, v)
         self.pages.fill(k, v)
         out_heads, lse = self.forward(op, layout, q_heads, v.shape[-1], rule, sinks)
         out = layout.to_seq(out_heads)
-        if self.keep:
+        if self.keep and self.task == "forward":
             self.kept = [out, lse]
         return out
+
+    def carry(self, key: Hashable, step: Step, inputs: Sequence[Tensor]) -> Tensor:
+        """The output for this chunk of a part that hands something on; `inputs` are the step's.
+
+        Raises:
+            ValueError: the layer runs this part more than once.
+        """
+        self._begin(key)
+        rows, graph = (self.first, self.last), self.task == "recompute"
+        forget = self.task == "forward"
+        out = self.carried.run(key, step, inputs, rows, self.pages.length, graph=graph, forget=forget)
+        if self.task == "keys" and len(self.parts) == self.all_parts:
+            raise KeysDone
+        return out
+
+    def _begin(self, part: Hashable) -> None:
+        if part in self.parts:
+            what = "attention" if part == "attention" else "a part with a state"
+            raise ValueError(f"chunk: a layer that calls {what} more than once cannot be streamed; use chunk=None")
+        self.parts.add(part)
 
     def forward(
         self, op: UlyssesAttention, layout: Layout, q: Tensor, width: int, rule: Rule, sinks: Tensor | None
@@ -179,6 +203,7 @@ class Stream:
         travels: the input, the output and their gradients lie on the host, and chunks of them visit the device.
         kv_on_host: keys, values and the sums of their gradients lie there too.
         choices: which pages of keys this call's chunks see, where attention is sparse; None: all.
+        tokenwise: the layer mixes no tokens.
         segment: consecutive layers of which only the first keeps its input (with `travels`); None: this one does.
     """
 
@@ -194,6 +219,7 @@ class Stream:
     travels: bool = False
     kv_on_host: bool = False
     choices: PageChoices | None = None
+    tokenwise: bool = False
     segment: StreamSegment | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -209,10 +235,10 @@ class Stream:
         p, length = self.ranks, rows * self.ranks
         page = None if self.choices is None else self.choices.sparse.page
         page = page_rows(min(self.chunk, rows) * p, length) if page is None else page
-        pages = LayerPages(length, page, courier if self.kv_on_host else None)
+        pages, carried = LayerPages(length, page, courier if self.kv_on_host else None), Carried()
         bounds = [*range(0, rows, self.chunk), rows]
         return [
-            RowChunk(slice(lo, hi), p * lo, p * hi, task, pages, self.choices, self.keep)
+            RowChunk(slice(lo, hi), p * lo, p * hi, task, pages, self.choices, self.keep, carried=carried)
             for lo, hi in itertools.pairwise(bounds)
         ]
 
@@ -273,7 +299,7 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stream: Stream, train: bool, x: Tensor, *_: Tensor) -> Tensor:
         ctx.stream, store, train = stream, stream.store, train and any(ctx.needs_input_grad)
-        ctx.replays, ctx.tickets = [], []
+        ctx.replays, ctx.tickets, ctx.parts = [], [], 0
 
         @contextlib.contextmanager
         def noted(_: int) -> Iterator[None]:
@@ -282,6 +308,7 @@ class _Streamed(torch.autograd.Function):
             yield
 
         def keep(piece: RowChunk) -> None:
+            ctx.parts = len(piece.parts)
             if train and piece.kept:
                 ctx.tickets.append(store.ticket())
                 while piece.kept:  # on the device only until they wait elsewhere
@@ -318,7 +345,7 @@ class _Streamed(torch.autograd.Function):
         else:  # a copy that came back from the host is ours, and read for the last time before it is written
             grad_x = x
         pieces = stream.chunks(x.shape[1], "recompute", courier)
-        _keys(stream, way, x, pieces[:-1], ctx.replays)
+        _keys(stream, way, x, [] if stream.tokenwise else pieces[:-1], ctx.replays, ctx.parts)
         for part, upstream in parts_of(way, _rows(pieces[::-1]), x, grad):
             piece, replay = pieces.pop(), ctx.replays.pop()
             piece.kept = store.get(tickets.pop(), courier.device) if tickets else []
@@ -326,7 +353,7 @@ class _Streamed(torch.autograd.Function):
             y = _recompute(stream, leaf, piece, replay)
             if not stream.accept(y):
                 del y
-                piece.calls = 0
+                piece.parts.clear()
                 y = _recompute(stream, leaf, piece, replay)
             with replay():
                 wanted = [*([leaf] if need_x else []), *params]
@@ -353,11 +380,11 @@ def _recompute(stream: Stream, leaf: Tensor, piece: RowChunk, replay: Replay) ->
 
 
 def _keys(
-    stream: Stream, way: Courier | None, x: Tensor, pieces: Sequence[RowChunk], replays: Sequence[Replay]
+    stream: Stream, way: Courier | None, x: Tensor, pieces: Sequence[RowChunk], replays: Sequence[Replay], parts: int
 ) -> None:
-    """Make the keys and values of these chunks again."""
+    """Make the keys and values of these chunks again, and what they hand on."""
     for piece, replay, (part,) in zip(pieces, replays, parts_of(way, _rows(pieces), x)):
-        piece.task = "keys"
+        piece.task, piece.all_parts = "keys", parts
         with replay():
             try:
                 stream.run(part, piece)
@@ -365,4 +392,5 @@ def _keys(
                 pass
             else:
                 raise ValueError("chunk: the layer did not call attention; use chunk=None")
-        piece.task, piece.calls = "recompute", 0
+        piece.task = "recompute"
+        piece.parts.clear()

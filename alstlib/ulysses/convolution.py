@@ -21,7 +21,7 @@ from alstlib.ulysses.alltoall import Exchange
 
 def causal_convolution(
     convolve: Callable[[Tensor], Tensor], x: Tensor, width: int, exchange: Exchange, documents: Documents = None, *,
-    start: Tensor | None = None, first: int = 0, length: int | None = None,
+    start: Tensor | None = None, first: int = 0, length: int | None = None, known: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [B, C, L], this rank's tokens -> their outputs [B, C, L], and the last W - 1 tokens of all ranks.
 
@@ -36,11 +36,13 @@ def causal_convolution(
         start: None for zeros.
         first: where the part begins in the sequence.
         length: S; None: the part is all of it.
+        known: what a first pass leaves for its recompute, which then exchanges no tokens: those before the slice. The
+            recompute's last tokens of all ranks have no value, only a gradient.
     """
     rows, around = x.shape[2], width - 1
     if width == 1:
         return convolve(x), x[..., :0]
-    before, end = _TokensAround.apply(x, start, around, exchange)
+    before, end = _TokensAround.apply(x, start, around, exchange, known)
     if documents is None and exchange.ranks == 1 and start is None:
         return convolve(x), end
     x = torch.cat([before, x], -1)
@@ -80,22 +82,29 @@ class _TokensAround(torch.autograd.Function):
     """The `count` tokens [B, C, count] before this rank's slice, and the last ones of all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, start: Tensor | None, count: int, exchange: Exchange) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, start: Tensor | None, count: int, exchange: Exchange, known: dict[str, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
         given = min(count, x.shape[2])
         ctx.exchange, ctx.shape, ctx.given, ctx.started = exchange, x.shape, given, start is not None
+        if known:
+            return known["before"].clone(), known["before"].clone()
         start = x.new_zeros(*x.shape[:2], count) if start is None else start
         tails = exchange.gather(x[..., x.shape[2] - given :]).movedim(0, 2).flatten(2)  # [B, C, P * given]
         line = torch.cat([start, tails], -1)
         at = exchange.rank * given
-        return line[..., at : at + count].clone(), line[..., line.shape[2] - count :].clone()
+        before = line[..., at : at + count].clone()
+        if known is not None and exchange.ranks > 1:
+            known["before"] = before.clone()
+        return before, line[..., line.shape[2] - count :].clone()
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, before: Tensor, end: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, before: Tensor, end: Tensor) -> tuple[Tensor | None, ...]:
         (exchange, given), count = (ctx.exchange, ctx.given), before.shape[2]
         line = torch.nn.functional.pad(end, (exchange.ranks * given, 0))
         for rank, theirs in enumerate(exchange.gather(before)):
             line[..., rank * given : rank * given + count] += theirs
         dx, at = before.new_zeros(ctx.shape), count + exchange.rank * given
         dx[..., ctx.shape[2] - given :] = line[..., at : at + given]
-        return dx, line[..., :count].clone() if ctx.started else None, None, None
+        return dx, line[..., :count].clone() if ctx.started else None, None, None, None

@@ -3,11 +3,12 @@
 Shape legend: B batch, S sequence, P ranks, L = S / P tokens of this rank, H heads, K and V widths of keys and values.
 
 What a rank's slice does to the state that it gets is affine: h_out = M h_in + U, with a matrix M [K, K] for each head
-(gated delta rule) or one number (Mamba-2), and U [K, V]. The pair does not grow with the slice. So each rank makes its
-pair, from a state of zeros; all ranks exchange their pairs; the state that comes in is the composition of the pairs of
-the ranks before; and the slice runs once more, with it. Backward is the same in the other order: the gradient g of the
-state that goes out comes from the ranks after, as g_in = M^T g_out + W, where W is what the slice's own outputs
-contribute. A document begins with zeros: where one begins in a slice, M is zero.
+(gated delta rule), one number (Mamba-2, lightning attention) or one for each entry (Mamba-1), and U [K, V]. The pair
+does not grow with the slice. So each rank makes its pair, from a state of zeros; all ranks exchange their pairs; the
+state that comes in is the composition of the pairs of the ranks before; and the slice runs once more, with it. Backward
+is the same in the other order: the gradient g of the state that goes out comes from the ranks after, as g_in = M^T
+g_out + W, where W is what the slice's own outputs contribute. A document begins with zeros: where one begins in a
+slice, M is zero.
 
 (Sequence parallelism for linear attention: LASP-2, arXiv 2502.07563; the gated delta rule: arXiv 2412.06464.)
 """
@@ -30,12 +31,13 @@ Kernel = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Recurrence:
-    """What one layer does to its state, as the operator over ranks needs to know it. This one: a number for each head.
+    """What one layer does to its state, as the operator over ranks needs to know it. This one multiplies it.
 
     Args:
         kernel: (*tokens, *weights, initial_state=) -> (output [b, n, ..], state [b, H, ..]), which autograd can
             differentiate.
-        decay: (*tokens, *weights) -> the log of what the state is multiplied by at each token [b, n, H].
+        decay: (*tokens, *weights) -> the log of what all of these tokens multiply the state by: [b, H, 1, 1] for a
+            number for each head, or the state's own shape for one for each entry.
     """
 
     def __init__(self, kernel: Kernel, decay: Callable[..., Tensor] | None = None) -> None:
@@ -45,11 +47,12 @@ class Recurrence:
         """(M, U) of these tokens."""
         assert self.decay is not None
         state = self.kernel(*tensors, initial_state=None)[1]
-        return self.decay(*tensors).sum(1).exp().to(state.dtype)[..., None, None], state
+        return self.decay(*tensors).exp().to(state.dtype), state
 
-    def forgets(self, state: Tensor) -> Tensor:
-        """The M [B, H, 1, 1] of tokens after which nothing is left of the state that comes in."""
-        return torch.zeros_like(state[..., :1, :1])
+    def forgets(self, *tensors: Tensor) -> Tensor:
+        """The M of tokens after which nothing is left of the state that comes in."""
+        assert self.decay is not None
+        return torch.zeros_like(self.decay(*tensors))
 
     def times(self, m: Tensor, state: Tensor) -> Tensor:
         return m * state
@@ -70,14 +73,38 @@ class GatedDeltaRule(Recurrence):
         both = self.kernel(q, k, torch.nn.functional.pad(v, (0, keys)), *gates, initial_state=start)[1]
         return both[..., width:], both[..., :width]
 
-    def forgets(self, state: Tensor) -> Tensor:
-        return state.new_zeros(*state.shape[:-1], state.shape[-2])
+    def forgets(self, *tensors: Tensor) -> Tensor:
+        _, k, v, *_ = tensors
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        return torch.zeros(v.shape[0], v.shape[2], k.shape[3], k.shape[3], dtype=dtype, device=v.device)
 
     def times(self, m: Tensor, state: Tensor) -> Tensor:
         return m @ state
 
     def transposed(self, m: Tensor, grad: Tensor) -> Tensor:
         return m.transpose(-1, -2) @ grad
+
+
+def decayed_attention(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, block: int, initial_state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Linear attention whose past decays by exp(-slope) at each token, in blocks of tokens (lightning attention).
+
+    q, k [B, S, H, K], v [B, S, H, V], slopes [H] -> output [B, S, H, V] and the last state [B, H, K, V], in which the
+    state is h = exp(-slope) h + k v^T and the output q h.
+    """
+    wide = torch.promote_types(v.dtype, torch.float32)
+    state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=wide)
+    state, outs = state if initial_state is None else initial_state, []
+    for q_i, k_i, v_i in zip(*(t.transpose(1, 2).to(wide).split(block, 2) for t in (q, k, v))):
+        at = torch.arange(1, q_i.shape[2] + 1, device=q.device, dtype=wide)
+        slope = slopes.to(wide)[:, None, None]
+        since = torch.where(at[:, None] < at, float("inf"), at[:, None] - at)  # no token sees later ones
+        inside = (q_i @ k_i.transpose(2, 3)) * (-slope * since).exp()
+        outs.append(inside @ v_i + q_i * (-slope * at[:, None]).exp() @ state)
+        ends = k_i * (-slope * (len(at) - at)[:, None]).exp()
+        state = state * (-slope * len(at)).exp() + ends.transpose(2, 3) @ v_i
+    return torch.cat(outs, 2).transpose(1, 2).to(v.dtype), state
 
 
 @dataclass
@@ -104,6 +131,7 @@ class Run:
 def over_ranks(
     rule: Recurrence, tokens: Sequence[Tensor], weights: Sequence[Tensor], exchange: Exchange,
     documents: Documents = None, *, start: Tensor | None = None, first: int = 0, length: int | None = None,
+    known: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The layer's output [B, L, ..] for this rank's tokens, and the state after the tokens of all ranks.
 
@@ -117,11 +145,13 @@ def over_ranks(
         start: None for zeros.
         first: where the part begins in the sequence.
         length: S; None: the part is all of it.
+        known: what a first pass leaves for its recompute, which then makes and exchanges no pairs: M of the slice and
+            the state that comes in. The recompute's state after the tokens of all ranks has no value, only a gradient.
     """
     if exchange.ranks == 1 and documents is None:
         return rule.kernel(*tokens, *weights, initial_state=start)
     train, where = torch.is_grad_enabled(), (documents, first, length)
-    return _OverRanks.apply(rule, exchange, where, train, len(tokens), start, *tokens, *weights)
+    return _OverRanks.apply(rule, exchange, where, train, len(tokens), known, start, *tokens, *weights)
 
 
 def _runs(where: tuple[Documents, int, int | None], batch: int, rows: int, exchange: Exchange) -> list[Run]:
@@ -140,9 +170,9 @@ class _OverRanks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rule: Recurrence, exchange: Exchange, where: tuple[Documents, int, int | None], train: bool,
-        count: int, start: Tensor | None, *tensors: Tensor,
+        count: int, known: dict[str, Tensor] | None, start: Tensor | None, *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        keep, needs = train and any(ctx.needs_input_grad), ctx.needs_input_grad[6:]
+        keep, needs = train and any(ctx.needs_input_grad), ctx.needs_input_grad[7:]
         batch, rows = tensors[0].shape[:2]
         runs = _runs(where, batch, rows, exchange)
 
@@ -156,23 +186,33 @@ class _OverRanks(torch.autograd.Function):
                 run.out, run.after = rule.kernel(*leaves, initial_state=run.before)
             run.leaves = leaves if keep else ()
 
-        pairs: list[tuple[Tensor | None, Tensor]] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
+        alone, again = exchange.ranks == 1, bool(known)
         for run in runs:
             if not run.goes_on:
                 second_pass(run, None)
-            if run.last:
-                pairs.append(rule.pair(*of(run)) if run.goes_on else (None, _there(run.after)))
-        u = torch.cat([u.detach() for _, u in pairs])
-        m = torch.cat([rule.forgets(u) if m is None else m for m, u in pairs])
-        state = torch.zeros_like(u) if start is None else start.to(u.dtype)
-        states: list[Tensor] = []
-        with torch.autocast(u.device.type, enabled=False):
-            for their_m, their_u in _pairs(exchange, m, u):
-                states.append(state)
-                state = rule.times(their_m, state) + their_u
+            if run.last and not alone and not again:
+                pairs.append(rule.pair(*of(run)) if run.goes_on else (rule.forgets(*of(run)), _there(run.after)))
+        m, before, state = None, start, None
+        if again and known is not None:
+            m, before = known["m"], known["before"]
+            state = before.detach()
+        elif not alone:
+            u = torch.cat([u.detach() for _, u in pairs])
+            m = torch.cat([m.to(u.dtype) for m, _ in pairs])
+            state, states = torch.zeros_like(u) if start is None else start.to(u.dtype), []
+            with torch.autocast(u.device.type, enabled=False):
+                for their_m, their_u in _pairs(exchange, m, u):
+                    states.append(state)
+                    state = rule.times(their_m, state) + their_u
+            before = states[exchange.rank]
+            if known is not None:
+                known |= {"m": m, "before": before}
         for run in runs:
             if run.goes_on:
-                second_pass(run, states[exchange.rank][run.rows])
+                second_pass(run, _there(before)[run.rows])
+        if state is None:
+            state = torch.cat([_there(run.after).detach() for run in runs if run.last])
         out = _there(runs[0].out).detach()
         if len(runs) > 1:
             out = out.new_empty(batch, rows, *out.shape[2:])
@@ -189,15 +229,15 @@ class _OverRanks(torch.autograd.Function):
         if ctx.runs is None:
             raise RuntimeError("backward a second time through a layer with a state; its graph is gone after the first")
         (rule, exchange, count), runs, ctx.runs = (ctx.rule, ctx.exchange, ctx.count), ctx.runs, None
-        w, grads = torch.zeros_like(grad), []
-        for run in runs:
-            if run.before is not None:
-                (w[run.rows],) = torch.autograd.grad(run.out, run.before, run.of(dout), retain_graph=True)
-        with torch.autocast(w.device.type, enabled=False):
-            for their_m, their_w in reversed(_pairs(exchange, ctx.m, w)):
-                grads.append(grad)
-                grad = rule.transposed(their_m, grad) + their_w
-        after = grads[exchange.ranks - 1 - exchange.rank]
+        alone, grads, w = exchange.ranks == 1, [grad], torch.zeros_like(grad)
+        if not alone:
+            for run in runs:
+                if run.before is not None:
+                    (w[run.rows],) = torch.autograd.grad(run.out, run.before, run.of(dout), retain_graph=True)
+            with torch.autocast(w.device.type, enabled=False):
+                for their_m, their_w in reversed(_pairs(exchange, ctx.m, w)):
+                    grads.append(rule.transposed(their_m, grads[-1]) + their_w)
+        after, grad = grads[exchange.ranks - 1 - exchange.rank], w if alone else grads[-1]
         sums = [torch.zeros_like(t) if need and len(runs) > 1 else None for t, need in zip(ctx.inputs, ctx.needs)]
         for run in runs:
             outs, ups = [run.out], [run.of(dout)]
@@ -205,7 +245,11 @@ class _OverRanks(torch.autograd.Function):
                 outs, ups = [run.out, run.after], [ups[0], after[run.rows]]
             wanted = [i for i, leaf in enumerate(run.leaves) if leaf.requires_grad]
             leaves = [run.leaves[i] for i in wanted]
+            if alone and run.before is not None:
+                leaves.append(run.before)
             found = torch.autograd.grad(outs, leaves, ups, allow_unused=True) if leaves else ()
+            if alone and run.before is not None:
+                w[run.rows] = found[-1]
             for i, g in zip(wanted, found):
                 if (total := sums[i]) is None:
                     sums[i] = g
@@ -214,7 +258,7 @@ class _OverRanks(torch.autograd.Function):
                 elif g is not None:
                     total.add_(g)
             run.leaves, run.before, run.out, run.after = (), None, None, None
-        return (None, None, None, None, None, None if ctx.start is None else grad.to(ctx.start), *sums)
+        return (None, None, None, None, None, None, None if ctx.start is None else grad.to(ctx.start), *sums)
 
 
 def _there(x: Tensor | None) -> Tensor:

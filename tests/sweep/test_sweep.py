@@ -27,7 +27,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def check(kind: str, outcomes: list[dict[str, Any]]) -> None:
     for case, outcome in zip(judge.CASES, outcomes):
-        streamed = kind in ("gemma4_text", "diffllama", "qwen3_next") and case.endswith("chunks")
+        streamed = kind in ("gemma4_text", "diffllama") and case.endswith("chunks")
         want = "refused" if kind in REFUSED or streamed else "exact"
         assert outcome["result"] == want, (case, outcome)
 

@@ -14,7 +14,7 @@ from alstlib import SPContext, reference
 from alstlib.kernels.spans import Offsets
 from alstlib.ulysses.alltoall import Exchange
 from alstlib.ulysses.convolution import causal_convolution
-from alstlib.ulysses.states import GatedDeltaRule, Recurrence, over_ranks
+from alstlib.ulysses.states import GatedDeltaRule, Recurrence, decayed_attention, over_ranks
 
 HEADS, KEYS, VALUES, WIDTH = 2, 3, 4, 4
 TOLERANCE = 1e-11
@@ -53,8 +53,20 @@ def mamba(tokens: Sequence[Tensor], weights: Sequence[Tensor], **how: Any) -> An
     return reference.mamba2(x, dt, a, b, c, d, **how)
 
 
+SLOPES = torch.tensor([0.1, 0.7], dtype=torch.float64)
+
+
+def lightning_inputs(batch: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
+    return [randn(batch, length, HEADS, d, seed=i) for i, d in enumerate((KEYS, KEYS, VALUES))], []
+
+
+def lightning(tokens: Sequence[Tensor], weights: Sequence[Tensor], **how: Any) -> Any:
+    return reference.lightning(*tokens, SLOPES, **how)
+
+
 RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any], int]] = {
     "gated delta rule": (gated_inputs, gated, 5), "Mamba-2": (mamba_inputs, mamba, 4),
+    "lightning attention": (lightning_inputs, lightning, 3),
 }  # fmt: skip
 
 
@@ -64,8 +76,15 @@ def rule_of(name: str) -> Recurrence:
     def kernel(*tensors: Tensor, initial_state: Tensor | None) -> Any:
         return plain(tensors[:count], tensors[count:], initial_state=initial_state)
 
+    if name == "lightning attention":
+        return Recurrence(
+            lambda q, k, v, initial_state: decayed_attention(q, k, v, SLOPES, 4, initial_state),
+            lambda q, k, v: (-SLOPES * q.shape[1]).expand(q.shape[0], -1)[..., None, None],
+        )
     return (
-        GatedDeltaRule(kernel) if name == "gated delta rule" else Recurrence(kernel, lambda x, dt, b, c, a, d: dt * a)
+        GatedDeltaRule(kernel)
+        if name == "gated delta rule"
+        else Recurrence(kernel, lambda x, dt, b, c, a, d: (dt * a).sum(1)[..., None, None])
     )
 
 
@@ -221,6 +240,43 @@ def test_a_state_goes_from_chunk_to_chunk(
 ) -> None:
     for rank, errors in enumerate(on_ranks(pools, world, in_chunks, name, case, chunk)):
         assert max(errors.values()) < TOLERANCE, (rank, errors)
+
+
+def recomputed(rank: int, world: int, name: str, case: Case) -> dict[str, Any]:
+    """Gradients of a recompute that knows what the first pass left, and what both have sent."""
+    (batch, length, documents), (make, _, count) = case, RULES[name]
+    tokens, weights = make(batch, length)
+    offsets, exchange = None if documents is None else Offsets(documents), Exchange(SPContext.create(world).sp_group)
+    rows, size = slice(rank * length // world, (rank + 1) * length // world), HEADS * tokens[0].shape[3]
+    filters, dout = leaf(randn(size, WIDTH, seed=8)), randn(batch, length, HEADS, VALUES, seed=9)[:, rows]
+    left: list[dict[str, Tensor]] = [{}, {}]
+
+    def over(known: Sequence[dict[str, Tensor] | None], filters: Tensor, *ts: Tensor) -> Tensor:
+        def convolve(x: Tensor) -> Tensor:
+            return nn.functional.conv1d(x, filters[:, None], padding=WIDTH - 1, groups=size)[..., : x.shape[-1]]
+
+        x = ts[0].flatten(2).transpose(1, 2)
+        x = causal_convolution(convolve, x, WIDTH, exchange, offsets, known=known[0])[0].transpose(1, 2)
+        tokens = (x.reshape_as(ts[0]), *ts[1:count])
+        return over_ranks(rule_of(name), tokens, ts[count:], exchange, offsets, known=known[1])[0]
+
+    inputs = [filters, *(leaf(t[:, rows]) for t in tokens), *(leaf(t) for t in weights)]
+    want = gradients(lambda *ts: over([None, None], *ts), inputs, dout)
+    plainly = exchange.bytes_sent
+    with torch.no_grad():
+        over(left, *inputs)
+    sent = exchange.bytes_sent
+    got = gradients(lambda *ts: over(left, *ts), inputs, dout)
+    return {"error": worst(got, want), "first": sent - plainly, "again": exchange.bytes_sent - sent, "plain": plainly}
+
+
+@pytest.mark.parametrize("case", ["whole", "documents inside, at and across the cuts"])
+@pytest.mark.parametrize("name", RULES)
+def test_a_recompute_exchanges_only_gradients(pools: Callable[[int], Any], name: str, case: str) -> None:
+    for result in pools(3)(recomputed, name, CASES[case]):
+        assert result["error"] == 0.0, result
+        assert result["first"] + result["again"] == result["plain"], result
+        assert 0 < result["again"] <= result["first"]
 
 
 def test_a_second_backward_is_refused() -> None:

@@ -1,0 +1,83 @@
+"""What a layer with a state hands from chunk to chunk, and the gradients of it that come back.
+
+To attention, a chunk needs the keys and values of all rows before it. To a layer with a state (`ulysses.states`) it
+needs one state, and to its convolution the few tokens before the chunk: their size is constant. Forward hands them on.
+Backward, which goes from the last chunk to the first, needs those before *each* chunk: they are made once more, and
+kept. A chunk is recomputed from what it began with; its backward begins with the gradient of what it handed on, which
+the chunk after it has left, and ends with the gradient of what it began with, which it leaves for the chunk before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alstlib.recompute import first_order
+
+Step = Callable[[Tensor | None, int, int], tuple[Tensor, Tensor]]
+"""(what the chunk begins with or None for zeros, its first row of the whole sequence, S) -> its output, what it hands
+on."""
+
+
+class Carried:
+    """What the parts of a layer (or of a model) hand from chunk to chunk. Each part has a key of its own."""
+
+    def __init__(self) -> None:
+        self.before: dict[Hashable, dict[int, Tensor | None]] = {}
+        """What chunks begin with, by their first row."""
+        self.grads: dict[Hashable, Tensor] = {}
+        """Gradients of what the chunk handed on that is next in backward."""
+
+    def run(
+        self, key: Hashable, step: Step, inputs: Sequence[Tensor], rows: tuple[int, int], length: int, *, graph: bool,
+        forget: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """One part's output for the chunk of rows [first, last).
+
+        Args:
+            inputs: of the step.
+            graph: does a backward of this chunk follow?
+            forget: nobody will ask for what this chunk begins with again.
+        """
+        (first, last), before = rows, self.before.setdefault(key, {0: None})
+        start = before.pop(first) if forget else before[first]
+        if graph and start is not None:
+            start = _Begins.apply(self, key, start, *inputs)
+        out, end = step(start, first, length)
+        if graph:
+            return _HandsOn.apply(out, end, self, key)
+        before[last] = end
+        return out
+
+
+class _Begins(torch.autograd.Function):
+    """What a chunk begins with; backward leaves its gradient for the chunk before. It is an edge to the step's inputs,
+    without a gradient for them, so that backward comes here whatever it differentiates for."""
+
+    @staticmethod
+    def forward(ctx: Any, carried: Carried, key: Hashable, start: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.carried, ctx.key = carried, key
+        return start.view_as(start)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        ctx.carried.grads[ctx.key] = grad
+        return (None,) * len(ctx.needs_input_grad)
+
+
+class _HandsOn(torch.autograd.Function):
+    """A chunk's output; backward begins with the gradient of what it handed on too, left by the chunk after."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, end: Tensor, carried: Carried, key: Hashable) -> Tensor:
+        ctx.carried, ctx.key = carried, key
+        return out.view_as(out)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, ctx.carried.grads.pop(ctx.key, None), None, None
