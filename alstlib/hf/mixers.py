@@ -16,6 +16,7 @@ from torch import nn
 CONVOLUTION = "causal_conv1d_fn"
 LIGHTNING_ATTENTION = "lightning attention"
 GATED_DELTA = "torch_chunk_gated_delta_rule"
+KDA = "chunk_kimi_delta_attention"
 MAMBA1 = "mamba_selective_scan"
 MAMBA1_FUSED = "mamba_inner_fn"
 MAMBA2 = "mamba2_chunk_scan"
@@ -23,6 +24,7 @@ MAMBA2_FUSED = "mamba2_split_conv1d_scan_combined"
 
 FAMILIES = {
     "gated delta rule": {CONVOLUTION, GATED_DELTA},
+    "Kimi delta attention": {CONVOLUTION, KDA},
     "Mamba-1": {CONVOLUTION, MAMBA1},
     "Mamba-1, fused": {CONVOLUTION, MAMBA1, MAMBA1_FUSED},
     "Mamba-2": {CONVOLUTION, MAMBA2, MAMBA2_FUSED},
@@ -33,6 +35,7 @@ HARMLESS = {
     "apply_mask_to_padding_states",
     "causal_conv1d_update",
     "torch_recurrent_gated_delta_rule",
+    "recurrent_kimi_delta_attention",
     "mamba_selective_state_update",
     "mamba2_selective_state_update",
 }

@@ -21,6 +21,7 @@ from alstlib.hf.handle import Handle
 from alstlib.hf.mixers import (
     CONVOLUTION,
     GATED_DELTA,
+    KDA,
     LIGHTNING_ATTENTION,
     MAMBA1,
     MAMBA1_FUSED,
@@ -203,6 +204,7 @@ def _not_fused(*_: Any, **__: Any) -> None:
 OURS: dict[str, Callable[..., Any]] = {
     CONVOLUTION: _convolution,
     GATED_DELTA: _gated_delta_rule,
+    KDA: _gated_delta_rule,
     MAMBA1: _mamba1,
     MAMBA1_FUSED: _not_fused,
     MAMBA2: _mamba2,

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alstlib.hf.dry_run import DryRun, LayerCall, dry_run
-from alstlib.hf.mixers import KINDS, is_tokenwise, mixers_of
+from alstlib.hf.mixers import KINDS, is_tokenwise, mixers_of, plain_forward
 from alstlib.kernels.backends import choose_backend, of_user
 from alstlib.mesh import ATTACHED, SPContext
 
@@ -160,6 +160,9 @@ def _mixes_tokens(module: nn.Module) -> str | None:
     if isinstance(module, nn.RNNBase):
         return "is recurrent"
     kind = type(module).__name__.lower()
+    code = getattr(plain_forward(module), "__code__", None)
+    if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:  # attention, whatever the model's name is
+        return None
     return "mixes tokens in another way than attention" if any(m in kind for m in MIXERS) else None
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import zoo
+from cases import small_pages
 from torch import nn
 
 import alstlib
+from alstlib.data.shard import shard_batch
 from alstlib.hf.mixers import family_of, mixers_of
 from alstlib.hf.support import check_model
 from alstlib.measure import verify
+from alstlib.offload.ledger import Ledger
 
 LENGTH = 144
 """More than one block of 64 tokens of the gated delta rule on each of two ranks."""
@@ -56,6 +60,30 @@ def test_hybrids_in_chunks_and_blocks(
             assert "returns more than its output: it cannot be streamed" in result["reason"], (rank, result)
         else:
             assert result["result"] == "exact", (rank, result)
+
+
+@pytest.mark.slow
+def test_memory_of_chunks_does_not_grow() -> None:
+    """From 512 to 1,024 tokens, with hidden states, keys and values on the host, the device's peak grows by what each
+    chunk begins with (1,440 bytes for 64 tokens), and by positions and labels."""
+
+    def peak(length: int, **how: Any) -> int:
+        gc.collect()
+        model = zoo.build_hybrid("qwen3_5", max_position_embeddings=1024)
+        batch = shard_batch(verify.sample(length, False), 1, 0)
+        options = alstlib.Options(tiled_loss=32, tiled_norm=32, save_attention=False, **how)
+        with small_pages(), alstlib.apply(model, None, options) as handle, Ledger("cpu", [handle.store]) as ledger:
+            ledger.mark_host(())
+            alstlib.causal_lm_loss(model, batch).loss.backward()
+            model.zero_grad(set_to_none=False)
+            ledger.start()
+            start = ledger.device_bytes
+            alstlib.causal_lm_loss(model, batch).loss.backward()
+            return ledger.device_peak - start
+
+    chunks: dict[str, Any] = {"chunk": 64, "offload": "sync", "hidden": "host", "kv": "host"}
+    assert (peak(1024, **chunks) - peak(512, **chunks)) / 512 < 80
+    assert (peak(1024) - peak(512)) / 512 > 1000  # the reading can fail
 
 
 def test_blocks_without_checkpoints(pools: Callable[[int], Any]) -> None:
