@@ -44,6 +44,7 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kv_host": ("keys and values in pages on the host", ("attention", "pages")),
     "blocks": ("the whole model, which runs on a block of rows at a time", ("input", *_LAYER, "loss", "pages")),
     "sparse": ("attention to some of the pages", ("attention", "pages")),
+    "recurrence": ("attention, which layers with a state replace", ("exchange", "attention")),
     "states": ("weights, gradients and optimizer states", ("states", "host states")),
     "capstone": ("everything, planned for one machine", _ALL),
 }  # fmt: skip
