@@ -148,7 +148,7 @@ def gated_delta_rule(
     [B, H, K, V]. The state h decays, forgets what it holds for the key k, and takes v for it in the share beta:
     h = exp(g) h;  h = h + beta k (v - k h)^T;  output q h / sqrt(K). It begins with zeros in each document.
     """
-    first = first_tokens(*v.shape[:2], documents)
+    first = first_tokens(v.shape[0], v.shape[1], documents)
     state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
     out = []
     for t in range(v.shape[1]):
@@ -190,7 +190,7 @@ def mamba2(
     H / G heads -> output [B, S, H, P] and the last state [B, H, P, N]. h = exp(dt A) h + dt x B^T; output h C + D x.
     The state begins with zeros in each document.
     """
-    groups, first = x.shape[2] // B.shape[2], first_tokens(*x.shape[:2], documents)
+    groups, first = x.shape[2] // B.shape[2], first_tokens(x.shape[0], x.shape[1], documents)
     B, C = B.repeat_interleave(groups, 2), C.repeat_interleave(groups, 2)
     state = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[3]) if initial_state is None else initial_state
     out = []

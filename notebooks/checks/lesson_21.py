@@ -78,12 +78,23 @@ def leaving(function: Callable[..., Any]) -> str:
     return "one rank to five, with matrices that do not commute"
 
 
-def _scan(ms: list[Tensor], ws: list[Tensor], transpose: bool, own: bool) -> list[Tensor]:
+def _scan(ms: list[Tensor], ws: list[Tensor]) -> list[Tensor]:
     found = [torch.zeros_like(ws[-1])]
-    pairs = list(zip(ms, ws))
-    for m, w in reversed(pairs if own else pairs[1:]):
-        found.insert(0, (m.mT if transpose else m) @ found[0] + w)
-    return found[: len(ms)]
+    for m, w in reversed(list(zip(ms, ws))[1:]):
+        found.insert(0, m.mT @ found[0] + w)
+    return found
+
+
+def _not_transposed(ms: list[Tensor], ws: list[Tensor]) -> list[Tensor]:
+    return _scan([m.mT for m in ms], ws)
+
+
+def _own_rank(ms: list[Tensor], ws: list[Tensor]) -> list[Tensor]:
+    return _scan([ms[0], *ms], [ws[0], *ws])[:-1]
+
+
+def _forward_order(ms: list[Tensor], ws: list[Tensor]) -> list[Tensor]:
+    return _scan(ms[::-1], ws[::-1])
 
 
 def crossing(answer: Callable[[], Any]) -> str:
@@ -118,11 +129,7 @@ EXERCISES = {
             "For r from the last but one to 0: the transposed matrix of rank r + 1 times the gradient that leaves "
             "rank r + 1, plus the own part of rank r + 1.",
         ),
-        mistakes=(
-            lambda ms, ws: _scan(ms, ws, transpose=False, own=False),
-            lambda ms, ws: _scan(ms, ws, transpose=True, own=True),
-            lambda ms, ws: _scan(ms[::-1], ws[::-1], transpose=True, own=False),
-        ),
+        mistakes=(_not_transposed, _own_rank, _forward_order),
     ),
     3: Exercise(
         check=crossing,
