@@ -169,7 +169,7 @@ def lightning(
     q, k [B, S, H, K], v [B, S, H, V], slopes [H] -> output [B, S, H, V] and the last state [B, H, K, V].
     h = exp(-slope) h + k v^T; output q h. It begins with zeros in each document.
     """
-    first = first_tokens(*v.shape[:2], documents)
+    first = first_tokens(v.shape[0], v.shape[1], documents)
     state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
     out = []
     for t in range(v.shape[1]):

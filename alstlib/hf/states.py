@@ -186,7 +186,8 @@ def _lightning(part: _Part, mixer: Any, hidden_states: Tensor, *_: Any, **__: An
     slopes = mixer.slope_rate.flatten()
 
     def kernel(*tensors: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return decayed_attention(*tensors, slopes, mixer.block_size, initial_state)
+        q, k, v = tensors
+        return decayed_attention(q, k, v, slopes, mixer.block_size, initial_state)
 
     def decay(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (-slopes * q.shape[1]).expand(q.shape[0], -1)[..., None, None]
