@@ -230,7 +230,8 @@ def _report(spec: Spec, bad: list[str], args: argparse.Namespace, note: Callable
     if spec.report and not (bad and args.fail_fast):
         output = spec.out / spec.report.name
         watch, show = watch_cells(spec.report, output)
-        raised = execute(spec.report, output, {"results": str(spec.out)}, watch)
+        # where a reader would run it, because it may import and read what lies there
+        raised = execute(spec.report, output, {"results": str(spec.out.resolve())}, watch, spec.report.parent)
         show.close()
         if raised:
             print(f"the report failed, see {shown(output)}: {raised}", file=sys.stderr)

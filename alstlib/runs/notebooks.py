@@ -22,8 +22,10 @@ KERNEL_START_SECONDS = 600  # papermill's 60 are short where many processes shar
 KERNEL_SECONDS = 60.0  # for an interrupted notebook: longer than the launcher's own grace
 
 
-def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], watch: Callable[[], None]) -> Exception | None:
-    """Execute `notebook` with papermill in a kernel of the running Python; returns what it raised.
+def execute(
+    notebook: Path, output: Path, parameters: Mapping[str, Any], watch: Callable[[], None], folder: Path = Path()
+) -> Exception | None:
+    """Execute `notebook` with papermill in a kernel of the running Python, in `folder`; returns what it raised.
 
     `watch` is called about once a second meanwhile. On KeyboardInterrupt (and SIGTERM) the kernel is interrupted, so
     that the cell cleans up, and killed if it does not; then the exception goes on.
@@ -48,7 +50,7 @@ def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], watch: 
         def kernel_spec(self) -> KernelSpec:
             argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=40"]
             # a scheduler may send its warning to every process of a job: it is this one's
-            argv = ["sh", "-c", 'trap "" USR1; exec "$@"', "sh", *argv]
+            argv = ["sh", "-c", 'trap "" USR1; cd "$0" && exec "$@"', str(folder), *argv]
             env = {"PYTHONPATH": torchrun.import_path(os.environ.get("PYTHONPATH"))}
             return KernelSpec(argv=argv, env=env, display_name="Python 3 (ipykernel)", language="python")
 

@@ -54,10 +54,12 @@ def sweep(tmp_path_factory):
             {"cell_type": "code", "id": "p", "metadata": {"tags": ["parameters"]}, "source": "results = ''",
              "outputs": [], "execution_count": None},
             {"cell_type": "code", "id": "r", "metadata": {}, "outputs": [], "execution_count": None,
-             "source": "import sys\nfrom pathlib import Path\n(Path(results) / 'reported').write_text(sys.executable)"},
+             "source": "import sys\nfrom pathlib import Path\nimport beside\n"
+                       "(Path(results) / 'reported').write_text(sys.executable)"},
         ],
     }  # fmt: skip
     (folder / "report.ipynb").write_text(json.dumps(report))
+    (folder / "beside.py").touch()  # lessons that are reports import what lies beside them
     spec = write_spec(folder, report="report.ipynb")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(TESTS))
@@ -565,3 +567,13 @@ def test_nothing_is_estimated_of_rows_that_do_not_say_how_long_they_take(tmp_pat
     spec = cli.load_spec(write_spec(tmp_path, rows=[{"name": "a", "seconds": 5}, {"name": "b"}]))
     assert spec.seconds == {"a": 5.0}
     assert str(cli.Rest(spec, ["a", "b"])) == ""
+
+
+@pytest.mark.slow
+def test_the_ablations_report_needs_no_row_but_the_first(tmp_path):
+    """A sweep may have been given some rows only: the lesson that is its report leaves out what it cannot show."""
+    root = Path(__file__).parents[2]
+    shutil.copytree(root / "papermill_runs" / "results" / "ablation-cpu" / "baseline", tmp_path / "baseline")
+    lesson = root / "notebooks" / "09_ablation.ipynb"
+    given = {"results": str(tmp_path)}
+    assert cli.execute(lesson, tmp_path / "report.ipynb", given, lambda: None, lesson.parent) is None
