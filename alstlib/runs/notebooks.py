@@ -112,6 +112,8 @@ def watch_cells(notebook: Path, output: Path) -> tuple[Callable[[], None], Print
 
 def _code_cells(notebook: Path) -> list[dict[str, Any]]:
     try:
-        return [c for c in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     except (OSError, ValueError, KeyError):  # half of it is written
         return []
+    given = "injected-parameters"  # the cell that papermill adds
+    return [c for c in cells if c["cell_type"] == "code" and given not in c["metadata"].get("tags", [])]

@@ -17,7 +17,7 @@ import yaml
 
 from alstlib.config import ROWS, RunConfig
 from alstlib.planner import devices
-from alstlib.runs import cli, locks, progress, results, status
+from alstlib.runs import cli, locks, notebooks, progress, results, status
 
 TESTS = Path(__file__).parent
 REPOSITORY = TESTS.parents[1]
@@ -575,5 +575,7 @@ def test_the_ablations_report_needs_no_row_but_the_first(tmp_path):
     root = Path(__file__).parents[2]
     shutil.copytree(root / "papermill_runs" / "results" / "ablation-cpu" / "baseline", tmp_path / "baseline")
     lesson = root / "notebooks" / "09_ablation.ipynb"
-    given = {"results": str(tmp_path)}
-    assert cli.execute(lesson, tmp_path / "report.ipynb", given, lambda: None, lesson.parent) is None
+    given, output = {"results": str(tmp_path)}, tmp_path / "report.ipynb"
+    assert cli.execute(lesson, output, given, lambda: None, lesson.parent) is None
+    cells = [len(notebooks._code_cells(path)) for path in (lesson, output)]
+    assert cells[0] == cells[1], "the cell that papermill adds is not counted"
