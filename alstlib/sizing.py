@@ -19,6 +19,19 @@ def tile_for(width: int, element_bytes: int, device: str) -> int:
     return max(256, 1 << max(0, tokens.bit_length() - 1))
 
 
+def tile_of_sums(rows: int, tile: int, sums: float, made: float) -> int:
+    """Tokens in a tile of `rows`, where tiles add up gradients: at least `tile`, and as many as make intermediates of
+    the size of these sums. Where cutting the rows would save less than that, they are one tile.
+
+    Args:
+        sums: bytes that the sums of the gradients take.
+        made: bytes that one token makes.
+    """
+    worth = int(sums / made) if made else 0
+    tile = max(tile, worth)
+    return max(rows, 1) if rows <= tile + worth else tile
+
+
 _SIMULATED: ContextVar[tuple[str, int] | None] = ContextVar("simulated", default=None)
 
 

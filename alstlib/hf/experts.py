@@ -44,6 +44,7 @@ from transformers.utils import output_capturing
 from alstlib.hf.handle import Handle
 from alstlib.hf.inputs import Call
 from alstlib.recompute import Replay
+from alstlib.sizing import tile_of_sums
 from alstlib.tiled.compute import TiledMLP, default_tile
 
 log = logging.getLogger(__name__)
@@ -119,8 +120,7 @@ class TiledExperts(TiledMLP):
 
     def _default_tile(self, x: Tensor) -> int:
         """By bytes. One expert's widest intermediate, times the experts of a token, is as large as a dense MLP's; but a
-        tile that is smaller than the fp32 sums of the gradients costs time and saves little, and where the whole slice
-        makes fewer intermediates than these sums take, it is one tile, which needs none."""
+        tile that is smaller than the fp32 sums of the gradients costs time and saves little (`tile_of_sums`)."""
         found = [getattr(m, name, None) for m in self.inner.modules() for name in ("top_k", "num_experts_per_tok")]
         each = max((k for k in found if isinstance(k, int)), default=1)
         shapes = {n: getattr(p, "ds_shape", p.shape) for n, p in self.inner.named_parameters()}
@@ -131,9 +131,8 @@ class TiledExperts(TiledMLP):
                 uses = each if len(shape) > 2 else each / listed if "experts." in name else 1
                 widest, numbers = max(widest, *shape[-2:]), numbers + uses * sum(shape[-2:])
         sums = sum(4 * math.prod(shapes[n]) for n, p in self.inner.named_parameters() if p.requires_grad)
-        worth = int(sums / (numbers * x.element_size() * len(x))) if numbers else 0
-        tile = max(default_tile(each * widest, x.element_size(), x.device), worth)
-        return max(x.shape[1], 1) if x.shape[1] <= tile + worth else tile
+        tile = default_tile(each * widest, x.element_size(), x.device)
+        return tile_of_sums(x.shape[1], tile, sums, numbers * x.element_size() * len(x))
 
 
 @functools.cache

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping
 
 from alstlib.config import RunConfig
 from alstlib.planner.model_shapes import Shape
-from alstlib.sizing import tile_for
+from alstlib.sizing import tile_for, tile_of_sums
 
 
 def experts_tile(shape: Shape, rows: int, batch: int, element: int, device: str) -> int:
-    """Tokens of a tile where none is named: a tile is no smaller than the sums of the gradients of all experts, and
-    `rows` of them that make fewer intermediates than these take are one tile.
+    """Tokens of a tile where none is named (`tile_of_sums`).
 
     Args:
         rows: tokens of a micro-batch row on a rank, or in a chunk.
@@ -26,9 +25,8 @@ def experts_tile(shape: Shape, rows: int, batch: int, element: int, device: str)
     if shape.shared_mlp:
         numbers += routed * 3 * (width + shape.shared_mlp)
     block = experts * (shape.expert + shape.expert_vectors + width) + 3 * width * shape.shared_mlp
-    worth = int(4 * block / (numbers * element * batch))
-    tile = max(tile_for(routed * max(2 * wide, width), element, device), worth)
-    return rows if rows <= tile + worth else tile
+    tile = tile_for(routed * max(2 * wide, width), element, device)
+    return tile_of_sums(rows, tile, 4 * block, numbers * element * batch)
 
 
 def tile_of_experts(shape: Shape, run: RunConfig, rows: int, element: int, device: str) -> int:
