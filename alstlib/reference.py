@@ -115,12 +115,18 @@ def attention_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def first_tokens(batch: int, length: int, documents: Sequence[int] | None = None) -> Tensor:
-    """Boolean [B, S]: does a document begin with this token? Every micro-batch row begins one."""
+def first_tokens(
+    batch: int, length: int, documents: Sequence[int] | None = None, state: Tensor | None = None
+) -> Tensor:
+    """Boolean [B, S]: does a document begin with this token? Every micro-batch row begins one, unless there is a state
+    from the tokens before it."""
     starts = {*range(0, batch * length, length), *(documents or ())} - {batch * length}
     first = torch.zeros(batch * length, dtype=torch.bool)
     first[sorted(starts)] = True
-    return first.view(batch, length)
+    first = first.view(batch, length)
+    if state is not None:
+        first[:, 0] = False
+    return first
 
 
 def causal_convolution(
@@ -148,12 +154,11 @@ def gated_delta_rule(
     [B, H, K, V]. The state h decays, forgets what it holds for the key k, and takes v for it in the share beta:
     h = exp(g) h;  h = h + beta k (v - k h)^T;  output q h / sqrt(K). It begins with zeros in each document.
     """
-    first = first_tokens(v.shape[0], v.shape[1], documents)
+    first = first_tokens(v.shape[0], v.shape[1], documents, initial_state)
     state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
     out = []
     for t in range(v.shape[1]):
-        again = first[:, t] if t > 0 or initial_state is None else torch.zeros_like(first[:, t])
-        state = state.masked_fill(again[:, None, None, None], 0.0) * g[:, t].exp()[..., None, None]
+        state = state.masked_fill(first[:, t, None, None, None], 0.0) * g[:, t].exp()[..., None, None]
         known = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
         state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * (v[:, t] - known))
         out.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * k.shape[3] ** -0.5)
@@ -169,12 +174,11 @@ def lightning(
     q, k [B, S, H, K], v [B, S, H, V], slopes [H] -> output [B, S, H, V] and the last state [B, H, K, V].
     h = exp(-slope) h + k v^T; output q h. It begins with zeros in each document.
     """
-    first = first_tokens(v.shape[0], v.shape[1], documents)
+    first = first_tokens(v.shape[0], v.shape[1], documents, initial_state)
     state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
     out = []
     for t in range(v.shape[1]):
-        again = first[:, t] if t > 0 or initial_state is None else torch.zeros_like(first[:, t])
-        state = state.masked_fill(again[:, None, None, None], 0.0) * (-slopes).exp()[:, None, None]
+        state = state.masked_fill(first[:, t, None, None, None], 0.0) * (-slopes).exp()[:, None, None]
         state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
         out.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
     return torch.stack(out, 1), state
@@ -190,13 +194,12 @@ def mamba2(
     H / G heads -> output [B, S, H, P] and the last state [B, H, P, N]. h = exp(dt A) h + dt x B^T; output h C + D x.
     The state begins with zeros in each document.
     """
-    groups, first = x.shape[2] // B.shape[2], first_tokens(x.shape[0], x.shape[1], documents)
+    groups, first = x.shape[2] // B.shape[2], first_tokens(x.shape[0], x.shape[1], documents, initial_state)
     B, C = B.repeat_interleave(groups, 2), C.repeat_interleave(groups, 2)
     state = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[3]) if initial_state is None else initial_state
     out = []
     for t in range(x.shape[1]):
-        again = first[:, t] if t > 0 or initial_state is None else torch.zeros_like(first[:, t])
-        state = state.masked_fill(again[:, None, None, None], 0.0) * (dt[:, t] * A).exp()[..., None, None]
+        state = state.masked_fill(first[:, t, None, None, None], 0.0) * (dt[:, t] * A).exp()[..., None, None]
         state = state + torch.einsum("bhp,bhn->bhpn", dt[:, t, :, None] * x[:, t], B[:, t])
         out.append(torch.einsum("bhpn,bhn->bhp", state, C[:, t]) + D[:, None] * x[:, t])
     return torch.stack(out, 1), state
