@@ -31,9 +31,7 @@ def attach_blocks(handle: Handle) -> None:
     for i, layer in enumerate(facts.layers):
         call = calls.get(layer)
         seen = call.attention if call is not None else []
-        if not seen and (
-            mixers_of(layer) or is_tokenwise(layer)
-        ):  # no attention: what it hands on does not grow with the sequence
+        if not seen and (mixers_of(layer) or is_tokenwise(layer)):  # what it hands on does not grow with the sequence
             handle.keys.append(Keys(facts.heads, facts.kv_heads, 0, None))
             continue
         handle.keys.append(

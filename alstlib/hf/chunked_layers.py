@@ -86,7 +86,7 @@ class _Chain:
 
 
 def _streamed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any, index: int, count: int) -> Any:
-    unread = Unread(layer)
+    unread, tokenwise = Unread(layer), is_tokenwise(layer)
 
     def trainable() -> list[nn.Parameter]:
         return [p for p in layer.parameters() if p.requires_grad]
@@ -133,8 +133,7 @@ def _streamed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any, in
         stream = Stream(
             run=run, chunk=chunk, ranks=handle.ctx.sp, store=handle.store, keep=keep, params=trainable,
             accept=unread.accept, module=layer, device=None if call is None else call.device,
-            travels=travel is not None, kv_on_host=handle.kv_on_host, segment=segment,
-            tokenwise=is_tokenwise(layer),
+            travels=travel is not None, kv_on_host=handle.kv_on_host, segment=segment, tokenwise=tokenwise,
             choices=None if handle.options.sparse is None else PageChoices(handle.options.sparse),
         )  # fmt: skip
         out = stream(x)

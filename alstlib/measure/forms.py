@@ -35,6 +35,8 @@ from alstlib.measure.simulate import PLENTY, drop_gradients, fake_ranks, shard_o
 from alstlib.offload.ledger import Ledger, _CpuInstrument
 from alstlib.planner.activations import KERNEL
 from alstlib.planner.model_shapes import EXPERTS as SPARSE
+from alstlib.planner.model_shapes import LATENT as LATENTS
+from alstlib.planner.model_shapes import SQUARE
 from alstlib.streaming import chunked
 from alstlib.tiled.compute import as_on
 
@@ -95,11 +97,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Decoders that have a form: transformers' model types, and the fields that they need."""
-LATENTS = ("deepseek_v3",)
-SQUARE = ("gpt_neox", "gpt2")
-"""Decoders whose heads together are as wide as the model: what has its width has d and the heads for names."""
 MULTIS = (*SQUARE, *LATENTS)
-"""Decoders whose query heads have keys and values of their own."""
+"""Decoders whose query heads have keys and values of their own. Those whose heads together are as wide as the model
+(`SQUARE`): what has its width has d and the heads for names."""
 FULL = ("llama",)
 """Those that are traced in fp32 too, and with parts of heads; others in bf16 with whole and shared heads. What is not
 traced (it takes many minutes) is taken as if heads were whole."""
@@ -208,13 +208,8 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str
 
     def tile(width: int, element: int) -> int:
         names = factor(width, sizes, query)
-        name = (
-            "N"
-            if width == config.hidden_size
-            else next(
-                (tile for size, tile in (("I", "M"), ("V", "U"), ("d", "D"), ("v", "D")) if size in names[1]), "N"
-            )
-        )
+        decided = {} if width == config.hidden_size else {"I": "M", "V": "U", "d": "D", "v": "D"}
+        name = next((tile for size, tile in decided.items() if size in names[1]), "N")
         tiles[name] = (f"{names[0]:g} {names[1]}", element)
         return sizes[name]
 

@@ -279,7 +279,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     if kinds:
         raise ValueError(f"model='{name}' ({family}) has layers of {', '.join(sorted(kinds))}, which have no form")
     layers, heads, width = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
-    config = {**config, "head_dim": None, "num_key_value_heads": None} if family in _SQUARE else config
+    config = {**config, "head_dim": None, "num_key_value_heads": None} if family in SQUARE else config
     kv_heads = config.get("num_key_value_heads") or heads
     window = _windows(config, family)
     made: dict[str, Any] = {
@@ -290,11 +290,10 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         "softcap": family == "gemma2" and config.get("attn_logit_softcapping", 50.0) is not None,
     }  # fmt: skip
     if family in LATENT:
-        made |= {"head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"]}
-        latent = Latent(
+        made["head_dim"] = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+        made["latent"] = Latent(
             config.get("q_lora_rank") or 0, config["kv_lora_rank"], config["qk_rope_head_dim"], config["v_head_dim"]
         )
-        made["latent"] = latent
     made |= _experts(config, family, name)
     return Shape(**{**made, **_vectors(config, Shape(**made))})
 
@@ -306,7 +305,7 @@ _OTHER_NAMES = {
 """Of GPT-2's config."""
 _TIED = ("gemma2", "gemma3_text", "gpt2", "cohere", "starcoder2", "smollm3")
 """Whose head is the embedding where the config does not say."""
-_SQUARE = ("gpt_neox", "gpt2")
+SQUARE = ("gpt_neox", "gpt2")
 """Whose heads, with keys and values of their own, are together as wide as the model."""
 _TWO_MATRICES = ("starcoder2", "gpt_neox", "gpt2")
 """Whose MLP has no gate."""
@@ -368,11 +367,10 @@ def _vectors(config: Mapping[str, Any], shape: Shape) -> dict[str, int]:
     family, width, dim = shape.family, shape.width, shape.head_dim
     query, kv = shape.heads * dim, shape.kv_heads * dim
     norm = 2 * width if family in _TWO_MATRICES else width  # with biases
-    per_head = (shape.heads + shape.kv_heads) * dim
     of_heads = {"qwen3": 2 * dim, "qwen3_moe": 2 * dim, "gemma3_text": 2 * dim, "olmo2": query + kv}
     norms = {"cohere": 1, "gemma2": 4, "gemma3_text": 4}.get(family, 2) * norm + of_heads.get(family, 0)
     if family == "cohere" and config.get("use_qk_norm"):
-        norms += per_head
+        norms += query + kv
     three, out = query + 2 * kv, width
     biases = three + out if config.get("attention_bias", family in ("gpt_neox", "gpt_oss", "gpt2")) else 0
     biases = {"qwen2": three, "glm": min(biases, three), "phi3": 0}.get(family, biases)
@@ -386,7 +384,7 @@ def _vectors(config: Mapping[str, Any], shape: Shape) -> dict[str, int]:
         biases += shape.heads  # sinks
     if shape.latent:
         small = shape.latent.queries + shape.latent.keys
-        made = shape.latent.queries + shape.latent.keys + shape.latent.positions + width
-        norms, biases = norms + small, made if config.get("attention_bias") else 0
+        norms += small
+        biases = small + shape.latent.positions + width if config.get("attention_bias") else 0
     positions = width * config.get("n_positions", 1024) if family == "gpt2" else 0
     return {"vectors": norms + biases, "ends": norm + positions}

@@ -49,7 +49,7 @@ def test_every_new_model_has_a_plan(name: str) -> None:
     """With our options, those of the paper's baseline, and in row chunks."""
     shape = read_shape(name)
     assert shape.family in families()
-    ours = row_config("ours", RunConfig(model=name, dtype="bf16", sp=8))
+    ours = row_config("ours", RunConfig(model=name, dtype="bf16")).replace(chunk=None)
     plain = row_config("baseline", ours)
     reached = [longest(shape, run, EIGHT) for run in (plain, ours, ours.replace(chunk=16_384))]
     assert all(best is not None for best in reached[1:])
