@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from alstlib.offload.ledger import Ledger
 from alstlib.reference import relative_error
 
 EXACT = {torch.float64: 1e-12, torch.float32: 3e-6}
@@ -73,3 +74,12 @@ def worst(
             error = relative_error(g, w, floor=float(all_of_it.detach().norm()) / 1000 or 1e-12)
             errors.append(error if error == error else float("inf"))  # NaN is as wrong as can be
     return max(errors)
+
+
+def peak_of_step(module: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    """Device bytes that forward and backward of a module take at most, besides what is there before them."""
+    with Ledger() as ledger:
+        start = ledger.device_bytes
+        out = module(x)
+        out.backward(torch.ones_like(out))
+        return ledger.device_peak - start

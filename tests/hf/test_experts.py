@@ -10,6 +10,7 @@ import torch
 import transformers
 import zoo
 from cases import make_model, worst_error
+from operators import peak_of_step
 from torch import Tensor, nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -18,7 +19,6 @@ import alstlib
 from alstlib.data.shard import shard_batch
 from alstlib.hf.experts import TiledExperts, why_untiled
 from alstlib.measure.verify import Reference, plain
-from alstlib.offload.ledger import Ledger
 from alstlib.sizing import TILE_BYTES
 from alstlib.tiled.compute import as_on
 
@@ -178,12 +178,7 @@ def test_memory_is_a_tile() -> None:
 
     def growth(tile: int | None, rows: int) -> int:
         module = block if tile is None else alone(block, tile)
-        x = tokens[rows].clone().requires_grad_()
-        with Ledger() as ledger:
-            start = ledger.device_bytes
-            out = module(x)
-            out.backward(torch.ones_like(out))
-            return ledger.device_peak - start
+        return peak_of_step(module, tokens[rows].clone().requires_grad_())
 
     one = 4 * width * (2048 - 512)
     growth(64, 512)  # tries the block
@@ -206,11 +201,7 @@ def test_the_default_tile_takes_no_more_than_the_block_untiled(dtype: torch.dtyp
     def peak(rows: int, module: nn.Module) -> int:
         x = torch.randn(1, rows, 32, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
         block.zero_grad()
-        with Ledger() as ledger:
-            start = ledger.device_bytes
-            out = module(x)
-            out.backward(torch.ones_like(out))
-            return ledger.device_peak - start
+        return peak_of_step(module, x)
 
     ours = alone(block, None)
     with as_on(lambda width, element_bytes: 1):  # tiles as small as they may be

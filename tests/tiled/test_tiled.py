@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from operators import EXACT, gradients, leaf, randn, strided, worst
+from operators import EXACT, gradients, leaf, peak_of_step, randn, strided, worst
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, LlamaConfig
@@ -550,12 +550,7 @@ def test_memory_is_a_tile() -> None:
     def growth(tile: int | None, rows: int) -> int:
         mlp = llama(hidden_size=width, intermediate_size=128).float()
         module = TiledMLP(mlp, tile) if tile else mlp
-        x = leaf(tokens[rows])
-        with Ledger() as ledger:
-            start = ledger.device_bytes
-            out = module(x)
-            out.backward(torch.ones_like(out))
-            return ledger.device_peak - start
+        return peak_of_step(module, leaf(tokens[rows]))
 
     one = 4 * width * (2048 - 512)
     more = growth(tile, 2048) - growth(tile, 512)
