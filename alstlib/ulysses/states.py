@@ -220,7 +220,9 @@ class _OverRanks(torch.autograd.Function):
                 run.of(out).copy_(_there(run.out).detach())
         if keep:
             ctx.rule, ctx.exchange, ctx.needs, ctx.count, ctx.runs, ctx.m = rule, exchange, needs, count, runs, m
-            ctx.inputs, ctx.start = [t.detach() for t in tensors], None if start is None else start.dtype
+            # shapes and dtypes alone: what a node holds of tensors itself lives as long as somebody holds the loss
+            ctx.like = [torch.empty_like(t, device="meta") for t in tensors]
+            ctx.start = None if start is None else start.dtype
         return out, state
 
     @staticmethod
@@ -238,7 +240,10 @@ class _OverRanks(torch.autograd.Function):
                 for their_m, their_w in reversed(_pairs(exchange, ctx.m, w)):
                     grads.append(rule.transposed(their_m, grads[-1]) + their_w)
         after, grad = grads[exchange.ranks - 1 - exchange.rank], w if alone else grads[-1]
-        sums = [torch.zeros_like(t) if need and len(runs) > 1 else None for t, need in zip(ctx.inputs, ctx.needs)]
+        sums = [
+            torch.zeros_like(t, device=dout.device) if need and len(runs) > 1 else None
+            for t, need in zip(ctx.like, ctx.needs)
+        ]
         for run in runs:
             outs, ups = [run.out], [run.of(dout)]
             if run.last and run.after.requires_grad:

@@ -86,6 +86,25 @@ def test_memory_of_chunks_does_not_grow() -> None:
     assert (peak(1024) - peak(512)) / 512 > 1000  # the reading can fail
 
 
+def test_without_checkpoints_a_loss_that_is_held_holds_no_inputs() -> None:
+    """After backward, what lives on until the loss is let go does not grow as a layer's queries, keys and values do."""
+
+    def held(length: int) -> int:
+        model = zoo.build_hybrid("qwen3_5", max_position_embeddings=1024)
+        batch = shard_batch(verify.sample(length, True), 1, 0)
+        with alstlib.apply(model, None, alstlib.Options(checkpoint=False)), Ledger("cpu") as ledger:
+            alstlib.causal_lm_loss(model, batch).loss.backward()
+            model.zero_grad(set_to_none=False)
+            gc.collect()
+            start = ledger.device_bytes
+            out = alstlib.causal_lm_loss(model, batch)
+            out.loss.backward()
+            model.zero_grad(set_to_none=False)
+            return ledger.device_bytes - start
+
+    assert (held(512) - held(256)) / 256 < 50
+
+
 def test_blocks_without_checkpoints(pools: Callable[[int], Any]) -> None:
     for result in pools(2)(step, "falcon_h1", True, {"block": 11, "checkpoint": False}):
         assert result["result"] == "exact", result
