@@ -17,7 +17,7 @@ import yaml
 
 from alstlib.config import ROWS, RunConfig
 from alstlib.planner import devices
-from alstlib.runs import cli, locks, notebooks, progress, results, status
+from alstlib.runs import cli, locks, notebooks, processes, progress, results, status
 
 TESTS = Path(__file__).parent
 REPOSITORY = TESTS.parents[1]
@@ -507,7 +507,7 @@ def test_interrupting_the_sweep_stops_it_and_leaves_nothing(tmp_path, number):
             assert line, text
             text += line
         sweep.send_signal(number)
-        sweep.communicate(timeout=60)
+        sweep.communicate(timeout=notebooks.KERNEL_SECONDS + processes.GRACE_SECONDS)
     finally:
         sweep.kill()
         sweep.wait()
