@@ -53,7 +53,8 @@ def exact(rank: int, world: int) -> list[Any]:
     with double():
         loss, want = plain_run(model, [sample])
     shard = shard_batch(sample, world, rank)
-    for chunk, hidden, kv in itertools.product((1, 7, 64, rows), places, places):
+    chunks = (1, 7, 64, rows) if world < 3 else (7, rows)
+    for chunk, hidden, kv in itertools.product(chunks, places, places):
         how = options(chunk=chunk, hidden=hidden, kv=kv, tiled_loss=32)
         with small_pages(40), alstlib.apply(model, ctx, how) as handle, double():
             model.zero_grad()
@@ -67,12 +68,12 @@ def exact(rank: int, world: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_gradients_of_plain_transformers(pools: Any, world: int) -> None:
     """Chunks of a token, of some, of almost all and of all tokens, over several pages."""
     for result in pools(world)(exact) if world > 1 else [exact(0, 1)]:
         for *case, loss, error, where in result:
-            assert max(loss, error) < 1e-10, (*case, loss, error, where)
+            assert max(loss, error) < 1e-12, (*case, loss, error, where)
 
 
 @pytest.mark.parametrize("kind", ["gqa", "gpt2", "gemma2"])
