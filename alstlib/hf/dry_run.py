@@ -185,7 +185,7 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], run: DryRun) -> Iterat
     own = {m: m.__dict__.get("forward") for m in (*layers, head)}
     hooks = [(m, n, m.__dict__[n]) for m in training for n in ("_forward_hooks", "_forward_pre_hooks")]
     captured = {m for m in training if CAPTURES in m.__dict__}
-    weights, stopping = _weights(model, layers), False
+    weights, stopping, inside = _weights(model, layers), False, False
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **kwargs: Any) -> Any:
         mask, dropout = kwargs.pop("attention_mask", mask), kwargs.pop("dropout", 0.0)
@@ -197,15 +197,20 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], run: DryRun) -> Iterat
 
     def stand_in(layer: nn.Module, original: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
             if stopping:
                 raise _Ended
+            if inside:  # a part of another layer, which is checkpointed as a whole
+                return original(*args, **kwargs)
             x, *others = [*args, *kwargs.values()] if args else [kwargs.pop("hidden_states"), *kwargs.values()]
             run.calls.append(call := LayerCall(layer, x, tuple(others)))
-            dry = [_for_layer(value, call) for value in (x, *args[1:])]
+            dry, inside = [_for_layer(value, call) for value in (x, *args[1:])], True
             try:
                 out = original(*dry, **{key: _for_layer(value, call) for key, value in kwargs.items()})
             except Exception:  # whatever code of the model it was
                 return x
+            finally:
+                inside = False
             call.finished, call.outputs = True, 1 if isinstance(out, Tensor) else len(out)
             return tree_map(lambda t: torch.zeros_like(t, device="cpu") if isinstance(t, Tensor) else t, out)
 

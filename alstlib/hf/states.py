@@ -82,13 +82,19 @@ class _Part:
         if call is None:
             raise ValueError("call the model that apply() was given, not a part of it: documents and labels go with it")
 
+        left: dict[str, Any] = {} if call.saved is None else call.saved.left_by(self.key)
+        known = left.setdefault("known", {})
+
         def step(start: Tensor | None, first: int, length: int | None) -> tuple[Tensor, Tensor]:
-            saved = call.saved
-            known = None if saved is None else saved.known.setdefault(self.key, {})
             return over(call.documents, start=start, first=first, length=length, known=known)
 
         chunks = call.piece or call.blocks
-        return step(None, 0, None)[0] if chunks is None else chunks.carry(self.key, step, inputs)
+        if chunks is None:
+            return step(None, 0, None)[0]
+        if "call" not in left:  # a recompute inside a block is that of the first pass
+            chunks.calls[self.key] += 1
+            left["call"] = chunks.calls[self.key]
+        return chunks.carry((*self.key, left["call"]), step, inputs)
 
 
 def _convolution(

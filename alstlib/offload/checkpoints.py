@@ -8,6 +8,7 @@ its inputs (and attention outputs) on the device, before it recomputes and back-
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,14 +36,19 @@ class Saved:
         self.tensors: list[tuple[Tensor, Tensor]] = []
         self.replaying = False
         self.position = 0
-        self.known: dict[Hashable, dict[str, Tensor]] = {}
-        """What each layer with a state leaves from the first pass, of constant size: its recompute exchanges nothing
-        with other ranks before its backward."""
+        self._left: dict[tuple[Hashable, int], dict[str, Any]] = {}
+        self._calls = Counter[Hashable]()
 
     @property
     def active(self) -> bool:
         """Do this pass's attentions leave outputs here, or find them?"""
         return self.replaying or self.stage == "again" or (self.stage == "first" and self.keep)
+
+    def left_by(self, part: Hashable) -> dict[str, Any]:
+        """What this call of a part with a state leaves from the first pass, of constant size: its recompute exchanges
+        nothing with other ranks before its backward. A pass may call a part several times."""
+        self._calls[part] += 1
+        return self._left.setdefault((part, self._calls[part]), {})
 
     def take(self) -> tuple[Tensor, Tensor]:
         """The next call's output and logsumexp."""
@@ -52,6 +58,7 @@ class Saved:
     def rewind(self, tensors: list[Tensor], stage: Literal["again", "graph"] = "graph") -> None:
         """Start another pass over these tensors (output, logsumexp, output, ...); with none, attention computes."""
         self.stage, self.replaying, self.position = stage, bool(tensors), 0
+        self._calls.clear()
         self.tensors = list(zip(tensors[::2], tensors[1::2]))
 
     def leave(self) -> list[Tensor]:

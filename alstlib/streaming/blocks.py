@@ -16,6 +16,7 @@ the block none, and of the last block none. A block's own rows are made again by
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -106,13 +107,13 @@ class Blocks:
         self.making = True
         """Does the forward without a graph run, which leaves keys and values in the pages?"""
         self.index = 0
-        self.attended = set[Hashable]()
-        """Layers whose attention has run in this pass, and parts that hand something on."""
+        self.calls = Counter[Hashable]()
+        """How often the attention of each layer has run in this pass, and each part that hands something on."""
         self.carried = Carried()
 
     def begin(self, index: int, making: bool) -> None:
         """A block's pass begins."""
-        self.index, self.making, self.attended = index, making, set[Hashable]()
+        self.index, self.making, self.calls = index, making, Counter[Hashable]()
 
     @property
     def rows(self) -> slice:
@@ -141,11 +142,11 @@ class Blocks:
             return kept[0]
         pages, rows, p = self._of(layer), self.rows, self.ranks
         first, last, length = p * rows.start, p * rows.stop, p * self.length
-        if self.making and layer in self.attended:
+        if self.making and self.calls[layer]:
             raise ValueError("a layer that calls attention more than once cannot run block by block")
         keep = saved is not None and saved.active
         piece = RowChunk(rows, first, last, "recompute" if graph else "forward", pages, keep=keep, kept=kept)
-        self.attended.add(layer)
+        self.calls[layer] += 1
         pages.begin(first)
         out = piece.attend(op, q, k, v, documents=documents, window=window, **how)
         if graph:
@@ -159,10 +160,7 @@ class Blocks:
         return out
 
     def carry(self, key: Hashable, step: Step, inputs: Sequence[Tensor]) -> Tensor:
-        """The output for the block of a part of a layer that hands something on."""
-        if self.making and key in self.attended:
-            raise ValueError("a layer that calls a part with a state more than once cannot run block by block")
-        self.attended.add(key)
+        """The output for the block of a call of a part that hands something on; `key` is of the call."""
         rows, p = (self.ranks * self.rows.start, self.ranks * self.rows.stop), self.ranks
         return self.carried.run(key, step, inputs, rows, p * self.length, graph=torch.is_grad_enabled())
 

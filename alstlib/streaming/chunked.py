@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -69,10 +70,10 @@ class RowChunk:
     """Output [B, H, C, D] (sequence layout) and logsumexp [B, H / P, P C] (head layout): left by `forward` where `keep`
     says so, taken by `recompute`."""
     carried: Carried = field(default_factory=Carried)
-    parts: set[Hashable] = field(default_factory=set)
-    """Which of the layer's parts that mix tokens have run: its attention, and what `carry` is given."""
-    all_parts: int = 1
-    """How many there are: a pass for keys leaves the layer at the last."""
+    calls: Counter[Hashable] = field(default_factory=Counter)
+    """How often each of the layer's parts that mix tokens has run: its attention, and those that hand something on."""
+    all_calls: int = 1
+    """Of all of them: a pass for keys leaves the layer at the last."""
     choice: paged.Choice | None = None
 
     @property
@@ -92,7 +93,9 @@ class RowChunk:
         Raises:
             ValueError: the layer attends more than once.
         """
-        self._begin("attention")
+        if self.calls["attention"]:
+            raise ValueError("chunk: a layer that calls attention more than once cannot be streamed; use chunk=None")
+        self.calls["attention"] += 1
         rule = op.rule(q, k, v, sinks=sinks, **how)
         layout = op.layouts.of(q, k, documents, self.first, self.last, self.pages.length)
         if self.choices is not None and rule.window is None and self.task != "keys":
@@ -100,7 +103,7 @@ class RowChunk:
             self.choice = self.choices.of(q.detach(), k.detach(), *where, documents, op.exchange)
         if self.task == "recompute":
             return _ChunkAttention.apply(q, k, v, sinks, op, rule, layout, self)
-        if self.task == "keys" and len(self.parts) == self.all_parts:
+        if self.task == "keys" and self.calls.total() == self.all_calls:
             self.pages.fill(*layout.keys_to_heads(k, v))
             raise KeysDone
         q_heads, k, v = layout.to_heads(q, k, v)
@@ -112,24 +115,14 @@ class RowChunk:
         return out
 
     def carry(self, key: Hashable, step: Step, inputs: Sequence[Tensor]) -> Tensor:
-        """The output for this chunk of a part that hands something on; `inputs` are the step's.
-
-        Raises:
-            ValueError: the layer runs this part more than once.
-        """
-        self._begin(key)
+        """The output for this chunk of a call of a part that hands something on; `key` is of the call, and `inputs`
+        are the step's."""
         rows, graph = (self.first, self.last), self.task == "recompute"
         forget = self.task == "forward"
         out = self.carried.run(key, step, inputs, rows, self.pages.length, graph=graph, forget=forget)
-        if self.task == "keys" and len(self.parts) == self.all_parts:
+        if self.task == "keys" and self.calls.total() == self.all_calls:
             raise KeysDone
         return out
-
-    def _begin(self, part: Hashable) -> None:
-        if part in self.parts:
-            what = "attention" if part == "attention" else "a part with a state"
-            raise ValueError(f"chunk: a layer that calls {what} more than once cannot be streamed; use chunk=None")
-        self.parts.add(part)
 
     def forward(
         self, op: UlyssesAttention, layout: Layout, q: Tensor, width: int, rule: Rule, sinks: Tensor | None
@@ -299,7 +292,7 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stream: Stream, train: bool, x: Tensor, *_: Tensor) -> Tensor:
         ctx.stream, store, train = stream, stream.store, train and any(ctx.needs_input_grad)
-        ctx.replays, ctx.tickets, ctx.parts = [], [], 0
+        ctx.replays, ctx.tickets, ctx.calls = [], [], 0
 
         @contextlib.contextmanager
         def noted(_: int) -> Iterator[None]:
@@ -308,7 +301,7 @@ class _Streamed(torch.autograd.Function):
             yield
 
         def keep(piece: RowChunk) -> None:
-            ctx.parts = len(piece.parts)
+            ctx.calls = piece.calls.total()
             if train and piece.kept:
                 ctx.tickets.append(store.ticket())
                 while piece.kept:  # on the device only until they wait elsewhere
@@ -345,7 +338,7 @@ class _Streamed(torch.autograd.Function):
         else:  # a copy that came back from the host is ours, and read for the last time before it is written
             grad_x = x
         pieces = stream.chunks(x.shape[1], "recompute", courier)
-        _keys(stream, way, x, [] if stream.tokenwise else pieces[:-1], ctx.replays, ctx.parts)
+        _keys(stream, way, x, [] if stream.tokenwise else pieces[:-1], ctx.replays, ctx.calls)
         for part, upstream in parts_of(way, _rows(pieces[::-1]), x, grad):
             piece, replay = pieces.pop(), ctx.replays.pop()
             piece.kept = store.get(tickets.pop(), courier.device) if tickets else []
@@ -353,7 +346,7 @@ class _Streamed(torch.autograd.Function):
             y = _recompute(stream, leaf, piece, replay)
             if not stream.accept(y):
                 del y
-                piece.parts.clear()
+                piece.calls.clear()
                 y = _recompute(stream, leaf, piece, replay)
             with replay():
                 wanted = [*([leaf] if need_x else []), *params]
@@ -380,11 +373,11 @@ def _recompute(stream: Stream, leaf: Tensor, piece: RowChunk, replay: Replay) ->
 
 
 def _keys(
-    stream: Stream, way: Courier | None, x: Tensor, pieces: Sequence[RowChunk], replays: Sequence[Replay], parts: int
+    stream: Stream, way: Courier | None, x: Tensor, pieces: Sequence[RowChunk], replays: Sequence[Replay], calls: int
 ) -> None:
     """Make the keys and values of these chunks again, and what they hand on."""
     for piece, replay, (part,) in zip(pieces, replays, parts_of(way, _rows(pieces), x)):
-        piece.task, piece.all_parts = "keys", parts
+        piece.task, piece.all_calls = "keys", calls
         with replay():
             try:
                 stream.run(part, piece)
@@ -393,4 +386,4 @@ def _keys(
             else:
                 raise ValueError("chunk: the layer did not call attention; use chunk=None")
         piece.task = "recompute"
-        piece.parts.clear()
+        piece.calls.clear()
