@@ -76,6 +76,12 @@ class _Part:
     def exchange(self) -> Exchange:
         return self.handle.attention.exchange
 
+    @property
+    def hands_on(self) -> bool:
+        """Does the state go to another rank, or chunk?"""
+        call = self.handle.call
+        return self.exchange.ranks > 1 or (call is not None and (call.piece or call.blocks) is not None)
+
     def run(self, inputs: Sequence[Tensor], over: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
         """The output of `over` (documents, start=, first=, length=) for the rows that run now."""
         call = self.handle.call
@@ -151,7 +157,11 @@ def _mamba1(
     D: Tensor, z: Tensor, delta_bias: Tensor, delta_softplus: bool = False, return_last_state: bool = False, **how: Any,
 ) -> Tensor:  # fmt: skip
     """Its kernels begin with zeros. The output is affine in the state too: token t sees of the state that comes in what
-    the tokens up to t have left, exp(A (dt_1 + ... + dt_t)) of each entry."""
+    the tokens up to t have left, exp(A (dt_1 + ... + dt_t)) of each entry.
+
+    The backward of mamba-ssm's kernel leaves out the gradient of the state. Where the state is handed on, N further
+    tokens with a step of zero read its N columns, and their outputs bring its gradient: N more tokens to scan, and a
+    copy of the kernel's inputs."""
 
     def steps(dt: Tensor, bias: Tensor) -> Tensor:
         step = dt.to(torch.promote_types(dt.dtype, A.dtype)) + bias
@@ -159,11 +169,22 @@ def _mamba1(
 
     def kernel(*tensors: Tensor, initial_state: Tensor | None) -> Any:
         x, dt, B, C, A, D, bias = tensors
+        read, rows = torch.is_grad_enabled() and part.hands_on, x.shape[1]
+        if read:
+            none, columns = bias.new_zeros(1), torch.eye(A.shape[1], device=C.device)
+            still = torch.full_like(bias, -1e4) if delta_softplus else -bias
+            x, dt, B, C = (
+                torch.cat([t, more.to(t.dtype).expand(t.shape[0], A.shape[1], t.shape[2])], 1)
+                for t, more in ((x, none), (dt, still), (B, none), (C, columns))
+            )
         out, state = theirs(
             *(t.transpose(1, 2) for t in (x, dt)), A, *(t.transpose(1, 2) for t in (B, C)), D=D, z=None,
             delta_bias=bias, delta_softplus=delta_softplus, return_last_state=True, **how,
         )  # fmt: skip
-        out = out.transpose(1, 2)
+        if read:
+            out, ends = out[..., :rows], out[..., rows:].to(state.dtype)
+            state = state.detach() + (ends - ends.detach())
+        out, dt, C = out.transpose(1, 2), dt[:, :rows], C[:, :rows]
         if initial_state is None:
             return out, state
         since, width = steps(dt, bias).cumsum(1), dt.shape[2]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import zoo
 from cases import small_pages
 from torch import nn
+from transformers.models.jamba import modeling_jamba
 
 import alstlib
 from alstlib.data.shard import shard_batch
@@ -87,6 +89,25 @@ def test_hybrids_in_chunks_and_blocks(
 @pytest.mark.parametrize("options", [{}, {"chunk": 11}, {"block": 19}, {"block": 19, "checkpoint": False}], ids=str)
 def test_a_layer_may_call_a_part_with_a_state_twice(pools: Callable[[int], Any], options: dict[str, Any]) -> None:
     for rank, result in enumerate(pools(2)(step, "qwen3_5, twice", False, options)):
+        assert result["result"] == "exact", (rank, result)
+
+
+def as_on_a_gpu(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Jamba's step with a kernel whose backward leaves out the gradient of the state that it returns."""
+    own = modeling_jamba.mamba_selective_scan
+
+    def kernel(*args: Any, return_last_state: bool = False, **kwargs: Any) -> Any:
+        out, state = own(*args, return_last_state=True, **kwargs)
+        return (out, state.detach()) if return_last_state else out
+
+    with mock.patch.object(modeling_jamba, "mamba_selective_scan", kernel):
+        return step(rank, world, "jamba", False, options)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 11}], ids=str)
+def test_a_kernel_need_not_know_the_gradient_of_its_state(pools: Callable[[int], Any], options: dict[str, Any]) -> None:
+    """That of mamba-ssm does not."""
+    for rank, result in enumerate(pools(2)(as_on_a_gpu, options)):
         assert result["result"] == "exact", (rank, result)
 
 
