@@ -184,6 +184,25 @@ def lightning(
     return torch.stack(out, 1), state
 
 
+def mamba1(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor | None = None, *,
+    documents: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The selective state space of Mamba, token by token (arXiv 2312.00752).
+
+    x and dt (step widths) [B, S, E], A (negative) [E, N], B and C [B, S, N], D [E] -> output [B, S, E] and the last
+    state [B, E, N]. h = exp(dt A) h + dt x B^T; output h C + D x. The state begins with zeros in each document.
+    """
+    first = first_tokens(x.shape[0], x.shape[1], documents, initial_state)
+    state = x.new_zeros(x.shape[0], *A.shape) if initial_state is None else initial_state
+    out = []
+    for t in range(x.shape[1]):
+        state = state.masked_fill(first[:, t, None, None], 0.0) * (dt[:, t, :, None] * A).exp()
+        state = state + (dt[:, t] * x[:, t])[..., None] * B[:, t, None]
+        out.append((state * C[:, t, None]).sum(-1) + D * x[:, t])
+    return torch.stack(out, 1), state
+
+
 def mamba2(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor | None = None, *,
     documents: Sequence[int] | None = None,

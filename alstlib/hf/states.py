@@ -32,10 +32,9 @@ from alstlib.hf.mixers import (
     mixers_of,
     plain_forward,
 )
-from alstlib.tiled.compute import tiled_compute
 from alstlib.ulysses.alltoall import Exchange
 from alstlib.ulysses.convolution import causal_convolution
-from alstlib.ulysses.states import GatedDeltaRule, Recurrence, decayed_attention, over_ranks
+from alstlib.ulysses.states import GatedDeltaRule, Recurrence, SelectiveScan, decayed_attention, over_ranks
 
 
 def attach_states(handle: Handle) -> None:
@@ -156,54 +155,17 @@ def _mamba1(
     part: _Part, theirs: Callable[..., Any], hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
     D: Tensor, z: Tensor, delta_bias: Tensor, delta_softplus: bool = False, return_last_state: bool = False, **how: Any,
 ) -> Tensor:  # fmt: skip
-    """Its kernels begin with zeros. The output is affine in the state too: token t sees of the state that comes in what
-    the tokens up to t have left, exp(A (dt_1 + ... + dt_t)) of each entry.
-
-    The backward of mamba-ssm's kernel leaves out the gradient of the state. Where the state is handed on, N further
-    tokens with a step of zero read its N columns, and their outputs bring its gradient: N more tokens to scan, and a
-    copy of the kernel's inputs."""
-
-    def steps(dt: Tensor, bias: Tensor) -> Tensor:
-        step = dt.to(torch.promote_types(dt.dtype, A.dtype)) + bias
-        return nn.functional.softplus(step) if delta_softplus else step
-
-    def kernel(*tensors: Tensor, initial_state: Tensor | None) -> Any:
-        x, dt, B, C, A, D, bias = tensors
-        read, rows = torch.is_grad_enabled() and part.hands_on, x.shape[1]
-        if read:
-            none, columns = bias.new_zeros(1), torch.eye(A.shape[1], device=C.device)
-            still = torch.full_like(bias, -1e4) if delta_softplus else -bias
-            x, dt, B, C = (
-                torch.cat([t, more.to(t.dtype).expand(t.shape[0], A.shape[1], t.shape[2])], 1)
-                for t, more in ((x, none), (dt, still), (B, none), (C, columns))
-            )
+    def scan(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        x, dt, B, C = (t.transpose(1, 2) for t in (x, dt, B, C))
         out, state = theirs(
-            *(t.transpose(1, 2) for t in (x, dt)), A, *(t.transpose(1, 2) for t in (B, C)), D=D, z=None,
-            delta_bias=bias, delta_softplus=delta_softplus, return_last_state=True, **how,
-        )  # fmt: skip
-        if read:
-            out, ends = out[..., :rows], out[..., rows:].to(state.dtype)
-            state = state.detach() + (ends - ends.detach())
-        out, dt, C = out.transpose(1, 2), dt[:, :rows], C[:, :rows]
-        if initial_state is None:
-            return out, state
-        since, width = steps(dt, bias).cumsum(1), dt.shape[2]
-
-        def seen(x: Tensor) -> Tensor:
-            left = (x[..., :width, None] * A).exp() * initial_state[:, None]
-            return (left * x[..., None, width:]).sum(-1)
-
-        both = torch.cat([since, C.to(since.dtype)], -1)
-        more = tiled_compute(seen, both, [t for t in (A, initial_state) if t.requires_grad], tile=64)
-        return out + more.to(out.dtype), state + (since[:, -1, :, None] * A).exp() * initial_state
-
-    def decay(*tensors: Tensor) -> Tensor:
-        _, dt, _, _, A, _, bias = tensors
-        return steps(dt, bias).sum(1)[..., None] * A
+            x, dt, A, B, C, D=D, z=None, delta_bias=bias, delta_softplus=delta_softplus, return_last_state=True, **how
+        )
+        return out.transpose(1, 2), state
 
     tokens, weights = [t.transpose(1, 2) for t in (hidden_states, dt, B, C)], (A, D, delta_bias)
-    over = functools.partial(over_ranks, Recurrence(kernel, decay), tokens, weights, part.exchange)
-    return part.run((*tokens, *weights), over).transpose(1, 2) * nn.functional.silu(z)
+    rule = SelectiveScan(scan, delta_softplus, part.hands_on)
+    out = part.run((*tokens, *weights), functools.partial(over_ranks, rule, tokens, weights, part.exchange))
+    return out.transpose(1, 2) * nn.functional.silu(z)
 
 
 def _lightning(part: _Part, mixer: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:

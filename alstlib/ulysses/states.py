@@ -1,4 +1,4 @@
-"""Layers with a state (gated delta rule, Mamba-2) over a sequence that is sharded over ranks.
+"""Layers with a state (gated delta rule, Mamba) over a sequence that is sharded over ranks.
 
 Shape legend: B batch, S sequence, P ranks, L = S / P tokens of this rank, H heads, K and V widths of keys and values.
 
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from alstlib.kernels.spans import Documents, document_spans
-from alstlib.recompute import first_order
+from alstlib.recompute import GradientSums, first_order
+from alstlib.tiled.compute import tiled_compute
 from alstlib.ulysses.alltoall import Exchange
 
 Kernel = Callable[..., tuple[Tensor, Tensor]]
@@ -83,6 +84,64 @@ class GatedDeltaRule(Recurrence):
 
     def transposed(self, m: Tensor, grad: Tensor) -> Tensor:
         return m.transpose(-1, -2) @ grad
+
+
+class SelectiveScan(Recurrence):
+    """Mamba-1: a number for each entry of the state. Its kernels begin with zeros, and their backward may leave out the
+    gradient of the state (mamba-ssm's does).
+
+    The output is affine in the state too: token t sees of the state that comes in what the tokens up to t have left,
+    exp(A (dt_1 + ... + dt_t)) of each entry. The state after the last token is read by N further tokens with a step of
+    zero, of which each reads a column: their outputs bring its gradient. That costs N more tokens to scan, and a copy
+    of the scan's inputs.
+
+    Args:
+        scan: (x [b, n, E], dt [b, n, E], B [b, n, N], C [b, n, N], A [E, N], D [E], bias [E]) -> (output [b, n, E],
+            state [b, E, N]), where a step is dt + bias.
+        softplus: or softplus of that.
+        hands_on: does the state go anywhere? Else it needs no gradient.
+    """
+
+    def __init__(self, scan: Callable[..., tuple[Tensor, Tensor]], softplus: bool, hands_on: bool = True) -> None:
+        super().__init__(self._run, self._decay)
+        self.scan, self.softplus, self.hands_on = scan, softplus, hands_on
+
+    def _steps(self, dt: Tensor, A: Tensor, bias: Tensor) -> Tensor:
+        step = dt.to(torch.promote_types(dt.dtype, A.dtype)) + bias
+        return torch.nn.functional.softplus(step) if self.softplus else step
+
+    def _decay(self, *tensors: Tensor) -> Tensor:
+        _, dt, _, _, A, _, bias = tensors
+        return self._steps(dt, A, bias).sum(1)[..., None] * A
+
+    def _run(self, *tensors: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+        _, dt, _, C, A, _, bias = tensors
+        out, state = self._from_zeros(*tensors)
+        if initial_state is None:
+            return out, state
+        since, width = self._steps(dt, A, bias).cumsum(1), dt.shape[2]
+
+        def seen(x: Tensor) -> Tensor:
+            left = (x[..., :width, None] * A).exp() * initial_state[:, None]
+            return (left * x[..., None, width:]).sum(-1)
+
+        both = torch.cat([since, C.to(since.dtype)], -1)
+        more = tiled_compute(seen, both, [t for t in (A, initial_state) if t.requires_grad], tile=64)
+        return out + more.to(out.dtype), state + (since[:, -1, :, None] * A).exp() * initial_state
+
+    def _from_zeros(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        if not (self.hands_on and torch.is_grad_enabled()):
+            return self.scan(*tensors)
+        *tokens, A, D, bias = tensors
+        rows, none, columns = tokens[0].shape[1], bias.new_zeros(1), torch.eye(A.shape[1], device=A.device)
+        still = torch.full_like(bias, -1e4) if self.softplus else -bias
+        tokens = [
+            torch.cat([t, more.to(t.dtype).expand(t.shape[0], A.shape[1], t.shape[2])], 1)
+            for t, more in zip(tokens, (none, still, none, columns))
+        ]
+        out, state = self.scan(*tokens, A, D, bias)
+        read = out[:, rows:].transpose(1, 2).to(state.dtype)
+        return out[:, :rows], state.detach() + (read - read.detach())
 
 
 def decayed_attention(
@@ -148,8 +207,8 @@ def over_ranks(
         known: what a first pass leaves for its recompute, which then makes and exchanges no pairs: M of the slice and
             the state that comes in. The recompute's state after the tokens of all ranks has no value, only a gradient.
     """
-    if exchange.ranks == 1 and documents is None:
-        return rule.kernel(*tokens, *weights, initial_state=start)
+    if exchange.ranks == 1 and documents is None and start is None:
+        return rule.kernel(*tokens, *weights, initial_state=None)
     train, where = torch.is_grad_enabled(), (documents, first, length)
     return _OverRanks.apply(rule, exchange, where, train, len(tokens), known, start, *tokens, *weights)
 
@@ -240,10 +299,11 @@ class _OverRanks(torch.autograd.Function):
                 for their_m, their_w in reversed(_pairs(exchange, ctx.m, w)):
                     grads.append(rule.transposed(their_m, grads[-1]) + their_w)
         after, grad = grads[exchange.ranks - 1 - exchange.rank], w if alone else grads[-1]
-        sums = [
+        wholes = [
             torch.zeros_like(t, device=dout.device) if need and len(runs) > 1 else None
-            for t, need in zip(ctx.like, ctx.needs)
+            for t, need in zip(ctx.like[:count], ctx.needs)
         ]
+        sums = GradientSums(ctx.like[count:], narrow=True)
         for run in runs:
             outs, ups = [run.out], [run.of(dout)]
             if run.last and run.after.requires_grad:
@@ -255,15 +315,16 @@ class _OverRanks(torch.autograd.Function):
             found = torch.autograd.grad(outs, leaves, ups, allow_unused=True) if leaves else ()
             if alone and run.before is not None:
                 w[run.rows] = found[-1]
-            for i, g in zip(wanted, found):
-                if (total := sums[i]) is None:
-                    sums[i] = g
-                elif g is not None and i < count:
-                    run.of(total).copy_(g)
-                elif g is not None:
-                    total.add_(g)
+            of = dict(zip(wanted, found))
+            for i, whole in enumerate(wholes):
+                if whole is None:
+                    wholes[i] = of.get(i)
+                elif of[i] is not None:
+                    run.of(whole).copy_(of[i])
+            sums.add([of.get(i) for i in range(count, len(ctx.like))], last=run is runs[-1])
             run.leaves, run.before, run.out, run.after = (), None, None, None
-        return (None, None, None, None, None, None, None if ctx.start is None else grad.to(ctx.start), *sums)
+        grad = None if ctx.start is None else grad.to(ctx.start)
+        return (None, None, None, None, None, None, grad, *wholes, *sums.done())
 
 
 def _there(x: Tensor | None) -> Tensor:

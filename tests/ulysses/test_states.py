@@ -14,7 +14,7 @@ from alstlib import SPContext, reference
 from alstlib.kernels.spans import Offsets
 from alstlib.ulysses.alltoall import Exchange
 from alstlib.ulysses.convolution import causal_convolution
-from alstlib.ulysses.states import GatedDeltaRule, Recurrence, decayed_attention, over_ranks
+from alstlib.ulysses.states import GatedDeltaRule, Recurrence, SelectiveScan, decayed_attention, over_ranks
 
 HEADS, KEYS, VALUES, WIDTH = 2, 3, 4, 4
 TOLERANCE = 1e-11
@@ -53,6 +53,21 @@ def mamba(tokens: Sequence[Tensor], weights: Sequence[Tensor], **how: Any) -> An
     return reference.mamba2(x, dt, a, b, c, d, **how)
 
 
+CHANNELS = HEADS * VALUES
+
+
+def mamba1_inputs(batch: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
+    x, dt = (randn(batch, length, CHANNELS, seed=i) for i in (0, 1))
+    b, c = (randn(batch, length, KEYS, seed=i) for i in (2, 3))
+    return [x, dt, b, c], [-randn(CHANNELS, KEYS, seed=4).exp(), randn(CHANNELS, seed=5), randn(CHANNELS, seed=6)]
+
+
+def mamba1(tokens: Sequence[Tensor], weights: Sequence[Tensor], **how: Any) -> Any:
+    x, dt, b, c = tokens
+    a, d, bias = weights
+    return reference.mamba1(x, nn.functional.softplus(dt + bias), a, b, c, d, **how)
+
+
 SLOPES = torch.tensor([0.1, 0.7], dtype=torch.float64)
 
 
@@ -65,13 +80,21 @@ def lightning(tokens: Sequence[Tensor], weights: Sequence[Tensor], **how: Any) -
 
 
 RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any], int]] = {
-    "gated delta rule": (gated_inputs, gated, 5), "Mamba-2": (mamba_inputs, mamba, 4),
-    "lightning attention": (lightning_inputs, lightning, 3),
+    "gated delta rule": (gated_inputs, gated, 5), "Mamba-1": (mamba1_inputs, mamba1, 4),
+    "Mamba-2": (mamba_inputs, mamba, 4), "lightning attention": (lightning_inputs, lightning, 3),
 }  # fmt: skip
+
+
+def upstream(name: str, batch: int, length: int) -> Tensor:
+    return randn(batch, length, *([CHANNELS] if name == "Mamba-1" else [HEADS, VALUES]), seed=9)
 
 
 def rule_of(name: str) -> Recurrence:
     _, plain, count = RULES[name]
+
+    def scan(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        out, state = plain(tensors[:count], tensors[count:])
+        return out, state.detach()  # as the backward of mamba-ssm's kernel takes it
 
     def kernel(*tensors: Tensor, initial_state: Tensor | None) -> Any:
         return plain(tensors[:count], tensors[count:], initial_state=initial_state)
@@ -81,6 +104,8 @@ def rule_of(name: str) -> Recurrence:
             lambda q, k, v, initial_state: decayed_attention(q, k, v, SLOPES, 4, initial_state),
             lambda q, k, v: (-SLOPES * q.shape[1]).expand(q.shape[0], -1)[..., None, None],
         )
+    if name == "Mamba-1":
+        return SelectiveScan(scan, softplus=True)
     return (
         GatedDeltaRule(kernel)
         if name == "gated delta rule"
@@ -94,7 +119,7 @@ def recurrence(rank: int, world: int, name: str, case: Case, needs: Sequence[boo
     tokens, weights = make(batch, length)
     needs = needs or [True] * len([*tokens, *weights])
     whole = [leaf(t, needs=need) for t, need in zip([*tokens, *weights], needs)]
-    dout = randn(batch, length, HEADS, VALUES, seed=9)
+    dout = upstream(name, batch, length)
     want = gradients(lambda *ts: plain(ts[:count], ts[count:], documents=documents)[0], whole, dout)
 
     rows = slice(rank * length // world, (rank + 1) * length // world)
@@ -143,7 +168,7 @@ def test_gradients_that_nobody_needs_are_not_made(pools: Callable[[int], Any], n
 @pytest.mark.parametrize("name", RULES)
 def test_what_ranks_send_does_not_grow_with_the_sequence(pools: Callable[[int], Any], name: str) -> None:
     short, long = (pools(2)(recurrence, name, (2, length, None))[0]["sent"] for length in (8, 48))
-    matrix = KEYS * KEYS if name == "gated delta rule" else 1
+    matrix = {"gated delta rule": KEYS * KEYS, "Mamba-1": KEYS * VALUES}.get(name, 1)
     assert short == long == 2 * HEADS * (matrix + KEYS * VALUES) * 8
 
 
@@ -193,7 +218,7 @@ def in_chunks(rank: int, world: int, name: str, case: Case, chunk: int) -> dict[
     """A recurrence, and a convolution of its first input, of this rank's rows of each chunk, one after the other."""
     (batch, length, documents), (make, plain, count) = case, RULES[name]
     tokens, weights = make(batch, length)
-    size, width, dout = HEADS * tokens[0].shape[3], 4, randn(batch, length, HEADS, VALUES, seed=9)
+    size, width, dout = tokens[0][0, 0].numel(), 4, upstream(name, batch, length)
     filters = leaf(randn(size, width, seed=8))
     offsets, exchange = None if documents is None else Offsets(documents), Exchange(SPContext.create(world).sp_group)
 
@@ -247,8 +272,8 @@ def recomputed(rank: int, world: int, name: str, case: Case) -> dict[str, Any]:
     (batch, length, documents), (make, _, count) = case, RULES[name]
     tokens, weights = make(batch, length)
     offsets, exchange = None if documents is None else Offsets(documents), Exchange(SPContext.create(world).sp_group)
-    rows, size = slice(rank * length // world, (rank + 1) * length // world), HEADS * tokens[0].shape[3]
-    filters, dout = leaf(randn(size, WIDTH, seed=8)), randn(batch, length, HEADS, VALUES, seed=9)[:, rows]
+    rows, size = slice(rank * length // world, (rank + 1) * length // world), tokens[0][0, 0].numel()
+    filters, dout = leaf(randn(size, WIDTH, seed=8)), upstream(name, batch, length)[:, rows]
     left: list[dict[str, Tensor]] = [{}, {}]
 
     def over(known: Sequence[dict[str, Tensor] | None], filters: Tensor, *ts: Tensor) -> Tensor:
@@ -274,9 +299,20 @@ def recomputed(rank: int, world: int, name: str, case: Case) -> dict[str, Any]:
 @pytest.mark.parametrize("name", RULES)
 def test_a_recompute_exchanges_only_gradients(pools: Callable[[int], Any], name: str, case: str) -> None:
     for result in pools(3)(recomputed, name, CASES[case]):
-        assert result["error"] == 0.0, result
+        # Mamba-1's first pass scans no tokens that read its state: softplus of a longer tensor may round otherwise
+        assert result["error"] <= (2e-15 if name == "Mamba-1" else 0.0), result
         assert result["first"] + result["again"] == result["plain"], result
         assert 0 < result["again"] <= result["first"]
+
+
+def test_gradients_of_weights_are_summed_over_documents_in_fp32() -> None:
+    """1,024 documents of one token, of which each contributes 1: a sum in bf16 ends at 256."""
+    count = 1024
+    x, step, b, c = (torch.ones(1, count, *shape, dtype=torch.bfloat16) for shape in ((1, 1), (1,), (1, 1), (1, 1)))
+    a, d = leaf(-torch.ones(1, dtype=torch.bfloat16)), leaf(torch.zeros(1, dtype=torch.bfloat16))
+    out, _ = over_ranks(rule_of("Mamba-2"), (x, step, b, c), (a, d), Exchange(), Offsets(range(count + 1)))
+    out.sum().backward()
+    torch.testing.assert_close(d.grad, d.new_full((1,), count), rtol=0, atol=0)
 
 
 def test_a_second_backward_is_refused() -> None:
