@@ -43,8 +43,10 @@ def _checkpointed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any
     def look(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, and find out what follows its MLPs."""
         nonlocal looked
-        with find_followers(layer, mlps) as found:
+        returned: list[Any] = []
+        with find_followers(layer, mlps, returned) as found:
             out = original(x, *args, **kwargs)
+            returned.append(out)
         looked = True
         for mlp, module in found.items():
             followers[mlp] = Follower(module)

@@ -110,10 +110,12 @@ class Follower:
 
 
 @contextlib.contextmanager
-def find_followers(layer: nn.Module, mlps: Sequence[TiledMLP]) -> Iterator[dict[TiledMLP, nn.Module]]:
+def find_followers(
+    layer: nn.Module, mlps: Sequence[TiledMLP], returned: list[Any]
+) -> Iterator[dict[TiledMLP, nn.Module]]:
     """While the layer runs once without a graph: which of its direct children are given an MLP's output, and are
     token-wise, without children, buffers and random numbers? It also notes of an MLP with several outputs whether the
-    layer does something with those after the first."""
+    layer does something with those after the first, or returns them: what it returns has to be put into `returned`."""
     found: dict[TiledMLP, nn.Module] = {}
     made: dict[TiledMLP, Values] = {}
     reads = _Reads()
@@ -143,6 +145,7 @@ def find_followers(layer: nn.Module, mlps: Sequence[TiledMLP]) -> Iterator[dict[
     finally:
         for hook in hooks:
             hook.remove()
+    reads.given(returned)
     for mlp, _ in reads.watched:
         mlp.further_unread = mlp not in reads.seen
 
@@ -157,9 +160,13 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.watched:
-            given = tree_leaves((args, kwargs))
-            self.seen |= {mlp for mlp, values in self.watched if any(values.are_those_of(t) for t in given)}
+            self.given((args, kwargs))
         return func(*args, **(kwargs or {}))
+
+    def given(self, values: Any) -> None:
+        """Note whose tensors are among these."""
+        leaves = tree_leaves(values)
+        self.seen |= {mlp for mlp, watched in self.watched if any(watched.are_those_of(t) for t in leaves)}
 
 
 def _is_token_wise(module: nn.Module, x: Tensor, out: Any) -> bool:

@@ -146,21 +146,36 @@ def test_a_recompute_does_not_run_experts_in_vain(name: str) -> None:
     assert counted.calls == 12
 
 
-class Reading(GptOssDecoderLayer):
-    """A layer that weights what its experts made once more by the scores that they were chosen with."""
+class Returning(GptOssDecoderLayer):
+    """A layer that returns the scores with which its experts were chosen."""
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         hidden = hidden_states + attended
         routed, scores = self.mlp(self.post_attention_layernorm(hidden))
-        return hidden + routed * scores.view(*hidden.shape[:2], -1)[..., :1]
+        return hidden, routed, scores
 
 
-def test_further_outputs_that_a_layer_reads_are_computed() -> None:
+class Reading(Returning):
+    """A layer that weights what its experts made once more by the scores."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        return weighted(super().forward(hidden_states, **kwargs))
+
+
+def weighted(returned: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    hidden, routed, scores = returned
+    return hidden + routed * scores.view(*hidden.shape[:2], -1)[..., :1]
+
+
+@pytest.mark.parametrize("kind", [Reading, Returning])
+def test_further_outputs_that_a_layer_reads_or_returns_are_computed(kind: type[nn.Module]) -> None:
     """Their gradient counts, and a recompute has them."""
     model = zoo.build("gpt_oss")
     for layer in model.model.layers:
-        layer.__class__ = Reading
+        layer.__class__ = kind
+        if kind is Returning:
+            layer.register_forward_hook(lambda module, args, out: weighted(out))
     loss, want = plain(model, sample())
     with alstlib.apply(model, None, alstlib.Options(tiled_mlp=3)):
         out = alstlib.causal_lm_loss(model, shard_batch(sample(), 1, 0))
