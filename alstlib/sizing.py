@@ -143,6 +143,46 @@ def share_travelling(
     return every, outputs, needs
 
 
+def kept_on_host(
+    room: int, layers: int, input_bytes: int, output_bytes: int, save: bool | str, *, streamed: bool = False,
+    travels: bool = False, tables: int = 0, pages: int = 0,
+) -> tuple[int, int, int]:  # fmt: skip
+    """What a forward keeps on the host (`share_host`, or `share_travelling` where hidden states of chunks lie there).
+
+    Args:
+        streamed: the layers run in row chunks.
+        travels: their hidden states lie on the host, beside `tables`.
+        pages: bytes of keys and values there, with the sums of their gradients.
+
+    Returns:
+        (k, layers whose outputs are kept, bytes of what must be there: all but outputs that `auto` keeps).
+    """
+    if travels:
+        return share_travelling(room, layers, input_bytes, output_bytes, save, tables, pages)
+    every, outputs = share_host(room - pages, layers, input_bytes, output_bytes, save)
+    if streamed and every > 1:  # layers whose inputs lie on the device
+        every, outputs = 1, outputs if save is True else 0
+    return every, outputs, -(-layers // every) * input_bytes + pages + (layers * output_bytes if save is True else 0)
+
+
+def keys_leave(keys: int, free: int, lacking: int) -> tuple[int, int, int]:
+    """What decides with `kv="auto"` whether keys and values lie on the host (`keys_left`), so that ranks can agree on
+    the largest of each.
+
+    Args:
+        keys: their bytes.
+        free: the device's bytes that are free.
+        lacking: bytes that the host lacks for what it would then need.
+    """
+    return keys - int(KV_SHARE * free), lacking, keys - free
+
+
+def keys_left(short: int, lacking: int, over: int) -> bool:
+    """They do where they would take more than their share of the device, and the host has room for them, or the device
+    has not."""
+    return short > 0 and (lacking <= 0 or over > 0)
+
+
 def page_rows(rows: int, length: int) -> int:
     """Keys of a page, where chunks of `rows` tokens of all ranks attend to sequences of `length`: a whole number of
     chunks, one that is large enough for a kernel or a few that are."""

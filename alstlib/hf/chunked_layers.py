@@ -99,7 +99,7 @@ def _streamed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any, in
         if travel is not None:
             x = x.cpu()  # the embeddings of a caller may come from a device
         if index == 0:
-            handle.place_keys(x)
+            handle.place_keys(x, count)
             if torch.is_grad_enabled():
                 handle.plan(x, count, streamed=True)
         call, as_tuple, drew = handle.call, False, set[nn.Module]()

@@ -26,7 +26,7 @@ from alstlib.mesh import SPContext
 from alstlib.offload import headroom
 from alstlib.offload.courier import Courier, Travel
 from alstlib.offload.host_store import HostOutOfMemory, HostStore
-from alstlib.sizing import KV_SHARE, keys_and_values, kv_needed, share_host, share_travelling
+from alstlib.sizing import kept_on_host, keys_and_values, keys_leave, keys_left, kv_needed
 from alstlib.streaming.blocks import Blocks
 from alstlib.streaming.sparse import Sparse
 from alstlib.tiled.compute import TiledMLP
@@ -236,23 +236,14 @@ class Handle:
         Raises:
             HostOutOfMemory: on every rank, where on some rank what must be kept does not fit.
         """
-        options, store, ctx, facts = self.options, self.store, self.ctx, self.facts
-        output = x.shape[0] * x.shape[1] * facts.heads * (facts.value_width * x.element_size() + 4)
+        options, store, ctx = self.options, self.store, self.ctx
+        output = self._output_bytes(x)
         if options.offload == "none":
             self.inputs_kept_every, self.attention_kept = 1, self._kept_on_device(x, layers, output) / layers
             return
-        row = x.numel() * x.element_size()
-        room, travels = store.room() + store.unused, streamed and self.travel() is not None
+        row, travels = x.numel() * x.element_size(), streamed and self.travel() is not None
         pages = self._keys_and_values(x) if streamed and self.kv_on_host else pages
-        if travels:
-            room += store.leased  # the first layer's input, and what goes with it to every layer
-            tables = max(0, store.leased - row)
-            every, outputs, needed = share_travelling(room, layers, row, output, options.save_attention, tables, pages)
-        else:
-            every, outputs = share_host(room - pages, layers, row, output, options.save_attention)
-            if streamed and every > 1:  # layers whose inputs lie on the device
-                every, outputs = 1, outputs if options.save_attention is True else 0
-            needed = -(-layers // every) * row + pages + (layers * output if options.save_attention is True else 0)
+        every, outputs, needed, room = self._host_keeps(x, layers, streamed, pages)
         lacking = max(0, needed - room)
         if not isinstance(x, FakeTensor):
             mine = [every, -outputs, lacking * ctx.world_size + ctx.rank]
@@ -269,6 +260,19 @@ class Handle:
         store.reserve(needed - (store.leased if travels else 0), room - (store.leased if travels else 0))
         self.attention_kept, self.inputs_kept_every = outputs / layers, every
         self._say_where(every, row, layers, travels)
+
+    def _output_bytes(self, x: Tensor) -> int:
+        """Of one layer's attention output and its sums on this rank."""
+        facts = self.facts
+        return x.shape[0] * x.shape[1] * facts.heads * (facts.value_width * x.element_size() + 4)
+
+    def _host_keeps(self, x: Tensor, layers: int, streamed: bool, pages: int) -> tuple[int, int, int, int]:
+        """`sizing.kept_on_host` of a forward, and the room that this rank's host has for it."""
+        row, room = x.numel() * x.element_size(), self.store.room() + self.store.unused
+        travels = streamed and self.travel() is not None
+        room += self.store.leased * travels  # the first layer's input, and what goes with it to every layer
+        how = {"streamed": streamed, "travels": travels, "tables": max(0, self.store.leased - row), "pages": pages}
+        return *kept_on_host(room, layers, row, self._output_bytes(x), self.options.save_attention, **how), room
 
     def _say_where(self, every: int, row: int, layers: int, travels: bool) -> None:
         """Note what was decided, when it differs from what was noted before."""
@@ -301,7 +305,7 @@ class Handle:
             heads = max(kv_needed(keys.heads, keys.kv_heads, ranks))
             rows = x.shape[0] * blocks.kept_rows(keys.window)
             pages += keys_and_values(rows, heads, keys.widths, x.element_size())
-        self.place_keys(x, pages)
+        self.place_keys(x, len(self.keys), pages)
         self.plan(x, len(self.keys), pages=pages if self.kv_on_host else 0)
         if self.kv_on_host:
             blocks.courier = Courier(self.store, x.device)
@@ -313,10 +317,11 @@ class Handle:
         if self.options.offload != "none":
             self.store.reserve(left, left)
 
-    def place_keys(self, x: Tensor, nbytes: int | None = None) -> None:
+    def place_keys(self, x: Tensor, layers: int, nbytes: int | None = None) -> None:
         """Decide, for a forward whose first streamed layer gets x, where keys and values lie; alike on all ranks.
 
         Args:
+            layers: of the model.
             nbytes: that they take; None: those of x in one layer.
         """
         self.kv_on_host = self.options.kv == "host"
@@ -324,8 +329,10 @@ class Handle:
             return
         device = x.device if self._call is None or self._call.device is None else self._call.device
         if (memory := headroom.device_memory(device)) is not None:
-            nbytes = self._keys_and_values(x) if nbytes is None else nbytes
-            self.kv_on_host = self.ctx.largest([int(nbytes > KV_SHARE * memory[2])])[0] > 0
+            keys = self._keys_and_values(x) if nbytes is None else nbytes
+            *_, needed, room = self._host_keeps(x, layers, nbytes is None, keys)
+            beside = x.nbytes if nbytes is None and self.travel() is None else 0  # a gradient, where x lies there
+            self.kv_on_host = keys_left(*self.ctx.largest(keys_leave(keys, memory[2] - beside, needed - room)))
 
     def _kept_on_device(self, x: Tensor, layers: int, output: int) -> int:
         """Layers whose attention outputs, of `output` bytes each, stay on the device: with `auto` on a GPU those that

@@ -15,7 +15,7 @@ from typing import Any
 
 from alstlib.measure import forms, reference_forms
 from alstlib.measure.pruning import Term
-from alstlib.planner.activations import FILE, REFERENCE
+from alstlib.planner.moments import FILE, REFERENCE
 from alstlib.runs.progress import Pace, Printer
 
 

@@ -33,10 +33,10 @@ from alstlib.measure.pruning import Term, prune, with_experts
 from alstlib.measure.scope import Places, category
 from alstlib.measure.simulate import PLENTY, drop_gradients, fake_ranks, shard_of, watch
 from alstlib.offload.ledger import Ledger, _CpuInstrument
-from alstlib.planner.activations import KERNEL
 from alstlib.planner.model_shapes import EXPERTS as SPARSE
 from alstlib.planner.model_shapes import LATENT as LATENTS
 from alstlib.planner.model_shapes import SQUARE
+from alstlib.planner.moments import KERNEL
 from alstlib.streaming import chunked
 from alstlib.tiled.compute import as_on
 
@@ -70,7 +70,7 @@ quarter of the latter two; x half of a query, a key and a value, and z a sixth o
 s with the part with the position, y of queries' latents."""
 NO_WINDOW: dict[str, Any] = {"sliding_window": None}
 LIKE_LLAMA: dict[str, Any] = {"pad_token_id": 0, "no_rope_layers": [1] * LAYERS, **NO_WINDOW}
-"""Of decoders that are the same as Llama (`activations.SAME`)."""
+"""Of decoders that are the same as Llama (`moments.SAME`)."""
 MIXED: dict[str, Any] = {
     "sliding_window": 10**9,
     "layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(LAYERS)],

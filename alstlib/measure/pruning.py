@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from alstlib.planner.activations import KERNEL, product
+from alstlib.planner.moments import KERNEL, product
 from alstlib.sizing import tile_for
 
 Term = tuple[str, str]

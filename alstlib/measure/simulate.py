@@ -26,11 +26,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import alstlib
 from alstlib.config import RunConfig
+from alstlib.measure.fused_states import fused_states
 from alstlib.measure.scope import CHECKPOINTS, EXCHANGE, ROOT, Places, category
 from alstlib.mesh import join_fake
 from alstlib.offload.ledger import Ledger
-from alstlib.planner.activations import element_bytes, part_of
+from alstlib.planner.activations import element_bytes
 from alstlib.planner.model_states import Sizes, States, model_states
+from alstlib.planner.moments import part_of
 from alstlib.sizing import kernels_as_on
 from alstlib.tiled.compute import as_on
 from alstlib.train.ablation import run_options
@@ -134,7 +136,8 @@ def simulate(run: RunConfig, ranks: int, device: str = "cuda", fake: bool = True
         with torch.device("meta" if fake else "cpu"):
             model: Any = load_model(run, dtype, shape_only=True)
         kernels = kernels_as_on(device, capability) if fake else nullcontext()
-        with kernels, alstlib.apply(model, ctx, run_options(run)) as handle:
+        states = fused_states(model) if fake and device == "cuda" else nullcontext()
+        with kernels, states, alstlib.apply(model, ctx, run_options(run)) as handle:
             if not fake:
                 drop_gradients(model)
                 return step(run, model, handle, ctx)
@@ -149,7 +152,7 @@ def _roomy(run: RunConfig) -> RunConfig:
 
 def drop_gradients(model: nn.Module) -> None:
     """Weights' gradients go as they come, as an engine takes them."""
-    for p in model.parameters():
+    for p in (p for p in model.parameters() if p.requires_grad):
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
 
 

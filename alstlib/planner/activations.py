@@ -1,92 +1,43 @@
-"""What one rank's step takes besides model states, from the closed forms in `forms.json` (`forms` reads them off the
-real code). Without torch, in microseconds."""
+"""What one rank's step takes besides model states, from the closed forms of its moments (`moments`). Without torch, in
+microseconds."""
 
 from __future__ import annotations
 
-import functools
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from alstlib.config import RunConfig
 from alstlib.planner.attention_bytes import beside_form, kernel_workspace, latent_sizes
 from alstlib.planner.experts import in_one_tile, tile_of_experts
 from alstlib.planner.model_shapes import Shape
-from alstlib.planner.streaming import Streaming, copied_bytes, streaming_of
+from alstlib.planner.moments import (
+    KERNEL,
+    REFERENCE,
+    SAME,
+    Kinds,
+    forms,
+    frozen,
+    in_layer,
+    largest_of,
+    moments_of,
+    part_of,
+    product,
+)  # fmt: skip
+from alstlib.planner.streaming import Streaming, copied_bytes, kv_on_host, output_bytes, streaming_of
 from alstlib.sizing import (
-    KV_SHARE,
+    kept_on_host,
     keys_and_values,
     kv_needed,
     reference_tiles,
     sdpa_kernel,
-    share_host,
-    share_travelling,
     tile_for,
 )  # fmt: skip
-
-FILE = Path(__file__).with_name("forms.json")
-KERNEL = "#kernel"
-"""Marks a moment within attention's backward."""
-REFERENCE = "reference"
-SAME = {"mistral": "llama", "smollm3": "llama"}
-"""Decoders whose step is the same as that of another decoder (`tests/measure/test_forms.py`)."""
-
-
-@functools.cache
-def _factors(names: str) -> tuple[tuple[str, int], ...]:
-    parts = (name.partition("^") for name in names.split())
-    return tuple((name, int(power or 1)) for name, _, power in parts)
-
-
-def product(names: str, sizes: Mapping[str, float]) -> float:
-    """The product of these names' sizes: `R H`, `d^2 k`."""
-    result = 1.0
-    for name, power in _factors(names):
-        result *= sizes[name] ** power
-    return result
-
-
-@functools.cache
-def _forms() -> dict[str, Any]:
-    """forms.json, with each moment as (place, {category: [(coefficient, names)]})."""
-    found = json.loads(FILE.read_text())
-
-    def terms(text: str) -> list[tuple[float, str]]:
-        parts = (part.partition(" ") for part in text.split(" + "))
-        return [(float(number), names) for number, _, names in parts]
-
-    found["moments"] = [(place, {kind: terms(t) for kind, t in kinds.items()}) for place, kinds in found["moments"]]
-    return found
-
-
-Kinds = Mapping[str, list[tuple[float, str]]]
-"""What is alive at a moment: for each category, (coefficient, names) of a sum."""
-
-
-def largest_of(
-    moments: Iterable[tuple[str, Kinds]],
-    sizes: Mapping[str, float],
-    adjust: Callable[[str, Kinds, dict[str, float]], None] = lambda *_: None,
-    held: Callable[[str], float] = lambda part: 0.0,
-) -> tuple[dict[str, float], str]:
-    """(bytes by category, place) of the largest moment at these sizes, each adjusted for what its form leaves open.
-    `held` gives the bytes of model states in a part of the model (`part_of`), which count for which is the largest."""
-    best: dict[str, float] = {}
-    where, most = "", 0.0
-    for place, kinds in moments:
-        found = {kind: sum(c * product(n, sizes) for c, n in terms) for kind, terms in kinds.items()}
-        adjust(place, kinds, found)
-        if (total := sum(found.values()) + held(part_of(place))) > most:
-            best, where, most = found, place.removesuffix(KERNEL), total
-    return best, where
 
 
 def families() -> list[str]:
     """Decoders that have a form."""
-    return sorted([*(name for name in _forms()["tiles"] if name != REFERENCE), *SAME])
+    return sorted([*(name for name in forms()["tiles"] if name != REFERENCE), *SAME])
 
 
 def heads_way(shape: Shape, ranks: int) -> tuple[str, dict[str, float]]:
@@ -163,7 +114,7 @@ def activations(
     """
     if run.block is not None and run.block * ranks < seq_len:
         return _by_blocks(shape, run, ranks, seq_len, device, room, workspace, capability, free, held)
-    made = _forms()
+    made = forms()
     if shape.family not in families():
         raise ValueError(
             f"model='{shape.name}' is a {shape.family or 'decoder of no model_type'}, which has no form; there are "
@@ -191,8 +142,8 @@ def activations(
         sizes[name] = min(rows, tile if isinstance(given, bool) else given)
     if fused := run.liger == "loss" and device == "cuda":
         sizes["U"] = reference_tiles(rows, shape.width, shape.vocab)["U"]
-    row, output = rows * shape.width * element, rows * shape.heads * (shape.value_dim * element + 4)
-    streaming = streaming_of(shape, run, ranks, rows, element, free) if chunked else Streaming()
+    row, output = rows * shape.width * element, output_bytes(shape, rows, element)
+    streaming = streaming_of(shape, run, ranks, rows, element, free, room) if chunked else Streaming()
     every, outputs, host, needed = _kept(run, shape, row, output, room, streaming)
     keeps = _keeps(run, shape.layers, outputs)
     switches = {
@@ -213,7 +164,7 @@ def activations(
         if shape.experts and run.tiled_mlp and not mlp and not chunked and "mlp" in found:
             found["mlp"] += in_one_tile((names for _, names in kinds["mlp"]), sizes, element)
         if fused and place == "lm_head":
-            found["loss"] = _fused_loss(kinds, sizes, element)
+            found["loss"] = _fused_loss(kinds, sizes, element, run.lora is None)
         if KERNEL in place:
             found["kernel workspace"] = taken
             found["attention"] += streaming.longer_pages(sizes["C"]) + beside
@@ -228,7 +179,8 @@ def activations(
         ways = ["/".join([family, dtype, heads, keep, ""]) for keep in keeps]
     if not all(way in made["ways"] for way in ways):
         raise ValueError(f"model='{shape.name}': {family} has no form of {ways[0]}; {_nearest(family, chunked)}")
-    best, where = largest_of((m for way in ways for m in _moments(way)), sizes, adjust, held)
+    moments = ((place, kinds if run.lora is None else frozen(kinds)) for w in ways for place, kinds in moments_of(w))
+    best, where = largest_of(moments, sizes, adjust, held)
     norm = 32 * product("H N", sizes) + 24 * sizes["N"] + 8 * sizes["H"]
     largest = sum(best.values()) + held(part_of(where))
     if streaming.hidden and dtype == "fp32" and norm + held("outside") > largest:  # a tile as long as the slice
@@ -246,12 +198,12 @@ def activations(
 def _traced(family: str, dtype: str, heads: str, chunked: bool) -> bool:
     """Is there a form of this way to share heads?"""
     some = f"{family}/{dtype}/{heads}/{'device/mlp+loss+chunk' if chunked else 'device/mlp+norm+loss'}"
-    return some in _forms()["ways"]
+    return some in forms()["ways"]
 
 
 def _nearest(family: str, chunked: bool) -> str:
     """What a decoder has forms of, where one is missing."""
-    if chunked and any(way.startswith(f"{family}/bf16") for way in _forms()["ways"]):
+    if chunked and any(way.startswith(f"{family}/bf16") for way in forms()["ways"]):
         return "in row chunks there are those in bf16 with a tiled loss"
     return "there are those in bf16"
 
@@ -270,8 +222,9 @@ def _by_blocks(
     page = keys_and_values(length * run.batch_size, heads, shape.head_dim + shape.value_dim, element)
     blocks = -(-seq_len // length)
     pages = shape.layers * page * (blocks - 1)  # the last block's are never kept
-    short = run.offload != "none" and free is not None and pages > KV_SHARE * free
-    kv = run.kv == "host" or (run.kv == "auto" and short)
+    rows = run.block * run.batch_size
+    row, output = rows * shape.width * element, output_bytes(shape, rows, element)
+    kv = kv_on_host(run, shape.layers, row, output, pages, free, room, pages=pages)
     ahead = 5 / 3 if workspace and device == "cuda" else 0
     taken = dict(one.device)
     taken["attention"] = taken.get("attention", 0) + (round(page * (1 + ahead)) if kv else pages)
@@ -294,7 +247,7 @@ def reference_activations(
     Raises:
         ValueError: heads that the reference cannot share, or a decoder that it was not traced with.
     """
-    made = _forms()
+    made = forms()
     heads, sizes = heads_way(shape, ranks)
     if heads == "parts":
         raise ValueError(f"the reference cannot share {shape.heads}/{shape.kv_heads} heads over sp={ranks} ranks")
@@ -313,38 +266,19 @@ def reference_activations(
     return Activations(peak, _last_layer(place, shape), host, host, 0.0, 1, "flash_attention_2", copied=2 * host)
 
 
-def _moments(way: str) -> list[Any]:
-    """The moments of a way. Outside the layers those of chunks whose tiles are not shorter are the same, and more."""
-    made = _forms()
-    found = [made["moments"][i] for i in made["ways"][way]]
-    if way.endswith("+fine"):
-        others = (made["moments"][i] for i in made["ways"][way.removesuffix("+fine")])
-        found += [m for m in others if not in_layer(m[0])]
-    return found
-
-
-def in_layer(place: str) -> bool:
-    """Does a module's path lie in a decoder layer?"""
-    return re.search(r"\.\d", place) is not None
-
-
-def part_of(place: str) -> str:
-    """Where in the model a module lies: `layer`, `mlp` (a layer's) or `outside`."""
-    return "outside" if not in_layer(place) else "mlp" if re.search(r"\.\d+\.mlp", place) else "layer"
-
-
 def _sums(kinds: Kinds) -> float:
     """Bytes a weight that a moment has for summing an MLP's gradients over tiles: in fp32 a single tile's are used as
     they are (up to 4 of each of three matrices)."""
     return min(12.0, sum(c for c, names in kinds.get("mlp", []) if names == "H I"))
 
 
-def _fused_loss(kinds: Kinds, sizes: Mapping[str, float], element: int) -> float:
-    """Bytes of Liger's fused loss in place of the tiled one: a tile's logits in the model's dtype, the head's gradient
-    in fp32 and at the end in the model's dtype too, and a loss and a flag for each token."""
+def _fused_loss(kinds: Kinds, sizes: Mapping[str, float], element: int, trained: bool) -> float:
+    """Bytes of Liger's fused loss in place of the tiled one: a tile's logits in the model's dtype, a trained head's
+    gradient in fp32 and at the end in the model's dtype too, and a loss and a flag for each token."""
     others = sum(c * product(names, sizes) for c, names in kinds["loss"] if not {"U", "V"} & set(names.split()))
-    in_dtype = max(product("U V", sizes), product("H V", sizes) if element < 4 else 0.0)
-    return others + 4 * product("H V", sizes) + element * in_dtype + 5 * sizes["R"]
+    head = product("H V", sizes) * trained
+    in_dtype = max(product("U V", sizes), head if element < 4 else 0.0)
+    return others + 4 * head + element * in_dtype + 5 * sizes["R"]
 
 
 def _last_layer(place: str, shape: Shape) -> str:
@@ -368,18 +302,14 @@ def _kept(
         return 1, 0, 0, 0
     if run.offload == "none":
         return 1, layers if save is True else 0, 0, 0
-    room = run.host_memory if run.host_memory is not None else free
-    room, pages = 2**62 if room is None else room, streaming.keys * streaming.kv
-    if streaming.hidden:
-        how = layers, row, output, save, streaming.tables, pages
-        every, outputs, needs = share_travelling(room, *how)
-        least = share_travelling(0, *how)[2]
-        return every, outputs, needs + (outputs * output if save == "auto" else 0), least
-    every, outputs = share_host(room - pages, layers, row, output, save)
-    if run.chunk is not None and every > 1:  # layers whose inputs lie on the device
-        every, outputs = 1, outputs if save is True else 0
-    least = (layers if run.chunk is not None else 1) * row + (layers * output if save is True else 0) + pages
-    return every, outputs, -(-layers // every) * row + outputs * output + pages, least
+    room = run.host_memory if run.host_memory is not None else 2**62 if free is None else free
+    how = {
+        "streamed": run.chunk is not None, "travels": streaming.hidden, "tables": streaming.tables,
+        "pages": streaming.keys * streaming.kv,
+    }  # fmt: skip
+    every, outputs, needs = kept_on_host(room, layers, row, output, save, **how)
+    least = kept_on_host(0, layers, row, output, save, **how)[2]
+    return every, outputs, needs + (outputs * output if save == "auto" else 0), least
 
 
 def _keeps(run: RunConfig, layers: int, outputs: int) -> list[str]:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alstlib.config import RunConfig
-from alstlib.planner.activations import Activations, activations, element_bytes, part_of, reference_activations
+from alstlib.planner.activations import Activations, activations, element_bytes, reference_activations
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.model_states import ZERO_DEFAULT, Sizes, States, model_states
+from alstlib.planner.moments import part_of
 from alstlib.planner.step_time import step_seconds
 from alstlib.units import GIB, format_bytes
 

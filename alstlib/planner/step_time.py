@@ -54,7 +54,8 @@ def step_seconds(
 ) -> dict[str, float]:
     """Seconds of one optimizer step over one sample on each replica, by part; `step` is the time that passes.
 
-    Layers run forward, again for their backward unless everything is kept, and backward (twice a forward); attention
+    Layers run forward, again for their backward unless everything is kept, and backward: twice a forward, or once where
+    an adapter is trained, because frozen weights have no gradients (the adapter's own products are left out). Attention
     runs forward once where its outputs are kept, and its backward is 2.5 forwards. The exchange is waited for. ZeRO's
     traffic and asynchronous offload hide behind the computing, as far as that lasts.
     """
@@ -64,9 +65,10 @@ def step_seconds(
     linear = linear_flops(shape, seq_len * run.batch_size)
     attention = attention_flops(shape, seq_len, found.attention_share) * run.batch_size
     first = _before_blocks(run, ranks, seq_len)  # forward without a graph
+    once = 1 + _backwards(run)
     passes = {
-        "projections": 3 + again + first + _chunk_again(run), "mlp": 3 + again + first + _thrice(run, preset),
-        "head": 3.0 + first,
+        "projections": once + again + first + _chunk_again(run), "mlp": once + again + first + _thrice(run, preset),
+        "head": once + first,
     }  # fmt: skip
     matmul = sum(linear[name] * times for name, times in passes.items()) / rates.matmul / ranks
     kept = found.attention_kept
@@ -75,8 +77,7 @@ def step_seconds(
     exchange = exchange_bytes(shape, ranks, seq_len * run.batch_size, element, 1 + again, kept) / network
     zero = _zero_seconds(shape, run, machine) * (-(-seq_len // (run.block * ranks)) if run.block and first else 1)
     offload = found.copied / rates.host
-    trained = shape.parameters if run.lora is None else shape.adapter_parameters(run.lora)
-    shard = trained / (machine.gpus if run.zero_stage else 1)
+    shard = _trained(shape, run) / (machine.gpus if run.zero_stage else 1)
     optimizer = ADAM_BYTES * shard / (rates.host_memory if run.offload_optimizer and run.zero_stage else DEVICE_MEMORY)
     computing = (matmul + core) * run.accumulation
     waited = max(0.0, zero - computing)
@@ -110,6 +111,15 @@ def _before_blocks(run: RunConfig, ranks: int, seq_len: int) -> float:
     return 1.0 if run.block is not None and run.block * ranks < seq_len else 0.0
 
 
+def _backwards(run: RunConfig) -> float:
+    """Matrix products of a backward, compared with a forward: of inputs' gradients, and of trained weights'."""
+    return 2.0 if run.lora is None else 1.0
+
+
+def _trained(shape: Shape, run: RunConfig) -> int:
+    return shape.parameters if run.lora is None else shape.adapter_parameters(run.lora)
+
+
 def _chunk_again(run: RunConfig) -> float:
     return 1.0 if run.chunk is not None else 0.0  # keys and values are made again before backward
 
@@ -121,9 +131,10 @@ def _thrice(run: RunConfig, preset: str) -> float:
 def _zero_seconds(shape: Shape, run: RunConfig, machine: Machine) -> float:
     rates, world = machine.rates, machine.gpus
     share = rates.link if world <= machine.per_node else rates.network
-    gathers = {3: 3, 2: 1, 1: 2, 0: 2}[run.zero_stage]
+    gathers, reduces = {3: (2, 1), 2: (0, 1), 1: (0, 2), 0: (0, 2)}[run.zero_stage]
     element = element_bytes(run, "cuda")
-    zero = gathers * shape.parameters * element * (world - 1) / world / share * run.accumulation
+    moved = gathers * shape.parameters + reduces * _trained(shape, run)
+    zero = moved * element * (world - 1) / world / share * run.accumulation
     return max(zero, 2 * shape.parameters * element / world / rates.host) if run.offload_params else zero
 
 
@@ -184,17 +195,19 @@ def layer_spans(
     elif run.checkpoint:
         back = [(lane, f"{what} again" if lane == COMPUTE else what, seconds) for lane, what, seconds in there]
     sent = query + kept * (query + 2 * kv + row_sums)  # outputs' gradients; and what kept outputs did not need again
+    times = _backwards(run)
     back += [
         (COMPUTE, "keys, values again", projections * _chunk_again(run)),
         (COMPUTE, "MLP's tiles again", mlp * _thrice(run, preset)),
-        (COMPUTE, "MLP, backward", 2 * mlp), (COMPUTE, "output projection, backward", 2 * last),
+        (COMPUTE, "MLP, backward", times * mlp), (COMPUTE, "output projection, backward", times * last),
         (EXCHANGE, "to heads", unit * sent), (COMPUTE, "attention, backward", 2.5 * core / backward),
-        (EXCHANGE, "to rows", unit * (query + 2 * kv)), (COMPUTE, "queries, keys, values, backward", 2 * first),
+        (EXCHANGE, "to rows", unit * (query + 2 * kv)), (COMPUTE, "queries, keys, values, backward", times * first),
     ]  # fmt: skip
     copy = found.copied / 2 / shape.layers / rates.host
     of_layer = shape.layer_parameters / shape.parameters / run.accumulation
     states = _zero_seconds(shape, run, machine) * of_layer
-    gathered = states / 3 if run.zero_stage == 3 else 0.0  # forward gathers once, backward gathers and reduces
+    gathers = 2 + _trained(shape, run) / shape.parameters  # forward gathers once, backward gathers and reduces
+    gathered = states / gathers if run.zero_stage == 3 else 0.0
     beside = {
         "forward": [(COPIES, "kept for backward", copy), (STATES, "gather", gathered)],
         "backward": [(COPIES, "brought back", copy), (STATES, "gather, reduce", states - gathered)],

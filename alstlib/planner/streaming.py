@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from alstlib.config import RunConfig
 from alstlib.planner.gpus import Rates
 from alstlib.planner.model_shapes import Shape
-from alstlib.sizing import KV_SHARE, keys_and_values, kv_needed, page_rows
+from alstlib.sizing import kept_on_host, keys_and_values, keys_leave, keys_left, kv_needed, page_rows
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,38 @@ class Streaming:
         return self.keys / 3 * self.page * (1 - 1 / self.chunks_of_page)
 
 
+def output_bytes(shape: Shape, rows: int, element: int) -> int:
+    """Of one layer's attention output and its sums."""
+    return rows * shape.heads * (shape.value_dim * element + 4)
+
+
+def kv_on_host(
+    run: RunConfig, layers: int, row: int, output: int, keys: int, free: int | None, room: int | None, **how: Any
+) -> bool:
+    """Do keys and values lie on the host? `how` goes to `sizing.kept_on_host`."""
+    if run.kv != "auto" or run.offload == "none" or free is None:
+        return run.kv == "host"
+    room = run.host_memory if run.host_memory is not None else 2**62 if room is None else room
+    needed = kept_on_host(room, layers, row, output, run.save_attention, **how)[2]
+    return keys_left(*keys_leave(keys, free, needed - room))
+
+
 def streaming_of(
-    shape: Shape, run: RunConfig, ranks: int, rows: int, element: int, free: int | None
-) -> Streaming:  # fmt: skip
-    """As `hf.hidden_states.travels` and `Handle.place_keys` decide."""
+    shape: Shape, run: RunConfig, ranks: int, rows: int, element: int, free: int | None, room: int | None = None
+) -> Streaming:
+    """As `hf.hidden_states.travels` and `Handle.place_keys` decide, with `free` bytes of a device and `room` bytes of a
+    host; None for plenty."""
     assert run.chunk is not None
     hidden = run.offload != "none" and run.hidden != "device" and bool(run.tiled_loss) and run.liger != "loss"
     heads = max(kv_needed(shape.heads, shape.kv_heads, ranks))
     keys = keys_and_values(rows * ranks, heads, shape.head_dim + shape.value_dim, element)
-    kv = run.kv == "host" or (
-        run.kv == "auto" and run.offload != "none" and free is not None and keys > KV_SHARE * free
-    )
+    tables = 2 * rows * shape.head_dim * element if hidden else 0
+    row, output = rows * shape.width * element, output_bytes(shape, rows, element)
+    how = {"streamed": True, "travels": hidden, "tables": tables, "pages": keys}
+    free = free if hidden or free is None else free - 2 * row  # a layer's input and a gradient
+    kv = kv_on_host(run, shape.layers, row, output, keys, free, room, **how)
     sparse = run.sparse or {}
     page = sparse.get("page") or page_rows(run.chunk * ranks, rows * ranks)
-    tables = 2 * rows * shape.head_dim * element if hidden else 0
     ends = sparse.get("first", 1) + sparse.get("last", 1)  # as in `streaming.sparse`
     seen = (ends + sparse["top"], ends + sparse["top"] * heads) if sparse else (None, None)
     return Streaming(hidden, kv, tables, keys, page / (rows * ranks), page // (run.chunk * ranks), *seen)

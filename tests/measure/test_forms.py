@@ -10,7 +10,7 @@ import pytest
 from alstlib.measure.calibrate import text_of, without_unused
 from alstlib.measure.forms import HEADS, LAYERS, SIZES, SMALL, WIDTH, Way, factor, moments, trace
 from alstlib.measure.pruning import with_experts
-from alstlib.planner.activations import FILE, SAME, _forms, product
+from alstlib.planner.moments import FILE, SAME, forms, product
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_all_names_of_the_forms_have_sizes() -> None:
     import random
 
     known = set(with_experts(random.Random(0)))
-    for _, kinds in _forms()["moments"]:
+    for _, kinds in forms()["moments"]:
         for terms in kinds.values():
             for _, names in terms:
                 assert {name.partition("^")[0] for name in names.split()} <= known

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import alstlib
 from alstlib.config import ROWS, RunConfig, row_config
 from alstlib.measure.simulate import _roomy, drop_gradients, extend, simulate, simulate_deep, step
-from alstlib.planner.activations import part_of
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape
+from alstlib.planner.moments import part_of
 from alstlib.planner.prediction import predict, states
 from alstlib.train.ablation import run_options
 from alstlib.train.models import load_model

@@ -14,7 +14,7 @@ import pytest
 from alstlib.config import ROWS, RunConfig, row_config
 from alstlib.measure import plan_table
 from alstlib.planner import activations as activations_module
-from alstlib.planner.activations import activations, families, kv_needed
+from alstlib.planner.activations import activations, families
 from alstlib.planner.gpus import label_bytes, rates_of, with_measured
 from alstlib.planner.machine import Machine, Overheads, machine_of
 from alstlib.planner.model_shapes import read_shape
@@ -22,6 +22,7 @@ from alstlib.planner.prediction import Loading, advice, loading, loads_with, lon
 from alstlib.planner.preflight import foretell, why_not
 from alstlib.planner.step_time import attention_flops, exchange_bytes, linear_flops
 from alstlib.runs import results
+from alstlib.sizing import kv_needed
 from alstlib.units import GIB
 
 EIGHT_B = read_shape("meta-llama/Llama-3.1-8B")
@@ -142,6 +143,18 @@ def test_more_gpus_and_more_memory_never_fit_less() -> None:
     assert small.seq_len < large.seq_len
 
 
+@pytest.mark.parametrize("hidden", ["host", "device"])
+def test_what_auto_chooses_for_keys_fits_no_less_than_either_place(hidden: str) -> None:
+    """Also where the host has room for the hidden states, and not for one layer's keys and values beside them."""
+    run = OURS.replace(chunk=16_384, hidden=hidden)
+    for gpus, memory in itertools.product((1, 8, 16, 32), (400, 1900)):
+        machine = Machine(gpus=gpus, host_memory=memory * 10**9)
+        found = {kv: longest(EIGHT_B, run.replace(kv=kv), machine) for kv in ("auto", "device", "host")}
+        auto, *fixed = (one.seq_len if one else 0 for one in found.values())
+        assert auto >= max(fixed), (gpus, memory)
+        assert auto > 0 or gpus == 1
+
+
 def at_the_head_of(largest: Any, moments: Any, *rest: Any) -> Any:
     return largest([m for m in moments if m[0] == "lm_head"], *rest)
 
@@ -179,7 +192,7 @@ def test_the_host_gives_up_outputs_before_inputs() -> None:
 
 
 def test_advice_helps_and_says_what_it_costs() -> None:
-    plain = row_config("baseline", RunConfig(model=EIGHT_B.name, dtype="bf16", sp=8))
+    plain = row_config("baseline", RunConfig(model=EIGHT_B.name, dtype="bf16"))
     now = longest(EIGHT_B, plain, EIGHT)
     helps = advice(EIGHT_B, plain, EIGHT)
     assert now is not None
@@ -193,7 +206,7 @@ def test_advice_helps_and_says_what_it_costs() -> None:
 
 
 def test_the_nearest_configuration_fits() -> None:
-    plain = row_config("ulysses", RunConfig(model=EIGHT_B.name, dtype="bf16", sp=8))
+    plain = row_config("ulysses", RunConfig(model=EIGHT_B.name, dtype="bf16"))
     assert not predict(EIGHT_B, plain, EIGHT, 3_000_000).fits
     found = nearest_that_fits(EIGHT_B, plain, EIGHT, 3_000_000)
     assert found is not None
@@ -258,6 +271,28 @@ def test_a_step_gets_longer_with_less_help() -> None:
     rich = Machine(gpus=8)
     four_times = predict(EIGHT_B, OURS, rich, 4 * at).seconds["attention"]
     assert four_times == pytest.approx(16 * predict(EIGHT_B, OURS, rich, at).seconds["attention"])
+
+
+def test_frozen_weights_have_no_gradients() -> None:
+    """With an adapter, backward makes inputs' gradients alone; sums of weights' gradients over tiles are not there."""
+    run, rows = OURS.replace(save_attention=False), 8192
+    linear = linear_flops(EIGHT_B, 8 * rows)
+    for how, products, head in ((run, 4, 3), (run.replace(lora={"r": 8}), 3, 2)):
+        seconds = predict(EIGHT_B, how, EIGHT, 8 * rows).seconds["matrix products"]
+        assert seconds * EIGHT.rates.matmul * 8 == pytest.approx(
+            products * (linear["projections"] + linear["mlp"]) + head * linear["head"]
+        )
+    small = read_shape(EIGHT_B.name, {"vocab_size": 32_000})  # whose peak is not at the head
+    whole, adapter = (activations(small, how, 8, 8 * rows, "cuda") for how in (run, run.replace(lora={"r": 8})))
+    assert whole.place == adapter.place == "model.layers.31"
+    assert whole.device["mlp"] - adapter.device["mlp"] == 16 * EIGHT_B.width * EIGHT_B.mlp
+    assert {n: b for n, b in whole.device.items() if n != "mlp"} == {
+        n: b for n, b in adapter.device.items() if n != "mlp"
+    }
+    shared = predict(EIGHT_B, run.replace(lora={"r": 8}), Machine(gpus=8, rates=replace(EIGHT.rates, link=1e6)), 1000)
+    full = predict(EIGHT_B, run, Machine(gpus=8, rates=replace(EIGHT.rates, link=1e6)), 1000)
+    waits = [one.seconds["waiting for memory and network"] for one in (shared, full)]
+    assert waits[0] / waits[1] == pytest.approx(2 / 3, rel=0.01)  # two gathers, and no reduction
 
 
 def test_measured_rates_take_the_tables_place(tmp_path: Any) -> None:

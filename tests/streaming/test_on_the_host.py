@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import alstlib
 from alstlib.data.shard import shard_batch
 from alstlib.mesh import SPContext
+from alstlib.offload import headroom
 from alstlib.offload.host_store import HostOutOfMemory
 from alstlib.offload.ledger import Ledger
 from alstlib.sizing import share_travelling
@@ -246,3 +247,17 @@ def test_the_device_peak_does_not_grow() -> None:
 
     assert peak(2048) <= 1.02 * peak(1024)
     assert peak(2048, hidden="device", kv="device") > 1.3 * peak(1024, hidden="device", kv="device")
+
+
+@pytest.mark.parametrize(("free", "host", "leaves"), [(3.5, 99.0, True), (5.0, 99.0, False), (3.5, 5.9, False)])
+def test_keys_leave_a_device_that_is_short_for_a_host_that_has_room(
+    monkeypatch: pytest.MonkeyPatch, free: float, host: float, leaves: bool
+) -> None:
+    """Keys, values and their sums take as much as two of a layer's inputs. A host with room for almost six
+    of these holds the least that layers keep there, and not the keys besides."""
+    monkeypatch.setattr(headroom, "device_memory", lambda device: (0, 0, int(free * ROW)))
+    model = make_model("gqa", layers=LAYERS)
+    with alstlib.apply(model, SPContext(), options(kv="auto", host_memory=int(host * ROW))) as handle:
+        grads(model, data())
+        assert handle._keys_and_values(torch.empty(1, LENGTH, WIDTH)) == 2 * ROW
+        assert handle.kv_on_host == leaves

@@ -1,0 +1,232 @@
+"""Stand-ins for the fused kernels of layers with a state, which take no fake tensors and run on no CPU.
+
+Each takes the arguments of transformers' own function of that name, makes no values, and holds what the published
+kernels hold: what their autograd functions keep for backward, and what forward and backward make besides. (As read in
+flash-linear-attention `fla/ops/gated_delta_rule/chunk.py`, mamba-ssm `ops/triton/ssd_combined.py` and
+`ops/selective_scan_interface.py`, and causal-conv1d.) What a compiled kernel takes for itself is not seen: no GPU ran.
+
+Shape legend: B batch, S tokens, H heads of queries and keys, J heads of the state, K and V (P and N) its two widths,
+G groups, C channels, W the convolution's width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alstlib.hf.mixers import CONVOLUTION, GATED_DELTA, KDA, MAMBA1, MAMBA2, family_of, plain_forward
+
+BLOCK = 64
+"""Tokens of a block of the gated delta rule's kernels."""
+SCAN = 2048
+"""Tokens of a block of Mamba-1's."""
+
+
+@contextlib.contextmanager
+def fused_states(model: nn.Module) -> Iterator[None]:
+    """Give the model's mixers these kernels, as on a GPU that has their packages."""
+    spaces = {id(space := plain_forward(m).__globals__): space for m in model.modules() if family_of(m) is not None}
+    before = [(space, name, space[name]) for space in spaces.values() for name in STAND_INS if name in space]
+    for space, name, _ in before:
+        space[name] = STAND_INS[name]
+    try:
+        yield
+    finally:
+        for space, name, own in before:
+            space[name] = own
+
+
+def some(like: Tensor, numbers: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Room for so many numbers."""
+    return like.new_empty(int(numbers), dtype=dtype)
+
+
+def rows_last(x: Tensor) -> Tensor:
+    """x, or a copy where neither its channels nor its tokens lie one after the other."""
+    return x if 1 in (x.stride(1), x.stride(2)) else x.contiguous()
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x = rows_last(x)
+        ctx.save_for_backward(x, weight, bias)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        dout = rows_last(dout)
+        dx, dweight = torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
+        return dx, dweight.to(weight.dtype), None if bias is None else torch.empty_like(bias)
+
+
+def convolution(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> Tensor:
+    """[B, C, S] -> [B, C, S]."""
+    return _Convolution.apply(hidden_states, weight, bias)
+
+
+class _GatedDeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Tensor | None, norm: bool
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v, g, beta = (t.contiguous() for t in (q, k, v, g, beta))
+        rstd: tuple[Tensor, ...] = ()
+        if norm:
+            rstd = some(q, q.numel() // q.shape[-1]), some(k, k.numel() // k.shape[-1])
+            q, k = torch.empty_like(q), torch.empty_like(k)
+        made = _of_delta(k, v)
+        wide = some(k, BLOCK * beta.numel())
+        solved, g = some(k, BLOCK * beta.numel(), k.dtype), torch.empty_like(g, dtype=torch.float32)
+        del wide
+        between = [some(k, n, k.dtype) for n in (made["keys"], made["values"], made["states"], made["values"])]
+        out, end = torch.empty_like(v), v.new_empty(_state_of_delta(k, v), dtype=torch.float32)
+        del between
+        ctx.save_for_backward(q, k, v, g, beta, solved, start, *rstd)
+        ctx.norm = norm
+        return out, end
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dend: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, g, beta, _, start, *_ = ctx.saved_tensors
+        dout, made = dout.contiguous(), _of_delta(k, v)
+        between = [some(k, n, k.dtype) for n in (made["keys"], made["values"], made["states"], made["values"])]
+        dv = some(k, made["values"], k.dtype)
+        dstart = None if start is None else torch.empty_like(start, dtype=torch.float32)
+        between += [some(k, made["states"], k.dtype), dv, some(k, made["values"], k.dtype)]
+        del dv
+        between += [some(k, made["keys"], k.dtype) for _ in "qkw"]
+        dg, dbeta = torch.empty_like(g), torch.empty_like(beta, dtype=torch.float32)
+        second, dv = some(k, made["keys"], k.dtype), torch.empty_like(v)
+        del second, between
+        dq, dk = torch.empty_like(q), torch.empty_like(k)
+        if ctx.norm:
+            dq, dk = torch.empty_like(dq), torch.empty_like(dk)
+        return dq, dk, dv, dg, dbeta.to(beta.dtype), dstart, None
+
+
+def _state_of_delta(k: Tensor, v: Tensor) -> tuple[int, ...]:
+    return v.shape[0], v.shape[2], k.shape[3], v.shape[3]
+
+
+def _of_delta(k: Tensor, v: Tensor) -> dict[str, int]:
+    """Numbers: of keys for each head of the state, of values, and of the states before each block."""
+    batch, rows, heads, width = v.shape
+    keys = k.shape[3]
+    return {
+        "keys": batch * rows * heads * keys, "values": v.numel(), "states": batch * rows * heads * keys * width // BLOCK
+    }  # fmt: skip
+
+
+def gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **_: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """q, k [B, S, H, K], v [B, S, J, V], gates [B, S, J] -> [B, S, J, V] and the state [B, J, K, V] in fp32."""
+    out, end = _GatedDeltaRule.apply(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel)
+    return out, end if output_final_state else None
+
+
+class _Mamba2(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor | None, bias: Tensor | None,
+        start: Tensor | None, chunk: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        x, B, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, B, C))
+        sums, steps = some(dt, dt.numel()), some(dt, dt.numel())
+        states = _states_of_mamba2(x, B, chunk)
+        wide = some(x, states)
+        passed, end = some(x, states, C.dtype), x.new_empty(*_state_of_mamba2(x, B), dtype=torch.float32)
+        del wide
+        products = some(x, _products(B, chunk))
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        del products, passed, steps
+        ctx.save_for_backward(x, dt, B, C, A, D, bias, start, sums)
+        ctx.out, ctx.chunk = out.detach(), chunk
+        return out, end
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dend: Tensor) -> tuple[Tensor | None, ...]:
+        x, dt, B, C, A, D, bias, start, _ = ctx.saved_tensors
+        dout, states = dout.contiguous(), _states_of_mamba2(x, B, ctx.chunk)
+        dB, dC, ddt = torch.empty_like(B), torch.empty_like(C), torch.empty_like(dt)
+        again = [torch.empty_like(dt), *(some(dt, dt.numel()) for _ in range(2)), some(x, _products(B, ctx.chunk))]
+        made = some(x, states)
+        passed, dstates = some(x, states), some(x, states)
+        del made
+        dstart = None if start is None else torch.empty_like(start)
+        half = [some(x, states, x.dtype), some(x, states, x.dtype)]
+        del passed, dstates
+        dx = torch.empty_like(x)
+        wide = [some(dt, dt.numel()), *(some(B, B.numel()) for _ in "BC"), some(x, _products(B, ctx.chunk))]
+        del again, half, wide
+        ctx.out = None
+        weights = [None if t is None else torch.empty_like(t) for t in (A, D, bias)]
+        return dx, ddt, dB, dC, *weights, dstart, None
+
+
+def _state_of_mamba2(x: Tensor, B: Tensor) -> tuple[int, ...]:
+    return x.shape[0], x.shape[2], x.shape[3], B.shape[3]
+
+
+def _states_of_mamba2(x: Tensor, B: Tensor, chunk: int) -> int:
+    """Numbers of the states before each chunk."""
+    return x.numel() * B.shape[3] // chunk
+
+
+def _products(B: Tensor, chunk: int) -> int:
+    """Numbers of the products of the tokens of each chunk."""
+    return B.numel() // B.shape[3] * chunk
+
+
+def mamba2(
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+    dt_bias: Tensor | None = None, initial_states: Tensor | None = None, return_final_states: bool = False, **_: Any,
+) -> Any:  # fmt: skip
+    """x [B, S, J, P], dt [B, S, J], B and C [B, S, G, N] -> [B, S, J, P] and the state [B, J, P, N] in fp32."""
+    out, end = _Mamba2.apply(hidden_states, dt, B, C, A, D, dt_bias, initial_states, chunk_size)
+    return (out, end) if return_final_states else out
+
+
+class _Mamba1(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        x, dt, B, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, dt, B, C))
+        blocks = -(-x.shape[2] // SCAN)
+        states = x.new_empty(*x.shape[:2], blocks, 2 * A.shape[1], dtype=torch.float32)
+        ctx.save_for_backward(x, dt, A, B, C, D, bias, states)
+        return torch.empty_like(dt), states[:, :, -1, 1::2]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dend: Tensor) -> tuple[Tensor | None, ...]:
+        x, dt, A, B, C, D, bias, _ = ctx.saved_tensors
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        dx, ddt, dA = torch.empty_like(x), torch.empty_like(dt), torch.empty_like(A)
+        dB, dC = (torch.empty_like(t, dtype=torch.float32) for t in (B, C))
+        weights = [None if t is None else torch.empty_like(t) for t in (D, bias)]
+        return dx, ddt, dA, dB.to(B.dtype), dC.to(C.dtype), *weights
+
+
+def mamba1(
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, return_last_state: bool = False, **_: Any,
+) -> Any:  # fmt: skip
+    """x and dt [B, C, S], A [C, N], B and C [B, N, S] -> [B, C, S] and the state [B, C, N] in fp32."""
+    out, end = _Mamba1.apply(hidden_states, dt, A, B, C, D, delta_bias)
+    return (out, end) if return_last_state else out
+
+
+STAND_INS: dict[str, Callable[..., Any]] = {
+    CONVOLUTION: convolution, GATED_DELTA: gated_delta_rule, KDA: gated_delta_rule, MAMBA2: mamba2, MAMBA1: mamba1,
+}  # fmt: skip
+"""In the place of each function of transformers (`hf.mixers`)."""
