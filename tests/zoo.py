@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -79,9 +80,6 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1": ("FalconH1Config", {**MAMBA, "mamba_d_ssm": 64}),
     "jamba": ("JambaConfig", {"mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
               "num_experts": 2, "num_experts_per_tok": 1, "expert_layer_period": 2, "expert_layer_offset": 1}),
-    "zamba": ("ZambaConfig", {"layers_block_type": ["linear_attention", "hybrid"], "mamba_d_state": 4,
-              "mamba_dt_rank": 4, "n_mamba_heads": 2, "attention_hidden_size": 64, "attention_head_dim": 16,
-              "num_key_value_heads": 4}),
     "minimax": ("MiniMaxConfig", {"layer_types": ["linear_attention", "full_attention"], "block_size": 16,
                 "num_local_experts": 4, "head_dim": 8}),
     "kimi_linear": ("KimiLinearConfig", {"linear_num_heads": 4, "linear_head_dim": 8, "num_key_value_heads": 4,
@@ -94,6 +92,20 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
 }  # fmt: skip
 """Decoders with layers that carry a state."""
+
+MORE_HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "zamba": ("ZambaConfig", {"layers_block_type": ["linear_attention", "hybrid"], "mamba_d_state": 4,
+              "mamba_dt_rank": 4, "n_mamba_heads": 2, "attention_hidden_size": 64, "attention_head_dim": 16,
+              "num_key_value_heads": 4}),
+    "zamba2": ("Zamba2Config", {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+               "mamba_d_state": 8, "n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 2, "chunk_size": 16,
+               "num_mem_blocks": 1, "use_mem_rope": True, "use_shared_attention_adapter": True, "adapter_rank": 4,
+               "attention_hidden_size": 64, "attention_head_dim": 16, "num_key_value_heads": 4}),
+    "mamba": ("MambaConfig", {"state_size": 4, "time_step_rank": 4}),
+    "mamba2": ("Mamba2Config", {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
+    "falcon_mamba": ("FalconMambaConfig", {"state_size": 4, "time_step_rank": 4}),
+}  # fmt: skip
+"""Further ones: with a mixer for each of several heads, with attention that several layers share, and without any."""
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Any:
@@ -110,8 +122,10 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overri
 
 def build_hybrid(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A model whose every gradient counts, and whose states last."""
-    kind, fields = HYBRIDS[name]
-    config = getattr(transformers, kind)(**{**COMMON, **fields, **overrides})
+    kind, fields = {**HYBRIDS, **MORE_HYBRIDS}[name]
+    config = getattr(transformers, kind)
+    own = {f.name for f in dataclasses.fields(config)} | {*config.attribute_map}
+    config = config(**{n: v for n, v in {**COMMON, **fields, **overrides}.items() if n in own or n in fields})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
     with torch.no_grad():

@@ -26,7 +26,9 @@ from alstlib.tiled.skip import Unread
 def attach_streams(handle: Handle, layers: Sequence[nn.Module]) -> None:
     """Layers run in row chunks (`chunked`). To ZeRO-3 each is a leaf: gathered once a pass, not once a chunk."""
     for i, layer in enumerate(layers):
-        if not {"past_key_values", "past_key_value", "layer_past"} & set(inspect.signature(layer.forward).parameters):
+        if not {"past_key_values", "past_key_value", "layer_past", "cache_params"} & set(
+            inspect.signature(layer.forward).parameters
+        ):
             raise ValueError(
                 f"layer {i} ({type(layer).__name__}) takes no cache: it cannot be streamed; use chunk=None"
             )
@@ -102,12 +104,12 @@ def _streamed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any, in
             handle.place_keys(x, count)
             if torch.is_grad_enabled():
                 handle.plan(x, count, streamed=True)
-        call, as_tuple, drew = handle.call, False, set[nn.Module]()
+        call, nothing, drew = handle.call, None, set[nn.Module]()
         leaves, spec = tree_flatten((args, kwargs))
         cuts = [_row_dimension(t, x.shape[1], layer) for t in leaves]
 
         def run(part: Tensor, piece: RowChunk) -> Tensor:
-            nonlocal as_tuple
+            nonlocal nothing
             mine = [t if at is None else t[(slice(None),) * at + (piece.rows,)] for t, at in zip(leaves, cuts)]
             if travel is not None:  # what is made for all layers may lie on the host too
                 mine = [t.to(part.device, non_blocking=True) if isinstance(t, Tensor) else t for t in mine]
@@ -118,10 +120,12 @@ def _streamed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any, in
             now = Pass(drew, skip=unread.holds and again, whole=True)
             with handle.using(None if call is None else dataclasses.replace(call, piece=piece)), entered(now):
                 out = original(part, *some_args, **some_kwargs)
-            as_tuple = not isinstance(out, Tensor)
-            if as_tuple and len(out) > 1:
+            if isinstance(out, Tensor):
+                return out
+            if any(o is not None for o in out[1:]):
                 raise ValueError(f"layer {index} ({type(layer).__name__}) returns more than its output; use chunk=None")
-            return out[0] if as_tuple else out
+            nothing = out[1:]
+            return out[0]
 
         keep = index < round(handle.attention_kept * count)
         chunk = handle.options.chunk
@@ -139,7 +143,7 @@ def _streamed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any, in
         out = stream(x)
         if index == count - 1:
             segment.end = None
-        return (out,) if as_tuple else out
+        return out if nothing is None else (out, *nothing)
 
     return forward
 

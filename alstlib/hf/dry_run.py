@@ -56,6 +56,7 @@ class LayerCall:
     reads: bool = False
     """Did it read a mapping that it was given, where other layers leave something for it?"""
     outputs: int = 1
+    """How many it returned, without what is None."""
     finished: bool = False
     """False where the layer does something that needs values, and its end is not known."""
 
@@ -211,7 +212,7 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], run: DryRun) -> Iterat
                 return x
             finally:
                 inside = False
-            call.finished, call.outputs = True, 1 if isinstance(out, Tensor) else len(out)
+            call.finished, call.outputs = True, 1 if isinstance(out, Tensor) else sum(o is not None for o in out)
             return tree_map(lambda t: torch.zeros_like(t, device="cpu") if isinstance(t, Tensor) else t, out)
 
         return forward

@@ -17,7 +17,7 @@ class _Fixed(nn.Module):
 
     def __init__(self, value: Any) -> None:
         super().__init__()
-        self.value = value
+        self.value, self.weight = value, torch.empty(0)  # a model may ask for the weight's dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.value

@@ -39,6 +39,10 @@ class Facts:
     """A token that the model does not count when it numbers its tokens."""
 
 
+NO_HEADS = (1, 0, 0, 1)
+"""Heads, widths of keys and of values, and key/value heads of a model without attention."""
+
+
 def check_model(model: PreTrainedModel, ctx: SPContext, attention: str | Callable[..., Any]) -> Facts:
     """Refuse, before anything is attached, what cannot be run exactly.
 
@@ -55,8 +59,7 @@ def check_model(model: PreTrainedModel, ctx: SPContext, attention: str | Callabl
     if config.is_encoder_decoder or not getattr(config, "is_causal", True) or model.get_output_embeddings() is None:
         raise ValueError(f"{name} is not a decoder-only causal language model with a head")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    hybrid = _attends(model) and bool(mixers_of(model))
-    if other := sorted(kinds - KINDS if hybrid else kinds):
+    if other := sorted(kinds - KINDS if mixers_of(model) else kinds):
         raise ValueError(f"{name} mixes tokens by {', '.join(other)}, which is not exact on a sharded sequence")
     candidates = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not candidates:
@@ -69,7 +72,9 @@ def check_model(model: PreTrainedModel, ctx: SPContext, attention: str | Callabl
     if run.numbers_itself:
         raise ValueError(f"{name} numbers its tokens by itself, without position_ids: every slice would begin at 0")
     attended = [(a.heads, a.width, a.value_width, a.kv_heads) for a in run.attention]
-    attended = attended or [(config.num_attention_heads, *[_head_width(config)] * 2, heads_of(config)[1])]
+    if not attended:  # the dry run ended early, or no layer attends
+        some = _attends(model)
+        attended = [(config.num_attention_heads, *[_head_width(config)] * 2, heads_of(config)[1]) if some else NO_HEADS]
     heads, _, value_width, _ = max(attended, key=lambda sizes: sizes[0] * sizes[2])
     width = max(max(sizes[1:3]) for sizes in attended)
     kv_heads, kv_widths = max(((kv, k + v) for _, k, v, kv in attended), key=lambda sizes: sizes[0] * sizes[1])
@@ -163,7 +168,8 @@ def _mixes_tokens(module: nn.Module) -> str | None:
     code = getattr(plain_forward(module), "__code__", None)
     if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:  # attention, whatever the model's name is
         return None
-    return "mixes tokens in another way than attention" if any(m in kind for m in MIXERS) else None
+    named = any(m in kind for m in MIXERS) and not kind.endswith("norm")  # a norm has its model's name
+    return "mixes tokens in another way than attention" if named else None
 
 
 def check_recompute(facts: Facts) -> None:
@@ -178,8 +184,10 @@ def check_recompute(facts: Facts) -> None:
 
 
 def heads_of(config: Any) -> tuple[int, int, int]:
-    """Query heads, key/value heads and the width of a head, as a transformers config has them."""
-    heads = config.num_attention_heads
+    """Query heads, key/value heads and the width of a head, as a transformers config has them; zeros without any."""
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        return 0, 0, 0
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return heads, getattr(config, "num_key_value_heads", None) or heads, width
 

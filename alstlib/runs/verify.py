@@ -117,7 +117,8 @@ def describe(answer: dict[str, Any]) -> list[str]:
         (found, whole), (heads, kv_heads) = small["layer_kinds"], small["heads"]
         lines += _listed("shrunk", ", ".join(f"{n} {a} -> {b}" for n, (a, b) in small["changes"].items()))
         kinds = "one kind of layer" if whole == 1 else f"{found} of {whole} kinds of layers in their order"
-        lines += _listed("kept", f"{kinds}, {heads} query and {kv_heads} key/value heads, all other fields")
+        kinds += f", {heads} query and {kv_heads} key/value heads" if heads else ""
+        lines += _listed("kept", f"{kinds}, all other fields")
     if answer["cases"]:
         set_ = [f"{n} {v}" for n, v in answer["options"].items()] or ["as by default"]
         tiles = ", ".join(f"{n} {b}" for n, (_, b) in answer["tiles"].items())

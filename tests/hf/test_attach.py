@@ -556,7 +556,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: small("BloomConfig", n_layer=1, n_head=4),
         "BloomForCausalLM computes attention by itself, not through transformers' AttentionInterface",
     ),
-    "state space": (lambda: small("MambaConfig", state_size=4), "MambaForCausalLM mixes tokens by linear_attention"),
+    "another recurrence": (
+        lambda: small("RwkvConfig"), r"layer 0 of RwkvForCausalLM \(RwkvBlock\).* mixes tokens in another way",
+    ),
     "recurrent layers": (
         lambda: small("RecurrentGemmaConfig"),
         r"RecurrentGemmaForCausalLM .*(mixes tokens by linear_attention|no attention module)",

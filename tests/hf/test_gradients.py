@@ -58,7 +58,7 @@ def zero_config(stage: int, accumulation: int, bucket: int) -> dict[str, Any]:
 
 
 def decoder_layers(model: Any) -> Any:
-    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+    return model.transformer.h if hasattr(model, "transformer") else model.base_model.layers
 
 
 def varied(seed: int, rows: int, length: int, documents: int) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ def run_case(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     engine_kind, accumulation = case.get("engine", "average"), case.get("accumulation", 1)
     scale, batch_size = case.get("scale", 1.0), case.get("batch", 1)
     ctx = alstlib.SPContext.create(case["sp"])
-    build = zoo.build_hybrid if case.get("model") in zoo.HYBRIDS else make_model
+    build = zoo.build_hybrid if case.get("model") in {**zoo.HYBRIDS, **zoo.MORE_HYBRIDS} else make_model
     model = build(case.get("model", "gqa"), **case.get("overrides", {}))
     for twin in case.get("shared", ()):  # a module, or a weight of one, that the second layer has from the first
         here, _, attribute = twin.rpartition(".")
@@ -198,6 +198,11 @@ def test_engines_sp2(ranks2: Any, engine: str, options: dict[str, Any]) -> None:
 def test_layers_with_a_state_under_engines(ranks2: Any, model: str, engine: str) -> None:
     """Their mixers read weights (of the convolution, of the decay) outside the module that holds them."""
     check(ranks2, {"sp": 2, "model": model, "engine": engine, "accumulation": 2, "length": 33, "options": ALL_ON})
+
+
+@pytest.mark.parametrize("model", ["zamba", "mamba"])
+def test_more_layers_with_a_state_under_zero3(ranks2: Any, model: str) -> None:
+    check(ranks2, {"sp": 2, "model": model, "engine": "zero3", "accumulation": 2, "length": 33, "options": ALL_ON})
 
 
 def test_layers_with_a_state_under_fsdp2(ranks2: Any) -> None:

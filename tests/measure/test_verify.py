@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
                 "num_hidden_layers": 24, "num_local_experts": 32, "output_router_logits": True},
     "qwen3_moe": {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
                   "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8},
-    "mamba": {"hidden_size": 768, "num_hidden_layers": 24},
+    "rwkv": {"hidden_size": 768, "num_hidden_layers": 12},
     "t5": {},
     "gpt2": {},
 }  # fmt: skip
@@ -187,7 +187,7 @@ def test_a_wrong_gradient_is_named(
 @pytest.mark.parametrize(
     "kind, args, reason",
     [
-        ("mamba", [], "MambaForCausalLM mixes tokens by linear_attention"),
+        ("rwkv", [], "(RwkvBlock) mixes tokens in another way than attention"),
         ("t5", [], "transformers has no causal language model of the type t5"),
         ("gpt2", [], "config.attn_pdrop=0.1 is not supported in attention; set it to 0 or None"),
         ("llama", ["--attention", "flash"], "attention='flash' does not run on cpu"),

@@ -15,9 +15,9 @@ import table
 
 EXACT = [
     "llama", "gpt2", "qwen3_moe", "gemma3", "gemma4_text", "gpt_oss", "deepseek_v3", "mllama", "afmoe", "jetmoe", "opt",
-    "roberta", "stablelm", "hrm_text", "whisper", "cohere2", "diffllama", "qwen3_next",
+    "roberta", "stablelm", "hrm_text", "whisper", "cohere2", "diffllama", "qwen3_next", "mamba",
 ]  # fmt: skip
-REFUSED = ["bart", "bloom", "doge", "mamba", "phimoe", "recurrent_gemma"]
+REFUSED = ["bart", "bloom", "doge", "phimoe", "recurrent_gemma", "rwkv"]
 
 
 @pytest.fixture(scope="module")
