@@ -38,22 +38,57 @@ PRESETS = {"ours": "ours", "paper": "alst"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `alst plan`."""
     what = parser.add_argument_group("the run")
-    what.add_argument("--model", default="meta-llama/Llama-3.1-8B", help="hub name, folder, config.json or built in")
-    what.add_argument("--seq-len", help="tokens in a sample, such as 500K or 3.7M; without it the longest is found")
-    what.add_argument("--preset", choices=PRESETS, default="ours", help="this library, or what the ALST paper ran")
-    what.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of RunConfig")
+    what.add_argument(
+        "--model", default="meta-llama/Llama-3.1-8B",
+        help="a name on the Hugging Face hub, a folder, a config.json, or a built-in shape (default: %(default)s)",
+    )  # fmt: skip
+    what.add_argument(
+        "--seq-len", metavar="TOKENS",
+        help="the tokens of one sample, such as 500K or 3.7M (default: the longest sample that fits is found)",
+    )  # fmt: skip
+    what.add_argument(
+        "--preset", choices=PRESETS, default="ours",
+        help="plan a run of this library (ours), or of the programs that the ALST paper used (paper); default: ours",
+    )  # fmt: skip
+    what.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE",
+        help="set a field of alstlib.RunConfig, such as --set chunk=16384; may be given several times",
+    )  # fmt: skip
     where = parser.add_argument_group("the machine")
-    where.add_argument("--machine", type=Path, help="a machine as `alst check` measured it: its folder or result.json")
-    where.add_argument("--gpus", type=int, help="all of them, 8 by default; 0 for what this machine has")
-    where.add_argument("--gpus-per-node", type=int, help="8 by default")
-    where.add_argument("--gpu", help=f"whose rates: {', '.join(GPUS)}; H100 by default")
-    where.add_argument("--gpu-memory", help="80GB is a label; GiB is exact; the GPU's own by default")
-    where.add_argument("--host-memory", help="of a node: 1.9TB or 1.9TiB; without it no limit")
-    where.add_argument("--rates", type=Path, help="result.json of alstlib.measure.time_kernels: attention as measured")
-    for name, text in (("context", "CUDA context"), ("nccl", "NCCL's buffers"), ("process", "a rank's process")):
-        where.add_argument(f"--{name}", help=f"bytes of {text}; {getattr(Overheads(), name) / GIB:g}GiB")
-    where.add_argument("--fragmentation", type=float, help="share of the device lost to fragments; 0.03")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    where.add_argument(
+        "--machine", type=Path, metavar="PATH",
+        help="plan for the machine that `alst check` measured: the folder of its result, or the result.json there",
+    )  # fmt: skip
+    where.add_argument(
+        "--gpus", type=int, metavar="NUMBER",
+        help="the number of GPUs on all nodes together (default: 8); 0 takes those of this machine",
+    )  # fmt: skip
+    where.add_argument(
+        "--gpus-per-node", type=int, metavar="NUMBER", help="the number of GPUs of each node (default: 8)"
+    )
+    where.add_argument("--gpu", help=f"the GPU whose speed is assumed: {', '.join(GPUS)} (default: H100)")
+    where.add_argument(
+        "--gpu-memory", metavar="BYTES",
+        help="the memory of each GPU: as on its label, such as 80GB, or exact, such as 79GiB (default: that of --gpu)",
+    )  # fmt: skip
+    where.add_argument(
+        "--host-memory", metavar="BYTES",
+        help="the host memory of each node, such as 1.9TB or 1.9TiB (default: no limit)",
+    )  # fmt: skip
+    where.add_argument(
+        "--rates", type=Path, metavar="PATH",
+        help="the result.json of alstlib.measure.time_kernels, whose measured attention speed replaces the table's",
+    )  # fmt: skip
+    each = {"context": "the CUDA context on each GPU", "nccl": "NCCL's buffers on each GPU",
+            "process": "the process of each rank on the host"}  # fmt: skip
+    for name, text in each.items():
+        size = f"{getattr(Overheads(), name) / GIB:g}GiB"
+        where.add_argument(f"--{name}", metavar="BYTES", help=f"the memory of {text} (default: {size})")
+    where.add_argument(
+        "--fragmentation", type=float, metavar="SHARE",
+        help="the share of each GPU's memory that is lost to fragmentation (default: 0.03)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 @dataclass(frozen=True)
@@ -105,12 +140,12 @@ class Question:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Exit status: 0 it fits, 1 it does not."""
+    """`alst plan`: its exit status is 0 where the asked length fits (without one, where any does), and 1 where not."""
     question = read(args)
     run, machine = question.run, question.machine
     wanted = parse_quantity(args.seq_len, "seq-len") if args.seq_len else None
     if wanted is not None and wanted < (run.sp or machine.gpus):
-        raise ValueError(f"seq-len={wanted} is shorter than the {run.sp or machine.gpus} ranks are many")
+        raise ValueError(f"seq-len={wanted} must be at least {run.sp or machine.gpus}: one token for each rank")
     best = question.longest()
     found = best if wanted is None else question.at(wanted)
     helps = question.advice()
@@ -128,13 +163,13 @@ def read(args: argparse.Namespace) -> Question:
     """What the options describe."""
     measured = read_machine(args.machine) if args.machine else None
     if measured and (args.gpu or args.rates):
-        raise ValueError("--machine has rates that were measured: leave out --gpu and --rates")
+        raise ValueError("--machine brings measured rates: leave out --gpu and --rates")
     of_node = args.gpus_per_node if args.gpus_per_node is not None else measured.per_node if measured else 8
     gpus = args.gpus if args.gpus is not None else measured.gpus if measured else 8
     if gpus < 0 or of_node < 1:
-        raise ValueError(f"gpus={gpus} and gpus-per-node={of_node} must not be negative, nor gpus-per-node 0")
+        raise ValueError(f"gpus={gpus} must be at least 0, and gpus-per-node={of_node} at least 1")
     if gpus == 0 and not (gpus := devices.device_count()):
-        raise ValueError("gpus=0 means this machine's, and it has none; name their number")
+        raise ValueError("gpus=0 means the GPUs of this machine, and it has none; give the number of GPUs to plan for")
     base = RunConfig(model=args.model, dtype="bf16", sp=0)
     whole = {"chunk": None}  # row chunks are one of the ways that the answer compares with whole layers
     run = row_config(PRESETS[args.preset], base).replace(**{**whole, **fields_of(args.set, "--set")})
@@ -147,7 +182,7 @@ def read(args: argparse.Namespace) -> Question:
     }
     if args.fragmentation is not None:
         if not 0 <= args.fragmentation < 1:
-            raise ValueError(f"fragmentation={args.fragmentation} is a share, from 0 to 1")
+            raise ValueError(f"fragmentation={args.fragmentation} must be a share of at least 0 and below 1")
         terms["fragmentation"] = args.fragmentation
     memory = label_bytes(args.gpu_memory) if args.gpu_memory else int(rates.usable) or None
     host = parse_quantity(args.host_memory, "host-memory") if args.host_memory else None
@@ -162,7 +197,7 @@ def read(args: argparse.Namespace) -> Question:
     named = args.gpu_memory or (f"measured in {args.machine}" if measured else args.gpu or "H100")
     understood = {
         "gpu_memory": f"{named}: {memory / GIB:.1f} GiB that PyTorch finds on a GPU" if memory else "no limit",
-        "host_memory": f"{args.host_memory or 'free as measured'}: {host / GIB:,.0f} GiB a node"
+        "host_memory": f"{args.host_memory or 'free as measured'}: {host / GIB:,.0f} GiB on each node"
         if host
         else "no limit",
     }
@@ -177,7 +212,7 @@ def fields_of(texts: Sequence[str], option: str) -> dict[str, Any]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise ValueError(f"{option} {text} is not FIELD=VALUE")
+            raise ValueError(f"{option} {text} must have the form FIELD=VALUE, such as chunk=16384")
         made[name.strip()] = yaml.safe_load(value)
     return made
 
@@ -235,29 +270,32 @@ def describe(question: Question, best: Prediction | None, found: Prediction | No
         lines += ["", f"Not even a short sequence fits: {short_of}."]
         lines += [cannot_load] if (cannot_load := question.cannot_load()) else []
     else:
-        lines += ["", f"Longest sequence: {best.seq_len:,} tokens; {limit or 'nothing known'} limits it."]
+        lines += [
+            "",
+            f"Longest sequence: {best.seq_len:,} tokens; {f'{limit} memory' if limit else 'nothing known'} limits it.",
+        ]
     if found is None:
         found = question.at(question.shortest)
     if found is not best:
         lines.append(f"{found.seq_len:,} tokens: {verdict(found)}")
-    lines += ["", f"At {found.seq_len:,} tokens, each GPU:", ""]
+    lines += ["", f"At {found.seq_len:,} tokens, each GPU takes:", ""]
     lines += table(found.device, found.device_limit, "device")
     lines += [f"  (peak in {found.activations.place})", ""]
     if found.host:
-        lines += table(found.host, found.host_limit, "host, a GPU's share")
+        lines += table(found.host, found.host_limit, "host, for each GPU")
         kept = found.activations
         if run.save_attention:
-            lines.append(f"  (attention outputs of {kept.attention_kept:.0%} of the layers are kept)")
+            lines.append(f"  (the attention outputs of {kept.attention_kept:.0%} of the layers are kept)")
         if kept.inputs_kept_every > 1:
-            lines.append(f"  (inputs of one layer in {kept.inputs_kept_every} are kept: the host is short)")
+            lines.append(f"  (the inputs of one layer in {kept.inputs_kept_every} are kept: the host lacks room)")
         lines.append("")
     parts = ", ".join(f"{n} {format_seconds(s)}" for n, s in found.seconds.items() if n != "step" and s >= 0.05)
     lines.append(f"A step: {format_seconds(found.seconds['step'])} ({parts})")
     if helps:
-        lines += ["", "What would help:"]
-        base = found.seconds["step"] if best is found else best.seconds["step"] if best else None
+        priced = f", and the change in the time of a step of {best.seq_len:,} tokens" if best else ""
+        lines += ["", f"What would help (the longest sequence with it{priced}):"]
         for h in helps[:5]:
-            cost = "" if base is None else f", a step {h.seconds / base - 1:+.0%} at today's longest"
+            cost = f", {h.seconds / best.seconds['step'] - 1:+.0%}" if best else ""
             lines.append(f"  {h.what}: {h.longest:,} tokens{cost}  ({settings(changed(run, h.changes))})")
     return [*lines, *describe_ways(question.ways(found.seq_len))]
 
@@ -268,17 +306,18 @@ def describe_ways(ways: list[Way]) -> list[str]:
     if not reached:
         return []
     lengths = [w.at.seq_len for w in ways if w.at is not None]
-    lines = ["", f"Ways to run it{f'; a step at {lengths[0]:,} tokens' if lengths else ''}:"]
+    timed = f" (the longest sequence, and the time of a step at {lengths[0]:,} tokens)" if lengths else ""
+    lines = ["", f"Ways to run the model{timed}:"]
     farthest = max(reached, key=lambda w: w.best.seq_len if w.best else 0)
     fastest = min((w for w in ways if w.at), key=lambda w: w.at.seconds["step"] if w.at else 0.0, default=None)
     for w in ways:
         reach = (
-            f"{w.best.seq_len:>13,} tokens, {w.limit or 'nothing known'} limits it"
+            f"{w.best.seq_len:>13,} tokens, {f'{w.limit} memory' if w.limit else 'nothing known'} limits it"
             if w.best
-            else "not even a short one"
+            else "not even a short sequence fits"
         )
         step = "" if w.at is None else f"; {format_seconds(w.at.seconds['step'])}"
-        step += ", held up by the link to the host" if w.link and w.at is not None else ""
+        step += ", slowed by the link to the host" if w.link and w.at is not None else ""
         best = " and ".join(["farthest"] * (w is farthest) + ["fastest"] * (w is fastest))
         lines.append(f"  {w.what:28} {reach}{step}{f'  <- {best}' if best else ''}")
         lines.append(
@@ -296,7 +335,7 @@ def verdict(found: Prediction) -> str:
     ]
     if found.loading.why:
         spare.insert(0, "the model cannot be loaded")
-    return f"{'fits' if found.fits else 'does not fit'} ({', '.join(spare) or 'no limits were named'})"
+    return f"{'fits' if found.fits else 'does not fit'} ({', '.join(spare) or 'no limits were given'})"
 
 
 def remedy(question: Question, found: Prediction) -> list[str]:
@@ -305,7 +344,7 @@ def remedy(question: Question, found: Prediction) -> list[str]:
     if near is None and question.loading.why:
         return ["", "No options make it fit here, because the model cannot be loaded."]
     if near is None:
-        return ["", "No options make it fit here: fewer tokens, or more GPUs."]
+        return ["", "No options make it fit here. Use fewer tokens, or more GPUs."]
     what, other = near
     return ["", f"It fits with {' and '.join(what)} ({settings(changed(question.run, other.to_dict()))})."]
 

@@ -103,7 +103,7 @@ def with_measured(rates: Rates, path: str | Path) -> Rates:
     metrics = found.get("metrics") or {}
     best = (metrics.get("kernels") or {}).get(metrics.get("chosen"), {})
     if "forward_tflops" not in best:
-        raise ValueError(f"{path} has no measured kernel; alstlib.measure.time_kernels writes such results")
+        raise ValueError(f"{path} has no measured kernel; name a result.json of alstlib.measure.time_kernels")
     return replace(
         rates, name=f"{rates.name}, attention as measured", attention_forward=best["forward_tflops"] * T,
         attention_backward=best["backward_tflops"] * T,

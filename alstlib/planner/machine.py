@@ -96,7 +96,7 @@ def read_machine(path: str | Path) -> Machine:
         metrics = json.loads(file.read_text(encoding="utf-8"))["metrics"]
         rates, overheads = measured_rates(metrics), metrics["overheads"]
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"machine='{path}' has no measured machine ({e!r}): `alst check` writes such a result") from e
+        raise ValueError(f"machine='{path}' holds no measured machine ({e!r}): name a result of `alst check`") from e
     return Machine(
         gpus=metrics["ranks"], per_node=metrics["ranks_of_node"], gpu_memory=metrics["gpu_memory"],
         host_memory=metrics["host_memory"], rates=rates, device="cuda" if metrics["gpu_memory"] else "cpu",

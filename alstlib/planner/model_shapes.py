@@ -174,7 +174,7 @@ def check_path(name: str) -> None:
     if name in SHAPES or name in PUBLIC:
         return
     if path.is_dir() and not (path / "config.json").is_file():
-        raise ValueError(f"model='{name}' is a folder without config.json; name one that save_pretrained wrote")
+        raise ValueError(f"model='{name}' is a folder without config.json; name a folder that save_pretrained wrote")
     if not path.exists() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
         raise ValueError(f"model='{name}' does not exist; {nearest_path(path)}")
 

@@ -118,7 +118,8 @@ def time_limit(run: RunConfig, nodes: int, gpus: int, trains: bool = True) -> tu
     if run.timeout is not None:
         return (run.timeout, f"timeout={run.timeout:g} s") if run.timeout else (math.inf, "no time limit (timeout=0)")
     seconds = limits(run, nodes, gpus)[0] if trains else DAY
-    why = {HOUR: "the least", DAY: "no time is predicted"}.get(seconds, f"{FACTOR} times what is predicted")
+    reasons = {HOUR: "the shortest default", DAY: "used where no time is predicted"}
+    why = reasons.get(seconds, f"{FACTOR} times the prediction")
     return seconds, f"the time limit of {format_seconds(seconds)} ({why}; timeout=SECONDS sets another, 0 none)"
 
 
@@ -134,25 +135,26 @@ def outlook(run: RunConfig, gpus: int, nodes: int = 1) -> str:
     """What the planner says of a resolved run on this machine before it starts: whether it fits (of a search:
     the longest sequence), bytes of a rank, seconds of a step."""
     if run.emulate or run.peers:
-        return "not predicted: it is no training run"
+        return "not predicted: it is not a training run"
     machine = machine_of(run, nodes, gpus)
     try:
         found = _expected(run, machine)[1]
     except (ValueError, KeyError) as e:
         return f"not predicted: {e}"
     seconds = found.seconds["step"] if rates_known(machine) else None
-    parts = [f"longest that fits {found.seq_len:,} tokens" if run.search and found.fits else _verdict(found)]
+    parts = [f"the longest that fits is {found.seq_len:,} tokens" if run.search and found.fits else _verdict(found)]
     for where, needs, has in found.sides:
-        parts.append(f"{where} {format_bytes(needs)}" + (f" of {format_bytes(has)} a rank" if has else " a rank"))
-    parts.append(f"loading {format_bytes(found.loading.host)} of the first node's host")
-    parts.append(f"a step {format_seconds(seconds)}" if seconds else "no step time: rates are known for GPUs only")
+        parts.append(f"{where} {format_bytes(needs)}{f' of {format_bytes(has)}' if has else ''} for each rank")
+    parts.append(f"loading takes {format_bytes(found.loading.host)} of the first node's host")
+    slow = "the time of a step is not predicted, because rates are known for GPUs only"
+    parts.append(f"a step takes {format_seconds(seconds)}" if seconds else slow)
     return "; ".join(parts)
 
 
 def _verdict(found: Prediction) -> str:
     if not found.fits and found.limit.startswith("loading"):
-        return f"does not fit, {found.loading.why}"
-    return "fits" if found.fits else f"does not fit, it goes beyond the {found.limit}"
+        return f"does not fit: {found.loading.why}"
+    return "fits" if found.fits else f"does not fit: it needs more {found.limit} memory than there is"
 
 
 def largest(found: Prediction, where: str) -> str:

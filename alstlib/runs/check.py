@@ -16,8 +16,11 @@ from alstlib.planner.gpus import rates_named
 from alstlib.runs import launch
 from alstlib.units import GIB, format_bytes
 
-HELP = "measure this machine's rates and memory, say what looks wrong; `alst plan --machine` plans with it"
-EXIT = "Exit status: 0 measured, nothing looks wrong; 1 something does, or a measurement failed; 2 refused."
+HELP = "measure this machine's rates and memory and say what looks wrong; `alst plan --machine` uses the result"
+EXIT = (
+    "Exit status: 0 when nothing looks wrong; 1 when something looks wrong or a measurement failed; 2 when the command "
+    "was refused."
+)
 WORKER = "alstlib.measure.machine_rates"
 
 SHOWN = {
@@ -36,10 +39,16 @@ CROWDED = 4 * GIB
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `alst check`."""
-    parser.add_argument("--ranks", type=int, default=0, help="by default every GPU, or 2 ranks on a CPU")
-    parser.add_argument("--model", default="llama-3.1-8b", help="whose shapes are measured; llama-3.1-8b")
-    parser.add_argument("--out", default="alst_machine", help="folder of the result; alst_machine")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="the number of ranks (default: one for each GPU; without GPUs, 2)"
+    )
+    parser.add_argument(
+        "--model", default="llama-3.1-8b", help="the model whose shapes are measured (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", default="alst_machine", metavar="FOLDER", help="the folder of the result (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def check(args: argparse.Namespace) -> int:
@@ -51,12 +60,13 @@ def check(args: argparse.Namespace) -> int:
     except launch.RunFailed as e:
         raise OSError(str(e)) from None
     if result["status"] != "ok":
-        raise OSError(f"{result['error'].get('message') or result['status']}: look for other processes on the GPU")
+        why = result["error"].get("message") or result["status"]
+        raise OSError(f"the measurement failed: {why}. Look for other processes on the GPU")
     metrics = result["metrics"]
     wrong = list(findings(metrics))
     print(json.dumps({**metrics, "findings": wrong}, indent=2) if args.json else "\n".join(describe(metrics, wrong)))
     if not args.json:
-        print(f"\nplan with it: alst plan --machine {args.out} --model {args.model}")
+        print(f"\nplan with this result: alst plan --machine {args.out} --model {args.model}")
     return 1 if wrong else 0
 
 
@@ -80,7 +90,7 @@ def findings(metrics: Mapping[str, Any]) -> Iterator[str]:
             and middle < LOW * table
         ):
             share = f"{middle / table:.0%} of the {_rate(name, table)} that the planner's table has"
-            yield f"{what}: {_rate(name, middle)} is {share} for {known.name}"
+            yield f"{what}: {_rate(name, middle)} is only {share} for {known.name}"
     links = metrics["links"]
     for rank, rate in enumerate(links):
         if rate < SLOW_LINK * (middle := statistics.median(links)):
@@ -107,7 +117,8 @@ def findings(metrics: Mapping[str, Any]) -> Iterator[str]:
     if gpu_memory and host and host / metrics["ranks_of_node"] < gpu_memory:
         yield (
             f"host memory: {format_bytes(host / metrics['ranks_of_node'])} for each GPU is less than the GPU's own "
-            f"{format_bytes(gpu_memory)}; optimizer states and checkpoints wait there and will be the limit"
+            f"{format_bytes(gpu_memory)}. Optimizer states and checkpoints are kept on the host, so that it will be "
+            "the limit"
         )
     if sum(metrics["overheads"].values()) > CROWDED:
         yield (
@@ -133,9 +144,9 @@ def describe(metrics: Mapping[str, Any], wrong: list[str]) -> list[str]:
         lines.append(f"  attention, {way}, TFLOPS by tokens: {', '.join(rates)}")
     if gpu := metrics["gpu_memory"]:
         gone = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in metrics["overheads"].items())
-        lines.append(f"  a GPU has {format_bytes(gpu)}; in use before any tensor is allocated: {gone}")
+        lines.append(f"  each GPU has {format_bytes(gpu)}; in use before any tensor is allocated: {gone}")
     if host := metrics["host_memory"]:
-        lines.append(f"  host memory that is free for the ranks of a node: {format_bytes(host)}")
+        lines.append(f"  host memory that is free for the ranks of each node: {format_bytes(host)}")
     driver = f", CUDA {metrics['cuda']}, driver {metrics['driver']}" if metrics["cuda"] else ""
     lines += [f"  PyTorch {metrics['torch']}{driver}, {metrics['cores']} cores for rank 0", ""]
     return [*lines, *(f"! {text}." for text in wrong)] if wrong else [*lines, "nothing looks wrong"]

@@ -75,7 +75,7 @@ def run_row(
     config, folder = spec.rows[row], spec.out / row
     folder.mkdir(parents=True, exist_ok=True)
     if (about := locks.holder(folder)) is not None:
-        raise ValueError(f"{row}: its folder is in use by {locks.describe(about)}")
+        raise ValueError(f"row {row} was not run: its folder is in use by {locks.describe(about)}; wait for it to end")
     path = folder / "result.json"
     before = path.stat() if path.exists() else None
     (folder / "progress.jsonl").unlink(missing_ok=True)
@@ -147,8 +147,8 @@ def _submit(spec: Spec, args: argparse.Namespace) -> int:
     flags += [f"--patience={args.patience:g}", *([f"--grace={args.grace:g}"] if args.grace else [])]
     job = cluster.submit(["alst", "run", str(args.spec), *flags], spec.out, args.nodes, args.sbatch)
     log = shlex.quote(shown(spec.out / f"slurm-{job}.log"))
-    lines = (f"its log    tail -F {log}", f"follow it  {spec.typed('status')}", f"end it     scancel {job}")
-    print("\n  ".join([f"job {job} on {args.nodes} nodes", *lines]))
+    lines = (f"see its log    tail -F {log}", f"see its state  {spec.typed('status')}", f"end it         scancel {job}")
+    print("\n  ".join([f"submitted job {job} on {args.nodes} nodes", *lines]))
     return 0
 
 
@@ -156,9 +156,11 @@ def _left_alone(spec: Spec, row: str, args: argparse.Namespace) -> str:
     """Why a row is not run; empty when it is."""
     stands = status.look(spec.out / row, spec.rows[row])
     if args.retry and stands.state not in status.FAILED:
-        return f"{stands.state}, left alone by --retry"
+        return f"its state is {stands.state!r}, which --retry error does not repeat"
     done = launch.finished(spec.rows[row], spec.out / row)
-    return f"{done['status']} already (run {done['run_id']})" if done and not args.force else ""
+    if not done or args.force:
+        return ""
+    return f"it finished already: {done['status']} (run {done['run_id']}); --force runs it again"
 
 
 class Warning:
@@ -218,7 +220,7 @@ def _saved(folder: Path) -> float:
 
 
 def _again(spec: Spec, row: str) -> int:
-    print(f"{row}: the time is up; it goes on with: {spec.typed('run')}", flush=True)
+    print(f"{row}: the time is up; this command continues it: {spec.typed('run')}", flush=True)
     return cluster.AGAIN
 
 
@@ -234,7 +236,7 @@ def _report(spec: Spec, bad: list[str], args: argparse.Namespace, note: Callable
         raised = execute(spec.report, output, {"results": str(spec.out.resolve())}, watch, spec.report.parent)
         show.close()
         if raised:
-            print(f"the report failed, see {shown(output)}: {raised}", file=sys.stderr)
+            print(f"the report notebook failed (it is in {shown(output)}): {raised}", file=sys.stderr)
             bad.append("report")
         else:
             print(f"report: {shown(output)}")
@@ -242,9 +244,9 @@ def _report(spec: Spec, bad: list[str], args: argparse.Namespace, note: Callable
         if found:
             print(f"page: {shown(report.write_page(spec.out, found, spec))}")
     except (ValueError, OSError) as e:  # the results are there
-        print(f"no page: {e}", file=sys.stderr)
+        print(f"the page of the report was not written: {e}", file=sys.stderr)
     if bad:
-        print(f"failed: {', '.join(bad)}; again with: {spec.typed('run', '--retry', 'error')}", file=sys.stderr)
+        print(f"failed: {', '.join(bad)}; repeat them with: {spec.typed('run', '--retry', 'error')}", file=sys.stderr)
     return 1 if bad else 0
 
 
@@ -287,33 +289,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 a row failed or could not be written, 2 refused before it started, 75 the time was up and
     the same command continues, 130 interrupted; of `status`, `verify` and `check`:
     their EXIT."""
-    parser = argparse.ArgumentParser(prog="alst", description="Arctic Long Sequence Training: sweeps of runs.")
+    parser = argparse.ArgumentParser(
+        prog="alst",
+        description="Train on very long sequences (Arctic Long Sequence Training, ALST). A YAML file, the spec, "
+        "describes a sweep: a list of runs, which are its rows. `alst COMMAND --help` explains each command.",
+    )
     commands = parser.add_subparsers(required=True, metavar="run | report | status | plan | verify | check")
-    p = commands.add_parser("run", help="run the rows of a spec that are not finished")
-    p.add_argument("spec", type=Path, help="a YAML file, such as papermill_runs/specs/ablation.yaml")
-    p.add_argument("--rows", help="only these rows, separated by commas")
-    p.add_argument("--retry", choices=["error"], help="run only what failed, timed out or was interrupted")
-    p.add_argument("--force", action="store_true", help="run finished rows again")
+    p = commands.add_parser("run", help="run every row of a spec that is not finished")
+    p.add_argument("spec", type=Path, help="the YAML file of the sweep, such as papermill_runs/specs/ablation.yaml")
+    p.add_argument("--rows", metavar="NAMES", help="run only the rows with these names, separated by commas")
+    p.add_argument("--retry", choices=["error"], help="run only the rows that failed, timed out or were interrupted")
+    p.add_argument(
+        "--force", action="store_true", help="run finished rows again, and rows that are predicted not to fit"
+    )
     p.add_argument("--fail-fast", action="store_true", help="stop at the first row that fails")
     p.add_argument(
-        "--dry-run", action="store_true", help="say what would run: fields, prediction, command; start nothing"
+        "--dry-run",
+        action="store_true",
+        help="print the fields, the prediction and the command of each row, and start nothing",
     )
     cluster.add_arguments(p)
     p.set_defaults(command=run)
-    r = commands.add_parser("report", help="print the table of results and write their page")
-    r.add_argument("source", help="a spec or a folder")
-    r.add_argument("--html", metavar="PATH", help="where the page goes, instead of report.html in the results' folder")
+    r = commands.add_parser("report", help="print the table of results, and write a page with figures")
+    r.add_argument("source", help="a spec, or a folder with results")
+    r.add_argument(
+        "--html",
+        metavar="PATH",
+        help="write the page to this file, instead of report.html in the folder of the results",
+    )
     r.set_defaults(command=report.report)
-    s = commands.add_parser("status", help="say what runs, what finished and what to type next", epilog=status.EXIT)
+    s = commands.add_parser(
+        "status", help="say which rows run, finished or failed, and what to type next", epilog=status.EXIT
+    )
     s.add_argument(
         "spec",
         type=Path,
         nargs="?",
-        help="a spec, or the folder of a sweep or a run; without it, all sweeps below papermill_runs/out",
+        help="a spec, or the folder of a sweep or of one run (default: all sweeps below papermill_runs/out)",
     )
-    s.add_argument("--json", action="store_true", help="for programs")
+    s.add_argument("--json", action="store_true", help="print JSON, for programs")
     s.set_defaults(command=status.status)
-    w = commands.add_parser("plan", help="say what fits on which GPUs, and how long a step takes; runs nothing")
+    w = commands.add_parser(
+        "plan", help="predict which length fits on which GPUs and how long a step takes; run nothing"
+    )
     command.add_arguments(w)
     w.set_defaults(command=command.command)
     v = commands.add_parser("verify", help=verify.HELP, epilog=verify.EXIT)
@@ -323,7 +341,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     check.add_arguments(c)
     c.set_defaults(command=check.check)
     for sub in (p, r, s):
-        sub.add_argument("--out", help="folder of a spec's results, instead of papermill_runs/out/NAME")
+        sub.add_argument(
+            "--out", metavar="FOLDER",
+            help="the folder of the spec's results (default: papermill_runs/out/NAME, with the name in the spec)",
+        )  # fmt: skip
     args = parser.parse_args(argv)
     try:
         return args.command(args)

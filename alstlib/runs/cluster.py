@@ -55,11 +55,13 @@ def _slurm(env: Mapping[str, str]) -> Nodes | None:
     count, tasks = int(env.get("SLURM_STEP_NUM_NODES", "1")), int(env.get("SLURM_STEP_NUM_TASKS", "1"))
     if "SLURM_STEP_NUM_NODES" not in env and int(env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or 1) > 1:
         raise ValueError(
-            "this Slurm job has several nodes, and the command was started on one: start it on each of them, with "
-            "srun --ntasks-per-node=1 COMMAND, or give --nodes 1"
+            "this Slurm job has several nodes, but the command was started on only one of them: start it on each node "
+            "with srun --ntasks-per-node=1 COMMAND, or use one node with --nodes 1"
         )
     if count > 1 and tasks != count:
-        raise ValueError(f"Slurm started {tasks} tasks on {count} nodes: give srun --ntasks-per-node=1")
+        raise ValueError(
+            f"Slurm started {tasks} tasks on {count} nodes, but each node needs one: use srun --ntasks-per-node=1"
+        )
     head = _slurm_address(first_host(env["SLURM_STEP_NODELIST"])) if count > 1 else "127.0.0.1"
     rank = int(env.get("SLURM_NODEID", "0")) if count > 1 else 0
     return Nodes(count=count, rank=rank, head=head, gpus=int(gpus) if gpus.isdigit() else None, system="Slurm")
@@ -91,7 +93,7 @@ def _named(system: str, count: str, rank: str, head: str, gpus: str = "") -> Cal
         if not env.get(count) or not env.get(head) or rank not in env:
             return None
         if not env[count].isdigit():
-            raise ValueError(f"{count}={env[count]!r} is no fixed number of nodes, which a run needs")
+            raise ValueError(f"{count}={env[count]!r} is not a number, but a run needs a fixed number of nodes")
         given = env.get(gpus, "")
         first = env[head].split()[0]  # SkyPilot lists all of them
         on_node = int(given) if given.isdigit() else None
@@ -120,19 +122,25 @@ def here(
     """
     if rank is not None or (head is not None and "SLURM_JOB_ID" not in env):
         if count is None or rank is None or head is None:
-            raise ValueError("--nodes, --node-rank and --head go together: their number, which this is, and node 0")
+            raise ValueError(
+                "--nodes, --node-rank and --head go together: give the number of nodes, the rank of this node, and the "
+                "name of node 0"
+            )
         if not 0 <= rank < count:
-            raise ValueError(f"--node-rank {rank} is not from 0 to {count - 1}, for --nodes {count}")
+            raise ValueError(f"--node-rank {rank} must be from 0 to {count - 1}, because --nodes is {count}")
         return Nodes(count=count, rank=rank, head=head, system="the flags")
     if count == 1:
         return Nodes()
     found = next((nodes for read in SYSTEMS.values() if (nodes := read(env)) is not None), Nodes())
     if found.count > 1 and count not in (None, found.count):
-        raise ValueError(f"--nodes {count} on {found.count} nodes, by the variables of {found.system}")
+        raise ValueError(
+            f"--nodes {count} does not match the {found.count} nodes that the variables of {found.system} name: leave "
+            "--nodes out"
+        )
     if found.gpus is not None and env.get("CUDA_VISIBLE_DEVICES") != "" and found.gpus != devices.device_count():
         raise ValueError(
-            f"{found.system} gave this node {found.gpus} GPUs, and PyTorch may use {devices.device_count()}: check the "
-            "driver and PyTorch's CUDA, and CUDA_VISIBLE_DEVICES ('' for ranks on the CPU)"
+            f"{found.system} gave this node {found.gpus} GPUs, but PyTorch can use {devices.device_count()}: check the "
+            "driver, the CUDA version of PyTorch, and CUDA_VISIBLE_DEVICES (set it to '' for ranks on the CPU)"
         )
     return replace(found, head=head or found.head)
 
@@ -162,23 +170,32 @@ def job_seconds(now: float | None = None) -> float | None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `alst run` for several nodes."""
-    group = parser.add_argument_group("several nodes (env/README.md)")
+    group = parser.add_argument_group("several nodes (env/README.md explains them)")
     env = os.environ
-    group.add_argument("--nodes", type=int, default=env.get("ALST_NODES"), help="how many; with Slurm: submits a job")
     group.add_argument(
-        "--node-rank", type=int, default=env.get("ALST_NODE_RANK"), help="which this is, from 0, the head"
-    )
-    group.add_argument("--head", default=env.get("ALST_HEAD"), metavar="HOST[:PORT]", help="node 0, as others reach it")
-    group.add_argument(
-        "--patience", type=float, default=600.0, metavar="SECONDS", help="that nodes wait for others; 600"
+        "--nodes", type=int, default=env.get("ALST_NODES"), help="the number of nodes; with Slurm, submit a job on them"
     )
     group.add_argument(
-        "--grace", type=float, default=env.get("ALST_GRACE", "0"), metavar="SECONDS",
-        help="from SIGTERM to the end, in which a run with checkpoint_every saves its state; 0 ends it at once",
+        "--node-rank", type=int, default=env.get("ALST_NODE_RANK"), metavar="RANK",
+        help="the rank of this node, from 0; node 0, the head, runs the sweep",
     )  # fmt: skip
     group.add_argument(
-        "--sbatch", default="", metavar="OPTIONS", help='of the job: --sbatch="--partition=gpu --time=4:00:00"'
-    )
+        "--head", default=env.get("ALST_HEAD"), metavar="HOST[:PORT]",
+        help="the name or address of node 0, as the other nodes reach it",
+    )  # fmt: skip
+    group.add_argument(
+        "--patience", type=float, default=600.0, metavar="SECONDS",
+        help="how long the nodes wait for each other (default: 600)",
+    )  # fmt: skip
+    group.add_argument(
+        "--grace", type=float, default=env.get("ALST_GRACE", "0"), metavar="SECONDS",
+        help="the time from SIGTERM to the end of the job, in which a run with checkpoint_every saves its state; with "
+        "0, SIGTERM ends the run at once (default: 0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--sbatch", default="", metavar="OPTIONS",
+        help='options of the submitted job, such as --sbatch="--partition=gpu --time=4:00:00"',
+    )  # fmt: skip
 
 
 def submit(command: Sequence[str], out: Path, count: int, options: str = "") -> str:
@@ -190,12 +207,15 @@ def submit(command: Sequence[str], out: Path, count: int, options: str = "") -> 
     """
     typed = shlex.join(command)
     if "SLURM_JOB_ID" in os.environ:
-        raise ValueError(f"this is in a Slurm job: srun --nodes={count} --ntasks-per-node=1 {typed}")
+        raise ValueError(
+            "this command is in a Slurm job already, and cannot submit another: start it on each node with "
+            f"srun --nodes={count} --ntasks-per-node=1 {typed}"
+        )
     if not shutil.which("sbatch"):
         raise ValueError(
-            f"--nodes {count} without Slurm (there is no sbatch) or the variables of another scheduler: start this on "
-            f"each node, with its rank R from 0: {typed} --nodes {count} --node-rank R --head HOST, where HOST is the "
-            "node of rank 0 as the others reach it"
+            f"--nodes {count} found neither Slurm (there is no sbatch) nor the variables of another scheduler: start "
+            f"this command on each node, with the node's rank R from 0: {typed} --nodes {count} --node-rank R --head "
+            "HOST, where HOST is the name or address of node 0, as the other nodes reach it"
         )
     out.mkdir(parents=True, exist_ok=True)
     argv = ["sbatch", "--parsable", f"--nodes={count}", f"--job-name=alst-{out.name}"]
@@ -203,5 +223,5 @@ def submit(command: Sequence[str], out: Path, count: int, options: str = "") -> 
     env = {**os.environ, "ALST_PYTHON": sys.executable}
     done = subprocess.run(argv, env=env, capture_output=True, text=True)
     if done.returncode:
-        raise ValueError(f"sbatch refused the job: {done.stderr.strip()}; it was given: {shlex.join(argv)}")
+        raise ValueError(f"sbatch refused the job: {done.stderr.strip()}; the command was: {shlex.join(argv)}")
     return done.stdout.strip().partition(";")[0]

@@ -27,7 +27,7 @@ def follow(path: Path, nodes: Nodes, patience: float, grace: float = 0.0) -> int
     Raises:
         ValueError: the head does not appear within `patience` seconds, or refuses this node.
     """
-    host, why = nodes.head.partition(":")[0], f"nothing wrote {path}"
+    host, why = nodes.head.partition(":")[0], f"the head has not written {path}"
     began, told = time.monotonic(), [False]
     with warnings_call(lambda: told.__setitem__(0, True), grace), sigterm_interrupts():
         while time.monotonic() < began + patience:
@@ -43,8 +43,8 @@ def follow(path: Path, nodes: Nodes, patience: float, grace: float = 0.0) -> int
                 why = str(e) or type(e).__name__
             time.sleep(POLL_SECONDS)
     raise ValueError(
-        f"node {nodes.rank} waited {format_seconds(patience)} (--patience) for the head, {nodes.head}: {why}; the same "
-        "command must run there, with its results in the same folder"
+        f"node {nodes.rank} waited {format_seconds(patience)} (--patience) in vain for the head, {nodes.head}: {why}. "
+        "Start the same command there, with its results in the same folder"
     )
 
 

@@ -71,13 +71,15 @@ def resolve(config: RunConfig, nnodes: int | None = None, gpus: int | None = Non
     world = config.world_size or (gpus or 2) * nnodes
     if world % nnodes:
         nearest = max(1, round(world / nnodes)) * nnodes
-        raise ValueError(f"world_size={world} does not divide into nnodes={nnodes}; nearest: {nearest}")
+        raise ValueError(f"world_size={world} ranks do not divide evenly over {nnodes} nodes; nearest: {nearest}")
     if gpus and world // nnodes > gpus:
-        raise ValueError(f"world_size={world} needs more GPUs than the {gpus} of a node; at most {gpus * nnodes}")
+        raise ValueError(
+            f"world_size={world} needs more GPUs than there are ({gpus} on each node); use at most {gpus * nnodes}"
+        )
     sp = config.sp or world
     if world % sp:
         fitting = max(d for d in range(1, world + 1) if world % d == 0 and d <= sp)
-        raise ValueError(f"sp={sp} does not divide world_size={world}; nearest: sp={fitting}, or world_size={sp}")
+        raise ValueError(f"sp={sp} does not divide world_size={world}; use sp={fitting}, or world_size={sp}")
     return config.replace(world_size=world, sp=sp)
 
 
@@ -142,7 +144,7 @@ class _Run:
             old.unlink(missing_ok=True)
         ranks = f"{config.world_size} rank{'s' if config.world_size > 1 else ''}"
         on = f" on {followers.meeting.count} nodes" if followers.meeting.count > 1 else ""
-        ends = f"; it may take {format_seconds(limit)}" if limit < math.inf else ""
+        ends = f"; the time limit is {format_seconds(limit)}" if limit < math.inf else ""
         self.say("start", f"starting {ranks}{on}{ends}", run_id=self.id)
 
     def say(self, event: str, message: str, **fields: Any) -> None:

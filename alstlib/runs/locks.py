@@ -35,7 +35,7 @@ def hold(folder: Path, waiting: Callable[[str], None] | None = None) -> Iterator
             if time.monotonic() > deadline and (who := describe(read_object(folder / FILE) or {})) != told:
                 if waiting is None:
                     raise ValueError(
-                        f"out={str(folder)!r} is in use by another run: {who}; wait for it or name another"
+                        f"out={str(folder)!r} is in use by another run: {who}; wait for its end or name another folder"
                     )
                 waiting(told := who)
             time.sleep(0.05)

@@ -128,7 +128,9 @@ def _server(host: str, port: int) -> socket.socket:
     where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     address = where[4][0]
     if str(address).startswith("127.") and host != "localhost" and not host.startswith("127."):
-        raise ValueError(f"--head {host} is {address} on this node, which no other node can reach: give an address")
+        raise ValueError(
+            f"--head {host} means {address} on this node, which no other node can reach: give the address of node 0"
+        )
     try:
         return socket.create_server((str(address), port), family=where[0], backlog=128)
     except OSError as e:
@@ -224,8 +226,8 @@ class Followers:
             if time.monotonic() > deadline:
                 named = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
                 raise NodeError(
-                    f"{named} of {self.meeting.count} did not come to {self.meeting.head}:{self.meeting.port} within "
-                    f"{format_seconds(self.meeting.patience)} (--patience): start the same command there"
+                    f"{named} of {self.meeting.count} did not connect to {self.meeting.head}:{self.meeting.port} "
+                    f"within {format_seconds(self.meeting.patience)} (--patience): start the same command on each node"
                 )
             self.accept()
             tick()
@@ -249,12 +251,12 @@ class Followers:
 
     def _refusal(self, node: Follower) -> str:
         if node.rank not in range(1, self.meeting.count):
-            return f"{node} is none of the nodes 1 to {self.meeting.count - 1}"
+            return f"{node} has a wrong rank: it must be from 1 to {self.meeting.count - 1}"
         if node.rank in self.nodes:
-            return f"{node} is there already, as {self.nodes[node.rank]}: each node has a rank of its own"
+            return f"{node} has the rank of {self.nodes[node.rank]}: each node needs a rank of its own"
         other = [n for n in AGREE if node.facts.get(n) != self.own.get(n)]
         what = ", ".join(f"{n} {node.facts.get(n)} (the head: {self.own.get(n)})" for n in other)
-        return f"{node} has another {what}: all nodes of a run must have the same" if what else ""
+        return f"{node} differs from the head in {what}: all nodes of a run must agree" if what else ""
 
     def least(self, name: str) -> int | None:
         """The least that a node, the head among them, has of `host_free` or `gpu_free`; None where none says so."""

@@ -29,13 +29,13 @@ def report(args: argparse.Namespace) -> int:
     source = Path(args.source)
     if args.out and source.is_dir():
         raise ValueError(
-            f"out={args.out!r} goes with a spec, and {source} is a folder; --html says where the page goes"
+            f"--out {args.out} needs a spec, and {source} is a folder; use --html to say where the page goes"
         )
     spec = None if source.is_dir() else load_spec(source, args.out, as_run=True)
     folder = spec.out if spec else source
     found = results.collect(folder)
     if not found:
-        raise ValueError(f"no result.json below {folder}")
+        raise ValueError(f"there is no result.json below {folder}; run the sweep first, or name another folder")
     print(results.with_notes(results.table(labelled(found, folder))))
     page = write_page(folder, found, spec, Path(args.html) if args.html else None)
     print(f"\npage: {shown(page)}")
@@ -54,7 +54,7 @@ def write_page(
     try:
         import jinja2
     except ImportError:
-        raise ValueError("the page needs jinja2: pip install 'alstlib[notebooks]'") from None
+        raise ValueError("the page needs the package jinja2: pip install 'alstlib[notebooks]'") from None
     page = (page or folder / PAGE).resolve()
     env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = env.from_string(TEMPLATE.read_text(encoding="utf-8"))
@@ -202,7 +202,8 @@ def _longest(plots: Any, found: Results, table: Results) -> tuple[Any, str, str]
         return None
     return (
         plots.ablation(rows),
-        "What each row adds here (left), and in the paper's Table 1 on its own machine (right).",
+        "The longest sequence of each ablation row: here (left), and in the paper's Table 1 on the paper's machine "
+        "(right).",
         f"Bars of the longest sequence of each row: {_reached(found, table)}.",
     )
 
@@ -218,7 +219,7 @@ def _trials(plots: Any, found: Results, table: Results) -> tuple[Any, str, str] 
     budgets = {r["config"].get("device_memory") for r in _searched(found)}
     return (
         plots.peaks(points, next(iter(budgets)) if len(budgets) == 1 else None),
-        "Device peak of every length that was tried; the budget is where a search ends.",
+        "The device peak of each length that a search tried. The search ends where the peak reaches the budget.",
         f"Lines of device peak against sequence length, rising to the budget: {_reached(found, table)}.",
     )
 
@@ -236,7 +237,8 @@ def _predicted(plots: Any, found: Results, table: Results) -> tuple[Any, str, st
         {n: (a / size, b / size) for n, (a, b) in both.items()}, ("measured", "predicted"),
         f"device peak of the fullest rank [{unit}]", log=False, show="{:,.1f}".format,
     )  # fmt: skip
-    return figure, "Bars of a row are alike where the planner is right.", f"Pairs of bars of the device peak: {pairs}."
+    what = "The two bars of each row are equally long where the prediction is right."
+    return figure, what, f"Pairs of bars of the device peak: {pairs}."
 
 
 def _losses(plots: Any, found: Results, table: Results) -> tuple[Any, str, str] | None:
@@ -254,11 +256,14 @@ def _losses(plots: Any, found: Results, table: Results) -> tuple[Any, str, str] 
         for r in losses.values()
     }
     alike = not evaluation and 1 < len(curves) <= 7 and len(kinds) == 1 and len({len(c) for c in curves.values()}) == 1
-    same_data = "The same data and settings: above the curves, below how far each is from the first."
-    what = same_data if alike else "Loss of each optimizer step."
+    same_data = (
+        "These runs have the same data and settings. Above: their losses. Below: how far each loss is from the first's."
+    )
+    what = same_data if alike else "The loss of each optimizer step."
     if evaluation:
         what += (
-            " Markers: the loss on documents that are not trained on; where it rises, training has gone on too long."
+            " Markers show the loss on documents that the model is not trained on. Where it rises, training has gone "
+            "on too long."
         )
         ends += "; of the evaluation, " + ", ".join(f"{n} {list(p.values())[-1]:.3f}" for n, p in evaluation.items())
     by_step = {n: _by_step(r["metrics"], "") for n, r in losses.items()}

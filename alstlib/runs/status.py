@@ -29,7 +29,10 @@ WIDTH = 100
 FAILED = (*(s for s in results.STATUSES if s not in results.FINISHED), "interrupted", "unreadable")
 """States that `alst run --retry error` repeats."""
 OPEN = ("running", "stale", "never run")
-EXIT = "exit status: 0 all rows finished, 1 a row failed or was interrupted, 3 rows run or are still to run, 2 refused"
+EXIT = (
+    "Exit status: 0 when all rows are finished; 1 when a row failed or was interrupted; 3 when rows are running or not "
+    "yet run; 2 when the command was refused."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +127,7 @@ def _epoch(text: Any) -> float:
 
 def _cut_off(last: Mapping[str, Any], now: float) -> str:
     if not last:
-        return "ended before it said anything"
+        return "ended before it reported any progress"
     where = f"step {last['step']}/{last.get('steps')}" if last.get("step") else str(last.get("message") or "")
     return f"ended without a result {format_seconds(max(0.0, now - last.get('time', now)))} ago, after: {where}"
 
@@ -136,7 +139,7 @@ def _ended(result: Mapping[str, Any]) -> str:
     metrics = result["metrics"]
     seconds = results.step_seconds(metrics)
     parts = [f"{format_tokens(metrics['seq_len'])} tokens"] if metrics.get("seq_len") else []
-    return ", ".join([*parts, *([f"{format_seconds(seconds)} a step"] if seconds else [])])
+    return ", ".join([*parts, *([f"{format_seconds(seconds)} for each step"] if seconds else [])])
 
 
 def _stale(result: Mapping[str, Any], config: RunConfig) -> str:
@@ -144,8 +147,8 @@ def _stale(result: Mapping[str, Any], config: RunConfig) -> str:
     then, now = result["config"], config.to_dict()
     changed = [f"{n}={then.get(n)!r} (now {v!r})" for n, v in now.items() if n in then and then[n] != v]
     if changed or set(then) != set(now):
-        return f"with {', '.join(changed)}" if changed else "with other fields of RunConfig"
-    return f"at commit {str(result['git'].get('sha'))[:10]}"
+        return f"with {', '.join(changed)}" if changed else "with another set of fields of RunConfig"
+    return f"at another commit, {str(result['git'].get('sha'))[:10]}"
 
 
 # Sweeps
@@ -183,16 +186,16 @@ def following(sweep: Sweep) -> list[tuple[str, str]]:
     failed, commands = sweep.named(*FAILED), []
     for row in failed[:1]:
         if log := row.log():
-            commands.append((shlex.join(["less", shown(log)]), f"why {row.name} failed"))
+            commands.append((shlex.join(["less", shown(log)]), f"see why {row.name} failed"))
     if sweep.spec and not sweep.holder:
         if failed:
             commands.append((sweep.typed("run", "--retry", "error"), f"repeat {_names(failed)}"))
         if waiting := sweep.named("stale", "never run"):
             commands.append((sweep.typed("run"), f"run {_names([*waiting, *failed])}"))
     if sweep.named("running"):
-        commands.append((shlex.join(["watch", "-n", "5", sweep.typed("status")]), "follow it"))
+        commands.append((shlex.join(["watch", "-n", "5", sweep.typed("status")]), "follow the progress"))
     if any((row.folder / "result.json").exists() for row in sweep.rows):
-        commands.append((sweep.typed("report"), "the table and a page"))
+        commands.append((sweep.typed("report"), "see the table and write a page"))
     return commands
 
 
@@ -261,7 +264,7 @@ def text(sweep: Sweep) -> list[str]:
 
 
 def _unusable(sweep: Sweep) -> str:
-    return f"{sweep.name}: its spec cannot be used, so nothing is known of stale rows: {sweep.problem}"
+    return f"{sweep.name}: its spec cannot be read, so stale rows cannot be told: {sweep.problem}"
 
 
 def overview(found: Sequence[Sweep]) -> list[str]:
@@ -280,20 +283,20 @@ def overview(found: Sequence[Sweep]) -> list[str]:
         for row in sweep.named("running"):
             left = f", {format_seconds(max(0.0, row.left))} left" if row.left is not None else ""
             so_far = format_seconds(row.seconds or 0.0)
-            lines.append(_cut(f"{sweep.name}/{row.name} runs for {so_far}{left}: {row.what}", WIDTH))
+            lines.append(_cut(f"{sweep.name}/{row.name} has run for {so_far}{left}: {row.what}", WIDTH))
     return lines
 
 
 def status(args: argparse.Namespace) -> int:
     """`alst status`: of one sweep, named by its spec or its folder, or of all below papermill_runs/out; see EXIT."""
     if args.out and (args.spec is None or args.spec.is_dir()):
-        raise ValueError(f"out={args.out!r} goes with a spec; the status of a folder: alst status FOLDER")
+        raise ValueError(f"--out {args.out} needs a spec; for the status of a folder, type: alst status {args.out}")
     if args.spec is None:
         found = [of_folder(p) for p in sweeps()]
     elif args.spec.is_dir():
         found = [of_folder(args.spec)]
         if not found[0].rows and not found[0].problem:
-            raise ValueError(f"no runs in {args.spec}")
+            raise ValueError(f"the folder {args.spec} has no runs; name a spec, or the folder of a sweep or of one run")
     else:
         found = [of_spec(load_spec(args.spec, args.out, as_run=True))]
     if args.json:
@@ -302,6 +305,12 @@ def status(args: argparse.Namespace) -> int:
     elif args.spec:
         print("\n".join(text(found[0])))
     else:
-        print("\n".join(overview(found) if found else ["no runs below papermill_runs/out; start with: alst run SPEC"]))
+        print(
+            "\n".join(
+                overview(found)
+                if found
+                else ["there are no runs below papermill_runs/out; start some with: alst run SPEC"]
+            )
+        )
     codes = {sweep.exit_status() for sweep in found}
     return next((code for code in (1, 3) if code in codes), 0)

@@ -84,9 +84,9 @@ def load_spec(
     try:
         spec = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise ValueError(f"cannot read the spec {path}: {e}") from e
+        raise ValueError(f"the spec {path} cannot be read: {e}") from e
     if not isinstance(spec, dict):
-        raise ValueError(f"the spec {path} is not a mapping with name, notebook, base and rows")
+        raise ValueError(f"the spec {path} must be a mapping with the keys name, notebook, base and rows")
     names = ["name", "notebook", "base", "rows", "parameters", "report"]
     if not {"rows", "base", "notebook"} & set(spec):
         spec = _one_run(spec, path)
@@ -112,7 +112,7 @@ def load_spec(
         for what, text in (("name", name), ("row", row)):
             if not re.fullmatch(FOLDER_NAME, text):
                 raise ValueError(
-                    f"{what}={text!r} names a folder: letters, digits and _ . + - only, such as 'baseline'"
+                    f"{what}={text!r} must be a folder's name, such as 'baseline': letters, digits and _ . + - only"
                 )
         if row in rows:
             raise ValueError(f"row '{row}' is named twice in {path}")
@@ -124,7 +124,7 @@ def load_spec(
         config, sets[row] = config.replace(**fields), {**ROWS.get(row, {}), **fields}
         rows[row] = launch.resolve(config, launch.node_count(config, nodes), gpus)
     if not rows:
-        raise ValueError(f"the spec {path} names no rows")
+        raise ValueError(f"the spec {path} has no rows; list at least one under 'rows'")
     report = _locate(spec["report"], path)[0] if spec.get("report") else None
     parameters = dict(spec.get("parameters") or {})
     return Spec(
@@ -144,7 +144,7 @@ def _one_run(parameters: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def _for_device(fields: Mapping[str, Any], device: str) -> dict[str, Any]:
     """`fields` with the section of this device merged in and both sections gone."""
     if not isinstance(fields, Mapping):
-        raise ValueError(f"base={fields!r} is not a mapping of RunConfig's fields")
+        raise ValueError(f"base={fields!r} must be a mapping of RunConfig's fields to values")
     plain = {k: v for k, v in fields.items() if k not in ("cpu", "cuda")}
     return {**plain, **(fields.get(device) or {})}
 
@@ -156,7 +156,9 @@ def _locate(name: str, spec: Path) -> tuple[Path, Path]:
     for folder in (*spec.parents, clone):
         if (folder / name).is_file():
             return folder / name, folder
-    raise ValueError(f"notebook={name!r} of {spec} is in no folder above the spec, nor in {clone}; give its whole path")
+    raise ValueError(
+        f"notebook={name!r} of {spec} was found neither in a folder above the spec nor in {clone}; give its whole path"
+    )
 
 
 def papermill_line(notebook: str, output: str, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> str:

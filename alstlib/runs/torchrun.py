@@ -82,8 +82,8 @@ def bound(ranks: int) -> str:
     if not devices.device_count() or cores() // ranks > 1 or (os.cpu_count() or 1) < 2 * cores():
         return ""
     return (
-        f"this launcher is bound to {cores()} of {os.cpu_count()} cores, which makes the {ranks} ranks' AdamW on the "
-        "host slow: ask the scheduler for all of them (Slurm: --cpus-per-task)"
+        f"this process may use only {cores()} of {os.cpu_count()} cores, so AdamW on the host will be slow for the "
+        f"{ranks} ranks: ask the scheduler for more cores (Slurm: --cpus-per-task)"
     )
 
 

@@ -17,27 +17,48 @@ from alstlib.planner.model_shapes import check_model
 from alstlib.runs.spawn import run_on_ranks
 from alstlib.units import parse_quantity
 
-HELP = "prove on the CPU that a model trains as with plain transformers, before GPUs are rented"
-EXIT = "Exit status: 0 equal; 1 something differs or fails; 2 refused, or the model cannot be built small."
+HELP = "check on the CPU, with a small copy of a model, that its gradients equal those of plain transformers"
+EXIT = (
+    "Exit status: 0 when everything is equal; 1 when something differs or fails; 2 when the model or an option is "
+    "refused, or when no small model can be built."
+)
 
 WORDS = {"exact": "equal", "wrong": "differs"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `alst verify`."""
-    parser.add_argument("model", help="hub name, folder, config.json or built in; weights are not read")
-    parser.add_argument("--sp", type=int, default=2, help="ranks that share a sample, besides one alone; 2")
-    parser.add_argument("--chunk", type=parse_quantity, help="layers in row chunks")
-    parser.add_argument("--block", type=parse_quantity, help="the model block by block (`block_step`)")
-    parser.add_argument("--offload", choices=["none", "sync", "async"], help="where checkpoints wait")
-    parser.add_argument("--attention", help="core attention that runs on a CPU")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of alstlib.Options")
+    parser.add_argument(
+        "model",
+        help="a name on the Hugging Face hub, a folder, a config.json, or a built-in shape; the weights are not read",
+    )
+    parser.add_argument(
+        "--sp",
+        type=int,
+        default=2,
+        help="the number of ranks that share each sample (default: 2); one rank is tried too",
+    )
+    parser.add_argument(
+        "--chunk", type=parse_quantity, metavar="TOKENS", help="run each layer in chunks of this many tokens"
+    )
+    parser.add_argument(
+        "--block", type=parse_quantity, metavar="TOKENS",
+        help="run the whole model in blocks of this many tokens (`block_step`)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--offload", choices=["none", "sync", "async"], help="how activation checkpoints are moved to the host"
+    )
+    parser.add_argument("--attention", metavar="KERNEL", help="the attention kernel, which must run on a CPU")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE",
+        help="set a field of alstlib.Options; may be given several times",
+    )  # fmt: skip
     parser.add_argument(
         "--config", action="append", default=[], metavar="FIELD=VALUE",
-        help="a field of the model's config, in the small model too, such as attn_pdrop=0",
+        help="set a field of the model's config, such as attn_pdrop=0; may be given several times",
     )  # fmt: skip
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 WORKER = "alstlib.measure.verify"
@@ -103,7 +124,7 @@ def verdict(answer: dict[str, Any]) -> tuple[str, str]:
         return "equal", f"loss and every gradient are those of plain transformers, to {worst:.1e}"
     first = next((case["first"] for case in wrong if case.get("first")), None)
     why = f"first {said(first)}" if first else wrong[0]["reason"]
-    return "differs", f"{len(wrong)} of {len(cases)} cases; {why}"
+    return "differs", f"{len(wrong)} of {len(cases)} cases differ; {why}"
 
 
 def said(first: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ ONLY = {
 
 OURS = {
     "output_dir": "nothing (checkpoints go to the run's folder)", "max_steps": "steps", "max_length": "seq_len",
-    "packing": "packed", "bf16": "dtype", "fp16": "dtype", "use_cpu": "nothing (without a GPU it is the CPU)",
+    "packing": "packed", "bf16": "dtype", "fp16": "dtype", "use_cpu": "nothing (without a GPU, the CPU is used)",
     "deepspeed": "zero_stage", "fsdp": "fsdp", "fsdp_config": "fsdp", "parallelism_config": "sp",
     "gradient_checkpointing": "checkpoint", "activation_checkpointing": "checkpoint",
     "resume_from_checkpoint": "resume",
@@ -44,7 +44,7 @@ def check(run: RunConfig, worker: str) -> None:
     (other,) = set(TRAINING) - {worker}
     for name in ONLY[other]:
         if (value := getattr(run, name)) != getattr(default, name):
-            raise ValueError(f"{name}={value!r} is for the worker {other}, and this is {worker}")
+            raise ValueError(f"{name}={value!r} is a field of the worker {other}, but this run's worker is {worker}")
     if worker == FINETUNE:
         _check_libraries(run)
 
@@ -54,13 +54,15 @@ def _check_libraries(run: RunConfig) -> None:
         raise ValueError(f"fine-tuning needs {', '.join(missing)}: pip install 'alstlib[trainer]'")
     for name in run.trainer:
         if name in OURS:
-            raise ValueError(f"trainer={{{name!r}: {run.trainer[name]!r}}}: give {OURS[name]} instead")
+            raise ValueError(
+                f"trainer={{{name!r}: {run.trainer[name]!r}}} is set by alstlib: give {OURS[name]} instead"
+            )
     if known := [*_fields("trl", "trainer/sft_config.py", "trainer/base_config.py"),
                  *_fields("transformers", "training_args.py")]:  # fmt: skip
         check_names(run.trainer, known, "field of SFTConfig in trainer")
     _check_adapter(run)
     if run.trainer.get("push_to_hub") and not run.save_to:
-        raise ValueError("trainer={'push_to_hub': True} needs save_to, the folder that the model is saved to first")
+        raise ValueError("trainer={'push_to_hub': True} needs save_to, the folder where the model is saved first")
 
 
 def _check_adapter(run: RunConfig) -> None:
@@ -68,7 +70,7 @@ def _check_adapter(run: RunConfig) -> None:
         check_names(run.lora or {}, known, "field of LoraConfig in lora")
     if run.lora is not None and run.save_to and run.model in SHAPES and not run.merge_lora:
         raise ValueError(
-            f"model={run.model!r} has random weights, without which its adapter is of no use: give "
+            f"model={run.model!r} has random weights, and an adapter saved without them is of no use: give "
             "merge_lora=True, which saves both"
         )
 

@@ -27,7 +27,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[s
 def test_a_plan_says_what_fits_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(EIGHT) == 0
     out = capsys.readouterr().out
-    for text in ("Longest sequence:", "limits it", "80GB: 79.1 GiB", "1.9TB: 1,770 GiB a node", "What would help:",
+    for text in ("Longest sequence:", "limits it", "80GB: 79.1 GiB", "1.9TB: 1,770 GiB on each node", "What would help",
                  "A step:", "predicted, nothing was run", "peak in model.layers"):  # fmt: skip
         assert text in out, text
 
@@ -119,7 +119,7 @@ def test_terms_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--model", "meta-llama/Llama-3.1-9B"], "did you mean 'meta-llama/Llama-3.1-8B'"),
         (["--set", "tiled_los=true"], "did you mean 'tiled_loss'"),
-        (["--set", "tiled_loss"], "is not FIELD=VALUE"),
+        (["--set", "tiled_loss"], "must have the form FIELD=VALUE"),
         (["--gpu", "H101"], "did you mean 'H100'"),
         (["--gpu-memory", "80 gigs"], "gpu_memory='80 gigs' is not a number with a unit"),
         (["--seq-len", "many"], "seq-len='many' is not a number"),

@@ -99,7 +99,7 @@ def test_what_is_run_again(sweep, monkeypatch, capsys):
         ran.clear()
         assert cli.main(["run", str(spec), *arguments]) == 0
         assert ran == expected, arguments
-    assert "good: ok already" in capsys.readouterr().out
+    assert "good: it finished already: ok" in capsys.readouterr().out
 
 
 def test_retry_leaves_alone_what_never_ran_and_takes_what_was_killed(tmp_path, monkeypatch):
@@ -177,7 +177,7 @@ def test_the_commands_of_a_dry_run_and_of_the_page_run_a_row(sweep, tmp_path, mo
     assert subprocess.run(line, shell=True, capture_output=True).returncode == 0, line
     assert results.read_result(other / "good" / "result.json")["status"] == "ok"
     assert cli.main(["run", str(spec), "--rows", "good", "--out", str(other), "--dry-run"]) == 0
-    assert "good: ok already" in capsys.readouterr().out
+    assert "good: it finished already: ok" in capsys.readouterr().out
 
 
 def test_status_of_what_was_changed_or_cut_off(tmp_path, monkeypatch, capsys):
@@ -205,7 +205,7 @@ def test_status_of_what_was_changed_or_cut_off(tmp_path, monkeypatch, capsys):
     shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line[:1].isalpha()}
     assert "stale" in shown["changed"]
     assert "oom with seq_len=77 (now 2048)" in shown["changed"]
-    assert "ok at commit 0123456789" in shown["committed"]
+    assert "ok at another commit, 0123456789" in shown["committed"]
     assert "interrupted" in shown["cut"]
     assert "after: step 3/9" in shown["cut"]
     assert "interrupted" in shown["again"]  # a newer attempt than the result, which is not of this configuration
@@ -257,7 +257,7 @@ def test_commands_to_type_next_can_be_typed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cli, "run_row", recorder([], "error"))
     assert cli.main(["run", str(spec), "--out", str(out), "--rows", "bad"]) == 1
     where = ["my sweeps/spec.yaml", "--out", "other results"]
-    again = capsys.readouterr().err.partition("again with: ")[2]
+    again = capsys.readouterr().err.partition("repeat them with: ")[2]
     assert shlex.split(again) == ["alst", "run", *where, "--retry", "error"]
     log = out / "bad" / "logs" / "one" / "agent.log"
     log.parent.mkdir(parents=True)
@@ -295,10 +295,10 @@ def test_status_of_a_folder_and_out_without_a_spec(sweep, tmp_path, capsys):
     assert cli.main(["status", str(alone)]) == 1
     assert "alone  error" in capsys.readouterr().out
     assert cli.main(["status", str(tmp_path)]) == 2
-    assert f"no runs in {tmp_path}" in capsys.readouterr().err
+    assert f"{tmp_path} has no runs" in capsys.readouterr().err
     for arguments in (["status"], ["status", str(out)], ["report", str(out)]):
         assert cli.main([*arguments, "--out", str(tmp_path)]) == 2, arguments
-        assert "goes with a spec" in capsys.readouterr().err
+        assert "needs a spec" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
 
 
@@ -400,8 +400,8 @@ def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, capsys):
     assert "the row sets  tiled_loss=True, sp=2, tiled_mlp=True, offload=sync\n" in shown
     assert "the base sets model=tiny, seq_len=256, world_size=2, steps=2\n" in shown
     assert "predicted     fits; device" in shown
-    assert "predicted     does not fit, it goes beyond the device; device" in shown
-    assert "of 96.00 MiB a rank" in shown
+    assert "predicted     does not fit: it needs more device memory than there is; device" in shown
+    assert "of 96.00 MiB for each rank" in shown
     config = out_of(tmp_path) / "alst" / "config.json"
     assert "-m alstlib.train.agent --nnodes 1 --rdzv-endpoint 127.0.0.1:0 --rdzv-id" in shown
     assert f"-m alstlib.train.ablation --config {config}" in shown
@@ -421,9 +421,9 @@ def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, capsys):
         ({"rows": ["ulyses"]}, "unknown row 'ulyses'; did you mean 'ulysses'?"),
         ({"rows": [{"name": "x", "tiled_los": True}]}, "unknown parameter 'tiled_los'; did you mean 'tiled_loss'?"),
         ({"rows": [{"name": "../x"}]}, "row='../x' names a folder"),
-        ({"rows": [{"name": "x", "sp": 3}]}, "sp=3 does not divide world_size=2; nearest: sp=2"),
+        ({"rows": [{"name": "x", "sp": 3}]}, "sp=3 does not divide world_size=2; use sp=2"),
         ({"rows": ["alst", "alst"]}, "row 'alst' is named twice"),
-        ({"rows": []}, "names no rows"),
+        ({"rows": []}, "has no rows"),
         ({"notebook": "rnu.ipynb"}, "notebook='rnu.ipynb'"),
         ({"parameters": {"wroker": "w"}}, "unknown parameter of run.ipynb 'wroker'; did you mean 'worker'?"),
         ({"data": "x.jsonl"}, "unknown field of a spec 'data'; put 'data' under 'base'"),
@@ -455,7 +455,7 @@ def test_rows_that_are_not_in_the_spec_and_specs_that_do_not_exist(tmp_path, cap
     assert cli.main(["run", str(write_spec(tmp_path)), "--rows", "good,bda"]) == 2
     assert "unknown row 'bda'; did you mean 'bad'?" in capsys.readouterr().err
     assert cli.main(["status", str(tmp_path / "no.yaml")]) == 2
-    assert "cannot read the spec" in capsys.readouterr().err
+    assert "cannot be read" in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path)]) == 2
 
 

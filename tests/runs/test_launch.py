@@ -338,9 +338,9 @@ def test_resolve(monkeypatch):
     monkeypatch.setattr(devices, "device_count", lambda: 0)
     resolved = launch.resolve(RunConfig(sp=0))
     assert (resolved.world_size, resolved.sp) == (2, 2)
-    with pytest.raises(ValueError, match=r"sp=3 does not divide world_size=2; nearest: sp=2, or world_size=3"):
+    with pytest.raises(ValueError, match=r"sp=3 does not divide world_size=2; use sp=2, or world_size=3"):
         launch.resolve(RunConfig(sp=3))
-    with pytest.raises(ValueError, match=r"world_size=3 does not divide into nnodes=2; nearest: 4"):
+    with pytest.raises(ValueError, match=r"world_size=3 ranks do not divide evenly over 2 nodes; nearest: 4"):
         launch.resolve(RunConfig(world_size=3), nnodes=2)
     monkeypatch.setattr(devices, "device_count", lambda: 8)
     assert launch.resolve(RunConfig(sp=0), nnodes=4).sp == 32
@@ -444,10 +444,10 @@ def test_the_rows_of_the_paper_end_within_their_time_limit(monkeypatch):
         seconds, which = preflight.time_limit(run, 1, 8)
         assert 5 * run.steps * stated["step_seconds"] < seconds < 7 * 86400
         assert preflight.limits(run, 1, 8)[1] > 5 * stated["step_seconds"]
-    assert "(10 times what is predicted; timeout=SECONDS sets another, 0 none)" in which
+    assert "(10 times the prediction; timeout=SECONDS sets another, 0 none)" in which
     assert preflight.time_limit(run.replace(search=True), 1, 8)[0] > 2 * seconds
     assert preflight.time_limit(run.replace(seq_len=1024, checkpoint_every=0), 1, 8)[1].startswith(
-        "the time limit of 1:00:00 (the least"
+        "the time limit of 1:00:00 (the shortest default"
     )
     assert preflight.time_limit(run.replace(timeout=0), 1, 8) == (math.inf, "no time limit (timeout=0)")
     assert preflight.time_limit(run.replace(timeout=300), 1, 8) == (300, "timeout=300 s")
@@ -470,7 +470,7 @@ def test_ranks_are_told_the_time_limit(tmp_path, monkeypatch, timeout, seconds):
     deadline = float(given[0]["ALST_DEADLINE"])
     assert deadline == seconds if seconds == math.inf else abs(deadline - time.time() - seconds) < 60
     (told,) = [e for e in ProgressReader(tmp_path / "progress.jsonl").read() if e["event"] == "start"]
-    assert ("it may take" in told["message"]) == (timeout != 0)
+    assert ("the time limit is" in told["message"]) == (timeout != 0)
 
 
 @pytest.mark.parametrize("what, search, status, starts", [

@@ -77,12 +77,14 @@ def test_variables_of_schedulers(monkeypatch, env, system, count, rank, head):
     found = cluster.here(env=env)
     assert (found.system, found.count, found.rank, found.head) == (system, count, rank, head)
     assert found.gpus in (8, None)
-    with pytest.raises(ValueError, match=f"--nodes 5 on {count} nodes, by the variables of {system}"):
+    with pytest.raises(
+        ValueError, match=f"--nodes 5 does not match the {count} nodes that the variables of {system} name"
+    ):
         cluster.here(5, env=env)
     assert cluster.here(1, env=env).count == 1
     monkeypatch.setattr(devices, "device_count", lambda: 0)
     if found.gpus:
-        with pytest.raises(ValueError, match=f"{system} gave this node 8 GPUs, and PyTorch may use 0"):
+        with pytest.raises(ValueError, match=f"{system} gave this node 8 GPUs, but PyTorch can use 0"):
             cluster.here(env=env)
 
 
@@ -95,7 +97,7 @@ def test_flags_and_wrong_variables(monkeypatch):
             cluster.here(*flags, env={})
     with pytest.raises(ValueError, match=r"PET_NNODES='1:4' is no fixed number"):
         cluster.here(env={"PET_NNODES": "1:4", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "m"})
-    with pytest.raises(ValueError, match=r"6 tasks on 3 nodes: give srun --ntasks-per-node=1"):
+    with pytest.raises(ValueError, match=r"6 tasks on 3 nodes, but each node needs one: use srun --ntasks-per-node=1"):
         cluster.here(env={**SLURM, "SLURM_STEP_NUM_TASKS": "6"})
     with pytest.raises(ValueError, match=r"several nodes, and the command was started on one"):
         cluster.here(env={"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"})
@@ -144,7 +146,7 @@ def test_the_flags_can_be_variables(monkeypatch, capsys, spec):
     for name, value in (("ALST_NODES", "2"), ("ALST_NODE_RANK", "2"), ("ALST_HEAD", "n1")):
         monkeypatch.setenv(name, value)
     assert cli.main(["run", str(spec)]) == 2
-    assert "--node-rank 2 is not from 0 to 1, for --nodes 2" in capsys.readouterr().err
+    assert "--node-rank 2 must be from 0 to 1, because --nodes is 2" in capsys.readouterr().err
     monkeypatch.setenv("ALST_GRACE", "soon")
     with pytest.raises(SystemExit):
         cli.main(["run", str(spec)])
@@ -212,7 +214,7 @@ def test_parameters_of_the_notebook_are_a_single_run(tmp_path):
     path.write_text("{model: tiny}")
     assert list(cli.load_spec(path).rows) == ["run"]
     path.write_text("{name: x, base: {}}")
-    with pytest.raises(ValueError, match="names no rows"):
+    with pytest.raises(ValueError, match="has no rows"):
         cli.load_spec(path)
 
 
@@ -297,11 +299,11 @@ def test_a_node_with_something_else_is_refused_by_name(tmp_path, monkeypatch, na
     with two_nodes(tmp_path) as path:
         monkeypatch.setattr(follower, "facts", lambda: {**nodes.facts(), name: "another"})
         ended = in_thread(path)
-        says = rf"node 1 \(.*\) has another {name} another \(the head: .*\): all nodes of a run must have the same"
+        says = rf"node 1 \(.*\) differs from the head in {name} another \(the head: .*\): all nodes of a run must agree"
         with pytest.raises(launch.RunFailed, match=f"error: NodeMissing: {says}"):
             run_fake("ok", tmp_path / "run")
         assert wait_for(lambda: ended, 30)
-        assert f"has another {name}" in ended[0]
+        assert f"differs from the head in {name}" in ended[0]
 
 
 def test_the_least_free_node_decides(tmp_path, monkeypatch):
@@ -356,12 +358,14 @@ def test_a_follower_ends_its_ranks_with_its_head_and_passes_a_warning_on(tmp_pat
 
 def test_who_does_not_appear_is_named(tmp_path):
     with two_nodes(tmp_path, patience=0.5) as path:
-        with pytest.raises(launch.RunFailed, match=r"NodeMissing: node 1 of 2 did not come to 127\.0\.0\.1:\d+ within"):
+        with pytest.raises(
+            launch.RunFailed, match=r"NodeMissing: node 1 of 2 did not connect to 127\.0\.0\.1:\d+ within"
+        ):
             run_fake("ok", tmp_path / "run")
         assert json.loads(path.read_text())["count"] == 2
     ended = in_thread(tmp_path / nodes.FILE, patience=1)
     assert wait_for(lambda: ended, 30)
-    assert "node 1 waited 1.0 s (--patience) for the head, 127.0.0.1: nothing wrote" in ended[0]
+    assert "node 1 waited 1.0 s (--patience) in vain for the head, 127.0.0.1: the head has not written" in ended[0]
 
 
 def test_strangers_learn_and_do_nothing(tmp_path, monkeypatch):
@@ -462,7 +466,7 @@ def test_a_sweep_whose_time_is_up_can_be_repeated(tmp_path, monkeypatch, capsys,
     monkeypatch.setattr(cli, "run_row", run_row)
     assert cli.main(["run", str(path), "--out", str(tmp_path / "out"), "--fail-fast"]) == code
     assert ran == ["baseline"]
-    assert ("the time is up; it goes on with: alst run" in capsys.readouterr().out) == (code == cluster.AGAIN)
+    assert ("the time is up; this command continues it: alst run" in capsys.readouterr().out) == (code == cluster.AGAIN)
 
 
 def test_ranks_are_bound_next_to_their_gpus(tmp_path, monkeypatch):

@@ -120,7 +120,7 @@ def test_a_run_ends_before_its_job_and_the_job_continues(slurm: Cluster, checkou
     assert int(slurm.show("job", job)["Restarts"]) >= 1
     out = checkout / "papermill_runs" / "out" / "clock"
     assert results.read_result(out / "count" / "result.json")["metrics"]["begun"] > 0
-    assert "the time is up; it goes on with: alst run clock.yaml" in log(slurm, job)
+    assert "the time is up; this command continues it: alst run clock.yaml" in log(slurm, job)
 
 
 # The page

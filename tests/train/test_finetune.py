@@ -217,7 +217,7 @@ def test_the_same_command_continues_and_another_does_not(
         ({"trainer": {"push_to_hub": True}}, "needs save_to"),
         ({"lora": {"rank": 4}}, "unknown field of LoraConfig in lora 'rank'"),
         ({"lora": {"r": 4}, "save_to": "x"}, "give merge_lora=True, which saves both"),
-        ({"search": True}, "search=True is for the worker alstlib.train.ablation"),
+        ({"search": True}, "search=True is a field of the worker alstlib.train.ablation"),
         ({"model": "tinny"}, "did you mean 'tiny'?"),
     ],
     ids=str,
@@ -231,7 +231,7 @@ def test_wrong_fields_are_refused_before_the_start(tmp_path: Path, changes: dict
 @pytest.mark.parametrize("field", [{"lora": {"r": 4}}, {"eval_data": 0.1}, {"trainer": {"optim": "sgd"}}], ids=str)
 def test_the_ablation_does_not_take_what_it_would_ignore(tmp_path: Path, field: dict[str, Any]) -> None:
     (name,) = field
-    with pytest.raises(ValueError, match=f"{name}=.* is for the worker alstlib.train.finetune"):
+    with pytest.raises(ValueError, match=f"{name}=.* is a field of the worker alstlib.train.finetune"):
         launch(RunConfig(model="tiny", **field), tmp_path, python="/nowhere/python")
 
 
