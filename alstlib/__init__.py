@@ -1,6 +1,6 @@
 """Arctic Long Sequence Training for Hugging Face models: sequence parallelism, tiled compute, checkpoint offload.
 
-The public face; names load on first use, so that `import alstlib` costs nothing.
+These are the public names. Each is imported when it is first used, so that `import alstlib` takes no time.
 """
 
 from __future__ import annotations

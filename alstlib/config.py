@@ -28,7 +28,10 @@ from alstlib.units import parse_quantity
 def check_names(
     given: Mapping[str, Any], known: Iterable[str], what: str, section: str = "", inside: Iterable[str] = ()
 ) -> None:
-    """Refuse names that are not known, each with the nearest one that is, or that is known inside of a section."""
+    """Raise ValueError for the first name that is not known; the message has the nearest known name.
+
+    A name that belongs into `section`, such as a field of RunConfig into a spec's `base`, is told so.
+    """
     names, inside = list(known), list(inside)
     for name in given:
         if name in names:
@@ -41,10 +44,10 @@ def check_names(
 
 
 def nearest_path(path: Path) -> str:
-    """What is there in place of a path that is not."""
+    """The end of a message about a path that does not exist: the nearest name that does."""
     parent = path.parent
     if not parent.is_dir():
-        return f"neither does its folder {parent}"
+        return f"its folder {parent} does not exist either"
     near = difflib.get_close_matches(path.name, sorted(p.name for p in parent.iterdir()), n=1)
     return f"did you mean '{parent / near[0]}'?" if near else f"its folder {parent} has nothing of a similar name"
 
@@ -83,7 +86,7 @@ FlagOrAuto = Annotated[bool | Literal["auto"], Field(description="True, False or
 Liger = Annotated[bool | Literal["auto", "loss"], Field(description="True, False, 'auto' or 'loss'")]
 Rate = Annotated[_Number, Field(ge=0, allow_inf_nan=False, description="a number of at least 0, such as 1e-4")]
 Seconds = Annotated[_Number, Field(ge=0, allow_inf_nan=False, description="a number of at least 0, such as 3600")]
-Text = Annotated[str, BeforeValidator(_path), Field(description="text")]
+Text = Annotated[str, BeforeValidator(_path), Field(description="a text")]
 Share = Annotated[_Number, Field(gt=0, lt=1, description="a share between 0 and 1, such as 0.05")]
 Texts = Annotated[
     tuple[str, ...],
@@ -136,9 +139,9 @@ def check_checkpoints(settings: Any) -> None:
     if settings.checkpoint:
         return
     if settings.offload != "none":
-        raise ValueError(f"offload={settings.offload!r} moves checkpoints: it needs checkpoint=True")
+        raise ValueError(f"offload={settings.offload!r} moves checkpoints to the host: it needs checkpoint=True")
     if settings.save_attention is True:
-        raise ValueError("save_attention=True keeps outputs for the recompute: it needs checkpoint=True")
+        raise ValueError("save_attention=True keeps attention outputs with the checkpoints: it needs checkpoint=True")
     if settings.chunk is not None:
         raise ValueError(f"chunk={settings.chunk} recomputes layers chunk by chunk: it needs checkpoint=True")
 
@@ -150,11 +153,11 @@ def check_places(settings: Any, by_blocks: bool = False) -> None:
         if getattr(settings, name) != "host":
             continue
         if settings.chunk is None and not (by_blocks and name == "kv"):
-            raise ValueError(f"{name}='host' is for layers in row chunks: give chunk too, such as chunk=16384")
+            raise ValueError(f"{name}='host' works on layers that run in chunks: give chunk too, such as chunk=16384")
         if settings.offload == "none":
             raise ValueError(f"{name}='host' moves tensors to the host: it needs offload='async' (or 'sync')")
     if settings.hidden == "host" and not settings.tiled_loss:
-        raise ValueError("hidden='host' needs the loss in tiles: tiled_loss=True")
+        raise ValueError("hidden='host' needs the tiled loss: give tiled_loss=True")
 
 
 # ----- one run
@@ -173,81 +176,106 @@ Attention = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that decides what a run computes. Two equal configs at the same commit are the same run."""
+    """Everything that decides what a run computes. Two runs with equal configs at the same commit compute the same.
 
-    row: Name = _docs("name of the row of a sweep, a label only", "")
-    model: Text = _docs("built-in shape ('tiny', 'small', 'llama-3.1-8b'), hub name or local path", "small")
-    model_config: Fields = _docs("fields of the model's config to override", default_factory=dict)
-    random_weights: bool | None = _docs("random weights from the config; None: for built-in shapes only", None)
-    trust_remote_code: bool = _docs("run code that the model's repository brings along", False)
-    data: Text = _docs("'stdlib', a hub name, or a local file or folder (text, JSONL, Parquet)", "stdlib")
-    tokenizer: Text = _docs("'auto' (the model's own, or one trained on the corpus), hub name or local path", "auto")
-    seq_len: Count = _docs("tokens in one sample, before padding to what SP needs", 2048)
-    batch_size: Count = _docs("samples in one micro-batch", 1)
-    packed: bool = _docs("pack whole documents into a sample; False: one long text a sample", False)
+    Raises:
+        ValueError: a value does not fit its field, or contradicts another field; the message says what works.
+    """
 
-    world_size: Natural = _docs("number of ranks; 0: every GPU of this machine, or 2 ranks on a CPU", 0)
-    sp: Natural = _docs("sequence-parallel degree; 0: the world size", 1)
-    zero_stage: Stage = _docs("DeepSpeed ZeRO stage, 0 to 3", 3)
-    offload_optimizer: bool = _docs("ZeRO keeps the optimizer's state on the host", True)
-    offload_params: bool = _docs("ZeRO-3 keeps the weights on the host", False)
-    prefetch: bool = _docs("ZeRO-3 gathers weights ahead of their layer; False: a steadier and lower peak", True)
-
-    attention: Attention = _docs(
-        "core attention: 'sdpa', 'auto' (flash-attn 3 or 4 if installed) or a kernel's name", "sdpa"
+    row: Name = _docs("a label: the name of the run in its sweep", "")
+    model: Text = _docs(
+        "a built-in shape ('tiny', 'small', 'llama-3.1-8b'), a name on the hub, or a local path", "small"
     )
-    tiled_loss: Tile = _docs("tiled logits and loss; a number is the tile in tokens", False)
-    tiled_mlp: Tile = _docs("tiled MLP; a number is the tile in tokens", False)
-    tiled_norm: Tile = _docs("layers' norms in tiles (they compute in fp32); a number is the tile", False)
-    checkpoint: bool = _docs("activation checkpointing of decoder layers", True)
-    offload: Literal["none", "sync", "async"] = _docs("checkpoints leave for the host", "none")
-    save_attention: FlagOrAuto = _docs("keep attention outputs, so that attention runs forward once", False)
-    chunk: Count | None = _docs("stream layers in row chunks of so many tokens", None)
-    sparse: Fields | None = _docs(
-        "chunks attend to a choice of pages of keys, which approximates attention: fields of alstlib.Sparse, such as "
-        "{top: 16}; None: to all", None,
+    model_config: Fields = _docs("fields of the model's config that are replaced", default_factory=dict)
+    random_weights: bool | None = _docs("whether the weights are random; None: only for built-in shapes", None)
+    trust_remote_code: bool = _docs("whether the code that comes with the model may run", False)
+    data: Text = _docs(
+        "'stdlib' (Python's library), a name on the hub, or a local file or folder (text, JSONL, Parquet)", "stdlib"
+    )
+    tokenizer: Text = _docs(
+        "'auto' (the model's own, or one that is trained on the data), a name on the hub, or a local path",
+        "auto",
+    )
+    seq_len: Count = _docs("the tokens of one sample, before padding to a multiple of sp", 2048)
+    batch_size: Count = _docs("the number of samples in one micro-batch", 1)
+    packed: bool = _docs("True: whole documents are packed into each sample; False: a sample is one long text", False)
+
+    world_size: Natural = _docs("the number of ranks; 0: one for each GPU of this machine, or 2 ranks on a CPU", 0)
+    sp: Natural = _docs("the sequence-parallel degree: ranks that share one sample; 0: all ranks", 1)
+    zero_stage: Stage = _docs("the stage of DeepSpeed ZeRO, 0 to 3", 3)
+    offload_optimizer: bool = _docs("whether ZeRO keeps the optimizer states in the host's memory", True)
+    offload_params: bool = _docs("whether ZeRO-3 keeps the weights in the host's memory", False)
+    prefetch: bool = _docs("whether ZeRO-3 gathers weights ahead of their layer; False lowers the peak", True)
+
+    attention: Attention = _docs("'sdpa', 'auto' (flash-attn 3 or 4 where installed), or a kernel's name", "sdpa")
+    tiled_loss: Tile = _docs("whether logits and loss are computed in tiles; a number is the tile in tokens", False)
+    tiled_mlp: Tile = _docs("whether MLPs are computed in tiles; a number is the tile in tokens", False)
+    tiled_norm: Tile = _docs("whether layers' norms are computed in tiles; a number is the tile in tokens", False)
+    checkpoint: bool = _docs("whether decoder layers keep only their input and are recomputed in backward", True)
+    offload: Literal["none", "sync", "async"] = _docs(
+        "whether checkpoints are moved to the host; async: copies run at the same time as the computation", "none"
+    )
+    save_attention: FlagOrAuto = _docs(
+        "whether attention outputs are kept with the checkpoints, so that attention runs forward only once; auto: as "
+        "many as fit", False,
     )  # fmt: skip
-    block: Count | None = _docs("run the whole model block by block of so many tokens (`block_step`)", None)
-    kv: Place = _docs("where keys and values of chunks and blocks lie; auto: on the device where they fit well", "auto")
-    hidden: Place = _docs("where hidden states of streamed layers lie; auto: on the host where layers offload", "auto")
+    chunk: Count | None = _docs("run each decoder layer in chunks of this many tokens of each rank; None: whole", None)
+    sparse: Fields | None = _docs(
+        "with chunk: fields of alstlib.Sparse, such as {top: 16}; each chunk attends to selected pages of keys only, "
+        "which approximates attention; None: to all keys, exactly", None,
+    )  # fmt: skip
+    block: Count | None = _docs("run the whole model in blocks of this many tokens of each rank (`block_step`)", None)
+    kv: Place = _docs(
+        "where keys and values of chunks and blocks are kept; auto: on the device where it has room",
+        "auto",
+    )
+    hidden: Place = _docs("where hidden states of layers in chunks are kept; auto: on the host with offload", "auto")
     liger: Liger = _docs(
-        "Liger's norm, RoPE and SwiGLU kernels; 'auto': with the tiled loss, on a GPU, where installed and supported; "
-        "'loss': its fused loss too, in place of the tiled one (it chooses its own tiles and takes more memory)", "auto"
+        "Liger's kernels for norm, RoPE and SwiGLU; 'auto': with the tiled loss, on a GPU, where installed and "
+        "supported; 'loss': also its fused loss in place of the tiled one (it chooses its own tiles and takes more "
+        "memory)", "auto",
     )  # fmt: skip
 
-    steps: Count = _docs("optimizer steps", 3)
-    accumulation: Count = _docs("micro-batches in one optimizer step", 1)
-    learning_rate: Rate = _docs("AdamW's learning rate", 1e-4)
-    warmup_steps: Natural = _docs("steps of linear warm-up", 0)
-    weight_decay: Rate = _docs("AdamW's weight decay", 0.0)
-    max_grad_norm: Rate = _docs("gradient clipping; 0 for none", 0.0)
-    dtype: Literal["auto", "fp32", "bf16"] = _docs("auto: bf16 on CUDA, fp32 on CPU", "auto")
-    seed: Natural = _docs("seed of weights and data order", 0)
+    steps: Count = _docs("the number of optimizer steps", 3)
+    accumulation: Count = _docs("the number of micro-batches in one optimizer step", 1)
+    learning_rate: Rate = _docs("the learning rate of AdamW", 1e-4)
+    warmup_steps: Natural = _docs("the number of steps of linear warm-up", 0)
+    weight_decay: Rate = _docs("the weight decay of AdamW", 0.0)
+    max_grad_norm: Rate = _docs("the norm to which gradients are clipped; 0: they are not clipped", 0.0)
+    dtype: Literal["auto", "fp32", "bf16"] = _docs(
+        "of weights and activations; auto: bf16 on CUDA, fp32 on a CPU", "auto"
+    )
+    seed: Natural = _docs("the seed of random weights and of the order of the data", 0)
 
     eval_data: Share | Text | None = _docs(
-        "fine-tuning: evaluate on these data, named as `data` is, or on a share of its documents, which is kept back",
-        None,
-    )
+        "fine-tuning: the data of the evaluation, named as in `data`, or a share of the documents of `data`, which are "
+        "then not trained on", None,
+    )  # fmt: skip
     lora: Fields | None = _docs(
         "fine-tuning: fields of peft's LoraConfig, such as {r: 16}; None: all weights are trained", None
     )
-    merge_lora: bool = _docs("fine-tuning: `save_to` gets the whole model, with the adapter in its weights", False)
-    fsdp: bool = _docs("fine-tuning: FSDP2 in place of DeepSpeed", False)
-    trainer: Fields = _docs("fine-tuning: fields of TRL's SFTConfig; they win over those above", default_factory=dict)
+    merge_lora: bool = _docs("fine-tuning: whether the adapter is merged into the weights that `save_to` gets", False)
+    fsdp: bool = _docs("fine-tuning: whether FSDP2 is used in place of DeepSpeed", False)
+    trainer: Fields = _docs("fine-tuning: fields of TRL's SFTConfig, which override those above", default_factory=dict)
 
-    device_memory: Bytes | None = _docs("device budget per rank in bytes; a run beyond it ends as `oom`", None)
-    host_memory: Bytes | None = _docs("host budget per rank in bytes; None: what is free, shared by the ranks", None)
-    search: bool = _docs("find the longest sequence that fits, starting at seq_len", False)
-    search_granule: Count = _docs("lengths are multiples of so many tokens", 256)
-    search_max: Count | None = _docs("the search ends at this length", None)
-    emulate: Natural = _docs("run one rank of so many, with `alstlib.measure.emulate`; 0: every rank is real", 0)
-    peers: Texts = _docs("stacks that `alstlib.measure.peers` compares (`alstlib/measure/baselines.py`)", ())
-    save_to: Text | None = _docs("folder for the trained model (safetensors)", None)
-    resume_from: Text | None = _docs("folder of an earlier run whose training state is continued", None)
-    resume: Literal["auto", "never"] = _docs("auto: continue from an own state of this configuration", "auto")
-    checkpoint_every: Natural = _docs("save the training state every so many steps; 0: never", 0)
+    device_memory: Bytes | None = _docs(
+        "bytes of the device that each rank may use; a run that needs more ends as `oom`", None
+    )
+    host_memory: Bytes | None = _docs("bytes of the host that each rank may use; None: its share of what is free", None)
+    search: bool = _docs("whether to search for the longest sequence that fits, from seq_len on", False)
+    search_granule: Count = _docs("the search tries multiples of this many tokens", 256)
+    search_max: Count | None = _docs("the search ends at this length in tokens; None: no limit", None)
+    emulate: Natural = _docs("run one rank of this many (`alstlib.measure.emulate`); 0: every rank is real", 0)
+    peers: Texts = _docs("the programs that `alstlib.measure.peers` compares (`alstlib/measure/baselines.py`)", ())
+    save_to: Text | None = _docs("the folder where the trained model is saved (safetensors); None: not saved", None)
+    resume_from: Text | None = _docs("the folder of an earlier run whose training state is continued", None)
+    resume: Literal["auto", "never"] = _docs(
+        "auto: continue from a training state in the run's folder; never: begin anew",
+        "auto",
+    )
+    checkpoint_every: Natural = _docs("the training state is saved every so many steps; 0: never", 0)
     checkpoint_local: Text | None = _docs(
-        "folder on each machine's own disk that training states are written to first; None: none", None
+        "a folder on each machine's own disk, where training states are written first", None
     )
     timeout: Seconds | None = _docs(
         "seconds after which the launcher ends the run; 0: never; None: ten times what the planner predicts, but at "
@@ -256,7 +284,8 @@ class RunConfig:
     )
     step_timeout: Seconds | None = _docs(
         "seconds without a step or a message after which the launcher ends the run and says which rank the others wait "
-        "for; 0: never; None: ten times what the planner predicts of a step, but at least an hour, or a day",
+        "for; 0: never; None: ten times what the planner predicts for a step, but at least an hour, and a day where it "
+        "predicts no time",
         None,
     )
 
@@ -267,15 +296,15 @@ class RunConfig:
         if self.sparse is not None:
             if self.chunk is None:
                 raise ValueError(
-                    f"sparse={self.sparse} is for layers in row chunks: give chunk too, such as chunk=16384"
+                    f"sparse={self.sparse} works on layers that run in chunks: give chunk too, such as chunk=16384"
                 )
             check_names(self.sparse, ("top", "last", "first", "page"), "field of sparse")
             if "top" not in self.sparse:
                 raise ValueError(
-                    f"sparse={self.sparse} needs top, the pages chosen by their scores, such as {{top: 16}}"
+                    f"sparse={self.sparse} needs top, the number of pages chosen by their scores, such as {{top: 16}}"
                 )
         if self.emulate and self.world_size not in (0, 1):
-            raise ValueError(f"emulate={self.emulate} runs one rank: world_size={self.world_size} must be 1")
+            raise ValueError(f"emulate={self.emulate} runs one real rank: world_size={self.world_size} must be 1")
         if self.world_size and self.sp and self.world_size % self.sp:
             raise ValueError(f"sp={self.sp} does not divide world_size={self.world_size}")
         if self.offload_params and self.zero_stage != 3:
@@ -284,25 +313,26 @@ class RunConfig:
             raise ValueError("offload_optimizer=True needs zero_stage 1, 2 or 3, not 0")
         if self.liger == "loss" and self.tiled_loss is not True:
             raise ValueError(
-                "liger='loss' takes the place of the tiled loss and chooses its own tiles: "
+                "liger='loss' replaces the tiled loss and chooses its own tiles: "
                 f"tiled_loss={self.tiled_loss} must be True"
             )
         if self.block is not None and self.chunk is not None:
             raise ValueError(
-                f"block={self.block} runs the whole model, chunk={self.chunk} its layers: give one of them"
+                f"block={self.block} (blocks of the whole model) and chunk={self.chunk} (chunks of each layer) exclude "
+                "each other: give only one of them"
             )
         if self.merge_lora and self.lora is None:
-            raise ValueError("merge_lora=True merges an adapter: it needs lora, such as {'r': 16}")
+            raise ValueError("merge_lora=True merges an adapter into the model: give lora too, such as {'r': 16}")
         if self.packed and self.batch_size > 1:
-            raise ValueError(f"packed=True fills one row: batch_size={self.batch_size} must be 1")
+            raise ValueError(f"packed=True packs documents into one sample: batch_size={self.batch_size} must be 1")
 
     def bf16(self, on_gpu: bool) -> bool:
-        """Are weights and activations in bf16 on such a device, or in fp32?"""
+        """Whether weights and activations are in bf16 on this device; otherwise they are in fp32."""
         return self.dtype == "bf16" or (self.dtype == "auto" and on_gpu)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Build from names and values; an unknown name is refused with the nearest known one."""
+        """The config with these fields. ValueError names an unknown field and the nearest known one."""
         check_names(values, [f.name for f in dataclasses.fields(cls)], "parameter")
         return cls(**values)
 
@@ -354,7 +384,11 @@ PAPER_ROWS: dict[str, dict[str, Any]] = {
 
 
 def row_config(row: str, base: RunConfig | None = None) -> RunConfig:
-    """The configuration of a row: `base` with the row's features switched on and every other feature off."""
+    """The config of one row of the ablation: `base` with the row's features switched on and all others off.
+
+    Raises:
+        ValueError: `row` is not in `ROWS`; the message has the nearest name.
+    """
     check_names({row: None}, ROWS, "row")
     off = {"tiled_loss": False, "sp": 1, "tiled_mlp": False, "tiled_norm": False, "offload": "none",
            "save_attention": False, "chunk": None, "sparse": None}  # fmt: skip

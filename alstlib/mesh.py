@@ -19,18 +19,20 @@ from torch import nn
 
 @dataclass(frozen=True, kw_only=True)
 class SPContext:
-    """One rank's place on the (dp, sp) mesh over the default process group. Made by `SPContext.create`."""
+    """One rank's place on the mesh of dp * sp ranks. `SPContext.create` makes it from the default process group."""
 
     sp: int = 1
-    """Sequence-parallel degree: ranks that share one sample."""
+    """Sequence-parallel degree: the number of ranks that share one sample, each with a slice of it (an SP group)."""
     dp: int = 1
-    """Data-parallel degree: number of SP groups, each with its own sample."""
+    """Data-parallel degree: the number of SP groups, each with samples of its own."""
     sp_rank: int = 0
+    """This rank's place in its SP group, from 0 to sp - 1: which slice of the sample it holds."""
     dp_rank: int = 0
+    """Which SP group this rank is in, from 0 to dp - 1."""
     sp_group: Any = field(default=None, repr=False, compare=False)
-    """Process group of the ranks sharing this rank's sample; None when sp = 1."""
+    """The process group of the ranks that share this rank's sample; None when sp = 1."""
     world_group: Any = field(default=None, repr=False, compare=False)
-    """Process group of all dp * sp ranks; None without torch.distributed."""
+    """The process group of all dp * sp ranks; None without torch.distributed."""
 
     @property
     def world_size(self) -> int:
@@ -42,14 +44,14 @@ class SPContext:
 
     @property
     def wire(self) -> torch.device:
-        """Where numbers lie that all ranks exchange: on the CPU, or on the CUDA device where the group sends from no
-        other."""
+        """The device of small tensors that all ranks exchange: the CPU, or the CUDA device where the process group can
+        send from CUDA only."""
         if self.world_size == 1 or "cpu:" in dist.get_backend_config(self.world_group):
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
-        """Over all ranks, the largest of each number. Collective."""
+        """For each of the numbers, the largest over all ranks. Collective: every rank calls it."""
         if self.world_size == 1:
             return list(numbers)
         table = torch.tensor(numbers, dtype=torch.int64, device=self.wire)
@@ -58,16 +60,17 @@ class SPContext:
 
     @classmethod
     def create(cls, sp: int = 1) -> SPContext:
-        """Build the mesh over the default process group, collectively (every rank calls it with the same `sp`).
+        """The mesh over the default process group. Collective: every rank calls it with the same `sp`.
 
-        Under torchrun (or another launcher that sets its variables) it joins the ranks if nothing has done so yet: with
-        NCCL on this rank's GPU, or with gloo where there is no GPU. One process alone has only `sp=1`.
+        Under torchrun (or a launcher that sets the same variables) it first creates the process group if there is none:
+        with NCCL on this rank's GPU, or with gloo where there is no GPU. A single process works with `sp=1` only.
 
         Raises:
-            ValueError: `sp` is not a positive integer, does not divide the world size, or needs more processes.
+            ValueError: `sp` is not a whole number of at least 1, does not divide the world size, or needs more
+                processes than there are.
         """
         if not isinstance(sp, int) or isinstance(sp, bool) or sp < 1:
-            raise ValueError(f"sp={sp!r} must be a positive integer")
+            raise ValueError(f"sp={sp!r} must be a whole number of at least 1")
         launched = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
         if launched and dist.is_available() and not dist.is_initialized():
             if cuda := torch.cuda.is_available():
@@ -75,12 +78,15 @@ class SPContext:
             dist.init_process_group("nccl" if cuda else "gloo")
         if not (dist.is_available() and dist.is_initialized()):
             if sp > 1:
-                raise ValueError(f"sp={sp} needs as many processes: start with torchrun, or use sp=1")
+                raise ValueError(
+                    f"sp={sp} needs at least {sp} processes, but there is one: start the script with "
+                    f"torchrun --nproc-per-node {sp}, or use sp=1"
+                )
             return cls()
         world, rank = dist.get_world_size(), dist.get_rank()
         if world % sp:
             degrees = [d for d in range(1, world + 1) if world % d == 0]
-            raise ValueError(f"sp={sp} does not divide the world size {world}; degrees that do: {degrees}")
+            raise ValueError(f"sp={sp} does not divide the world size {world}; use one of {degrees}")
         group = None
         if sp == world:
             group = dist.group.WORLD
@@ -104,17 +110,17 @@ ATTACHED = "_alst_handle"
 
 
 def context_of(model: Any, given: SPContext | None = None) -> SPContext:
-    """The mesh that a model, or the model inside a wrapper, was attached with; `given` where no attached one is found.
+    """The mesh that a model (or the model inside a wrapper) was attached with; `given` where the model is not attached.
 
     Raises:
-        ValueError: `given` is another mesh, or there is none.
+        ValueError: `given` is another mesh, or the model is not attached and `given` is None.
     """
     modules = model.modules() if isinstance(model, nn.Module) else ()
     found = next((m.__dict__[ATTACHED]().ctx for m in modules if ATTACHED in m.__dict__), given)
     if found is None:
         raise ValueError(f"{type(model).__name__} is not attached: attach the model with alstlib.apply first")
     if given is not None and given != found:
-        raise ValueError(f"ctx={given} is not the mesh that the model was attached with, {found}: leave ctx out")
+        raise ValueError(f"ctx={given} differs from the mesh that the model was attached with, {found}: leave ctx out")
     return found
 
 

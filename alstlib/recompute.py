@@ -104,7 +104,7 @@ def unchanged(x: Tensor, module: nn.Module | None) -> Iterator[None]:
     if before is not None and x._version != before:
         raise ValueError(
             f"{'a function' if module is None else type(module).__name__} changes its input in place, and a recompute "
-            "would begin with the changed one; use tiled_mlp=False for an MLP, tiled_norm=False for a norm, and "
+            "would begin with the changed input; use tiled_mlp=False for an MLP, tiled_norm=False for a norm, and "
             "checkpoint=False with chunk=None for a layer"
         )
 
@@ -117,8 +117,8 @@ def those_that_train(params: Sequence[Tensor], needs: Sequence[bool]) -> list[Te
     """
     if len(params) != len(needs) or not all(p.requires_grad for p, need in zip(params, needs) if need):
         raise RuntimeError(
-            "weights were frozen, or made to train, between a forward and its backward (an adapter that was switched "
-            "off, say): its recompute would be another; call backward() first"
+            "weights were frozen or unfrozen between a forward and its backward (such as by switching an adapter off), "
+            "so that the recompute would differ; call backward() before that"
         )
     return [p for p, need in zip(params, needs) if need]
 

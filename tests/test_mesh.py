@@ -38,5 +38,8 @@ def test_ranks_of_torchrun_join_by_themselves() -> None:
 def test_one_process_has_no_sequence_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert alstlib.SPContext.create() == alstlib.SPContext()
-    with pytest.raises(ValueError, match="sp=2 needs as many processes: start with torchrun, or use sp=1"):
+    with pytest.raises(
+        ValueError,
+        match="sp=2 needs at least 2 processes, but there is one: start the script with torchrun --nproc-per-node 2",
+    ):
         alstlib.SPContext.create(2)

@@ -67,13 +67,13 @@ def load_corpus(
             raise ValueError(f"data='{name}' does not exist; {nearest_path(path)}")
         repository, _, config = name.partition(":")
         if "/" not in repository and repository in datasets.packaged_modules._PACKAGED_DATASETS_MODULES:
-            raise ValueError(f"data='{name}' names a file format; give the file or folder itself")
+            raise ValueError(f"data='{name}' names a file format; give the path of the file or folder instead")
         source, options = (repository, config) if config else (repository,), {}
     try:
         corpus = datasets.load_dataset(*source, split=split, streaming=streaming, **options)
     except Exception as error:  # every builder raises its own kinds
         cause = f"{error}" + (f" ({error.__cause__})" if error.__cause__ else "")
-        hint = "" if path.exists() else "; it is no local path, and the hub gave no dataset of that name"
+        hint = "" if path.exists() else "; no local path has this name, and the hub gave no dataset of this name"
         raise ValueError(f"data='{name}' (split '{split}') cannot be read: {cause}{hint}") from error
     if not streaming and len(corpus) == 0:
         raise ValueError(f"data='{name}' (split '{split}') is empty")
@@ -89,7 +89,7 @@ def _check_text(path: Path) -> None:
                 pass
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"data='{path}' is no UTF-8 text ({error}); convert it, such as with: iconv -f latin1 -t utf-8"
+            f"data='{path}' is not UTF-8 text ({error}); convert it, for example with: iconv -f latin1 -t utf-8"
         ) from error
     except OSError as error:
         raise ValueError(f"data='{path}' cannot be read: {error}") from error
@@ -126,8 +126,8 @@ def _from_files(files: Sequence[tuple[str, Path]], split: str, what: str) -> Any
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             if len(files) == 1:
-                raise ValueError(f"{path} is no UTF-8 text: {error}") from error
-            logger.info(f"{path} is no UTF-8 text and is left out")
+                raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+            logger.info(f"{path} is not UTF-8 text and is left out")
             continue
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
@@ -143,12 +143,13 @@ def get_tokenizer(
     name: str = "auto", *, corpus: Any = None, vocab_size: int = 8192, cache_dir: str | os.PathLike[str] | None = None,
     trust: bool = False,
 ) -> Any:  # fmt: skip
-    """A transformers tokenizer: a trained one for "auto" or "stdlib-bpe", otherwise `AutoTokenizer` by name or path.
+    """A transformers tokenizer: one that is trained here for "auto" or "stdlib-bpe", else `AutoTokenizer` by name or
+    path.
 
-    The trained one is a byte-level BPE over two million characters of the corpus (the standard library for
-    "stdlib-bpe" and without `corpus`), of at most `vocab_size` tokens with the end-of-text token. It is kept in
-    `cache_dir` ($XDG_CACHE_HOME/alst or ~/.cache/alst) under the Python version or a digest of the text. Ranks may call
-    at the same time. `trust` runs code that the named tokenizer's repository brings along.
+    The trained tokenizer is a byte-level BPE over two million characters of the corpus, with at most `vocab_size`
+    tokens, the end-of-text token included. Without `corpus`, and for "stdlib-bpe", the corpus is Python's standard
+    library. The tokenizer is kept in `cache_dir` (default: $XDG_CACHE_HOME/alst or ~/.cache/alst). Several ranks may
+    call this function at the same time. With `trust`, the code that comes with a named tokenizer may run.
 
     Raises:
         ValueError: an unknown tokenizer, or `vocab_size` below the 256 bytes and the end-of-text token.
@@ -163,7 +164,7 @@ def get_tokenizer(
             why = "the folder has no tokenizer.json; save a tokenizer there, or name another" if bare else error
             raise ValueError(f"tokenizer='{name}' cannot be loaded: {why}") from error
     if vocab_size < 257:
-        raise ValueError(f"vocab_size={vocab_size} must be at least 257: every byte and {EOS}")
+        raise ValueError(f"vocab_size={vocab_size} must be at least 257: one token for each byte, and {EOS}")
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = Path(cache_dir) if cache_dir is not None else home / "alst"
     texts: list[str] | None = None

@@ -42,7 +42,7 @@ def canonical_columns(corpus: Any, text_column: str | None = None) -> Any:
         ValueError: no such column; it lists those there are.
     """
     if not hasattr(corpus, "select_columns"):
-        raise ValueError(f"the corpus is a {type(corpus).__name__}; it must be a dataset of the `datasets` library")
+        raise ValueError(f"the corpus is a {type(corpus).__name__}; give a dataset of the `datasets` library")
     features = corpus.features
     if features is None:  # a stream tells its columns with its first row
         first = next(iter(corpus), None)

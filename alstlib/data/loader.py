@@ -46,30 +46,33 @@ class SampleOrder(DistributedSampler[Any]):
 
 
 class SPDataLoader:
-    """This rank's shards of the batches of `dataloader`, looked at one optimizer step ahead.
+    """Iterates over this rank's slices of the batches that the ranks' loaders yield.
 
-    The ranks of an SP group take turns: each batch of each rank is one micro-batch of the whole group, of which every
-    rank receives its own slice only (one scatter per micro-batch). One small all-reduce over all ranks per optimizer
-    step carries shapes, valid tokens, errors and the end of the data.
+    The ranks of an SP group take turns: each batch of each rank's `dataloader` becomes one micro-batch of the whole
+    group, and every rank receives only its own slice of it (one scatter for each micro-batch). The loader reads one
+    optimizer step ahead. One small all-reduce for each optimizer step tells all ranks the shapes, the number of valid
+    tokens, errors and the end of the data.
 
     Args:
-        dataloader: yields dicts as `shard_batch` takes them, different ones on every rank (distributed sampler).
-        ctx: the mesh. With sp=1 nothing is cut; without torch.distributed nothing is communicated.
-        accumulation: micro-batches of one optimizer step.
-        replicated: the ranks of a group hold the same data; then one batch is one step and nothing travels but a
-            fingerprint, by which batches that differ are refused.
-        pad_to: micro-batch rows are padded to a multiple of it (default: sp).
-        device: of the yielded tensors; default: the current CUDA device under an NCCL-only group, otherwise the CPU.
+        dataloader: yields dicts as `shard_batch` takes them; each rank needs different ones (a distributed sampler).
+        ctx: the mesh. With sp=1 nothing is cut; without torch.distributed nothing is sent.
+        accumulation: the number of micro-batches in one optimizer step.
+        replicated: the ranks of an SP group read the same data. Then each batch is one micro-batch and only a
+            fingerprint is sent, by which batches that differ are refused.
+        pad_to: samples are padded on the right to a multiple of this many tokens (default: sp).
+        device: where the yielded tensors are; default: the current CUDA device where the process group has NCCL only,
+            otherwise the CPU.
 
-    Yields dicts as `shard_batch` returns them, with `step_tokens` (int64 scalar on the CPU) counting the valid labels
-    of the whole optimizer step: every replica, all `accumulation` micro-batches. It can be 0: clamp before dividing.
-    Lengths may differ between ranks. All ranks stop together, after the last optimizer step that is complete on all of
-    them; a warning says what was dropped.
+    Yields:
+        Dicts as `shard_batch` returns them, and in them `step_tokens` (int64 scalar on the CPU): the number of valid
+        labels of the whole optimizer step, over all ranks and all `accumulation` micro-batches. It can be 0, so clamp
+        it before dividing. Lengths may differ between ranks. All ranks stop together, after the last optimizer step
+        that is complete on all of them; a warning says what was dropped.
 
     Raises:
-        ValueError: `pad_to` is no multiple of sp; on every rank, naming the failing one: a batch that cannot be used,
-            ranks that disagree about accumulation or position, or (replicated) batches that differ inside a group.
-        RuntimeError: on every rank, naming the failing one, when its loader raised something else.
+        ValueError: `pad_to` is not a multiple of sp. On every rank, naming the rank that failed: a batch that cannot be
+            used, ranks that disagree about accumulation or position, or (replicated) batches that differ in a group.
+        RuntimeError: on every rank, naming the rank whose loader raised something else.
     """
 
     def __init__(
@@ -93,11 +96,11 @@ class SPDataLoader:
         self._warned = False
 
     def __len__(self) -> int:
-        """Micro-batches of one pass, by this rank's loader; a rank with less data ends the pass earlier."""
+        """The number of micro-batches in one pass, from this rank's loader; a rank with less data ends it earlier."""
         return len(self.dataloader) * self._turns // self.accumulation * self.accumulation
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to the sampler or dataset that shuffles by it."""
+        """Tell the epoch to the sampler or dataset that shuffles by it."""
         if self._resume is not None and self._resume["epoch"] not in (None, epoch):
             self._resume, self._position, self._start = None, 0, 0
         self._epoch = epoch
@@ -120,7 +123,7 @@ class SPDataLoader:
         return min(self._start + seen, len(order.dataset))  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands, to be saved per rank: JSON values (`loader` is the inner loader's own state)."""
+        """The position of this rank in its data, to be saved for each rank: JSON values."""
         if self._resume is not None:
             return dict(self._resume)
         state: dict[str, Any] = {"micro_batches": self._position, "start": self._start, "samples": self._samples()}
@@ -151,7 +154,7 @@ class SPDataLoader:
         for name, value in layout.items():
             if state.get(name) != value and (name == "accumulation" or not ordered):
                 raise ValueError(
-                    f"the saved state has {name}={state.get(name)!r}, this loader {value!r}: make them agree"
+                    f"the saved state has {name}={state.get(name)!r}, but this loader has {value!r}: make them equal"
                 )
         if any(state.get(name) != value for name, value in layout.items()):
             state = {**state, **layout, "micro_batches": 0, "start": seen, "reader": None}

@@ -275,7 +275,9 @@ class Samples(Dataset):
                 break
         if not self._made:
             hint = "give more text, a shorter seq_len or repeat=True" if self.tokens else "it is empty"
-            raise ValueError(f"the corpus has {self.tokens} tokens, one sample needs seq_len={self.seq_len}: {hint}")
+            raise ValueError(
+                f"the corpus has {self.tokens} tokens, but one sample needs seq_len={self.seq_len}: {hint}"
+            )
 
     def __len__(self) -> int:
         return self.length
@@ -305,26 +307,31 @@ def make_samples(
     corpus: Any, tokenizer: Any, seq_len: int, *, packed: bool = False, seed: int = 0, limit: int | None = None,
     repeat: bool = True, pace: Callable[[int], Callable[[int], None]] | None = None,
 ) -> Samples:  # fmt: skip
-    """A map-style dataset of samples of exactly `seq_len` tokens, out of documents in a seeded shuffled order.
+    """A map-style dataset of samples of exactly `seq_len` tokens. Its documents are shuffled by `seed`.
 
     Args:
-        corpus: what `load_corpus` returns, or any `datasets` dataset with a column that `canonical_columns` knows.
-        packed: False: a sample is one document (positions 0 to S - 1): a long one alone, or short ones one after
-            another, each ended by the end-of-text token. True: whole documents side by side, of which at most the last
-            is cut, with `document_lengths`; what is cut off goes on in the next sample.
-        limit: number of samples, tokenized when they are asked for; None: those of one pass, tokenized at once.
-        repeat: begin the corpus again, in another order and with a warning, when it is too short for `limit` samples
-            (for one without `limit`). False: as many samples as one pass has.
-        pace: for whom tokenizing takes long: given the tokens that are to be made, returns what is told those made.
+        corpus: what `load_corpus` returns, or any dataset of `datasets` in a format that `alstlib.data.formats` lists.
+        tokenizer: what `get_tokenizer` returns, or another tokenizer of transformers.
+        seq_len: the number of tokens in each sample.
+        packed: False: each sample is one text with positions 0 to S - 1: a part of a long document, or short documents
+            one after another, each ended by the end-of-text token. True: each sample is packed with whole documents and
+            has `document_lengths`; only the last document may be cut, and its rest begins the next sample.
+        limit: the number of samples, which are tokenized when they are asked for; None: the samples of one pass over
+            the corpus, which are tokenized at once.
+        repeat: whether the corpus begins again, in another order and with a warning, when it is too short for `limit`
+            samples (without `limit`: for one sample). False: there are only the samples of one pass.
+        pace: a function that reports progress: it is called with the number of tokens to make, and returns a function
+            that is called with the number of tokens made so far.
 
     Raises:
-        ValueError: fewer tokens than one sample needs, a corpus without usable column, a chat that cannot be labelled.
+        ValueError: the corpus has fewer tokens than one sample needs, no usable column, or a chat that cannot be
+            labelled.
     """
     for name, value in (("seq_len", seq_len), ("limit", limit)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     if limit is None and not hasattr(corpus, "__len__"):
-        raise ValueError("a streamed corpus has no end to wait for: give limit, the number of samples")
+        raise ValueError("a streamed corpus has no known end: give limit, the number of samples")
     return Samples(corpus, tokenizer, seq_len, packed=packed, seed=seed, limit=limit, repeat=repeat, pace=pace)
 
 

@@ -196,32 +196,35 @@ def valid_tokens(whole: Batch) -> int:
 
 def check_pad_to(sp: int, pad_to: int | None) -> None:
     if pad_to is not None and (pad_to < 1 or pad_to % sp):
-        raise ValueError(f"pad_to={pad_to} must be a multiple of sp={sp}; nearest: {max(round(pad_to / sp), 1) * sp}")
+        raise ValueError(f"pad_to={pad_to} must be a multiple of sp={sp}; use {max(round(pad_to / sp), 1) * sp}")
 
 
 def shard_batch(batch: Mapping[str, Any], sp: int, sp_rank: int, pad_to: int | None = None) -> Batch:
-    """The slice of one batch that belongs to `sp_rank`: what `SPDataLoader` yields, without any process group.
+    """One rank's slice of a batch, as `SPDataLoader` yields it. No process group is needed.
+
+    B: rows of the micro-batch; S: tokens of a row, P after padding; L = P / sp: tokens of one rank.
 
     Args:
-        batch: input_ids and labels [B, S], any integer type; optionally position_ids [B, S] (0, 1, 2, ... restarting at
-            0 with each packed document), document_lengths (tokens of each document, a list for each micro-batch row),
-            cu_documents (offsets over the flattened batch) and attention_mask [B, S] (right padding, which becomes
-            labels of -100).
-        pad_to: micro-batch rows are padded on the right to a multiple of it; a multiple of `sp`, which is also the
-            default.
+        batch: input_ids and labels [B, S] (any integer type), and optionally position_ids [B, S] (0, 1, 2, ..., which
+            begin at 0 with each packed document), document_lengths (the tokens of each document, a list for each row),
+            cu_documents (offsets of documents in the flattened batch), and attention_mask [B, S] (zeros only as padding
+            on the right, whose labels become -100).
+        sp: the number of ranks that share the batch.
+        sp_rank: the rank whose slice is returned, from 0 to sp - 1.
+        pad_to: rows are padded on the right to a multiple of this many tokens, itself a multiple of `sp` (default: sp).
 
     Returns:
-        int64 [B, L] input_ids, position_ids, shift_labels; cu_documents (int32, CPU, global offsets over the padded
-        batch from 0 to B * P, every micro-batch row's start among them); row_tokens (int32 [B], CPU: tokens of each
-        micro-batch row that are not padding); step_tokens (int64 scalar on the CPU: valid labels of the whole batch).
-        Padding has token 0, position 0 and label -100; in a packed batch it is a document of its own.
+        input_ids, position_ids and shift_labels, int64 [B, L]; cu_documents, int32 on the CPU: the offsets from 0 to
+        B * P of the documents in the padded batch, with the start of each row; row_tokens, int32 [B] on the CPU: the
+        tokens of each row that are not padding; step_tokens, an int64 scalar on the CPU: the valid labels of the whole
+        batch. Padding has token 0, position 0 and label -100. In a packed batch it is a document of its own.
 
     Raises:
-        ValueError: missing or unknown keys, shapes or dtypes that do not fit, positions or masks that document
-            boundaries cannot express.
+        ValueError: keys are missing or unknown, shapes or dtypes do not fit, or positions or masks cannot be written as
+            document boundaries.
     """
     if not 0 <= sp_rank < sp:
-        raise ValueError(f"sp_rank={sp_rank} must lie between 0 and {sp - 1} (sp={sp})")
+        raise ValueError(f"sp_rank={sp_rank} must be from 0 to {sp - 1}, because sp={sp}")
     check_pad_to(sp, pad_to)
     whole = prepare(batch, pad_to or sp, sp)
     return {**cut(whole, sp, sp_rank), "step_tokens": torch.tensor(valid_tokens(whole))}

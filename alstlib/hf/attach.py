@@ -1,4 +1,4 @@
-"""Attach to a Hugging Face model and detach from it; with `support` and `logits`, what knows transformers' internals.
+"""Attach to a Hugging Face model and detach from it. This module, `support` and `logits` know transformers' internals.
 
 `apply` uses transformers' own registration point for attention and swaps instances of modules (head, MLPs) that keep
 their parameters' names; hooks on the model carry what belongs to one call (documents, labels). Nothing global is
@@ -42,16 +42,19 @@ log = logging.getLogger(__name__)
 def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options | None = None) -> Handle:
     """Attach sequence parallelism, tiled compute and checkpoint offload to a causal language model.
 
-    Call it before any engine, DDP or FSDP wrapping. The model's parameters, their names, its config and its saved form
-    stay as they are; a deep copy of an attached model is not attached.
+    Call it before DeepSpeed, DDP or FSDP wraps the model. The model's parameters, their names, its config and what it
+    saves stay as they are. A deep copy of an attached model is not attached.
 
     Args:
-        model: a transformers causal language model whose attention goes through transformers' AttentionInterface.
-        ctx: the mesh; None is one rank.
+        model: a causal language model of transformers, whose attention goes through transformers' AttentionInterface.
+        ctx: the mesh of ranks (`SPContext.create(sp)`); None is one rank.
         options: what to attach; None is `Options()`.
 
+    Returns:
+        The `Handle`. Its `notes` say what was left untiled; its `detach()` restores the model.
+
     Raises:
-        ValueError: a model or an option that cannot be run exactly, with the reason and what would work.
+        ValueError: the model or an option cannot be run exactly; the message has the reason, and what would work.
     """
     ctx, options = ctx or SPContext(), options or Options()
     facts = check_model(model, ctx, options.attention)
@@ -84,7 +87,8 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
     drops = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0})
     if drops and ctx.sp > 1:
         handle.notes.append(
-            f"{', '.join(drops)}: ranks seeded alike drop the same places of their slices; seed with seed + rank"
+            f"the model has {', '.join(drops)}: ranks with the same seed drop the same positions of their slices; seed "
+            "each rank with seed + rank"
         )
     for note in handle.notes:
         log.warning(note)
@@ -185,9 +189,9 @@ def _stop_own_checkpointing(handle: Handle) -> None:
                 continue
             if not handle.options.checkpoint and handle.model.training:
                 raise ValueError(
-                    "gradient_checkpointing_enable() with checkpoint=False: a recompute by transformers would not know "
-                    "the call that it belongs to; use Options(checkpoint=True), which does the same, or "
-                    "gradient_checkpointing_disable()"
+                    "gradient_checkpointing_enable() does not work with checkpoint=False, because transformers would "
+                    "recompute layers without alstlib's settings of the call; use Options(checkpoint=True), which does "
+                    "the same, or gradient_checkpointing_disable()"
                 )
             handle.edits.set(module, "gradient_checkpointing", False)
 

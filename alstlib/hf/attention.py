@@ -32,7 +32,9 @@ def attach_attention(handle: Handle) -> None:
     ) -> tuple[Tensor, None]:
         handle = alive()
         if handle is None or (call := handle.call) is None:
-            raise ValueError("call the model that apply() was given, not a part of it: documents and labels go with it")
+            raise ValueError(
+                "call the model that apply() was given, not a part of it: only the model gets documents and labels"
+            )
         check_attention(module, attention_mask, dropout, kwargs)
         query, key, value = _one_dtype(query, key, value)
         how: dict[str, Any] = {

@@ -1,8 +1,9 @@
-"""A training step of a whole model block by block: what grows with the sequence is pages of keys and values.
+"""A training step that runs the whole model on one block of tokens after another, so that only pages of keys and values
+grow with the sequence.
 
-Blocks are outermost, layers inside (`streaming.blocks`). It is a driver that calls the model and backward once for each
-block, and not one autograd function: to an engine each block is a micro-batch of its own, of which only the last one
-ends the optimizer step, so that its hooks take every gradient once and add it to what is there.
+The outer loop is over blocks, and the inner loop over layers (`streaming.blocks`). The step calls the model and
+backward once for each block and is not one autograd function. To an engine each block is a micro-batch of its own, of
+which only the last one ends the optimizer step, so that its hooks take every gradient once and add it to what is there.
 """
 
 from __future__ import annotations
@@ -28,25 +29,28 @@ def block_step(
     engine: Any, batch: Mapping[str, Any], ctx: SPContext | None = None, block: int = 16_384,
     engine_divides_by: int = 1, last_micro_batch: bool | None = None, statistics: bool = False,
 ) -> Loss:  # fmt: skip
-    """Forward and backward of one micro-batch, block by block of the whole model; without gradients, forward alone.
+    """Run forward and backward of one micro-batch, one block of tokens through the whole model at a time.
 
-    Gradients are those of `causal_lm_loss` with backward; they are added up in the precision in which the engine adds
-    up those of micro-batches. The optimizer's step is the caller's.
+    The gradients are those of `causal_lm_loss` followed by backward. They are added up in the precision in which the
+    engine adds up gradients of micro-batches. The caller runs the optimizer's step. Under `torch.no_grad()` only
+    forward runs.
 
     Args:
-        engine: the attached model, bare, in DDP or FSDP2, or in a DeepSpeed engine.
+        engine: the attached model: bare, in DDP or FSDP2, or in a DeepSpeed engine.
         batch, ctx, engine_divides_by, statistics: as `causal_lm_loss` takes them.
-        block: tokens of this rank in a block; with P ranks a block is P consecutive slices of the sequence.
-        last_micro_batch: does the micro-batch end the optimizer step, so that gradients are reduced over ranks? None:
-            as the engine says (DeepSpeed counts micro-batches, DDP knows `no_sync()`), and yes where it does not.
+        block: the number of this rank's tokens in one block; the blocks of all ranks together are one piece of the
+            sequence.
+        last_micro_batch: whether the micro-batch ends the optimizer step, so that gradients are reduced over ranks.
+            None: as the engine says (DeepSpeed counts micro-batches, DDP knows `no_sync()`), and True where no engine
+            says it.
 
     Returns:
-        What `causal_lm_loss` returns; `loss` is detached, because backward has happened.
+        What `causal_lm_loss` returns; its `loss` is detached, because backward has already run.
 
     Raises:
-        ValueError: as `causal_lm_loss`; a model that is attached with `chunk`, or whose layers cannot run on some of
-            the rows; a block of no token.
-        HostOutOfMemory: on every rank, before any page is taken, where the host has no room for the pages (`kv`).
+        ValueError: as `causal_lm_loss`; the model is attached with `chunk`, or one of its layers cannot run on a part
+            of the sequence; `block` is less than 1.
+        HostOutOfMemory: on every rank, before anything is computed, where the host has no room for keys and values.
     """
     check_batch(batch, engine_divides_by)
     ctx = context_of(engine, ctx)
@@ -55,12 +59,13 @@ def block_step(
         raise ValueError(f"block={block!r} must be an integer of at least 1 token")
     if handle.options.chunk is not None:
         raise ValueError(
-            f"chunk={handle.options.chunk} streams layer by layer, and block_step the whole model: attach with "
-            f"Options(chunk=None) and give block={handle.options.chunk} here, or call causal_lm_loss"
+            f"the model is attached with chunk={handle.options.chunk}, which runs by layers, but block_step runs "
+            f"the whole model by blocks: use Options(chunk=None) and block={handle.options.chunk}, or call "
+            "causal_lm_loss"
         )
     if handle.not_by_blocks:
         raise ValueError(
-            f"{handle.not_by_blocks}: it cannot run block by block; use causal_lm_loss, with more ranks or offload"
+            f"{handle.not_by_blocks}: the model cannot run by blocks; use causal_lm_loss, with more ranks or offload"
         )
     count = -(-batch["input_ids"].shape[1] // block)
     if not isinstance(batch["input_ids"], FakeTensor):

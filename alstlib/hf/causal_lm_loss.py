@@ -1,5 +1,5 @@
-"""The training loss over all ranks, with the gradient contract: after an engine has averaged gradients over all ranks,
-each is the gradient of the mean over all valid tokens of the whole optimizer step.
+"""The training loss over all ranks. After an engine has averaged gradients over all ranks, each gradient is that of the
+mean loss over all valid tokens of the whole optimizer step.
 
 No differentiable gather is needed: each rank's loss is its own sum over the global token count, times the factor that
 the engine's averaging (and its division by accumulation steps) takes out again.
@@ -26,18 +26,19 @@ class Loss:
     """What `causal_lm_loss` returns."""
 
     loss: Tensor
-    """For backward: this rank's share, scaled for an engine that averages gradients over all ranks."""
+    """A scalar for backward: this rank's part of the loss, scaled for an engine that averages gradients over ranks."""
     mean: Tensor
-    """For the log: mean loss per valid token of this micro-batch over all ranks; the same on every rank, detached."""
+    """A scalar for the log: the mean loss over the valid tokens of this micro-batch on all ranks, in nats; the same on
+    every rank, detached."""
     tokens: Tensor
-    """Valid tokens of this micro-batch over all ranks."""
+    """The number of valid tokens of this micro-batch on all ranks (int64 scalar)."""
     entropy: Tensor | None = None
-    """With `statistics`: the mean entropy of the softmax in nats, over the same tokens as `mean`; detached."""
+    """With `statistics`: the mean entropy of the softmax over the same tokens, in nats; detached."""
     accuracy: Tensor | None = None
     """With `statistics`: the share of these tokens whose label has the largest logit; detached."""
     router: Tensor | None = None
-    """The load-balancing loss of this group's micro-batch, without its weight, where the config of a mixture of experts
-    asks for it (output_router_logits); detached."""
+    """The load-balancing loss of this SP group's micro-batch, without its weight, where the config of a mixture of
+    experts asks for it (output_router_logits); detached."""
 
 
 def causal_lm_loss(
@@ -45,23 +46,29 @@ def causal_lm_loss(
     statistics: bool = False, label_smoothing: float = 0.0, look: Look | None = None,
     router_tokens: float | None = None,
 ) -> Loss:  # fmt: skip
-    """Run the model (as given: wrapped by DDP or an engine, or bare) on this rank's shard and return its loss.
+    """Run the model on this rank's slice of a micro-batch, and return the training loss.
+
+    A valid token is one whose label is not -100. B: samples of the micro-batch; L: tokens of this rank's slice of each.
 
     Args:
-        model: the model `apply` was given, or its wrapper.
-        batch: from `SPDataLoader`: input_ids, position_ids and shift_labels [B, L], cu_documents, and step_tokens,
-            the valid tokens of the whole optimizer step; without step_tokens the micro-batch is the step.
-        ctx: the mesh the model was attached with; it may be left out.
-        engine_divides_by: the number by which the engine divides the loss (gradient accumulation steps in DeepSpeed).
-        statistics: find the entropy and the accuracy too, from the same logits.
+        model: the model that `apply` was given, or the DDP, FSDP or DeepSpeed engine around it.
+        batch: what `SPDataLoader` yields: input_ids, position_ids and shift_labels [B, L] (int64), cu_documents, and
+            step_tokens, the number of valid tokens of the whole optimizer step. Without step_tokens this micro-batch
+            counts as the whole step.
+        ctx: the mesh that the model was attached with; it may be left out.
+        engine_divides_by: the number by which the engine divides the loss (in DeepSpeed the accumulation steps).
+        statistics: whether to compute the entropy and the accuracy too, from the same logits.
         label_smoothing: as in PyTorch's cross_entropy.
-        look: in an evaluation, is shown the logits [B, t, V] of this rank's tokens, tile by tile.
-        router_tokens: the load-balancing loss of this group's micro-batch weighs as much as the loss of so many tokens;
-            None: of the micro-batch's valid tokens.
+        look: a function for evaluations; it is called for each tile with the logits [B, t, V] of t tokens.
+        router_tokens: the load-balancing loss of a mixture of experts gets the weight of this many tokens; None: of the
+            valid tokens of the micro-batch.
+
+    Returns:
+        A `Loss`: call `.loss.backward()` (or the engine's backward), and log `.mean`.
 
     Raises:
-        ValueError: a field is missing, the model is not attached, `ctx` is not the mesh that it was attached with,
-            DDP with a static graph would not reduce its first backward, or statistics of Liger's loss.
+        ValueError: the batch lacks a field; the model is not attached, or was attached with another mesh than `ctx`;
+            DDP with a static graph would not reduce its first backward; statistics are asked of Liger's loss.
     """
     check_batch(batch, engine_divides_by)
     ctx = context_of(model, ctx)
@@ -89,7 +96,9 @@ def check_batch(batch: Mapping[str, Any], engine_divides_by: int) -> None:
     """Refuse a batch that lacks a field (ValueError)."""
     for name in ("input_ids", "position_ids", "shift_labels"):
         if batch.get(name) is None:
-            raise ValueError(f"the batch has no {name}; it has {', '.join(batch) or 'nothing'} (SPDataLoader makes it)")
+            raise ValueError(
+                f"the batch has no {name}, only {', '.join(batch) or 'nothing'}; give a batch that SPDataLoader yields"
+            )
     if engine_divides_by < 1:
         raise ValueError(f"engine_divides_by={engine_divides_by} must be at least 1")
 

@@ -30,7 +30,7 @@ def attach_streams(handle: Handle, layers: Sequence[nn.Module]) -> None:
             inspect.signature(layer.forward).parameters
         ):
             raise ValueError(
-                f"layer {i} ({type(layer).__name__}) takes no cache: it cannot be streamed; use chunk=None"
+                f"layer {i} ({type(layer).__name__}) takes no cache, so it cannot run in chunks; use chunk=None"
             )
     check_recompute(handle.facts)
     if handle.options.sparse is not None:
@@ -49,9 +49,9 @@ def _check_call(where: str, call: LayerCall) -> None:
     for value in tree_flatten(call.others)[0]:
         _row_dimension(value, call.hidden.shape[1], call.layer)
     if len(call.attention) > 1:
-        raise ValueError(f"{where} calls attention more than once: it cannot be streamed; use chunk=None")
+        raise ValueError(f"{where} calls attention more than once, so it cannot run in chunks; use chunk=None")
     if call.outputs > 1:
-        raise ValueError(f"{where} returns more than its output: it cannot be streamed; use chunk=None")
+        raise ValueError(f"{where} returns more than its output, so it cannot run in chunks; use chunk=None")
 
 
 def _check_sparse(handle: Handle, sparse: Sparse) -> None:
@@ -162,5 +162,7 @@ def _row_dimension(value: Any, rows: int, layer: nn.Module) -> int | None:
     if value.shape[at] == rows:
         return at
     if rows in value.shape or (value.ndim > 1 and value.shape[1] > 1):
-        raise ValueError(f"{type(layer).__name__} takes an input {list(value.shape)} not to be cut by rows: chunk=None")
+        raise ValueError(
+            f"{type(layer).__name__} takes an input {list(value.shape)} that cannot be cut into chunks; use chunk=None"
+        )
     return None

@@ -1,11 +1,11 @@
-"""Direct preference optimization with samples spread over ranks: a mixin that stands before TRL's DPOTrainer.
+"""Direct preference optimization with samples divided among ranks, as a mixin that is written before TRL's DPOTrainer.
 
     class SPDPO(alstlib.DPOTrainerMixin, DPOTrainer): ...
     trainer = SPDPO(model=model, ref_model=reference, args=args, train_dataset=data, processing_class=tok, sp=8)
 
-Each rank computes the log-probabilities of its slice of the chosen and the rejected samples. Of these, 8 bytes for each
-token, every rank of a group gets all; from them DPOTrainer computes its loss and its metrics with its own formulas, so
-that every type of loss is TRL's.
+Each rank computes the log-probabilities of its slice of the chosen and the rejected samples. Every rank of an SP group
+then gets those of all slices, 8 bytes for each token. From them DPOTrainer computes its loss and its metrics with its
+own formulas, so that every type of loss is TRL's.
 
 Shape legend: P pairs of a micro-batch, whose 2P rows are the chosen samples and then the rejected ones, S tokens of a
 row, L tokens of this rank's slice.
@@ -39,18 +39,18 @@ PAIRS = "pairs"
 
 
 class DPOTrainerMixin(TrainerMixin):
-    """Stands before TRL's DPOTrainer: `class SPDPO(alstlib.DPOTrainerMixin, DPOTrainer)`.
+    """Gives TRL's DPOTrainer sequence parallelism: `class SPDPO(alstlib.DPOTrainerMixin, DPOTrainer)`.
 
-    The loss is the mean over the pairs of a micro-batch, as DPOTrainer has it, and log-probabilities are summed in
-    fp64. The reference is what DPOTrainer makes it: a model, which is attached too, the model without its adapter, or
-    log-probabilities that were computed before training. All types of loss, weights of losses, `ld_alpha` and the
-    metrics are TRL's.
+    As in DPOTrainer, the loss is the mean over the pairs of a micro-batch; log-probabilities are summed in fp64. The
+    reference is the one that DPOTrainer uses: a model (which is attached too), the model without its adapter, or
+    log-probabilities that were computed before training. TRL computes all types of loss, their weights, `ld_alpha` and
+    the metrics.
 
     Args:
-        sp, alst: as `TrainerMixin` takes them. Everything else goes to DPOTrainer.
+        sp, alst: as `TrainerMixin` takes them. All other arguments go to DPOTrainer.
 
     Raises:
-        ValueError: before training, arguments that cannot be run exactly, with what to write instead.
+        ValueError: before training, where the arguments cannot be run exactly; the message says what to write instead.
     """
 
     LOSS_OF = ("Trainer", "DPOTrainer")
@@ -65,8 +65,7 @@ class DPOTrainerMixin(TrainerMixin):
         trl = importlib.metadata.version("trl")
         if tuple(map(int, trl.split(".")[:2])) < (1, 15):
             raise ValueError(
-                f"DPOTrainerMixin needs trl 1.15 or newer, whose DPOTrainer asks the model for log-probabilities, not "
-                f"{trl}: pip install 'trl>=1.15'"
+                f"DPOTrainerMixin needs trl 1.15 or newer, and trl {trl} is installed: pip install 'trl>=1.15'"
             )
         self.reference_handle: Handle | None = None
         super().__init__(*args, **kwargs)

@@ -1,7 +1,7 @@
 """What `apply` attaches (`Options`) and what it returns (`Handle`): everything that is attached to one model.
 
-The handle owns the attachment's state: which call of the model runs, what its layers keep for backward, and how
-everything is taken back.
+The handle holds the state of the attachment: which call of the model runs, what its layers keep for backward, and how
+everything is undone.
 """
 
 from __future__ import annotations
@@ -40,56 +40,66 @@ CoreAttention = Annotated[Callable[..., Any], Field(description="a function (q, 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `apply` attaches. Every feature works alone and with all others."""
+    """What `apply` attaches to a model. Every feature works alone and together with all others.
+
+    Raises:
+        ValueError: a value does not fit its field, or contradicts another field; the message says what works.
+    """
 
     attention: Text | CoreAttention = "sdpa"
-    """Core attention: `sdpa` (PyTorch's best here), `auto` (flash-attn 3 or 4 if installed, else `sdpa`), a kernel's
-    name (`backends.BACKENDS`), or your own function (q, k, v, *, scale, causal) -> (out, lse) of one device, which
-    autograd can differentiate or which has an attribute `backward` (`kernels/user_attention.py` has the contract)."""
+    """The attention kernel: `sdpa` (the best that PyTorch has on this device), `auto` (flash-attn 3 or 4 if installed,
+    else `sdpa`), a kernel's name (`alstlib.kernels.backends.BACKENDS`), or a function of your own for one device:
+    (q, k, v, *, scale, causal) -> (out, lse), where lse is the logsumexp of the scores. Autograd must be able to
+    differentiate it, or it has an attribute `backward` (`alstlib/kernels/user_attention.py` has the contract)."""
     tiled_mlp: Tile = True
-    """MLPs, and blocks that route tokens to experts, in sequence tiles; a number is the tile in tokens. Each tile adds
-    gradients of all experts in fp32: small tiles of large blocks cost time (`alstlib.hf.experts` has figures)."""
+    """Run MLPs, and blocks that route tokens to experts, tile by tile. A number is the tile in tokens; True chooses it.
+    Each tile adds the gradients of all experts in fp32, so that small tiles of large blocks cost time
+    (`alstlib.hf.experts` has figures)."""
     tiled_norm: Tile = True
-    """Norms of decoder layers in sequence tiles: they compute in fp32, several times their input; a number is the tile
-    in tokens. (Streamed layers run in chunks, and a norm of an MLP's output in the MLP's tiles.)"""
+    """Run the norms of decoder layers tile by tile, because norms compute in fp32 and need several times the memory of
+    their input. A number is the tile in tokens. With `chunk` norms run in chunks instead, and the norm of an MLP's
+    output runs in the tiles of the MLP."""
     tiled_loss: Tile = True
-    """Logits and loss in sequence tiles, and the norm before them; a number is the tile of the loss in tokens."""
+    """Compute the logits, the loss and the norm before them tile by tile. A number is the loss's tile in tokens."""
     checkpoint: bool = True
-    """Decoder layers keep only their input and are recomputed in backward."""
+    """Activation checkpointing: decoder layers keep only their input, and backward recomputes them."""
     offload: Literal["none", "sync", "async"] = "none"
-    """Where checkpoints wait: on the device, or on the host (copied on the compute stream or beside it)."""
+    """Where checkpoints are kept: on the device (`none`) or on the host. The copies run on the compute stream (`sync`)
+    or at the same time on a stream of their own (`async`)."""
     save_attention: FlagOrAuto = "auto"
-    """Keep attention outputs with the checkpoints, so that attention runs forward once. `auto`: where they are
-    offloaded, as many as fit the host's memory; on a GPU without offload, from the second step on, as many as fit
-    beside what earlier steps needed."""
+    """Keep attention outputs with the checkpoints, so that attention runs forward only once. `auto` keeps as many as
+    fit: with offload, in the host's memory; without, on a GPU, in the memory that earlier steps left free (from the
+    second step on)."""
     chunk: Count | None = None
-    """Stream decoder layers in chunks of so many tokens of this rank; None: whole."""
+    """Run each decoder layer in chunks of this many tokens of this rank's slice; None: whole."""
     hidden: Place = "auto"
-    """Where the hidden states of streamed layers lie, with their gradients: on the device, or on the host, from where
-    chunks visit the device. `auto`: on the host where checkpoints are offloaded."""
+    """With `chunk`: where the layers' hidden states and the gradients of these are kept. From the host, one chunk at a
+    time is copied to the device. `auto`: on the host where checkpoints are offloaded."""
     kv: Place = "auto"
-    """Where the keys and values of a streamed layer lie, or with `block_step` those of all layers, with the sums of
-    their gradients. `auto`: on the host where checkpoints are offloaded and they would take more than half of a GPU's
-    free memory."""
+    """Where keys and values are kept, with the sums of their gradients: those of one layer with `chunk`, those of all
+    layers with `block_step`. `auto`: on the host where checkpoints are offloaded and keys and values would take more
+    than half of a GPU's free memory."""
     sparse: Sparse | None = None
-    """With chunk: each chunk of queries attends to a choice of pages of keys, an approximation
-    (`alstlib.Sparse(top=16)`); None: to all of them, exactly."""
+    """With `chunk`: each chunk of queries attends only to selected pages of keys, which approximates attention
+    (`alstlib.Sparse(top=16)`); None: to all keys, exactly."""
     host_memory: Bytes | None = None
-    """Host bytes that checkpoints of this rank may take; None: what is free at each forward. When they are short,
-    attention outputs go first, then the inputs of all but every k-th layer (not with chunk and hidden="device"). All
-    ranks keep what the rank keeps that can keep least."""
+    """Bytes of the host's memory that the checkpoints of this rank may take; None: what is free at each forward. When
+    they do not suffice, attention outputs are dropped first, and then the inputs of all but every k-th layer (not with
+    chunk and hidden="device"). All ranks keep as much as the rank that can keep least."""
     liger_loss: bool = False
-    """Liger's fused loss on CUDA in place of our tiles; needs the package liger-kernel. Its tiles grow with the
-    sequence: at the vocabulary of Llama 3 they are five times ours at 500K tokens, and ten times at 1M."""
+    """Use Liger's fused loss on CUDA in place of the tiled loss; it needs the package liger-kernel. Its tiles grow with
+    the sequence: with the vocabulary of Llama 3 they are five times as large at 500K tokens, and ten times at 1M."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_checkpoints(self)
         check_places(self, by_blocks=True)
         if isinstance(self.attention, type):
-            raise ValueError(f"attention={self.attention.__name__} is a class; give a function, or an instance of it")
+            raise ValueError(
+                f"attention={self.attention.__name__} is a class; give a function, or an instance of the class"
+            )
         if self.sparse is not None and self.chunk is None:
-            raise ValueError(f"{self.sparse} is for layers in row chunks: give chunk too, such as chunk=16384")
+            raise ValueError(f"sparse={self.sparse} works on layers that run in chunks: give chunk too, such as 16384")
 
 
 @dataclass(frozen=True)
@@ -104,7 +114,11 @@ class Keys:
 
 
 class Handle:
-    """What `apply` returns: the attachment to one model. Use `detach()`, or `with apply(...)`."""
+    """What `apply` returns: the attachment to one model. `detach()`, or leaving `with apply(...):`, takes it back.
+
+    Attributes for users: `model`, `ctx`, `options`, `notes`, `attention_kept`, `inputs_kept_every`, `kv_on_host`,
+    `wire_bytes`.
+    """
 
     def __init__(self, model: PreTrainedModel, ctx: SPContext, options: Options, facts: Facts) -> None:
         self.model, self.ctx, self.options, self.facts = model, ctx, options, facts
@@ -117,13 +131,13 @@ class Handle:
         self.routers: list[nn.Module] = []
         """Routers of a mixture of experts, whose load-balancing loss can be had (`output_router_logits`)."""
         self.notes: list[str] = []
-        """What was left as it was, and why."""
+        """What was not tiled or not kept, and why: one sentence for each."""
         self.attention_kept: float = 0.0
-        """Share of the layers whose attention output the last forward kept."""
+        """The share of the layers whose attention output the last forward kept, from 0 to 1."""
         self.inputs_kept_every: int = 1
-        """Of how many layers the last forward kept one input: more than 1 where the host has too little room."""
+        """The last forward kept the input of one layer in so many: more than 1 where the host has too little room."""
         self.kv_on_host = False
-        """Did the keys and values of the last forward's streamed layers, or blocks, lie on the host?"""
+        """Whether the last forward kept the keys and values of chunks or blocks on the host."""
         self.layer_of: dict[nn.Module, int] = {}
         """The decoder layer that a module belongs to."""
         self.keys: list[Keys] = []
@@ -142,7 +156,8 @@ class Handle:
         self._ends: list[Callable[[], Any]] = []
 
     def detach(self) -> PreTrainedModel:
-        """Restore the model exactly; unwrap it from engines first. Safe to call twice."""
+        """Restore the model exactly as it was before `apply`, and return it. Take it out of engines first. A second
+        call does nothing."""
         self._plain = True
         self.edits.close()
         while self._ends:
@@ -162,7 +177,7 @@ class Handle:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that this rank's attention has sent to other ranks."""
+        """Bytes that this rank's attention has sent to other ranks since `apply`."""
         return self.attention.exchange.bytes_sent
 
     @property

@@ -163,10 +163,10 @@ def number_tokens(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], fac
 
 def _stripe_inputs(kwargs: dict[str, Any], tokens: Tensor, call: Call, chunk: int, ctx: SPContext) -> None:
     if kwargs.get("inputs_embeds") is not None:
-        raise ValueError("chunk with sp > 1 deals tokens out anew: give input_ids, not inputs_embeds")
+        raise ValueError("chunk with sp > 1 moves tokens to other ranks: give input_ids, not inputs_embeds")
     if call.shift_labels is None or kwargs.get("output_hidden_states"):
         raise ValueError(
-            "chunk with sp > 1 deals tokens out anew, so logits and hidden states would not be in order: give "
+            "chunk with sp > 1 moves tokens to other ranks, so logits and hidden states would be out of order: give "
             "shift_labels (causal_lm_loss does), or use chunk=None"
         )
     positions = kwargs["position_ids"].expand_as(tokens)

@@ -85,7 +85,9 @@ class _Part:
         """The output of `over` (documents, start=, first=, length=) for the rows that run now."""
         call = self.handle.call
         if call is None:
-            raise ValueError("call the model that apply() was given, not a part of it: documents and labels go with it")
+            raise ValueError(
+                "call the model that apply() was given, not a part of it: only the model gets documents and labels"
+            )
 
         left: dict[str, Any] = {} if call.saved is None else call.saved.left_by(self.key)
         known = left.setdefault("known", {})

@@ -19,15 +19,16 @@ from alstlib.tiled.logits import Statistics
 
 
 class TokenLogps(NamedTuple):
-    """What `token_logps` returns with statistics, each [B, L]."""
+    """What `token_logps` returns with `statistics`: four tensors [B, L], one value for each token of this rank."""
 
     logps: Tensor
+    """The log-probability of the label, in nats; 0 where the label is -100."""
     entropy: Tensor
-    """Of the softmax, in nats, detached; 0 without a label."""
+    """The entropy of the softmax, in nats, detached; 0 where the label is -100."""
     correct: Tensor
-    """Has the label the largest logit? bool, False without a label."""
+    """Whether the label has the largest logit (bool); False where the label is -100."""
     mean_logits: Tensor
-    """Mean of the logits over the vocabulary, detached; 0 without a label."""
+    """The mean of the logits over the vocabulary, detached; 0 where the label is -100."""
 
 
 @overload
@@ -42,18 +43,19 @@ def token_logps(
     model: Any, batch: Mapping[str, Any], ctx: SPContext | None = None, statistics: bool = False,
     temperature: float = 1.0,
 ) -> Any:  # fmt: skip
-    """Log-probability of each label of this rank's slice: [B, L] in fp32 (or wider), 0 where the label is -100.
+    """The log-probability of each label of this rank's slice, in nats: [B, L] in fp32 (or wider), 0 where the label is
+    -100.
 
-    Differentiable, with an upstream gradient for each token, and computed in tiles with any options of `apply`. Where
-    layers run in chunks, which deal tokens out anew, it is put back in order.
+    It is differentiable, with an upstream gradient for each token, and computed in tiles. It is in the order of the
+    tokens with any options of `apply`.
 
     An engine averages gradients over all ranks. A loss that adds up tokens is therefore this rank's sum over its tokens
-    times `ctx.world_size`, divided by the tokens of all ranks; a loss of whole sequences takes `sequence_logps`. Every
-    rank calls backward, one without a label too.
+    times `ctx.world_size`, divided by the number of tokens of all ranks. For a loss of whole sequences use
+    `sequence_logps`. Every rank calls backward, also a rank without labels.
 
-    The loss of GRPO in a `compute_loss` of your own takes a slice of prompts with their completions (`share_step` and
-    `shard_batch` make it, with labels of -100 in prompts) and the advantages [B]. Where the Trainer divides the loss by
-    the accumulation steps, multiply by them::
+    As an example, the loss of GRPO in a `compute_loss` of your own. `batch` is a slice of prompts with their
+    completions (`share_step` or `shard_batch` make it, with the label -100 in prompts); the advantages are [B]. Where
+    the Trainer divides the loss by the accumulation steps, multiply by them::
 
         logps = alstlib.token_logps(model, batch, ctx, temperature=args.temperature)  # [B, L]
         ratio = (logps - old).exp()  # old: as logps, of the policy that generated; logps.detach() in the first pass
@@ -62,15 +64,15 @@ def token_logps(
         loss = -own * ctx.world_size / batch["step_tokens"]
 
     Args:
-        model: the model `apply` was given, or its wrapper. Put all samples of a step into one batch (chosen and
-            rejected ones of DPO, say): engines expect one forward before a backward.
+        model: the model that `apply` was given, or the engine around it. Put all samples of a step into one batch (in
+            DPO, the chosen and the rejected samples), because engines expect one forward before a backward.
         batch: as `causal_lm_loss` takes it; step_tokens is not used.
-        ctx: the mesh the model was attached with; it may be left out.
-        statistics: return a `TokenLogps`, which has the entropy, the correctness and the mean logit of each token too.
-        temperature: what logits are divided by, as the sampling of the tokens did.
+        ctx: the mesh that the model was attached with; it may be left out.
+        statistics: whether to return a `TokenLogps`, which also has the entropy, the correctness and the mean logit.
+        temperature: the number by which logits are divided; use the temperature with which the tokens were sampled.
 
     Raises:
-        ValueError: as `causal_lm_loss`; a temperature that is not above 0, or a mixture of experts that is asked for
+        ValueError: as `causal_lm_loss`; the temperature is not above 0, or the config of a mixture of experts asks for
             its load-balancing loss (output_router_logits).
     """
     check_batch(batch, 1)
@@ -81,27 +83,28 @@ def token_logps(
     found = Statistics() if statistics else None
     logps = model(**fields_of(batch), temperature=float(temperature), statistics=found).logits
     if logps.shape != batch["shift_labels"].shape:
-        raise ValueError(f"{type(model).__name__} returned its logits: attach it with alstlib.apply first")
+        raise ValueError(f"{type(model).__name__} is not attached: attach the model with alstlib.apply first")
     return logps if found is None else TokenLogps(logps, found.entropy, found.correct, found.mean)
 
 
 def sequence_logps(logps: Tensor, batch: Mapping[str, Any], ctx: SPContext) -> Tensor:
-    """Sums of `token_logps` (or of other values of tokens) over whole sequences, the same on all ranks of the SP group.
+    """The sum of `token_logps` (or of other values of tokens) over each whole sequence, the same on all ranks of the SP
+    group.
 
-    They are in fp64: preference losses subtract sums over many tokens, of which fp32 would lose the last digits.
+    The sums are in fp64, because preference losses subtract sums over many tokens, and fp32 would lose the last digits.
 
-    Gradients: every rank of the SP group computes the same loss from these sums. After an engine has averaged gradients
-    over all ranks, each is the gradient of the mean over the dp replicas of this loss, because backward multiplies by
-    sp what this rank's tokens get.
+    Every rank of the SP group computes the same loss from these sums. After an engine has averaged gradients over all
+    ranks, they are the gradients of the mean of this loss over the dp groups: backward multiplies the gradient of this
+    rank's tokens by sp.
 
     Args:
-        logps: [B, L] of this rank's slice.
-        batch: what `token_logps` was given, for its documents.
-        ctx: the mesh the model was attached with.
+        logps: [B, L], the values of this rank's slice.
+        batch: the batch that `token_logps` was given; it says where documents begin.
+        ctx: the mesh that the model was attached with.
 
     Returns:
-        fp64 [B], or of packed samples [D], the documents of all rows in order; padding is no document where the batch
-        has row_tokens, as that of `SPDataLoader` has.
+        fp64 [B], one sum for each sample; for packed samples [D], one for each document, in order. Padding is not
+        counted as a document where the batch has row_tokens, as batches of `SPDataLoader` have.
     """
     (rows, length), device = logps.shape, logps.device
     whole = length * ctx.sp

@@ -1,18 +1,18 @@
-"""Sequence parallelism for Hugging Face's Trainer and TRL's SFTTrainer: a mixin that stands before them.
+"""Sequence parallelism for Hugging Face's Trainer and TRL's SFTTrainer, as a mixin that is written before them.
 
     class SPTrainer(alstlib.TrainerMixin, SFTTrainer): ...
     trainer = SPTrainer(model=model, args=args, train_dataset=data, sp=8, alst=alstlib.Options(offload="async"))
 
-The Trainer keeps everything it knows: engines, LoRA, schedules, callbacks, evaluation, checkpoints, resume. The mixin
-takes its place only where a sample is spread over ranks:
+The Trainer still does everything else: engines, LoRA, schedules, callbacks, evaluation, checkpoints, resume. The mixin
+replaces only what changes when a sample is divided among ranks:
 
-- *Batches.* The `sp` ranks of a group are one replica: they read the same batches, in the order that the Trainer has
-  with so many processes as there are replicas. `per_device_train_batch_size` counts the samples of a replica, and a
-  rank cuts its slice when an optimizer step begins.
+- *Batches.* The `sp` ranks of an SP group are one replica: they read the same batches, in the order that the Trainer
+  would have with as many processes as there are replicas. `per_device_train_batch_size` counts the samples of a
+  replica, and each rank cuts its slice when an optimizer step begins.
 - *Loss.* The sum of token losses over the valid tokens of the whole optimizer step: all ranks, micro-batches and
   replicas. The logged loss is the mean over these tokens. The load-balancing loss of a mixture of experts is that of a
   replica's whole sequences, added as the Trainer adds it.
-- *Evaluation.* Slices as well; what the Trainer gathers are the results of replicas.
+- *Evaluation.* Ranks evaluate slices too; the Trainer gathers the results of replicas.
 """
 
 from __future__ import annotations
@@ -59,20 +59,21 @@ REDUNDANT = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "
 
 
 class TrainerMixin(Base):
-    """Stands before a Trainer: `class SPTrainer(alstlib.TrainerMixin, Trainer)`.
+    """Gives a Trainer sequence parallelism: `class SPTrainer(alstlib.TrainerMixin, Trainer)`, in this order.
 
     Args:
-        sp: sequence-parallel degree: ranks that share one sample; it divides the number of processes. None takes it
-            over from Accelerate's `parallelism_config` (`sp_size`), or is 1.
+        sp: the sequence-parallel degree: the number of ranks that share one sample. It must divide the number of
+            processes. None takes `sp_size` from Accelerate's `parallelism_config`, or 1 without one.
         alst: what `alstlib.apply` attaches; None is `Options()`.
-        Everything else goes to the Trainer.
+        All other arguments go to the Trainer.
 
     Attributes:
-        ctx: the mesh.
-        handle: what `apply` returned, from the beginning of training or evaluation on.
+        ctx: the mesh of ranks (`SPContext`).
+        handle: what `apply` returned; it is set when training or evaluation begins.
 
     Raises:
-        ValueError: before training, arguments that cannot be run exactly, with what to write instead.
+        ValueError: before training, where the Trainer's arguments cannot be run exactly; the message says what to write
+            instead.
     """
 
     LOSS_OF: tuple[str, ...] = ("Trainer", "SFTTrainer")
@@ -80,7 +81,7 @@ class TrainerMixin(Base):
 
     def __init__(self, *args: Any, sp: int | None = None, alst: Options | None = None, **kwargs: Any) -> None:
         if alst is not None and not isinstance(alst, Options):
-            raise ValueError(f"alst={alst!r} must be alstlib.Options(...)")
+            raise ValueError(f"alst={alst!r} must be an alstlib.Options, such as alstlib.Options(offload='async')")
         self.sp, self.alst = sp, alst or Options()
         self.handle: Handle | None = None
         self._order: OrderOfEpoch | None = None
@@ -113,14 +114,17 @@ class TrainerMixin(Base):
         """Accelerate's own sequence parallelism stays off, and its degree is ours."""
         if found.tp_size > 1 or found.cp_size > 1:
             raise ValueError(
-                f"parallelism_config has tp_size={found.tp_size} and cp_size={found.cp_size}: TrainerMixin knows "
-                "sp_size only; leave the others 1"
+                f"parallelism_config has tp_size={found.tp_size} and cp_size={found.cp_size}: TrainerMixin "
+                "supports sp_size only; leave the others at 1"
             )
         if self.sp is not None and found.sp_size not in (1, self.sp):
             raise ValueError(f"sp={self.sp}, but parallelism_config has sp_size={found.sp_size}: give one of them")
         if self.sp is None:
             self.sp = found.sp_size
-            log.warning("parallelism_config: alstlib takes sp_size=%d over, in place of DeepSpeed's", found.sp_size)
+            log.warning(
+                "parallelism_config: sp_size=%d is used by alstlib, in place of DeepSpeed's sequence parallelism",
+                found.sp_size,
+            )
         self.args.parallelism_config = None
         os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
 
@@ -128,12 +132,13 @@ class TrainerMixin(Base):
         super().create_accelerator_and_postprocess()
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise ValueError(
-                "Accelerate joined no ranks, as on a machine without a GPU: use TrainingArguments(use_cpu=True)"
+                "several processes were started, but Accelerate did not connect them, as on a machine without a GPU: "
+                "use TrainingArguments(use_cpu=True)"
             )
         if not dist.is_initialized() and self.sp is not None and self.sp > 1:
             raise ValueError(
                 f"sp={self.sp}, but one process was started: use torchrun --nproc_per_node {self.sp}, or accelerate "
-                f"launch --multi_gpu --num_processes {self.sp}, on a CPU too (--cpu starts several with mpirun only)"
+                f"launch --multi_gpu --num_processes {self.sp} (on a CPU too, because --cpu needs mpirun)"
             )
         self.ctx = SPContext.create(1 if self.sp is None else self.sp)
         self._replicas = None
@@ -225,7 +230,7 @@ class TrainerMixin(Base):
         self.handle.whole_prompts = True  # no slice ever reaches a callback that generates
 
     def detach(self) -> nn.Module:
-        """The model as it was before: without anything attached, in no engine."""
+        """Return the model as it was before training: taken out of the engine, with nothing attached."""
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if self.handle is not None:
             self.handle.detach()
@@ -352,6 +357,6 @@ class OrderOfEpoch(Sampler):
 def _plain(batch: Any) -> dict[str, Any]:
     """A collator's batch without what says the same twice."""
     if not isinstance(batch, Mapping):
-        raise ValueError(f"the collator makes {type(batch).__name__}; it must make dicts with input_ids and labels")
+        raise ValueError(f"the collator returns {type(batch).__name__}; it must return dicts with input_ids and labels")
     twice = REDUNDANT if batch.get("position_ids") is not None else ()
     return {name: value for name, value in batch.items() if name not in twice}

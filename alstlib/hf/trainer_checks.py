@@ -27,8 +27,8 @@ def check_class(cls: type, mixin: type, known: tuple[str, ...]) -> None:
             continue
         remedy = (
             "put alstlib.DPOTrainerMixin before it" if library and behind.__name__ == "DPOTrainer"
-            else "its loss is another one: compute it from alstlib.token_logps" if library
-            else "put it before the mixin, as a subclass that calls super()"
+            else "its loss is not the one that TrainerMixin computes: compute it from alstlib.token_logps" if library
+            else "write these methods in a class before the mixin, and call super() in them"
         )  # fmt: skip
         raise ValueError(f"{behind.__name__} has its own {', '.join(lost)}, which TrainerMixin would replace; {remedy}")
 
@@ -42,14 +42,14 @@ def check_arguments(trainer: Any) -> None:
     offloading, router = getattr(args, "activation_offloading", False), _router_loss(trainer)
     unweighted = not hasattr(trainer.model.config.get_text_config(), "router_aux_loss_coef")
     found = [
-        (args.n_gpu > 1, "several GPUs in one process", "start with torchrun or accelerate launch"),
+        (args.n_gpu > 1, "several GPUs in one process", "start one process for each GPU (torchrun, accelerate launch)"),
         (trainer.compute_loss_func is not None, "compute_loss_func",
          "it needs the logits of whole samples: override compute_loss instead"),
         (several and not args.average_tokens_across_devices, "average_tokens_across_devices=False",
          "leave it True: the loss is the mean over all tokens"),
         (several and args.auto_find_batch_size, "auto_find_batch_size=True",
-         "ask `alst plan` for what fits: one rank may run out alone, and the others wait for it"),
-        (bool(accelerator.dispatch_batches), "dispatch_batches=True", "leave it out: each rank reads for itself"),
+         "leave it out and ask `alst plan` what fits: where one rank alone runs out of memory, the others would wait"),
+        (bool(accelerator.dispatch_batches), "dispatch_batches=True", "leave it out: each rank reads its own batches"),
         (args.eval_use_gather_object, "eval_use_gather_object=True", "leave it out"),
         (rebalance, "train_sampling_strategy='batch_rebalance'", "use 'group_by_length'"),
         (unused, "ddp_find_unused_parameters=True",
@@ -76,7 +76,7 @@ def _router_loss(trainer: Any) -> float:
 def _refuse(found: list[tuple[bool, str, str]], mixin: str) -> None:
     for wrong, what, remedy in found:
         if wrong:
-            raise ValueError(f"{what} cannot be run with {mixin}; {remedy}")
+            raise ValueError(f"{what} cannot be used with {mixin}; {remedy}")
 
 
 def check_preferences(trainer: Any) -> None:
@@ -96,7 +96,7 @@ def check_preferences(trainer: Any) -> None:
 def check_collator(collator: Any) -> None:
     if getattr(getattr(collator, "tokenizer", None), "padding_side", "right") == "left":
         raise ValueError(
-            f"{type(collator).__name__} pads on the left, and positions count from a sample's first token: set "
+            f"{type(collator).__name__} pads on the left, but positions count from the first token of a sample: set "
             "tokenizer.padding_side = 'right'"
         )
 
@@ -114,7 +114,8 @@ def check_slice(inputs: Mapping[str, Any], name: str) -> None:
     """What `compute_loss` is given must come from the mixin's `get_batch_samples`, which adds this field."""
     if name not in inputs:
         raise ValueError(
-            f"compute_loss takes slices as get_batch_samples makes them; these inputs have {', '.join(inputs)}"
+            f"compute_loss got inputs without {name}, only {', '.join(inputs)}: give it the slices that the mixin's "
+            "get_batch_samples returns"
         )
 
 
@@ -127,6 +128,6 @@ def check_seeds(trainer: Any) -> None:
     for name, values in zip(mine, zip(*everyones(trainer.ctx, list(mine.values()), len(mine)))):
         if len(set(values)) > 1:
             raise ValueError(
-                f"{name} differs between ranks ({list(values)[:8]}), and samples are drawn by it: seed all ranks "
-                "alike, or give data_seed"
+                f"{name} differs between ranks ({list(values)[:8]}), so they would draw different samples: give all "
+                "ranks the same seed, or give data_seed"
             )

@@ -257,7 +257,9 @@ def small_options(given: Mapping[str, Any]) -> tuple[alstlib.Options, int | None
     now = {n: TILES[n] if v is True else min(v, TILES[n]) for n, v in was.items() if v}
     tiles, block = {n: [was[n], v] for n, v in now.items()}, now.pop("block", None)
     if block is not None and options.chunk is not None:
-        raise ValueError("block runs the whole model, chunk its layers: give one of them")
+        raise ValueError(
+            "--block (of the whole model) and --chunk (of each layer) exclude each other: give only one of them"
+        )
     return dataclasses.replace(options, **now), block, tiles
 
 

@@ -128,7 +128,9 @@ class Segment:
         if member is not None and index not in self.inputs:
             self._make_inputs(index, device)
         if member is None or index not in self.inputs:
-            raise RuntimeError("checkpoint: backward a second time; what it kept is gone after the first")
+            raise RuntimeError(
+                "checkpoint: backward ran a second time, but what it needs is freed after the first; run forward again"
+            )
         self._fetch(member, device)
         self.members[index] = None
         kept, member.kept = member.kept or [], None
@@ -244,22 +246,22 @@ def checkpoint(
     weights: Sequence[Tensor] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Run fn(x, *args, **kwargs) keeping only x, and recompute it in backward (ALST, section 3.3).
+    """Run fn(x, *args, **kwargs), keep only x, and recompute the rest in backward (ALST, section 3.3).
 
-    Gradients of weights inside `fn` arrive through autograd, all at once. Or, without `weights`, they are added up by
-    the recompute's own backward one by one, as in PyTorch's re-entrant checkpointing: so an engine takes each as it is
-    made. Dropout and autocast are replayed.
+    With `weights`, autograd returns the gradients of these weights all at once. Without, the backward of the recompute
+    adds them up one by one, as in PyTorch's re-entrant checkpointing, so that an engine can take each as soon as it is
+    made. Dropout and autocast are replayed exactly.
 
     Args:
-        fn: returns a tensor or a tuple of tensors.
-        x: kept in `store`; other tensors in `args` and `kwargs` stay where they are.
+        fn: a function that returns a tensor or a tuple of tensors.
+        x: the input that is kept in `store`; other tensors in `args` and `kwargs` stay where they are.
         store: where x is kept; None keeps it on its device.
-        saved: attention outputs to keep beside x; the same object must reach the attention inside `fn`.
-        trains: `fn` has weights that train: x is made to need a gradient where it does not.
-        weights: those inside `fn` that train, or None.
-        accept: looks at what a recompute returned, before its backward; where it says False, `fn` runs once more.
+        saved: attention outputs that are kept together with x; the attention inside `fn` must get the same object.
+        trains: whether `fn` has weights that train; then x is made to need a gradient where it does not.
+        weights: the weights inside `fn` that train, or None.
+        accept: a function of what a recompute returned, called before its backward; False makes `fn` run once more.
         segment: a segment that x continues (`continues_with`), or a new one, in place of `store`.
-        module: what `fn` calls: a recompute runs it in the mode (training or evaluation) of the first pass.
+        module: the module that `fn` calls; a recompute runs it in the mode (training or evaluation) of the first pass.
 
     Raises:
         RuntimeError: in backward, for chosen tensors (`torch.autograd.grad`, `backward(inputs=...)`) without `weights`.

@@ -118,7 +118,7 @@ def time_limit(run: RunConfig, nodes: int, gpus: int, trains: bool = True) -> tu
     if run.timeout is not None:
         return (run.timeout, f"timeout={run.timeout:g} s") if run.timeout else (math.inf, "no time limit (timeout=0)")
     seconds = limits(run, nodes, gpus)[0] if trains else DAY
-    reasons = {HOUR: "the shortest default", DAY: "used where no time is predicted"}
+    reasons = {HOUR: "the shortest default", DAY: "no time is predicted"}
     why = reasons.get(seconds, f"{FACTOR} times the prediction")
     return seconds, f"the time limit of {format_seconds(seconds)} ({why}; timeout=SECONDS sets another, 0 none)"
 

@@ -90,7 +90,7 @@ def findings(metrics: Mapping[str, Any]) -> Iterator[str]:
             and middle < LOW * table
         ):
             share = f"{middle / table:.0%} of the {_rate(name, table)} that the planner's table has"
-            yield f"{what}: {_rate(name, middle)} is only {share} for {known.name}"
+            yield f"{what}: {_rate(name, middle)} is {share} for {known.name}"
     links = metrics["links"]
     for rank, rate in enumerate(links):
         if rate < SLOW_LINK * (middle := statistics.median(links)):

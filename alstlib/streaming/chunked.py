@@ -94,7 +94,7 @@ class RowChunk:
             ValueError: the layer attends more than once.
         """
         if self.calls["attention"]:
-            raise ValueError("chunk: a layer that calls attention more than once cannot be streamed; use chunk=None")
+            raise ValueError("chunk: a layer that calls attention more than once cannot run in chunks; use chunk=None")
         self.calls["attention"] += 1
         rule = op.rule(q, k, v, sinks=sinks, **how)
         layout = op.layouts.of(q, k, documents, self.first, self.last, self.pages.length)
@@ -323,7 +323,9 @@ class _Streamed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         held = ctx.input
         if held is None:
-            raise RuntimeError("chunk: backward a second time; what the layer kept is gone after the first")
+            raise RuntimeError(
+                "chunk: backward ran a second time, but what it needs is freed after the first; run forward again"
+            )
         ctx.input, tickets = None, ctx.__dict__.pop("tickets")
         stream: Stream = ctx.__dict__.pop("stream")  # with what the layer was called with: a loss may be held for long
         store = stream.store
@@ -384,6 +386,6 @@ def _keys(
             except KeysDone:
                 pass
             else:
-                raise ValueError("chunk: the layer did not call attention; use chunk=None")
+                raise ValueError("chunk: the layer did not call attention, so it cannot run in chunks; use chunk=None")
         piece.task = "recompute"
         piece.calls.clear()

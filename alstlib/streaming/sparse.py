@@ -31,27 +31,31 @@ from alstlib.kernels.spans import Documents, document_spans
 from alstlib.streaming.pages import LayerPages
 from alstlib.ulysses.alltoall import Exchange
 
-Score = Annotated[Callable[..., Any], Field(description="a function of queries and page summaries")]
+Score = Annotated[Callable[..., Any], Field(description="a function (queries, mean keys of pages) -> scores")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sparse:
-    """Attention over a choice of pages, which approximates the model's attention: `Options(sparse=Sparse(top=16))`.
+    """Attention to selected pages of keys, which approximates the model's attention: `Options(sparse=Sparse(top=16))`.
 
-    A chunk of queries always sees its own page. Layers with a sliding window stay as they are.
+    A page is a piece of the sequence's keys and values. Each chunk of queries always attends to its own page. Layers
+    with a sliding window stay exact.
+
+    Raises:
+        ValueError: a value that does not fit its field.
     """
 
     top: Natural
-    """Number of pages that are chosen by their scores, for each chunk of queries and key/value head."""
+    """The number of pages that are chosen by their scores, for each chunk of queries and each key/value head."""
     last: Natural = 1
-    """Number of pages before the chunk's own that are always seen."""
+    """The number of pages before the chunk's own page that are always attended to."""
     first: Natural = 1
-    """Number of pages at the beginning of the chunk's document that are always seen."""
+    """The number of pages at the beginning of the chunk's document that are always attended to."""
     page: Count | None = None
-    """Tokens of the whole sequence in a page: a multiple of the chunk on all ranks; None: the default of streaming."""
+    """The number of the sequence's tokens in a page: a multiple of chunk * sp. None: chosen as without `sparse`."""
     score: Score | None = None
-    """(queries [B, H, C, D], mean keys of the pages [B, K, pages, D]) -> scores [B, K, pages], which gets each rank's
-    own rows of the chunk; None: the product of the mean queries and the mean keys."""
+    """A function (queries [B, H, C, D], mean keys of the pages [B, K, pages, D]) -> scores [B, K, pages]. It gets this
+    rank's own tokens of the chunk. None: the product of the mean queries and the mean keys."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -118,7 +122,7 @@ class PageChoices:
         scores = self.sparse.score(q, means)
         if not isinstance(scores, Tensor) or scores.shape != shape:
             found = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-            raise ValueError(f"sparse: score returned {found}; a score of each page is needed: {list(shape)}")
+            raise ValueError(f"sparse: score returned {found}, but must return a score for each page: {list(shape)}")
         return scores.detach().to(means.dtype)
 
     def _seen(self, begins: list[int], scores: Tensor | None, shape: tuple[int, ...]) -> Tensor:

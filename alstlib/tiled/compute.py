@@ -39,9 +39,10 @@ def as_on(kind: str | TileRule) -> Iterator[None]:
 
 
 def default_tile(width: int, element_bytes: int, device: torch.device) -> int:
-    """Tile in tokens whose widest intermediate [tile, width] takes about `TILE_BYTES`: a power of two, at least 256.
+    """The tile in tokens for which the widest intermediate [tile, width] takes about `TILE_BYTES`: a power of two of at
+    least 256.
 
-    The paper takes as many tiles as sequence / width, which for a narrow model means tiny tiles.
+    The paper uses sequence / width tiles, which are very small for a narrow model.
     """
     if callable(rule := _AS_ON.get()):
         return rule(width, element_bytes)
@@ -50,7 +51,7 @@ def default_tile(width: int, element_bytes: int, device: torch.device) -> int:
 
 def check_tile(tile: int) -> int:
     if isinstance(tile, bool) or not isinstance(tile, int) or tile < 1:
-        raise ValueError(f"tile={tile!r} must be a whole number of tokens, at least 1")
+        raise ValueError(f"tile={tile!r} must be a whole number of tokens of at least 1")
     return tile
 
 
@@ -121,7 +122,9 @@ def _by_token(made: Tensor, x: Tensor, further: bool) -> Tensor:
     if made.ndim >= 2 and made.shape[:2] == x.shape[:2]:
         return made
     if not further or made.ndim < 1 or made.shape[0] != x.shape[0] * x.shape[1]:
-        raise ValueError(f"a token-wise function keeps [B, S, ...]: it made {list(made.shape)} of {list(x.shape)}")
+        raise ValueError(
+            f"a token-wise function must keep the shape [B, S, ...], but made {list(made.shape)} of {list(x.shape)}"
+        )
     return made.unflatten(0, x.shape[:2])
 
 
@@ -162,27 +165,29 @@ def tiled_compute(
     travel: Travel | None = None,
     narrow: bool = False,
 ) -> Any:
-    """Apply a token-wise `fn` to x [B, S, ...] in tiles of `tile` tokens (ALST, section 3.1).
+    """Apply a token-wise function to x [B, S, ...] in tiles of `tile` tokens (ALST, section 3.1).
+
+    Token-wise means that the output of a token depends on no other token.
 
     Args:
-        fn: (x [B, s, ...], *along [B, s, ...]) -> [B, s, ...] for any s, each token by itself, or a tuple of such
-            outputs, of which all but the first may be [B * s, ...]; it may use dropout, which is replayed exactly.
-        x: input; the last tile may be shorter.
-        params: the tensors inside `fn` that train: those that get a gradient. A function is called again in
-            backward, for weights that an engine swaps between forward and backward.
-        tile: tokens in one tile.
-        along: further inputs [B, S, ...] cut into the same tiles, which get no gradient (labels, say).
-        skip: return zeros of x's shape, for the only or first output, instead of computing: for a recompute whose
-            outputs nobody reads (the backward runs the tiles anyway; see `skip`).
-        module: what `fn` calls: backward runs it in the mode (training or evaluation) of this call.
-        travel: x, or what is returned, lies on the host, and tiles of it visit the device; None: neither does.
-        narrow: the gradients of a single tile are not copied to fp32 (sums over several tiles always are in fp32).
+        fn: (x [B, s, ...], *along [B, s, ...]) -> [B, s, ...] for any s. It may return a tuple of such outputs, of
+            which all but the first may be [B * s, ...]. It may use dropout, which is replayed exactly.
+        x: the input; its last tile may be shorter.
+        params: the tensors inside `fn` that get a gradient, or a function that returns them. The function is called
+            again in backward, for weights that an engine swaps between forward and backward.
+        tile: the number of tokens in one tile.
+        along: further inputs [B, S, ...], such as labels; they are cut into the same tiles and get no gradient.
+        skip: return zeros of x's shape in place of the only or first output. This is for a recompute whose outputs
+            nobody reads; backward runs the tiles anyway (see `alstlib.tiled.skip`).
+        module: the module that `fn` calls; backward runs it in the mode (training or evaluation) of this call.
+        travel: says that x or the output is on the host, from where tiles are copied to the device; None: neither is.
+        narrow: whether the gradients of a single tile stay in the weights' dtype; sums over tiles are always in fp32.
 
     Returns:
-        fn(x, *along), with the same gradients for x and `params` as the untiled function.
+        fn(x, *along), with the same gradients for x and `params` as without tiles.
 
     Raises:
-        ValueError: `tile` below 1, or a function that does not keep [B, S, ...].
+        ValueError: `tile` is less than 1, or `fn` does not keep the shape [B, S, ...].
     """
     get = params if callable(params) else lambda: params
     return _TiledCompute.apply(fn, check_tile(tile), get, tuple(along), skip, module, travel, narrow, x, *get())
@@ -259,11 +264,11 @@ def entered(one: Pass) -> Iterator[None]:
 
 
 class TiledMLP(TiledModule):
-    """Stands in for a token-wise MLP module (gated or plain, with LoRA layers or dropout inside) and runs it in tiles.
+    """Replaces a token-wise MLP and runs it tile by tile; it may be gated, and may have LoRA layers or dropout inside.
 
     Args:
-        mlp: a module mapping [B, S, E] to [B, S, E], token by token.
-        tile: tokens in one tile; None chooses by `default_tile`.
+        mlp: a module that maps [B, S, E] to [B, S, E] token by token.
+        tile: the number of tokens in one tile; None chooses it by `default_tile`.
     """
 
     narrow = False

@@ -61,22 +61,22 @@ def tiled_token_logps(
     transform: LogitTransform | None = None, temperature: float = 1.0, travel: Travel | None = None,
     statistics: Statistics | None = None,
 ) -> Tensor:  # fmt: skip
-    """Log-probability of each label, in tiles of `tile` tokens: for losses that weigh tokens (DPO, GRPO).
+    """The log-probability of each label, computed in tiles: for losses that give each token a weight (DPO, GRPO).
 
-    Each token may have another upstream gradient, so backward makes the logits of each tile again: one matrix product
-    more than `tiled_logits_loss`. With 32,768 tokens at the head of Llama-3.1-8B in bf16 (E 4,096, V 128,256) and tiles
-    of 1,024 tokens, forward takes 0.7 GiB and backward 3.9 GiB, of which 2.2 GiB are the gradients; log_softmax over
-    whole logits takes 47 GiB (the ledger's peaks over fake tensors).
+    Each token may have an upstream gradient of its own, so backward makes the logits of each tile again: one matrix
+    product more than `tiled_logits_loss`. With 32,768 tokens at the head of Llama-3.1-8B in bf16 (E 4,096, V 128,256)
+    and tiles of 1,024 tokens, forward takes 0.7 GiB and backward 3.9 GiB, of which 2.2 GiB are the gradients;
+    log_softmax over whole logits takes 47 GiB (the ledger's peaks over fake tensors).
 
     Args:
         hidden, weight, labels, bias, tile, transform, travel, statistics: as `tiled_logits_loss` takes them.
-        temperature: what the logits are divided by, after the transform.
+        temperature: the number by which the logits are divided, after the transform.
 
     Returns:
-        labels' shape, in fp32 (or wider); 0 where the label is -100.
+        A tensor of labels' shape in fp32 (or wider), in nats; 0 where the label is -100.
 
     Raises:
-        ValueError: as `tiled_logits_loss`; a temperature that is not above 0.
+        ValueError: as `tiled_logits_loss`; the temperature is not above 0.
     """
     check_labels(labels, hidden, weight.shape[0])
     if not temperature > 0:

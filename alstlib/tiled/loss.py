@@ -58,7 +58,10 @@ class _TiledLoss(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
         if ctx.grads is None:
-            raise RuntimeError("tiled_logits_loss: backward a second time; its gradients are gone after the first")
+            raise RuntimeError(
+                "tiled_logits_loss: backward ran a second time, but its gradients are freed after the first; run "
+                "forward again"
+            )
         (rows, weight, bias), (shape, weight_dtype, bias_dtype) = ctx.grads, ctx.like
         ctx.grads = None
         rows = None if rows is None else rows.mul_(upstream.to(rows.device)).view(shape)
@@ -72,23 +75,27 @@ def tiled_logits_loss(
     transform: LogitTransform | None = None, liger: bool = False, travel: Travel | None = None,
     statistics: Statistics | None = None, label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Sum of the cross-entropy over the valid tokens, in tiles of `tile` tokens (ALST, section 3.1).
+    """The sum of the cross-entropy over the valid tokens, computed tile by tile: the logits of the whole sequence never
+    exist (ALST, section 3.1).
 
     Args:
-        hidden: [..., E]. weight: [V, E] and bias: [V] of the head. labels: [...] int64, already shifted, -100 for none.
-        tile: tokens in one tile; None chooses by `compute.default_tile`.
-        transform: scale and soft cap of the logits.
-        liger: use Liger's fused kernel (CUDA, with the package installed), which tiles by itself.
-        travel: `hidden` and its gradient lie on the host, and tiles of them visit the device; None: they lie there.
-        statistics: gets the entropy of each token and whether its label has the largest logit, from the same logits.
+        hidden: [..., E], the input of the head.
+        weight, bias: [V, E] and [V], the parameters of the head.
+        labels: [...] int64, already shifted; -100 marks a token without loss.
+        tile: the number of tokens in one tile; None chooses it by `compute.default_tile`.
+        transform: the scale and the soft cap of the logits.
+        liger: whether to use Liger's fused kernel, which chooses its own tiles (CUDA, with the package liger-kernel).
+        travel: says that `hidden` and its gradient are on the host, from where tiles are copied to the device; None:
+            they are on the device.
+        statistics: receives the entropy of each token and whether its label has the largest logit.
         label_smoothing: as in PyTorch's cross_entropy.
 
     Returns:
-        A scalar in fp32 (or wider). A sum: divide by the number of valid tokens of the whole batch.
+        A scalar in fp32 (or wider), in nats. It is a sum: divide it by the number of valid tokens of the whole batch.
 
     Raises:
-        ValueError: labels whose shape is not hidden's without the width, (on a CPU) a label outside the vocabulary, or
-            statistics of Liger's kernel.
+        ValueError: the shape of labels is not that of hidden without its width, a label is outside the vocabulary
+            (checked on a CPU), or statistics are asked of Liger's kernel.
     """
     check_labels(labels, hidden, weight.shape[0])
     transform = transform or LogitTransform()
@@ -115,7 +122,7 @@ def _liger_loss(
     if transform.scale != 1.0:
         hidden = hidden * transform.scale  # a scale of the logits is a scale of their input (Liger heads have no bias)
         if bias is not None:
-            raise ValueError("Liger's fused loss cannot scale the logits of a head with a bias; use liger=False")
+            raise ValueError("Liger's fused loss cannot scale the logits of a head with a bias; use liger_loss=False")
     fused = LigerFusedLinearCrossEntropyLoss(
         ignore_index=IGNORE, reduction="sum", softcap=transform.softcap, accum_dtype=torch.float32,
         label_smoothing=smoothing,

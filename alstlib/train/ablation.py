@@ -38,9 +38,11 @@ from alstlib.train.worker import Job, run_worker
 
 WATCHED = 2
 """Steps whose memory is watched: from the second on ZeRO-3 gathers weights ahead."""
-WATCHED_TIME = "the step's time is that of one whose memory was watched, which takes longer: more steps tell more"
+WATCHED_TIME = (
+    "the time is that of a step whose memory was watched, which takes longer; use more steps for a better time"
+)
 
-NO_STEP = "no step was left to do: the time is that of the last step then, the memory that of loading"
+NO_STEP = "no step was left to do: the time is that of the last step of the earlier run, and the memory that of loading"
 
 
 class Trainer(Job):
@@ -239,7 +241,9 @@ class Trainer(Job):
             self.ledger.mark_host(host_tensors(self.engine, run))
             if run.search:
                 if budget is None:
-                    raise ValueError("search=True needs device_memory, the budget that decides what fits")
+                    raise ValueError(
+                        "search=True needs device_memory, the memory budget of each rank that decides what fits"
+                    )
                 self.steps(run.search_granule, 3)  # ZeRO-3 prefetches from what these have read
                 found = longest_that_fits(self.peaks, budget, run.search_granule, start=length, limit=run.search_max)
                 length, tried = found.length, found.tried

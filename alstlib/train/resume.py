@@ -77,7 +77,7 @@ class RunStates:
                     self.engine, self.run, self.folder, self.told("reading the training state"), own=True
                 )
             except OtherState as e:
-                self.notes.append(f"the state in {left} is kept and not continued: {e}")
+                self.notes.append(f"the training state in {left} is kept, but not continued: {e}")
         if found is None and self.run.resume_from:
             found = load_state(self.engine, self.run, self.run.resume_from, told)
         if found is None:

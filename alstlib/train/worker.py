@@ -186,7 +186,11 @@ def work(run: RunConfig, out: Path, job: Callable[[RunConfig, Path], Any]) -> No
         metrics = working()
         if run.save_to and hasattr(working, "finish"):
             if first:
-                write("error", type="Unfinished", message=f"the steps are done, but not saving to '{run.save_to}'")
+                write(
+                    "error",
+                    type="Unfinished",
+                    message=f"the steps are done, but the model was not saved to '{run.save_to}'",
+                )
             dist.barrier()  # another rank's error comes after this, and stays
             working.finish()
     except BaseException as e:

@@ -282,4 +282,6 @@ def agree_on(values: Sequence[int], names: Sequence[str], group: Any, device: to
     dist.all_gather(gathered, mine, group=group)
     for name, column in zip(names, torch.stack(gathered).T.tolist()):
         if len(set(column)) > 1:
-            raise ValueError(f"the ranks of an SP group disagree about {name}: {column} in rank order")
+            raise ValueError(
+                f"the ranks of an SP group have different values of {name}: {column}, in the order of the ranks"
+            )

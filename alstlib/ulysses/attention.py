@@ -30,13 +30,14 @@ from alstlib.ulysses.head_layouts import Layouts
 
 
 class UlyssesAttention:
-    """Causal attention over a sequence that is sharded over an SP group, with any number of heads.
+    """Causal attention over a sequence of which each rank of an SP group holds a slice; any number of heads works.
 
     Args:
         ctx: the mesh; with sp = 1 this is plain attention.
-        attention: `sdpa`, `auto`, the name of one kernel of `backends.BACKENDS`, or a function of the user's own
+        attention: `sdpa`, `auto`, the name of a kernel in `backends.BACKENDS`, or a function of the user's own
             (`kernels.user_attention` has the contract).
-        split_rows: share the tokens of heads also where every rank could have whole heads (to measure what it costs).
+        split_rows: also divide the tokens of a head among ranks where each rank could compute whole heads; it serves
+            to measure what this costs.
     """
 
     def __init__(self, ctx: SPContext, attention: str | Callable[..., Any] = "sdpa", split_rows: bool = False) -> None:
@@ -53,20 +54,22 @@ class UlyssesAttention:
         softcap: float | None = None, sinks: Tensor | None = None, documents: Documents = None,
         saved: Saved | None = None,
     ) -> Tensor:  # fmt: skip
-        """q [B, H, L, D], k [B, K, L, D], v [B, K, L, V], this rank's tokens after RoPE -> [B, H, L, V].
+        """The attention output [B, H, L, V] of this rank's tokens, from q [B, H, L, D], k [B, K, L, D] and
+        v [B, K, L, V] of this rank's tokens, after RoPE. Collective over the SP group.
 
         Args:
-            scale: of the scores; None for D ** -0.5.
-            window: number of keys that a query attends to, its own included; None for all keys up to its own.
-            softcap: scores s become c * tanh(s / c).
-            sinks: scores [H] of a further key of each head, without a value (gpt-oss).
-            documents: global offsets into the flattened [B * S] batch; None makes every micro-batch row one document.
+            scale: the factor of the scores; None for D ** -0.5.
+            window: the number of keys that a query attends to, its own included; None for all keys up to its own.
+            softcap: c, with which a score s becomes c * tanh(s / c); None for none.
+            sinks: [H], the score of a further key without a value for each head (gpt-oss).
+            documents: offsets of the documents in the flattened batch [B * S] of all ranks; None: each row of the
+                micro-batch is one document.
             saved: where a checkpoint's first pass leaves the output, and where its recompute takes it from. In the
-                backward of a recompute each tensor goes as soon as it has been read: its graph is gone after that.
-                Otherwise tensors are kept as autograd keeps them (and its hooks see them).
+                backward of a recompute each tensor is freed as soon as it has been read. Without `saved`, tensors are
+                kept as autograd keeps them (and its hooks see them).
 
         Raises:
-            ValueError: shapes that do not belong together, a kernel that cannot run here.
+            ValueError: the shapes do not belong together, or the kernel cannot run on this device.
         """
         rule = self.rule(q, k, v, scale, window, softcap, sinks)
         return _Attention.apply(q, k, v, sinks, self, rule, documents, saved)
@@ -82,10 +85,10 @@ class UlyssesAttention:
         if q.shape[1] % k.shape[1]:
             raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads")
         if window is not None and window < 1:
-            raise ValueError(f"a sliding window of {window} hides every key; the least is 1, and None is no window")
+            raise ValueError(f"window={window} hides every key; it must be at least 1, or None for no window")
         if sinks is not None and sinks.shape != (q.shape[1],):
             raise ValueError(
-                f"sinks have shape {list(sinks.shape)}; one for each of {q.shape[1]} query heads is needed"
+                f"sinks have shape {list(sinks.shape)}, but must have one number for each of {q.shape[1]} query heads"
             )
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         return Rule(float(scale), window, softcap or None)

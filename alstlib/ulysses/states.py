@@ -288,7 +288,9 @@ class _OverRanks(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dout: Tensor, grad: Tensor) -> tuple[Any, ...]:
         if ctx.runs is None:
-            raise RuntimeError("backward a second time through a layer with a state; its graph is gone after the first")
+            raise RuntimeError(
+                "layer with a state: backward ran a second time, but its graph is freed by the first; run forward again"
+            )
         (rule, exchange, count), runs, ctx.runs = (ctx.rule, ctx.exchange, ctx.count), ctx.runs, None
         alone, grads, w = exchange.ranks == 1, [grad], torch.zeros_like(grad)
         if not alone:

@@ -1,4 +1,4 @@
-"""Lesson 15: a ring without a mask, and the number of ranks from which it sends more than Ulysses."""
+"""Lesson 15: a ring without a mask, and the ratio of heads from which it sends less than Ulysses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,17 +43,18 @@ def _own_block_only(qs: list[Any], ks: list[Any], vs: list[Any], scale: float) -
     return [(scale * q @ k.mT).softmax(-1) @ v for q, k, v in zip(qs, ks, vs)]
 
 
-def crossing(answer: Callable[[], Any]) -> str:
-    def sent(p: int) -> tuple[float, float]:
-        rows, width = 1 / p, 128  # for each token
-        return 2 * (2 * 64 + 2 * max(8, p)) * width * rows * (p - 1) / p, 2 * 8 * width * rows * (3 * p - 2)
+def ratio(answer: Callable[[], Any]) -> str:
+    def sent(r: int) -> tuple[float, float]:
+        ranks = 8  # for each key/value head, each token of a rank and each number of a head's width
+        return 2 * (2 * r + 2) * (ranks - 1) / ranks, 2 * (ranks - 1) + 2 * (ranks - 1 + ranks)
 
-    ranks = answer()
-    assert ranks in [2**n for n in range(1, 11)], f"{ranks} is no power of two from 2 on"
-    exchanged, passed = sent(ranks)
-    assert passed > exchanged, f"with {ranks} ranks the ring does not send more than Ulysses"
-    assert ranks == 2 or sent(ranks // 2)[1] <= sent(ranks // 2)[0], f"with {ranks // 2} ranks it sends more already"
-    return f"with {ranks} ranks the ring sends {passed / exchanged:.2f} times as much"
+    mine = answer()
+    assert isinstance(mine, int), f"{mine!r} is not a whole number"
+    assert mine >= 1, f"{mine} query heads cannot share a key/value head"
+    exchanged, passed = sent(mine)
+    assert passed < exchanged, f"with {mine} query heads for each key/value head the ring does not send less"
+    assert mine == 1 or sent(mine - 1)[1] >= sent(mine - 1)[0], f"with {mine - 1} query heads it sends less already"
+    return f"with {mine} query heads for each key/value head the ring sends {passed / exchanged:.2f} times as much"
 
 
 EXERCISES = {
@@ -69,11 +70,11 @@ EXERCISES = {
         mistakes=(_mean, _overflow, _own_block_only),
     ),
     2: Exercise(
-        check=crossing,
+        check=ratio,
         hints=(
-            "Put 64 and 8 heads into the two formulas of the table; the tokens and the head width cancel.",
-            "`mebibytes(tokens, P, H=64)` gives both numbers; try P = 2, 4, 8 and so on.",
+            "Put P = 8 and H = r K into the formulas of the table. The tokens, K and the width of a head cancel.",
+            "`mebibytes(tokens, 8, H=8 * r, K=8)` gives both numbers; try r = 1, 2, 3 and so on.",
         ),
-        mistakes=(lambda: 2, lambda: 32, lambda: 7),
+        mistakes=(lambda: 11, lambda: 13, lambda: 4),
     ),
 }

@@ -60,8 +60,8 @@ def order(answer: Callable[[], Any]) -> str:
     assert isinstance(mine, tuple | list), "a pair (order, bytes) is wanted"
     assert len(mine) == 2, "a pair (order, bytes) is wanted"
     layers, width, keys = 64, 5120, 8 * 128
-    kept = {"layers": layers * width * 2, "blocks": layers * 2 * keys * (2 + 4)}
-    assert mine[0] == min(kept, key=lambda name: kept[name]), "compare the width with the key/value heads"
+    kept = {"layers": layers * width * 2, "blocks": layers * 2 * keys * (2 + 2)}
+    assert mine[0] == min(kept, key=lambda name: kept[name]), "compare both orders in bytes for each token"
     assert mine[1] == kept[mine[0]], (
         f"{mine[1]:,} bytes is not what is kept: which tensors, in which dtype, for how many layers?"
     )
@@ -94,10 +94,10 @@ EXERCISES = {
     2: Exercise(
         check=order,
         hints=(
-            "Blocks keep less when E > 6 K d.",
-            "Layers outermost keeps 2 E L bytes for each token, blocks outermost 12 K d L.",
+            "The rule E > 6 K d holds for sums in fp32. Which of the two orders keeps sums?",
+            "Layers outermost keeps 2 E L bytes for each token, blocks outermost (2 + 2) 2 K d L.",
         ),
-        mistakes=(lambda: ("blocks", 786_432), lambda: ("layers", 786_432)),
+        mistakes=(lambda: ("layers", 655_360), lambda: ("blocks", 786_432), lambda: ("blocks", 262_144)),
     ),
     3: Exercise(
         check=block_rows,

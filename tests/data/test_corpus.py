@@ -142,13 +142,13 @@ def test_bad_corpora(tmp_path):
     (tmp_path / "data.pkl").write_bytes(pickle.dumps([1]))
     for name, message in {
         "trian.jsonl": r"does not exist; did you mean '.*train\.jsonl'",
-        "nowhere/x.txt": "neither does its folder",
+        "nowhere/x.txt": "its folder .* does not exist either",
         "train.jsonl": "cannot be read",
-        "binary.txt": "no UTF-8 text",
+        "binary.txt": "not UTF-8 text",
         "none.txt": "holds no text",
         "no.parquet": "cannot be read",
         "empty.jsonl": r"empty\.jsonl' is empty: it must have a document in each line",
-        "latin.jsonl": r"latin\.jsonl' is no UTF-8 text \(.*\); convert it, such as with: iconv",
+        "latin.jsonl": r"latin\.jsonl' is not UTF-8 text \(.*\); convert it, for example with: iconv",
         "nulls.jsonl": r"among \['text'\] \(text: no row has a value\): name the columns",
         "folder": r"no file that can be read; known endings: \.txt",
         "data.pkl": "no file that can be read",
@@ -316,7 +316,7 @@ def test_packing_splits_long_documents(tokenizer):
 
 
 def test_too_few_tokens(tokenizer, caplog):
-    with pytest.raises(ValueError, match="the corpus has 12 tokens, one sample needs seq_len=50"):
+    with pytest.raises(ValueError, match="the corpus has 12 tokens, but one sample needs seq_len=50"):
         make_samples(texts(5, 7), tokenizer, 50, repeat=False)
     with pytest.raises(ValueError, match="it is empty"):
         make_samples(datasets.Dataset.from_dict({"text": [""]}), tokenizer, 8)

@@ -173,7 +173,7 @@ def test_bad_batches_are_refused_by_name(message):
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match=r"pad_to=7 .* nearest: 8"):
+    with pytest.raises(ValueError, match=r"pad_to=7 .* use 8"):
         shard_batch(make(0, 4), 2, 0, pad_to=7)
     with pytest.raises(ValueError, match=r"rows of 3 tokens for sp=4 ranks: some would have none; .* or sp <= 3"):
         shard_batch(make(0, 3), 4, 0)

@@ -620,7 +620,10 @@ def test_unknown_attention_names_what_there_is() -> None:
     [
         ({"offload": "disk"}, "offload='disk' must be one of 'none', 'sync', 'async'"),
         ({"save_attention": "maybe"}, "save_attention='maybe' must be True, False or 'auto'"),
-        ({"offload": "sync", "checkpoint": False}, "offload='sync' moves checkpoints: it needs checkpoint=True"),
+        (
+            {"offload": "sync", "checkpoint": False},
+            "offload='sync' moves checkpoints to the host: it needs checkpoint=True",
+        ),
         ({"save_attention": True, "checkpoint": False}, "save_attention=True .* needs checkpoint=True"),
         ({"chunk": 0}, "chunk=0 must be a whole number of at least 1, such as 2048 or 3.7M, or None"),
         ({"chunk": 2.5}, r"chunk=2\.5 must be a whole number"),

@@ -358,7 +358,7 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match="the batch has no shift_labels"):
             alstlib.block_step(model, {k: v for k, v in batch.items() if k != "shift_labels"})
         handle.not_by_blocks = "layer 1 (Odd) calls attention more than once"
-        with pytest.raises(ValueError, match=r"layer 1 \(Odd\) .*: it cannot run block by block; use causal_lm_loss"):
+        with pytest.raises(ValueError, match=r"layer 1 \(Odd\) .*: the model cannot run by blocks; use causal_lm_loss"):
             alstlib.block_step(model, batch)
 
 

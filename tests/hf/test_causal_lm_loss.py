@@ -109,7 +109,9 @@ def test_a_context_that_is_left_out_is_that_of_the_attachment(ranks2: Any, kind:
         assert given == left_out
         assert len(result["messages"]) == 3
         for message in result["messages"]:
-            assert re.search(r"ctx=SPContext\(.*\) is not the mesh .* attached with, SPContext\(sp=2, .*leave", message)
+            assert re.search(
+                r"ctx=SPContext\(.*\) differs from the mesh .* attached with, SPContext\(sp=2, .*leave", message
+            )
 
 
 @pytest.mark.parametrize("value", [0, -2])

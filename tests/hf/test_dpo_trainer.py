@@ -91,7 +91,7 @@ def build(cls: Any = SPDPO, settings: dict[str, Any] | None = None, **kwargs: An
 @pytest.mark.parametrize(
     ("settings", "more", "message"),
     [
-        ({"use_weighting": True}, {}, "use_weighting=True cannot be run with DPOTrainerMixin"),
+        ({"use_weighting": True}, {}, "use_weighting=True cannot be used with DPOTrainerMixin"),
         ({"f_divergence_type": "alpha_divergence"}, {}, "use 'reverse_kl'"),
         (
             {"router_aux_loss_coef": 0.1},

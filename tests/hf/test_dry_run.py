@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "attention twice, streamed": (
         lambda: small(transformers.DiffLlamaConfig),
         {"chunk": 4},
-        r"layer 0 \(DiffLlamaDecoderLayer\) calls attention more than once: it cannot be streamed",
+        r"layer 0 \(DiffLlamaDecoderLayer\) calls attention more than once, so it cannot run in chunks",
     ),
     "keys of other layers, recomputed": (
         lambda: small(

@@ -457,6 +457,6 @@ def dropout_notes(rank: int, world: int) -> list[str]:
 
 def test_dropout_on_ranks_is_said(ranks2: Any) -> None:
     for notes in ranks2(dropout_notes):
-        assert any("seed with seed + rank" in note for note in notes)
+        assert any("seed each rank with seed + rank" in note for note in notes)
     with alstlib.apply(make_model("gpt2", resid_pdrop=0.1), None, alstlib.Options(**ALL_OFF)) as handle:
         assert handle.notes == []

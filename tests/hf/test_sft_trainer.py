@@ -81,7 +81,7 @@ class SPSFT(alstlib.TrainerMixin, SFTTrainer):
     ("settings", "message"),
     [
         ({"activation_offloading": True}, r"activation_offloading=True .*alstlib.Options\(offload='async'\)"),
-        ({"loss_type": "dft"}, "loss_type='dft' cannot be run with TrainerMixin; use 'nll'"),
+        ({"loss_type": "dft"}, "loss_type='dft' cannot be used with TrainerMixin; use 'nll'"),
         ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef=0.1 cannot .* use 0.0: the model's config has none"),
     ],
 )

@@ -394,7 +394,7 @@ def taken_over(rank: int, world: int, sp: int | None, env: dict[str, str]) -> An
 
 def test_an_accelerate_file_of_old_is_taken_over(ranks2: Any, tmp_path: Path) -> None:
     of_two = launched_with(tmp_path, sp=2)
-    said = "parallelism_config: alstlib takes sp_size=2 over, in place of DeepSpeed's"
+    said = "parallelism_config: sp_size=2 is used by alstlib, in place of DeepSpeed's"
     assert ranks2(taken_over, None, of_two) == [((2, 1, 2), [said])] * 2
     assert ranks2(taken_over, 2, of_two) == [((2, 1, 2), [])] * 2
     assert ranks2(taken_over, 2, launched_with(tmp_path)) == [((2, 1, 2), [])] * 2
@@ -416,8 +416,8 @@ class PadsLeft:
     "wrong, message",
     [
         ({"sp": 2}, "sp=2, but one process was started: use torchrun --nproc_per_node 2"),
-        ({"sp": 0}, "sp=0 must be a positive integer"),
-        ({"alst": {"offload": "async"}}, "must be alstlib.Options"),
+        ({"sp": 0}, "sp=0 must be a whole number of at least 1"),
+        ({"alst": {"offload": "async"}}, "must be an alstlib.Options"),
         ({"compute_loss_func": print}, "override compute_loss instead"),
         ({"settings": {"accelerator_config": {"dispatch_batches": True}}}, "dispatch_batches=True cannot be run"),
         ({"data_collator": PadsLeft()}, r"tokenizer.padding_side = 'right'"),

@@ -80,7 +80,7 @@ def test_ballast_is_what_zero3_holds() -> None:
 
 
 def test_emulate_takes_one_rank() -> None:
-    with pytest.raises(ValueError, match="emulate=4 runs one rank: world_size=2 must be 1"):
+    with pytest.raises(ValueError, match="emulate=4 runs one real rank: world_size=2 must be 1"):
         RunConfig(emulate=4, world_size=2)
 
 

@@ -191,7 +191,7 @@ def test_a_wrong_gradient_is_named(
         ("t5", [], "transformers has no causal language model of the type t5"),
         ("gpt2", [], "config.attn_pdrop=0.1 is not supported in attention; set it to 0 or None"),
         ("llama", ["--attention", "flash"], "attention='flash' does not run on cpu"),
-        ("llama", ["--block", "4K", "--chunk", "4K"], "give one of them"),
+        ("llama", ["--block", "4K", "--chunk", "4K"], "give only one of them"),
         ("llama", ["--set", "sparse=16"], "sparse attention is an approximation"),
         ("llama", ["--set", "ofload=sync"], "unknown option 'ofload'; did you mean 'offload'?"),
         ("llama", ["--config", "hidden_sizes=3"], "unknown model_config field 'hidden_sizes'"),

@@ -420,7 +420,7 @@ def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, capsys):
         ({"base": {"cuda": {}, "cpu": {"modle": "tiny"}}}, "unknown parameter 'modle'; did you mean 'model'?"),
         ({"rows": ["ulyses"]}, "unknown row 'ulyses'; did you mean 'ulysses'?"),
         ({"rows": [{"name": "x", "tiled_los": True}]}, "unknown parameter 'tiled_los'; did you mean 'tiled_loss'?"),
-        ({"rows": [{"name": "../x"}]}, "row='../x' names a folder"),
+        ({"rows": [{"name": "../x"}]}, "row='../x' must be a folder's name"),
         ({"rows": [{"name": "x", "sp": 3}]}, "sp=3 does not divide world_size=2; use sp=2"),
         ({"rows": ["alst", "alst"]}, "row 'alst' is named twice"),
         ({"rows": []}, "has no rows"),

@@ -92,18 +92,18 @@ def test_flags_and_wrong_variables(monkeypatch):
     assert cluster.here(env={}).count == 1
     given = cluster.here(2, 1, "n1:29500", {})
     assert (given.count, given.rank, given.head) == (2, 1, "n1:29500")
-    for flags, says in (((2, 1, None), "go together"), ((2, 2, "n1"), "not from 0 to 1")):
+    for flags, says in (((2, 1, None), "go together"), ((2, 2, "n1"), "must be from 0 to 1")):
         with pytest.raises(ValueError, match=says):
             cluster.here(*flags, env={})
-    with pytest.raises(ValueError, match=r"PET_NNODES='1:4' is no fixed number"):
+    with pytest.raises(ValueError, match=r"PET_NNODES='1:4' is not a number"):
         cluster.here(env={"PET_NNODES": "1:4", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "m"})
     with pytest.raises(ValueError, match=r"6 tasks on 3 nodes, but each node needs one: use srun --ntasks-per-node=1"):
         cluster.here(env={**SLURM, "SLURM_STEP_NUM_TASKS": "6"})
-    with pytest.raises(ValueError, match=r"several nodes, and the command was started on one"):
+    with pytest.raises(ValueError, match=r"several nodes, but the command was started on only one"):
         cluster.here(env={"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"})
     assert cluster.here(env={"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}).count == 1
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **kw: [(2, 1, 6, "", ("127.0.1.1", 0))])
-    with pytest.raises(ValueError, match=r"--head n1 is 127\.0\.1\.1 on this node, which no other node can reach"):
+    with pytest.raises(ValueError, match=r"--head n1 means 127\.0\.1\.1 on this node, which no other node can reach"):
         nodes.open_meeting(Path("nowhere"), cluster.Nodes(count=2, head="n1"), 1)
 
 
@@ -483,8 +483,8 @@ def test_ranks_are_bound_next_to_their_gpus(tmp_path, monkeypatch):
     assert agent.numa_binding(tmp_path) == []
     monkeypatch.setattr(torchrun, "cores", lambda: 1)
     monkeypatch.setattr(torchrun.os, "cpu_count", lambda: 64)
-    assert "bound to 1 of 64 cores" in torchrun.bound(8)
+    assert "only 1 of 64 cores" in torchrun.bound(8)
     monkeypatch.setattr(torchrun, "cores", lambda: 8)  # one for each rank
-    assert "bound to 8 of 64 cores" in torchrun.bound(8)
+    assert "only 8 of 64 cores" in torchrun.bound(8)
     monkeypatch.setattr(torchrun, "cores", lambda: 64)
     assert torchrun.bound(8) == ""

@@ -147,7 +147,7 @@ def test_losses_are_drawn_with_those_of_an_evaluation(tmp_path):
             tmp_path / row / "result.json", results.new_result(RunConfig(row=row), "ok", metrics=metrics)
         )
     (made,) = report.figures(found := report.labelled(results.collect(tmp_path), tmp_path), results.table(found))
-    assert "documents that are not trained on" in made["what"]
+    assert "documents that the model is not trained on" in made["what"]
     assert made["alt"].endswith("of the evaluation, full 2.000, lora 2.500.")
     assert report._by_step(found[0]["metrics"], "") == {5: 4.0, 10: 3.0, 15: 2.0}
     assert report._by_step(found[0]["metrics"], "eval") == {7: 3.5, 15: 2.0}

@@ -372,8 +372,8 @@ def refused(rank: int, world: int) -> list[str]:
 def test_calls_whose_rows_cannot_be_dealt_out(ranks2: Any) -> None:
     for messages in ranks2(refused):
         assert "give input_ids, not inputs_embeds" in messages[0]
-        assert "would not be in order: give shift_labels" in messages[1]
-        assert "would not be in order" in messages[2]
+        assert "would be out of order: give shift_labels" in messages[1]
+        assert "would be out of order" in messages[2]
         assert "cannot deal out own_tensor" in messages[3]
 
 
@@ -388,11 +388,11 @@ def test_layers_that_cannot_be_streamed(monkeypatch: pytest.MonkeyPatch) -> None
 
     with alstlib.apply(model, None, alstlib.Options(chunk=6)):
         layer.self_attn.forward = twice
-        with pytest.raises(ValueError, match="calls attention more than once cannot be streamed; use chunk=None"):
+        with pytest.raises(ValueError, match="calls attention more than once cannot run in chunks; use chunk=None"):
             step(model, data())
     del layer.self_attn.forward
     with alstlib.apply(model, None, alstlib.Options(chunk=6)):
-        with pytest.raises(ValueError, match=r"takes an input \[20, 3, 2\] not to be cut by rows"):
+        with pytest.raises(ValueError, match=r"takes an input \[20, 3, 2\] that cannot be cut into chunks"):
             layer(torch.randn(1, 20, 32), extra=torch.ones(20, 3, 2))
         with pytest.raises(ValueError, match="takes a further input that needs a gradient"):
             layer(torch.randn(1, 20, 32), extra=torch.ones(1, 20, 2, requires_grad=True))
@@ -405,7 +405,7 @@ def test_backward_twice() -> None:
     x, layers = randn(1, 6, E).requires_grad_(), [toy_weights(2, torch.float64)]
     out = streamed_layers(x, layers, None, SPContext(), HostStore(), chunk=4, keep=True)
     out.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="backward a second time"):
+    with pytest.raises(RuntimeError, match="backward ran a second time"):
         out.sum().backward()
 
 

@@ -213,9 +213,9 @@ def test_a_host_that_is_too_small_is_refused_before_anything_starts() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"chunk": None}, "is for layers in row chunks: give chunk too"),
+        ({"chunk": None}, "works on layers that run in chunks: give chunk too"),
         ({"offload": "none"}, "it needs offload='async'"),
-        ({"tiled_loss": False, "kv": "auto"}, "needs the loss in tiles"),
+        ({"tiled_loss": False, "kv": "auto"}, "needs the tiled loss"),
     ],
 )
 def test_places_that_nothing_takes(wrong: dict[str, Any], says: str) -> None:

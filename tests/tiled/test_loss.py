@@ -238,7 +238,7 @@ def test_without_gradients_nothing_is_computed_for_them() -> None:
 def test_a_second_backward_raises() -> None:
     loss = tiled(labels_of(2, 13), 4)(*inputs_of(2, 13))
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="backward a second time; its gradients are gone"):
+    with pytest.raises(RuntimeError, match="backward ran a second time, but its gradients are freed"):
         loss.backward()
 
 
@@ -255,7 +255,7 @@ def test_bad_shapes_and_tiles() -> None:
     with pytest.raises(ValueError, match=r"labels \[2, 12\] must have hidden's shape \[2, 13\]"):
         tiled(labels_of(2, 12), 4)(*inputs)
     for tile in (0, 2.5, True):
-        with pytest.raises(ValueError, match="must be a whole number of tokens, at least 1"):
+        with pytest.raises(ValueError, match="must be a whole number of tokens of at least 1"):
             tiled(labels_of(2, 13), tile)(*inputs)  # type: ignore[arg-type]
 
 

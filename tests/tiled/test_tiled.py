@@ -239,13 +239,13 @@ def test_no_tokens() -> None:
 def test_bad_tiles_and_functions() -> None:
     x = randn(2, 7, WIDTH)
     for tile in (0, -3, 2.5, True, None, "4"):
-        with pytest.raises(ValueError, match="must be a whole number of tokens, at least 1"):
+        with pytest.raises(ValueError, match="must be a whole number of tokens of at least 1"):
             tiled_compute(torch.tanh, x, tile=tile)  # type: ignore[arg-type]
         if tile is not None:
             with pytest.raises(ValueError, match="tile="):
                 TiledMLP(nn.Linear(3, 3), tile)  # type: ignore[arg-type]
     for fn in (lambda t: t.mean(1), lambda t: t.transpose(0, 1), lambda t: t.sum()):
-        with pytest.raises(ValueError, match=r"a token-wise function keeps \[B, S, ...\]"):
+        with pytest.raises(ValueError, match=r"a token-wise function must keep \[B, S, ...\]"):
             tiled_compute(fn, x, tile=3)
 
 

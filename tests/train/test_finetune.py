@@ -213,7 +213,7 @@ def test_the_same_command_continues_and_another_does_not(
     "changes, message",
     [
         ({"trainer": {"lerning_rate": 1}}, "unknown field of SFTConfig in trainer 'lerning_rate'; did you mean"),
-        ({"trainer": {"max_length": 4}}, "trainer={'max_length': 4}: give seq_len instead"),
+        ({"trainer": {"max_length": 4}}, "trainer={'max_length': 4} is set by alstlib: give seq_len instead"),
         ({"trainer": {"push_to_hub": True}}, "needs save_to"),
         ({"lora": {"rank": 4}}, "unknown field of LoraConfig in lora 'rank'"),
         ({"lora": {"r": 4}, "save_to": "x"}, "give merge_lora=True, which saves both"),
@@ -237,7 +237,7 @@ def test_the_ablation_does_not_take_what_it_would_ignore(tmp_path: Path, field: 
 
 @pytest.mark.parametrize(
     "changes, message", [({"eval_data": 1.5}, "eval_data=1.5 must be a share between 0 and 1"),
-                         ({"merge_lora": True}, "it needs lora")],
+                         ({"merge_lora": True}, "give lora too")],
 )  # fmt: skip
 def test_values_of_the_fields(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as refused:

@@ -62,7 +62,7 @@ def test_unknown_models_name_what_there_is(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "llama").mkdir()
     for name, says in (
         (str(tmp_path / "lama"), f"lama' does not exist; did you mean '{tmp_path / 'llama'}'"),
-        ("./no/where", "does not exist; neither does its folder no"),
+        ("./no/where", "does not exist; its folder no does not exist either"),
         (str(tmp_path / "llama"), "is a folder without config.json"),
     ):
         with pytest.raises(ValueError, match=says):

@@ -209,7 +209,7 @@ def disagree(rank: int, world: int) -> list[str]:
 
 
 def test_ranks_that_disagree_all_raise(ranks4: Any) -> None:
-    message = "the ranks of an SP group disagree about batch: [3, 3, 4, 4] in rank order"
+    message = "the ranks of an SP group have different values of batch: [3, 3, 4, 4], in the order of the ranks"
     assert ranks4(disagree) == [["no error", message]] * 4
 
 
