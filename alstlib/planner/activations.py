@@ -250,7 +250,7 @@ def reference_activations(
     made = forms()
     heads, sizes = heads_way(shape, ranks)
     if heads == "parts":
-        raise ValueError(f"the reference cannot share {shape.heads}/{shape.kv_heads} heads over sp={ranks} ranks")
+        raise ValueError(f"preset 'paper' cannot share {shape.heads}/{shape.kv_heads} heads over sp={ranks} ranks")
     rows = -(-seq_len // ranks) * run.batch_size
     sizes |= {"R": rows, "P": ranks, "H": shape.width, "I": shape.mlp, "V": shape.vocab, "L": shape.layers}
     sizes |= {"d": shape.head_dim / 4, **reference_tiles(rows, shape.width, shape.vocab)}
@@ -258,7 +258,7 @@ def reference_activations(
     where = "device" if run.offload == "none" else "host"
     way = "/".join([REFERENCE, shape.family, "bf16", heads, where, on])
     if way not in made["ways"]:
-        raise ValueError(f"model='{shape.name}' is a {shape.family}, with which the reference was not traced")
+        raise ValueError(f"preset 'paper' is not known for model='{shape.name}', a {shape.family}: use preset 'ours'")
     best, place = largest_of((made["moments"][i] for i in made["ways"][way]), sizes, held=held)
     row = rows * shape.width * 2
     host = shape.layers * row if where == "host" else 0

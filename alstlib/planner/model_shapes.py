@@ -197,8 +197,8 @@ def check_model(name: str) -> None:
         hint = f"did you mean '{near[0]}'? " if near else ""
         why = str(e).strip().partition("\n")[0]
         raise ValueError(
-            f"model='{name}' is not a folder here and could not be had from the hub ({hint}built-in shapes: "
-            f"{', '.join(SHAPES)}); without a network, name a folder that holds it: {why}"
+            f"model='{name}' is not a folder here and could not be downloaded from the hub ({hint}built-in shapes: "
+            f"{', '.join(SHAPES)}); without a network, name a folder that holds the model: {why}"
         ) from e
 
 

@@ -220,8 +220,10 @@ def test_a_hub_name_without_a_network(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert cli.main(["verify", "someone/nothing"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("alst: model='someone/nothing' is not a folder here and could not be had from the hub")
-    assert "without a network, name a folder that holds it" in told
+    assert told.startswith(
+        "alst: model='someone/nothing' is not a folder here and could not be downloaded from the hub"
+    )
+    assert "without a network, name a folder that holds the model" in told
 
 
 def test_the_answer_of_several_ranks() -> None:

@@ -103,7 +103,7 @@ def test_the_reference_as_the_paper_ran_it(capsys: pytest.CaptureFixture[str]) -
     assert main([*EIGHT, "--preset", "paper", "--seq-len", "3.7M"]) == 0
     assert "as the ALST paper ran it" in capsys.readouterr().out
     assert main([*EIGHT, "--preset", "paper", "--gpus", "24"]) == 2
-    assert "the reference cannot share 32/8 heads over sp=24 ranks" in capsys.readouterr().err
+    assert "preset 'paper' cannot share 32/8 heads over sp=24 ranks" in capsys.readouterr().err
 
 
 def test_terms_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:

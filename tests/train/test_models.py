@@ -55,7 +55,7 @@ def test_unknown_models_name_what_there_is(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(ValueError) as refused:
             model_config(name, {})
         message = str(refused.value)
-        assert message.startswith(f"model='{name}' is not a folder here and could not be had from the hub")
+        assert message.startswith(f"model='{name}' is not a folder here and could not be downloaded from the hub")
         assert "built-in shapes: tiny, small, llama-3.1-8b" in message
         assert ("did you mean 'tiny'?" in message) == (name == "tinny")
         assert "\n" not in message
