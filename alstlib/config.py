@@ -1,4 +1,4 @@
-"""Settings: types of fields that say what works, the check of a dataclass by them, and `RunConfig`.
+"""`RunConfig`, the settings of one run, and the types of fields that check a setting and say which values work.
 
 One run is one frozen `RunConfig`. The rows of the ablation are data: `ROWS` names what each row changes. pydantic
 converts and checks fields; what it refuses is said in our words, with the field, the value and what works.

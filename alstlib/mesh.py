@@ -1,4 +1,4 @@
-"""Process groups as arguments: the (dp, sp) mesh that every distributed operator is given.
+"""The (dp, sp) mesh of ranks, `SPContext`: every distributed operator gets its process groups as an argument.
 
 Ranks are laid out with the sequence-parallel (SP) dimension innermost: rank = dp_rank * sp + sp_rank, so that the
 all-to-all stays inside a node, and data parallel (DP) replicas lie across nodes (ALST paper, section 3.2).

@@ -1,4 +1,5 @@
-"""What a second pass needs of the first: random state, precision, modes, gradient sums in fp32, and what to refuse.
+"""What a recompute in backward must take over from the first pass: random state, precision, modes of modules; also sums
+of gradients in fp32, and refusals.
 
 Everything that is recomputed in backward (tiles, checkpoints, chunks) stands on this.
 """

@@ -1,4 +1,4 @@
-"""The plain version of every operator: slow, short, obviously right. The oracle of every test.
+"""The plain version of every operator: slow, short and easy to check. The tests compare everything with it.
 
 Shape legend: B batch, S sequence, L = S / P tokens of one rank, P sequence-parallel degree, H query heads, K key/value
 heads, D head width, E model width, V vocabulary; K and V are also the widths of keys and values of a state, C the

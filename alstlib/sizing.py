@@ -1,4 +1,5 @@
-"""Rules by which a run sizes itself, and by which the planner foretells it. Without torch."""
+"""The rules by which a run chooses its tiles and its share of the host; the planner uses the same rules. This module
+does not import torch."""
 
 from __future__ import annotations
 

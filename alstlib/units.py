@@ -1,4 +1,4 @@
-"""Quantities: how they are read (`3.7M`, `80GB`), how they are written, and the label that counts for nothing."""
+"""Quantities: how they are read (`3.7M`, `80GB`) and written (`1:47:35`), and the label of tokens without loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks tell each other about an optimizer step's batches before they compute: one small all-reduce.
+"""Before the ranks compute an optimizer step, they tell each other about its batches, in one small all-reduce.
 
 Whatever goes wrong on one rank is raised on all of them, so that none waits for a rank that has stopped.
 """

@@ -1,4 +1,4 @@
-"""Corpora and tokenizers: any text that `datasets` reads, or the source of the standard library that is running.
+"""Corpora and tokenizers: a corpus is any text that `datasets` can read, or the source of Python's standard library.
 
 Nothing here runs code that comes with the data, and nothing is unpickled.
 """

@@ -1,4 +1,4 @@
-"""Documents in the formats of the field, read from the rows of a data set: texts, tokens, chats, prompts with
+"""The usual formats of training documents, read from the rows of a data set: texts, tokens, chats, prompts with
 completions, instructions.
 
 | columns | read as | loss on |

@@ -1,4 +1,4 @@
-"""The loader of a sequence-parallel run: every rank's batches, one after another, cut for the ranks of its SP group.
+"""`SPDataLoader` reads every rank's batches, one after another, and cuts each for the ranks of its SP group.
 
 Shape legend: B rows of a micro-batch, P tokens of a padded micro-batch row, L = P / sp tokens of one rank.
 

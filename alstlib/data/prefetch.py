@@ -1,4 +1,5 @@
-"""One pass over a loader that another process can continue: where it stands, its random generators, what it has read.
+"""One pass over a loader that another process can continue: it records the position, the random generators and what was
+read.
 
 A loader with a state of its own (`state_dict`, `load_state_dict`) is asked for it. Any other draws its order again from
 the random generators that it began with, and is advanced; a checksum of the batches says whether they are the same.

@@ -1,4 +1,5 @@
-"""Documents made into samples of one length, tokenized and labelled: one long text a sample, or packed documents.
+"""Documents are tokenized, labelled and made into samples of one length: a sample is one long text, or packed
+documents.
 
 A sample is {"input_ids" [S], "labels" [S]} (int64) and, when packed, "document_lengths", a list that sums to S.
 """

@@ -1,4 +1,5 @@
-"""One batch made ready for sequence parallelism, without any process group: shift, pad, find documents, cut.
+"""One batch is made ready for sequence parallelism: labels are shifted, rows padded, documents found, slices cut. It
+needs no process group.
 
 Shape legend: B rows of a micro-batch, S tokens of a micro-batch row before and P after padding, L = P / sp tokens of
 one rank.

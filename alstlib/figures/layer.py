@@ -1,4 +1,4 @@
-"""The picture that opens each lesson: one transformer layer under ALST, and who holds what. Nothing computes here.
+"""The picture that opens each lesson: one transformer layer under ALST, and which rank holds what.
 
 `python -m alstlib.figures.layer notebooks/images/layer.svg` writes the README's copy of it.
 """

@@ -1,4 +1,4 @@
-"""Figures over results; nothing computes here. Colour-blind palette and markers, log2 ticks for token counts."""
+"""Figures that show results, with a colour-blind palette, markers, and log2 ticks for numbers of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of one training step: its memory over its phases, its parts, and who works when. Nothing computes here."""
+"""Figures of one training step: its memory over time, the parts of its memory and time, and who works when."""
 
 from __future__ import annotations
 

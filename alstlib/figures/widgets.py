@@ -1,4 +1,4 @@
-"""Live controls for a notebook, over figures and over the planner; without a kernel their first view is left."""
+"""Live controls for figures and for the planner in a notebook; without a kernel the first view remains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attach to a Hugging Face model, and detach from it; the only room that knows transformers' internals.
+"""Attach to a Hugging Face model and detach from it. Only this folder knows transformers' internals.
 
 In the order in which to read it: `handle` holds what is attached (`Options`, `Handle`); `attach` (`apply`) attaches it,
 with `attention`, `checkpointed_layers` or `chunked_layers`, and `routers`; `inputs` takes and checks one call;

@@ -1,4 +1,5 @@
-"""An attached model's attention, through transformers' own registration point, and its rotary embeddings."""
+"""The attention of an attached model runs through transformers' own registration point; its rotary embeddings are
+attached too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an attached model needs in order to run block by block, and the calls of it that make up a micro-batch."""
+"""What an attached model needs in order to run by blocks, and the calls of the model that make up one micro-batch."""
 
 from __future__ import annotations
 

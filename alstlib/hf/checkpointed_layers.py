@@ -1,4 +1,4 @@
-"""Checkpointed decoder layers of an attached model: what each keeps, where, and how it is recomputed.
+"""The decoder layers of an attached model as checkpoints: what each keeps, where, and how it is recomputed.
 
 A layer's own `forward` is wrapped on the instance. How much is kept (inputs, attention outputs) is planned at the first
 layer of each forward, from what the hosts (without offload: the devices) of all ranks have room for.

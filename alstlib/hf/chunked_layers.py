@@ -1,4 +1,4 @@
-"""Decoder layers of an attached model streamed in row chunks: what `chunked` needs to know of a Hugging Face layer."""
+"""The decoder layers of an attached model run in chunks: what `chunked` must know of a Hugging Face layer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What a model does around its kernels, seen without its weights: which layers attend, with which arguments, and how it
-numbers its tokens. It takes milliseconds per layer and no memory, at any size, and also where an engine has sharded it.
+"""A dry run shows what a model does around its kernels, without its weights: which layers call attention, with which
+arguments, and how the model numbers its tokens. It takes milliseconds for each layer and no memory, also where an
+engine has sharded the model.
 
 The model's own forward runs once on a few tokens. Weights outside the layers are zeros of one element, expanded; layers
 run on the meta device, where tensors have shapes and no values; attention gives back an empty output; the head ends it.

@@ -1,4 +1,4 @@
-"""Changes to modules that can be taken back, and that deep copies of the modules do not carry.
+"""Changes to modules that can be undone. Deep copies of the modules do not have them.
 
 A deep copy shares functions with its original: a `forward` or a hook that was put on a module would go on working for
 the original inside the copy. So every changed module is copied as it was before.

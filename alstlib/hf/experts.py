@@ -1,4 +1,4 @@
-"""Blocks that route each token to a few experts, in tiles like a dense MLP: what is routed is O(tile).
+"""Blocks that route each token to a few experts run in tiles like a dense MLP, so that their intermediates are O(tile).
 
 A block may run in tiles where its output for a token depends on that token alone. Most do: a router chooses experts for
 each token, and their weights are the same for all. Some do not: experts of limited capacity drop what comes too late,

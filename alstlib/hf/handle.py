@@ -1,4 +1,5 @@
-"""What `apply` attaches (`Options`) and what it returns (`Handle`): everything that is attached to one model.
+"""`Options` says what `apply` attaches, and `Handle`, which `apply` returns, holds everything that is attached to one
+model.
 
 The handle holds the state of the attachment: which call of the model runs, what its layers keep for backward, and how
 everything is undone.

@@ -1,4 +1,4 @@
-"""Hidden states of an attached model that lie on the host: what is made before its layers and read after them.
+"""The hidden states of an attached model that are kept on the host: what is made before its layers and read after them.
 
 With layers in row chunks everything that is as long as the sequence may lie there: embeddings and rotary tables are
 made tile by tile and sent to the host; layers, and the norm and head after them, fetch chunks of it. Between these

@@ -1,4 +1,4 @@
-"""What belongs to one call of an attached model: its documents and labels, checked before anything is computed.
+"""The inputs of one call of an attached model, such as documents and labels, are checked before anything is computed.
 
 Positions, not masks (ALST, section 3.4): a mask is dropped only where that is exact, and refused otherwise. Everything
 here is cheap for batches of `SPDataLoader`; inputs made by hand are checked at the price of a synchronisation.

@@ -1,4 +1,4 @@
-"""What does a model do to its logits after the head? Found by running the model's own last lines on a small example."""
+"""Find what a model does to its logits after the head, by running the model's own last lines on a small example."""
 
 from __future__ import annotations
 

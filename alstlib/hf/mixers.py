@@ -1,4 +1,4 @@
-"""Which modules of a Hugging Face model carry a state along the sequence in a way that is known, by what they call.
+"""Find the modules of a Hugging Face model that carry a state along the sequence in a known way, by what they call.
 
 Their forward calls functions of the file that defines them, and these have the same names in all of transformers'
 hybrids. A module is known where each function that it calls is; any other is refused by its name (`support`).

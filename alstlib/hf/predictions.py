@@ -1,4 +1,5 @@
-"""Predictions of an evaluation whose samples are spread over ranks: logits, or what a function makes of them by tiles.
+"""The predictions of an evaluation whose samples are divided among ranks: logits, or what a function makes of each tile
+of them.
 
 Shape legend: B rows of a micro-batch, S tokens of a row, L tokens of one rank, t tokens of a tile, V vocabulary.
 """

@@ -1,4 +1,5 @@
-"""An attached model's layers with a state: their convolution and their recurrence run over all ranks' tokens.
+"""The layers with a state of an attached model: their convolution and their recurrence run over the tokens of all
+ranks.
 
 A mixer's own forward runs, with other functions in the place of those by which it mixes tokens (`mixers`): a copy of
 the function whose globals differ in these names. So projections, gates and norms are transformers' own, in every

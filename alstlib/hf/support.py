@@ -1,4 +1,4 @@
-"""What can be run exactly, and what is refused: silence is the one wrong answer."""
+"""Decide what can be run exactly. Everything else is refused with a reason, and never run silently."""
 
 from __future__ import annotations
 

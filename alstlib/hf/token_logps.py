@@ -1,4 +1,4 @@
-"""Log-probabilities of labels under an attached model, and their sums over sequences: for DPO, GRPO and others.
+"""Log-probabilities of labels under an attached model, and their sums over sequences, for losses such as DPO and GRPO.
 
 Shape legend: B rows of a micro-batch, L tokens of this rank's slice, D documents of the sample.
 """

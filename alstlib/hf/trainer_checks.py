@@ -1,4 +1,4 @@
-"""What cannot be run exactly with `TrainerMixin`: a ValueError before training, with what to write instead."""
+"""What cannot be run exactly with `TrainerMixin` raises a ValueError before training, with what to write instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention on one device, with its logsumexp, so that parts can be merged and nothing runs forward twice.
+"""Attention on one device. It returns its logsumexp too, so that parts can be merged and nothing runs forward twice.
 
 In the order in which to read it: `rule` says what a call is told, and what its backward needs; `attention` computes
 documents, windows, sinks and row chunks over any kernel, from the calls that `spans` cuts them into; `backends` has the

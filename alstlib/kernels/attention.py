@@ -1,4 +1,4 @@
-"""Causal attention inside documents as (output, logsumexp) and its gradients, over any kernel of `backends`.
+"""Causal attention inside documents, with its logsumexp and its gradients, over any kernel of `backends`.
 
 Shape legend: B batch, S query rows, N keys, H query heads, K key/value heads (H a multiple of K), D key width, V value
 width. q [B, H, S, D]; k [B, K, N, D]; v [B, K, N, V]; out [B, H, S, V]; lse [B, H, S] (logsumexp of the scores, fp32).

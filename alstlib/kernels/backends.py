@@ -1,5 +1,5 @@
-"""Attention kernels as pairs of functions: PyTorch's own operators on CPU and CUDA, flash-attn 2, 3 and 4 where they
-are installed, and the plain formulas; and which of them can run where.
+"""The attention kernels, each as a pair of functions, and which of them run where: PyTorch's own operators on CPU and
+CUDA, flash-attn 2, 3 and 4 where they are installed, and the plain formulas.
 
 What `sdpa` chooses, and who takes the documents of a batch, and windows, in one call for variable lengths:
 

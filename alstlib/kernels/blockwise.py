@@ -1,4 +1,5 @@
-"""Attention in blocks of matrix products: a kernel for what the fused ones do not compute, on any device and dtype.
+"""Attention computed block by block with matrix products, for what fused kernels do not compute, on any device and
+dtype.
 
 Shape legend: B batch, S queries, N keys, H query heads, K key/value heads, G = H / K, D and V widths of keys and
 values, T queries or keys of a block.

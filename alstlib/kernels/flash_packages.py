@@ -1,4 +1,5 @@
-"""flash-attn 2, 3 and 4, where they are installed, as kernels of `backends`; and the layout of variable lengths.
+"""The packages flash-attn 2, 3 and 4, where they are installed, as kernels of `backends`, and their layout of sequences
+of different lengths.
 
 Shape legend: B batch, S queries, H query heads, D head width. Their tensors are [B, S, H, D] or, for variable
 lengths, [B * S, H, D]; causal is aligned at the end. `tests/cuda/test_flash_attn.py` says which releases were read.

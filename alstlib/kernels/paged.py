@@ -1,4 +1,4 @@
-"""Attention of some rows over keys and values that lie in pages, of which one is on the device at a time.
+"""Attention of some rows over keys and values that are kept in pages, of which one at a time is on the device.
 
 Shape legend: B batch, C query rows, R keys of a page, H query heads, K key/value heads, D key width, V value width.
 

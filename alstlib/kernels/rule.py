@@ -1,4 +1,4 @@
-"""What a call of attention is told (`Rule`), and what its backward needs (`Attended`)."""
+"""`Rule` is what a call of attention is told, and `Attended` is what its backward needs."""
 
 from __future__ import annotations
 

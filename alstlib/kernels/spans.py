@@ -1,4 +1,4 @@
-"""Which queries attend to which keys, as calls of a kernel whose only mask is the causal square.
+"""Which queries attend to which keys, written as calls of a kernel whose only mask is the causal one.
 
 Shape legend: S sequence, N keys, w window.
 

@@ -1,4 +1,4 @@
-"""A core attention that the user gives, as a pair of functions that everything else is composed of.
+"""An attention function of the user's own, made into the pair of functions from which everything else is composed.
 
 Shape legend: B batch, S queries, N keys, H query heads, K key/value heads (H a multiple of K), D head width.
 

@@ -1,4 +1,4 @@
-"""What is measured, simulated or emulated, and how the planner's forms are made of it.
+"""Measure, simulate and emulate runs, and make the planner's closed forms from that.
 
 In the order in which to read it: `simulate` drives the real code at full size with fake tensors; `emulate` is one rank
 of many on one GPU; `peers` trains side by side with the `baselines`; `time_kernels` and `time_layouts` time attention.

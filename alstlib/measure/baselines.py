@@ -1,4 +1,5 @@
-"""The training stacks that `peers` compares, each as one object with the same face: ours, the reference's, plain.
+"""The training programs that `peers` compares (ours, the reference's, plain transformers), each an object with the same
+methods.
 
 The reference is DeepSpeed's ALST stack put together as its tutorial and ArcticTraining do: Ulysses attention registered
 with transformers, its tiled MLP with sequence / width tiles, its fused logits and loss, transformers' checkpointing,

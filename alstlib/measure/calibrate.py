@@ -1,4 +1,4 @@
-"""Writes forms.json, the closed forms that the planner evaluates: `python -m alstlib.measure.calibrate [--jobs 2]`.
+"""Write forms.json, the closed forms that the planner evaluates: `python -m alstlib.measure.calibrate [--jobs 2]`.
 
 It takes some 20 minutes for everything; name families (or `reference`) to do these anew and keep the others.
 """

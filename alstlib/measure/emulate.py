@@ -1,4 +1,5 @@
-"""The worker that emulates one rank of many, `python -m alstlib.measure.emulate --config config.json --out DIR`.
+"""The worker that runs one real rank in place of many: `python -m alstlib.measure.emulate --config config.json --out
+DIR`.
 
 Real tensors of one rank's real sizes, real kernels, and a process group that sends nothing (`emulate` ranks of which
 this process is one): a real device peak and real seconds, of a run that nobody has the GPUs for. What this rank

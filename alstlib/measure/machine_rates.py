@@ -1,4 +1,4 @@
-"""The worker behind `alst check`: how fast this machine is and what its memory holds, measured by the ranks of a run.
+"""The worker of `alst check`: the ranks of a run measure how fast this machine is and what its memory holds.
 
 `python -m alstlib.measure.machine_rates --config config.json --out DIR` under torchrun. Matrix products and attention
 with the shapes of the run's model, copies between device and host, AdamW on the host, an all-to-all and an all-reduce,

@@ -1,4 +1,4 @@
-"""The worker that compares stacks side by side, `python -m alstlib.measure.peers --config config.json --out DIR`.
+"""The worker that compares training programs: `python -m alstlib.measure.peers --config config.json --out DIR`.
 
 One job builds every stack of the run's `peers` (`baselines`) from the same weights, and runs them in turn on the same
 sample: memory and counts in a step of their own, then times, one step of each stack after the other, `steps` times.

@@ -1,4 +1,4 @@
-"""One real training step on a CPU: which bytes are alive when, and where its seconds go, by part of the model.
+"""One real training step on a CPU: which bytes are in use when, and which part of the model takes the time.
 
 `memory_profile` counts with the ledger (`ledger`), `time_profile` takes the time of each operation alone; both ask
 `scope` where in the model an operation runs, in forward, recompute and backward. An instrument costs time and a little

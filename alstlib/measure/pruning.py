@@ -1,4 +1,4 @@
-"""Which moments of a trace can be a run's peak: those that are the largest at some plausible sizes."""
+"""Find the moments of a trace that can be a run's peak: those that are the largest at some plausible sizes."""
 
 from __future__ import annotations
 

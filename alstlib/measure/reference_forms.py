@@ -1,4 +1,4 @@
-"""The closed form of the memory of the reference stack, as the ALST paper ran it: `forms` for somebody else's code.
+"""The closed form of the memory of the paper's programs, as the ALST paper ran them: `forms` for other people's code.
 
 Its own code runs wherever it can without a GPU: transformers' models, loss and layers' checkpoints, PyTorch's reentrant
 `CheckpointFunction`, and DeepSpeed's `UlyssesSPAttentionHF` and `TiledMLP`. Kernels cannot, so functions with the same

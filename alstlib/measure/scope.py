@@ -1,4 +1,4 @@
-"""Where in a model an operation runs, in forward and in backward: to say what memory belongs to, and who took it.
+"""Where in a model an operation runs, in forward and in backward, so that memory and time can be assigned to modules.
 
 Hooks on the modules say it for forward passes and recomputes; an autograd node remembers where it was made, for its
 backward. Nothing here holds a tensor, so that lifetimes stay as they are.

@@ -1,4 +1,5 @@
-"""One rank of many without the GPUs: the real model, exchange, tiles, checkpoints and offload under fake tensors.
+"""Simulate one rank of many without GPUs: the real model, exchange, tiles, checkpoints and offload run under fake
+tensors.
 
 A fake tensor has a shape, a dtype and a device and no memory, so that a laptop runs one rank's step of any model at any
 length, and the byte ledger counts what would be alive. The process group is fake too. What an engine holds besides

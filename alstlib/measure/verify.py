@@ -1,7 +1,6 @@
-"""The proof of `alst verify`: one step of a small model (`small`) attached with the chosen options, on real ranks, has
-the loss and the gradients of plain transformers; or the module that differs first. The tests' sweep over all types of
-models compares with the same functions.
-"""
+"""The comparison behind `alst verify`: one step of a small model (`small`), attached with the chosen options on real
+ranks, is compared in loss and gradients with plain transformers, and the first module that differs is named. The tests'
+sweep over all types of models uses the same functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation checkpoints that wait on the host (ALST, section 3.3), and the count of bytes on device and host.
+"""Activation checkpoints that are kept on the host (ALST, section 3.3), and a ledger of the bytes on device and host.
 
 In the order in which to read it: `checkpoints` recomputes a function from its input; `host_store` is where inputs lie,
 and moves them beside the computation; `ledger` counts bytes; `headroom` measures what a device has left.

@@ -1,4 +1,4 @@
-"""Checkpoints that leave for the host: a layer keeps only its input, and that on the CPU (ALST, section 3.3).
+"""Checkpoints that are moved to the host: a layer keeps only its input, on the CPU (ALST, section 3.3).
 
 `checkpoint` runs a function without a graph and recomputes it in backward. What it keeps in between (the input and, if
 asked, attention outputs) lies in a `HostStore`. When the host has too little room for every input, a `Segment` of

@@ -1,4 +1,5 @@
-"""Tensors that live on the host and visit the device in parts: hidden states, keys and values of layers in row chunks.
+"""Copies tensors that are kept on the host to the device part by part: hidden states, keys and values of layers in
+chunks.
 
 On CUDA with offload `async` parts travel on streams of their own, one part ahead of the computation in each direction;
 otherwise they are copied when they are asked for. A `Courier` serves one pass over one layer; after `finish` everything

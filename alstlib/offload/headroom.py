@@ -1,4 +1,4 @@
-"""What a device has left for attention outputs beside everything a step needs, from steps that have run."""
+"""Measure in the first steps how much device memory is left for attention outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The byte ledger: how much device and host memory a run takes, on a GPU or on a laptop that stands in for one.
+"""The byte ledger counts how much device and host memory a run takes, on a GPU or on a CPU that stands in for one.
 
 On CUDA the device peak comes from PyTorch's allocator. On a CPU an instrument watches every operation and counts the
 storages alive: what a GPU would hold. Host memory is what checkpoint stores have taken and what an engine keeps on the

@@ -1,4 +1,4 @@
-"""What fits, how long it takes and what would help, without torch and without starting anything.
+"""Predict what fits, how long it takes and what would help, without torch and without starting anything.
 
 In the order in which to read it: `model_shapes` reads a model's config and `machine` (with `gpus`, `devices`) what it
 is to run on; `activations` has the closed forms of memory (forms.json, made by `alstlib.measure.calibrate`),

@@ -1,4 +1,5 @@
-"""`alst plan`: what fits, what limits it, what would help and what that costs. Without torch and transformers."""
+"""`alst plan` says what fits, what limits it, what would help and what that costs. It imports neither torch nor
+transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPUs this machine has, asked without torch and without touching a device."""
+"""Which GPUs this machine has, found without torch and without using a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast machines are: a small table with sources, and rates that were measured in their place.
+"""How fast GPUs are: a small table with sources, and measured rates that can replace it.
 
 Rates are what kernels reach, not what data sheets promise. Attention rates count the causal half only.
 """

@@ -1,4 +1,5 @@
-"""What a run is to run on: GPUs, their memory and rates, the host, and what is gone before the first tensor."""
+"""The machine of a run: its GPUs, their memory and rates, its host, and the memory that is in use before the first
+tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What fits: device and host memory of a run, its longest sequence, and what would help, before anything is started.
+"""Predict the device and host memory of a run, the longest sequence that fits, and what would help, before anything is
+started.
 
 Activations come from closed forms (`activations`), model states from DeepSpeed ZeRO's rules, step time from rates
 (`step_time`); what none of these sees (CUDA context, NCCL, fragments) are named terms (`Overheads`) that can be set.

@@ -1,4 +1,4 @@
-"""What the planner says about a run on this machine, before it starts and for comparison with what was measured."""
+"""What the planner says about a run on this machine: before it starts, and for comparison with what was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes of models that a plan needs no download for: small ones with random weights, published ones by hub name."""
+"""Shapes of models for which a plan needs no download: small ones with random weights, and published ones."""
 
 from __future__ import annotations
 

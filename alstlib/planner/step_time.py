@@ -1,4 +1,4 @@
-"""How long a step takes, from its FLOPs, the bytes it moves and rates (`gpus`): an estimate, kernels at their best."""
+"""Estimate the time of a step from its FLOPs, the bytes that it moves, and rates (`gpus`), kernels at their best."""
 
 from __future__ import annotations
 

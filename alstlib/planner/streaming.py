@@ -1,4 +1,5 @@
-"""Where what is as long as the sequence lies while layers run in row chunks, and what is copied. Without torch."""
+"""Where the tensors that grow with the sequence are kept while layers run in chunks, and what is copied. It does not
+import torch."""
 
 from __future__ import annotations
 

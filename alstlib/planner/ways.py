@@ -1,4 +1,5 @@
-"""Ways to run a model on long sequences, compared: layers whole, in row chunks, with more and more on the host."""
+"""Compare the ways to run a model on long sequences: whole layers, layers in chunks, and more and more tensors on the
+host."""
 
 from __future__ import annotations
 

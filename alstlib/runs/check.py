@@ -1,4 +1,4 @@
-"""`alst check`: what this machine reaches, as real ranks measure it in about two minutes, and what looks wrong.
+"""`alst check` measures in about two minutes, with real ranks, what this machine reaches, and says what looks wrong.
 
 The ranks work (`alstlib.measure.machine_rates`); `alst plan --machine FOLDER` plans with their result. Without torch.
 """

@@ -1,4 +1,5 @@
-"""`alst run | report | status | plan | verify | check`: sweeps of runs, driven by papermill, one row at a time."""
+"""The command `alst run | report | status | plan | verify | check`. A sweep's runs are executed by papermill, one after
+another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several nodes: which they are, as a scheduler says it or as flags do, and a job that runs `alst run` on each of them.
+"""Runs on several nodes: which nodes there are, as a scheduler or flags say, and a job that runs `alst run` on each.
 
 A launcher is started once on each node. Slurm is tested with two daemons on one machine. SkyPilot is tested by its
 variables, with two launchers on one machine. Kubeflow and dstack are unchecked beyond the names of their variables.

@@ -1,4 +1,5 @@
-"""A node of a run that is not its head: it starts its part of each attempt, and ends it when the head is gone."""
+"""A follower, a node of a run that is not its head: it starts its part of each attempt, and ends it when the head is
+gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start torchrun from a notebook or a script, follow it, and leave no process behind.
+"""Start torchrun from a notebook or a script, follow its progress, and leave no process behind.
 
 Logs go to files, never through a notebook's kernel; `processes` says how nothing is left.
 Imports neither torch nor transformers: a kernel that launches must not hold a GPU.

@@ -1,4 +1,5 @@
-"""Folders that one process at a time writes: a lock that ends with the process that holds it, and says who that is."""
+"""A lock for a folder, so that only one process at a time writes there. It ends with its process, and says which
+process that is."""
 
 from __future__ import annotations
 

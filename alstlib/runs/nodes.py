@@ -1,4 +1,4 @@
-"""A run on several nodes: the launcher on the head, and on every other node a follower, which starts its part.
+"""A run on several nodes: the launcher is on the head, and on every other node a follower starts that node's part.
 
 `alst run` is started once on each node. The head, node 0, runs the sweep. A follower connects to the launcher of the
 row that runs, says what its node has, gets attempts (`torchrun.Attempt`), and says how its ranks ended. When the

@@ -1,4 +1,5 @@
-"""Executing a notebook with papermill: what ends this process ends its kernel, and the ranks that it started."""
+"""Execute a notebook with papermill. When this process ends, its kernel ends, and so do the ranks that the kernel
+started."""
 
 from __future__ import annotations
 

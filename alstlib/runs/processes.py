@@ -1,4 +1,4 @@
-"""Starting torchrun so that it never outlives its parent, and ending all of it.
+"""Start torchrun so that it never outlives its parent, and end all of its processes.
 
 The agent (torchrun) gets a session of its own; its ranks sit in sessions of their own too, where a signal to the
 agent's group misses them. So the agent is told to end with its parent, each rank to end with its agent, and whatever

@@ -1,4 +1,5 @@
-"""What a run says while it runs: logs, and `progress.jsonl`: rank 0 appends, the launcher reads, a person sees a line.
+"""The progress of a run: rank 0 appends to `progress.jsonl`, the launcher reads it, and a person sees one line; also
+the logs of ranks.
 
 An event is an object with `time` (seconds since the epoch) and `event`, and any of row, seq_len, step, steps,
 tokens_per_second, loss, eta_seconds (of what the event names), message, status.

@@ -1,4 +1,4 @@
-"""`alst report`: the table of results, and a page of a sweep that opens anywhere: one HTML file, nothing outside it.
+"""`alst report` prints the table of results and writes a page of a sweep: one HTML file that needs no other file.
 
 Nothing is computed here: figures are `plots` over results, the rest is what result.json says.
 """

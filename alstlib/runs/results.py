@@ -1,4 +1,4 @@
-"""`result.json`: the only truth about a run. Writing, reading, collecting and tabulating it.
+"""`result.json`, the only record of a run's result: how it is written, read, collected and put into a table.
 
 Imports neither torch nor transformers, so that a launcher or a report starts at once.
 """

@@ -1,4 +1,5 @@
-"""A function of a notebook on real ranks: processes joined by gloo on this machine, gone when the call returns.
+"""Run a function of a notebook on real ranks: processes on this machine that gloo joins, and that end when the call
+returns.
 
 What `launch` is to a whole run, this is to a lesson's or a user's own few lines: no configuration, no result.json.
 Imports no torch: the ranks do.

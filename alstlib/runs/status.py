@@ -1,4 +1,5 @@
-"""`alst status`: what runs, with its step and time left; what finished, failed, is stale or never ran; what to type.
+"""`alst status` says what runs, with its step and the time left; what finished, failed, is stale or never ran; and what
+to type next.
 
 A row runs while a process holds its folder's lock (`locks`): one that was killed is `interrupted`. Where it is and what
 is left comes from its progress.jsonl, how it ended from its result.json.

@@ -1,4 +1,4 @@
-"""Sweeps of runs, named by YAML files (papermill_runs/specs/): reading one, and what is known of it in its folder.
+"""Sweeps of runs, described by YAML files (papermill_runs/specs/): reading such a spec, and the record in its folder.
 
 A spec is a mapping of
 

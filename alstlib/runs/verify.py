@@ -1,6 +1,5 @@
-"""`alst verify`: whether a step with the chosen options has the loss and the gradients of plain transformers, shown
-with a small model of the same architecture on CPU ranks. The ranks work (`alstlib.measure.verify`); without torch.
-"""
+"""`alst verify` shows whether a step with the chosen options has the loss and the gradients of plain transformers. It
+uses a small model of the same architecture on CPU ranks, which run `alstlib.measure.verify`."""
 
 from __future__ import annotations
 

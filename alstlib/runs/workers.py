@@ -1,5 +1,6 @@
-"""What the workers of training runs know of a configuration, checked before one starts: the ablation (`train/ablation`,
-our own loop) and the fine-tuning (`train/finetune`, TRL's SFTTrainer). Without torch."""
+"""What is known of the workers that train, the ablation (`train/ablation`, our own loop) and the fine-tuning
+(`train/finetune`, TRL's SFTTrainer), to check a configuration before a run starts. This module does not import torch.
+"""
 
 from __future__ import annotations
 

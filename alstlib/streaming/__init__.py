@@ -1,4 +1,5 @@
-"""Layers whose rows come in chunks, and models that run in blocks: working memory does not grow with the sequence.
+"""Layers that run in chunks of rows, and models that run in blocks, so that working memory does not grow with the
+sequence.
 
 `chunked` runs a decoder layer chunk by chunk over one growing set of keys and values, which lie in `pages`; `carried`
 is what layers with a state hand on in their place; `sparse` chooses which pages a chunk sees; `blocks` holds the pages

@@ -1,4 +1,4 @@
-"""Attention of a whole model that runs block by block: blocks outermost, layers inside.
+"""Attention of a model that runs by blocks: the outer loop is over blocks of tokens, the inner loop over layers.
 
 Shape legend: B batch, S sequence, P ranks, L = S / P rows of this rank, C rows of a block on this rank, H query heads,
 K key/value heads, D key width, V value width.

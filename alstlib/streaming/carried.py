@@ -1,4 +1,4 @@
-"""What a layer with a state hands from chunk to chunk, and the gradients of it that come back.
+"""What a layer with a state hands from one chunk to the next, and the gradients that come back.
 
 To attention, a chunk needs the keys and values of all rows before it. To a layer with a state (`ulysses.states`) it
 needs one state, and to its convolution the few tokens before the chunk: their size is constant. Forward hands them on.

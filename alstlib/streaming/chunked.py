@@ -1,4 +1,4 @@
-"""A decoder layer streamed in row chunks: working memory of O(chunk), the rest on the device or on the host.
+"""A decoder layer runs in chunks of its rows: working memory is O(chunk), and the rest is on the device or on the host.
 
 Shape legend: B batch, S sequence, P ranks, L = S / P rows of this rank, C rows of a chunk, H query heads, K key/value
 heads, D head width, E model width. Everything token-wise in a layer (norms, projections, RoPE, MLP, residual) needs

@@ -1,4 +1,4 @@
-"""Keys and values of one layer in pages, on the device or on the host, and the sums of their gradients.
+"""The keys and values of one layer in pages, on the device or on the host, with the sums of their gradients.
 
 Shape legend: B batch, S sequence, K key/value heads of this rank, R keys of a page, D key width, V value width.
 

@@ -1,4 +1,4 @@
-"""Sparse attention over pages: which pages of keys a chunk of queries sees.
+"""Sparse attention over pages: each chunk of queries attends to some pages of keys only, which this module chooses.
 
 Shape legend: B batch, C rows of this rank in a chunk, H query heads, K key/value heads, D key width, P ranks.
 

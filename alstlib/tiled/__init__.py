@@ -1,4 +1,4 @@
-"""Token-wise functions in sequence tiles, so that intermediates do not grow with the sequence (ALST, section 3.1).
+"""Token-wise functions run tile by tile, so that intermediates do not grow with the sequence (ALST, section 3.1).
 
 In the order in which to read it: `compute` has the operator, and the modules that stand in for an MLP or a norm;
 `logits` what a head's loss needs of one tile, `loss` the cross-entropy of a language-model head without its logits, and

@@ -1,4 +1,4 @@
-"""Tiled compute: token-wise functions in sequence tiles, so that intermediates are O(tile) (ALST, section 3.1).
+"""Tiled compute: token-wise functions run tile by tile, so that intermediates are O(tile) (ALST, section 3.1).
 
 Shape legend: B batch, S tokens of this rank, E model width.
 

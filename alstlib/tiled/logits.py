@@ -1,4 +1,4 @@
-"""The logits of one tile: what a model does to them, their softmax, and the gradients that a head gets of them.
+"""The logits of one tile: what a model does to them, their softmax, and the gradients that the head gets from them.
 
 Shape legend: N tokens, t tokens of a tile, E model width, V vocabulary.
 """

@@ -1,4 +1,5 @@
-"""Tiled logits and loss: the cross-entropy of a language-model head without the logits (ALST, section 3.1).
+"""Tiled logits and loss: the cross-entropy of a language-model head, without the logits of the whole sequence (ALST,
+section 3.1).
 
 Shape legend: B batch, S tokens of this rank, E model width, V vocabulary. Logits exist for one tile at a time.
 

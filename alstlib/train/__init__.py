@@ -1,4 +1,4 @@
-"""The workers that train, and what they are made of.
+"""The workers that train, and the parts that they are made of.
 
 In the order in which to read it: `ablation` is the worker of a run (`worker` is what every worker does); `models` and
 `loading` make the model, `engine` wraps it in DeepSpeed, `state` and `resume` save and continue a training, `search`

@@ -1,4 +1,5 @@
-"""The worker of a run: `python -m alstlib.train.ablation --config FILE --out DIR` under torchrun; one result.json.
+"""The worker of a run, started by torchrun: `python -m alstlib.train.ablation --config FILE --out DIR`. It writes
+result.json.
 
 A run trains: real text, real optimizer steps, finite losses. With `search`, it first finds the longest sequence whose
 peak stays within the device budget (`search.py`), and then trains at that length.

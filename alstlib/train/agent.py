@@ -1,4 +1,4 @@
-"""torchrun as our runs start it, `python -m alstlib.train.agent` with its own flags: it listens on one address only.
+"""torchrun as alstlib starts it, `python -m alstlib.train.agent` with torchrun's flags: it listens on one address only.
 
 torchrun's own rendezvous listen on all interfaces, and `c10d` (also behind `--standalone`) unpickles what it finds in
 its store, so that a stranger on the network can run code. Here the first node's agent binds the store's socket itself,

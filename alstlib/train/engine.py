@@ -1,4 +1,4 @@
-"""DeepSpeed around an attached model: its configuration, what it keeps on the host, saving models."""
+"""The DeepSpeed engine around an attached model: its configuration, what it keeps on the host, and saving models."""
 
 from __future__ import annotations
 

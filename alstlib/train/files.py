@@ -1,4 +1,5 @@
-"""The folder of a training state: `state.json` and each rank's file, written whole or not at all, and checked."""
+"""The folder of a training state: `state.json` and a file for each rank, which are written completely or not at all,
+and checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker of a fine-tuning: `python -m alstlib.train.finetune --config FILE --out DIR` under torchrun.
+"""The worker of a fine-tuning, started by torchrun: `python -m alstlib.train.finetune --config FILE --out DIR`.
 
 TRL's SFTTrainer trains, with `alstlib.TrainerMixin` before it. Schedules, evaluation, trackers, LoRA, checkpoints,
 resume, the model card and the hub are the libraries', and what is here maps a run's fields to theirs (`settings`). On a

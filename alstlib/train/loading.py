@@ -1,4 +1,4 @@
-"""Loading a model onto ranks: rank 0 has its weights, and the others get them one tensor at a time.
+"""Loading a model onto the ranks: rank 0 reads the weights, and the other ranks get them one tensor at a time.
 
 So the hosts hold one copy of the weights for all ranks. Under ZeRO-3 a device never holds more of them than its part
 and one whole tensor: a model may be larger than a device.

@@ -1,4 +1,5 @@
-"""Models to run: built-in shapes with random weights, hub names, local paths; and what their FLOPS are counted from."""
+"""The models of runs (built-in shapes with random weights, hub names, local paths) and the sizes from which FLOPS are
+counted."""
 
 from __future__ import annotations
 

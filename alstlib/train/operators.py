@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled operators: built once for an environment, under a lock that ends with the process that holds it.
+"""DeepSpeed's compiled operators are built once for each environment, under a lock that ends with its process.
 
 PyTorch guards a build by a file that nobody owns: who finds one that a killed run left waits for ever. So a rank loads
 what `deepspeed.initialize` would load before that does, from a folder of ours where it is built already, or builds it

@@ -1,4 +1,4 @@
-"""The pieces of a training state that each rank holds, and how `torch.distributed.checkpoint` saves and loads them.
+"""The parts of a training state that each rank holds, and how `torch.distributed.checkpoint` saves and loads them.
 
 A tensor of the state is flat. Each rank saves its pieces, at their offsets, and reads those that it holds from whatever
 pieces are there, of any number of ranks and any ZeRO stage.

@@ -1,4 +1,4 @@
-"""The training states of one run: which one it continues from, when it saves one, and what is kept.
+"""The training states of one run: which one it continues from, when it saves one, and which are kept.
 
 The same command continues by itself: a state of the same configuration in the run's own folder comes before
 `resume_from`. A state there that is not continued is never replaced, unless it is that of this run, which ended well.

@@ -1,4 +1,4 @@
-"""The longest sequence that fits a memory budget, with few and short trials.
+"""Search for the longest sequence that fits a memory budget, with few and short trials.
 
 A step's peak grows (almost) linearly with the length, so two short trials predict where it meets the budget, and a
 trial there corrects the prediction. Every length that counts has been run: the answer's own peak is measured within the

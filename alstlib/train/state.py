@@ -1,4 +1,4 @@
-"""Training states on disk: weights, optimizer and place in the data. They are written while the training goes on.
+"""Training states on disk: weights, optimizer and position in the data. They are written while training continues.
 
 PyTorch's `torch.distributed.checkpoint` writes and reads them: every rank saves the pieces of fp32 weights and moments
 that it holds, flat and by parameter name, and loading takes what it needs from any number of ranks' files under any

@@ -1,4 +1,4 @@
-"""What every worker under torchrun does: its device, joining the ranks, one result.json of what came of its job."""
+"""What every worker does under torchrun: choose its device, join the ranks, and write one result.json."""
 
 from __future__ import annotations
 

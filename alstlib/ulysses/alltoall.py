@@ -1,4 +1,5 @@
-"""The exchange at the heart of Ulysses: slices of the sequence for blocks of heads, and back (ALST, section 3.2).
+"""The exchange of Ulysses: slices of the sequence become blocks of heads, and blocks of heads become slices (ALST,
+section 3.2).
 
 Shape legend: B batch, S sequence, P sequence-parallel degree, L = S / P, H heads, h = H / P, D width.
 Sequence layout [B, H, L, D]: all heads of this rank's tokens. Head layout [B, h, S, D]: this rank's heads of all

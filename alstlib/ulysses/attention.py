@@ -1,4 +1,4 @@
-"""Ulysses attention: exchange, core attention on whole sequences of some heads, exchange back (ALST, section 3.2).
+"""Ulysses attention: exchange, attention over whole sequences of some heads, and exchange back (ALST, section 3.2).
 
 Shape legend: B batch, S sequence, P ranks, L = S / P, H query heads, K key/value heads, D key width, V value width.
 

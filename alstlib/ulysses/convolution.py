@@ -1,4 +1,4 @@
-"""The short causal convolution of layers with a state, over a sequence that is sharded over ranks.
+"""The short causal convolution of layers with a state, over a sequence of which each rank holds a slice.
 
 Shape legend: B batch, S sequence, P ranks, L = S / P tokens of this rank, C channels, W width (in tokens).
 

@@ -1,4 +1,4 @@
-"""How the heads of one call of attention lie on the ranks of an SP group: whole heads, or also parts of heads.
+"""How the heads of one attention call are divided among the ranks of an SP group: whole heads, or parts of heads too.
 
 Shape legend: B batch, S sequence, P ranks, L = S / P, H query heads, K key/value heads, D width.
 

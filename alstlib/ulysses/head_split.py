@@ -1,4 +1,5 @@
-"""Heads that the ranks cannot share evenly: whole heads and parts of heads, by a plan that every rank can make alone.
+"""Heads that cannot be divided evenly among the ranks: a plan of whole heads and parts of heads, which every rank can
+make alone.
 
 Shape legend: B batch, S tokens of all ranks in a call, P ranks, L = S / P, H query heads, K key/value heads, G = H / K,
 D width.

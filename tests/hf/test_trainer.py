@@ -419,7 +419,7 @@ class PadsLeft:
         ({"sp": 0}, "sp=0 must be a whole number of at least 1"),
         ({"alst": {"offload": "async"}}, "must be an alstlib.Options"),
         ({"compute_loss_func": print}, "override compute_loss instead"),
-        ({"settings": {"accelerator_config": {"dispatch_batches": True}}}, "dispatch_batches=True cannot be run"),
+        ({"settings": {"accelerator_config": {"dispatch_batches": True}}}, "dispatch_batches=True cannot be used"),
         ({"data_collator": PadsLeft()}, r"tokenizer.padding_side = 'right'"),
         ({"cls": type("Mine", (alstlib.TrainerMixin, OwnLoss), {})}, "OwnLoss has its own compute_loss"),
     ],
