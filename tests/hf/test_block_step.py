@@ -344,7 +344,7 @@ def test_ligers_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refusals() -> None:
     model, batch = make_model("gqa"), batch_of(sample())
     handle = alstlib.apply(model, None, alstlib.Options(chunk=6))
-    with pytest.raises(ValueError, match=r"chunk=6 .* Options\(chunk=None\) and block=6"):
+    with pytest.raises(ValueError, match=r"chunk=6, .* Options\(chunk=None\) and block=6"):
         alstlib.block_step(model, batch)
     handle.detach()
     with pytest.raises(ValueError, match="attach the model with"):
