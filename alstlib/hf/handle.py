@@ -78,8 +78,8 @@ class Options:
     time is copied to the device. `auto`: on the host where checkpoints are offloaded."""
     kv: Place = "auto"
     """Where keys and values are kept, with the sums of their gradients: those of one layer with `chunk`, those of all
-    layers with `block_step`. `auto`: on the host where checkpoints are offloaded and keys and values would take more
-    than half of a GPU's free memory."""
+    layers with `block_step`. `auto`: on the host where checkpoints are offloaded, keys and values would take more
+    than half of a GPU's free memory, and the host has room for them."""
     sparse: Sparse | None = None
     """With `chunk`: each chunk of queries attends only to selected pages of keys, which approximates attention
     (`alstlib.Sparse(top=16)`); None: to all keys, exactly."""
