@@ -50,7 +50,7 @@ def test_a_missing_field_is_named(name: str, absent: bool) -> None:
         data[name] = None
     with (
         alstlib.apply(make_model()) as handle,
-        pytest.raises(ValueError, match=rf"the batch has no {name}, only ") as e,
+        pytest.raises(ValueError, match=rf"the batch has no {name}; it has ") as e,
     ):
         alstlib.causal_lm_loss(handle.model, data)
     assert all(n in str(e.value) for n in others)
