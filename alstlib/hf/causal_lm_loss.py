@@ -97,7 +97,7 @@ def check_batch(batch: Mapping[str, Any], engine_divides_by: int) -> None:
     for name in ("input_ids", "position_ids", "shift_labels"):
         if batch.get(name) is None:
             raise ValueError(
-                f"the batch has no {name}; it has {', '.join(batch) or 'nothing'}. Give a batch that SPDataLoader yields"
+                f"the batch has no {name}; it has {', '.join(batch) or 'nothing'}. Give a batch of SPDataLoader"
             )
     if engine_divides_by < 1:
         raise ValueError(f"engine_divides_by={engine_divides_by} must be at least 1")
