@@ -85,7 +85,12 @@ def block_step(
     try:
         with torch.no_grad():
             found = [Statistics() if statistics else None for _ in order]
-            losses = torch.stack([part.run(engine, i, making=True, found=f) for (part, i), f in zip(order, found)])
+            made = []
+            for (part, i), statistic in zip(order, found):
+                made.append(part.run(engine, i, making=True, found=statistic))
+                if len(made) == 1 and not isinstance(made[0], FakeTensor):
+                    handle.plan_states(part.blocks)
+            losses = torch.stack(made)
             sums = torch.stack([f.sums() for f in found if f is not None]).sum(0) if statistics else None
             total = losses.double().sum().to(losses.dtype)
             if micro.call.router is not None:

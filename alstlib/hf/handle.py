@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from alstlib.config import Bytes, Count, FlagOrAuto, Place, Text, Tile, check_checkpoints, check_fields, check_places
 from alstlib.hf.edits import Edits
 from alstlib.hf.inputs import Call
+from alstlib.hf.mixers import mixers_of
 from alstlib.hf.support import Facts
 from alstlib.mesh import SPContext
 from alstlib.offload import headroom
@@ -152,6 +153,8 @@ class Handle:
         self.next_call: Call | None = None
         """The call that begins next, made elsewhere: a block of a micro-batch."""
         self._needed = 0
+        self._handed_on = 0
+        """Bytes that layers with a state hand on from a block, as the last micro-batch had them."""
         self._call: Call | None = None
         self._plain = False
         self._ends: list[Callable[[], Any]] = []
@@ -264,12 +267,8 @@ class Handle:
         if not isinstance(x, FakeTensor):
             mine = [every, -outputs, lacking * ctx.world_size + ctx.rank]
             every, negative, most = ctx.largest(mine)
-            outputs, (most, rank) = -negative, divmod(most, ctx.world_size)
-            if most > 0 and not lacking:
-                raise HostOutOfMemory(
-                    f"offload needs {most:,} bytes of host memory more than rank {rank} has left; use shorter "
-                    "sequences, more ranks, a larger host_memory, or offload='none'"
-                )
+            outputs = -negative
+            self._check_hosts(most, lacking)
         if options.save_attention == "auto":
             needed += outputs * output
         self._needed = needed
@@ -321,11 +320,38 @@ class Handle:
             heads = max(kv_needed(keys.heads, keys.kv_heads, ranks))
             rows = x.shape[0] * blocks.kept_rows(keys.window)
             pages += keys_and_values(rows, heads, keys.widths, x.element_size())
+        pages += (blocks.count - 1) * self._handed_on
         self.place_keys(x, len(self.keys), pages)
         self.plan(x, len(self.keys), pages=pages if self.kv_on_host else 0)
         if self.kv_on_host:
             blocks.courier = Courier(self.store, x.device)
         blocks.planned = True
+
+    def plan_states(self, blocks: Blocks) -> None:
+        """After a micro-batch's first block, with pages on the host: what its layers with a state hand on from a block
+        is known then, and granted for all blocks.
+
+        Raises:
+            HostOutOfMemory: on every rank, where on some rank it does not fit.
+        """
+        before, self._handed_on = self._handed_on, blocks.carried.nbytes
+        if not self.kv_on_host or not any(mixers_of(layer) for layer in self.facts.layers):
+            return
+        self._needed += (blocks.count - 1) * max(0, self._handed_on - before)
+        store, left = self.store, self._needed - self.store.leased
+        lacking = max(0, left - store.room() - store.unused)
+        self._check_hosts(self.ctx.largest([lacking * self.ctx.world_size + self.ctx.rank])[0], lacking)
+        store.reserve(left)
+
+    def _check_hosts(self, most: int, lacking: int) -> None:
+        """Raise an error where this rank lacks no host memory and another does: `most` is the largest of all ranks'
+        bytes that they lack * world size + rank."""
+        most, rank = divmod(most, self.ctx.world_size)
+        if most > 0 and not lacking:
+            raise HostOutOfMemory(
+                f"offload needs {most:,} bytes of host memory more than rank {rank} has left; use shorter "
+                "sequences, more ranks, a larger host_memory, or offload='none'"
+            )
 
     def renew_plan(self) -> None:
         """Before a block's backward: what was granted for all of them, less what pages have taken of it."""

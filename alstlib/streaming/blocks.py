@@ -7,8 +7,9 @@ Everything token-wise in a model needs only its own rows, so what a block hands 
 values. Forward runs the blocks in order without a graph and leaves these in pages, one for each block. Backward goes
 from the last block to the first: it recomputes a block with its graph and calls backward; attention adds what the block
 contributes to the gradients of earlier pages, and takes what later blocks have added to its own. Layers with a state
-hand that on instead (`carried`), and what each block began with is kept. What lies on the device is one block and few
-pages of one layer; what grows with the sequence is pages. (SeCO and SeCOv2 run models this way.)
+hand that on instead (`carried`), and what each block began with is kept where pages are. What lies on the device is one
+block and few pages of one layer; what grows with the sequence is pages, and states before blocks. (SeCO and SeCOv2 run
+models this way.)
 
 A page keeps only the rows that a later block sees: under a sliding window its last ones, of a document that ends with
 the block none, and of the last block none. A block's own rows are made again by its recompute.
@@ -162,7 +163,8 @@ class Blocks:
     def carry(self, key: Hashable, step: Step, inputs: Sequence[Tensor]) -> Tensor:
         """The output for the block of a call of a part that hands something on; `key` is of the call."""
         rows, p = (self.ranks * self.rows.start, self.ranks * self.rows.stop), self.ranks
-        return self.carried.run(key, step, inputs, rows, p * self.length, graph=torch.is_grad_enabled())
+        how: dict[str, Any] = {"graph": torch.is_grad_enabled(), "keep": self.making, "courier": self.courier}
+        return self.carried.run(key, step, inputs, rows, p * self.length, **how)
 
     def _of(self, layer: int) -> BlockPages:
         if not self.pages:
@@ -174,6 +176,7 @@ class Blocks:
         """The block's backward has run: nobody needs its pages any more."""
         for pages in self.pages:
             pages.drop(self.index)
+        self.carried.drop(self.ranks * self.rows.start)
 
     def close(self) -> None:
         """Let all pages go, once no copy of them is on its way."""

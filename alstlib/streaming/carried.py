@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alstlib.offload.courier import Courier
 from alstlib.recompute import first_order
 
 Step = Callable[[Tensor | None, int, int], tuple[Tensor, Tensor]]
@@ -26,14 +27,19 @@ class Carried:
     """What the parts of a layer (or of a model) hand from chunk to chunk. Each part has a key of its own."""
 
     def __init__(self) -> None:
-        self.before: dict[Hashable, dict[int, Tensor | None]] = {}
+        self.before: dict[Hashable, dict[int, _Held]] = {}
         """What chunks begin with, by their first row."""
         self.grads: dict[Hashable, Tensor] = {}
         """Gradients of what the chunk handed on that is next in backward."""
 
+    @property
+    def nbytes(self) -> int:
+        """Of what is kept."""
+        return sum(held.nbytes for parts in self.before.values() for held in parts.values())
+
     def run(
         self, key: Hashable, step: Step, inputs: Sequence[Tensor], rows: tuple[int, int], length: int, *, graph: bool,
-        forget: bool = False,
+        forget: bool = False, keep: bool = True, courier: Courier | None = None,
     ) -> Tensor:  # fmt: skip
         """One part's output for the chunk of rows [first, last).
 
@@ -41,16 +47,44 @@ class Carried:
             inputs: of the step.
             graph: does a backward of this chunk follow?
             forget: nobody will ask for what this chunk begins with again.
+            keep: a later chunk will ask for what this one hands on.
+            courier: takes that to the host, and brings it back; None: it stays on the device.
         """
-        (first, last), before = rows, self.before.setdefault(key, {0: None})
-        start = before.pop(first) if forget else before[first]
+        (first, last), before = rows, self.before.setdefault(key, {0: _Held(None, None)})
+        start = (before.pop(first) if forget else before[first]).get()
         if graph and start is not None:
             start = _Begins.apply(self, key, start, *inputs)
         out, end = step(start, first, length)
         if graph:
             return _HandsOn.apply(out, end, self, key)
-        before[last] = end
+        if keep and last < length:
+            before[last] = _Held(end, courier)
         return out
+
+    def drop(self, first: int) -> None:
+        """Let go of what the chunk began with whose rows begin here."""
+        for parts in self.before.values():
+            parts.pop(first, None)
+
+
+class _Held:
+    """What a chunk begins with: zeros (None), or a tensor on the device or on the host."""
+
+    def __init__(self, tensor: Tensor | None, courier: Courier | None) -> None:
+        self.tensor, self.courier, self.sent = tensor, courier, None
+        if tensor is not None and courier is not None:
+            self.tensor = courier.empty(tensor.shape, tensor.dtype)
+            self.sent = courier.send(self.tensor, tensor)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.tensor is None else self.tensor.nbytes
+
+    def get(self) -> Tensor | None:
+        """The tensor, on the device."""
+        if self.tensor is None or self.courier is None:
+            return self.tensor
+        return self.courier.fetch(self.tensor, after=self.sent).get()[0]
 
 
 class _Begins(torch.autograd.Function):

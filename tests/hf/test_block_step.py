@@ -248,13 +248,19 @@ def test_dropout_is_replayed() -> None:
     assert slope == pytest.approx(numerical, rel=1e-5)
 
 
+def wide_states(**overrides: Any) -> Any:
+    return zoo.build_hybrid("qwen3_5", linear_key_head_dim=64, linear_value_head_dim=64, **overrides)
+
+
 @pytest.mark.slow
-def test_device_memory_does_not_grow() -> None:
-    """From 3 blocks to 9, with pages on the host: the peak grows by the tokens, positions and labels of a row."""
+@pytest.mark.parametrize("build", [make_model, wide_states], ids=["attention", "states"])
+def test_device_memory_does_not_grow(build: Any) -> None:
+    """From 3 blocks to 9, with pages and states on the host: the peak grows by the tokens, positions and labels of a
+    row."""
 
     def peak(blocks: int) -> tuple[int, int]:
         gc.collect()  # models of earlier tests, which would be freed in between
-        model = make_model("gqa", max_position_embeddings=2048)
+        model = build(max_position_embeddings=2048)
         batch = batch_of(make_samples(1, 64 * blocks)[0])
         with alstlib.apply(model, None, alstlib.Options(**HOST)) as handle, Ledger("cpu", [handle.store]) as ledger:
             ledger.mark_host(())
@@ -362,9 +368,9 @@ def test_refusals() -> None:
             alstlib.block_step(model, batch)
 
 
-def limited(rank: int, world: int, memory: int) -> tuple[str, int]:
+def limited(rank: int, world: int, memory: int, states: bool = False) -> tuple[str, int]:
     """What a step says, and the host memory it takes, where the last rank has so much of it."""
-    ctx, model, message = alstlib.SPContext.create(world), make_model("gqa"), ""
+    ctx, model, message = alstlib.SPContext.create(world), wide_states() if states else make_model("gqa"), ""
     options = alstlib.Options(**HOST, host_memory=10**6 if rank == 0 else memory)
     with alstlib.apply(model, ctx, options) as handle:
         try:
@@ -384,6 +390,15 @@ def test_a_host_without_room_is_refused_on_all_ranks_before_anything_is_taken(ra
     assert taken == taken_too == 0
     (_, (message, taken)) = ranks2(limited, least)
     assert (message, taken) == ("", least)
+
+
+def test_states_of_blocks_count_among_what_a_host_must_have_room_for(ranks2: Any) -> None:
+    """They are known after the first block."""
+    (message, taken), _ = ranks2(limited, 10**6, True)
+    assert (message, taken > 2 * 2 * 4 * 64 * 64) == ("", True)
+    (other, _), (own, _) = ranks2(limited, taken - 1, True)
+    assert "bytes of host memory more than rank 1 has left" in other
+    assert "of host memory for this rank" in own
 
 
 def static_graph(rank: int, world: int) -> str:

@@ -175,6 +175,11 @@ def test_blocks_without_checkpoints(pools: Callable[[int], Any]) -> None:
         assert result["result"] == "exact", result
 
 
+def test_blocks_on_the_host(pools: Callable[[int], Any]) -> None:
+    for result in pools(2)(step, "qwen3_5", True, {"block": 19, "offload": "sync", "kv": "host"}):
+        assert result["result"] == "exact", result
+
+
 def test_without_checkpoints(pools: Callable[[int], Any]) -> None:
     for result in pools(2)(step, "qwen3_next", True, {"checkpoint": False}):
         assert result["result"] == "exact", result
