@@ -265,7 +265,7 @@ def text(sweep: Sweep) -> list[str]:
 
 
 def _unusable(sweep: Sweep) -> str:
-    return f"{sweep.name}: its spec cannot be read, so stale rows cannot be told: {sweep.problem}"
+    return f"{sweep.name}: its spec cannot be read, so it is not known which rows are stale: {sweep.problem}"
 
 
 def overview(found: Sequence[Sweep]) -> list[str]:

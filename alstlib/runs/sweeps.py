@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from alstlib.config import FOLDER_NAME, ROWS, RunConfig, check_names, row_config
+from alstlib.config import FOLDER_NAME, ROWS, RunConfig, check_names, nearest_path, row_config
 from alstlib.planner import devices
 from alstlib.runs import launch, locks, results, workers
 
@@ -81,6 +81,8 @@ def load_spec(
         ValueError: what cannot be read, unknown names (with the nearest known one), or values RunConfig refuses.
     """
     path = Path(path).resolve()
+    if not path.exists():
+        raise ValueError(f"the spec {shown(path)} does not exist; {nearest_path(path)}")
     try:
         spec = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:

@@ -455,7 +455,7 @@ def test_rows_that_are_not_in_the_spec_and_specs_that_do_not_exist(tmp_path, cap
     assert cli.main(["run", str(write_spec(tmp_path)), "--rows", "good,bda"]) == 2
     assert "unknown row 'bda'; did you mean 'bad'?" in capsys.readouterr().err
     assert cli.main(["status", str(tmp_path / "no.yaml")]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert "no.yaml does not exist; " in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path)]) == 2
 
 
