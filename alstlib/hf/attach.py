@@ -115,7 +115,7 @@ def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
         found = [(n, m) for n, m in layer.named_children() if n in names]
         for name, m in layer.named_children() if found else ():
             if (name == "experts" or hasattr(m, "experts")) and not any(m is mlp for _, mlp in found):
-                handle.notes.append(f"layer {i}: {name} ({type(m).__name__}) stands beside its MLP: left untiled")
+                handle.notes.append(f"layer {i}: {name} ({type(m).__name__}) is not inside its MLP: left untiled")
         if not found:
             handle.notes.append(f"layer {i} ({type(layer).__name__}) has no MLP module: left untiled")
             continue

@@ -51,11 +51,11 @@ def check_model(model: PreTrainedModel, ctx: SPContext, attention: str | Callabl
     """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        hint = "; give model.get_base_model(), and call either" if hasattr(model, "get_base_model") else ""
-        raise ValueError(f"apply needs a transformers model before any wrapping, got {name}{hint}")
+        hint = "; give model.get_base_model()" if hasattr(model, "get_base_model") else ""
+        raise ValueError(f"apply needs a transformers model that nothing wraps yet, but got {name}{hint}")
     config = model.config.get_text_config()
     if ATTACHED in model.__dict__:
-        raise ValueError(f"{name} is attached already; call its handle's detach() first")
+        raise ValueError(f"{name} is attached already; call detach() of its handle first")
     if config.is_encoder_decoder or not getattr(config, "is_causal", True) or model.get_output_embeddings() is None:
         raise ValueError(f"{name} is not a decoder-only causal language model with a head")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -213,7 +213,7 @@ def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[s
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     if kinds and index is not None and kinds[index] == "sliding_attention" and kwargs.get("sliding_window") is None:
-        raise ValueError(f"{where} slides by config.layer_types, but its attention does not say its window")
+        raise ValueError(f"{where} has a sliding window by config.layer_types, but does not tell it to its attention")
     window = getattr(config, "sliding_window", None)
     makes_masks = hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
     slides = window is not None and getattr(config, "use_sliding_window", True) and makes_masks

@@ -118,7 +118,7 @@ def test_failed_apply_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_apply_twice_is_refused_and_after_detach_allowed() -> None:
     model = make_model()
-    with alstlib.apply(model), pytest.raises(ValueError, match=r"attached already; call its handle's detach\(\)"):
+    with alstlib.apply(model), pytest.raises(ValueError, match=r"attached already; call detach\(\) of its handle"):
         alstlib.apply(model)
     loss, want = plain(model)
     with alstlib.apply(model, None, alstlib.Options(**ALL_ON)):
@@ -528,7 +528,7 @@ def test_lora(order: str) -> None:
 
 def test_a_peft_model_itself_is_refused() -> None:
     wrapped = lora(make_model())
-    with pytest.raises(ValueError, match=r"before any wrapping, got PeftModel.*; give model.get_base_model\(\)"):
+    with pytest.raises(ValueError, match=r"that nothing wraps yet, but got PeftModel.*; give model.get_base_model\(\)"):
         alstlib.apply(wrapped)
     alstlib.apply(wrapped.get_base_model()).detach()
 
@@ -550,8 +550,8 @@ def mixing(module: nn.Module) -> PreTrainedModel:
 REFUSED: dict[str, tuple[Any, str]] = {
     "encoder-decoder": (t5, "T5ForConditionalGeneration is not a decoder-only causal language model"),
     "no head": (lambda: make_model().model, "LlamaModel is not a decoder-only causal language model with a head"),
-    "not a model": (lambda: nn.Linear(3, 3), "needs a transformers model before any wrapping, got Linear"),
-    "wrapped": (lambda: nn.Sequential(make_model()), "before any wrapping, got Sequential"),
+    "not a model": (lambda: nn.Linear(3, 3), "needs a transformers model that nothing wraps yet, but got Linear"),
+    "wrapped": (lambda: nn.Sequential(make_model()), "that nothing wraps yet, but got Sequential"),
     "own attention": (
         lambda: small("BloomConfig", n_layer=1, n_head=4),
         "BloomForCausalLM computes attention by itself, not through transformers' AttentionInterface",

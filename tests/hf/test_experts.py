@@ -367,7 +367,7 @@ def test_experts_that_a_layer_calls_itself_are_said() -> None:
         out = alstlib.causal_lm_loss(model, shard_batch(sample(), 1, 0))
         out.loss.backward()
         assert handle.notes == [
-            f"layer {i}: experts (Gemma4TextExperts) stands beside its MLP: left untiled" for i in range(2)
+            f"layer {i}: experts (Gemma4TextExperts) is not inside its MLP: left untiled" for i in range(2)
         ]
     assert out.mean.item() == pytest.approx(loss, rel=1e-6)
     assert worst_error({n: p.grad for n, p in model.named_parameters() if n in want}, want)[0] < 1e-5

@@ -352,7 +352,7 @@ def test_what_a_call_asks_of_attention(given: dict[str, Any], message: str | Non
 def test_a_sliding_layer_that_does_not_say_its_window_is_refused() -> None:
     model = zoo.build("gemma3")
     model.model.layers[0].self_attn.sliding_window = None
-    with pytest.raises(ValueError, match=r"layer 0 .* slides by config.layer_types, but"):
+    with pytest.raises(ValueError, match=r"layer 0 .* has a sliding window by config.layer_types, but"):
         alstlib.apply(model)
 
 
