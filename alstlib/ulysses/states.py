@@ -325,8 +325,8 @@ class _OverRanks(torch.autograd.Function):
                     run.of(whole).copy_(of[i])
             sums.add([of.get(i) for i in range(count, len(ctx.like))], last=run is runs[-1])
             run.leaves, run.before, run.out, run.after = (), None, None, None
-        grad = None if ctx.start is None else grad.to(ctx.start)
-        return (None, None, None, None, None, None, grad, *wholes, *sums.done())
+        into = None if ctx.start is None else grad.to(ctx.start)
+        return (None, None, None, None, None, None, into, *wholes, *sums.done())
 
 
 def _there(x: Tensor | None) -> Tensor:
