@@ -123,7 +123,7 @@ def verdict(answer: dict[str, Any]) -> tuple[str, str]:
         return "equal", f"loss and every gradient are those of plain transformers, to {worst:.1e}"
     first = next((case["first"] for case in wrong if case.get("first")), None)
     why = f"first {said(first)}" if first else wrong[0]["reason"]
-    return "differs", f"{len(wrong)} of {len(cases)} cases differ; {why}"
+    return "differs", f"{len(wrong)} of {len(cases)} cases; {why}"
 
 
 def said(first: dict[str, Any]) -> str:
