@@ -125,7 +125,7 @@ class _Pen:
         self.axes, self.bright = axes, bright
 
     def ink(self, group: str, color: str = "#111111") -> str:
-        return color if group in self.bright else "#9b9b9b"
+        return color if group in self.bright else "#808080"
 
     def box(
         self,

@@ -16,6 +16,7 @@ from alstlib.units import format_bytes, format_tokens
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 """Okabe and Ito's colours, which people with any colour vision can tell apart."""
 MARKERS = "osD^vPX"
+PAGE = 8.5  # inches that JupyterLab has for an output on a laptop with its side bar open
 AREAS = (*PALETTE, "#F0E442", "#999999", "#882255")
 """Colours of parts that lie on each other: more of them, so that no two parts differ only by a hatch."""
 
@@ -99,6 +100,11 @@ def token_axis(axis: Any, label: str = "sequence length [tokens]") -> None:
     axis.set_major_formatter(FuncFormatter(lambda x, _: _short(x)))
 
 
+def _ink(i: int) -> str:
+    """For text on the i-th colour of PALETTE: white on the two dark ones."""
+    return "white" if PALETTE[i % 7] in (PALETTE[0], PALETTE[6]) else "black"
+
+
 def _short(x: float) -> str:
     return f"{x / 1e6:.3g}M" if x >= 999_500 else f"{x / 1e3:.3g}K" if x >= 1000 else f"{x:.0f}"
 
@@ -128,11 +134,11 @@ def _length_bars(axes: Any, names: Sequence[str], lengths: Sequence[int | None],
 
 
 def peaks(
-    tried: Mapping[str, Sequence[tuple[int, int]]],
-    budget: int | None = None,
-    ylabel: str = "device peak of the fullest rank [MiB]",
-) -> Figure:
-    """Measured (length, device peak in bytes) of rows, one line for each row, and their budget."""
+    tried: Mapping[str, Sequence[tuple[int, int]]], budget: int | None = None,
+    ylabel: str = "device peak of the fullest rank [MiB]", zero: bool = True,
+) -> Figure:  # fmt: skip
+    """Measured (length, device peak in bytes) of rows, one line for each row, and their budget. The axis begins at zero
+    unless `zero` is False."""
     figure, axes = _axes(8, 4.2)
     for i, (name, points) in enumerate(tried.items()):
         x, y = zip(*points)
@@ -145,6 +151,8 @@ def peaks(
                   transform=axes.get_yaxis_transform())  # fmt: skip
     token_axis(axes.xaxis)
     axes.set_ylabel(ylabel)
+    if zero:
+        axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=9)
     return _finish(figure)
 
@@ -171,16 +179,15 @@ def parity(losses: Mapping[str, Sequence[float]]) -> Figure:
 
 
 def memory_curves(curves: Mapping[str, Sequence[int]], title: str = "") -> Figure:
-    """Live device bytes over one training step (in allocations, not seconds), one line for each setting."""
+    """Live device bytes from start to end (in allocations, not seconds) and their peak, a line for each setting."""
     figure, axes = _axes(8, 3.8)
     for i, (name, curve) in enumerate(curves.items()):
         x = [j / max(1, len(curve) - 1) for j in range(len(curve))]
         peak = max(range(len(curve)), key=curve.__getitem__)
         y = [b / 2**20 for b in curve]
-        axes.plot(x, y, linewidth=1.2, markevery=[peak], label=name, **_look(i))
-        axes.annotate(format_bytes(curve[peak]), (x[peak], y[peak]), (5, 5), textcoords="offset points", fontsize=8,
-                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 0, "alpha": 0.7})  # fmt: skip
-    axes.set_xlabel("progress of one training step [share of its allocations]")
+        label = f"{name}: peak {format_bytes(curve[peak])}"  # a number in the plot would lie on other lines
+        axes.plot(x, y, linewidth=1.2, markevery=[peak], label=label, **_look(i))
+    axes.set_xlabel("progress of each line [share of its allocations]")
     axes.set_ylabel("live device memory [MiB]")
     axes.set_title(title, loc="left")
     axes.legend(frameon=False)
@@ -219,11 +226,15 @@ def blocks(
         texts: written into the cells, nested like `panels`.
         names: for each row of panels, the name of each line of cells.
         below: the name of each column of cells, written under the last row of panels.
-        cell: width and height of a cell in inches.
+        cell: width and height of a cell in inches; narrower where the figure would be wider than a page (a page shows
+            a wider one smaller, with its texts).
     """
     heights = [len(row[0]) for row in panels]
     widths = [len(matrix[0]) for matrix in panels[0]]
-    size = (sum(widths) * cell[0] + 0.35 * len(widths) + 1.3, sum(heights) * cell[1] + 0.35 * len(heights) + 0.8)
+    size = (
+        min(PAGE, sum(widths) * cell[0] + 0.35 * len(widths) + 1.3),
+        sum(heights) * cell[1] + 0.35 * len(heights) + 0.8,
+    )
     figure, axes = _axes(*size, len(widths), len(heights), squeeze=False, height_ratios=heights, width_ratios=widths)
     for i, row in enumerate(panels):
         for j, matrix in enumerate(row):
@@ -233,8 +244,8 @@ def blocks(
                     color = PALETTE[value] if value >= 0 else "#f2f2f2"
                     ax.add_patch(plt.Rectangle((x, y), 1, 1, facecolor=color, edgecolor="white", linewidth=1.5))
                     if texts and texts[i][j][y][x] != "":
-                        ink = "white" if value in (0, 2, 5, 6) else "black"
-                        ax.text(x + 0.5, y + 0.5, texts[i][j][y][x], ha="center", va="center", fontsize=8, color=ink)
+                        look: Any = {"ha": "center", "va": "center", "fontsize": 8, "color": _ink(value)}
+                        ax.text(x + 0.5, y + 0.5, texts[i][j][y][x], **look)
             ax.set(xlim=(0, widths[j]), ylim=(heights[i], 0), xticks=[], yticks=[])
             ax.spines[:].set_visible(False)
             if names and j == 0:
@@ -291,7 +302,7 @@ def versus(
     elif log:
         axes.set_yscale("log")
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * max(y for points in series.values() for y in points.values()))
     draw_marks(axes, marks, 0.97, 0.08)
     axes.set_title(title, loc="left")
     if len(series) > 4:  # too many to lie between the lines
@@ -303,8 +314,8 @@ def versus(
 
 
 def stacked(
-    parts: Mapping[int, Mapping[str, float]], limit: float | None = None, title: str = "", label: str = "device [GiB]",
-    *, top: float | None = None, mark: int | None = None,
+    parts: Mapping[int, Mapping[str, float]], limit: float | None = None, title: str = "",
+    label: str = "device memory [GiB]", *, top: float | None = None, mark: int | None = None,
 ) -> Figure:  # fmt: skip
     """Memory by category against the sequence length (log2 axis): {tokens: {category: GiB}}; `limit` is a line, `top`
     the end of the axis, `mark` a length of note."""
@@ -316,7 +327,7 @@ def stacked(
         axes.axhline(limit, color="black", linestyle="--", linewidth=1)
         axes.text(lengths[0], limit, f" {limit:.1f} GiB that a GPU has", va="bottom", fontsize=8)
     axes.set_xscale("log", base=2)
-    token_axis(axes.xaxis)
+    token_axis(axes.xaxis, "sequence length [tokens], logarithmic")
     axes.set(ylabel=label, xlim=(lengths[0], lengths[-1]), ylim=(0, top))
     if mark is not None:
         axes.axvline(mark, color="black", linewidth=1)
@@ -331,19 +342,23 @@ def paired(
     rows: Mapping[str, tuple[float, float]], names: tuple[str, str], xlabel: str, *, log: bool = True,
     show: Callable[[float], str] = _short,
 ) -> Figure:  # fmt: skip
-    """Two values a row side by side, such as stated and predicted lengths, each with its number, as `show` writes it:
-    on a log2 axis of tokens, or from zero where `log` is False."""
+    """Two values a row, such as stated and predicted lengths, each with its number, as `show` writes it: points on a
+    log2 axis of tokens, where a bar's length would say nothing, or bars from zero where `log` is False."""
     figure, axes = _axes(8, 0.62 * len(rows) + 1.1)
     for i, name in enumerate(names):
-        for y, pair in enumerate(rows.values()):
-            bar = axes.barh(
-                y + 0.2 * (2 * i - 1), pair[i], 0.38, color=PALETTE[i], hatch=("", "//")[i], edgecolor="white",
-                label=name if y == 0 else None,
-            )  # fmt: skip
-            axes.bar_label(bar, [f" {show(pair[i])}"], fontsize=8)
+        values, y = [pair[i] for pair in rows.values()], [row + 0.2 * (2 * i - 1) for row in range(len(rows))]
+        if log:
+            axes.plot(values, y, linestyle="none", label=name, **_look(i))
+            for x, at in zip(values, y):
+                axes.text(x, at, f"   {show(x)}", va="center", fontsize=8)
+            continue
+        bars = axes.barh(y, values, 0.38, color=PALETTE[i], hatch=("", "//")[i], edgecolor="white", label=name)
+        axes.bar_label(bars, [f" {show(x)}" for x in values], fontsize=8)
     if log:
         axes.set_xscale("log", base=2)
         token_axis(axes.xaxis)
+        axes.grid(color="#e6e6e6")
+        axes.set_axisbelow(True)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set_xlabel(xlabel)
     axes.margins(x=0.12)

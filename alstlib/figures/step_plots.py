@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from alstlib.figures.plots import PALETTE, _area, _axes, _finish, draw_areas, legend_beside, looks
+from alstlib.figures.plots import _area, _axes, _finish, _ink, draw_areas, legend_beside, looks
 from alstlib.units import format_bytes
 
 
@@ -28,7 +28,8 @@ def step_memory(
     starts = [i for i, phase in enumerate(phases) if not i or phase != phases[i - 1]]
     for n, i in enumerate(starts):
         axes.axvline(x[i], color="#444444", linestyle="--", linewidth=0.8)
-        axes.text(x[i] + 0.004, top * (1.21 - 0.07 * (n % 2)), phases[i], fontsize=9)
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a line may cross a short phase's name
+        axes.text(x[i] + 0.004, top * (1.21 - 0.07 * (n % 2)), phases[i], fontsize=9, bbox=box)
     peak = totals.index(top)
     axes.plot(x[peak], top, "v", color="black", markersize=7)
     left = x[peak] > 0.5
@@ -46,7 +47,8 @@ def parts(
 ) -> Figure:  # fmt: skip
     """One bar for each row, made of named parts, with their sum (or the row's text in `ends`) at its end. `limit` is
     the place and the name of a line."""
-    names = list(dict.fromkeys(name for bar in bars.values() for name in bar if bar[name]))
+    names = list(dict.fromkeys(name for bar in bars.values() for name in bar))
+    names = [name for name in names if any(bar.get(name) for bar in bars.values())]
     look = looks(names)
     figure, axes = _axes(9, 0.5 * len(bars) + 1.7)
     for y, bar in enumerate(bars.values()):
@@ -88,8 +90,7 @@ def timeline(
             i = lanes.index(lane)
             ax.barh(i, length * scale, 0.8, left=start * scale, linewidth=1, **_area(i))
             if length > 0.011 * len(what) * end:
-                ink = "white" if PALETTE[i % 7] in (PALETTE[0], PALETTE[2], PALETTE[5]) else "black"
-                ax.text((start + length / 2) * scale, i, what, ha="center", va="center", fontsize=8, color=ink)
+                ax.text((start + length / 2) * scale, i, what, ha="center", va="center", fontsize=8, color=_ink(i))
         over = max((start + length for *_, start, length in spans), default=0.0)
         ax.axvline(over * scale, color="#444444", linestyle="--", linewidth=1)
         ax.text(over * scale, -0.55, f" {over * scale:,.3g} {unit}", fontsize=8, va="bottom")

@@ -48,11 +48,10 @@ FIRST = 1_000_000
 
 def _verdict(found: Prediction) -> str:
     rows = sorted(by_category(found).items(), key=lambda item: -item[1])
-    cells = "".join(f"<tr><td>{name}</td><td align=right>{gib:.2f}</td></tr>" for name, gib in rows)
     verdict = "fits" if found.fits else f"does not fit: {found.limit} memory"
     return (
         f"<b>{format_tokens(found.seq_len)} tokens: {verdict}</b>, {found.device_peak / GIB:.1f} GiB a GPU, a step "
-        f"takes {found.seconds['step']:,.0f} s<table><tr><th>device</th><th>GiB</th></tr>{cells}</table>"
+        f"takes {found.seconds['step']:,.0f} s" + html_table(("device", "GiB"), [(n, f"{gib:.2f}") for n, gib in rows])
     )
 
 
@@ -91,10 +90,10 @@ def explore(shape: Shape, run: RunConfig, machine: Machine, switches: Mapping[st
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A small table: the first column is text, the others are numbers."""
-    lines = ["".join(f"<th>{html.escape(name)}</th>" for name in head)]
-    lines += [
-        "".join(f'<td align="{"right" if i else "left"}">{html.escape(text)}</td>' for i, text in enumerate(row))
-        for row in rows
+    cell = '<{0} style="text-align: {1}">{2}</{0}>'  # JupyterLab puts everything to the right where only `align` is set
+    lines = [
+        "".join(cell.format(tag, "right" if i else "left", html.escape(text)) for i, text in enumerate(row))
+        for tag, row in (("th", head), *(("td", row) for row in rows))
     ]
     return '<table style="line-height: 1.3">' + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 

@@ -34,6 +34,7 @@ def test_pairs_of_bars_are_of_tokens_on_a_log_axis_or_of_anything_from_zero() ->
     (axes,) = plots.paired({"a": (32_000, 64_000)}, ("stated", "predicted"), "longest sequence [tokens]").axes
     assert (axes.get_xscale(), axes.get_xlabel()) == ("log", "longest sequence [tokens]")
     assert [text.get_text().strip() for text in axes.texts] == ["32K", "64K"]
+    assert not axes.patches  # no bars: where a log axis begins is arbitrary
     rows = {"a": (1234.56, 2.0), "b": (3.0, 4.0)}
     (axes,) = plots.paired(rows, ("measured", "predicted"), "peak [MiB]", log=False, show="{:,.1f}".format).axes
     assert (axes.get_xscale(), axes.get_xlim()[0]) == ("linear", 0)
@@ -54,3 +55,23 @@ def test_parts_that_figures_know_differ_in_colour() -> None:
     look = plots.looks([group[0] for group in plots.KNOWN])
     assert len({part["facecolor"] for part in look.values()}) == len(plots.KNOWN)
     assert not any(part["hatch"] for part in look.values())
+
+
+def test_a_wide_grid_stays_on_the_page_and_its_texts_can_be_read() -> None:
+    """White on the two darkest colours, black on the others."""
+    grid = [list(range(7)) * 4]
+    figure = plots.blocks([[grid]], [""], ["wide"], texts=[[[list("abcdefg") * 4]]], cell=(1, 0.3))
+    assert figure.get_figwidth() == plots.PAGE
+    inks = {text.get_text(): text.get_color() for text in figure.axes[0].texts}
+    assert [ink for _, ink in sorted(inks.items())] == ["white", *["black"] * 5, "white"]
+
+
+def test_lines_of_memory_name_their_peaks_and_begin_at_zero() -> None:
+    (axes,) = plots.memory_curves({"whole": [0, 2**21, 0], "tiles": [0, 2**20, 2**20]}).axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "whole: peak 2.00 MiB",
+        "tiles: peak 1.00 MiB",
+    ]
+    assert not axes.texts  # a number in the plot would lie on another line
+    tried = {"a": [(1000, 2**29), (2000, 2**30)]}
+    assert plots.peaks(tried).axes[0].get_ylim()[0] == 0 < plots.peaks(tried, zero=False).axes[0].get_ylim()[0]

@@ -25,7 +25,7 @@ def test_controls_draw_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, heads, shown = widgets.follow(draw, ranks=([2, 4], 4), heads=([1, 8], 8)).children
     first = shown.value
     assert ">32<" in first
-    assert "a&lt;b" in first
+    assert '<td style="text-align: left">a&lt;b</td><td style="text-align: right">32</td>' in first
     assert 'alt="figure for ranks 4, heads 8' in first
     ranks.value = 2
     assert ">16<" in shown.value
