@@ -64,6 +64,10 @@ def _check_sparse(handle: Handle, sparse: Sparse) -> None:
         raise ValueError(
             f"sparse: page={sparse.page} is not a multiple of chunk * sp = {chunk} * {ranks} tokens: use page={near}"
         )
+    if not handle.facts.value_width:
+        raise ValueError(
+            f"sparse: no layer of {name} has attention, so there are no pages to leave out: use sparse=None"
+        )
     windows = [a.kwargs.get("sliding_window") for call in handle.facts.calls for a in call.attention]
     if windows and None not in windows:
         raise ValueError(f"sparse: every layer of {name} has a sliding window, which sees few pages: use sparse=None")

@@ -285,7 +285,7 @@ def test_a_model_without_softmax_over_keys_is_refused() -> None:
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     model = Qwen3NextForCausalLM(Qwen3NextConfig(**{**zoo.COMMON, "num_experts": 2, "head_dim": 8}))
-    with pytest.raises(ValueError, match="linear_attention"):
+    with pytest.raises(ValueError, match="no layer of Qwen3NextForCausalLM has attention"):
         alstlib.apply(model, options=alstlib.Options(chunk=4, sparse=SPARSE))
 
 
