@@ -230,6 +230,10 @@ class RunConfig:
         "auto",
     )
     hidden: Place = _docs("where hidden states of layers in chunks are kept; auto: on the host with offload", "auto")
+    states: Literal["auto", "pass", "heads"] = _docs(
+        "how layers with a state run over ranks: 'pass' it from rank to rank, or exchange tokens for 'heads'; auto: "
+        "whichever takes less time", "auto",
+    )  # fmt: skip
     liger: Liger = _docs(
         "Liger's kernels for norm, RoPE and SwiGLU; 'auto': with the tiled loss, on a GPU, where installed and "
         "supported; 'loss': also its fused loss in place of the tiled one (it chooses its own tiles and takes more "

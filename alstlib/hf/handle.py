@@ -81,6 +81,10 @@ class Options:
     """Where keys and values are kept, with the sums of their gradients: those of one layer with `chunk`, those of all
     layers with `block_step`. `auto`: on the host where checkpoints are offloaded, keys and values would take more
     than half of a GPU's free memory, and the host has room for them."""
+    states: Literal["auto", "pass", "heads"] = "auto"
+    """How layers with a state run over ranks: they `pass` their state from rank to rank, or exchange tokens for `heads`
+    as attention does. The results are equal. Layers with fewer heads than ranks pass their state. `auto`: the way that
+    takes less time (`planner.state_ways`); `handle.notes` says which."""
     sparse: Sparse | None = None
     """With `chunk`: each chunk of queries attends only to selected pages of keys, which approximates attention
     (`alstlib.Sparse(top=16)`); None: to all keys, exactly."""

@@ -33,6 +33,7 @@ from alstlib.hf.mixers import (
     mixers_of,
     plain_forward,
 )
+from alstlib.hf.state_ways import StateWays
 from alstlib.ulysses.alltoall import Exchange
 from alstlib.ulysses.convolution import causal_convolution
 from alstlib.ulysses.states import GatedDeltaRule, Recurrence, SelectiveScan, decayed_attention, over_ranks
@@ -40,18 +41,20 @@ from alstlib.ulysses.states import GatedDeltaRule, Recurrence, SelectiveScan, de
 
 def attach_states(handle: Handle) -> None:
     """Give each known mixer of the decoder layers the functions that work over ranks and restart at documents."""
-    for layer in handle.facts.layers:
-        for mixer in mixers_of(layer):
-            _attach(handle, mixer)
+    found = [mixer for layer in handle.facts.layers for mixer in mixers_of(layer)]
+    if found:
+        ways = StateWays(handle)
+        for mixer in found:
+            _attach(handle, mixer, ways)
 
 
-def _attach(handle: Handle, mixer: nn.Module) -> None:
+def _attach(handle: Handle, mixer: nn.Module, ways: StateWays) -> None:
     own, original = plain_forward(mixer), mixer.forward
     if family_of(mixer) == LIGHTNING_ATTENTION:
-        over: Any = functools.partial(_lightning, _Part(handle, (mixer, "")))
+        over: Any = functools.partial(_lightning, _Part(handle, (mixer, ""), ways))
     else:
         names = {
-            name: functools.partial(OURS[name], _Part(handle, (mixer, name)), own.__globals__[name])
+            name: functools.partial(OURS[name], _Part(handle, (mixer, name), ways), own.__globals__[name])
             for name in called_by(own) & OURS.keys()
         }
         over = types.FunctionType(
@@ -71,6 +74,7 @@ class _Part:
 
     handle: Handle
     key: tuple[nn.Module, str]
+    ways: StateWays
 
     @property
     def exchange(self) -> Exchange:
@@ -81,6 +85,13 @@ class _Part:
         """Does the state go to another rank, or chunk?"""
         call = self.handle.call
         return self.exchange.ranks > 1 or (call is not None and (call.piece or call.blocks) is not None)
+
+    def mix(
+        self, rule: Recurrence, tokens: Sequence[Tensor], weights: Sequence[Tensor], keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """The output of a recurrence with heads, by the way that the layer takes (`StateWays.of`)."""
+        way = self.ways.of(family_of(self.key[0]) or "", rule, tokens, keys, values)
+        return self.run((*tokens, *weights), functools.partial(way, rule, tokens, weights, self.exchange))
 
     def run(self, inputs: Sequence[Tensor], over: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
         """The output of `over` (documents, start=, first=, length=) for the rows that run now."""
@@ -128,7 +139,7 @@ def _gated_delta_rule(
         )  # fmt: skip
 
     tokens = (query, key, value, g, beta)
-    return part.run(tokens, functools.partial(over_ranks, GatedDeltaRule(kernel), tokens, (), part.exchange)), None
+    return part.mix(GatedDeltaRule(kernel), tokens, (), key, value), None
 
 
 def _mamba2(
@@ -150,8 +161,7 @@ def _mamba2(
         return (step.to(torch.promote_types(step.dtype, A.dtype)) * A).sum(1)[..., None, None]
 
     tokens, weights = (hidden_states, dt, B, C), (A, D, dt_bias)
-    over = functools.partial(over_ranks, Recurrence(kernel, decay), tokens, weights, part.exchange)
-    return part.run((*tokens, *weights), over)
+    return part.mix(Recurrence(kernel, decay), tokens, weights, B, hidden_states)
 
 
 def _mamba1(
@@ -166,7 +176,7 @@ def _mamba1(
         return out.transpose(1, 2), state
 
     tokens, weights = [t.transpose(1, 2) for t in (hidden_states, dt, B, C)], (A, D, delta_bias)
-    rule = SelectiveScan(scan, delta_softplus, part.hands_on)
+    rule = SelectiveScan(scan, delta_softplus, part.hands_on)  # it has no heads: its state is passed
     out = part.run((*tokens, *weights), functools.partial(over_ranks, rule, tokens, weights, part.exchange))
     return out.transpose(1, 2) * nn.functional.silu(z)
 
@@ -175,17 +185,16 @@ def _lightning(part: _Part, mixer: Any, hidden_states: Tensor, *_: Any, **__: An
     """The forward of lightning attention (MiniMax-01, arXiv 2501.08313), by its own modules."""
     qkv = mixer.act_fn(mixer.qkv_proj(hidden_states))
     qkv = qkv.reshape(*hidden_states.shape[:2], -1, 3 * mixer.head_dim)
-    slopes = mixer.slope_rate.flatten()
 
     def kernel(*tensors: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k, v = tensors
+        q, k, v, slopes = tensors
         return decayed_attention(q, k, v, slopes, mixer.block_size, initial_state)
 
-    def decay(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def decay(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
         return (-slopes * q.shape[1]).expand(q.shape[0], -1)[..., None, None]
 
-    tokens = qkv.split(mixer.head_dim, 3)
-    out = part.run(tokens, functools.partial(over_ranks, Recurrence(kernel, decay), tokens, (), part.exchange))
+    tokens = _, k, v = qkv.split(mixer.head_dim, 3)
+    out = part.mix(Recurrence(kernel, decay), tokens, (mixer.slope_rate.flatten(),), k, v)
     out = mixer.norm(out.flatten(2))
     return mixer.out_proj(torch.sigmoid(mixer.output_gate(hidden_states)) * out), None
 

@@ -281,6 +281,7 @@ def run_options(run: RunConfig) -> alstlib.Options:
         sparse=None if run.sparse is None else alstlib.Sparse(**run.sparse),
         kv=run.kv,
         hidden=run.hidden,
+        states=run.states,
         host_memory=run.host_memory,
         liger_loss=run.liger == "loss",
     )

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 FREE = frozenset({
     "sp", "world_size", "zero_stage", "offload_optimizer", "offload_params", "prefetch",
     "attention", "tiled_loss", "tiled_mlp", "tiled_norm", "checkpoint", "offload", "save_attention", "chunk",
-    "block", "kv", "hidden", "liger",
+    "block", "kv", "hidden", "states", "liger",
     "device_memory", "host_memory", "search", "search_granule", "search_max", "emulate", "peers",
     "row", "trust_remote_code", "steps", "save_to", "checkpoint_every", "checkpoint_local", "timeout",
     "step_timeout", "resume", "resume_from", "eval_data", "lora", "merge_lora", "fsdp", "trainer",

@@ -197,7 +197,8 @@ def test_engines_sp2(ranks2: Any, engine: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("model", zoo.HYBRIDS)
 def test_layers_with_a_state_under_engines(ranks2: Any, model: str, engine: str) -> None:
     """Their mixers read weights (of the convolution, of the decay) outside the module that holds them."""
-    check(ranks2, {"sp": 2, "model": model, "engine": engine, "accumulation": 2, "length": 33, "options": ALL_ON})
+    options = {**ALL_ON, "states": "pass"}
+    check(ranks2, {"sp": 2, "model": model, "engine": engine, "accumulation": 2, "length": 33, "options": options})
 
 
 @pytest.mark.parametrize("model", ["zamba", "mamba"])
@@ -205,15 +206,22 @@ def test_more_layers_with_a_state_under_zero3(ranks2: Any, model: str) -> None:
     check(ranks2, {"sp": 2, "model": model, "engine": "zero3", "accumulation": 2, "length": 33, "options": ALL_ON})
 
 
-def test_layers_with_a_state_under_fsdp2(ranks2: Any) -> None:
-    check(ranks2, {"sp": 2, "model": "qwen3_5", "engine": "fsdp2", "accumulation": 2, "options": ALL_ON})
+@pytest.mark.parametrize(
+    "model, engine, states",
+    [("qwen3_5", "fsdp2", "pass"), ("qwen3_5", "fsdp2", "heads"), ("falcon_h1", "zero3", "heads")],
+)
+def test_layers_with_a_state_by_both_ways(ranks2: Any, model: str, engine: str, states: str) -> None:
+    """By heads, each rank has gradients of weights of its own heads only (of decays, of skips)."""
+    options = {**ALL_ON, "states": states}
+    check(ranks2, {"sp": 2, "model": model, "engine": engine, "accumulation": 2, "options": options})
 
 
 @pytest.mark.parametrize("sp", [1, 2, 4])
 @pytest.mark.parametrize("model", ["qwen3_5", "falcon_h1"])
 def test_layers_with_a_state_on_four_ranks(ranks4: Any, model: str, sp: int) -> None:
-    """Two key heads on four ranks: states know of no division of heads."""
-    check(ranks4, {"sp": sp, "model": model, "accumulation": 2, "empty": True, "length": 37, "options": ALL_ON})
+    """Two key heads on four ranks: states know of no division of heads, and heads share them."""
+    options = {**ALL_ON, "states": "pass" if model == "qwen3_5" else "heads"}
+    check(ranks4, {"sp": sp, "model": model, "accumulation": 2, "empty": True, "length": 37, "options": options})
 
 
 @pytest.mark.parametrize("sp", [1, 2])

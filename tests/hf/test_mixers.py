@@ -60,7 +60,7 @@ def build(name: str, dtype: Any) -> Any:
 
 def step(rank: int, world: int, name: str, packed: bool, options: dict[str, Any]) -> dict[str, Any]:
     ctx, data, block = alstlib.SPContext.create(world), data_of(packed), options.get("block")
-    given = alstlib.Options(**{n: v for n, v in options.items() if n != "block"})
+    given = alstlib.Options(**{"states": "pass", **{n: v for n, v in options.items() if n != "block"}})
 
     def compare(model: Any) -> Any:
         return verify.compare(model, ctx, given, data, lambda m: verify.plain(m, data), block=block)
@@ -125,6 +125,59 @@ def test_a_kernel_need_not_know_the_gradient_of_its_state(pools: Callable[[int],
     """That of mamba-ssm does not."""
     for rank, result in enumerate(pools(2)(as_on_a_gpu, options)):
         assert result["result"] == "exact", (rank, result)
+
+
+BY_HEADS = ["qwen3_next", "kimi_linear", "falcon_h1", "minimax"]
+"""One model of each family whose recurrence has heads: four of them, in two groups where there are groups."""
+
+
+@pytest.mark.parametrize(
+    "options, packed, world",
+    [
+        ({}, True, 3),
+        ({}, False, 2),
+        ({"checkpoint": False}, True, 2),
+        ({"chunk": 11}, True, 3),
+        ({"block": 19}, True, 3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", BY_HEADS)
+def test_hybrids_by_heads(
+    pools: Callable[[int], Any], name: str, options: dict[str, Any], packed: bool, world: int
+) -> None:
+    for rank, result in enumerate(pools(world)(step, name, packed, {**options, "states": "heads"})):
+        assert result["result"] == "exact", (rank, result)
+
+
+def told(rank: int, world: int, states: str, chunk: int | None, widths: dict[str, int]) -> tuple[list[str], int]:
+    """What is noted of the ways in three steps of two lengths, and the bytes that they send."""
+    ctx, model = alstlib.SPContext.create(world), zoo.build_hybrid("qwen3_next", **widths)
+    with alstlib.apply(model, ctx, alstlib.Options(states=states, chunk=chunk)) as handle:
+        for length in (48, 96, 48):
+            data = {**verify.sample(length, False), "document_lengths": [[length]]}
+            alstlib.causal_lm_loss(model, shard_batch(data, world, rank), ctx).loss.backward()
+        return [note for note in handle.notes if "states" in note], handle.wire_bytes
+
+
+@pytest.mark.parametrize("chunk", [None, 10])
+@pytest.mark.parametrize("way, keys", [("pass", 2), ("heads", 32)])
+def test_auto_takes_one_way_and_says_so(pools: Callable[[int], Any], way: str, keys: int, chunk: int | None) -> None:
+    auto, one = (pools(3)(told, states, chunk, {"linear_key_head_dim": keys}) for states in ("auto", way))
+    for (notes, sent), (silent, same) in zip(auto, one):
+        (note,) = notes
+        assert note.startswith(f"gated delta rule: states='{way}' takes "), note
+        assert notes == auto[0][0]
+        assert (silent, sent) == ([], same)
+
+
+def test_fewer_heads_than_ranks_pass_their_state(pools: Callable[[int], Any]) -> None:
+    note = "gated delta rule: states='heads' needs a head for each of 3 ranks, and it has 2: states are passed"
+    assert [notes for notes, _ in pools(3)(told, "heads", None, {"linear_num_value_heads": 2})] == [[note]] * 3
+
+
+def test_one_rank_has_no_way_to_choose() -> None:
+    assert told(0, 1, "auto", None, {}) == ([], 0)
 
 
 @pytest.mark.slow

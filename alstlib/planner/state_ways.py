@@ -1,0 +1,118 @@
+"""Which way a layer with a state takes over ranks: its state passed from rank to rank, or its heads dealt out.
+
+Both give the same result (`ulysses.states`, `ulysses.state_heads`). Passing sends a pair for each head, whatever the
+length, and computes twice what the slice does to the state. Heads send all tokens and compute nothing twice. For L
+tokens of each of P ranks, with `forwards` passes over the layer before its backward (2 under a checkpoint) and `pairs`
+of them that make pairs (1 under a checkpoint, whose recompute knows the state that comes in):
+
+    pass:  (pairs + 1) * (P - 1) * pair bytes / link
+           + L * H * (pairs * FLOPs of a pair + 2 * FLOPs of a forward) / (RECURRENCE * matmul)
+    heads: (forwards * there + back) * L / link
+
+The pair is (M, U) in fp32 of every head, and in backward (M, W). W, what a slice's own outputs contribute to the
+gradient of the state that comes in, is a backward of the recurrence once more: two forwards. `there` are the bytes of a
+token that a rank sends to others for a forward (inputs to heads, outputs back), and `back` those for a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from alstlib.planner.gpus import Rates, rates_of
+from alstlib.sizing import groups_of
+
+RECURRENCE = 0.1
+"""Of the rate of dense matrix products, what a recurrence's kernel reaches: its products are small, and the blocks of a
+sequence wait for each other. A nominal share, not measured."""
+BLOCK = 64
+"""Tokens that a kernel works on at a time."""
+
+
+class Sent(NamedTuple):
+    """One of the tensors that a rank has of a token."""
+
+    groups: int
+    """Heads, or groups of heads that share it."""
+    width: int
+    """Numbers in each."""
+    element_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateLayer:
+    """What of a layer with a state the ways depend on."""
+
+    keys: int
+    values: int
+    """A head's state has keys * values numbers."""
+    inputs: Sequence[Sent]
+    """Of the recurrence, all but its weights."""
+    output: Sent
+    """Its groups are the heads."""
+    matrix: bool = True
+    """Is M a matrix [keys, keys] (delta rules), or a number for each head (Mamba-2, lightning attention)?"""
+
+    @property
+    def heads(self) -> int:
+        return self.output.groups
+
+    def forward_flops(self, more: int = 0) -> float:
+        """Of one token in one head, in blocks, with so many more values."""
+        keys, values = self.keys, self.values + more
+        if self.matrix:
+            return 6.0 * keys * values + BLOCK * (5 * keys + 3 * values)
+        return 4.0 * keys * values + 2 * BLOCK * (keys + values)
+
+    def pair_bytes(self, batch: int = 1) -> int:
+        """Of (M, U) in fp32, all heads."""
+        return batch * self.heads * (self.keys * self.values + (self.keys**2 if self.matrix else 1)) * 4
+
+    def there(self, ranks: int, rank: int) -> int:
+        """Bytes of each of its tokens that a rank sends to others in a forward by heads."""
+        return _to_heads(self.inputs, self.heads, ranks, rank) + _to_tokens([self.output], self.heads, ranks, rank)
+
+    def back(self, ranks: int, rank: int) -> int:
+        """Bytes of each of its tokens that a rank sends to others in a backward by heads."""
+        return _to_heads([self.output], self.heads, ranks, rank) + _to_tokens(self.inputs, self.heads, ranks, rank)
+
+
+def _numbers(sent: Sent, heads: int, ranks: int, rank: int) -> int:
+    need = groups_of(sent.groups, heads, ranks, rank)
+    return (need.stop - need.start) * sent.width * sent.element_bytes
+
+
+def _to_heads(tensors: Sequence[Sent], heads: int, ranks: int, rank: int) -> int:
+    return sum(_numbers(t, heads, ranks, other) for t in tensors for other in range(ranks) if other != rank)
+
+
+def _to_tokens(tensors: Sequence[Sent], heads: int, ranks: int, rank: int) -> int:
+    return sum(_numbers(t, heads, ranks, rank) for t in tensors) * (ranks - 1)
+
+
+def state_seconds(
+    layer: StateLayer, rows: int, ranks: int, *, batch: int = 1, forwards: int = 2, pairs: int = 1,
+    rates: Rates | None = None, nodes: bool = False,
+) -> dict[str, float]:  # fmt: skip
+    """Seconds of one layer and step that each way adds to what one rank would do: `pass`, and `heads` where there are
+    no more ranks than heads. What runs once in both (the recurrence itself) is in neither.
+
+    Args:
+        rows: L, of the sequence or of a chunk.
+        batch: micro-batch rows.
+        forwards: passes over the layer before its backward.
+        pairs: those of them that make and exchange pairs.
+        rates: of the machine; None: those of an H100.
+        nodes: do the ranks lie on several nodes?
+    """
+    rates = rates_of("H100") if rates is None else rates
+    link = rates.network if nodes else rates.link
+    sent = (pairs + 1) * (ranks - 1) * layer.pair_bytes(batch)
+    again = pairs * layer.forward_flops(layer.keys if layer.matrix else 0) + 2 * layer.forward_flops()
+    work = 0.0 if ranks == 1 else batch * rows * layer.heads * again
+    found = {"pass": sent / link + work / (RECURRENCE * rates.matmul)}
+    if ranks <= layer.heads:
+        most = max(forwards * layer.there(ranks, r) + layer.back(ranks, r) for r in range(ranks))
+        found["heads"] = batch * rows * most / link
+    return found
