@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import alstlib
+from alstlib.measure import hybrid_forms as hybrids
+from alstlib.measure.fused_states import fused_states
 from alstlib.measure.pruning import Term, prune, with_experts
 from alstlib.measure.scope import Places, category
 from alstlib.measure.simulate import PLENTY, drop_gradients, fake_ranks, shard_of, watch
@@ -202,9 +205,10 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str
     that decide them, and the names of the query heads."""
     primes, ranks, query = (MULTI if way.family in MULTIS else HEADS)[way.heads]
     sizes = {**SIZES, **primes} | ({"M": FINE} if way.fine else {})
-    sizes |= (EXPERTS if way.family in SPARSE else {}) | (LATENT if way.family in LATENTS else {})
+    sizes |= (EXPERTS if routes(way.family) else {}) | (LATENT if way.family in LATENTS else {})
+    sizes |= hybrids.sizes_of(way.family) if way.family in hybrids.FAMILIES else {}
     config = prime_config(way.family, sizes, ranks)
-    tiles: dict[str, tuple[str, int]] = {"M": ("1 I", 2)} if way.family in SPARSE else {}
+    tiles: dict[str, tuple[str, int]] = {"M": ("1 I", 2)} if routes(way.family) else {}
 
     def tile(width: int, element: int) -> int:
         names = factor(width, sizes, query)
@@ -214,7 +218,7 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str
         return sizes[name]
 
     keep, _, outputs = way.keep.partition("+")
-    mlp = sizes["M"] if way.mlp and way.family in SPARSE else way.mlp  # the tile of experts goes by bytes
+    mlp = sizes["M"] if way.mlp and routes(way.family) else way.mlp  # the tile of experts goes by bytes
     options = alstlib.Options(
         tiled_mlp=mlp, tiled_norm=way.norm, tiled_loss=way.loss, checkpoint=keep != "all",
         offload="sync" if keep == "host" else "none",
@@ -225,8 +229,8 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str
     with fake_ranks(ranks) as ctx, as_on(tile), torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     with (
-        pages_as_chunks(), fake_ranks(ranks) as ctx, as_on(tile), alstlib.apply(model, ctx, options) as handle,
-        FakeTensorMode(allow_non_fake_inputs=True),
+        pages_as_chunks(), fake_ranks(ranks) as ctx, as_on(tile), fused_states(model),
+        alstlib.apply(model, ctx, options) as handle, FakeTensorMode(allow_non_fake_inputs=True),
     ):  # fmt: skip
         drop_gradients(model.to_empty(device="cpu"))
         batch = shard_of(ctx, sizes["R"])
@@ -261,20 +265,28 @@ def prime_config(family: str, sizes: Mapping[str, int], ranks: int) -> Any:
         "num_key_value_heads": kv,
         "max_position_embeddings": 4096, "tie_word_embeddings": False, **FAMILIES.get(family, LIKE_LLAMA),
     }  # fmt: skip
+    if family in hybrids.FAMILIES:
+        return hybrids.config_of(family, {n: v for n, v in fields.items() if n not in LIKE_LLAMA}, sizes)
     return AutoConfig.for_model(family, **fields)
 
 
 def factor(number: int, sizes: Mapping[str, int], query: str) -> tuple[float, str]:
     """(coefficient, names) of a number that is a product of sizes; the width, written H, has the query heads in it."""
     found: Counter[str] = Counter()
-    for name, prime in [*sizes.items(), ("H", WIDTH), *TAILS.items()]:
+    more = hybrids.aliases(sizes, TAILS["c"]) if "F" in sizes or "O" in sizes else []
+    for name, prime in [*sizes.items(), ("H", WIDTH), *TAILS.items(), *more]:
         while number % prime == 0:
             number //= prime
             found[name] += 1
-    rest = number / 6 ** found["b"]
+    rest = number / math.prod(scale ** found[name] for name, scale in hybrids.SCALES.items())
     for _ in range(found["H"]):
         found.subtract(query)
     return rest, " ".join(f"{n}^{e}" if e != 1 else n for n, e in sorted(found.items()) if e)
+
+
+def routes(family: str) -> bool:
+    """Do layers of this family route to experts?"""
+    return family in SPARSE or hybrids.is_sparse(family)
 
 
 def split(number: int, sizes: Mapping[str, int], query: str) -> list[tuple[float, str]]:
@@ -302,7 +314,7 @@ def moments(way: Way) -> tuple[list[tuple[str, dict[Term, float]]], dict[str, An
     """The moments of a step as sums of terms, for any number of layers, and what decides the tiles."""
     snapshots, sizes, tiles, query = trace(way)
     found = sums(snapshots, sizes, query, chunks_make_wholes=not way.travels)
-    return prune(found, sizes=with_experts if way.family in SPARSE else None), tiles
+    return prune(found, sizes=hybrids.points(way.family) or (with_experts if routes(way.family) else None)), tiles
 
 
 def sums(
@@ -326,7 +338,7 @@ def sums(
         if "n" in sizes:
             one_a_rank(terms, sizes["P"])
         found.append((place.removeprefix("model."), {t: c for t, c in sorted(terms.items()) if c}))
-    return [m for m in found if all(c == int(c) and abs(c) < ODD for c in m[1].values())]
+    return [m for m in found if all(c == int(c) and (abs(c) < ODD or not of_tokens(t)) for (_, t), c in m[1].items())]
 
 
 def whole_chunks(terms: Counter[Term], make_wholes: bool = True) -> None:
@@ -349,6 +361,10 @@ def one_a_rank(terms: Counter[Term], ranks: int) -> None:
             terms[kind, " ".join(sorted(["P", *names.split()]))] += terms.pop((kind, names)) // ranks
 
 
+def of_tokens(names: str) -> bool:
+    return not {"R", "C", "c", "M", "U", "N", "D"}.isdisjoint(names.split()) or not names
+
+
 ODD = 2000
 """A coefficient from which a number did not factor: the tail of a tile, smaller than the tile itself."""
 
@@ -368,6 +384,9 @@ def ways(families: Iterable[str]) -> Iterator[Way]:
         if (dtype == "fp32" or heads == "parts") and family not in FULL:
             continue
         if dtype == "fp32" and heads not in ("one", "whole"):
+            continue
+        if family in hybrids.FAMILIES:
+            yield from (Way(family, dtype, heads, *one) for one in hybrids.ways(family) if heads == "whole")
             continue
         if heads == "shared" and family not in MOST:
             continue

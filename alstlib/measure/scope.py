@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-HIDDEN, ATTENTION, MLP, LOSS, EXCHANGE, CHECKPOINTS = (
-    "hidden states", "attention", "mlp", "loss", "exchange", "checkpoints",
+HIDDEN, ATTENTION, MLP, LOSS, EXCHANGE, CHECKPOINTS, STATES = (
+    "hidden states", "attention", "mlp", "loss", "exchange", "checkpoints", "states",
 )  # fmt: skip
 """Categories of what a step takes: hidden states are embeddings, norms, residuals and their gradients."""
+
+STATEFUL = ("linear_attn", "mamba", "conv")
+"""What decoders call their layers with a state."""
 
 ROOT = "model"
 """The path of the model itself."""
@@ -31,8 +34,10 @@ def category(path: str) -> str:
         return path[path.index("<") + 1 : -1]
     if match := _LAYER.match(path):
         child = match[2].partition(".")[0]
-        if "norm" not in child and ("attn" in child or "attention" in child):
-            return ATTENTION
+        if "norm" not in child and ("attn" in child or "attention" in child or child == "mixer"):
+            return STATES if child in STATEFUL else ATTENTION
+        if child in STATEFUL:
+            return STATES
         return MLP if child in ("mlp", "feed_forward", "ffn", "block_sparse_moe") else HIDDEN
     return HIDDEN if "embed" in path or "rotary" in path or "wte" in path else LOSS
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -247,11 +247,22 @@ def simulate_deep(run: RunConfig, ranks: int, device: str = "cuda") -> Simulated
         fields = {**run.model_config, "num_hidden_layers": layers, **_last_layers(config.get_text_config(), layers)}
         return simulate(run.replace(model_config=fields), ranks, device)
 
+    if step := period(getattr(config.get_text_config(), "layer_types", None) or ()):
+        few, more = shallow(step), shallow(2 * step)
+        return replace(extend(few, more, whole), run=_roomy(run), sizes=replace(few.sizes, parameters=_parameters(run)))
     few, more = (shallow(n) for n in FEW[:2])
     if _as_last(few, more.layers).peak_place != more.peak_place and whole > FEW[2]:
         few, more = more, shallow(FEW[2])
     found = extend(few, more, whole)
     return replace(found, run=_roomy(run), sizes=replace(found.sizes, parameters=_parameters(run)))
+
+
+def period(kinds: Sequence[str]) -> int:
+    """After how many layers the kinds of a hybrid repeat, seen from its last; 0 where it has no layers with a state."""
+    if not set(kinds) - {"full_attention", "sliding_attention"}:
+        return 0
+    last = list(kinds)[::-1]
+    return next(n for n in range(1, len(last) + 1) if all(a == b for a, b in zip(last, last[n:])))
 
 
 def _parameters(run: RunConfig) -> int:

@@ -4,12 +4,13 @@ microseconds."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from alstlib.config import RunConfig
 from alstlib.planner.attention_bytes import beside_form, kernel_workspace, latent_sizes
 from alstlib.planner.experts import in_one_tile, tile_of_experts
+from alstlib.planner.hybrids import BOTH, FULL, counts, mixed
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.moments import (
     KERNEL,
@@ -37,7 +38,8 @@ from alstlib.sizing import (
 
 def families() -> list[str]:
     """Decoders that have a form."""
-    return sorted([*(name for name in forms()["tiles"] if name != REFERENCE), *SAME])
+    made = {name.partition(".")[0] for name in forms()["tiles"] if name != REFERENCE}
+    return sorted([*made, *SAME])
 
 
 def heads_way(shape: Shape, ranks: int) -> tuple[str, dict[str, float]]:
@@ -127,13 +129,15 @@ def activations(
     chunked = run.chunk is not None and run.chunk < rows
     dtype = "bf16" if run.bf16(device == "cuda") else "fp32"
     heads, sizes = heads_way(shape, ranks)
-    if heads in ("shared", "parts") and not _traced(family, dtype, heads, chunked):
+    if shape.states or (heads in ("shared", "parts") and not _traced(family, dtype, heads, chunked)):
         heads, sizes = "whole", as_whole(shape, ranks)
     sizes |= {"R": rows, "P": ranks, "H": shape.width, "I": shape.mlp, "V": shape.vocab, "L": shape.layers}
     sizes |= {"d": shape.head_dim / 4, "C": min(rows, run.chunk or rows), **latent_sizes(shape)}
     sizes |= {"E": shape.experts, "T": shape.routed, "I": shape.expert_mlp} if shape.experts else {}
     mlp = tile_of_experts(shape, run, rows, element, device) if shape.experts and run.tiled_mlp else run.tiled_mlp
-    for name, (of, size) in {n: t.rsplit(" ", 1) for n, t in made["tiles"][family].items()}.items():
+    if shape.states:
+        sizes |= dict(shape.states.sizes) | counts(shape.states)
+    for name, (of, size) in {n: t.rsplit(" ", 1) for n, t in tiles_of(family).items()}.items():
         number, _, names = of.partition(" ")
         width = float(number) * product(names, sizes) if name != "D" else shape.value_dim * shape.heads / ranks
         wide = element if name == "M" else int(size)
@@ -148,7 +152,7 @@ def activations(
     keeps = _keeps(run, shape.layers, outputs)
     switches = {
         "mlp": mlp, "norm": run.tiled_norm and not chunked, "loss": run.tiled_loss, "chunk": chunked,
-        "fine": chunked and mlp and sizes["M"] < sizes["C"], "travels": streaming.hidden,
+        "fine": chunked and mlp and sizes["M"] < sizes["C"] and not shape.states, "travels": streaming.hidden,
     }  # fmt: skip
     on = "+".join(name for name, value in switches.items() if value)
     once = mlp and dtype == "fp32" and sizes["M"] >= rows and not chunked
@@ -167,19 +171,31 @@ def activations(
             found["loss"] = _fused_loss(kinds, sizes, element, run.lora is None)
         if KERNEL in place:
             found["kernel workspace"] = taken
-            found["attention"] += streaming.longer_pages(sizes["C"]) + beside
+            found["attention"] = found.get("attention", 0.0) + streaming.longer_pages(sizes["C"]) + beside
         if "attention" in found and streaming.kv:
             keys = sum(c * product(n, sizes) for c, n in kinds["attention"] if "R" in n.split())
             found["attention"] -= keys * (1 - streaming.on_device(workspace and device == "cuda"))
         if streaming.hidden and workspace and device == "cuda" and in_layer(place):  # chunks on their way
             found["hidden states"] += 2 * 2 * product("C H", sizes)
 
-    ways = ["/".join([family, dtype, heads, keep, on]) for keep in keeps]
-    if not all(way in made["ways"] for way in ways) and not chunked:  # the form without tiles takes no less
+    if shape.states:
+        keeps = [keep if keep in ("device", "host", "host+attention") else keep.partition("+")[0] for keep in keeps]
+
+        def way(kind: str, keep: str) -> str:
+            keep = keep if kind in (FULL, BOTH) else keep.partition("+")[0]
+            return "/".join([f"{family}.{kind}", dtype, heads, keep, on])
+
+        ways = [way(kind, keep) for kind in shape.states.kinds for keep in keeps]
+    else:
+        ways = ["/".join([family, dtype, heads, keep, on]) for keep in keeps]
+    if not all(way in made["ways"] for way in ways) and not chunked and not shape.states:
         ways = ["/".join([family, dtype, heads, keep, ""]) for keep in keeps]
     if not all(way in made["ways"] for way in ways):
         raise ValueError(f"model='{shape.name}': {family} has no form of {ways[0]}; {_nearest(family, chunked)}")
-    moments = ((place, kinds if run.lora is None else frozen(kinds)) for w in ways for place, kinds in moments_of(w))
+    moments: Iterable[tuple[str, Kinds]] = (moment for one in ways for moment in moments_of(one))
+    if shape.states:
+        moments = mixed(way, keeps, shape.states)
+    moments = ((place, kinds if run.lora is None else frozen(kinds)) for place, kinds in moments)
     best, where = largest_of(moments, sizes, adjust, held)
     norm = 32 * product("H N", sizes) + 24 * sizes["N"] + 8 * sizes["H"]
     largest = sum(best.values()) + held(part_of(where))
@@ -190,9 +206,20 @@ def activations(
     peak = {kind: round(nbytes) for kind, nbytes in best.items() if nbytes >= 0.5}
     return Activations(
         peak, _last_layer(where, shape), host, needed, outputs / shape.layers, every, kernel, streaming.hidden,
-        streaming.kv, copied_bytes(run, shape.layers, every, row, outputs * output, streaming, rows / sizes["C"]),
+        streaming.kv, copied_bytes(run, shape.layers, every, row, outputs * output, streaming, rows / sizes["C"],
+                     shape.attending),
         streaming.attention_share(rows / sizes["C"]) if run.sparse and chunked else 1.0,
     )  # fmt: skip
+
+
+def tiles_of(family: str) -> dict[str, str]:
+    """What decides the tiles of a decoder, or of all layers of a hybrid."""
+    made = forms()["tiles"]
+    found: dict[str, str] = {}
+    for name in made:
+        if name.partition(".")[0] == family:
+            found |= made[name]
+    return found
 
 
 def _traced(family: str, dtype: str, heads: str, chunked: bool) -> bool:
@@ -221,7 +248,7 @@ def _by_blocks(
     element, heads = element_bytes(run, device), max(kv_needed(shape.heads, shape.kv_heads, ranks))
     page = keys_and_values(length * run.batch_size, heads, shape.head_dim + shape.value_dim, element)
     blocks = -(-seq_len // length)
-    pages = shape.layers * page * (blocks - 1)  # the last block's are never kept
+    pages = shape.attending * page * (blocks - 1)  # the last block's are never kept
     rows = run.block * run.batch_size
     row, output = rows * shape.width * element, output_bytes(shape, rows, element)
     kv = kv_on_host(run, shape.layers, row, output, pages, free, room, pages=pages)
@@ -231,7 +258,7 @@ def _by_blocks(
     copied = one.copied * blocks
     if kv:  # keys and values of the blocks before, for a forward, a recompute and a backward, with the sums
         visits = blocks * (blocks - 1) // 2
-        copied += round(shape.layers * page * visits * (2 / 3 + 1))
+        copied += round(shape.attending * page * visits * (2 / 3 + 1))
     host = pages * kv
     return replace(
         one, device=taken, host=one.host + host, host_needed=one.host_needed + host, kv_on_host=kv, copied=copied

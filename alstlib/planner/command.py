@@ -15,6 +15,7 @@ import yaml
 from alstlib.config import RunConfig, row_config
 from alstlib.planner import devices
 from alstlib.planner.gpus import GPUS, label_bytes, rates_of, with_measured
+from alstlib.planner.hybrids import NOTE
 from alstlib.planner.machine import Machine, Overheads, read_machine
 from alstlib.planner.model_shapes import Shape, read_shape
 from alstlib.planner.prediction import (
@@ -122,6 +123,11 @@ class Question:
         return compare(self.shape, self.run, self.machine, seq_len) if self.preset == "ours" else []
 
     @property
+    def notes(self) -> list[str]:
+        """What else to know of this plan."""
+        return [NOTE] if self.shape.states and self.machine.device != "cpu" else []
+
+    @property
     def loading(self) -> Loading:
         """The same for every length."""
         return self.at(self.shortest).loading
@@ -225,6 +231,7 @@ def as_json(question: Question, best: Prediction | None, found: Prediction | Non
         "mode": "predicted",
         "preset": question.preset,
         "model": {"name": shape.name, "family": shape.family, "parameters": shape.parameters},
+        "notes": question.notes,
         "gpus": machine.gpus, "nodes": machine.nodes, "understood": question.understood,
         "fits": found is not None and found.fits,
         "longest_sequence": best.seq_len if best else 0,
@@ -298,7 +305,8 @@ def describe(question: Question, best: Prediction | None, found: Prediction | No
         for h in helps[:5]:
             cost = f", {h.seconds / best.seconds['step'] - 1:+.0%}" if best else ""
             lines.append(f"  {h.what}: {h.longest:,} tokens{cost}  ({settings(changed(run, h.changes))})")
-    return [*lines, *describe_ways(question.ways(found.seq_len))]
+    lines += describe_ways(question.ways(found.seq_len))
+    return [*lines, "", *(f"Note: {note}" for note in question.notes)] if question.notes else lines
 
 
 def describe_ways(ways: list[Way]) -> list[str]:

@@ -1,20 +1,16 @@
 """The sizes of a model, from its config.json or by its hub name, without torch and transformers.
 
-Built in are small shapes with random weights and published ones (`public_models`), so that a plan needs no download.
+Where configs are found: `configs`.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from alstlib.config import nearest_path
-from alstlib.planner.public_models import PUBLIC, SHAPES
+from alstlib.planner.configs import find_config, overridden
+from alstlib.planner.hybrids import BOTH, DELTA, HYBRIDS, MLP, States, completed, states_of
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -61,11 +57,26 @@ class Shape:
     """Layers that do not route, in a model that has experts."""
     latent: Latent | None = None
     """Of multi-head latent attention."""
+    states: States | None = None
+    """Of a hybrid."""
+    shared_gates: int = 0
+    """Elements that gate what every token goes to beside experts."""
+
+    @property
+    def attending(self) -> int:
+        """Layers with attention."""
+        return self.states.attending if self.states else self.layers
 
     @property
     def sparse(self) -> int:
         """Layers that route to experts."""
         return self.layers - self.dense if self.experts else 0
+
+    @property
+    def plain(self) -> int:
+        """Layers with an MLP and no experts."""
+        alone = self.states.count(MLP) if self.states else 0
+        return alone or self.layers - self.sparse
 
     @property
     def value_dim(self) -> int:
@@ -76,7 +87,8 @@ class Shape:
         """Elements of the matrices of one layer's attention."""
         query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         if self.latent is None:
-            return self.width * (2 * query + 2 * kv)
+            gate = query if self.family in DELTA else 0
+            return self.width * (2 * query + 2 * kv + gate)
         return self.latent.matrices(self.width, self.heads, self.head_dim)
 
     def _mlp(self, width: int) -> int:
@@ -91,17 +103,32 @@ class Shape:
     def mlp_of_token(self) -> int:
         """Elements of MLPs and routers of all layers that multiply one token: of experts, those that it is sent to."""
         routing = self.width * self.experts + self.routed * self.expert + self._mlp(self.shared_mlp)
-        return self.sparse * routing + (self.layers - self.sparse) * self._mlp(self.mlp)
+        return self.sparse * (routing + self.shared_gates) + self.plain * self._mlp(self.mlp)
 
     @property
-    def _sparse_layer(self) -> int:
+    def mixing(self) -> int:
+        """Elements of the matrices of all layers that mix tokens, or are before and after what does."""
+        return self.attending * self.projections + (self.states.stateful * self.states.matrices if self.states else 0)
+
+    @property
+    def _mixer(self) -> int:
+        """Elements of the largest layer's."""
+        if self.states is None:
+            return self.projections
+        own = self.states.matrices + self.states.vectors
+        return own + self.projections if BOTH in self.states.kinds else max(own, self.projections)
+
+    @property
+    def _routing(self) -> int:
         experts = self.experts * (self.expert + self.expert_vectors)
-        return self.projections + self.vectors + self.width * self.experts + experts + self._mlp(self.shared_mlp)
+        return self.width * self.experts + experts + self._mlp(self.shared_mlp) + self.shared_gates
 
     @property
     def layer_parameters(self) -> int:
         """Of the largest decoder layer, with all its experts."""
-        return self._sparse_layer if self.experts else self.projections + self._mlp(self.mlp) + self.vectors
+        second = self._routing if self.experts else self._mlp(self.mlp)
+        alone = self.states is not None and MLP in self.states.kinds  # each layer is one of both
+        return self.vectors + (max(self._mixer, second) if alone else self._mixer + second)
 
     @property
     def largest_tensor(self) -> int:
@@ -116,8 +143,10 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        plain = (self.layers - self.sparse) * (self.projections + self._mlp(self.mlp) + self.vectors)
-        return plain + self.sparse * self._sparse_layer + (1 if self.tied else 2) * self.embedding + self.ends
+        small = self.layers * self.vectors + (self.states.stateful * self.states.vectors if self.states else 0)
+        small += self.attending * 2 * self.head_dim * (self.family in (*DELTA, "lfm2"))  # norms of queries and keys
+        mlps = self.plain * self._mlp(self.mlp) + self.sparse * self._routing
+        return self.mixing + mlps + small + (1 if self.tied else 2) * self.embedding + self.ends
 
     def adapter_parameters(self, lora: Mapping[str, Any]) -> int:
         """Of LoRA adapters with these fields of peft's LoraConfig. Target modules with names that Llama has not
@@ -135,14 +164,14 @@ class Shape:
     @property
     def dense_parameters(self) -> int:
         """What multiplies each token: the layers' matrices and the head (as `results.flos` counts)."""
-        return self.layers * self.projections + self.mlp_of_token + self.embedding
+        return self.mixing + self.mlp_of_token + self.embedding
 
     def pairs(self, seq_len: int) -> float:
         """Pairs of a query and a key that attention computes in a sample, all layers: a causal half, or what lies in
         the window."""
         whole = seq_len**2 / 2
         inside = whole if not self.window or self.window >= seq_len else self.window * (seq_len - self.window / 2)
-        return (self.layers - self.windowed) * whole + self.windowed * inside
+        return (self.attending - self.windowed) * whole + self.windowed * inside
 
 
 @dataclass(frozen=True)
@@ -164,44 +193,6 @@ class Latent:
         return made + width * (self.keys + self.positions) + apart + heads * self.values * width
 
 
-def check_path(name: str) -> None:
-    """Refuse a model's name that can only be a path here, and is none, or one without a config.json.
-
-    Raises:
-        ValueError: it names what is there instead.
-    """
-    path = Path(name).expanduser()
-    if name in SHAPES or name in PUBLIC:
-        return
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ValueError(f"model='{name}' is a folder without config.json; name a folder that save_pretrained wrote")
-    if not path.exists() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
-        raise ValueError(f"model='{name}' does not exist; {nearest_path(path)}")
-
-
-def check_model(name: str) -> None:
-    """Refuse a model that the ranks could not load a config of: neither here, nor built in, nor had from the hub.
-
-    Raises:
-        ValueError: it names the nearest that is known.
-    """
-    check_path(name)
-    if name in SHAPES or Path(name).expanduser().exists() or _in_cache(name) is not None:
-        return
-    from huggingface_hub import hf_hub_download
-
-    try:
-        hf_hub_download(name, "config.json")
-    except Exception as e:  # of a name, a network, a login: each has a kind of its own
-        near = difflib.get_close_matches(name, SHAPES, n=1, cutoff=0.7)
-        hint = f"did you mean '{near[0]}'? " if near else ""
-        why = str(e).strip().partition("\n")[0]
-        raise ValueError(
-            f"model='{name}' is not a folder here and could not be downloaded from the hub ({hint}built-in shapes: "
-            f"{', '.join(SHAPES)}); without a network, name a folder that holds the model: {why}"
-        ) from e
-
-
 def read_shape(name: str, overrides: Mapping[str, Any] | None = None) -> Shape:
     """The shape of a built-in or public model, of a folder or config.json here, or of a model in the hub's cache.
 
@@ -209,58 +200,6 @@ def read_shape(name: str, overrides: Mapping[str, Any] | None = None) -> Shape:
         ValueError: an unknown model (with the nearest known one), or a config that lacks a size.
     """
     return shape_of(overridden(find_config(name), overrides or {}), name)
-
-
-def overridden(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with these fields in place of its own. The width of its heads follows the model's width and the number
-    of heads, unless the config has heads of another width or the fields name one."""
-
-    def even(of: Mapping[str, Any]) -> Any:
-        return of["hidden_size"] // of["num_attention_heads"]
-
-    made, width = {**config, **fields}, config.get("head_dim")
-    if {"hidden_size", "num_attention_heads"} & set(fields) and width and width == even(config):
-        made["head_dim"] = fields.get("head_dim", even(made))
-    return made
-
-
-def find_config(name: str) -> dict[str, Any]:
-    """The config of a model, as its config.json has it."""
-    if name in SHAPES:
-        return {"model_type": "llama", **SHAPES[name]}
-    path = Path(name).expanduser()
-    path = path / "config.json" if path.is_dir() else path
-    if path.is_file():
-        try:
-            found = json.loads(path.read_text())
-        except (OSError, ValueError) as e:
-            raise ValueError(f"model='{name}': {path} is not a readable config.json ({e})") from e
-        if not isinstance(found, dict):
-            raise ValueError(f"model='{name}': {path} holds no object")
-        return dict(found.get("text_config", found))
-    if (cached := _in_cache(name)) is not None:
-        return cached
-    plain = {public.lower(): public for public in PUBLIC}
-    for ending in ("", "-instruct", "-base", "-it", "-pt"):
-        stem = name.lower().removesuffix(ending)
-        if stem in plain:
-            return dict(PUBLIC[plain[stem]])
-    known = [*SHAPES, *PUBLIC]
-    last = {k.rpartition("/")[2].lower(): k for k in known}
-    near = difflib.get_close_matches(name.rpartition("/")[2].lower(), last, n=1, cutoff=0.5)
-    hint = f"did you mean '{last[near[0]]}'? " if near else ""
-    raise ValueError(
-        f"model='{name}' is neither a folder with a config.json here, nor in the hub's cache, nor built in ({hint}"
-        f"built in: {', '.join(known)})"
-    )
-
-
-def _in_cache(name: str) -> dict[str, Any] | None:
-    """The newest config.json of a hub name that was downloaded before."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    found = sorted((hub / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json"), key=os.path.getmtime)
-    return find_config(str(found[-1])) if found else None
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> Shape:
@@ -273,10 +212,11 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     config = {**config, **{ours: config[theirs] for theirs, ours in _OTHER_NAMES.items() if theirs in config}}
     if config.get("intermediate_size") is None and "n_embd" in config:
         config["intermediate_size"] = 4 * config["hidden_size"]
+    config = completed(config, family)
     if missing := [field for field in _REQUIRED if not isinstance(config.get(field), int)]:
         raise ValueError(f"model='{name}' ({family or 'no model_type'}): its config has no {', '.join(missing)}")
     kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
+    if kinds and family not in HYBRIDS:
         raise ValueError(f"model='{name}' ({family}) has layers of {', '.join(sorted(kinds))}, which have no form")
     layers, heads, width = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
     config = {**config, "head_dim": None, "num_key_value_heads": None} if family in SQUARE else config
@@ -294,7 +234,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         made["latent"] = Latent(
             config.get("q_lora_rank") or 0, config["kv_lora_rank"], config["qk_rope_head_dim"], config["v_head_dim"]
         )
-    made |= _experts(config, family, name)
+    made |= _experts(config, family, name) | {"states": states_of(config, family, name)}
     return Shape(**{**made, **_vectors(config, Shape(**made))})
 
 
@@ -307,7 +247,9 @@ _TIED = ("gemma2", "gemma3_text", "gpt2", "cohere", "starcoder2", "smollm3")
 """Whose head is the embedding where the config does not say."""
 SQUARE = ("gpt_neox", "gpt2")
 """Whose heads, with keys and values of their own, are together as wide as the model."""
-_TWO_MATRICES = ("starcoder2", "gpt_neox", "gpt2")
+_BIASED = ("starcoder2", "gpt_neox", "gpt2")
+"""Whose norms have biases."""
+_TWO_MATRICES = (*_BIASED, "nemotron_h")
 """Whose MLP has no gate."""
 LATENT = ("deepseek_v3",)
 _WINDOWS = {"mistral": 4096, "gemma2": 4096, "gemma3_text": 4096, "gpt_oss": 128}
@@ -340,25 +282,31 @@ def _experts(config: Mapping[str, Any], family: str, name: str) -> dict[str, Any
     """
     fields = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((config[field] for field in fields if config.get(field)), 0)
-    if not experts:
+    if not experts or family == "nemotron_h":  # whose layers of experts are refused by their kind
         return {}
     layers, width = config["num_hidden_layers"], config["hidden_size"]
     if family not in EXPERTS:
         raise ValueError(f"model='{name}' ({family}) routes to experts, and has no form; {', '.join(EXPERTS)} have one")
     step, dense = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
     plain = config.get("first_k_dense_replace", 0) if family == "deepseek_v3" else 0
-    if family == "qwen3_moe":
+    if family in ("qwen3_moe", *DELTA):
         plain = sum(i in dense or (i + 1) % step > 0 for i in range(layers))
     wide = config.get("moe_intermediate_size") or config["intermediate_size"]
     biases = family == "gpt_oss"
+    shared = wide * config.get("n_shared_experts", 0) if family == "deepseek_v3" else config.get(SHARED.get(family), 0)
     return {
         "experts": experts, "routed": config["num_experts_per_tok"], "expert_mlp": wide, "dense": plain,
-        "shared_mlp": wide * config.get("n_shared_experts", 0) if family == "deepseek_v3" else 0,
+        "shared_mlp": shared, "shared_gates": width if family in DELTA else 0,
         "expert_vectors": (1 + 2 * wide + width) if biases else 0,
     }  # fmt: skip
 
 
-EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+SHARED = {
+    "qwen3_next": "shared_expert_intermediate_size", "qwen3_5_moe_text": "shared_expert_intermediate_size",
+    "granitemoehybrid": "shared_intermediate_size",
+}  # fmt: skip
+"""The width of what every token goes to beside experts, where it is not that of experts."""
+EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", *SHARED)
 """Decoders with experts that have a form."""
 
 
@@ -366,9 +314,11 @@ def _vectors(config: Mapping[str, Any], shape: Shape) -> dict[str, int]:
     """Elements of a decoder's vectors: `Shape.vectors` and `Shape.ends`."""
     family, width, dim = shape.family, shape.width, shape.head_dim
     query, kv = shape.heads * dim, shape.kv_heads * dim
-    norm = 2 * width if family in _TWO_MATRICES else width  # with biases
+    norm = 2 * width if family in _BIASED else width
     of_heads = {"qwen3": 2 * dim, "qwen3_moe": 2 * dim, "gemma3_text": 2 * dim, "olmo2": query + kv}
-    norms = {"cohere": 1, "gemma2": 4, "gemma3_text": 4}.get(family, 2) * norm + of_heads.get(family, 0)
+    norms = {"cohere": 1, "gemma2": 4, "gemma3_text": 4, "nemotron_h": 1}.get(family, 2) * norm + of_heads.get(
+        family, 0
+    )
     if family == "cohere" and config.get("use_qk_norm"):
         norms += query + kv
     three, out = query + 2 * kv, width

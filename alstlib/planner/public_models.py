@@ -56,6 +56,11 @@ PUBLIC: dict[str, dict[str, Any]] = {
     "mistralai/Mixtral-8x7B-v0.1": _public(
         "mixtral", 32_000, 4096, 14_336, 32, 32, 8, num_local_experts=8, num_experts_per_tok=2, sliding_window=None
     ),
+    "Qwen/Qwen3-Next-80B-A3B": _public(
+        "qwen3_next", 151_936, 2048, 5120, 48, 16, 2, head_dim=256, num_experts=512, num_experts_per_tok=10,
+        moe_intermediate_size=512, shared_expert_intermediate_size=512, linear_num_key_heads=16,
+        linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
+    ),
     "Qwen/Qwen3-30B-A3B": _public("qwen3_moe", 151_936, 2048, 6144, 48, 32, 4, **_HEAD, **_QWEN_EXPERTS),
     "Qwen/Qwen3-235B-A22B": _public(
         "qwen3_moe", 151_936, 4096, 12_288, 94, 64, 4, **_HEAD, **{**_QWEN_EXPERTS, "moe_intermediate_size": 1536}

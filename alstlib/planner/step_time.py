@@ -25,7 +25,7 @@ def linear_flops(shape: Shape, tokens: int) -> dict[str, float]:
     """Of one forward, all layers: projections of attention, MLPs (of experts, those that a token goes to), and the
     head."""
     return {
-        "projections": 2.0 * tokens * shape.layers * shape.projections, "mlp": 2.0 * tokens * shape.mlp_of_token,
+        "projections": 2.0 * tokens * shape.mixing, "mlp": 2.0 * tokens * shape.mlp_of_token,
         "head": 2.0 * tokens * shape.embedding,
     }  # fmt: skip
 
@@ -46,7 +46,24 @@ def exchange_bytes(shape: Shape, ranks: int, seq_len: int, element: int, forward
     query, kv, keys, values = shape.heads, max(shape.kv_heads, ranks), shape.head_dim, shape.value_dim
     there, back = query * keys + kv * (keys + values), query * values
     numbers = (forwards - saved) * (there + back) + (there + back) + saved * (there + query * 4 / element)
-    return numbers * element * (seq_len / ranks) * (ranks - 1) / ranks * shape.layers
+    return numbers * element * (seq_len / ranks) * (ranks - 1) / ranks * shape.attending
+
+
+def states_bytes(shape: Shape, ranks: int, batch: int, element: int) -> float:
+    """Bytes that one rank sends for layers with a state in a step (of each chunk, where layers run in chunks), however
+    long the sequence is: the pair of its slice and the last tokens, to each other rank, in forward and in backward."""
+    if shape.states is None:
+        return 0.0
+    pair = 4 * shape.states.pair + element * shape.states.tail
+    return 2.0 * (ranks - 1) * batch * pair * shape.states.stateful
+
+
+def states_flops(shape: Shape, tokens: int, ranks: int, again: float, first: float) -> float:
+    """Of the recurrence in a step, all layers with a state: a backward is twice a forward, and where ranks share a
+    sample, a rank goes twice through its slice in forward."""
+    if shape.states is None:
+        return 0.0
+    return shape.states.flops * tokens * shape.states.stateful * (3 + again + first + (1.0 if ranks > 1 else 0.0))
 
 
 def step_seconds(
@@ -73,8 +90,11 @@ def step_seconds(
     matmul = sum(linear[name] * times for name, times in passes.items()) / rates.matmul / ranks
     kept = found.attention_kept
     core = attention * ((1 + again * (1 - kept) + first) / forward + 2.5 / backward) / ranks
+    core += states_flops(shape, seq_len * run.batch_size, ranks, again, first) / backward / ranks
     network = rates.link if ranks <= machine.per_node else rates.network
-    exchange = exchange_bytes(shape, ranks, seq_len * run.batch_size, element, 1 + again, kept) / network
+    wire = exchange_bytes(shape, ranks, seq_len * run.batch_size, element, 1 + again, kept)
+    chunks = -(-seq_len // (run.chunk * ranks)) if run.chunk is not None else 1
+    exchange = (wire + states_bytes(shape, ranks, run.batch_size, element) * chunks) / network
     zero = _zero_seconds(shape, run, machine) * (-(-seq_len // (run.block * ranks)) if run.block and first else 1)
     offload = found.copied / rates.host
     shard = _trained(shape, run) / (machine.gpus if run.zero_stage else 1)

@@ -92,7 +92,7 @@ def streaming_of(
 
 
 def copied_bytes(
-    run: RunConfig, layers: int, every: int, row: int, outputs: int, streaming: Streaming, chunks: float
+    run: RunConfig, layers: int, every: int, row: int, outputs: int, streaming: Streaming, chunks: float, attending: int
 ) -> int:  # fmt: skip
     """Bytes that a step copies between device and host, in the direction that has more in each of its phases.
 
@@ -108,7 +108,7 @@ def copied_bytes(
     if streaming.kv:
         visits = streaming.visits(chunks, streaming.fetched)
         again = 1 if run.save_attention is True or outputs else 2
-        copied += round(layers * streaming.keys * (1 + streaming.page * visits * (again / 3 + 1)))
+        copied += round(attending * streaming.keys * (1 + streaming.page * visits * (again / 3 + 1)))
     return copied
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from alstlib.config import RunConfig
 from alstlib.planner import command, devices, preflight
-from alstlib.planner.model_shapes import check_model
+from alstlib.planner.configs import check_model
 from alstlib.runs import (
     check,
     cluster,

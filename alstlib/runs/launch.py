@@ -21,7 +21,7 @@ from typing import Any
 
 from alstlib.config import RunConfig
 from alstlib.planner import devices
-from alstlib.planner.model_shapes import check_model
+from alstlib.planner.configs import check_model
 from alstlib.planner.preflight import step_limit, time_limit, why_not
 from alstlib.runs import cluster, locks, results, workers
 from alstlib.runs.nodes import LOST, Followers, Meeting, NodeError, this_meeting

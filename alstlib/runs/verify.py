@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from alstlib.planner.command import fields_of
-from alstlib.planner.model_shapes import check_model
+from alstlib.planner.configs import check_model
 from alstlib.runs.spawn import run_on_ranks
 from alstlib.units import parse_quantity
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from alstlib.config import RunConfig, check_names
 from alstlib.hf.support import heads_of
-from alstlib.planner.model_shapes import check_model, overridden
+from alstlib.planner.configs import check_model, overridden
 from alstlib.planner.public_models import PUBLIC, SHAPES
 
 
@@ -96,13 +97,14 @@ def _why_unreadable(run: RunConfig, error: Exception) -> str:
 
 
 def flop_dimensions(model: PreTrainedModel) -> dict[str, int]:
-    """dense_params (matrices of layers and head, without the embedding lookup), heads, head_dim, layers of `flos`.
+    """dense_params (matrices of layers and head, without tables that are looked up), heads, head_dim, layers of `flos`.
 
     Call it before an engine shards the weights.
     """
     config = model.config.get_text_config()
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    inside = {id(p): p.numel() for p in model.parameters() if p.ndim >= 2 and p is not embedding}
+    head = model.get_output_embeddings().weight
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    inside = {id(p): p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in tables}
     inside[id(head)] = head.numel()  # a tied head multiplies too
     heads, _, width = heads_of(config)
     return {"dense_params": sum(inside.values()), "heads": heads, "head_dim": width, "layers": config.num_hidden_layers}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from alstlib.measure import hybrid_forms
 from alstlib.measure.calibrate import text_of, without_unused
 from alstlib.measure.forms import HEADS, LAYERS, SIZES, SMALL, WIDTH, Way, factor, moments, trace
 from alstlib.measure.pruning import with_experts
@@ -78,6 +79,10 @@ def test_all_names_of_the_forms_have_sizes() -> None:
     import random
 
     known = set(with_experts(random.Random(0)))
+    for family in hybrid_forms.FAMILIES:
+        draw = hybrid_forms.points(family)
+        assert draw is not None
+        known |= set(draw(random.Random(0)))
     for _, kinds in forms()["moments"]:
         for terms in kinds.values():
             for _, names in terms:

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from alstlib.measure.plan_table import OLDER
 from alstlib.planner.activations import families
-from alstlib.planner.model_shapes import find_config, read_shape, shape_of
+from alstlib.planner.configs import find_config
+from alstlib.planner.model_shapes import read_shape, shape_of
 from alstlib.planner.public_models import PUBLIC, SHAPES
 from alstlib.train.models import flop_dimensions, model_config
 

@@ -1,0 +1,106 @@
+"""Where the config of a model is found: built in, in a folder, in the hub's cache. Without torch and transformers.
+
+Built in are small shapes with random weights and published ones (`public_models`), so that a plan needs no download.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from alstlib.config import nearest_path
+from alstlib.planner.public_models import PUBLIC, SHAPES
+
+
+def check_path(name: str) -> None:
+    """Refuse a model's name that can only be a path here, and is none, or one without a config.json.
+
+    Raises:
+        ValueError: it names what is there instead.
+    """
+    path = Path(name).expanduser()
+    if name in SHAPES or name in PUBLIC:
+        return
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"model='{name}' is a folder without config.json; name a folder that save_pretrained wrote")
+    if not path.exists() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
+        raise ValueError(f"model='{name}' does not exist; {nearest_path(path)}")
+
+
+def check_model(name: str) -> None:
+    """Refuse a model that the ranks could not load a config of: neither here, nor built in, nor had from the hub.
+
+    Raises:
+        ValueError: it names the nearest that is known.
+    """
+    check_path(name)
+    if name in SHAPES or Path(name).expanduser().exists() or _in_cache(name) is not None:
+        return
+    from huggingface_hub import hf_hub_download
+
+    try:
+        hf_hub_download(name, "config.json")
+    except Exception as e:  # of a name, a network, a login: each has a kind of its own
+        near = difflib.get_close_matches(name, SHAPES, n=1, cutoff=0.7)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        why = str(e).strip().partition("\n")[0]
+        raise ValueError(
+            f"model='{name}' is not a folder here and could not be downloaded from the hub ({hint}built-in shapes: "
+            f"{', '.join(SHAPES)}); without a network, name a folder that holds the model: {why}"
+        ) from e
+
+
+def overridden(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with these fields in place of its own. The width of its heads follows the model's width and the number
+    of heads, unless the config has heads of another width or the fields name one."""
+
+    def even(of: Mapping[str, Any]) -> Any:
+        return of["hidden_size"] // of["num_attention_heads"]
+
+    made, width = {**config, **fields}, config.get("head_dim")
+    if {"hidden_size", "num_attention_heads"} & set(fields) and width and width == even(config):
+        made["head_dim"] = fields.get("head_dim", even(made))
+    return made
+
+
+def find_config(name: str) -> dict[str, Any]:
+    """The config of a model, as its config.json has it."""
+    if name in SHAPES:
+        return {"model_type": "llama", **SHAPES[name]}
+    path = Path(name).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as e:
+            raise ValueError(f"model='{name}': {path} is not a readable config.json ({e})") from e
+        if not isinstance(found, dict):
+            raise ValueError(f"model='{name}': {path} holds no object")
+        return dict(found.get("text_config", found))
+    if (cached := _in_cache(name)) is not None:
+        return cached
+    plain = {public.lower(): public for public in PUBLIC}
+    for ending in ("", "-instruct", "-base", "-it", "-pt"):
+        stem = name.lower().removesuffix(ending)
+        if stem in plain:
+            return dict(PUBLIC[plain[stem]])
+    known = [*SHAPES, *PUBLIC]
+    last = {k.rpartition("/")[2].lower(): k for k in known}
+    near = difflib.get_close_matches(name.rpartition("/")[2].lower(), last, n=1, cutoff=0.5)
+    hint = f"did you mean '{last[near[0]]}'? " if near else ""
+    raise ValueError(
+        f"model='{name}' is neither a folder with a config.json here, nor in the hub's cache, nor built in ({hint}"
+        f"built in: {', '.join(known)})"
+    )
+
+
+def _in_cache(name: str) -> dict[str, Any] | None:
+    """The newest config.json of a hub name that was downloaded before."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    found = sorted((hub / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json"), key=os.path.getmtime)
+    return find_config(str(found[-1])) if found else None
