@@ -223,7 +223,7 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str
         tiled_mlp=mlp, tiled_norm=way.norm, tiled_loss=way.loss, checkpoint=keep != "all",
         offload="sync" if keep == "host" else "none",
         save_attention=bool(outputs), chunk=sizes["C"] if way.chunk else None, host_memory=PLENTY,
-        hidden="host" if way.travels else "device", kv="device",
+        hidden="host" if way.travels else "device", kv="device", states="pass",
     )  # fmt: skip
     dtype = torch.bfloat16 if way.dtype == "bf16" else torch.float32
     with fake_ranks(ranks) as ctx, as_on(tile), torch.device("meta"):

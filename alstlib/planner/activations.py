@@ -11,7 +11,7 @@ from alstlib.config import RunConfig
 from alstlib.planner.attention_bytes import beside_form, kernel_workspace, latent_sizes
 from alstlib.planner.experts import in_one_tile, tile_of_experts
 from alstlib.planner.hybrids import BOTH, FULL, counts, mixed
-from alstlib.planner.model_shapes import Shape
+from alstlib.planner.model_shapes import SQUARE, Shape
 from alstlib.planner.moments import (
     KERNEL,
     REFERENCE,
@@ -57,6 +57,7 @@ def heads_way(shape: Shape, ranks: int) -> tuple[str, dict[str, float]]:
 def as_whole(shape: Shape, ranks: int) -> dict[str, float]:
     """Sizes as if ranks that share heads, or have parts of heads, had whole ones: the memory is about the same."""
     k = max(kv_needed(shape.heads, shape.kv_heads, ranks))
+    k = shape.heads / ranks if shape.family in SQUARE else k  # the width is that of all heads
     q = shape.heads / ranks / k
     return {"k": k, "q": q, "a": q + 2, "b": q + 1}
 

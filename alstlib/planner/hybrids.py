@@ -25,7 +25,8 @@ DELTA_BLOCK = 64
 NOTE = (
     "layers with a state are planned with the memory of the fused kernels (flash-linear-attention, mamba-ssm, "
     "causal-conv1d), as their published source has it; no GPU has run it, and what a kernel takes for itself is not "
-    "known. Without these packages transformers' PyTorch code runs, which is slower and takes more."
+    "known. Without these packages transformers' PyTorch code runs, which is slower and takes more. Ranks pass states "
+    "(states=pass); what states=heads takes is not planned."
 )
 
 

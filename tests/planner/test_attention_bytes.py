@@ -25,13 +25,13 @@ def committed() -> list[dict[str, Any]]:
 
 
 def test_the_committed_comparison_of_newer_decoders_is_within_its_bounds() -> None:
-    """`python -m alstlib.measure.plan_table --families` made it. Two are an eighth too high: each head has a key of its
-    own, and ranks have parts of heads, of which there are forms of Llama alone."""
+    """`python -m alstlib.measure.plan_table --families` made it. Seeds 2009 and 2021 have ranks with parts of heads in
+    a decoder whose width is that of all heads together: it is no wider for the rank that has most of them."""
     found = committed()
     assert [one["seed"] for one in found] == list(plan_table.NEWER)
     assert len({one["options"]["model"] for one in found}) > 8
     for one in found:
-        assert -0.05 <= one["error"] <= (0.13 if one["seed"] in (2009, 2021) else 0.05), one["seed"]
+        assert abs(one["error"]) <= 0.025, one["seed"]
         assert one["planned_host"] == pytest.approx(one["simulated_host"], rel=0.02)
         assert plan_table.plan_again(one) == one
 
