@@ -2,8 +2,9 @@
 
 In the order in which to read it: `model_shapes` reads a model's config and `machine` (with `gpus`, `devices`) what it
 is to run on; `activations` has the closed forms of memory (forms.json, made by `alstlib.measure.calibrate`),
-`model_states` what ZeRO holds, `step_time` the seconds; `prediction` puts them together. `command` is `alst plan`,
-`preflight` asks about a run before it starts, `papers` about the rows of a paper.
+`model_states` what ZeRO holds, `step_time` the seconds (`state_ways` those of layers with a state over ranks);
+`prediction` puts them together. `command` is `alst plan`, `preflight` asks about a run before it starts, `papers` about
+the rows of a paper.
 """
 
 from alstlib import face
