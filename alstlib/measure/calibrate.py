@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from alstlib.measure import forms, reference_forms
+from alstlib.measure import forms, hybrid_forms, reference_forms
 from alstlib.measure.pruning import Term
 from alstlib.planner.moments import FILE, REFERENCE
 from alstlib.runs.progress import Pace, Printer
@@ -73,7 +73,12 @@ def _sum(terms: dict[Term, float], kind: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("families", nargs="*", default=[*forms.FAMILIES, REFERENCE], help="model types; all by default")
+    parser.add_argument(
+        "families",
+        nargs="*",
+        default=[*forms.FAMILIES, *hybrid_forms.FAMILIES, REFERENCE],
+        help="model types; all by default",
+    )
     parser.add_argument("--out", type=Path, default=FILE)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--chunked", action="store_true", help="only the ways in row chunks")

@@ -11,6 +11,7 @@ from alstlib.planner.attention_bytes import FLASH_2
 from alstlib.planner.gpus import Rates
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
+from alstlib.planner.state_ways import RECURRENCE
 
 
 def attention_flops(shape: Shape, seq_len: int, share: float = 1.0) -> float:
@@ -90,7 +91,8 @@ def step_seconds(
     matmul = sum(linear[name] * times for name, times in passes.items()) / rates.matmul / ranks
     kept = found.attention_kept
     core = attention * ((1 + again * (1 - kept) + first) / forward + 2.5 / backward) / ranks
-    core += states_flops(shape, seq_len * run.batch_size, ranks, again, first) / backward / ranks
+    recurrence = states_flops(shape, seq_len * run.batch_size, ranks, again, first)
+    core += recurrence / (RECURRENCE * rates.matmul) / ranks
     network = rates.link if ranks <= machine.per_node else rates.network
     wire = exchange_bytes(shape, ranks, seq_len * run.batch_size, element, 1 + again, kept)
     chunks = -(-seq_len // (run.chunk * ranks)) if run.chunk is not None else 1
