@@ -290,7 +290,12 @@ class Handle:
         row, room = x.numel() * x.element_size(), self.store.room() + self.store.unused
         travels = streamed and self.travel() is not None
         room += self.store.leased * travels  # the first layer's input, and what goes with it to every layer
-        how = {"streamed": streamed, "travels": travels, "tables": max(0, self.store.leased - row), "pages": pages}
+        how: dict[str, Any] = {
+            "streamed": streamed,
+            "travels": travels,
+            "tables": max(0, self.store.leased - row),
+            "pages": pages,
+        }
         return *kept_on_host(room, layers, row, self._output_bytes(x), self.options.save_attention, **how), room
 
     def _say_where(self, every: int, row: int, layers: int, travels: bool) -> None:

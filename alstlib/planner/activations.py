@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from alstlib.config import RunConfig
 from alstlib.planner.attention_bytes import beside_form, kernel_workspace, latent_sizes
@@ -56,8 +57,8 @@ def heads_way(shape: Shape, ranks: int) -> tuple[str, dict[str, float]]:
 
 def as_whole(shape: Shape, ranks: int) -> dict[str, float]:
     """Sizes as if ranks that share heads, or have parts of heads, had whole ones: the memory is about the same."""
-    k = max(kv_needed(shape.heads, shape.kv_heads, ranks))
-    k = shape.heads / ranks if shape.family in SQUARE else k  # the width is that of all heads
+    most = max(kv_needed(shape.heads, shape.kv_heads, ranks))
+    k = shape.heads / ranks if shape.family in SQUARE else most  # the width is that of all heads
     q = shape.heads / ranks / k
     return {"k": k, "q": q, "a": q + 2, "b": q + 1}
 
@@ -331,7 +332,7 @@ def _kept(
     if run.offload == "none":
         return 1, layers if save is True else 0, 0, 0
     room = run.host_memory if run.host_memory is not None else 2**62 if free is None else free
-    how = {
+    how: dict[str, Any] = {
         "streamed": run.chunk is not None, "travels": streaming.hidden, "tables": streaming.tables,
         "pages": streaming.keys * streaming.kv,
     }  # fmt: skip

@@ -292,8 +292,8 @@ def _experts(config: Mapping[str, Any], family: str, name: str) -> dict[str, Any
     if family in ("qwen3_moe", *DELTA):
         plain = sum(i in dense or (i + 1) % step > 0 for i in range(layers))
     wide = config.get("moe_intermediate_size") or config["intermediate_size"]
-    biases = family == "gpt_oss"
-    shared = wide * config.get("n_shared_experts", 0) if family == "deepseek_v3" else config.get(SHARED.get(family), 0)
+    biases, field = family == "gpt_oss", SHARED.get(family, "")
+    shared = wide * config.get("n_shared_experts", 0) if family == "deepseek_v3" else config.get(field, 0)
     return {
         "experts": experts, "routed": config["num_experts_per_tok"], "expert_mlp": wide, "dense": plain,
         "shared_mlp": shared, "shared_gates": width if family in DELTA else 0,

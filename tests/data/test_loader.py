@@ -651,7 +651,7 @@ def test_a_place_inside_a_step_is_not_continued_on_other_ranks():
         state = {**loader.state_dict(), "sp": 2}
         assert state["samples"] == samples
         if samples is None:
-            with pytest.raises(ValueError, match="the saved state has sp=2, this loader 1"):
+            with pytest.raises(ValueError, match="the saved state has sp=2, but this loader has 1"):
                 loader.load_state_dict(state)
-    with pytest.raises(ValueError, match="the saved state has sp=2, this loader 1"):
+    with pytest.raises(ValueError, match="the saved state has sp=2, but this loader has 1"):
         SPDataLoader(build_loader("sampler"), SPContext.create(), 2).load_state_dict(state)

@@ -394,7 +394,7 @@ def taken_over(rank: int, world: int, sp: int | None, env: dict[str, str]) -> An
 
 def test_an_accelerate_file_of_old_is_taken_over(ranks2: Any, tmp_path: Path) -> None:
     of_two = launched_with(tmp_path, sp=2)
-    said = "parallelism_config: sp_size=2 is used by alstlib, in place of DeepSpeed's"
+    said = "parallelism_config: sp_size=2 is used by alstlib, in place of DeepSpeed's sequence parallelism"
     assert ranks2(taken_over, None, of_two) == [((2, 1, 2), [said])] * 2
     assert ranks2(taken_over, 2, of_two) == [((2, 1, 2), [])] * 2
     assert ranks2(taken_over, 2, launched_with(tmp_path)) == [((2, 1, 2), [])] * 2

@@ -344,7 +344,7 @@ def test_resolve(monkeypatch):
         launch.resolve(RunConfig(world_size=3), nnodes=2)
     monkeypatch.setattr(devices, "device_count", lambda: 8)
     assert launch.resolve(RunConfig(sp=0), nnodes=4).sp == 32
-    with pytest.raises(ValueError, match=r"world_size=9 needs more GPUs than the 8"):
+    with pytest.raises(ValueError, match=r"world_size=9 needs more GPUs than there are \(8 on each node\)"):
         launch.resolve(RunConfig(world_size=9))
 
 

@@ -255,7 +255,7 @@ def test_a_score_of_the_user() -> None:
     wrong = alstlib.Sparse(top=1, page=PAGE, score=lambda q, means: means.sum(-1)[0])
     with (
         alstlib.apply(model, options=alstlib.Options(chunk=CHUNK, sparse=wrong)),
-        pytest.raises(ValueError, match=r"score returned \[2, 3\]; .* needed: \[1, 2, 3\]"),
+        pytest.raises(ValueError, match=r"score returned \[2, 3\], but must return .*: \[1, 2, 3\]"),
     ):
         step(model, batch)
 

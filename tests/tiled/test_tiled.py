@@ -245,7 +245,7 @@ def test_bad_tiles_and_functions() -> None:
             with pytest.raises(ValueError, match="tile="):
                 TiledMLP(nn.Linear(3, 3), tile)  # type: ignore[arg-type]
     for fn in (lambda t: t.mean(1), lambda t: t.transpose(0, 1), lambda t: t.sum()):
-        with pytest.raises(ValueError, match=r"a token-wise function must keep \[B, S, ...\]"):
+        with pytest.raises(ValueError, match=r"a token-wise function must keep the shape \[B, S, ...\]"):
             tiled_compute(fn, x, tile=3)
 
 
