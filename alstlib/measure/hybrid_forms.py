@@ -78,7 +78,7 @@ def points(family: str) -> Callable[[random.Random], dict[str, float]] | None:
         sizes = with_experts(pick) if is_sparse(family) else plausible(pick)
         delta = {"F": 16, "W": pick.choice([1, 2, 3, 4]), "O": 16}
         delta |= {"Y": delta["W"] + 2, "Z": delta["W"] + 1}
-        mamba = {"F": pick.choice([1, 1, 8]), "O": pick.choice([4, 8]), "Y": pick.choice([8, 16])}
+        mamba: dict[str, float] = {"F": pick.choice([1, 1, 8]), "O": pick.choice([4, 8]), "Y": pick.choice([8, 16])}
         mamba["X"] = 2 * sizes["H"] / 16 / mamba["O"] / mamba["F"]
         mamba |= {"B": mamba["X"] * mamba["O"] + 2 * mamba["Y"]}
         mamba |= {"A": 32 * mamba["X"] * mamba["O"] + 32 * mamba["Y"] + mamba["X"]}
