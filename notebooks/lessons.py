@@ -14,6 +14,7 @@ import argparse
 import ast
 import copy
 import json
+import multiprocessing
 import os
 import posixpath
 import re
@@ -719,7 +720,8 @@ def check(names: Sequence[str] = (), root: Path = ROOT) -> int:
     """Executes into memory, `AT_ONCE` notebooks at a time, and compares with what is stored. Returns the number of
     problems."""
     bad, total, paths = 0, 0.0, chosen(names, root)
-    with ProcessPoolExecutor(AT_ONCE) if len(paths) > 1 else nullcontext() as pool:
+    new = multiprocessing.get_context("spawn")  # a fork of a process with threads may wait for ever
+    with ProcessPoolExecutor(AT_ONCE, new) if len(paths) > 1 else nullcontext() as pool:
         for path, (seconds, wrong) in zip(paths, (pool.map if pool else map)(checked, paths)):
             total += seconds or 0.0
             bad += len(wrong)
