@@ -37,9 +37,9 @@ class States:
     kinds: tuple[str, ...]
     """Of each layer."""
     matrices: int
-    """Elements of one layer's matrices with a state, which multiply tokens."""
+    """Elements of one layer's matrices with a state and of its convolution, which multiply tokens."""
     vectors: int
-    """Elements of its convolution and of all that multiplies no token."""
+    """Elements of all that multiplies no token."""
     pair: int
     """Numbers in fp32 that a rank tells the others of a slice: the state, and what multiplies the state before."""
     tail: int
@@ -80,7 +80,7 @@ def states_of(config: Mapping[str, Any], family: str, name: str) -> States | Non
     if family == "lfm2":
         taps = config.get("conv_L_cache", 3)
         return States(
-            kinds=kinds, matrices=4 * width * width, vectors=width * taps, pair=0, tail=width * (taps - 1), flops=0.0,
+            kinds=kinds, matrices=width * (4 * width + taps), vectors=0, pair=0, tail=width * (taps - 1), flops=0.0,
             sizes=(("F", 1.0),),
         )  # fmt: skip
     if family in DELTA:
@@ -89,8 +89,8 @@ def states_of(config: Mapping[str, Any], family: str, name: str) -> States | Non
         taps, inner = config.get("linear_conv_kernel_dim", 4), values * value
         channels, each = 2 * keys * key + inner, values / keys
         return States(
-            kinds=kinds, matrices=width * (channels + 2 * inner + 2 * values),
-            vectors=channels * taps + 2 * values + value,
+            kinds=kinds, matrices=width * (channels + 2 * inner + 2 * values) + channels * taps,
+            vectors=2 * values + value,
             pair=values * key * (key + value), tail=channels * (taps - 1),
             flops=2.0 * values * (3 * key * value + 2 * DELTA_BLOCK * (key + value)),
             sizes=(("F", keys), ("W", each), ("Y", each + 2), ("Z", each + 1), ("O", max(key, value) / 8)),
@@ -128,7 +128,7 @@ def _mamba2(config: Mapping[str, Any], family: str, kinds: tuple[str, ...]) -> S
     wide, deep = each / 16, state / 16
     norm = 0 if family == "falcon_h1" and not config.get("mamba_rms_norm") else inner
     return States(
-        kinds=kinds, matrices=width * (projected + inner), vectors=channels * (taps + 1) + 3 * heads + norm,
+        kinds=kinds, matrices=width * (projected + inner) + channels * taps, vectors=channels + 3 * heads + norm,
         pair=heads * (each * state + 1), tail=channels * (taps - 1),
         flops=2.0 * heads * each * (2 * state + block) + 2.0 * groups * state * block,
         sizes=(

@@ -49,7 +49,7 @@ def test_published_shapes_are_those_of_their_models(name: str) -> None:
     for shape in (shape_of(fields, name), shape_of(config.to_dict(), name)):
         assert shape.parameters == sum(p.numel() for p in model.parameters())
         assert shape.windowed == (windowed or (6 if getattr(config, "sliding_window", None) else 0))
-        if not (shape.experts or shape.family == "gpt2"):  # whose positions are a matrix too
+        if not shape.experts:
             assert shape.dense_parameters == flop_dimensions(model)["dense_params"]
 
 
