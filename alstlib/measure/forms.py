@@ -39,7 +39,7 @@ from alstlib.offload.ledger import Ledger, _CpuInstrument
 from alstlib.planner.model_shapes import EXPERTS as SPARSE
 from alstlib.planner.model_shapes import LATENT as LATENTS
 from alstlib.planner.model_shapes import SQUARE
-from alstlib.planner.moments import KERNEL
+from alstlib.planner.moments import KERNEL, of_tokens
 from alstlib.streaming import chunked
 from alstlib.tiled.compute import as_on
 
@@ -359,10 +359,6 @@ def one_a_rank(terms: Counter[Term], ranks: int) -> None:
     for kind, names in [t for t in terms if "n" in t[1].split() and "P" not in t[1].split()]:
         if terms[kind, names] % ranks == 0:
             terms[kind, " ".join(sorted(["P", *names.split()]))] += terms.pop((kind, names)) // ranks
-
-
-def of_tokens(names: str) -> bool:
-    return not {"R", "C", "c", "M", "U", "N", "D"}.isdisjoint(names.split()) or not names
 
 
 ODD = 2000

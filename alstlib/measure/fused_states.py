@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from alstlib.hf.mixers import CONVOLUTION, GATED_DELTA, KDA, MAMBA1, MAMBA2, family_of, plain_forward
+from alstlib.planner.state_ways import BLOCK
 
-BLOCK = 64
-"""Tokens of a block of the gated delta rule's kernels."""
 SCAN = 2048
 """Tokens of a block of Mamba-1's."""
 

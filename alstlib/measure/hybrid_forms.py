@@ -20,8 +20,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from alstlib.measure.pruning import plausible, with_experts
+from alstlib.planner.hybrids import BOTH, CONVOLUTION, FULL, LINEAR, MLP
 
-LINEAR, FULL, TOKENS, CONVOLUTION, BOTH = "linear_attention", "full_attention", "mlp", "conv", "hybrid"
 DELTA = {"F": 67, "W": 281, "Y": 283, "Z": 47, "O": 13}
 MAMBA2 = {"F": 19, "X": 41, "O": 83, "Y": 107, "B": 3617, "A": 112_361}
 WIDTH = 109
@@ -32,7 +32,7 @@ HYBRIDS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "qwen3_next": (DELTA, (LINEAR, FULL)), "qwen3_5_text": (DELTA, (LINEAR, FULL)),
     "qwen3_5_moe_text": (DELTA, (LINEAR, FULL)), "bamba": (MAMBA2, (LINEAR, FULL)),
     "granitemoehybrid": (MAMBA2, (LINEAR, FULL)), "falcon_h1": (MAMBA2, (BOTH,)),
-    "nemotron_h": (MAMBA2, (LINEAR, FULL, TOKENS)), "lfm2": ({"F": 19}, (CONVOLUTION, FULL)),
+    "nemotron_h": (MAMBA2, (LINEAR, FULL, MLP)), "lfm2": ({"F": 19}, (CONVOLUTION, FULL)),
 }  # fmt: skip
 """Hybrids that have forms: sizes of their layers with a state, and kinds of layers."""
 FAMILIES = [f"{family}.{kind}" for family, (_, kinds) in HYBRIDS.items() for kind in kinds]
@@ -98,7 +98,7 @@ def config_of(family: str, fields: Mapping[str, Any], sizes: Mapping[str, int]) 
     name, kind = kind_of(family)
     own, wide = {**fields, "pad_token_id": 0}, fields["intermediate_size"]
     layers = fields["num_hidden_layers"]
-    kinds = [LINEAR if kind == TOKENS else kind, *[kind] * (layers - 3), FULL, kind]
+    kinds = [LINEAR if kind == MLP else kind, *[kind] * (layers - 3), FULL, kind]
     experts = {"num_experts_per_tok": sizes.get("T"), "moe_intermediate_size": wide}
     if HYBRIDS[name][0] is DELTA:
         own |= {

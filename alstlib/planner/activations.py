@@ -26,7 +26,7 @@ from alstlib.planner.moments import (
     part_of,
     product,
 )  # fmt: skip
-from alstlib.planner.streaming import Streaming, copied_bytes, kv_on_host, output_bytes, streaming_of
+from alstlib.planner.streaming import Streaming, copied_bytes, host_room, kv_on_host, output_bytes, streaming_of
 from alstlib.sizing import (
     kept_on_host,
     keys_and_values,
@@ -331,7 +331,7 @@ def _kept(
         return 1, 0, 0, 0
     if run.offload == "none":
         return 1, layers if save is True else 0, 0, 0
-    room = run.host_memory if run.host_memory is not None else 2**62 if free is None else free
+    room = host_room(run, free)
     how: dict[str, Any] = {
         "streamed": run.chunk is not None, "travels": streaming.hidden, "tables": streaming.tables,
         "pages": streaming.keys * streaming.kv,

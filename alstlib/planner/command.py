@@ -278,10 +278,7 @@ def describe(question: Question, best: Prediction | None, found: Prediction | No
         lines += ["", f"Not even a short sequence fits: {short_of}."]
         lines += [cannot_load] if (cannot_load := question.cannot_load()) else []
     else:
-        lines += [
-            "",
-            f"Longest sequence: {best.seq_len:,} tokens; {f'{limit} memory' if limit else 'nothing known'} limits it.",
-        ]
+        lines += ["", f"Longest sequence: {best.seq_len:,} tokens; {limited_by(limit)}."]
     if found is None:
         found = question.at(question.shortest)
     if found is not best:
@@ -320,11 +317,7 @@ def describe_ways(ways: list[Way]) -> list[str]:
     farthest = max(reached, key=lambda w: w.best.seq_len if w.best else 0)
     fastest = min((w for w in ways if w.at), key=lambda w: w.at.seconds["step"] if w.at else 0.0, default=None)
     for w in ways:
-        reach = (
-            f"{w.best.seq_len:>13,} tokens, {f'{w.limit} memory' if w.limit else 'nothing known'} limits it"
-            if w.best
-            else "not even a short sequence fits"
-        )
+        reach = f"{w.best.seq_len:>13,} tokens, {limited_by(w.limit)}" if w.best else "not even a short sequence fits"
         step = "" if w.at is None else f"; {format_seconds(w.at.seconds['step'])}"
         step += ", slowed by the link to the host" if w.link and w.at is not None else ""
         best = " and ".join(["farthest"] * (w is farthest) + ["fastest"] * (w is fastest))
@@ -333,6 +326,11 @@ def describe_ways(ways: list[Way]) -> list[str]:
             f"  {'':28} ({settings({n: v for n, v in w.changes.items() if v not in (None, 'auto')}) or 'no chunk'})"
         )
     return lines
+
+
+def limited_by(limit: str) -> str:
+    """The limit of a longest sequence, as it is printed."""
+    return f"{f'{limit} memory' if limit else 'nothing known'} limits it"
 
 
 def verdict(found: Prediction) -> str:

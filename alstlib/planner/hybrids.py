@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alstlib.planner.moments import Kinds, in_layer, moments_of
+from alstlib.planner.state_ways import BLOCK
 
 LINEAR, FULL, MLP, CONVOLUTION, BOTH = "linear_attention", "full_attention", "mlp", "conv", "hybrid"
 """Kinds of layers: with a state, with attention, with an MLP alone, with a short convolution alone, with a state and
@@ -20,8 +21,6 @@ DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Decoders whose states follow the gated delta rule; their attention has a gate."""
 MAMBA2 = ("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h")
 HYBRIDS = (*DELTA, *MAMBA2, "lfm2")
-DELTA_BLOCK = 64
-"""Tokens of a block of the gated delta rule's kernels."""
 NOTE = (
     "layers with a state are planned with the memory of the fused kernels (flash-linear-attention, mamba-ssm, "
     "causal-conv1d), as their published source has it; no GPU has run it, and what a kernel takes for itself is not "
@@ -92,7 +91,7 @@ def states_of(config: Mapping[str, Any], family: str, name: str) -> States | Non
             kinds=kinds, matrices=width * (channels + 2 * inner + 2 * values) + channels * taps,
             vectors=2 * values + value,
             pair=values * key * (key + value), tail=channels * (taps - 1),
-            flops=2.0 * values * (3 * key * value + 2 * DELTA_BLOCK * (key + value)),
+            flops=2.0 * values * (3 * key * value + 2 * BLOCK * (key + value)),
             sizes=(("F", keys), ("W", each), ("Y", each + 2), ("Z", each + 1), ("O", max(key, value) / 8)),
         )  # fmt: skip
     return _mamba2(config, family, kinds)

@@ -87,14 +87,12 @@ def part_of(place: str) -> str:
     return "outside" if not in_layer(place) else "mlp" if re.search(r"\.\d+\.mlp", place) else "layer"
 
 
-TOKENS = frozenset("RCMUND")
-"""Names that count tokens."""
+def of_tokens(names: str) -> bool:
+    """Does a term count tokens (or is it a number)? Others are of weights."""
+    return not names or not {"R", "C", "c", "M", "U", "N", "D"}.isdisjoint(names.split())
 
 
 def frozen(kinds: Kinds) -> Kinds:
     """A moment of a model whose weights are frozen: without terms that have no tokens, which are weights' gradients.
     The inputs that only these gradients need are still counted."""
-    return {
-        kind: [(c, names) for c, names in terms if TOKENS & set(names.split()) or not names]
-        for kind, terms in kinds.items()
-    }
+    return {kind: [(c, names) for c, names in terms if of_tokens(names)] for kind, terms in kinds.items()}

@@ -59,13 +59,18 @@ def output_bytes(shape: Shape, rows: int, element: int) -> int:
     return rows * shape.heads * (shape.value_dim * element + 4)
 
 
+def host_room(run: RunConfig, room: int | None) -> int:
+    """Bytes of a host that checkpoints may take, of `room`; None for plenty."""
+    return run.host_memory if run.host_memory is not None else 2**62 if room is None else room
+
+
 def kv_on_host(
     run: RunConfig, layers: int, row: int, output: int, keys: int, free: int | None, room: int | None, **how: Any
 ) -> bool:
     """Do keys and values lie on the host? `how` goes to `sizing.kept_on_host`."""
     if run.kv != "auto" or run.offload == "none" or free is None:
         return run.kv == "host"
-    room = run.host_memory if run.host_memory is not None else 2**62 if room is None else room
+    room = host_room(run, room)
     needed = kept_on_host(room, layers, row, output, run.save_attention, **how)[2]
     return keys_left(*keys_leave(keys, free, needed - room))
 

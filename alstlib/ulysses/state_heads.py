@@ -24,7 +24,7 @@ from torch import Tensor
 
 from alstlib.kernels.spans import Documents
 from alstlib.recompute import first_order
-from alstlib.sizing import groups_of, heads_of
+from alstlib.sizing import groups_of, own_heads
 from alstlib.ulysses.alltoall import Exchange
 from alstlib.ulysses.states import Recurrence, over_ranks
 
@@ -52,7 +52,7 @@ def by_heads(
     heads, ranks = max(t.shape[2] for t in tokens), exchange.ranks
     if ranks > heads:
         raise ValueError(f"{ranks} ranks cannot each have one of {heads} heads; at most {heads} ranks can")
-    own = heads_of(heads, ranks, exchange.rank)
+    own = own_heads(heads, ranks, exchange.rank)
     if ranks > 1:
         mine = _ToHeads.apply(exchange, heads, *tokens)
         tokens, weights = (
