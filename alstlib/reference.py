@@ -151,14 +151,15 @@ def gated_delta_rule(
     """The gated delta rule, token by token (Gated Delta Networks, arXiv 2412.06464).
 
     q, k [B, S, H, K], v [B, S, H, V], g (log of the decay) and beta [B, S, H] -> output [B, S, H, V] and the last state
-    [B, H, K, V]. The state h decays, forgets what it holds for the key k, and takes v for it in the share beta:
+    [B, H, K, V]. In Kimi delta attention (arXiv 2510.26692) each key dimension has its own decay: g [B, S, H, K]. The
+    state h decays, forgets what it holds for the key k, and takes v for it in the share beta:
     h = exp(g) h;  h = h + beta k (v - k h)^T;  output q h / sqrt(K). It begins with zeros in each document.
     """
     first = first_tokens(v.shape[0], v.shape[1], documents, initial_state)
     state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
-    out = []
+    decay, out = (g if g.ndim == 4 else g[..., None]).exp(), []
     for t in range(v.shape[1]):
-        state = state.masked_fill(first[:, t, None, None, None], 0.0) * g[:, t].exp()[..., None, None]
+        state = state.masked_fill(first[:, t, None, None, None], 0.0) * decay[:, t, ..., None]
         known = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
         state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * (v[:, t] - known))
         out.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * k.shape[3] ** -0.5)

@@ -36,6 +36,12 @@ def gated(*tensors: Tensor, **how: Any) -> Any:
     return reference.gated_delta_rule(q, k, v, *gates, **how)
 
 
+def kimi_inputs(batch: int, length: int, heads: int, groups: int) -> Inputs:
+    """Each key dimension decays by itself."""
+    (q, k, v, _, beta), _ = gated_inputs(batch, length, heads, groups)
+    return [q, k, v, -nn.functional.softplus(randn(batch, length, heads, KEYS, seed=3)), beta], []
+
+
 def mamba_inputs(batch: int, length: int, heads: int, groups: int) -> Inputs:
     x, dt = randn(batch, length, heads, VALUES), nn.functional.softplus(randn(batch, length, heads, seed=1))
     b, c = (randn(batch, length, groups, KEYS, seed=i) for i in (2, 3))
@@ -53,6 +59,7 @@ def lightning_inputs(batch: int, length: int, heads: int, groups: int) -> Inputs
 
 RULES: dict[str, tuple[Callable[..., Inputs], Callable[..., Any], Recurrence]] = {
     "gated delta rule": (gated_inputs, gated, GatedDeltaRule(gated)),
+    "Kimi delta attention": (kimi_inputs, gated, GatedDeltaRule(gated)),
     "Mamba-2": (
         mamba_inputs, mamba, Recurrence(mamba, lambda x, dt, b, c, a, d: (dt * a).sum(1)[..., None, None])
     ),
@@ -64,11 +71,12 @@ RULES: dict[str, tuple[Callable[..., Inputs], Callable[..., Any], Recurrence]] =
         ),
     ),
 }  # fmt: skip
-SHARED = [("gated delta rule", 6, 2), ("gated delta rule", 5, 5), ("Mamba-2", 4, 2), ("Mamba-2", 5, 1),
-          ("lightning attention", 4, 4)]  # fmt: skip
+SHARED = [("gated delta rule", 6, 2), ("gated delta rule", 5, 5), ("Kimi delta attention", 5, 5), ("Mamba-2", 4, 2),
+          ("Mamba-2", 5, 1), ("lightning attention", 4, 4)]  # fmt: skip
 """Heads and groups that divide by two, three or four ranks, and that do not."""
 LENGTHS: dict[str, tuple[int, int, Sequence[int] | None]] = {
-    "whole": (2, 12, None), "packed": (1, 24, (0, 2, 7, 8, 23, 24)), "rows of their own": (2, 12, (0, 1, 12, 13, 24)),
+    "whole": (2, 12, None), "packed": (1, 24, (0, 2, 6, 7, 12, 23, 24)),
+    "rows of their own": (2, 12, (0, 1, 12, 13, 24)),
 }  # fmt: skip
 """Micro-batch rows, tokens of each, and offsets of documents."""
 
@@ -125,7 +133,9 @@ def layer_of(name: str, heads: int, groups: int, element: int = 8) -> StateLayer
     tokens, _ = RULES[name][0](1, 1, heads, groups)
     inputs = [Sent(t.shape[2], t[0, 0, 0].numel(), element) for t in tokens]
     output = Sent(heads, VALUES, element)
-    return StateLayer(keys=KEYS, values=VALUES, inputs=inputs, output=output, matrix=name == "gated delta rule")
+    return StateLayer(
+        keys=KEYS, values=VALUES, inputs=inputs, output=output, matrix=isinstance(RULES[name][2], GatedDeltaRule)
+    )
 
 
 @pytest.mark.parametrize("name, heads, groups", SHARED)
