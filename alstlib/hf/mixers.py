@@ -6,6 +6,7 @@ hybrids. A module is known where each function that it calls is; any other is re
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from types import CodeType, ModuleType
@@ -60,6 +61,14 @@ def called_by(forward: Any) -> set[str]:
         return set()
     known, names = forward.__globals__, {n for c in _codes(code) for n in c.co_names}
     return {n for n in names if callable(known.get(n)) and not isinstance(known[n], type | ModuleType)}
+
+
+@functools.cache
+def takes(function: Any, name: str) -> bool:
+    """Does what runs for this function name this parameter? transformers wraps a package's kernel, or else its own
+    function, in one that takes everything and drops what the other does not name."""
+    wrapped = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return any(name in inspect.signature(f).parameters for f in (function, *wrapped) if inspect.isroutine(f))
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

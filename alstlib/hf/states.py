@@ -4,7 +4,7 @@ ranks.
 A mixer's own forward runs, with other functions in the place of those by which it mixes tokens (`mixers`): a copy of
 the function whose globals differ in these names. So projections, gates and norms are transformers' own, in every
 version, and so is each kernel on one device: `causal-conv1d`, `flash-linear-attention` or PyTorch, as transformers
-chooses.
+chooses. Kernels that keep packed documents apart (they name `cu_seqlens` or `seq_idx`) get them in one call.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ from alstlib.hf.mixers import (
     family_of,
     mixers_of,
     plain_forward,
+    takes,
 )
 from alstlib.hf.state_ways import StateWays
 from alstlib.ulysses.alltoall import Exchange
 from alstlib.ulysses.convolution import causal_convolution
+from alstlib.ulysses.document_calls import Packed
 from alstlib.ulysses.states import GatedDeltaRule, Recurrence, SelectiveScan, decayed_attention, over_ranks
 
 
@@ -131,15 +133,18 @@ def _gated_delta_rule(
     part: _Part, theirs: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
     use_qk_l2norm_in_kernel: bool = False, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    def kernel(*tensors: Tensor, initial_state: Tensor | None) -> Any:
+    def run(tensors: Sequence[Tensor], **how: Any) -> Any:
         q, k, v, g, beta = tensors
-        return theirs(
-            q, k, v, g=g, beta=beta, initial_state=initial_state, output_final_state=True,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        )  # fmt: skip
+        return theirs(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **how)
 
-    tokens = (query, key, value, g, beta)
-    return part.mix(GatedDeltaRule(kernel), tokens, (), key, value), None
+    def kernel(*tensors: Tensor, initial_state: Tensor | None) -> Any:
+        return run(tensors, initial_state=initial_state, output_final_state=True)
+
+    def packed(*tensors: Tensor, documents: Packed) -> Tensor:
+        return run(tensors, initial_state=None, output_final_state=False, cu_seqlens=documents.offsets)[0]
+
+    rule = GatedDeltaRule(kernel, packed=packed if takes(theirs, "cu_seqlens") else None)
+    return part.mix(rule, (query, key, value, g, beta), (), key, value), None
 
 
 def _mamba2(
@@ -147,12 +152,18 @@ def _mamba2(
     chunk_size: int, D: Tensor, dt_bias: Tensor, dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")), **_: Any,
 ) -> Tensor:  # fmt: skip
-    def kernel(*tensors: Tensor, initial_state: Tensor | None) -> Any:
+    def run(tensors: Sequence[Tensor], **how: Any) -> Any:
         x, dt, B, C, A, D, dt_bias = tensors
         return theirs(
             x, dt, A, B, C, chunk_size=chunk_size, D=D, z=None, dt_bias=dt_bias, dt_softplus=dt_softplus,
-            dt_limit=dt_limit, initial_states=initial_state, return_final_states=True,
+            dt_limit=dt_limit, **how,
         )  # fmt: skip
+
+    def kernel(*tensors: Tensor, initial_state: Tensor | None) -> Any:
+        return run(tensors, initial_states=initial_state, return_final_states=True)
+
+    def packed(*tensors: Tensor, documents: Packed) -> Tensor:
+        return run(tensors, initial_states=None, return_final_states=False, seq_idx=documents.index)
 
     def decay(*tensors: Tensor) -> Tensor:
         _, dt, _, _, A, _, dt_bias = tensors
@@ -161,7 +172,8 @@ def _mamba2(
         return (step.to(torch.promote_types(step.dtype, A.dtype)) * A).sum(1)[..., None, None]
 
     tokens, weights = (hidden_states, dt, B, C), (A, D, dt_bias)
-    return part.mix(Recurrence(kernel, decay), tokens, weights, B, hidden_states)
+    rule = Recurrence(kernel, decay, packed if takes(theirs, "seq_idx") else None)
+    return part.mix(rule, tokens, weights, B, hidden_states)
 
 
 def _mamba1(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -70,14 +70,15 @@ def _parts(x: Tensor, first: int, rows: int, repeat: int, stride: int) -> Tensor
 
 
 class Offsets(tuple[int, ...]):
-    """Document offsets of one sample that keep what `document_spans` found for them: the same in every layer, chunk and
-    pass of a step. It goes with the sample."""
+    """Document offsets of one sample that keep what was found for them: the same in every layer, chunk and pass of a
+    step. It goes with the sample."""
 
     def __init__(self, *_: object) -> None:
         self.bounds: dict[tuple[int, int], list[int]] = {}
         self.spans: dict[tuple[int, int, int, int], tuple[Span, ...]] = {}
         self.uploaded: dict[tuple[int, torch.device], tuple[Tensor, int]] = {}
         self.columns: dict[tuple[int, int, int, int, int, torch.device], tuple[Tensor, Tensor]] = {}
+        self.calls: dict[tuple[int, int, int, int, bool, torch.device], list[Any]] = {}
 
 
 def document_spans(documents: Documents, batch: int, length: int, first: int, last: int) -> Sequence[Span]:

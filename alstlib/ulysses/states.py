@@ -8,7 +8,7 @@ does not grow with the slice. So each rank makes its pair, from a state of zeros
 state that comes in is the composition of the pairs of the ranks before; and the slice runs once more, with it. Backward
 is the same in the other order: the gradient g of the state that goes out comes from the ranks after, as g_in = M^T
 g_out + W, where W is what the slice's own outputs contribute. A document begins with zeros: where one begins in a
-slice, M is zero.
+slice, M is zero. Documents that begin and end inside a slice need none of this, and share calls (`document_calls`).
 
 (Sequence parallelism for linear attention: LASP-2, arXiv 2502.07563; the gated delta rule: arXiv 2412.06464.)
 """
@@ -16,16 +16,16 @@ slice, M is zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from alstlib.kernels.spans import Documents, document_spans
+from alstlib.kernels.spans import Documents
 from alstlib.recompute import GradientSums, first_order
 from alstlib.tiled.compute import tiled_compute
 from alstlib.ulysses.alltoall import Exchange
+from alstlib.ulysses.document_calls import Packed, Run, runs_of
 
 Kernel = Callable[..., tuple[Tensor, Tensor]]
 """Runs some tokens on one device, given a state or None for zeros -> their output and the state after them."""
@@ -39,10 +39,25 @@ class Recurrence:
             differentiate.
         decay: (*tokens, *weights) -> the log of what all of these tokens multiply the state by: [b, H, 1, 1] for a
             number for each head, or the state's own shape for one for each entry.
+        packed: (*tokens [1, n, ..], *weights, documents=) -> output [1, n, ..] of several documents, each from a state
+            of zeros; None: the kernel cannot.
     """
 
-    def __init__(self, kernel: Kernel, decay: Callable[..., Tensor] | None = None) -> None:
-        self.kernel, self.decay = kernel, decay
+    def __init__(
+        self, kernel: Kernel, decay: Callable[..., Tensor] | None = None, packed: Callable[..., Tensor] | None = None
+    ) -> None:
+        self.kernel, self.decay, self.packed = kernel, decay, packed
+
+    def whole(self, *tensors: Tensor, documents: Packed | None) -> Tensor:
+        """The output of whole documents: each row is one, or they are packed."""
+        if documents is not None:
+            assert self.packed is not None
+            return self.packed(*tensors, documents=documents)
+        return self.from_zeros(*tensors)
+
+    def from_zeros(self, *tensors: Tensor) -> Tensor:
+        """The output of rows after which nobody needs the state."""
+        return self.kernel(*tensors, initial_state=None)[0]
 
     def pair(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """(M, U) of these tokens."""
@@ -106,6 +121,9 @@ class SelectiveScan(Recurrence):
         super().__init__(self._run, self._decay)
         self.scan, self.softplus, self.hands_on = scan, softplus, hands_on
 
+    def from_zeros(self, *tensors: Tensor) -> Tensor:
+        return self.scan(*tensors)[0]
+
     def _steps(self, dt: Tensor, A: Tensor, bias: Tensor) -> Tensor:
         step = dt.to(torch.promote_types(dt.dtype, A.dtype)) + bias
         return torch.nn.functional.softplus(step) if self.softplus else step
@@ -116,7 +134,7 @@ class SelectiveScan(Recurrence):
 
     def _run(self, *tensors: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
         _, dt, _, C, A, _, bias = tensors
-        out, state = self._from_zeros(*tensors)
+        out, state = self._with_state(*tensors)
         if initial_state is None:
             return out, state
         since, width = self._steps(dt, A, bias).cumsum(1), dt.shape[2]
@@ -129,7 +147,7 @@ class SelectiveScan(Recurrence):
         more = tiled_compute(seen, both, [t for t in (A, initial_state) if t.requires_grad], tile=64)
         return out + more.to(out.dtype), state + (since[:, -1, :, None] * A).exp() * initial_state
 
-    def _from_zeros(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def _with_state(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         if not (self.hands_on and torch.is_grad_enabled()):
             return self.scan(*tensors)
         *tokens, A, D, bias = tensors
@@ -166,27 +184,6 @@ def decayed_attention(
     return torch.cat(outs, 2).transpose(1, 2).to(v.dtype), state
 
 
-@dataclass
-class Run:
-    """Tokens of one document, or of whole micro-batch rows, in this rank's slice."""
-
-    rows: slice
-    """Of the batch."""
-    tokens: slice
-    goes_on: bool
-    """Has its document begun on an earlier rank?"""
-    last: bool
-    """Is its last token the last of the slice? Then its state goes to the next rank."""
-    leaves: Sequence[Tensor] = ()
-    """The graph of its second pass: inputs, the state that came in, output and the state that goes out."""
-    before: Tensor | None = None
-    out: Tensor | None = None
-    after: Tensor | None = None
-
-    def of(self, x: Tensor) -> Tensor:
-        return x[self.rows, self.tokens]
-
-
 def over_ranks(
     rule: Recurrence, tokens: Sequence[Tensor], weights: Sequence[Tensor], exchange: Exchange,
     documents: Documents = None, *, start: Tensor | None = None, first: int = 0, length: int | None = None,
@@ -213,18 +210,6 @@ def over_ranks(
     return _OverRanks.apply(rule, exchange, where, train, len(tokens), known, start, *tokens, *weights)
 
 
-def _runs(where: tuple[Documents, int, int | None], batch: int, rows: int, exchange: Exchange) -> list[Run]:
-    documents, first, length = where
-    first, length = first + exchange.rank * rows, rows * exchange.ranks if length is None else length
-    if documents is None:
-        return [Run(slice(0, batch), slice(0, rows), first > 0, True)]
-    spans = document_spans(documents, batch, length, first, first + rows)
-    return [
-        Run(slice(s.batch, s.batch + 1), slice(s.at, s.at + s.rows), s.end - s.rows > s.begin, s.at + s.rows == rows)
-        for s in spans
-    ]
-
-
 class _OverRanks(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -233,16 +218,23 @@ class _OverRanks(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         keep, needs = train and any(ctx.needs_input_grad), ctx.needs_input_grad[7:]
         batch, rows = tensors[0].shape[:2]
-        runs = _runs(where, batch, rows, exchange)
+        documents, first, length = where
+        runs = runs_of(
+            documents, (batch, rows), first + exchange.rank * rows, rows * exchange.ranks if length is None else length,
+            rule.packed is not None, tensors[0].device,
+        )  # fmt: skip
 
         def of(run: Run) -> list[Tensor]:
-            return [run.of(t) if i < count else t for i, t in enumerate(tensors)]
+            return [run.tokens.of(t) if i < count else t for i, t in enumerate(tensors)]
 
         def second_pass(run: Run, before: Tensor | None) -> None:
             leaves = [t.detach().requires_grad_(keep and need) for t, need in zip(of(run), needs)]
             run.before = None if before is None else before.detach().requires_grad_(keep)
             with torch.set_grad_enabled(keep):
-                run.out, run.after = rule.kernel(*leaves, initial_state=run.before)
+                if run.inside:
+                    run.out = rule.whole(*leaves, documents=run.tokens.packed)
+                else:
+                    run.out, run.after = rule.kernel(*leaves, initial_state=run.before)
             run.leaves = leaves if keep else ()
 
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -276,7 +268,7 @@ class _OverRanks(torch.autograd.Function):
         if len(runs) > 1:
             out = out.new_empty(batch, rows, *out.shape[2:])
             for run in runs:
-                run.of(out).copy_(_there(run.out).detach())
+                run.tokens.into(out, _there(run.out).detach())
         if keep:
             ctx.rule, ctx.exchange, ctx.needs, ctx.count, ctx.runs, ctx.m = rule, exchange, needs, count, runs, m
             # shapes and dtypes alone: what a node holds of tensors itself lives as long as somebody holds the loss
@@ -296,7 +288,7 @@ class _OverRanks(torch.autograd.Function):
         if not alone:
             for run in runs:
                 if run.before is not None:
-                    (w[run.rows],) = torch.autograd.grad(run.out, run.before, run.of(dout), retain_graph=True)
+                    (w[run.rows],) = torch.autograd.grad(run.out, run.before, run.tokens.of(dout), retain_graph=True)
             with torch.autocast(w.device.type, enabled=False):
                 for their_m, their_w in reversed(_pairs(exchange, ctx.m, w)):
                     grads.append(rule.transposed(their_m, grads[-1]) + their_w)
@@ -307,7 +299,7 @@ class _OverRanks(torch.autograd.Function):
         ]
         sums = GradientSums(ctx.like[count:], narrow=True)
         for run in runs:
-            outs, ups = [run.out], [run.of(dout)]
+            outs, ups = [run.out], [run.tokens.of(dout)]
             if run.last and run.after.requires_grad:
                 outs, ups = [run.out, run.after], [ups[0], after[run.rows]]
             wanted = [i for i, leaf in enumerate(run.leaves) if leaf.requires_grad]
@@ -322,7 +314,7 @@ class _OverRanks(torch.autograd.Function):
                 if whole is None:
                     wholes[i] = of.get(i)
                 elif of[i] is not None:
-                    run.of(whole).copy_(of[i])
+                    run.tokens.into(whole, of[i])
             sums.add([of.get(i) for i in range(count, len(ctx.like))], last=run is runs[-1])
             run.leaves, run.before, run.out, run.after = (), None, None, None
         into = None if ctx.start is None else grad.to(ctx.start)

@@ -28,7 +28,10 @@ CASES: dict[str, Case] = {
     "other documents in each row": (2, 12, (0, 1, 9, 12, 13, 17, 24)),
     "slices shorter than the convolution": (1, 6, (0, 1, 6)),
     "slices of one or two tokens, whole": (2, 6, None),
-}
+    "documents of four and five tokens, side by side": (
+        2, 42, (0, 4, 9, 13, 16, 21, 25, 27, 30, 34, 39, 41, 42, 47, 52, 56, 60, 65, 70, 74, 78, 83, 84),
+    ),
+}  # fmt: skip
 
 
 def gated_inputs(batch: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -214,6 +217,12 @@ CHUNKED: dict[str, Case] = {
 }
 
 
+IN_CHUNKS = {
+    **{f"{name}-{chunk}": (case, chunk) for name, case in CHUNKED.items() for chunk in (2, 4)},
+    "side by side-12": ((1, 72, (0, 2, 6, 11, 15, 20, 25, 29, 33, 38, 42, 47, 49, 53, 58, 62, 67, 71, 72)), 12),
+}
+
+
 def in_chunks(rank: int, world: int, name: str, case: Case, chunk: int) -> dict[str, float]:
     """A recurrence, and a convolution of its first input, of this rank's rows of each chunk, one after the other."""
     (batch, length, documents), (make, plain, count) = case, RULES[name]
@@ -257,8 +266,7 @@ def in_chunks(rank: int, world: int, name: str, case: Case, chunk: int) -> dict[
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("chunk", [2, 4])
-@pytest.mark.parametrize("case", CHUNKED.values(), ids=CHUNKED)
+@pytest.mark.parametrize("case, chunk", IN_CHUNKS.values(), ids=IN_CHUNKS)
 @pytest.mark.parametrize("name", RULES)
 def test_a_state_goes_from_chunk_to_chunk(
     pools: Callable[[int], Any], name: str, case: Case, chunk: int, world: int

@@ -1,0 +1,150 @@
+"""Which tokens of a rank's slice a recurrence computes in one call, when the slice holds packed documents.
+
+Shape legend: B batch, L tokens of this rank, N documents of a call, T tokens of the longest of them.
+
+A state enters a slice only in its first document and leaves it only in its last one: each of these two has a call of
+its own. All other documents begin with zeros and hand nothing on. They share calls, because a sample can hold thousands
+of them: side by side in a batch [N, T, ..], where each is padded with zeros after its last token. No token sees what
+comes after it, so the padding changes nothing. Or, where the kernel keeps packed documents apart itself, one after the
+other as they are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alstlib.kernels.spans import Documents, Offsets, Span, document_spans
+
+PADDED = 65_536
+"""Most tokens of a batch of several documents, padding included: longer calls are not faster, but need more memory."""
+LONGER = 1.25
+"""Of the longest document of a batch, compared with any other: finer batches pad less, but are more."""
+SIDE_BY_SIDE = 512
+"""Most documents of a batch. Times the heads, it is a dimension of some kernels' grids, which end at 65,535."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Documents that are stored one after the other in n tokens, as kernels take them."""
+
+    offsets: Tensor
+    """Where each begins, and the end: [N + 1], int64."""
+    index: Tensor
+    """The document of each token: [1, n], int32."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of one call."""
+
+    at: tuple[Any, Any]
+    """Their index in a tensor [B, L, ..]."""
+    to: tuple[Tensor, Tensor] | None = None
+    """Their index in a batch of documents; None: the call takes them as they are stored."""
+    shape: tuple[int, int] = (0, 0)
+    """(N, T) of that batch."""
+    packed: Packed | None = None
+    """The documents that they hold; None: each row is one."""
+
+    def of(self, x: Tensor) -> Tensor:
+        """What the call takes of x [B, L, ..]."""
+        if self.to is None:
+            return x[self.at]
+        padded = x.new_zeros(*self.shape, *x.shape[2:])
+        padded[self.to] = x[self.at]
+        return padded
+
+    def into(self, whole: Tensor, part: Tensor) -> None:
+        """Write what the call gives for these tokens into a tensor [B, L, ..]."""
+        whole[self.at] = part if self.to is None else part[self.to]
+
+
+@dataclass
+class Run:
+    """One call: a document at an end of this rank's slice, whole micro-batch rows, or several documents inside it."""
+
+    tokens: Tokens
+    inside: bool = False
+    """Does no state enter or leave?"""
+    goes_on: bool = False
+    """Has its document begun on an earlier rank?"""
+    last: bool = False
+    """Is its last token the last of the slice? Then its state goes to the next rank."""
+    leaves: Sequence[Tensor] = ()
+    """The graph of its second pass: inputs, the state that came in, output and the state that goes out."""
+    before: Tensor | None = None
+    out: Tensor | None = None
+    after: Tensor | None = None
+
+    @property
+    def rows(self) -> slice:
+        """Of the batch, where a state enters or leaves."""
+        return self.tokens.at[0]
+
+
+def runs_of(
+    documents: Documents, shape: tuple[int, int], first: int, length: int, packed: bool, device: torch.device
+) -> list[Run]:
+    """The calls for the tokens [first, first + L) of every micro-batch row.
+
+    Args:
+        documents: global offsets into the flattened [B * length] batch; None makes every micro-batch row one document.
+        shape: (B, L).
+        packed: does the kernel keep packed documents apart?
+    """
+    batch, rows = shape
+    if documents is None:
+        return [Run(Tokens((slice(0, batch), slice(0, rows))), goes_on=first > 0, last=True)]
+    known = documents if isinstance(documents, Offsets) else Offsets()
+    runs, inside = [], []
+    for span in document_spans(documents, batch, length, first, first + rows):
+        goes_on, last = span.end - span.rows > span.begin, span.at + span.rows == rows
+        if goes_on or last:
+            runs.append(Run(_stored([span]), goes_on=goes_on, last=last))
+        else:
+            inside.append(span)
+    key = (*shape, first, length, packed, device)
+    if key not in known.calls:
+        known.calls[key] = list(_packed(inside, device) if packed else _side_by_side(inside, device))
+    return [*runs, *(Run(tokens, inside=True) for tokens in known.calls[key])]
+
+
+def _stored(spans: Sequence[Span], packed: Packed | None = None) -> Tokens:
+    """Documents of one micro-batch row, of which each begins where the one before ends."""
+    b, first, last = spans[0].batch, spans[0].at, spans[-1].at + spans[-1].rows
+    return Tokens((slice(b, b + 1), slice(first, last)), packed=packed)
+
+
+def _packed(spans: Sequence[Span], device: torch.device) -> Iterator[Tokens]:
+    for _, row in groupby(spans, lambda span: span.batch):
+        some = list(row)
+        offsets = torch.tensor([0, *accumulate(span.rows for span in some)])
+        index = torch.cat([torch.full((span.rows,), i, dtype=torch.int32) for i, span in enumerate(some)])
+        yield _stored(some, Packed(offsets.to(device), index[None].to(device)))
+
+
+def _side_by_side(spans: Sequence[Span], device: torch.device) -> Iterator[Tokens]:
+    alike: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: span.rows, reverse=True):
+        longest = alike[-1][0].rows if alike else 0
+        room = longest and len(alike[-1]) < min(SIDE_BY_SIDE, PADDED // longest)
+        if room and longest <= LONGER * span.rows:
+            alike[-1].append(span)
+        else:
+            alike.append([span])
+    for some in alike:
+        if len(some) == 1:
+            yield _stored(some)
+            continue
+        places = [
+            torch.stack([torch.full((n,), batch), torch.arange(at, at + n), torch.full((n,), row), torch.arange(n)])
+            for row, (batch, at, n) in enumerate((span.batch, span.at, span.rows) for span in some)
+        ]
+        batch, at, row, token = torch.cat(places, 1).to(device)
+        yield Tokens((batch, at), (row, token), (len(some), some[0].rows))
