@@ -45,7 +45,7 @@ LIGHTNING = {"qkv_proj", "act_fn", "norm", "output_gate", "out_proj", "slope_rat
 """What lightning attention is made of: it calls no function for its recurrence, and is known by these."""
 TOKENWISE = {"mlp", "moe"}
 """What a hybrid calls layers that hold an MLP or experts alone."""
-KINDS = {"linear_attention", "conv", "hybrid", *TOKENWISE}
+KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", *TOKENWISE}
 """What `config.layer_types` calls layers of such mixers, and those."""
 
 

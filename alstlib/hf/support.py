@@ -59,15 +59,18 @@ def check_model(model: PreTrainedModel, ctx: SPContext, attention: str | Callabl
     if config.is_encoder_decoder or not getattr(config, "is_causal", True) or model.get_output_embeddings() is None:
         raise ValueError(f"{name} is not a decoder-only causal language model with a head")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if other := sorted(kinds - KINDS if mixers_of(model) else kinds):
-        raise ValueError(f"{name} mixes tokens by {', '.join(other)}, which is not exact on a sharded sequence")
+    by_kind = f"{name} mixes tokens by {{}}, which is not exact on a sharded sequence"
+    if other := sorted(kinds - KINDS):
+        raise ValueError(by_kind.format(", ".join(other)))
     candidates = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not candidates:
         raise ValueError(f"{name} has no decoder layers that transformers can checkpoint")
+    if kinds and not mixers_of(model):
+        _check_parts(name, candidates, config)  # names the part
+        raise ValueError(by_kind.format(", ".join(sorted(kinds))))
     run = dry_run(model, candidates)
     layers = run.layers if run.finished else candidates
-    for i, layer in enumerate(layers):
-        _check_parts(f"layer {i} of {name} ({type(layer).__name__})", layer, config)
+    _check_parts(name, layers, config)
     _check_calls(model, run)
     if run.numbers_itself:
         raise ValueError(f"{name} numbers its tokens by itself, without position_ids: every slice would begin at 0")
@@ -91,18 +94,21 @@ def check_model(model: PreTrainedModel, ctx: SPContext, attention: str | Callabl
     )  # fmt: skip
 
 
-def _check_parts(where: str, layer: nn.Module, config: Any) -> None:
+def _check_parts(name: str, layers: Sequence[nn.Module], config: Any) -> None:
     """Refuse a layer by the modules that it is made of."""
-    mixers = mixers_of(layer)
-    if not mixers and not _attends(layer) and not is_tokenwise(layer):
-        raise ValueError(f"{where} has no attention module")
-    known = {m for mixer in mixers for m in mixer.modules()}
-    for part, m in layer.named_modules():
-        if m not in known and not mixers_of(m) and (why := _mixes_tokens(m)):
-            raise ValueError(f"{where}: {part} ({type(m).__name__}) {why}, which is not exact on a sharded sequence")
-    crosses = any("crossattention" in n for n, _ in layer.named_modules())
-    if crosses or getattr(config, "add_cross_attention", False):
-        raise ValueError(f"{where} has cross-attention; only decoders that attend to themselves are supported")
+    for i, layer in enumerate(layers):
+        where = f"layer {i} of {name} ({type(layer).__name__})"
+        mixers = mixers_of(layer)
+        known = {m for mixer in mixers for m in mixer.modules()}
+        for part, m in layer.named_modules():
+            if m not in known and not mixers_of(m) and (why := _mixes_tokens(m)):
+                which = f"{where}: {part} ({type(m).__name__})" if part else where
+                raise ValueError(f"{which} {why}, which is not exact on a sharded sequence")
+        if not mixers and not _attends(layer) and not is_tokenwise(layer):
+            raise ValueError(f"{where} has no attention module, and no part with a state that is known")
+        crosses = any("crossattention" in n for n, _ in layer.named_modules())
+        if crosses or getattr(config, "add_cross_attention", False):
+            raise ValueError(f"{where} has cross-attention; only decoders that attend to themselves are supported")
 
 
 def _check_calls(model: PreTrainedModel, run: DryRun) -> None:
@@ -129,7 +135,9 @@ def _check_calls(model: PreTrainedModel, run: DryRun) -> None:
         check_attention(a.module, None, a.dropout, a.kwargs)
 
 
-MIXERS = ("mamba", "rwkv", "deltanet", "recurrent", "shortconv", "retention", "linearattention", "lightning")
+SLIDING = ("sliding_attention", "hybrid_sliding")
+"""What `config.layer_types` calls layers whose attention has a window."""
+MIXERS = ("mamba", "rwkv", "lstm", "deltanet", "recurrent", "shortconv", "retention", "linearattention", "lightning")
 """Names of modules, in part, that carry a state along the sequence."""
 
 
@@ -169,7 +177,7 @@ def _mixes_tokens(module: nn.Module) -> str | None:
     if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:  # attention, whatever the model's name is
         return None
     named = any(m in kind for m in MIXERS) and not kind.endswith("norm")  # a norm has its model's name
-    return "mixes tokens in another way than attention" if named else None
+    return "mixes tokens in another way than attention and the states that are known" if named else None
 
 
 def check_recompute(facts: Facts) -> None:
@@ -212,7 +220,7 @@ def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[s
         raise ValueError(f"{where} adds a position_bias to its scores, which is not supported")
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
-    if kinds and index is not None and kinds[index] == "sliding_attention" and kwargs.get("sliding_window") is None:
+    if kinds and index is not None and kinds[index] in SLIDING and kwargs.get("sliding_window") is None:
         raise ValueError(f"{where} has a sliding window by config.layer_types, but does not tell it to its attention")
     window = getattr(config, "sliding_window", None)
     makes_masks = hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
