@@ -5,7 +5,8 @@ transformers. `make sweep` runs it whole, with the oldest and the newest transfo
 
 What is judged is appended to papermill_runs/out/sweep, a line of JSON for each case. A sweep that was stopped, or in
 which something was wrong, goes on with the cases that are not as they should be. With `--keep` the outcome of
-each type is also written to papermill_runs/results/support, from where `table.py` takes it.
+each type that was judged is also written to papermill_runs/results/support, from where `table.py` takes it; with
+`--only`, what is kept of the other types stays as it is.
 """
 
 from __future__ import annotations
@@ -82,12 +83,20 @@ def sweep(types: list[str], degrees: list[int], path: Path, again: bool = False)
     return {key: line for key, line in found.items() if key[0] in types and key[1] in degrees}
 
 
+def keep(found: Lines, path: Path) -> None:
+    """Write the outcome of each type that was judged; of the others, what is there stays."""
+    kept = {one["type"]: one for one in map(json.loads, path.read_text().splitlines() if path.exists() else ())}
+    for kind in {key[0] for key in found}:
+        kept[kind] = table.summary([line for key, line in found.items() if key[0] == kind])
+    path.write_text("".join(json.dumps(kept[kind]) + "\n" for kind in sorted(kept)))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="these model types")
     parser.add_argument("--sp", nargs="+", type=int, default=[1, 2, 3], help="sequence-parallel degrees")
     parser.add_argument("--again", action="store_true", help="judge anew what is judged already")
-    parser.add_argument("--keep", action="store_true", help="write a sweep of everything to the results")
+    parser.add_argument("--keep", action="store_true", help="write the outcome of these types to the results")
     args = parser.parse_args()
     if unknown := set(args.only or ()) - set(small.TYPES):
         parser.error(f"transformers {transformers.__version__} has no causal language model {', '.join(unknown)}")
@@ -95,10 +104,8 @@ def main() -> int:
         found = sweep(args.only or small.TYPES, args.sp, OUT / NAME, args.again)
     counts = {result: sum(line["result"] == result for line in found.values()) for result in (*GOOD, "wrong", "crash")}
     print(f"transformers {transformers.__version__}: " + ", ".join(f"{n} {result}" for result, n in counts.items()))
-    if args.keep and not args.only:
-        by_type = {kind: [line for key, line in found.items() if key[0] == kind] for kind in small.TYPES}
-        lines = [json.dumps(table.summary(lines)) for lines in by_type.values()]
-        (table.RESULTS / NAME).write_text("\n".join(lines) + "\n")
+    if args.keep:
+        keep(found, table.RESULTS / NAME)
     return int(counts["wrong"] + counts["crash"] > 0)
 
 

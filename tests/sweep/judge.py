@@ -14,10 +14,11 @@ import torch
 import alstlib
 from alstlib.measure import verify
 
+TILES = {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7}
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "tiles": {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "offload": "async", "save_attention": True},
-    "chunks": {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "chunk": 4},
+    "tiles": {**TILES, "offload": "async", "save_attention": True, "states": "heads"},
+    "chunks": {**TILES, "chunk": 4, "states": "pass"},
     "no checkpoints": {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False},
 }
 LENGTH = 32

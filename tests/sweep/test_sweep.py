@@ -17,7 +17,22 @@ EXACT = [
     "llama", "gpt2", "qwen3_moe", "gemma3", "gemma4_text", "gpt_oss", "deepseek_v3", "mllama", "afmoe", "jetmoe", "opt",
     "roberta", "stablelm", "hrm_text", "whisper", "cohere2", "diffllama", "qwen3_next", "mamba",
 ]  # fmt: skip
-REFUSED = ["bart", "bloom", "doge", "phimoe", "recurrent_gemma", "rwkv"]
+REFUSED = {
+    "bart": "numbers its tokens by itself", "bloom": "computes attention by itself", "doge": "makes an attention mask",
+    "phimoe": "does not say its window", "inkling_text": "adds a position_bias", "zaya": "a convolution over 2 tokens",
+    "recurrent_gemma": "(RecurrentGemmaDecoderLayer) mixes tokens in another way than attention and the states that",
+    "rwkv": "(RwkvBlock) mixes tokens in another way than attention and the states that are known",
+    "xlstm": "(xLSTMBlock) mixes tokens in another way than attention and the states that are known",
+}  # fmt: skip
+KINDS = {
+    "linear_attention full_attention":
+        "bailing_hybrid bamba granitemoehybrid jamba kimi_linear minimax olmo_hybrid qwen3_5_moe_text qwen3_5_text "
+        "qwen3_next",
+    "linear_attention hybrid": "zamba zamba2", "hybrid": "falcon_h1",
+    "conv full_attention": "lfm2 lfm2_moe", "conv full_attention sliding_attention": "lfm3",
+    "linear_attention moe full_attention mlp": "nemotron_h",
+}  # fmt: skip
+"""The kinds of layers of hybrids."""
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +45,10 @@ def check(kind: str, outcomes: list[dict[str, Any]]) -> None:
         streamed = kind in ("gemma4_text", "diffllama") and case.endswith("chunks")
         want = "refused" if kind in REFUSED or streamed else "exact"
         assert outcome["result"] == want, (case, outcome)
+        assert REFUSED.get(kind, "") in outcome["reason"]
 
 
-@pytest.mark.parametrize("kind", EXACT + REFUSED)
+@pytest.mark.parametrize("kind", [*EXACT, *REFUSED])
 def test_on_one_rank(references: str, kind: str) -> None:
     check(kind, judge.judge(0, 1, kind, judge.CASES, references))
 
@@ -80,6 +96,24 @@ def test_a_sweep_that_was_stopped_goes_on(
 def test_every_type_has_a_config() -> None:
     assert len(small.TYPES) > 170
     assert small.small_config("llama").hidden_size == 32
+
+
+def test_small_hybrids_have_every_kind_of_layer() -> None:
+    for layers, kinds in KINDS.items():
+        for kind in set(kinds.split()) & set(small.TYPES):
+            assert set(small.small_config(kind).layer_types) == set(layers.split()), kind
+
+
+def test_what_is_kept_of_other_types_stays(tmp_path: Path) -> None:
+    path = tmp_path / "kept.jsonl"
+
+    def outcome(kind: str, result: str) -> drive.Lines:
+        return {(kind, 1, "whole, tiles"): {"type": kind, "sp": 1, "case": "", "result": result, "reason": ""}}
+
+    drive.keep({**outcome("opt", "refused"), **outcome("bart", "refused")}, path)
+    drive.keep({**outcome("opt", "not built"), **outcome("llama", "refused")}, path)
+    kept = {one["type"]: one["result"] for one in map(json.loads, path.read_text().splitlines())}
+    assert list(kept.items()) == [("bart", "refused"), ("llama", "refused"), ("opt", "not built")]
 
 
 def test_the_table_is_what_was_measured() -> None:
