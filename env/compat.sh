@@ -35,7 +35,8 @@ for path in "" "$PWD/$folder"; do
     if [ "${1:-}" = sweep ]; then
         PYTHONPATH=$path .venv/bin/python -m tests.sweep.drive --keep "${@:2}" || status=$?
     else
-        PYTHONPATH=$path .venv/bin/python -m pytest tests/hf/test_support.py tests/hf/test_in_use.py tests/hf/test_attach.py "$@" || status=$?
+        PYTHONPATH=$path .venv/bin/python -m pytest tests/hf/test_support.py tests/hf/test_in_use.py tests/hf/test_attach.py \
+            tests/hf/test_mixers.py::test_{hybrids_are_exact,more_hybrids,hybrids_by_heads} "$@" || status=$?
     fi
 done
 if [ "${1:-}" = sweep ]; then
