@@ -68,11 +68,20 @@ def make_samples(
     return samples
 
 
+def each_document(sample: dict[str, Any]) -> list[dict[str, Any]]:
+    """The documents of a sample of one row that says their lengths, each a sample of its own; or the sample."""
+    if "document_lengths" not in sample:
+        return [sample]
+    ids, labels = (sample[name].split(sample["document_lengths"][0], 1) for name in ("input_ids", "labels"))
+    return [{"input_ids": i, "labels": y} for i, y in zip(ids, labels)]
+
+
 def plain_run(
     model: PreTrainedModel, samples: list[dict[str, Tensor]], scale: float = 1.0
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss (mean over all valid tokens of all samples) and gradients of plain transformers on one process."""
     model = copy.deepcopy(model)
+    samples = [part for sample in samples for part in each_document(sample)]
     shifted = [torch.nn.functional.pad(s["labels"][:, 1:], (0, 1), value=-100) for s in samples]
     tokens = max(1, sum(int((y != -100).sum()) for y in shifted))
     total = 0.0

@@ -16,6 +16,7 @@ COMMON = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_
           "eos_token_id": 1, "pad_token_id": 2, "tie_word_embeddings": False}  # fmt: skip
 LAYER_TYPES = ["sliding_attention", "full_attention"]
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0,
@@ -72,16 +73,22 @@ DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_hea
 MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextConfig", {**DELTA, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
-                   "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}),
+                   "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, **ROUTED}),
     "qwen3_5": ("Qwen3_5TextConfig", DELTA),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**DELTA, **EXPERTS, **ROUTED, "num_experts": 4,
+                    "shared_expert_intermediate_size": 24}),
     "bamba": ("BambaConfig", {**MAMBA, "attn_layer_indices": [1]}),
     "granitemoehybrid": ("GraniteMoeHybridConfig", {**MAMBA, "layer_types": ["linear_attention", "full_attention"],
                          "num_local_experts": 0, "shared_intermediate_size": 48}),
+    "granitemoehybrid, experts": ("GraniteMoeHybridConfig", {**MAMBA, **ROUTED, "num_local_experts": 4,
+                                  "num_experts_per_tok": 2, "layer_types": ["linear_attention", "full_attention"],
+                                  "shared_intermediate_size": 40}),
     "falcon_h1": ("FalconH1Config", {**MAMBA, "mamba_d_ssm": 64}),
     "jamba": ("JambaConfig", {"mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
-              "num_experts": 2, "num_experts_per_tok": 1, "expert_layer_period": 2, "expert_layer_offset": 1}),
+              "num_experts": 2, "num_experts_per_tok": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+              **ROUTED}),
     "minimax": ("MiniMaxConfig", {"layer_types": ["linear_attention", "full_attention"], "block_size": 16,
-                "num_local_experts": 4, "head_dim": 8}),
+                "num_local_experts": 4, "head_dim": 8, **ROUTED}),
     "kimi_linear": ("KimiLinearConfig", {"linear_num_heads": 4, "linear_head_dim": 8, "num_key_value_heads": 4,
                     "layer_types": ["linear_attention", "full_attention"], "q_lora_rank": 12, "kv_lora_rank": 8,
                     "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 2}),
@@ -90,6 +97,8 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
                    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8,
                    "moe_shared_expert_intermediate_size": 24, "num_nextn_predict_layers": 0}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
+    "lfm2_moe": ("Lfm2MoeConfig", {"layer_types": ["conv", "full_attention"], **EXPERTS, "num_experts": 4,
+                 "num_dense_layers": 1}),
 }  # fmt: skip
 """Decoders with layers that carry a state."""
 

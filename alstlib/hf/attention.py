@@ -91,6 +91,12 @@ def _one_dtype(*tensors: Tensor) -> list[Tensor]:
     return [t.to(dtype) for t in tensors]
 
 
+def tokens_along(position_ids: Tensor) -> int:
+    """The dimension of tokens in rotary tables: [B, L, ..] for positions [B, L]; [B, L, W] or [kinds, B, L, W] for
+    [kinds, B, L] (those of text and of two axes of images, in Qwen3.5)."""
+    return 1 if position_ids.ndim == 2 else -2
+
+
 def attach_rotary(handle: Handle) -> None:
     """Frequencies that depend on the longest position (dynamic NTK, LongRoPE) must be the whole sequence's on every
     rank and in every block: the largest position of the sequence is added to the positions at hand, and what comes out
@@ -107,17 +113,23 @@ def attach_rotary(handle: Handle) -> None:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=handle.ctx.sp_group)
         return most
 
+    def positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return args[1] if len(args) > 1 else kwargs["position_ids"]
+
     @torch.compiler.disable
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if whole():
             return None
-        at = args[1] if len(args) > 1 else kwargs["position_ids"]
-        at = torch.cat([at, longest(at).expand(at.shape[0], 1)], 1)
+        at = positions(args, kwargs)
+        at = torch.cat([at, longest(at).reshape(()).expand(*at.shape[:-1], 1)], -1)
         return ((args[0], at, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "position_ids": at})
 
     @torch.compiler.disable
-    def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        return None if whole() else tuple(t[:, :-1] for t in out)
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        if whole():
+            return None
+        along = tokens_along(positions(args, kwargs))
+        return tuple(t.narrow(along, 0, t.shape[along] - 1) for t in out)
 
     for module in handle.model.modules():
         kind = getattr(module, "rope_type", None)
@@ -125,4 +137,4 @@ def attach_rotary(handle: Handle) -> None:
         if any(k == "longrope" or "dynamic" in k for k in kinds if isinstance(k, str)):
             handle.longest_matters = True
             handle.edits.hook(module, module.register_forward_pre_hook(before, with_kwargs=True))
-            handle.edits.hook(module, module.register_forward_hook(after))
+            handle.edits.hook(module, module.register_forward_hook(after, with_kwargs=True))

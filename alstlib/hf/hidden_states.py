@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from alstlib.hf.attention import tokens_along
 from alstlib.hf.handle import Handle, Options
 from alstlib.hf.inputs import Call
 from alstlib.tiled.compute import TiledModule, tiled_compute, tiles_of
@@ -82,17 +83,27 @@ def _rotary(handle: Handle, module: nn.Module, original: Any) -> Any:
         if travel is None:
             return original(x, position_ids, *args, **kwargs)
         assert handle.options.chunk is not None
-        longest = position_ids.max().expand(position_ids.shape[0], 1) if by_longest else position_ids[:, :0]
+        length = position_ids.shape[-1]
+        along = tokens_along(position_ids)
         like, courier = torch.empty(0, dtype=x.dtype, device=travel.device), travel.courier()
+        longest = position_ids[..., :0]
+        if by_longest:
+            longest = position_ids.max().expand(*position_ids.shape[:-1], 1)
         made: list[Tensor] = []
-        for rows in tiles_of(position_ids.shape[1], handle.options.chunk):
-            at = torch.cat([position_ids[:, rows], longest], 1)
-            out = [t[:, : rows.stop - rows.start] for t in original(like, at, *args, **kwargs)]
+        for rows in tiles_of(length, handle.options.chunk):
+            at = torch.cat([position_ids[..., rows], longest], -1)
+            out = original(like, at, *args, **kwargs)
+            if any(t.shape[along] != at.shape[-1] for t in out):
+                raise ValueError(
+                    f"{type(module).__name__} makes tables {[tuple(t.shape) for t in out]} for positions "
+                    f"{tuple(at.shape)}, which cannot be cut by tokens: use hidden='device'"
+                )
             made = made or [
-                courier.empty((t.shape[0], position_ids.shape[1], *t.shape[2:]), t.dtype) for t in out
+                courier.empty((*t.shape[:along], length, *t.shape[along:][1:]), t.dtype) for t in out
             ]  # fmt: skip
+            count = rows.stop - rows.start
             for to, t in zip(made, out):
-                courier.send(to[:, rows], t)
+                courier.send(to.narrow(along, rows.start, count), t.narrow(along, 0, count))
         courier.finish()
         return tuple(made)
 

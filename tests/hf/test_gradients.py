@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import alstlib
 from alstlib.data.loader import SPDataLoader
+from alstlib.measure import verify
 from alstlib.train import operators
 
 TOLERANCE = 1e-5
@@ -87,9 +88,14 @@ def run_case(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     samples = make_samples(ctx.dp * accumulation, length=case.get("length", 32), batch=batch_size)
     if "shapes" in case:
         samples = [varied(i, *shape) for i, shape in enumerate(itertools.chain(*zip(*case["shapes"])))]
+    if "documents" in case:
+        samples = [{**s, "document_lengths": [case["documents"]]} for s in samples]
     if case.get("empty"):
         samples[0]["labels"][:, : samples[0]["labels"].shape[1] // 2 + 1] = -100  # the first rank has no valid token
-    loss, want = plain_run(model, samples, scale)
+    if getattr(model.config, "output_router_logits", False):  # their loss is that of one sample
+        loss, want = verify.plain(model, *samples)
+    else:
+        loss, want = plain_run(model, samples, scale)
     forwards = [0] * len(list(decoder_layers(model)))
     for i, layer in enumerate(decoder_layers(model)):
 
@@ -197,8 +203,16 @@ def test_engines_sp2(ranks2: Any, engine: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("model", zoo.HYBRIDS)
 def test_layers_with_a_state_under_engines(ranks2: Any, model: str, engine: str) -> None:
     """Their mixers read weights (of the convolution, of the decay) outside the module that holds them."""
-    options = {**ALL_ON, "states": "pass"}
-    check(ranks2, {"sp": 2, "model": model, "engine": engine, "accumulation": 2, "length": 33, "options": options})
+    case = {"sp": 2, "model": model, "engine": engine, "accumulation": 2, "length": 33}
+    check(ranks2, {**case, "options": {**ALL_ON, "states": "pass"}, "overrides": {"output_router_logits": False}})
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+@pytest.mark.parametrize("model", zoo.HYBRIDS)
+def test_packed_layers_with_a_state_in_chunks_under_engines(ranks2: Any, model: str, engine: str) -> None:
+    """With the load-balancing loss where the model has one."""
+    case = {"sp": 2, "model": model, "engine": engine, "length": 33, "documents": [3, 17, 1, 12]}
+    check(ranks2, {**case, "options": {**ALL_ON, "chunk": 5, "states": "pass"}})
 
 
 @pytest.mark.parametrize("model", ["zamba", "mamba"])

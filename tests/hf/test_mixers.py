@@ -50,7 +50,13 @@ class Twice(nn.Module):
         return self.mixer(self.mixer(hidden_states, **kwargs), **kwargs)
 
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 1.0,
+           "mrope_section": [2, 1, 1]}  # fmt: skip
+
+
 def build(name: str, dtype: Any) -> Any:
+    if name == "qwen3_5, dynamic NTK":
+        return zoo.build_hybrid("qwen3_5", dtype, max_position_embeddings=16, rope_parameters=DYNAMIC)
     model = zoo.build_hybrid(name.removesuffix(", twice"), dtype)
     for layer in model.model.layers if name.endswith(", twice") else ():
         if hasattr(layer, "linear_attn"):
@@ -105,6 +111,15 @@ def test_hybrids_in_chunks_and_blocks(
 @pytest.mark.parametrize("options", [{}, {"chunk": 11}, {"block": 19}, {"block": 19, "checkpoint": False}], ids=str)
 def test_a_layer_may_call_a_part_with_a_state_twice(pools: Callable[[int], Any], options: dict[str, Any]) -> None:
     for rank, result in enumerate(pools(2)(step, "qwen3_5, twice", False, options)):
+        assert result["result"] == "exact", (rank, result)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 11, "offload": "sync"}, {"block": 19}], ids=str)
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5, dynamic NTK"])
+def test_positions_of_several_kinds(pools: Callable[[int], Any], name: str, options: dict[str, Any]) -> None:
+    """Qwen3.5 gives its rotary embedding positions [3, B, L]: whole, in chunks whose tables lie on the host, in
+    blocks; and with frequencies that depend on the longest of them."""
+    for rank, result in enumerate(pools(2)(step, name, False, options)):
         assert result["result"] == "exact", (rank, result)
 
 
