@@ -26,7 +26,7 @@ from alstlib.hf.handle import Handle, Options
 from alstlib.hf.hidden_states import attach_hidden_states, travels
 from alstlib.hf.inputs import Call, number_tokens, take_call
 from alstlib.hf.logits import find_transform
-from alstlib.hf.mixers import is_tokenwise
+from alstlib.hf.mixers import family_of, is_tokenwise
 from alstlib.hf.routers import attach_routers, refuse_lost_gradients, router_loss
 from alstlib.hf.states import attach_states
 from alstlib.hf.support import check_model, check_shared, shared_weights
@@ -117,7 +117,8 @@ def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
             if (name == "experts" or hasattr(m, "experts")) and not any(m is mlp for _, mlp in found):
                 handle.notes.append(f"layer {i}: {name} ({type(m).__name__}) is not inside its MLP: left untiled")
         if not found:
-            handle.notes.append(f"layer {i} ({type(layer).__name__}) has no MLP module: left untiled")
+            if not all(_is_norm(m) or _only_mixes(m) for m in layer.children()):
+                handle.notes.append(f"layer {i} ({type(layer).__name__}) has no MLP module: left untiled")
             continue
         for name, mlp in found:
             where = f"layer {i}: {name} ({type(mlp).__name__})"
@@ -127,6 +128,11 @@ def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
             tiled = tiled_experts(handle, mlp, tile, where) if routes(mlp) else TiledMLP(mlp, tile)
             _swap(handle, mlp, tiled)
             handle.mlps.append(tiled)
+
+
+def _only_mixes(module: nn.Module) -> bool:
+    """Is a layer's child attention or a mixer with a state, in which there is nothing to tile?"""
+    return family_of(module) is not None or type(module).__name__.endswith("Attention")
 
 
 def _attach_norms(handle: Handle, layers: Sequence[nn.Module]) -> None:

@@ -238,6 +238,14 @@ def test_layers_with_a_state_on_four_ranks(ranks4: Any, model: str, sp: int) -> 
     check(ranks4, {"sp": sp, "model": model, "accumulation": 2, "empty": True, "length": 37, "options": options})
 
 
+@pytest.mark.parametrize("model", ["qwen3_next", "bamba", "falcon_h1", "nemotron_h", "lfm2", "lfm2_moe"])
+def test_layers_with_a_state_where_heads_do_not_divide(ranks4: Any, model: str) -> None:
+    """Three heads on four ranks, in attention and, where the model has as many there, in the state."""
+    heads = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
+    case = {"sp": 4, "model": model, "overrides": heads, "length": 37, "documents": [3, 21, 1, 12]}
+    check(ranks4, {**case, "options": {**ALL_ON, "chunk": 5}})
+
+
 @pytest.mark.parametrize("sp", [1, 2])
 @pytest.mark.parametrize("engine", ["fsdp2", "zero0", "zero2", "zero3"])
 @pytest.mark.parametrize("model", ["gqa", "gemma2"])

@@ -259,6 +259,13 @@ def test_states_matter() -> None:
     assert abs(verify.plain(model, whole)[0] - verify.plain(model, packed)[0]) > 1e-3
 
 
+@pytest.mark.parametrize("name, noted", [("nemotron_h", 0), ("mamba2", 0), ("zamba2", 2)])
+def test_layers_without_an_mlp_are_not_noted_for_it(name: str, noted: int) -> None:
+    """Some have nothing but a mixer or attention; Zamba2's have an MLP further inside."""
+    with alstlib.apply(zoo.build_hybrid(name)) as handle:
+        assert sum("has no MLP module" in note for note in handle.notes) == noted, handle.notes
+
+
 def test_detach_gives_the_mixers_back() -> None:
     model = zoo.build_hybrid("qwen3_next")
     mixers = mixers_of(model)
