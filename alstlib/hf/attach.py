@@ -108,10 +108,14 @@ def _swap(handle: Handle, old: nn.Module, new: nn.Module) -> None:
                 handle.edits.swap(parent, name, new)
 
 
+MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
+"""What decoder layers call their MLP or experts, and what every token goes to beside them."""
+
+
 def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
     tile = None if handle.options.tiled_mlp is True else int(handle.options.tiled_mlp)
     for i, layer in enumerate(layers):
-        names = {"mlp", "feed_forward", "ffn", "block_sparse_moe", *(["mixer"] if is_tokenwise(layer) else [])}
+        names = {*MLPS, *(["mixer"] if is_tokenwise(layer) else [])}
         found = [(n, m) for n, m in layer.named_children() if n in names]
         for name, m in layer.named_children() if found else ():
             if (name == "experts" or hasattr(m, "experts")) and not any(m is mlp for _, mlp in found):

@@ -13,10 +13,11 @@ from alstlib.tiled.logits import LogitTransform
 
 
 class _Fixed(nn.Module):
-    """A module that returns what it was given at its making."""
+    """A module that returns what it was given at its making, with the numbers of the one that it stands in for."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, of: nn.Module) -> None:
         super().__init__()
+        self.__dict__.update({name: n for name, n in vars(of).items() if isinstance(n, int | float)})
         self.value, self.weight = value, torch.empty(0)  # a model may ask for the weight's dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,8 +51,8 @@ def find_transform(model: PreTrainedModel) -> LogitTransform | None:
     logits = torch.linspace(-50, 50, 2 * config.vocab_size).view(1, 2, config.vocab_size)
     hidden = torch.zeros(1, 2, config.hidden_size)
     shell = copy.copy(model)
-    stand_ins = {model.base_model_prefix: _Fixed(_BodyOutput(hidden))}
-    stand_ins.update({name: _Fixed(logits.clone()) for name in names})
+    stand_ins = {model.base_model_prefix: _Fixed(_BodyOutput(hidden), body)}
+    stand_ins.update({name: _Fixed(logits.clone(), head) for name in names})
     shell.__dict__["_modules"] = {**model._modules, **stand_ins}
     try:
         with torch.no_grad():

@@ -18,12 +18,15 @@ import transformers
 from cases import VOCAB, make_model, plain_run, slopes, worst_error
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from zoo import HYBRIDS
 
 import alstlib
 from alstlib.hf import attach
+from alstlib.hf.logits import find_transform
 from alstlib.mesh import SPContext
 from alstlib.reference import shift
 from alstlib.tiled.compute import TiledMLP
+from alstlib.tiled.logits import LogitTransform
 from alstlib.ulysses import head_layouts
 
 ALL_ON = {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "offload": "async", "save_attention": True}
@@ -489,6 +492,20 @@ def test_scaled_logits(scale: float) -> None:
         got = step(model)
     assert got[0] == pytest.approx(loss, rel=1e-6)
     assert worst_error(got[1], want)[0] < 1e-5
+
+
+def test_a_scale_that_the_body_holds() -> None:
+    """Falcon-H1 multiplies its logits by a number of its body, which made its loss untiled."""
+    name, fields = HYBRIDS["falcon_h1"]
+    assert find_transform(small(name, **fields, lm_head_multiplier=0.5)) == LogitTransform(scale=0.5)
+
+
+def test_the_mlp_of_a_hybrid_without_experts_is_tiled() -> None:
+    """Granite 4 calls it as what stands beside experts in other sizes of it, and it was left as long as the slice."""
+    name, fields = HYBRIDS["granitemoehybrid"]
+    with alstlib.apply(small(name, **fields), None, alstlib.Options(**ALL_ON)) as handle:
+        assert [type(mlp) for mlp in handle.mlps] == [TiledMLP, TiledMLP]
+        assert handle.facts.attending == [1]
 
 
 # ----- LoRA
