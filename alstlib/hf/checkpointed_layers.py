@@ -59,7 +59,7 @@ def _checkpointed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
         if index == 0 and (handle.call is None or handle.call.blocks is None):
             handle.plan(x, count)
-        saved, drew = Saved(keep=index < round(handle.attention_kept * count)), set[nn.Module]()
+        saved, drew = Saved(keep=handle.keeps_attention(index)), set[nn.Module]()
         before, call = chain.segment() if index > 0 else None, handle.call
 
         def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -131,7 +131,7 @@ def _streamed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any, in
             nothing = out[1:]
             return out[0]
 
-        keep = index < round(handle.attention_kept * count)
+        keep = handle.keeps_attention(index)
         chunk = handle.options.chunk
         assert chunk is not None
         segment = chain.segment() if index > 0 else None

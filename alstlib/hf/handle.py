@@ -139,7 +139,7 @@ class Handle:
         self.notes: list[str] = []
         """What was not tiled or not kept, and why: one sentence for each."""
         self.attention_kept: float = 0.0
-        """The share of the layers whose attention output the last forward kept, from 0 to 1."""
+        """The share of the layers that attend whose attention output the last forward kept, from 0 to 1."""
         self.inputs_kept_every: int = 1
         """The last forward kept the input of one layer in so many: more than 1 where the host has too little room."""
         self.kv_on_host = False
@@ -262,7 +262,7 @@ class Handle:
         options, store, ctx = self.options, self.store, self.ctx
         output = self._output_bytes(x)
         if options.offload == "none":
-            self.inputs_kept_every, self.attention_kept = 1, self._kept_on_device(x, layers, output) / layers
+            self.inputs_kept_every, self.attention_kept = 1, self._kept_on_device(x, output) / max(1, self._attending)
             return
         row, travels = x.numel() * x.element_size(), streamed and self.travel() is not None
         pages = self._keys_and_values(x) if streamed and self.kv_on_host else pages
@@ -277,7 +277,7 @@ class Handle:
             needed += outputs * output
         self._needed = needed
         store.reserve(needed - (store.leased if travels else 0), room - (store.leased if travels else 0))
-        self.attention_kept, self.inputs_kept_every = outputs / layers, every
+        self.attention_kept, self.inputs_kept_every = outputs / max(1, self._attending), every
         self._say_where(every, row, layers, travels)
 
     def _output_bytes(self, x: Tensor) -> int:
@@ -295,6 +295,7 @@ class Handle:
             "travels": travels,
             "tables": max(0, self.store.leased - row),
             "pages": pages,
+            "attending": self._attending,
         }
         return *kept_on_host(room, layers, row, self._output_bytes(x), self.options.save_attention, **how), room
 
@@ -385,14 +386,23 @@ class Handle:
             beside = x.nbytes if nbytes is None and self.travel() is None else 0  # a gradient, where x lies there
             self.kv_on_host = keys_left(*self.ctx.largest(keys_leave(keys, memory[2] - beside, needed - room)))
 
-    def _kept_on_device(self, x: Tensor, layers: int, output: int) -> int:
+    @property
+    def _attending(self) -> int:
+        """Layers that attend, or may."""
+        return len(self.facts.attending)
+
+    def keeps_attention(self, index: int) -> bool:
+        """Is the attention output of this layer, by its place, kept in the forward that `plan` was asked of?"""
+        return index in self.facts.attending[: round(self.attention_kept * self._attending)]
+
+    def _kept_on_device(self, x: Tensor, output: int) -> int:
         """Layers whose attention outputs, of `output` bytes each, stay on the device: with `auto` on a GPU those that
         fit beside what earlier steps needed."""
         if self.options.save_attention != "auto" or isinstance(x, FakeTensor):
-            return layers if self.options.save_attention is True else 0
+            return self._attending if self.options.save_attention is True else 0
         if (memory := headroom.device_memory(x.device)) is None:
             return 0
         fit = self.headroom.begin(x.shape[0] * x.shape[1], memory) // output
-        kept = -self.ctx.largest([-min(layers, fit)])[0]
+        kept = -self.ctx.largest([-min(self._attending, fit)])[0]
         self.headroom.keep(kept * output)
         return kept

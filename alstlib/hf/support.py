@@ -38,6 +38,9 @@ class Facts:
     uncounted: int | None = None
     """A token that the model does not count when it numbers its tokens."""
 
+    attending: Sequence[int] = ()
+    """Places of the layers that attend, or whose dry run did not show that they do not."""
+
 
 NO_HEADS = (1, 0, 0, 1)
 """Heads, widths of keys and of values, and key/value heads of a model without attention."""
@@ -88,9 +91,11 @@ def check_model(model: PreTrainedModel, ctx: SPContext, attention: str | Callabl
         choose_backend(kernel, parameter.device, parameter.dtype, width, capped)
     except ValueError as e:
         raise ValueError(f"layer 0 of {name} ({type(layers[0]).__name__}): {e}") from None
+    without = {call.layer for call in run.calls if call.finished and not call.attention}
     return Facts(
         layers=layers, calls=run.calls, heads=heads, value_width=value_width, kv_heads=kv_heads, kv_widths=kv_widths,
         offset=run.offset, uncounted=run.uncounted,
+        attending=[i for i, layer in enumerate(layers) if layer not in without],
     )  # fmt: skip
 
 

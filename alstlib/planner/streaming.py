@@ -86,7 +86,7 @@ def streaming_of(
     keys = keys_and_values(rows * ranks, heads, shape.head_dim + shape.value_dim, element)
     tables = 2 * rows * shape.head_dim * element if hidden else 0
     row, output = rows * shape.width * element, output_bytes(shape, rows, element)
-    how = {"streamed": True, "travels": hidden, "tables": tables, "pages": keys}
+    how = {"streamed": True, "travels": hidden, "tables": tables, "pages": keys, "attending": shape.attending}
     free = free if hidden or free is None else free - 2 * row  # a layer's input and a gradient
     kv = kv_on_host(run, shape.layers, row, output, keys, free, room, **how)
     sparse = run.sparse or {}

@@ -9,10 +9,11 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 import zoo
 from cases import VOCAB, make_model, plain_run, worst_error
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import alstlib
 from alstlib.offload.checkpoints import Segment, checkpoint
@@ -60,15 +61,15 @@ def budget_for(every: int, outputs: int = 0) -> int:
 @pytest.mark.parametrize("save", [True, False, "auto"])
 def test_the_rule(save: bool | str) -> None:
     """Against every choice there is: the smallest k that fits, and with `auto` the outputs that fit beside it."""
-    for layers in (1, 2, 5, 7):
+    for layers, attending in ((1, 1), (2, 2), (5, 5), (7, 7), (7, 2), (3, 0)):
         for room in range(0, layers * 13 + 3):
-            every, outputs = share_host(room, layers, 10, 3, save)
-            forced = layers if save is True else 0
+            every, outputs = share_host(room, layers, 10, 3, save, attending)
+            forced = attending if save is True else 0
             fitting = [k for k in range(1, layers + 1) if -(-layers // k) * 10 + forced * 3 <= room]
             assert every == (fitting[0] if fitting else layers)
             if save == "auto" and fitting:
                 rest = room - -(-layers // every) * 10
-                assert outputs == min(layers, rest // 3)
+                assert outputs == min(attending, rest // 3)
             elif save == "auto":
                 assert outputs == 0
             else:
@@ -76,6 +77,26 @@ def test_the_rule(save: bool | str) -> None:
 
 
 # ----- through a model
+
+
+@pytest.mark.parametrize("save", [True, "auto"])
+@pytest.mark.parametrize("chunk", [None, 24])
+def test_room_is_taken_for_the_outputs_of_layers_that_attend(save: bool | str, chunk: int | None) -> None:
+    """Of a hybrid, whose other layers have none: with room for one output, that of its second layer is kept."""
+    config, fields = zoo.HYBRIDS["qwen3_5"]
+    base = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": HEADS, "num_key_value_heads": 2, "pad_token_id": 0}  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, config)(**base, **fields)).train()
+    options = alstlib.Options(
+        **TILES, offload="sync", save_attention=save, host_memory=2 * INPUT + OUTPUT, chunk=chunk, hidden="device",
+        kv="device",
+    )  # fmt: skip
+    with alstlib.apply(model, None, options) as handle:
+        alstlib.causal_lm_loss(model, batch()).loss.backward()
+        assert handle.attention_kept == 1.0
+        assert [handle.keeps_attention(i) for i in range(2)] == [False, True]
+        assert handle.store.peak_nbytes == 2 * INPUT + OUTPUT
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> dict[str, list[float]]:
