@@ -14,16 +14,14 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from alstlib.hf.handle import Handle
 from alstlib.planner.gpus import Rates, rates_named, rates_of
-from alstlib.planner.state_ways import Sent, StateLayer, state_seconds
+from alstlib.planner.state_ways import PER_NODE, Cost, Sent, StateLayer, cheapest, passes_of, state_costs
 from alstlib.ulysses.alltoall import emulated
 from alstlib.ulysses.state_heads import by_heads
 from alstlib.ulysses.states import GatedDeltaRule, Recurrence, over_ranks
 
 log = logging.getLogger(__name__)
 
-PER_NODE = 8
-"""Ranks of a node, where the launcher does not say."""
-_known_seconds = functools.cache(state_seconds)
+_known_costs = functools.cache(state_costs)
 """Every call of every layer asks, in every chunk: at 32 ranks an answer takes 2 ms."""
 
 
@@ -41,13 +39,14 @@ class StateWays:
             self.rates, self.nodes = _slowest(handle)
 
     def of(
-        self, family: str, rule: Recurrence, tokens: Sequence[Tensor], keys: Tensor, values: Tensor
+        self, family: str, rule: Recurrence, tokens: Sequence[Tensor], keys: Tensor, values: Tensor, block: int
     ) -> Callable[..., tuple[Tensor, Tensor]]:
         """`over_ranks` or `by_heads`, for a mixer of this family.
 
         Args:
             tokens: inputs of its recurrence, [B, L, heads or groups, ..].
             keys, values: those of them whose widths the state has, and whose heads the layer has.
+            block: tokens that its kernel works on at a time.
         """
         if self.ranks == 1 or self.option == "pass":
             return over_ranks
@@ -59,31 +58,34 @@ class StateWays:
             return over_ranks
         if self.option == "heads":
             return by_heads
-        seconds = self._seconds(rule, tokens, keys, values)
-        way = min(seconds, key=lambda name: seconds[name])
+        costs = self._costs(rule, tokens, keys, values, block)
+        way = cheapest(costs)
         other = "pass" if way == "heads" else "heads"
+        took, instead = (1e3 * costs[name].seconds for name in (way, other))
         self._say(
-            f"{family}: states='{way}' takes {1e3 * seconds[way]:.3g} ms of a layer and step, by the planner's rates; "
-            f"'{other}' takes {1e3 * seconds[other]:.3g} ms", logging.INFO,
+            f"{family}: states='{way}' takes {took:.3g} ms of a layer and step, by the planner's rates; '{other}' "
+            f"takes {instead:.3g} ms", logging.INFO,
         )  # fmt: skip
         return by_heads if way == "heads" else over_ranks
 
-    def _seconds(self, rule: Recurrence, tokens: Sequence[Tensor], keys: Tensor, values: Tensor) -> dict[str, float]:
+    def _costs(
+        self, rule: Recurrence, tokens: Sequence[Tensor], keys: Tensor, values: Tensor, block: int
+    ) -> dict[str, Cost]:
         def sent(x: Tensor) -> Sent:
             return Sent(x.shape[2], x.shape[3] if x.ndim == 4 else 1, x.element_size())
 
         layer = StateLayer(
             keys=keys.shape[3], values=values.shape[3], inputs=tuple(sent(t) for t in tokens), output=sent(values),
-            matrix=isinstance(rule, GatedDeltaRule),
+            matrix=isinstance(rule, GatedDeltaRule), block=block,
         )  # fmt: skip
         options, call, rows = self.handle.options, self.handle.call, tokens[0].shape[1]
-        again = int(options.checkpoint)
-        forwards, pairs = 1 + again, 1
-        if call is not None and call.piece is not None:  # the rows of a whole chunk: the last one chooses alike
-            rows, forwards, pairs = min(options.chunk or rows, call.piece.pages.length // self.ranks), 3, 3
-        elif call is not None and call.blocks is not None:
-            rows, forwards, pairs = min(call.blocks.block, call.blocks.length), 2 + again, 2
-        return _known_seconds(
+        chunks, blocks = (call.piece, call.blocks) if call is not None else (None, None)
+        if chunks is not None:  # the rows of a whole chunk: the last one chooses alike
+            rows = min(options.chunk or rows, chunks.pages.length // self.ranks)
+        elif blocks is not None:
+            rows = min(blocks.block, blocks.length)
+        forwards, pairs = passes_of(options.checkpoint, chunks=chunks is not None, blocks=blocks is not None)
+        return _known_costs(
             layer, rows, self.ranks, batch=tokens[0].shape[0], forwards=forwards, pairs=pairs, rates=self.rates,
             nodes=self.nodes,
         )  # fmt: skip

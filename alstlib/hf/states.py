@@ -35,6 +35,7 @@ from alstlib.hf.mixers import (
     takes,
 )
 from alstlib.hf.state_ways import StateWays
+from alstlib.planner.state_ways import BLOCK
 from alstlib.ulysses.alltoall import Exchange
 from alstlib.ulysses.convolution import causal_convolution
 from alstlib.ulysses.document_calls import Packed
@@ -89,10 +90,12 @@ class _Part:
         return self.exchange.ranks > 1 or (call is not None and (call.piece or call.blocks) is not None)
 
     def mix(
-        self, rule: Recurrence, tokens: Sequence[Tensor], weights: Sequence[Tensor], keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """The output of a recurrence with heads, by the way that the layer takes (`StateWays.of`)."""
-        way = self.ways.of(family_of(self.key[0]) or "", rule, tokens, keys, values)
+        self, rule: Recurrence, tokens: Sequence[Tensor], weights: Sequence[Tensor], keys: Tensor, values: Tensor,
+        block: int = BLOCK,
+    ) -> Tensor:  # fmt: skip
+        """The output of a recurrence with heads, whose kernel works on so many tokens at a time, by the way that the
+        layer takes (`StateWays.of`)."""
+        way = self.ways.of(family_of(self.key[0]) or "", rule, tokens, keys, values, block)
         return self.run((*tokens, *weights), functools.partial(way, rule, tokens, weights, self.exchange))
 
     def run(self, inputs: Sequence[Tensor], over: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
@@ -173,7 +176,7 @@ def _mamba2(
 
     tokens, weights = (hidden_states, dt, B, C), (A, D, dt_bias)
     rule = Recurrence(kernel, decay, packed if takes(theirs, "seq_idx") else None)
-    return part.mix(rule, tokens, weights, B, hidden_states)
+    return part.mix(rule, tokens, weights, B, hidden_states, chunk_size)
 
 
 def _mamba1(
@@ -206,7 +209,7 @@ def _lightning(part: _Part, mixer: Any, hidden_states: Tensor, *_: Any, **__: An
         return (-slopes * q.shape[1]).expand(q.shape[0], -1)[..., None, None]
 
     tokens = _, k, v = qkv.split(mixer.head_dim, 3)
-    out = part.mix(Recurrence(kernel, decay), tokens, (mixer.slope_rate.flatten(),), k, v)
+    out = part.mix(Recurrence(kernel, decay), tokens, (mixer.slope_rate.flatten(),), k, v, mixer.block_size)
     out = mixer.norm(out.flatten(2))
     return mixer.out_proj(torch.sigmoid(mixer.output_gate(hidden_states)) * out), None
 

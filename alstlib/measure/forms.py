@@ -59,12 +59,12 @@ MULTI: dict[str, tuple[dict[str, int], int, str]] = {
     "one": ({"k": 137}, 1, "k"), "whole": ({"P": 7, "k": 137}, 7, "Pk"),
 }  # fmt: skip
 """The same of decoders whose heads have a key and a value each."""
-SIZES = {"d": 11, "I": 8 * 5000011, "V": 32_003, "R": 1009, "M": 373, "U": 379, "N": 409, "D": 353, "C": 349}
-FINE = 151
-"""An MLP's tile that is shorter than a chunk."""
-TAILS = {"M": 263, "U": 251, "N": 191, "c": 311}
+SIZES = {"d": 11, "I": 8 * 5000011, "V": 32_003, "R": 1009, "M": 373, "U": 379, "N": 409, "D": 353, "C": 359}
+FINE, SINGLE = 151, 1013
+"""An MLP's tile that is shorter than a chunk, and one that is longer than the slice."""
+TAILS = {"M": 263, "U": 251, "N": 191, "c": 291}
 """What is left of R after whole tiles, counted as a whole one, and after two chunks."""
-WIDTH = 8 * 1013
+WIDTH = 8 * 131
 """The width is this times the query heads (transformers wants heads that divide it, and kernels of experts eights)."""
 EXPERTS = {"E": 103, "T": 101}
 LATENT = {"d": 47, "e": 41, "o": 53, "v": 89, "w": 71, "x": 277, "z": 61, "j": 31, "s": 113, "y": 37}
@@ -135,10 +135,15 @@ class Way:
     """Are the MLP's tiles shorter than the chunk?"""
     travels: bool = False
     """Do the hidden states of chunks lie on the host?"""
+    by_heads: bool = False
+    """Do ranks share the heads of layers with a state, or pass states?"""
+    single: bool = False
+    """Is the MLP's tile as long as the slice?"""
 
     @property
     def name(self) -> str:
-        on = [name for name in ("mlp", "norm", "loss", "chunk", "fine", "travels") if getattr(self, name)]
+        switches = ("mlp", "norm", "loss", "chunk", "fine", "travels", "by_heads", "single")
+        on = [name for name in switches if getattr(self, name)]
         return "/".join([self.family, self.dtype, self.heads, self.keep, "+".join(on)])
 
 
@@ -204,10 +209,10 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str
     """One simulated step at prime sizes: its moments, the primes, the tiles' names with the width and element bytes
     that decide them, and the names of the query heads."""
     primes, ranks, query = (MULTI if way.family in MULTIS else HEADS)[way.heads]
-    sizes = {**SIZES, **primes} | ({"M": FINE} if way.fine else {})
+    sizes = {**SIZES, **primes} | ({"M": FINE} if way.fine else {"M": SINGLE} if way.single else {})
     sizes |= (EXPERTS if routes(way.family) else {}) | (LATENT if way.family in LATENTS else {})
-    sizes |= hybrids.sizes_of(way.family) if way.family in hybrids.FAMILIES else {}
-    config = prime_config(way.family, sizes, ranks)
+    sizes |= hybrids.sizes_of(way.family, way.by_heads) if way.family in hybrids.FAMILIES else {}
+    config = prime_config(way.family, sizes, ranks, way.by_heads)
     tiles: dict[str, tuple[str, int]] = {"M": ("1 I", 2)} if routes(way.family) else {}
 
     def tile(width: int, element: int) -> int:
@@ -223,7 +228,7 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str
         tiled_mlp=mlp, tiled_norm=way.norm, tiled_loss=way.loss, checkpoint=keep != "all",
         offload="sync" if keep == "host" else "none",
         save_attention=bool(outputs), chunk=sizes["C"] if way.chunk else None, host_memory=PLENTY,
-        hidden="host" if way.travels else "device", kv="device", states="pass",
+        hidden="host" if way.travels else "device", kv="device", states="heads" if way.by_heads else "pass",
     )  # fmt: skip
     dtype = torch.bfloat16 if way.dtype == "bf16" else torch.float32
     with fake_ranks(ranks) as ctx, as_on(tile), torch.device("meta"):
@@ -253,7 +258,7 @@ def pages_as_chunks() -> Iterator[None]:
         chunked.page_rows = before
 
 
-def prime_config(family: str, sizes: Mapping[str, int], ranks: int) -> Any:
+def prime_config(family: str, sizes: Mapping[str, int], ranks: int, by_heads: bool = False) -> Any:
     """The config of a decoder with these sizes."""
     kv = sizes.get("K", sizes.get("k", 1) * ranks)
     heads = kv * sizes["q"] if "q" in sizes else sizes["g"] * ranks if "g" in sizes else kv
@@ -266,15 +271,16 @@ def prime_config(family: str, sizes: Mapping[str, int], ranks: int) -> Any:
         "max_position_embeddings": 4096, "tie_word_embeddings": False, **FAMILIES.get(family, LIKE_LLAMA),
     }  # fmt: skip
     if family in hybrids.FAMILIES:
-        return hybrids.config_of(family, {n: v for n, v in fields.items() if n not in LIKE_LLAMA}, sizes)
+        own = {n: v for n, v in fields.items() if n not in LIKE_LLAMA}
+        return hybrids.config_of(family, own, sizes, ranks, by_heads)
     return AutoConfig.for_model(family, **fields)
 
 
 def factor(number: int, sizes: Mapping[str, int], query: str) -> tuple[float, str]:
     """(coefficient, names) of a number that is a product of sizes; the width, written H, has the query heads in it."""
     found: Counter[str] = Counter()
-    more = hybrids.aliases(sizes, TAILS["c"]) if "F" in sizes or "O" in sizes else []
-    for name, prime in [*sizes.items(), ("H", WIDTH), *TAILS.items(), *more]:
+    more = hybrids.aliases(sizes, TAILS["c"]) if "J" in sizes else []
+    for name, prime in [*more, *sizes.items(), ("H", WIDTH), *TAILS.items()]:
         while number % prime == 0:
             number //= prime
             found[name] += 1
@@ -314,7 +320,9 @@ def moments(way: Way) -> tuple[list[tuple[str, dict[Term, float]]], dict[str, An
     """The moments of a step as sums of terms, for any number of layers, and what decides the tiles."""
     snapshots, sizes, tiles, query = trace(way)
     found = sums(snapshots, sizes, query, chunks_make_wholes=not way.travels)
-    return prune(found, sizes=hybrids.points(way.family) or (with_experts if routes(way.family) else None)), tiles
+    return prune(
+        found, sizes=hybrids.points(way.family, way.by_heads) or (with_experts if routes(way.family) else None)
+    ), tiles
 
 
 def sums(

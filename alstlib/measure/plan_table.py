@@ -22,6 +22,7 @@ from alstlib.runs.results import git_state
 
 FILE = Path("papermill_runs/results/planner/simulated.json")
 FAMILIES = Path("papermill_runs/results/planner/families.json")
+HYBRIDS_FILE = Path("papermill_runs/results/planner/hybrids.json")
 COUNT = 200
 NEWER = range(2000, 2040)
 """Seeds of configurations of the decoders that forms were added of later, with sliding windows, soft caps, or MLPs
@@ -34,6 +35,9 @@ NEW = (
     "bigcode/starcoder2-7b", "EleutherAI/pythia-6.9b",
 )  # fmt: skip
 """Models that `NEWER` draws."""
+HYBRIDS = range(3000, 3060)
+"""Seeds of configurations of hybrids and of decoders with experts: `--hybrids` compares them, and writes
+`HYBRIDS_FILE`."""
 STREAMED = range(1000, 1060)
 """Seeds of configurations whose layers run in row chunks with what is as long as the sequence on the host or not."""
 
@@ -44,6 +48,8 @@ def draw(seed: int) -> tuple[RunConfig, int, str]:
     from alstlib.measure.forms import USUAL
 
     pick = random.Random(seed)
+    if seed in HYBRIDS:
+        return _draw_hybrid(pick)
     known = {name: fields for name, fields in PUBLIC.items() if fields["model_type"] in families()}
     older = [n for n, fields in known.items() if fields["model_type"] in OLDER and not fields.get("sliding_window")]
     models = list(NEW) if seed in NEWER else ["small", "small", *older]
@@ -81,6 +87,26 @@ def draw(seed: int) -> tuple[RunConfig, int, str]:
     return run, ranks, device
 
 
+def _draw_hybrid(pick: random.Random) -> tuple[RunConfig, int, str]:
+    """As runs have them that save memory: in bf16, everything tiled, with checkpoints."""
+    known: dict[str, list[str]] = {}
+    for name, shape in ((name, read_shape(name)) for name in PUBLIC):
+        if shape.states is not None or shape.experts:
+            known.setdefault(shape.family, []).append(name)
+    model = pick.choice(known[pick.choice(list(known))])
+    ranks = pick.choice([n for n in (1, 2, 3, 4, 8, 16) if n <= read_shape(model).heads])
+    rows, offload = 2 ** pick.randint(10, 14), pick.choice(("none", "sync", "async"))
+    chunk = max(512, rows // pick.choice([2, 3, 4])) if pick.random() < 0.5 else None
+    run = RunConfig(
+        model=model, seq_len=rows * ranks, dtype="bf16", tiled_mlp=True, tiled_norm=True, tiled_loss=True,
+        checkpoint=True, offload=offload, save_attention=pick.choice([False, "auto"]) if offload != "none" else False,
+        chunk=chunk, states=pick.choice(("auto", "pass", "heads")),
+    )  # fmt: skip
+    if chunk is not None and offload != "none":
+        run = run.replace(hidden=pick.choice(("host", "device")), kv=pick.choice(("host", "device")))
+    return run, ranks, "cuda"
+
+
 def compare(seed: int) -> dict[str, Any]:
     """One configuration, planned and simulated. Bytes over the weights, of the last rank."""
     from alstlib.measure.simulate import simulate_deep
@@ -113,19 +139,20 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--out", type=Path, help=f"{FILE} by default")
     parser.add_argument("--families", action="store_true", help=f"the newer decoders, into {FAMILIES}")
+    parser.add_argument("--hybrids", action="store_true", help=f"hybrids and experts, into {HYBRIDS_FILE}")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seeds", type=int, nargs="*", help="only these again; the others are kept as they are")
     parser.add_argument("--replan", action="store_true", help="simulate nothing: plan again what was simulated")
     args = parser.parse_args()
-    args.out = args.out or (FAMILIES if args.families else FILE)
+    args.out = args.out or (FAMILIES if args.families else HYBRIDS_FILE if args.hybrids else FILE)
     if args.replan:
         made = json.loads(args.out.read_text())
         made["found"] = [plan_again(one) for one in made["found"]]
         args.out.write_text(json.dumps(made, indent=1) + "\n")
         return
     seeds = args.seeds or [*range(args.first, args.first + args.count), *STREAMED]
-    if args.families and not args.seeds:
-        seeds = list(NEWER)
+    if (args.families or args.hybrids) and not args.seeds:
+        seeds = list(HYBRIDS if args.hybrids else NEWER)
     before = json.loads(args.out.read_text())["found"] if args.seeds else []
     found = [one for one in before if one["seed"] not in seeds]
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:

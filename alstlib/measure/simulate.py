@@ -7,14 +7,15 @@ length, and the byte ledger counts what would be alive. The process group is fak
 kernels are those of the device that is simulated; workspaces that a GPU's kernels take are not seen.
 
 Most layers are alike, so a deep model's peaks are found from two shallow ones (`extend`), with the kinds of layers that
-it ends with.
+it ends with; a hybrid's from one, and one for each kind of its layers.
 """
 
 from __future__ import annotations
 
 import gc
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -247,9 +248,8 @@ def simulate_deep(run: RunConfig, ranks: int, device: str = "cuda") -> Simulated
         fields = {**run.model_config, "num_hidden_layers": layers, **_last_layers(config.get_text_config(), layers)}
         return simulate(run.replace(model_config=fields), ranks, device)
 
-    if step := period(getattr(config.get_text_config(), "layer_types", None) or ()):
-        few, more = shallow(step), shallow(2 * step)
-        return replace(extend(few, more, whole), run=_roomy(run), sizes=replace(few.sizes, parameters=_parameters(run)))
+    if set(getattr(config.get_text_config(), "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+        return _hybrid(run, ranks, device, config.get_text_config())
     few, more = (shallow(n) for n in FEW[:2])
     if _as_last(few, more.layers).peak_place != more.peak_place and whole > FEW[2]:
         few, more = more, shallow(FEW[2])
@@ -257,12 +257,42 @@ def simulate_deep(run: RunConfig, ranks: int, device: str = "cuda") -> Simulated
     return replace(found, run=_roomy(run), sizes=replace(found.sizes, parameters=_parameters(run)))
 
 
-def period(kinds: Sequence[str]) -> int:
-    """After how many layers the kinds of a hybrid repeat, seen from its last; 0 where it has no layers with a state."""
-    if not set(kinds) - {"full_attention", "sliding_attention"}:
-        return 0
-    last = list(kinds)[::-1]
-    return next(n for n in range(1, len(last) + 1) if all(a == b for a, b in zip(last, last[n:])))
+def _hybrid(run: RunConfig, ranks: int, device: str, config: Any) -> Simulated:
+    """A model with layers of several kinds: one of each, and then those that it ends with, until each was there. Every
+    further layer adds what one more of its kind does."""
+    kinds = list(config.layer_types)
+    ends = next(kinds[-n:] for n in range(1, len(kinds) + 1) if set(kinds[-n:]) == set(kinds))
+    each = sorted(set(kinds))
+
+    def shallow(first: Sequence[str]) -> Simulated:
+        fields = {**run.model_config, **_of_kinds(config, [*first, *ends])}
+        return simulate(run.replace(model_config=fields), ranks, device)
+
+    few = shallow(each)
+    more = {kind: shallow([kind, *each]) for kind in each}
+
+    def at(of: Callable[[Simulated], int]) -> int:
+        further = (kinds.count(kind) - ends.count(kind) - 1 for kind in each)
+        return of(few) + sum(n * (of(more[kind]) - of(few)) for n, kind in zip(further, each))
+
+    names = sorted({name for one in (few, *more.values()) for name in one.categories})
+    categories = {name: at(lambda one, name=name: one.categories.get(name, 0)) for name in names}
+    deeper = len(kinds) - few.layers
+    return replace(
+        few, layers=len(kinds), run=_roomy(run), categories={n: b for n, b in categories.items() if b},
+        device_peak=at(lambda one: one.device_peak), host_peak=at(lambda one: one.host_peak),
+        wire_bytes=at(lambda one: one.wire_bytes), sizes=replace(few.sizes, parameters=_parameters(run)),
+        peak_place=re.sub(r"(?<=\.)\d+", lambda at: str(int(at[0]) + deeper), few.peak_place, count=1),
+    )  # fmt: skip
+
+
+def _of_kinds(config: Any, kinds: list[str]) -> dict[str, Any]:
+    """The fields with which a model has layers of these kinds."""
+    own = config.to_dict()
+    made: dict[str, Any] = {"num_hidden_layers": len(kinds)} if "num_hidden_layers" in own else {}
+    if "attn_layer_indices" in own:
+        return made | {"attn_layer_indices": [i for i, kind in enumerate(kinds) if kind == "full_attention"]}
+    return made | {name: kinds for name in ("layer_types", "layers_block_type") if name in own}
 
 
 def _parameters(run: RunConfig) -> int:

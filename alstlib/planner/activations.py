@@ -11,7 +11,7 @@ from typing import Any
 from alstlib.config import RunConfig
 from alstlib.planner.attention_bytes import beside_form, kernel_workspace, latent_sizes
 from alstlib.planner.experts import in_one_tile, tile_of_experts
-from alstlib.planner.hybrids import BOTH, FULL, counts, mixed
+from alstlib.planner.hybrids import BOTH, DENSE_GRANITE, FULL, LINEAR, MOE, counts, mixed, sizes_of, way_of
 from alstlib.planner.model_shapes import SQUARE, Shape
 from alstlib.planner.moments import (
     KERNEL,
@@ -26,6 +26,7 @@ from alstlib.planner.moments import (
     part_of,
     product,
 )  # fmt: skip
+from alstlib.planner.state_ways import PER_NODE
 from alstlib.planner.streaming import Streaming, copied_bytes, host_room, kv_on_host, output_bytes, streaming_of
 from alstlib.sizing import (
     kept_on_host,
@@ -41,6 +42,13 @@ def families() -> list[str]:
     """Decoders that have a form."""
     made = {name.partition(".")[0] for name in forms()["tiles"] if name != REFERENCE}
     return sorted([*made, *SAME])
+
+
+def form_of(shape: Shape) -> str:
+    """The decoder whose forms are those of this one."""
+    if shape.family == "granitemoehybrid" and not shape.experts:
+        return DENSE_GRANITE
+    return SAME.get(shape.family, shape.family)
 
 
 def heads_way(shape: Shape, ranks: int) -> tuple[str, dict[str, float]]:
@@ -76,7 +84,7 @@ class Activations:
     host_needed: int
     """The least that the host must have."""
     attention_kept: float
-    """Share of the layers whose attention outputs are kept."""
+    """Share of the layers that attend whose outputs are kept."""
     inputs_kept_every: int
     kernel: str
     """Of core attention (`backends.BACKENDS`)."""
@@ -125,7 +133,7 @@ def activations(
             f"forms of {', '.join(families())}. Add it to alstlib/measure/forms.py and run "
             "python -m alstlib.measure.calibrate"
         )
-    family = SAME.get(shape.family, shape.family)
+    family = form_of(shape)
     element = element_bytes(run, device)
     rows = -(-seq_len // ranks) * run.batch_size
     chunked = run.chunk is not None and run.chunk < rows
@@ -136,9 +144,11 @@ def activations(
     sizes |= {"R": rows, "P": ranks, "H": shape.width, "I": shape.mlp, "V": shape.vocab, "L": shape.layers}
     sizes |= {"d": shape.head_dim / 4, "C": min(rows, run.chunk or rows), **latent_sizes(shape)}
     sizes |= {"E": shape.experts, "T": shape.routed, "I": shape.expert_mlp} if shape.experts else {}
+    sizes |= {"S": shape.shared_mlp} if shape.shared_mlp else {}
     mlp = tile_of_experts(shape, run, rows, element, device) if shape.experts and run.tiled_mlp else run.tiled_mlp
     if shape.states:
-        sizes |= dict(shape.states.sizes) | counts(shape.states)
+        by_heads = way_of(shape.states, run, ranks, rows // run.batch_size, nodes=ranks > PER_NODE) == "heads"
+        sizes |= sizes_of(family, shape.states, ranks, by_heads) | counts(shape.states)
     for name, (of, size) in {n: t.rsplit(" ", 1) for n, t in tiles_of(family).items()}.items():
         number, _, names = of.partition(" ")
         width = float(number) * product(names, sizes) if name != "D" else shape.value_dim * shape.heads / ranks
@@ -151,12 +161,13 @@ def activations(
     row, output = rows * shape.width * element, output_bytes(shape, rows, element)
     streaming = streaming_of(shape, run, ranks, rows, element, free, room) if chunked else Streaming()
     every, outputs, host, needed = _kept(run, shape, row, output, room, streaming)
-    keeps = _keeps(run, shape.layers, outputs)
+    keeps = _keeps(run, shape.attending, outputs)
     switches = {
         "mlp": mlp, "norm": run.tiled_norm and not chunked, "loss": run.tiled_loss, "chunk": chunked,
         "fine": chunked and mlp and sizes["M"] < sizes["C"] and not shape.states, "travels": streaming.hidden,
     }  # fmt: skip
     on = "+".join(name for name, value in switches.items() if value)
+    single = run.tiled_mlp and not chunked and (not mlp if shape.experts else sizes["M"] >= rows)
     once = mlp and dtype == "fp32" and sizes["M"] >= rows and not chunked
     kernel = kernel_of(shape, run, device, capability)
     taken = kernel_workspace(shape, kernel, sizes["C"] if chunked else rows) if workspace and device == "cuda" else 0.0
@@ -167,7 +178,7 @@ def activations(
             found["mlp"] = found.get("mlp", 0.0) - _sums(kinds) * product("H I", sizes)
         if place.endswith(".norm") and sizes["N"] == rows and not streaming.hidden:  # a single tile is no copy
             found["loss"] -= element * product("H N", sizes)
-        if shape.experts and run.tiled_mlp and not mlp and not chunked and "mlp" in found:
+        if shape.experts and run.tiled_mlp and not mlp and not chunked and "mlp" in found and not shape.states:
             found["mlp"] += in_one_tile((names for _, names in kinds["mlp"]), sizes, element)
         if fused and place == "lm_head":
             found["loss"] = _fused_loss(kinds, sizes, element, run.lora is None)
@@ -185,7 +196,10 @@ def activations(
 
         def way(kind: str, keep: str) -> str:
             keep = keep if kind in (FULL, BOTH) else keep.partition("+")[0]
-            return "/".join([f"{family}.{kind}", dtype, heads, keep, on])
+            tiled = "mlp+" if single or (MOE in shape.states.kinds and kind != MOE) else ""
+            shares = by_heads and kind in (LINEAR, BOTH)
+            how = tiled + on.removeprefix(tiled) + shares * "+by_heads" + single * "+single"
+            return "/".join([f"{family}.{kind}", dtype, heads, keep, how])
 
         ways = [way(kind, keep) for kind in shape.states.kinds for keep in keeps]
     else:
@@ -207,9 +221,9 @@ def activations(
         best["checkpoints"] = best.get("checkpoints", 0.0) + (every - 1) * (row + output)
     peak = {kind: round(nbytes) for kind, nbytes in best.items() if nbytes >= 0.5}
     return Activations(
-        peak, _last_layer(where, shape), host, needed, outputs / shape.layers, every, kernel, streaming.hidden,
-        streaming.kv, copied_bytes(run, shape.layers, every, row, outputs * output, streaming, rows / sizes["C"],
-                     shape.attending),
+        peak, _last_layer(where, shape), host, needed, outputs / max(1, shape.attending), every, kernel,
+        streaming.hidden, streaming.kv,
+        copied_bytes(run, shape.layers, every, row, outputs * output, streaming, rows / sizes["C"], shape.attending),
         streaming.attention_share(rows / sizes["C"]) if run.sparse and chunked else 1.0,
     )  # fmt: skip
 
@@ -330,11 +344,11 @@ def _kept(
     if not run.checkpoint:
         return 1, 0, 0, 0
     if run.offload == "none":
-        return 1, layers if save is True else 0, 0, 0
+        return 1, shape.attending if save is True else 0, 0, 0
     room = host_room(run, free)
     how: dict[str, Any] = {
         "streamed": run.chunk is not None, "travels": streaming.hidden, "tables": streaming.tables,
-        "pages": streaming.keys * streaming.kv,
+        "pages": streaming.keys * streaming.kv, "attending": shape.attending,
     }  # fmt: skip
     every, outputs, needs = kept_on_host(room, layers, row, output, save, **how)
     least = kept_on_host(0, layers, row, output, save, **how)[2]

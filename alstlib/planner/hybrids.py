@@ -11,21 +11,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from alstlib.config import RunConfig
+from alstlib.planner.gpus import Rates
 from alstlib.planner.moments import Kinds, in_layer, moments_of
-from alstlib.planner.state_ways import BLOCK
+from alstlib.planner.state_ways import Cost, Sent, StateLayer, cheapest, passes_of, state_costs
 
-LINEAR, FULL, MLP, CONVOLUTION, BOTH = "linear_attention", "full_attention", "mlp", "conv", "hybrid"
-"""Kinds of layers: with a state, with attention, with an MLP alone, with a short convolution alone, with a state and
-attention."""
+LINEAR, FULL, MLP, MOE = "linear_attention", "full_attention", "mlp", "moe"
+CONVOLUTION, BOTH = "conv", "hybrid"
+"""Kinds of layers: with a state, with attention, with an MLP or experts alone; with a short convolution alone, with a
+state and attention."""
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Decoders whose states follow the gated delta rule; their attention has a gate."""
 MAMBA2 = ("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h")
+DENSE_GRANITE = "granitemoehybrid-dense"
+"""What forms call Granite 4 without experts."""
+GROUPED = ("nemotron_h",)
+"""Those with as many groups of heads as ranks, or more."""
 HYBRIDS = (*DELTA, *MAMBA2, "lfm2")
 NOTE = (
     "layers with a state are planned with the memory of the fused kernels (flash-linear-attention, mamba-ssm, "
     "causal-conv1d), as their published source has it; no GPU has run it, and what a kernel takes for itself is not "
-    "known. Without these packages transformers' PyTorch code runs, which is slower and takes more. Ranks pass states "
-    "(states=pass); what states=heads takes is not planned."
+    "known. Without these packages transformers' PyTorch code runs, which is slower and takes more."
 )
 
 
@@ -39,14 +45,19 @@ class States:
     """Elements of one layer's matrices with a state and of its convolution, which multiply tokens."""
     vectors: int
     """Elements of all that multiplies no token."""
-    pair: int
-    """Numbers in fp32 that a rank tells the others of a slice: the state, and what multiplies the state before."""
     tail: int
     """Numbers of the tokens that its convolution needs of the rank before."""
-    flops: float
-    """Of the recurrence in one forward, for each token."""
-    sizes: tuple[tuple[str, float], ...]
-    """By the names that they have in forms (`measure.hybrid_forms`)."""
+    layer: StateLayer | None = None
+    """Its recurrence, in bf16; None for a convolution alone."""
+    groups: int = 1
+    """Of heads: key heads of a delta rule, and those that share B and C of Mamba-2."""
+    taps: int = 4
+    """Of its convolution."""
+
+    @property
+    def flops(self) -> float:
+        """Of the recurrence of one layer in one forward, for each token."""
+        return self.layer.heads * self.layer.forward_flops() if self.layer else 0.0
 
     def count(self, *kinds: str) -> int:
         return sum(kind in kinds for kind in self.kinds)
@@ -55,6 +66,11 @@ class States:
     def stateful(self) -> int:
         """Layers with a state."""
         return self.count(LINEAR, CONVOLUTION, BOTH)
+
+    @property
+    def alone(self) -> bool:
+        """Is each layer either a mixer or an MLP?"""
+        return not {MLP, MOE}.isdisjoint(self.kinds)
 
     @property
     def attending(self) -> int:
@@ -71,28 +87,28 @@ def states_of(config: Mapping[str, Any], family: str, name: str) -> States | Non
     if family not in HYBRIDS:
         return None
     kinds = _kinds(config, family)
-    if unknown := sorted(set(kinds) - {LINEAR, FULL, MLP, CONVOLUTION, BOTH}):
+    if unknown := sorted(set(kinds) - {LINEAR, FULL, MLP, MOE, CONVOLUTION, BOTH}):
         raise ValueError(f"model='{name}' ({family}) has layers of {', '.join(unknown)}, which have no form")
-    if family == "granitemoehybrid" and not config.get("num_local_experts", 8):
-        raise ValueError(f"model='{name}' ({family}) has no experts; only with them has it a form")
+    if {MLP, MOE} <= set(kinds):
+        raise ValueError(f"model='{name}' ({family}) has layers of experts and layers of an MLP; both have no form")
     width = config["hidden_size"]
     if family == "lfm2":
         taps = config.get("conv_L_cache", 3)
         return States(
-            kinds=kinds, matrices=width * (4 * width + taps), vectors=0, pair=0, tail=width * (taps - 1), flops=0.0,
-            sizes=(("F", 1.0),),
+            kinds=kinds, matrices=width * (4 * width + taps), vectors=0, tail=width * (taps - 1), taps=taps,
         )  # fmt: skip
     if family in DELTA:
         keys, values = config.get("linear_num_key_heads", 16), config.get("linear_num_value_heads", 32)
         key, value = config.get("linear_key_head_dim", 128), config.get("linear_value_head_dim", 128)
         taps, inner = config.get("linear_conv_kernel_dim", 4), values * value
-        channels, each = 2 * keys * key + inner, values / keys
+        channels = 2 * keys * key + inner
+        passed = (Sent(keys, key, 2), Sent(keys, key, 2), Sent(values, value, 2), Sent(values, 1, 4))
         return States(
             kinds=kinds, matrices=width * (channels + 2 * inner + 2 * values) + channels * taps,
-            vectors=2 * values + value,
-            pair=values * key * (key + value), tail=channels * (taps - 1),
-            flops=2.0 * values * (3 * key * value + 2 * BLOCK * (key + value)),
-            sizes=(("F", keys), ("W", each), ("Y", each + 2), ("Z", each + 1), ("O", max(key, value) / 8)),
+            vectors=2 * values + value, tail=channels * (taps - 1), groups=keys, taps=taps,
+            layer=StateLayer(
+                keys=key, values=value, inputs=(*passed, Sent(values, 1, 2)), output=Sent(values, value, 2)
+            ),
         )  # fmt: skip
     return _mamba2(config, family, kinds)
 
@@ -105,6 +121,8 @@ def completed(config: Mapping[str, Any], family: str) -> dict[str, Any]:
     if family == "lfm2" and made.get("block_auto_adjust_ff_dim", True):
         times, unit = made.get("block_ffn_dim_multiplier", 1.0) or 1.0, made.get("block_multiple_of", 256)
         made["intermediate_size"] = -(-int(times * int(2 * made["intermediate_size"] / 3)) // unit) * unit
+    if family == "granitemoehybrid" and not made.get("num_local_experts", 8):
+        made["intermediate_size"] = made.get("shared_intermediate_size", 1024)
     if family in HYBRIDS and "intermediate_size" not in made and "moe_intermediate_size" in made:
         made["intermediate_size"] = made["moe_intermediate_size"]
     return made
@@ -122,22 +140,21 @@ def _mamba2(config: Mapping[str, Any], family: str, kinds: tuple[str, ...]) -> S
     groups = field("mamba_n_groups", "n_groups", default=8 if nemotron else 1)
     taps = field("mamba_d_conv", "conv_kernel", default=4)
     block = field("mamba_chunk_size", "chunk_size", default=128 if nemotron else 256)
-    channels, shared = inner + 2 * groups * state, heads / groups
+    channels = inner + 2 * groups * state
     projected = inner + channels + heads
-    wide, deep = each / 16, state / 16
     norm = 0 if family == "falcon_h1" and not config.get("mamba_rms_norm") else inner
+    shared = Sent(groups, state, 2)
     return States(
         kinds=kinds, matrices=width * (projected + inner) + channels * taps, vectors=channels + 3 * heads + norm,
-        pair=heads * (each * state + 1), tail=channels * (taps - 1),
-        flops=2.0 * heads * each * (2 * state + block) + 2.0 * groups * state * block,
-        sizes=(
-            ("F", groups), ("X", shared), ("O", wide), ("Y", deep), ("B", shared * wide + 2 * deep),
-            ("A", 32 * shared * wide + 32 * deep + shared),
+        tail=channels * (taps - 1), groups=groups, taps=taps,
+        layer=StateLayer(
+            keys=state, values=each, inputs=(Sent(heads, each, 2), Sent(heads, 1, 2), shared, shared),
+            output=Sent(heads, each, 2), matrix=False, block=block,
         ),
     )  # fmt: skip
 
 
-_SAME = {"mamba": LINEAR, "attention": FULL, "M": LINEAR, "*": FULL, "-": MLP, "E": "moe"}
+_SAME = {"mamba": LINEAR, "attention": FULL, "M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
 
 
 def _named(config: Mapping[str, Any]) -> Sequence[str] | None:
@@ -164,7 +181,7 @@ def _kinds(config: Mapping[str, Any], family: str) -> tuple[str, ...]:
 
 def mixed(way: Callable[[str, str], str], keeps: Sequence[str], states: States) -> Iterator[tuple[str, Kinds]]:
     """(place, what is alive) at the moments of a hybrid: those of each kind of its
-    layers, with what all layers of the other kinds keep.
+    layers, with what layers of the other kinds keep. In a layer it is the last of its kind.
 
     Args:
         way: (kind, keep) -> the name of the form.
@@ -174,20 +191,85 @@ def mixed(way: Callable[[str, str], str], keeps: Sequence[str], states: States) 
     for keep in keeps:
         kept = {kind: _of_each_layer(way(kind, keep)) for kind in kinds}
         for kind in kinds:
-            last = len(states.kinds) - 1 - states.kinds[::-1].index(kind)
             for place, alive in moments_of(way(kind, keep)):
-                found = {category: [(c, _of(kind, names)) for c, names in terms] for category, terms in alive.items()}
-                if not in_layer(place) or ".3" in place:
+                last = f":{kind}" if in_layer(place) else ""
+                found = {c: [(n, _of(f"{kind}{last}", names)) for n, names in terms] for c, terms in alive.items()}
+                if not last or ".3" in place:
                     for other in kinds:
                         for category, terms in kept[other].items() if other != kind else ():
-                            more = [(c, _of(other, names)) for c, names in terms]
+                            more = [(n, _of(f"{other}{last}", names)) for n, names in terms]
                             found[category] = [*found.get(category, []), *more]
-                yield place.replace(".3", f".{last}"), found
+                yield place.replace(".3", f".{_last(states, kind)}"), found
 
 
 def counts(states: States) -> dict[str, float]:
-    """Layers of each kind, by the names that they have in `mixed`."""
-    return {f"L:{kind}": states.count(kind) for kind in set(states.kinds)}
+    """Layers of each kind, by the names that they have in `mixed`: all, and those up to the last one of a kind."""
+    kinds = set(states.kinds)
+    found: dict[str, float] = {f"L:{kind}": states.count(kind) for kind in kinds}
+    for kind in kinds:
+        before = states.kinds[: _last(states, kind) + 1]
+        found |= {f"L:{other}:{kind}": before.count(other) for other in kinds}
+    return found
+
+
+def _last(states: States, kind: str) -> int:
+    return len(states.kinds) - 1 - states.kinds[::-1].index(kind)
+
+
+def way_of(
+    states: States, run: RunConfig, ranks: int, rows: int, rates: Rates | None = None, nodes: bool = False
+) -> str:
+    """The way that layers with a state take over ranks, as `hf.state_ways` chooses it: `pass` or `heads`.
+
+    Args:
+        rows: of the sequence, on each rank.
+    """
+    if states.layer is None or ranks == 1 or run.states == "pass" or ranks > states.layer.heads:
+        return "pass"
+    return "heads" if run.states == "heads" else cheapest(added(states.layer, run, ranks, rows, rates, nodes))
+
+
+def added(
+    layer: StateLayer, run: RunConfig, ranks: int, rows: int, rates: Rates | None = None, nodes: bool = False
+) -> dict[str, Cost]:
+    """What each way adds to a layer in a chunk, or in a block, or in a step (`state_costs`)."""
+    chunks = run.chunk is not None and run.chunk < rows
+    blocks = run.block is not None and run.block < rows
+    rows = min(rows, run.block or rows, run.chunk or rows)
+    forwards, pairs = passes_of(run.checkpoint, chunks=chunks, blocks=blocks)
+    return state_costs(
+        layer, rows, ranks, batch=run.batch_size, forwards=forwards, pairs=pairs, rates=rates, nodes=nodes
+    )  # fmt: skip
+
+
+def sizes_of(family: str, states: States, ranks: int, by_heads: bool) -> dict[str, float]:
+    """Sizes of a layer's recurrence by the names that they have in forms (`measure.hybrid_forms`).
+
+    Args:
+        by_heads: do the ranks share the heads? Those of the rank that has most count for all.
+    """
+    taps = {"J": float(states.taps), "t": states.taps - 1.0}
+    if (layer := states.layer) is None:
+        return taps
+    groups, heads = states.groups, layer.heads
+    if layer.matrix:
+        own = groups / ranks if ranks <= groups else 1.0
+        each = heads / groups if ranks <= groups else heads / ranks
+        wide = max(layer.keys, layer.values) / 8
+        sums = {"Y": each + 2, "Z": each + 1, "Q": 16 * wide + 8 * wide * each + each}
+        return {"F": own, "W": each, "O": wide, **sums, **taps}
+    wide, deep = layer.values / 16, layer.keys / 16
+    if by_heads and family not in GROUPED:  # traced with one group: B and A are sums over all groups
+        of_rank, own = -(-heads // ranks), 0.0
+        both = heads * wide + groups * deep
+        sums = {"B": both + groups * deep, "A": 32 * both + heads}
+    else:
+        own = max(1.0, groups / ranks) if by_heads else groups
+        of_rank = (-(-heads // ranks) if by_heads else heads) / own
+        both = of_rank * wide + deep
+        sums = {"B": both + deep, "A": 32 * both + of_rank}
+    sums["Q"] = 16 * of_rank * wide + 32 * deep + of_rank
+    return {"F": own, "X": of_rank, "O": wide, "Y": deep, "G": 256 * wide * deep + 1, **sums, **taps}
 
 
 def _of(kind: str, names: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alstlib.planner.configs import find_config, overridden
-from alstlib.planner.hybrids import BOTH, DELTA, HYBRIDS, MLP, States, completed, states_of
+from alstlib.planner.hybrids import BOTH, DELTA, HYBRIDS, MLP, MOE, States, completed, states_of
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -75,8 +75,9 @@ class Shape:
     @property
     def plain(self) -> int:
         """Layers with an MLP and no experts."""
-        alone = self.states.count(MLP) if self.states else 0
-        return alone or self.layers - self.sparse
+        if self.states is not None and self.states.alone:
+            return self.states.count(MLP)
+        return self.layers - self.sparse
 
     @property
     def value_dim(self) -> int:
@@ -127,7 +128,7 @@ class Shape:
     def layer_parameters(self) -> int:
         """Of the largest decoder layer, with all its experts."""
         second = self._routing if self.experts else self._mlp(self.mlp)
-        alone = self.states is not None and MLP in self.states.kinds  # each layer is one of both
+        alone = self.states is not None and self.states.alone
         return self.vectors + (max(self._mixer, second) if alone else self._mixer + second)
 
     @property
@@ -234,7 +235,11 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         made["latent"] = Latent(
             config.get("q_lora_rank") or 0, config["kv_lora_rank"], config["qk_rope_head_dim"], config["v_head_dim"]
         )
-    made |= _experts(config, family, name) | {"states": states_of(config, family, name)}
+    states = states_of(config, family, name)
+    routes = states is None or not states.alone or MOE in states.kinds
+    made |= {"states": states} | (_experts(config, family, name) if routes else {})
+    if states is not None and MOE in states.kinds:
+        made["dense"] = layers - states.count(MOE)
     return Shape(**{**made, **_vectors(config, Shape(**made))})
 
 
@@ -282,7 +287,7 @@ def _experts(config: Mapping[str, Any], family: str, name: str) -> dict[str, Any
     """
     fields = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((config[field] for field in fields if config.get(field)), 0)
-    if not experts or family == "nemotron_h":  # whose layers of experts are refused by their kind
+    if not experts:
         return {}
     layers, width = config["num_hidden_layers"], config["hidden_size"]
     if family not in EXPERTS:
@@ -303,7 +308,7 @@ def _experts(config: Mapping[str, Any], family: str, name: str) -> dict[str, Any
 
 SHARED = {
     "qwen3_next": "shared_expert_intermediate_size", "qwen3_5_moe_text": "shared_expert_intermediate_size",
-    "granitemoehybrid": "shared_intermediate_size",
+    "granitemoehybrid": "shared_intermediate_size", "nemotron_h": "moe_shared_expert_intermediate_size",
 }  # fmt: skip
 """The width of what every token goes to beside experts, where it is not that of experts."""
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", *SHARED)

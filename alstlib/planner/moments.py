@@ -89,7 +89,7 @@ def part_of(place: str) -> str:
 
 def of_tokens(names: str) -> bool:
     """Does a term count tokens (or is it a number)? Others are of weights."""
-    return not names or not {"R", "C", "c", "M", "U", "N", "D"}.isdisjoint(names.split())
+    return not names or not {"R", "C", "c", "M", "U", "N", "D", "t"}.isdisjoint(names.split())
 
 
 def frozen(kinds: Kinds) -> Kinds:

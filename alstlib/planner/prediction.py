@@ -15,6 +15,7 @@ from typing import Any
 
 from alstlib.config import RunConfig
 from alstlib.planner.activations import Activations, activations, element_bytes, reference_activations
+from alstlib.planner.hybrids import way_of
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.model_states import ZERO_DEFAULT, Sizes, States, model_states
@@ -180,8 +181,12 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
         free = None
         if machine.device != "cpu" and machine.gpu_memory is not None:
             free = max(0, machine.gpu_memory - sum(machine.overhead().values()) - of_states("layer"))
+        known = run
+        if shape.states is not None:  # which way is cheaper depends on the machine's rates
+            rates, nodes = machine.rates, ranks > machine.per_node
+            known = run.replace(states=way_of(shape.states, run, ranks, -(-seq_len // ranks), rates, nodes))
         found = activations(
-            shape, run, ranks, seq_len, machine.device, room, capability=machine.rates.capability, free=free,
+            shape, known, ranks, seq_len, machine.device, room, capability=machine.rates.capability, free=free,
             held=of_states,
         )  # fmt: skip
     needed = sum(host.values()) + found.host_needed

@@ -41,6 +41,26 @@ _HEAD: dict[str, Any] = {"head_dim": 128}
 _GEMMA: dict[str, Any] = {"head_dim": 256, **_TIED}
 _QWEN_EXPERTS: dict[str, Any] = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 _GPT_OSS: dict[str, Any] = {"head_dim": 64, "num_experts_per_tok": 4, "sliding_window": 128}
+_DELTA: dict[str, Any] = {"head_dim": 256, "linear_num_key_heads": 16}
+
+
+def _granite(heads: int) -> dict[str, Any]:
+    """Of Granite 4: one layer in ten attends."""
+    kinds = ["full_attention" if i % 10 == 5 else "linear_attention" for i in range(40)]
+    return {
+        **_TIED, "layer_types": kinds, "mamba_n_heads": heads, "mamba_d_head": 64, "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+    }  # fmt: skip
+
+
+def _nemotron(pattern: str, heads: int) -> dict[str, Any]:
+    names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    return {
+        **_HEAD, "layers_block_type": [names[kind] for kind in pattern], "mamba_num_heads": heads,
+        "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8,
+    }  # fmt: skip
+
+
 PUBLIC: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-8B": _public("llama", 128_256, 4096, 14_336, 32, 32, 8),
     "meta-llama/Llama-3.1-70B": _public("llama", 128_256, 8192, 28_672, 80, 64, 8),
@@ -60,6 +80,48 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "qwen3_next", 151_936, 2048, 5120, 48, 16, 2, head_dim=256, num_experts=512, num_experts_per_tok=10,
         moe_intermediate_size=512, shared_expert_intermediate_size=512, linear_num_key_heads=16,
         linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
+    ),
+    "Qwen/Qwen3.5-9B": _public(
+        "qwen3_5_text", 248_320, 4096, 12_288, 32, 16, 4, **_DELTA, linear_num_value_heads=32
+    ),
+    "Qwen/Qwen3.5-27B": _public(
+        "qwen3_5_text", 248_320, 5120, 17_408, 64, 24, 4, **_DELTA, linear_num_value_heads=48
+    ),
+    "Qwen/Qwen3.5-35B-A3B": _public(
+        "qwen3_5_moe_text", 248_320, 2048, 512, 40, 16, 2, **_DELTA, linear_num_value_heads=32, num_experts=256,
+        num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+    ),
+    "ibm-ai-platform/Bamba-9B-v2": _public(
+        "bamba", 128_256, 4096, 14_336, 32, 32, 8, attn_layer_indices=[9, 18, 27], mamba_n_heads=128, mamba_d_head=64,
+        mamba_d_state=128, mamba_n_groups=1,
+    ),
+    "ibm-granite/granite-4.0-h-micro": _public(
+        "granitemoehybrid", 100_352, 2048, 8192, 40, 32, 8, **_granite(64), num_local_experts=0,
+        shared_intermediate_size=8192,
+    ),
+    "ibm-granite/granite-4.0-h-tiny": _public(
+        "granitemoehybrid", 100_352, 1536, 512, 40, 12, 4, **_granite(48), num_local_experts=64, num_experts_per_tok=6,
+        shared_intermediate_size=1024,
+    ),
+    "ibm-granite/granite-4.0-h-small": _public(
+        "granitemoehybrid", 100_352, 4096, 768, 40, 32, 8, **_granite(128), num_local_experts=72,
+        num_experts_per_tok=10, shared_intermediate_size=1536,
+    ),
+    "tiiuae/Falcon-H1-7B": _public(
+        "falcon_h1", 130_049, 3072, 12_288, 44, 12, 2, **_HEAD, mamba_d_ssm=3072, mamba_n_heads=24, mamba_d_head=128,
+        mamba_d_state=256, mamba_n_groups=1,
+    ),
+    "nvidia/Nemotron-H-8B": _public(
+        "nemotron_h", 131_072, 4096, 21_504, 52, 32, 8, **_nemotron("M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-", 128)
+    ),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B": _public(
+        "nemotron_h", 131_072, 2688, 1856, 52, 32, 2, **_nemotron("MEMEM*E" + 4 * "MEMEM*E" + "MEMEMEM*EMEMEMEME", 64),
+        n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=1856, n_shared_experts=1,
+        moe_shared_expert_intermediate_size=3712,
+    ),
+    "LiquidAI/LFM2-1.2B": _public(
+        "lfm2", 65_536, 2048, 12_288, 16, 32, 8, **_TIED,
+        layer_types=["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
     ),
     "Qwen/Qwen3-30B-A3B": _public("qwen3_moe", 151_936, 2048, 6144, 48, 32, 4, **_HEAD, **_QWEN_EXPERTS),
     "Qwen/Qwen3-235B-A22B": _public(

@@ -16,9 +16,9 @@ token that a rank sends to others for a forward (inputs to heads, outputs back),
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from alstlib.planner.gpus import Rates, rates_of
 from alstlib.sizing import groups_of
@@ -26,6 +26,8 @@ from alstlib.sizing import groups_of
 RECURRENCE = 0.1
 """Of the rate of dense matrix products, what a recurrence's kernel reaches: its products are small, and the blocks of a
 sequence wait for each other. A nominal share, not measured."""
+PER_NODE = 8
+"""Ranks of a node, where nothing says how many."""
 BLOCK = 64
 """Tokens that a kernel works on at a time, as those of the gated delta rule do."""
 
@@ -53,6 +55,8 @@ class StateLayer:
     """Its groups are the heads."""
     matrix: bool = True
     """Is M a matrix [keys, keys] (delta rules), or a number for each head (Mamba-2, lightning attention)?"""
+    block: int = BLOCK
+    """Tokens that its kernel works on at a time."""
 
     @property
     def heads(self) -> int:
@@ -62,8 +66,8 @@ class StateLayer:
         """Of one token in one head, in blocks, with so many more values."""
         keys, values = self.keys, self.values + more
         if self.matrix:
-            return 6.0 * keys * values + BLOCK * (5 * keys + 3 * values)
-        return 4.0 * keys * values + 2 * BLOCK * (keys + values)
+            return 6.0 * keys * values + self.block * (5 * keys + 3 * values)
+        return 4.0 * keys * values + 2 * self.block * (keys + values)
 
     def pair_bytes(self, batch: int = 1) -> int:
         """Of (M, U) in fp32, all heads."""
@@ -91,12 +95,31 @@ def _to_tokens(tensors: Sequence[Sent], heads: int, ranks: int, rank: int) -> in
     return sum(_numbers(t, heads, ranks, rank) for t in tensors) * (ranks - 1)
 
 
-def state_seconds(
+def passes_of(checkpoint: bool, *, chunks: bool = False, blocks: bool = False) -> tuple[int, int]:
+    """(forwards, pairs) of `state_costs`: under checkpoints a recompute is one more forward, and knows the state that
+    comes in; layers in chunks, and samples in blocks, begin with a forward without a graph."""
+    if chunks:
+        return 3, 3
+    return 1 + checkpoint + blocks, 1 + blocks
+
+
+class Cost(NamedTuple):
+    """Seconds that a way adds to what one rank would do."""
+
+    wire: float
+    work: float
+
+    @property
+    def seconds(self) -> float:
+        return self.wire + self.work
+
+
+def state_costs(
     layer: StateLayer, rows: int, ranks: int, *, batch: int = 1, forwards: int = 2, pairs: int = 1,
     rates: Rates | None = None, nodes: bool = False,
-) -> dict[str, float]:  # fmt: skip
-    """Seconds of one layer and step that each way adds to what one rank would do: `pass`, and `heads` where there are
-    no more ranks than heads. What runs once in both (the recurrence itself) is in neither.
+) -> dict[str, Cost]:  # fmt: skip
+    """What each way adds in one layer and step: `pass`, and `heads` where there are no more ranks than heads. What runs
+    once in both (the recurrence itself) is in neither.
 
     Args:
         rows: L, of the sequence or of a chunk.
@@ -111,8 +134,18 @@ def state_seconds(
     sent = (pairs + 1) * (ranks - 1) * layer.pair_bytes(batch)
     again = pairs * layer.forward_flops(layer.keys if layer.matrix else 0) + 2 * layer.forward_flops()
     work = 0.0 if ranks == 1 else batch * rows * layer.heads * again
-    found = {"pass": sent / link + work / (RECURRENCE * rates.matmul)}
+    found = {"pass": Cost(sent / link, work / (RECURRENCE * rates.matmul))}
     if ranks <= layer.heads:
         most = max(forwards * layer.there(ranks, r) + layer.back(ranks, r) for r in range(ranks))
-        found["heads"] = batch * rows * most / link
+        found["heads"] = Cost(batch * rows * most / link, 0.0)
     return found
+
+
+def state_seconds(layer: StateLayer, rows: int, ranks: int, **how: Any) -> dict[str, float]:
+    """The seconds of `state_costs`, by way."""
+    return {way: cost.seconds for way, cost in state_costs(layer, rows, ranks, **how).items()}
+
+
+def cheapest(costs: Mapping[str, Cost]) -> str:
+    """The way that adds least; `pass` of two that add the same."""
+    return min(costs, key=lambda way: costs[way].seconds)

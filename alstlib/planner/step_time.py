@@ -9,9 +9,10 @@ from alstlib.config import RunConfig
 from alstlib.planner.activations import Activations, element_bytes
 from alstlib.planner.attention_bytes import FLASH_2
 from alstlib.planner.gpus import Rates
+from alstlib.planner.hybrids import States, added, way_of
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
-from alstlib.planner.state_ways import RECURRENCE
+from alstlib.planner.state_ways import RECURRENCE, Cost, passes_of
 
 
 def attention_flops(shape: Shape, seq_len: int, share: float = 1.0) -> float:
@@ -50,21 +51,21 @@ def exchange_bytes(shape: Shape, ranks: int, seq_len: int, element: int, forward
     return numbers * element * (seq_len / ranks) * (ranks - 1) / ranks * shape.attending
 
 
-def states_bytes(shape: Shape, ranks: int, batch: int, element: int) -> float:
-    """Bytes that one rank sends for layers with a state in a step (of each chunk, where layers run in chunks), however
-    long the sequence is: the pair of its slice and the last tokens, to each other rank, in forward and in backward."""
-    if shape.states is None:
-        return 0.0
-    pair = 4 * shape.states.pair + element * shape.states.tail
-    return 2.0 * (ranks - 1) * batch * pair * shape.states.stateful
-
-
-def states_flops(shape: Shape, tokens: int, ranks: int, again: float, first: float) -> float:
-    """Of the recurrence in a step, all layers with a state: a backward is twice a forward, and where ranks share a
-    sample, a rank goes twice through its slice in forward."""
-    if shape.states is None:
-        return 0.0
-    return shape.states.flops * tokens * shape.states.stateful * (3 + again + first + (1.0 if ranks > 1 else 0.0))
+def states_seconds(
+    states: States, run: RunConfig, machine: Machine, ranks: int, seq_len: int, forwards: float
+) -> tuple[float, float]:
+    """(exchange, computing) of all layers with a state in a step over one sample: a backward is twice a forward, and
+    `hybrids.added` says what the way over ranks adds. Each pass sends the last tokens of a slice or chunk besides."""
+    rates, nodes, rows = machine.rates, ranks > machine.per_node, -(-seq_len // ranks)
+    _, passes = passes_of(run.checkpoint, chunks=bool(run.chunk), blocks=bool(run.block))
+    pieces = -(-rows // min(rows, run.chunk or rows, run.block or rows))
+    network = rates.network if nodes else rates.link
+    tails = (passes + 1.0) * (ranks - 1) * run.batch_size * element_bytes(run, "cuda") * states.tail / network
+    one = states.flops * seq_len * run.batch_size * (2 + forwards) / (RECURRENCE * rates.matmul) / ranks
+    more = Cost(0.0, 0.0)
+    if states.layer is not None:
+        more = added(states.layer, run, ranks, rows, rates, nodes)[way_of(states, run, ranks, rows, rates, nodes)]
+    return states.stateful * pieces * (more.wire + tails), states.stateful * (one + pieces * more.work)
 
 
 def step_seconds(
@@ -91,12 +92,12 @@ def step_seconds(
     matmul = sum(linear[name] * times for name, times in passes.items()) / rates.matmul / ranks
     kept = found.attention_kept
     core = attention * ((1 + again * (1 - kept) + first) / forward + 2.5 / backward) / ranks
-    recurrence = states_flops(shape, seq_len * run.batch_size, ranks, again, first)
-    core += recurrence / (RECURRENCE * rates.matmul) / ranks
     network = rates.link if ranks <= machine.per_node else rates.network
     wire = exchange_bytes(shape, ranks, seq_len * run.batch_size, element, 1 + again, kept)
-    chunks = -(-seq_len // (run.chunk * ranks)) if run.chunk is not None else 1
-    exchange = (wire + states_bytes(shape, ranks, run.batch_size, element) * chunks) / network
+    exchange = wire / network
+    if shape.states is not None:
+        sent, recurrence = states_seconds(shape.states, run, machine, ranks, seq_len, 1 + again + first)
+        exchange, core = exchange + sent, core + recurrence
     zero = _zero_seconds(shape, run, machine) * (-(-seq_len // (run.block * ranks)) if run.block and first else 1)
     offload = found.copied / rates.host
     shard = _trained(shape, run) / (machine.gpus if run.zero_stage else 1)

@@ -80,9 +80,10 @@ def test_all_names_of_the_forms_have_sizes() -> None:
 
     known = set(with_experts(random.Random(0)))
     for family in hybrid_forms.FAMILIES:
-        draw = hybrid_forms.points(family)
-        assert draw is not None
-        known |= set(draw(random.Random(0)))
+        for heads in (False, True):
+            draw = hybrid_forms.points(family, heads)
+            assert draw is not None
+            known |= set(draw(random.Random(0)))
     for _, kinds in forms()["moments"]:
         for terms in kinds.values():
             for _, names in terms:
