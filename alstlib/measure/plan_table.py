@@ -95,7 +95,8 @@ def _draw_hybrid(pick: random.Random) -> tuple[RunConfig, int, str]:
             known.setdefault(shape.family, []).append(name)
     model = pick.choice(known[pick.choice(list(known))])
     ranks = pick.choice([n for n in (1, 2, 3, 4, 8, 16) if n <= read_shape(model).heads])
-    rows, offload = 2 ** pick.randint(10, 14), pick.choice(("none", "sync", "async"))
+    rows = 2 ** pick.randint(10, 14)
+    offload: Literal["none", "sync", "async"] = pick.choice(("none", "sync", "async"))
     chunk = max(512, rows // pick.choice([2, 3, 4])) if pick.random() < 0.5 else None
     run = RunConfig(
         model=model, seq_len=rows * ranks, dtype="bf16", tiled_mlp=True, tiled_norm=True, tiled_loss=True,

@@ -12,6 +12,7 @@ it ends with; a hybrid's from one, and one for each kind of its layers.
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
 from collections import Counter
@@ -276,7 +277,7 @@ def _hybrid(run: RunConfig, ranks: int, device: str, config: Any) -> Simulated:
         return of(few) + sum(n * (of(more[kind]) - of(few)) for n, kind in zip(further, each))
 
     names = sorted({name for one in (few, *more.values()) for name in one.categories})
-    categories = {name: at(lambda one, name=name: one.categories.get(name, 0)) for name in names}
+    categories = {name: at(functools.partial(_bytes_of, name)) for name in names}
     deeper = len(kinds) - few.layers
     return replace(
         few, layers=len(kinds), run=_roomy(run), categories={n: b for n, b in categories.items() if b},
@@ -284,6 +285,10 @@ def _hybrid(run: RunConfig, ranks: int, device: str, config: Any) -> Simulated:
         wire_bytes=at(lambda one: one.wire_bytes), sizes=replace(few.sizes, parameters=_parameters(run)),
         peak_place=re.sub(r"(?<=\.)\d+", lambda at: str(int(at[0]) + deeper), few.peak_place, count=1),
     )  # fmt: skip
+
+
+def _bytes_of(name: str, one: Simulated) -> int:
+    return one.categories.get(name, 0)
 
 
 def _of_kinds(config: Any, kinds: list[str]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from alstlib.sizing import (
 
 def families() -> list[str]:
     """Decoders that have a form."""
-    made = {name.partition(".")[0] for name in forms()["tiles"] if name != REFERENCE}
+    made = {name.partition(".")[0] for name in forms()["tiles"]} - {REFERENCE, DENSE_GRANITE}
     return sorted([*made, *SAME])
 
 
@@ -191,17 +191,17 @@ def activations(
         if streaming.hidden and workspace and device == "cuda" and in_layer(place):  # chunks on their way
             found["hidden states"] += 2 * 2 * product("C H", sizes)
 
-    if shape.states:
+    if states := shape.states:
         keeps = [keep if keep in ("device", "host", "host+attention") else keep.partition("+")[0] for keep in keeps]
 
         def way(kind: str, keep: str) -> str:
             keep = keep if kind in (FULL, BOTH) else keep.partition("+")[0]
-            tiled = "mlp+" if single or (MOE in shape.states.kinds and kind != MOE) else ""
+            tiled = "mlp+" if single or (MOE in states.kinds and kind != MOE) else ""
             shares = by_heads and kind in (LINEAR, BOTH)
             how = tiled + on.removeprefix(tiled) + shares * "+by_heads" + single * "+single"
             return "/".join([f"{family}.{kind}", dtype, heads, keep, how])
 
-        ways = [way(kind, keep) for kind in shape.states.kinds for keep in keeps]
+        ways = [way(kind, keep) for kind in states.kinds for keep in keeps]
     else:
         ways = ["/".join([family, dtype, heads, keep, on]) for keep in keeps]
     if not all(way in made["ways"] for way in ways) and not chunked and not shape.states:

@@ -116,7 +116,7 @@ def states_of(config: Mapping[str, Any], family: str, name: str) -> States | Non
 def completed(config: Mapping[str, Any], family: str) -> dict[str, Any]:
     """A hybrid's config with what its other fields decide: layers of a list of kinds, an MLP's width."""
     made = dict(config)
-    if family == "nemotron_h" and not isinstance(made.get("num_hidden_layers"), int):
+    if family == "nemotron_h":  # transformers counts the list
         made["num_hidden_layers"] = len(_named(config) or ())
     if family == "lfm2" and made.get("block_auto_adjust_ff_dim", True):
         times, unit = made.get("block_ffn_dim_multiplier", 1.0) or 1.0, made.get("block_multiple_of", 256)
@@ -260,7 +260,7 @@ def sizes_of(family: str, states: States, ranks: int, by_heads: bool) -> dict[st
         return {"F": own, "W": each, "O": wide, **sums, **taps}
     wide, deep = layer.values / 16, layer.keys / 16
     if by_heads and family not in GROUPED:  # traced with one group: B and A are sums over all groups
-        of_rank, own = -(-heads // ranks), 0.0
+        of_rank, own = float(-(-heads // ranks)), 0.0
         both = heads * wide + groups * deep
         sums = {"B": both + groups * deep, "A": 32 * both + heads}
     else:

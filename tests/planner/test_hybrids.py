@@ -153,7 +153,7 @@ def test_longer_sequences_fit_a_hybrid_than_a_decoder_of_its_parameters_that_att
     assert one["exchange"] < other["exchange"]
 
 
-LAYERS = {
+LAYERS: dict[str, dict[str, Any]] = {
     "qwen3_next": {}, "qwen3_5_text": {}, "bamba": {"attn_layer_indices": [1]}, "granitemoehybrid": {},
     "falcon_h1": {"mamba_d_ssm": 8192, "mamba_d_head": 64}, "nemotron_h": {"hybrid_override_pattern": "M*"},
 }  # fmt: skip
@@ -170,7 +170,7 @@ def test_the_planner_knows_the_recurrence_that_the_model_has(family: str, monkey
         return state_costs(layer, *args, **how)
 
     monkeypatch.setattr(state_ways, "_known_costs", costs)
-    fields = {"num_hidden_layers": 2, "vocab_size": 512, "pad_token_id": 0, **LAYERS[family]}
+    fields: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 512, "pad_token_id": 0, **LAYERS[family]}
     if family in ("qwen3_next", "qwen3_5_text", "granitemoehybrid"):
         fields["layer_types"] = ["linear_attention", "full_attention"]
     fields = {n: v for n, v in fields.items() if family != "nemotron_h" or n != "num_hidden_layers"}
