@@ -55,7 +55,7 @@ def in_full() -> Iterator[None]:
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(Tensor, "float", lambda x: x.to(torch.float32)))
-        for owner, name in ((Tensor, "to"), (torch, "sum"), (torch.nn.functional, "softmax")):
+        for owner, name in ((Tensor, "to"), (Tensor, "type"), (torch, "sum"), (torch.nn.functional, "softmax")):
             patches.enter_context(mock.patch.object(owner, name, keep(getattr(owner, name))))
         yield
 

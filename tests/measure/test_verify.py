@@ -280,3 +280,13 @@ def test_rope_that_depends_on_the_length_changes_within_a_sample(part: float, pa
     assert len(made.rope_parameters["long_factor"]) == pairs
     assert made.rope_parameters["original_max_position_embeddings"] == small.LONGEST
     assert max(verify.sample(33, True)["document_lengths"][0]) == small.LONGEST < 33
+
+
+def test_a_judge_in_fp64_stays_there_whatever_a_model_calls() -> None:
+    """A router that calls `type` made fp32 of it, and a right model was called wrong."""
+    x = torch.ones(3, dtype=torch.float64)
+    with verify.in_full():
+        made = [x.float(), x.to(torch.float32), x.type(torch.float32), x.type_as(x), torch.sum(x, dtype=torch.float32)]
+        assert {t.dtype for t in made} == {torch.float64}
+        assert x.type() == "torch.DoubleTensor"
+    assert x.type(torch.float32).dtype == torch.float32
