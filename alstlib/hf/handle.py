@@ -260,9 +260,9 @@ class Handle:
             HostOutOfMemory: on every rank, where on some rank what must be kept does not fit.
         """
         options, store, ctx = self.options, self.store, self.ctx
-        output = self._output_bytes(x)
+        output, many = self._output_bytes(x), max(1, len(self.facts.attending))
         if options.offload == "none":
-            self.inputs_kept_every, self.attention_kept = 1, self._kept_on_device(x, output) / max(1, self._attending)
+            self.inputs_kept_every, self.attention_kept = 1, self._kept_on_device(x, output) / many
             return
         row, travels = x.numel() * x.element_size(), streamed and self.travel() is not None
         pages = self._keys_and_values(x) if streamed and self.kv_on_host else pages
@@ -277,7 +277,7 @@ class Handle:
             needed += outputs * output
         self._needed = needed
         store.reserve(needed - (store.leased if travels else 0), room - (store.leased if travels else 0))
-        self.attention_kept, self.inputs_kept_every = outputs / max(1, self._attending), every
+        self.attention_kept, self.inputs_kept_every = outputs / many, every
         self._say_where(every, row, layers, travels)
 
     def _output_bytes(self, x: Tensor) -> int:
@@ -290,14 +290,11 @@ class Handle:
         row, room = x.numel() * x.element_size(), self.store.room() + self.store.unused
         travels = streamed and self.travel() is not None
         room += self.store.leased * travels  # the first layer's input, and what goes with it to every layer
-        how: dict[str, Any] = {
-            "streamed": streamed,
-            "travels": travels,
-            "tables": max(0, self.store.leased - row),
-            "pages": pages,
-            "attending": self._attending,
-        }
-        return *kept_on_host(room, layers, row, self._output_bytes(x), self.options.save_attention, **how), room
+        found = kept_on_host(
+            room, layers, row, self._output_bytes(x), self.options.save_attention, streamed=streamed, travels=travels,
+            tables=max(0, self.store.leased - row), pages=pages, attending=len(self.facts.attending),
+        )  # fmt: skip
+        return *found, room
 
     def _say_where(self, every: int, row: int, layers: int, travels: bool) -> None:
         """Note what was decided, when it differs from what was noted before."""
@@ -386,23 +383,18 @@ class Handle:
             beside = x.nbytes if nbytes is None and self.travel() is None else 0  # a gradient, where x lies there
             self.kv_on_host = keys_left(*self.ctx.largest(keys_leave(keys, memory[2] - beside, needed - room)))
 
-    @property
-    def _attending(self) -> int:
-        """Layers that attend, or may."""
-        return len(self.facts.attending)
-
     def keeps_attention(self, index: int) -> bool:
         """Is the attention output of this layer, by its place, kept in the forward that `plan` was asked of?"""
-        return index in self.facts.attending[: round(self.attention_kept * self._attending)]
+        return index in self.facts.attending[: round(self.attention_kept * len(self.facts.attending))]
 
     def _kept_on_device(self, x: Tensor, output: int) -> int:
         """Layers whose attention outputs, of `output` bytes each, stay on the device: with `auto` on a GPU those that
         fit beside what earlier steps needed."""
         if self.options.save_attention != "auto" or isinstance(x, FakeTensor):
-            return self._attending if self.options.save_attention is True else 0
+            return len(self.facts.attending) if self.options.save_attention is True else 0
         if (memory := headroom.device_memory(x.device)) is None:
             return 0
         fit = self.headroom.begin(x.shape[0] * x.shape[1], memory) // output
-        kept = -self.ctx.largest([-min(self._attending, fit)])[0]
+        kept = -self.ctx.largest([-min(len(self.facts.attending), fit)])[0]
         self.headroom.keep(kept * output)
         return kept
