@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -20,9 +19,6 @@ from alstlib.ulysses.state_heads import by_heads
 from alstlib.ulysses.states import GatedDeltaRule, Recurrence, over_ranks
 
 log = logging.getLogger(__name__)
-
-_known_costs = functools.cache(state_costs)
-"""Every call of every layer asks, in every chunk: at 32 ranks an answer takes 2 ms."""
 
 
 class StateWays:
@@ -85,7 +81,7 @@ class StateWays:
         elif blocks is not None:
             rows = min(blocks.block, blocks.length)
         forwards, pairs = passes_of(options.checkpoint, chunks=chunks is not None, blocks=blocks is not None)
-        return _known_costs(
+        return state_costs(
             layer, rows, self.ranks, batch=tokens[0].shape[0], forwards=forwards, pairs=pairs, rates=self.rates,
             nodes=self.nodes,
         )  # fmt: skip

@@ -12,7 +12,6 @@ it ends with; a hybrid's from one, and one for each kind of its layers.
 
 from __future__ import annotations
 
-import functools
 import gc
 import re
 from collections import Counter
@@ -222,18 +221,27 @@ def extend(few: Simulated, more: Simulated, layers: int) -> Simulated:
     """
     if (few.seq_len, few.ranks) != (more.seq_len, more.ranks) or few.layers == more.layers:
         raise ValueError("extend needs two simulations of one length on as many ranks, with unequal numbers of layers")
-    steps, between = layers - more.layers, more.layers - few.layers
+    further, between = layers - few.layers, more.layers - few.layers
+    return _deeper(_as_last(more, layers), layers, few, [(more, further)], between)
 
-    def at(a: int, b: int) -> int:
-        return b + (b - a) * steps // between
 
-    names = sorted({*few.categories, *more.categories})
-    categories = {n: at(few.categories.get(n, 0), more.categories.get(n, 0)) for n in names}
+def _deeper(
+    of: Simulated, layers: int, few: Simulated, more: Sequence[tuple[Simulated, int]], between: int = 1
+) -> Simulated:
+    """`of` with the bytes of a model with so many layers: those of `few`, and for each (simulation, n) the `between`th
+    part of what it has more, n times."""
+
+    def at(bytes_of: Callable[[Simulated], int]) -> int:
+        return bytes_of(few) + sum((bytes_of(one) - bytes_of(few)) * n // between for one, n in more)
+
+    def in_category(name: str) -> int:
+        return at(lambda one: one.categories.get(name, 0))
+
+    names = sorted({name for one in (few, *(one for one, _ in more)) for name in one.categories})
     return replace(
-        _as_last(more, layers), layers=layers, device_peak=at(few.device_peak, more.device_peak),
-        host_peak=at(few.host_peak, more.host_peak), wire_bytes=at(few.wire_bytes, more.wire_bytes),
-        categories={n: b for n, b in categories.items() if b},
-        sizes=replace(more.sizes, parameters=at(few.sizes.parameters, more.sizes.parameters)),
+        of, layers=layers, device_peak=at(lambda one: one.device_peak), host_peak=at(lambda one: one.host_peak),
+        wire_bytes=at(lambda one: one.wire_bytes), categories={n: b for n in names if (b := in_category(n))},
+        sizes=replace(of.sizes, parameters=at(lambda one: one.sizes.parameters)),
     )  # fmt: skip
 
 
@@ -270,25 +278,11 @@ def _hybrid(run: RunConfig, ranks: int, device: str, config: Any) -> Simulated:
         return simulate(run.replace(model_config=fields), ranks, device)
 
     few = shallow(each)
-    more = {kind: shallow([kind, *each]) for kind in each}
-
-    def at(of: Callable[[Simulated], int]) -> int:
-        further = (kinds.count(kind) - ends.count(kind) - 1 for kind in each)
-        return of(few) + sum(n * (of(more[kind]) - of(few)) for n, kind in zip(further, each))
-
-    names = sorted({name for one in (few, *more.values()) for name in one.categories})
-    categories = {name: at(functools.partial(_bytes_of, name)) for name in names}
-    deeper = len(kinds) - few.layers
-    return replace(
-        few, layers=len(kinds), run=_roomy(run), categories={n: b for n, b in categories.items() if b},
-        device_peak=at(lambda one: one.device_peak), host_peak=at(lambda one: one.host_peak),
-        wire_bytes=at(lambda one: one.wire_bytes), sizes=replace(few.sizes, parameters=_parameters(run)),
-        peak_place=re.sub(r"(?<=\.)\d+", lambda at: str(int(at[0]) + deeper), few.peak_place, count=1),
-    )  # fmt: skip
-
-
-def _bytes_of(name: str, one: Simulated) -> int:
-    return one.categories.get(name, 0)
+    further = [(shallow([kind, *each]), kinds.count(kind) - ends.count(kind) - 1) for kind in each]
+    found, deeper = _deeper(few, len(kinds), few, further), len(kinds) - few.layers
+    place = re.sub(r"(?<=\.)\d+", lambda at: str(int(at[0]) + deeper), few.peak_place, count=1)
+    sizes = replace(found.sizes, parameters=_parameters(run))
+    return replace(found, run=_roomy(run), sizes=sizes, peak_place=place)
 
 
 def _of_kinds(config: Any, kinds: list[str]) -> dict[str, Any]:

@@ -224,22 +224,25 @@ def way_of(
     Args:
         rows: of the sequence, on each rank.
     """
-    if states.layer is None or ranks == 1 or run.states == "pass" or ranks > states.layer.heads:
-        return "pass"
-    return "heads" if run.states == "heads" else cheapest(added(states.layer, run, ranks, rows, rates, nodes))
+    return added(states, run, ranks, rows, rates, nodes)[0]
 
 
 def added(
-    layer: StateLayer, run: RunConfig, ranks: int, rows: int, rates: Rates | None = None, nodes: bool = False
-) -> dict[str, Cost]:
-    """What each way adds to a layer in a chunk, or in a block, or in a step (`state_costs`)."""
+    states: States, run: RunConfig, ranks: int, rows: int, rates: Rates | None = None, nodes: bool = False
+) -> tuple[str, Cost]:
+    """The way, and what it adds to a layer in a chunk, or in a block, or in a step (`state_costs`)."""
+    if states.layer is None:
+        return "pass", Cost(0.0, 0.0)
     chunks = run.chunk is not None and run.chunk < rows
     blocks = run.block is not None and run.block < rows
     rows = min(rows, run.block or rows, run.chunk or rows)
     forwards, pairs = passes_of(run.checkpoint, chunks=chunks, blocks=blocks)
-    return state_costs(
-        layer, rows, ranks, batch=run.batch_size, forwards=forwards, pairs=pairs, rates=rates, nodes=nodes
+    costs = state_costs(
+        states.layer, rows, ranks, batch=run.batch_size, forwards=forwards, pairs=pairs, rates=rates, nodes=nodes
     )  # fmt: skip
+    way = cheapest(costs) if run.states == "auto" else run.states
+    way = way if way in costs and ranks > 1 else "pass"  # heads of fewer than ranks are not shared
+    return way, costs[way]
 
 
 def sizes_of(family: str, states: States, ranks: int, by_heads: bool) -> dict[str, float]:

@@ -9,10 +9,10 @@ from alstlib.config import RunConfig
 from alstlib.planner.activations import Activations, element_bytes
 from alstlib.planner.attention_bytes import FLASH_2
 from alstlib.planner.gpus import Rates
-from alstlib.planner.hybrids import States, added, way_of
+from alstlib.planner.hybrids import States, added
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
-from alstlib.planner.state_ways import RECURRENCE, Cost, passes_of
+from alstlib.planner.state_ways import RECURRENCE, passes_of
 
 
 def attention_flops(shape: Shape, seq_len: int, share: float = 1.0) -> float:
@@ -62,9 +62,7 @@ def states_seconds(
     network = rates.network if nodes else rates.link
     tails = (passes + 1.0) * (ranks - 1) * run.batch_size * element_bytes(run, "cuda") * states.tail / network
     one = states.flops * seq_len * run.batch_size * (2 + forwards) / (RECURRENCE * rates.matmul) / ranks
-    more = Cost(0.0, 0.0)
-    if states.layer is not None:
-        more = added(states.layer, run, ranks, rows, rates, nodes)[way_of(states, run, ranks, rows, rates, nodes)]
+    _, more = added(states, run, ranks, rows, rates, nodes)
     return states.stateful * pieces * (more.wire + tails), states.stateful * (one + pieces * more.work)
 
 

@@ -169,7 +169,7 @@ def test_the_planner_knows_the_recurrence_that_the_model_has(family: str, monkey
         seen.append(layer)
         return state_costs(layer, *args, **how)
 
-    monkeypatch.setattr(state_ways, "_known_costs", costs)
+    monkeypatch.setattr(state_ways, "state_costs", costs)
     fields: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 512, "pad_token_id": 0, **LAYERS[family]}
     if family in ("qwen3_next", "qwen3_5_text", "granitemoehybrid"):
         fields["layer_types"] = ["linear_attention", "full_attention"]
