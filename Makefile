@@ -1,6 +1,6 @@
 # Each target sets up .venv first (env/install.sh; nothing to do when it matches its lock).
 .DEFAULT_GOAL := help
-.PHONY: help setup ablation ablation-full parity lab lessons check-lessons site site-tools liger test test-all test-faults test-slurm test-compat sweep release lint clean
+.PHONY: help setup ablation ablation-full parity lab lessons check-lessons screenshots site site-tools liger test test-all test-elsewhere test-faults test-slurm test-compat mutations sweep resolve release lint clean
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 ARGS ?=
@@ -39,6 +39,10 @@ lessons: setup ## run all lessons anew and store their outputs and solutions
 check-lessons: setup ## run all lessons anew and compare them with what is stored
 	$(BIN)/python notebooks/lessons.py check $(ARGS)
 
+# Needs Chromium (Debian: apt-get install chromium). It runs the landing notebook and lesson 12, in about two minutes.
+screenshots: setup ## take the pictures of the README and of notebooks/runs.md anew, in a browser
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/test_lab.py
+
 # What Sphinx needs besides the lock is pinned apart; pip asks no index when all of it is there.
 site-tools: setup ## install what `make site` needs into .venv
 	$(BIN)/python -m pip install -q --no-deps $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE)) -r env/site.txt
@@ -56,9 +60,16 @@ test: setup ## every operator against its oracle, a step under each engine, the 
 test-all: setup ## every test (WORKERS=0: one after the other, for a debugger)
 	$(PYTEST) $(ARGS)
 
+# About four minutes on two cores. ARGS=--whole runs the whole command in each environment, and installs other Pythons.
+test-elsewhere: setup ## start the first command as another user, without control groups, on one core, in odd paths
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -rs --elsewhere tests/elsewhere $(ARGS)
+
 # About eight minutes on two cores, and half a minute for each kill. ARGS='--kills 60 --seed 1' is the whole campaign.
 test-faults: setup ## break runs: signals at random moments, stopped ranks, full disks, damaged files
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --faults tests/faults $(ARGS)
+
+mutations: setup ## thirty mistakes in the order of copies, made on purpose: the fake CUDA or the device on a CPU shows each
+	$(PYTEST) tests/cuda/test_mutations.py tests/device/test_late_mutations.py $(ARGS)
 
 liger: setup ## Liger and Triton beside .venv (700 MB), for the tests of Liger's kernels on a CPU
 	env/liger.sh
@@ -75,7 +86,12 @@ test-compat: setup ## every supported decoder with the newest and the oldest tra
 sweep: setup ## every causal language model of transformers against plain transformers, newest and oldest; the table of them
 	env/compat.sh sweep $(ARGS)
 
-release: lint site liger test-all check-lessons test-compat sweep ## everything: lint, site, tests, lessons, both transformers, the sweep
+resolve: setup ## ask pip's index for every version that env/README.md and the files for conda name
+	env/resolve.sh
+
+release: export ALST_PAGES := all
+release: lint resolve site liger test-all check-lessons test-compat sweep ## everything: lint, site, tests, lessons, both transformers, the sweep
+	$(MAKE) test-elsewhere ARGS=--whole
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

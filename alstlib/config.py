@@ -46,6 +46,8 @@ def check_names(
 def nearest_path(path: Path) -> str:
     """The end of a message about a path that does not exist: the nearest name that does."""
     parent = path.parent
+    if path.is_symlink():
+        return f"it is a symbolic link to {os.readlink(path)}, which does not exist or leads back to the link"
     if not parent.is_dir():
         return f"its folder {parent} does not exist either"
     near = difflib.get_close_matches(path.name, sorted(p.name for p in parent.iterdir()), n=1)
@@ -193,8 +195,7 @@ class RunConfig:
         "'stdlib' (Python's library), a name on the hub, or a local file or folder (text, JSONL, Parquet)", "stdlib"
     )
     tokenizer: Text = _docs(
-        "'auto' (the model's own, or one that is trained on the data), a name on the hub, or a local path",
-        "auto",
+        "'auto' (the model's own, or one that is trained on the data), a name on the hub, or a local path", "auto"
     )
     seq_len: Count = _docs("the tokens of one sample, before padding to a multiple of sp", 2048)
     batch_size: Count = _docs("the number of samples in one micro-batch", 1)
@@ -226,8 +227,7 @@ class RunConfig:
     )  # fmt: skip
     block: Count | None = _docs("run the whole model in blocks of this many tokens of each rank (`block_step`)", None)
     kv: Place = _docs(
-        "where keys and values of chunks and blocks are kept; auto: on the device where it has room",
-        "auto",
+        "where keys and values of chunks and blocks are kept; auto: on the device where it has room", "auto"
     )
     hidden: Place = _docs("where hidden states of layers in chunks are kept; auto: on the host with offload", "auto")
     states: Literal["auto", "pass", "heads"] = _docs(
@@ -255,6 +255,7 @@ class RunConfig:
         "fine-tuning: the data of the evaluation, named as in `data`, or a share of the documents of `data`, which are "
         "then not trained on", None,
     )  # fmt: skip
+    allow_dropped: bool = _docs("fine-tuning: whether more than 1% of the rows of the data may be left out", False)
     lora: Fields | None = _docs(
         "fine-tuning: fields of peft's LoraConfig, such as {r: 16}; None: all weights are trained", None
     )
@@ -274,8 +275,7 @@ class RunConfig:
     save_to: Text | None = _docs("the folder where the trained model is saved (safetensors); None: not saved", None)
     resume_from: Text | None = _docs("the folder of an earlier run whose training state is continued", None)
     resume: Literal["auto", "never"] = _docs(
-        "auto: continue from a training state in the run's folder; never: begin anew",
-        "auto",
+        "auto: continue from a training state in the run's folder; never: begin anew", "auto"
     )
     checkpoint_every: Natural = _docs("the training state is saved every so many steps; 0: never", 0)
     checkpoint_local: Text | None = _docs(
@@ -347,8 +347,9 @@ class RunConfig:
         return RunConfig.from_dict({**self.to_dict(), **changes})
 
     def digest(self, salt: str = "") -> str:
-        """12 hexadecimal digits that name this configuration (together with `salt`, such as a commit)."""
-        text = json.dumps(self.to_dict(), sort_keys=True, default=str) + salt
+        """12 hexadecimal digits that name this configuration (together with `salt`, such as a commit). What is only
+        allowed does not count."""
+        text = json.dumps({**self.to_dict(), "allow_dropped": False}, sort_keys=True, default=str) + salt
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -362,16 +363,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "ulysses+tiled_mlp": {"tiled_loss": True, "sp": 0, "tiled_mlp": True},
     "ulysses+offload": {"tiled_loss": True, "sp": 0, "offload": "sync"},
     "alst": {"tiled_loss": True, "sp": 0, "tiled_mlp": True, "offload": "sync"},
-    "ours": {
-        "tiled_loss": True,
-        "sp": 0,
-        "tiled_mlp": True,
-        "tiled_norm": True,
-        "offload": "async",
-        "save_attention": "auto",
-        "chunk": 16_384,
-    },
-}
+    "ours": {"tiled_loss": True, "sp": 0, "tiled_mlp": True, "tiled_norm": True, "offload": "async",
+             "save_attention": "auto", "chunk": 16_384},
+}  # fmt: skip
 """Rows of the ablation (ALST paper, Table 1) and a last one, `ours`: what this library adds to `alst`, row chunks
 included. `sp=0` is the world size. The paper copies checkpoints synchronously and keeps no attention outputs; so do
 its six rows here. `row_config("ours").replace(chunk=None)` runs whole layers, which is faster where they fit."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -49,6 +49,11 @@ class SPContext:
         if self.world_size == 1 or "cpu:" in dist.get_backend_config(self.world_group):
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def own_group(self) -> SPContext:
+        """This rank's SP group as a mesh of its own."""
+        return replace(self, dp=1, dp_rank=0, world_group=self.sp_group)
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """For each of the numbers, the largest over all ranks. Collective: every rank calls it."""
@@ -135,8 +140,9 @@ def gather_text(text: str, device: Any) -> list[str]:
     return [bytes(t.tolist()[: int(s)]).decode() for t, s in zip(everyone, sizes)]
 
 
-def join(device: torch.device, seconds: float) -> None:
-    """Join the ranks that torchrun started. In a collective of any group a rank waits this long for the others.
+def join(device: torch.device, seconds: float, group: str = "") -> None:
+    """Join the ranks that torchrun started, or those processes of theirs that name the same `group`. In a collective of
+    any group a rank waits this long for the others.
 
     NCCL counts them from when the collective is enqueued, which may be a step before it runs, and then ends the
     process. Groups that are made later, DeepSpeed's too, take PyTorch's defaults: 10 minutes with NCCL.
@@ -145,7 +151,12 @@ def join(device: torch.device, seconds: float) -> None:
     defaults.default_pg_timeout = defaults.default_pg_nccl_timeout = wait
     cuda, alone = device.type == "cuda", int(os.environ["WORLD_SIZE"]) == 1
     bound = device if cuda and not alone else None  # groups of one rank are not split from a bound one
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=wait, device_id=bound)
+    own: dict[str, Any] = {}
+    if group:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=wait)
+        rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+        own = {"store": dist.PrefixStore(group, store), "rank": rank, "world_size": ranks}
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=wait, device_id=bound, **own)
 
 
 def join_fake(ranks: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,7 +29,8 @@ class Replay:
         self.device = device
         self.modes = [] if module is None else [(m, m.training) for m in module.modules()]
         self.cpu_state = torch.get_rng_state()
-        self.cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        own = device.type not in ("cpu", "meta")
+        self.device_state = torch.get_device_module(device).get_rng_state(device) if own else None
         kind = device.type
         self.autocast = (
             kind,
@@ -43,18 +45,18 @@ class Replay:
         with unset_fake_temporarily():  # the states are real in a simulation too
             if not torch.equal(self.cpu_state, now.cpu_state):
                 return True
-            if self.cuda_state is None or now.cuda_state is None:
+            if self.device_state is None or now.device_state is None:
                 return False
-            return not torch.equal(self.cuda_state, now.cuda_state)
+            return not torch.equal(self.device_state, now.device_state)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        devices = [self.device] if self.cuda_state is not None else []
+        devices, kind = ([], "cpu") if self.device_state is None else ([self.device], self.device.type)
         switched = [(m, mode) for m, mode in self.modes if m.training != mode]
-        with torch.random.fork_rng(devices=devices), torch.autocast(*self.autocast):
+        with torch.random.fork_rng(devices=devices, device_type=kind), torch.autocast(*self.autocast):
             torch.set_rng_state(self.cpu_state)
-            if self.cuda_state is not None:
-                torch.cuda.set_rng_state(self.cuda_state, self.device)
+            if self.device_state is not None:
+                torch.get_device_module(self.device).set_rng_state(self.device_state, self.device)
             for module, mode in switched:
                 module.training = mode
             try:
@@ -91,6 +93,44 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *grads)
 
     return checked
+
+
+def backward_in_this_thread() -> Callable[[], None] | None:
+    """Have what this thread calls backward on run in this thread as a whole. Returns what takes that back; None where
+    it was so already.
+
+    PyTorch runs a node of the graph in the thread of the device that its outputs are on: on the CPU that is the thread
+    that called backward, on another device one of the device's own. A layer whose hidden states lie on the host has its
+    nodes in the one, and the accumulation of its weights' gradients in the other, and nothing orders the two. Engines
+    look for the gradients in hooks of the layer: ZeRO-3 then reduces zeros in place of a gradient, and FSDP2 leaves it
+    out. The collectives of both threads also meet on one communicator, in an order that differs between ranks. In one
+    thread nodes run in the order of the graph, the same on all ranks, and a gradient is accumulated before the next
+    node runs.
+    """
+    if not torch._C._is_multithreading_enabled():
+        return None
+    torch.autograd.set_multithreading_enabled(False)
+    thread = threading.get_ident()
+
+    def restore() -> None:
+        if threading.get_ident() == thread:  # the setting is one of each thread
+            torch.autograd.set_multithreading_enabled(True)
+
+    return restore
+
+
+def check_thread(device: torch.device) -> None:
+    """Called in a backward: is it one of `backward_in_this_thread`? On a CPU all are.
+
+    Raises:
+        RuntimeError: with what to call in the thread that calls backward.
+    """
+    if device.type != "cpu" and torch._C._is_multithreading_enabled():
+        raise RuntimeError(
+            "backward was called in another thread than forward, while hidden states lie on the host: engines would "
+            "miss gradients. Call torch.autograd.set_multithreading_enabled(False) in that thread first, or use "
+            "hidden='device'"
+        )
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 
+import psutil
+
 TILE_BYTES = {"cuda": 512 * 2**20, "cpu": 2**20}
 """Target for one intermediate of a tile: large enough for efficient matrix products, small compared with the model."""
 
@@ -62,15 +64,13 @@ def sdpa_kernel(device: str, half: bool, width: int, softcap: bool = False, capa
         return "cpu"
     if not half or width > 256:
         return "efficient"
-    return "cudnn" if capability >= 9 and width <= 128 and width % 8 == 0 else "flash"
+    # backward of cuDNN (of its versions since 9.10) takes heads of up to 256 on Hopper alone
+    return "cudnn" if capability >= 9 and width <= (256 if capability == 9 else 128) and width % 8 == 0 else "flash"
 
 
 def host_free() -> int:
     """Bytes of this machine's memory that are free, or what the job and the process's control groups leave of them."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    with contextlib.suppress(OSError, StopIteration), open("/proc/meminfo") as lines:
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    return max(0, min(free, *_groups_leave(), *_job_has(os.environ)))
+    return max(0, min([psutil.virtual_memory().available, *_groups_leave(), *_job_has(os.environ)]))
 
 
 def _groups_leave(process: Path = Path("/proc/self/cgroup"), top: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:

@@ -52,3 +52,8 @@ def format_seconds(seconds: float) -> str:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
     return f"{seconds:.1f} s" if seconds >= 0.9995 else f"{seconds * 1000:.0f} ms"
+
+
+def printable(text: str) -> str:
+    """`text` with spaces in place of what is not printable: in a terminal, control characters are commands to it."""
+    return "".join(c if c.isprintable() or c in "\n\t" else " " for c in text)

@@ -17,10 +17,18 @@ def pins(lock: Path) -> dict[str, str]:
     return dict(line.split("==", 1) for line in lines if line)
 
 
+def left_out() -> set[str]:
+    """Packages that env/install.sh left to the torch of TORCH_INDEX_URL, which brings them for its own CUDA."""
+    path = Path(sys.prefix) / ".left-out"
+    return set(path.read_text().split()) if path.exists() else set()
+
+
 def differences(lock: Path) -> list[str]:
     """One line for each package whose installed version is not the lock's (a build suffix such as `+cpu` is free)."""
-    found = []
+    found, free = [], left_out()
     for name, wanted in pins(lock).items():
+        if name in free:
+            continue
         try:
             installed = metadata.version(name)
         except metadata.PackageNotFoundError:

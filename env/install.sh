@@ -27,15 +27,13 @@ choose_python() {
         python=$(base "$PYTHON")
         return
     fi
-    for candidate in python3 python3.12 python3.11 python python3.13 python3.14; do
+    for candidate in python3 python3.13 python3.12 python3.11 python3.14 python; do
         version=$(probe "$candidate") || continue
-        case $version in
-            "3 11" | "3 12") python=$(base "$candidate"); return ;;
-            *) newer=${newer:-$candidate} ;;
-        esac
+        if [ -e "env/cpu-py${version/ /}.txt" ]; then python=$(base "$candidate"); return; fi
+        newer=${newer:-$candidate}
     done
     [ -n "$newer" ] || fail "no Python >= 3.11 with the venv and ensurepip modules found (Debian and Ubuntu: package" \
-        "python3-venv); install Python 3.11 or 3.12, or name one with PYTHON=/path/to/python"
+        "python3-venv); install Python 3.11 to 3.14, or name one with PYTHON=/path/to/python"
     python=$(base "$newer")
 }
 
@@ -48,22 +46,36 @@ choose_device() {
     esac
 }
 
+# torch's CUDA 13, which pip's usual index has, wants this driver; said before gigabytes are downloaded for nothing.
+least_driver=580
+old_driver() {
+    local driver
+    if [ "$device" = cpu ] || [ -n "${TORCH_INDEX_URL:-}" ]; then return 1; fi
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || true)
+    case ${driver%%.*} in "" | *[!0-9]*) return 1 ;; esac
+    [ "${driver%%.*}" -lt "$least_driver" ] || return 1
+    echo "the NVIDIA driver is $driver, and torch from the usual index (CUDA 13) needs $least_driver or newer: update it," \
+        "or set TORCH_INDEX_URL to the wheel index for CUDA 12 that PyTorch's Get-started page names (env/README.md)," \
+        "or set ALST_DEVICE=cpu"
+}
+
 choose_python
 choose_device
 version=$(probe "$python")
-case $version in
-    "3 11") tag=py311 ;;
-    "3 12") tag=py312 ;;
-    *) tag=py312; say "warning: Python ${version/ /.} is newer than the locks; trying those of Python 3.12" ;;
-esac
-lock=env/$device-$tag.txt
+lock=env/$device-py${version/ /}.txt
+if [ ! -e "$lock" ]; then
+    say "warning: Python ${version/ /.} is newer than the locks; trying those of Python 3.14"
+    lock=env/$device-py314.txt
+fi
 target="$lock Python ${version/ /.} in $root"
-hash=$(cat "$lock" pyproject.toml env/install.sh | git hash-object --stdin | cut -c 1-12)
+hash=$(cat "$lock" pyproject.toml env/install.sh env/jupyter/etc/*/*.py env/jupyter/etc/*/*/*.json | git hash-object --stdin | cut -c 1-12)
 stamp=.venv/.installed-$hash
 if [ "${1:-}" = --plan ]; then
     echo "python=$python lock=$lock stamp=$stamp"
+    if old=$(old_driver); then say "warning: $old"; fi
     exit
 fi
+if [ ! -e "$stamp" ] && old=$(old_driver); then fail "$old"; fi
 
 # A .venv for another device, Python or place is remade. One without a mark, made by hand, is used as it is.
 if [ -e .venv ] && { [ ! -x .venv/bin/python ] || [ "$(cat .venv/.target 2>/dev/null || echo "$target")" != "$target" ] \
@@ -81,7 +93,13 @@ rm -f .venv/.installed-*
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 echo "$target" > .venv/.target
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
-torch_from=(-c "$lock")
+# A torch for another CUDA brings these itself; env/check.py leaves them out too.
+: > .venv/.left-out
+if [ "$device" = cuda ] && [ -n "${TORCH_INDEX_URL:-}" ]; then
+    printf '%s\n' cuda-bindings cuda-pathfinder nvidia-nvjitlink > .venv/.left-out
+fi
+grep -v -x -f <(sed 's/.*/&==.*/' .venv/.left-out) "$lock" > .venv/.lock
+torch_from=(-c .venv/.lock)
 if [ -n "${WHEELHOUSE:-}" ]; then
     [ -d "$WHEELHOUSE" ] || fail "WHEELHOUSE=$WHEELHOUSE is not a folder"
     PIP_FIND_LINKS=$(cd "$WHEELHOUSE" && pwd)
@@ -97,15 +115,16 @@ pip() { .venv/bin/python -m pip "$@"; }
 say "1/6 torch"
 pip install "torch==$torch" "${torch_from[@]}"
 say "2/6 setuptools, wheel"
-pip install -qq -c "$lock" setuptools wheel
-say "3/6 the lock: $(grep -c == "$lock") packages"
-grep -v '^deepspeed==' "$lock" > .venv/.lock-without-deepspeed
+pip install -qq -c .venv/.lock setuptools wheel
+say "3/6 the lock: $(grep -c == .venv/.lock) packages"
+grep -v '^deepspeed==' .venv/.lock > .venv/.lock-without-deepspeed
 pip install -qq --no-deps -r .venv/.lock-without-deepspeed
 say "4/6 deepspeed"
 DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install -qq --no-deps --no-build-isolation "deepspeed==$(pin deepspeed)"
 say "5/6 alstlib, and the notebooks' kernel"
 pip install -qq --no-deps --no-build-isolation -e .
 .venv/bin/python -m ipykernel install --sys-prefix --name python3 > /dev/null
+cp -R env/jupyter/. .venv/
 DS_ACCELERATOR=$device .venv/bin/python env/check.py "$lock" >&2 || fail "the environment is not what $lock says: run 'make clean', then again"
 say "6/6 DeepSpeed's operators: the first time a minute of compiling"
 DS_ACCELERATOR=$device .venv/bin/python -m alstlib.train.operators > .venv/.operators.log 2>&1 \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # An offline wheelhouse: fetch every wheel of a target on a machine with a network, install them on one without.
 #
-#   env/wheelhouse.sh download FOLDER [cpu|cuda] [3.11|3.12]     with a network (Linux; pip of any Python >= 3.11)
+#   env/wheelhouse.sh download FOLDER [cpu|cuda] [3.11 to 3.14]   with a network (Linux; pip of any Python >= 3.11)
 #   env/wheelhouse.sh install FOLDER                             without: sets up .venv from FOLDER alone
 #
 # ARCH=x86_64|aarch64 is the target's (default: this machine's); TORCH_INDEX_URL and PYTHON as in env/README.md.
@@ -24,7 +24,7 @@ device=${3:-cpu}
 version=${4:-3.11}
 arch=${ARCH:-$(uname -m)}
 lock=env/$device-py${version/./}.txt
-[ -e "$lock" ] || { echo "no lock $lock: the targets are cpu or cuda, 3.11 or 3.12" >&2; exit 1; }
+[ -e "$lock" ] || { echo "no lock $lock: the targets are cpu or cuda, 3.11 to 3.14" >&2; exit 1; }
 python=${PYTHON:-python3}
 pin() { sed -n "s/^$1==\([^ ;]*\).*/\1/p" "$lock"; }
 
@@ -38,7 +38,11 @@ if [ -n "${TORCH_INDEX_URL:-}" ]; then torch_from=(--index-url "$TORCH_INDEX_URL
 "$python" -m pip download --dest "$folder" "${target[@]}" "torch==$(pin torch)" "${torch_from[@]}"
 rest=$(mktemp)
 trap 'rm -f "$rest"' EXIT
-grep -v -e '^deepspeed==' -e '^torch==' "$lock" > "$rest"
+left=(-e '^deepspeed==' -e '^torch==')
+if [ -n "${TORCH_INDEX_URL:-}" ]; then  # torch brings these for its own CUDA (env/install.sh)
+    left+=(-e '^cuda-bindings==' -e '^cuda-pathfinder==' -e '^nvidia-nvjitlink==')
+fi
+grep -v "${left[@]}" "$lock" > "$rest"
 "$python" -m pip download -q --dest "$folder" "${target[@]}" --no-deps -r "$rest" -r env/site.txt
 # deepspeed is published as source; with nothing compiled its wheel is pure Python, the same for every target.
 DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "$python" -m pip wheel -q --no-deps --wheel-dir "$folder" "deepspeed==$(pin deepspeed)"

@@ -138,7 +138,13 @@ def slow() -> float:
 def kernel_environment(root: Path, ipython: str) -> dict[str, str]:
     """This environment, with figures that need no kernel, this repository's package and nobody's startup files."""
     path = os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH", "")) if p)
-    fixed = {"ALST_STATIC": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "IPYTHONDIR": ipython}
+    fixed = {
+        "ALST_STATIC": "1",
+        "ALST_STRICT": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "IPYTHONDIR": ipython,
+    }
     waits = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that spin make minutes of seconds where the cores are shared
     return {**waits, **os.environ, **fixed, "PYTHONPATH": path}
 

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +41,11 @@ def freeze_modules() -> None:
     gc.freeze()
 
 
-def _serve(rank: int, world: int, port: int, tasks: Any, results: Any) -> None:
+def gloo() -> str:
+    return "gloo"
+
+
+def _serve(rank: int, world: int, port: int, tasks: Any, results: Any, backend: Callable[[], str]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -48,7 +53,7 @@ def _serve(rank: int, world: int, port: int, tasks: Any, results: Any) -> None:
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
     )  # fmt: skip
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    dist.init_process_group(backend(), rank=rank, world_size=world)
     known = 0
     while (task := tasks.get()) is not None:
         fn, args = task
@@ -70,11 +75,11 @@ class RankPool:
     """`pool(fn, *args)` runs the module-level `fn(rank, world, *args)` on every rank and returns the list of results.
 
     Any rank's exception fails the call with that rank's traceback, and the pool is rebuilt before the next call
-    (the surviving ranks may be stuck in a collective).
+    (the surviving ranks may be stuck in a collective). `backend` returns what `init_process_group` takes.
     """
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, world: int, backend: Callable[[], str] = gloo) -> None:
+        self.world, self.backend = world, backend
         self.processes: list[Any] = []
 
     def start(self) -> None:
@@ -84,7 +89,9 @@ class RankPool:
         self.tasks = [context.Queue() for _ in range(self.world)]
         port = free_port()
         self.processes = [
-            context.Process(target=_serve, args=(r, self.world, port, self.tasks[r], self.results), daemon=True)
+            context.Process(
+                target=_serve, args=(r, self.world, port, self.tasks[r], self.results, self.backend), daemon=True
+            )
             for r in range(self.world)
         ]
         for process in self.processes:
@@ -149,6 +156,29 @@ def ranks4(pools: Callable[[int], RankPool]) -> RankPool:
     return pools(4)
 
 
+@pytest.fixture(scope="session")
+def late_pools() -> Iterator[Callable[[int], RankPool]]:
+    """Ranks that have the device on a CPU (tests/device), which a process cannot give back: pools of their own."""
+    from device import build, group
+
+    if why := build.why_not():
+        pytest.skip(f"the device on a CPU {why}")
+    made: dict[int, RankPool] = {}
+    yield lambda world: made.setdefault(world, RankPool(world, group.backend))
+    for pool in made.values():
+        pool.stop()
+
+
+@pytest.fixture(scope="session")
+def late1(late_pools: Callable[[int], RankPool]) -> RankPool:
+    return late_pools(1)
+
+
+@pytest.fixture(scope="session")
+def late2(late_pools: Callable[[int], RankPool]) -> RankPool:
+    return late_pools(2)
+
+
 @pytest.fixture
 def here() -> Iterator[None]:
     """Accelerate's state as in a new process, for a Trainer in this one."""
@@ -182,7 +212,7 @@ def unwritten_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-SLOW = ("measure", "cuda", "sweep", "faults", "slurm", "test_lab.py", "test_site.py")
+SLOW = ("measure", "cuda", "device", "sweep", "faults", "slurm", "elsewhere", "test_lab.py", "test_site.py")
 """Folders and files of tests that `make test` leaves out: they simulate, measure, or drive other programs."""
 LAUNCH = (
     "test_launch.py",
@@ -204,6 +234,8 @@ def pytest_collection_finish() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     faults = parser.getgroup("faults", "of tests/faults")
     faults.addoption("--faults", action="store_true", help="run them, as make test-faults does")
+    parser.addoption("--elsewhere", action="store_true", help="run tests/elsewhere, as make test-elsewhere does")
+    parser.addoption("--whole", action="store_true", help="of tests/elsewhere: whole commands, and installations")
     parser.addoption("--slurm", action="store_true", help="run tests/slurm, as make test-slurm does")
     faults.addoption("--kills", type=int, default=8, help="number of random kills")
     faults.addoption("--seed", type=int, help="of the random kills; without it, one that is printed")
@@ -213,16 +245,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-        if {"pools", "ranks2", "ranks4"} & set(getattr(item, "fixturenames", ())):
+        if {"pools", "ranks2", "ranks4", "late1", "late2"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("ranks")
-        if set(LAUNCH) & set(item.path.parts):
+        places = set(item.path.relative_to(Path(__file__).parent).parts)  # a checkout's own folder may have any name
+        if set(LAUNCH) & places:
             item.add_marker("launch")
-        if set(SLOW) & set(item.path.parts):
+        if set(SLOW) & places:
             item.add_marker("slow")
-        if "faults" in item.path.parts:
+        if "faults" in places:
             item.add_marker("faults")
             if not config.getoption("--faults"):
                 item.add_marker(pytest.mark.skip(reason="takes many minutes: make test-faults"))
+        if "elsewhere" in places:
+            item.add_marker("elsewhere")
+            if not config.getoption("--elsewhere"):
+                item.add_marker(pytest.mark.skip(reason="mounts, and runs as other users: make test-elsewhere"))
         if "slurm" in getattr(item, "fixturenames", ()):
             item.add_marker("slurm")
             if not config.getoption("--slurm"):

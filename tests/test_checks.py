@@ -19,6 +19,11 @@ NAMES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALST_STRICT", "1")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_usual_mistakes_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     from checks import find, judge
@@ -67,3 +72,23 @@ def test_a_value_that_is_not_set_is_not_answered(
     assert right == "right: 3"
     with pytest.raises(AssertionError, match="4 is not 3"):
         checks.judge("03.2", lambda: 4)
+
+
+def test_a_reader_sees_a_box_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    import checks
+    from IPython.testing.globalipapp import get_ipython
+    from IPython.utils.capture import capture_output
+
+    monkeypatch.delenv("ALST_STRICT")
+    get_ipython()
+
+    def check(answer: Callable[[], int]) -> str:
+        raise AssertionError(f"{answer()} is not <3>")
+
+    monkeypatch.setattr(checks, "find", lambda name: checks.Exercise(check, (), ()))
+    with capture_output() as seen:
+        checks.judge("03.2", lambda: 4)
+    (shown,) = seen.outputs
+    assert shown.data["text/plain"] == 'not right yet: 4 is not <3>\nask for help with hint("03.2")'
+    assert "4 is not &lt;3&gt;<br>ask for help" in shown.data["text/html"]
+    assert " color:" not in shown.data["text/html"]  # the theme's own, light or dark

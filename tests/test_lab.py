@@ -2,12 +2,13 @@
 sliders with the keyboard. Needs Chromium (Debian: `apt-get install chromium`; CHROMIUM names another one) and
 Playwright's Python package; nothing is downloaded. Screenshots are left in papermill_runs/out/browser/.
 
-    .venv/bin/python tests/test_lab.py notebooks/images     # takes the pictures of the pages anew
+`make screenshots` takes the pictures of the pages anew, and writes down what they show: a test fails when that changed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -34,6 +35,9 @@ FLAGS = [
 ]  # fmt: skip
 LANDING, LESSON = "notebooks/index.ipynb", "notebooks/12_max_sequence_length.ipynb"
 SHOTS = ROOT / "papermill_runs" / "out" / "browser"
+IMAGES = ROOT / "notebooks" / "images"
+SHOWN = {LANDING: ("welcome", "check-text", "wall"), LESSON: ("d6360579", "d18d5e5f", "c036f572")}
+"""Cells that the pictures of the pages show; of the last, the figure before its table."""
 DECOY = {"argv": ["false"], "display_name": "not this one", "language": "python"}
 
 
@@ -62,9 +66,6 @@ def a_users_machine(home: Path) -> dict[str, str]:
     for name in ("jupyter", "jupyter-lab"):
         (conda / name).write_text("#!/bin/sh\nexit 1\n")
         (conda / name).chmod(0o755)
-    settings = home / ".jupyter/lab/user-settings/@jupyterlab/apputils-extension"
-    settings.mkdir(parents=True)
-    (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')  # asks a new user at its start
     return env | {
         "HOME": str(home), "CONDA_PREFIX": str(home / "conda"), "PATH": f"{conda}:{env['PATH']}",
         "JUPYTER_PATH": str(home / "shared"), "JUPYTER_RUNTIME_DIR": str(home / "runtime"), "PYTHONPATH": str(ROOT),
@@ -122,6 +123,29 @@ def cmdline(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def shown() -> str:
+    """A digest of what the pictures of the pages show: the files beside the lessons, and of some cells the source and
+    the tables that are stored. Not of pixels, which differ with each browser and its fonts."""
+    listed = {p.relative_to(ROOT / "notebooks").parts[0] for p in repository_files() if ROOT / "notebooks" in p.parents}
+    parts: list[Any] = [sorted(listed)]
+    for name, ids in SHOWN.items():
+        cells = {c["id"]: c for c in json.loads((ROOT / name).read_text(encoding="utf-8"))["cells"]}
+        for cell in map(cells.__getitem__, ids):
+            data = [o.get("data", {}) for o in cell.get("outputs", ())]
+            tables = ["".join(d[kind]) for d in data for kind in ("text/html", "text/markdown") if kind in d]
+            parts.append(["".join(cell["source"]), *(re.sub(r"data:image/[^\"' ]+", "", table) for table in tables)])
+    return digest(json.dumps(parts).encode())
+
+
+def taken(folder: Path) -> dict[str, str]:
+    """What a folder of pictures is of, and which they are: what `screenshots.json` in it says."""
+    return {"shown": shown(), **{p.name: digest(p.read_bytes()) for p in sorted(folder.glob("lab-*.png"))}}
 
 
 class Window:
@@ -183,9 +207,9 @@ class Window:
             self.page.wait_for_timeout(100)
         return before, after
 
-    def show(self, heading: str) -> None:
-        """Scrolls a heading to the top of the window."""
-        self.panel.get_by_role("heading", name=heading).first.evaluate("e => e.scrollIntoView()")
+    def show(self, heading: str, scroll: str = "e.scrollIntoView()") -> None:
+        """Scrolls a heading to the top of the window, or as `scroll` says of the heading `e`."""
+        self.panel.get_by_role("heading", name=heading).first.evaluate(f"e => {scroll}")
         self.page.wait_for_timeout(400)
 
 
@@ -202,6 +226,8 @@ def visit(address: str, folder: Path, shots: Path) -> dict[str, Any]:
             window = Window(page, folder)
             page.goto(address)
             window.ready()
+            page.wait_for_timeout(2000)
+            seen["asked"] = page.locator(".Toastify__toast").all_inner_texts()
             seen["title"] = page.locator(".jp-NotebookPanel h1").first.inner_text()
             seen["kernel"] = window.panel.locator(".jp-KernelName").inner_text()
             seen["landing"] = window.run_all(LANDING)
@@ -228,7 +254,7 @@ def visit(address: str, folder: Path, shots: Path) -> dict[str, Any]:
             window.ready()
             seen["lesson"] = window.run_all(LESSON)
             seen["verdict"] = window.slide(0, "ArrowRight", ".widget-html-content")
-            window.show("Memory by category")
+            window.show("Memory by category", "e.closest('.jp-Cell').nextElementSibling.scrollIntoView({block: 'end'})")
             page.screenshot(path=shots / "lab-lesson.png")
         except BaseException:
             with contextlib.suppress(Exception):
@@ -259,6 +285,40 @@ def test_the_printed_address_is_the_landing_notebooks(tmp_path: Path) -> None:
     assert all("/lab/tree/notebooks/index.ipynb?token=" in address for address in printed), printed
 
 
+def test_the_pictures_of_the_pages_show_what_is_there() -> None:
+    made = json.loads((IMAGES / "screenshots.json").read_text(encoding="utf-8"))
+    assert made == taken(IMAGES), (
+        "the landing notebook, lesson 12 or the lessons' names changed: run `make screenshots`"
+    )
+    pages = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "README.md", ROOT / "notebooks" / "runs.md"))
+    assert set(made) - {"shown"} == set(re.findall(r"images/(lab-[\w-]+\.png)", pages))
+
+
+@pytest.mark.parametrize("change", ["lesson", "cell", "table", "figure"])
+def test_what_a_picture_shows_changes_with_the_notebooks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    before = shown()
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks", ignore=shutil.ignore_patterns("images", "solutions"))
+    files = [tmp_path / p.relative_to(ROOT) for p in repository_files() if ROOT / "notebooks" in p.parents]
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "repository_files", lambda: files)
+    assert shown() == before
+    path = tmp_path / LESSON
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    cells = {c["id"]: c for c in notebook["cells"]}
+    if change == "lesson":
+        files.append(tmp_path / "notebooks" / "99_more.ipynb")
+    elif change == "cell":
+        cells["d6360579"]["source"] += ["More."]
+    elif change == "table":
+        cells["c036f572"]["outputs"][-1]["data"]["text/markdown"] += ["more"]
+    else:  # a picture that is drawn anew, with other fonts
+        cells["d18d5e5f"]["outputs"][0]["data"]["image/png"] = "AAAA"
+    path.write_text(json.dumps(notebook), encoding="utf-8")
+    assert (shown() == before) == (change == "figure")
+
+
 @pytest.mark.browser
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 def test_a_user_runs_the_landing_notebook_and_a_lesson_in_jupyterlab(tmp_path: Path) -> None:
@@ -269,6 +329,10 @@ def test_a_user_runs_the_landing_notebook_and_a_lesson_in_jupyterlab(tmp_path: P
         seen = visit(address, tmp_path / "alst", SHOTS)
         kernels = [cmdline(p) for p in server.children(recursive=True) if "ipykernel_launcher" in cmdline(p)]
     assert len(kernels) == 2
+    assert seen["asked"] == []  # such as whether one wants Jupyter's news
+    log = (tmp_path / "server.log").read_text()
+    said = [noise for noise in ("encryption", "non-installed server", "websocket_ping_timeout") if noise in log]
+    assert not said, log
     assert {Path(k[0]).parent for k in kernels} == {Path(sys.executable).parent}
     assert seen["title"].startswith("Training on very long sequences")
     assert "not this one" not in seen["kernel"]
@@ -285,12 +349,11 @@ if __name__ == "__main__":
 
     from PIL import Image
 
-    target = Path(sys.argv[1])
     if why_not():
         sys.exit(why_not())
     with tempfile.TemporaryDirectory() as made, jupyterlab(Path(made)) as (where, _):
         visit(where, Path(made) / "alst", SHOTS)
-    target.mkdir(parents=True, exist_ok=True)
     for shot in SHOTS.glob("lab-*.png"):
-        Image.open(shot).convert("RGB").quantize(128).save(target / shot.name, optimize=True)
-        print(shlex.quote(str(target / shot.name)), (target / shot.name).stat().st_size // 1000, "KB")
+        Image.open(shot).convert("RGB").quantize(128).save(IMAGES / shot.name, optimize=True)
+        print(shlex.quote(str(IMAGES / shot.name)), (IMAGES / shot.name).stat().st_size // 1000, "KB")
+    (IMAGES / "screenshots.json").write_text(json.dumps(taken(IMAGES), indent=1) + "\n", encoding="utf-8")

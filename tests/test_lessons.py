@@ -288,12 +288,12 @@ def kernels() -> list[Any]:
 def test_no_kernel_is_left_behind(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lessons.execute(demo)
     assert kernels() == []
-    changed(demo, set_source("said", "import time; time.sleep(60)"))
+    changed(demo, set_source("said", "import time; time.sleep(600)"))
     began = time.monotonic()
     threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         lessons.run(root=demo.parent.parent)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 300
     assert kernels() == []
 
 

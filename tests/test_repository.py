@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -17,6 +18,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from alstlib.runs import results
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = sorted((ROOT / "env").glob("*-py*.txt"))
@@ -55,7 +58,7 @@ def repository_files() -> list[Path]:
 
 
 def test_there_is_a_lock_for_each_target() -> None:
-    assert [p.stem for p in LOCKS] == ["cpu-py311", "cpu-py312", "cuda-py311", "cuda-py312"]
+    assert [p.stem for p in LOCKS] == [f"{device}-py3{minor}" for device in ("cpu", "cuda") for minor in range(11, 15)]
 
 
 @pytest.mark.parametrize("lock", [*LOCKS, SITE], ids=lambda p: p.stem)
@@ -78,7 +81,10 @@ def test_locks_agree() -> None:
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda p: p.stem)
 def test_lock_has_what_pyproject_asks_for(lock: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    extras = project["optional-dependencies"]
+    if lock.stem.startswith("cpu"):
+        del extras["qlora"]  # for GPUs
+    asked = [*project["dependencies"], *(r for extra in extras.values() for r in extra)]
     versions = pins(lock) | pins(SITE)
     for requirement in map(Requirement, asked):
         version = versions.get(canonicalize_name(requirement.name), "absent")
@@ -105,6 +111,35 @@ def test_environment_yml_has_the_versions_of_the_lock() -> None:
     assert {name: lock[canonicalize_name(name)] for name in named} == named
 
 
+CARD = ("torch", "deepspeed", "transformers", "datasets", "jupyterlab", "papermill", "ipywidgets", "matplotlib")
+ON_GPU = ("liger-kernel", "flash-attn-4")
+
+
+def test_the_conda_file_for_gpus_enables_the_block_of_the_other() -> None:
+    """Every package of the project's card is named in both, with its version."""
+    plain, cuda = (ROOT / name for name in ("environment.yml", "env/environment-cuda.yml"))
+    (pip,) = [d["pip"] for d in yaml.safe_load(cuda.read_text())["dependencies"] if isinstance(d, dict)]
+    named = dict(line.split("==") for line in pip if "==" in line)
+    lock = pins(ROOT / "env" / "cuda-py311.txt")
+    assert set(named) == {*CARD, *ON_GPU}
+    assert {name: lock.get(name, "4.0.0b36") for name in named} == named
+    assert [line for line in pip if line.startswith("-")] == ["-r cuda-py311.txt", "-e .."]
+    lines = [line.strip() for line in plain.read_text().splitlines()]
+    enabled = [line.removeprefix("# ") if line.startswith("# - ") else line for line in lines]
+    assert [line for line in enabled if "==" in line] == [f"- {line}" for line in pip if "==" in line]
+    assert {line.split()[2].split("==")[0] for line in lines if line.startswith("# - ")} == set(ON_GPU)
+    assert "flash-attn 2" in plain.read_text()
+
+
+def test_packages_that_are_installed_by_hand_have_a_version() -> None:
+    text = (ROOT / "env" / "README.md").read_text()
+    lines = [line for line in re.findall(r"(?m)^    (.*)$", text) if "pip install" in line]
+    found = [m for line in lines for m in re.findall(r"\b(flash-attn(?:-\d)?)(?:\[\w+\])?==([\w.]+)", line)]
+    assert len(lines) == 3
+    assert [name for name, _ in found] == ["flash-attn", "flash-attn-3", "flash-attn-4"]
+    assert dict(found)["flash-attn-4"] in (ROOT / "env" / "environment-cuda.yml").read_text()
+
+
 def plan(tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(ROOT / "env/install.sh"), "--plan"]
     return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, cwd=tmp_path)
@@ -123,13 +158,14 @@ def fake_python(folder: Path, version: str, name: str = "python") -> Path:
 
 
 @pytest.mark.parametrize(
-    "version, lock", [("3.11", "cpu-py311"), ("3.12", "cpu-py312"), ("3.13", "cpu-py312"), ("3.14", "cpu-py312")]
+    "version, lock",
+    [("3.11", "py311"), ("3.12", "py312"), ("3.13", "py313"), ("3.14", "py314"), ("3.15", "py314")],
 )
 def test_installer_picks_the_lock_of_the_python(tmp_path: Path, version: str, lock: str) -> None:
     done = plan(tmp_path, PYTHON=str(fake_python(tmp_path, version)), ALST_DEVICE="cpu")
     assert done.returncode == 0, done.stderr
-    assert f"lock=env/{lock}.txt" in done.stdout
-    assert ("newer than the locks" in done.stderr) == (version > "3.12")
+    assert f"lock=env/cpu-{lock}.txt" in done.stdout
+    assert ("newer than the locks" in done.stderr) == (version > "3.14")
 
 
 def test_installer_refuses_an_old_python(tmp_path: Path) -> None:
@@ -140,9 +176,11 @@ def test_installer_refuses_an_old_python(tmp_path: Path) -> None:
 
 def test_installer_skips_an_old_python_on_the_path(tmp_path: Path) -> None:
     fake_python(tmp_path, "3.9", "python3")
-    fake_python(tmp_path, "3.12", "python3.12")
+    for newer in ("3.14", "3.13"):  # a locked one is taken before one that is newer than the locks
+        fake_python(tmp_path, newer, f"python{newer}")
+    fake_python(tmp_path, "3.15", "python")
     done = plan(tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}", PYTHON="", ALST_DEVICE="cpu")
-    assert f"python={tmp_path}/python3.12 lock=env/cpu-py312.txt" in done.stdout, done.stderr
+    assert f"python={tmp_path}/python3.13 lock=env/cpu-py313.txt" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("output, lock", [("GPU 0: a GPU (UUID: GPU-1)", "cuda-py312"), ("", "cpu-py312")])
@@ -158,36 +196,111 @@ def test_installer_picks_the_device(tmp_path: Path, output: str, lock: str) -> N
     assert "not one of cpu, cuda" in done.stderr
 
 
+def copy_of_the_installer(folder: Path) -> Path:
+    """Where it may run: it would remake the checkout's .venv."""
+    (folder / "env").mkdir(parents=True)
+    for path in (ROOT / "env").iterdir():
+        shutil.copytree(path, folder / "env" / path.name) if path.is_dir() else shutil.copy(path, folder / "env")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder / "env" / "install.sh"
+
+
+def install(tmp_path: Path, driver: str, **env: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """What the installer does with a GPU of this driver and a Python that only notes what it is asked."""
+    installer, tools = copy_of_the_installer(tmp_path / "checkout"), tmp_path / "tools"
+    tools.mkdir()
+    for name, text in {
+        "nvidia-smi": f'case "$*" in *driver_version*) echo {driver} ;; *) echo "GPU 0: a GPU (UUID: GPU-1)" ;; esac',
+        "python": f"""echo "$@" >> {tmp_path}/asked
+case "$*" in
+    "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    *base_executable*) echo "$0" ;;
+    *ensurepip*) echo "3 12" ;;
+esac""",
+    }.items():
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(0o755)
+    env = {"ALST_DEVICE": "", "TORCH_INDEX_URL": "", "WHEELHOUSE": "", **env}
+    env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": str(tools / "python"), **env}
+    done = subprocess.run(["bash", str(installer)], env=env, capture_output=True, text=True)
+    return done, tmp_path / "checkout" / ".venv"
+
+
+def test_the_installer_names_an_old_driver_before_it_downloads(tmp_path: Path) -> None:
+    done, venv = install(tmp_path, "550.90.07")
+    assert done.returncode == 1
+    assert "the NVIDIA driver is 550.90.07" in done.stderr
+    assert "needs 580 or newer" in done.stderr
+    assert "TORCH_INDEX_URL" in done.stderr
+    assert not venv.exists()
+    assert " pip " not in (tmp_path / "asked").read_text()
+
+
+OF_CUDA_13 = {"cuda-bindings", "cuda-pathfinder", "nvidia-nvjitlink"}
+
+
+@pytest.mark.parametrize(
+    "driver, env, left_out",
+    [
+        ("580.65.06", {}, False), ("550.90.07", {"TORCH_INDEX_URL": "an index"}, True),
+        ("550.90.07", {"ALST_DEVICE": "cpu", "TORCH_INDEX_URL": "an index"}, False),
+    ],
+)  # fmt: skip
+def test_the_installer_leaves_cudas_pins_to_another_torch(
+    tmp_path: Path, driver: str, env: dict[str, str], left_out: bool
+) -> None:
+    done, venv = install(tmp_path, driver, **env)
+    assert done.returncode == 0, done.stderr
+    device = env.get("ALST_DEVICE", "cuda")
+    lock = pins(ROOT / "env" / f"{device}-py312.txt")
+    missing = lock.keys() - pins(venv / ".lock-without-deepspeed").keys()
+    assert missing == {"deepspeed", *(OF_CUDA_13 if left_out else ())}
+    assert set((venv / ".left-out").read_text().split()) == (OF_CUDA_13 if left_out else set())
+    asked = (tmp_path / "asked").read_text()
+    assert ("--index-url an index" in asked) == bool(env)
+
+
+def test_the_check_leaves_out_what_another_torch_brings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "env"))
+    check = importlib.import_module("check")
+    monkeypatch.setattr(check.sys, "prefix", str(tmp_path))
+    lock = tmp_path / "lock.txt"
+    lock.write_text("cuda-bindings==0.0.1\nnvidia-nvjitlink==0.0.1\n")
+    assert len(check.differences(lock)) == 2
+    (tmp_path / ".left-out").write_text("cuda-bindings\n")
+    assert [line.split(":")[0] for line in check.differences(lock)] == ["nvidia-nvjitlink"]
+
+
 # Continuous integration
 
 
 @pytest.mark.parametrize(
-    "lint, site, test, oldest, lessons, output, fails",
+    "broken, output, fails",
     [
-        (0, 0, 0, 0, 0, "3 passed, 1 skipped in 0.10s", False),
-        (0, 0, 0, 0, 0, "300 passed in 400.10s (0:06:40)", False),
-        (0, 0, 2, 0, 0, "no tests ran in 0.01s", True),
-        (0, 0, 0, 0, 0, "4 skipped in 0.01s", True),
-        (0, 0, 0, 0, 0, "10 deselected in 0.01s", True),
-        (0, 0, 2, 0, 0, "1 failed, 3 passed in 0.10s", True),
-        (0, 0, 2, 0, 0, "3 passed, 1 error in 0.10s", True),
-        (2, 0, 0, 0, 0, "3 passed in 0.10s", True),
-        (0, 0, 0, 0, 2, "3 passed in 0.10s", True),
-        (0, 2, 0, 0, 0, "3 passed in 0.10s", True),
-        (0, 0, 0, 2, 0, "3 passed in 0.10s", True),
-        (0, 0, 0, 0, 0, "nothing", True),
+        ("", "3 passed, 1 skipped in 0.10s", False),
+        ("", "300 passed in 400.10s (0:06:40)", False),
+        ("test-all", "no tests ran in 0.01s", True),
+        ("", "4 skipped in 0.01s", True),
+        ("", "10 deselected in 0.01s", True),
+        ("test-all", "1 failed, 3 passed in 0.10s", True),
+        ("test-all", "3 passed, 1 error in 0.10s", True),
+        ("lint", "3 passed in 0.10s", True),
+        ("check-lessons", "3 passed in 0.10s", True),
+        ("site", "3 passed in 0.10s", True),
+        ("test-elsewhere", "3 passed in 0.10s", True),
+        ("test-compat", "3 passed in 0.10s", True),
+        ("", "nothing", True),
     ],
 )
 def test_ci_fails_with_the_suite_and_the_lessons_and_ends_with_the_suites_summary(
-    tmp_path: Path, lint: int, site: int, test: int, oldest: int, lessons: int, output: str, fails: bool
+    tmp_path: Path, broken: str, output: str, fails: bool
 ) -> None:
     make = tmp_path / "make"
     make.write_text(
-        f'#!/bin/sh\necho "$1" >> {tmp_path}/called\n[ "$1" = site-tools ] && exit 0\n'
-        f'[ "$1" = lint ] && exit {lint}\n[ "$1" = site ] && exit {site}\n'
-        f'[ "$1" = test-compat ] && {{ echo "1 failed in 9.9s, says the oldest"; exit {oldest}; }}\n'
-        f'[ "$1" = check-lessons ] && {{ echo "1 failed in 9.9s, says a lesson"; exit {lessons}; }}\n'
-        f'echo "{output}"\nexit {test}\n'
+        f'#!/bin/sh\necho "$1" >> {tmp_path}/called\ncase "$1" in\n'
+        f'test-all) echo "{output}" ;;\n'
+        'test-elsewhere | test-compat | check-lessons) echo "1 failed in 9.9s, says $1" ;;\n'
+        f'esac\n[ "$1" != "{broken}" ] || exit 2\n'
     )
     make.chmod(0o755)
     (tmp_path / "chromium").symlink_to(make)  # or it would be installed
@@ -196,9 +309,9 @@ def test_ci_fails_with_the_suite_and_the_lessons_and_ends_with_the_suites_summar
     assert (done.returncode != 0) == fails, done.stdout
     last = done.stdout.splitlines()[-1]
     assert last == ("pytest gave no summary" if output == "nothing" else output)
-    first, *both, third, fourth, fifth = (tmp_path / "called").read_text().split()
-    assert (first, sorted(both)) == ("site-tools", ["lint", "site"])
-    assert (third, fourth, fifth) == ("test-all", "test-compat", "check-lessons")
+    first, *rest = (tmp_path / "called").read_text().split()
+    assert (first, sorted(rest[:2])) == ("site-tools", ["lint", "site"])
+    assert rest[2:] == ["test-all", "test-elsewhere", "test-compat", "check-lessons"]
 
 
 def make_targets() -> set[str]:
@@ -322,7 +435,6 @@ def test_this_environment_matches_its_lock() -> None:
 def test_readme_shows_the_committed_ablation() -> None:
     """The README's numbers are those of the committed results, and nothing else."""
     from alstlib.config import ROWS
-    from alstlib.runs import results
 
     found = {r["row"]: r for r in results.collect(ROOT / "papermill_runs" / "results" / "ablation-cpu")}
     columns = ["row", "mode", "seq_len", "step_seconds", "device_peak_bytes", "host_peak_bytes", "paper_seq_len"]
@@ -335,6 +447,36 @@ def test_readme_shows_the_committed_ablation() -> None:
 def test_a_table_of_the_page_on_training_is_what_was_measured(name: str) -> None:
     page = (ROOT / "notebooks" / "training.md").read_text(encoding="utf-8")
     assert importlib.import_module(name).table() in page
+
+
+def test_the_top_level_is_complete_and_nothing_else() -> None:
+    named = {p.relative_to(ROOT).parts[0] for p in repository_files()}
+    assert named - {".ci", ".gitignore"} == {
+        "notebooks", "alstlib", "papermill_runs", "env", "tests", "environment.yml", "pyproject.toml", "Makefile",
+        "README.md", "LICENSE", "CITATION.cff", "CONTRIBUTING.md", "CHANGELOG.md",
+    }  # fmt: skip
+
+
+def test_the_licence_the_citation_and_the_package_agree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    licence = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert hashlib.sha256(licence.encode()).hexdigest().startswith("cfc7749b96f63bd3")  # Apache's text, unchanged
+    assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (citation["cff-version"], citation["license"]) == ("1.2.0", project["license"])
+    assert citation["version"] == project["version"]
+    assert {"message", "title", "authors"} <= set(citation)  # what the format requires
+    assert f"## {project['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_says_early_what_was_measured_where() -> None:
+    """In its third paragraph of text, as long as no result is of a GPU."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    third = [p for p in text.split("\n\n") if re.match(r"[\w*]", p)][2]
+    found = results.collect(ROOT / "papermill_runs" / "results")
+    on_gpu = [r["folder"] for r in found if "cpu" not in str(r["environment"]["device"]).lower()]
+    assert ("nothing on a GPU" in third) == (not on_gpu), on_gpu
+    assert "[LICENSE](LICENSE)" in text
 
 
 def test_the_readme_is_short() -> None:

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,39 @@ def test_only_a_site_is_replaced(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "not a site" in done.stderr
     assert (root / "alst" / "x.py").exists()
+
+
+@pytest.mark.parametrize("ends", [KeyboardInterrupt, 2, 0])
+def test_a_build_that_is_interrupted_leaves_the_old_site_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Any
+) -> None:
+    root = repository(tmp_path / "repository")
+    out = root / "build" / "site"
+
+    def sphinx(arguments: list[str]) -> int:
+        made = Path(arguments[-1])
+        made.mkdir(parents=True, exist_ok=True)
+        (made / ".buildinfo").touch()
+        assert sorted(p.name for p in out.iterdir()) == [".buildinfo", "index.html", "old.html"]
+        if ends is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        if not ends:
+            (made / "index.html").write_text("new")
+        return ends
+
+    out.mkdir(parents=True)
+    for name in (".buildinfo", "index.html", "old.html"):
+        (out / name).write_text("old")
+    monkeypatch.setitem(sys.modules, "sphinx.cmd.build", types.SimpleNamespace(main=sphinx))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    if ends:
+        with pytest.raises(SystemExit if ends == 2 else KeyboardInterrupt):
+            builder.build(root, out)
+    else:
+        assert builder.build(root, out) == 0
+    assert (out / "index.html").read_text() == ("new" if ends == 0 else "old")
+    assert (out / "old.html").exists() == (ends != 0)
+    assert [p.name for p in out.parent.iterdir()] == ["site"]
 
 
 # The real one

@@ -128,16 +128,17 @@ def train(
     lora: bool = False, count: int = 43, sp: int | None = None, resume: str | None = None,
     options: dict[str, Any] | None = None, folder: str | None = None,
     data: Any = None, evaluate: bool = False, targets: list[str] | None = None, extra: dict[str, Any] | None = None,
-    dtype: torch.dtype | None = None, collator: Any = None, **settings: Any,
+    dtype: torch.dtype | None = None, collator: Any = None, loss: str | None = None, **settings: Any,
 ) -> Run:  # fmt: skip
     """One run: its logged losses, gradient norms and evaluations by step, and the trained weights.
 
     Args:
+        loss: the `compute_loss` of the Trainer's class, one of OVERRIDES; None: its own.
         kind: as `make_model` takes it, a config, or what makes the model.
         how: `plain`, `ours` (TrainerMixin), or `library` (Accelerate's parallelism_config, DeepSpeed's Ulysses).
     """
     with accelerate_here(engine), tempfile.TemporaryDirectory() as scratch:
-        from transformers import Trainer, TrainingArguments
+        from transformers import TrainingArguments
 
         if callable(kind):
             model = kind()
@@ -157,8 +158,7 @@ def train(
                 sp_backend="deepspeed", sp_size=world, sp_handler=handler
             )
         args = TrainingArguments(**{**SETTINGS, **engine_settings(engine), "output_dir": folder or scratch, **settings})
-        cls: Any = type("SPTrainer", (alstlib.TrainerMixin, Trainer), {}) if how == "ours" else Trainer
-        trainer = cls(
+        trainer = trainer_class(how, loss)(
             model=model, args=args, train_dataset=samples(count) if data is None else data,
             eval_dataset=samples(7, seed=8) if evaluate else None,
             data_collator=collator or (with_positions if how == "library" else collate), **own, **(extra or {}),
@@ -178,6 +178,38 @@ def outcome(trainer: Any, how: str) -> Run:
         "weights": found, "notes": getattr(getattr(trainer, "handle", None), "notes", []),
         "engine": str(trainer.accelerator.distributed_type).rpartition(".")[2],
     }  # fmt: skip
+
+
+def _loss(trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    out = model(**inputs)
+    return (out.loss, out) if return_outputs else out.loss
+
+
+def _items(trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+    loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+    return (loss, outputs) if return_outputs else loss
+
+
+def _first(trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    outputs = model(**inputs)
+    loss = outputs[0] ** 2 / 2 + outputs[0]  # one of its own, with another gradient for each value
+    return (loss, outputs) if return_outputs else loss
+
+
+def _super(trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    return super(type(trainer), trainer).compute_loss(model, inputs, return_outputs)
+
+
+def trainer_class(how: str, loss: str | None = None) -> Any:
+    from transformers import Trainer
+
+    bases = (alstlib.TrainerMixin, Trainer) if how == "ours" else (Trainer,)
+    return type("SPTrainer", bases, {} if loss is None else {"compute_loss": OVERRIDES[loss]})
+
+
+OVERRIDES = {"out.loss": _loss, "num_items_in_batch": _items, "outputs[0]": _first, "super": _super}
+"""`compute_loss` as users write it, after Hugging Face's documentation."""
 
 
 @functools.lru_cache(maxsize=32)

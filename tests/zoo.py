@@ -109,12 +109,14 @@ MORE_HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba2": ("Zamba2Config", {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
                "mamba_d_state": 8, "n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 2, "chunk_size": 16,
                "num_mem_blocks": 1, "use_mem_rope": True, "use_shared_attention_adapter": True, "adapter_rank": 4,
-               "attention_hidden_size": 64, "attention_head_dim": 16, "num_key_value_heads": 4}),
+               "attention_hidden_size": 64, "attention_head_dim": 16, "num_key_value_heads": 4,
+               "tie_word_embeddings": True}),
     "mamba": ("MambaConfig", {"state_size": 4, "time_step_rank": 4}),
     "mamba2": ("Mamba2Config", {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
     "falcon_mamba": ("FalconMambaConfig", {"state_size": 4, "time_step_rank": 4}),
 }  # fmt: skip
-"""Further ones: with a mixer for each of several heads, with attention that several layers share, and without any."""
+"""Further ones: with a mixer for each of several heads, with attention that several layers share (its weights are tied
+as the embeddings are), and without any."""
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Any:

@@ -1,13 +1,16 @@
-"""Before the ranks compute an optimizer step, they tell each other about its batches, in one small all-reduce.
+"""Before the ranks compute an optimizer step, they tell each other about its batches, in one small all-reduce; and
+before each call of a model, whether it is the same call on all of them (`Agreement`).
 
 Whatever goes wrong on one rank is raised on all of them, so that none waits for a rank that has stopped.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -40,10 +43,94 @@ def raise_failure(ctx: SPContext, kinds: list[int], error: Exception | None) -> 
     failed = next((rank for rank, kind in enumerate(kinds) if kind), None)
     if failed is None:
         return
-    text = list(f"{type(error).__name__}: {error}".encode()[:_MESSAGE]) if ctx.rank == failed else []
-    message = bytes(c for c in everyones(ctx, text, _MESSAGE)[failed] if c).decode(errors="replace")
+    message = _texts(ctx, f"{type(error).__name__}: {error}" if ctx.rank == failed else "")[failed]
     raised = ValueError if kinds[failed] == 1 else RuntimeError
     raise raised(f"the data of rank {failed} failed: {message}") from error
+
+
+def _texts(ctx: SPContext, text: str) -> list[str]:
+    """Every rank's text, or as much of it as is sent, in the order of ranks."""
+    rows = everyones(ctx, list(text.encode()[:_MESSAGE]), _MESSAGE)
+    return [bytes(c for c in row if c).decode(errors="replace") for row in rows]
+
+
+class Agreement:
+    """Inside, a rank checks what it is about to compute together with others. Where one of them refuses it, all raise
+    an error with the reason; where they are about to compute different things, all are told what differs.
+
+    Collective over `ctx`: one all-reduce of four integers for each rank, and a second one where something is wrong.
+    With what a call checks before it, that took 1.7 ms of a step of 3.8 s (0.04%; two ranks on two cores, 2,048
+    tokens of the model `small`). Where a process group can send from CUDA only (NCCL without gloo), reading the answer
+    would wait for the device. Then nothing is sent, unless `waits`, and a rank raises only what it sees itself.
+
+    Args:
+        call: what is called; it must be the same on all ranks of `ctx`.
+        arguments: what it is called with, by name; the same on all ranks.
+        waits: whether to ask the others also where that waits for the device.
+    """
+
+    def __init__(self, ctx: SPContext, call: str, arguments: Mapping[str, Any], waits: bool) -> None:
+        self.ctx, self.waits = ctx, waits
+        self.call = {"the call": call, **arguments}
+        self.in_group: dict[str, Any] = {}
+        """What must be the same on the ranks of an SP group."""
+        self.count = 0
+        """A number of which all ranks get the largest."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    @property
+    def silent(self) -> bool:
+        """Is nobody asked?"""
+        if self.ctx.world_size == 1 or self.ctx.world_group is None or dist.get_backend(self.ctx.world_group) == "fake":
+            return True
+        return not self.waits and self.ctx.wire.type != "cpu"
+
+    @torch.compiler.disable
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        ctx = self.ctx
+        if self.silent or not isinstance(error, Exception | None):
+            return
+        facts = [self.call, self.in_group]
+        row = [kind_of(error), *(int(_digest(part), 16) for part in facts), self.count]
+        kinds, calls, batches, counts = zip(*everyones(ctx, row, len(row)))
+        if any(kinds):
+            texts = _texts(ctx, f"rank {dist.get_rank()} refused: {type(error).__name__}: {error}" if error else "")
+            if error is None:
+                first = next(rank for rank, failed in enumerate(kinds) if failed)
+                raise (ValueError if kinds[first] == 1 else RuntimeError)(texts[first])
+            return
+        groups = [range(first, first + ctx.sp) for first in range(0, ctx.world_size, ctx.sp)]
+        if len(set(calls)) > 1 or any(len({batches[rank] for rank in group}) > 1 for group in groups):
+            known = [
+                json.loads(text) for text in _texts(ctx, json.dumps([list(map(_shown, p.items())) for p in facts]))
+            ]
+            everywhere = _difference([of_call for of_call, _ in known])
+            inside = (_difference([known[rank][1] for rank in group]) for group in groups)
+            raise ValueError(everywhere or next(filter(None, inside)))
+        self.count = max(counts)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=7).hexdigest()
+
+
+def _shown(fact: tuple[str, Any]) -> list[str]:
+    name, text = fact[0], str(fact[1])
+    return [name, text if len(text) <= 60 else f"{text[:40]}... ({_digest(text)})"]
+
+
+def _difference(known: list[list[list[str]]]) -> str:
+    """What the first fact is of which these ranks have different values, if there is one."""
+    for facts in zip(*known):
+        values = [value for _, value in facts]
+        if len(set(values)) > 1:
+            return (
+                f"ranks that compute together have different values of {facts[0][0]}: [{', '.join(values)}], in the "
+                "order of the ranks"
+            )
+    return ""
 
 
 def check_alike(ctx: SPContext, marks: list[int], remedy: str) -> None:
@@ -83,7 +170,7 @@ def share_step(batches: Iterable[Mapping[str, Any]], ctx: SPContext, multiple: i
     error: Exception | None = None
     try:
         for batch in batches:
-            wholes.append(prepare(batch, multiple or ctx.sp, ctx.sp))
+            wholes.append(prepare(batch, multiple or ctx.sp))
     except Exception as e:
         error = e
     row = [len(wholes), kind_of(error), mark_of(wholes), *_tokens_of(wholes)]

@@ -5,18 +5,21 @@ Nothing here runs code that comes with the data, and nothing is unpickled.
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import json
 import logging
 import os
 import platform
 import random
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from alstlib.config import nearest_path
+from alstlib.data.account import by_number
 from alstlib.data.formats import canonical_columns, plain_text
 
 logger = logging.getLogger(__name__)
@@ -54,16 +57,17 @@ def load_corpus(
     if name == "stdlib" and not path.exists():
         return _from_files(_library_files(), split, "the standard library")
     if path.exists():
-        kind, files = _local_files(path)
+        kind, files = local_files(path)
         if kind == "text":
             return _from_files([(str(f), f) for f in files], split, str(path))
         if kind == "json":
             for file in files:
                 _check_text(file)
         source: tuple[str, ...] = (kind,)
-        options: dict[str, Any] = {"data_files": [str(f) for f in files]}
+        options: dict[str, Any] = {"data_files": [glob.escape(str(f)) for f in files]}
     else:
-        if path.is_absolute() or name.startswith((".", "~")) or path.suffix in (*_TEXT, *_JSON, *_PARQUET):
+        local = path.is_absolute() or path.is_symlink() or name.startswith((".", "~"))
+        if local or path.suffix in (*_TEXT, *_JSON, *_PARQUET):
             raise ValueError(f"data='{name}' does not exist; {nearest_path(path)}")
         repository, _, config = name.partition(":")
         if "/" not in repository and repository in datasets.packaged_modules._PACKAGED_DATASETS_MODULES:
@@ -72,12 +76,67 @@ def load_corpus(
     try:
         corpus = datasets.load_dataset(*source, split=split, streaming=streaming, **options)
     except Exception as error:  # every builder raises its own kinds
-        cause = f"{error}" + (f" ({error.__cause__})" if error.__cause__ else "")
-        hint = "" if path.exists() else "; no local path has this name, and the hub gave no dataset of this name"
-        raise ValueError(f"data='{name}' (split '{split}') cannot be read: {cause}{hint}") from error
+        lines = _json_lines(path)
+        if not lines or split != "train" or streaming or not hasattr(datasets, "Json"):
+            cause = f"{error}" + (f" ({error.__cause__})" if error.__cause__ else "")
+            hint = "" if path.exists() else "; no local path has this name, and the hub gave no dataset of this name"
+            raise ValueError(f"data='{name}' (split '{split}') cannot be read: {cause}{hint}") from error
+        corpus = _by_lines(lines)
     if not streaming and len(corpus) == 0:
         raise ValueError(f"data='{name}' (split '{split}') is empty")
     return canonical_columns(corpus, text_column)
+
+
+def _json_lines(path: Path) -> list[Path]:
+    """The .jsonl files of a corpus; none where it has others."""
+    kind, files = local_files(path) if path.exists() else ("", [])
+    return files if kind == "json" and all(file.suffix.lower() == ".jsonl" for file in files) else []
+
+
+def _lines(files: Iterable[Path]) -> Iterator[tuple[Path, int, str]]:
+    """Lines that are not blank, with their numbers, counted from 1."""
+    for path in files:
+        with open(path, encoding="utf-8-sig") as file:
+            yield from ((path, number, line) for number, line in enumerate(file, 1) if line.strip())
+
+
+def _by_lines(files: Sequence[Path]) -> Any:
+    """The rows of .jsonl files that the reader of `datasets` fails on: it takes columns and their types from the first
+    ten megabytes. Values of any type may be in a column."""
+    import datasets
+
+    names: dict[str, None] = {}
+    for path, number, line in _lines(files):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"data='{path}', line {number}, is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"data='{path}', line {number}, is a {type(row).__name__}; it must be an object, such as "
+                '{"text": "..."}'
+            )
+        names |= dict.fromkeys(row)
+
+    def rows(files: Sequence[str], stamps: Any) -> Iterator[dict[str, str | None]]:
+        for _, _, line in _lines(map(Path, files)):
+            row = json.loads(line)
+            yield {name: None if row.get(name) is None else json.dumps(row[name]) for name in names}
+
+    given = {"files": list(map(str, files)), "stamps": [f.stat().st_mtime_ns for f in files]}  # of what is cached
+    return datasets.Dataset.from_generator(
+        rows, features=datasets.Features({name: datasets.Json() for name in names}), gen_kwargs=given
+    )
+
+
+def places(name: str, count: int, rows: Sequence[int]) -> str:
+    """Where rows, counted from 0, of a corpus of `count` rows are: lines of .jsonl files, or else rows."""
+    files = _json_lines(Path(name).expanduser())
+    lines = [(path, number) for path, number, _ in _lines(files)]
+    if len(lines) != count:  # other files, or a line has several objects
+        return by_number(rows)
+    found = [(f"{lines[row][0].name} " if len(files) > 1 else "", lines[row][1]) for row in rows]
+    return f"line{'s' if len(rows) > 1 else ''} {', '.join(f'{file}{number}' for file, number in found)}"
 
 
 def _check_text(path: Path) -> None:
@@ -103,7 +162,7 @@ def _library_files() -> list[tuple[str, Path]]:
     return [(relative, p) for relative, p in files if not _NOT_LIBRARY & set(relative.split("/")[:-1])]
 
 
-def _local_files(path: Path) -> tuple[str, list[Path]]:
+def local_files(path: Path) -> tuple[str, list[Path]]:
     """The reader for a file or folder, and the files: Parquet before JSON before text, others named in a warning."""
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     for kind, suffixes in (("parquet", _PARQUET), ("json", _JSON), ("text", _TEXT)):
@@ -160,8 +219,8 @@ def get_tokenizer(
         try:
             return AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
         except Exception as error:
-            bare = Path(name).is_dir() and not list(Path(name).glob("*token*"))
-            why = "the folder has no tokenizer.json; save a tokenizer there, or name another" if bare else error
+            bare = "the folder has no tokenizer.json; save a tokenizer there, or name another"
+            why = error if has_tokenizer(name) else bare
             raise ValueError(f"tokenizer='{name}' cannot be loaded: {why}") from error
     if vocab_size < 257:
         raise ValueError(f"vocab_size={vocab_size} must be at least 257: one token for each byte, and {EOS}")
@@ -184,15 +243,20 @@ def get_tokenizer(
     )
 
 
+def has_tokenizer(name: str) -> bool:
+    """False for a folder without the files of a tokenizer."""
+    return not Path(name).is_dir() or bool(list(Path(name).glob("*token*")))
+
+
 def _training_texts(corpus: Any) -> list[str]:
     """The start of documents in a fixed shuffled order, two million characters in all."""
     corpus = canonical_columns(corpus)
+    if "input_ids" in (corpus.column_names or ()):
+        raise ValueError("a corpus of input_ids has its own tokenizer: name it instead of 'auto'")
     rows: Iterable[int] = range(len(corpus)) if hasattr(corpus, "__len__") else ()
     order = random.Random(0).sample(rows, len(rows)) if isinstance(rows, range) else []
     texts, left = [], _TRAIN_CHARACTERS
     for row in (corpus[i] for i in order) if isinstance(rows, range) else corpus:
-        if "input_ids" in row:
-            raise ValueError("a corpus of input_ids has its own tokenizer: name it instead of 'auto'")
         texts.append(plain_text(row)[:left])
         left -= len(texts[-1])
         if left <= 0:

@@ -11,7 +11,8 @@ completions, instructions.
 | `instruction`, `output` (`input`, `system`) | a chat, or Alpaca's text without a chat template | the output |
 | `text`, or the only column of text | a text | every token |
 
-Rows of several formats may be in one file: a row is the first of these that it has a value of.
+Rows of several formats may be in one file: each row is read as the first of the formats in `FORMATS` that it has a
+value of.
 """
 
 from __future__ import annotations
@@ -21,6 +22,14 @@ from typing import Any, NamedTuple
 
 Messages = Sequence[Mapping[str, Any]]
 
+FORMATS = {
+    "input_ids": ("input_ids", "labels"), "messages": ("messages", "system"),
+    "conversations": ("conversations", "system"), "prompt and completion": ("completion", "prompt"),
+    "instruction and output": ("output", "instruction", "input", "system"), "text": ("text",),
+}  # fmt: skip
+"""Columns of the formats, in the order in which a row is asked for them. The first column of each must have a value."""
+WHOLE = {"prompt and completion": ("completion", "prompt"), "instruction and output": ("output", "instruction")}
+"""Columns that a data set must have for a format, where that is more than the first."""
 KNOWN = "text; messages or conversations; prompt and completion; instruction and output; input_ids"
 SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
@@ -34,9 +43,9 @@ ALPACA = (
 
 
 def canonical_columns(corpus: Any, text_column: str | None = None) -> Any:
-    """The columns that training uses: those of this module's table, with chats as `messages` and a text as `text`.
+    """The columns that training uses: those of this module's table. The only column of text is named `text`.
 
-    `text_column` names the one column that is read, as `text`.
+    `text_column` names the one column that is read, as `text`. Where all rows have `input_ids`, no other is kept.
 
     Raises:
         ValueError: no such column; it lists those there are.
@@ -50,25 +59,22 @@ def canonical_columns(corpus: Any, text_column: str | None = None) -> Any:
             raise ValueError("the corpus is empty")
         strings = [name for name, value in first.items() if isinstance(value, str)]
         names = list(first)
-    else:
-        strings = [name for name, f in features.items() if getattr(f, "dtype", None) in ("string", "large_string")]
+    else:  # a column of mixed types is one of JSON
+        kinds = {name: getattr(f, "dtype", type(f).__name__) for name, f in features.items()}
+        strings = [name for name, kind in kinds.items() if kind in ("string", "large_string", "Json")]
         names = list(features)
+    keep: dict[str, str] = {}
     if text_column is not None:
         if text_column not in strings:
             raise ValueError(f"text_column='{text_column}' is no column of text; columns: {names}, of text: {strings}")
         keep = {text_column: "text"}
-    elif "input_ids" in names:
-        keep = {name: name for name in ("input_ids", "labels") if name in names}
     else:
-        chat = next((name for name in ("messages", "conversations") if name in names), None)
-        keep = {chat: "messages"} if chat else {}
-        for needed, optional in ((("prompt", "completion"), ()), (("instruction", "output"), ("input",))):
-            if set(needed) <= set(names):
-                keep |= {name: name for name in (*needed, *optional) if name in names}
-        keep |= {"system": "system"} if "system" in strings and (chat or "instruction" in keep) else {}
-        if "text" in strings:
-            keep["text"] = "text"
-        elif not keep and len(strings) == 1:
+        for kind, columns in FORMATS.items():
+            if set(WHOLE.get(kind, columns[:1])) <= set(names) and (kind != "text" or "text" in strings):
+                keep |= {name: name for name in columns if name in names and (name != "system" or name in strings)}
+            if kind == "input_ids" and keep and hasattr(corpus, "data") and not corpus.data.column(kind).null_count:
+                break
+        if not keep and len(strings) == 1:
             keep = {strings[0]: "text"}
     if not keep:
         empty = [name for name, f in (features or {}).items() if getattr(f, "dtype", None) == "null"]
@@ -82,6 +88,24 @@ def canonical_columns(corpus: Any, text_column: str | None = None) -> Any:
     corpus = corpus.select_columns(list(keep))
     renamed = {old: new for old, new in keep.items() if old != new}
     return corpus.rename_columns(renamed) if renamed else corpus
+
+
+def only_tokens(corpus: Any) -> bool:
+    """Whether the rows of a corpus with canonical columns are all token ids, which need no tokenizer."""
+    return set(corpus.column_names or ("text",)) <= set(FORMATS["input_ids"])
+
+
+def format_of(row: Mapping[str, Any]) -> str:
+    """The first format in whose first column a row has a value that is not empty; one of whose columns it has an empty
+    value or another part; '' for none."""
+
+    def there(value: Any) -> bool:
+        return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+
+    whole = (kind for kind, columns in FORMATS.items() if there(row.get(columns[0])))
+    part = (k for k, columns in FORMATS.items() if any(there(row.get(n)) for n in WHOLE.get(k, columns[:1])))
+    empty = (kind for kind, columns in FORMATS.items() if row.get(columns[0]) is not None)
+    return next((kind for kinds in (whole, part, empty) for kind in kinds), "")
 
 
 class Example(NamedTuple):
@@ -98,20 +122,22 @@ def read_row(row: Mapping[str, Any], chats: bool) -> Example:
     """A row with canonical columns as an example. With `chats`, instructions are read as chats.
 
     Raises:
-        ValueError: messages that are not understood, or a row of none of the formats.
+        ValueError: values that are not understood.
     """
-    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    if row.get("messages") is not None:
-        return Example([*system, *map(_message, row["messages"])])
-    prompt, completion = row.get("prompt"), row.get("completion")
-    if completion is not None:
-        if isinstance(completion, str) != isinstance(prompt or "", str):
+    kind, system = format_of(row), [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    if kind in ("messages", "conversations"):
+        return Example([*system, *map(_message, row[kind])] if row[kind] else [])
+    if kind == "prompt and completion":
+        prompt, completion = row.get("prompt") or "", row.get("completion")
+        if not completion:
+            return Example()
+        if isinstance(completion, str) and isinstance(prompt, str):
+            return Example(prompt=prompt, text=completion)
+        if not (isinstance(completion, list) and isinstance(prompt or [], list)):
             raise ValueError("a row's prompt and completion must both be texts, or both lists of messages")
-        if isinstance(completion, str):
-            return Example(prompt=prompt or "", text=completion)
-        return Example([_message(m) for m in [*(prompt or []), *completion]], len(prompt or []))
-    if row.get("instruction") is not None:
-        instruction, given, output = (row.get(name) or "" for name in ("instruction", "input", "output"))
+        return Example([_message(m) for m in [*prompt, *completion]], len(prompt))
+    if kind == "instruction and output":
+        instruction, given, output = (_text(row, name) for name in ("instruction", "input", "output"))
         if not output:
             return Example()
         if chats:
@@ -121,11 +147,20 @@ def read_row(row: Mapping[str, Any], chats: bool) -> Example:
         given = f"### Input:\n{given}\n\n" if given else ""
         prompt = ALPACA.format(also=also, instruction=instruction, input=given)
         return Example(prompt=f"{row.get('system') or ''}\n\n{prompt}".lstrip(), text=output)
-    return Example(text=row.get("text") or "")
+    return Example(text=_text(row, "text"))
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    value = row.get(name)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"its {name} is {value!r}; it must be a text")
+    return value or ""
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message without its empty fields, ShareGPT's names turned into `role` and `content`."""
+    if not isinstance(message, Mapping):
+        raise ValueError(f"a message is {message!r}; it must have 'role' and 'content', or 'from' and 'value'")
     found = {key: value for key, value in message.items() if value is not None}
     if "role" not in found and "from" in found:
         speaker = found.pop("from")

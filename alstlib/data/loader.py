@@ -172,10 +172,9 @@ class SPDataLoader:
             order.start = self._start
         first = done - done % self.accumulation  # of the present optimizer step, in micro-batches
         known = first // self._turns  # rounds that all ranks have read
-        sp = self.ctx.sp
-        multiple = self.pad_to or sp
+        multiple = self.pad_to or self.ctx.sp
         before = resume and resume["reader"]
-        reader = self._reader = Reader(self.dataloader, lambda batch: prepare(batch, multiple, sp), before, known)
+        reader = self._reader = Reader(self.dataloader, lambda batch: prepare(batch, multiple), before, known)
         self._agree(done)
         own: dict[int, Batch] = {}  # this rank's batches that still have to be shared, by round
         shapes: dict[int, list[list[int]]] = {}  # by round and rank: B, P, number of offsets

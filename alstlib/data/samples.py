@@ -6,6 +6,7 @@ A sample is {"input_ids" [S], "labels" [S]} (int64) and, when packed, "document_
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import re
@@ -16,7 +17,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from alstlib.data.formats import Messages, canonical_columns, read_row
+from alstlib.data.account import Account
+from alstlib.data.formats import Messages, canonical_columns, format_of, read_row
 from alstlib.units import IGNORE
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,15 @@ class Document(NamedTuple):
 def _document(ids: Sequence[int], labels: Sequence[int]) -> Document:
     if len(ids) != len(labels):
         raise ValueError(f"labels has {len(labels)} values for {len(ids)} input_ids; they must be as many")
-    return Document(np.asarray(ids, dtype=np.int32), np.asarray(labels, dtype=np.int32))
+    return Document(_whole_numbers(ids), _whole_numbers(labels))
+
+
+def _whole_numbers(values: Sequence[int]) -> np.ndarray:
+    given = np.asarray(values)
+    made = given.astype(np.int32) if given.dtype.kind in "iu" or not given.size else None
+    if made is None or made.ndim != 1 or (made != given).any():
+        raise ValueError("input_ids and labels must be lists of whole numbers of at most 32 bits")
+    return made
 
 
 def _chat(messages: Messages, tokenizer: Any, first: int = 0) -> Document:
@@ -97,7 +107,7 @@ def _said(
 
 def tokenize_row(row: Mapping[str, Any], tokenizer: Any) -> Document:
     """A row of the data set, with canonical columns, as a document; one without tokens where it has no text."""
-    if "input_ids" in row:
+    if format_of(row) == "input_ids":
         return _document(row["input_ids"], row["labels"] if row.get("labels") is not None else row["input_ids"])
     example = read_row(row, chats=bool(getattr(tokenizer, "chat_template", None)))
     if example.messages is not None:
@@ -177,9 +187,8 @@ class Samples(Dataset):
         """Passes over the corpus that were begun."""
         self.tokens = 0
         """Tokens of the first pass so far."""
-        self.rows = self.empty = self.unlabelled = 0
-        """Rows of the data set that the first pass has read; those of them without a token; others without a token with
-        a loss."""
+        self.account = self._account()
+        """Rows of the data set that the first pass has read."""
         self._seen = 0  # tokens of all passes
         self._made: list[list[Document]] = []
         self._source: Iterator[list[Document]] | None = None
@@ -193,23 +202,28 @@ class Samples(Dataset):
 
     def __getstate__(self) -> dict[str, Any]:
         # a worker process makes the samples again, for a generator cannot be sent to it
-        begun = dict.fromkeys(("passes", "tokens", "rows", "empty", "unlabelled"), 0)
-        return {**self.__dict__, **begun, **dict.fromkeys(("_source", "pace", "_told")), "_made": []}
+        begun = {"passes": 0, "tokens": 0, "account": self._account(), "_made": []}
+        return {**self.__dict__, **begun, **dict.fromkeys(("_source", "pace", "_told"))}
 
-    def _rows(self, epoch: int) -> Iterator[Mapping[str, Any]]:
+    def _account(self) -> Account:
+        return Account(functools.partial(tokenize_row, tokenizer=self.tokenizer))
+
+    def _rows(self, epoch: int) -> Iterator[tuple[int | None, Mapping[str, Any]]]:
+        """Rows in the order of a pass, with their numbers where they have some."""
         if not hasattr(self.corpus, "__len__"):
-            yield from self.corpus.shuffle(seed=self.seed + epoch, buffer_size=256)
+            for row in self.corpus.shuffle(seed=self.seed + epoch, buffer_size=256):
+                yield None, row
             return
         for i in np.random.default_rng([self.seed, epoch]).permutation(len(self.corpus)).tolist():
-            yield self.corpus[i]
+            yield i, self.corpus[i]
 
     def _documents(self) -> Iterator[Document]:
         for epoch in itertools.count():
             self.passes = epoch + 1
-            for row in self._rows(epoch):
-                document = tokenize_row(row, self.tokenizer)
-                if epoch == 0:
-                    self._count(document)
+            account = self.account if epoch == 0 else self._account()
+            for number, row in self._rows(epoch):
+                document = account(row, number)
+                self.tokens += len(document.ids) if epoch == 0 else 0
                 self._seen += len(document.ids)
                 if self._told:
                     self._told(self._seen)
@@ -222,21 +236,9 @@ class Samples(Dataset):
                     f"one pass over the corpus is {self.tokens} tokens: its documents are repeated, in another order"
                 )
 
-    def _count(self, document: Document) -> None:
-        self.rows += 1
-        self.tokens += len(document.ids)
-        self.empty += not len(document.ids)
-        self.unlabelled += len(document.ids) > 0 and bool((document.labels == IGNORE).all())
-
     def notes(self) -> list[str]:
         """What whoever reads a result must know of its data."""
-        made = []
-        if self.empty:
-            made.append(f"{self.empty} of {self.rows} rows have no text and were left out")
-        if self.unlabelled:
-            made.append(
-                f"{self.unlabelled} of {self.rows} rows have no token with a loss, such as a chat without an answer"
-            )
+        made = self.account.notes()
         if self.tokenizer is not None and self.tokenizer.eos_token_id is None:
             made.append("the tokenizer has no end-of-text token, so that no document is ended by one")
         if self.tokenizer is not None and self.tokenizer.pad_token_id is None:
@@ -254,8 +256,8 @@ class Samples(Dataset):
         while not any(map(trains, self._made)):
             if len(self._made) >= (self.limit or 0) or self.passes > 1:
                 raise ValueError(
-                    f"none of {self.tokens:,} tokens in {self.rows} rows has a loss: chats need a message of the "
-                    "assistant, prompts a completion, and labels a value besides -100"
+                    f"none of {self.tokens:,} tokens in {self.account.rows} rows has a loss: chats need a message of "
+                    "the assistant, prompts a completion, and labels a value besides -100"
                 )
             self._make(len(self._made) + 1)
 

@@ -107,7 +107,7 @@ def documents_from_positions(position_ids: torch.Tensor) -> torch.Tensor:
     return _offsets(_starts_from_positions(position_ids))
 
 
-def prepare(batch: Mapping[str, Any], multiple: int, sp: int = 1) -> Batch:
+def prepare(batch: Mapping[str, Any], multiple: int) -> Batch:
     """Check a batch, shift its labels and pad its micro-batch rows to a `multiple` of tokens: `shard_batch` before the
     cut.
 
@@ -125,11 +125,6 @@ def prepare(batch: Mapping[str, Any], multiple: int, sp: int = 1) -> Batch:
     if ids.dim() != 2 or 0 in ids.shape:
         raise ValueError(f"input_ids has shape {list(ids.shape)}; it must be [B, S] with at least one token")
     rows, length = ids.shape
-    if length < sp:
-        raise ValueError(
-            f"input_ids has micro-batch rows of {length} tokens for sp={sp} ranks: some would have none; use "
-            f"longer samples (pack them) or sp <= {length}"
-        )
     labels = _integers(given, "labels", (rows, length)).to(ids.device)
     if (lowest := int(ids.min())) < 0:
         raise ValueError(f"input_ids holds {lowest}; tokens are 0 or more (only labels may be {IGNORE})")
@@ -213,6 +208,7 @@ def shard_batch(batch: Mapping[str, Any], sp: int, sp_rank: int, pad_to: int | N
         sp: the number of ranks that share the batch.
         sp_rank: the rank whose slice is returned, from 0 to sp - 1.
         pad_to: rows are padded on the right to a multiple of this many tokens, itself a multiple of `sp` (default: sp).
+            In a row of fewer tokens than ranks some ranks have nothing but padding.
 
     Returns:
         input_ids, position_ids and shift_labels, int64 [B, L]; cu_documents, int32 on the CPU: the offsets from 0 to
@@ -227,7 +223,7 @@ def shard_batch(batch: Mapping[str, Any], sp: int, sp_rank: int, pad_to: int | N
     if not 0 <= sp_rank < sp:
         raise ValueError(f"sp_rank={sp_rank} must be from 0 to {sp - 1}, because sp={sp}")
     check_pad_to(sp, pad_to)
-    whole = prepare(batch, pad_to or sp, sp)
+    whole = prepare(batch, pad_to or sp)
     return {**cut(whole, sp, sp_rank), "step_tokens": torch.tensor(valid_tokens(whole))}
 
 

@@ -287,13 +287,13 @@ def versus(
     series: Mapping[str, Mapping[float, float]], xlabel: str, ylabel: str, title: str = "", *,
     log: bool = False, marks: Mapping[str, float] | None = None,
 ) -> Figure:  # fmt: skip
-    """Quantities against a number (log2 axis), one marked line for each name. `marks` names vertical lines; `log`
-    makes the y axis logarithmic."""
+    """Quantities against a number (log2 axis, from 0 a linear one), one marked line for each name. `marks` names
+    vertical lines; `log` makes the y axis logarithmic."""
     figure, axes = _axes(7, 3.8)
     draw_lines(axes, series)
     ticks = sorted({x for points in series.values() for x in points})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [format_tokens(round(x)) for x in ticks], fontsize=9)
+    axes.set_xscale(**({"value": "log", "base": 2} if ticks[0] > 0 else {"value": "linear"}))
+    axes.set_xticks(ticks, [format_tokens(round(x)) if x == round(x) else f"{x:g}" for x in ticks], fontsize=9)
     axes.minorticks_off()
     axes.set(xlabel=xlabel, ylabel=ylabel)
     if log and ylabel.endswith("[tokens]"):

@@ -6,7 +6,8 @@ with `attention`, `checkpointed_layers` or `chunked_layers`, and `routers`; `inp
 (`block_calls`). What can be run exactly is found by `support`, `dry_run` and `logits`; `edits` are the changes to
 modules that `detach` takes back; `states` gives layers with a state, which `mixers` knows, functions over ranks;
 `experts` has blocks that route tokens, in tiles, and `router_loss` their loss over a sharded sequence. `trainer` puts
-all of it before Hugging Face's Trainer (`trainer_checks`, `predictions`), and `dpo_trainer` before TRL's DPOTrainer.
+all of it before Hugging Face's Trainer (`trainer_checks`, `sampling`, `predictions`), and `dpo_trainer` before TRL's
+DPOTrainer.
 """
 
 from alstlib import face

@@ -16,20 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 
+from alstlib.data.agreement import Agreement
 from alstlib.hf.attention import attach_attention, attach_rotary
 from alstlib.hf.block_calls import attach_blocks
+from alstlib.hf.calls import CallAgreement, read_call
 from alstlib.hf.checkpointed_layers import attach_checkpoints
 from alstlib.hf.chunked_layers import attach_streams
 from alstlib.hf.experts import routes, takes_more, tiled_experts
 from alstlib.hf.handle import Handle, Options
 from alstlib.hf.hidden_states import attach_hidden_states, travels
-from alstlib.hf.inputs import Call, number_tokens, take_call
-from alstlib.hf.logits import find_transform
+from alstlib.hf.inputs import Call, deal_out
+from alstlib.hf.logits import NoLogits, find_transform
 from alstlib.hf.mixers import family_of, is_tokenwise
-from alstlib.hf.routers import attach_routers, refuse_lost_gradients, router_loss
+from alstlib.hf.routers import attach_routers, refuse_lost_gradients
 from alstlib.hf.states import attach_states
 from alstlib.hf.support import check_model, check_shared, shared_weights
+from alstlib.hf.token_logps import OverRanks
 from alstlib.mesh import ATTACHED, SPContext
 from alstlib.tiled.compute import TiledMLP, TiledNorm
 from alstlib.tiled.loss import TiledHead
@@ -42,8 +46,8 @@ log = logging.getLogger(__name__)
 def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options | None = None) -> Handle:
     """Attach sequence parallelism, tiled compute and checkpoint offload to a causal language model.
 
-    Call it before DeepSpeed, DDP or FSDP wraps the model. The model's parameters, their names, its config and what it
-    saves stay as they are. A deep copy of an attached model is not attached.
+    Call it before DeepSpeed, DDP or FSDP wraps the model, on every rank with the same options. The model's parameters,
+    their names, its config and what it saves stay as they are. A deep copy of an attached model is not attached.
 
     Args:
         model: a causal language model of transformers, whose attention goes through transformers' AttentionInterface.
@@ -57,7 +61,11 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
         ValueError: the model or an option cannot be run exactly; the message has the reason, and what would work.
     """
     ctx, options = ctx or SPContext(), options or Options()
-    facts = check_model(model, ctx, options.attention)
+    _check_types(ctx, options)
+    mine = {f"Options.{name}": value for name, value in vars(options).items() if name != "host_memory"}  # of each host
+    mine["Options.attention"] = getattr(options.attention, "__name__", str(options.attention))
+    with Agreement(ctx, "apply", mine, waits=True):
+        facts = check_model(model, ctx, options.attention)
     layers, handle = facts.layers, Handle(model, ctx, options, facts)
     try:
         attach_attention(handle)
@@ -75,6 +83,7 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
             attach_checkpoints(handle, layers)
         leaves = [m for m in model.modules() if getattr(m, "_z3_leaf", False)]
         shared = shared_weights(model, [*(layers if options.checkpoint else []), *leaves])
+        check_shared(shared, is_deepspeed_zero3_enabled())
         attach_blocks(handle)
         attach_rotary(handle)
         attach_hidden_states(handle)
@@ -92,8 +101,17 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
         )
     for note in handle.notes:
         log.warning(note)
-    handle.facts = replace(facts, calls=())
+    handle.facts = replace(facts, calls=(), shared=shared)
     return handle
+
+
+def _check_types(ctx: Any, options: Any) -> None:
+    if not isinstance(ctx, SPContext):
+        raise ValueError(f"ctx={ctx!r} must be an SPContext, such as SPContext.create(sp=2), or None for one rank")
+    if not isinstance(options, Options):
+        raise ValueError(f"options={options!r} must be Options, such as alstlib.Options(chunk=16384), or None")
+    if ctx.sp > 1 and ctx.sp_group is None:
+        raise ValueError(f"ctx={ctx} has no process group for its ranks: make it with SPContext.create(sp={ctx.sp})")
 
 
 # ----- tiled MLP and head
@@ -170,7 +188,7 @@ def _attach_head(handle: Handle) -> None:
         call = handle.call
         if call is None:
             return args[:1]
-        return args[0], call.shift_labels, call.temperature, call.statistics, call.label_smoothing, call.look
+        return args[0], call.shift_labels, call.by_token, call.statistics, call.label_smoothing, call.look
 
     def shrink(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
         return out * factor if factor != 1.0 and len(args) > 1 and args[1] is not None else out
@@ -225,11 +243,13 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
             call, handle.next_call = handle.next_call, None
             handle.begin(call)
             return None
-        call = take_call(args, kwargs, handle.ctx, handle.options.chunk)
-        number_tokens(call, args, kwargs, handle.facts, type(handle.model).__name__)
-        call.router = router_loss(handle, call, kwargs)
-        if call.router is not None and call.temperature is not None:
-            raise ValueError("log-probabilities have no load-balancing loss: use output_router_logits=False")
+        chunk = handle.options.chunk
+        if kwargs.get("agreed"):
+            call = read_call(handle, args, kwargs, chunk)
+        else:
+            with CallAgreement(handle, "a call of the model", {}, kwargs, own_group=True) as agreement:
+                call = agreement.note(read_call(handle, args, kwargs, chunk))
+        deal_out(args, kwargs, call, chunk, handle.ctx)
         tokens = args[0] if args else kwargs.get("input_ids")
         call.travels = tokens is not None and travels(handle, call, tokens, kwargs)
         handle.begin(call)
@@ -242,20 +262,26 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
             return refuse_lost_gradients(handle, out)
         labels = call.shift_labels
         if handle.head is not None:
-            total, logits = out.logits * handle.head.unshrink, None
+            total = out.logits * handle.head.unshrink
         else:
-            logits = None if call.striped else out.logits
             total = _untiled(out.logits, labels, call)
+        if call.dft:
+            total = -(total * total.detach().exp()).sum()
+        logits = out.logits if handle.head is None and not call.striped else NoLogits()
         if call.temperature is not None:
             return type(out)(logits=_in_order(handle, call, total))
-        tokens = (labels != IGNORE).sum()
-        more = {}
+        tokens, ctx, more = (labels != IGNORE).sum(), handle.ctx, {}
         if call.router is not None and not (call.blocks is not None and call.blocks.making):
-            given = call.router_tokens
-            total = call.router.add_to(total, tokens if given is None else total.new_tensor(given / handle.ctx.sp))
+            given = call.divisor if call.router_tokens is None else call.router_tokens
+            share = tokens if given is None else torch.as_tensor(given / ctx.sp, device=total.device)
+            total = call.router.add_to(total, share)
             more["aux_loss"] = call.router.value
-        divisor = tokens.clamp_min(1) if call.divisor is None else call.divisor
-        return type(out)(**{**out, **more, "logits": logits, "loss": total / divisor})
+        if call.reduction != "sum":
+            if ctx.sp > 1:  # the same on all ranks of a group: that of their whole samples, as if one rank had them
+                both = OverRanks.apply(torch.stack([total.double(), tokens.double()]), ctx)
+                total, tokens = both[0].to(total.dtype), both[1].detach()
+            total = total / (tokens.clamp_min(1) if call.divisor is None else call.divisor)
+        return type(out)(**{**out, **more, "logits": logits, "loss": total})
 
     handle.edits.hook(model, model.register_forward_pre_hook(before, with_kwargs=True))
     handle.edits.hook(model, model.register_forward_hook(after, with_kwargs=True, always_call=True))
@@ -272,10 +298,10 @@ def _untiled(logits: Tensor, labels: Tensor, call: Call) -> Tensor:
     if call.look is not None:
         call.look(logits)
     loss = nn.functional.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), reduction="sum" if call.temperature is None else "none",
+        logits.flatten(0, 1), labels.flatten(), reduction="sum" if call.by_token is None else "none",
         ignore_index=IGNORE, label_smoothing=call.label_smoothing,
     )  # fmt: skip
-    return loss if call.temperature is None else -loss.view(labels.shape)
+    return loss if call.by_token is None else -loss.view(labels.shape)
 
 
 def _in_order(handle: Handle, call: Call, logps: Tensor) -> Tensor:
@@ -303,4 +329,8 @@ def _attach_generation(handle: Handle) -> None:
         with handle.as_its_own():
             return original(*args, **kwargs)
 
+    def resize_token_embeddings(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("resize_token_embeddings() works on the model's own head: call detach() first, then apply()")
+
     handle.edits.set(model, "generate", generate)
+    handle.edits.set(model, "resize_token_embeddings", resize_token_embeddings)

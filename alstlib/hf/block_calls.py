@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from alstlib.hf.calls import read_call
 from alstlib.hf.causal_lm_loss import fields_of
 from alstlib.hf.dry_run import LayerCall
 from alstlib.hf.handle import Handle, Keys
-from alstlib.hf.inputs import number_tokens, take_call
+from alstlib.hf.inputs import deal_out
 from alstlib.hf.mixers import is_tokenwise, mixers_of
-from alstlib.hf.routers import router_loss
 from alstlib.recompute import Replay
 from alstlib.streaming.blocks import Blocks
 from alstlib.tiled.logits import Statistics
@@ -28,6 +29,7 @@ def attach_blocks(handle: Handle) -> None:
     facts = handle.facts
     handle.layer_of = {m: i for i, layer in enumerate(facts.layers) for m in layer.modules()}
     calls = {call.layer: call for call in facts.calls}
+    attended = Counter(call.layer for call in facts.calls for _ in call.attention)
     for i, layer in enumerate(facts.layers):
         call = calls.get(layer)
         seen = call.attention if call is not None else []
@@ -39,7 +41,7 @@ def attach_blocks(handle: Handle) -> None:
                  seen[0].kwargs.get("sliding_window"))
             if seen else Keys(facts.heads, facts.kv_heads, facts.kv_widths, None)
         )  # fmt: skip
-        if call is not None and (why := _not_by_blocks(call)):
+        if call is not None and (why := _not_by_blocks(call, attended[layer])):
             handle.not_by_blocks = handle.not_by_blocks or f"layer {i} ({type(layer).__name__}) {why}"
 
     @torch.compiler.disable
@@ -52,9 +54,9 @@ def attach_blocks(handle: Handle) -> None:
     handle.edits.hook(first, first.register_forward_pre_hook(first_layer, with_kwargs=True))
 
 
-def _not_by_blocks(call: LayerCall) -> str:
-    """Why a layer cannot run on some of the rows, by how it was called in a dry run."""
-    if len(call.attention) > 1:
+def _not_by_blocks(call: LayerCall, attended: int) -> str:
+    """Why a layer cannot run on some of the rows, by how it was called in a dry run, and how often it attended."""
+    if attended > 1:
         return "calls attention more than once"
     if call.reads:
         return "reads what other layers have left for it"
@@ -74,10 +76,10 @@ class MicroBatch:
 
     def __init__(self, handle: Handle, batch: Mapping[str, Any], block: int) -> None:
         ctx = handle.ctx
-        kwargs: dict[str, Any] = {**fields_of(batch), "num_items_in_batch": 1}
-        call = take_call((), kwargs, ctx, block)
-        number_tokens(call, (), kwargs, handle.facts, type(handle.model).__name__)
-        call.router, call.striped = router_loss(handle, call, kwargs), True
+        kwargs: dict[str, Any] = {**fields_of(batch), "reduction": "sum", "agreed": True}
+        call = read_call(handle, (), kwargs, block)
+        deal_out((), kwargs, call, block, ctx)
+        call.striped = True
         tokens = kwargs["input_ids"]
         kwargs["position_ids"] = kwargs["position_ids"].expand_as(tokens)
         if handle.longest_matters:

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from alstlib.hf.block_calls import MicroBatch, without_tokens
-from alstlib.hf.causal_lm_loss import Loss, causal_lm_loss, check_batch, check_first_backward, share_of
+from alstlib.hf.calls import CallAgreement, handle_of
+from alstlib.hf.causal_lm_loss import Loss, check_batch, check_first_backward, fields_of, loss_of, share_of
 from alstlib.hf.handle import Handle
-from alstlib.mesh import ATTACHED, SPContext, context_of
+from alstlib.mesh import SPContext, context_of
 from alstlib.tiled.logits import Statistics
 from alstlib.units import IGNORE
 
@@ -32,8 +33,9 @@ def block_step(
     """Run forward and backward of one micro-batch, one block of tokens through the whole model at a time.
 
     The gradients are those of `causal_lm_loss` followed by backward. They are added up in the precision in which the
-    engine adds up gradients of micro-batches. The caller runs the optimizer's step. Under `torch.no_grad()` only
-    forward runs.
+    engine adds up gradients of micro-batches. The caller runs the optimizer's step. Hooks that the caller registered
+    with `register_post_accumulate_grad_hook`, such as an optimizer that steps in backward, run once, in the last
+    backward. Under `torch.no_grad()` only forward runs.
 
     Args:
         engine: the attached model: bare, in DDP or FSDP2, or in a DeepSpeed engine.
@@ -52,36 +54,35 @@ def block_step(
             of the sequence; `block` is less than 1.
         HostOutOfMemory: on every rank, before anything is computed, where the host has no room for keys and values.
     """
-    check_batch(batch, engine_divides_by)
-    ctx = context_of(engine, ctx)
-    handle = _handle_of(engine)
-    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
-        raise ValueError(f"block={block!r} must be an integer of at least 1 token")
-    if handle.options.chunk is not None:
-        raise ValueError(
-            f"the model is attached with chunk={handle.options.chunk}, which runs by layers, but block_step runs "
-            f"the whole model by blocks: use Options(chunk=None) and block={handle.options.chunk}, or call "
-            "causal_lm_loss"
-        )
-    if handle.not_by_blocks:
-        raise ValueError(
-            f"{handle.not_by_blocks}: the model cannot run by blocks; use causal_lm_loss, with more ranks or offload"
-        )
-    count = -(-batch["input_ids"].shape[1] // block)
-    if not isinstance(batch["input_ids"], FakeTensor):
-        (count,) = ctx.largest([count])  # of the rank that has most
+    handle = handle_of(engine)
+    arguments = {"block": block, "engine_divides_by": engine_divides_by, "statistics": statistics}
+    with CallAgreement(handle, "block_step", arguments, batch, always=True) as agreement:
+        check_batch(batch, engine_divides_by)
+        ctx = context_of(engine, ctx)
+        if handle is None:
+            raise ValueError(f"{type(engine).__name__} is not attached: attach the model with alstlib.apply first")
+        _check_block(handle, block)
+        fields = {**fields_of(batch), "reduction": "sum", "statistics": Statistics() if statistics else None}
+        given = agreement.read(fields, block)
+        agreement.count = -(-batch["input_ids"].shape[1] // block)
+    count = agreement.count  # of the rank that has most
     steps, train = _Engine(engine, last_micro_batch), torch.is_grad_enabled()
     if count == 1:
         with steps.micro_step(ends=True):
-            out = causal_lm_loss(engine, batch, ctx, engine_divides_by, statistics)
+            check_first_backward(engine)
+            out = loss_of(engine, given, batch, ctx, engine_divides_by)
             if train:
                 steps.backward(out.loss)
         return replace(out, loss=out.loss.detach())
     check_first_backward(engine, reduces=False)
+    if train and any(hasattr(p, "_in_backward_optimizers") for p in engine.parameters()):
+        raise ValueError(
+            "torch.distributed.optim._apply_optimizer_in_backward would step once for each block: call the optimizer's "
+            "step after block_step, or in hooks of register_post_accumulate_grad_hook, or use causal_lm_loss"
+        )
     micro = MicroBatch(handle, batch, block)
     order = [(micro, i) for i in range(micro.blocks.count)]
-    if lacking := count - len(order):
-        order += [(without_tokens(handle, batch), 0)] * lacking
+    order += [(without_tokens(handle, batch), 0) for _ in range(count - len(order))]
     try:
         with torch.no_grad():
             found = [Statistics() if statistics else None for _ in order]
@@ -98,7 +99,8 @@ def block_step(
         share = share_of(total, micro.labels, batch, ctx, engine_divides_by, sums)
         for part, i in reversed(order) if train else ():
             handle.renew_plan()
-            with steps.micro_step(ends=(part, i) == order[0]):
+            last = (part, i) == order[0]
+            with steps.micro_step(ends=last), _hooks_wait(engine, wait=not last and not steps.deepspeed):
                 steps.backward(part.run(engine, i, making=False) * share.factor)
             part.blocks.done()
     finally:
@@ -107,12 +109,34 @@ def block_step(
     return share.of((total * share.factor).detach())
 
 
-def _handle_of(model: Any) -> Handle:
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    found = next((m.__dict__[ATTACHED]() for m in modules if ATTACHED in m.__dict__), None)
-    if found is None:
-        raise ValueError(f"{type(model).__name__} is not attached: attach the model with alstlib.apply first")
-    return found
+def _check_block(handle: Handle, block: Any) -> None:
+    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+        raise ValueError(f"block={block!r} must be an integer of at least 1 token")
+    if handle.options.chunk is not None:
+        raise ValueError(
+            f"the model is attached with chunk={handle.options.chunk}, which runs by layers, but block_step runs "
+            f"the whole model by blocks: use Options(chunk=None) and block={handle.options.chunk}, or call "
+            "causal_lm_loss"
+        )
+    if handle.not_by_blocks:
+        raise ValueError(
+            f"{handle.not_by_blocks}: the model cannot run by blocks; use causal_lm_loss, with more ranks or offload"
+        )
+
+
+@contextlib.contextmanager
+def _hooks_wait(model: nn.Module, wait: bool) -> Iterator[None]:
+    """Inside, if asked to `wait`, no hook runs that takes a weight's whole gradient, such as an optimizer's step in
+    backward: one block has a part of it. (DeepSpeed's own hooks add up the parts.)"""
+    hooks = [found for p in model.parameters() if wait and (found := p._post_accumulate_grad_hooks)]
+    kept = [dict(found) for found in hooks]
+    for found in hooks:
+        found.clear()
+    try:
+        yield
+    finally:
+        for found, own in zip(hooks, kept):
+            found.update(own)
 
 
 class _Engine:

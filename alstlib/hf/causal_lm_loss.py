@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from alstlib.hf.arguments import PACKED, check_number
+from alstlib.hf.calls import CallAgreement, handle_of
 from alstlib.mesh import SPContext, context_of
-from alstlib.tiled.logits import Statistics
+from alstlib.tiled.logits import Statistics, readable
 from alstlib.tiled.loss import Look
 from alstlib.units import IGNORE
 
@@ -44,7 +46,7 @@ class Loss:
 def causal_lm_loss(
     model: Any, batch: Mapping[str, Any], ctx: SPContext | None = None, engine_divides_by: int = 1,
     statistics: bool = False, label_smoothing: float = 0.0, look: Look | None = None,
-    router_tokens: float | None = None,
+    router_tokens: float | None = None, dft: bool = False,
 ) -> Loss:  # fmt: skip
     """Run the model on this rank's slice of a micro-batch, and return the training loss.
 
@@ -62,20 +64,38 @@ def causal_lm_loss(
         look: a function for evaluations; it is called for each tile with the logits [B, t, V] of t tokens.
         router_tokens: the load-balancing loss of a mixture of experts gets the weight of this many tokens; None: of the
             valid tokens of the micro-batch.
+        dft: whether the loss of each token is multiplied by the probability of its label, as a number without a
+            gradient (Dynamic Fine-Tuning, arXiv 2508.05629); it takes one matrix product of the head more.
 
     Returns:
         A `Loss`: call `.loss.backward()` (or the engine's backward), and log `.mean`.
 
     Raises:
-        ValueError: the batch lacks a field; the model is not attached, or was attached with another mesh than `ctx`;
-            DDP with a static graph would not reduce its first backward; statistics are asked of Liger's loss.
+        ValueError: the batch lacks a field or has one that is not known; the model is not attached, or was attached
+            with another mesh than `ctx`; DDP with a static graph would not reduce its first backward; statistics are
+            asked of Liger's loss. What one rank refuses is raised on all ranks, and so is a call that differs between
+            ranks (`Agreement` has what that costs).
     """
-    check_batch(batch, engine_divides_by)
-    ctx = context_of(model, ctx)
-    check_first_backward(model)
-    found = Statistics() if statistics else None
-    more = {"statistics": found, "label_smoothing": label_smoothing, "look": look, "router_tokens": router_tokens}
-    out = model(**fields_of(batch), num_items_in_batch=1, **more)
+    handle, found = handle_of(model), Statistics() if statistics else None
+    how = {"label_smoothing": label_smoothing, "dft": dft}
+    arguments = {"engine_divides_by": engine_divides_by, "statistics": statistics, **how}
+    with CallAgreement(handle, "causal_lm_loss", arguments, batch) as agreement:
+        check_batch(batch, engine_divides_by)
+        ctx = context_of(model, ctx)
+        check_first_backward(model)
+        if look is not None and not callable(look):
+            raise ValueError(f"look={look!r} must be a function of logits, or None")
+        more = {"statistics": found, "look": look, "router_tokens": router_tokens, **how}
+        fields = {**fields_of(batch), "reduction": "sum", **more}
+        given = agreement.read(fields, None if handle is None else handle.options.chunk)
+    return loss_of(model, given, batch, ctx, engine_divides_by)
+
+
+def loss_of(
+    model: Any, given: Mapping[str, Any], batch: Mapping[str, Any], ctx: SPContext, engine_divides_by: int
+) -> Loss:  # fmt: skip
+    """`causal_lm_loss` after all checks, with what the model is `given`."""
+    out, found = model(**given), given["statistics"]
     total = getattr(out, "loss", None)
     if total is None:
         raise ValueError(
@@ -86,21 +106,44 @@ def causal_lm_loss(
     return replace(share.of(total * share.factor), router=getattr(out, "aux_loss", None))
 
 
+FIELDS = ("input_ids", "position_ids", "shift_labels", "cu_documents", "row_tokens", "row_length")
+"""What of a batch an attached model is given."""
+CHECKED = ("attention_mask", *PACKED)
+"""What it is given too where a batch has it: the model's call takes it where that is exact, or refuses it."""
+KNOWN = (*FIELDS, *CHECKED, "step_tokens", "seen_tokens", "labels")
+"""Fields of a batch. Labels are not looked at, because shift_labels are the same labels."""
+
+
 def fields_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     """What of a batch an attached model is given."""
-    names = ("input_ids", "position_ids", "shift_labels", "cu_documents", "row_tokens")
-    return {name: batch.get(name) for name in names}
+    return {name: batch.get(name) for name in FIELDS} | {
+        name: batch[name] for name in CHECKED if batch.get(name) is not None
+    }
 
 
-def check_batch(batch: Mapping[str, Any], engine_divides_by: int) -> None:
-    """Refuse a batch that lacks a field (ValueError)."""
+def check_batch(batch: Any, engine_divides_by: Any) -> None:
+    """Refuse a batch that lacks a field, or has one that would be dropped silently (ValueError)."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"batch is of the type {type(batch).__name__}; it must be a dict, as SPDataLoader yields")
     for name in ("input_ids", "position_ids", "shift_labels"):
         if batch.get(name) is None:
             raise ValueError(
                 f"the batch has no {name}; it has {', '.join(batch) or 'nothing'}. Give a batch of SPDataLoader"
             )
-    if engine_divides_by < 1:
-        raise ValueError(f"engine_divides_by={engine_divides_by} must be at least 1")
+    if unknown := [str(name) for name, value in batch.items() if value is not None and name not in KNOWN]:
+        raise ValueError(
+            f"the batch has {', '.join(unknown)}, which would not reach the model: leave it out (known: "
+            f"{', '.join(KNOWN)})"
+        )
+    check_number("engine_divides_by", engine_divides_by, "a whole number of at least 1", 1, whole=True)
+    tokens, labels = batch.get("step_tokens"), batch["shift_labels"]
+    if tokens is None:
+        return
+    works = "the number of labels of the whole optimizer step"
+    check_number("step_tokens", tokens, works)
+    known = not isinstance(tokens, Tensor) or readable(tokens)
+    if known and tokens == 0 and isinstance(labels, Tensor) and bool(labels.ne(IGNORE).any()):  # rare: it may wait
+        raise ValueError(f"step_tokens=0 must be {works}, and this micro-batch has labels")
 
 
 @dataclass(frozen=True)

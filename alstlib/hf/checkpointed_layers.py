@@ -80,8 +80,8 @@ def _checkpointed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any
         segment = before if before and before.continues_with(x) else Segment(handle.store, handle.inputs_kept_every)
         chain.segment = weakref.ref(segment)
         weights = [p for p in layer.parameters() if p.requires_grad]
-        # an engine that takes gradients one by one, or (FSDP2) puts weights in place for the time of a call
-        taken = any(p._post_accumulate_grad_hooks for p in weights)
+        # an engine that takes gradients one by one, or (ZeRO-3, FSDP2) puts weights in place for the time of a call
+        taken = any(p._post_accumulate_grad_hooks or hasattr(p, "ds_id") for p in weights)
         taken = taken or any(hasattr(m, "unshard") for m in layer.modules())
         out = checkpoint(
             run, x, *args, saved=saved, trains=bool(weights), accept=unread.accept, segment=segment, module=layer,

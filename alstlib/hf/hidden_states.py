@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from alstlib.hf.attention import tokens_along
 from alstlib.hf.handle import Handle, Options
 from alstlib.hf.inputs import Call
+from alstlib.recompute import backward_in_this_thread
 from alstlib.tiled.compute import TiledModule, tiled_compute, tiles_of
 
 
@@ -45,7 +46,8 @@ def _may_travel(options: Options) -> bool:
 
 
 def travels(handle: Handle, call: Call, tokens: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Do the hidden states of this call lie on the host? Not where a caller gets them, or one chunk holds them."""
+    """Do the hidden states of this call lie on the host? Not where a caller gets them, or one chunk holds them. Then
+    this thread's backward runs in one thread, until detach."""
     chunk = handle.options.chunk
     if chunk is None or not _may_travel(handle.options):
         return False
@@ -53,7 +55,11 @@ def travels(handle: Handle, call: Call, tokens: Tensor, kwargs: dict[str, Any]) 
         return False
     if kwargs.get("output_hidden_states") or getattr(handle.model.config, "output_hidden_states", False):
         return False
-    return not torch.is_autocast_enabled(tokens.device.type)
+    if torch.is_autocast_enabled(tokens.device.type):
+        return False
+    if torch.is_grad_enabled() and (restore := backward_in_this_thread()) is not None:
+        handle.on_detach(restore)
+    return True
 
 
 def _embedding(handle: Handle, module: nn.Module, original: Any) -> Any:
@@ -92,7 +98,9 @@ def _rotary(handle: Handle, module: nn.Module, original: Any) -> Any:
         made: list[Tensor] = []
         for rows in tiles_of(length, handle.options.chunk):
             at = torch.cat([position_ids[..., rows], longest], -1)
-            out = original(like, at, *args, **kwargs)
+            table = original(like, at, *args, **kwargs)
+            alone = isinstance(table, Tensor)  # of complex numbers, and not (cos, sin)
+            out = (table,) if alone else table
             if any(t.shape[along] != at.shape[-1] for t in out):
                 raise ValueError(
                     f"{type(module).__name__} makes tables {[tuple(t.shape) for t in out]} for positions "
@@ -105,6 +113,6 @@ def _rotary(handle: Handle, module: nn.Module, original: Any) -> Any:
             for to, t in zip(made, out):
                 courier.send(to.narrow(along, rows.start, count), t.narrow(along, 0, count))
         courier.finish()
-        return tuple(made)
+        return made[0] if alone else tuple(made)
 
     return forward

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from alstlib.hf.arguments import check_number, check_same_documents, check_tensors, integers, packed_documents
 from alstlib.hf.router_loss import RouterLoss
 from alstlib.hf.support import Facts
 from alstlib.kernels.spans import Offsets
@@ -21,7 +22,7 @@ from alstlib.streaming.blocks import Blocks
 from alstlib.streaming.chunked import RowChunk
 from alstlib.tiled.logits import Statistics, readable
 from alstlib.tiled.loss import Look
-from alstlib.ulysses.alltoall import agree_on, stripe
+from alstlib.ulysses.alltoall import stripe
 from alstlib.units import IGNORE
 
 OURS = (
@@ -29,13 +30,18 @@ OURS = (
     "shift_labels",
     "cu_documents",
     "num_items_in_batch",
+    "reduction",
     "step_tokens",
+    "seen_tokens",
     "row_tokens",
+    "row_length",
+    "dft",
     "temperature",
     "statistics",
     "label_smoothing",
     "look",
     "router_tokens",
+    "agreed",
 )
 """Keyword arguments that an attached model takes and its own forward does not see."""
 MIXED = (
@@ -53,9 +59,18 @@ MIXED = (
 class Call:
     """What belongs to one call of the model and is not among its arguments."""
 
+    shape: tuple[int, int] = (0, 0)
+    """Of its tokens: [B, L]."""
     documents: Offsets | None = None
     shift_labels: Tensor | None = None
     divisor: Any = None
+    """What the sum of the losses is divided by; None: the number of the group's tokens with a label."""
+    reduction: str | None = None
+    """`sum`: the loss is the sum over this rank's tokens; None: a mean over those of its group."""
+    dft: bool = False
+    """Is each token's loss multiplied by its probability?"""
+    row_length: Any = None
+    """Tokens of a whole micro-batch row, before it was padded for the ranks; None: not told."""
     temperature: float | None = None
     """Of the log-probabilities of the labels, where these are asked for; None: the loss."""
     statistics: Statistics | None = None
@@ -84,6 +99,11 @@ class Call:
     """Do hidden states lie on the host, from where chunks visit the device?"""
 
     @property
+    def by_token(self) -> float | None:
+        """The temperature of the log-probabilities that the head computes; None: it computes the sum of losses."""
+        return 1.0 if self.dft else self.temperature
+
+    @property
     def rows(self) -> slice | None:
         """Which of this rank's rows a chunk or block has; None: all."""
         part = self.piece or self.blocks
@@ -96,10 +116,8 @@ class Call:
 
 
 def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chunk: int | None = None) -> Call:
-    """Take what is ours out of the `kwargs` of a model's call, check it, and set what the model must be told.
-
-    With a `chunk` that cuts the slices of several ranks, tokens, positions and labels are dealt out in stripes; then
-    they are all in `kwargs`.
+    """Take what is ours out of the `kwargs` of a model's call, check it, and set what the model must be told. Nothing
+    is sent; `deal_out` does what a `chunk` needs that cuts the slices of several ranks.
 
     Raises:
         ValueError: inputs that cannot be run exactly, with what to give instead.
@@ -108,6 +126,7 @@ def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chu
         raise ValueError("give the model's inputs by name: input_ids=..., position_ids=..., shift_labels=...")
     ours = {name: kwargs.pop(name, None) for name in OURS}
     tokens = args[0] if args else kwargs.get("input_ids")
+    check_tensors({**ours, **kwargs, "input_ids": tokens})
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
     if tokens is None:
         raise ValueError("the model needs input_ids or inputs_embeds")
@@ -121,24 +140,42 @@ def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chu
     kwargs["use_cache"] = False
     if kwargs.get("return_dict") is False:
         raise ValueError("return_dict=False is not supported by an attached model: its loss is in out.loss")
-    shape = tokens.shape[:2]
+    shape = batch, rows = tokens.shape[0], tokens.shape[1]
     labels = _labels(ours, ctx)
     if labels is not None and labels.shape != shape:
         raise ValueError(f"shift_labels {list(labels.shape)} must have the shape of input_ids {list(shape)}")
+    _check_numbers(ours)
     mask = kwargs.pop("attention_mask", None)
-    _check_mask(mask, labels, ctx.sp)
-    documents = _documents(ours["cu_documents"], kwargs.get("position_ids"), tokens, ctx)
-    if ours["cu_documents"] is not None and kwargs.get("position_ids") is None:  # a model would count on through them
-        kwargs["position_ids"] = _positions(documents or (), shape[0], shape[1], ctx).to(tokens.device)
+    _check_mask(mask, labels, shape, ctx.sp)
+    name, cu = _offsets(ours["cu_documents"], packed_documents(kwargs, batch, rows, ctx.sp), batch, rows * ctx.sp)
+    documents = _documents(name, cu, kwargs.get("position_ids"), tokens, ctx, look=not ours["agreed"])
+    if cu is not None and kwargs.get("position_ids") is None:  # a model would count on through them
+        kwargs["position_ids"] = _positions(documents or (), batch, rows, ctx, name).to(tokens.device)
     call = Call(
-        documents=documents, shift_labels=labels, divisor=ours["num_items_in_batch"], device=tokens.device,
+        shape=shape, documents=documents, shift_labels=labels, divisor=ours["num_items_in_batch"], device=tokens.device,
+        reduction=ours["reduction"], dft=bool(ours["dft"]), row_length=ours["row_length"],
         temperature=ours["temperature"], statistics=ours["statistics"],
         label_smoothing=ours["label_smoothing"] or 0.0, look=ours["look"], router_tokens=ours["router_tokens"],
     )  # fmt: skip
     call.real = _real_tokens(ours["row_tokens"], mask, tokens, ctx)
-    if chunk is not None and ctx.sp > 1 and shape[1] > chunk:
-        _stripe_inputs(kwargs, tokens, call, chunk, ctx)
+    if chunk is not None and ctx.sp > 1 and rows > chunk:
+        _check_dealt(kwargs, call)
+        call.striped = True
     return call
+
+
+NUMBERS: dict[str, tuple[str, float, float]] = {
+    "num_items_in_batch": ("the number of labels that the loss is divided by", 0.0, float("inf")),
+    "temperature": ("a number above 0; 1.0 leaves the logits as they are", 1e-30, float("inf")),
+    "label_smoothing": ("a number from 0 to 1", 0.0, 1.0),
+    "router_tokens": ("a number of tokens of at least 0", 0.0, float("inf")),
+}
+
+
+def _check_numbers(ours: dict[str, Any]) -> None:
+    for name, (works, least, most) in NUMBERS.items():
+        if ours[name] is not None:
+            check_number(name, ours[name], works, least, most)
 
 
 def number_tokens(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], facts: Facts, model: str) -> None:
@@ -161,7 +198,7 @@ def number_tokens(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], fac
         kwargs["position_ids"] = positions + facts.offset
 
 
-def _stripe_inputs(kwargs: dict[str, Any], tokens: Tensor, call: Call, chunk: int, ctx: SPContext) -> None:
+def _check_dealt(kwargs: dict[str, Any], call: Call) -> None:
     if kwargs.get("inputs_embeds") is not None:
         raise ValueError("chunk with sp > 1 moves tokens to other ranks: give input_ids, not inputs_embeds")
     if call.shift_labels is None or kwargs.get("output_hidden_states"):
@@ -169,16 +206,21 @@ def _stripe_inputs(kwargs: dict[str, Any], tokens: Tensor, call: Call, chunk: in
             "chunk with sp > 1 moves tokens to other ranks, so logits and hidden states would be out of order: give "
             "shift_labels (causal_lm_loss does), or use chunk=None"
         )
-    positions = kwargs["position_ids"].expand_as(tokens)
     others = [n for n, t in kwargs.items() if n not in ("input_ids", "position_ids") and isinstance(t, Tensor)]
     if others:
         raise ValueError(f"chunk with sp > 1 cannot deal out {', '.join(others)}; leave it out, or use chunk=None")
+
+
+def deal_out(args: tuple[Any, ...], kwargs: dict[str, Any], call: Call, chunk: int | None, ctx: SPContext) -> None:
+    """Deal tokens, positions and labels out in stripes where `take_call` said so: then they are all in `kwargs`."""
+    if not call.striped or chunk is None or call.shift_labels is None:
+        return
+    tokens = args[0] if args else kwargs["input_ids"]
     like = tokens.dtype
-    given = [tokens, positions.to(like), call.shift_labels.to(like)]
+    given = [tokens, kwargs["position_ids"].expand_as(tokens).to(like), call.shift_labels.to(like)]
     given += [] if call.real is None else [call.real.to(like)]
     kwargs["input_ids"], kwargs["position_ids"], call.shift_labels, *real = stripe(given, chunk, ctx)
     call.real = real[0].bool() if real else None
-    call.striped = True
 
 
 def _real_tokens(row_tokens: Any, mask: Any, tokens: Tensor, ctx: SPContext) -> Tensor | None:
@@ -186,7 +228,7 @@ def _real_tokens(row_tokens: Any, mask: Any, tokens: Tensor, ctx: SPContext) -> 
     batch, rows = tokens.shape[:2]
     if row_tokens is None:
         return None if mask is None or bool(mask.bool().all()) else mask.bool()
-    lengths = torch.as_tensor(row_tokens).flatten().cpu()
+    lengths = torch.tensor(integers("row_tokens", row_tokens))
     if lengths.numel() != batch or not bool(((lengths >= 0) & (lengths <= rows * ctx.sp)).all()):
         raise ValueError(
             f"row_tokens={lengths.tolist()[:8]} must hold the tokens of each of {batch} micro-batch rows, 0 to "
@@ -210,13 +252,15 @@ def _labels(ours: dict[str, Any], ctx: SPContext) -> Tensor | None:
     return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
 
 
-def _check_mask(mask: Any, labels: Tensor | None, sp: int) -> None:
+def _check_mask(mask: Any, labels: Tensor | None, shape: tuple[int, int], sp: int) -> None:
     """A mask is dropped only where causal attention needs none: all ones, or padding on the right without loss."""
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         kind = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask {kind} is not supported; give position_ids and cu_documents instead")
+    if mask.shape != shape:
+        raise ValueError(f"attention_mask {list(mask.shape)} must have the shape of input_ids {list(shape)}")
     keep = mask.bool()
     if bool(keep.all()):
         return
@@ -228,29 +272,43 @@ def _check_mask(mask: Any, labels: Tensor | None, sp: int) -> None:
         )
 
 
-def _documents(cu: Any, positions: Any, tokens: Tensor, ctx: SPContext) -> Offsets | None:
-    """Global document offsets of this call, or None where every micro-batch row is one document."""
+def _offsets(
+    cu: Any, packed: tuple[str, list[int]] | None, batch: int, whole: int
+) -> tuple[str, list[int] | None]:  # fmt: skip
+    """The offsets of documents that are given, and their name."""
+    if cu is None:
+        return packed or ("cu_documents", None)
+    offsets = integers("cu_documents", cu)
+    if packed is not None:
+        check_same_documents("cu_documents", offsets, *packed, batch, whole)
+    return "cu_documents", offsets
+
+
+def _documents(
+    name: str, cu: list[int] | None, positions: Any, tokens: Tensor, ctx: SPContext, look: bool
+) -> Offsets | None:  # fmt: skip
+    """Global document offsets of this call, or None where every micro-batch row is one document. Without `look`
+    positions of a slice have been looked at before."""
     batch, rows = tokens.shape[:2]
-    if positions is not None and (positions.shape[-1] != rows or positions.shape[:-1].numel() not in (1, batch)):
+    if positions is not None and (positions.shape[1] != rows or positions.shape[0] not in (1, batch)):
         raise ValueError(f"position_ids {list(positions.shape)} do not belong to inputs of {batch} x {rows} tokens")
     if cu is not None:
-        offsets = Offsets(int(o) for o in (cu.tolist() if isinstance(cu, Tensor) else cu))
+        offsets = Offsets(cu)
         if not offsets or offsets[-1] != batch * rows * ctx.sp:
             raise ValueError(
-                f"cu_documents ends at {offsets[-1] if offsets else None}, but {batch} x {rows} tokens on each of "
+                f"{name} ends at {offsets[-1] if offsets else None}, but {batch} x {rows} tokens on each of "
                 f"{ctx.sp} ranks are {batch * rows * ctx.sp}: the ranks' shapes disagree, or the offsets are not global"
             )
         if positions is None and ctx.sp > 1:
             raise ValueError("position_ids are missing: each rank must give the positions of its own tokens")
         if positions is not None and readable(positions):  # on a GPU the look would cost a synchronisation
-            _check_positions(positions.expand(batch, -1), offsets, ctx)
+            _check_positions(positions.expand(batch, -1), offsets, ctx, name)
         return offsets
     if ctx.sp > 1:
         if positions is None:
             raise ValueError("position_ids are missing: each rank must give the positions of its own tokens")
-        agree_on((batch, rows), ("the batch size", "the tokens of a rank"), ctx.sp_group, tokens.device)
         own = torch.arange(rows, device=positions.device) + ctx.sp_rank * rows
-        if not bool((positions == own).all()):
+        if look and not bool((positions == own).all()):
             raise ValueError(
                 f"position_ids of rank {ctx.sp_rank} do not run from {ctx.sp_rank * rows} to "
                 f"{(ctx.sp_rank + 1) * rows - 1}: for packed documents or padding give cu_documents too"
@@ -267,10 +325,10 @@ def _documents(cu: Any, positions: Any, tokens: Tensor, ctx: SPContext) -> Offse
     return Offsets((*starts, batch * rows))
 
 
-def _positions(offsets: tuple[int, ...], batch: int, rows: int, ctx: SPContext) -> Tensor:
+def _positions(offsets: tuple[int, ...], batch: int, rows: int, ctx: SPContext, name: str) -> Tensor:
     """[B, L] positions of this rank's tokens, counted from the start of each document."""
     if offsets[0] != 0 or list(offsets) != sorted(offsets):
-        raise ValueError(f"cu_documents={list(offsets[:8])} must rise from 0")
+        raise ValueError(f"{name}={list(offsets[:8])} must rise from 0")
     whole = rows * ctx.sp
     # documents begin at their offsets and with each micro-batch row
     starts = torch.tensor(sorted({*offsets[:-1], *range(0, batch * whole, whole)}))
@@ -279,14 +337,14 @@ def _positions(offsets: tuple[int, ...], batch: int, rows: int, ctx: SPContext) 
     return row - starts[torch.searchsorted(starts, row, right=True) - 1]
 
 
-def _check_positions(positions: Tensor, offsets: tuple[int, ...], ctx: SPContext) -> None:
+def _check_positions(positions: Tensor, offsets: tuple[int, ...], ctx: SPContext, name: str) -> None:
     """Positions must count from the start of each document; padding (all zeros at the end of a micro-batch row) may
     stay at 0."""
-    expected = _positions(offsets, positions.shape[0], positions.shape[1], ctx)
+    expected = _positions(offsets, positions.shape[0], positions.shape[1], ctx, name)
     wrong = (positions != expected) & (positions != 0)
     if bool(wrong.any()):
         b, i = (int(n) for n in wrong.nonzero()[0])
         raise ValueError(
-            f"position_ids of rank {ctx.sp_rank} do not fit cu_documents: micro-batch row {b}, token {i} has position "
+            f"position_ids of rank {ctx.sp_rank} do not fit {name}: micro-batch row {b}, token {i} has position "
             f"{int(positions[b, i])} where its document is at {int(expected[b, i])}"
         )

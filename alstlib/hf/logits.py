@@ -1,4 +1,5 @@
-"""Find what a model does to its logits after the head, by running the model's own last lines on a small example."""
+"""Find what a model does to its logits after the head, by running the model's own last lines on a small example; and
+what stands for the logits that are not kept."""
 
 from __future__ import annotations
 
@@ -35,6 +36,38 @@ class _BodyOutput:
 
     def __getattr__(self, name: str) -> None:
         return None
+
+
+class NotKept(ValueError, AttributeError):
+    """Logits were read that are not kept. Also an AttributeError, so that `hasattr`, by which engines and libraries ask
+    what an output is, finds nothing."""
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise NotKept(
+        "an attached model that is given labels computes its logits tile by tile and keeps none. Use out.loss, "
+        "alstlib.causal_lm_loss (with label_smoothing, for example) or alstlib.token_logps, which has the "
+        "log-probability of each label; or call the model without labels for the logits of this rank's slice"
+    )
+
+
+class NoLogits:
+    """Stands for the logits of a call with labels, and says so (NotKept) when it is used like a tensor."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copies, pickles and libraries ask for these of every object
+            raise AttributeError(name)
+        _refuse()
+
+    def __repr__(self) -> str:
+        return "NoLogits()"
+
+    __torch_function__ = classmethod(_refuse)
+
+
+_READS = """getitem len iter bool int float array neg add radd sub rsub mul rmul truediv rtruediv matmul rmatmul pow"""
+for _name in _READS.split():
+    setattr(NoLogits, f"__{_name}__", _refuse)
 
 
 def find_transform(model: PreTrainedModel) -> LogitTransform | None:

@@ -40,6 +40,8 @@ class Facts:
 
     attending: Sequence[int] = ()
     """Places of the layers that attend, or whose dry run did not show that they do not."""
+    shared: Sequence[tuple[str, nn.Parameter]] = ()
+    """Names and weights that several parts of the model use which are recomputed one by one."""
 
 
 NO_HEADS = (1, 0, 0, 1)
@@ -153,14 +155,15 @@ def shared_weights(model: nn.Module, parts: Iterable[nn.Module]) -> list[tuple[s
     return [(n, p) for n, p in model.named_parameters() if any(0 < c[id(p)] < uses[id(p)] for c in inside)]
 
 
-def check_shared(shared: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse weights under DeepSpeed ZeRO-3 whose gradient arrives in several pieces, of which it takes one.
+def check_shared(shared: Iterable[tuple[str, nn.Parameter]], zero3: bool = False) -> None:
+    """Refuse weights under DeepSpeed ZeRO-3 whose gradient arrives in several pieces, of which it takes one. `zero3`
+    says that DeepSpeed will shard them; else those are refused that it has sharded.
 
     Raises:
         ValueError: names the weight, and what works.
     """
     for name, p in shared:
-        if hasattr(p, "ds_id") and p.requires_grad:
+        if p.requires_grad and (zero3 or hasattr(p, "ds_id")):
             raise ValueError(
                 f"{name} trains and is used in several parts of the model that are recomputed one by one, and ZeRO-3 "
                 "keeps the gradient of one of them: use zero_stage 0 or 1, or freeze it"
@@ -228,7 +231,13 @@ def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[s
     if kinds and index is not None and kinds[index] in SLIDING and kwargs.get("sliding_window") is None:
         raise ValueError(f"{where} has a sliding window by config.layer_types, but does not tell it to its attention")
     window = getattr(config, "sliding_window", None)
-    makes_masks = hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
+    files = {sys.modules[kind.__module__] for kind in type(module).__mro__}
+    makes_masks = any(hasattr(file, "create_sliding_window_causal_mask") for file in files)
+    if kwargs.get("sliding_window") is not None and not makes_masks:
+        raise ValueError(
+            f"{where} gives its attention the window {kwargs['sliding_window']}, but its model makes no mask with a "
+            "window, so that transformers' sdpa and eager attention ignore it: set config.sliding_window to None"
+        )
     slides = window is not None and getattr(config, "use_sliding_window", True) and makes_masks
     if slides and not kinds and "sliding_window" not in kwargs:
         raise ValueError(

@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from alstlib.hf.arguments import check_number
+from alstlib.hf.calls import CallAgreement, handle_of
 from alstlib.hf.causal_lm_loss import check_batch, check_first_backward, fields_of
+from alstlib.hf.inputs import NUMBERS
 from alstlib.mesh import SPContext, context_of
 from alstlib.recompute import first_order
 from alstlib.tiled.logits import Statistics
@@ -55,7 +58,7 @@ def token_logps(
 
     As an example, the loss of GRPO in a `compute_loss` of your own. `batch` is a slice of prompts with their
     completions (`share_step` or `shard_batch` make it, with the label -100 in prompts); the advantages are [B]. Where
-    the Trainer divides the loss by the accumulation steps, multiply by them::
+    the Trainer divides the loss by the accumulation steps (its `num_items_in_batch` is None), multiply by them::
 
         logps = alstlib.token_logps(model, batch, ctx, temperature=args.temperature)  # [B, L]
         ratio = (logps - old).exp()  # old: as logps, of the policy that generated; logps.detach() in the first pass
@@ -75,13 +78,16 @@ def token_logps(
         ValueError: as `causal_lm_loss`; the temperature is not above 0, or the config of a mixture of experts asks for
             its load-balancing loss (output_router_logits).
     """
-    check_batch(batch, 1)
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature!r} must be above 0; 1.0 leaves the logits as they are")
-    context_of(model, ctx)
-    check_first_backward(model)
-    found = Statistics() if statistics else None
-    logps = model(**fields_of(batch), temperature=float(temperature), statistics=found).logits
+    handle, found = handle_of(model), Statistics() if statistics else None
+    arguments = {"temperature": temperature, "statistics": statistics}
+    with CallAgreement(handle, "token_logps", arguments, batch, own_group=True) as agreement:
+        check_batch(batch, 1)
+        check_number("temperature", temperature, *NUMBERS["temperature"])
+        context_of(model, ctx)
+        check_first_backward(model)
+        fields = {**fields_of(batch), "temperature": float(temperature), "statistics": found}
+        given = agreement.read(fields, None if handle is None else handle.options.chunk)
+    logps = model(**given).logits
     if logps.shape != batch["shift_labels"].shape:
         raise ValueError(f"{type(model).__name__} is not attached: attach the model with alstlib.apply first")
     return logps if found is None else TokenLogps(logps, found.entropy, found.correct, found.mean)

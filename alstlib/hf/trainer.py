@@ -18,24 +18,29 @@ replaces only what changes when a sample is divided among ranks:
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler
+from transformers.utils import TransformersKwargs
 
 from alstlib.data.agreement import share_step
 from alstlib.data.shard import KEYS, SLICED, Batch
 from alstlib.hf.attach import apply
-from alstlib.hf.causal_lm_loss import Loss, causal_lm_loss
+from alstlib.hf.causal_lm_loss import causal_lm_loss
 from alstlib.hf.handle import Handle, Options
 from alstlib.hf.predictions import Shown
+from alstlib.hf.sampling import SharedOrder, spread_neftune
+from alstlib.hf.token_logps import OverRanks
 from alstlib.hf.trainer_checks import (
+    Slice,
     check_arguments,
     check_class,
     check_collator,
@@ -84,7 +89,7 @@ class TrainerMixin(Base):
             raise ValueError(f"alst={alst!r} must be an alstlib.Options, such as alstlib.Options(offload='async')")
         self.sp, self.alst = sp, alst or Options()
         self.handle: Handle | None = None
-        self._order: OrderOfEpoch | None = None
+        self._order: SharedOrder | None = None
         check_class(type(self), TrainerMixin, self.LOSS_OF)
         super().__init__(*args, **kwargs)
         check_collator(self.data_collator)
@@ -185,13 +190,19 @@ class TrainerMixin(Base):
         seeded = isinstance(sampler, RandomSampler) and self.accelerator.use_seedable_sampler
         if sampler is None or seeded or isinstance(sampler, SequentialSampler):
             return sampler
-        self._order = OrderOfEpoch(sampler, self.args.seed if self.args.data_seed is None else self.args.data_seed)
+        self._order = SharedOrder(sampler, self.ctx)
         return self._order
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        if self._order is not None:
-            self._order.epoch = kwargs["epoch"]
+        resumed, begun = kwargs["resume_from_checkpoint"], kwargs["steps_trained_in_current_epoch"]
+        if self._order is not None and resumed is not None and begun and kwargs["epoch"] == kwargs["epochs_trained"]:
+            self._order.resume(resumed)
         super()._run_epoch(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self._order is not None and self.args.should_save:
+            self._order.save(output_dir)
 
     def _set_signature_columns_if_needed(self) -> None:
         known = self._signature_columns is not None
@@ -200,14 +211,48 @@ class TrainerMixin(Base):
             columns: Any = self._signature_columns
             columns += [name for name in KEYS if name not in columns]
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *_: Any) -> tuple[list[Batch], None]:
-        """The slices of one optimizer step. No number of items: `step_tokens` is in each slice."""
-        return share_step(map(_plain, islice(epoch_iterator, num_batches)), self.ctx), None
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *_: Any) -> tuple[list[Batch], Any]:
+        """The slices of one optimizer step, and the number of items by which the Trainer would divide its loss."""
+        slices = self._share(islice(epoch_iterator, num_batches))
+        return slices, self._items(slices[0]) if slices else None
+
+    def _share(self, batches: Iterable[Any]) -> list[Any]:
+        lengths: list[int] = []
+
+        def rows() -> Iterator[dict[str, Any]]:
+            for batch in batches:
+                yield (read := self._known(batch))
+                lengths.append(len(read["input_ids"][0]))
+
+        return [{**part, "row_length": n} for part, n in zip(share_step(rows(), self.ctx), lengths)]
+
+    def _known(self, batch: Any) -> dict[str, Any]:
+        """A collator's batch without what says the same twice, and without what the model's forward does not take."""
+        if not isinstance(batch, Mapping):
+            raise ValueError(f"the collator returns {type(batch).__name__}, not dicts with input_ids and labels")
+        model = type(without_adapters(self.model))
+        known = (*TransformersKwargs.__annotations__, "shift_labels")  # what attention and loss find among all else
+        takes = {*KEYS, *REDUNDANT, *known, *inspect.signature(model.forward).parameters}
+        if dropped := [name for name in batch if name not in takes]:
+            _say_once(f"{model.__name__} does not take {', '.join(dropped)} of the batch: left out of the inputs")
+        more = takes.difference(KEYS, REDUNDANT)
+        if lost := [name for name, value in batch.items() if name in more and value is not None]:
+            raise ValueError(
+                f"{model.__name__} would read {', '.join(lost)} of the batch, but ranks that share a sample only read "
+                f"{', '.join(KEYS)}: drop them in the collate_fn"
+            )
+        twice = REDUNDANT if batch.get("position_ids") is not None else ()
+        return {name: value for name, value in batch.items() if name in takes and name not in twice}
+
+    def _items(self, inputs: Mapping[str, Any]) -> Any:
+        """The tokens with a label of the step that this slice is of, a number on the CPU; None where the Trainer does
+        not count them."""
+        return inputs["step_tokens"] if self.model_accepts_loss_kwargs else None
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         if "step_tokens" not in inputs:
             return super()._prepare_inputs(inputs)
-        return {name: t.to(self.args.device) if name in SLICED else t for name, t in inputs.items()}
+        return Slice({name: t.to(self.args.device) if name in SLICED else t for name, t in inputs.items()})
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if self.args.include_num_input_tokens_seen != "non_padding" or "seen_tokens" not in inputs:
@@ -218,6 +263,9 @@ class TrainerMixin(Base):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._attach()
+        if self.neftune_noise_alpha is not None and self.ctx.sp > 1 and self.handle is not None:
+            self.neftune_hook_handle.remove()
+            self.neftune_hook_handle = spread_neftune(self.handle)
         return super()._prepare_for_training(*args, **kwargs)
 
     def _attach(self) -> None:
@@ -242,17 +290,21 @@ class TrainerMixin(Base):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:  # fmt: skip
         check_slice(inputs, "step_tokens")
-        out = self._loss(model, inputs, self.current_gradient_accumulation_steps)
-        return (out.loss, {"loss": out.loss}) if return_outputs else out.loss
+        loss = self._loss(model, inputs, num_items_in_batch)
+        return (loss, {"loss": loss}) if return_outputs else loss
 
-    def _loss(
-        self, model: nn.Module, inputs: Mapping[str, Any], engine_divides_by: int, look: Look | None = None
-    ) -> Loss:
+    def _loss(self, model: nn.Module, inputs: Mapping[str, Any], items: Any, look: Look | None = None) -> Tensor:
+        """What the Trainer's own loss is for the samples of this rank's group: the sum over their tokens, divided by
+        the number of items and times the replicas, or their mean."""
         me: Any = self
-        trl, smoothing = getattr(me, "_metrics", None), self.args.label_smoothing_factor
+        trl, dft = getattr(me, "_metrics", None), getattr(self.args, "loss_type", None) == "dft"
+        smoothing = 0.0 if dft else self.args.label_smoothing_factor
+        mean = items is None
+        if mean:
+            items = self.ctx.dp * self._tokens_of_group(inputs)
         out = causal_lm_loss(
-            model, inputs, self.ctx, engine_divides_by, statistics=trl is not None, label_smoothing=smoothing,
-            look=look, router_tokens=self._router_tokens(inputs, engine_divides_by),
+            model, {**inputs, "step_tokens": items}, self.ctx, statistics=trl is not None, label_smoothing=smoothing,
+            look=look, router_tokens=0.0 if smoothing else self._router_tokens(items, mean), dft=dft,
         )  # fmt: skip
         if trl is not None and out.entropy is not None and out.accuracy is not None:  # what SFTTrainer logs
             mode = "train" if me.model.training else "eval"
@@ -263,19 +315,22 @@ class TrainerMixin(Base):
             if mode == "train":
                 me._total_train_tokens += int(inputs["seen_tokens"])
             trl[mode]["num_tokens"] = [me._total_train_tokens]
-        return out
+        return OverRanks.apply(out.loss / self.ctx.sp, self.ctx)
 
-    def _router_tokens(self, inputs: Mapping[str, Any], micro_batches: int) -> float | None:
-        """As how many tokens a mixture's load-balancing loss counts: Trainer adds the sum over micro-batches and
-        replicas, SFTTrainer, where it weighs the loss itself, the mean, and with label smoothing both leave it out; an
-        evaluation adds it to the mean."""
-        me: Any = self
-        if self.args.label_smoothing_factor:
-            return 0.0
-        if not me.model.training:
-            return None
-        parts = micro_batches * self.ctx.dp if hasattr(me, "router_aux_loss_coef") else 1
-        return max(1, int(inputs["step_tokens"])) / parts
+    def _tokens_of_group(self, inputs: Mapping[str, Any]) -> int:
+        tokens = inputs["shift_labels"].ne(IGNORE).sum()
+        if self.ctx.sp > 1:
+            dist.all_reduce(tokens, group=self.ctx.sp_group)
+        return int(tokens)
+
+    def _router_tokens(self, items: Any, mean: bool) -> float:
+        """As how many tokens a mixture's load-balancing loss counts, where the loss is divided by so many items:
+        Trainer adds the sum over micro-batches and replicas, SFTTrainer, where it weighs the loss itself, the mean, and
+        with label smoothing both leave it out. It is added whole to a micro-batch's mean."""
+        parts = self.ctx.dp if mean or hasattr(self, "router_aux_loss_coef") else 1
+        if not mean and hasattr(self, "router_aux_loss_coef"):
+            parts *= self.current_gradient_accumulation_steps
+        return max(1, int(items)) / parts
 
     # ----- evaluation
 
@@ -314,49 +369,32 @@ class TrainerMixin(Base):
         """Loss of a replica's batch (the mean over its valid tokens), and if asked for its logits [B, S, V], or what
         `preprocess_logits_for_metrics` makes of them, tile by tile: that must work token by token."""
         labels, ctx = inputs.get("labels"), self.ctx
-        given = _plain(inputs)
+        given = self._known(inputs)
         if labels is None:
             given["labels"] = torch.full_like(given["input_ids"], IGNORE)
-        (batch,) = share_step([given], ctx)
-        batch = self._prepare_inputs({**batch, "step_tokens": torch.tensor(1)})
+        batch = self._prepare_inputs(*share_step([given], ctx))
         shown = None if prediction_loss_only else Shown(ctx, self.alst.chunk, given["labels"], batch, self._shown)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            out = self._loss(model, batch, 1, shown)
+        items = None if hasattr(self, "_metrics") else self._items(batch)  # SFTTrainer evaluates means
         loss = None
-        if labels is not None:
-            stats = torch.stack([out.loss.double() / ctx.world_size, batch["shift_labels"].ne(IGNORE).sum()])
-            if ctx.sp > 1:
-                dist.all_reduce(stats, group=ctx.sp_group)
-            loss = (stats[0] / stats[1]).to(out.loss.dtype)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if labels is not None and type(self).compute_loss is not TrainerMixin.compute_loss:
+                loss = self.compute_loss(model, batch, num_items_in_batch=items)
+            if loss is None or shown is not None:  # a loss of the user's own need not show its logits
+                found = self._loss(model, batch, items, shown)
+                if labels is not None and loss is None:
+                    loss = (
+                        found if items is None else found / items.clamp(max=1)
+                    )  # nan without labels, as the Trainer's
         if shown is None:
             return loss, None, None
         return loss, shown.whole(), None if labels is None else labels.to(self.args.device)
 
 
+@functools.cache
+def _say_once(text: str) -> None:
+    log.warning(text)
+
+
 def without_adapters(model: Any) -> Any:
     """The model itself where peft's adapters wrap it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-class OrderOfEpoch(Sampler):
-    """A sampler whose order is that of a seed and an epoch: alike on every rank, and again after a resume."""
-
-    def __init__(self, sampler: Any, seed: int) -> None:
-        self.sampler, self.seed, self.epoch = sampler, seed, 0
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[int]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed + self.epoch)
-            order = list(self.sampler)
-        return iter(order)
-
-
-def _plain(batch: Any) -> dict[str, Any]:
-    """A collator's batch without what says the same twice."""
-    if not isinstance(batch, Mapping):
-        raise ValueError(f"the collator returns {type(batch).__name__}; it must return dicts with input_ids and labels")
-    twice = REDUNDANT if batch.get("position_ids") is not None else ()
-    return {name: value for name, value in batch.items() if name not in twice}

@@ -43,8 +43,9 @@ def check_arguments(trainer: Any) -> None:
     unweighted = not hasattr(trainer.model.config.get_text_config(), "router_aux_loss_coef")
     found = [
         (args.n_gpu > 1, "several GPUs in one process", "start one process for each GPU (torchrun, accelerate launch)"),
-        (trainer.compute_loss_func is not None, "compute_loss_func",
-         "it needs the logits of whole samples: override compute_loss instead"),
+        (trainer.compute_loss_func is not None and getattr(args, "loss_type", None) != "dft", "compute_loss_func",
+         "it needs the logits of whole samples: use label_smoothing_factor, or override compute_loss with a loss of "
+         "model(**inputs).loss, or of the labels' log-probabilities, which alstlib.token_logps computes"),
         (several and not args.average_tokens_across_devices, "average_tokens_across_devices=False",
          "leave it True: the loss is the mean over all tokens"),
         (several and args.auto_find_batch_size, "auto_find_batch_size=True",
@@ -58,7 +59,6 @@ def check_arguments(trainer: Any) -> None:
         (fsdp is not None and bool(fsdp.activation_checkpointing), "FSDP's activation_checkpointing",
          "leave it out: Options(checkpoint=True) does it"),
         (offloading, "activation_offloading=True", "use alst=alstlib.Options(offload='async')"),
-        (getattr(args, "loss_type", None) == "dft", "loss_type='dft'", "use 'nll'"),
         (router != 0 and unweighted, f"router_aux_loss_coef={router}", "use 0.0: the model's config has none"),
     ]  # fmt: skip
     _refuse(found, "TrainerMixin")
@@ -108,6 +108,19 @@ def check_liger(args: Any) -> None:
             "liger_kernel_config={'fused_linear_cross_entropy': False}, and alst=alstlib.Options(liger_loss=True) for "
             "its loss"
         )
+
+
+class Slice(dict):
+    """One rank's inputs of the model. Who looks for what only whole samples have is told what there is instead."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ValueError(
+            f"the inputs of a rank's slice have no {name}, only {', '.join(self)}. Labels are shift_labels [B, L], "
+            "already shifted: use model(**inputs).loss, or alstlib.token_logps for the log-probability of each"
+        )
+
+    def pop(self, name: str, *default: Any) -> Any:
+        return super().pop(name, *default) if default or name in self else self[name]
 
 
 def check_slice(inputs: Mapping[str, Any], name: str) -> None:

@@ -7,7 +7,7 @@ Nothing of shape [S, S] is made (except by the kernel `eager`, which is there fo
 Documents are offsets into the flattened [B * S] batch (0 first, B * S last); None makes every batch row one document.
 They are attended one after the other: exact for every kernel, and the cost of a document is its own square. On CUDA one
 call of a kernel for variable lengths takes them all. Queries may be the last rows of the keys. What a kernel's mask
-cannot say (those, and sliding windows) is put together from calls that it can (`spans`).
+cannot say (those, and sliding windows) is put together from calls that it can (`spans`); `calls` makes each of them.
 
 Attention sinks are a further key of each head that has a score and no value: exp(sink) more in the sum. They change the
 logsumexp, and with it scale the output; a kernel's backward, which reads both, is right as it is.
@@ -23,34 +23,16 @@ from typing import ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from alstlib.kernels.backends import BACKENDS, LONG, Backend
+from alstlib.kernels import calls
+from alstlib.kernels.backends import BACKENDS, Backend
+from alstlib.kernels.calls import merge, most_rows, padded, row_tiles
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.kernels.spans import Documents, Offsets, Piece, Span, document_spans, pieces
 from alstlib.sizing import KEYS_PER_QUERY, keys_of_a_call
 
 P = ParamSpec("P")
 R = TypeVar("R")
-ROWS = 4096
-"""Of an output that are worked on at a time."""
-
-
-def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of the same queries over two disjoint sets of keys -> over both; `out` is overwritten.
-
-    out and other [B, H, S, V], lse and other_lse [B, H, S] in fp32. A set without any key has a logsumexp of -inf.
-    """
-    share = torch.sigmoid(other_lse - lse)[..., None]  # of the other set in the sum of both
-    for rows in row_tiles(out):
-        wide = out[rows].to(share.dtype)
-        out[rows] = wide.lerp(other[rows].to(share.dtype), share[rows])
-    return out, torch.logaddexp(lse, other_lse)
-
-
-def row_tiles(x: Tensor, step: int = ROWS) -> list[tuple[slice, slice, slice]]:
-    """Slices of x [B, H, S, D] that cut S, so that fp32 intermediates are small."""
-    return [(slice(None), slice(None), slice(lo, lo + step)) for lo in range(0, x.shape[2], step)]
 
 
 def in_full(fn: Callable[P, R]) -> Callable[P, R]:
@@ -65,48 +47,9 @@ def in_full(fn: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def _one_width(backend: Backend, *tensors: Tensor) -> list[Tensor]:
-    """Zeros beside heads that are narrower, for a kernel that knows one width, or only multiples of some."""
-    width = max(t.shape[-1] for t in tensors)
-    width += -width % backend.multiple
-    return [t if backend.widths or t.shape[-1] == width else pad(t, (0, width - t.shape[-1])) for t in tensors]
-
-
-def _taking(backend: Backend, q: Tensor, k: Tensor) -> Backend:
-    """The kernel for one call: for a short or ragged shape not one that is built for each shape."""
-    rows, keys = q.shape[2], k.shape[2]
-    ragged = rows % backend.granule or keys % backend.granule
-    return BACKENDS[backend.packed_by] if ragged and not rows == keys >= LONG else backend
-
-
 def _keys_per_query(backend: Backend) -> int | None:
     """What a forward's calls are cut to."""
     return KEYS_PER_QUERY if backend.granule > 1 else None
-
-
-def _forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, rule: Rule, kind: str) -> tuple[Tensor, Tensor]:
-    """One call of a kernel."""
-    if kind == "upper":  # backwards, this triangle is a causal one
-        out, lse = _forward(backend, q.flip(2), k.flip(2), v.flip(2), rule, "causal")
-        return out.flip(2), lse.flip(2)
-    assert q.shape[0] == k.shape[0] == v.shape[0]  # not every kernel looks
-    backend, width = _taking(backend, q, k), v.shape[-1]
-    q, k, v = _one_width(backend, q, k, v)
-    out, lse = backend.forward(q, k, v, rule.scale, kind == "causal", **rule.given)
-    return out[..., :width], lse
-
-
-def _backward(backend: Backend, dout: Tensor, kept: Attended, rule: Rule, kind: str) -> tuple[Tensor, ...]:
-    """One call of a kernel -> (dq, dk, dv)."""
-    if kind == "upper":
-        turned = Attended(*(t.flip(2) for t in kept))
-        return tuple(g.flip(2) for g in _backward(backend, dout.flip(2), turned, rule, "causal"))
-    q, k, v, out, lse = kept
-    assert q.shape[0] == k.shape[0] == v.shape[0]
-    backend, widths = _taking(backend, q, k), (q.shape[-1], k.shape[-1], v.shape[-1])
-    dout, q, k, v, out = _one_width(backend, dout, q, k, v, out)
-    grads = backend.backward(dout, Attended(q, k, v, out, lse), rule.scale, kind == "causal", **rule.given)
-    return tuple(g[..., :width] for g, width in zip(grads, widths))
 
 
 def _whole(spans: Sequence[Span], q: Tensor, k: Tensor, window: int | None) -> bool:
@@ -120,11 +63,14 @@ def _whole(spans: Sequence[Span], q: Tensor, k: Tensor, window: int | None) -> b
     )
 
 
-def _packed(backend: Backend, q: Tensor, k: Tensor, own: bool) -> Backend | None:
-    """The kernel that takes all documents (and a window) of whole sequences in one call, if there is one."""
+def _packed(backend: Backend, q: Tensor, k: Tensor, rule: Rule, own: bool, *more: Tensor) -> Backend | None:
+    """The kernel that takes all documents (and a window) of whole sequences in one call, if there is one, and if its
+    tensors are not too large for it."""
     packed = BACKENDS.get(backend.packed_by)
+    if packed is None or own or (rule.softcap is not None and not packed.softcap):
+        return None
     square = q.shape[2] == k.shape[2] and q.shape[-1] == k.shape[-1]
-    return packed if packed is not None and square and not own else None
+    return packed if square and q.shape[0] * q.shape[2] <= most_rows(packed, (q, k, *more)) else None
 
 
 def _spans(documents: Documents | Sequence[Span], q: Tensor, k: Tensor, length: int) -> tuple[Sequence[Span], bool]:
@@ -171,9 +117,9 @@ def attention_forward(
     spans, own = _spans(documents, q, k, length or k.shape[2])
     if _whole(spans, q, k, rule.window):
         out, lse = _causal_forward(backend, q, k, v, rule)
-    elif (packed := _packed(backend, q, k, own)) is not None and packed.packed_forward is not None:
+    elif (packed := _packed(backend, q, k, rule, own, v)) is not None and packed.packed_forward is not None:
         offsets, longest = _offsets(cast(Documents, documents), spans, k.shape[2], q.device)
-        given = _one_width(packed, q, k, v)
+        given = padded(packed, q, k, v)
         out, lse = packed.packed_forward(*given, rule.scale, offsets, longest, rule.window, **rule.given)
         out = out[..., : v.shape[-1]]
     else:
@@ -190,12 +136,12 @@ def _causal_forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, rule: Rul
     """Queries are the last rows of the keys: everything before them, and their own triangle."""
     before = k.shape[2] - q.shape[2]
     if before == 0 or backend.bottom_right:
-        return _forward(backend, q, k, v, rule, "causal")
-    out, lse = _forward(backend, q, k[:, :, before:], v[:, :, before:], rule, "causal")
+        return calls.forward(backend, q, k, v, rule, "causal")
+    out, lse = calls.forward(backend, q, k[:, :, before:], v[:, :, before:], rule, "causal")
     step = keys_of_a_call(q.shape[2], before, _keys_per_query(backend))
     for lo in range(0, before, step):
         at = (slice(None), slice(None), slice(lo, min(lo + step, before)))
-        out, lse = merge(out, lse, *_forward(backend, q, k[at], v[at], rule, "full"))
+        out, lse = merge(out, lse, *calls.forward(backend, q, k[at], v[at], rule, "full"))
     return out, lse
 
 
@@ -203,7 +149,7 @@ def add_piece(backend: Backend, piece: Piece, span: Span, call: Attended, rule: 
     """Compute a piece and merge it into what its queries have; causal pieces come first and are written."""
     mine, to, to_lse = (piece.queries_of(t, span.q_batch) for t in (call.q, call.out, call.lse))
     keys, values = (piece.keys_of(t, span.batch) for t in (call.k, call.v))
-    part, part_lse = _forward(backend, mine, keys, values, rule, piece.kind)
+    part, part_lse = calls.forward(backend, mine, keys, values, rule, piece.kind)
     if piece.kind == "causal":
         to.copy_(part)
         to_lse.copy_(part_lse)
@@ -239,10 +185,10 @@ def attention_backward(
     q, k, v, out, lse = kept
     spans, own = _spans(documents, q, k, k.shape[2])
     if _whole(spans, q, k, rule.window):
-        return _backward(backend, dout, kept, rule, "causal")
-    if (packed := _packed(backend, q, k, own)) is not None and packed.packed_backward is not None:
+        return calls.backward(backend, dout, kept, rule, "causal")
+    if (packed := _packed(backend, q, k, rule, own, v, dout, out)) is not None and packed.packed_backward is not None:
         offsets, longest = _offsets(cast(Documents, documents), spans, k.shape[2], q.device)
-        dout, *given = _one_width(packed, dout, q, k, v, out)
+        dout, *given = padded(packed, dout, q, k, v, out)
         call = Attended(given[0], given[1], given[2], given[3], lse)
         grads = packed.packed_backward(dout, call, rule.scale, offsets, longest, rule.window, **rule.given)
         return tuple(g[..., : t.shape[-1]] for g, t in zip(grads, (q, k, v)))
@@ -250,7 +196,7 @@ def attention_backward(
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for span in spans:  # each key belongs to one call: nothing is summed
             at = (slice(span.batch, span.batch + 1), slice(None), slice(span.begin, span.end))
-            dq[at], dk[at], dv[at] = _backward(backend, dout[at], Attended(*(t[at] for t in kept)), rule, "causal")
+            dq[at], dk[at], dv[at] = calls.backward(backend, dout[at], Attended(*(t[at] for t in kept)), rule, "causal")
         return dq, dk, dv
     wide = torch.promote_types(q.dtype, torch.float32)
     sums = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
@@ -292,7 +238,7 @@ def backward_of_piece(
     q, k, v, out, lse = kept
     grad, mine, part, norm = (piece.queries_of(t, span.q_batch) for t in (dout, q, out, lse))
     seen, values = (piece.keys_of(t, span.batch) for t in (k, v))
-    grads = _backward(backend, grad, Attended(mine, seen, values, part, norm), rule, piece.kind)
+    grads = calls.backward(backend, grad, Attended(mine, seen, values, part, norm), rule, piece.kind)
     piece.queries_of(dq, span.q_batch).add_(grads[0])
     for total, share in zip(sums, grads[1:]):
         piece.keys_of(total, span.batch).add_(share)

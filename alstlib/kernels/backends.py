@@ -6,14 +6,15 @@ What `sdpa` chooses, and who takes the documents of a batch, and windows, in one
 | device and dtype                                     | kernel      | documents and windows |
 |------------------------------------------------------|-------------|-----------------------|
 | CPU                                                  | cpu         | one call for each     |
-| CUDA from 9.0, 16 bits, width to 128 divisible by 8  | cudnn       | flash                 |
+| CUDA 9.0, 16 bits, width to 256 divisible by 8       | cudnn       | flash                 |
+| CUDA from 10.0, the same, but width to 128           | cudnn       | flash                 |
 | CUDA, 16 bits, other widths to 256 (padded to 8s)    | flash       | flash                 |
 | CUDA, fp32, or wider heads                           | efficient   | one call for each     |
 | soft caps                                            | blockwise   | one call for each     |
 
 `auto` takes flash-attn 3 (compute capability 9 alone) or else 4 (from 9) where one is installed and has the width, and
-the table where none is. Both take documents and windows themselves; flash-attn 2, by its name, leaves them to `flash`,
-which is the same kernel. cudnn, which is built for each shape, leaves short and ragged calls to `flash` too.
+the table where none is. These and flash-attn 2, by its name, take documents, windows and soft caps themselves. cudnn,
+which is built for each shape, leaves short and ragged calls to `flash` too.
 
 Shape legend: B batch, S queries, N keys, H query heads, K key/value heads (H a multiple of K), D head width.
 q, dout, out [B, H, S, D]; k, v [B, K, N, D]; lse [B, H, S] (logsumexp of the scaled scores, fp32). Any strides with a
@@ -34,6 +35,8 @@ from alstlib.kernels import blockwise
 from alstlib.kernels.flash_packages import (
     fa2_backward,
     fa2_forward,
+    fa2_packed_backward,
+    fa2_packed_forward,
     fa3_backward,
     fa3_forward,
     fa3_packed_backward,
@@ -55,7 +58,8 @@ from alstlib.sizing import kernel_device, sdpa_kernel
 aten = torch.ops.aten
 
 LONG = 65_536
-"""Tokens of a whole sequence from which on a kernel that is built for each shape pays for itself at any shape."""
+"""Tokens of a whole sequence from which on a kernel that is built for each shape pays for itself, whatever the length:
+most of its rows are one call."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +79,23 @@ class Backend:
     """Values may have another width than keys."""
     multiple: int = 1
     """Head widths are padded with zeros to a multiple of it."""
+    absent: tuple[int, int] = (0, 0)
+    """Widths between these two are padded to the second."""
     granule: int = 1
     """Queries and keys of a call are multiples of it, for a kernel that is built for each shape: other calls are left
-    to `packed_by`, except whole sequences of at least `LONG` tokens."""
+    to `packed_by`, and so are the last rows of a whole sequence of at least `LONG` tokens that is no multiple."""
     packed_by: str = ""
     """The kernel that takes all documents of a batch, and a window, in one call."""
     packed_forward: Callable[..., tuple[Tensor, Tensor]] | None = None
-    """(q, k, v, scale, offsets, longest, window) -> (out, lse), offsets [documents + 1] over the flattened batch."""
+    """(q, k, v, scale, offsets, longest, window) -> (out, lse), offsets [documents + 1] over the flattened batch; with
+    `softcap=` where the kernel takes it."""
     packed_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     """(dout, kept, scale, offsets, longest, window) -> (dq, dk, dv)."""
+
+    def width(self, width: int) -> int:
+        """The width to which heads of this one are padded."""
+        width += -width % self.multiple
+        return self.absent[1] if self.absent[0] < width < self.absent[1] else width
 
 
 # ----- PyTorch on CPU: native grouped-query attention, lse [B, H, S]
@@ -209,15 +221,18 @@ def _eager_backward(
 
 _ALL = [
     Backend("cpu", _cpu_forward, _cpu_backward),
-    Backend("cudnn", _cudnn_forward, _cudnn_backward, multiple=8, granule=256, packed_by="flash"),
-    Backend("flash", _flash_forward, _flash_backward, multiple=8, packed_by="flash",
+    Backend("cudnn", _cudnn_forward, _cudnn_backward, multiple=8, granule=256, widths=True, packed_by="flash"),
+    # PyTorch since 2.11 has backward for no width between 128 and 192, but sums of dQ in rows of 160 for one
+    Backend("flash", _flash_forward, _flash_backward, multiple=8, absent=(128, 192), packed_by="flash",
             packed_forward=_flash_packed_forward, packed_backward=_flash_packed_backward),
     Backend("efficient", _efficient_forward, _efficient_backward, multiple=8),
-    Backend("flash_attention_2", fa2_forward, fa2_backward, bottom_right=True, packed_by="flash"),
-    Backend("flash_attention_3", fa3_forward, fa3_backward, bottom_right=True, packed_by="flash_attention_3",
-            packed_forward=fa3_packed_forward, packed_backward=fa3_packed_backward),
-    Backend("flash_attention_4", fa4_forward, fa4_backward, bottom_right=True, packed_by="flash_attention_4",
-            packed_forward=fa4_packed_forward, packed_backward=fa4_packed_backward),
+    *(Backend(name, *functions[:2], bottom_right=True, softcap=True, packed_by=name, packed_forward=functions[2],
+              packed_backward=functions[3])
+      for name, functions in {
+          "flash_attention_2": (fa2_forward, fa2_backward, fa2_packed_forward, fa2_packed_backward),
+          "flash_attention_3": (fa3_forward, fa3_backward, fa3_packed_forward, fa3_packed_backward),
+          "flash_attention_4": (fa4_forward, fa4_backward, fa4_packed_forward, fa4_packed_backward),
+      }.items()),
     Backend("blockwise", blockwise.forward, blockwise.backward, bottom_right=True, softcap=True, widths=True),
     Backend("eager", _eager_forward, _eager_backward, softcap=True, widths=True),
 ]  # fmt: skip
@@ -250,47 +265,47 @@ def choose_backend(
 ) -> Backend:
     """The kernel for `attention`: `sdpa` picks PyTorch's best for the hardware and dtype, `auto` prefers an installed
     flash-attn 3 or 4 to it; any other name is taken at its word, and so is a kernel. With a `softcap`, only kernels
-    that compute it. In a simulation, the device that is simulated counts (`sizing.kernels_as_on`).
+    that compute it: flash-attn's packages, and `blockwise`, which is several times as slow. In a simulation, the device
+    that is simulated counts (`sizing.kernels_as_on`).
 
     Raises:
         ValueError: an unknown name, or a kernel that cannot run here, with what can.
     """
     kind, capability = kernel_device(device.type)
     device = device if capability is None else torch.device(kind)
-    if softcap and attention in ("sdpa", "auto"):
-        return BACKENDS["blockwise"]
-    named = attention if isinstance(attention, Backend) else BACKENDS.get(attention)
-    if softcap and named is not None and not named.softcap:
-        can = ", ".join(b.name for b in BACKENDS.values() if b.softcap)
-        raise ValueError(
-            f"attention='{named.name}' does not compute a soft cap of scores; 'sdpa' chooses what does: {can}"
-        )
-    if isinstance(attention, Backend):
-        return attention
     if attention == "auto":
         for name in ("flash_attention_3", "flash_attention_4"):
-            if _cannot(name, device, dtype, head_dim, capability) is None:
+            if _cannot(name, device, dtype, head_dim, softcap, capability) is None:
                 return BACKENDS[name]
         attention = "sdpa"
     if attention == "sdpa":
         half = dtype in (torch.float16, torch.bfloat16)
         major = _major(device, capability) if device.type == "cuda" else 0
         return BACKENDS[sdpa_kernel(device.type, half, head_dim, softcap, major)]
-    if attention not in BACKENDS:
+    named = attention if isinstance(attention, Backend) else BACKENDS.get(attention)
+    if named is None:
         raise ValueError(f"attention='{attention}' is unknown; known: sdpa, auto, {', '.join(BACKENDS)}")
-    if attention in PACKAGES:
-        if (why := _cannot(attention, device, dtype, head_dim, capability)) is not None:
-            raise ValueError(f"attention='{attention}' needs {why}")
-    elif attention not in ("eager", "blockwise") and (attention == "cpu") != (device.type == "cpu"):
+    if softcap and not named.softcap:
+        can = ", ".join(b.name for b in BACKENDS.values() if b.softcap)
+        raise ValueError(
+            f"attention='{named.name}' does not compute a soft cap of scores; 'sdpa' chooses what does, of {can}"
+        )
+    why = _cannot(named.name, device, dtype, head_dim, softcap, capability) if attention in PACKAGES else None
+    if why is not None:
+        raise ValueError(f"attention='{attention}' needs {why}")
+    anywhere = isinstance(attention, Backend) or attention in ("eager", "blockwise", *PACKAGES)
+    if not anywhere and (attention == "cpu") != (device.type == "cpu"):
         raise ValueError(f"attention='{attention}' does not run on {device.type}; attention='sdpa' chooses what does")
-    return BACKENDS[attention]
+    return named
 
 
 def _major(device: torch.device, capability: int | None) -> int:
     return torch.cuda.get_device_capability(device)[0] if capability is None else capability
 
 
-def _cannot(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, capability: int | None) -> str | None:
+def _cannot(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool, capability: int | None
+) -> str | None:
     """What one of flash-attn's kernels lacks here, or None."""
     module, package, least = PACKAGES[name]
     if not _installed(module):
@@ -306,4 +321,6 @@ def _cannot(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, 
         return f"heads of a width up to 256 that divides by 8, not {head_dim}; 'sdpa' chooses what runs"
     if name == "flash_attention_4" and major in (10, 11) and 128 < head_dim < 256:
         return f"heads of a width up to 128, or 256, on this GPU, not {head_dim}; 'sdpa' chooses what runs"
+    if name == "flash_attention_4" and major in (10, 11) and head_dim == 256 and softcap:
+        return "scores without a soft cap, or other heads than those of width 256; 'sdpa' chooses what runs"
     return None

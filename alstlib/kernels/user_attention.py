@@ -15,6 +15,7 @@ its logsumexp the gradient w dout (out_part - out).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,10 @@ class UserAttention:
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn, self.checked = fn, False
         self.name = getattr(fn, "__name__", type(fn).__name__)
+        try:
+            inspect.signature(fn).bind(*"qkv", scale=1.0, causal=True)
+        except TypeError as error:
+            raise ValueError(f"attention={self.name} must take (q, k, v, *, scale, causal): {error}") from None
         self.own_backward: Callable[..., Any] | None = getattr(fn, "backward", None)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ The reference is DeepSpeed's ALST stack put together as its tutorial and ArcticT
 with transformers, its tiled MLP with sequence / width tiles, its fused logits and loss, transformers' checkpointing,
 and the loss gathered over the ranks. Its loss has two rules for the tiles: `deepspeed` takes ArcticTraining's, 1 GiB of
 logits (one tile at the lengths of a CPU), `deepspeed, loss tiles` takes as many as its MLP. DeepSpeed replaces
-transformers' attention function for the whole process, so only a process that compares may build it.
+transformers' attention function for the whole process, so a process that builds it holds no other stack.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 import alstlib
 from alstlib.config import RunConfig, check_names
 from alstlib.data.shard import WHOLE, shard_batch
 from alstlib.offload.host_store import HostStore
+from alstlib.train import operators
 from alstlib.train.engine import initialize
 from alstlib.train.loading import Arrival, load_on_first, place
 
@@ -45,16 +45,26 @@ LOSS_TILES: dict[str, Callable[[int, int, int], int]] = {
 STACKS = (*OURS, "readme", *LOSS_TILES, "transformers")
 
 
+def check_stacks(run: RunConfig) -> None:
+    """Raise ValueError for stacks in `peers` that do not exist or lack a setting."""
+    if not run.peers:
+        raise ValueError("peers names no stack to compare, such as [ours, deepspeed, transformers]")
+    check_names(dict.fromkeys(run.peers), STACKS, "stack in peers")
+    for name in run.peers:
+        if OURS.get(name, {}).get("chunk") and run.chunk is None:
+            raise ValueError(f"peers names '{name}': set chunk, the tokens of a chunk")
+
+
 class Stack:
     """One model with its engine. `sequences` samples of the sequence length make a step."""
 
     def __init__(self, name: str, run: RunConfig, device: torch.device, bf16: bool) -> None:
-        check_names({name: None}, STACKS, "stack in peers")
         self.name, self.run, self.device = name, run, device
         self.ctx = alstlib.SPContext.create(dist.get_world_size())
         self.sequences = 1
         self.stores: list[HostStore] = []
         self.notes: list[str] = []
+        operators.load()  # some stacks reach for them before our `initialize` does, and would compile them each time
         arrival = load_on_first(run, torch.bfloat16 if bf16 else torch.float32, device)
         model, config = arrival.model, None
         if name in OURS:
@@ -83,8 +93,6 @@ class Stack:
 
     def _ours(self, model: Any, options: Mapping[str, Any]) -> Callable[..., tuple[Tensor, Tensor]]:
         chunk = self.run.chunk if options.get("chunk") else None
-        if options.get("chunk") and chunk is None:
-            raise ValueError(f"peers names '{self.name}': set chunk, the tokens of a chunk")
         given = alstlib.Options(**{"attention": self.run.attention, **options, "chunk": chunk})
         handle = alstlib.apply(model, self.ctx, given)
         self.stores = [handle.store]
@@ -113,17 +121,14 @@ class Stack:
 
     def _deepspeed(self, model: Any, tiles_of: Callable[[int, int, int], int]) -> Callable[..., tuple[Tensor, Tensor]]:
         import deepspeed
-        from deepspeed.runtime.sequence_parallel import parallel_state_sp
         from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, UlyssesSPAttentionHF
 
-        _keep_plain_attention()
         model.set_attn_implementation("sdpa")
         deepspeed.init_distributed(dist_init_required=False)  # its registration wants its own wrapper to be there
-        if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:  # a second registration in a process fails
-            UlyssesSPAttentionHF.register_with_transformers(
-                model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=self.ctx.sp,
-                micro_batch_size=1, seq_length_is_variable=True,
-            )  # fmt: skip
+        UlyssesSPAttentionHF.register_with_transformers(
+            model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=self.ctx.sp,
+            micro_batch_size=1, seq_length_is_variable=True,
+        )  # fmt: skip
         _checkpoint(model)
         for layer in model.model.layers:
             layer.mlp.forward = MethodType(_reference_mlp, layer.mlp)
@@ -150,9 +155,8 @@ class Stack:
 
     def _plain(self, model: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         """Data parallel: every rank has a sample of its own (here the same one), so that a step is `world` samples."""
-        _keep_plain_attention()
         self.sequences = dist.get_world_size()
-        model.set_attn_implementation(PLAIN)
+        model.set_attn_implementation("sdpa")
         _checkpoint(model)
 
         def loss(sample: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -173,15 +177,6 @@ def _own_engine(arrival: Arrival, config: dict[str, Any]) -> Any:
 def _checkpoint(model: Any) -> None:
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # renamed in 5.23, and not there in 5.17
         model.gradient_checkpointing_enable({"use_reentrant": True})
-
-
-PLAIN = "plain_sdpa"
-
-
-def _keep_plain_attention() -> None:
-    """transformers' own sdpa under another name, before the reference takes its place."""
-    if PLAIN not in AttentionInterface._global_mapping:
-        AttentionInterface.register(PLAIN, AttentionInterface._global_mapping["sdpa"])
 
 
 def _reference_mlp(mlp: Any, x: Tensor) -> Tensor:

@@ -1,17 +1,23 @@
 """The worker that compares training programs: `python -m alstlib.measure.peers --config config.json --out DIR`.
 
-One job builds every stack of the run's `peers` (`baselines`) from the same weights, and runs them in turn on the same
-sample: memory and counts in a step of their own, then times, one step of each stack after the other, `steps` times.
-With `search` it finds each stack's longest sequence in an equal budget instead (`device_memory`, over what is there at
-the start of a step).
+Every stack of the run's `peers` (`baselines`) is built from the same weights and given the same sample, in processes of
+its own: stacks that share a process slow each other down. Only one stack is there at a time. In the first round each in
+turn is started, looked at (memory, counts, gradients) and timed; the second round starts and times each again, so that
+a machine whose speed changes treats all alike. Both together take the times of `steps` steps. With `search` a job finds
+each stack's longest sequence in an equal budget instead (`device_memory`, over what is there at the start of a step).
 """
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
 import statistics
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +32,21 @@ from alstlib.hf.support import heads_of
 from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import choose_backend
 from alstlib.kernels.rule import Attended, Rule
-from alstlib.measure.baselines import Stack
+from alstlib.measure.baselines import Stack, check_stacks
+from alstlib.mesh import join
 from alstlib.offload.host_store import HostStore
 from alstlib.offload.ledger import Ledger
 from alstlib.reference import relative_error
 from alstlib.runs import results
-from alstlib.train.models import flop_dimensions, load_model
+from alstlib.train.models import flop_dimensions, load_model, model_config
 from alstlib.train.search import longest_that_fits
-from alstlib.train.worker import Job, run_worker, timed
+from alstlib.train.worker import LONGEST_SECONDS, Job, begin, run_worker, timed
 from alstlib.units import format_bytes
 
 EXACT_LENGTH = 512
 """Tokens of the sample on which gradients are compared with the oracle."""
+ROUNDS = 2
+"""Launches of each stack, where there are as many steps to time."""
 
 
 class Counts(TorchDispatchMode):
@@ -104,72 +113,38 @@ def peak_over_start(step: Callable[[], Any], device: torch.device, stores: Seque
         return ledger.device_peak - start
 
 
-class Comparison(Job):
-    """One rank of the job."""
+class Alone(Job):
+    """One rank of one stack, in a process that holds nothing else."""
 
-    def __init__(self, run: RunConfig, out: Path) -> None:
+    def __init__(self, name: str, run: RunConfig, out: Path) -> None:
         super().__init__(run, out)
-        self.world = dist.get_world_size()
-        self.stacks: list[Stack] = []
-        if not run.peers:
-            raise ValueError("peers names no stack to compare, such as [ours, deepspeed, transformers]")
-        for name in run.peers:
-            self.say(f"building {name}")
-            self.stacks.append(Stack(name, run, self.device, self.bf16))
-        self.config = self.stacks[0].model.config
+        self.say(f"building {name}")
+        self.stack = Stack(name, run, self.device, self.bf16)
+        self.pids = [pid for (pid,) in self.gather(os.getpid())]
 
     def sample(self, length: int) -> dict[str, Tensor]:
         """Random tokens [1, S], the same on every rank."""
         generator = torch.Generator().manual_seed(self.run.seed)
-        ids = torch.randint(0, self.config.vocab_size, (1, length), generator=generator)
+        ids = torch.randint(0, self.stack.model.config.vocab_size, (1, length), generator=generator)
         return {"input_ids": ids, "labels": ids.clone()}
-
-    def __call__(self) -> dict[str, Any]:
-        return self.longest() if self.run.search else self.compare()
 
     # ----- time, memory, counts
 
-    def compare(self) -> dict[str, Any]:
-        run, length = self.run, self.run.seq_len
-        sample, made = self.sample(length), {}
-        exact = self.oracle() if not run.offload_params else None
-        for stack in self.stacks:
-            self.say(f"{stack.name} at {length:,} tokens: memory and counts")
-            made[stack.name] = self.look(stack, sample, exact)
-        times: dict[str, list[float]] = {stack.name: [] for stack in self.stacks}
-        for i in range(run.steps):
-            for stack in self.stacks:
-                times[stack.name].append(timed(lambda stack=stack: stack.step(sample)))  # type: ignore[misc]
-            left = (run.steps - i - 1) * sum(one[-1] for one in times.values())
-            self.say(f"repetition {i + 1} of {run.steps} at {length:,} tokens", eta_seconds=left)
-        floor = [timed(floor_step(self.config, length, self.world, self.device, self.bf16)) for _ in range(3)]
-        first = made[self.stacks[0].name]
-        for stack in self.stacks:
-            seconds = statistics.median(times[stack.name])
-            tokens = length * stack.sequences
-            made[stack.name] |= {"step_seconds": times[stack.name], "tokens_per_second": tokens / seconds}
-        flos = results.flos(length, length, **self.flops())
-        return {
-            "seq_len": length,
-            "tokens_per_step": length,
-            "step_seconds": times[self.stacks[0].name],
-            "loss": [first["loss"]],
-            "device_peak_bytes": first["device_peak_bytes"],
-            "host_peak_bytes": first["host_peak_bytes"],
-            "wire_bytes": first["wire_bytes"],
-            "flos": flos,
-            "floor_seconds": floor,
-            "peers": made,
-        }
+    def time(self, steps: int, look: bool) -> tuple[dict[str, Any], list[float], list[int]]:
+        """What a step needs (with `look`), the seconds of `steps` steps, and the processes of the stack's ranks."""
+        sample, where = self.sample(self.run.seq_len), f"{self.stack.name} at {self.run.seq_len:,} tokens"
+        self.say(f"{where}: {'memory and counts' if look else 'a step to warm up'}")
+        found = {"loss": self.stack.step(sample)}  # not timed
+        if look:
+            found |= self.look(sample)
+        self.say(f"{where}: {steps} steps that are timed")
+        return found, [timed(lambda: self.stack.step(sample)) for _ in range(steps)], self.pids
 
-    def flops(self) -> dict[str, int]:
-        with torch.device("meta"):
-            return flop_dimensions(load_model(self.run, torch.float32))
-
-    def look(self, stack: Stack, sample: dict[str, Tensor], exact: dict[str, Tensor] | None) -> dict[str, Any]:
-        """What a step of one stack needs, in steps that are not timed. Memory last: ZeRO-3's prefetching settles after
-        about three steps."""
-        loss, _ = stack.step(sample), stack.step(sample)
+    def look(self, sample: dict[str, Tensor]) -> dict[str, Any]:
+        """What a step needs, in steps that are not timed. Memory last: ZeRO-3's prefetching settles after about three
+        steps."""
+        stack, world = self.stack, dist.get_world_size()
+        stack.step(sample)
         rows = [0]
         handles = [
             m.register_forward_hook(lambda m, args, out: rows.__setitem__(0, rows[0] + out.shape[:-1].numel()))
@@ -180,26 +155,26 @@ class Comparison(Job):
             stack.step(sample)
         for handle in handles:
             handle.remove()
-        errors = {} if exact is None else self.gradient_error(stack, exact)
-        peaks = self.gather(self.peak(stack, sample), stack.host_bytes())
-        layers, length = self.config.num_hidden_layers, sample["input_ids"].shape[1]
-        whole = stack.sequences * layers * self.config.num_attention_heads * length * (length + 1) // 2 / self.world
+        errors = {} if self.run.offload_params else self.gradient_error()
+        peaks = self.gather(self.peak(sample), stack.host_bytes())
+        config, length = stack.model.config, sample["input_ids"].shape[1]
+        layers = config.num_hidden_layers
+        whole = stack.sequences * layers * config.num_attention_heads * length * (length + 1) // 2 / world
         return {
-            "loss": loss,
             "device_peak_bytes": [p for p, _ in peaks],
             "host_peak_bytes": [h for _, h in peaks],
             "wire_bytes": counts.sent["exchange"],
             "exchanges": counts.calls["exchange"],
             "other_wire_bytes": counts.sent["other"],
             "attention_forwards": counts.pairs / whole,
-            "mlp_forwards": rows[0] * self.world / (stack.sequences * length * layers),
+            "mlp_forwards": rows[0] * world / (stack.sequences * length * layers),
             **errors,
             "sequences": stack.sequences,
             "notes": stack.notes,
         }
 
-    def peak(self, stack: Stack, sample: dict[str, Tensor]) -> int:
-        return peak_over_start(lambda: stack.step(sample), self.device, stack.stores)
+    def peak(self, sample: dict[str, Tensor]) -> int:
+        return peak_over_start(lambda: self.stack.step(sample), self.device, self.stack.stores)
 
     # ----- gradients
 
@@ -211,10 +186,11 @@ class Comparison(Job):
         model(input_ids=sample["input_ids"], labels=sample["labels"], use_cache=False).loss.backward()
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
-    def gradient_error(self, stack: Stack, exact: dict[str, Tensor]) -> dict[str, Any]:
+    def gradient_error(self) -> dict[str, Any]:
         """Errors of the gradients relative to their norms: the largest, whose it is, and the median."""
         from deepspeed.utils import safe_get_full_grad
 
+        stack, exact = self.stack, self.oracle()
         loss, _ = stack.loss(self.sample(EXACT_LENGTH))
         stack.engine.backward(loss)
         errors = {}
@@ -229,28 +205,111 @@ class Comparison(Job):
     # ----- the longest sequence
 
     def longest(self) -> dict[str, Any]:
-        run, made = self.run, {}
-        if run.device_memory is None:
+        run, stack = self.run, self.stack
+        assert run.device_memory is not None
+        for _ in range(3):
+            stack.step(self.sample(run.search_granule))
+
+        def peak(length: int) -> int:
+            sample = self.sample(length)
+            most = max(p for (p,) in self.gather(self.peak(sample)))
+            self.say(f"{stack.name} at {length:,} tokens peaks {format_bytes(most)} over its start")
+            return most
+
+        budget, granule = run.device_memory, run.search_granule
+        try:
+            found = longest_that_fits(peak, budget, granule, start=run.seq_len, limit=run.search_max)
+        except MemoryError as e:  # not even one granule: a finding about this stack, not the end of the others
+            return {"seq_len": 0, "tried": [], "host_peak_bytes": stack.host_bytes(), "why": str(e)}
+        tried = [{"seq_len": n, "device_peak_bytes": p} for n, p in found.tried]
+        return {"seq_len": found.length, "tried": tried, "host_peak_bytes": stack.host_bytes()}
+
+
+_stack: list[Alone] = []
+"""The stack of this process, where it is one that `Comparison` started."""
+
+
+def _build(group: str, name: str, run: RunConfig, out: Path) -> None:
+    join(begin(), LONGEST_SECONDS, group)
+    _stack.append(Alone(name, run, out))
+
+
+def _call(method: str, *args: Any) -> Any:
+    return getattr(_stack[0], method)(*args)
+
+
+class Comparison(Job):
+    """One rank of the job. It starts a process for each stack, which joins those of the other ranks."""
+
+    def __init__(self, run: RunConfig, out: Path) -> None:
+        super().__init__(run, out)
+        check_stacks(run)
+        if run.search and run.device_memory is None:
             raise ValueError("search=True needs device_memory: the budget over what is there at the start of a step")
-        for stack in self.stacks:
-            for _ in range(3):
-                stack.step(self.sample(run.search_granule))
+        # On a CPU, processes are forked from one that has imported what they need. CUDA does not live through a fork.
+        self.processes: Any = multiprocessing.get_context("spawn" if self.cuda else "forkserver")
+        if not self.cuda:
+            self.processes.set_forkserver_preload(["deepspeed", "alstlib.measure.peers"])
+        self.started = 0
 
-            def peak(length: int, stack: Stack = stack) -> int:
-                sample = self.sample(length)
-                most = max(p for (p,) in self.gather(self.peak(stack, sample)))
-                self.say(f"{stack.name} at {length:,} tokens peaks {format_bytes(most)} over its start")
-                return most
+    @contextmanager
+    def alone(self, name: str) -> Iterator[Callable[..., Any]]:
+        """Start a stack in processes of its own, which end with this block. What it yields calls a method of `Alone`
+        there."""
+        self.started += 1
+        with ProcessPoolExecutor(1, self.processes) as process:
+            process.submit(_build, str(self.started), name, self.run, self.out).result()
+            yield lambda method, *args: process.submit(_call, method, *args).result()
 
-            budget, granule = run.device_memory, run.search_granule
-            try:
-                found = longest_that_fits(peak, budget, granule, start=run.seq_len, limit=run.search_max)
-            except MemoryError as e:  # not even one granule: a finding about this stack, not the end of the others
-                made[stack.name] = {"seq_len": 0, "tried": [], "host_peak_bytes": stack.host_bytes(), "why": str(e)}
-                continue
-            tried = [{"seq_len": n, "device_peak_bytes": p} for n, p in found.tried]
-            made[stack.name] = {"seq_len": found.length, "tried": tried, "host_peak_bytes": stack.host_bytes()}
-        first = made[self.stacks[0].name]
+    def __call__(self) -> dict[str, Any]:
+        return self.longest() if self.run.search else self.compare()
+
+    def compare(self) -> dict[str, Any]:
+        run, length = self.run, self.run.seq_len
+        made: dict[str, dict[str, Any]] = {name: {"step_seconds": [], "processes": []} for name in run.peers}
+        took: dict[str, float] = {}
+        rounds = min(ROUNDS, run.steps)
+        for i in range(rounds):
+            for at, name in enumerate(run.peers):
+                began, left = time.perf_counter(), [took[n] for n in run.peers[at:] if n in took]
+                eta = {"eta_seconds": sum(left)} if left else {}
+                self.say(f"{name} at {length:,} tokens, round {i + 1} of {rounds}", **eta)
+                with self.alone(name) as ask:
+                    found, seconds, pids = ask("time", (run.steps + i) // rounds, i == 0)
+                took[name] = time.perf_counter() - began
+                made[name] = found | made[name]
+                made[name]["step_seconds"] += seconds
+                made[name]["processes"].append(pids)
+        for one in made.values():
+            one["tokens_per_second"] = length * one["sequences"] / statistics.median(one["step_seconds"])
+        config = model_config(run.model, run.model_config, run.trust_remote_code)
+        floor_of = floor_step(config, length, dist.get_world_size(), self.device, self.bf16)
+        floor = [timed(floor_of) for _ in range(3)]
+        first = made[run.peers[0]]
+        flos = results.flos(length, length, **self.flops())
+        return {
+            "seq_len": length,
+            "tokens_per_step": length,
+            "step_seconds": first["step_seconds"],
+            "loss": [first["loss"]],
+            "device_peak_bytes": first["device_peak_bytes"],
+            "host_peak_bytes": first["host_peak_bytes"],
+            "wire_bytes": first["wire_bytes"],
+            "flos": flos,
+            "floor_seconds": floor,
+            "peers": made,
+        }
+
+    def flops(self) -> dict[str, int]:
+        with torch.device("meta"):
+            return flop_dimensions(load_model(self.run, torch.float32))
+
+    def longest(self) -> dict[str, Any]:
+        made = {}
+        for name in self.run.peers:
+            with self.alone(name) as ask:
+                made[name] = ask("longest")
+        first = made[self.run.peers[0]]
         return {"seq_len": first["seq_len"], "tried": first["tried"], "peers": made}
 
 

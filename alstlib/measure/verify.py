@@ -133,8 +133,8 @@ def compare(
     reference: Callable[[Any], Reference], exact: Mapping[torch.dtype, tuple[float, float]] = EXACT,
     block: int | None = None,
 ) -> Outcome:  # fmt: skip
-    """One step: `result` is exact, wrong, refused (by `apply`), crash, or not built (by plain transformers); with the
-    errors, or the reason."""
+    """One step: `result` is exact, wrong, refused (by `apply`, or by blocks), crash, or not built (by plain
+    transformers); with the errors, or the reason."""
     state = copy.deepcopy(model.state_dict())
     try:
         handle = alstlib.apply(model, ctx, options)
@@ -144,6 +144,8 @@ def compare(
         return {"result": "crash", "reason": f"apply: {why(e)}"}
     try:
         with handle:
+            if block is not None and handle.not_by_blocks:
+                return {"result": "refused", "reason": f"ValueError: {handle.not_by_blocks}"}
             mean, got = attached_step(handle, data, block)
     except Exception as e:
         return {"result": "crash", "reason": why(e)}

@@ -1,9 +1,9 @@
 """Copies tensors that are kept on the host to the device part by part: hidden states, keys and values of layers in
 chunks.
 
-On CUDA with offload `async` parts travel on streams of their own, one part ahead of the computation in each direction;
-otherwise they are copied when they are asked for. A `Courier` serves one pass over one layer; after `finish` everything
-that it sent is on the host, so that whatever reads a host tensor next finds it whole.
+On a device with streams (CUDA) and with offload `async` parts travel on streams of their own, one part ahead of the
+computation in each direction; otherwise they are copied when they are asked for. A `Courier` serves one pass over one
+layer; after `finish` everything that it sent is on the host, so that whatever reads a host tensor next finds it whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.offload.host_store import HostStore
+from alstlib.offload.host_store import HostStore, accelerator
 
 
 class Arrival:
@@ -25,12 +25,13 @@ class Arrival:
         self.courier, self.parts, self.event = courier, list(parts), None
         if not courier.beside:
             return
-        compute, back = torch.cuda.current_stream(courier.device), courier.streams()[1]
+        here = courier.here
+        compute, back = here.current_stream(courier.device), courier.streams()[1]
         self.parts = [_room_for(part, courier.device) for part in parts]
         back.wait_stream(compute)  # the buffers' memory may still be in use there
         if after is not None:
             back.wait_event(after)
-        with torch.cuda.stream(back):
+        with here.stream(back):
             for to, part in zip(self.parts, parts):
                 _copy(to, part)
         self.event = back.record_event()
@@ -38,7 +39,7 @@ class Arrival:
     def get(self) -> list[Tensor]:
         """The parts, on the device."""
         if self.event is not None:
-            torch.cuda.current_stream(self.courier.device).wait_event(self.event)
+            self.courier.here.current_stream(self.courier.device).wait_event(self.event)
             return self.parts
         made = [_room_for(part, self.courier.device) for part in self.parts]
         for to, part in zip(made, self.parts):
@@ -56,7 +57,8 @@ class Courier:
 
     def __init__(self, store: HostStore, device: torch.device) -> None:
         self.store, self.device = store, device
-        self.beside = store.mode == "async" and device.type == "cuda"
+        self.here = accelerator(device)
+        self.beside = store.mode == "async" and self.here is not None
         self._leaving: list[tuple[Tensor, Any]] = []
         self._used = False
 
@@ -66,7 +68,7 @@ class Courier:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A host tensor, not yet written."""
-        return self.store.lease(shape, dtype, pin=self.device.type == "cuda")
+        return self.store.lease(shape, dtype, pin=None if self.here is None else self.device)
 
     def fetch(self, *parts: Tensor, after: Any = None) -> Arrival:
         """Start bringing parts of host tensors to the device; `after` is what `send` returned for them, if it was in
@@ -82,9 +84,9 @@ class Courier:
         if not self.beside:
             _copy(part, x)
             return None
-        x, compute, (out, _) = x.contiguous(), torch.cuda.current_stream(self.device), self.streams()
+        x, compute, (out, _) = x.contiguous(), self.here.current_stream(self.device), self.streams()
         out.wait_stream(compute)
-        with torch.cuda.stream(out):
+        with self.here.stream(out):
             _copy(part, x)
         done = out.record_event()
         self._leaving.append((x, done))  # x lives until its copy is done, in the compute stream's order
@@ -106,8 +108,8 @@ class Courier:
 
     def finish(self) -> None:
         """Wait until everything that was sent is on the host, and nothing that was fetched is read any more."""
-        if self._used and self.device.type == "cuda":
-            for stream in self.streams() if self.beside else [torch.cuda.current_stream(self.device)]:
+        if self._used and self.here is not None:
+            for stream in self.streams() if self.beside else [self.here.current_stream(self.device)]:
                 stream.synchronize()
         self._used = False
         self._leaving.clear()

@@ -2,8 +2,8 @@
 
 - `none`: it stays on the device;
 - `sync`: copied on the compute stream (the paper's way);
-- `async`: on CUDA copied on streams of its own, out of and into pinned memory, and the previous layer's tensors start
-  coming back before a layer is recomputed. Where there is no stream (CPU), the same as `sync`.
+- `async`: on a device with streams (CUDA) copied on streams of its own, out of and into pinned memory, and the previous
+  layer's tensors start coming back before a layer is recomputed. Where there is no stream (CPU), the same as `sync`.
 
 Host memory is taken in slabs of the exact size, reused from step to step (PyTorch's pinned allocator rounds up to
 powers of two, up to twice what is needed).
@@ -31,6 +31,11 @@ from alstlib.sizing import host_free
 
 Mode = Literal["none", "sync", "async"]
 MODES = ("none", "sync", "async")
+
+
+def accelerator(device: torch.device) -> Any:
+    """PyTorch's module of a device that has streams and pinned memory (`torch.cuda` of CUDA); None for the CPU."""
+    return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
 
 
 class HostOutOfMemory(MemoryError):
@@ -75,27 +80,28 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
 
 
 class _Slab:
-    """`nbytes` of host memory outside PyTorch's allocators, pinned for a CUDA device.
+    """`nbytes` of host memory outside PyTorch's allocators, pinned for a device where one is given.
 
     It is a private mapping in huge pages where the system has them (shared memory has none by default), near the GPU,
     and a process that is forked has no part in it: it would be handed a copy of what a GPU still writes.
     """
 
-    def __init__(self, nbytes: int, pin: bool) -> None:
+    def __init__(self, nbytes: int, pin: torch.device | None) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NO_RESERVE if sys.platform == "linux" else 0)
         self.mapped = mapped = mmap.mmap(-1, max(1, nbytes), flags=flags)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             with contextlib.suppress(AttributeError, OSError):  # a system without it
                 mapped.madvise(getattr(mmap, advice))
         self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
-        self.pinned = False
-        if pin:
-            if (node := numa_node(torch.cuda.current_device())) is not None:
+        self.pinned_for: Any = None
+        if pin is not None:
+            here = accelerator(pin)
+            if pin.type == "cuda" and (node := numa_node(here.current_device())) is not None:
                 prefer_node(self.bytes.data_ptr(), self.bytes.numel(), node)
-            failed = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
+            failed = here.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
             if int(failed):
                 raise HostOutOfMemory(f"cannot pin {nbytes:,} bytes of host memory (CUDA error {int(failed)})")
-            self.pinned = True
+            self.pinned_for = here
 
     def view(self, like: Tensor) -> Tensor:
         """A tensor in this memory with the shape and the strides of `like`, which has no gaps."""
@@ -113,9 +119,9 @@ class _Slab:
         return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, tuple(shape), strides)  # not a view
 
     def __del__(self) -> None:
-        if getattr(self, "pinned", False):
-            torch.cuda.synchronize()  # a copy may still run
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+        if (here := getattr(self, "pinned_for", None)) is not None:
+            here.synchronize()  # a copy may still run
+            here.cudart().cudaHostUnregister(self.bytes.data_ptr())
 
 
 def _without_gaps(x: Tensor) -> Tensor:
@@ -147,7 +153,8 @@ class Ticket:
 
     def release(self) -> None:
         if self.fetched is not None and self.fetched[1] is not None:  # dropped while its tensors are on their way back
-            torch.cuda.current_stream(self.fetched[0][0].device).wait_event(self.fetched[1])
+            device = self.fetched[0][0].device
+            accelerator(device).current_stream(device).wait_event(self.fetched[1])
         for _, slab in self.kept:
             if slab is not None:
                 self.store.free.append(slab)
@@ -179,6 +186,10 @@ class HostStore:
         self.on_slab: Callable[[Tensor], None] | None = None
         """Told of each slab that is taken (a ledger counts it as host memory)."""
         self._leases: dict[int, int] = {}
+        self._first = self._most = 0
+        """Bytes of the longest step's first tensor, and of its grant."""
+        self._shorter = False
+        """Is this step shorter than another was?"""
         self._granted = self._spare = 0
         """Bytes of this forward that may be taken without a look, and that slabs may be larger than what they hold."""
         self._streams: tuple[Any, Any] | None = None
@@ -199,15 +210,16 @@ class HostStore:
             return
         x = _without_gaps(x)
         self.bytes_sent += x.numel() * x.element_size()
-        slab = self._slab(x.numel() * x.element_size(), x.is_cuda)
+        here = accelerator(x.device)
+        slab = self._slab(x.numel() * x.element_size(), None if here is None else x.device)
         host = slab.view(x)
         ticket.kept.append((host, slab))
-        if not (x.is_cuda and self.mode == "async"):
+        if here is None or self.mode != "async":
             host.copy_(x)
             return
-        compute, (out, _) = torch.cuda.current_stream(x.device), self.streams(x.device)
+        compute, (out, _) = here.current_stream(x.device), self.streams(x.device)
         out.wait_stream(compute)
-        with torch.cuda.stream(out):
+        with here.stream(out):
             host.copy_(x, non_blocking=True)
         self._leaving.append((x, out.record_event()))  # x lives until its copy is done, in the compute stream's order
         while len(self._leaving) > 2:
@@ -222,7 +234,7 @@ class HostStore:
         assert ticket.fetched is not None
         (tensors, event), ticket.fetched = ticket.fetched, None
         if event is not None:
-            compute = torch.cuda.current_stream(device)
+            compute = accelerator(device).current_stream(device)
             compute.wait_event(event)
             for _, done in self._leaving:
                 compute.wait_event(done)
@@ -239,28 +251,30 @@ class HostStore:
         tensors = [
             torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device) for host, _ in ticket.kept
         ]
-        if not (device.type == "cuda" and self.mode == "async"):
+        here = accelerator(device)
+        if here is None or self.mode != "async":
             for tensor, (host, _) in zip(tensors, ticket.kept):
                 tensor.copy_(host)
             ticket.fetched = (tensors, None)
             return
         out, back = self.streams(device)
-        back.wait_stream(torch.cuda.current_stream(device))  # the buffers' memory may still be in use there
+        back.wait_stream(here.current_stream(device))  # the buffers' memory may still be in use there
         back.wait_stream(out)
-        with torch.cuda.stream(back):
+        with here.stream(back):
             for tensor, (host, _) in zip(tensors, ticket.kept):
                 tensor.copy_(host, non_blocking=True)
         ticket.fetched = (tensors, back.record_event())
 
     def streams(self, device: torch.device) -> tuple[Any, Any]:
-        """CUDA streams for copies out of a device and back."""
+        """Streams for copies out of a device and back."""
         if self._streams is None:
-            self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
+            here = accelerator(device)
+            self._streams = (here.Stream(device), here.Stream(device))
         return self._streams
 
-    def lease(self, shape: Sequence[int], dtype: torch.dtype, pin: bool) -> Tensor:
+    def lease(self, shape: Sequence[int], dtype: torch.dtype, pin: torch.device | None) -> Tensor:
         """A tensor on the host that is not yet written, in a slab that returns to the store when nobody has the tensor
-        or a view of it any more.
+        or a view of it any more; pinned for a device where one is given.
 
         Raises:
             HostOutOfMemory: there is no room for it.
@@ -275,9 +289,13 @@ class HostStore:
         del self._leases[id(slab)]
         self.free.append(slab)
 
-    def _slab(self, nbytes: int, pin: bool) -> _Slab:
+    def _slab(self, nbytes: int, pin: torch.device | None) -> _Slab:
         granted = nbytes <= self._granted
-        slack = min(nbytes // 4, self._spare) if granted else nbytes // 4
+        if not granted and self.nbytes == self.unused:  # hidden states, before the layers are granted theirs
+            self._first, self._shorter = max(self._first, nbytes), nbytes < self._first
+        # A shorter sample takes what the longest has left: to pin slabs anew takes longer than the copies of a step.
+        slack = self.nbytes if self._shorter else nbytes // 4
+        slack = min(slack, self._spare) if granted else slack
         fits = [slab for slab in self.free if nbytes <= slab.bytes.numel() <= nbytes + slack]
         best = min(fits, key=lambda slab: slab.bytes.numel(), default=None)
         if granted:
@@ -286,7 +304,8 @@ class HostStore:
         if best is not None:
             self.free.remove(best)
             return best
-        self.trim()  # what is free belongs to another length
+        if not self._shorter or self.room() < nbytes:
+            self.trim()  # what is free belongs to another length
         if not granted and (room := self.room()) < nbytes:
             raise HostOutOfMemory(
                 f"offload needs {nbytes:,} more bytes of host memory for this rank, and {room:,} are left; "
@@ -327,4 +346,6 @@ class HostStore:
                 f"offload needs {nbytes:,} bytes of host memory for this rank, and {room:,} are left; "
                 "use a shorter sequence, more ranks, a larger host_memory, or offload='none'"
             )
+        self._shorter = nbytes < self._most
+        self._most = max(self._most, nbytes)
         self._granted, self._spare = nbytes + nbytes // 64, room - nbytes  # heads that are shared unevenly take more

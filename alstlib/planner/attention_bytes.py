@@ -15,7 +15,8 @@ from alstlib.sizing import kv_needed
 FLASH_2 = ("flash", "flash_attention_2")
 """Kernels of flash-attn 2: PyTorch's and its own."""
 ITSELF = ("cudnn", *FLASH_2, "flash_attention_3", "flash_attention_4")
-"""Kernels (`backends.BACKENDS`) that take windows themselves, or leave them to one that does."""
+"""Kernels (`backends.BACKENDS`) that take windows themselves, or leave them to one that does. Those that take soft caps
+are among them."""
 BLOCK = 32 * 2**20
 """Bytes of a block of scores (`kernels.blockwise`)."""
 BLOCKS = 5
@@ -39,7 +40,7 @@ def beside_form(
     each = shape.heads * shape.head_dim + keys  # numbers of a token in gradients of queries, keys and values
     in_window = bool(shape.windowed) and shape.window < seq_len
     called = rows if chunk is None else chunk
-    capped = 4.0 * keys * called + BLOCKS * BLOCK if shape.softcap else 0.0
+    capped = 4.0 * keys * called + BLOCKS * BLOCK if shape.softcap and kernel not in ITSELF else 0.0
     if not in_window or (chunk is None and kernel in ITSELF):
         return capped
     backwards = called if chunk is not None else rows * (1 - shape.window / seq_len)

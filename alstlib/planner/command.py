@@ -320,7 +320,7 @@ def describe_ways(ways: list[Way]) -> list[str]:
         reach = f"{w.best.seq_len:>13,} tokens, {limited_by(w.limit)}" if w.best else "not even a short sequence fits"
         step = "" if w.at is None else f"; {format_seconds(w.at.seconds['step'])}"
         step += ", slowed by the link to the host" if w.link and w.at is not None else ""
-        best = " and ".join(["farthest"] * (w is farthest) + ["fastest"] * (w is fastest))
+        best = " and ".join(["longest"] * (w is farthest) + ["fastest"] * (w is fastest))
         lines.append(f"  {w.what:28} {reach}{step}{f'  <- {best}' if best else ''}")
         lines.append(
             f"  {'':28} ({settings({n: v for n, v in w.changes.items() if v not in (None, 'auto')}) or 'no chunk'})"
@@ -363,4 +363,4 @@ def table(parts: dict[str, int], limit: int | None, title: str) -> list[str]:
     lines = [f"  {title:24} {'GiB':>9}"]
     lines += [f"  {name:24} {nbytes / GIB:9.2f}" for name, nbytes in rows if nbytes]
     of = f" of {limit / GIB:.2f}" if limit is not None else ""
-    return [*lines, f"  {'in all':24} {total / GIB:9.2f}{of}"]
+    return [*lines, f"  {'total':24} {total / GIB:9.2f}{of}"]

@@ -17,7 +17,7 @@ from alstlib.planner.public_models import PUBLIC, SHAPES
 
 
 def check_path(name: str) -> None:
-    """Refuse a model's name that can only be a path here, and is none, or one without a config.json.
+    """Refuse a model's name that can only be a path here, and is none, or one without a config.json that can be used.
 
     Raises:
         ValueError: it names what is there instead.
@@ -27,7 +27,10 @@ def check_path(name: str) -> None:
         return
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"model='{name}' is a folder without config.json; name a folder that save_pretrained wrote")
-    if not path.exists() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
+    if path.is_dir():
+        find_config(name)
+    local = path.is_absolute() or path.is_symlink() or name.startswith((".", "~")) or name.count("/") > 1
+    if not path.exists() and local:
         raise ValueError(f"model='{name}' does not exist; {nearest_path(path)}")
 
 
@@ -52,6 +55,13 @@ def check_model(name: str) -> None:
             f"model='{name}' is not a folder here and could not be downloaded from the hub ({hint}built-in shapes: "
             f"{', '.join(SHAPES)}); without a network, name a folder that holds the model: {why}"
         ) from e
+
+
+def check_sizes(name: str, config: Mapping[str, Any]) -> None:
+    """Refuse a model's config with sizes below 1."""
+    for field in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size"):
+        if isinstance(value := config.get(field), int) and value < 1:
+            raise ValueError(f"model='{name}': its config has {field}={value}; it must be at least 1")
 
 
 def overridden(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +90,9 @@ def find_config(name: str) -> dict[str, Any]:
             raise ValueError(f"model='{name}': {path} is not a readable config.json ({e})") from e
         if not isinstance(found, dict):
             raise ValueError(f"model='{name}': {path} holds no object")
-        return dict(found.get("text_config", found))
+        found = dict(found.get("text_config", found))
+        check_sizes(name, found)
+        return found
     if (cached := _in_cache(name)) is not None:
         return cached
     plain = {public.lower(): public for public in PUBLIC}

@@ -14,6 +14,9 @@ from alstlib.sizing import host_free
 from alstlib.units import GIB
 
 UNKNOWN = "a GPU of unknown rates"
+CPU_PROCESS = 500 * 2**20
+"""Host bytes of a rank's process on a CPU before its first tensor, as measured: Python, PyTorch, transformers,
+DeepSpeed. Pages of libraries, which processes share, do not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,8 @@ class Machine:
     """Bytes of a node's memory; None for no limit."""
     rates: Rates = field(default_factory=lambda: rates_of("H100"))
     device: str = "cuda"
-    """`cpu`: ranks on a CPU that stand in for GPUs, without overheads."""
+    """`cpu`: ranks on a CPU that stand in for GPUs. What is on their device lies in the host's memory too, and has no
+    overheads."""
     overheads: Overheads = field(default_factory=Overheads)
 
     def __post_init__(self) -> None:
@@ -78,7 +82,10 @@ def machine_of(run: RunConfig, nodes: int, gpus: int, host: int | None = None, g
     per_node = max(1, run.world_size // nodes)
     memory, host = run.device_memory, host_free() if host is None else host
     if not gpus:
-        return Machine(gpus=run.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, device="cpu")
+        own = Overheads(process=CPU_PROCESS)
+        return Machine(
+            gpus=run.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, device="cpu", overheads=own
+        )
     name, found = devices.first_gpu()
     rates = rates_named(name) or replace(rates_of("H100"), name=UNKNOWN)
     memory = memory or min((n for n in (found, gpu_free) if n), default=None)

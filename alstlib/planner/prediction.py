@@ -76,7 +76,7 @@ class Prediction:
     host: dict[str, int]
     host_limit: int | None
     host_needed: int
-    """The least that this rank needs of the host."""
+    """The least that this rank needs of the host: on a CPU with what is on its device."""
     activations: Activations
     seconds: dict[str, float]
     """Of one optimizer step, by part; `step` is what passes."""
@@ -123,16 +123,17 @@ def states(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours")
 
 def loading(shape: Shape, run: RunConfig, machine: Machine) -> Loading:
     """What it takes to load our run's model; of the reference's loading nothing is predicted."""
-    element, gpu = element_bytes(run, machine.device), machine.device != "cpu"
+    element, ranks = element_bytes(run, machine.device), machine.ranks_of_node
     whole, tensor = element * shape.parameters, element * shape.largest_tensor
     part = whole
     if run.zero_stage == 3:
         part = tensor + (0 if run.offload_params else whole // machine.gpus)
-    processes = machine.overheads.process * machine.ranks_of_node if gpu and machine.host_memory is not None else 0
-    tensors = tensor * (1 if gpu else machine.ranks_of_node)
-    return Loading(
-        sum(machine.overhead().values()) + part, machine.gpu_memory, whole + tensors + processes, machine.host_memory
-    )
+    processes = machine.overheads.process if machine.host_memory is not None else 0
+    beside = tensor  # rank 0's weights
+    if machine.device == "cpu":  # whose ranks have theirs on the host
+        beside = ranks * tensor if run.zero_stage == 3 else (ranks - 1) * whole
+    host = whole + beside + ranks * processes
+    return Loading(sum(machine.overhead().values()) + part, machine.gpu_memory, host, machine.host_memory)
 
 
 def loads_with(shape: Shape, run: RunConfig, machine: Machine) -> str:
@@ -168,8 +169,7 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
     host, limit = held.host, None
     if machine.host_memory is not None:
         limit = machine.host_memory // machine.ranks_of_node
-        if machine.device != "cpu":
-            host = {**host, "process": machine.overheads.process}
+        host = {**host, "process": machine.overheads.process}
     room = None if limit is None else max(0, limit - sum(host.values()))
 
     def of_states(part: str) -> int:
@@ -189,11 +189,12 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
             shape, known, ranks, seq_len, machine.device, room, capability=machine.rates.capability, free=free,
             held=of_states,
         )  # fmt: skip
-    needed = sum(host.values()) + found.host_needed
+    device = {**machine.overhead(), **held.at(part_of(found.place)), **found.device}
+    needed = sum(host.values()) + found.host_needed + (sum(device.values()) if machine.device == "cpu" else 0)
     if found.host:
         host = {**host, "checkpoints": found.host}
     return Prediction(
-        seq_len=seq_len, device={**machine.overhead(), **held.at(part_of(found.place)), **found.device},
+        seq_len=seq_len, device=device,
         device_limit=machine.gpu_memory, host=host, host_limit=limit, host_needed=needed, activations=found,
         seconds=step_seconds(shape, run, machine, ranks, seq_len, found, preset),
         loading=Loading() if preset == "paper" else loading(shape, run, machine),
@@ -236,13 +237,18 @@ HELP: dict[str, dict[str, Any]] = {
     "tiled norms": {"tiled_norm": True},
     "checkpoints": {"checkpoint": True},
     "checkpoints on the host": {"checkpoint": True, "offload": "async"},
-    "layers in chunks of 16K tokens": {"checkpoint": True, "chunk": 16_384},
+    "layers in chunks of 16K tokens, placed automatically": {
+        "checkpoint": True,
+        "chunk": 16_384,
+        "hidden": "auto",
+        "kv": "auto",
+    },
     "attention outputs not kept": {"save_attention": False},
     "optimizer on the host": {"offload_optimizer": True},
     "ZeRO-3": {"zero_stage": 3},
     "weights on the host": {"zero_stage": 3, "offload_params": True},
 }
-"""Changes that save memory, as fields of RunConfig."""
+"""Changes that save memory, as fields of RunConfig. `ways.WAYS` has the chunks with each place by itself."""
 SHARDED = ("ZeRO-3", "weights on the host")
 """The entries of `HELP` with which a device holds less of the model while it is loaded."""
 

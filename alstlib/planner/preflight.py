@@ -73,7 +73,7 @@ def why_not(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_
     what = what if where == "device" else "a rank's share of the host's free memory is"
     text = (
         f"{found.seq_len:,} tokens would take {format_bytes(needs)} of {where} memory a rank, and {what} "
-        f"{format_bytes(has)} (predicted, largest parts: {largest(found, where)})"
+        f"{format_bytes(has)} (predicted, largest parts: {largest(found, where, machine)})"
     )
     if near := nearest_that_fits(shape, run, machine, found.seq_len):
         text += f"; it would fit with {' and '.join(near[0])}: {settings(changed(run, near[1].to_dict()))}"
@@ -144,6 +144,7 @@ def outlook(run: RunConfig, gpus: int, nodes: int = 1) -> str:
     seconds = found.seconds["step"] if rates_known(machine) else None
     parts = [f"the longest that fits is {found.seq_len:,} tokens" if run.search and found.fits else _verdict(found)]
     for where, needs, has in found.sides:
+        where += ", which holds the device's part too," if where == "host" and machine.device == "cpu" else ""
         parts.append(f"{where} {format_bytes(needs)}{f' of {format_bytes(has)}' if has else ''} for each rank")
     parts.append(f"loading takes {format_bytes(found.loading.host)} of the first node's host")
     slow = "the time of a step is not predicted, because rates are known for GPUs only"
@@ -157,7 +158,9 @@ def _verdict(found: Prediction) -> str:
     return "fits" if found.fits else f"does not fit: it needs more {found.limit} memory than there is"
 
 
-def largest(found: Prediction, where: str) -> str:
-    parts = found.device if where == "device" else found.host
+def largest(found: Prediction, where: str, machine: Machine) -> str:
+    parts = found.host if where == "host" else {}
+    if where == "device" or machine.device == "cpu":
+        parts = {**parts, **found.device}
     top = sorted(parts.items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in top)

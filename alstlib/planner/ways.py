@@ -15,7 +15,7 @@ from alstlib.planner.streaming import least_chunk
 CHUNK = 16_384
 WAYS: dict[str, dict[str, Any]] = {
     "layers whole": {"chunk": None, "hidden": "auto", "kv": "auto"},
-    "layers in chunks": {"chunk": CHUNK, "hidden": "device", "kv": "device"},
+    "chunks, all on the device": {"chunk": CHUNK, "hidden": "device", "kv": "device"},
     "hidden states on the host": {"chunk": CHUNK, "hidden": "host", "kv": "device"},
     "keys and values too": {"chunk": CHUNK, "hidden": "host", "kv": "host"},
     "block by block": {"chunk": None, "block": CHUNK, "hidden": "auto", "kv": "host"},

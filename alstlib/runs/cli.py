@@ -4,13 +4,15 @@ another."""
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import os
 import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from alstlib.config import RunConfig
 from alstlib.planner import command, devices, preflight
@@ -31,7 +33,7 @@ from alstlib.runs import (
 )
 from alstlib.runs.notebooks import execute, watch_cells
 from alstlib.runs.processes import WARNED, warnings_call
-from alstlib.runs.progress import Printer, ProgressReader
+from alstlib.runs.progress import Plain, Printer, ProgressReader
 from alstlib.runs.sweeps import Spec, check_parameters, load_spec, papermill_line, select, shown, write_record
 from alstlib.units import format_seconds
 
@@ -118,6 +120,9 @@ def run(args: argparse.Namespace) -> int:
     here = cluster.here(args.nodes, args.node_rank, args.head)
     spec = load_spec(args.spec, args.out, nodes=args.nodes or here.count)
     names = select(spec, args.rows)
+    if args.allow_dropped:
+        rows = {row: config.replace(allow_dropped=True) for row, config in spec.rows.items()}
+        spec = dataclasses.replace(spec, rows=rows)
     check_parameters(spec.notebook, [*spec.parameters, "config", "out", *(["force"] if args.force else [])])
     if spec.report:
         check_parameters(spec.report, ["results"])
@@ -126,15 +131,17 @@ def run(args: argparse.Namespace) -> int:
     if spec.worker in workers.TRAINING:
         for model in {spec.rows[row].model for row in names}:
             check_model(model)
-    meeting = spec.out / nodes.FILE
+    meeting, submits = spec.out / nodes.FILE, (args.nodes or 1) > here.count
     if here.rank:
         return 0 if args.dry_run else follower.follow(meeting, here, args.patience, args.grace)
-    print(f"{spec.name}: {len(names)} rows, results in {shown(spec.out)}", flush=True)
+    for row in () if args.force or submits else names:
+        workers.check_ranks(spec.rows[row], launch.node_count(spec.rows[row], spec.nodes), devices.device_count())
+    print(f"{spec.name}: {len(names)} row{'s' * (len(names) != 1)}, results in {shown(spec.out)}", flush=True)
     if args.dry_run:
         for row in names:
             print("\n".join(_would(spec, row, args)), flush=True)
         return 0
-    if (args.nodes or 1) > here.count:
+    if submits:
         return _submit(spec, args)
     with locks.hold(spec.out) as note, nodes.lead(meeting, here, args.patience) as told:
         write_record(spec)
@@ -144,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _submit(spec: Spec, args: argparse.Namespace) -> int:
     flags = [f"--{n}={getattr(args, n)}" for n in ("out", "rows", "retry") if getattr(args, n)]
-    flags += [f"--{n.replace('_', '-')}" for n in ("force", "fail_fast") if getattr(args, n)]
+    flags += [f"--{n.replace('_', '-')}" for n in ("force", "fail_fast", "allow_dropped") if getattr(args, n)]
     flags += [f"--patience={args.patience:g}", *([f"--grace={args.grace:g}"] if args.grace else [])]
     job = cluster.submit(["alst", "run", str(args.spec), *flags], spec.out, args.nodes, args.sbatch)
     log = shlex.quote(shown(spec.out / f"slurm-{job}.log"))
@@ -201,9 +208,8 @@ def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: 
             finally:
                 rest.end(row)
             error = result.get("error") or {}
-            why = f": {results.why(result)}" if result["status"] in status.FAILED else ""
-            print(f"{row}: {result['status']}{why}", flush=True)
-            if why:
+            print(": ".join(part for part in (row, result["status"], results.why(result)) if part), flush=True)
+            if result["status"] in status.FAILED:
                 saved = _saved(spec.out / row) > before
                 if warning and result["status"] in ("timeout", "cancelled") and (saved or ran > 1):
                     return _again(spec, row)
@@ -229,7 +235,7 @@ def _report(spec: Spec, bad: list[str], args: argparse.Namespace, note: Callable
     """The end of a sweep: the table, the report, the page, and what failed."""
     note(row="the report", row_since=time.time())
     found = results.collect(spec.out)
-    print(f"\n{results.with_notes(results.table(found))}\n")
+    print(f"\n{results.with_notes(results.table(report.in_order(found, spec.out, spec)))}\n")
     if spec.report and not (bad and args.fail_fast):
         output = spec.out / spec.report.name
         watch, show = watch_cells(spec.report, output)
@@ -263,7 +269,7 @@ def _would(spec: Spec, row: str, args: argparse.Namespace) -> list[str]:
     others = {n: v for n, v in fields.items() if n not in of_row and v != default.to_dict()[n]}
     gpus, count = devices.device_count(), launch.node_count(config, spec.nodes)
     ours, foreseen = spec.worker in workers.TRAINING, workers.planned(config, spec.worker, gpus)
-    expected = preflight.outlook(foreseen, gpus, count) if ours else f"not predicted: the worker is {spec.worker}"
+    expected = workers.outlook(config, spec.worker, gpus, count)
     parameters = {**spec.parameters, "out": str(folder), **({"force": True} if args.force else {})}
     where, output = shlex.join(["mkdir", "-p", shown(folder)]), shown(folder / spec.notebook.name)
     alone = papermill_line(shown(spec.notebook), output, parameters, config.to_dict())
@@ -301,7 +307,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--rows", metavar="NAMES", help="run only the rows with these names, separated by commas")
     p.add_argument("--retry", choices=["error"], help="run only the rows that failed, timed out or were interrupted")
     p.add_argument(
-        "--force", action="store_true", help="run finished rows again, and rows that are predicted not to fit"
+        "--force",
+        action="store_true",
+        help="run finished rows again, rows that are predicted not to fit, and many more ranks than cores",
+    )
+    p.add_argument(
+        "--allow-dropped",
+        action="store_true",
+        help="fine-tune though more than 1%% of the rows of the data are left out",
     )
     p.add_argument("--fail-fast", action="store_true", help="stop at the first row that fails")
     p.add_argument(
@@ -344,9 +357,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for sub in (p, r, s):
         sub.add_argument(
             "--out", metavar="FOLDER",
-            help="the folder of the spec's results (default: papermill_runs/out/NAME, with the name in the spec)",
+            help="the folder of the spec's results (default: papermill_runs/out/NAME, with the name in the spec, in "
+            "the checkout that the spec lies in, or else in the folder you stand in)",
         )  # fmt: skip
     args = parser.parse_args(argv)
+    out, err = cast(Any, Plain(sys.stdout)), cast(Any, Plain(sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        return _command(args)
+
+
+def _command(args: argparse.Namespace) -> int:
     try:
         return args.command(args)
     except BrokenPipeError:  # such as `alst status | head`

@@ -41,6 +41,7 @@ from alstlib.units import format_seconds
 
 __all__ = ["Progress", "RunFailed", "die_with_parent", "finished", "launch", "progress_printer", "resolve"]
 
+OUT = Path("papermill_runs", "out")
 POLL_SECONDS = 1.0
 SETTLE_SECONDS = 5.0
 """After one node failed, for others to say that they failed too: the first is not always the first that is heard."""
@@ -106,15 +107,15 @@ def finished(config: RunConfig, out: str | os.PathLike[str]) -> dict[str, Any] |
 
 
 def default_home() -> Path:
-    """papermill_runs of the clone that this package is in (which is not there where it was installed)."""
-    return Path(__file__).resolve().parents[2] / "papermill_runs"
+    """The folder with papermill_runs/out, where results go: the working folder or the first one above it that has a
+    papermill_runs; where none has, the working folder."""
+    here = Path.cwd()
+    return next((p for p in (here, *here.parents) if (p / OUT.parent).is_dir()), here)
 
 
 def default_folder(config: RunConfig) -> Path:
-    """Where a single run goes that was given no folder: below papermill_runs/out in a clone, else below ./alst_runs."""
-    root = default_home()
-    name = f"{config.row or 'run'}-{results.run_id(resolve(config))}"
-    return (root / "out" / "single" if root.is_dir() else Path.cwd() / "alst_runs") / name
+    """Where a single run goes that was given no folder."""
+    return default_home() / OUT / "single" / f"{config.row or 'run'}-{results.run_id(resolve(config))}"
 
 
 def _ran_out(event: Mapping[str, Any]) -> bool:
@@ -280,8 +281,9 @@ def launch(
 
     `out` gets config.json, progress.jsonl, logs/ and result.json. The worker writes result.json; where it could not,
     this function does. A run that cannot fit (`preflight.why_not`) is not started: its result is `oom` and says what
-    would fit; `force` starts it. A finished run of the same configuration at the same commit is returned at once,
-    unless `force`. In a sweep on several nodes (`nodes`) this is the head: it waits for the other nodes.
+    would fit; `force` starts it, and many more ranks than cores. A finished run of the same configuration at the same
+    commit is returned at once, unless `force`. In a sweep on several nodes (`nodes`) this is the head: it waits for the
+    other nodes.
 
     SIGUSR1 says that the time is nearly up: a run with `checkpoint_every` saves its state after the step that runs.
 
@@ -300,6 +302,8 @@ def launch(
     if trains := worker in workers.TRAINING:
         check_model(config.model)
     gpus = devices.device_count()
+    if not force:
+        workers.check_ranks(config, nnodes, gpus)
     foreseen = workers.planned(config, worker, gpus)
     followers = Followers(meeting if nnodes > 1 else Meeting(), (out / WARNED).touch)
     with locks.hold(out), warnings_call((out / WARNED).touch), sigterm_interrupts(), followers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -50,8 +51,9 @@ def execute(
         @property
         def kernel_spec(self) -> KernelSpec:
             argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=40"]
-            # a scheduler may send its warning to every process of a job: it is this one's
-            argv = ["sh", "-c", 'trap "" USR1; cd "$0" && exec "$@"', str(folder), *argv]
+            # a scheduler may send its warning to every process of a job, and a terminal Ctrl-C to all that were started
+            # from it: they are this one's. While a cell runs the kernel listens to SIGINT, as this process tells it
+            argv = ["sh", "-c", 'trap "" USR1 INT; cd "$0" && exec "$@"', str(folder), *argv]
             env = {"PYTHONPATH": torchrun.import_path(os.environ.get("PYTHONPATH"))}
             return KernelSpec(argv=argv, env=env, display_name="Python 3 (ipykernel)", language="python")
 
@@ -79,9 +81,10 @@ def execute(
             while not done.wait(launch.POLL_SECONDS):
                 watch()
         except KeyboardInterrupt:
+            logging.getLogger("papermill").setLevel(logging.CRITICAL)  # it would tell how the kernel ended
             try:
                 deadline = time.monotonic() + KERNEL_SECONDS
-                while not done.is_set() and time.monotonic() < deadline:
+                while not done.is_set() and time.monotonic() < deadline and any(map(_in_a_cell, kernels)):
                     signal_kernel(signal.SIGINT)
                     done.wait(KERNEL_SECONDS / 4)
             finally:
@@ -91,6 +94,18 @@ def execute(
                         kernel.cleanup_connection_file()
             raise
     return raised[0] if raised else None
+
+
+def _in_a_cell(kernel: Any) -> bool:
+    """Whether a kernel that `execute` started runs a cell (elsewhere than on Linux: whether it was started): it ignores
+    SIGINT before the first cell, and between two of them."""
+    if (pid := getattr(kernel.provisioner, "pid", None)) is None:
+        return False
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        ignored = int(next(line.split()[1] for line in lines if line.startswith("SigIgn:")), 16)
+        return not ignored >> signal.SIGINT - 1 & 1
+    return True
 
 
 def watch_cells(notebook: Path, output: Path) -> tuple[Callable[[], None], Printer]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from alstlib.runs.results import strict
-from alstlib.units import format_seconds, format_tokens
+from alstlib.units import format_seconds, format_tokens, printable
 
 TAIL_CHARACTERS = 4000
 SEARCHED_BYTES = 100_000
@@ -111,7 +111,7 @@ def describe(event: Mapping[str, Any], now: float | None = None) -> str:
     waited = max(0.0, now - event["time"]) if now and event.get("time") else 0.0
     if (left := time_left(event, now)) is not None:
         over = -left >= 5
-        parts.append(f"expected {format_seconds(-left)} ago" if over else f"{format_seconds(max(0.0, left))} left")
+        parts.append(f"{format_seconds(-left)} over the estimate" if over else f"{format_seconds(max(0.0, left))} left")
     elif waited >= 5:
         parts.append(f"for {format_seconds(waited)}")
     return "  ".join(parts)
@@ -273,6 +273,21 @@ def _papermill_log() -> TextIO | None:
     return None
 
 
+class Plain:
+    """A stream that shows what is not printable as spaces: texts of errors come from data, models and results of
+    others. A carriage return that begins what is written is the `Printer`'s."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        begins = text[:1] if text.startswith("\r") else ""
+        return self.stream.write(begins + printable(text.removeprefix("\r")))
+
+
 class Printer:
     """Keeps one line up to date in a terminal or a notebook, at most once a second. In a log file it prints lines: at
     growing intervals, from a second to ten minutes, and for each tenth of the steps. papermill's output gets the same
@@ -318,7 +333,8 @@ class Printer:
             self.line = line
 
     def _line(self) -> str:
-        return "  ".join(part for part in (describe(self.event or {}, time.time()), self.also()) if part)
+        said = "  ".join(part for part in (describe(self.event or {}, time.time()), self.also()) if part)
+        return printable(said).replace("\n", " ")
 
     @property
     def wipe(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import re
@@ -36,7 +37,7 @@ def report(args: argparse.Namespace) -> int:
     found = results.collect(folder)
     if not found:
         raise ValueError(f"there is no result.json below {folder}; run the sweep first, or name another folder")
-    print(results.with_notes(results.table(labelled(found, folder))))
+    print(results.with_notes(results.table(labelled(in_order(found, folder, spec), folder))))
     page = write_page(folder, found, spec, Path(args.html) if args.html else None)
     print(f"\npage: {shown(page)}")
     return 0
@@ -64,6 +65,21 @@ def write_page(
     return page
 
 
+NEVER = "never run"
+
+
+def in_order(found: Sequence[Mapping[str, Any]], folder: Path, spec: Spec | None) -> list[Mapping[str, Any]]:
+    """The results in the order of the sweep's rows, and in their place what stands for those that have none."""
+    rows = list(spec.rows if spec else read_record(folder).get("rows", ()))
+    missing = [
+        {"row": name, "run_id": "", "status": NEVER, "mode": "-", "metrics": {}, "folder": str(folder / name),
+         "config": spec.rows[name].to_dict() if spec else {}}
+        for name in rows if name not in {r.get("row") for r in found}
+    ]  # fmt: skip
+    place = {name: i for i, name in enumerate(rows)}
+    return sorted([*found, *missing], key=lambda r: place.get(r.get("row") or "", len(rows)))
+
+
 def labelled(found: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """The results, each with a `label` that no other has: its row or run id; where sweeps share it, its folder."""
     names = [str(r.get("row") or r["run_id"]) for r in found]
@@ -76,24 +92,27 @@ def labelled(found: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str,
 def contents(folder: Path, found: Sequence[Mapping[str, Any]], spec: Spec | None, base: Path) -> dict[str, Any]:
     """What the template shows; links are relative to `base`."""
     record = read_record(folder)
-    known = spec.rows if spec else record.get("rows", ())
-    missing = [name for name in known if name not in {r.get("row") for r in found}]
-    found = labelled(found, folder)
+    found = labelled(in_order(found, folder, spec), folder)
     table = results.table(found)
-    names = [n for n in COLUMNS if any(row.get(n) is not None for row in table)]
-    head = [(COLUMNS[n][0], _kind(n)) for n in names]
-    body = []
-    for result, row in zip(found, table):
-        cells = [("-" if row.get(n) is None else COLUMNS[n][1](row[n]), _kind(n)) for n in names]
-        body.append({"status": row["status"], "cells": cells, "anchor": _anchor(result)})
+    heads, texts = results.cells(table)
+    kinds = [_kind(n) for n in heads]
+    body = [
+        {"status": r["status"], "cells": list(zip(cells, kinds)), "anchor": "" if r["status"] == NEVER else _anchor(r)}
+        for r, cells in zip(found, texts)
+    ]
+    never = sum(r["status"] == NEVER for r in found)
+    found, table = zip(*((r, row) for r, row in zip(found, table) if r["status"] != NEVER))
     times = sorted(str(r["finished"]) for r in found if r.get("finished"))
     return {
         "title": (spec.name if spec else record.get("name")) or folder.name,
         "first": _when(times[0]) if times else "", "last": _when(times[-1]) if times else "",
         "written": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        "counts": [(s, n) for s in results.STATUSES if (n := sum(r["status"] == s for r in found))],
-        "modes": sorted({str(r["mode"]) for r in found}), "missing": missing, "head": head, "body": body,
-        "predicted": any("predicted" in n for n in names), "paper": any(n.startswith("paper_") for n in names),
+        "counts": [
+            *((s, n) for s in results.STATUSES if (n := sum(r["status"] == s for r in found))),
+            *([(NEVER, never)] if never else []),
+        ],
+        "modes": sorted({str(r["mode"]) for r in found}), "head": list(zip(heads.values(), kinds)), "body": body,
+        "predicted": any("predicted" in n for n in heads), "paper": any(n.startswith("paper_") for n in heads),
         "figures": list(figures(found, table)), "environments": environments(found),
         "command": spec.command if spec else str(record.get("command") or ""),
         "notebooks": [(p.name, _link(p, base)) for p in sorted(folder.glob("*.ipynb"))],
@@ -104,7 +123,7 @@ def contents(folder: Path, found: Sequence[Mapping[str, Any]], spec: Spec | None
 def _kind(name: str) -> str:
     """The class of a column: of whom its numbers are."""
     whose = "predicted" if name.startswith("predicted_") else "paper" if name.startswith("paper_") else ""
-    return f"{whose} {'text' if name in ('row', 'status', 'mode') else 'number'}".strip()
+    return f"{whose} {'number' if name in COLUMNS and name not in ('row', 'status', 'mode') else 'text'}".strip()
 
 
 def _anchor(result: Mapping[str, Any]) -> str:
@@ -174,6 +193,12 @@ def figures(found: Results, table: Results) -> Iterator[dict[str, str]]:
         return
     kinds: dict[str, Callable[[Any, Results, Results], tuple[Any, str, str] | None]] = {
         "Longest sequence that fits": _longest, "Trials of the search": _trials,
+        "Step over the swept field": functools.partial(_over, {"step_seconds": ""}, "time of a step [s]", 1),
+        "Device peak over the swept field": functools.partial(
+            _over, {"device_peak_bytes": "measured", "predicted_device_peak_bytes": "predicted"},
+            "device peak of the fullest rank [MiB]", 2**20,
+        ),
+        "Last loss over the swept field": functools.partial(_over, {"loss": ""}, "loss of the last step", 1),
         "Device peak, measured and predicted": _predicted, "Losses": _losses,
     }  # fmt: skip
     for title, draw in kinds.items():
@@ -224,6 +249,28 @@ def _trials(plots: Any, found: Results, table: Results) -> tuple[Any, str, str] 
     )
 
 
+def _over(
+    columns: Mapping[str, str], ylabel: str, unit: float, plots: Any, found: Results, table: Results
+) -> tuple[Any, str, str] | None:
+    """Columns of the table over the field in which the rows differ, where that is one; of rows whose value is a
+    number."""
+    fields = results.swept(found)
+    at = [r["config"].get(fields[0]) if len(fields) == 1 else None for r in found]
+    numbers = [(x, row) for x, row in zip(at, table) if isinstance(x, int | float) and not isinstance(x, bool)]
+    points = {
+        name: {x: row[column] / unit for x, row in sorted(numbers, key=lambda pair: pair[0]) if row[column] is not None}
+        for column, name in columns.items()
+    }
+    series = {name: line for name, line in points.items() if len(line) > 1}
+    if not series:
+        return None
+    said = "; ".join(", ".join(f"{x:g} {y:.4g}" for x, y in line.items()) for line in series.values())
+    others = [f"{row['row']} ({x})" for x, row in zip(at, table) if not any(row is one for _, one in numbers)]
+    what = f"The rows differ in {fields[0]} only."
+    what += f" Not in the figure, because their value is no number: {', '.join(others)}." if others else ""
+    return plots.versus(series, fields[0], ylabel), what, f"Lines of the {ylabel} over {fields[0]}: {said}."
+
+
 def _predicted(plots: Any, found: Results, table: Results) -> tuple[Any, str, str] | None:
     both = {
         str(row["row"]): (row["device_peak_bytes"], row["predicted_device_peak_bytes"])
@@ -237,7 +284,7 @@ def _predicted(plots: Any, found: Results, table: Results) -> tuple[Any, str, st
         {n: (a / size, b / size) for n, (a, b) in both.items()}, ("measured", "predicted"),
         f"device peak of the fullest rank [{unit}]", log=False, show="{:,.1f}".format,
     )  # fmt: skip
-    what = "The two bars of each row are equally long where the prediction is right."
+    what = "The two bars of a row match where the prediction is right."
     return figure, what, f"Pairs of bars of the device peak: {pairs}."
 
 

@@ -18,7 +18,7 @@ import platform
 import statistics
 import subprocess
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from alstlib.config import PAPER_ROWS, ROWS, RunConfig
 from alstlib.units import format_bytes, format_seconds, format_tokens
 
 SCHEMA_VERSION = 1
+FIELDS = [name for name in RunConfig.__dataclass_fields__ if name != "row"]
 STATUSES = ("ok", "oom", "timeout", "cancelled", "error")
 MODES = ("real", "simulated", "emulated")
 FINISHED = ("ok", "oom")
@@ -127,6 +128,9 @@ def check_result(result: Mapping[str, Any], source: str = "result") -> None:
     for name in ("run_id", "config", "git", "environment", "metrics"):
         if name not in result:
             raise ValueError(f"{source} has no '{name}'")
+    for name in ("config", "git", "environment", "metrics", "error"):
+        if not isinstance(result.get(name), Mapping) and (name != "error" or result.get(name) is not None):
+            raise ValueError(f"{source} has {name}={result[name]!r:.60}, which is not a mapping")
     for name, known in (("status", STATUSES), ("mode", MODES)):
         if result.get(name) not in known:
             raise ValueError(f"{source} has {name}={result.get(name)!r}, not one of {', '.join(known)}")
@@ -255,14 +259,35 @@ def step_seconds(metrics: Mapping[str, Any]) -> float | None:
     return statistics.median(times) if times else None
 
 
+SWEPT = 6
+"""Runs that differ in more fields than these are not shown as a sweep over them."""
+
+
+def swept(results: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The fields of RunConfig in which results differ; none where their rows are those of the ablation, whose names say
+    it, or where they differ in too many."""
+    results = [r for r in results if r["config"]]
+    if all(r.get("row") in ROWS for r in results):
+        return []
+    values = {n: {json.dumps(r["config"].get(n), sort_keys=True, default=str) for r in results} for n in FIELDS}
+    names = [n for n, different in values.items() if len(different) > 1]
+    return names if len(names) <= SWEPT else []
+
+
+def _setting(value: Any) -> str:
+    """A field's value in a table."""
+    return ", ".join(f"{n}={v}" for n, v in value.items()) if isinstance(value, Mapping) else str(value)
+
+
 def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One dictionary for each result: what was measured (bytes, seconds, tokens, TFLOPS of a rank), what was predicted,
     and the paper's row.
 
     `loss` is that of the last step, `device_peak_bytes` that of the fullest rank, `host_peak_bytes` the sum over the
-    ranks. `row` is the result's `label` where it was given one.
+    ranks. `row` is the result's `label` where it was given one. `fields` are those in which the results differ.
     """
-    rows = []
+    rows, results = [], list(results)
+    fields = swept(results)
     for result in results:
         m, row = result["metrics"], result.get("row") or ""
         seconds = step_seconds(m)
@@ -281,6 +306,7 @@ def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "row": result.get("label") or row or result["run_id"],
             "status": result["status"],
             "mode": result["mode"],
+            "fields": {n: _setting(result["config"].get(n)) for n in fields if n != "seq_len"},
             "seq_len": m.get("seq_len"),
             "loss": next((x for x in reversed(m.get("loss") or []) if x is not None), None),
             "step_seconds": seconds,
@@ -320,15 +346,28 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 """Heading and format of each column of `table`."""
 
 
-def to_markdown(rows: Iterable[Mapping[str, Any]], columns: Iterable[str] | None = None) -> str:
-    """`table`'s rows as a Markdown table; what was not measured is `-`, and columns that are all so are left out."""
-    rows = list(rows)
+def cells(
+    rows: Sequence[Mapping[str, Any]], columns: Iterable[str] | None = None
+) -> tuple[dict[str, str], list[list[str]]]:
+    """Of `table`'s rows: the heading of each column, by its name, and the texts of each row. What was not measured is
+    `-`, and columns that are all so are left out. Without `columns`, the fields in which the rows differ come after the
+    mode."""
     names = list(columns) if columns else [n for n in COLUMNS if any(row.get(n) is not None for row in rows)]
-    lines = [[COLUMNS[n][0] for n in names], ["---"] * len(names)]
-    for row in rows:
-        values = [(COLUMNS[n][1], row.get(n)) for n in names]
-        lines.append(["-" if v is None else show(v).replace("|", "\\|") for show, v in values])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    fields = [] if columns or not rows else list(rows[0]["fields"])
+    at = names.index("mode") + 1 if fields else 0
+    names[at:at] = fields
+    texts = [
+        [row["fields"][n] if n in fields else "-" if row.get(n) is None else COLUMNS[n][1](row[n]) for n in names]
+        for row in rows
+    ]
+    return {n: n if n in fields else COLUMNS[n][0] for n in names}, texts
+
+
+def to_markdown(rows: Iterable[Mapping[str, Any]], columns: Iterable[str] | None = None) -> str:
+    """`table`'s rows as a Markdown table; see `cells`."""
+    heads, texts = cells(list(rows), columns)
+    lines = [[*heads.values()], ["---"] * len(heads), *([text.replace("|", "\\|") for text in row] for row in texts)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def with_notes(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -310,7 +310,7 @@ def status(args: argparse.Namespace) -> int:
             "\n".join(
                 overview(found)
                 if found
-                else ["there are no runs below papermill_runs/out; start some with: alst run SPEC"]
+                else [f"there are no runs below {launch.default_home() / launch.OUT}; start some with: alst run SPEC"]
             )
         )
     codes = {sweep.exit_status() for sweep in found}

@@ -2,7 +2,8 @@
 
 A spec is a mapping of
 
-    name        of the sweep; its results go to papermill_runs/out/NAME/ROW/ (a spec may lie anywhere)
+    name        of the sweep; its results go to papermill_runs/out/NAME/ROW/: of the checkout that the spec lies in, and
+                for a spec elsewhere, of the folder that one stands in (`launch.default_home`)
     notebook    the run template that papermill executes for each row
     base        fields of RunConfig; its sections `cpu` and `cuda` apply where no GPU, or one, is found
     rows        names out of config.ROWS, or mappings with a `name` and fields of RunConfig; `expect` says what should
@@ -29,10 +30,12 @@ import yaml
 from alstlib.config import FOLDER_NAME, ROWS, RunConfig, check_names, nearest_path, row_config
 from alstlib.planner import devices
 from alstlib.runs import launch, locks, results, workers
+from alstlib.runs.launch import OUT
 
-OUT = Path("papermill_runs", "out")
 RECORD = "sweep.json"
 """Left in a sweep's folder by `alst run`: which spec it is of, its rows, and how many GPUs the machine had."""
+TAKEN = (RECORD, "report.html", "logs")
+"""Names in a sweep's folder that no row may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,8 @@ class Spec:
     path: Path
     root: Path
     """The folder that its notebook's name begins at: the repository, for a spec outside of it too."""
+    home: Path
+    """The folder with papermill_runs/out, where its results go if nothing else is said."""
     notebook: Path
     parameters: Mapping[str, Any]
     rows: Mapping[str, RunConfig]
@@ -60,7 +65,7 @@ class Spec:
 
     def typed(self, verb: str, *flags: str, at: Path | None = None) -> str:
         """`alst VERB SPEC [--out FOLDER] FLAGS` for a shell, as typed in the folder `at`; without one, here."""
-        usual = self.out.resolve() == (self.root / OUT / self.name).resolve()
+        usual = self.out.resolve() == ((at or self.home) / OUT / self.name).resolve()
         path, out = (os.path.relpath(p, at) if at else shown(p) for p in (self.path, self.out))
         return shlex.join(["alst", verb, path, *([] if usual else ["--out", out]), *flags])
 
@@ -80,9 +85,10 @@ def load_spec(
     Raises:
         ValueError: what cannot be read, unknown names (with the nearest known one), or values RunConfig refuses.
     """
-    path = Path(path).resolve()
+    given = Path(path).absolute()
+    path = Path(os.path.realpath(given))  # Path.resolve fails on a link that leads back to itself
     if not path.exists():
-        raise ValueError(f"the spec {shown(path)} does not exist; {nearest_path(path)}")
+        raise ValueError(f"the spec {shown(given)} does not exist; {nearest_path(given)}")
     try:
         spec = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
@@ -95,7 +101,8 @@ def load_spec(
     check_names(spec, names, "field of a spec", "base", RunConfig.__dataclass_fields__)
     name = str(spec.get("name") or path.stem)
     notebook, root = _locate(spec.get("notebook") or "notebooks/run.ipynb", path)
-    folder = Path(out).resolve() if out else root / OUT / name
+    home = root if path.is_relative_to(root) else launch.default_home()
+    folder = Path(out).resolve() if out else home / OUT / name
     record = read_record(folder) if as_run else {}
     gpus = record["gpus"] if isinstance(record.get("gpus"), int) else devices.device_count()
     nodes = record["nodes"] if isinstance(record.get("nodes"), int) else nodes
@@ -116,6 +123,8 @@ def load_spec(
                 raise ValueError(
                     f"{what}={text!r} must be a folder's name, such as 'baseline': letters, digits and _ . + - only"
                 )
+        if row in TAKEN:
+            raise ValueError(f"row '{row}' has the name of a file or folder of the sweep itself: give it another name")
         if row in rows:
             raise ValueError(f"row '{row}' is named twice in {path}")
         if not isinstance(given, Mapping):
@@ -130,7 +139,7 @@ def load_spec(
     report = _locate(spec["report"], path)[0] if spec.get("report") else None
     parameters = dict(spec.get("parameters") or {})
     return Spec(
-        name=name, path=path, root=root, notebook=notebook, parameters=parameters, rows=rows, sets=sets,
+        name=name, path=path, root=root, home=home, notebook=notebook, parameters=parameters, rows=rows, sets=sets,
         seconds=seconds, report=report, out=folder, nodes=nodes,
     )  # fmt: skip
 
@@ -154,7 +163,7 @@ def _for_device(fields: Mapping[str, Any], device: str) -> dict[str, Any]:
 def _locate(name: str, spec: Path) -> tuple[Path, Path]:
     """A notebook named by a spec, relative to the spec's folder, one above it or the clone of this package; and that
     folder."""
-    clone = launch.default_home().parent
+    clone = Path(__file__).resolve().parents[2]
     for folder in (*spec.parents, clone):
         if (folder / name).is_file():
             return folder / name, folder
@@ -175,7 +184,10 @@ def check_parameters(notebook: Path, names: Iterable[str]) -> None:
     """Refuse names that the notebook's parameters cell lacks (papermill itself only warns)."""
     import papermill
 
-    known = papermill.inspect_notebook(str(notebook))
+    try:
+        known = papermill.inspect_notebook(str(notebook))
+    except Exception:  # of whatever file it is; its text is nobody's here
+        raise ValueError(f"notebook={str(notebook)!r} is not a Jupyter notebook that can be read") from None
     inside = RunConfig.__dataclass_fields__ if "config" in known else ()
     check_names(dict.fromkeys(names), known, f"parameter of {notebook.name}", "config", inside)
 
@@ -217,9 +229,6 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def sweeps() -> list[Path]:
-    """Folders with runs below papermill_runs/out, of the repository that one stands in or else of this package."""
-    here = [*(p / "papermill_runs" for p in (Path.cwd(), *Path.cwd().parents)), launch.default_home()]
-    out = next((p / "out" for p in here if p.is_dir()), None)
-    if out is None or not out.is_dir():
-        return []
-    return sorted(p for p in out.iterdir() if (p / RECORD).exists() or any(p.glob("*/config.json")))
+    """Folders with runs below papermill_runs/out, of the folder that one stands in (`launch.default_home`)."""
+    found = (launch.default_home() / OUT).glob("*")
+    return sorted(p for p in found if (p / RECORD).exists() or any(p.glob("*/config.json")))

@@ -6,22 +6,28 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from alstlib.config import RunConfig, check_names
+from alstlib.planner import preflight
 from alstlib.planner.public_models import SHAPES
+from alstlib.runs import packages
+from alstlib.runs.processes import cores
 
 ABLATION, FINETUNE = "alstlib.train.ablation", "alstlib.train.finetune"
 TRAINING = (ABLATION, FINETUNE)
 """Workers that train the model of a configuration: what the planner predicts is about them."""
 
 ONLY = {
-    FINETUNE: ("eval_data", "lora", "merge_lora", "fsdp", "trainer"),
+    FINETUNE: ("eval_data", "allow_dropped", "lora", "merge_lora", "fsdp", "trainer"),
     ABLATION: ("block", "search", "emulate", "peers", "resume_from", "checkpoint_local"),
 }
 """Fields that one worker has and the other has not."""
+
+RANKS_OF_A_CORE = 8
+"""More of them on a CPU are taken for a typing error."""
 
 OURS = {
     "output_dir": "nothing (checkpoints go to the run's folder)", "max_steps": "steps", "max_length": "seq_len",
@@ -32,6 +38,9 @@ OURS = {
 }  # fmt: skip
 """Fields of SFTConfig that follow from fields of ours, which the planner reads too."""
 
+SECRETS = ("hub_token", "push_to_hub_token", "token", "use_auth_token", "api_key", "password")
+"""Names in `trainer` that take secrets, in any release of the Trainer, or that are given in the belief that they do."""
+
 
 def check(run: RunConfig, worker: str) -> None:
     """Refuse fields that a run's worker does not have.
@@ -41,6 +50,11 @@ def check(run: RunConfig, worker: str) -> None:
     """
     if worker not in TRAINING:
         return
+    if secret := next(_secrets(run.trainer), None):
+        raise ValueError(
+            f"{secret} in trainer is a secret, and a run's settings are written to files that others may read: set "
+            "HF_TOKEN in the environment instead, or log in with: hf auth login"
+        )
     default = RunConfig()
     (other,) = set(TRAINING) - {worker}
     for name in ONLY[other]:
@@ -48,6 +62,30 @@ def check(run: RunConfig, worker: str) -> None:
             raise ValueError(f"{name}={value!r} is a field of the worker {other}, but this run's worker is {worker}")
     if worker == FINETUNE:
         _check_libraries(run)
+    packages.check(run, fine_tuning=worker == FINETUNE)
+
+
+def _secrets(fields: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in fields.items():
+        if name in SECRETS and value:
+            yield name
+        if isinstance(value, Mapping):
+            yield from _secrets(value)
+
+
+def check_ranks(run: RunConfig, nodes: int, gpus: int) -> None:
+    """Refuse a resolved run on so many nodes that would start many more ranks than this machine has cores; `gpus` are
+    those of a node.
+
+    Raises:
+        ValueError: it names the most ranks.
+    """
+    each, most = run.world_size // nodes, RANKS_OF_A_CORE * cores()
+    if not gpus and each > most:
+        raise ValueError(
+            f"world_size={run.world_size} would start {each:,} processes on a machine with {cores()} cores; give at "
+            f"most {most * nodes}. force=True (--force) runs it all the same"
+        )
 
 
 def _check_libraries(run: RunConfig) -> None:
@@ -87,8 +125,25 @@ def _fields(package: str, *files: str) -> Iterator[str]:
                 yield from (target.id for target in found if isinstance(target, ast.Name))
 
 
+def outlook(run: RunConfig, worker: str, gpus: int, nodes: int = 1) -> str:
+    """What the planner says of a resolved run before it starts (`preflight.outlook`), or why it says nothing."""
+    if why := unpredicted(run, worker, gpus):
+        return f"not predicted: {why}"
+    return preflight.outlook(run, gpus, nodes)
+
+
+def unpredicted(run: RunConfig, worker: str, gpus: int) -> str:
+    """Why a prediction says nothing about a run: it is about training under DeepSpeed. Empty where it is."""
+    if worker not in TRAINING:
+        return f"the worker is {worker}"
+    if worker == ABLATION or (gpus and not run.fsdp):
+        return ""
+    return f"predictions are about DeepSpeed, and the engine of this run is {'FSDP2' if gpus else 'DDP'}"
+
+
 def planned(run: RunConfig, worker: str, gpus: int) -> RunConfig:
-    """The run as the planner is asked about it: fine-tuning uses DDP on a CPU, and FSDP2 holds what ZeRO-3 holds."""
+    """The run of which the planner says whether it can fit and how long it may take at most: DDP on a CPU, for which it
+    takes an engine without ZeRO, and FSDP2, which holds what ZeRO-3 holds."""
     if worker != FINETUNE or (gpus and not run.fsdp):
         return run
     return run.replace(zero_stage=3 if gpus else 0, offload_optimizer=False, offload_params=False)

@@ -39,7 +39,7 @@ from alstlib.kernels.rule import Rule
 from alstlib.kernels.spans import Documents
 from alstlib.offload.courier import Courier, parts_of, put_part, room_like
 from alstlib.offload.host_store import HostStore
-from alstlib.recompute import GradientSums, Replay, Values, first_order, those_that_train, unchanged
+from alstlib.recompute import GradientSums, Replay, Values, check_thread, first_order, those_that_train, unchanged
 from alstlib.sizing import page_rows
 from alstlib.streaming.carried import Carried, Step
 from alstlib.streaming.pages import LayerPages
@@ -329,6 +329,8 @@ class _Streamed(torch.autograd.Function):
         ctx.input, tickets = None, ctx.__dict__.pop("tickets")
         stream: Stream = ctx.__dict__.pop("stream")  # with what the layer was called with: a loss may be held for long
         store = stream.store
+        if stream.travels:
+            check_thread(stream.device or grad.device)
         (x,) = [held.take(ctx.index)] if stream.travels else store.get(held, grad.device)
         need_x, needs = ctx.needs_input_grad[2], ctx.needs_input_grad[3:]
         params, (courier, way) = those_that_train(stream.params(), needs), stream.couriers(grad)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from alstlib.config import RunConfig, check_names
 from alstlib.hf.handle import Handle
+from alstlib.hf.support import check_shared
+from alstlib.mesh import ATTACHED
 from alstlib.planner.model_states import zero_bucket
 from alstlib.train import operators
 from alstlib.train.loading import Arrival, place
@@ -86,6 +88,8 @@ def initialize(
     arrival: Arrival | None = None,
 ) -> Any:  # fmt: skip
     """The DeepSpeed engine of an attached model, whose weights may be on their way; `told` hears what takes time."""
+    if ATTACHED in model.__dict__:
+        check_shared(model.__dict__[ATTACHED]().facts.shared, run.zero_stage == 3)
     import deepspeed
 
     operators.load(told)

@@ -14,6 +14,7 @@ last whole one. Those of another configuration are never continued and never rep
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -28,7 +29,8 @@ from transformers import TrainerCallback
 
 import alstlib
 from alstlib.config import RunConfig
-from alstlib.data.corpus import get_tokenizer, load_corpus
+from alstlib.data.account import Account
+from alstlib.data.corpus import get_tokenizer, load_corpus, places
 from alstlib.data.samples import tokenize_row
 from alstlib.mesh import gather_text
 from alstlib.offload.ledger import Ledger
@@ -44,8 +46,9 @@ from alstlib.train.models import load_model, model_config, put_liger
 from alstlib.train.resume import ended, ending
 from alstlib.train.state import FREE
 from alstlib.train.worker import Job, run_worker, wait_for
-from alstlib.units import IGNORE
 
+MOST_LOST = 0.01
+"""The share of rows that may be left out without `allow_dropped`."""
 WATCHED = 2
 """Steps whose memory is watched on a CPU; their times are not taken."""
 ON_CPU = "the engine is DDP: Accelerate knows neither DeepSpeed nor FSDP2 on a CPU"
@@ -113,34 +116,35 @@ class FineTune(Job):
         run = self.run
         corpus, others = load_corpus(run.data), None
         tokenizer = self.tokenizer_for(corpus, self.vocabulary)
+        made = self._tokens(corpus, tokenizer, run.data)
         if isinstance(run.eval_data, str):
-            others = load_corpus(run.eval_data)
+            others = self._tokens(load_corpus(run.eval_data), tokenizer, run.eval_data)
         elif run.eval_data is not None:
-            if len(corpus) < 2:
+            if len(made) < 2:
                 raise ValueError(f"eval_data={run.eval_data} keeps back a share of data='{run.data}', one document")
-            parts = corpus.train_test_split(test_size=run.eval_data, seed=run.seed)
-            corpus, others = parts["train"], parts["test"]
-        corpus = self._tokens(corpus, tokenizer, run.data)
-        if others is not None:
-            others = self._tokens(others, tokenizer, "eval_data")
+            parts = made.train_test_split(test_size=run.eval_data, seed=run.seed)
+            made, others = parts["train"], parts["test"]
         # of data that are tokens only the padding token is needed
         stand_in = tokenizer or get_tokenizer("stdlib-bpe", vocab_size=min(self.vocabulary, 8192))
-        return corpus, others, stand_in
+        return made, others, stand_in
 
     def _tokens(self, corpus: Any, tokenizer: Any, name: str) -> Any:
-        self.say(f"tokenizing {len(corpus):,} documents of '{name}'")
-
-        pace, done = Pace(self.say, f"tokenizing '{name}'", len(corpus)), itertools.count(1)
-
-        def tokens(row: dict[str, Any]) -> dict[str, Any]:
-            pace(next(done))
-            document = tokenize_row(row, tokenizer)
-            self.check_tokens(int(document.ids.max(initial=0)), self.vocabulary)
-            learns = bool((document.labels[1:] != IGNORE).any())
-            return {"input_ids": document.ids, "labels": document.labels, "size": len(document.ids) if learns else 0}
-
         limit, rows = self.run.seq_len, len(corpus)
-        made = corpus.map(tokens, remove_columns=corpus.column_names, load_from_cache_file=False)
+        self.say(f"tokenizing {rows:,} documents of '{name}'")
+
+        pace, done = Pace(self.say, f"tokenizing '{name}'", rows), itertools.count(1)
+        split = self.run.trainer.get("packing_strategy") in ("bfd_split", "wrapped")
+        read = functools.partial(tokenize_row, tokenizer=tokenizer)
+        account = Account(read, f" of '{name}'", None if split else limit, functools.partial(places, name, rows))
+
+        def tokens(row: dict[str, Any], number: int) -> dict[str, Any]:
+            pace(next(done))
+            document = account(row, number)
+            self.check_tokens(int(document.ids.max(initial=0)), self.vocabulary)
+            size = len(document.ids) if account.trains(document) else 0
+            return {"input_ids": document.ids, "labels": document.labels, "size": size}
+
+        made = corpus.map(tokens, with_indices=True, remove_columns=corpus.column_names, load_from_cache_file=False)
         sizes = made["size"][:]
         made = made.select([i for i, size in enumerate(sizes) if size]).remove_columns("size")
         if not len(made):
@@ -148,10 +152,17 @@ class FineTune(Job):
                 f"none of {rows} rows of '{name}' has a token with a loss: chats need a message of the assistant, "
                 "prompts a completion, and labels a value besides -100"
             )
-        if lost := rows - len(made):
-            self.notes.append(f"{lost} of {rows} rows of '{name}' have no token with a loss and were left out")
+        lost = account.notes(" and are left out")
+        if account.lost > MOST_LOST * rows and not self.run.allow_dropped:
+            raise ValueError(
+                f"{account.lost} of {rows} rows of '{name}' ({account.lost / rows:.1%}) would be left out, more than "
+                f"{MOST_LOST:.0%}: mend them, or leave them out with allow_dropped: true (alst run --allow-dropped). "
+                + "; ".join(lost)
+            )
+        for note in lost:
+            self.say(note)
+        self.notes += lost
         if long := sum(size > limit for size in sizes):
-            split = self.run.trainer.get("packing_strategy") in ("bfd_split", "wrapped")
             how = "with packed=True, trainer={'packing_strategy': 'bfd_split'} cuts nothing off"
             self.notes += [] if split else [f"{long} of {rows} rows of '{name}' were cut at {limit:,} tokens; {how}"]
         return made

@@ -4,6 +4,7 @@ counted."""
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from alstlib.config import RunConfig, check_names
 from alstlib.hf.support import heads_of
-from alstlib.planner.configs import check_model, overridden
+from alstlib.planner.configs import check_model, check_sizes, overridden
 from alstlib.planner.public_models import PUBLIC, SHAPES
+
+DECODER_LAYER = r"^(?:model\.|language_model\.|transformer\.)*(?:layers|h)\.(\d+)\."
+"""Weights of a decoder's layer, and its number: a tower of images has layers too."""
 
 
 def model_config(
@@ -42,6 +46,7 @@ def model_config(
     fields = config.to_dict()
     check_names(overrides, fields, "model_config field")
     made = overridden(fields, overrides)
+    check_sizes(name, made)
     for field in {*overrides, *({"head_dim"} & set(fields))}:
         setattr(config, field, made[field])
     return config
@@ -71,7 +76,37 @@ def load_model(run: RunConfig, dtype: torch.dtype, *, shape_only: bool = False) 
                 f"model='{run.model}' has no weights for {missing[0]}{_more(len(missing) - 1)}, which would be random: "
                 "model_config must not make the model larger than its weights, or random_weights must be True"
             )
+        _check_layers(run, config.get_text_config(), loaded["unexpected_keys"])
+        _check_finite(run, model)
     return model.train()
+
+
+def _check_layers(run: RunConfig, config: Any, unused: Collection[str]) -> None:
+    """Refuse weights of layers that the config does not have, unless the run asks for fewer."""
+    layers = {int(number) for name in unused for number in re.findall(DECODER_LAYER, name)}
+    count = getattr(config, "num_hidden_layers", None)
+    if count is not None and max(layers, default=-1) >= count and "num_hidden_layers" not in run.model_config:
+        raise ValueError(
+            f"model='{run.model}': its config.json has num_hidden_layers={count}, but it has weights of "
+            f"{max(layers) + 1} layers; mend config.json, or give model_config={{'num_hidden_layers': {count}}} to "
+            "train without them"
+        )
+
+
+def _check_finite(run: RunConfig, model: PreTrainedModel) -> None:
+    """Refuse weights that are not finite: some are met by no token until a state is saved. `aminmax` hands on NaN,
+    makes no copy, and read 13 GB/s on one core, where `isfinite` read 0.3."""
+    for name, p in model.named_parameters():
+        if (
+            p.is_floating_point()
+            and p.itemsize > 1
+            and p.numel()
+            and not all(map(torch.isfinite, p.detach().aminmax()))
+        ):
+            raise ValueError(
+                f"model='{run.model}': its weight {name} is not finite: it has NaN or infinity; mend the files of "
+                "the model, or copy them again"
+            )
 
 
 def _more(others: int) -> str:

@@ -26,14 +26,16 @@ FOLDER_VARIABLE = "TORCH_EXTENSIONS_DIR"
 
 
 def folder() -> Path:
-    """Where operators are built: in this environment, or in the user's cache where it is not theirs to write.
+    """Where operators are built: in this environment, or in the user's cache where it is not theirs to write and has
+    none.
 
     `TORCH_EXTENSIONS_DIR` names another place.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    home = Path(sys.prefix, "share") if os.access(sys.prefix, os.W_OK) else cache
-    made_for = f"py{sys.version_info[0]}{sys.version_info[1]}-torch{version('torch')}-deepspeed{version('deepspeed')}"
-    return Path(os.environ.get(FOLDER_VARIABLE) or home) / "alst-operators" / made_for
+    versions = f"py{sys.version_info[0]}{sys.version_info[1]}-torch{version('torch')}-deepspeed{version('deepspeed')}"
+    own, made = Path(sys.prefix, "share"), Path("alst-operators", versions)
+    home = own if os.access(sys.prefix, os.W_OK) or (own / made / "built").is_dir() else cache
+    return Path(os.environ.get(FOLDER_VARIABLE) or home) / made
 
 
 def load(told: Callable[[str], None] = lambda message: None) -> None:
@@ -45,7 +47,12 @@ def load(told: Callable[[str], None] = lambda message: None) -> None:
     if (builder := _builder()) is None or builder.NAME in builder._loaded_ops:
         return
     here = folder()
-    here.mkdir(parents=True, exist_ok=True)
+    try:
+        here.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise RuntimeError(
+            f"DeepSpeed's operators cannot be built in {here} ({e.strerror}): {FOLDER_VARIABLE} names another folder"
+        ) from e
     if not (built := here / "built").is_dir():
         with locks.hold(here, waiting=lambda who: told(f"waiting for {who}, which compiles DeepSpeed's operators")):
             if not built.is_dir():

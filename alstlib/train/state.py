@@ -47,7 +47,7 @@ FREE = frozenset({
     "attention", "tiled_loss", "tiled_mlp", "tiled_norm", "checkpoint", "offload", "save_attention", "chunk",
     "block", "kv", "hidden", "states", "liger",
     "device_memory", "host_memory", "search", "search_granule", "search_max", "emulate", "peers",
-    "row", "trust_remote_code", "steps", "save_to", "checkpoint_every", "checkpoint_local", "timeout",
+    "row", "trust_remote_code", "allow_dropped", "steps", "save_to", "checkpoint_every", "checkpoint_local", "timeout",
     "step_timeout", "resume", "resume_from", "eval_data", "lora", "merge_lora", "fsdp", "trainer",
 })  # fmt: skip
 """Fields that may differ between the run that saved a state and the one that loads it: on how many ranks and how the

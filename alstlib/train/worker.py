@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 
 from alstlib.config import RunConfig
-from alstlib.data.corpus import get_tokenizer
+from alstlib.data.corpus import get_tokenizer, has_tokenizer
+from alstlib.data.formats import only_tokens
 from alstlib.mesh import SPContext, gather_text, join, join_fake
 from alstlib.offload.ledger import ran_out
 from alstlib.planner import devices
 from alstlib.planner.machine import machine_of
 from alstlib.planner.preflight import as_metrics, foretell, step_limit
-from alstlib.planner.public_models import SHAPES
 from alstlib.runs import results, workers
+from alstlib.runs.packages import tokenizer_name
 from alstlib.runs.processes import answer_where, die_with_parent
 from alstlib.runs.progress import Progress
 from alstlib.train.resume import Timeout, Warned
@@ -97,12 +98,13 @@ class Job:
         return [t.tolist() for t in everyone]
 
     def check_writable(self) -> None:
-        """Raise OSError on every rank if rank 0 cannot write to `save_to`: told before the steps, not after."""
+        """Raise OSError on every rank if rank 0 cannot write to `save_to`: told before the steps, not after. A folder
+        that is not there is not made yet: a run that fails leaves none."""
         problem = ""
         if self.run.save_to and self.rank == 0:
+            folder = Path(self.run.save_to).absolute()
             try:
-                Path(self.run.save_to).mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=self.run.save_to).close()
+                tempfile.TemporaryFile(dir=next(p for p in (folder, *folder.parents) if p.exists())).close()
             except OSError as e:
                 problem = f"save_to='{self.run.save_to}' cannot be written to: {e.strerror or e}"
         if problem := gather_text(problem, self.device)[0]:
@@ -110,10 +112,9 @@ class Job:
 
     def tokenizer_for(self, corpus: Any, vocabulary: int) -> Any:
         """The run's tokenizer; None where the data are tokens already."""
-        run, name = self.run, self.run.tokenizer
-        if name == "auto" and run.model not in SHAPES:
-            name = run.model
-        if name == "auto" and "input_ids" in corpus.column_names:
+        run, name = self.run, tokenizer_name(self.run)
+        own = name != run.tokenizer  # the model's
+        if run.tokenizer == "auto" and only_tokens(corpus) and not (own and has_tokenizer(name)):
             return None
         given = None if run.data == "stdlib" else corpus
         return get_tokenizer(name, corpus=given, vocab_size=min(vocabulary, 8192), trust=run.trust_remote_code)
@@ -128,12 +129,26 @@ class Job:
     def predicted(self, worker: str, ctx: SPContext, seq_len: int) -> dict[str, Any]:
         """What the planner says of this run, for comparison with the measurement."""
         gpus = ctx.world_size if self.cuda else 0
+        run = self.run.replace(world_size=ctx.world_size, sp=ctx.sp)
+        if why := workers.unpredicted(run, worker, gpus):
+            return {"unknown": why}
         try:
-            run = workers.planned(self.run.replace(world_size=ctx.world_size, sp=ctx.sp), worker, gpus)
             machine = machine_of(run, node_count(ctx.world_size), gpus)
             return as_metrics(foretell(run, machine, seq_len)[1], machine)
         except (ValueError, KeyError) as e:
             return {"unknown": str(e)}
+
+
+def begin() -> torch.device:
+    """What each process of a rank does first. Returns its device."""
+    die_with_parent()
+    answer_where()
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        return device
+    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
+    return torch.device("cpu")
 
 
 def run_worker(doc: str | None, job: Callable[[RunConfig, Path], Any]) -> None:
@@ -142,21 +157,14 @@ def run_worker(doc: str | None, job: Callable[[RunConfig, Path], Any]) -> None:
     parser.add_argument("--config", type=Path, required=True, help="config.json of a RunConfig")
     parser.add_argument("--out", type=Path, required=True, help="folder for result.json and progress.jsonl")
     args = parser.parse_args()
-    die_with_parent()
-    answer_where()
+    device = begin()
     run = RunConfig.from_dict(json.loads(args.config.read_text()))
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
     if run.emulate:  # ranks that are not there: nothing is sent
         join_fake(run.emulate)
     else:
         world = int(os.environ["WORLD_SIZE"])
         resolved = run.replace(world_size=world, sp=run.sp or world)
-        patience = step_limit(resolved, node_count(world), world if cuda else 0)[0]
+        patience = step_limit(resolved, node_count(world), 0 if device.type == "cpu" else world)[0]
         join(device, min(patience, LONGEST_SECONDS) + 60)  # the launcher ends the run before, and says why
     work(run, args.out, job)
     dist.barrier()

@@ -272,17 +272,3 @@ def heads_to_seq(x: Tensor, group: Any | Exchange = None) -> Tensor:
     if size % ranks:
         raise ValueError(f"a sequence of {size} does not divide over {ranks} ranks; {size + -size % ranks} does")
     return _HeadsToSeq.apply(x, exchange)
-
-
-def agree_on(values: Sequence[int], names: Sequence[str], group: Any, device: torch.device) -> None:
-    """Raise ValueError on every rank when the ranks of a group hold different `values` (a small collective)."""
-    if group is None:
-        return
-    mine = torch.tensor(values, dtype=torch.int64, device=device)
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, mine, group=group)
-    for name, column in zip(names, torch.stack(gathered).T.tolist()):
-        if len(set(column)) > 1:
-            raise ValueError(
-                f"the ranks of an SP group have different values of {name}: {column}, in the order of the ranks"
-            )

@@ -115,27 +115,31 @@ def stage(root: Path, work: Path) -> None:
         index.write_text("\n\n".join(["# Train on very long sequences", links, *trees]), encoding="utf-8")
 
 
-def empty(folder: Path) -> None:
-    """Remove a site that was built before, and nothing else."""
-    if folder.is_dir() and any(folder.iterdir()):
-        if not (folder / ".buildinfo").exists():
-            raise SystemExit(f"{folder} is not empty and not a site: name another --out")
-        shutil.rmtree(folder)
-
-
 def build(root: Path, out: Path, lenient: bool = False) -> int:
-    """Sphinx's exit status; its warnings are errors, unless `lenient`."""
+    """Build the site and put it in the place of the one before; one that gave no page, or was interrupted, leaves that
+    as it was. Returns Sphinx's exit status; its warnings are errors, unless `lenient`.
+
+    Raises:
+        SystemExit: no page was built, or `out` holds something else than a site.
+    """
     from sphinx.cmd.build import main as sphinx
 
     sys.path.insert(0, str(root))  # this repository's alstlib is the one that is documented
-    empty(out)
+    if out.is_dir() and any(out.iterdir()) and not (out / ".buildinfo").exists():
+        raise SystemExit(f"{out} is not empty and not a site: name another --out")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="site-", dir=out.parent) as folder:
-        work = Path(folder).resolve()
+        work, site = Path(folder).resolve() / "pages", Path(folder).resolve() / "site"
         stage(root, work)
         options = ["-q", "-E", "-b", "html", "-c", str(HERE), "-d", str(work / ".doctrees")]
         options += ["-D", f"repository_root={root}", *([] if lenient else ["-W", "--keep-going"])]
-        return sphinx([*options, str(work), str(out)])
+        status = sphinx([*options, str(work), str(site)])
+        if not (site / "index.html").exists():
+            raise SystemExit(f"no page was built; {out} is as it was")
+        if out.exists():
+            out.rename(site.with_name("before"))
+        site.rename(out)
+        return status
 
 
 def main() -> int:
@@ -147,8 +151,12 @@ def main() -> int:
     start = time.monotonic()
     root = args.root.resolve()
     out = (args.out or root / "build" / "site").resolve()
+    print(
+        f"building {out / 'index.html'}: this takes a minute or more, and nothing is replaced before its end",
+        flush=True,
+    )
     status = build(root, out, args.lenient)
-    report = checker.check(out) if (out / "index.html").exists() else checker.Report(["no page was built"])
+    report = checker.check(out)
     for pattern in (INDEX, LESSONS, SOLUTIONS):
         report.problems += [problem for page in sorted(root.glob(pattern)) for problem in without_figures(page)]
     print("\n".join(report.problems), file=sys.stderr)

@@ -15,6 +15,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 from unittest import mock
 
@@ -47,7 +48,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Watch]:
     class Slab:
         """Host memory without the registration at the driver."""
 
-        def __init__(self, nbytes: int, pin: bool) -> None:
+        def __init__(self, nbytes: int, pin: torch.device | None) -> None:
             self.bytes = torch.empty(nbytes, dtype=torch.uint8)
 
         view = host_store._Slab.view
@@ -119,7 +120,8 @@ class Watch(TorchDispatchMode):
         self.kernels: Counter[str] = Counter()
         """Calls of each attention kernel."""
         self.graphs: dict[Any, set[Any]] = defaultdict(set)
-        """Of each graph that cuDNN would build (its key): the layouts of `out` and `dout` that it was asked for."""
+        """Of each graph that cuDNN would build (kind, thread, key): the layouts of `out` and `dout` that it was asked
+        for. PyTorch keeps graphs for each thread."""
         self.uploads = 0
         """Tensors that were copied to the device."""
         self.problems: list[str] = []
@@ -179,6 +181,9 @@ class Watch(TorchDispatchMode):
             for access in (memory.written, *memory.read.items()):
                 self._after(stream, access, f"{name} writes over what")
             memory.written, memory.read = (stream.number, stream.clock[stream.number]), {}
+        if allocates:  # until now the memory may be in use, by an operation that the owner's stream has been given
+            for key in written:
+                self.memory[key].written = stream.number, stream.clock[stream.number]
         beside = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
         if on_device and not beside and any(t.device.type == "cpu" for t in made):
             self.host.clock |= stream.clock  # the host has waited for it
@@ -216,6 +221,8 @@ class Watch(TorchDispatchMode):
             sixteen = [s * t.element_size() % 16 for s, n in zip(t.stride()[:-1], t.shape) if n > 1]
             self._need(not any(sixteen), kernel, f"{layout}: strides are not multiples of 16 bytes")
             self._need(t.storage_offset() * t.element_size() % 16 == 0, kernel, f"{layout}: not aligned to 16 bytes")
+            span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
+            self._need(span < 2**31, kernel, f"{layout}: it spans {span:,} elements, which 32 bits cannot count")
         kinds = {n: t.dtype for n, t in tensors.items() if t.dtype != torch.float32 or n != "lse"}
         kinds.pop("lse", None)
         self._need(len(set(kinds.values())) == 1, kernel, f"dtypes differ: {kinds}")
@@ -224,7 +231,7 @@ class Watch(TorchDispatchMode):
         rows, keys, heads, kv = q.shape[at], k.shape[at], q.shape[3 - at], k.shape[3 - at]
         self._need(heads % kv == 0 and v.shape[:-1] == k.shape[:-1], kernel, f"{heads} heads over {kv}")
         self._need(not causal or rows == keys, kernel, f"causal with {rows} rows over {keys} keys")
-        self._need(q.shape[-1] % 8 == 0, kernel, f"a head width of {q.shape[-1]}")
+        self._need(q.shape[-1] % 8 == 0 == v.shape[-1] % 8, kernel, f"head widths of {q.shape[-1]}, {v.shape[-1]}")
 
     def _check_scaled_dot_product_cudnn_attention(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Any, lse: bool, dropout: float = 0.0, causal: bool = False,
@@ -234,7 +241,7 @@ class Watch(TorchDispatchMode):
         self._heads("cudnn", q, k, v, causal, 2)
         self._need(k.shape[2] > 1, "cudnn", "a single key")
         self._need(lse and bias is None, "cudnn", "no logsumexp is asked for")
-        self.graphs["forward", _key(q, k, v, causal)].add(None)
+        self.graphs["forward", get_ident(), _key(q, k, v, causal)].add(None)
 
     def _check_scaled_dot_product_cudnn_attention_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor, offset: Tensor,
@@ -247,7 +254,7 @@ class Watch(TorchDispatchMode):
         self._need(lse.dtype == torch.float32 and lse.is_contiguous(), "cudnn backward", "lse is not fp32, contiguous")
         self._need(lse.storage_offset() % 4 == 0, "cudnn backward", "lse is not aligned to 16 bytes")
         self._need(seed.is_cuda and offset.is_cuda, "cudnn backward", "the seed is not on the device")
-        self.graphs["backward", _key(q, k, v, causal)].add((_strides(out), _strides(dout)))
+        self.graphs["backward", get_ident(), _key(q, k, v, causal)].add((_strides(out), _strides(dout)))
 
     def _check_flash_attention_forward(
         self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, longest: int, longest_k: int,
@@ -269,6 +276,8 @@ class Watch(TorchDispatchMode):
     def _flash(self, kernel: str, offsets: Tensor | None, longest: int, causal: bool, **tensors: Tensor) -> None:
         self._tensors(kernel, **tensors)
         q, k, v = tensors["q"], tensors["k"], tensors["v"]
+        self._need(q.shape[-1] == v.shape[-1], kernel, f"head widths of {q.shape[-1]} and {v.shape[-1]}")
+        self._need(not 128 < q.shape[-1] < 192, kernel, f"a head width of {q.shape[-1]}, for which backward is wrong")
         if offsets is None:
             self._heads(kernel, q, k, v, causal, 1)
             return

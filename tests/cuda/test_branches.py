@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ASKS = re.compile(
     r'\.is_cuda|device\.type [!=]= "cuda"|torch\.cuda\.|kernel_device\([\w.]*device\.type\)|this_device\(\)|cuda: bool'
+    r"|get_device_module|\baccelerator\("
 )
 
 

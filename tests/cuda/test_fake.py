@@ -62,6 +62,21 @@ def test_memory_that_is_freed_while_another_stream_uses_it_is_found() -> None:
         del y
 
 
+def test_a_write_over_memory_that_another_stream_was_just_given_is_found() -> None:
+    """What the other stream has not yet done may still read what the memory held before."""
+    with fake_cuda() as watch:
+        source, side = torch.empty(8).fill_(1), torch.cuda.Stream()
+        for waits in (True, False):
+            x = torch.empty(8, device="cuda:0")
+            if waits:
+                side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                x.copy_(source, non_blocking=True)
+            torch.cuda.current_stream().wait_event(side.record_event())
+            del x
+            assert len(watch.problems) == (0 if waits else 1)
+
+
 @pytest.mark.parametrize("wait", ["wait_event", "wait_stream"])
 def test_a_store_that_does_not_wait_is_found(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
     def twice() -> list[str]:

@@ -26,6 +26,12 @@ SIGNATURES: dict[str, tuple[str, dict[str, str]]] = {
         "softcap, alibi_slopes, return_softmax",
         "_flash_attn_backward": "dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, "
         "window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None",
+        "_flash_attn_varlen_forward": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, "
+        "softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, "
+        "return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False",
+        "_flash_attn_varlen_backward": "dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, "
+        "max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, "
+        "alibi_slopes, deterministic, rng_state=None, zero_tensors=False",
     }),
     "flash_attention_3": ("flash-attn-3 3.0.0, commit 0251105a of Dao-AILab/flash-attention", {
         "_flash_attn_forward": "q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, "
@@ -64,6 +70,8 @@ class Package:
 
     def __init__(self, name: str, watch: Watch) -> None:
         self.name, self.watch, self.packed = name, watch, 0
+        self.softcaps: set[float | None] = set()
+        """With which it was called."""
         self.module = types.ModuleType(PACKAGES[name][0])
         for function, parameters in SIGNATURES[name][1].items():
             stand_in = self.backward if "dout" in parameters else self.forward
@@ -76,6 +84,7 @@ class Package:
     def _check(self, given: dict[str, Any], **tensors: torch.Tensor) -> None:
         q, k, v, offsets = given["q"], given["k"], given["v"], given.get("cu_seqlens_q")
         need, name = self.watch._need, self.name
+        self.softcaps.add(given["softcap"])
         self.watch._tensors(name, **tensors)
         need(q.shape[-1] == k.shape[-1] == v.shape[-1], name, "widths differ")
         need(q.shape[-2] % k.shape[-2] == 0 and v.shape == k.shape, name, f"keys {k.shape}, values {v.shape}")
@@ -128,14 +137,15 @@ def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield found
 
 
-CASES = [(f, i) for i, f in FORMS.items() if "softcap" not in f and f.get("width") != 36]  # which they do not take
+ALL = {**FORMS, "a soft cap and a window": {"softcap": 30.0, "window": 300}}
+CASES = [(f, i) for i, f in ALL.items() if f.get("width") != 36]  # which they do not take
 
 
 @pytest.mark.parametrize("form", [f for f, _ in CASES], ids=[i for _, i in CASES])
 @pytest.mark.parametrize("package", SIGNATURES, indirect=True)
 def test_calls(package: Package, form: dict[str, Any]) -> None:
     (q, k, v, dout), rule, how = of(form, True)
-    backend = choose_backend(package.name, CUDA, q.dtype, 128)
+    backend = choose_backend(package.name, CUDA, q.dtype, 128, rule.softcap is not None)
     out, lse = attention_forward(backend, q, k, v, rule=rule, **how)
     alike([out], [dout])
     assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
@@ -144,9 +154,8 @@ def test_calls(package: Package, form: dict[str, Any]) -> None:
     )
     assert package.watch.problems == []
     cut = form.get("documents") is not None or (rule.window is not None and rule.window < q.shape[2])
-    by_itself = package.name != "flash_attention_2"
-    assert package.packed == (2 if cut and by_itself else 0)
-    assert bool(package.watch.kernels) == (cut and not by_itself), "documents went to another kernel"
+    assert package.packed == (2 if cut else 0)
+    assert not package.watch.kernels, "documents went to another kernel"
     dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
     for lo in range(0, q.shape[2], 512):
         at, seen = ((slice(None), slice(None), slice(a, lo + 512)) for a in (lo, 0))
@@ -155,6 +164,8 @@ def test_calls(package: Package, form: dict[str, Any]) -> None:
         rest = {"documents": how["documents"], "length": q.shape[2]}
         alike([attention_backward_rows(backend, *given, rule=rule, **rest)], [q[at]])
     assert package.watch.problems == []
+    assert not package.watch.kernels
+    assert package.softcaps <= ({rule.softcap} if rule.softcap else {None, 0.0})
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -180,3 +191,8 @@ def test_auto_takes_the_flash_attn_that_is_built_for_the_gpu(
     assert choose_backend("auto", torch.device("cuda"), torch.bfloat16, 128).name == chosen
     wide = choose_backend("auto", torch.device("cuda"), torch.bfloat16, 192).name
     assert wide == ("flash" if capability == 10 else chosen)
+    for width, softcap in ((128, True), (256, True), (256, False)):
+        found = choose_backend("auto", torch.device("cuda"), torch.bfloat16, width, softcap).name
+        lacks = capability == 8 or (capability == 10 and width == 256 and softcap)
+        assert found == (("blockwise" if softcap else "flash") if lacks else chosen)
+    assert choose_backend("sdpa", torch.device("cuda"), torch.bfloat16, 128, True).name == "blockwise"

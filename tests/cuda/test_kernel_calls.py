@@ -36,6 +36,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True},
     "values that are narrower": {"value_width": 64},
     "values that are wider": {"value_width": 128, "width": 64, "documents": [0, 300, 1024]},
+    "latent attention": {"width": 192, "value_width": 128},
+    "latent attention, documents": {"width": 192, "value_width": 128, "documents": [0, 300, 1024]},
+    "a width of 160": {"width": 160},
+    "a width of 256": {"width": 256},
     "a width of 36": {"width": 36},
     "a width of 36, documents": {"width": 36, "documents": [0, 300, 1024]},
     "an odd length": {"length": 999},
@@ -126,6 +130,16 @@ def check(watch: Watch, name: str) -> None:
     assert all(len(layouts) == 1 for layouts in watch.graphs.values())
 
 
+@pytest.mark.parametrize(("width", "values", "took"), [(192, 128, (192, 128)), (64, 100, (64, 104))])
+def test_cudnn_takes_values_of_their_own_width(width: int, values: int, took: tuple[int, int], watch: Watch) -> None:
+    """Zeros beside narrower ones would be a quarter more work for latent attention."""
+    (q, k, v, dout), rule, how = of({"width": width, "value_width": values}, True)
+    out, lse = attention_forward(BACKENDS["cudnn"], q, k, v, rule=rule, **how)
+    attention_backward(BACKENDS["cudnn"], dout, Attended(q, k, v, out, lse), rule=rule)
+    keys = [key for *_, key in watch.graphs]
+    assert {(key[0][0][-1], key[2][0][-1]) for key in keys} == {took}
+
+
 @pytest.mark.parametrize("documents", [None, [0, 1, 5, 300, 812, 813, 1024]], ids=["whole", "documents"])
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(("heads", "kv", "ranks"), [(28, 4, 8), (9, 3, 4)])
@@ -158,7 +172,7 @@ def test_a_cudnn_graph_has_one_layout_of_out_and_dout(watch: Watch) -> None:
     for mine in (out, out.contiguous(), out.transpose(1, 3).contiguous().transpose(1, 3)):
         for theirs in (dout, dout.contiguous()):
             attention_backward(backend, theirs, Attended(q, k, v, mine, lse), rule=rule)
-    assert [len(layouts) for (kind, _), layouts in watch.graphs.items() if kind == "backward"] == [1]
+    assert [len(layouts) for (kind, *_), layouts in watch.graphs.items() if kind == "backward"] == [1]
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -177,6 +191,67 @@ def test_other_documents_build_no_other_cudnn_graphs(seed: int, watch: Watch) ->
             attention_backward_rows(BACKENDS["cudnn"], *given, **how)
     assert watch.problems == []
     assert len(watch.graphs) <= 4
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash", "efficient"])
+@pytest.mark.parametrize(
+    ("length", "heads", "kv", "form"),
+    [
+        *((600_000, 32, 8, form) for form in ("whole", "documents", "a window", "batch 2", "projections")),
+        *((2_200_000, 8, 1, form) for form in ("whole", "chunks")),
+    ],
+)
+def test_no_kernel_counts_beyond_32_bits(length: int, heads: int, kv: int, form: str, name: str, watch: Watch) -> None:
+    """One GPU at 600K tokens, one of 8 ranks at 2.2M: their queries have more than 2^31 elements. With chunks the keys
+    have, where a kernel has them for each query head."""
+    batch = 2 if form == "batch 2" else 1
+    q, k, v, dout = tensors(form != "projections", batch=batch, heads=heads, kv=kv, length=length)
+    if form == "projections":  # heads before tokens in memory: any part of the rows spans all of them
+        q, k, v, dout = (t.contiguous() for t in (q, k, v, dout))
+    assert q.numel() >= 2**31
+    documents = [0, 100_000, length] if form == "documents" else None
+    backend, rule = BACKENDS[name], Rule(0.1, 4096 if form == "a window" else None)
+    if form == "chunks":
+        dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
+        at = (slice(None), slice(None), slice(length - length % 4096 - 4096, length - length % 4096))
+        seen = (slice(None), slice(None), slice(0, at[2].stop))
+        out, lse = attention_forward(backend, q[at], k[seen], v[seen], rule=rule, length=length)
+        kept = Attended(q[at], k[seen], v[seen], out, lse)
+        alike([attention_backward_rows(backend, dout[at], kept, (dk[seen], dv[seen]), rule=rule, length=length)], [out])
+    else:
+        out, lse = attention_forward(backend, q, k, v, rule=rule, documents=documents)
+        alike([out], [dout])
+        alike(attention_backward(backend, dout, Attended(q, k, v, out, lse), rule=rule, documents=documents), [q, k, v])
+    assert sum(watch.kernels.values()) < 2000
+    check(watch, name)
+
+
+def test_ragged_lengths_share_cudnn_graphs(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes half a second to build and stays for ever, in each thread that runs it."""
+    counts = []
+
+    def steps() -> None:
+        for length in range(70_001, 70_031, 3):
+            q, k, v, dout = tensors(True, length=length)
+            out, lse = attention_forward(BACKENDS["cudnn"], q, k, v, rule=Rule(0.1))
+            attention_backward(BACKENDS["cudnn"], dout, Attended(q, k, v, out, lse), rule=Rule(0.1))
+        counts.append(len(watch.graphs))
+
+    steps()
+    monkeypatch.setattr("fake.get_ident", lambda: "another thread")
+    steps()
+    assert counts == [2, 4]
+    rows = [dict(zip("bhsd", key[2][0][0])) for key in watch.graphs]
+    assert min(r["s"] for r in rows) > 0.98 * 70_001, "the other kernel has more than the last rows"
+    assert watch.problems == []
+
+
+def test_long_lengths_build_few_graphs_for_cudnn(watch: Watch) -> None:
+    for length in range(131_073, 139_000, 401):
+        q, k, v, _ = tensors(True, length=length)
+        attention_forward(BACKENDS["cudnn"], q, k, v, rule=Rule(0.1))
+    assert len(watch.graphs) <= 4, "of 64 from one power of two to the next"
+    assert watch.problems == []
 
 
 def test_a_window_alone_uploads_nothing(watch: Watch) -> None:

@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import pytest
+from cases import small_pages
 from steps import ZOO, steps
 
 ROWS = 4096
@@ -41,7 +42,7 @@ def test_steps(model: str, sp: int, kernel: str, way: str) -> None:
     options = dict(WAYS[way])
     if "chunk" in options:
         options["chunk"] = ROWS // sp // 4
-    with steps(model, ROWS, sp, **options) as step:
+    with small_pages(), steps(model, ROWS, sp, **options) as step:  # or all chunks would be in one page
         for documents in (None, DOCUMENTS):
             for _ in range(2 if documents is None else 1):  # the second meets slabs and streams of the first
                 step(documents)

@@ -109,6 +109,10 @@ def test_local_jsonl_and_parquet(tmp_path):
         assert corpus.column_names == ["text"]
         assert corpus["text"] == ["one", "two"]
     assert load_corpus(str(tmp_path / "x.jsonl"), split="train[:1]")["text"] == ["one"]
+    folder = tmp_path / "data [1]*"
+    folder.mkdir()
+    (folder / "x[2].jsonl").write_text('{"text": "in brackets"}')
+    assert load_corpus(str(folder))["text"] == ["in brackets"]
     streamed = load_corpus(str(tmp_path / "z.parquet"), streaming=True)
     assert [row["text"] for row in streamed] == ["one", "two"]
 
@@ -121,11 +125,15 @@ def test_columns():
     with pytest.raises(ValueError, match="text_column='n' is no column of text"):
         canonical_columns(many, "n")
     chats = datasets.Dataset.from_dict({"conversations": [CHAT], "text": ["rendered"]})
-    assert canonical_columns(chats).column_names == ["messages", "text"]
+    assert canonical_columns(chats).column_names == ["conversations", "text"]
     alone = datasets.Dataset.from_dict({"conversations": [CHAT], "rendered": ["x"]})
-    assert canonical_columns(alone).column_names == ["messages"]
+    assert canonical_columns(alone).column_names == ["conversations"]
     tokens = datasets.Dataset.from_dict({"input_ids": [[1]], "labels": [[1]], "text": ["x"]})
     assert canonical_columns(tokens).column_names == ["input_ids", "labels"]
+    mixed = datasets.Dataset.from_dict({"input_ids": [[1], None], "text": [None, "x"]})
+    assert canonical_columns(mixed).column_names == ["input_ids", "text"]
+    with pytest.raises(ValueError, match="has its own tokenizer: name it"):
+        get_tokenizer("auto", corpus=mixed)
     with pytest.raises(ValueError, match="list"):
         canonical_columns([{"text": "x"}])
 
@@ -139,11 +147,15 @@ def test_bad_corpora(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes('{"text": "caf\u00e9"}\n'.encode("latin-1"))
     (tmp_path / "nulls.jsonl").write_text('{"text": null}\n{"text": null}\n')
     (tmp_path / "folder").mkdir()
+    (tmp_path / "gone.jsonl").symlink_to("nowhere.jsonl")
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
     (tmp_path / "data.pkl").write_bytes(pickle.dumps([1]))
     for name, message in {
         "trian.jsonl": r"does not exist; did you mean '.*train\.jsonl'",
         "nowhere/x.txt": "its folder .* does not exist either",
-        "train.jsonl": "cannot be read",
+        "train.jsonl": r"train\.jsonl', line 1, is not JSON: ",
+        "gone.jsonl": r"gone\.jsonl' does not exist; it is a symbolic link to nowhere\.jsonl, which does not exist",
+        "loop.jsonl": r"loop\.jsonl' does not exist; it is a symbolic link to loop\.jsonl, which .* leads back to",
         "binary.txt": "not UTF-8 text",
         "none.txt": "holds no text",
         "no.parquet": "cannot be read",
@@ -518,7 +530,9 @@ def test_a_corpus_without_a_loss_is_refused(tokenizer, packed, limit):
         make_samples(asked, tokenizer, 20, packed=packed, limit=limit)
     mixed = datasets.Dataset.from_dict({"messages": [CHAT[:1]] * 6 + [CHAT]})
     samples = make_samples(mixed, tokenizer, 20, packed=packed)
-    assert "6 of 7 rows have no token with a loss, such as a chat without an answer" in samples.notes()
+    assert samples.notes()[0] == (
+        "6 of 7 rows train nothing: read as messages, no message of the assistant (rows 1, 2, 3 and 3 more)"
+    )
 
 
 def test_notes_on_data(tokenizer, stdlib):
@@ -528,12 +542,14 @@ def test_notes_on_data(tokenizer, stdlib):
     samples[2]
     size = len(tokenizer("one two three").input_ids) + len(tokenizer("four five six").input_ids) + 2
     assert samples.notes() == [
-        "2 of 4 rows have no text and were left out", f"the corpus of {size} tokens was read {samples.passes} times",
+        "1 of 4 rows train nothing: of no known format: no column of one has a value (row 2)",
+        "1 of 4 rows train nothing: read as text, no text (row 3)",
+        f"the corpus of {size} tokens was read {samples.passes} times",
     ]  # fmt: skip
     bare = pickle.loads(pickle.dumps(tokenizer))
     bare.eos_token = bare.pad_token = None
     assert [note.partition(",")[0] for note in make_samples(rows, bare, 4, limit=1).notes()] == [
-        "1 of 2 rows have no text and were left out", "the tokenizer has no end-of-text token",
+        "1 of 2 rows train nothing: read as text", "the tokenizer has no end-of-text token",
         "the tokenizer has no padding token",
     ]  # fmt: skip
 

@@ -67,7 +67,9 @@ def test_the_papers_example():
     assert first["step_tokens"].item() == 7
 
 
-@pytest.mark.parametrize("sp, length, pad_to", [(1, 7, None), (2, 7, None), (4, 9, None), (4, 4, None), (2, 7, 6)])
+@pytest.mark.parametrize(
+    "sp, length, pad_to", [(1, 7, None), (2, 7, None), (4, 9, None), (4, 4, None), (2, 7, 6), (4, 3, None), (4, 1, 8)]
+)
 def test_slices_join_to_the_padded_batch(sp, length, pad_to):
     batch = make(0, length, rows=2)
     shards = [shard_batch(batch, sp, r, pad_to) for r in range(sp)]
@@ -175,8 +177,6 @@ def test_bad_batches_are_refused_by_name(message):
 def test_bad_arguments():
     with pytest.raises(ValueError, match=r"pad_to=7 .* use 8"):
         shard_batch(make(0, 4), 2, 0, pad_to=7)
-    with pytest.raises(ValueError, match=r"rows of 3 tokens for sp=4 ranks: some would have none; .* or sp <= 3"):
-        shard_batch(make(0, 3), 4, 0)
     with pytest.raises(ValueError, match="sp_rank=2"):
         shard_batch(make(0, 4), 2, 2)
     with pytest.raises(ValueError, match="accumulation=0"):
@@ -315,6 +315,14 @@ def test_dp_only(ranks2):
     check_groups(results, 1, data)
     assert results[0]["got"][0]["step_tokens"] == 4 + 5
     assert not results[0]["bytes"]
+
+
+def test_samples_shorter_than_the_ranks_are_padded(ranks4):
+    data = [[make(r, 1 + r, ignored=0)] for r in range(4)]
+    results = ranks4(_stream, 4, data)
+    check_groups(results, 4, data)
+    assert [b["row_tokens"] for b in results[3]["got"]] == [[1], [2], [3], [4]]
+    assert [b["step_tokens"] for b in results[3]["got"]] == [0, 1, 2, 3]
 
 
 def test_packed_on_every_rank(ranks2):

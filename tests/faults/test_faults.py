@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -71,13 +72,13 @@ def continued(out: Path) -> bool:
 
 
 def test_a_stopped_rank(tmp_path: Path, expected: list[float]) -> None:
-    began = time.monotonic()
     error = fails(tmp_path, RUN.replace(step_timeout=60), "stop")["error"]
     assert error["type"] == "Stalled"
     says = "no step ended for step_timeout=60 s: the last step was 2 of 4; rank 1 was stopped (SIGSTOP, or a debugger)"
     assert error["message"].startswith(says)
     assert "; rank 0 waited in " in error["message"]
-    assert time.monotonic() - began < 60 + 60 + 10, "the limit, starting, and ending"
+    *_, last = (e["time"] for e in launch.ProgressReader(tmp_path / "progress.jsonl").read() if e["event"] == "step")
+    assert (tmp_path / "result.json").stat().st_mtime - last < 60 + 30, "the limit, and asking where the ranks are"
     finishes(tmp_path, expected, RUN.replace(step_timeout=60))
     assert continued(tmp_path)
 
@@ -133,7 +134,7 @@ def test_a_sample_that_is_cut_off(tmp_path: Path) -> None:
     data = Path(documents(tmp_path / "data.jsonl"))
     data.write_text(data.read_text()[:-30])
     error = fails(tmp_path / "out", RUN.replace(data=str(data)))["error"]
-    assert error["message"].startswith(f"data='{data}' (split 'train') cannot be read")
+    assert re.match(rf"data='{data}', line \d+, is not JSON: ", error["message"])
 
 
 @contextlib.contextmanager

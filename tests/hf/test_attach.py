@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import pickle
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 import transformers
 from cases import VOCAB, make_model, plain_run, slopes, worst_error
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from zoo import HYBRIDS
 
@@ -397,12 +400,12 @@ def exchanges(rank: int, world: int, save_attention: bool) -> tuple[float, Count
 @pytest.mark.parametrize("save_attention, per_layer", [(True, 5), (False, 6)])
 def test_few_exchanges(ranks2: Any, save_attention: bool, per_layer: int) -> None:
     """Per layer and step 5 exchanges with saved outputs and 6 without (the reference: 12, and 2 gathers of positions);
-    two reductions of numbers, of the loss and of what all ranks' hosts have room for (samples differ from step to
-    step, so that it is agreed in each)."""
+    three reductions of numbers: whether all ranks make the same call, what all ranks' hosts have room for (samples
+    differ from step to step, so that both are agreed in each), and the loss."""
     want, _ = plain(make_model("gqa"))
     for mean, count in ranks2(exchanges, save_attention):
         assert mean == pytest.approx(want, rel=1e-6)
-        assert count == {"all_to_all_single": 2 * per_layer, "all_reduce": 2}
+        assert count == {"all_to_all_single": 2 * per_layer, "all_reduce": 3}
 
 
 # ----- dropout
@@ -467,8 +470,34 @@ def test_evaluation_is_plain(kind: str, options: dict[str, Any]) -> None:
             assert handle.store.nbytes == 0
     assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-6)
     assert torch.allclose(logits, want.logits, rtol=1e-5, atol=1e-5)
-    assert (got.logits is None) == bool(options["tiled_loss"])
+    assert isinstance(got.logits, torch.Tensor) != bool(options["tiled_loss"])
     assert not got.loss.requires_grad
+
+
+USES: dict[str, Any] = {
+    "float": lambda logits: logits.float(),
+    "shape": lambda logits: logits.shape,
+    "index": lambda logits: logits[:, :-1],
+    "loss": lambda logits: nn.functional.cross_entropy(logits, batch()["input_ids"]),
+    "sum": lambda logits: logits * 2,
+    "numpy": np.asarray,
+    "length": len,
+}
+
+
+def test_logits_that_are_not_kept_say_so() -> None:
+    """When they are used; engines, libraries and copies may handle the output as any other."""
+    model = make_model()
+    with alstlib.apply(model, None, alstlib.Options()):
+        out = model(**batch())
+    for use in USES.values():
+        with pytest.raises(ValueError, match=r"keeps none\. Use out.loss, .*label_smoothing.* or alstlib.token_logps"):
+            use(out.logits)
+    assert out[0] is out["loss"] is out.loss
+    seen = tree_map(lambda part: isinstance(part, torch.Tensor) and hasattr(part, "dtype"), out)
+    assert (seen["loss"], seen["logits"], hasattr(out.logits, "dtype")) == (True, False, False)
+    copied = copy.deepcopy({"logits": out.logits}), pickle.loads(pickle.dumps(out.logits))
+    assert [type(c) for c in (copied[0]["logits"], copied[1])] == [type(out.logits)] * 2
 
 
 # ----- other models

@@ -15,6 +15,7 @@ import zoo
 from cases import double, make_model, make_samples, plain_run, slopes, worst_error, wrap
 from test_gradients import varied, zero_config
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 import alstlib
 from alstlib.data.loader import SPDataLoader
@@ -121,10 +122,11 @@ def engine_steps(rank: int, world: int, case: dict[str, Any]) -> list[Any]:
     deep = kind.startswith("zero")
     ctx, divisor = alstlib.SPContext.create(case["sp"]), accumulation if deep else 1
     lengths = case.get("lengths", [32] * accumulation * ctx.dp)
-    samples = [varied(i, 1, n, 2) for i, n in enumerate(lengths)]
+    documents = 1 if "model" in case else 2  # plain hybrids carry the state from one document to the next
+    samples = [varied(i, 1, n, documents) for i, n in enumerate(lengths)]
     samples[0]["labels"][:, : lengths[0] // 2 + 1] = -100  # the first rank has no valid token
     mine = [s for i, s in enumerate(samples) if i % ctx.dp == ctx.dp_rank]
-    model = make_model("gqa")
+    model = zoo.build_hybrid(case["model"], output_router_logits=False) if "model" in case else make_model("gqa")
     loss, want = plain_run(model, samples)
     alstlib.apply(model, ctx, alstlib.Options(**HOST))
     if deep:
@@ -173,11 +175,13 @@ LENGTHS = [32, 9, 17, 40]
 @pytest.mark.parametrize(
     ("engine", "more"),
     [*((engine, {"sp": 2}) for engine in ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3")),
-     *((engine, {"sp": 1, "lengths": LENGTHS}) for engine in ("fsdp2", "zero1", "zero2", "zero3"))], ids=str,
+     *((engine, {"sp": 1, "lengths": LENGTHS}) for engine in ("fsdp2", "zero1", "zero2", "zero3")),
+     *((engine, {"sp": 1, "lengths": LENGTHS, "model": model}) for engine, model in
+       (("ddp", "lfm2"), ("fsdp2", "qwen3_next"), ("zero1", "kimi_linear"), ("zero3", "qwen3_5")))], ids=str,
 )  # fmt: skip
 def test_engines(ranks2: Any, engine: str, more: dict[str, Any]) -> None:
     """Each gradient is reduced once and added to that of the micro-batch before; the engine counts micro-batches. With
-    replicas that have fewer blocks than others."""
+    replicas that have fewer blocks than others, by two and more, also of models with layers that carry a state."""
     for *errors, last in ranks2(engine_steps, {"engine": engine, **more}):
         if engine.startswith("zero"):
             assert last == (3, 6)
@@ -301,6 +305,33 @@ def test_a_failure_in_a_block_leaves_a_model_that_trains_on(when: int) -> None:
         assert worst_error(whole_step(model, batch)[1], want)[0] < 1e-5
         assert model.generate(batch["input_ids"][:, :3], max_new_tokens=2, do_sample=False).shape[1] == 5
     assert worst_error(plain_run(model, [sample()])[1], want)[0] < 1e-6
+
+
+def test_an_optimizer_in_backward_steps_once() -> None:
+    """Hooks that step and clear gradients as soon as these are made get whole gradients; without them, each block adds
+    its part as before."""
+    model, batch, calls = make_model("gqa"), batch_of(sample()), []
+    gradient = plain_run(model, [sample()])[1]
+    want = {n: p.detach() - 0.5 * gradient[n] for n, p in model.named_parameters()}
+
+    def step(p: Tensor) -> None:
+        calls.append(p)
+        with torch.no_grad():
+            p.sub_(p.grad, alpha=0.5)  # type: ignore[arg-type]
+        p.grad = None
+
+    with alstlib.apply(model):
+        hooks = [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]
+        alstlib.block_step(model, batch, block=4)
+        assert len(calls) == len(want)
+        assert worst_error(dict(model.named_parameters()), want)[0] < 1e-5
+        for hook in hooks:
+            hook.remove()
+        assert all(g.norm() > 0 for g in blocks_step(model, batch, 4)[1].values())
+        assert len(calls) == len(want)
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.5})
+        with pytest.raises(ValueError, match="_apply_optimizer_in_backward would step once for each block"):
+            alstlib.block_step(model, batch, block=4)
 
 
 def test_ligers_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,15 +114,6 @@ def test_a_context_that_is_left_out_is_that_of_the_attachment(ranks2: Any, kind:
             )
 
 
-@pytest.mark.parametrize("value", [0, -2])
-def test_engine_divides_by_must_be_positive(value: int) -> None:
-    with (
-        alstlib.apply(make_model()) as handle,
-        pytest.raises(ValueError, match=f"engine_divides_by={value} must be at"),
-    ):
-        alstlib.causal_lm_loss(handle.model, batch(), engine_divides_by=value)
-
-
 @pytest.mark.parametrize("kind", [int, float, torch.tensor], ids=["int", "float", "tensor"])
 @pytest.mark.parametrize("divides", [1, 4])
 def test_factors_of_one_rank(kind: Any, divides: int) -> None:

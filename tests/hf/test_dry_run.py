@@ -156,6 +156,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         r"layer 0 \(PhimoeAttention\) may slide by config.sliding_window=7",
     ),
+    "a window without a mask": (
+        lambda: small(transformers.OlmoeConfig, sliding_window=7, num_experts=4, num_experts_per_tok=2),
+        {},
+        r"layer 0 \(OlmoeAttention\) gives its attention the window 7, but .* set config.sliding_window to None",
+    ),
     "numbers": (lambda: small(transformers.BartConfig, **BART), {}, "BartForCausalLM numbers its tokens by itself"),
     "dropout": (
         lambda: make_model(attention_dropout=0.1),

@@ -128,7 +128,7 @@ def run_case(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
         engine = Averaged(model)
     deep = engine_kind.startswith("zero")
     mine = [s for i, s in enumerate(samples) if i % ctx.dp == ctx.dp_rank]
-    loader = SPDataLoader(mine, ctx, accumulation, replicated=True)
+    loader = SPDataLoader(mine, ctx, accumulation, replicated=True, pad_to=case.get("pad_to"))
     logged = 0.0
     for i, batch in enumerate(loader):
         if engine_kind == "fsdp2":
@@ -304,6 +304,16 @@ def test_groups_in_which_all_that_is_local_differs(ranks4: Any) -> None:
     assert len(kept) == 1
 
 
+@pytest.mark.parametrize(
+    "model, options, pad_to", [("gqa", ALL_ON, None), ("gqa", {"chunk": 1}, 6), ("qwen3_next", ALL_ON, 9)], ids=str
+)
+def test_samples_of_fewer_tokens_than_ranks(pools: Any, model: str, options: dict[str, Any], pad_to: int) -> None:
+    """Some ranks have nothing but padding: in a step of samples of 1, 2 and 5 tokens."""
+    case = {"sp": 3, "model": model, "accumulation": 4, "shapes": [[(1, 1, 1), (1, 2, 1), (2, 2, 1), (1, 5, 1)]]}
+    overrides = {"output_router_logits": False} if model == "qwen3_next" else {}
+    check(pools(3), {**case, "options": options, "pad_to": pad_to, "overrides": overrides})
+
+
 @pytest.mark.parametrize("model", ["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("sp", [2, 4])
 def test_four_ranks(ranks4: Any, sp: int, model: str) -> None:
@@ -321,8 +331,11 @@ def test_batch_of_two_and_an_odd_length(ranks2: Any, engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["average", "ddp", "zero1", "zero3"])
-@pytest.mark.parametrize("frozen", [["model."], ["lm_head"], ["embed"], ["mlp"]], ids=str)
+@pytest.mark.parametrize(
+    "frozen", [["model."], ["lm_head"], ["embed"], ["mlp"], ["embed", "head", "attn", "norm"]], ids=str
+)
 def test_frozen_parts(ranks2: Any, engine: str, frozen: list[str]) -> None:
+    """In the last case the MLPs alone train, whose weights ZeRO-3 gathers and reduces with them."""
     check(ranks2, {"sp": 2, "engine": engine, "frozen": frozen, "options": ALL_ON})
 
 
@@ -385,6 +398,23 @@ def test_weights_that_layers_share(ranks2: Any, engine: str, shared: str, option
             assert "trains and is used in several parts" in reason
         case["frozen"] = ["mlp", "input_layernorm"]
     check(ranks2, case)
+
+
+def sharded_zamba2(rank: int, world: int) -> str:
+    """What `apply` says to weights that DeepSpeed has sharded already; it takes them once they are frozen."""
+    import deepspeed
+
+    model = zoo.build_hybrid("zamba2")
+    deepspeed.zero.Init(module=model, config_dict_or_path=zero_config(3, 1, 1_000))
+    with pytest.raises(ValueError, match="trains and is used in several parts") as refused:
+        alstlib.apply(model, alstlib.SPContext.create(2))
+    alstlib.apply(model.requires_grad_(False), alstlib.SPContext.create(2)).detach()
+    return str(refused.value)
+
+
+def test_layers_that_share_weights_are_refused_when_attached_under_zero3(ranks2: Any) -> None:
+    for message in ranks2(sharded_zamba2):
+        assert "ZeRO-3 keeps the gradient of one of them: use zero_stage 0 or 1, or freeze it" in message
 
 
 @pytest.mark.parametrize("save", [False, True], ids=["attention twice", "attention once"])

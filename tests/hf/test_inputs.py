@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import re
+import time
 from typing import Any
 
 import pytest
@@ -40,6 +42,20 @@ def rank(index: int, sp: int = 2) -> SPContext:
 
 ARANGE = torch.arange(LENGTH)[None]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "packings that disagree": (
+        {"input_ids": ids(), "cu_seq_lens_q": [0, 5, 12], "cu_seq_lens_k": torch.tensor([0, 6, 12])},
+        r"cu_seq_lens_q=\[0, 5, 12\] and cu_seq_lens_k=\[0, 6, 12\] disagree about where documents begin",
+    ),
+    "packing and documents": (
+        {"input_ids": ids(), "seq_idx": (ARANGE > 4).int(), "cu_documents": [0, 6, 12]},
+        r"cu_documents=\[0, 6, 12\] and seq_idx=\[0, 5, 12\] disagree",
+    ),
+    "packing and positions": (
+        {"input_ids": ids(), "cu_seq_lens_q": torch.tensor([0, 5, 12]), "position_ids": ARANGE},
+        "do not fit cu_seq_lens_q: micro-batch row 0, token 5 has position 5 where its document is at 0",
+    ),
+    "packing's end": ({"input_ids": ids(), "cu_seq_lens_k": [0, 5, 11]}, "cu_seq_lens_k ends at 11"),
+    "packing's shape": ({"input_ids": ids(), "seq_idx": ARANGE[0]}, r"seq_idx \[12\] must be a tensor \[1, 12\]"),
     "nothing": ({}, "needs input_ids or inputs_embeds"),
     "cache": ({"input_ids": ids(), "past_key_values": object()}, r"past_key_values, use_cache.* after detach\(\)"),
     "use_cache": ({"input_ids": ids(), "use_cache": True}, "use_cache"),
@@ -128,6 +144,10 @@ SHARDED: dict[str, tuple[dict[str, Any], str]] = {
         {"input_ids": ids(1, 11), "position_ids": ARANGE[:, :11] + 12, "cu_documents": torch.tensor([0, 24])},
         "cu_documents ends at 24, but 1 x 11 tokens on each of 2 ranks are 22: the ranks' shapes disagree",
     ),
+    "packing of a slice": (
+        {"input_ids": ids(), "position_ids": ARANGE + 12, "seq_idx": (ARANGE > 4).int()},
+        "seq_idx of a slice does not tell where documents begin",
+    ),
     "padding": (
         {"input_ids": ids(), "position_ids": ARANGE + 12, "attention_mask": (ARANGE < 9).long()},
         "attention_mask has zeros",
@@ -170,6 +190,8 @@ def test_what_is_ours_does_not_reach_the_model() -> None:
         ({"position_ids": ARANGE}, (0, 12, 24)),
         ({"position_ids": torch.tensor([[*range(5), *range(7)], [*range(12)]])}, (0, 5, 12, 24)),
         ({"position_ids": ARANGE, "cu_documents": [0, 24]}, (0, 24)),
+        ({"seq_idx": (ARANGE > 4).int().expand(2, -1)}, (0, 5, 12, 17, 24)),
+        ({"cu_seq_lens_q": [0, 12, 24], "cu_documents": [0, 24], "max_length_q": 12}, (0, 24)),
     ],
     ids=str,
 )
@@ -241,7 +263,7 @@ def test_masks_that_may_be_dropped_are_exact(model: Any, kind: str) -> None:
     assert relative_error(logits[keep.bool()], plain.logits[keep.bool()]) < 1e-5
 
 
-@pytest.mark.parametrize("how", ["position_ids", "cu_documents", "both"])
+@pytest.mark.parametrize("how", ["position_ids", "cu_documents", "both", "cu_seq_lens", "seq_idx"])
 def test_packed_documents_are_those_one_by_one(model: Any, how: str) -> None:
     """Positions that start again, or offsets: logits of each document alone, and gradients of their sum."""
     lengths, tokens = [5, 1, 6], ids()
@@ -254,8 +276,11 @@ def test_packed_documents_are_those_one_by_one(model: Any, how: str) -> None:
     )
     want = (total.item() / 9, grads(model, total / 9))
     offsets = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
-    given = {"position_ids": positions} if how != "cu_documents" else {}
-    given |= {"cu_documents": offsets} if how != "position_ids" else {}
+    index = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    given: dict[str, Any] = {"position_ids": positions} if how in ("position_ids", "both") else {}
+    given |= {"cu_documents": offsets} if how in ("cu_documents", "both") else {}
+    given |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 6} if how == "cu_seq_lens" else {}
+    given |= {"seq_idx": index.int()} if how == "seq_idx" else {}
     with alstlib.apply(model, None, alstlib.Options(**ALL_ON)):
         loss = model(tokens, shift_labels=labels, **given).loss
         check_same(model, want, (loss.item(), grads(model, loss)))
@@ -282,41 +307,245 @@ def test_embeddings_in_place_of_tokens(model: Any) -> None:
 # ----- ranks that disagree
 
 
-def refusal(index: int, world: int, case: str) -> str:
-    """The message that each rank gets; no rank is left waiting."""
-    ctx, batch, rows = SPContext.create(world), 1, LENGTH
-    if case == "rows":
-        rows -= index
-    if case == "batch":
-        batch += index
-    positions = torch.arange(rows)[None] + index * rows
-    if case == "positions":
-        positions = positions - index * rows
-    model = make_model("gqa")
-    with alstlib.apply(model, ctx):
+def slice_of(index: int, rows: int = LENGTH, batch: int = 1) -> dict[str, Any]:
+    return {
+        "input_ids": ids(batch, rows), "position_ids": torch.arange(rows)[None] + index * rows,
+        "shift_labels": ids(batch, rows),
+    }  # fmt: skip
+
+
+def loss(model: Any, batch: Any, **given: Any) -> Any:
+    return alstlib.causal_lm_loss(model, batch, **given).loss
+
+
+def blocks(model: Any, batch: Any, block: int = 5) -> Any:
+    return alstlib.block_step(model, batch, block=block).loss
+
+
+def call(model: Any, batch: Any) -> Any:
+    return model(**batch).loss
+
+
+def without_graph(model: Any, batch: Any) -> Any:
+    with torch.no_grad():
+        return loss(model, batch)
+
+
+def alone_wrong(case: str, place: int, one: bool) -> tuple[dict[str, Any], Any]:
+    """A slice, and what is called with it; on the one rank that is wrong, something else."""
+    what, _, how = case.partition(", ")
+    run = {"blocks": blocks, "log-probabilities": alstlib.token_logps, "model": call}.get(how, loss)
+    good = slice_of(place)
+    last = {**good, "position_ids": good["position_ids"] * (good["position_ids"] < 23), "cu_documents": [0, 23, 24]}
+    kinds: dict[str, tuple[dict[str, Any], Any]] = {
+        "rows": (slice_of(place, LENGTH - one), run),
+        "batch": (slice_of(place, batch=1 + one), run),
+        "local positions": (slice_of(0 if one else place), run),
+        "the whole sample on every rank": (slice_of(0, 2 * LENGTH), run),
+        "documents": (last if one else {**good, "cu_documents": [0, 24]}, run),
+        "a field": ({**good, "pixel_values": torch.ones(1) if one else None}, run),
+        "no positions": ({**good, "position_ids": None if one else good["position_ids"]}, run),
+        "calls": (good, blocks if one else loss),
+        "block": (good, functools.partial(blocks, block=7 if one else 5)),
+        "statistics": (good, functools.partial(loss, statistics=one)),
+        "gradients": (good, without_graph if one else loss),
+    }
+    return kinds[what]
+
+
+ALONE = {
+    "rows": r"the tokens of a rank: \[12, 11\]",
+    "rows, blocks": r"the tokens of a rank: \[12, 11\]",
+    "rows, log-probabilities": r"the tokens of a rank: \[12, 11\]",
+    "rows, model": r"the tokens of a rank: \[12, 11\]",
+    "batch, model": r"the batch size: \[1, 2\]",
+    "local positions": "position_ids of rank 1 do not run from 12 to 23",
+    "local positions, blocks": "position_ids of rank 1 do not run from 12 to 23",
+    "local positions, log-probabilities": "position_ids of rank 1 do not run from 12 to 23",
+    "local positions, model": "position_ids of rank 1 do not run from 12 to 23",
+    "the whole sample on every rank": "position_ids of rank 1 do not run from 24 to 47",
+    "documents": r"the documents: \[\(0, 24\), \(0, 23, 24\)\]",
+    "a field": "the batch has pixel_values, which would not reach the model",
+    "no positions, blocks": "the batch has no position_ids",
+    "calls": r"the call: \[causal_lm_loss, block_step\]",
+    "block": r"block: \[5, 7\]",
+    "statistics": r"statistics: \[False, True\]",
+    "gradients": r"torch.is_grad_enabled\(\): \[True, False\]",
+}
+"""What only rank 1 has another way, and what every rank is told."""
+
+
+def refused_alone(index: int, world: int, sp: int, engine: str) -> tuple[dict[str, str], float, float]:
+    """The message of each case on this rank; the seconds that all of them took; and the loss of a right step after."""
+    ctx, model, messages = SPContext.create(sp), make_model("gqa"), {}
+    with alstlib.apply(model, ctx, alstlib.Options(save_attention=True)):
+        wrapped: Any = nn.parallel.DistributedDataParallel(model) if engine == "ddp" else model
+        start = time.monotonic()
+        for case in ALONE:
+            if ctx.dp > 1 and case.endswith((", model", ", log-probabilities")):
+                continue  # these are calls of one replica
+            batch, run = alone_wrong(case, ctx.sp_rank, index == 1)
+            try:
+                run(wrapped, batch)
+            except ValueError as error:
+                messages[case] = str(error)
+        seconds = time.monotonic() - start
+        return messages, seconds, float(alstlib.causal_lm_loss(wrapped, slice_of(ctx.sp_rank)).mean)
+
+
+@pytest.mark.parametrize("engine", ["bare", "ddp"])
+def test_what_one_rank_refuses_ends_on_all(ranks2: Any, engine: str) -> None:
+    """With the reason, within seconds, and so that the next step is right."""
+    results = ranks2(refused_alone, 2, engine, timeout=60)
+    for messages, seconds, _ in results:
+        assert list(messages) == list(ALONE)
+        for case, message in ALONE.items():
+            assert re.search(message, messages[case]), (case, messages[case])
+        assert seconds < 20
+    assert results[0][0]["local positions"].startswith("rank 1 refused: ValueError: position_ids of rank 1")
+    assert results[0][2] == results[1][2] > 0
+
+
+def test_what_one_replica_refuses_ends_in_all(ranks4: Any) -> None:
+    results = ranks4(refused_alone, 2, "ddp", timeout=60)
+    for messages, _, mean in results:
+        assert {n for n in ALONE if not n.endswith((", model", ", log-probabilities"))} == set(messages)
+        assert re.search(ALONE["local positions"], messages["local positions"])
+        assert re.search(ALONE["a field"], messages["a field"])
+        assert re.search(r"the call: \[causal_lm_loss, block_step, causal_lm_loss, causal_lm_loss\]", messages["calls"])
+        assert re.search(ALONE["rows"], messages["rows"])
+        assert mean == results[0][2]
+
+
+def attached_alone(index: int, world: int) -> list[str]:
+    messages = []
+    for options, dropout in (({"chunk": 5 + 2 * index}, 0.0), ({"host_memory": 10**6 + index}, 0.0), ({}, 0.5 * index)):
+        model = make_model("gqa", attention_dropout=dropout)
         try:
-            if case == "positions":  # alone: the rank whose positions are right would go on to the first exchange
-                take(ctx, input_ids=ids(batch, rows), position_ids=positions)
-            else:
-                model(input_ids=ids(batch, rows), position_ids=positions, shift_labels=ids(batch, rows))
+            alstlib.apply(model, SPContext.create(world), alstlib.Options(**options)).detach()
+            messages.append("")
         except ValueError as error:
-            return str(error)
-    return ""
+            messages.append(str(error))
+    return messages
 
 
-@pytest.mark.parametrize(
-    "case, name", [("rows", r"the tokens of a rank: \[12, 11\]"), ("batch", r"batch size: \[1, 2\]")]
-)
-def test_ranks_of_different_shapes_all_get_an_error(ranks2: Any, case: str, name: str) -> None:
-    for message in ranks2(refusal, case, timeout=60):
-        assert message.startswith("the ranks of an SP group have different values of")
-        assert re.search(name, message)
+def test_options_that_differ_between_ranks_are_refused_on_all(ranks2: Any) -> None:
+    """But the hosts' memory may differ."""
+    for chunks, memory, dropout in ranks2(attached_alone, timeout=60):
+        assert "have different values of Options.chunk: [5, 7], in the order of the ranks" in chunks
+        assert memory == ""
+        assert "config.attention_dropout=0.5 is not supported" in dropout
 
 
-def test_local_positions_are_refused_where_they_are_wrong(ranks2: Any) -> None:
-    first, second = ranks2(refusal, "positions", timeout=60)
-    assert first == ""
-    assert second.startswith("position_ids of rank 1 do not run from 12 to 23")
+# ----- types and shapes
+
+
+def small_batch(**other: Any) -> dict[str, Any]:
+    return {"input_ids": ids(), "position_ids": ARANGE, "shift_labels": ids(), **other}
+
+
+def no_scale(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
+    raise AssertionError("it is not called")
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "float labels": (lambda m: m(ids(), labels=ids().float()), "labels has dtype torch.float32; .* torch.int64"),
+    "short labels": (lambda m: loss(m, small_batch(shift_labels=ids().short())), "shift_labels has dtype torch.int16"),
+    "a row of tokens": (lambda m: m(input_ids=ids()[0]), r"input_ids has shape \[12\]; it must be \[B, L\]"),
+    "a list of tokens": (lambda m: m(input_ids=[[1, 2]]), "input_ids is of the type list"),
+    "float tokens": (lambda m: loss(m, small_batch(input_ids=ids().float())), "input_ids has dtype torch.float32"),
+    "flat embeddings": (lambda m: m(inputs_embeds=torch.ones(12, 32)), r"inputs_embeds has shape \[12, 32\]"),
+    "a row of positions": (lambda m: m(ids(), position_ids=ARANGE[0]), r"position_ids has shape \[12\]"),
+    "float positions": (lambda m: m(ids(), position_ids=ARANGE.float()), "position_ids has dtype torch.float32"),
+    "a mask's shape": (
+        lambda m: m(ids(), attention_mask=ARANGE[:, :7]),
+        r"attention_mask \[1, 7\] must have the shape of input_ids \[1, 12\]",
+    ),
+    "a number of documents": (lambda m: m(ids(), cu_documents=12), "cu_documents 12 must be one row of whole numbers"),
+    "float documents": (
+        lambda m: m(ids(), cu_documents=torch.tensor([0, 12.0])),
+        r"cu_documents of shape \[2\] and torch.float32 must be one row",
+    ),
+    "tokens of a row": (lambda m: loss(m, small_batch(row_tokens="12")), "row_tokens '12' must be one row"),
+    "number of items": (lambda m: m(ids(), labels=ids(), num_items_in_batch="5"), "num_items_in_batch='5' must be the"),
+    "Options": (lambda m: alstlib.apply(make_model(), None, {"chunk": 5}), "options={'chunk': 5} must be Options"),
+    "a context": (lambda m: alstlib.apply(make_model(), 2), "ctx=2 must be an SPContext"),
+    "a context's group": (
+        lambda m: alstlib.apply(make_model(), SPContext(sp=2)),
+        r"ctx=SPContext\(sp=2.* no process group .*SPContext.create\(sp=2\)",
+    ),
+    "a loss's context": (lambda m: alstlib.causal_lm_loss(m, small_batch(), 2), "ctx=2 differs from the mesh"),
+    "attention": (
+        lambda m: alstlib.apply(make_model(), None, alstlib.Options(attention=no_scale)),
+        r"attention=no_scale must take \(q, k, v, \*, scale, causal\): .*scale",
+    ),
+    "a model": (lambda m: alstlib.apply(nn.Linear(2, 2)), "apply needs a transformers model"),
+    "a list of batches": (lambda m: loss(m, [small_batch()]), "batch is of the type list; it must be a dict"),
+    "a loss's embeddings": (
+        lambda m: loss(m, small_batch(inputs_embeds=torch.ones(1, 12, 32))),
+        "the batch has inputs_embeds, which would not reach the model: leave it out",
+    ),
+    "a block step's pixels": (lambda m: blocks(m, small_batch(pixel_values=ids())), "the batch has pixel_values"),
+    "log-probabilities' types": (
+        lambda m: alstlib.token_logps(m, small_batch(token_type_ids=ids())),
+        "the batch has token_type_ids",
+    ),
+    "a loss's mask": (lambda m: loss(m, small_batch(attention_mask=(ARANGE > 2).long())), "attention_mask has zeros"),
+    "blocks' mask": (lambda m: blocks(m, small_batch(attention_mask=(ARANGE > 2).long())), "attention_mask has zeros"),
+    "log-probabilities' mask": (
+        lambda m: alstlib.token_logps(m, small_batch(attention_mask=(ARANGE > 2).long())),
+        "attention_mask has zeros",
+    ),
+    "a text for blocks": (lambda m: blocks(m, small_batch(), "5"), "block='5' must be an integer of at least 1"),
+    "temperature": (
+        lambda m: alstlib.token_logps(m, small_batch(), temperature="1"),
+        "temperature='1' must be a number above 0",
+    ),
+    "look": (lambda m: loss(m, small_batch(), look=3), "look=3 must be a function"),
+    "resizing": (lambda m: m.resize_token_embeddings(100), r"resize_token_embeddings\(\) .*: call detach\(\) first"),
+    **{
+        f"engine_divides_by={n}": (
+            lambda m, n=n: loss(m, small_batch(), engine_divides_by=n),
+            f"engine_divides_by={n!r} must be a whole number of at least 1",
+        )
+        for n in (float("nan"), 2.5, "2", 0, True)
+    },
+    **{
+        f"step_tokens={n}": (
+            lambda m, n=n: blocks(m, small_batch(step_tokens=n)),
+            "step_tokens=.* must be the number of labels of the whole optimizer step",
+        )
+        for n in (0, -5, float("nan"), "9", torch.tensor(0), torch.tensor(-1.0), torch.tensor(float("nan")))
+    },
+    **{
+        f"label_smoothing={n}": (
+            lambda m, n=n: loss(m, small_batch(), label_smoothing=n),
+            f"label_smoothing={n!r} must be a number from 0 to 1",
+        )
+        for n in (2.0, -0.1, float("nan"), "0.1")
+    },
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_every_wrong_type_shape_or_number_is_named(attached: Any, case: str) -> None:
+    run, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        run(attached)
+
+
+@pytest.fixture(scope="module")
+def attached() -> Any:
+    with alstlib.apply(make_model()) as handle:
+        yield handle.model
+
+
+def test_fields_that_say_nothing_else_are_taken(attached: Any) -> None:
+    """What loaders put beside the fields of a batch, and a mask of ones."""
+    more = {"step_tokens": 40, "seen_tokens": 12, "labels": ids(), "attention_mask": torch.ones(1, LENGTH)}
+    want = loss(attached, small_batch(step_tokens=40)).item()
+    assert loss(attached, small_batch(**more)).item() == want
+    assert blocks(attached, small_batch(**more)).item() == pytest.approx(want, rel=1e-6)
 
 
 def test_positions_must_fit_the_documents() -> None:

@@ -24,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "text": {"what": "text", "loss_type": "nll", **EVALUATED},
     "padding_free": {"what": "completion", "padding_free": True, "max_length": None, **EVALUATED},
     "chat, LoRA": CHAT,
+    "dft": {"what": "completion", "loss_type": "dft", **EVALUATED},
     "a mixture of experts": {"what": "text", "kind": "mixture", "router_aux_loss_coef": 0.3, **EVALUATED},
 }
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -81,7 +82,6 @@ class SPSFT(alstlib.TrainerMixin, SFTTrainer):
     ("settings", "message"),
     [
         ({"activation_offloading": True}, r"activation_offloading=True .*alstlib.Options\(offload='async'\)"),
-        ({"loss_type": "dft"}, "loss_type='dft' cannot be used with TrainerMixin; use 'nll'"),
         ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef=0.1 cannot .* use 0.0: the model's config has none"),
     ],
 )

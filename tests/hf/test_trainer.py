@@ -16,7 +16,7 @@ from cases import make_model
 from conftest import RankPool
 from datasets import Dataset
 from torch.utils.data import IterableDataset
-from trainers import SETTINGS, accelerate_here, collate, errors, plain, samples, train
+from trainers import SETTINGS, accelerate_here, collate, errors, plain, samples, train, trainer_class
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl_runs import mixture
 
@@ -47,6 +47,12 @@ def test_two_ranks_train_as_one_process(ranks2: Any, engine: str, lora: bool) ->
         check(errors(got, want))
 
 
+def with_columns(batch: Any) -> Any:
+    """What tokenizers and collators add: the plain Trainer gives it to a model that does not look at it."""
+    made = collate(batch)
+    return {**made, "token_type_ids": torch.zeros_like(made["input_ids"]), "page": ["a title"] * len(batch)}
+
+
 CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"kind": "qwen3"},
     "chunks": {"options": {"chunk": 5}, **EVALUATED},
@@ -59,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     "label smoothing of a head with an adapter": {"label_smoothing_factor": 0.1, "lora": True, "targets": ["lm_head"]},
     "untiled": {"label_smoothing_factor": 0.1, "options": {"tiled_loss": False}},
     "a data seed": {"data_seed": 5},
+    "columns that the model does not take": {"collator": with_columns},
     "a mixture of experts": {"kind": mixture(output_router_logits=True, router_aux_loss_coef=0.3), **EVALUATED},
 }  # fmt: skip
 
@@ -67,6 +74,30 @@ CASES: dict[str, dict[str, Any]] = {
 def test_settings_of_a_trainer(ranks2: Any, case: str) -> None:
     want = train(0, 1, "plain", **CASES[case])
     for got in ranks2(run, "ours", "ddp", CASES[case]):
+        check(errors(got, want))
+
+
+LABELLED = [s for s in samples(43) if max(s["labels"]) >= 0]
+"""Samples with labels: the plain Trainer's mean over none is not a number."""
+
+
+@pytest.mark.parametrize(
+    ("engine", "loss", "more"),
+    [
+        ("ddp", "out.loss", {}),
+        ("ddp", "num_items_in_batch", {"kind": mixture(output_router_logits=True, router_aux_loss_coef=0.3)}),
+        ("ddp", "out.loss", {"options": {"tiled_loss": False, "chunk": 5}, "lora": True}),
+        ("ddp", "super", {"label_smoothing_factor": 0.1}),
+        ("zero3", "outputs[0]", {}),
+        ("fsdp2", "num_items_in_batch", {}),
+    ],
+)
+def test_a_loss_of_the_users_own(ranks2: Any, engine: str, loss: str, more: dict[str, Any]) -> None:
+    """A `compute_loss` that calls the model trains and evaluates as it does in the plain Trainer: samples of unequal
+    lengths and numbers of labels, three micro-batches in a step."""
+    settings = {"data": LABELLED, "loss": loss, "gradient_accumulation_steps": 3, **EVALUATED, **more}
+    want = train(0, 1, "plain", **settings)
+    for got in ranks2(run, "ours", engine, settings):
         check(errors(got, want))
 
 
@@ -91,10 +122,14 @@ def test_the_libraries_own_is_still_as_the_readme_says(case: str) -> None:
 
 def test_replicas_of_groups_train_as_one_process(pools: Any) -> None:
     """Two replicas of two ranks and no accumulation, against one process with two micro-batches."""
-    settings = {"count": 8, "include_num_input_tokens_seen": "non_padding"}
+    settings: dict[str, Any] = {"count": 8, "include_num_input_tokens_seen": "non_padding"}
     want = plain(*settings.items())
     for got in pools(4)(run, "ours", "ddp", {**settings, "sp": 2, "gradient_accumulation_steps": 1}):
         assert got["logs"][0]["num_input_tokens_seen"] > 0
+        check(errors(got, want))
+    settings = {"data": LABELLED, "loss": "out.loss", **EVALUATED}
+    want = pools(2)(run, "plain", "ddp", settings)[0]
+    for got in pools(4)(run, "ours", "ddp", {**settings, "sp": 2}):
         check(errors(got, want))
 
 
@@ -129,6 +164,33 @@ def test_torch_compile(ranks2: Any, engine: str) -> None:
         assert captured > 0
 
 
+def noise(rank: int, world: int, how: str) -> torch.Tensor:
+    """What NEFTune adds to the embeddings of a sample of 37 tokens."""
+    with accelerate_here("ddp"):
+        settings = {"max_steps": 1, "gradient_accumulation_steps": 1, "neftune_noise_alpha": 5.0}
+        own: Any = {"sp": world} if how == "ours" else {}
+        ids = list(range(37))
+        trainer = build(
+            SPTrainer if how == "ours" else Trainer, settings, train_dataset=[{"input_ids": ids, "labels": ids}], **own
+        )
+        torch.nn.init.zeros_(trainer.model.get_input_embeddings().weight)
+        found: list[torch.Tensor] = []
+        trainer.model.model.layers[0].register_forward_pre_hook(lambda module, args: found.append(args[0].detach()))
+        trainer.train()
+        assert not hasattr(trainer.model.get_input_embeddings(), "neftune_noise_alpha")
+        return found[0]
+
+
+def test_neftune_is_as_loud_as_in_one_process(ranks2: Any) -> None:
+    """Uniform noise, whose bound is alpha / sqrt(tokens of the whole sample * width), and other noise on each rank."""
+    bound = 5.0 / (37 * 32) ** 0.5
+    first, second = ranks2(noise, "ours")
+    for found in (noise(0, 1, "plain"), first, second):
+        assert 0.98 * bound < float(found.abs().max()) <= bound * (1 + 1e-6)
+        assert abs(float(found.std()) * 3**0.5 / bound - 1) < 0.05
+    assert not torch.equal(first, second)
+
+
 # ----- resume
 
 
@@ -147,6 +209,7 @@ def test_a_resume_with_another_degree(ranks2: Any, tmp_path: Path, sampling: str
     settings = {"count": 9, "train_sampling_strategy": sampling, "folder": str(tmp_path)}
     whole = ranks2(run, "ours", "ddp", {**settings, "save_strategy": "steps", "save_steps": 7})
     assert sorted(line["step"] for line in whole[0]["logs"]) == list(range(1, 21))
+    check(errors(whole[0], train(0, 1, "plain", count=9, train_sampling_strategy=sampling)))
     got = train(0, 1, "ours", **settings, sp=1, resume=str(tmp_path / "checkpoint-7"))
     check(errors(got, whole[0], after=7), 1e-6)
 
@@ -242,16 +305,13 @@ def accuracy(predictions: Any) -> dict[str, float]:
 
 
 def evaluated(
-    rank: int, world: int, how: str, options: dict[str, Any], shown: Any, sp: int | None = None, count: int = 7
-) -> Any:
+    rank: int, world: int, how: str, options: dict[str, Any], shown: Any, sp: int | None = None, count: int = 7,
+    loss: str | None = None,
+) -> Any:  # fmt: skip
     settings: Any = {**SETTINGS, "use_cpu": True, "output_dir": "unused"}
     with accelerate_here("ddp"):
-        own: Any = {}
-        cls: Any = Trainer
-        if how == "ours":
-            own = {"sp": sp or world, "alst": alstlib.Options(**options)}
-            cls = type("SPTrainer", (alstlib.TrainerMixin, Trainer), {})
-        trainer = cls(
+        own: Any = {"sp": sp or world, "alst": alstlib.Options(**options)} if how == "ours" else {}
+        trainer = trainer_class(how, loss)(
             model=make_model().double(), args=TrainingArguments(**settings), data_collator=collate,
             compute_metrics=accuracy, preprocess_logits_for_metrics=shown, **own,
         )  # fmt: skip
@@ -281,8 +341,15 @@ def compare(got: Any, want: Any) -> None:
 
 
 def test_predictions_of_two_replicas(pools: Any) -> None:
-    want = evaluated(0, 1, "plain", {}, best, None, 8)
+    """Against the plain Trainer in two processes, which weighs each sample's loss by its labels."""
+    want = pools(2)(evaluated, "plain", {}, best, None, 8)[0]
     for got in pools(4)(evaluated, "ours", {}, best, 2, 8):
+        compare(got, want)
+
+
+def test_predictions_with_a_loss_of_the_users_own(ranks2: Any) -> None:
+    want = evaluated(0, 1, "plain", {}, None, loss="outputs[0]")
+    for got in ranks2(evaluated, "ours", {"tiled_loss": 3}, None, None, 7, "outputs[0]"):
         compare(got, want)
 
 
@@ -418,7 +485,7 @@ class PadsLeft:
         ({"sp": 2}, "sp=2, but one process was started: use torchrun --nproc_per_node 2"),
         ({"sp": 0}, "sp=0 must be a whole number of at least 1"),
         ({"alst": {"offload": "async"}}, "must be an alstlib.Options"),
-        ({"compute_loss_func": print}, "override compute_loss instead"),
+        ({"compute_loss_func": print}, "use label_smoothing_factor, or override compute_loss .* alstlib.token_logps"),
         ({"settings": {"accelerator_config": {"dispatch_batches": True}}}, "dispatch_batches=True cannot be used"),
         ({"data_collator": PadsLeft()}, r"tokenizer.padding_side = 'right'"),
         ({"cls": type("Mine", (alstlib.TrainerMixin, OwnLoss), {})}, "OwnLoss has its own compute_loss"),
@@ -428,6 +495,36 @@ class PadsLeft:
 def test_wrong_use_is_refused_before_training(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(**wrong)
+
+
+def _pops(trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    labels = inputs.pop("labels")
+    return torch.nn.functional.cross_entropy(model(**inputs).logits.flatten(0, 1), labels.flatten())
+
+
+def _reads(trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    return model(**inputs).get("logits").float().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [(_pops, "have no labels, only .*token_logps"), (_reads, "keeps none. Use out.loss, .*token_logps")],
+)
+@pytest.mark.usefixtures("here")
+def test_a_loss_that_reads_logits_is_told_what_to_write(loss: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(type("Mine", (SPTrainer,), {"compute_loss": loss})).train()
+
+
+@pytest.mark.usefixtures("here")
+def test_columns_that_are_not_exact_are_refused() -> None:
+    def shifted_too(batch: Any) -> Any:
+        return {**collate(batch), "shift_labels": collate(batch)["labels"].roll(-1)}
+
+    for kind, collator, name in (("gpt2", with_columns, "token_type_ids"), ("gqa", shifted_too, "shift_labels")):
+        trainer = build(settings={"max_steps": 1}, model=make_model(kind), data_collator=collator)
+        with pytest.raises(ValueError, match=rf"would read {name} of the batch, .* drop them in the collate_fn"):
+            trainer.train()
 
 
 @pytest.mark.usefixtures("here")

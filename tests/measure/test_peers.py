@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +31,9 @@ RUN = {
 def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     names = ("ours", "readme", "deepspeed", "deepspeed, loss tiles", "transformers", "ours+chunk", "ours+chunk+offload")
     out = tmp_path_factory.mktemp("peers")
-    return launch(RunConfig.from_dict({**RUN, "peers": names}), out, worker="alstlib.measure.peers")["metrics"]
+    return launch(RunConfig.from_dict({**RUN, "steps": 1, "peers": names}), out, worker="alstlib.measure.peers")[
+        "metrics"
+    ]
 
 
 def test_stacks_side_by_side(compared: dict[str, Any]) -> None:
@@ -38,13 +41,50 @@ def test_stacks_side_by_side(compared: dict[str, Any]) -> None:
     made = compared["peers"]
     assert list(made) == ["ours", "readme", *REFERENCE, "transformers", "ours+chunk", "ours+chunk+offload"]
     assert all(one["loss"] == pytest.approx(made["ours"]["loss"], rel=1e-3) for one in made.values())
-    assert all(len(one["step_seconds"]) == 2 and max(one["device_peak_bytes"]) > 0 for one in made.values())
+    assert all(len(one["step_seconds"]) == 1 and max(one["device_peak_bytes"]) > 0 for one in made.values())
     assert all(made[n]["gradient_error"] < 1e-5 for n in made if n not in REFERENCE)
     forwards = {n: (one["attention_forwards"], one["mlp_forwards"]) for n, one in made.items()}
     ours = dict.fromkeys(("ours", "readme", "ours+chunk", "ours+chunk+offload"), (1, 2))
     assert forwards == {**ours, **dict.fromkeys(REFERENCE, (2, 3)), "transformers": (2, 2)}
     assert [made[n]["sequences"] for n in ("ours", "transformers")] == [1, 2]
     assert made["ours+chunk+offload"]["host_peak_bytes"][0] > 0 == made["ours"]["host_peak_bytes"][0]
+
+
+def test_every_stack_has_processes_of_its_own(compared: dict[str, Any]) -> None:
+    """One for each rank: stacks that share a process slow each other down."""
+    launches = [pids for one in compared["peers"].values() for pids in one["processes"]]
+    assert len(launches) == len(compared["peers"]) == 7
+    assert len({pid for pids in launches for pid in pids}) == 2 * len(launches)
+
+
+def _in_turn(rank: int, world: int, run: dict[str, Any], out: str) -> tuple[list[Any], dict[str, Any]]:
+    """The launches of a comparison whose stacks are not built, and what came of them."""
+    from alstlib.measure.peers import Comparison
+
+    launches: list[Any] = []
+
+    class Unbuilt(Comparison):
+        @contextmanager
+        def alone(self, name: str) -> Any:
+            def time(method: str, steps: int, look: bool) -> Any:
+                launches.append((name, steps, look))
+                needs = ("device_peak_bytes", "host_peak_bytes", "wire_bytes")
+                looked = {"sequences": 1, **dict.fromkeys(needs, 0)} if look else {}
+                return {"loss": float(len(launches)), **looked}, [float(len(launches))] * steps, [len(launches)]
+
+            yield time
+
+    made = Unbuilt(RunConfig.from_dict(run), Path(out)).compare()
+    return launches, made["peers"]
+
+
+def test_stacks_take_turns_in_two_rounds(ranks2: Any, tmp_path: Path) -> None:
+    for launches, made in ranks2(_in_turn, {**RUN, "steps": 3, "peers": ["ours", "deepspeed"]}, str(tmp_path)):
+        assert launches == [("ours", 1, True), ("deepspeed", 1, True), ("ours", 2, False), ("deepspeed", 2, False)]
+        assert made["ours"]["step_seconds"] == [1, 3, 3]
+        assert made["deepspeed"]["step_seconds"] == [2, 4, 4]
+        assert made["deepspeed"]["processes"] == [[2], [4]]
+        assert (made["ours"]["loss"], made["ours"]["tokens_per_second"]) == (1, 320 / 3)
 
 
 def test_wire_bytes_are_the_formulas(compared: dict[str, Any]) -> None:

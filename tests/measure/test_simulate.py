@@ -63,12 +63,12 @@ def test_ligers_fused_loss_is_not_simulated_as_another() -> None:
 
 
 def real_step(rank: int, world: int, run: RunConfig) -> Any:
-    """A step over real ranks, without an engine. The least of three: gloo's threads may hold what was sent a moment
-    longer than the exchange lasts."""
+    """A step over real ranks, without an engine. The middle one of five: gloo's threads may hold what was sent a moment
+    longer than the exchange lasts, which raises a step's peak, or lowers that of the step in which it is let go."""
     ctx, model = alstlib.SPContext.create(world), load_model(run, torch.float32)
     drop_gradients(model)
     with alstlib.apply(model, ctx, run_options(run)) as handle:
-        return min((step(run, model, handle, ctx) for _ in range(3)), key=lambda s: s.device_peak)
+        return sorted((step(run, model, handle, ctx) for _ in range(5)), key=lambda s: s.device_peak)[2]
 
 
 @pytest.mark.parametrize(

@@ -225,14 +225,37 @@ def test_slabs_are_reused_and_trimmed() -> None:
     for _ in range(3):
         run_step(store, 10)
     assert len(made) == 3
-    run_step(store, 9)  # a slightly shorter sequence fits the same slabs
+    for length in (9, 4, 1):  # a shorter sequence fits the same slabs
+        run_step(store, length)
     assert len(made) == 3
-    run_step(store, 4)  # a much shorter one gives them back
+    run_step(store, 11)  # a longer one gives them back
     assert len(made) == 6
+    assert store.nbytes == store.peak_nbytes == 3 * 11 * 8 * 4
+    store.budget = store.nbytes  # and so does a shorter one that may take no more than it needs
+    store.reserve(3 * 4 * 8 * 4, 3 * 4 * 8 * 4)
+    run_step(store, 4)
+    assert len(made) == 9
     assert store.nbytes == 3 * 4 * 8 * 4
-    assert store.peak_nbytes == 3 * 10 * 8 * 4
     store.trim()
     assert (store.nbytes, store.free) == (0, [])
+
+
+def test_no_slab_is_made_after_the_longest_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever lengths follow: pinning slabs anew takes longer than the copies."""
+    lengths = torch.randint(9, 60, (50,), generator=torch.Generator().manual_seed(0)).tolist()
+    chunks: dict[str, Any] = {"chunk": 8, "hidden": "host", "kv": "host"}
+    made, init = [], host_store._Slab.__init__
+    monkeypatch.setattr(host_store._Slab, "__init__", lambda self, n, pin: (made.append(n), init(self, n, pin))[1])
+    for how in ({}, {**chunks, "hidden": "device", "kv": "device"}, chunks):
+        with alstlib.apply(make_model("gqa"), None, alstlib.Options(offload="sync", **how)) as handle:
+            for length in [60, *lengths]:
+                ids = torch.zeros(1, length, dtype=torch.int64)
+                batch = {"input_ids": ids, "position_ids": torch.arange(length)[None], "shift_labels": ids}
+                alstlib.causal_lm_loss(handle.model, batch).loss.backward()
+                if length == 60:
+                    assert made
+                    made.clear()
+        assert not made, how
 
 
 def test_a_dropped_graph_returns_its_slabs() -> None:
@@ -399,7 +422,7 @@ def test_slabs_are_private_in_huge_pages_and_not_forked(monkeypatch: pytest.Monk
             super().madvise(advice, *rest)
 
     monkeypatch.setattr(mmap, "mmap", Mapped)
-    slab = host_store._Slab(5 * 2**20, False)
+    slab = host_store._Slab(5 * 2**20, None)
     about = mapping_of(slab, "smaps")
     assert " rw-p " in about[0]
     assert "dc" in next(line for line in about if line.startswith("VmFlags")).split()  # a fork does not copy it
@@ -425,14 +448,14 @@ def test_pinned_slabs_lie_near_the_gpu_and_wait_before_they_go(monkeypatch: pyte
     assert numa_node(0, str(tmp_path / "nowhere")) is None
     for node, policy in ((0, "prefer"), (None, "default")):
         monkeypatch.setattr(host_store, "numa_node", lambda _, node=node: node)
-        slab = host_store._Slab(3 * 2**20 + 5, True)
+        slab = host_store._Slab(3 * 2**20 + 5, torch.device("cuda"))
         assert mapping_of(slab, "numa_maps")[0].split()[1].startswith(policy)
         slab.bytes.fill_(1)
         del slab
     assert calls == ["register", "synchronize", "unregister"] * 2
     monkeypatch.setattr(cudart, "cudaHostRegister", lambda *_: 2)
     with pytest.raises(HostOutOfMemory, match=r"cannot pin 64 bytes of host memory \(CUDA error 2\)"):
-        host_store._Slab(64, True)
+        host_store._Slab(64, torch.device("cuda"))
     gc.collect()
     assert len(calls) == 6  # what was not pinned is not unpinned
 

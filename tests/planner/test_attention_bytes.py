@@ -76,13 +76,15 @@ def test_a_window_saves_time_and_no_memory() -> None:
 
 
 def test_capped_scores_are_slow_and_told_so() -> None:
-    """Gemma 2 runs no fused kernel."""
+    """Gemma 2 runs no fused kernel without flash-attn's packages."""
     shape = read_shape("google/gemma-2-9b")
     run = RunConfig(model=shape.name, dtype="bf16", sp=8, offload="async", tiled_loss=True, tiled_mlp=True)
     assert kernel_of(shape, run, "cuda") == "blockwise"
     found = predict(shape, run, EIGHT, 2**17)
     free = predict(replace(shape, softcap=False), run, EIGHT, 2**17)
     assert found.seconds["attention"] > 5 * free.seconds["attention"]
+    sizes = (8, 4096, 512, None, 2)  # the window hides nothing
+    assert beside_form(shape, "blockwise", *sizes) > 0 == beside_form(shape, "flash_attention_3", *sizes)
 
 
 def test_pairs_of_full_and_sliding_layers() -> None:

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from alstlib.config import ROWS, RunConfig, row_config
+from alstlib.config import PAPER_ROWS, ROWS, RunConfig, row_config
 from alstlib.measure import plan_table
 from alstlib.planner import activations as activations_module
+from alstlib.planner import devices
 from alstlib.planner.activations import activations, families
 from alstlib.planner.gpus import label_bytes, rates_of, with_measured
 from alstlib.planner.machine import Machine, Overheads, machine_of
@@ -22,6 +23,7 @@ from alstlib.planner.prediction import Loading, advice, loading, loads_with, lon
 from alstlib.planner.preflight import foretell, why_not
 from alstlib.planner.step_time import attention_flops, exchange_bytes, linear_flops
 from alstlib.runs import results
+from alstlib.runs.sweeps import load_spec
 from alstlib.sizing import kv_needed
 from alstlib.units import GIB
 
@@ -84,6 +86,34 @@ def test_real_runs_took_what_is_predicted(row: str) -> None:
             assert foretell(run, machine, seq_len)[1].device_peak == pytest.approx(measured, rel=0.025), seq_len
     host = foretell(run, machine, metrics["seq_len"])[1].host_peak
     assert host == pytest.approx(max(metrics["host_peak_bytes"]), rel=0.02)
+
+
+GAINS = [
+    ("baseline", "tiled_loss"), ("tiled_loss", "ulysses"), ("ulysses", "ulysses+tiled_mlp"),
+    ("ulysses", "ulysses+offload"), ("ulysses+tiled_mlp", "alst"), ("ulysses+offload", "alst"),
+]  # fmt: skip
+"""Rows of the paper's Table 1, without a feature and with it."""
+
+
+def check_gains(lengths: dict[str, int], granule: int) -> None:
+    """Every feature adds more than the search's granule, and 15% where it does so in the paper."""
+    for without, row in GAINS:
+        assert lengths[row] - lengths[without] > granule, (without, row, lengths)
+        if PAPER_ROWS[row]["seq_len"] >= 1.15 * PAPER_ROWS[without]["seq_len"]:
+            assert lengths[row] >= 1.15 * lengths[without], (without, row, lengths)
+
+
+@pytest.mark.parametrize("name", ["ablation-quick", "ablation"])
+def test_every_feature_of_the_ablation_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the model and the budget of the spec, as predicted for CPUs."""
+    monkeypatch.setattr(devices, "device_count", lambda: 0)
+    lengths = {}
+    for row, run in load_spec(ROOT / f"papermill_runs/specs/{name}.yaml").rows.items():
+        machine = Machine(gpus=run.world_size, per_node=run.world_size, gpu_memory=run.device_memory, device="cpu")
+        found = longest(read_shape(run.model, run.model_config), run, machine, run.search_granule)
+        assert found is not None
+        lengths[row], granule = found.seq_len, run.search_granule
+    check_gains(lengths, granule)
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,12 +12,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
 from alstlib.config import ROWS, RunConfig
 from alstlib.planner import devices
-from alstlib.runs import cli, locks, notebooks, processes, progress, results, status
+from alstlib.runs import cli, launch, locks, notebooks, processes, progress, results, status, workers
 
 TESTS = Path(__file__).parent
 REPOSITORY = TESTS.parents[1]
@@ -121,13 +122,21 @@ def test_fail_fast(tmp_path, monkeypatch):
     assert ran == ["good", "good", "bad"]
 
 
+def test_a_row_that_does_not_fit_says_why_and_fails_nothing(tmp_path, monkeypatch, capsys):
+    error = {"type": "WouldNotFit", "message": "20,000,000 tokens would take 71 GiB"}
+    found = results.new_result(RunConfig(), "oom", error=error)
+    monkeypatch.setattr(cli, "run_row", lambda *a, **k: found)
+    assert cli.main(["run", str(write_spec(tmp_path)), "--rows", "good"]) == 0
+    assert "good: oom: WouldNotFit: 20,000,000 tokens would take 71 GiB\n" in capsys.readouterr().out
+
+
 def test_report_prints_a_table_and_writes_a_page(sweep, capsys):
     spec, out, _ = sweep
     assert (out / "report.html").exists()  # alst run wrote it
     (out / "report.html").unlink()
     assert cli.main(["report", str(out)]) == 0
     table = capsys.readouterr().out
-    assert "| good | ok | real | 2,048 |" in table
+    assert "| good | ok | real | fake=ok | 2,048 |" in table
     assert "| bad | error |" in table
     assert (out / "report.html").exists()
     assert cli.main(["report", str(spec)]) == 0
@@ -393,7 +402,7 @@ def test_what_runs_and_that_it_runs_once(tmp_path, capsys):
 def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(devices, "device_count", lambda: 0)
     base = {"model": "tiny", "seq_len": 256, "steps": 2}
-    rows = ["alst", {"name": "long", "sp": 2, "seq_len": "1G", "device_memory": "96MiB"}]
+    rows = ["alst", {"name": "long", "sp": 2, "seq_len": "100K", "device_memory": "96MiB"}]
     spec = write_spec(tmp_path, base=base, rows=rows, parameters=None)
     assert cli.main(["run", str(spec), "--dry-run"]) == 0
     shown = capsys.readouterr().out
@@ -423,7 +432,14 @@ def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, capsys):
         ({"rows": [{"name": "../x"}]}, "row='../x' must be a folder's name"),
         ({"rows": [{"name": "x", "sp": 3}]}, "sp=3 does not divide world_size=2; use sp=2"),
         ({"rows": ["alst", "alst"]}, "row 'alst' is named twice"),
+        ({"rows": [{"name": "sweep.json"}]}, "row 'sweep.json' has the name of a file or folder of the sweep itself"),
+        ({"rows": [{"name": "logs"}]}, "row 'logs' has the name"),
         ({"rows": []}, "has no rows"),
+        ({"notebook": "spec.yaml"}, "spec.yaml' is not a Jupyter notebook that can be read\n"),
+        (
+            {"base": {"allow_dropped": True}, "parameters": {}},
+            "allow_dropped=True is a field of the worker alstlib.train.f",
+        ),
         ({"notebook": "rnu.ipynb"}, "notebook='rnu.ipynb'"),
         ({"parameters": {"wroker": "w"}}, "unknown parameter of run.ipynb 'wroker'; did you mean 'worker'?"),
         ({"data": "x.jsonl"}, "unknown field of a spec 'data'; put 'data' under 'base'"),
@@ -440,15 +456,48 @@ def test_unknown_names_are_refused_before_anything_starts(tmp_path, monkeypatch,
     assert not (tmp_path / "papermill_runs").exists()
 
 
+def test_many_more_ranks_than_cores_are_refused_unless_forced(tmp_path, monkeypatch, capsys):
+    """A typing error would start 100,000 processes."""
+    monkeypatch.setattr("alstlib.runs.workers.cores", lambda: 2)
+    says = "world_size=100000 would start 100,000 processes on a machine with 2 cores; give at most 16"
+    run = RunConfig(model="tiny", world_size=100_000, seq_len=100_000)
+    with pytest.raises(ValueError, match=says):
+        launch.launch(run, tmp_path / "run", python="/nowhere/python")
+    assert not (tmp_path / "run").exists()
+    spec = str(write_spec(tmp_path, base={"world_size": 100_000}))
+    for flags in ([], ["--dry-run"]):
+        assert cli.main(["run", spec, *flags]) == 2
+        assert says in capsys.readouterr().err
+    for flags in (["--force"], ["--nodes=2"]):  # such a job has other machines
+        assert cli.main(["run", spec, "--dry-run", *flags]) == 0
+        assert "would run as" in capsys.readouterr().out
+    workers.check_ranks(run, 6250, 0)
+    workers.check_ranks(run, 1, 100_000)
+
+
 def test_a_spec_outside_of_the_clone_runs_its_notebook(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(devices, "device_count", lambda: 0)
     path = tmp_path / "mine.yaml"
     path.write_text("{rows: [{name: one, model: tiny}]}")
-    spec = cli.load_spec(path)
-    assert spec.notebook == REPOSITORY / "notebooks" / "run.ipynb"
-    assert spec.out == REPOSITORY / "papermill_runs" / "out" / "mine"
+    deep = tmp_path / "deep"
+    deep.mkdir()
+    for here, out in ((deep, deep), (REPOSITORY, REPOSITORY), (REPOSITORY / "tests", REPOSITORY)):
+        monkeypatch.chdir(here)
+        spec = cli.load_spec(path)
+        assert spec.notebook == REPOSITORY / "notebooks" / "run.ipynb"
+        assert spec.out == out / "papermill_runs" / "out" / "mine"
+        assert "--out" not in spec.typed("run")
+        assert ("--out" in spec.command) == (out == deep)  # typed in the clone, it would go there
+        assert launch.default_folder(RunConfig()).parent == out / "papermill_runs" / "out" / "single"
+    monkeypatch.chdir(deep)
+    assert cli.main(["run", str(path), "--dry-run"]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == "mine: 1 row, results in papermill_runs/out/mine"
+    assert second.startswith("one: would run as")
     assert cli.main(["run", str(path), "--out", str(tmp_path / "out"), "--dry-run"]) == 0
-    assert "one: would run as" in capsys.readouterr().out
+    assert f"results in {tmp_path / 'out'}\n" in capsys.readouterr().out
+    assert cli.main(["status"]) == 0
+    assert f"no runs below {deep / 'papermill_runs' / 'out'}" in capsys.readouterr().out
 
 
 def test_rows_that_are_not_in_the_spec_and_specs_that_do_not_exist(tmp_path, capsys):
@@ -456,7 +505,54 @@ def test_rows_that_are_not_in_the_spec_and_specs_that_do_not_exist(tmp_path, cap
     assert "unknown row 'bda'; did you mean 'bad'?" in capsys.readouterr().err
     assert cli.main(["status", str(tmp_path / "no.yaml")]) == 2
     assert "no.yaml does not exist; " in capsys.readouterr().err
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    assert cli.main(["run", str(tmp_path / "loop.yaml")]) == 2
+    assert "loop.yaml does not exist; it is a symbolic link to loop.yaml" in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path)]) == 2
+
+
+def test_dropped_rows_are_allowed_by_a_switch_that_starts_no_other_run(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(
+        cli, "run_row", lambda spec, row, **_: ran.append(spec) or results.new_result(spec.rows[row], "ok")
+    )
+    monkeypatch.setattr(cli, "execute", lambda *a: None)
+    path = write_spec(tmp_path, rows=[{"name": "good", "model": "tiny"}])
+    assert cli.main(["run", str(path), "--allow-dropped"]) == 0
+    allowed, plain = ran[0].rows["good"], cli.load_spec(path).rows["good"]
+    assert (allowed.allow_dropped, plain.allow_dropped) == (True, False)
+    assert allowed.digest() == plain.digest()
+
+
+def test_nothing_unprintable_reaches_a_terminal(tmp_path, capsys):
+    """Of results that others made, of names in a spec, of what a run says."""
+    evil = "\x1b]0;owned\x07\x1b[2J\rgone\x9b31m\u202e"
+    folder = tmp_path / "sweep" / "row"
+    folder.mkdir(parents=True)
+    error = {"type": f"{evil}E", "message": f"{evil}first\nsecond"}
+    results.write_result(folder / "result.json", results.new_result(RunConfig(row="row"), "error", error=error))
+    (folder / "config.json").write_text("{}")
+    typed = ["status {}", "report {}", "status --json {}"]
+    for arguments in (*([*line.split()[:-1], str(folder.parent)] for line in typed), ["run", evil]):
+        cli.main(arguments)
+        shown = "".join(capsys.readouterr())
+        assert shown
+        assert all(c.isprintable() or c == "\n" for c in shown), arguments
+    show = progress.Printer()
+    show({"event": "load", "row": "r", "message": f"{evil}x\ny"})
+    assert capsys.readouterr().out == f"r  {''.join(c if c.isprintable() else ' ' for c in evil)}x y\n"
+
+
+def test_a_result_that_is_none_is_one_unreadable_row(tmp_path, capsys):
+    made = results.new_result(RunConfig(row="row"), "error", error={"type": "E"})
+    for name, value in (("metrics", []), ("config", "x"), ("error", ["x"]), ("git", None)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "result.json").write_text(json.dumps({**made, name: value}))
+        assert cli.main(["status", str(tmp_path)]) == 1
+        said = capsys.readouterr().out
+        assert re.search(rf"{name} +unreadable", said), said
 
 
 def test_the_hardware_chooses_its_section(tmp_path, monkeypatch):
@@ -517,6 +613,37 @@ def test_interrupting_the_sweep_stops_it_and_leaves_nothing(tmp_path, number):
     assert not (out / "two").exists()
     left = [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(out).encode() in _read(p)]
     assert left == []
+
+
+@pytest.mark.parametrize("when", ["importing", "the kernel starts"])
+def test_ctrl_c_in_the_first_seconds_is_two_lines(tmp_path, when):
+    """A terminal sends it to every process that was started from it, the notebook's kernel too."""
+    spec = write_spec(tmp_path, rows=[{"name": "one", "model_config": {"fake": "hang"}}])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(TESTS)))}
+    command = [sys.executable, "-X", "importtime", "-m", "alstlib.runs", "run", str(spec)]
+    if when != "importing":
+        command[1:3] = []
+    sweep = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        if when == "importing":  # which reports each module as it has been imported
+            while "pydantic" not in (line := sweep.stderr.readline()):
+                assert line
+        else:
+            kernel, end = f"{sys.executable} -m ipykernel_launcher".encode(), time.monotonic() + 60
+            while not any(_read(Path(f"/proc/{p.pid}/cmdline")).replace(b"\0", b" ").startswith(kernel)
+                          for p in psutil.Process(sweep.pid).children()):  # fmt: skip
+                assert sweep.poll() is None
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            time.sleep(0.1)  # it imports
+        os.killpg(sweep.pid, signal.SIGINT)
+        said = [line for line in sweep.communicate(timeout=60)[1].splitlines() if not line.startswith("import time:")]
+    finally:
+        sweep.kill()
+        sweep.wait()
+    assert sweep.returncode == 130
+    assert len([line for line in said if line]) <= 2, said
+    assert "alst: interrupted" in said[-1]
 
 
 def _read(path: Path) -> bytes:

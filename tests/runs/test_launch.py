@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -178,10 +179,12 @@ def test_a_rank_that_is_killed_is_the_one_that_is_named(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not READS_PROC, reason="reads /proc")
 def test_a_rank_that_is_stopped_ends_the_run_within_the_limit_and_is_named(tmp_path):
-    began = time.monotonic()
-    with pytest.raises(launch.RunFailed, match="Stalled: no step ended for step_timeout=20 s: the last step was 2 of"):
-        launch.launch(fake("stopped", step_timeout=20), tmp_path, worker="fake_worker", extra_env=PATHS)
-    assert time.monotonic() - began < 20 + processes.GRACE_SECONDS, "SIGTERM waits for SIGCONT"
+    with pytest.raises(launch.RunFailed, match="Stalled: no step ended for step_timeout=40 s: the last step was 2 of"):
+        launch.launch(fake("stopped", step_timeout=40), tmp_path, worker="fake_worker", extra_env=PATHS)
+    events = launch.ProgressReader(tmp_path / "progress.jsonl").read()
+    *_, last = (e["time"] for e in events if e["event"] == "step")
+    ended = (tmp_path / "result.json").stat().st_mtime
+    assert ended - last < 40 + processes.GRACE_SECONDS, "SIGTERM waits for SIGCONT"
     message = results.read_result(tmp_path / "result.json")["error"]["message"]
     assert "; rank 1 was stopped (SIGSTOP, or a debugger); rank 0 was in " in message
     assert not processes_of(tmp_path)
@@ -189,15 +192,15 @@ def test_a_rank_that_is_stopped_ends_the_run_within_the_limit_and_is_named(tmp_p
 
 @pytest.mark.slow
 def test_timeout_and_one_run_a_folder(tmp_path):
-    raised = in_thread("hang", tmp_path, timeout=20)
+    raised = in_thread("hang", tmp_path, timeout=40)
     assert wait_for((tmp_path / "started.1").exists)
     with pytest.raises(ValueError, match="in use by another run"):
         start("ok", tmp_path)
     assert len(processes_of(tmp_path)) >= 3
-    assert wait_for(lambda: raised, 90)
+    assert wait_for(lambda: raised)
     assert raised[0].result["status"] == "timeout"
     message = raised[0].result["error"]["message"]
-    assert "timeout=20 s: the last step was 2 of 2; ranks 0, 1 were in main (fake_worker.py, line " in message
+    assert "timeout=40 s: the last step was 2 of 2; ranks 0, 1 were in main (fake_worker.py, line " in message
     assert results.read_result(tmp_path / "result.json")["status"] == "timeout"
     assert not processes_of(tmp_path)
 
@@ -239,8 +242,8 @@ def test_signals_to_papermill_leave_nothing_behind(tmp_path):
             else:
                 papermill.send_signal(signal.Signals[name])
         for name, papermill in runs.items():
-            assert papermill.wait(60) != 0, name
-            assert wait_for(lambda out=tmp_path / name: not processes_of(out), 30), processes_of(tmp_path / name)
+            assert papermill.wait(200) != 0, name
+            assert wait_for(lambda out=tmp_path / name: not processes_of(out)), processes_of(tmp_path / name)
     finally:
         for papermill in runs.values():
             papermill.kill()
@@ -258,7 +261,7 @@ def test_torchrun_that_is_ended_from_outside(tmp_path, number):
     raised = in_thread("hang" if number == signal.SIGKILL else "hang_then_explain", tmp_path)
     assert wait_for((tmp_path / "started.1").exists)
     os.kill(pids_of(tmp_path, "alstlib.train.agent")[0], number)
-    assert wait_for(lambda: raised, 60)
+    assert wait_for(lambda: raised)
     assert raised[0].result["status"] == "cancelled"
     assert raised[0].result["error"]["message"] == f"torchrun was ended by signal {int(number)}"
     assert results.read_result(tmp_path / "result.json")["status"] == "cancelled"
@@ -276,12 +279,24 @@ def test_papermill_fails_with_a_failing_rank(tmp_path):
 
 
 @pytest.mark.parametrize("given", [["-p", "seq_length", "4096"], ["-y", "config: {seq_length: 4096}"]])
-def test_the_notebook_refuses_unknown_names(tmp_path, given):
+def test_the_notebook_refuses_unknown_names_in_two_lines(tmp_path, given):
+    project = tomllib.loads((TESTS.parents[1] / "pyproject.toml").read_text())["project"]
+    engines = project["entry-points"]["papermill.engine"]
+    installed = tmp_path / "as_installed-0.dist-info"  # whatever pyproject.toml this environment was made from
+    installed.mkdir()
+    lines = "".join(f"{name} = {where}\n" for name, where in engines.items())
+    (installed / "entry_points.txt").write_text(f"[papermill.engine]\n{lines}")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{PATHS['PYTHONPATH']}"}
     command = [sys.executable, "-m", "papermill", str(NOTEBOOK), str(tmp_path / "o.ipynb"), "--no-progress-bar"]
-    command += ["-p", "out", str(tmp_path / "run"), *given]
-    ran = subprocess.run(command, env={**os.environ, **PATHS}, capture_output=True, text=True)
+    command += ["-p", "out", str(tmp_path / "run"), "--log-level", "ERROR", *given]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True)
     assert ran.returncode != 0
-    assert "unknown parameter 'seq_length'; did you mean 'seq_len'?" in ran.stderr
+    noise = "IPKernelApp"  # which env/jupyter turns off
+    *_, where, what = [line for line in ran.stderr.splitlines() if line and noise not in line]
+    assert where == "papermill: cell [4] failed; the output notebook has its traceback"
+    assert what.startswith("ValueError: unknown parameter 'seq_length'; did you mean 'seq_len'?")
+    assert len(ran.stderr.splitlines()) <= 5, ran.stderr
+    assert "Traceback" in (tmp_path / "o.ipynb").read_text()
     assert not (tmp_path / "run").exists()
 
 

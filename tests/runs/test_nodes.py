@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from cases import READS_PROC, listening, wait_for
@@ -267,7 +268,7 @@ def test_nodes_that_fail(tmp_path):
         finally:
             other.kill()
             other.wait()
-    assert wait_for(lambda: not processes_of(tmp_path), 30)
+    assert wait_for(lambda: not processes_of(tmp_path))
 
 
 def _failure(what: str, out: Path, **fields: Any) -> str:
@@ -302,7 +303,7 @@ def test_a_node_with_something_else_is_refused_by_name(tmp_path, monkeypatch, na
         says = rf"node 1 \(.*\) differs from the head in {name} another \(the head: .*\): all nodes of a run must agree"
         with pytest.raises(launch.RunFailed, match=f"error: NodeMissing: {says}"):
             run_fake("ok", tmp_path / "run")
-        assert wait_for(lambda: ended, 30)
+        assert wait_for(lambda: ended)
         assert f"differs from the head in {name}" in ended[0]
 
 
@@ -316,7 +317,7 @@ def test_the_least_free_node_decides(tmp_path, monkeypatch):
         result = launch.launch(config, tmp_path / "run")
         assert (result["status"], result["error"]["type"]) == ("oom", "WouldNotFit")
         assert "a rank's share of the host's free memory is 1.00 MiB" in result["error"]["message"]
-    assert wait_for(lambda: ended == [0], 30), "the sweep is over"
+    assert wait_for(lambda: ended == [0]), "the sweep is over"
 
 
 @contextlib.contextmanager
@@ -344,8 +345,8 @@ def with_a_follower(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tup
         head.begin(torchrun.Attempt(id="a", config=config, out=str(path), worker="fake_worker", nodes=2, port=1))
         assert wait_for(lambda: len(agents) == 1)
         assert head.poll() == [None]
-        yield head, agents, lambda: told[0]() or wait_for(lambda: head.poll() == [None] and warned == [1], 20)
-    assert wait_for(lambda: ended == [0], 30)
+        yield head, agents, lambda: told[0]() or wait_for(lambda: head.poll() == [None] and warned == [1])
+    assert wait_for(lambda: ended == [0])
 
 
 def test_a_follower_ends_its_ranks_with_its_head_and_passes_a_warning_on(tmp_path, monkeypatch):
@@ -353,7 +354,7 @@ def test_a_follower_ends_its_ranks_with_its_head_and_passes_a_warning_on(tmp_pat
         assert (tmp_path / "logs" / "a" / "node1.rank2").is_dir()
         assert warn()
         head.__exit__()  # as when the head was killed
-        assert wait_for(lambda: agents[0].poll() is not None, 20)
+        assert wait_for(lambda: agents[0].poll() is not None)
 
 
 def test_who_does_not_appear_is_named(tmp_path):
@@ -364,7 +365,7 @@ def test_who_does_not_appear_is_named(tmp_path):
             run_fake("ok", tmp_path / "run")
         assert json.loads(path.read_text())["count"] == 2
     ended = in_thread(tmp_path / nodes.FILE, patience=1)
-    assert wait_for(lambda: ended, 30)
+    assert wait_for(lambda: ended)
     assert "node 1 waited 1.0 s (--patience) in vain for the head, 127.0.0.1: the head has not written" in ended[0]
 
 
@@ -409,6 +410,14 @@ def test_free_memory_is_what_the_jobs_groups_leave(tmp_path, version):
     (tmp_path / "cgroup").write_text(line)
     assert list(sizing._groups_leave(tmp_path / "cgroup", tmp_path)) == [450]
     assert list(sizing._groups_leave(tmp_path / "nothing", tmp_path)) == []
+
+
+def test_free_memory_without_any_limit_is_the_machines(monkeypatch):
+    """No control group has a limit, and there is no job: as on most machines. macOS has no free pages in sysconf."""
+    monkeypatch.setattr(sizing, "_groups_leave", lambda: iter(()))
+    monkeypatch.setattr(sizing, "_job_has", lambda env: iter(()))
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096}.__getitem__)
+    assert sizing.host_free() == pytest.approx(psutil.virtual_memory().available, rel=0.5)
 
 
 def test_free_memory_is_what_slurm_gave(monkeypatch):

@@ -56,7 +56,7 @@ def test_time_left_counts_down_and_says_when_it_is_over(clock):
     assert progress.describe(e, clock.now).endswith("0:01:00 left")
     assert progress.describe(e, clock.now + 45).endswith("15.0 s left")
     assert progress.describe(e, clock.now + 62).endswith("0 ms left")
-    assert progress.describe(e, clock.now + 90).endswith("expected 30.0 s ago")
+    assert progress.describe(e, clock.now + 90).endswith("30.0 s over the estimate")
     assert progress.time_left(e, clock.now + 90) == -30
     assert (
         progress.describe({"time": clock.now, "row": "r", "message": "loading"}, clock.now + 7)

@@ -6,9 +6,11 @@ from html.parser import HTMLParser
 from urllib.parse import unquote, urlparse
 
 import pytest
+import yaml
 
 from alstlib.config import RunConfig
-from alstlib.runs import report, results
+from alstlib.runs import cli, report, results
+from alstlib.runs.sweeps import load_spec, write_record
 
 NASTY = "<script>alert('x')</script> & \"quoted\""
 
@@ -124,6 +126,71 @@ def test_rows_of_the_same_name_in_several_sweeps_stay_apart(tmp_path):
         assert all(name in image["alt"] for name in ("first/alst", "the second/alst", "only first")), image["alt"]
     assert len(page.all("img")) == 2
     assert "alst, alst" not in text
+
+
+def tile_sweep(folder, sizes=(64, 256, None), **fields):
+    """A spec over the size of a tile, in an order that is not the alphabet's, of which the second row never ran; its
+    results and their page."""
+    rows = [{"name": f"tile-{size}", "tiled_mlp": size or 1024, **fields} for size in sizes]
+    path = folder / "tiles.yaml"
+    path.write_text(yaml.safe_dump({"name": "tiles", "base": {"model": "tiny"}, "rows": rows}))
+    spec = load_spec(path, folder / "out")
+    for i, (row, config) in enumerate(spec.rows.items()):
+        if i != 1:
+            metrics = {"seq_len": 512, "step_seconds": [2.0 + i], "device_peak_bytes": [(3 + i) * 2**20]}
+            (spec.out / row).mkdir(parents=True)
+            result = results.new_result(config, "ok", metrics=metrics, device="cpu")
+            results.write_result(spec.out / row / "result.json", result)
+    return spec, report.write_page(spec.out, results.collect(spec.out), spec)
+
+
+def test_rows_come_in_the_specs_order_with_the_swept_field_and_those_that_never_ran(tmp_path, capsys):
+    spec, path = tile_sweep(tmp_path)
+    page = Page(path.read_text())
+    assert re.findall(r">(?:<a[^>]*>)?(tile-\w+)<", path.read_text())[:3] == ["tile-64", "tile-256", "tile-None"]
+    assert ">tiled_mlp<" in path.read_text()
+    assert "1 never run" in page.said
+    assert cli.main(["report", str(spec.path), "--out", str(spec.out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[:4] for line in lines[:5] if "---" not in line] == [
+        ["| row", "status", "mode", "tiled_mlp"],
+        ["| tile-64", "ok", "real", "64"],
+        ["| tile-256", "never run", "-", "256"],
+        ["| tile-None", "ok", "real", "1024"],
+    ]  # fmt: skip
+    write_record(spec)
+    assert cli.main(["report", str(spec.out)]) == 0  # by the record of the folder
+    assert [line.split(" | ")[0] for line in capsys.readouterr().out.splitlines()[2:5]] == [
+        "| tile-64", "| tile-256", "| tile-None"
+    ]  # fmt: skip
+
+
+def test_a_sweep_over_one_number_is_drawn_over_it(tmp_path):
+    spec, path = tile_sweep(tmp_path)
+    said = [image["alt"] for image in Page(path.read_text()).all("img")]
+    found = report.labelled(results.collect(spec.out), spec.out)
+    for i, rate in enumerate((1e-5, 0.0)):
+        found[i]["config"] = {**found[0]["config"], "learning_rate": rate}
+    more = {**found[0], "label": "none", "config": {**found[0]["config"], "learning_rate": None}}
+    (made, _) = report.figures([*found, more], results.table([*found, more]))
+    assert made["source"]
+    assert made["what"].endswith("because their value is no number: none (None).")
+    assert made["alt"] == "Lines of the time of a step [s] over learning_rate: 0 4, 1e-05 2."
+    assert said == [
+        "Lines of the time of a step [s] over tiled_mlp: 64 2, 1024 4.",
+        "Lines of the device peak of the fullest rank [MiB] over tiled_mlp: 64 3, 1024 5.",
+    ]
+
+
+@pytest.mark.parametrize("changes", [{"tiled_norm": True}, {"sizes": (64, 256)}])
+def test_a_sweep_over_more_than_a_number_is_not_drawn(tmp_path, changes):
+    """Two fields; and one row that ran."""
+    spec, _ = tile_sweep(tmp_path, **{"sizes": (64, 256, 512), **changes})
+    found = results.collect(spec.out)
+    if "tiled_norm" in changes:
+        found[0]["config"]["tiled_norm"] = False
+        assert set(results.table(found)[0]["fields"]) == {"tiled_mlp", "tiled_norm"}
+    assert list(report.figures(found, results.table(found))) == []
 
 
 def test_a_figure_that_fails_says_so_and_the_others_are_drawn(tmp_path):

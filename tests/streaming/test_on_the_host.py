@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from alstlib.mesh import SPContext
 from alstlib.offload import headroom
 from alstlib.offload.host_store import HostOutOfMemory
 from alstlib.offload.ledger import Ledger
+from alstlib.recompute import check_thread
 from alstlib.sizing import share_travelling
 
 LENGTH, CHUNK, LAYERS, WIDTH = 22, 4, 4, 32
@@ -75,6 +77,24 @@ def test_gradients_of_plain_transformers(pools: Any, world: int) -> None:
     for result in pools(world)(exact) if world > 1 else [exact(0, 1)]:
         for *case, loss, error, where in result:
             assert max(loss, error) < 1e-12, (*case, loss, error, where)
+
+
+def test_backward_runs_in_one_thread() -> None:
+    """Else engines look for gradients that are not there yet, on a device that has an autograd thread of its own."""
+    model, many = make_model("gqa"), torch._C._is_multithreading_enabled
+    with alstlib.apply(model, options=options(hidden="device")):
+        grads(model, data())
+        assert many()
+    with alstlib.apply(model, options=options()):
+        with torch.no_grad():
+            alstlib.causal_lm_loss(model, data())
+        assert many()
+        grads(model, data())
+        assert not many()
+        check_thread(torch.device("meta"))
+        with ThreadPoolExecutor(1) as other, pytest.raises(RuntimeError, match="called in another thread than forward"):
+            other.submit(check_thread, torch.device("meta")).result()
+    assert many()
 
 
 @pytest.mark.parametrize("kind", ["gqa", "gpt2", "gemma2"])

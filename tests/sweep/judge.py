@@ -7,11 +7,13 @@ import functools
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import small
 import torch
 
 import alstlib
+from alstlib import sizing
 from alstlib.measure import verify
 
 TILES = {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7}
@@ -19,6 +21,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "tiles": {**TILES, "offload": "async", "save_attention": True, "states": "heads"},
     "chunks": {**TILES, "chunk": 4, "states": "pass"},
+    "chunks, host": {"chunk": 4, "offload": "async", "hidden": "host", "kv": "host", "states": "heads"},
+    "blocks": {**TILES, "block": 5, "offload": "async", "kv": "host"},
     "no checkpoints": {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False},
 }
 LENGTH = 32
@@ -43,11 +47,15 @@ def judge(rank: int, world: int, kind: str, cases: list[str], references: str) -
 
 
 def _one(ctx: Any, case: str, path: Path, model: Any) -> dict[str, Any]:
-    packed, how = case.split(", ")
+    packed, _, how = case.partition(", ")
     data = verify.sample(LENGTH, packed == "packed")
     path = path.with_name(f"{path.name} {packed} {model.dtype}")
-    options = alstlib.Options(**OPTIONS[how])
-    return verify.compare(model, ctx, options, data, lambda model: _reference(model, path, data), EXACT)
+    chosen = dict(OPTIONS[how])
+    block = chosen.pop("block", None)
+    with mock.patch.object(sizing, "LEAST_KEYS", 1):  # pages of one chunk
+        return verify.compare(
+            model, ctx, alstlib.Options(**chosen), data, lambda model: _reference(model, path, data), EXACT, block
+        )
 
 
 def _reference(model: Any, path: Path, data: dict[str, Any]) -> verify.Reference:

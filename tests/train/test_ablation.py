@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from alstlib.config import RunConfig
 from alstlib.data.corpus import load_corpus
 from alstlib.data.samples import make_samples
+from alstlib.planner.preflight import outlook, why_not
 from alstlib.runs import results
 from alstlib.runs.launch import launch
 from alstlib.runs.processes import DEADLINE_VARIABLE, WARNED
@@ -27,6 +28,7 @@ from alstlib.train.ablation import Trainer
 from alstlib.train.resume import RunStates
 from alstlib.train.search import Trials
 from alstlib.train.worker import work
+from alstlib.units import GIB
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
@@ -169,7 +171,7 @@ def test_the_trained_model_is_trained_on(
     with torch.no_grad():
         want = float(model(input_ids=sample["input_ids"][None], labels=sample["labels"][None]).loss)
     assert result["metrics"]["loss"][0] == pytest.approx(want, rel=1e-5)
-    assert any("rows have no text and were left out" in note for note in result["metrics"]["notes"])
+    assert any("rows train nothing: of no known format" in note for note in result["metrics"]["notes"])
     old, new = AutoTokenizer.from_pretrained(first[0] / "model"), AutoTokenizer.from_pretrained(out / "again")
     assert old.get_vocab() == new.get_vocab()
     assert len(old) == 512
@@ -182,7 +184,7 @@ def test_a_nan_loss_is_an_error(ranks2: Any, own: tuple[Path, RunConfig], tmp_pa
     for file in Path(run.model).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = load_file(tmp_path / "model.safetensors")
-    weights["model.norm.weight"][0] = float("nan")
+    weights["model.norm.weight"][:] = 3e38  # finite, and its products are not
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "run").mkdir()
     status, said, result = ends(ranks2, tmp_path / "run", run.replace(model=str(tmp_path)))
@@ -220,13 +222,26 @@ def test_a_run_that_cannot_fit_is_not_started(tmp_path: Path) -> None:
     run = run_config(seq_len=40_000, device_memory="100MB", tiled_loss=False, offload="none")
     began = time.monotonic()
     result = launch(run, tmp_path, python="/nowhere/python")
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30  # no rank was started
     assert (result["status"], result["error"]["type"]) == ("oom", "WouldNotFit")
     message = result["error"]["message"]
     for text in ("40,000 tokens would take", "MiB of device memory a rank", "predicted, largest parts: loss",
                  "it would fit with", "tiled_loss=True", "force=True (--force)"):  # fmt: skip
         assert text in message, message
     assert results.read_result(tmp_path / "result.json") == result
+
+
+def test_a_cpus_memory_holds_devices_and_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alstlib.planner.machine.host_free", lambda: 23 * GIB)
+    run = RunConfig(model="tiny", world_size=2, sp=2, seq_len="20M")
+    assert "does not fit: it needs more host memory than there is" in outlook(run, 0)
+    result = launch(run, tmp_path, python="/nowhere/python")
+    assert (result["status"], result["error"]["type"]) == ("oom", "WouldNotFit")
+    assert "a rank's share of the host's free memory is 11.50 GiB" in result["error"]["message"]
+    short = run.replace(seq_len=64)
+    for free, message in ((2 * GIB, "None"), (GIB // 2, "process 500.00 MiB")):
+        monkeypatch.setattr("alstlib.planner.machine.host_free", lambda free=free: free)
+        assert message in str(why_not(short, 1, 0))
 
 
 # The worker's ranks in the tests' own pool: what ends a run before or in its first step

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from cases import make_model, make_samples, whole_state, wrap
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,6 +21,12 @@ from alstlib.data.loader import SPDataLoader
 from alstlib.train.engine import engine_config, host_tensors, initialize, save_model, take_step
 
 ENGINES = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"]
+
+
+def test_layers_that_share_weights_are_refused_before_zero3_starts() -> None:
+    model = zoo.build_hybrid("zamba2")
+    with alstlib.apply(model), pytest.raises(ValueError, match="trains and is used in several parts of the model"):
+        initialize(RunConfig(zero_stage=3), model, False)
 
 
 def train_and_save(rank: int, world: int, kind: str, folder: str, tied: bool) -> dict[str, Any]:

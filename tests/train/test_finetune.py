@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,13 +18,15 @@ import datasets
 import nbformat
 import pytest
 import torch
+from cases import make_model
 from trainers import accelerate_here
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from alstlib.config import RunConfig
 from alstlib.data.corpus import get_tokenizer, load_corpus
+from alstlib.planner import devices
 from alstlib.planner.model_shapes import read_shape
-from alstlib.runs import progress, results
+from alstlib.runs import packages, progress, results, workers
 from alstlib.runs.launch import launch
 from alstlib.runs.processes import WARNED
 from alstlib.runs.progress import ProgressReader
@@ -74,6 +77,115 @@ def test_tokenizing_and_evaluating_give_signs_of_life(monkeypatch: pytest.Monkey
             watch.on_prediction_step(eval_dataloader=range(2))
         watch.on_evaluate()
     assert said == ["evaluating, 50%", "evaluating, 100%"] * 2
+
+
+def documents(tmp_path: Path, rows: list[Any], **changes: Any) -> tuple[list[Any], list[str]]:
+    """Token ids and labels of the documents that a fine-tuning on these rows (or lines) trains on or evaluates on, and
+    its notes. The first line of the file is blank."""
+    tokenizer = get_tokenizer("stdlib-bpe", vocab_size=512)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "d.jsonl").write_text("\n".join(["", *(r if isinstance(r, str) else json.dumps(r) for r in rows)]))
+    job = finetune.FineTune.__new__(finetune.FineTune)
+    job.run = config(str(tmp_path / "d.jsonl"), **{"tokenizer": str(tmp_path / "tokenizer"), **changes})
+    job.vocabulary, job.notes, job.say = 512, [], lambda *_, **__: None
+    data, others, _ = job._documents()
+    return [(row["input_ids"], row["labels"]) for part in (data, others) if part for row in part], job.notes
+
+
+def rows_of_every_format(i: int) -> list[dict[str, Any]]:
+    asked, said = f"What is {i} + 1?", f"It is {i + 1}."
+    return [
+        {"text": f"{asked} {said}"},
+        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]},
+        {"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": said}], "system": "Count."},
+        {"prompt": asked, "completion": f" {said}"},
+        {"instruction": asked, "output": said},
+        {"input_ids": [i, i + 1, i + 2], "labels": [-100, i + 1, i + 2]},
+    ]
+
+
+def test_every_row_of_a_mixed_file_is_read_by_its_own_format(tmp_path: Path) -> None:
+    mixed = [row for i in range(64) for row in rows_of_every_format(i)]
+    found, notes = documents(tmp_path, mixed, eval_data=0.1)
+    assert (len(found), notes) == (6 * 64, [])
+    alone = [documents(tmp_path, [row], eval_data=None, seq_len=512)[0][0] for row in rows_of_every_format(7)]
+    assert all(one in found for one in alone)
+    prompted = {"prompt": [{"role": "user", "content": "Hi."}], "completion": [{"role": "assistant", "content": "Ho."}]}
+    found, notes = documents(tmp_path, [*mixed, prompted, {"text": None, **mixed[1], "prompt": "x"}], eval_data=0.1)
+    assert (len(found), notes) == (6 * 64 + 2, [])
+
+
+def test_what_is_left_out_is_counted_by_format_line_and_reason(tmp_path: Path) -> None:
+    good = rows_of_every_format(1) * 50
+    asks = {"messages": [{"role": "user", "content": "What?"}]}
+    path = str(tmp_path / "d.jsonl")
+    _, notes = documents(tmp_path, [*good[:4], "", asks, *good[4:]], eval_data=None)
+    assert notes == [
+        f"1 of 301 rows of '{path}' train nothing and are left out: read as messages, no message of the assistant "
+        "(line 7)"
+    ]
+    bad = [asks, {"text": ""}, {"note": "x"}, {"text": "", "instruction": "Add.", "output": ""}, *[asks] * 4]
+    long = {"prompt": "What is " * 200, "completion": "it?"}
+    with pytest.raises(ValueError) as refused:
+        documents(tmp_path, [*good, *bad, long])
+    assert "9 of 309 rows" in str(refused.value)
+    assert "2.9%" in str(refused.value)
+    assert "allow_dropped: true" in str(refused.value)
+    found, notes = documents(tmp_path, [*good, *bad, long], allow_dropped=True, eval_data=0.2)
+    about = f"309 rows of '{path}' train nothing and are left out:"
+    assert (len(found), notes) == (300, [
+        f"5 of {about} read as messages, no message of the assistant (lines 302, 306, 307 and 2 more)",
+        f"1 of {about} read as text, no text (line 303)",
+        f"1 of {about} of no known format: no column of one has a value (line 304)",
+        f"1 of {about} read as instruction and output, no output (line 305)",
+        f"1 of {about} read as prompt and completion, no token with a loss among the first 96 (line 310)",
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"text": 5}, "line 8, read as text: its text is 5; it must be a text"),
+        ({"prompt": 5, "completion": 6}, "line 8, read as prompt and completion: a row's prompt and completion must"),
+        ({"messages": ["hello"]}, "line 8, read as messages: a message is 'hello'; it must have 'role' and 'content'"),
+        ({"conversations": [{"from": "narrator"}]}, "line 8, read as conversations: a message is from 'narrator'"),
+        (
+            {"input_ids": [1, 2**40]},
+            "line 8, read as input_ids: input_ids and labels must be lists of whole numbers of at most 32 bits",
+        ),
+        ({"input_ids": [1, 600]}, "has token 600, but the model's vocab_size is 512"),
+        (["a"], "line 8, is a list; it must be an object, such as"),
+        ('{"text": "a', "line 8, is not JSON: "),
+    ],
+    ids=str,
+)
+def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, row: Any, message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        documents(tmp_path, [*rows_of_every_format(1), row], eval_data=None)
+    assert f"d.jsonl', {message}" in str(refused.value) or message in str(refused.value).partition("d.jsonl' ")[2]
+
+
+def test_token_ids_need_no_tokenizer_in_the_models_folder(tmp_path: Path) -> None:
+    make_model("llama", num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    rows = [{"input_ids": [1, 2, 3]}] * 4
+    found, _ = documents(tmp_path, rows, model=str(tmp_path / "model"), tokenizer="auto", eval_data=None)
+    assert len(found) == 4
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+        documents(tmp_path, [*rows, {"text": "a"}], model=str(tmp_path / "model"), tokenizer="auto")
+
+
+def test_formats_that_begin_late_in_a_long_file(tmp_path: Path) -> None:
+    """Those that the reader of JSON does not meet in the first ten megabytes."""
+    late = [{"text": "x" * 5_000_000}] * 3 + rows_of_every_format(1)
+    path = tmp_path / "long.jsonl"
+    path.write_text("\n".join(map(json.dumps, late)))
+    found = load_corpus(str(path))
+    assert len(found) == 9
+    assert found[4]["messages"][1]["content"] == "It is 2."
 
 
 class Dies(TrainerCallback):
@@ -142,10 +254,11 @@ def compare(metrics: dict[str, Any], want: list[dict[str, float]]) -> None:
 
 def test_two_ranks_are_plain_trl_in_one_process(whole: dict[str, Any], data: str, tmp_path: Path) -> None:
     m = whole["metrics"]
+    assert m["predicted"] == {"unknown": workers.unpredicted(RunConfig(), FINETUNE, 0)}  # it was under DDP
     compare(m, plain(config(data), tmp_path))
     assert m["loss"][-1] < m["loss"][0] - 0.2
     assert m["parameters"] == m["trained_parameters"] == read_shape("tiny", {}).parameters
-    assert m["notes"][:2] == [finetune.ON_CPU, f"4 of 16 rows of '{data}' were cut at 96 tokens; {SPLITS}"]
+    assert m["notes"][:2] == [finetune.ON_CPU, f"6 of 21 rows of '{data}' were cut at 96 tokens; {SPLITS}"]
     assert len(m["device_peak_bytes"]) == len(m["host_peak_bytes"]) == 2
     assert min(m["host_peak_bytes"]) > 0
     assert len(m["step_seconds"]) == 4
@@ -215,20 +328,87 @@ def test_the_same_command_continues_and_another_does_not(
         ({"trainer": {"lerning_rate": 1}}, "unknown field of SFTConfig in trainer 'lerning_rate'; did you mean"),
         ({"trainer": {"max_length": 4}}, "trainer={'max_length': 4} is set by alstlib: give seq_len instead"),
         ({"trainer": {"push_to_hub": True}}, "needs save_to"),
+        ({"trainer": {"hub_token": "hf_x"}}, "hub_token in trainer is a secret"),
+        ({"trainer": {"model_init_kwargs": {"token": "hf_x"}}}, "token in trainer is a secret"),
+        ({"trainer": {"push_to_hub_token": "hf_x"}}, "set HF_TOKEN in the environment"),
         ({"lora": {"rank": 4}}, "unknown field of LoraConfig in lora 'rank'"),
         ({"lora": {"r": 4}, "save_to": "x"}, "give merge_lora=True, which saves both"),
         ({"search": True}, "search=True is a field of the worker alstlib.train.ablation"),
         ({"model": "tinny"}, "did you mean 'tiny'?"),
+        ({"trainer": {"report_to": "absent"}}, "the package gone, which is not installed; to install it: "),
+        ({"trainer": {"report_to": ["tensorbord"]}}, "did you mean 'tensorboard'?"),
+        ({"trainer": {"optim": "stable_adamw"}}, "'stable_adamw'} needs the package torch-optimi, which is not inst"),
     ],
     ids=str,
 )
-def test_wrong_fields_are_refused_before_the_start(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_wrong_fields_are_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setitem(packages.TRACKERS, "absent", "gone")
     with pytest.raises(ValueError) as refused:
         launch(config("stdlib", **changes), tmp_path, worker=FINETUNE, python="/nowhere/python")
     assert message in str(refused.value)
+    assert "hf_x" not in str(refused.value)
 
 
-@pytest.mark.parametrize("field", [{"lora": {"r": 4}}, {"eval_data": 0.1}, {"trainer": {"optim": "sgd"}}], ids=str)
+def test_each_tracker_and_optimizer_of_the_trainer_is_known() -> None:
+    """What transformers names, and the package that it asks for, where it can be seen without having it."""
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+    from transformers.training_args import OptimizerNames
+
+    assert packages.TRACKERS.keys() == INTEGRATION_TO_CALLBACK.keys()
+    torchs = {"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adafactor", "sgd",
+              "adagrad", "rmsprop", "adamw_anyprecision"}  # fmt: skip
+    needs = {
+        str(o.value): next((m for p, m in packages.OPTIMIZERS if re.match(p, o.value)), "") for o in OptimizerNames
+    }
+    assert {name for name, module in needs.items() if not module} == torchs
+    assert needs["galore_adamw_8bit"] == "galore_torch"
+    assert needs["lion_32bit"] == needs["paged_adamw_8bit"] == "bitsandbytes"
+
+
+def test_packages_of_a_model_and_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(devices, "device_count", lambda: 1)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "bitsandbytes"}}))
+    for run, package in (
+        (RunConfig(attention="flash_attention_3"), "flash-attn-3"),
+        (RunConfig(attention="flash_attention_4"), "flash-attn-4"), (RunConfig(liger=True), "liger-kernel"),
+        (RunConfig(fsdp=True, model=str(tmp_path)), "bitsandbytes"), (RunConfig(), "deepspeed"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"needs the package {package}, which is not installed"):
+            packages.check(run, fine_tuning=True)
+
+
+def test_a_file_that_is_cut_off_is_left_to_its_reader(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.jsonl"
+    damaged.write_text('{"text": "one"}\n{"text": "tw')
+    packages.check(config(str(damaged)), fine_tuning=True)
+    with pytest.raises(ValueError, match=r"damaged\.jsonl', line 2, is not JSON"):
+        load_corpus(str(damaged))
+
+
+def test_chats_need_a_chat_template_before_the_start(tmp_path: Path, data: str) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    )
+    get_tokenizer("stdlib-bpe", vocab_size=512).save_pretrained(tmp_path / "base")
+    for changes, which in (
+        ({"data": str(chats)}, "a tokenizer that is trained here"), ({"eval_data": str(chats)}, "a tokenizer that is"),
+        ({"data": str(chats), "tokenizer": str(tmp_path / "base")}, f"the tokenizer of '{tmp_path}/base'"),
+    ):  # fmt: skip
+        run = config(data).replace(**changes, save_to=str(tmp_path / "saved"))
+        with pytest.raises(
+            ValueError, match=f"chats.jsonl' holds chats, but {which}.* has no chat template: name a ch"
+        ):
+            launch(run, tmp_path / "run", worker=FINETUNE, python="/nowhere/python")
+        assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize(
+    "field", [{"lora": {"r": 4}}, {"eval_data": 0.1}, {"allow_dropped": True}, {"trainer": {"optim": "sgd"}}], ids=str
+)
 def test_the_ablation_does_not_take_what_it_would_ignore(tmp_path: Path, field: dict[str, Any]) -> None:
     (name,) = field
     with pytest.raises(ValueError, match=f"{name}=.* is a field of the worker alstlib.train.finetune"):
@@ -256,9 +436,15 @@ def refused(rank: int, world: int, out: str, run: RunConfig) -> str:
 
 def test_what_the_ranks_refuse(ranks2: Any, tmp_path: Path, data: str) -> None:
     (tmp_path / "empty.jsonl").write_text(json.dumps({"input_ids": [1, 2], "labels": [-100, -100]}))
-    silent = config(str(tmp_path / "empty.jsonl"), eval_data=None)
-    for run, message in ((config(data, dtype="bf16"), "dtype='bf16' needs a GPU"), (silent, "has a token with a loss")):
+    silent = config(str(tmp_path / "empty.jsonl"), eval_data=None, save_to=str(tmp_path / "saved" / "model"))
+    (tmp_path / "half.jsonl").write_text('{"text": "a b c"}\n{"text": ""}')
+    for run, message in (
+        (config(data, dtype="bf16"), "dtype='bf16' needs a GPU"),
+        (silent, "has a token with a loss"),
+        (config(str(tmp_path / "half.jsonl"), eval_data=None), "1 of 2 rows of"),
+    ):
         assert all(message in said for said in ranks2(refused, str(tmp_path), run))
+    assert not (tmp_path / "saved").exists()
 
 
 # The planner, the launcher, the notebook
@@ -269,6 +455,11 @@ def test_the_planner_is_asked_about_the_engine_and_the_adapter() -> None:
     assert planned(run, FINETUNE, 8) == run.replace(zero_stage=3, offload_optimizer=False)
     assert planned(run, FINETUNE, 0).zero_stage == 0
     assert planned(run.replace(fsdp=False), FINETUNE, 8).zero_stage == 1
+    for gpus, on, engine in ((8, run, "FSDP2"), (0, run, "DDP"), (8, run.replace(fsdp=False), "")):
+        said = workers.outlook(on.replace(world_size=8, sp=8), FINETUNE, gpus)
+        assert (f"not predicted: predictions are about DeepSpeed, and the engine of this run is {engine}" in said) == (
+            engine != ""
+        ), said
     shape = read_shape("llama-3.1-8b", {})
     assert shape.adapter_parameters({"r": 16}) == 41_943_040  # as peft counts all linear modules of the layers
     assert shape.adapter_parameters({"r": 8, "target_modules": ["q_proj", "v_proj"]}) == 3_407_872
@@ -289,7 +480,7 @@ def test_the_notebook(tmp_path: Path, data: str) -> None:
     assert [e["step"] for e in events if e.get("loss") is not None] == [1, 2, 3, 4]
     assert any(str(e.get("message")).startswith("evaluation: loss") for e in events)
     cells = {c["id"]: c["outputs"] for c in nbformat.read(output, 4)["cells"] if c["cell_type"] == "code"}
-    assert "fits; device" in str(cells["plan"])
+    assert "not predicted: predictions are about DeepSpeed, and the engine of this run is DDP" in str(cells["plan"])
     assert "image/png" in cells["figure"][-1]["data"]
     table = cells["table"][-1]["data"]["text/markdown"]
     assert "| 2 | " in table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from cases import make_model
 
 from alstlib.config import RunConfig
 from alstlib.offload.ledger import Ledger
+from alstlib.planner.configs import find_config
 from alstlib.train.engine import engine_config, full_weights
 from alstlib.train.loading import load_on_first, place
 from alstlib.train.models import load_model
@@ -66,6 +68,47 @@ def test_what_rank_0_meets_is_raised_on_every_rank(ranks2: Any, tmp_path: Path) 
     run = RunConfig(model=str(tmp_path), model_config={"num_hidden_layers": 3})
     for message in ranks2(refused, run):
         assert "has no weights for model.layers.2." in message
+    model = make_model("llama", num_hidden_layers=2)
+    model.get_input_embeddings().weight.data[-1, 3] = float("nan")  # a token that no document has
+    model.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
+    assert len(list(tmp_path.glob("parts/*.safetensors"))) > 1
+    for message in ranks2(refused, RunConfig(model=str(tmp_path / "parts"))):
+        assert "its weight model.embed_tokens.weight is not finite" in message
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf")])
+def test_weights_in_bf16_are_looked_at_once(tmp_path: Path, value: float) -> None:
+    model = make_model("llama", num_hidden_layers=1).to(torch.bfloat16)
+    model.lm_head.weight.data[0, 0] = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"its weight lm_head\.weight is not finite"):
+        load_model(RunConfig(model=str(tmp_path)), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"num_hidden_layers": 1},
+            r"num_hidden_layers=1, but it has weights of 2 layers; .* or give model_config={'num",
+        ),
+        ({"num_hidden_layers": -1}, "its config has num_hidden_layers=-1; it must be at least 1"),
+        ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads=0; it must be at least 1"),
+    ],
+    ids=str,
+)
+def test_sizes_that_a_model_cannot_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    make_model("llama", num_hidden_layers=2).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(ValueError, match=message):
+        load_model(RunConfig(model=str(tmp_path)), torch.float32)
+    if changes != {"num_hidden_layers": 1}:
+        with pytest.raises(ValueError, match=message):
+            find_config(str(tmp_path))
+    else:
+        asked = RunConfig(model=str(tmp_path), model_config=changes)
+        assert load_model(asked, torch.float32).config.num_hidden_layers == 1
 
 
 def peak_while_loading(rank: int, world: int, run: RunConfig) -> dict[str, int]:

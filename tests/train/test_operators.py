@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,23 @@ def at(monkeypatch: pytest.MonkeyPatch, root: Path) -> Path:
     return operators.folder()
 
 
+def test_another_user_takes_what_the_environment_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the environment nor a home folder is theirs to write."""
+    monkeypatch.setattr("sys.prefix", str(tmp_path / "env"))
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    monkeypatch.delenv(operators.FOLDER_VARIABLE, raising=False)
+    (tmp_path / "home").touch()  # no folder can be made in a file
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    cache = operators.folder()
+    assert cache.is_relative_to(tmp_path / "home")
+    monkeypatch.setattr(operators, "_builder", lambda: SimpleNamespace(NAME="op", _loaded_ops={}))
+    with pytest.raises(RuntimeError, match=r"cannot be built in .*home.*: TORCH_EXTENSIONS_DIR names another folder"):
+        operators.load()
+    there = tmp_path / "env" / "share" / cache.relative_to(tmp_path / "home")
+    (there / "built").mkdir(parents=True)
+    assert operators.folder() == there
+
+
 def test_what_is_built_is_loaded_whatever_lock_was_left(tmp_path: Path, monkeypatch: Any) -> None:
     """And by whom it is built is said while that goes on."""
     operators.load()
@@ -49,7 +67,7 @@ def test_what_is_built_is_loaded_whatever_lock_was_left(tmp_path: Path, monkeypa
     log = tmp_path / "log"
     with locks.hold(here):
         other = loading(tmp_path, log)
-        assert wait_for(lambda: f"waiting for process {os.getpid()} since" in log.read_text(), 200), log.read_text()
+        assert wait_for(lambda: f"waiting for process {os.getpid()} since" in log.read_text()), log.read_text()
         shutil.copytree(built, here / "built")
         next((here / "built").glob("*/*.so")).with_name("lock").touch()
     try:
@@ -74,10 +92,10 @@ def test_a_build_that_is_cut_off_leaves_no_process_and_nothing_built(
 
     other = loading(tmp_path, log := tmp_path / "log", run)
     try:
-        assert wait_for(compilers, 200), log.read_text()
+        assert wait_for(compilers), log.read_text()
         other.send_signal(number)
         other.wait(60)
-        assert wait_for(lambda: not processes(run), 30), processes(run)
+        assert wait_for(lambda: not processes(run)), processes(run)
         time.sleep(0.5)
         assert not (here / "built").exists()
     finally:

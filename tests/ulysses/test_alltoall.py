@@ -12,7 +12,7 @@ from torch import Tensor
 
 from alstlib import reference
 from alstlib.measure.simulate import fake_ranks
-from alstlib.ulysses.alltoall import Exchange, agree_on, heads_to_seq, seq_to_heads, stripe, whole_head_degrees
+from alstlib.ulysses.alltoall import Exchange, heads_to_seq, seq_to_heads, stripe, whole_head_degrees
 
 ROWS, WIDTH = 3, 5
 
@@ -168,7 +168,6 @@ def test_one_rank_is_the_identity_without_torch_distributed() -> None:
     exchange = Exchange()
     exchange.to_heads(x, x)
     assert (exchange.ranks, exchange.bytes_sent) == (1, 0)
-    agree_on([1], ["rows"], None, torch.device("cpu"))
 
 
 def error_of(fn: Any, *args: Any) -> str:
@@ -198,19 +197,6 @@ def test_degrees() -> None:
     assert whole_head_degrees(9, 3) == [1, 3, 9]
     assert whole_head_degrees(14, 2) == [1, 2, 14]
     assert whole_head_degrees(12, 12) == [1, 2, 3, 4, 6, 12]
-
-
-def disagree(rank: int, world: int) -> list[str]:
-    cpu, group = torch.device("cpu"), dist.group.WORLD
-    return [
-        error_of(agree_on, [7, 3], ["rows", "batch"], group, cpu),
-        error_of(agree_on, [7, 3 + rank // 2], ["rows", "batch"], group, cpu),
-    ]
-
-
-def test_ranks_that_disagree_all_raise(ranks4: Any) -> None:
-    message = "the ranks of an SP group have different values of batch: [3, 3, 4, 4], in the order of the ranks"
-    assert ranks4(disagree) == [["no error", message]] * 4
 
 
 def test_from_emulated_ranks_comes_what_is_sent() -> None:

@@ -1,0 +1,63 @@
+"""Builds `device.cpp` once for each version of it and of PyTorch, in PyTorch's cache of extensions."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch.utils import cpp_extension
+
+SOURCE = Path(__file__).with_name("device.cpp")
+
+
+def why_not() -> str:
+    """Why the device cannot be built here; empty where it can."""
+    if sys.platform != "linux":
+        return "needs Linux"
+    if shutil.which(cpp_extension.get_cxx_compiler()) is None:
+        return f"needs a C++ compiler: there is no {cpp_extension.get_cxx_compiler()}"
+    return "" if cpp_extension.is_ninja_available() else "needs ninja"
+
+
+def load() -> ModuleType:
+    """The extension, built where there is none yet; other processes wait for the one that builds."""
+    text = SOURCE.read_bytes() + torch.__version__.encode() + sys.version.encode()
+    name = f"latecpu_{hashlib.sha256(text).hexdigest()[:12]}"
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions")) / name
+    ready = folder / "ready"  # a build that was killed may leave half a library
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        if not ready.exists():
+            _build(name, folder)
+            ready.touch()
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.so")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _build(name: str, folder: Path) -> None:
+    (folder / "lock").unlink(missing_ok=True)  # PyTorch's own, which a build that was killed leaves
+    with contextlib.ExitStack() as stack:
+        before = os.environ.get("MAX_JOBS")
+        stack.callback(lambda: os.environ.pop("MAX_JOBS") if before is None else os.environ.update(MAX_JOBS=before))
+        os.environ["MAX_JOBS"] = "1"
+        cpp_extension.load(name, [str(SOURCE)], build_directory=str(folder), extra_cflags=["-O0", "-w"])
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    with open(folder / "builds", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,151 @@
+"""`torch.latecpu`, the Python module of the device: what alstlib, DDP, FSDP2 and DeepSpeed ask of `torch.cuda`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from device import build
+from torch import Tensor
+
+NAME = "latecpu"
+TOTAL = 2**36
+"""Bytes that the device says it has."""
+NEVER = -1
+"""Delay of a copy that runs only when somebody waits for it, which is the latest that a program may rely on."""
+
+_extension: Any = None
+
+
+def extension() -> Any:
+    """The C++ side; registers the device in this process, once and for good."""
+    global _extension
+    if _extension is None:
+        _extension = build.load()
+        torch.utils.rename_privateuse1_backend(NAME)
+        _extension.init()
+        torch._register_device_module(NAME, _module())
+        torch.utils.generate_methods_for_privateuse1_backend()
+    return _extension
+
+
+def device() -> torch.device:
+    extension()
+    return torch.device(NAME, 0)
+
+
+@contextlib.contextmanager
+def late(delay: int, seed: int = 0) -> Iterator[None]:
+    """Copies on other streams than the default one begin up to `delay` microseconds late, or with NEVER when somebody
+    waits for them. Afterwards nothing is under way, and the delay is the usual one.
+
+    Raises:
+        AssertionError: something on another stream did not wait for the default stream.
+    """
+    extension().set_late(delay, seed)
+    extension().races()
+    try:
+        yield
+    finally:
+        extension().set_late(500, 0)
+        found = extension().races()
+    assert not found, "\n".join(found)
+
+
+class Stream(torch.Stream):
+    def __new__(cls, device: Any = None, priority: int = 0, **ids: Any) -> Any:
+        if ids:
+            return super().__new__(cls, **ids)
+        return super().__new__(cls, device=torch.device(NAME, 0), priority=priority)
+
+
+class Event(torch.Event):
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any) -> Any:
+        return super().__new__(cls, device=torch.device(NAME, 0), enable_timing=enable_timing, blocking=blocking)
+
+
+class _Runtime:
+    """The two calls of CUDA's runtime that pin memory which is there already."""
+
+    def cudaHostRegister(self, data: int, nbytes: int, flags: int) -> int:
+        _extension.host_register(data, nbytes)
+        return 0
+
+    def cudaHostUnregister(self, data: int) -> int:
+        _extension.host_unregister(data)
+        return 0
+
+
+class _Properties:
+    name, total_memory, major, minor, multi_processor_count = NAME, TOTAL, 0, 0, 1
+
+
+def _generator() -> torch.Generator:
+    return _extension.default_generator()
+
+
+def _get_rng_state(device: Any = NAME) -> Tensor:
+    return _generator().get_state()
+
+
+def _set_rng_state(state: Tensor, device: Any = NAME) -> None:
+    _generator().set_state(state)
+
+
+def _seed(seed: int) -> None:
+    _generator().manual_seed(seed)
+
+
+def _memory(device: Any = None) -> int:
+    return _extension.memory()[0]
+
+
+def _peak(device: Any = None) -> int:
+    return _extension.memory()[1]
+
+
+@contextlib.contextmanager
+def _device(device: Any) -> Iterator[None]:
+    yield
+
+
+def _module() -> ModuleType:
+    made: Any = ModuleType(f"torch.{NAME}")
+    made.Stream, made.Event = Stream, Event
+    made.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
+    made.current_stream = lambda device=None: torch.accelerator.current_stream()
+    made.default_stream = lambda device=None: Stream(stream_id=0, device_index=0, device_type=_type())
+    made.set_stream = torch.accelerator.set_stream
+    made.synchronize = lambda device=None: _extension.synchronize()
+    made.is_available = made.is_initialized = lambda: True
+    made.init = made._lazy_init = lambda: None
+    made.device_count = lambda: 1
+    made.current_device = lambda: 0
+    made.set_device = lambda device: None
+    made.device = _device
+    made.get_device_name = lambda device=None: NAME
+    made.get_device_properties = lambda device=None: _Properties()
+    made.get_device_capability = lambda device=None: (0, 0)
+    made.memory_allocated = made.memory_reserved = _memory
+    made.max_memory_allocated = made.max_memory_reserved = _peak
+    made.reset_peak_memory_stats = made.reset_max_memory_allocated = lambda device=None: _extension.reset_peak()
+    made.mem_get_info = lambda device=None: (TOTAL - _memory(), TOTAL)
+    made.empty_cache = lambda: None
+    made.set_per_process_memory_fraction = lambda fraction, device=None: None
+    made.cudart = _Runtime
+    made.get_rng_state, made.set_rng_state = _get_rng_state, _set_rng_state
+    made.get_rng_state_all = lambda: [_get_rng_state()]
+    made.set_rng_state_all = lambda states: _set_rng_state(states[0])
+    made.manual_seed = made.manual_seed_all = _seed
+    made.initial_seed = lambda: _generator().initial_seed()
+    made._is_in_bad_fork = lambda: False
+    made.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    made.is_bf16_supported = lambda *_, **__: True
+    return made
+
+
+def _type() -> int:
+    return torch.Stream(device=torch.device(NAME, 0)).device_type

@@ -1,0 +1,225 @@
+"""The README's first command on machines unlike this one (`make test-elsewhere`): in each environment its `--dry-run`,
+and a row of two steps; with `--whole` the command itself, and an installation with every other Python that is here.
+
+What this machine does not let the tests make is skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+
+from alstlib.runs import results
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = re.search(r"(?m)^ablation: setup.*\n.*alst run (\S+)", (ROOT / "Makefile").read_text())[1]  # type: ignore[index]
+GROUPS = Path("/sys/fs/cgroup")
+FOUR_GIB = 4 * 2**30
+NOBODY = 54321
+"""A user whom no file of the system knows, as in a container that was started with `--user`."""
+READS = "-all,+dac_read_search"
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
+
+TWO_STEPS = {
+    "name": "two-steps", "rows": ["alst"],
+    "base": {"model": "tiny", "world_size": 2, "sp": 2, "seq_len": 64, "steps": 2},
+}  # fmt: skip
+
+
+@dataclass
+class Place:
+    """A copy of the checkout, a folder for results beside it, and how commands are started there."""
+
+    checkout: Path
+    mine: Path
+    """Where results and temporary files go."""
+    before: list[str] = field(default_factory=list)
+    """What starts the command, such as `taskset -c 0`."""
+    env: dict[str, str] = field(default_factory=dict)
+    memory: str = ""
+    """A rank's share of the host, where it is known."""
+
+    def run(self, *command: str, limit: float = 600.0) -> str:
+        """What a command says that must succeed."""
+        named = ("PATH", "CI", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TORCH_EXTENSIONS_DIR")
+        env = {n: os.environ[n] for n in named if n in os.environ} | {"HOME": str(Path.home())}
+        env |= {"TMPDIR": str(self.mine / "tmp"), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", **self.env}
+        (self.mine / "tmp").mkdir(exist_ok=True)
+        done = subprocess.run(
+            [*self.before, *command], cwd=self.checkout, env=env, capture_output=True, text=True, timeout=limit
+        )
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, f"{' '.join([*self.before, *command])}\n{said[-6000:]}"
+        assert "Traceback" not in said, said[-6000:]
+        return said
+
+    def alst(self, *arguments: str, limit: float = 600.0) -> str:
+        return self.run(str(self.checkout / ".venv/bin/python"), "-m", "alstlib.runs.cli", *arguments, limit=limit)
+
+
+def copy(folder: Path) -> Path:
+    """What runs, with the environment of these tests as its `.venv`."""
+    folder.mkdir(parents=True)
+    for name in ("alstlib", "env", "papermill_runs/specs", "notebooks"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "site"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    shutil.copy(ROOT / "README.md", folder)
+    (folder / ".venv").symlink_to(sys.prefix)
+    return folder
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    """Not in pytest's folder, which another user may not enter."""
+    with tempfile.TemporaryDirectory(prefix="alst-elsewhere-", ignore_cleanup_errors=True) as name:
+        os.chmod(name, 0o755)
+        (Path(name) / "mine").mkdir()
+        yield Place(copy(Path(name) / "checkout"), Path(name) / "mine")
+
+
+def root() -> None:
+    if os.geteuid():
+        pytest.skip("only root may mount something in a namespace of its own, or be another user")
+
+
+def mounted(place: Place, script: str) -> None:
+    """Start commands in a namespace of mounts of their own, after this script."""
+    root()
+    if subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "t", str(place.mine)], capture_output=True).returncode:
+        pytest.skip("this machine lets nobody mount something in a namespace of its own (unshare -m)")
+    place.before += ["unshare", "-m", "bash", "-ec", f'{script}\nexec "$@"', "bash"]
+
+
+def grouped(place: Place, limit: str) -> None:
+    """Control groups of version 2, of which this process's has a limit."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines() if Path("/proc/self/cgroup").exists() else []
+    name = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/") and ".." not in line), None)
+    if name is None or not GROUPS.is_dir():
+        pytest.skip("this process is in no control group of version 2, so none can stand in for it")
+    group = place.mine / "groups" / name
+    group.mkdir(parents=True)
+    for file, text in (("memory.max", limit), ("memory.current", "0"), ("memory.stat", "inactive_file 0")):
+        (group / file).write_text(f"{text}\n")
+    mounted(place, f'mount --bind "{place.mine}/groups" {GROUPS}')
+
+
+def ungrouped(place: Place) -> None:
+    if not GROUPS.is_dir():
+        return  # it is such a machine
+    mounted(place, f"mount -t tmpfs t {GROUPS}")
+
+
+def unlimited_on_one_core(place: Place) -> None:
+    grouped(place, "max")
+    if not shutil.which("taskset"):
+        pytest.skip("no taskset here, which gives a process one core")
+    place.before[:0] = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
+
+
+def four_gib(place: Place) -> None:
+    """A group's limit for all of it, and the kernel's for each process."""
+    grouped(place, str(FOUR_GIB))
+    place.before[:0] = ["prlimit", f"--data={FOUR_GIB}"]
+    place.memory = "2.00 GiB"
+
+
+def another_user(place: Place) -> None:
+    """Who may write neither to the checkout nor to a home folder."""
+    root()
+    os.chown(place.mine, NOBODY, NOBODY)
+    (place.mine / "tmp").mkdir()
+    os.chown(place.mine / "tmp", NOBODY, NOBODY)
+    place.env["HOME"] = str(place.checkout)
+    if not shutil.which("setpriv"):
+        pytest.skip("no setpriv here, which starts a process of another user")
+    user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    # where the interpreter lies in root's home, only who may read everything can start it
+    for place.before in (user, [*user, f"--inh-caps={READS}", f"--ambient-caps={READS}", f"--bounding-set={READS}"]):
+        start = [*place.before, "sh", "-c", '"$0" -c "import torch"', str(place.checkout / ".venv/bin/python")]
+        if subprocess.run(start, capture_output=True).returncode == 0:
+            return
+    pytest.skip(f"another user cannot start {sys.executable}")
+
+
+def plain_c_and_odd_names(place: Place) -> None:
+    for name in ("checkout", "mine"):
+        path: Path = getattr(place, name)
+        setattr(place, name, path.rename(path.with_name(f"größer, and with spaces {name}")))
+    place.env |= {"LANG": "C", "LC_ALL": "C"}
+
+
+def read_only(place: Place) -> None:
+    mounted(place, f'mount --bind "{place.checkout}" "{place.checkout}"\nmount -o remount,ro,bind "{place.checkout}"')
+
+
+ENVIRONMENTS = {
+    "no control group": ungrouped,
+    "control groups without a limit, one core": unlimited_on_one_core,
+    "4 GiB of memory": four_gib,
+    "another user without a home": another_user,
+    "LC_ALL=C, umlauts and spaces in paths": plain_c_and_odd_names,
+    "a read-only checkout": read_only,
+}
+
+
+def starts(place: Place, whole: bool) -> None:
+    out = str(place.mine / "out")
+    would = place.alst("run", SPEC, "--dry-run", "--out", out)
+    rows = yaml.safe_load((ROOT / SPEC).read_text())["rows"]
+    assert would.count("would run as") == would.count("predicted     the longest that fits is") == len(rows), would
+    if place.memory:
+        assert f"of {place.memory} for each rank" in would
+    if whole:
+        place.alst("run", SPEC, "--out", out, limit=3000)
+        found = [results.read_result(path) for path in Path(out).glob("*/result.json")]
+        assert [result["status"] for result in found] == ["ok"] * len(rows)
+        return
+    (place.mine / "two.yaml").write_text(yaml.safe_dump(TWO_STEPS))
+    place.alst("run", str(place.mine / "two.yaml"), "--out", str(place.mine / "two"))
+    result = results.read_result(place.mine / "two" / "alst" / "result.json")
+    assert (result["status"], len(result["metrics"]["loss"])) == ("ok", 2)
+
+
+@pytest.mark.timeout(4000)
+@pytest.mark.parametrize("make", ENVIRONMENTS.values(), ids=ENVIRONMENTS)
+def test_the_first_command(make, place: Place, pytestconfig: pytest.Config) -> None:
+    make(place)
+    starts(place, pytestconfig.getoption("whole"))
+
+
+def interpreter(version: str) -> str:
+    """A Python of this version that can make environments; empty where there is none."""
+    known = [shutil.which(f"python{version}"), *Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}")]
+    ask = "import ensurepip, venv, sys; print(*sys.version_info[:2], sep='.')"
+    for found in (str(path) for path in known if path):
+        done = subprocess.run([found, "-c", ask], capture_output=True, text=True)
+        if done.stdout.strip() == version:
+            return found
+    return ""
+
+
+@pytest.mark.timeout(4000)
+@pytest.mark.parametrize("version", PYTHONS)
+def test_another_python(version: str, place: Place, pytestconfig: pytest.Config) -> None:
+    """Its lock is chosen and it reads every module; with `--whole` it is installed, and trains."""
+    python = interpreter(version)
+    if not python or version == f"{sys.version_info[0]}.{sys.version_info[1]}":
+        pytest.skip(f"Python {version} is {'what runs the other tests' if python else 'not here'}")
+    lock = f"env/cpu-py{version.replace('.', '')}.txt"
+    place.env |= {"PYTHON": python, "ALST_DEVICE": "cpu", "PYTHONPYCACHEPREFIX": str(place.mine / "cache")}
+    (place.checkout / ".venv").unlink()
+    assert f"lock={lock} " in place.run("env/install.sh", "--plan")
+    place.run(python, "-W", "error", "-m", "compileall", "-q", "alstlib", "env")
+    if pytestconfig.getoption("whole"):
+        place.run("env/install.sh", limit=3000)
+        starts(place, whole=False)

@@ -1,0 +1,178 @@
+"""Every command and every block of code that the pages and the templates print is run, or named here with the reason
+why not. What takes minutes runs in `make release` (ALST_PAGES=all); the rest in every run of the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from cases import make_model
+from test_lab import checkout
+from test_repository import ROOT
+
+from alstlib.config import RunConfig
+from alstlib.runs import workers
+from alstlib.train import operators
+
+PAGES = ("README.md", "notebooks/training.md", "notebooks/runs.md", "env/README.md", "notebooks/run.ipynb",
+         "notebooks/finetune.ipynb")  # fmt: skip
+ALL = os.environ.get("ALST_PAGES") == "all"
+SPEC = "papermill_runs/specs/finetune.yaml"
+BLOCK = re.compile(r"(?ms)^```\w*\n(.*?)^```|(?<=\n\n)((?:    [^\n]*\n(?:\n(?=    ))?)+)")
+NO_CODE = ("alstlib/           the package;", "install.sh        makes or refreshes")
+"""How blocks begin that hold lists of files."""
+
+NOT_HERE = {
+    "make ablation": "five minutes of both cores, and it changes .venv; test_cli.py runs sweeps",
+    "make lab": "test_lab.py does this",
+    "git clone": "needs a network",
+    "make setup": "changes .venv, which is what runs this",
+    "make test": "is this",
+    "env/wheelhouse.sh": "needs a network, and gigabytes",
+    "env/gpu.sh": "needs a GPU; its dry run is in test_gpu_steps.py",
+    ".venv/bin/alst verify": "test_verify.py does this",
+    "import alstlib\nfrom trl": "test_sft_trainer.py does this",
+    "alst run SPEC --nodes": "needs a cluster: tests/slurm, test_nodes.py",
+    "sbatch": "needs Slurm: tests/slurm",
+    "srun": "needs Slurm: tests/slurm",
+    "scontrol": "needs Slurm: tests/slurm",
+    "scancel": "needs Slurm: tests/slurm",
+    ".venv/bin/alst run papermill_runs/specs/ablation-quick.yaml --rows baseline --nodes": "needs Slurm: tests/slurm",
+    ".venv/bin/alst run papermill_runs/specs/finetune.yaml --rows full --nodes": "needs Slurm: tests/slurm",
+}
+"""What is not run here, by how it begins, and why."""
+QUICK = (".venv/bin/alst plan --model", "alst run SPEC --dry-run", ".venv/bin/alst status", "alst status [SPEC]")
+"""How commands begin that are run each time."""
+MINUTES = (".venv/bin/alst check", ".venv/bin/alst plan --machine", "alst run SPEC", "alst report SPEC",
+           ".venv/bin/papermill notebooks/finetune.ipynb", "papermill notebooks/")  # fmt: skip
+"""Commands that are run with ALST_PAGES=all; parameters of papermill are checked each time."""
+ANSWERS = {"alst status": (0, 1, 3), "alst check": (0, 1), "alst plan --machine": (0, 1)}
+"""Exit statuses that say something of this machine: a row did not run, a link looks slow, the model does not fit."""
+PYTHON = ("import alstlib, deepspeed\n", "out = alstlib.block_step(")
+HERE = {"meta-llama/Llama-3.1-8B-Instruct": "model", "my_documents.jsonl": "texts.jsonl", "chats.jsonl": "texts.jsonl",
+        "seq_len: 131072": "seq_len: 64", "steps: 1000": "steps: 2", "steps: 500": "steps: 2",
+        "-p seq_len 4096": "-p seq_len 256 -p model tiny", "tiled_mlp: 512": "model: tiny, tiled_mlp: 512",
+        "[SPEC]": SPEC, "SPEC": SPEC}  # fmt: skip
+"""What stands for something of the reader's, or is too large for this machine, and what is put in its place."""
+
+
+def begins(code: str, known: Any) -> str:
+    """The longest of the known beginnings that this code has; empty for none."""
+    return max((one for one in known if code.startswith(one)), key=len, default="")
+
+
+def blocks(page: str) -> list[str]:
+    """The blocks of code of a page, or of the first cell of a notebook."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    if page.endswith(".ipynb"):
+        text = "".join(json.loads(text)["cells"][0]["source"]) + "\n"
+    found = [fenced or re.sub(r"(?m)^    ", "", indented) for fenced, indented in BLOCK.findall(text)]
+    return [block for block in found if not begins(block, NO_CODE)]
+
+
+def commands(block: str) -> list[str]:
+    """The commands of a block for a shell, without comments; a block of Python as it is."""
+    if re.match(r"import |out = ", block):
+        return [block]
+    made: list[str] = []
+    for line in block.splitlines():
+        if made and made[-1].count('"') % 2:
+            made[-1] += f"\n{line}"  # a text in quotes goes on
+        else:
+            made += line.split(" && ") if '"' not in line else [line]
+    return [re.sub(r"(?m)\s+# .*$", "", one) if '"' not in one else one for one in made]
+
+
+PRINTED = [(page, command) for page in PAGES for block in blocks(page) for command in commands(block)]
+SHELL = [(page, command) for page, command in PRINTED if begins(command, (*QUICK, *MINUTES))
+         and begins(command, NOT_HERE) <= begins(command, (*QUICK, *MINUTES))]  # fmt: skip
+
+
+def test_each_block_is_run_or_says_why_not() -> None:
+    known = (*NOT_HERE, *QUICK, *MINUTES, *PYTHON, "cd ")
+    assert [(page, command) for page, command in PRINTED if not begins(command, known)] == []
+    unused = {one for one in known if not any(begins(command, known) == one for _, command in PRINTED)}
+    assert unused == set(), "no page has these"
+    assert len(PRINTED) >= 30
+
+
+def put(command: str) -> str:
+    for printed, here in HERE.items():
+        command = command.replace(printed, here)
+    return command
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout with this environment, a model with its tokenizer, and texts."""
+    from alstlib.data.corpus import get_tokenizer
+
+    folder = tmp_path_factory.mktemp("pages") / "alst"
+    checkout(folder)
+    (folder / ".venv").symlink_to(sys.prefix)
+    make_model("llama", vocab_size=512).save_pretrained(folder / "model")
+    tokenizer = get_tokenizer("stdlib-bpe", vocab_size=512)
+    tokenizer.save_pretrained(folder / "model")
+    texts = [{"text": f"def f_{i}(x):\n    return x * {i}\n" * 5} for i in range(40)]
+    (folder / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    return folder
+
+
+def papermills(command: str) -> dict[str, Any]:
+    """The parameters after -y."""
+    words = shlex.split(command)
+    return yaml.safe_load(words[words.index("-y") + 1]) if "-y" in words else {}
+
+
+@pytest.mark.parametrize("page, command", SHELL, ids=lambda text: text[:60])
+def test_a_command_runs_as_printed(clone: Path, monkeypatch: pytest.MonkeyPatch, page: str, command: str) -> None:
+    begin = begins(command, (*QUICK, *MINUTES))
+    command = put(command)
+    if "papermill " in begin:
+        monkeypatch.chdir(clone)  # where the data are
+        given = papermills(command)
+        fields = given.pop("config", {}) | given
+        workers.check(RunConfig(**fields), workers.FINETUNE if "finetune" in command else workers.ABLATION)
+    if begin in MINUTES and not ALL:
+        pytest.skip("takes minutes: make release")
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(["bash", "-c", command], cwd=clone, env=env, capture_output=True, text=True, timeout=800)
+    fine = next((codes for begin, codes in ANSWERS.items() if begin in command), (0,))
+    assert ran.returncode in fine, f"{command}\n{ran.stdout}\n{ran.stderr}"
+    assert "Traceback" not in ran.stderr
+
+
+def loop(rank: int, world: int, code: str) -> list[float]:
+    """The losses of the page's loop on two batches of each rank."""
+    operators.load()  # that was built with this environment, as runs load it
+    tokens = torch.randint(0, 64, (2, 1, 48), generator=torch.Generator().manual_seed(rank))
+    batches = [{"input_ids": t, "labels": t} for t in tokens]
+    names: dict[str, Any] = {"model": make_model("llama"), "dataloader": batches, "seen": []}
+    exec(code, names)
+    return names["seen"]
+
+
+@pytest.mark.parametrize("by_blocks", [False, True], ids=["layers", "blocks"])
+def test_the_loop_runs_as_printed(ranks2: Any, by_blocks: bool) -> None:
+    """With two ranks for eight, and with the line that the page puts in the place of two."""
+    code, step = (next(block for _, block in PRINTED if block.startswith(begin)) for begin in PYTHON)
+    assert "sp=8" in code
+    assert "    engine.step()\n" in code
+    code = code.replace("sp=8", "sp=2").replace("engine.step()\n", "engine.step()\n    seen.append(float(out.mean))\n")
+    if by_blocks:
+        code, count = re.subn(r"out = alstlib.causal_lm_loss.*\n    engine.backward.*\n", step, code)
+        assert count == 1
+    first, second = ranks2(loop, code)
+    assert first == second
+    assert len(first) == 4
+    assert all(3 < loss < 6 for loss in first)
