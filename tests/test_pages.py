@@ -44,6 +44,8 @@ NOT_HERE = {
     "alst run SPEC --nodes": "needs a cluster: tests/slurm, test_nodes.py",
     "sbatch": "needs Slurm: tests/slurm",
     "srun": "needs Slurm: tests/slurm",
+    "MAX_JOBS=8 .venv/bin/python -m pip install": "needs nvcc and an hour; `make resolve` asks for the version",
+    ".venv/bin/python -m pip install": "needs a GPU; `make resolve` asks the index for the version",
     "scontrol": "needs Slurm: tests/slurm",
     "scancel": "needs Slurm: tests/slurm",
     ".venv/bin/alst run papermill_runs/specs/ablation-quick.yaml --rows baseline --nodes": "needs Slurm: tests/slurm",

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
+from types import EllipsisType
 from typing import NamedTuple
 
 import torch
@@ -30,7 +32,7 @@ ELEMENTS = 2**31
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of the same queries over two disjoint sets of keys -> over both; `out` is overwritten.
 
-    out and other [B, H, S, V], lse and other_lse [B, H, S] in fp32. A set without any key has a logsumexp of -inf.
+    out and other [..., S, V], lse and other_lse [..., S] in fp32. A set without any key has a logsumexp of -inf.
     """
     share = torch.sigmoid(other_lse - lse)[..., None]  # of the other set in the sum of both
     for rows in row_tiles(out):
@@ -42,11 +44,11 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     return out, torch.logaddexp(lse, other_lse)
 
 
-def row_tiles(x: Tensor, step: int | None = None) -> list[tuple[slice, slice, slice]]:
-    """Slices of x [B, H, S, D] that cut S, so that fp32 intermediates are small: `step` rows each, or as many as
+def row_tiles(x: Tensor, step: int | None = None) -> list[tuple[EllipsisType, slice, slice]]:
+    """Slices of x [..., S, D] that cut S, so that fp32 intermediates are small: `step` rows each, or as many as
     `sizing.TILE_BYTES` hold."""
-    step = step or tile_for(x.shape[0] * x.shape[1] * x.shape[3], 4, kernel_device(x.device.type)[0])
-    return [(slice(None), slice(None), slice(lo, lo + step)) for lo in range(0, x.shape[2], step)]
+    step = step or tile_for(prod(x.shape[:-2]) * x.shape[-1], 4, kernel_device(x.device.type)[0])
+    return [(..., slice(lo, lo + step), slice(None)) for lo in range(0, x.shape[-2], step)]
 
 
 def padded(backend: Backend, *tensors: Tensor) -> list[Tensor]:
