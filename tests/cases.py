@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, PreTrainedModel, Qwen3Config
 
 import alstlib
@@ -129,24 +128,6 @@ def small_pages(keys: int = 1) -> Iterator[None]:
     """Pages of so many keys or a chunk, however short that is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sizing, "LEAST_KEYS", keys)
-        yield
-
-
-@contextlib.contextmanager
-def double() -> Iterator[None]:
-    """What a model rounds to fp32 (norms, shares, rotary tables, routers) stays in fp64."""
-
-    def wide(original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = tree_map(lambda v: torch.float64 if v is torch.float32 else v, (args, kwargs))
-            return original(*args, **kwargs)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "float", Tensor.double)
-        for where, name in ((Tensor, "to"), (Tensor, "type"), (nn.functional, "softmax")):
-            patch.setattr(where, name, wide(getattr(where, name)))
         yield
 
 

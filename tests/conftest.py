@@ -266,6 +266,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="installs and starts a Slurm here: make test-slurm"))
     for some in cases.values():
         quick = {round(i * (len(some) - 1) / (QUICK - 1)) for i in range(QUICK)}
+        if any("drawn" in item.keywords for item in some):  # a table that says which of its cases are the sample
+            quick = {i for i, item in enumerate(some) if "drawn" in item.keywords}
         for i, item in enumerate(some):
             if i not in quick:
                 item.add_marker("slow")

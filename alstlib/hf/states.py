@@ -121,15 +121,28 @@ class _Part:
         return chunks.carry((*self.key, left["call"]), step, inputs)
 
 
+def _in_order(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Views of weights, from which gradients reach the weights in one order, by whichever way the layer runs.
+
+    Replicas may take different ways: one with a single block hands no state on. ZeRO-2 puts gradients into its buckets
+    as they arrive and reduces what lies at the same place on all ranks: where two orders differ, it would add up
+    gradients of different weights. Autograd runs the views' nodes, made here one after the other, in that order.
+    """
+    return [w.view_as(w) for w in weights]
+
+
 def _convolution(
     part: _Part, theirs: Callable[..., Tensor], hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
     activation: str | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
+    weight, *more = _in_order([t for t in (weight, bias) if t is not None])
+    bias = more[0] if more else None
+
     def convolve(x: Tensor) -> Tensor:
         return theirs(x, weight, bias, activation=activation)
 
     over = functools.partial(causal_convolution, convolve, hidden_states, weight.shape[-1], part.exchange)
-    return part.run([t for t in (hidden_states, weight, bias) if t is not None], over)
+    return part.run((hidden_states, weight, *more), over)
 
 
 def _gated_delta_rule(
@@ -174,7 +187,7 @@ def _mamba2(
         step = (nn.functional.softplus(step) if dt_softplus else step).clamp(*dt_limit)
         return (step.to(torch.promote_types(step.dtype, A.dtype)) * A).sum(1)[..., None, None]
 
-    tokens, weights = (hidden_states, dt, B, C), (A, D, dt_bias)
+    tokens, weights = (hidden_states, dt, B, C), _in_order((A, D, dt_bias))
     rule = Recurrence(kernel, decay, packed if takes(theirs, "seq_idx") else None)
     return part.mix(rule, tokens, weights, B, hidden_states, chunk_size)
 
@@ -190,7 +203,7 @@ def _mamba1(
         )
         return out.transpose(1, 2), state
 
-    tokens, weights = [t.transpose(1, 2) for t in (hidden_states, dt, B, C)], (A, D, delta_bias)
+    tokens, weights = [t.transpose(1, 2) for t in (hidden_states, dt, B, C)], _in_order((A, D, delta_bias))
     rule = SelectiveScan(scan, delta_softplus, part.hands_on)  # it has no heads: its state is passed
     out = part.run((*tokens, *weights), functools.partial(over_ranks, rule, tokens, weights, part.exchange))
     return out.transpose(1, 2) * nn.functional.silu(z)

@@ -13,13 +13,14 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import double, make_model, make_samples, plain_run, small_pages, worst_error
+from cases import make_model, make_samples, plain_run, small_pages, worst_error
 from device import group, module
 from device.module import NEVER, device, late
 from torch import Tensor, nn
 
 import alstlib
 from alstlib.data.loader import SPDataLoader
+from alstlib.measure.verify import in_full
 from alstlib.offload.host_store import HostStore
 from alstlib.streaming.chunked import Stream
 
@@ -225,10 +226,10 @@ def trained_alone(rank: int, world: int, way: str, delay: int) -> tuple[float, s
     """One rank without an engine, in fp64, with pages of few keys: hidden states and keys come and go many times."""
     model = make_model("gqa", dtype=torch.float64)
     samples, ctx = make_samples(1, length=41), alstlib.SPContext()
-    with double():
+    with in_full():
         _, want = plain_run(model, samples)
     model = model.to(device())
-    with alstlib.apply(model, options=alstlib.Options(**WAYS[way])), double(), small_pages(), late(delay, seed=3):
+    with alstlib.apply(model, options=alstlib.Options(**WAYS[way])), in_full(), small_pages(), late(delay, seed=3):
         for batch in SPDataLoader(samples, ctx, device=device()):
             alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
     return worst_error({n: p.grad.cpu() for n, p in model.named_parameters()}, want)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from cases import double, make_model, make_samples, plain_run, slopes, worst_error, wrap
+from cases import make_model, make_samples, plain_run, slopes, worst_error, wrap
 from test_gradients import varied, zero_config
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -20,6 +20,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 import alstlib
 from alstlib.data.loader import SPDataLoader
 from alstlib.data.shard import shard_batch
+from alstlib.measure.verify import in_full
 from alstlib.offload.host_store import HostOutOfMemory
 from alstlib.offload.ledger import Ledger
 from alstlib.tiled import loss as tiled_loss
@@ -78,11 +79,11 @@ def exact(rank: int, world: int, name: str, data: dict[str, Any], runs: list[tup
     model.set_experts_implementation("eager")
     if getattr(model.config, "output_router_logits", False):
         model.config.output_router_logits = False
-    with double():
+    with in_full():
         loss, want = plain(model, data)
     shard, found = shard_batch(data, world, rank), []
     for block, options in runs:
-        with alstlib.apply(model, ctx, alstlib.Options(**options)) as handle, double():
+        with alstlib.apply(model, ctx, alstlib.Options(**options)) as handle, in_full():
             model.zero_grad()
             out = alstlib.block_step(model, shard, ctx, block)
             error, where = worst_error(gradients(model, world, want), want)

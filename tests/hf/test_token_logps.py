@@ -10,13 +10,14 @@ import torch
 import zoo
 from cases import make_model, worst_error, wrap
 from operators import randn
-from test_block_step import LENGTH, PACKED, double, gradients, sample
+from test_block_step import LENGTH, PACKED, gradients, sample
 from test_gradients import zero_config
 from torch import Tensor, nn
 
 import alstlib
 from alstlib import reference
 from alstlib.data.shard import shard_batch
+from alstlib.measure.verify import in_full
 from alstlib.reference import relative_error
 from alstlib.train import operators
 
@@ -46,14 +47,14 @@ def exact(rank: int, world: int, name: str, data: dict[str, Any], temperature: f
     """Errors of values, statistics and gradients of an fp64 model, whose tokens have random upstream gradients."""
     ctx, model = alstlib.SPContext.create(world), zoo.build(name, torch.float64)
     weights = randn(*data["input_ids"].shape, seed=4)
-    with double():
+    with in_full():
         twin = copy.deepcopy(model)
         want, entropy, correct, mean = plain(twin, data, temperature)
         (want * weights).sum().backward()
         grads = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
     batch, found = shard_batch(data, world, rank), []
     for options in OPTIONS:
-        with alstlib.apply(model, ctx, alstlib.Options(**options)), double():
+        with alstlib.apply(model, ctx, alstlib.Options(**options)), in_full():
             model.zero_grad()
             logps = alstlib.token_logps(model, batch, ctx, temperature=temperature)
             again = alstlib.token_logps(model, batch, ctx, True, temperature)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import VOCAB, double, make_model, plain_run, small_pages, worst_error
+from cases import VOCAB, make_model, plain_run, small_pages, worst_error
 from torch import Tensor, nn
 
 import alstlib
 from alstlib.data.shard import shard_batch
+from alstlib.measure.verify import in_full
 from alstlib.mesh import SPContext
 from alstlib.offload import headroom
 from alstlib.offload.host_store import HostOutOfMemory
@@ -53,13 +54,13 @@ def exact(rank: int, world: int) -> list[Any]:
     rows, places, found = 65, ("device", "host"), []
     ctx, model, ids = SPContext.create(world), make_model("gqa", dtype=torch.float64), data(rows * world)["input_ids"]
     sample = {"input_ids": ids, "labels": ids}
-    with double():
+    with in_full():
         loss, want = plain_run(model, [sample])
     shard = shard_batch(sample, world, rank)
     chunks = (1, 7, 64, rows) if world < 3 else (7, rows)
     for chunk, hidden, kv in itertools.product(chunks, places, places):
         how = options(chunk=chunk, hidden=hidden, kv=kv, tiled_loss=32)
-        with small_pages(40), alstlib.apply(model, ctx, how) as handle, double():
+        with small_pages(40), alstlib.apply(model, ctx, how) as handle, in_full():
             model.zero_grad()
             out = alstlib.causal_lm_loss(model, shard, ctx)
             out.loss.backward()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from cases import double, make_model, small_pages, worst_error
+from cases import make_model, small_pages, worst_error
 from test_chunked import data, shard_of, step
 from torch import Tensor
 from transformers import AttentionInterface
@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 import alstlib
 from alstlib.config import RunConfig
 from alstlib.kernels.paged import Choice
+from alstlib.measure.verify import in_full
 from alstlib.mesh import SPContext
 from alstlib.planner.model_shapes import shape_of
 from alstlib.planner.streaming import streaming_of
@@ -106,10 +107,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_sparse_pages_are_those_of_the_plain_version(name: str, kind: dict[str, Any]) -> None:
     """Loss and every gradient, wherever tensors lie and whether outputs are kept; always the same bits."""
     model, batch, found = build(name), sample(**kind), []
-    with double():
+    with in_full():
         want_loss, want = oracle(model, batch, CHUNK, SPARSE)
     for how in ({}, HOST, {**HOST, "save_attention": True}):
-        with alstlib.apply(model, options=alstlib.Options(chunk=CHUNK, sparse=SPARSE, **how)), double():
+        with alstlib.apply(model, options=alstlib.Options(chunk=CHUNK, sparse=SPARSE, **how)), in_full():
             loss, got = step(model, batch)
         found.append(got)
         assert abs(loss / want_loss - 1) < 1e-12
@@ -117,7 +118,7 @@ def test_sparse_pages_are_those_of_the_plain_version(name: str, kind: dict[str, 
         if "rows" in kind:  # tokens that both samples have are added up in another order
             got = {n: g for n, g in got.items() if "embed_tokens" not in n}
         assert all(torch.equal(found[0][n], g) for n, g in got.items())
-    with double():
+    with in_full():
         dense, _ = oracle(model, batch, CHUNK, alstlib.Sparse(top=100, page=PAGE))
     assert abs(dense / want_loss - 1) > 1e-9, "nothing was left out"
 

@@ -1,0 +1,406 @@
+"""One net for whole training steps: models x ranks x data x weights x ways x tiles x states x engines x devices, each
+case against plain transformers on one process.
+
+`table` draws cases until every two values that may meet have met; `run` runs one on a rank; `check` judges it. A case
+is named by its values, so that `pytest tests/test_matrix.py -k "gemma2 and zero3"` finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zoo
+from cases import small_pages, worst_error
+from operators import nan_memory
+from torch import Tensor, nn
+
+import alstlib
+from alstlib.data.loader import SPDataLoader
+from alstlib.measure.verify import in_full
+
+EXACT = {torch.float64: 1e-10, torch.float32: 2e-5}
+"""Largest error of the loss, relative to it, and of a gradient, relative to its norm. DeepSpeed trains in fp32."""
+SCALE = 0.25
+"""Of the loss before backward, and so of every gradient."""
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Case:
+    """One optimizer step of two micro-batches for each replica (one with a router's loss, which is of a sample)."""
+
+    model: str
+    ranks: str = "2x1"
+    """Sequence-parallel degree x replicas."""
+    data: str = "whole"
+    weights: str = "all"
+    way: str = "layers"
+    tiles: str = "small"
+    states: str = "pass"
+    engine: str = "average"
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        return " ".join(value.replace(", ", "+").replace(" ", "_") for value in asdict(self).values())
+
+    @property
+    def sp(self) -> int:
+        return int(self.ranks[0])
+
+    @property
+    def dp(self) -> int:
+        return int(self.ranks[2])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.engine.startswith("zero") else torch.float64
+
+    @property
+    def routed(self) -> bool:
+        """Whether the loss has a router's part."""
+        return self.model in ROUTED and self.dp == 1
+
+
+ALL_MODELS = {**zoo.MODELS, **zoo.MORE, **zoo.HYBRIDS, **zoo.MORE_HYBRIDS}
+EXPERTS = [name for name, (_, fields) in ALL_MODELS.items() if any("experts" in field for field in fields)]
+ROUTED = [name for name, (_, fields) in ALL_MODELS.items() if fields.get("output_router_logits")]
+LONGEST = ["llama, LongRoPE", "llama, dynamic NTK"]
+DATA: dict[str, list[list[list[int]]]] = {
+    "whole": [[[33]], [[32]]],
+    "packed": [[[3, 17, 1, 12]], [[1, 1, 30]]],
+    "rows": [[[31], [31]], [[7], [7], [7]]],
+    "packed rows": [[[20, 11], [3, 28]], [[33]]],
+    "lengths": [[[40]], [[9]], [[17]], [[64]]],
+    "few": [[[5]], [[1]], [[2], [2]], [[3]]],
+}
+"""The documents of each row of each micro-batch; they are taken in turn by replicas and micro-batches."""
+WEIGHTS: dict[str, list[str]] = {
+    "all": [], "tied": [], "frozen body": ["layers", ".h."], "frozen embeddings": ["embed", "wte"],
+    "frozen MLPs": ["mlp", "feed_forward", "experts"], "MLPs alone": ["attn", "attention", "norm", "embed", "head"],
+}  # fmt: skip
+"""Parts of the names of weights that do not train."""
+HOST = {"offload": "async", "kv": "host"}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"checkpoint": False},
+    "layers": {},
+    "kept": {"offload": "async", "save_attention": True},
+    "chunks": {"chunk": 5},
+    "chunks, kept": {"chunk": 5, "offload": "sync", "save_attention": True, "hidden": "device", "kv": "device"},
+    "hidden": {"chunk": 5, "offload": "async", "hidden": "host", "kv": "device", "save_attention": True},
+    "host": {"chunk": 5, **HOST, "hidden": "host"},
+    "blocks": {"block": 5},
+    "blocks, host": {"block": 4, **HOST, "save_attention": True},
+    "blocks, plain": {"block": 5, "checkpoint": False},
+}
+"""Options, and the length of a block."""
+TILES: dict[str, dict[str, Any]] = {
+    "small": {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7},
+    "default": {},
+    "off": {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False},
+}
+AXES: dict[str, list[str]] = {
+    "model": [*ALL_MODELS],
+    "ranks": ["2x1", "1x1", "3x1", "1x2", "2x2", "4x1"],
+    "data": [*DATA],
+    "weights": [*WEIGHTS],
+    "way": [*WAYS],
+    "tiles": [*TILES],
+    "states": ["pass", "heads"],
+    "engine": ["average", "ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"],
+    "device": ["cpu", "late"],
+}
+
+
+def why_not(case: Case) -> str:
+    """Why the case is refused, which tests of refusals hold; empty where it runs."""
+    if case.model in ("zamba", "zamba2") and "chunk" in WAYS[case.way]:
+        return "its layers take the embeddings too"
+    if case.way in ("hidden", "host") and case.tiles == "off":
+        return "hidden states on the host need the tiled loss"
+    if case.model == "zamba2" and (case.engine in ("zero2", "zero3", "fsdp2") or case.device == "late"):
+        return "its layers share weights, which only moving within CPU and CUDA keeps so"
+    if case.model == "zamba" and case.weights == "tied":
+        return "transformers cannot tie its embeddings besides its layers"
+    if case.device == "late" and case.model in EXPERTS and case.engine == "zero3" and case.tiles == "off":
+        return "a loop over experts calls an activation for each, which ZeRO-3 counts: its experts must be a leaf"
+    if case.model in LONGEST and case.data.startswith("packed"):
+        return "its frequencies are those of the sample's longest document, which plain transformers has not alone"
+    if case.model == "llama, dynamic NTK" and case.dp > 1:
+        return "its frequencies are those of the longest sample before, which another replica had"
+    return ""
+
+
+# ----- the draw
+
+
+def table(seed: int = 0) -> list[Case]:
+    """Cases in which every two values of two axes that may meet do, each drawn to hold many new pairs."""
+    dice, names = random.Random(seed), [*AXES]
+
+    def pairs(values: dict[str, str]) -> set[tuple[str, str, str, str]]:
+        return {(a, values[a], b, values[b]) for a, b in itertools.combinations(names, 2)}
+
+    wanted = {(a, x, b, y) for a, b in itertools.combinations(names, 2) for x in AXES[a] for y in AXES[b]}
+    order, made = sorted(wanted), []
+    dice.shuffle(order)
+    for a, x, b, y in order:
+        if (a, x, b, y) not in wanted:
+            continue
+        drawn = [{n: dice.choice(AXES[n]) for n in names} | {a: x, b: y} for _ in range(30)]
+        if valid := [values for values in drawn if not why_not(Case(**values))]:
+            best = max(valid, key=lambda values: len(pairs(values) & wanted))
+            made.append(Case(**best))
+            wanted -= pairs(best)
+    return made
+
+
+def sample(cases: list[Case]) -> list[Case]:
+    """Few of them, in which every value of every axis is."""
+    made: list[Case] = []
+    seen: set[tuple[str, str]] = set()
+    for case in sorted(cases, key=lambda case: case.device == "late"):
+        if new := set(asdict(case).items()) - seen:
+            made.append(case)
+            seen |= new
+    return made
+
+
+# ----- one case
+
+
+def build(case: Case) -> Any:
+    hybrid = case.model in {**zoo.HYBRIDS, **zoo.MORE_HYBRIDS}
+    more: dict[str, Any] = {"tie_word_embeddings": True} if case.weights == "tied" else {}
+    more |= {"output_router_logits": False} if case.model in ROUTED and not case.routed else {}
+    torch.set_default_dtype(case.dtype)  # for constants that a model works out when it is made
+    try:
+        model = (zoo.build_hybrid if hybrid else zoo.build)(case.model, case.dtype, **more)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if hasattr(model, "set_experts_implementation") and (case.dtype == torch.float64 or case.device == "late"):
+        model.set_experts_implementation("eager")  # the grouped kernel has no fp64, and not that device
+    for name, p in model.named_parameters():
+        p.requires_grad_(not any(part in name for part in WEIGHTS[case.weights]))
+    return model
+
+
+def samples_of(case: Case) -> list[dict[str, Any]]:
+    """The samples of one optimizer step; in the first one, the first rank has no token that counts."""
+    made = []
+    for i in range(case.dp * (1 if case.routed else 2)):
+        rows = DATA[case.data][i % len(DATA[case.data])]
+        ids = torch.randint(3, zoo.VOCAB, (len(rows), sum(rows[0])), generator=torch.Generator().manual_seed(i))
+        labels = ids.clone()
+        if i == 0:
+            labels[:, : ids.shape[1] // 2 + 1] = IGNORE
+        made.append({"input_ids": ids, "labels": labels, "document_lengths": rows})
+    return made
+
+
+def documents(samples: list[dict[str, Any]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens [1, N] and shifted labels [1, N] of each document."""
+    for sample in samples:
+        for ids, labels, lengths in zip(sample["input_ids"], sample["labels"], sample["document_lengths"]):
+            for x, y in zip(ids.split(lengths), labels.split(lengths)):
+                yield x[None], nn.functional.pad(y[None, 1:], (0, 1), value=IGNORE)
+
+
+def plain(model: Any, samples: list[dict[str, Any]]) -> tuple[float, dict[str, Tensor]]:
+    """The oracle: plain transformers on one process, document by document: the mean over all labels and, of routers, a
+    sample's balance; and gradients."""
+    model, total, routed = copy.deepcopy(model), torch.zeros((), dtype=torch.float64), []
+    tokens = max(1, sum(int((y != IGNORE).sum()) for _, y in documents(samples)))
+    config = model.config
+    for ids, y in documents(samples):
+        out = model(input_ids=ids, use_cache=False)
+        total = total + nn.functional.cross_entropy(out.logits.flatten(0, 1), y.flatten(), reduction="sum") / tokens
+        routed += [out.router_logits] if getattr(config, "output_router_logits", False) else []
+    if routed:
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        experts = getattr(config, "num_local_experts", None) or config.num_experts
+        joined: Any = tuple(torch.cat(parts) for parts in zip(*routed))
+        total = total + config.router_aux_loss_coef * load_balancing_loss_func(
+            joined, experts, config.num_experts_per_tok
+        )
+    total.backward()
+    return total.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def zero_config(stage: int, accumulation: int, bucket: int = 2_000) -> dict[str, Any]:
+    """Of DeepSpeed, with buckets that are full and sent many times in a step of a small model."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": bucket}
+    zero |= {f"stage3_{n}": bucket for n in ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")}
+    return {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation, "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.0}},
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+    }  # fmt: skip
+
+
+class Average(nn.Module):
+    """The smallest engine: averages gradients over all ranks after backward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **kwargs: Any) -> Any:
+        return self.module(**kwargs)
+
+
+def decoder_layers(model: Any) -> Any:
+    return model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
+
+
+def engine_of(model: Any, kind: str, accumulation: int, bucket: int = 2_000) -> Any:
+    """The model in an engine of that kind over all ranks, on the model's device."""
+    if kind == "average":
+        return Average(model)
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if kind == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+        for layer in decoder_layers(model):
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    import deepspeed
+
+    if next(model.parameters()).device.type == "cpu":
+        from alstlib.train import operators
+
+        operators.load()
+    else:
+        from device import accelerator
+
+        accelerator.install()
+    return deepspeed.initialize(model=model, config=zero_config(int(kind[4:]), accumulation, bucket))[0]
+
+
+def gradients(model: Any, kind: str) -> dict[str, Tensor]:
+    """Every gradient after the backward of an engine of that kind, whole, averaged over ranks, on the CPU."""
+    found = {}
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        if kind.startswith("zero"):
+            from deepspeed.utils import safe_get_full_grad
+
+            grad = safe_get_full_grad(p)
+        else:
+            grad = torch.zeros_like(p) if p.grad is None and kind == "average" else p.grad
+            grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        if grad is not None:
+            found[name] = grad.detach().to("cpu", copy=True)
+            if kind == "average":
+                dist.all_reduce(found[name])
+                found[name] /= dist.get_world_size()
+    return found
+
+
+def backward(engine: Any, batch: Any, ctx: Any, kind: str, block: int | None, accumulation: int, last: bool) -> Any:
+    """Forward and backward of one micro-batch as the engine wants them; returns what the loss function does."""
+    deep = kind.startswith("zero")
+    divisor = accumulation if deep else 1
+    with engine.no_sync() if kind == "ddp" and not last else contextlib.nullcontext():
+        if block is not None:
+            known = last if kind == "fsdp2" else None
+            out = alstlib.block_step(engine, batch, ctx, block, divisor, last_micro_batch=known)
+        else:
+            if kind == "fsdp2":
+                engine.set_requires_gradient_sync(last)
+            out = alstlib.causal_lm_loss(engine, batch, ctx, divisor)
+            engine.backward(out.loss * SCALE) if deep else (out.loss * SCALE).backward()
+    if deep and not last:
+        engine.step()
+    return out
+
+
+@contextlib.contextmanager
+def conditions(case: Case, rank: int) -> Iterator[None]:
+    """Short pages, and memory that is NaN until it is written; on the device, copies as late as can be, and ranks that
+    come to their collectives at different times."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(small_pages())
+        if case.device == "late":
+            from device import group, module
+
+            group.delay(1000)
+            stack.callback(group.delay, 0)
+            stack.enter_context(module.late(module.NEVER, seed=rank))
+        elif case.engine == "average":
+            stack.enter_context(nan_memory())
+        yield
+
+
+def run(rank: int, world: int, case: Case) -> dict[str, Any]:
+    """The step on this rank: errors of loss and gradients, and the collectives of the device in their order."""
+    with in_full() if case.dtype == torch.float64 else contextlib.nullcontext():
+        return _run(rank, case)
+
+
+def _run(rank: int, case: Case) -> dict[str, Any]:
+    ctx, samples = alstlib.SPContext.create(case.sp), samples_of(case)
+    accumulation, model = len(samples) // case.dp, build(case)
+    loss, want = plain(model, samples)
+    place = None
+    if case.device == "late":
+        from device import group, module
+
+        place = module.device()
+        model = model.to(place)
+        model.tie_weights()  # on a device of another kind each weight became one of its own
+    chosen = {**TILES[case.tiles], **WAYS[case.way], "states": case.states}
+    block = chosen.pop("block", None)
+    scale = 1.0 if block else SCALE
+    logged, calls = 0.0, dict[str, list[str]]()
+    with alstlib.apply(model, ctx, alstlib.Options(**chosen)) as handle:
+        engine, arrived = engine_of(model, case.engine, accumulation), list[str]()
+        for name, p in model.named_parameters() if case.engine.startswith("zero") else ():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+        mine = samples[ctx.dp_rank :: case.dp]
+        with conditions(case, rank):
+            if place is not None:
+                group.calls()
+            for i, batch in enumerate(SPDataLoader(mine, ctx, accumulation, replicated=True, device=place)):
+                out = backward(engine, batch, ctx, case.engine, block, accumulation, i == accumulation - 1)
+                logged += float(out.mean) * int(out.tokens) / max(1, int(batch["step_tokens"]))
+            for call in group.calls() if place is not None else ():
+                if call.device:
+                    calls.setdefault(call.group, []).append(call.op)
+        got = {n: g / scale for n, g in gradients(model, case.engine).items()}
+        del out
+        leased = handle.store.leased
+        if case.engine.startswith("zero"):
+            engine.step()
+            engine.destroy()
+    want = {n: g for n, g in want.items() if n in got}
+    strange = [n for n, g in got.items() if n not in want and bool(g.any())]
+    error, name = worst_error({n: g for n, g in got.items() if n in want}, want)
+    return {"loss": abs(logged - loss) / abs(loss), "gradient": error, "name": name, "strange": strange,
+            "calls": calls, "arrived": arrived, "leased": leased}  # fmt: skip
+
+
+def check(results: list[dict[str, Any]], case: Case) -> None:
+    for rank, result in enumerate(results):
+        assert max(result["loss"], result["gradient"]) < EXACT[case.dtype], (rank, result)
+        assert not result["strange"], "gradients that plain transformers has not"
+        assert result["leased"] == 0, "slabs that were not given back"
+        assert result["arrived"] == results[0]["arrived"], (
+            "another order of gradients: ZeRO-2 mixes them"
+        )
+        for group, calls in result["calls"].items():  # some groups have not all ranks
+            others = [other["calls"][group] for other in results if group in other["calls"]]
+            assert all(calls == other for other in others), f"{group}: another order of collectives, NCCL hangs"

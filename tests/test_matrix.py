@@ -1,0 +1,19 @@
+"""Every case of the net (`matrix`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import matrix
+import pytest
+
+TABLE = matrix.table()
+SAMPLE = set(matrix.sample(TABLE))
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.drawn] if case in SAMPLE else []) for case in TABLE], ids=str
+)
+def test_a_step_is_that_of_plain_transformers(request: pytest.FixtureRequest, case: matrix.Case) -> None:
+    pools: Any = request.getfixturevalue("late_pools" if case.device == "late" else "pools")
+    matrix.check(pools(case.sp * case.dp)(matrix.run, case), case)
