@@ -398,9 +398,7 @@ def check(results: list[dict[str, Any]], case: Case) -> None:
         assert max(result["loss"], result["gradient"]) < EXACT[case.dtype], (rank, result)
         assert not result["strange"], "gradients that plain transformers has not"
         assert result["leased"] == 0, "slabs that were not given back"
-        assert result["arrived"] == results[0]["arrived"], (
-            "another order of gradients: ZeRO-2 mixes them"
-        )
+        assert result["arrived"] == results[0]["arrived"], "another order of gradients: ZeRO-2 mixes them"
         for group, calls in result["calls"].items():  # some groups have not all ranks
             others = [other["calls"][group] for other in results if group in other["calls"]]
             assert all(calls == other for other in others), f"{group}: another order of collectives, NCCL hangs"
