@@ -81,7 +81,7 @@ test-slurm: setup ## start a Slurm of two nodes on this machine, give it the com
 test-compat: setup ## every supported decoder with the newest and the oldest transformers; the table of them
 	env/compat.sh $(ARGS)
 
-# About ten minutes for each transformers on two cores. ARGS='--only llama qwen3' judges some types; a sweep that was
+# About half an hour for each transformers on two cores. ARGS='--only llama qwen3' judges some types; a sweep that was
 # stopped goes on with what is not judged yet.
 sweep: setup ## every causal language model of transformers against plain transformers, newest and oldest; the table of them
 	env/compat.sh sweep $(ARGS)

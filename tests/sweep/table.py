@@ -16,9 +16,11 @@ TABLE = RESULTS / "sweep.md"
 ABOUT = """# Every causal language model of transformers
 
 Each type is built from a small config and trained for a step on 1 to 3 ranks, on a whole sample and on packed
-documents, with the default options, small tiles, row chunks, and without checkpoints. `exact`: loss and every gradient
-are those of plain transformers (documents one by one), to 1e-6 and 1e-4 in fp32, or 1e-9 in fp64. `refused`: `apply`
-says why. `not built`: plain transformers does not run the type from such a config. `make sweep` measures it anew.
+documents, with the default options, small tiles with states by heads, row chunks with states that are passed, row
+chunks with hidden states, keys and values on the host, blocks with keys and values on the host, and without
+checkpoints. `exact`: loss and every gradient are those of plain transformers (documents one by one), to 1e-6 and 1e-4
+in fp32, or 1e-9 in fp64. `refused`: `apply` says why. `not built`: plain transformers does not run the type from such a
+config. `make sweep` measures it anew.
 
 """
 
