@@ -13,7 +13,8 @@ import pytest
 import torch
 import zoo
 from cases import make_model, make_samples, plain_run, slopes, worst_error, wrap
-from test_gradients import varied, zero_config
+from matrix import zero_config
+from test_gradients import varied
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -136,7 +137,6 @@ def engine_steps(rank: int, world: int, case: dict[str, Any]) -> list[Any]:
 
         operators.load()
         config = zero_config(int(kind[4:]), accumulation, 2_000)
-        config["optimizer"]["params"]["lr"] = 0.0
         engine, *_ = deepspeed.initialize(model=model, config=config)
     else:
         engine = wrap(model, kind, world, None)  # type: ignore[arg-type]

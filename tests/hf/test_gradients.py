@@ -9,12 +9,12 @@ import pytest
 import torch
 import zoo
 from cases import VOCAB, make_model, make_samples, plain_run, worst_error
+from matrix import decoder_layers, engine_of, zero_config
 from torch import Tensor, nn
 
 import alstlib
 from alstlib.data.loader import SPDataLoader
 from alstlib.measure import verify
-from alstlib.train import operators
 
 TOLERANCE = 1e-5
 ALL_ON = {
@@ -26,40 +26,6 @@ ALL_ON = {
     "save_attention": True,
 }
 ALL_OFF = {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False}
-
-
-class Averaged(nn.Module):
-    """The smallest engine: averages gradients over all ranks after backward."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, **kwargs: Any) -> Any:
-        return self.module(**kwargs)
-
-    def average(self, world: int) -> None:
-        for p in self.module.parameters():
-            if p.grad is not None:
-                torch.distributed.all_reduce(p.grad)
-                p.grad /= world
-
-
-def zero_config(stage: int, accumulation: int, bucket: int) -> dict[str, Any]:
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": bucket}
-    zero |= {f"stage3_{name}": bucket for name in ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": accumulation,
-        "zero_optimization": zero,
-        "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-3}},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-
-
-def decoder_layers(model: Any) -> Any:
-    return model.transformer.h if hasattr(model, "transformer") else model.base_model.layers
 
 
 def varied(seed: int, rows: int, length: int, documents: int) -> dict[str, Tensor]:
@@ -108,24 +74,7 @@ def run_case(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     if "host_memory" in case:
         options = {**options, "host_memory": case["host_memory"][rank]}
     handle = alstlib.apply(model, ctx, alstlib.Options(**options))
-    if engine_kind == "ddp":
-        engine: Any = nn.parallel.DistributedDataParallel(model)
-    elif engine_kind == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh("cpu", (world,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        engine = fully_shard(model, mesh=mesh)
-    elif engine_kind.startswith("zero"):
-        import deepspeed
-
-        operators.load()
-        config = zero_config(int(engine_kind[4:]), accumulation, case.get("bucket", 100_000))
-        engine, *_ = deepspeed.initialize(model=model, config=config)
-    else:
-        engine = Averaged(model)
+    engine = engine_of(model, engine_kind, accumulation, case.get("bucket", 100_000))
     deep = engine_kind.startswith("zero")
     mine = [s for i, s in enumerate(samples) if i % ctx.dp == ctx.dp_rank]
     loader = SPDataLoader(mine, ctx, accumulation, replicated=True, pad_to=case.get("pad_to"))
@@ -143,8 +92,11 @@ def run_case(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
                     engine.step()
             else:
                 (out.loss * scale).backward()
-    if isinstance(engine, Averaged):
-        engine.average(world)
+    if engine_kind == "average":
+        for p in model.parameters():
+            if p.grad is not None:
+                torch.distributed.all_reduce(p.grad)
+                p.grad /= world
     got: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
         if deep:

@@ -175,7 +175,7 @@ def under(rank: int, world: int, name: str, engine_kind: str, how: str) -> tuple
         engine: Any = nn.parallel.DistributedDataParallel(model)
     else:
         import deepspeed
-        from test_gradients import zero_config
+        from matrix import zero_config
 
         operators.load()
         engine, *_ = deepspeed.initialize(model=model, config=zero_config(int(engine_kind[4:]), 1, 100_000))

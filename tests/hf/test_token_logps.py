@@ -9,9 +9,9 @@ import pytest
 import torch
 import zoo
 from cases import make_model, worst_error, wrap
+from matrix import zero_config
 from operators import randn
 from test_block_step import LENGTH, PACKED, gradients, sample
-from test_gradients import zero_config
 from torch import Tensor, nn
 
 import alstlib
