@@ -30,7 +30,14 @@ RUN: dict[str, Any] = {
 
 
 def real_rank(rank: int, world: int, chunk: int | None) -> tuple[int, int, int]:
-    """Peak, exchanged bytes and host bytes of a rank without an engine."""
+    """Peak, exchanged bytes and host bytes of a rank without an engine. The peak is the lowest of three steps: gloo's
+    thread may let go of what it has sent when the next buffer is there already (3 of 320 steps beside busy cores)."""
+    steps = [real_step(rank, world, chunk) for _ in range(3)]
+    assert len({step[1:] for step in steps}) == 1
+    return min(steps)
+
+
+def real_step(rank: int, world: int, chunk: int | None) -> tuple[int, int, int]:
     run = RunConfig.from_dict({**RUN, "emulate": 0})
     model, ctx = load_model(run, torch.float32), alstlib.SPContext.create(world)
     ids = torch.randint(0, 512, (1, run.seq_len), generator=torch.Generator().manual_seed(0))
