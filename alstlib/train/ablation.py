@@ -25,7 +25,7 @@ from alstlib.config import RunConfig
 from alstlib.data.corpus import load_corpus
 from alstlib.data.loader import SampleOrder
 from alstlib.data.samples import collate, make_samples
-from alstlib.mesh import gather_text
+from alstlib.mesh import accelerator, gather_text
 from alstlib.offload.ledger import Ledger, ran_out
 from alstlib.runs import results
 from alstlib.runs.progress import Pace, Progress, ProgressReader
@@ -61,14 +61,14 @@ class Trainer(Job):
         self.corpus = load_corpus(run.data)
         self.vocabulary = model.config.get_text_config().vocab_size
         self.tokenizer = self.tokenizer_for(self.corpus, self.vocabulary)
-        put_liger(run, model, self.cuda)
+        put_liger(run, model, self.gpu)
         self.handle = alstlib.apply(model, self.ctx, run_options(run))
         torch.manual_seed(run.seed + 1 + self.rank)  # dropout masks differ between shards
         self.engine = initialize(run, model, self.bf16, self.say, arrival)
         budget = run.device_memory
-        if budget is None and self.cuda and run.search:
+        if budget is None and self.gpu and run.search:
             # a margin for what the allocator does not count: context, communication buffers, fragments
-            budget = int(0.93 * torch.cuda.get_device_properties(self.device).total_memory)
+            budget = int(0.93 * accelerator(self.device).get_device_properties(self.device).total_memory)
         self.ledger = Ledger(self.device, [self.handle.store], budget)
         self.samples: dict[int, Any] = {}
         events = ProgressReader(self.progress.path).read() if run.search else []
