@@ -93,7 +93,8 @@ class Rates(Job):
                 rates[key] = self.every(value)
         links = self.links()
         hosts = gather_text(f"{socket.gethostname()} {self._numa()}", self.device)
-        free, here, nvidia = host_free(), self.here, self.device.type == "cuda"
+        free, here = host_free(), self.here
+        nvidia = self.device.type == "cuda"  # others have no such numbers of what they can
         return {
             "tokens_per_step": 0, "step_seconds": [], "dtype": str(self.dtype).removeprefix("torch."),
             "device_name": platform.machine() + " CPU" if here is None else here.get_device_name(self.device),

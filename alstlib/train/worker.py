@@ -41,6 +41,7 @@ def this_device() -> tuple[torch.device, bool]:
     """
     if (device := own_device()).type != "cpu":
         return device, True
+    # a GPU of NVIDIA's, which the driver lists without PyTorch
     if torch.version.cuda and (listed := devices.device_count()):
         try:
             why: Any = torch.cuda.init()
