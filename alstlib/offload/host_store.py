@@ -149,6 +149,8 @@ class Ticket:
     def __init__(self, store: HostStore, after: Ticket | None = None) -> None:
         self.store = store
         self.kept: list[tuple[Tensor, _Slab | None]] = []  # (host tensor, slab), or (device tensor, None)
+        self.sent: Any = None
+        """The event after which all of it is on the host; None where nothing has to be waited for."""
         self.fetched: tuple[list[Tensor], Any] | None = None
         if after is None:
             self.next, store.latest = store.latest, weakref.ref(self)
@@ -225,7 +227,8 @@ class HostStore:
         out.wait_stream(compute)
         with here.stream(out):
             host.copy_(x, non_blocking=True)
-        self._leaving.append((x, out.record_event()))  # x lives until its copy is done, in the compute stream's order
+        ticket.sent = out.record_event()
+        self._leaving.append((x, ticket.sent))  # x lives until its copy is done, in the compute stream's order
         while len(self._leaving) > 2:
             _, done = self._leaving.pop(0)
             compute.wait_event(done)
@@ -261,9 +264,10 @@ class HostStore:
                 tensor.copy_(host)
             ticket.fetched = (tensors, None)
             return
-        out, back = self.streams(device)
+        _, back = self.streams(device)
         back.wait_stream(here.current_stream(device))  # the buffers' memory may still be in use there
-        back.wait_stream(out)
+        if ticket.sent is not None:  # and not for all that is leaving: sums of pages may have been sent since
+            back.wait_event(ticket.sent)
         with here.stream(back):
             for tensor, (host, _) in zip(tensors, ticket.kept):
                 tensor.copy_(host, non_blocking=True)

@@ -196,9 +196,12 @@ class Trainer(Job):
         where there are none in the last."""
         watched = 1 if self.run.search else min(WATCHED, self.run.steps)  # a search has made steps already
         peaks: list[list[int]] = []
+        reserved: dict[str, int] = {}
 
         def unwatch() -> None:
             peaks.extend(self.gather(self.ledger.device_peak, self.ledger.host_peak))
+            if self.cuda:
+                reserved["reserved"] = torch.cuda.max_memory_reserved(self.device)
             if self.device.type == "cpu":
                 self.ledger.close()
 
@@ -214,8 +217,12 @@ class Trainer(Job):
         flos = results.flos(seq_len, tokens, **self.flops)
         seconds = statistics.median(timed)
         per_rank = {k: v / seconds / self.ctx.world_size / 1e12 for k, v in flos.items()}
+        predicted = self.predicted(ABLATION, self.ctx, seq_len)
+        if planned := predicted.get("allocated_bytes"):  # by how much it is above what the allocator says
+            said = {"allocated": max(device for device, _ in peaks), **reserved}
+            predicted |= {f"{name}_percent": 100 * (planned / nbytes - 1) for name, nbytes in said.items()}
         return {
-            "predicted": self.predicted(ABLATION, self.ctx, seq_len),
+            "predicted": predicted,
             "seq_len": seq_len,
             "tokens_per_step": tokens,
             "tokens_per_second": tokens / seconds,
@@ -223,6 +230,7 @@ class Trainer(Job):
             "loss": made["loss"],
             "valid_tokens": made["valid_tokens"],
             "device_peak_bytes": [device for device, _ in peaks],
+            "device_reserved_bytes": list(reserved.values()),
             "host_peak_bytes": [host for _, host in peaks],
             "wire_bytes": made["wire_bytes"][-1],
             "flos": flos,

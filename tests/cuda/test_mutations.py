@@ -102,13 +102,13 @@ MUTATIONS = {
         HostStore, "get", [("compute.wait_event(event)", "pass")], [keep]
     ),
     "a checkpoint is fetched before it is kept": Mutation(
-        HostStore, "_fetch", [("back.wait_stream(out)", "pass")], [keep]
+        HostStore, "_fetch", [("back.wait_event(ticket.sent)", "pass")], [keep]
     ),
     "a checkpoint is fetched into memory in use": Mutation(
         HostStore, "_fetch", [("back.wait_stream(here.current_stream(device))", "pass")], [keep]
     ),
     "what is kept does not live until it is": Mutation(
-        HostStore, "put", [("self._leaving.append((x, out.record_event()))", "pass")], [keep]
+        HostStore, "put", [("self._leaving.append((x, ticket.sent))", "pass")], [keep]
     ),
     "buffers are those of the side stream": Mutation(
         Arrival,

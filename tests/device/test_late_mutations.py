@@ -30,10 +30,10 @@ MUTATIONS: dict[str, tuple[Any, str, str, str, str]] = {
     "send: x is freed without a wait": (courier.Courier, "send", "compute.wait_event(done_before)", "pass", "host"),
     "finish: the host does not wait": (courier.Courier, "finish", "stream.synchronize()", "pass", "host"),
     "put: out does not wait": (host_store.HostStore, "put", "out.wait_stream(compute)", "pass", "whole"),
-    "put: x is freed": (host_store.HostStore, "put", "append((x, out", "append((None, out", "whole"),
+    "put: x is freed": (host_store.HostStore, "put", "append((x, ticket", "append((None, ticket", "whole"),
     "put: x is freed without a wait": (host_store.HostStore, "put", "compute.wait_event(done)", "pass", "whole"),
     "get: compute does not wait": (host_store.HostStore, "get", "compute.wait_event(event)", "pass", "whole"),
-    "store: back does not wait for out": (host_store.HostStore, "_fetch", "back.wait_stream(out)", "pass", "whole"),
+    "store: back does not wait": (host_store.HostStore, "_fetch", "back.wait_event(ticket.sent)", "pass", "whole"),
     "store: the buffers may still be read": (
         host_store.HostStore, "_fetch", "back.wait_stream(here.current_stream(device))", "pass", "whole",
     ),
