@@ -135,7 +135,8 @@ def run(args: argparse.Namespace) -> int:
     if here.rank:
         return 0 if args.dry_run else follower.follow(meeting, here, args.patience, args.grace)
     for row in () if args.force or submits else names:
-        workers.check_ranks(spec.rows[row], launch.node_count(spec.rows[row], spec.nodes), devices.device_count())
+        count = launch.node_count(spec.rows[row], spec.nodes)
+        workers.check_ranks(spec.rows[row].world_size, count, devices.device_count())
     print(f"{spec.name}: {len(names)} row{'s' * (len(names) != 1)}, results in {shown(spec.out)}", flush=True)
     if args.dry_run:
         for row in names:

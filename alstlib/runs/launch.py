@@ -303,7 +303,7 @@ def launch(
         check_model(config.model)
     gpus = devices.device_count()
     if not force:
-        workers.check_ranks(config, nnodes, gpus)
+        workers.check_ranks(config.world_size, nnodes, gpus)
     foreseen = workers.planned(config, worker, gpus)
     followers = Followers(meeting if nnodes > 1 else Meeting(), (out / WARNED).touch)
     with locks.hold(out), warnings_call((out / WARNED).touch), sigterm_interrupts(), followers:
