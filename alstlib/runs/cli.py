@@ -32,7 +32,7 @@ from alstlib.runs import (
     workers,
 )
 from alstlib.runs.notebooks import execute, watch_cells
-from alstlib.runs.processes import WARNED, warnings_call
+from alstlib.runs.processes import WARNED, allow_open_files, warnings_call
 from alstlib.runs.progress import Plain, Printer, ProgressReader
 from alstlib.runs.sweeps import Spec, check_parameters, load_spec, papermill_line, select, shown, write_record
 from alstlib.units import format_seconds
@@ -120,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
     here = cluster.here(args.nodes, args.node_rank, args.head)
     spec = load_spec(args.spec, args.out, nodes=args.nodes or here.count)
     names = select(spec, args.rows)
+    allow_open_files()
     if args.allow_dropped:
         rows = {row: config.replace(allow_dropped=True) for row, config in spec.rows.items()}
         spec = dataclasses.replace(spec, rows=rows)

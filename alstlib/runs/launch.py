@@ -27,6 +27,7 @@ from alstlib.runs import cluster, locks, results, workers
 from alstlib.runs.nodes import LOST, Followers, Meeting, NodeError, this_meeting
 from alstlib.runs.processes import (
     WARNED,
+    allow_open_files,
     ask_where,
     die_with_parent,
     oom_kills,
@@ -298,6 +299,7 @@ def launch(
     out, config = Path(out).resolve(), resolve(config, nnodes)
     if not force and (done := finished(config, out)):
         return done
+    allow_open_files()
     workers.check(config, worker)
     if trains := worker in workers.TRAINING:
         check_model(config.model)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.config import PAPER_ROWS, ROWS, RunConfig
+from alstlib.runs.processes import MORE_FILES
 from alstlib.units import format_bytes, format_seconds, format_tokens
 
 SCHEMA_VERSION = 1
@@ -97,6 +98,8 @@ def new_result(
     `error` holds type, message and log_tail, and `rank` where the error is that of one rank. `device` is the device's
     name.
     """
+    if error and os.strerror(errno.EMFILE) in str(error.get("message")):
+        error = {**error, "message": f"{error['message']}: {MORE_FILES}"}
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": run_id(config),
