@@ -44,11 +44,14 @@ class SPContext:
 
     @property
     def wire(self) -> torch.device:
-        """The device of small tensors that all ranks exchange: the CPU, or the CUDA device where the process group can
-        send from CUDA only."""
-        if self.world_size == 1 or "cpu:" in dist.get_backend_config(self.world_group):
+        """The device of small tensors that all ranks exchange: the CPU, or this rank's device where the process group
+        can send from devices only (NCCL without gloo)."""
+        if self.world_size == 1:
             return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
+        kinds = [part.partition(":")[0] for part in dist.get_backend_config(self.world_group).split(",")]
+        if "cpu" in kinds:
+            return torch.device("cpu")
+        return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
     @property
     def own_group(self) -> SPContext:
