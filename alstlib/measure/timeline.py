@@ -154,7 +154,7 @@ class Timeline(Emulation):
         self.say(f"{run.seq_len:,} tokens: a step that warms up, and one that is recorded")
         self.step(batch)
         wait_for(self.device)
-        with profile(activities=[ProfilerActivity.CUDA if self.cuda else ProfilerActivity.CPU]) as recorded:
+        with profile(activities=[ProfilerActivity.CUDA if self.gpu else ProfilerActivity.CPU]) as recorded:
             began = time.perf_counter()
             self.step(batch)
             wait_for(self.device)
@@ -168,7 +168,7 @@ class Timeline(Emulation):
             "step_seconds": [took],
             "timeline": found,
             "notes": self.handle.notes,
-            "page": as_page(found, self.cuda),
+            "page": as_page(found, self.gpu),
         }
 
 

@@ -200,8 +200,8 @@ class Trainer(Job):
 
         def unwatch() -> None:
             peaks.extend(self.gather(self.ledger.device_peak, self.ledger.host_peak))
-            if self.cuda:
-                reserved["reserved"] = torch.cuda.max_memory_reserved(self.device)
+            if (here := accelerator(self.device)) is not None:
+                reserved["reserved"] = here.max_memory_reserved(self.device)
             if self.device.type == "cpu":
                 self.ledger.close()
 
