@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaCo
 import alstlib
 from alstlib import sizing
 from alstlib.config import RunConfig
+from alstlib.measure.verify import errors_of
 from alstlib.runs import processes
 
 VOCAB = 96
@@ -132,10 +133,9 @@ def small_pages(keys: int = 1) -> Iterator[None]:
 
 
 def worst_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:
-    """Largest error of a gradient relative to its norm; names must agree. The floor is 1e-6 of the largest norm."""
+    """Largest error of a gradient (`errors_of`), and whose it is; names must agree."""
     assert set(got) == set(want), set(got) ^ set(want)
-    floor = max(float(w.norm()) for w in want.values()) * 1e-6
-    errors = {n: float((got[n].double() - w.double()).norm()) / max(float(w.norm()), floor) for n, w in want.items()}
+    errors = errors_of(got, want)
     name = max(errors, key=errors.__getitem__)
     return errors[name], name
 

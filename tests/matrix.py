@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from operators import nan_memory
 from torch import Tensor, nn
 
 import alstlib
+from alstlib import sizing
 from alstlib.data.loader import SPDataLoader
 from alstlib.measure.verify import in_full
 
@@ -328,11 +331,24 @@ def backward(engine: Any, batch: Any, ctx: Any, kind: str, block: int | None, ac
 
 
 @contextlib.contextmanager
+def full_host() -> Iterator[None]:
+    """What a forward keeps on the host is decided as if the host had no room: few layers keep their inputs."""
+    with contextlib.ExitStack() as stack:
+        for share in (sizing.share_host, sizing.share_travelling):
+            without = functools.partial(lambda share, room, *more, **how: share(0, *more, **how), share)
+            stack.enter_context(mock.patch.object(sizing, share.__name__, without))
+        yield
+
+
+@contextlib.contextmanager
 def conditions(case: Case, rank: int) -> Iterator[None]:
     """Short pages, and memory that is NaN until it is written; on the device, copies as late as can be, and ranks that
-    come to their collectives at different times."""
+    come to their collectives at different times. Tiles that are not small stand for larger pages, of several chunks,
+    and for a host that keeps the input of one layer in two."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(small_pages())
+        stack.enter_context(small_pages(1 if case.tiles == "small" else 20))
+        if case.tiles != "small":
+            stack.enter_context(full_host())
         if case.device == "late":
             from device import group, module
 
