@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaCo
 import alstlib
 from alstlib import sizing
 from alstlib.config import RunConfig
+from alstlib.data.shard import shard_batch
+from alstlib.reference import shift
 from alstlib.runs import processes
 
 VOCAB = 96
@@ -81,15 +83,95 @@ def plain_run(
     """Loss (mean over all valid tokens of all samples) and gradients of plain transformers on one process."""
     model = copy.deepcopy(model)
     samples = [part for sample in samples for part in each_document(sample)]
-    shifted = [torch.nn.functional.pad(s["labels"][:, 1:], (0, 1), value=-100) for s in samples]
+    shifted = [s["shift_labels"] if "shift_labels" in s else shift(s["labels"]) for s in samples]
     tokens = max(1, sum(int((y != -100).sum()) for y in shifted))
     total = 0.0
     for sample, y in zip(samples, shifted):
         logits = model(sample["input_ids"], position_ids=sample.get("position_ids"), use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="sum") / tokens
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, y.flatten(), reduction="sum") / tokens
         (loss * scale).backward()
         total += loss.item()
     return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+ALL_ON: dict[str, Any] = {
+    "tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "offload": "async", "save_attention": True,
+}  # fmt: skip
+ALL_OFF: dict[str, Any] = {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False}
+
+
+def tokens_of(length: int, rows: int = 1, seed: int = 0) -> Tensor:
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def sample_of(
+    length: int, rows: int = 1, seed: int = 5, documents: list[int] | None = None, ignored: slice = slice(0)
+) -> dict[str, Any]:
+    """An unsharded sample of so many rows, with the lengths of its documents; some labels do not count."""
+    ids = tokens_of(length, rows, seed)
+    labels = ids.clone()
+    labels[:, ignored] = -100
+    return {"input_ids": ids, "labels": labels, **({"document_lengths": [documents] * rows} if documents else {})}
+
+
+def batch_of(length: int, seed: int = 0, rows: int = 1, ignored: slice = slice(0)) -> dict[str, Any]:
+    """A whole batch of one rank, of one document in each row."""
+    ids = tokens_of(length, rows, seed)
+    labels = shift(ids)
+    labels[:, ignored] = -100
+    return {"input_ids": ids, "position_ids": torch.arange(length)[None], "shift_labels": labels}
+
+
+def attach(model: Any, ctx: alstlib.SPContext | None = None, **options: Any) -> alstlib.Handle:
+    return alstlib.apply(model, ctx, alstlib.Options(**options))
+
+
+def gradients(model: nn.Module, world: int = 1) -> dict[str, Tensor]:
+    """Copies of every gradient; of several ranks their average, which an engine makes."""
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    for grad in found.values() if world > 1 else ():
+        torch.distributed.all_reduce(grad)
+        grad /= world
+    return found
+
+
+Step = tuple[float, dict[str, Tensor]]
+"""The mean loss, and the gradients."""
+
+
+def step(
+    model: Any, batch: dict[str, Any], ctx: alstlib.SPContext | None = None, block: int | None = None,
+    seed: int | None = None,
+) -> Step:  # fmt: skip
+    """A step of an attached model, whole or block by block; of a sample, that of this rank's slice."""
+    model.zero_grad()
+    if seed is not None:
+        torch.manual_seed(seed)
+    if "shift_labels" not in batch:
+        batch = shard_batch(batch, ctx.sp if ctx else 1, ctx.sp_rank if ctx else 0)
+    if block:
+        out = alstlib.block_step(model, batch, ctx, block)
+    else:
+        out = alstlib.causal_lm_loss(model, batch, ctx)
+        out.loss.backward()
+    return out.mean.item(), gradients(model, ctx.world_size if ctx else 1)
+
+
+def plain_step(model: Any, data: dict[str, Any]) -> Step:
+    """The same of plain transformers, from a sample or a whole batch."""
+    return plain_run(model, [data])
+
+
+def check_step(got: Step, want: Step, loss: float = 1e-6, gradient: float = 1e-5) -> None:
+    assert got[0] == pytest.approx(want[0], rel=loss)
+    error, name = worst_error(got[1], want[1])
+    assert error < gradient, (error, name)
+
+
+def on_ranks(pools: Any, world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """The results of all ranks; of one rank, from this process."""
+    return pools(world)(fn, *args) if world > 1 else [fn(0, 1, *args)]
 
 
 def slopes(model: PreTrainedModel, batch: dict[str, Tensor], block: int | None = None) -> tuple[float, float]:
@@ -132,10 +214,12 @@ def small_pages(keys: int = 1) -> Iterator[None]:
 
 
 def worst_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:
-    """Largest error of a gradient relative to its norm; names must agree. The floor is 1e-6 of the largest norm."""
+    """Largest error of a gradient relative to its norm; names must agree. The floor is 1e-6 of the largest norm, and
+    the error of what is not a number is infinite."""
     assert set(got) == set(want), set(got) ^ set(want)
     floor = max(float(w.norm()) for w in want.values()) * 1e-6
     errors = {n: float((got[n].double() - w.double()).norm()) / max(float(w.norm()), floor) for n, w in want.items()}
+    errors = {n: error if error == error else float("inf") for n, error in errors.items()}
     name = max(errors, key=errors.__getitem__)
     return errors[name], name
 
