@@ -23,8 +23,13 @@ from alstlib.config import RunConfig
 from alstlib.data.shard import shard_batch
 from alstlib.reference import shift
 from alstlib.runs import processes
+from alstlib.ulysses import head_layouts
 
 VOCAB = 96
+Fields = dict[str, Any]
+"""Named values: of a batch, a config, or options."""
+Step = tuple[float, dict[str, Tensor]]
+"""The mean loss, and the gradients."""
 
 
 def config(kind: str = "gqa", **overrides: Any) -> Any:
@@ -69,36 +74,46 @@ def make_samples(
     return samples
 
 
-def each_document(sample: dict[str, Any]) -> list[dict[str, Any]]:
-    """The documents of a sample of one row that says their lengths, each a sample of its own; or the sample."""
+def each_document(sample: Fields) -> list[Fields]:
+    """The documents of all rows of a sample that says their lengths, each a sample of its own; or the sample."""
     if "document_lengths" not in sample:
         return [sample]
-    ids, labels = (sample[name].split(sample["document_lengths"][0], 1) for name in ("input_ids", "labels"))
-    return [{"input_ids": i, "labels": y} for i, y in zip(ids, labels)]
+    rows = zip(sample["input_ids"], sample["labels"], sample["document_lengths"])
+    return [
+        {"input_ids": ids[None], "labels": labels[None]}
+        for row, labels_of_row, lengths in rows
+        for ids, labels in zip(row.split(lengths), labels_of_row.split(lengths))
+    ]
 
 
-def plain_run(
-    model: PreTrainedModel, samples: list[dict[str, Tensor]], scale: float = 1.0
-) -> tuple[float, dict[str, Tensor]]:
-    """Loss (mean over all valid tokens of all samples) and gradients of plain transformers on one process."""
-    model = copy.deepcopy(model)
+def plain_run(model: Any, samples: list[Fields], scale: float = 1.0) -> Step:
+    """The oracle: plain transformers on one process, document by document: loss and gradients of the mean over all
+    labels of all samples and, of routers, the balance over all documents."""
+    model, total, routed = copy.deepcopy(model), torch.zeros((), dtype=torch.float64), []
     samples = [part for sample in samples for part in each_document(sample)]
     shifted = [s["shift_labels"] if "shift_labels" in s else shift(s["labels"]) for s in samples]
-    tokens = max(1, sum(int((y != -100).sum()) for y in shifted))
-    total = 0.0
+    tokens, config = max(1, sum(int((y != -100).sum()) for y in shifted)), model.config
     for sample, y in zip(samples, shifted):
-        logits = model(sample["input_ids"], position_ids=sample.get("position_ids"), use_cache=False).logits
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-        loss = nn.functional.cross_entropy(logits, y.flatten(), reduction="sum") / tokens
-        (loss * scale).backward()
-        total += loss.item()
-    return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        out = model(**{n: t for n, t in sample.items() if n in ("input_ids", "position_ids")}, use_cache=False)
+        logits = out.logits.to(torch.promote_types(out.logits.dtype, torch.float32)).flatten(0, 1)
+        total = total + nn.functional.cross_entropy(logits, y.flatten(), reduction="sum") / tokens
+        routed += [out.router_logits] if getattr(config, "output_router_logits", False) else []
+    if routed:
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        experts = getattr(config, "num_local_experts", None) or config.num_experts
+        joined: Any = tuple(torch.cat(parts) for parts in zip(*routed))
+        total = total + config.router_aux_loss_coef * load_balancing_loss_func(
+            joined, experts, config.num_experts_per_tok
+        )
+    (total * scale).backward()
+    return total.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-ALL_ON: dict[str, Any] = {
+ALL_ON: Fields = {
     "tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "offload": "async", "save_attention": True,
 }  # fmt: skip
-ALL_OFF: dict[str, Any] = {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False}
+ALL_OFF: Fields = {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False}
 
 
 def tokens_of(length: int, rows: int = 1, seed: int = 0) -> Tensor:
@@ -107,7 +122,7 @@ def tokens_of(length: int, rows: int = 1, seed: int = 0) -> Tensor:
 
 def sample_of(
     length: int, rows: int = 1, seed: int = 5, documents: list[int] | None = None, ignored: slice = slice(0)
-) -> dict[str, Any]:
+) -> Fields:
     """An unsharded sample of so many rows, with the lengths of its documents; some labels do not count."""
     ids = tokens_of(length, rows, seed)
     labels = ids.clone()
@@ -115,7 +130,7 @@ def sample_of(
     return {"input_ids": ids, "labels": labels, **({"document_lengths": [documents] * rows} if documents else {})}
 
 
-def batch_of(length: int, seed: int = 0, rows: int = 1, ignored: slice = slice(0)) -> dict[str, Any]:
+def batch_of(length: int, seed: int = 0, rows: int = 1, ignored: slice = slice(0)) -> Fields:
     """A whole batch of one rank, of one document in each row."""
     ids = tokens_of(length, rows, seed)
     labels = shift(ids)
@@ -137,12 +152,8 @@ def gradients(model: nn.Module, world: int = 1) -> dict[str, Tensor]:
     return found
 
 
-Step = tuple[float, dict[str, Tensor]]
-"""The mean loss, and the gradients."""
-
-
 def step(
-    model: Any, batch: dict[str, Any], ctx: alstlib.SPContext | None = None, block: int | None = None,
+    model: Any, batch: Fields, ctx: alstlib.SPContext | None = None, block: int | None = None,
     seed: int | None = None,
 ) -> Step:  # fmt: skip
     """A step of an attached model, whole or block by block; of a sample, that of this rank's slice."""
@@ -167,7 +178,7 @@ def own_step(model: Any, **given: Any) -> Step:
     return loss.item(), gradients(model)
 
 
-def plain_step(model: Any, data: dict[str, Any], seed: int | None = None) -> Step:
+def plain_step(model: Any, data: Fields, seed: int | None = None) -> Step:
     """The same of plain transformers, from a sample or a whole batch."""
     if seed is not None:
         torch.manual_seed(seed)
@@ -221,6 +232,31 @@ def slopes(model: PreTrainedModel, batch: dict[str, Tensor], block: int | None =
         first.backward()
     slope = sum(float((p.grad * d).sum()) for p, d in zip(model.parameters(), direction))  # type: ignore[operator]
     return slope, (loss_at(1e-6) - loss_at(-1e-6)) / 2e-6
+
+
+def passes(patch: pytest.MonkeyPatch, model: Any) -> dict[str, list[int]]:
+    """Tokens through the MLP, the query's weights and the attention of each layer, added up while the model runs."""
+    layers = model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
+    found, now, kernel = (
+        {n: [0] * len(layers) for n in ("mlp", "query", "attention")},
+        [0],
+        head_layouts.attention_forward,
+    )
+    for i, layer in enumerate(layers):
+
+        def count(module: nn.Module, args: Any, out: Tensor, i: int = i, mlp: Any = layer.mlp) -> None:
+            now[0] = i
+            found["mlp" if module is mlp else "query"][i] += out.shape[1]
+
+        for module in (layer.mlp, layer.attn.c_attn if hasattr(layer, "attn") else layer.self_attn.q_proj):
+            module.register_forward_hook(count)
+
+    def attention_forward(*args: Any, **kwargs: Any) -> Any:
+        found["attention"][now[0]] += args[1].shape[2]
+        return kernel(*args, **kwargs)
+
+    patch.setattr(head_layouts, "attention_forward", attention_forward)
+    return found
 
 
 @contextlib.contextmanager

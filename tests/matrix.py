@@ -8,7 +8,6 @@ is named by its values, so that `pytest tests/test_matrix.py -k "gemma2 and zero
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zoo
-from cases import small_pages, worst_error
+from cases import plain_run, small_pages, worst_error
 from operators import nan_memory
 from torch import Tensor, nn
 
@@ -229,36 +228,6 @@ def samples_of(case: Case, more: More | None = None) -> list[dict[str, Any]]:
     return made
 
 
-def documents(samples: list[dict[str, Any]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens [1, N] and shifted labels [1, N] of each document."""
-    for sample in samples:
-        for ids, labels, lengths in zip(sample["input_ids"], sample["labels"], sample["document_lengths"]):
-            for x, y in zip(ids.split(lengths), labels.split(lengths)):
-                yield x[None], nn.functional.pad(y[None, 1:], (0, 1), value=IGNORE)
-
-
-def plain(model: Any, samples: list[dict[str, Any]]) -> tuple[float, dict[str, Tensor]]:
-    """The oracle: plain transformers on one process, document by document: the mean over all labels and, of routers, a
-    sample's balance; and gradients."""
-    model, total, routed = copy.deepcopy(model), torch.zeros((), dtype=torch.float64), []
-    tokens = max(1, sum(int((y != IGNORE).sum()) for _, y in documents(samples)))
-    config = model.config
-    for ids, y in documents(samples):
-        out = model(input_ids=ids, use_cache=False)
-        total = total + nn.functional.cross_entropy(out.logits.flatten(0, 1), y.flatten(), reduction="sum") / tokens
-        routed += [out.router_logits] if getattr(config, "output_router_logits", False) else []
-    if routed:
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-        experts = getattr(config, "num_local_experts", None) or config.num_experts
-        joined: Any = tuple(torch.cat(parts) for parts in zip(*routed))
-        total = total + config.router_aux_loss_coef * load_balancing_loss_func(
-            joined, experts, config.num_experts_per_tok
-        )
-    total.backward()
-    return total.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
 def zero_config(stage: int, accumulation: int, bucket: int = 2_000) -> dict[str, Any]:
     """Of DeepSpeed, with buckets that are full and sent many times in a step of a small model."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": bucket}
@@ -378,7 +347,7 @@ def _run(rank: int, case: Case, more: More) -> dict[str, Any]:
     ctx, samples = alstlib.SPContext.create(case.sp), samples_of(case, more)
     accumulation, model = len(samples) // case.dp, build(case, more.fields)
     look = more.prepare(model) if more.prepare else lambda: None
-    loss, want = plain(model, samples)
+    loss, want = plain_run(model, samples)
     place = None
     if case.device == "late":
         from device import group, module

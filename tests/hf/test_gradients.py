@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from cases import ALL_OFF, ALL_ON, attach, gradients, make_model, make_samples, plain_run, worst_error
+from cases import ALL_OFF, ALL_ON, Fields, attach, gradients, make_model, make_samples, plain_run, worst_error
 from matrix import Case, More, check, decoder_layers, run, zero_config
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ FP32 = 1e-6, 1e-5
 """Bounds of the errors of the loss and of a gradient."""
 
 
-def step(pools: Any, case: Case, **more: Any) -> list[dict[str, Any]]:
+def step(pools: Any, case: Case, **more: Any) -> list[Fields]:
     results = pools(case.sp * case.dp)(run, case, More(**more))
     check(results, case, FP32 if case.dtype == torch.float32 else None)
     return results
@@ -37,7 +37,7 @@ def step(pools: Any, case: Case, **more: Any) -> list[dict[str, Any]]:
     ],
     ids=str,
 )  # fmt: skip
-def test_an_option_alone(pools: Any, options: dict[str, Any]) -> None:
+def test_an_option_alone(pools: Any, options: Fields) -> None:
     """Chunks that divide the slice and do not, of one row, and longer than the sequence."""
     step(pools, Case("llama", data="rows", way="plain", tiles="off"), options=options)
 
@@ -85,7 +85,7 @@ def test_engines_with_the_inputs_of_some_layers(pools: Any, engine: str, save: b
     """A layer that runs in another layer's backward finds its weights gathered."""
     case = Case("llama", weights=weights, way="kept", engine=engine)
     inputs, outputs = 2 * 16 * 32 * case.dtype.itemsize, 5 * 16 * 4 * 9 * case.dtype.itemsize
-    more: dict[str, Any] = {"options": {"save_attention": save}, "host_memory": (inputs + outputs * save,) * 2}
+    more: Fields = {"options": {"save_attention": save}, "host_memory": (inputs + outputs * save,) * 2}
     more |= {"fields": {"num_hidden_layers": 5}, "data": [[[32]]], "accumulation": 4}
     assert [result["every"] for result in step(pools, case, **more)] == [3, 3]
 
@@ -95,7 +95,7 @@ UNEVEN = [
     [[17]] * 3, [[48, 48]],
 ]  # fmt: skip
 """Of two replicas in turn: rows, lengths and documents differ."""
-FIVE: dict[str, Any] = {"options": {"save_attention": "auto"}, "fields": {"num_hidden_layers": 5}}
+FIVE: Fields = {"options": {"save_attention": "auto"}, "fields": {"num_hidden_layers": 5}}
 ROOM = {
     "plenty": (None, None), "both short": (9_000, 20_000), "second short": (200_000, 16_000),
     "one limited": (25_000, None),
@@ -125,7 +125,7 @@ def test_groups_in_which_all_that_is_local_differs(pools: Any) -> None:
 
 
 @pytest.mark.parametrize("model, options, pad_to", [("llama", {"chunk": 1}, 6), ("qwen3_5", {}, 9)], ids=str)
-def test_samples_of_fewer_tokens_than_ranks(pools: Any, model: str, options: dict[str, Any], pad_to: int) -> None:
+def test_samples_of_fewer_tokens_than_ranks(pools: Any, model: str, options: Fields, pad_to: int) -> None:
     """Some ranks have nothing but padding: in a step of samples of 1, 2 and 5 tokens."""
     data = [[[2]], [[1]], [[2]] * 2, [[5]]]
     more = {"data": data, "accumulation": 4, "pad_to": pad_to, "options": options}
@@ -140,7 +140,7 @@ def test_tied_embeddings(pools: Any, engine: str, bucket: int) -> None:
     step(pools, Case("llama", weights="tied", way="kept", engine=engine), bucket=bucket)
 
 
-def static_graph_steps(rank: int, world: int, options: dict[str, Any]) -> tuple[str, list[float]]:
+def static_graph_steps(rank: int, world: int, options: Fields) -> tuple[str, list[float]]:
     """Steps of two micro-batches under DDP with a static graph: what the first says with no_sync(), then errors."""
     ctx, model, samples = alstlib.SPContext.create(2), make_model(), make_samples(2)
     _, want = plain_run(model, samples)
@@ -165,7 +165,7 @@ STREAMED = {**ALL_ON, "chunk": 5}
 
 
 @pytest.mark.parametrize("options", [ALL_OFF, ALL_ON, STREAMED], ids=["all off", "all on", "streamed"])
-def test_ddp_with_a_static_graph(ranks2: Any, options: dict[str, Any]) -> None:
+def test_ddp_with_a_static_graph(ranks2: Any, options: Fields) -> None:
     for refused, errors in ranks2(static_graph_steps, options):
         assert "has to reduce its first backward" in refused
         assert max(errors) < 1e-5
@@ -184,7 +184,7 @@ def shared(name: str, model: Any) -> Callable[[], None]:
 @pytest.mark.parametrize("engine", ["zero1", "zero3"])
 def test_weights_that_layers_share(pools: Any, engine: str, name: str, way: str) -> None:
     """Each layer's recompute has a gradient of its own for them, of which ZeRO-3 keeps one."""
-    more: dict[str, Any] = {"prepare": functools.partial(shared, name), "bucket": 1}
+    more: Fields = {"prepare": functools.partial(shared, name), "bucket": 1}
     if engine == "zero3":
         with pytest.raises(AssertionError, match=rf"layers.0.{name}.* trains and is used in several parts"):
             step(pools, Case("llama", way=way, engine=engine), **more)

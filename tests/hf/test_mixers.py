@@ -10,7 +10,7 @@ from unittest import mock
 import matrix
 import pytest
 import zoo
-from cases import attach, small_pages
+from cases import Fields, attach, plain_run, small_pages
 from matrix import Case, More
 from torch import nn
 from transformers.models.jamba import modeling_jamba
@@ -26,7 +26,7 @@ WHOLE: Any = [[[144]]]
 """More than one block of 64 tokens of the gated delta rule on each of two ranks."""
 PACKED: Any = [[[3, 1, 20, 48, 30, 1, 41]]]
 """Documents that begin inside, at and across the slices of two and three ranks."""
-CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
+CASES: dict[str, tuple[Any, int, Fields]] = {
     "packed-1": (PACKED, 1, {}), "whole-2": (WHOLE, 2, {"save_attention": True}), "packed-3": (PACKED, 3, {}),
     "packed-3, in chunks": (PACKED, 3, {"chunk": 11}), "whole-2, by blocks": (WHOLE, 2, {"block": 19}),
 }  # fmt: skip
@@ -35,9 +35,7 @@ BY_HEADS = ["qwen3_next", "kimi_linear", "falcon_h1", "minimax"]
 STATES = {name: ["pass", "heads"] if name in BY_HEADS else ["pass"] for name in {**zoo.HYBRIDS, **zoo.MORE_HYBRIDS}}
 
 
-def step(
-    pools: Any, name: str, data: Any, world: int, options: dict[str, Any], states: str = "pass", **more: Any
-) -> Any:
+def step(pools: Any, name: str, data: Any, world: int, options: Fields, states: str = "pass", **more: Any) -> Any:
     case, run = Case(name, f"{world}x1", states=states, tiles="default"), more.pop("run", matrix.run)
     given = More(options, data=data, accumulation=1, **more)
     matrix.check(pools(world)(run, case, given), case)
@@ -45,7 +43,7 @@ def step(
 
 @pytest.mark.parametrize("data, world, options", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("name, states", [(name, way) for name, ways in STATES.items() for way in ways])
-def test_hybrids_are_exact(pools: Any, name: str, states: str, data: Any, world: int, options: dict[str, Any]) -> None:
+def test_hybrids_are_exact(pools: Any, name: str, states: str, data: Any, world: int, options: Fields) -> None:
     """On more tokens than the net of whole steps draws."""
     if name in ("zamba", "zamba2") and "chunk" in options:  # the embeddings
         with pytest.raises(ValueError, match="takes a further input that needs a gradient"):
@@ -69,7 +67,7 @@ def twice(model: Any) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk": 11}, {"block": 19}, {"block": 19, "checkpoint": False}], ids=str)
-def test_a_layer_may_call_a_part_with_a_state_twice(pools: Any, options: dict[str, Any]) -> None:
+def test_a_layer_may_call_a_part_with_a_state_twice(pools: Any, options: Fields) -> None:
     step(pools, "qwen3_5", WHOLE, 2, options, prepare=twice)
 
 
@@ -79,13 +77,13 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "partial_ro
 
 @pytest.mark.parametrize("options", [{}, {"chunk": 11, "offload": "sync"}, {"block": 19}], ids=str)
 @pytest.mark.parametrize("fields", [{}, {"max_position_embeddings": 16, "rope_parameters": DYNAMIC}], ids=str)
-def test_positions_of_several_kinds(pools: Any, fields: dict[str, Any], options: dict[str, Any]) -> None:
+def test_positions_of_several_kinds(pools: Any, fields: Fields, options: Fields) -> None:
     """Qwen3.5 gives its rotary embedding positions [3, B, L]: whole, in chunks whose tables lie on the host, in
     blocks; and with frequencies that depend on the longest of them."""
     step(pools, "qwen3_5", WHOLE, 2, options, fields=fields)
 
 
-def as_on_a_gpu(*given: Any) -> dict[str, Any]:
+def as_on_a_gpu(*given: Any) -> Fields:
     """A step of Jamba with a kernel whose backward leaves out the gradient of the state that it returns."""
     own = modeling_jamba.mamba_selective_scan
 
@@ -98,7 +96,7 @@ def as_on_a_gpu(*given: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk": 11}], ids=str)
-def test_a_kernel_need_not_know_the_gradient_of_its_state(pools: Any, options: dict[str, Any]) -> None:
+def test_a_kernel_need_not_know_the_gradient_of_its_state(pools: Any, options: Fields) -> None:
     """That of mamba-ssm does not."""
     step(pools, "jamba", WHOLE, 2, options, run=as_on_a_gpu)
 
@@ -152,7 +150,7 @@ def test_memory_of_chunks_does_not_grow() -> None:
             alstlib.causal_lm_loss(model, batch).loss.backward()
             return ledger.device_peak - start
 
-    chunks: dict[str, Any] = {"chunk": 64, "offload": "sync", "hidden": "host", "kv": "host"}
+    chunks: Fields = {"chunk": 64, "offload": "sync", "hidden": "host", "kv": "host"}
     assert (peak(1024, **chunks) - peak(512, **chunks)) / 512 < 80
     assert (peak(1024) - peak(512)) / 512 > 1000  # the reading can fail
 
@@ -179,14 +177,14 @@ def test_without_checkpoints_a_loss_that_is_held_holds_no_inputs() -> None:
 def test_states_matter() -> None:
     """What is compared depends on states that ranks and documents cut: without the state, the loss is another."""
     case, model = Case("qwen3_next"), zoo.build_hybrid("qwen3_next")
-    whole, packed = (matrix.plain(model, matrix.samples_of(case, More(data=data)))[0] for data in (WHOLE, PACKED))
+    whole, packed = (plain_run(model, matrix.samples_of(case, More(data=data)))[0] for data in (WHOLE, PACKED))
     assert abs(whole - packed) > 1e-3
 
 
 @pytest.mark.parametrize("name, noted", [("nemotron_h", 0), ("mamba2", 0), ("zamba2", 2)])
 def test_layers_without_an_mlp_are_not_noted_for_it(name: str, noted: int) -> None:
     """Some have nothing but a mixer or attention; Zamba2's have an MLP further inside."""
-    with alstlib.apply(zoo.build_hybrid(name)) as handle:
+    with attach(zoo.build_hybrid(name)) as handle:
         assert sum("has no MLP module" in note for note in handle.notes) == noted, handle.notes
 
 
@@ -194,7 +192,7 @@ def test_detach_gives_the_mixers_back() -> None:
     model = zoo.build_hybrid("qwen3_next")
     mixers = mixers_of(model)
     before = [dict(m.__dict__) for m in mixers]
-    alstlib.apply(model).detach()
+    attach(model).detach()
     assert [m.__dict__.keys() for m in mixers] == [was.keys() for was in before]
     assert [type(m).__name__ for m in mixers] == ["Qwen3NextGatedDeltaNet"]
 
