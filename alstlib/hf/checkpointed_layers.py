@@ -6,10 +6,9 @@ layer of each forward, from what the hosts (without offload: the devices) of all
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,7 +69,9 @@ def _checkpointed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any
                 handle.headroom.look(x.device)
             own = call and dataclasses.replace(call, saved=saved)
             try:
-                with handle.using(own), _whole(layer, saved.stage == "again"), entered(now):
+                with handle.using(own), entered(now):
+                    if saved.stage == "again":
+                        return run_whole(layer, x, lambda: original(x, *args, **kwargs))
                     return once(x, *args, **kwargs)
             finally:
                 for mlp, follower in followers.items():
@@ -94,14 +95,27 @@ def _checkpointed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any
     return forward
 
 
-@contextlib.contextmanager
-def _whole(layer: Any, again: bool) -> Iterator[None]:
-    """A layer that runs in another layer's backward: FSDP2 has not put its weights together."""
-    sharded = again and hasattr(layer, "unshard") and hasattr(layer, "reshard")
-    if sharded:
+def run_whole(layer: Any, x: Tensor, run: Callable[[], Any]) -> Any:
+    """What `run` makes of a layer and its input x in another layer's backward, when engines have put its weights away.
+
+    FSDP2 has functions that put them together. ZeRO-3 gathers those of a leaf in the hooks of a call, and others when
+    the layer's submodules are called.
+    """
+    if hasattr(layer, "unshard") and hasattr(layer, "reshard"):
         layer.unshard()
-    try:
-        yield
-    finally:
-        if sharded:
+        try:
+            return run()
+        finally:
             layer.reshard()
+    if not getattr(layer, "_z3_leaf", False) or not any(hasattr(p, "ds_id") for p in layer.parameters()):
+        return run()
+    # DeepSpeed also counts calls, to know when their backward has ended: this one has none
+    own = layer.__dict__
+    before = {
+        name: own[name] for name in ("forward", "ds_grads_remaining", "applied_pre_backward_ref_cnt") if name in own
+    }
+    own["forward"] = lambda _: run()
+    try:
+        return layer(x)
+    finally:
+        own.update(before)

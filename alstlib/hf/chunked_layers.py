@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from alstlib.hf.checkpointed_layers import run_whole
 from alstlib.hf.dry_run import LayerCall
 from alstlib.hf.handle import Handle
 from alstlib.hf.mixers import is_tokenwise
@@ -142,6 +144,7 @@ def _streamed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any, in
             run=run, chunk=chunk, ranks=handle.ctx.sp, store=handle.store, keep=keep, params=trainable,
             accept=unread.accept, module=layer, device=None if call is None else call.device,
             travels=travel is not None, kv_on_host=handle.kv_on_host, segment=segment, tokenwise=tokenwise,
+            whole=functools.partial(run_whole, layer),
             choices=None if handle.options.sparse is None else PageChoices(handle.options.sparse),
         )  # fmt: skip
         out = stream(x)

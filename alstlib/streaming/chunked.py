@@ -198,6 +198,7 @@ class Stream:
         choices: which pages of keys this call's chunks see, where attention is sparse; None: all.
         tokenwise: the layer mixes no tokens.
         segment: consecutive layers of which only the first keeps its input (with `travels`); None: this one does.
+        whole: calls a function of the layer's input in another layer's backward, with weights that an engine put away.
     """
 
     run: Callable[[Tensor, RowChunk], Tensor]
@@ -214,6 +215,7 @@ class Stream:
     choices: PageChoices | None = None
     tokenwise: bool = False
     segment: StreamSegment | None = None
+    whole: Callable[[Tensor, Callable[[], Tensor]], Tensor] = lambda x, run: run()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [B, L, E] -> [B, L, E], with the same gradients for x and the weights as the layer as a whole."""
@@ -280,7 +282,8 @@ class StreamSegment:
         for i in range(max((j for j in self.inputs if j <= index), default=index), index):
             stream, replays = self.members[i]
             again = functools.partial(_replayed, replays)
-            self.inputs[i + 1] = stream.without_graph(self.inputs[i], again, lambda _: None)
+            run = functools.partial(stream.without_graph, self.inputs[i], again, lambda _: None)
+            self.inputs[i + 1] = stream.whole(self.inputs[i], run)
         return self.inputs.pop(index)
 
 

@@ -42,6 +42,7 @@ BLOCKS = Case("mistral", way="blocks", device="late")
 SEGMENTS = Case("nemotron_h", way="kept", tiles="default")
 SEGMENTS_HOST = Case("nemotron_h", way="host", tiles="default")
 SEGMENTS_FSDP2 = Case("llama", way="kept", tiles="default", engine="fsdp2")
+SEGMENTS_ZERO3 = Case("llama", way="hidden", tiles="default", engine="zero3")
 TWO, FOUR, PARTS = Case("llama"), Case("llama", "4x1"), Case("llama, 7 heads on 1", "3x1")
 SINKS, STATES, GROUPS = Case("gpt_oss"), Case("bamba"), Case("bamba", "4x1", states="heads")
 DDP = Case("llama", "1x2", data="lengths", way="blocks", engine="ddp")
@@ -119,7 +120,13 @@ MUTATIONS = {
         chunked.StreamSegment.take, "self.members[i]", "self.members[i + 1]", SEGMENTS_HOST
     ),
     "segment: a sharded layer runs": Mutation(
-        checkpointed_layers._whole, "sharded = again", "sharded = False", SEGMENTS_FSDP2
+        checkpointed_layers.run_whole, 'and hasattr(layer, "reshard")', "and False", SEGMENTS_FSDP2
+    ),
+    "segment: a leaf of ZeRO-3 runs": Mutation(
+        checkpointed_layers.run_whole, '"_z3_leaf", False)', '"_no_leaf", False)', SEGMENTS_ZERO3
+    ),
+    "segment: a call without a backward counts": Mutation(
+        checkpointed_layers.run_whole, "own.update(before)", 'own["forward"] = before["forward"]', SEGMENTS_ZERO3
     ),
     "saved: logsumexp for output": Mutation(
         checkpoints.Saved.rewind, "zip(tensors[::2], tensors[1::2])", "zip(tensors[1::2], tensors[::2])", SEGMENTS
