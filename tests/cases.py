@@ -8,7 +8,7 @@ import ipaddress
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaCo
 import alstlib
 from alstlib import sizing
 from alstlib.config import RunConfig
+from alstlib.data.shard import shard_batch
 from alstlib.runs import processes
 
 VOCAB = 96
@@ -90,6 +91,34 @@ def plain_run(
         (loss * scale).backward()
         total += loss.item()
     return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def batch(
+    length: int = 20, documents: Sequence[int] = (), rows: int = 1, world: int = 1, rank: int = 0, vocab: int = VOCAB
+) -> dict[str, Tensor]:
+    """A rank's slice of samples with every label, whole or packed of documents of these lengths."""
+    ids = torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(0))
+    lengths = [list(documents or [length])] * rows
+    return shard_batch({"input_ids": ids, "labels": ids, "document_lengths": lengths}, world, rank)  # type: ignore[return-value]
+
+
+def step(
+    model: Any, batch: dict[str, Any], ctx: alstlib.SPContext | None = None, seed: int = 0
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of an attached model, whose dropout this seed draws; gradients are averaged over its ranks."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    out = alstlib.causal_lm_loss(model, batch, ctx)
+    out.loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    for grad in found.values() if ctx is not None and ctx.sp > 1 else ():
+        torch.distributed.all_reduce(grad.div_(ctx.sp))  # type: ignore[union-attr]
+    return out.mean.item(), found
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Whether gradients are the same bits."""
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 def slopes(model: PreTrainedModel, batch: dict[str, Tensor], block: int | None = None) -> tuple[float, float]:

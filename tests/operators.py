@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,3 +84,12 @@ def peak_of_step(module: Callable[[Tensor], Tensor], x: Tensor) -> int:
         out = module(x)
         out.backward(torch.ones_like(out))
         return ledger.device_peak - start
+
+
+def error_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What a call is refused with."""
+    try:
+        fn(*args, **kwargs)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
