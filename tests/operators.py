@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -77,6 +79,20 @@ def worst(
     return max(errors)
 
 
+@contextlib.contextmanager
+def counted(owner: Any, *names: str) -> Iterator[Counter[str]]:
+    """Counts the calls of these functions of a module or class."""
+    calls = Counter[str]()
+
+    def counting(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (calls.update([name]), fn(*args, **kwargs))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(owner, name, counting(name, getattr(owner, name)))
+        yield calls
+
+
 def peak_of_step(module: Callable[[Tensor], Tensor], x: Tensor) -> int:
     """Device bytes that forward and backward of a module take at most, besides what is there before them."""
     with Ledger() as ledger:
@@ -84,6 +100,17 @@ def peak_of_step(module: Callable[[Tensor], Tensor], x: Tensor) -> int:
         out = module(x)
         out.backward(torch.ones_like(out))
         return ledger.device_peak - start
+
+
+def agree(
+    ours: Callable[..., Tensor], oracle: Callable[..., Tensor], inputs: Sequence[Tensor], upstream: Tensor,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Output and gradients of ours in this dtype, which are the oracle's in that of the inputs."""
+    got = gradients(ours, inputs, upstream, dtype)
+    assert worst(got, gradients(oracle, inputs, upstream)) < EXACT[dtype]
+    assert all(t is None or t.dtype == dtype for t in got)
+    return got
 
 
 def error_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
