@@ -1,4 +1,5 @@
-"""What the operator tests share: uninitialised memory that shows, seeded tensors, layouts, and comparing gradients."""
+"""What the operator tests share: uninitialised memory that shows, seeded tensors, layouts, kernels, and
+comparing gradients."""
 
 from __future__ import annotations
 
@@ -11,6 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward
+from alstlib.kernels.backends import Backend
+from alstlib.kernels.rule import Attended, Rule
 from alstlib.offload.ledger import Ledger
 from alstlib.reference import relative_error
 
@@ -111,6 +115,38 @@ def agree(
     assert worst(got, gradients(oracle, inputs, upstream)) < EXACT[dtype]
     assert all(t is None or t.dtype == dtype for t in got)
     return got
+
+
+def exchanged(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors [B, H, S, D] with the same values, as they come out of an all-to-all: views of one [S, B, ..] buffer."""
+    whole = torch.cat([t.permute(2, 0, 1, 3).flatten(2) for t in tensors], 2)
+    parts = whole.split([t.shape[1] * t.shape[3] for t in tensors], 2)
+    return [p.unflatten(2, (t.shape[1], t.shape[3])).permute(1, 2, 0, 3) for p, t in zip(parts, tensors)]
+
+
+def attend(
+    backend: Backend, tensors: Sequence[Tensor], rule: Rule, documents: Sequence[int] | None = None,
+    sinks: Tensor | None = None, chunk: int | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """A kernel's output, logsumexp and gradients for q, k, v and the output's gradient, in one call, or as a streamed
+    layer calls it: for chunks of rows from the first to the last, and back."""
+    q, k, v, dout = tensors
+    if chunk is None:
+        out, lse = attention_forward(backend, q, k, v, rule=rule, documents=documents, sinks=sinks)
+        kept = Attended(q, k, v, out, lse)
+        return [out, lse, *attention_backward(backend, dout, kept, rule=rule, documents=documents)]
+    parts: list[tuple[Any, Any, Attended]] = []
+    how: dict[str, Any] = {"rule": rule, "documents": documents, "length": q.shape[2]}
+    for lo in range(0, q.shape[2], chunk):
+        at, seen = ((slice(None), slice(None), slice(first, lo + chunk)) for first in (lo, 0))
+        given = q[at], k[seen], v[seen]
+        parts.append((at, seen, Attended(*given, *attention_forward(backend, *given, sinks=sinks, **how))))
+    dk, dv = (torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (k, v))
+    dq = torch.empty_like(q)
+    for at, seen, kept in reversed(parts):
+        dq[at] = attention_backward_rows(backend, dout[at], kept, (dk[seen], dv[seen]), **how)
+    out, lse = (torch.cat(made, 2) for made in zip(*((kept.out, kept.lse) for *_, kept in parts)))
+    return [out, lse, dq, dk.to(k.dtype), dv.to(v.dtype)]
 
 
 def error_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
