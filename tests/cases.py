@@ -102,14 +102,20 @@ def batch(
     return shard_batch({"input_ids": ids, "labels": ids, "document_lengths": lengths}, world, rank)  # type: ignore[return-value]
 
 
+def train(model: Any, batch: dict[str, Any], ctx: alstlib.SPContext | None = None) -> Any:
+    """Forward and backward of an attached model; returns what the loss function does."""
+    out = alstlib.causal_lm_loss(model, batch, ctx)
+    out.loss.backward()
+    return out
+
+
 def step(
     model: Any, batch: dict[str, Any], ctx: alstlib.SPContext | None = None, seed: int = 0
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of an attached model, whose dropout this seed draws; gradients are averaged over its ranks."""
     torch.manual_seed(seed)
     model.zero_grad()
-    out = alstlib.causal_lm_loss(model, batch, ctx)
-    out.loss.backward()
+    out = train(model, batch, ctx)
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     for grad in found.values() if ctx is not None and ctx.sp > 1 else ():
         torch.distributed.all_reduce(grad.div_(ctx.sp))  # type: ignore[union-attr]
