@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward
 from alstlib.kernels.backends import Backend
@@ -61,6 +61,22 @@ def gradients(
     out = fn(*own)
     out.backward(upstream.to(out.dtype))
     return (out.detach(), *(t.grad for t in own))  # type: ignore[arg-type]
+
+
+def of_module(module: nn.Module, x: Tensor, upstream: Tensor, *more: Any) -> list[Tensor | None]:
+    """A module's output, and its gradients for x (if it requires one) and for every weight."""
+    x = leaf(x, needs=x.requires_grad)
+    module.zero_grad()
+    out = module(x, *more)
+    out.backward(upstream)
+    return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+def randomised(module: Any, scale: float = 1.0) -> Any:
+    """The module in fp64, with weights that count."""
+    for i, p in enumerate(module.parameters()):
+        p.data = randn(*p.shape, seed=i, scale=scale)
+    return module.double().train()
 
 
 def worst(
@@ -144,9 +160,21 @@ def attend(
     dk, dv = (torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (k, v))
     dq = torch.empty_like(q)
     for at, seen, kept in reversed(parts):
-        dq[at] = attention_backward_rows(backend, dout[at], kept, (dk[seen], dv[seen]), **how)
+        rows = attention_backward_rows(backend, dout[at], kept, (dk[seen], dv[seen]), **how)
+        assert (rows.shape, rows.dtype, rows.device) == (dq[at].shape, q.dtype, q.device)
+        dq[at] = rows
     out, lse = (torch.cat(made, 2) for made in zip(*((kept.out, kept.lse) for *_, kept in parts)))
     return [out, lse, dq, dk.to(k.dtype), dv.to(v.dtype)]
+
+
+def attend_by_heads(layout: Any, backend: Backend, tensors: Sequence[Tensor], rule: Rule) -> list[Tensor]:
+    """Output and gradients of this rank's rows, by a layout that exchanges rows for heads."""
+    q, k, v, dout = tensors
+    qkv = layout.to_heads(q, k, v)
+    out, lse = layout.forward(backend, *qkv, rule, None)
+    (dh,) = layout.queries_to_heads(dout)
+    grads = layout.backward(backend, dh, Attended(*qkv, out, lse), rule)
+    return [layout.to_seq(out), *layout.grads_to_seq(*grads)]
 
 
 def error_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

@@ -13,18 +13,13 @@ from cases import make_model
 from torch import Tensor
 
 import alstlib
+from alstlib import reference
 from alstlib.kernels.backends import of_user
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """A user's attention in plain PyTorch, which autograd differentiates."""
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    scores = (q @ k.transpose(-1, -2)) * scale
-    if causal:
-        rows = torch.arange(q.shape[2], device=q.device)
-        scores = scores.masked_fill(rows[:, None] < rows, float("-inf"))
-    lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp() @ v, lse
+    return reference.attention(q, k, v, scale=scale, causal=causal)
 
 
 class WithBackward:
@@ -34,16 +29,9 @@ class WithBackward:
         out, lse = plain(q, k, v, scale=scale, causal=causal)
         return out, lse.detach()
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        group = q.shape[1] // k.shape[1]
-        wide_k, wide_v = (t.repeat_interleave(group, 1) for t in (k, v))
-        p = ((q @ wide_k.transpose(-1, -2)) * scale - lse[..., None]).exp()
-        p = p.tril() if causal else p
-        ds = p * (dout @ wide_v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True)) * scale
-        dk, dv = ((x.transpose(-1, -2) @ y).unflatten(1, (-1, group)).sum(2) for x, y in ((ds, q), (p, dout)))
-        return ds @ wide_k, dk, dv
+    def backward(self, *given: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Of dout, q, k, v, out and the logsumexp."""
+        return reference.attention_backward(*given, scale=scale, causal=causal)
 
 
 WHOLE: dict[str, Any] = {"save_attention": True}
