@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from operators import leaf, randn, strided, worst
-from test_loss import ALL, HEADS, LOGPS, PLAIN, VOCAB, WIDTH, growth, inputs_of, labels_of, linear, upstream_of
+from test_loss import ALL, PLAIN, VOCAB, WIDTH, growth, inputs_of, labels_of, linear
 from torch import Tensor, nn
 
 from alstlib import reference
@@ -55,30 +55,6 @@ def test_of_equal_logits_the_first_is_the_largest() -> None:
     """As argmax has it: many logits in bf16 are equal."""
     found = Statistics().of(torch.zeros(3, VOCAB), torch.tensor([0, 1, -100]))
     assert found.correct.tolist() == [True, False, False]
-
-
-@pytest.mark.parametrize("temperature", [None, 0.7])
-@pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
-def test_heads(make: Any, temperature: float | None) -> None:
-    """Log-probabilities of any head, its statistics, and its gradients, which they do not change."""
-    hidden, labels, transform = randn(2, 13, WIDTH), labels_of(2, 13), ALL
-    results = []
-    for tile in (4, None):
-        head, x, found = make(), leaf(hidden, needs=True), Statistics() if tile else None
-        if tile:
-            out = TiledHead(head, tile, transform)(x, labels, temperature, found)
-        else:
-            logits = transform(head(x)) / (temperature or 1.0)
-            want = reference.head_statistics(logits.detach(), labels)
-            out = logits.log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels != -100)
-            out = -out.sum() if temperature is None else out
-        out.backward(upstream_of(LOGPS, labels) if out.ndim else None)
-        results.append([out, x.grad, *(p.grad for p in head.parameters())])
-        if found is not None:
-            entropy, correct, mean = found.entropy, found.correct, found.mean
-    assert worst(*results) < 1e-12
-    assert worst([entropy, mean], [want[0], want[2]]) < 1e-12
-    assert torch.equal(correct, want[1])
 
 
 def test_statistics_take_no_product_and_less_than_a_tile() -> None:

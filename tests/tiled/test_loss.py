@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from operators import agree, error_of, gradients, leaf, randn, strided, worst
+from operators import agree, error_of, gradients, leaf, of_module, randn, randomised, strided, worst
 from torch import Tensor, nn
 
 from alstlib import reference
 from alstlib.offload.ledger import Ledger
-from alstlib.tiled.logits import LogitTransform
+from alstlib.tiled.logits import LogitTransform, Statistics
 from alstlib.tiled.logps import tiled_token_logps
 from alstlib.tiled.loss import TiledHead, tiled_logits_loss
 
@@ -30,14 +30,13 @@ TRANSFORMS = {
 }
 
 
-def labels_of(*shape: int, masked: bool = True) -> Tensor:
+def labels_of(*shape: int) -> Tensor:
     """Labels up to the vocabulary's last; a run of masked ones, and the last masked, as a shift leaves it."""
     labels = torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(3))
     flat = labels.view(-1)
     flat[0] = VOCAB - 1
-    if masked:
-        flat[1 : 1 + flat.numel() // 3] = -100
-        flat[-1] = -100 if flat.numel() > 1 else 0
+    flat[1 : 1 + flat.numel() // 3] = -100
+    flat[-1] = -100 if flat.numel() > 1 else 0
     return labels
 
 
@@ -88,6 +87,8 @@ def upstream_of(kind: Kind, labels: Tensor, scale: float = 0.25) -> Tensor:
 def test_tiles_are_untiled(
     kind: Kind, shape: tuple[int, ...], tile: int | None, layout: Any, dtype: torch.dtype
 ) -> None:
+    """Defects 2 and 4: in the reference the weight's gradient does not scale with the upstream one, the mean is that of
+    tiles' means, and for lengths that tiles do not divide a gradient is never added."""
     labels = layout(labels_of(*shape))
     upstream, inputs = layout(upstream_of(kind, labels)), inputs_of(*shape, layout=layout)
     got = agree(tiled(labels, tile, kind=kind), oracle(labels, kind=kind), inputs, upstream, dtype)
@@ -113,20 +114,6 @@ def test_logits_of_hundreds_do_not_overflow() -> None:
     assert worst(got, gradients(oracle(labels), inputs, number(1.0))) < 1e-5
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["all valid", "masked"])
-@pytest.mark.parametrize("scale", [0.25, 4.0])
-def test_gradients_scale_with_the_loss(scale: float, masked: bool) -> None:
-    """Defect 2: the reference never scales the weight's gradient by the upstream one (loss * 0.25 gives a head gradient
-    4 times too large, with masked labels up to 31 times)."""
-    labels, inputs = labels_of(2, 13, masked=masked), inputs_of(2, 13, bias=True)
-    valid = int((labels != -100).sum())
-    one = gradients(lambda *t: tiled(labels, 4)(*t) / valid, inputs, number(1.0))
-    scaled = gradients(lambda *t: tiled(labels, 4)(*t) / valid * scale, inputs, number(1.0))
-    assert worst(scaled[1:], [g * scale for g in one[1:]]) < 1e-14
-    want = gradients(lambda *t: oracle(labels)(*t) / valid * scale, inputs, number(1.0))
-    assert worst(scaled, want) < 1e-12
-
-
 def test_gradients_arrive_once_and_in_backward() -> None:
     """Defect 3: in the reference they appear during forward."""
     labels, inputs, fired = labels_of(2, 13), inputs_of(2, 13, bias=True), []
@@ -149,29 +136,11 @@ def test_frozen_parts(kind: Kind, frozen: tuple[int, ...]) -> None:
     assert [i for i, g in enumerate(got[1:]) if g is None] == list(frozen)
 
 
-@pytest.mark.parametrize(("rows", "tile"), [(5, 2), (5, 4), (10, 2), (10, 6), (7, 6), (9, 4)])
-def test_unequal_tiles_count_by_their_tokens(rows: int, tile: int) -> None:
-    """Defect 4: the reference's mean is the mean of the tiles' means, and for lengths that tiles do not divide
-    (5 tokens in 4 tiles, 10 in 6) the gradient is never added. Here the loss is a sum, whatever the tiles."""
-    labels, inputs = labels_of(rows, masked=False), inputs_of(rows)
-    labels[: tile // 2] = -100  # tiles with very different numbers of valid tokens
-    want = agree(tiled(labels, tile), oracle(labels), inputs, number(1.0))
-    means = [oracle(part)(h, inputs[1]) / max(1, int((part != -100).sum()))
-             for part, h in zip(labels.split(tile), inputs[0].split(tile))]  # fmt: skip
-    mean_of_means, mean = torch.stack(means).mean(), want[0] / int((labels != -100).sum())
-    assert abs(mean_of_means - mean) > 0.01 * mean, "the case could not tell"
-
-
-@pytest.mark.parametrize("head", ["function", "linear", "module"])
+@pytest.mark.parametrize("head", ["linear", "deep"])
 def test_all_labels_masked_is_exactly_zero(head: str) -> None:
-    labels, inputs = torch.full((2, 13), -100), inputs_of(2, 13)
-    if head == "function":
-        got = gradients(tiled(labels, 4, ALL), inputs, number(3.0))
-    else:
-        module = TiledHead(linear() if head == "linear" else Deep(), 4, ALL)
-        got = run(module, inputs[0], labels, 3.0)
-    assert all(not g.any() for g in got if g is not None)
-    assert sum(g is not None for g in got) >= 3
+    module = TiledHead(HEADS[head](), 4, ALL)
+    got = of_module(module, randn(2, 13, WIDTH).requires_grad_(), number(3.0), torch.full((2, 13), -100))
+    assert not any(g.any() for g in got)  # type: ignore[union-attr]
 
 
 def test_no_tokens() -> None:
@@ -320,46 +289,41 @@ def lora() -> nn.Module:
     return randomised(inject_adapter_in_model(LoraConfig(r=2, target_modules=["head"]), parent)["head"])
 
 
-def randomised(module: Any) -> Any:
-    for i, p in enumerate(module.parameters()):
-        p.data = randn(*p.shape, seed=i)
-    return module.double().train()
-
-
 class PlainHead(nn.Module):
     def __init__(self, head: nn.Module, transform: LogitTransform) -> None:
         super().__init__()
         self.head, self.transform = head, transform
 
-    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = self.head(hidden) * self.transform.scale
-        if self.transform.softcap:
-            logits = self.transform.softcap * torch.tanh(logits / self.transform.softcap)
-        return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
-
-
-def run(module: nn.Module, hidden: Tensor, labels: Tensor, upstream: float = 0.25) -> list[Tensor | None]:
-    hidden = leaf(hidden, needs=hidden.requires_grad)
-    module.zero_grad()
-    loss = module(hidden, labels)
-    loss.backward(number(upstream))
-    return [loss.detach(), hidden.grad, *(p.grad for p in module.parameters())]
+    def forward(self, hidden: Tensor, labels: Tensor, temperature: float | None = None) -> Tensor:
+        logits = self.transform(self.head(hidden)) / (temperature or 1.0)
+        logps = logits.log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels != -100)
+        return -logps.sum() if temperature is None else logps
 
 
 HEADS = {"linear": linear, "linear with bias": lambda: linear(True), "deep": Deep, "lora": lora}
 
 
+@pytest.mark.parametrize("temperature", [None, 0.7])
 @pytest.mark.parametrize("needs", [True, False], ids=["", "frozen body"])
 @pytest.mark.parametrize("tile", [1, 4, 100, None])
 @pytest.mark.parametrize("transform", [PLAIN, ALL], ids=["plain", "both"])
 @pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
-def test_head_is_untiled(make: Any, transform: LogitTransform, tile: int | None, needs: bool) -> None:
-    """Of a LoRA head, too, each trained weight gets its gradient, and the frozen ones get none (defect 5)."""
-    hidden, labels = randn(2, 13, WIDTH).requires_grad_(needs), labels_of(2, 13)
-    want = run(PlainHead(make(), transform), hidden, labels)
-    got = run(TiledHead(make(), tile, transform), hidden, labels)
-    assert worst(got, want) < 1e-12
-    assert (got[1] is not None) is needs
+def test_head_is_untiled(
+    make: Any, transform: LogitTransform, tile: int | None, needs: bool, temperature: float | None
+) -> None:
+    """The loss or log-probabilities of any head, and its statistics, which change nothing. Of a LoRA head, too, each
+    trained weight gets its gradient, and the frozen ones get none (defect 5)."""
+    hidden, labels, found = randn(2, 13, WIDTH).requires_grad_(needs), labels_of(2, 13), Statistics()
+    upstream = upstream_of(LOGPS if temperature else LOSS, labels)
+    want = of_module(PlainHead(make(), transform), hidden, upstream, labels, temperature)
+    for statistics in (None, found):
+        more = (labels, temperature, statistics)
+        assert worst(of_module(TiledHead(make(), tile, transform), hidden, upstream, *more), want) < 1e-12
+    assert (want[1] is not None) is needs
+    logits = transform(make()(hidden.detach())) / (temperature or 1.0)
+    entropy, correct, mean = reference.head_statistics(logits, labels)
+    assert worst([found.entropy, found.mean], [entropy, mean]) < 1e-12
+    assert torch.equal(found.correct, correct)
 
 
 @pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
@@ -380,8 +344,8 @@ def test_a_frozen_head_passes_the_gradient_on() -> None:
     hidden, labels = randn(2, 13, WIDTH).requires_grad_(), labels_of(2, 13)
     for make in (linear, Deep):
         head = make().requires_grad_(False)
-        got = run(TiledHead(head, 4), hidden, labels)
-        assert worst(got, run(PlainHead(copy.deepcopy(head), PLAIN), hidden, labels)) < 1e-12
+        got = of_module(TiledHead(head, 4), hidden, number(0.25), labels)
+        assert worst(got, of_module(PlainHead(head, PLAIN), hidden, number(0.25), labels)) < 1e-12
         assert all(g is None for g in got[2:])
 
 
