@@ -21,6 +21,7 @@ import alstlib
 from alstlib import sizing
 from alstlib.config import RunConfig
 from alstlib.data.shard import shard_batch
+from alstlib.offload.ledger import Ledger
 from alstlib.runs import processes
 
 VOCAB = 96
@@ -120,6 +121,18 @@ def step(
     for grad in found.values() if ctx is not None and ctx.sp > 1 else ():
         torch.distributed.all_reduce(grad.div_(ctx.sp))  # type: ignore[union-attr]
     return out.mean.item(), found
+
+
+def peak(model: Any, batch: dict[str, Any], **options: Any) -> int:
+    """Device bytes that the third step of an attached model takes at most, besides what is there before it."""
+    with alstlib.apply(model, None, alstlib.Options(**options)) as handle, Ledger("cpu", [handle.store]) as ledger:
+        ledger.mark_host(())
+        for _ in range(3):
+            model.zero_grad()
+            ledger.start()
+            start = ledger.device_bytes
+            train(model, batch)
+        return ledger.device_peak - start
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

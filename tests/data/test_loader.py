@@ -398,15 +398,20 @@ def build_loader(kind, rank=0, world=1):
     return Stateful()
 
 
+def stopped(loader, count):
+    """The batches before a stop, the state there, and the other batches."""
+    stream = iter(loader)
+    taken = [next(stream) for _ in range(count)]
+    state = copy.deepcopy(loader.state_dict())
+    return taken, state, as_lists(stream)
+
+
 def _resume(rank, world, sp, kind, accumulation, stop):
     ctx = SPContext.create(sp)
     torch.manual_seed(100 + rank)
     loader = SPDataLoader(build_loader(kind, rank, world), ctx, accumulation)
     loader.set_epoch(2)
-    stream = iter(loader)
-    taken = [next(stream) for _ in range(stop)]
-    state = copy.deepcopy(loader.state_dict())
-    rest = as_lists(stream)
+    taken, state, rest = stopped(loader, stop)
     if kind != "stateful":
         state = json.loads(json.dumps(state))
 
@@ -491,11 +496,8 @@ def test_each_sample_comes_once_after_a_resume_whatever_draws_the_order(kind):
     np.random.seed(11)
     loader = _order(kind)
     for _ in range(2):  # in the second epoch the generators are further on
-        stream = iter(loader)
-        before = [next(stream) for _ in range(3)]
-        state = json.loads(json.dumps(loader.state_dict()))
-        rest = as_lists(stream)
-    again = _order(kind)
+        before, state, rest = stopped(loader, 3)
+    state, again = json.loads(json.dumps(state)), _order(kind)
     np.random.seed(5)
     numbers = np.random.get_state(legacy=False)["state"]["key"].copy()
     again.load_state_dict(state)
@@ -512,10 +514,7 @@ def test_each_sample_comes_once_after_a_resume_whatever_draws_the_order(kind):
 
 def test_data_that_changed_are_not_continued():
     rows = [make(i, 4 + i) for i in range(6)]
-    loader = SPDataLoader(Rows(rows), SPContext.create())
-    stream = iter(loader)
-    next(stream), next(stream)
-    state = loader.state_dict()
+    _, state, _ = stopped(SPDataLoader(Rows(rows), SPContext.create()), 2)
     for changed in (rows[1:], rows[:1]):
         again = SPDataLoader(Rows(changed), SPContext.create())
         again.load_state_dict(state)
@@ -524,12 +523,9 @@ def test_data_that_changed_are_not_continued():
 
 
 def test_a_stateful_loader_is_not_read_twice():
-    loader = SPDataLoader(Stateful(), SPContext.create())
-    stream = iter(loader)
-    for _ in range(4):
-        next(stream)
+    _, state, _ = stopped(SPDataLoader(Stateful(), SPContext.create()), 4)
     again = SPDataLoader(Stateful(), SPContext.create())
-    again.load_state_dict(loader.state_dict())
+    again.load_state_dict(state)
     assert len(list(again)) == 2
     assert again.dataloader.made == 2
 

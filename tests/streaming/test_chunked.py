@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import batch, make_model, plain_run, slopes, small_pages, step
+from cases import batch, make_model, peak, plain_run, slopes, small_pages, step
 from operators import EXACT, error_of, gradients, leaf, nan_memory, randn, worst
 from torch import Tensor, nn
 
@@ -230,25 +230,17 @@ def test_working_memory_is_of_the_chunk() -> None:
     their fp32 gradients); nothing of the MLP, queries or norms."""
     width, kv = 32, 16  # two key/value heads of 8
 
-    def peak(length: int, chunk: int | None) -> int:
+    def peak_of(length: int, chunk: int | None) -> int:
         gc.collect()  # models of earlier tests, which would be freed in between
         model = make_model("gqa", num_hidden_layers=3, intermediate_size=256, max_position_embeddings=2048)
-        sample = batch(length)
-        options = alstlib.Options(chunk=chunk, offload="sync", save_attention=True, tiled_mlp=False, tiled_loss=64)
-        with alstlib.apply(model, None, options) as handle, Ledger("cpu", [handle.store]) as ledger:
-            ledger.mark_host(())
-            step(model, sample)
-            step(model, sample)
-            ledger.start()
-            start = ledger.device_bytes
-            step(model, sample)
-            return ledger.device_peak - start
+        more = {"offload": "sync", "save_attention": True, "tiled_mlp": False, "tiled_loss": 64}
+        return peak(model, batch(length), chunk=chunk, **more)
 
     # per row: x (turns into its gradient), the gradient that came in, K, V, dK, dV, cos and sin, tokens and labels
     whole = 4 * (2 * width + 2 * kv + 2 * kv + 2 * 8) + 5 * 8
-    growth = (peak(1024, 64) - peak(512, 64)) / 512
+    growth = (peak_of(1024, 64) - peak_of(512, 64)) / 512
     assert growth < 1.1 * whole, (growth, whole)
-    assert (peak(1024, None) - peak(512, None)) / 512 > 3 * growth  # the reading can fail
+    assert (peak_of(1024, None) - peak_of(512, None)) / 512 > 3 * growth  # the reading can fail
 
 
 def test_kept_outputs_leave_the_device_with_their_chunk() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import zoo
 from cases import batch, make_model, same, small_pages, step, worst_error
+from operators import error_of
 from torch import Tensor
 from transformers import AttentionInterface
 
@@ -252,18 +253,17 @@ def test_a_score_of_the_user() -> None:
 
 
 def test_what_is_refused_and_what_is_said() -> None:
-    with pytest.raises(ValueError, match=r"sparse=8 must be"):
-        alstlib.Options(chunk=4, sparse=8)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="give chunk too"):
-        alstlib.Options(sparse=SPARSE)
-    for wrong in ({"top": -1}, {"top": 1, "page": 0}, {"top": 1, "score": 5}):
-        with pytest.raises(ValueError, match="must be"):
-            alstlib.Sparse(**wrong)  # type: ignore[arg-type]
     options = functools.partial(alstlib.Options, chunk=3)
-    with pytest.raises(ValueError, match=r"page=8 is not a multiple of chunk \* sp = 3 \* 1 tokens: use page=9"):
-        alstlib.apply(make_model(), options=options(sparse=SPARSE))
-    with pytest.raises(ValueError, match="every layer of MistralForCausalLM has a sliding window"):
-        alstlib.apply(zoo.build("mistral"), options=options(sparse=alstlib.Sparse(top=1)))
+
+    def attach(name: str, sparse: alstlib.Sparse) -> str:
+        return error_of(alstlib.apply, zoo.build(name), options=options(sparse=sparse))
+
+    assert "sparse=8 must be" in error_of(options, sparse=8)
+    assert "give chunk too" in error_of(alstlib.Options, sparse=SPARSE)
+    for wrong in ({"top": -1}, {"top": 1, "page": 0}, {"top": 1, "score": 5}):
+        assert "must be" in error_of(alstlib.Sparse, **wrong)
+    assert "page=8 is not a multiple of chunk * sp = 3 * 1 tokens: use page=9" in attach("llama", SPARSE)
+    assert "every layer of MistralForCausalLM has a sliding window" in attach("mistral", alstlib.Sparse(top=1))
     with alstlib.apply(zoo.build("gpt_oss"), options=options(sparse=alstlib.Sparse(top=1))) as handle:
         (note,) = [n for n in handle.notes if n.startswith("sparse")]
     assert "is approximated" in note
@@ -273,8 +273,6 @@ def test_what_is_refused_and_what_is_said() -> None:
 
 
 def test_a_model_without_softmax_over_keys_is_refused() -> None:
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    model = Qwen3NextForCausalLM(Qwen3NextConfig(**{**zoo.COMMON, "num_experts": 2, "head_dim": 8}))
-    with pytest.raises(ValueError, match="no layer of Qwen3NextForCausalLM has attention"):
-        alstlib.apply(model, options=alstlib.Options(chunk=4, sparse=SPARSE))
+    model = zoo.build_hybrid("qwen3_next", layer_types=["linear_attention"] * 2)
+    refused = error_of(alstlib.apply, model, options=alstlib.Options(chunk=4, sparse=SPARSE))
+    assert "no layer of Qwen3NextForCausalLM has attention" in refused
