@@ -17,6 +17,29 @@ import torch.distributed as dist
 from torch import nn
 
 
+def accelerator(device: torch.device) -> Any:
+    """PyTorch's module of a device that has streams, pinned memory, random numbers and an allocator of its own
+    (`torch.cuda` of CUDA); None for the CPU. Whatever is asked of a device is asked of this module."""
+    return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+
+
+def own_device() -> torch.device:
+    """The device of this rank: of PyTorch's accelerator, where one is there, that with the launcher's LOCAL_RANK; or
+    the CPU, also where the accelerator is Apple's, which has no streams and no process group."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type == "mps":
+        return torch.device("cpu")
+    return torch.device(found.type, int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def take_device() -> torch.device:
+    """Make `own_device` the current one of its kind; returns it."""
+    device = own_device()
+    if (here := accelerator(device)) is not None:
+        here.set_device(device)
+    return device
+
+
 @dataclass(frozen=True, kw_only=True)
 class SPContext:
     """One rank's place on the mesh of dp * sp ranks. `SPContext.create` makes it from the default process group."""
@@ -44,11 +67,14 @@ class SPContext:
 
     @property
     def wire(self) -> torch.device:
-        """The device of small tensors that all ranks exchange: the CPU, or the CUDA device where the process group can
-        send from CUDA only."""
-        if self.world_size == 1 or "cpu:" in dist.get_backend_config(self.world_group):
+        """The device of small tensors that all ranks exchange: the CPU, or the current device of the kind from which
+        alone the process group can send (`cuda` with NCCL)."""
+        if self.world_size == 1:
             return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
+        kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(self.world_group).split(",")]
+        if "cpu" in kinds:
+            return torch.device("cpu")
+        return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
     @property
     def own_group(self) -> SPContext:
@@ -67,8 +93,9 @@ class SPContext:
     def create(cls, sp: int = 1) -> SPContext:
         """The mesh over the default process group. Collective: every rank calls it with the same `sp`.
 
-        Under torchrun (or a launcher that sets the same variables) it first creates the process group if there is none:
-        with NCCL on this rank's GPU, or with gloo where there is no GPU. A single process works with `sp=1` only.
+        Under torchrun (or a launcher that sets the same variables) it first creates the process group if there is none,
+        with the backend that PyTorch has for this rank's device (`own_device`): NCCL for CUDA, gloo for the CPU. A
+        single process works with `sp=1` only.
 
         Raises:
             ValueError: `sp` is not a whole number of at least 1, does not divide the world size, or needs more
@@ -78,9 +105,7 @@ class SPContext:
             raise ValueError(f"sp={sp!r} must be a whole number of at least 1")
         launched = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
         if launched and dist.is_available() and not dist.is_initialized():
-            if cuda := torch.cuda.is_available():
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-            dist.init_process_group("nccl" if cuda else "gloo")
+            dist.init_process_group(dist.get_default_backend_for_device(take_device()))
         if not (dist.is_available() and dist.is_initialized()):
             if sp > 1:
                 raise ValueError(
@@ -149,14 +174,14 @@ def join(device: torch.device, seconds: float, group: str = "") -> None:
     """
     defaults, wait = dist.distributed_c10d, timedelta(seconds=seconds)
     defaults.default_pg_timeout = defaults.default_pg_nccl_timeout = wait
-    cuda, alone = device.type == "cuda", int(os.environ["WORLD_SIZE"]) == 1
-    bound = device if cuda and not alone else None  # groups of one rank are not split from a bound one
+    plain = accelerator(device) is None or int(os.environ["WORLD_SIZE"]) == 1
+    bound = None if plain else device  # groups of one rank are not split from a bound one
     own: dict[str, Any] = {}
     if group:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=wait)
         rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
         own = {"store": dist.PrefixStore(group, store), "rank": rank, "world_size": ranks}
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=wait, device_id=bound, **own)
+    dist.init_process_group(dist.get_default_backend_for_device(device), timeout=wait, device_id=bound, **own)
 
 
 def join_fake(ranks: int) -> None:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from alstlib.mesh import accelerator
+
 
 class Replay:
     """Random state, autocast and modes of a first pass, so that recomputing it draws the same dropout masks and dtypes.
@@ -29,8 +31,8 @@ class Replay:
         self.device = device
         self.modes = [] if module is None else [(m, m.training) for m in module.modules()]
         self.cpu_state = torch.get_rng_state()
-        own = device.type not in ("cpu", "meta")
-        self.device_state = torch.get_device_module(device).get_rng_state(device) if own else None
+        self.here = accelerator(device)
+        self.device_state = None if self.here is None else self.here.get_rng_state(device)
         kind = device.type
         self.autocast = (
             kind,
@@ -56,7 +58,7 @@ class Replay:
         with torch.random.fork_rng(devices=devices, device_type=kind), torch.autocast(*self.autocast):
             torch.set_rng_state(self.cpu_state)
             if self.device_state is not None:
-                torch.get_device_module(self.device).set_rng_state(self.device_state, self.device)
+                self.here.set_rng_state(self.device_state, self.device)
             for module, mode in switched:
                 module.training = mode
             try:

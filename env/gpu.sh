@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can tell, in order of information: the rows of papermill_runs/specs/gpu-*.yaml and the GPU
 # tests, each step in processes of its own with a time limit (env/gpu.py). OUT/page.md is written anew after each step:
-# what was expected, what came out, the log.
+# what was expected, what came out, the log. The first three answer in ten minutes: gradients equal to the CPU's, copies
+# beside kernels, the planner against the allocator.
 #   env/gpu.sh OUT                        all of it (how long it takes on a GPU has not been measured)
 #   env/gpu.sh OUT tests gpu-1m           only these, in this order; gpu-kernels/kernels-32K is one step
 #   env/gpu.sh OUT --dry-run              every step on a CPU, with a tiny model

@@ -21,10 +21,17 @@ import alstlib
 from alstlib import sizing
 from alstlib.config import RunConfig
 from alstlib.data.shard import shard_batch
+from alstlib.measure.verify import errors_of
 from alstlib.offload.ledger import Ledger
+from alstlib.reference import shift
 from alstlib.runs import processes
+from alstlib.ulysses import head_layouts
 
 VOCAB = 96
+Fields = dict[str, Any]
+"""Named values: of a batch, a config, or options."""
+Step = tuple[float, dict[str, Tensor]]
+"""The mean loss, and the gradients."""
 
 
 def config(kind: str = "gqa", **overrides: Any) -> Any:
@@ -69,29 +76,133 @@ def make_samples(
     return samples
 
 
-def each_document(sample: dict[str, Any]) -> list[dict[str, Any]]:
-    """The documents of a sample of one row that says their lengths, each a sample of its own; or the sample."""
+def each_document(sample: Fields) -> list[Fields]:
+    """The documents of all rows of a sample that says their lengths, each a sample of its own; or the sample."""
     if "document_lengths" not in sample:
         return [sample]
-    ids, labels = (sample[name].split(sample["document_lengths"][0], 1) for name in ("input_ids", "labels"))
-    return [{"input_ids": i, "labels": y} for i, y in zip(ids, labels)]
+    rows = zip(sample["input_ids"], sample["labels"], sample["document_lengths"])
+    return [
+        {"input_ids": ids[None], "labels": labels[None]}
+        for row, labels_of_row, lengths in rows
+        for ids, labels in zip(row.split(lengths), labels_of_row.split(lengths))
+    ]
 
 
-def plain_run(
-    model: PreTrainedModel, samples: list[dict[str, Tensor]], scale: float = 1.0
-) -> tuple[float, dict[str, Tensor]]:
-    """Loss (mean over all valid tokens of all samples) and gradients of plain transformers on one process."""
-    model = copy.deepcopy(model)
+def plain_run(model: Any, samples: list[Fields], scale: float = 1.0) -> Step:
+    """The oracle: plain transformers on one process, document by document: loss and gradients of the mean over all
+    labels of all samples and, of routers, the balance over all documents."""
+    model, total, routed = copy.deepcopy(model), torch.zeros((), dtype=torch.float64), []
     samples = [part for sample in samples for part in each_document(sample)]
-    shifted = [torch.nn.functional.pad(s["labels"][:, 1:], (0, 1), value=-100) for s in samples]
-    tokens = max(1, sum(int((y != -100).sum()) for y in shifted))
-    total = 0.0
+    shifted = [s["shift_labels"] if "shift_labels" in s else shift(s["labels"]) for s in samples]
+    tokens, config = max(1, sum(int((y != -100).sum()) for y in shifted)), model.config
     for sample, y in zip(samples, shifted):
-        logits = model(sample["input_ids"], position_ids=sample.get("position_ids"), use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="sum") / tokens
-        (loss * scale).backward()
-        total += loss.item()
-    return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        out = model(**{n: t for n, t in sample.items() if n in ("input_ids", "position_ids")}, use_cache=False)
+        logits = out.logits.to(torch.promote_types(out.logits.dtype, torch.float32)).flatten(0, 1)
+        total = total + nn.functional.cross_entropy(logits, y.flatten(), reduction="sum") / tokens
+        routed += [out.router_logits] if getattr(config, "output_router_logits", False) else []
+    if routed:
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        experts = getattr(config, "num_local_experts", None) or config.num_experts
+        joined: Any = tuple(torch.cat(parts) for parts in zip(*routed))
+        total = total + config.router_aux_loss_coef * load_balancing_loss_func(
+            joined, experts, config.num_experts_per_tok
+        )
+    (total * scale).backward()
+    return total.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+ALL_ON: Fields = {
+    "tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "offload": "async", "save_attention": True,
+}  # fmt: skip
+ALL_OFF: Fields = {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False}
+
+
+def tokens_of(length: int, rows: int = 1, seed: int = 0) -> Tensor:
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def sample_of(
+    length: int, rows: int = 1, seed: int = 5, documents: list[int] | None = None, ignored: slice = slice(0)
+) -> Fields:
+    """An unsharded sample of so many rows, with the lengths of its documents; some labels do not count."""
+    ids = tokens_of(length, rows, seed)
+    labels = ids.clone()
+    labels[:, ignored] = -100
+    return {"input_ids": ids, "labels": labels, **({"document_lengths": [documents] * rows} if documents else {})}
+
+
+def batch_of(length: int, seed: int = 0, rows: int = 1, ignored: slice = slice(0)) -> Fields:
+    """A whole batch of one rank, of one document in each row."""
+    ids = tokens_of(length, rows, seed)
+    labels = shift(ids)
+    labels[:, ignored] = -100
+    return {"input_ids": ids, "position_ids": torch.arange(length)[None], "shift_labels": labels}
+
+
+def attach(model: Any, ctx: alstlib.SPContext | None = None, **options: Any) -> alstlib.Handle:
+    return alstlib.apply(model, ctx, alstlib.Options(**options))
+
+
+def gradients(model: nn.Module, world: int = 1) -> dict[str, Tensor]:
+    """Copies of every gradient; of several ranks their average, which an engine makes."""
+    of = {n: p for n, p in model.named_parameters() if p.grad is not None or (world > 1 and p.requires_grad)}
+    found = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in of.items()}
+    for grad in found.values() if world > 1 else ():
+        torch.distributed.all_reduce(grad)
+        grad /= world
+    return found
+
+
+def step(
+    model: Any, batch: Fields, ctx: alstlib.SPContext | None = None, block: int | None = None,
+    seed: int | None = None,
+) -> Step:  # fmt: skip
+    """A step of an attached model, whole or block by block; of a sample, that of this rank's slice."""
+    model.zero_grad()
+    if seed is not None:
+        torch.manual_seed(seed)
+    if "shift_labels" not in batch:
+        batch = shard_batch(batch, ctx.sp if ctx else 1, ctx.sp_rank if ctx else 0)
+    if block:
+        out = alstlib.block_step(model, batch, ctx, block)
+    else:
+        out = alstlib.causal_lm_loss(model, batch, ctx)
+        out.loss.backward()
+    return out.mean.item(), gradients(model, ctx.world_size if ctx else 1)
+
+
+def own_step(model: Any, **given: Any) -> Step:
+    """A step that calls the model itself, attached or not, with what a user gives it."""
+    model.zero_grad()
+    loss = model(**given).loss
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def plain_step(model: Any, data: Fields, seed: int | None = None) -> Step:
+    """The same of plain transformers, from a sample or a whole batch."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    return plain_run(model, [data])
+
+
+def step_errors(got: Step, want: Step) -> tuple[float, float, str]:
+    """Relative errors of the loss and of the worst gradient, and its name; one that only one has must be zero."""
+    both = ((got[1], want[1]), (want[1], got[1]))
+    found = worst_error(*({n: g for n, g in one.items() if n in other or g.any()} for one, other in both))
+    return abs(got[0] - want[0]) / abs(want[0]), *found
+
+
+def check_step(got: Step, want: Step, loss: float = 1e-6, gradient: float = 1e-5) -> None:
+    loss_error, error, name = step_errors(got, want)
+    assert loss_error < loss, (got[0], want[0])
+    assert error < gradient, (error, name)
+
+
+def on_ranks(pools: Any, world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """The results of all ranks; of one rank, from this process."""
+    return pools(world)(fn, *args) if world > 1 else [fn(0, 1, *args)]
 
 
 def batch(
@@ -108,19 +219,6 @@ def train(model: Any, batch: dict[str, Any], ctx: alstlib.SPContext | None = Non
     out = alstlib.causal_lm_loss(model, batch, ctx)
     out.loss.backward()
     return out
-
-
-def step(
-    model: Any, batch: dict[str, Any], ctx: alstlib.SPContext | None = None, seed: int = 0
-) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of an attached model, whose dropout this seed draws; gradients are averaged over its ranks."""
-    torch.manual_seed(seed)
-    model.zero_grad()
-    out = train(model, batch, ctx)
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    for grad in found.values() if ctx is not None and ctx.sp > 1 else ():
-        torch.distributed.all_reduce(grad.div_(ctx.sp))  # type: ignore[union-attr]
-    return out.mean.item(), found
 
 
 def peak(model: Any, batch: dict[str, Any], **options: Any) -> int:
@@ -171,6 +269,31 @@ def slopes(model: PreTrainedModel, batch: dict[str, Tensor], block: int | None =
     return slope, (loss_at(1e-6) - loss_at(-1e-6)) / 2e-6
 
 
+def passes(patch: pytest.MonkeyPatch, model: Any) -> dict[str, list[int]]:
+    """Tokens through the MLP, the query's weights and the attention of each layer, added up while the model runs."""
+    layers = model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
+    found, now, kernel = (
+        {n: [0] * len(layers) for n in ("mlp", "query", "attention")},
+        [0],
+        head_layouts.attention_forward,
+    )
+    for i, layer in enumerate(layers):
+
+        def count(module: nn.Module, args: Any, out: Tensor, i: int = i, mlp: Any = layer.mlp) -> None:
+            now[0] = i
+            found["mlp" if module is mlp else "query"][i] += out.shape[1]
+
+        for module in (layer.mlp, layer.attn.c_attn if hasattr(layer, "attn") else layer.self_attn.q_proj):
+            module.register_forward_hook(count)
+
+    def attention_forward(*args: Any, **kwargs: Any) -> Any:
+        found["attention"][now[0]] += args[1].shape[2]
+        return kernel(*args, **kwargs)
+
+    patch.setattr(head_layouts, "attention_forward", attention_forward)
+    return found
+
+
 @contextlib.contextmanager
 def small_pages(keys: int = 1) -> Iterator[None]:
     """Pages of so many keys or a chunk, however short that is."""
@@ -180,10 +303,9 @@ def small_pages(keys: int = 1) -> Iterator[None]:
 
 
 def worst_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:
-    """Largest error of a gradient relative to its norm; names must agree. The floor is 1e-6 of the largest norm."""
+    """Largest error of a gradient (`errors_of`), and whose it is; names must agree."""
     assert set(got) == set(want), set(got) ^ set(want)
-    floor = max(float(w.norm()) for w in want.values()) * 1e-6
-    errors = {n: float((got[n].double() - w.double()).norm()) / max(float(w.norm()), floor) for n, w in want.items()}
+    errors = errors_of(got, want)
     name = max(errors, key=errors.__getitem__)
     return errors[name], name
 

@@ -218,6 +218,24 @@ def plain(*settings: tuple[str, Any]) -> Run:
     return train(0, 1, "plain", **dict(settings))
 
 
+def run(rank: int, world: int, how: str, engine: str, settings: dict[str, Any]) -> Run:
+    return train(rank, world, how, engine, **settings)
+
+
+def check_runs(runs: list[Run], want: Run, after: int = 0, bound: float = 1e-5) -> None:
+    """Every rank's run is the other one after a step."""
+    for got in runs:
+        found = errors(got, want, after)
+        assert max(found.values()) < bound, found
+
+
+def as_one_process(pool: Any, settings: dict[str, Any], engine: str = "ddp", **ours: Any) -> list[Run]:
+    """Trains on a pool as the plain Trainer does in one process; returns the runs of its ranks."""
+    runs = pool(run, "ours", engine, {**settings, **ours})
+    check_runs(runs, train(0, 1, "plain", **settings))
+    return runs
+
+
 def errors(got: Run, want: Run, after: int = 0) -> dict[str, float]:
     """Largest relative errors after a step: of what is logged, and of all weights together."""
     mine = {(line["step"], "eval_loss" in line): line for line in got["logs"]}

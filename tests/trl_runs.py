@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import tempfile
 from typing import Any
 
@@ -131,3 +132,33 @@ def errors(got: Run, want: Run, after: int = 0) -> dict[str, float]:
     both = [(got["weights"][n].double() - w.double(), w.double()) for n, w in want["weights"].items()]
     square = sum(float(d.square().sum()) for d, _ in both) / sum(float(w.square().sum()) for _, w in both)
     return {**found, "weights": square**0.5}
+
+
+def check_runs(
+    runs: list[Run], want: Run, after: int = 0, without: tuple[str, ...] = (), bound: float = 1e-5
+) -> set[str]:
+    """Every rank's run is the other one after a step; returns the names of what was compared."""
+    names: set[str] = set()
+    for got in runs:
+        found = errors(got, want, after)
+        names = {name for name in found if name not in without}
+        assert max(found[name] for name in names) < 1e-5, found
+    return names
+
+
+def run(rank: int, world: int, how: str, trainer: str, engine: str, settings: dict[str, Any]) -> Run:
+    return train(rank, world, how, trainer, engine, **settings)
+
+
+@functools.cache
+def plain(trainer: str, settings: str) -> Run:
+    """One process, once for each choice of settings, which are JSON."""
+    return run(0, 1, "plain", trainer, "ddp", json.loads(settings))
+
+
+def as_one_process(
+    pool: Any, trainer: str, settings: dict[str, Any], engine: str = "ddp", without: tuple[str, ...] = (), **ours: Any
+) -> set[str]:
+    """Trains on a pool as the plain trainer does in one process; returns the names of what was compared."""
+    runs = pool(run, "ours", trainer, engine, {**settings, **ours})
+    return check_runs(runs, plain(trainer, json.dumps(settings)), 0, without)

@@ -131,6 +131,13 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overri
     return model.train()
 
 
+def small(config: str, **fields: Any) -> Any:
+    """A model of any config, as transformers initializes it."""
+    torch.manual_seed(0)
+    made = getattr(transformers, config)(**{**COMMON, **fields})
+    return transformers.AutoModelForCausalLM.from_config(made).train()
+
+
 def build_hybrid(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A model whose every gradient counts, and whose states last."""
     kind, fields = {**HYBRIDS, **MORE_HYBRIDS}[name]

@@ -11,11 +11,9 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 
+from alstlib.figures.lines import MANY, NAMED, PALETTE, apart, look, look_of_many, name_lines
 from alstlib.units import format_bytes, format_tokens
 
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
-"""Okabe and Ito's colours, which people with any colour vision can tell apart."""
-MARKERS = "osD^vPX"
 PAGE = 8.5  # inches that JupyterLab has for an output on a laptop with its side bar open
 AREAS = (*PALETTE, "#F0E442", "#999999", "#882255")
 """Colours of parts that lie on each other: more of them, so that no two parts differ only by a hatch."""
@@ -33,11 +31,6 @@ def _axes(width: float, height: float, columns: int = 1, rows: int = 1, **kwargs
     return figure, axes
 
 
-def _look(i: int) -> dict[str, str]:
-    """Colour and marker of the i-th line: after 7 each colour comes again with another marker."""
-    return {"color": PALETTE[i % 7], "marker": MARKERS[(i + i // 7) % 7]}
-
-
 def data_uri(figure: Figure, dpi: int) -> str:
     """The figure as a PNG in a `data:` address."""
     file = io.BytesIO()
@@ -53,7 +46,7 @@ def _finish(figure: Figure) -> Figure:
 def draw_lines(axes: Any, series: Mapping[str, Mapping[Any, float]]) -> None:
     """One marked line for each name."""
     for i, (name, points) in enumerate(series.items()):
-        axes.plot(list(points), list(points.values()), label=name, **_look(i))
+        axes.plot(list(points), list(points.values()), label=name, **look(i))
 
 
 def draw_areas(
@@ -144,7 +137,7 @@ def peaks(
         x, y = zip(*points)
         hollow = i == len(tried) - 1  # the last may lie on the one before it
         style = {"linestyle": ":", "markersize": 11, "fillstyle": "none"} if hollow else {"linewidth": 1.2}
-        axes.plot(x, [b / 2**20 for b in y], label=name, **_look(i), **style)
+        axes.plot(x, [b / 2**20 for b in y], label=name, **{**style, **look_of_many(i, len(tried))})
     if budget:
         axes.axhline(budget / 2**20, color="#666666", linestyle="--", linewidth=1)
         axes.text(0.6, budget / 2**20, "budget", ha="left", va="bottom", color="#666666", fontsize=8,
@@ -153,7 +146,7 @@ def peaks(
     axes.set_ylabel(ylabel)
     if zero:
         axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=9)
+    name_lines(axes, list(tried))
     return _finish(figure)
 
 
@@ -164,11 +157,11 @@ def parity(losses: Mapping[str, Sequence[float]]) -> Figure:
     first = losses[names[0]]
     steps = range(1, len(first) + 1)
     for i, name in enumerate(names):
-        style = {"linestyle": "-" if i == 0 else "none", "markersize": 7 if i == 0 else 3.5, **_look(i)}
+        style = {"linestyle": "-" if i == 0 else "none", "markersize": 7 if i == 0 else 3.5, **look(i)}
         top.plot(steps, losses[name], label=name, fillstyle="none" if i == 0 else "full", **style)
         if i:
             gap = [abs(a - b) / abs(b) for a, b in zip(losses[name], first)]
-            bottom.semilogy(steps, [max(g, 1e-9) for g in gap], markersize=4, **_look(i))
+            bottom.semilogy(steps, [max(g, 1e-9) for g in gap], markersize=4, **look(i))
     top.set_ylabel("loss [nats per token]")
     top.legend(frameon=False)
     bottom.axhline(1e-5, color="#666666", linestyle="--", linewidth=1)
@@ -186,7 +179,7 @@ def memory_curves(curves: Mapping[str, Sequence[int]], title: str = "") -> Figur
         peak = max(range(len(curve)), key=curve.__getitem__)
         y = [b / 2**20 for b in curve]
         label = f"{name}: peak {format_bytes(curve[peak])}"  # a number in the plot would lie on other lines
-        axes.plot(x, y, linewidth=1.2, markevery=[peak], label=label, **_look(i))
+        axes.plot(x, y, linewidth=1.2, markevery=[peak], label=label, **look(i))
     axes.set_xlabel("progress of each line [share of its allocations]")
     axes.set_ylabel("live device memory [MiB]")
     axes.set_title(title, loc="left")
@@ -293,6 +286,7 @@ def versus(
     draw_lines(axes, series)
     ticks = sorted({x for points in series.values() for x in points})
     axes.set_xscale(**({"value": "log", "base": 2} if ticks[0] > 0 else {"value": "linear"}))
+    ticks = apart(ticks, ticks[0] > 0) if len(ticks) > NAMED else ticks
     axes.set_xticks(ticks, [format_tokens(round(x)) if x == round(x) else f"{x:g}" for x in ticks], fontsize=9)
     axes.minorticks_off()
     axes.set(xlabel=xlabel, ylabel=ylabel)
@@ -348,7 +342,7 @@ def paired(
     for i, name in enumerate(names):
         values, y = [pair[i] for pair in rows.values()], [row + 0.2 * (2 * i - 1) for row in range(len(rows))]
         if log:
-            axes.plot(values, y, linestyle="none", label=name, **_look(i))
+            axes.plot(values, y, linestyle="none", label=name, **look(i))
             for x, at in zip(values, y):
                 axes.text(x, at, f"   {show(x)}", va="center", fontsize=8)
             continue
@@ -374,16 +368,19 @@ def training(
     """Loss against the optimizer step: the first run as a line, others as hollow markers on it; `marks` names steps.
     With `evaluation`, its losses of some runs, all runs are lines, and evaluations have markers on dashed ones."""
     figure, axes = _axes(7, 3.6)
+    most = MANY // 2 if evaluation else MANY  # runs: each may have two lines
     for i, (name, points) in enumerate(runs.items()):
-        line = i == 0 or evaluation
+        line, its = i == 0 or evaluation, look_of_many(i, len(runs), most)
         style: Any = {"linewidth": 1.5, "marker": ""} if line else {"linestyle": "none", "fillstyle": "none"}
-        axes.plot(list(points), list(points.values()), label=name, **{**_look(i), **style})
+        style = {} if len(runs) > most else style
+        axes.plot(list(points), list(points.values()), label=name, **{**its, **style})
+        dashed = {"linestyle": "--", "marker": its["marker"] or "."}
         if found := (evaluation or {}).get(name):
-            axes.plot(list(found), list(found.values()), label=f"{name}, evaluation", linestyle="--", **_look(i))
+            axes.plot(list(found), list(found.values()), label=f"{name}, evaluation", **{**its, **dashed})
     draw_marks(axes, marks, 0.02)
     axes.set(xlabel="optimizer step", ylabel="loss [nats per token]")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(frameon=False, fontsize=9)
+    name_lines(axes, list(runs), most)
     return _finish(figure)
 
 

@@ -95,6 +95,7 @@ class StateWays:
 
 def _slowest(handle: Handle) -> tuple[Rates, bool]:
     """Rates of the slowest rank's GPU, those of an H100 where none is known, and whether a group spans nodes."""
+    # the table of rates knows NVIDIA's GPUs by their names
     known = rates_named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     rates, ctx = known or rates_of("H100"), handle.ctx
     local = 0 if emulated(ctx.sp_group) else int(os.environ.get("LOCAL_WORLD_SIZE", 0))

@@ -300,6 +300,7 @@ def choose_backend(
 
 
 def _major(device: torch.device, capability: int | None) -> int:
+    """First number of the compute capability of one of NVIDIA's GPUs; that of the simulation, where it has one."""
     return torch.cuda.get_device_capability(device)[0] if capability is None else capability
 
 

@@ -23,6 +23,7 @@ import alstlib
 from alstlib.config import RunConfig
 from alstlib.data.shard import WHOLE, shard_batch
 from alstlib.measure.simulate import decoder_layers
+from alstlib.mesh import accelerator
 from alstlib.offload.ledger import Ledger
 from alstlib.planner.model_states import GATHERED, Sizes, model_states
 from alstlib.runs import results
@@ -60,7 +61,7 @@ class Emulation(Job):
         parameters = sum(p.numel() for p in self.model.parameters()) + self.per_layer * (self.depth - len(self.layers))
         self.ballast = ballast(run, parameters, 2 if self.bf16 else 4)
         self.weight = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in self.ballast.values() if n]
-        put_liger(run, self.model, self.cuda)
+        put_liger(run, self.model, self.gpu)
         self.handle = alstlib.apply(self.model, self.ctx, run_options(run))
         self.ledger = Ledger(self.device, [self.handle.store], run.device_memory)
 
@@ -92,7 +93,8 @@ class Emulation(Job):
                 seconds["step"] = [time.perf_counter() - began]
             if i == 0:
                 peak, host, wire = self.ledger.device_peak, self.ledger.host_peak, self.handle.wire_bytes
-                reserved = torch.cuda.max_memory_reserved(self.device) if self.cuda else None
+                here = accelerator(self.device)
+                reserved = None if here is None else here.max_memory_reserved(self.device)
                 self.ledger.close()
             times.append({name: sum(values) for name, values in seconds.items()})
             took = times[-1]["step"]

@@ -26,7 +26,8 @@ from torch import Tensor
 from alstlib.config import RunConfig
 from alstlib.kernels.backends import choose_backend
 from alstlib.measure.time_kernels import time_kernel
-from alstlib.mesh import gather_text
+from alstlib.mesh import accelerator, gather_text
+from alstlib.offload.host_store import numa_node
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.step_time import ADAM_BYTES
 from alstlib.runs.processes import cores
@@ -50,7 +51,8 @@ class Rates(Job):
 
     def __init__(self, run: RunConfig, out: Path) -> None:
         super().__init__(run, out)
-        self.kind, self.world = self.device.type, dist.get_world_size()
+        self.here, self.world = accelerator(self.device), dist.get_world_size()
+        self.kind = "cpu" if self.here is None else "cuda"
         self.shape = read_shape(run.model, run.model_config)
         self.local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
         self.gone = {"context": self._gone()}
@@ -59,12 +61,12 @@ class Rates(Job):
 
     def _gone(self) -> int:
         """Device bytes that are gone, other than tensors."""
-        if not self.cuda:
+        if self.here is None:
             return 0
         torch.zeros(1, device=self.device)
-        torch.cuda.synchronize()
-        free, whole = torch.cuda.mem_get_info()
-        return whole - free - torch.cuda.memory_reserved()
+        wait_for(self.device)
+        free, whole = self.here.mem_get_info(self.device)
+        return whole - free - self.here.memory_reserved(self.device)
 
     def seconds(self, step: Callable[[], Any]) -> float:
         """The median of a few, after one that warms up; ranks begin together."""
@@ -91,13 +93,14 @@ class Rates(Job):
                 rates[key] = self.every(value)
         links = self.links()
         hosts = gather_text(f"{socket.gethostname()} {self._numa()}", self.device)
-        free = host_free()
+        free, here = host_free(), self.here
+        nvidia = self.device.type == "cuda"  # others have no such numbers of what they can
         return {
             "tokens_per_step": 0, "step_seconds": [], "dtype": str(self.dtype).removeprefix("torch."),
-            "device_name": torch.cuda.get_device_name(self.device) if self.cuda else platform.machine() + " CPU",
-            "capability": torch.cuda.get_device_capability(self.device)[0] if self.cuda else 0,
+            "device_name": platform.machine() + " CPU" if here is None else here.get_device_name(self.device),
+            "capability": torch.cuda.get_device_capability(self.device)[0] if nvidia else 0,
             "ranks": self.world, "ranks_of_node": self.local, "nodes": node_count(self.world),
-            "gpu_memory": torch.cuda.get_device_properties(self.device).total_memory if self.cuda else None,
+            "gpu_memory": None if here is None else here.get_device_properties(self.device).total_memory,
             "host_memory": None if free is None else int(min(self.every(free))),
             "overheads": {name: int(max(self.every(nbytes))) for name, nbytes in self.gone.items()},
             "rates": rates, "links": links, "places": hosts, **self.about(), "seconds": time.monotonic() - began,
@@ -133,12 +136,12 @@ class Rates(Job):
     def copies(self) -> dict[str, float]:
         """Bytes a second, each way, of all ranks at once; from memory that is not pinned too."""
         here = torch.empty(MESSAGE[self.kind], dtype=torch.uint8, device=self.device)
-        pinned = torch.zeros(MESSAGE[self.kind], dtype=torch.uint8, pin_memory=self.cuda)
+        pinned = torch.zeros(MESSAGE[self.kind], dtype=torch.uint8, pin_memory=self.gpu)
         found = {
             "to_host": here.numel() / self.seconds(lambda: pinned.copy_(here, non_blocking=True)),
             "from_host": here.numel() / self.seconds(lambda: here.copy_(pinned, non_blocking=True)),
         }
-        if self.cuda:
+        if self.gpu:
             paged = torch.zeros(MESSAGE[self.kind], dtype=torch.uint8)
             found["from_host_not_pinned"] = here.numel() / self.seconds(lambda: here.copy_(paged))
         return {**found, "host": min(found["to_host"], found["from_host"])}
@@ -189,25 +192,22 @@ class Rates(Job):
     def about(self) -> dict[str, Any]:
         """What may explain a low rate."""
         return {
-            "torch": torch.__version__, "cuda": torch.version.cuda, "driver": _driver() if self.cuda else None,
+            "torch": torch.__version__, "cuda": torch.version.cuda, "driver": _driver() if self.gpu else None,
             "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
             "cores": cores(),
         }  # fmt: skip
 
     def _numa(self) -> str:
-        """The NUMA nodes of this rank's GPU and of the cores that it may use, as `gpu/cores`; `-` is not known."""
-        gpu, cores = "-", "-"
+        """The NUMA nodes of this rank's GPU (NVIDIA's) and of the cores that it may use, as `gpu/cores`; `-` is not
+        known."""
+        gpu, cores = numa_node(self.device.index) if self.device.type == "cuda" else None, "-"
         with contextlib.suppress(OSError, AttributeError, IndexError):
-            if self.cuda:
-                about: Any = torch.cuda.get_device_properties(self.device)
-                bus = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
-                gpu = Path(f"/sys/bus/pci/devices/{bus}/numa_node").read_text().strip()
             mine, on = os.sched_getaffinity(0), []
             for node in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
                 if mine & set(_cores((node / "cpulist").read_text())):
                     on.append(node.name.removeprefix("node"))
             cores = ",".join(on) or "-"
-        return f"{gpu}/{cores}"
+        return f"{'-' if gpu is None else gpu}/{cores}"
 
     def _random(self, *sizes: int) -> Tensor:
         return torch.randn(*sizes, device=self.device, dtype=self.dtype)

@@ -101,7 +101,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def peak_over_start(step: Callable[[], Any], device: torch.device, stores: Sequence[HostStore] = ()) -> int:
-    """Largest number of live bytes over those at the start, by CUDA's allocator or the ledger's count of storages.
+    """Largest number of live bytes over those at the start, by the device's allocator or the ledger's count
+    of storages.
 
     Not by the profiler's allocation events on a CPU: it misses what gloo's threads release, which adds tens of MiB, in
     one step more than in the next.
@@ -138,7 +139,7 @@ class Alone(Job):
         if look:
             found |= self.look(sample)
         self.say(f"{where}: {steps} steps that are timed")
-        return found, [timed(lambda: self.stack.step(sample)) for _ in range(steps)], self.pids
+        return found, [timed(lambda: self.stack.step(sample), self.device) for _ in range(steps)], self.pids
 
     def look(self, sample: dict[str, Tensor]) -> dict[str, Any]:
         """What a step needs, in steps that are not timed. Memory last: ZeRO-3's prefetching settles after about three
@@ -247,8 +248,8 @@ class Comparison(Job):
         if run.search and run.device_memory is None:
             raise ValueError("search=True needs device_memory: the budget over what is there at the start of a step")
         # On a CPU, processes are forked from one that has imported what they need. CUDA does not live through a fork.
-        self.processes: Any = multiprocessing.get_context("spawn" if self.cuda else "forkserver")
-        if not self.cuda:
+        self.processes: Any = multiprocessing.get_context("spawn" if self.gpu else "forkserver")
+        if not self.gpu:
             self.processes.set_forkserver_preload(["deepspeed", "alstlib.measure.peers"])
         self.started = 0
 
@@ -284,7 +285,7 @@ class Comparison(Job):
             one["tokens_per_second"] = length * one["sequences"] / statistics.median(one["step_seconds"])
         config = model_config(run.model, run.model_config, run.trust_remote_code)
         floor_of = floor_step(config, length, dist.get_world_size(), self.device, self.bf16)
-        floor = [timed(floor_of) for _ in range(3)]
+        floor = [timed(floor_of, self.device) for _ in range(3)]
         first = made[run.peers[0]]
         flos = results.flos(length, length, **self.flops())
         return {

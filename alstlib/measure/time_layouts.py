@@ -85,7 +85,7 @@ class Costs(Job):
         pace = Pace(self.say, f"timing {len(steps)} kinds", run.steps)
         for i in range(run.steps):
             for name, step in steps.items():
-                made[name]["step_seconds"].append(timed(step))
+                made[name]["step_seconds"].append(timed(step, self.device))
             pace(i + 1)
         first = next(iter(made.values()))
         return {

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -117,10 +118,11 @@ def attached_step(handle: alstlib.Handle, data: Mapping[str, Any], block: int | 
 
 
 def errors_of(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[str, float]:
-    """Error of each gradient relative to its norm, whose floor is 1e-6 of the largest norm; infinite where plain
-    transformers has none and it is not zero."""
+    """Error of each gradient relative to its norm, whose floor is 1e-6 of the largest norm; infinite where it is not a
+    number, which `max` would pass over, and where plain transformers has none and it is not zero."""
     floor = max(float(w.norm()) for w in want.values()) * 1e-6
     errors = {n: float((got[n].double() - w.double()).norm()) / max(float(w.norm()), floor) for n, w in want.items()}
+    errors = {n: float("inf") if math.isnan(error) else error for n, error in errors.items()}
     return errors | {n: float("inf") for n, g in got.items() if n not in want and bool(g.any())}
 
 

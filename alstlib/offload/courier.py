@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.offload.host_store import HostStore, accelerator
+from alstlib.mesh import accelerator
+from alstlib.offload.host_store import HostStore
 
 
 class Arrival:

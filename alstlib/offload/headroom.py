@@ -6,17 +6,19 @@ import math
 
 import torch
 
+from alstlib.mesh import accelerator
+
 SHARE = 0.9
 """Of the memory that is free, what is counted on: allocators leave gaps."""
 
 
 def device_memory(device: torch.device) -> tuple[int, int, int] | None:
     """Bytes (allocated now, at the highest so far, free for this process) of a device; None where nobody counts."""
-    if device.type != "cuda":
+    if (here := accelerator(device)) is None:
         return None
-    allocated = torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated
-    return allocated, torch.cuda.max_memory_allocated(device), free
+    allocated = here.memory_allocated(device)
+    free = here.mem_get_info(device)[0] + here.memory_reserved(device) - allocated
+    return allocated, here.max_memory_allocated(device), free
 
 
 class Headroom:

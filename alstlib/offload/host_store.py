@@ -27,15 +27,11 @@ import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
 
+from alstlib.mesh import accelerator
 from alstlib.sizing import host_free
 
 Mode = Literal["none", "sync", "async"]
 MODES = ("none", "sync", "async")
-
-
-def accelerator(device: torch.device) -> Any:
-    """PyTorch's module of a device that has streams and pinned memory (`torch.cuda` of CUDA); None for the CPU."""
-    return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
 
 
 class HostOutOfMemory(MemoryError):
@@ -50,7 +46,8 @@ def host_available() -> int:
 
 @functools.cache
 def numa_node(device: int, buses: str = "/sys/bus/pci/devices") -> int | None:
-    """The NUMA node that a GPU is attached to; None where this cannot be known, or where there is only one."""
+    """The NUMA node that one of NVIDIA's GPUs is attached to, by its PCI bus; None where this cannot be known, or where
+    there is only one."""
     about: Any = torch.cuda.get_device_properties(device)
     try:
         bus = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
@@ -88,7 +85,8 @@ class _Slab:
 
     def __init__(self, nbytes: int, pin: torch.device | None) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NO_RESERVE if sys.platform == "linux" else 0)
-        self.mapped = mapped = mmap.mmap(-1, max(1, nbytes), flags=flags)
+        mapped = mmap.mmap(-1, max(1, nbytes), flags=flags)
+        self.mapped: Any = mapped
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             with contextlib.suppress(AttributeError, OSError):  # a system without it
                 mapped.madvise(getattr(mmap, advice))
@@ -98,9 +96,14 @@ class _Slab:
             here = accelerator(pin)
             if pin.type == "cuda" and (node := numa_node(here.current_device())) is not None:
                 prefer_node(self.bytes.data_ptr(), self.bytes.numel(), node)
-            failed = here.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
-            if int(failed):
-                raise HostOutOfMemory(f"cannot pin {nbytes:,} bytes of host memory (CUDA error {int(failed)})")
+            if hasattr(here, "cudart"):
+                failed = here.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
+                if int(failed):
+                    raise HostOutOfMemory(f"cannot pin {nbytes:,} bytes of host memory (CUDA error {int(failed)})")
+            else:  # PyTorch pins memory that is there with CUDA's runtime alone: for others its allocator gives it
+                pinned = torch.empty(max(1, nbytes), dtype=torch.uint8, device="cpu", pin_memory=True)
+                self.mapped = pinned.numpy()
+                self.bytes = torch.frombuffer(self.mapped, dtype=torch.uint8)
             self.pinned_for = here
 
     def view(self, like: Tensor) -> Tensor:
@@ -121,7 +124,8 @@ class _Slab:
     def __del__(self) -> None:
         if (here := getattr(self, "pinned_for", None)) is not None:
             here.synchronize()  # a copy may still run
-            here.cudart().cudaHostUnregister(self.bytes.data_ptr())
+            if hasattr(here, "cudart"):
+                here.cudart().cudaHostUnregister(self.bytes.data_ptr())
 
 
 def _without_gaps(x: Tensor) -> Tensor:
@@ -145,6 +149,8 @@ class Ticket:
     def __init__(self, store: HostStore, after: Ticket | None = None) -> None:
         self.store = store
         self.kept: list[tuple[Tensor, _Slab | None]] = []  # (host tensor, slab), or (device tensor, None)
+        self.sent: Any = None
+        """The event after which all of it is on the host; None where nothing has to be waited for."""
         self.fetched: tuple[list[Tensor], Any] | None = None
         if after is None:
             self.next, store.latest = store.latest, weakref.ref(self)
@@ -221,7 +227,8 @@ class HostStore:
         out.wait_stream(compute)
         with here.stream(out):
             host.copy_(x, non_blocking=True)
-        self._leaving.append((x, out.record_event()))  # x lives until its copy is done, in the compute stream's order
+        ticket.sent = out.record_event()
+        self._leaving.append((x, ticket.sent))  # x lives until its copy is done, in the compute stream's order
         while len(self._leaving) > 2:
             _, done = self._leaving.pop(0)
             compute.wait_event(done)
@@ -257,9 +264,10 @@ class HostStore:
                 tensor.copy_(host)
             ticket.fetched = (tensors, None)
             return
-        out, back = self.streams(device)
+        _, back = self.streams(device)
         back.wait_stream(here.current_stream(device))  # the buffers' memory may still be in use there
-        back.wait_stream(out)
+        if ticket.sent is not None:  # and not for all that is leaving: sums of pages may have been sent since
+            back.wait_event(ticket.sent)
         with here.stream(back):
             for tensor, (host, _) in zip(tensors, ticket.kept):
                 tensor.copy_(host, non_blocking=True)

@@ -1,8 +1,8 @@
 """The byte ledger counts how much device and host memory a run takes, on a GPU or on a CPU that stands in for one.
 
-On CUDA the device peak comes from PyTorch's allocator. On a CPU an instrument watches every operation and counts the
-storages alive: what a GPU would hold. Host memory is what checkpoint stores have taken and what an engine keeps on the
-host (`mark_host`), which on a CPU is taken out of the device's count.
+The device peak comes from the allocator of the device (CUDA's or another's). On a CPU an instrument watches every
+operation and counts the storages alive: what a GPU would hold. Host memory is what checkpoint stores have taken and
+what an engine keeps on the host (`mark_host`), which on a CPU is taken out of the device's count.
 
 With a budget, a CPU run stops with `DeviceOutOfMemory` at the operation that goes beyond it, as a GPU would. The
 instrument costs time for each operation: time steps without it. Workspaces inside an operator are not seen (they are
@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from alstlib.mesh import accelerator
 from alstlib.offload.host_store import HostStore
 
 
@@ -146,7 +147,7 @@ class Ledger:
     Args:
         device: the run's device.
         stores: checkpoint stores whose bytes are host memory.
-        budget: device bytes after which a run ends with `DeviceOutOfMemory` (on CUDA: PyTorch's OutOfMemoryError).
+        budget: device bytes after which a run ends with `DeviceOutOfMemory` (not on a CPU: PyTorch's OutOfMemoryError).
         record: keep the curve of live device bytes (CPU only), for a figure.
         place: says where in the model an operation runs (CPU only), so that `peak_places` can tell bytes apart.
     """
@@ -162,11 +163,12 @@ class Ledger:
         place: Callable[[], str] | None = None,
     ) -> None:
         device = torch.device(device)
-        if device.type == "cuda" and device.index is None:  # PyTorch limits the memory of a numbered device only
-            device = torch.device("cuda", torch.cuda.current_device())
+        self._here = accelerator(device)
+        if self._here is not None and device.index is None:  # PyTorch limits the memory of a numbered device only
+            device = torch.device(device.type, self._here.current_device())
         self.device, self.stores, self.budget = device, list(stores), budget
         self._place = place
-        self._cpu = self.instrument(None, record) if self.device.type == "cpu" else None
+        self._cpu = self.instrument(None, record) if self._here is None else None
         self._watching = False
         self._engine_host: list[Tensor] = []
 
@@ -196,13 +198,13 @@ class Ledger:
                 self._cpu.__exit__(None, None, None)
             self._watching = False
         else:
-            self._limit_cuda(None)
+            self._limit(None)
 
-    def _limit_cuda(self, budget: int | None) -> None:
+    def _limit(self, budget: int | None) -> None:
         """Let PyTorch's allocator hand out `budget` bytes of the device, or all of them."""
-        total = torch.cuda.get_device_properties(self.device).total_memory
+        total = self._here.get_device_properties(self.device).total_memory
         share = 1.0 if budget is None else min(1.0, budget / total)
-        torch.cuda.set_per_process_memory_fraction(share, self.device)
+        self._here.set_per_process_memory_fraction(share, self.device)
 
     def mark_host(self, tensors: Iterable[Tensor]) -> None:
         """These tensors live on the host: an engine's offloaded optimizer state or weights, and stores' slabs."""
@@ -221,8 +223,8 @@ class Ledger:
         for store in self.stores:
             store.peak_nbytes = store.nbytes
         if self._cpu is None:
-            self._limit_cuda(self.budget)
-            torch.cuda.reset_peak_memory_stats(self.device)
+            self._limit(self.budget)
+            self._here.reset_peak_memory_stats(self.device)
         else:
             self._cpu.budget = self.budget
             self._cpu.peak, self._cpu.curve = self._cpu.bytes, []
@@ -230,11 +232,11 @@ class Ledger:
 
     @property
     def device_bytes(self) -> int:
-        return self._cpu.bytes if self._cpu is not None else torch.cuda.memory_allocated(self.device)
+        return self._cpu.bytes if self._cpu is not None else self._here.memory_allocated(self.device)
 
     @property
     def device_peak(self) -> int:
-        return self._cpu.peak if self._cpu is not None else torch.cuda.max_memory_allocated(self.device)
+        return self._cpu.peak if self._cpu is not None else self._here.max_memory_allocated(self.device)
 
     @property
     def host_peak(self) -> int:

@@ -170,7 +170,8 @@ def activations(
     single = run.tiled_mlp and not chunked and (not mlp if shape.experts else sizes["M"] >= rows)
     once = mlp and dtype == "fp32" and sizes["M"] >= rows and not chunked
     kernel = kernel_of(shape, run, device, capability)
-    taken = kernel_workspace(shape, kernel, sizes["C"] if chunked else rows) if workspace and device == "cuda" else 0.0
+    called = sizes["C"] if chunked else rows
+    taken = kernel_workspace(shape, kernel, called, run.packed) if workspace and device == "cuda" else 0.0
     beside = beside_form(shape, kernel, ranks, rows * ranks, rows, sizes["C"] if chunked else None, element)
 
     def adjust(place: str, kinds: Kinds, found: dict[str, float]) -> None:

@@ -14,6 +14,10 @@ from alstlib.sizing import kv_needed
 
 FLASH_2 = ("flash", "flash_attention_2")
 """Kernels of flash-attn 2: PyTorch's and its own."""
+FLASH_2_BLOCK = 128
+"""Rows by which its sum of dQ is longer for each document."""
+DOCUMENT = 1024
+"""Tokens that a document of a packed sample is taken to have: how many there are is known when the data are read."""
 ITSELF = ("cudnn", *FLASH_2, "flash_attention_3", "flash_attention_4")
 """Kernels (`backends.BACKENDS`) that take windows themselves, or leave them to one that does. Those that take soft caps
 are among them."""
@@ -52,14 +56,17 @@ def beside_form(
     return copies + made + sums
 
 
-def kernel_workspace(shape: Shape, kernel: str, rows: float) -> float:
+def kernel_workspace(shape: Shape, kernel: str, rows: float, packed: bool = False) -> float:
     """Bytes that a GPU's attention backward takes for itself: dQ summed in fp32 (flash-attn and cuDNN both), and with
-    flash-attn 2 the gradients of keys and values of each query head, before they are summed."""
+    flash-attn 2 the gradients of keys and values of each query head, before they are summed. cuDNN leaves the documents
+    of `packed` samples to flash-attn 2, whose dQ is longer by a block for each document."""
     if kernel == "blockwise":
         return 0.0
     queries = rows * shape.heads * shape.head_dim
-    expanded = (kernel in FLASH_2 or shape.windowed) and shape.kv_heads < shape.heads
-    return 4 * queries + (2 * 2 * queries if expanded else 0)
+    documents = packed and kernel in ("cudnn", *FLASH_2)
+    expanded = (kernel in FLASH_2 or documents or shape.windowed) and shape.kv_heads < shape.heads
+    more = FLASH_2_BLOCK / DOCUMENT * queries if documents else 0
+    return 4 * (queries + more) + (2 * 2 * queries if expanded else 0)
 
 
 def latent_sizes(shape: Shape) -> dict[str, float]:

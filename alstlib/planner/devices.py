@@ -61,6 +61,22 @@ def least_free() -> int | None:
     return None
 
 
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Variables with the settings of PyTorch's allocators."""
+EXACT = "pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1"
+"""Settings (of torch since 2.13) by which pinned memory of more than 1 MiB has the size that was asked for, and not the
+next power of two. Both, because the allocator takes all blocks that it keeps for ones that it has rounded."""
+
+
+def pins_exactly() -> bool:
+    """Whether the ranks' pinned memory is not rounded: torch knows the settings, and no others were given."""
+    given = [os.environ[name] for name in ALLOCATOR if name in os.environ]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        major, minor = importlib.metadata.version("torch").split(".")[:2]
+        return (int(major), int(minor)) >= (2, 13) and all(EXACT in settings for settings in given)
+    return True
+
+
 def _first_visible() -> str:
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     return first if first.isdigit() else "0"

@@ -11,6 +11,8 @@ from alstlib.config import RunConfig
 
 ZERO_DEFAULT = 500_000_000
 """Elements of DeepSpeed's buckets where nothing is said, as in the paper; up to twice as many stay gathered."""
+SUB_GROUP = 1_000_000_000
+"""Elements of a rank's shard that stage 3 steps on at a time, as DeepSpeed has them by default."""
 WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, BUCKETS, COPIES = (
     "weights", "gathered weights", "gradients", "optimizer", "buckets", "copies of buckets",
 )  # fmt: skip
@@ -31,6 +33,8 @@ class Sizes:
     """Of a decoder layer."""
     embedding: int
     """Of the embedding (and the head)."""
+    largest: int = 0
+    """Of the largest tensor that is trained."""
     trainable: int | None = None
     """Of what is trained, such as an adapter; None: all parameters."""
 
@@ -51,12 +55,15 @@ class States:
 
 
 def model_states(
-    run: RunConfig, sizes: Sizes, world: int, element: int, bucket: int | None = None, reduced: int | None = None
-) -> States:
+    run: RunConfig, sizes: Sizes, world: int, element: int, bucket: int | None = None, reduced: int | None = None,
+    rounded: bool = False,
+) -> States:  # fmt: skip
     """What a model takes on each of `world` ranks.
 
     ZeRO keeps fp32 weights and AdamW's two moments (12 bytes per parameter). With the optimizer on the host, gradients
-    go there too, with an fp32 copy for its step.
+    go there too, with an fp32 copy for its step. Stages 1 and 2 also have a buffer there, and one on the device, for
+    the largest gradient; stage 2 keeps the gradients of earlier micro-batches once more. On the host DeepSpeed pins all
+    of this but the moments and stage 3's fp32 weights.
 
     Under stage 3 a device holds its shards, the bucket in which gradients are reduced, and the weights that are
     gathered. DeepSpeed gathers weights ahead until two buckets of them are there (`stage3_max_live_parameters`), the
@@ -79,7 +86,12 @@ def model_states(
         bucket: elements of a bucket; by default `zero_bucket`, for our engine. A number means DeepSpeed's defaults:
             gradients are reduced on a stream of their own, whose two copies of the bucket the allocator keeps for it.
         reduced: bytes of an element in those copies; by default `element`.
+        rounded: pinned host memory has powers of two (`devices.pins_exactly`).
     """
+
+    def pinned(nbytes: int) -> int:
+        return 1 << (nbytes - 1).bit_length() if rounded and nbytes else nbytes
+
     parameters = sizes.parameters
     trained = parameters if sizes.trainable is None else sizes.trainable
     shard, whole = -(-parameters // world), element * parameters
@@ -100,18 +112,21 @@ def model_states(
     most = whole + (buffer if ours and ahead and run.chunk is not None else 0)
     alone = world == 1 and not run.offload_params  # what is gathered is the shard
     reduces = world > 1 or stage == 3
+    largest = element * sizes.largest if away and stage < 3 else 0
     device = {
         WEIGHTS: 0 if run.offload_params else weights,
         GATHERED: min(most, gathered) if stage == 3 and not alone else 0,
-        GRADIENTS: gradients if not away else element * trained if stage == 1 else 0,
+        GRADIENTS: gradients if not away else largest + {1: element * trained, 2: largest}.get(stage, 0),
         OPTIMIZER: 0 if away else optimizer,
-        BUCKETS: buffer if reduces else 0,
+        BUCKETS: buffer if world > 1 or stage else 0,  # stages 1 and 2 fill it on a single rank too
         COPIES: 2 * min(buffer, whole) // element * (reduced or element) if reduces and bucket is not None else 0,
     }
+    steps = [SUB_GROUP] * (part // SUB_GROUP) + [part % SUB_GROUP] if stage == 3 else [part]
+    earlier = element * part if stage == 2 and run.accumulation > 1 else 0
     host = {
-        WEIGHTS: weights if run.offload_params else 0,
-        OPTIMIZER: optimizer if away else 0,
-        GRADIENTS: (element + 4) * part if away else 0,
+        WEIGHTS: pinned(weights) if run.offload_params else 0,
+        OPTIMIZER: (8 * part + (4 * part if stage == 3 else pinned(4 * part))) if away else 0,
+        GRADIENTS: sum(map(pinned, (element * part, *(4 * n for n in steps), largest))) + earlier if away else 0,
     }
     head = max(element * sizes.embedding, live if ahead else 0)
     early = needed + buffer if alike and not ahead else gathered

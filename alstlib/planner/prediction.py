@@ -15,6 +15,7 @@ from typing import Any
 
 from alstlib.config import RunConfig
 from alstlib.planner.activations import Activations, activations, element_bytes, reference_activations
+from alstlib.planner.devices import pins_exactly
 from alstlib.planner.hybrids import way_of
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
@@ -114,11 +115,13 @@ def states(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours")
     engine of its sequence parallelism, whose gradients are then reduced in fp32 by default."""
     adapter = None if run.lora is None else shape.adapter_parameters(run.lora)
     sizes = Sizes(
-        parameters=shape.parameters, layer=shape.layer_parameters, embedding=shape.embedding, trainable=adapter
+        parameters=shape.parameters, layer=shape.layer_parameters, embedding=shape.embedding, trainable=adapter,
+        largest=shape.largest_tensor if adapter is None else 0,
     )  # fmt: skip
     paper = {"bucket": ZERO_DEFAULT, "reduced": 4 if (run.sp or machine.gpus) > 1 else None}
     of = paper if preset == "paper" else {}
-    return model_states(run, sizes, machine.gpus, element_bytes(run, machine.device), **of)
+    rounded = machine.device == "cuda" and not pins_exactly()
+    return model_states(run, sizes, machine.gpus, element_bytes(run, machine.device), rounded=rounded, **of)
 
 
 def loading(shape: Shape, run: RunConfig, machine: Machine) -> Loading:

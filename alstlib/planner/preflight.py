@@ -48,6 +48,7 @@ def as_metrics(found: Prediction, machine: Machine) -> dict[str, Any]:
         "step_seconds": found.seconds["step"] if rates_known(machine) else None,
         "device_peak_bytes": found.device_peak,
         "device_bytes": found.device,
+        "allocated_bytes": found.device_peak - sum(machine.overhead().values()),
         "host_peak_bytes": found.host_peak - found.host.get("process", 0),
         "host_bytes": found.host,
     }

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from alstlib.config import RunConfig
+from alstlib.planner import devices
 from alstlib.planner.gpus import rates_named
-from alstlib.runs import launch
+from alstlib.runs import launch, workers
 from alstlib.units import GIB, format_bytes
 
 HELP = "measure this machine's rates and memory and say what looks wrong; `alst plan --machine` uses the result"
@@ -48,12 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", default="alst_machine", metavar="FOLDER", help="the folder of the result (default: %(default)s)"
     )
+    parser.add_argument("--force", action="store_true", help="start many more ranks than cores, too")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def check(args: argparse.Namespace) -> int:
     """The command; its exit status is EXIT's."""
     run = launch.resolve(RunConfig(row="check", model=args.model, world_size=args.ranks, sp=0))
+    if not args.force:
+        workers.check_ranks(run.world_size, 1, devices.device_count(), "ranks")
     show = None if args.json else launch.progress_printer()
     try:
         result = launch.launch(run, args.out, worker=WORKER, on_progress=show, force=True)

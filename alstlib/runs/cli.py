@@ -32,7 +32,7 @@ from alstlib.runs import (
     workers,
 )
 from alstlib.runs.notebooks import execute, watch_cells
-from alstlib.runs.processes import WARNED, warnings_call
+from alstlib.runs.processes import WARNED, allow_open_files, warnings_call
 from alstlib.runs.progress import Plain, Printer, ProgressReader
 from alstlib.runs.sweeps import Spec, check_parameters, load_spec, papermill_line, select, shown, write_record
 from alstlib.units import format_seconds
@@ -120,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
     here = cluster.here(args.nodes, args.node_rank, args.head)
     spec = load_spec(args.spec, args.out, nodes=args.nodes or here.count)
     names = select(spec, args.rows)
+    allow_open_files()
     if args.allow_dropped:
         rows = {row: config.replace(allow_dropped=True) for row, config in spec.rows.items()}
         spec = dataclasses.replace(spec, rows=rows)
@@ -135,7 +136,8 @@ def run(args: argparse.Namespace) -> int:
     if here.rank:
         return 0 if args.dry_run else follower.follow(meeting, here, args.patience, args.grace)
     for row in () if args.force or submits else names:
-        workers.check_ranks(spec.rows[row], launch.node_count(spec.rows[row], spec.nodes), devices.device_count())
+        count = launch.node_count(spec.rows[row], spec.nodes)
+        workers.check_ranks(spec.rows[row].world_size, count, devices.device_count())
     print(f"{spec.name}: {len(names)} row{'s' * (len(names) != 1)}, results in {shown(spec.out)}", flush=True)
     if args.dry_run:
         for row in names:

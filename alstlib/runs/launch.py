@@ -27,6 +27,7 @@ from alstlib.runs import cluster, locks, results, workers
 from alstlib.runs.nodes import LOST, Followers, Meeting, NodeError, this_meeting
 from alstlib.runs.processes import (
     WARNED,
+    allow_open_files,
     ask_where,
     die_with_parent,
     oom_kills,
@@ -298,12 +299,13 @@ def launch(
     out, config = Path(out).resolve(), resolve(config, nnodes)
     if not force and (done := finished(config, out)):
         return done
+    allow_open_files()
     workers.check(config, worker)
     if trains := worker in workers.TRAINING:
         check_model(config.model)
     gpus = devices.device_count()
     if not force:
-        workers.check_ranks(config, nnodes, gpus)
+        workers.check_ranks(config.world_size, nnodes, gpus)
     foreseen = workers.planned(config, worker, gpus)
     followers = Followers(meeting if nnodes > 1 else Meeting(), (out / WARNED).touch)
     with locks.hold(out), warnings_call((out / WARNED).touch), sigterm_interrupts(), followers:

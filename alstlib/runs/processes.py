@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -29,6 +30,9 @@ ANSWER_SECONDS = 1.0
 """That a rank has to write down where it is."""
 STOPPED = "Tt"
 """States of a process that was stopped, by a signal or a debugger."""
+OPEN_FILES = 256
+"""That a process may have open, at least: a kernel that may open 40 ends without a word, and with 60 it hangs."""
+MORE_FILES = "allow more with `ulimit -n 4096`"
 GRACE_SECONDS = 35.0  # longer than the 30 s that torchrun gives its ranks
 
 # Runs before torchrun, in its process: `preexec_fn` would run Python between fork and exec of a threaded kernel.
@@ -70,6 +74,22 @@ def die_with_parent() -> None:
 def cores() -> int:
     """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def allow_open_files() -> None:
+    """Let this process, and all that it starts, have `OPEN_FILES` open at least.
+
+    Raises:
+        ValueError: that is more than it may allow.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < OPEN_FILES:  # no limit is -1, or a very large number
+        raise ValueError(
+            f"a process may have {soft} files open here, and a run needs {OPEN_FILES}: {MORE_FILES}, where "
+            "`ulimit -Hn` says that a shell may"
+        )
+    if 0 <= soft < OPEN_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, hard))
 
 
 def seconds_left() -> float:

@@ -309,8 +309,8 @@ def _losses(plots: Any, found: Results, table: Results) -> tuple[Any, str, str] 
     what = same_data if alike else "The loss of each optimizer step."
     if evaluation:
         what += (
-            " Markers show the loss on documents that the model is not trained on. Where it rises, training has gone "
-            "on too long."
+            " Dashed lines show the loss on documents that the model is not trained on. Where it rises, training has "
+            "gone on too long."
         )
         ends += "; of the evaluation, " + ", ".join(f"{n} {list(p.values())[-1]:.3f}" for n, p in evaluation.items())
     by_step = {n: _by_step(r["metrics"], "") for n, r in losses.items()}

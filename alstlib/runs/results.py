@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.config import PAPER_ROWS, ROWS, RunConfig
+from alstlib.runs.processes import MORE_FILES
 from alstlib.units import format_bytes, format_seconds, format_tokens
 
 SCHEMA_VERSION = 1
@@ -97,6 +98,8 @@ def new_result(
     `error` holds type, message and log_tail, and `rank` where the error is that of one rank. `device` is the device's
     name.
     """
+    if error and os.strerror(errno.EMFILE) in str(error.get("message")):
+        error = {**error, "message": f"{error['message']}: {MORE_FILES}"}
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": run_id(config),
@@ -136,6 +139,17 @@ def check_result(result: Mapping[str, Any], source: str = "result") -> None:
             raise ValueError(f"{source} has {name}={result.get(name)!r}, not one of {', '.join(known)}")
 
 
+METRICS: dict[str, Any] = {
+    **dict.fromkeys(("step_seconds", "loss", "loss_steps", "eval_loss", "eval_steps", "notes", "tried"), list),
+    **dict.fromkeys(("device_peak_bytes", "host_peak_bytes"), list),
+    **dict.fromkeys(("flos", "tflops", "predicted"), dict),
+    **dict.fromkeys(("seq_len", "tokens_per_step"), int | float),
+}  # fmt: skip
+"""The JSON types of what tables and figures take of the metrics."""
+MORE: dict[str, Any] = {"notes": object, "tried": object, "predicted": int | float | dict | None}
+"""What is in those that hold other things than numbers."""
+
+
 def write_result(path: str | os.PathLike[str], result: Mapping[str, Any]) -> None:
     """Write `result.json` atomically. NaN and infinities become null; `metrics.nonfinite` lists where they were.
 
@@ -163,6 +177,13 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as e:
         raise ValueError(f"{path} is not JSON: {e}") from e
     check_result(result, str(path))
+    for name in METRICS.keys() & result["metrics"]:
+        value, known = result["metrics"][name], MORE.get(name, int | float | None)
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if not isinstance(value, METRICS[name] | None) or not all(isinstance(part, known) for part in parts):
+            raise ValueError(f"{path} has metrics.{name}={value!r:.60}, which no run writes")
+    if not isinstance(result.get("row"), str | None):
+        raise ValueError(f"{path} has row={result['row']!r:.60}, which is not a name")
     return result
 
 

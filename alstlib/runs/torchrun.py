@@ -58,8 +58,9 @@ def environment(run: str, ranks: int, extra: Mapping[str, str] | None = None, nn
     }
     if not devices.device_count():
         defaults["DS_ACCELERATOR"] = "cpu"
-    elif not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(env):
-        defaults |= dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "expandable_segments:True")
+    elif not set(devices.ALLOCATOR) & set(env):
+        exact = [devices.EXACT] if devices.pins_exactly() else []
+        defaults |= dict.fromkeys(devices.ALLOCATOR, ",".join(["expandable_segments:True", *exact]))
     return {**defaults, **env}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from alstlib.planner.command import fields_of
 from alstlib.planner.configs import check_model
 from alstlib.runs.spawn import run_on_ranks
+from alstlib.runs.workers import check_ranks
 from alstlib.units import parse_quantity
 
 HELP = "check on the CPU, with a small copy of a model, that its gradients equal those of plain transformers"
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="set a field of the model's config, such as attn_pdrop=0; may be given several times",
     )  # fmt: skip
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
+    parser.add_argument("--force", action="store_true", help="start many more ranks than cores, too")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
@@ -74,6 +76,8 @@ def verify(args: argparse.Namespace) -> int:
     """The command; its exit status is EXIT's."""
     if args.sp < 1:
         raise ValueError(f"sp={args.sp} must be at least 1")
+    if not args.force:
+        check_ranks(args.sp, 1, 0, "sp")
     options = {n: v for n in ("chunk", "block", "offload", "attention") if (v := getattr(args, n)) is not None}
     question = {
         "model": args.model, "sp": args.sp, "options": options | fields_of(args.set, "--set"),

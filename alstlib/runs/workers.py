@@ -73,18 +73,18 @@ def _secrets(fields: Mapping[str, Any]) -> Iterator[str]:
             yield from _secrets(value)
 
 
-def check_ranks(run: RunConfig, nodes: int, gpus: int) -> None:
-    """Refuse a resolved run on so many nodes that would start many more ranks than this machine has cores; `gpus` are
-    those of a node.
+def check_ranks(ranks: int, nodes: int, gpus: int, given: str = "world_size") -> None:
+    """Refuse to start many more ranks, on so many nodes, than this machine has cores; `gpus` are those of a node, and
+    `given` is what the number was given as.
 
     Raises:
         ValueError: it names the most ranks.
     """
-    each, most = run.world_size // nodes, RANKS_OF_A_CORE * cores()
+    each, most = ranks // nodes, RANKS_OF_A_CORE * cores()
     if not gpus and each > most:
         raise ValueError(
-            f"world_size={run.world_size} would start {each:,} processes on a machine with {cores()} cores; give at "
-            f"most {most * nodes}. force=True (--force) runs it all the same"
+            f"{given}={ranks} would start {each:,} processes on a machine with {cores()} cores; give at most "
+            f"{most * nodes}. force=True (--force) runs it all the same"
         )
 
 

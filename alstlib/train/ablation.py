@@ -25,7 +25,7 @@ from alstlib.config import RunConfig
 from alstlib.data.corpus import load_corpus
 from alstlib.data.loader import SampleOrder
 from alstlib.data.samples import collate, make_samples
-from alstlib.mesh import gather_text
+from alstlib.mesh import accelerator, gather_text
 from alstlib.offload.ledger import Ledger, ran_out
 from alstlib.runs import results
 from alstlib.runs.progress import Pace, Progress, ProgressReader
@@ -61,14 +61,14 @@ class Trainer(Job):
         self.corpus = load_corpus(run.data)
         self.vocabulary = model.config.get_text_config().vocab_size
         self.tokenizer = self.tokenizer_for(self.corpus, self.vocabulary)
-        put_liger(run, model, self.cuda)
+        put_liger(run, model, self.gpu)
         self.handle = alstlib.apply(model, self.ctx, run_options(run))
         torch.manual_seed(run.seed + 1 + self.rank)  # dropout masks differ between shards
         self.engine = initialize(run, model, self.bf16, self.say, arrival)
         budget = run.device_memory
-        if budget is None and self.cuda and run.search:
+        if budget is None and self.gpu and run.search:
             # a margin for what the allocator does not count: context, communication buffers, fragments
-            budget = int(0.93 * torch.cuda.get_device_properties(self.device).total_memory)
+            budget = int(0.93 * accelerator(self.device).get_device_properties(self.device).total_memory)
         self.ledger = Ledger(self.device, [self.handle.store], budget)
         self.samples: dict[int, Any] = {}
         events = ProgressReader(self.progress.path).read() if run.search else []
@@ -196,9 +196,12 @@ class Trainer(Job):
         where there are none in the last."""
         watched = 1 if self.run.search else min(WATCHED, self.run.steps)  # a search has made steps already
         peaks: list[list[int]] = []
+        reserved: dict[str, int] = {}
 
         def unwatch() -> None:
             peaks.extend(self.gather(self.ledger.device_peak, self.ledger.host_peak))
+            if (here := accelerator(self.device)) is not None:
+                reserved["reserved"] = here.max_memory_reserved(self.device)
             if self.device.type == "cpu":
                 self.ledger.close()
 
@@ -214,8 +217,12 @@ class Trainer(Job):
         flos = results.flos(seq_len, tokens, **self.flops)
         seconds = statistics.median(timed)
         per_rank = {k: v / seconds / self.ctx.world_size / 1e12 for k, v in flos.items()}
+        predicted = self.predicted(ABLATION, self.ctx, seq_len)
+        if planned := predicted.get("allocated_bytes"):  # by how much it is above what the allocator says
+            said = {"allocated": max(device for device, _ in peaks), **reserved}
+            predicted |= {f"{name}_percent": 100 * (planned / nbytes - 1) for name, nbytes in said.items()}
         return {
-            "predicted": self.predicted(ABLATION, self.ctx, seq_len),
+            "predicted": predicted,
             "seq_len": seq_len,
             "tokens_per_step": tokens,
             "tokens_per_second": tokens / seconds,
@@ -223,6 +230,7 @@ class Trainer(Job):
             "loss": made["loss"],
             "valid_tokens": made["valid_tokens"],
             "device_peak_bytes": [device for device, _ in peaks],
+            "device_reserved_bytes": list(reserved.values()),
             "host_peak_bytes": [host for _, host in peaks],
             "wire_bytes": made["wire_bytes"][-1],
             "flos": flos,

@@ -13,7 +13,7 @@ from torch import Tensor
 from alstlib.config import RunConfig, check_names
 from alstlib.hf.handle import Handle
 from alstlib.hf.support import check_shared
-from alstlib.mesh import ATTACHED
+from alstlib.mesh import ATTACHED, accelerator, own_device
 from alstlib.planner.model_states import zero_bucket
 from alstlib.train import operators
 from alstlib.train.loading import Arrival, place
@@ -58,7 +58,7 @@ def engine_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]
         "contiguous_gradients": True,
         "overlap_comm": False,
     }
-    pin = torch.cuda.is_available()
+    pin = accelerator(own_device()) is not None
     if run.zero_stage == 3:
         ahead = bucket if run.prefetch else 0
         zero |= {"stage3_prefetch_bucket_size": ahead, "stage3_param_persistence_threshold": 10_000}

@@ -57,9 +57,9 @@ BOUND = frozenset({"steps", "zero_stage", "fsdp", "eval_data", "lora", "trainer"
 engine has its own files, and a share that is kept back changes the data."""
 
 
-def engine_of(run: RunConfig, cuda: bool) -> str:
+def engine_of(run: RunConfig, gpu: bool) -> str:
     """`ddp`, `fsdp2`, or `zero0` to `zero3`."""
-    return "ddp" if not cuda else "fsdp2" if run.fsdp else f"zero{run.zero_stage}"
+    return "ddp" if not gpu else "fsdp2" if run.fsdp else f"zero{run.zero_stage}"
 
 
 def settings(run: RunConfig, engine: str, bf16: bool, folder: Path, deepspeed: dict[str, Any]) -> dict[str, Any]:
@@ -97,11 +97,11 @@ class FineTune(Job):
 
     def __init__(self, run: RunConfig, out: Path) -> None:
         super().__init__(run, out)
-        self.engine = engine_of(run, self.cuda)
+        self.engine = engine_of(run, self.gpu)
         if self.engine == "ddp" and self.bf16:
             raise ValueError("dtype='bf16' needs a GPU: on a CPU fine-tuning is in fp32 (dtype='auto')")
         self.check_writable()
-        self.notes = [] if self.cuda else [ON_CPU]
+        self.notes = [] if self.gpu else [ON_CPU]
         config = model_config(run.model, run.model_config, run.trust_remote_code)
         self.vocabulary = config.get_text_config().vocab_size
         self.say(f"reading data '{run.data}' and the tokenizer")
@@ -177,7 +177,7 @@ class FineTune(Job):
         run = self.run
         self.say(f"loading {run.model}")
         arrival = load_on_first(run, self.dtype, self.device)
-        put_liger(run, arrival.model, self.cuda)
+        put_liger(run, arrival.model, self.gpu)
         deepspeed = engine_config(run, sum(p.numel() for p in arrival.model.parameters()), self.bf16)
         place(arrival, deepspeed if self.engine.startswith("zero") else {"zero_optimization": {"stage": 0}})
         args = SFTConfig(**settings(run, self.engine, self.bf16, self.out / "checkpoints", deepspeed))
@@ -328,7 +328,7 @@ class Watch(TrainerCallback):
         self.ends.append(time.perf_counter())
         self.seconds.append(self.ends[-1] - self.began)
         self.tokens.append(self.job.trainer._total_train_tokens - self.seen)
-        if len(self.seconds) == WATCHED and not self.job.cuda:
+        if len(self.seconds) == WATCHED and not self.job.gpu:
             self.close()
         if self.job.run.checkpoint_every and state.global_step < state.max_steps:
             needs = 1.2 * max(self.seconds[-10:]) + 2 * self.saving + 1

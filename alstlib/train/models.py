@@ -145,7 +145,7 @@ def flop_dimensions(model: PreTrainedModel) -> dict[str, int]:
     return {"dense_params": sum(inside.values()), "heads": heads, "head_dim": width, "layers": config.num_hidden_layers}
 
 
-def put_liger(run: RunConfig, model: PreTrainedModel, cuda: bool) -> None:
+def put_liger(run: RunConfig, model: PreTrainedModel, gpu: bool) -> None:
     """Put Liger's norm, RoPE and SwiGLU kernels into a run's model, before `apply`, where `liger` says so: tiles then
     run them. (The paper had to leave SwiGLU out with tiled MLPs.) Its fused loss is `Options.liger_loss`.
 
@@ -157,10 +157,10 @@ def put_liger(run: RunConfig, model: PreTrainedModel, cuda: bool) -> None:
     """
     wanted, kind = run.liger, model.config.model_type
     if wanted == "auto":
-        if cuda and run.tiled_loss and kind in liger_knows():
+        if gpu and run.tiled_loss and kind in liger_knows():
             liger_kernels(model)
     elif wanted:
-        if not cuda:
+        if not gpu:
             raise ValueError(f"liger={wanted!r} needs a GPU; use liger='auto', which takes Liger's kernels on one")
         if kind not in (known := liger_knows()):
             what = f"does not know the model_type {kind}" if known else "is not installed"

@@ -27,7 +27,7 @@ from torch.distributed import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from alstlib.config import RunConfig
-from alstlib.mesh import gather_text
+from alstlib.mesh import accelerator, gather_text
 from alstlib.offload.host_store import host_available
 from alstlib.train.engine import Told, silent
 from alstlib.train.files import (
@@ -93,7 +93,7 @@ class Saver:
         self.wait(told)
         began, held = time.monotonic(), HeldState(self.engine)
         pieces = {name: held.own(name) for name in held.names()}
-        rng = [get().numpy().tobytes().hex() for get in _rng()[0]]
+        rng = [of.get_rng_state().numpy().tobytes().hex() for of in _generators(self.engine.device)]
         content = {
             "schema_version": SCHEMA_VERSION,
             "step": step,
@@ -217,8 +217,8 @@ def load_state(
             note += f"; a step takes the samples of {groups[1]} groups and not of {groups[0]}, so that losses differ"
         log.log(logging.INFO if dist.get_rank() else logging.WARNING, note)
     if then["ranks"] == now["ranks"]:
-        for put, saved in zip(_rng()[1], mine["rng"]):
-            put(torch.frombuffer(bytearray.fromhex(saved), dtype=torch.uint8))
+        for of, saved in zip(_generators(device), mine["rng"]):
+            of.set_rng_state(torch.frombuffer(bytearray.fromhex(saved), dtype=torch.uint8))
     else:
         note += "; random numbers, such as dropout's, begin anew"
     return {"step": state["step"], "history": state["history"], "place": place, "loader": mine["loader"], "note": note}
@@ -248,11 +248,10 @@ def _check_fits(state: Mapping[str, Any], engine: Any, run: RunConfig, held: Hel
 # Between ranks
 
 
-def _rng() -> tuple[list[Any], list[Any]]:
-    """What reads and what sets the states of the random generators."""
-    count = 1 + torch.cuda.is_available()
-    getters: list[Any] = [torch.get_rng_state, torch.cuda.get_rng_state]
-    return getters[:count], [torch.set_rng_state, torch.cuda.set_rng_state][:count]
+def _generators(device: torch.device) -> list[Any]:
+    """Modules whose `get_rng_state` and `set_rng_state` are of the random generators: the CPU's and the device's."""
+    here = accelerator(device)
+    return [torch] if here is None else [torch, here]
 
 
 def _configuration(engine: Any, run: RunConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from alstlib.config import RunConfig
 from alstlib.data.corpus import get_tokenizer, has_tokenizer
 from alstlib.data.formats import only_tokens
-from alstlib.mesh import SPContext, gather_text, join, join_fake
+from alstlib.mesh import SPContext, accelerator, gather_text, join, join_fake, own_device, take_device
 from alstlib.offload.ledger import ran_out
 from alstlib.planner import devices
 from alstlib.planner.machine import machine_of
@@ -34,13 +34,14 @@ LONGEST_SECONDS = 30 * 86400.0
 
 
 def this_device() -> tuple[torch.device, bool]:
-    """This rank's device, and whether it is a GPU.
+    """This rank's device, and whether it is a GPU (or another accelerator).
 
     Raises:
         ValueError: the driver has GPUs that PyTorch cannot use: the run would train on the CPU instead.
     """
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), True
+    if (device := own_device()).type != "cpu":
+        return device, True
+    # a GPU of NVIDIA's, which the driver lists without PyTorch
     if torch.version.cuda and (listed := devices.device_count()):
         try:
             why: Any = torch.cuda.init()
@@ -51,7 +52,7 @@ def this_device() -> tuple[torch.device, bool]:
             f"({why}): update the driver, or install PyTorch for a CUDA that this driver knows (env/README.md); "
             "CUDA_VISIBLE_DEVICES='' trains on the CPU"
         )
-    return torch.device("cpu"), False
+    return device, False
 
 
 def node_count(ranks: int) -> int:
@@ -59,21 +60,20 @@ def node_count(ranks: int) -> int:
     return max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
-def timed(step: Callable[[], Any]) -> float:
-    """Seconds of a step, from all ranks' start to all ranks' end."""
+def timed(step: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of a step on a device, from all ranks' start to all ranks' end."""
     dist.barrier()
     began = time.perf_counter()
     step()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait_for(device)
     dist.barrier()
     return time.perf_counter() - began
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a GPU has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """Wait until an accelerator has done what it was given."""
+    if (here := accelerator(device)) is not None:
+        here.synchronize(device)
 
 
 class Job:
@@ -82,8 +82,8 @@ class Job:
     def __init__(self, run: RunConfig, out: Path) -> None:
         self.run, self.out = run, out
         self.rank = dist.get_rank() if dist.is_initialized() and not run.emulate else 0
-        self.device, self.cuda = this_device()
-        self.bf16 = run.bf16(self.cuda)
+        self.device, self.gpu = this_device()
+        self.bf16 = run.bf16(self.gpu)
         self.dtype = torch.bfloat16 if self.bf16 else torch.float32
         self.progress = Progress(out / "progress.jsonl", self.rank)
 
@@ -128,7 +128,7 @@ class Job:
 
     def predicted(self, worker: str, ctx: SPContext, seq_len: int) -> dict[str, Any]:
         """What the planner says of this run, for comparison with the measurement."""
-        gpus = ctx.world_size if self.cuda else 0
+        gpus = ctx.world_size if self.gpu else 0
         run = self.run.replace(world_size=ctx.world_size, sp=ctx.sp)
         if why := workers.unpredicted(run, worker, gpus):
             return {"unknown": why}
@@ -143,12 +143,9 @@ def begin() -> torch.device:
     """What each process of a rank does first. Returns its device."""
     die_with_parent()
     answer_where()
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        return device
-    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
-    return torch.device("cpu")
+    if (device := take_device()).type == "cpu":
+        torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
+    return device
 
 
 def run_worker(doc: str | None, job: Callable[[RunConfig, Path], Any]) -> None:
@@ -180,7 +177,8 @@ def work(run: RunConfig, out: Path, job: Callable[[RunConfig, Path], Any]) -> No
     Writes result.json, and raises what went wrong after that. Metrics are written before the model is saved: a run that
     ends meanwhile has them, and is no finished one.
     """
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    here = accelerator(own_device())
+    device = "cpu" if here is None else here.get_device_name()
     mode, ranks = ("emulated", 1) if run.emulate else ("real", dist.get_world_size())
     metrics: dict[str, Any] = {}
 

@@ -10,8 +10,8 @@ import yaml
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ASKS = re.compile(
-    r'\.is_cuda|device\.type [!=]= "cuda"|torch\.cuda\.|kernel_device\([\w.]*device\.type\)|this_device\(\)|cuda: bool'
-    r"|get_device_module|\baccelerator\("
+    r'\.is_cuda|device\.type [!=]= "cuda"|torch\.cuda\.|kernel_device\([\w.]*device\.type\)|this_device\(\)|\bgpu: bool'
+    r"|get_device_module|\baccelerator\(|own_device\("
 )
 
 

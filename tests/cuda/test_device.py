@@ -60,6 +60,37 @@ def test_a_ledger_of_cuda_is_one_of_the_current_device(monkeypatch: pytest.Monke
     assert given == [(0.25, 3), (1.0, 3)]
 
 
+def test_ranks_on_cuda_join_with_nccl_on_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    for name, value in {"RANK": "11", "WORLD_SIZE": "16", "LOCAL_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: made.append(backend))
+    mesh.SPContext.create()
+    assert made == [torch.device("cuda", 3), "nccl"]
+    assert worker.this_device() == (torch.device("cuda", 3), True)
+
+
+@pytest.mark.parametrize(
+    "backend, kind", [("nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl,cpu:gloo", "cpu")]
+)
+def test_integers_of_ranks_lie_where_nccl_can_send_from(
+    monkeypatch: pytest.MonkeyPatch, backend: str, kind: str
+) -> None:
+    config = str(dist.BackendConfig(dist.Backend(backend)))
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert mesh.SPContext(sp=2).wire == (torch.device("cuda", 3) if kind == "cuda" else torch.device("cpu"))
+
+
+def test_ranks_on_a_mac_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's accelerator there has no streams and no process group."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
+    assert worker.this_device() == (torch.device("cpu"), False)
+
+
 def ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own timeouts, which are set back."""
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from fake import fake_cuda, python_engine
 
+from alstlib.offload.courier import Courier
+from alstlib.offload.host_store import HostStore
+
 
 def test_a_read_on_another_stream_without_waiting_is_found() -> None:
     with fake_cuda() as watch:
@@ -72,6 +75,22 @@ def test_a_write_over_memory_that_another_stream_was_just_given_is_found() -> No
             torch.cuda.current_stream().wait_event(side.record_event())
             del x
             assert len(watch.problems) == (0 if waits else 1)
+
+
+def test_what_is_kept_comes_back_without_waiting_for_what_left_after_it() -> None:
+    """The sums of a page, for example: behind them a checkpoint would come late."""
+    with fake_cuda() as watch:
+        store, device = HostStore("async", budget=2**30), torch.device("cuda:0")
+        tickets = [store.ticket(), store.ticket()]
+        for ticket in tickets:
+            store.put(ticket, torch.empty(16, device=device).add_(1))
+        courier = Courier(store, device)
+        courier.send(courier.empty((16,), torch.float32), torch.empty(16, device=device).add_(1))
+        store.get(tickets[1], device)
+        out, back = store.streams(device)
+        assert (out.clock[out.number], back.clock[out.number]) == (3, 2)
+        store.get(tickets[0], device)
+        assert watch.problems == []
 
 
 def test_the_backward_pass_in_python_is_pytorchs() -> None:

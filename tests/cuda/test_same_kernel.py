@@ -107,5 +107,8 @@ def test_the_planner_foretells_it(gpu: str, dtype: str) -> None:
             kind = torch.bfloat16 if dtype == "bf16" else torch.float32
             chosen = choose_backend("sdpa", torch.device("cuda", 0), kind, width)
         assert found.kernel == chosen.name
-    flash = kernel_workspace(read_shape("llama-3.1-8b"), "flash", 1000)
-    assert flash == 2 * kernel_workspace(read_shape("llama-3.1-8b"), "cudnn", 1000) == 8 * 1000 * 32 * 128
+    shape, queries = read_shape("llama-3.1-8b"), 1000 * 32 * 128
+    flash = kernel_workspace(shape, "flash", 1000)
+    assert flash == 2 * kernel_workspace(shape, "cudnn", 1000) == 8 * queries
+    for kernel in ("flash", "cudnn"):  # which leaves documents to flash: a block of 128 rows for each 1,024 tokens
+        assert kernel_workspace(shape, kernel, 1000, packed=True) == 8 * queries + 4 * queries / 8

@@ -157,6 +157,8 @@ struct Memory {
   std::map<std::tuple<bool, int64_t, size_t>, std::vector<char*>> free;
   std::map<const char*, size_t> registered;
   int64_t live = 0, peak = 0;
+  int64_t reserved = 0;  // with blocks that nobody has, which are never given back
+  int64_t limit = std::numeric_limits<int64_t>::max();
 
   char* take(size_t n, bool host) {
     if (n == 0) return nullptr;
@@ -165,11 +167,14 @@ struct Memory {
     char* data;
     {
       Lock lock(mutex);
+      TORCH_CHECK_WITH(OutOfMemoryError, host || live + int64_t(bytes) <= limit, "the device is out of memory: ", bytes,
+                       " bytes besides ", live, " are more than ", limit);
       auto& some = free[{host, stream, bytes}];
       if (some.empty()) {
         data = static_cast<char*>(aligned_alloc(512, bytes));
         TORCH_CHECK(data, "no memory for ", bytes, " bytes");
         blocks[data] = Block{bytes, stream, host};
+        if (!host) reserved += bytes;
       } else {
         data = some.back();
         some.pop_back();
@@ -789,7 +794,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("synchronize", &synchronize, free_gil);
   m.def("memory", [] {
     Lock lock(memory.mutex);
-    return std::make_pair(memory.live, memory.peak);
+    return std::make_tuple(memory.live, memory.peak, memory.reserved);
+  });
+  m.def("set_limit", [](int64_t bytes) {
+    Lock lock(memory.mutex);
+    memory.limit = bytes;
   });
   m.def("reset_peak", [] {
     Lock lock(memory.mutex);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,8 +79,8 @@ class _Runtime:
         return 0
 
 
-class _Properties:
-    name, total_memory, major, minor, multi_processor_count = NAME, TOTAL, 0, 0, 1
+def _properties(device: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(name=NAME, total_memory=TOTAL, major=0, minor=0, multi_processor_count=1)
 
 
 def _generator() -> torch.Generator:
@@ -107,6 +107,19 @@ def _peak(device: Any = None) -> int:
     return _extension.memory()[1]
 
 
+def _reserved(device: Any = None) -> int:
+    return _extension.memory()[2]
+
+
+def limit(fraction: float, device: Any = None) -> None:
+    """As `torch.cuda.set_per_process_memory_fraction`, which takes no device without a number."""
+    if device is not None and torch.device(device).index is None:
+        raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{device}")
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+    _extension.set_limit(int(fraction * TOTAL))
+
+
 @contextlib.contextmanager
 def _device(device: Any) -> Iterator[None]:
     yield
@@ -127,14 +140,14 @@ def _module() -> ModuleType:
     made.set_device = lambda device: None
     made.device = _device
     made.get_device_name = lambda device=None: NAME
-    made.get_device_properties = lambda device=None: _Properties()
+    made.get_device_properties = _properties
     made.get_device_capability = lambda device=None: (0, 0)
-    made.memory_allocated = made.memory_reserved = _memory
-    made.max_memory_allocated = made.max_memory_reserved = _peak
+    made.memory_allocated, made.max_memory_allocated = _memory, _peak
+    made.memory_reserved = made.max_memory_reserved = _reserved
     made.reset_peak_memory_stats = made.reset_max_memory_allocated = lambda device=None: _extension.reset_peak()
-    made.mem_get_info = lambda device=None: (TOTAL - _memory(), TOTAL)
+    made.mem_get_info = lambda device=None: (TOTAL - _reserved(), TOTAL)
     made.empty_cache = lambda: None
-    made.set_per_process_memory_fraction = lambda fraction, device=None: None
+    made.set_per_process_memory_fraction = limit
     made.cudart = _Runtime
     made.get_rng_state, made.set_rng_state = _get_rng_state, _set_rng_state
     made.get_rng_state_all = lambda: [_get_rng_state()]

@@ -15,6 +15,8 @@ from operators import EXACT
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from alstlib.data.agreement import Agreement
+from alstlib.mesh import SPContext
 from alstlib.reference import relative_error
 
 OPS: dict[str, Callable[..., Tensor]] = {
@@ -464,3 +466,31 @@ def test_the_extension_is_not_loaded_here() -> None:
     """A process with the device has another default accelerator: other tests must not see it."""
     assert torch._C._get_privateuse1_backend_name() == "privateuseone"
     assert callable(extension)
+
+
+# ----- a process group that can send from the device only, as NCCL without gloo
+
+
+def agree(rank: int, world: int, waits: bool) -> tuple[str, str, list[Any]]:
+    alone = dist.new_group(backend="late")
+    ctx = SPContext(sp=world, sp_rank=rank, sp_group=alone, world_group=alone)
+    group.calls()
+    said = ""
+    try:
+        with Agreement(ctx, "a call", {}, waits):
+            if rank == 1:
+                raise ValueError("a bad batch")
+    except ValueError as e:
+        said = str(e)
+    return str(ctx.wire), said, [(call.op, call.device) for call in group.calls()]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_ranks_agree_over_a_group_that_sends_from_the_device_only(late2: Any, waits: bool) -> None:
+    """NCCL cannot send what lies on the CPU."""
+    first, second = late2(agree, waits)
+    assert first[0] == second[0] == "latecpu:0"
+    assert second[1] == "a bad batch"
+    assert first[1] == ("rank 1 refused: ValueError: a bad batch" if waits else "")
+    assert len(first[2]) == (2 if waits else 0)
+    assert all(on_device for _, on_device in first[2])

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import matrix
 import pytest
 import torch
 from cases import make_model, make_samples, plain_run, small_pages, worst_error
@@ -95,6 +96,37 @@ def test_gradients_are_there_when_a_hook_looks(late1: Any, single: bool) -> None
     of the device: only in one thread is there an order."""
     (lost,) = late1(missing, single)
     assert all(n == 0 for n in lost.values()) if single else all(n > 0 for n in lost.values()), lost
+
+
+ZERO3 = matrix.Case("llama", "1x1", way="host", engine="zero3", device="late")
+
+
+def of_zero3(rank: int, world: int, single: bool) -> dict[str, Any] | str:
+    """What a step of ZeRO-3 gives, or its error, where the device's thread takes its time with each gradient."""
+    engine_of = matrix.engine_of
+
+    def slow(*args: Any) -> Any:
+        engine = engine_of(*args)
+        for p in engine.parameters():
+            p.register_hook(lambda g: time.sleep(0.002))
+        return engine
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(matrix, "engine_of", slow))
+        if not single:
+            stack.enter_context(mock.patch("alstlib.hf.hidden_states.backward_in_this_thread", return_value=None))
+            stack.enter_context(mock.patch("alstlib.streaming.chunked.check_thread"))
+        try:
+            return matrix.run(rank, world, ZERO3)
+        except (RuntimeError, AssertionError) as e:
+            return f"{type(e).__name__}: {e}"
+
+
+def test_zero3_needs_one_thread(late1: Any) -> None:
+    """In two threads its hook finds no gradient, puts zeros in its place, and lets the weight go before it arrives."""
+    matrix.check(late1(of_zero3, True), ZERO3)
+    (result,) = late1(of_zero3, False)
+    assert isinstance(result, str) or result["gradient"] > 1e-3, result
 
 
 def refused(rank: int, world: int) -> None:

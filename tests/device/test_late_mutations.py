@@ -1,73 +1,282 @@
-"""Mistakes in the order of copies: each, made on purpose, gives wrong gradients or is named on the device on a CPU."""
+"""Mistakes made on purpose in what moves tensors (between a device and its host, between ranks, between passes) and in
+what engines are given: each gives wrong gradients in a whole step, or an error. README.md has the same table."""
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Iterator
-from typing import Any
-from unittest import mock
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import matrix
 import pytest
-from device.module import NEVER
-from test_late_engines import trained_alone
+import torch
+from cases import make_model, slopes
+from device.module import NEVER, device, late
+from matrix import Case
+from mutate import changed, mutated
 
-from alstlib.offload import courier, host_store
+import alstlib
+from alstlib import recompute
+from alstlib.data.loader import SPDataLoader
+from alstlib.hf import block_calls, block_step, causal_lm_loss, checkpointed_layers, chunked_layers
+from alstlib.hf import states as hf_states
+from alstlib.offload import checkpoints, courier, host_store
+from alstlib.streaming import blocks, chunked, pages
+from alstlib.ulysses import alltoall, attention, convolution, head_layouts, state_heads, states
 
-# (class and method, what is replaced, by what, the way that shows it)
-MUTATIONS: dict[str, tuple[Any, str, str, str, str]] = {
-    "fetch: the buffers may still be read": (courier.Arrival, "__init__", "back.wait_stream(compute)", "pass", "host"),
-    "fetch: what was sent is not there yet": (courier.Arrival, "__init__", "back.wait_event(after)", "pass", "host"),
-    "fetch: compute does not wait": (
-        courier.Arrival, "get", "self.courier.here.current_stream(self.courier.device).wait_event(self.event)", "pass",
-        "host",
+
+class Mutation(NamedTuple):
+    function: Any
+    old: str
+    """A piece of its source."""
+    new: str
+    shown_by: Case | str
+    """A case of the net, or a way in which a model with dropout runs on the device."""
+
+
+ALONE = Case("llama", "1x1", way="host", device="late")
+ALONE_KEPT = Case("llama", "1x1", way="kept", device="late")
+HOST = Case("llama", way="host", device="late")
+LARGER_PAGES = Case("llama", way="host", tiles="default", device="late")
+BLOCKS = Case("mistral", way="blocks", device="late")
+SEGMENTS = Case("nemotron_h", way="kept", tiles="default")
+SEGMENTS_HOST = Case("nemotron_h", way="host", tiles="default")
+SEGMENTS_FSDP2 = Case("llama", way="kept", tiles="default", engine="fsdp2")
+TWO, FOUR, PARTS = Case("llama"), Case("llama", "4x1"), Case("llama, 7 heads on 1", "3x1")
+SINKS, STATES, GROUPS = Case("gpt_oss"), Case("bamba"), Case("bamba", "4x1", states="heads")
+DDP = Case("llama", "1x2", data="lengths", way="blocks", engine="ddp")
+ZERO1 = Case("llama", "1x2", data="lengths", way="blocks", engine="zero1")
+ZERO2 = Case("bamba", "2x2", data="lengths", way="blocks", states="heads", engine="zero2")
+ZERO3 = Case("llama", engine="zero3")
+FROZEN = Case("llama", weights="frozen embeddings", way="chunks", engine="zero3")
+THREADS = Case("llama", way="host", engine="ddp", device="late")
+ARRIVAL, COURIER, STORE, LAYER_PAGES = courier.Arrival, courier.Courier, host_store.HostStore, pages.LayerPages
+OVER_RANKS, AROUND, EXCHANGE = states._OverRanks, convolution._TokensAround, alltoall.Exchange
+SHARE = "ctx.world_size * engine_divides_by / step_tokens"
+
+MUTATIONS = {
+    # the courier and the store
+    "fetch: the buffers may still be read": Mutation(
+        ARRIVAL.__init__, "back.wait_stream(compute)", "pass", ALONE
     ),
-    "fetch: an event of the wrong stream": (
-        courier.Arrival, "__init__", "back.record_event()", "compute.record_event()", "host",
+    "fetch: what was sent is not there yet": Mutation(ARRIVAL.__init__, "back.wait_event(after)", "pass", ALONE),
+    "fetch: compute does not wait": Mutation(
+        ARRIVAL.get, "self.courier.here.current_stream(self.courier.device).wait_event(self.event)", "pass", ALONE
     ),
-    "send: out does not wait": (courier.Courier, "send", "out.wait_stream(compute)", "pass", "host"),
-    "send: x is freed": (courier.Courier, "send", "append((x, done))", "append((None, done))", "host"),
-    "send: x is freed without a wait": (courier.Courier, "send", "compute.wait_event(done_before)", "pass", "host"),
-    "finish: the host does not wait": (courier.Courier, "finish", "stream.synchronize()", "pass", "host"),
-    "put: out does not wait": (host_store.HostStore, "put", "out.wait_stream(compute)", "pass", "whole"),
-    "put: x is freed": (host_store.HostStore, "put", "append((x, out", "append((None, out", "whole"),
-    "put: x is freed without a wait": (host_store.HostStore, "put", "compute.wait_event(done)", "pass", "whole"),
-    "get: compute does not wait": (host_store.HostStore, "get", "compute.wait_event(event)", "pass", "whole"),
-    "store: back does not wait for out": (host_store.HostStore, "_fetch", "back.wait_stream(out)", "pass", "whole"),
-    "store: the buffers may still be read": (
-        host_store.HostStore, "_fetch", "back.wait_stream(here.current_stream(device))", "pass", "whole",
+    "fetch: an event of the wrong stream": Mutation(
+        ARRIVAL.__init__, "back.record_event()", "compute.record_event()", ALONE
+    ),
+    "send: out does not wait": Mutation(COURIER.send, "out.wait_stream(compute)", "pass", ALONE),
+    "send: x is freed": Mutation(COURIER.send, "append((x, done))", "append((None, done))", ALONE),
+    "send: x is freed without a wait": Mutation(COURIER.send, "compute.wait_event(done_before)", "pass", ALONE),
+    "finish: the host does not wait": Mutation(COURIER.finish, "stream.synchronize()", "pass", ALONE),
+    "put: out does not wait": Mutation(STORE.put, "out.wait_stream(compute)", "pass", ALONE_KEPT),
+    "put: x is freed": Mutation(STORE.put, "append((x, ticket", "append((None, ticket", ALONE_KEPT),
+    "put: x is freed without a wait": Mutation(STORE.put, "compute.wait_event(done)", "pass", ALONE_KEPT),
+    "get: compute does not wait": Mutation(STORE.get, "compute.wait_event(event)", "pass", ALONE_KEPT),
+    "store: back does not wait": Mutation(STORE._fetch, "back.wait_event(ticket.sent)", "pass", ALONE_KEPT),
+    "store: the buffers may still be read": Mutation(
+        STORE._fetch, "back.wait_stream(here.current_stream(device))", "pass", ALONE_KEPT
+    ),
+    # pages and chunks
+    "pages: sums do not go to the host": Mutation(
+        LAYER_PAGES._send_sums, "page.host_sums, page.sums = self._send(page, page.sums, page.host_sums), []",
+        "page.sums = []", HOST,
+    ),
+    "pages: sums do not come back": Mutation(
+        LAYER_PAGES.visit, "if page.host_sums else", "if False else", HOST
+    ),
+    "pages: one is fetched before it is there": Mutation(LAYER_PAGES._fetch, "after=page.sent", "after=None", HOST),
+    "pages: the next is the one that is here": Mutation(
+        LAYER_PAGES.visit, "self._fetch(order[i + 1], sums)", "self._fetch(order[i], sums)", HOST
+    ),
+    "pages: forward lets one go as backward does": Mutation(
+        LAYER_PAGES._open, "before > index", "before < index", HOST
+    ),
+    "pages: rows of each chunk at the beginning": Mutation(
+        LAYER_PAGES.fill, "held[first : first + rows]", "held[:rows]", LARGER_PAGES
+    ),
+    "pages: gradients of the first rows": Mutation(
+        LAYER_PAGES.own, "first - at : last - at", ": last - first", LARGER_PAGES
+    ),
+    "chunks: backward from the first on": Mutation(
+        chunked._Streamed.backward,
+        "_rows(pieces[::-1]), x, grad):\n            piece, replay = pieces.pop(), ctx.replays.pop()",
+        "_rows(pieces), x, grad):\n            piece, replay = pieces.pop(0), ctx.replays.pop(0)", HOST,
+    ),
+    "blocks: sums of the last keys at the first": Mutation(
+        pages._padded, "[sums.new_zeros(lacking, *sums.shape[1:]), sums]",
+        "[sums, sums.new_zeros(lacking, *sums.shape[1:])]", BLOCKS,
+    ),
+    "blocks: sums go with the keys": Mutation(
+        blocks.BlockPages.leave, "self.held[self.open].device = []", "self.held[self.open] = _Held()", BLOCKS
+    ),
+    # checkpoints
+    "segment: every input is made from the first": Mutation(
+        checkpoints.Segment._make_inputs, "member.again(self.inputs[i])", "member.again(self.inputs[0])", SEGMENTS
+    ),
+    "segment: in chunks, by the next layer": Mutation(
+        chunked.StreamSegment.take, "self.members[i]", "self.members[i + 1]", SEGMENTS_HOST
+    ),
+    "segment: a sharded layer runs": Mutation(
+        checkpointed_layers._whole, "sharded = again", "sharded = False", SEGMENTS_FSDP2
+    ),
+    "saved: logsumexp for output": Mutation(
+        checkpoints.Saved.rewind, "zip(tensors[::2], tensors[1::2])", "zip(tensors[1::2], tensors[::2])", SEGMENTS
+    ),
+    "saved: what another part left": Mutation(
+        checkpoints.Saved.left_by, "(part, self._calls[part])", "(0, 1)", SEGMENTS
+    ),
+    "saved: another delta": Mutation(
+        attention._Attention.backward, "out = output_with(delta, dout)", "out = dout", SEGMENTS
+    ),
+    "dropout: other masks of the device": Mutation(
+        recompute.Replay.__call__,
+        "torch.get_device_module(self.device).set_rng_state(self.device_state, self.device)", "pass", "kept",
+    ),
+    "dropout: other masks in a checkpoint": Mutation(
+        checkpoints._recompute, "with member.replay(), torch.enable_grad()", "with torch.enable_grad()", "kept"
+    ),
+    "dropout: other masks where an input is made again": Mutation(
+        checkpoints._Member.again, "with torch.no_grad(), self.replay()", "with torch.no_grad()", "kept"
+    ),
+    "dropout: other masks in a chunk": Mutation(
+        chunked._recompute, "with replay(), torch.enable_grad()", "with torch.enable_grad()", "host"
+    ),
+    # the exchange between ranks
+    "exchange: heads in another order": Mutation(
+        EXCHANGE.to_heads, "t.unflatten(1, (p, -1))", "t.unflatten(1, (-1, p)).transpose(1, 2)", TWO
+    ),
+    "exchange: tokens of another rank": Mutation(EXCHANGE._swap, "return receive", "return receive.flip(0)", TWO),
+    "exchange: gradients of shared keys of one rank": Mutation(
+        EXCHANGE.shared_to_seq, ".sum(1, dtype=wide)", ".select(1, 0)", FOUR
+    ),
+    "parts of heads: gradients of keys of one rank": Mutation(
+        head_layouts.SplitRows._swap_back, "total[:, message.kv] += t", "total[:, message.kv] = t", PARTS
+    ),
+    "sinks: those of the first rank's heads": Mutation(
+        head_layouts.WholeHeads._own,
+        "slice(self.exchange.rank * q.shape[1], (self.exchange.rank + 1) * q.shape[1])", "slice(0, q.shape[1])", SINKS,
+    ),
+    "states: the one before another rank": Mutation(
+        OVER_RANKS.forward, "states[exchange.rank]", "states[exchange.rank - 1]", STATES
+    ),
+    "states: gradients from the first rank on": Mutation(
+        OVER_RANKS.backward, "in reversed(_pairs(exchange, ctx.m, w))", "in _pairs(exchange, ctx.m, w)", STATES
+    ),
+    "states: gradients of shared groups of one rank": Mutation(
+        state_heads._to_tokens, "there.add_(parts[k].transpose(0, 1)) if shared",
+        "there.copy_(parts[k].transpose(0, 1)) if shared", GROUPS,
+    ),
+    "convolution: tokens before another rank": Mutation(
+        AROUND.forward, "at = exchange.rank * given", "at = (exchange.ranks - 1 - exchange.rank) * given", STATES
+    ),
+    # what engines are given, and when
+    "threads: backward runs in two": Mutation(
+        recompute.backward_in_this_thread, "torch.autograd.set_multithreading_enabled(False)", "pass", THREADS
+    ),
+    "replicas: gradients come in two orders": Mutation(
+        hf_states._in_order, "[w.view_as(w) for w in weights]", "list(weights)", ZERO2
+    ),
+    "blocks: none ends the micro-batch": Mutation(
+        block_step.block_step, "last = (part, i) == order[0]", "last = False", DDP
+    ),
+    "blocks: each ends the micro-batch": Mutation(
+        block_step.block_step, "last = (part, i) == order[0]", "last = True", ZERO1
+    ),
+    "blocks: the next micro-batch ends too": Mutation(
+        block_step._Engine.micro_step, "engine.set_gradient_accumulation_boundary(before)", "pass", ZERO1
+    ),
+    "blocks: backward from the first on": Mutation(
+        block_step.block_step, "in reversed(order) if train", "in order if train", DDP
+    ),
+    "blocks: one without tokens has a label": Mutation(
+        block_calls.without_tokens, "torch.full_like(like, IGNORE)", "torch.full_like(like, 5)", DDP
+    ),
+    "loss: replicas are not counted": Mutation(
+        causal_lm_loss.share_of, f"({SHARE}", f"({SHARE}".replace("world_size", "sp"), DDP
+    ),
+    "loss: the mean of each micro-batch": Mutation(
+        causal_lm_loss.share_of, "tokens if step_tokens is None else step_tokens", "tokens", DDP
+    ),
+    "loss: the engine divides it again": Mutation(
+        causal_lm_loss.share_of, f"({SHARE}", f"({SHARE}".replace(" * engine_divides_by", ""), ZERO1
+    ),
+    "ZeRO-3: a leaf's input needs no gradient": Mutation(
+        chunked_layers._ensure_input_grad, "(with_gradient(args[0], layer), *args[1:]), kwargs", "args, kwargs", FROZEN
+    ),
+    "ZeRO-3: gradients when weights are gone": Mutation(
+        checkpointed_layers._checkpointed, "None if taken else weights", "weights", ZERO3
     ),
 }  # fmt: skip
 
 
-@contextlib.contextmanager
-def mutated(of: Any, method: str, old: str, new: str) -> Iterator[None]:
-    source = inspect.getsource(inspect.getmodule(of))
-    body = inspect.getsource(getattr(of, method))
-    assert body.count(old) == 1
-    made: dict[str, Any] = {"__name__": of.__module__, **vars(inspect.getmodule(of))}
-    with mock.patch.dict("sys.modules"):
-        exec(compile(source.replace(body, body.replace(old, new)), f"<{of.__name__}.{method}>", "exec"), made)
-    namespace = dict(vars(inspect.getmodule(of)))
-    original = getattr(of, method)
-    changed = getattr(made[of.__name__], method)
-    function = type(original)(changed.__code__, namespace, original.__name__, original.__defaults__)
-    function.__kwdefaults__ = original.__kwdefaults__
-    with mock.patch.object(of, method, function):
-        yield
+def dropout(rank: int, world: int, way: str) -> float:
+    """The relative error of a gradient's slope against a central difference, on the device, with dropout."""
+    model = make_model("gpt2", dtype=torch.float64, n_layer=3, resid_pdrop=0.1, embd_pdrop=0.1).to(device())
+    sample = {"input_ids": torch.arange(3, 44)[None], "labels": torch.arange(3, 44)[None]}
+    chosen = alstlib.Options(**matrix.TILES["small"], **matrix.WAYS[way])
+    with alstlib.apply(model, options=chosen), matrix.full_host(), late(NEVER):
+        (batch,) = SPDataLoader([sample], alstlib.SPContext(), device=device())
+        slope, want = slopes(model, batch)
+    return abs(slope / want - 1)
 
 
-def wrong(rank: int, world: int, name: str) -> str:
-    """What shows the mistake; empty if nothing does."""
-    *where, way = MUTATIONS[name]
+def run(rank: int, world: int, shown_by: Case | str, name: str = "") -> Any:
+    """What a case gives, with a mistake by that name; or the error."""
+    if name:
+        function, old, new, _ = MUTATIONS[name]
+        try:
+            with mutated(function, (old, new)):
+                return run(rank, world, shown_by)
+        except Exception as e:
+            return f"{type(e).__name__}: {e}"
+    return dropout(rank, world, shown_by) if isinstance(shown_by, str) else matrix.run(rank, world, shown_by)
+
+
+def found(results: list[Any], shown_by: Case | str) -> str:
+    """What is wrong with what the ranks gave; empty for nothing."""
+    if errors := [result for result in results if isinstance(result, str)]:
+        return errors[0]
+    if isinstance(shown_by, str):
+        return "" if results[0] < 1e-5 else f"an error of {results[0]}"
     try:
-        with mutated(*where):
-            error, _ = trained_alone(rank, world, way, NEVER)
+        matrix.check(results, shown_by)
     except AssertionError as e:
         return str(e)
-    return "" if error < 1e-6 else f"an error of {error}"
+    return ""
+
+
+@pytest.fixture
+def on_ranks(request: pytest.FixtureRequest) -> Any:
+    def call(shown_by: Case | str, *more: Any) -> str:
+        alone = isinstance(shown_by, str)
+        pools: Any = request.getfixturevalue("late_pools" if alone or shown_by.device == "late" else "pools")
+        return found(pools(1 if alone else shown_by.sp * shown_by.dp)(run, shown_by, *more), shown_by)
+
+    return call
+
+
+def by_name(shown_by: Iterable[Case | str]) -> dict[str, Case | str]:
+    return {f"dropout {one}" if isinstance(one, str) else str(one): one for one in shown_by}
+
+
+SHOWN_BY = by_name(mutation.shown_by for mutation in MUTATIONS.values())
+
+
+@pytest.mark.parametrize("name", SHOWN_BY)
+def test_without_a_mistake_nothing_is_seen(on_ranks: Any, name: str) -> None:
+    assert on_ranks(SHOWN_BY[name]) == ""
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mistake_is_seen(late1: Any, name: str) -> None:
-    assert late1(wrong, name)[0]
+def test_a_mistake_is_seen(on_ranks: Any, name: str) -> None:
+    function, old, new, shown_by = MUTATIONS[name]
+    changed(function, (old, new))  # raises an error here, where it counts for nothing
+    assert on_ranks(shown_by, name)
+
+
+def test_the_readme_has_the_table() -> None:
+    text = Path(__file__).with_name("README.md").read_text()
+    for name, mutation in MUTATIONS.items():
+        assert f"| {name} | `{next(iter(by_name([mutation.shown_by])))}` |" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from matplotlib.colors import to_hex
 
+from alstlib.figures import lines as lines_of
 from alstlib.figures import plots
 
 
@@ -14,7 +15,7 @@ def test_a_training_curve_draws_every_step_of_every_run() -> None:
     assert list(zip(*lines["after"].get_data())) == [(3, 2.0), (4, 1.5)]
     assert list(zip(*lines["before"].get_data())) == [(1, 4.0), (2, 3.0), (3, 2.0)]
     assert (lines["after"].get_linestyle(), lines["before"].get_linestyle()) == ("-", "None")
-    assert lines["before"].get_marker() in plots.MARKERS
+    assert lines["before"].get_marker() in lines_of.MARKERS
     assert [text.get_text().strip() for text in axes.texts] == ["saved"]
     assert axes.get_ylim()[0] > 1.0  # losses fill the axis: it does not begin at 0
     assert "nats" in axes.get_ylabel()

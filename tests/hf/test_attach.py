@@ -17,24 +17,41 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from cases import VOCAB, make_model, plain_run, slopes, worst_error
-from torch import Tensor, nn
+import zoo
+from cases import (
+    ALL_OFF,
+    ALL_ON,
+    VOCAB,
+    Fields,
+    attach,
+    batch_of,
+    check_step,
+    gradients,
+    make_model,
+    passes,
+    plain_step,
+    sample_of,
+    slopes,
+    step,
+    worst_error,
+)
+from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
-from zoo import HYBRIDS
+from zoo import small
 
 import alstlib
-from alstlib.hf import attach
+from alstlib.data.shard import shard_batch
+from alstlib.hf import attach as attaching
 from alstlib.hf.logits import find_transform
 from alstlib.mesh import SPContext
-from alstlib.reference import shift
 from alstlib.tiled.compute import TiledMLP
 from alstlib.tiled.logits import LogitTransform
-from alstlib.ulysses import head_layouts
 
-ALL_ON = {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "offload": "async", "save_attention": True}
-ALL_OFF = {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False}
 LENGTH = 20
+BATCH = batch_of(LENGTH)
+IDS = BATCH["input_ids"]
+SAMPLE = sample_of(LENGTH)
 
 
 @pytest.fixture(autouse=True)
@@ -44,30 +61,9 @@ def _no_registration_left() -> Iterator[None]:
     assert set(AttentionInterface._global_mapping) == before
 
 
-def batch(seed: int = 0, length: int = LENGTH, **more: Tensor) -> dict[str, Tensor]:
-    ids = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": ids, "position_ids": torch.arange(length)[None], "shift_labels": shift(ids), **more}
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def step(model: Any, data: dict[str, Tensor] | None = None) -> tuple[float, dict[str, Tensor]]:
-    model.zero_grad()
-    out = alstlib.causal_lm_loss(model, data or batch())
-    out.loss.backward()
-    return out.loss.item(), gradients(model)
-
-
-def plain(model: PreTrainedModel, data: dict[str, Tensor] | None = None) -> tuple[float, dict[str, Tensor]]:
-    ids = (data or batch())["input_ids"]
-    return plain_run(model, [{"input_ids": ids, "labels": ids}])
-
-
-def anatomy(model: PreTrainedModel) -> dict[str, Any]:
+def anatomy(model: PreTrainedModel) -> Fields:
     """Every module, and what is in each: identities of children, weights, hooks and all other attributes."""
-    found: dict[str, Any] = {"config": model.config.to_dict(), "attention": model.config._attn_implementation}
+    found: Fields = {"config": model.config.to_dict(), "attention": model.config._attn_implementation}
     for name, module in model.named_modules(remove_duplicate=False):
         found[name] = (id(module), type(module), module.training)
         for key, value in module.__dict__.items():
@@ -81,21 +77,20 @@ def anatomy(model: PreTrainedModel) -> dict[str, Any]:
 
 @pytest.mark.parametrize("options", [{}, ALL_ON, ALL_OFF], ids=["default", "all on", "all off"])
 @pytest.mark.parametrize("kind", ["gqa", "gemma2", "gpt2"])
-def test_detach_restores_the_model_exactly(kind: str, options: dict[str, Any]) -> None:
+def test_detach_restores_the_model_exactly(kind: str, options: Fields) -> None:
     """Outputs bit for bit; every module, attribute, hook and registration as before."""
     model = make_model(kind)
-    ids = batch()["input_ids"]
-    before, out = anatomy(model), model(ids).logits
+    before, out = anatomy(model), model(IDS).logits
     names = set(AttentionInterface._global_mapping)
-    handle = alstlib.apply(model, None, alstlib.Options(**options))
+    handle = attach(model, **options)
     assert anatomy(model) != before
     assert set(AttentionInterface._global_mapping) != names
-    step(model)
+    step(model, BATCH)
     model.zero_grad()
     assert handle.detach() is model
     assert anatomy(model) == before
     assert set(AttentionInterface._global_mapping) == names
-    assert torch.equal(model(ids).logits, out)
+    assert torch.equal(model(IDS).logits, out)
     assert handle.store.nbytes == 0
     handle.detach()
     assert anatomy(model) == before
@@ -104,7 +99,7 @@ def test_detach_restores_the_model_exactly(kind: str, options: dict[str, Any]) -
 def test_context_manager_detaches_after_an_error() -> None:
     model = make_model()
     before = anatomy(model)
-    with pytest.raises(KeyError), alstlib.apply(model):
+    with pytest.raises(KeyError), attach(model):
         raise KeyError
     assert anatomy(model) == before
 
@@ -116,32 +111,29 @@ def test_failed_apply_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("late")
 
-    monkeypatch.setattr(attach, "_attach_calls", fail)
+    monkeypatch.setattr(attaching, "_attach_calls", fail)
     with pytest.raises(RuntimeError, match="late"):
-        alstlib.apply(model)
+        attach(model)
     assert anatomy(model) == before
 
 
 def test_apply_twice_is_refused_and_after_detach_allowed() -> None:
     model = make_model()
-    with alstlib.apply(model), pytest.raises(ValueError, match=r"attached already; call detach\(\) of its handle"):
-        alstlib.apply(model)
-    loss, want = plain(model)
-    with alstlib.apply(model, None, alstlib.Options(**ALL_ON)):
-        got = step(model)
-    assert got[0] == pytest.approx(loss, rel=1e-6)
-    assert worst_error(got[1], want)[0] < 1e-5
+    with attach(model), pytest.raises(ValueError, match=r"attached already; call detach\(\) of its handle"):
+        attach(model)
+    want = plain_step(model, BATCH)
+    with attach(model, **ALL_ON):
+        check_step(step(model, BATCH), want)
 
 
 def test_gradient_checkpointing_is_taken_over_and_given_back() -> None:
     model = make_model()
     model.gradient_checkpointing_enable()
-    before, (_, want) = anatomy(model), plain(model)
-    with alstlib.apply(model, None, alstlib.Options(save_attention=True)) as handle:
+    before, want = anatomy(model), plain_step(model, BATCH)
+    with attach(model, save_attention=True) as handle:
         assert not model.is_gradient_checkpointing
-        got = step(model)
+        check_step(step(model, BATCH), want)
         assert handle.attention.forward_calls == 2
-    assert worst_error(got[1], want)[0] < 1e-5
     model.zero_grad()
     assert model.is_gradient_checkpointing
     assert anatomy(model) == before
@@ -150,31 +142,30 @@ def test_gradient_checkpointing_is_taken_over_and_given_back() -> None:
 def test_gradient_checkpointing_that_is_switched_on_later() -> None:
     """As transformers' Trainer does: ours takes its place, and without ours it is refused."""
     model = make_model()
-    _, want = plain(model)
-    with alstlib.apply(model, None, alstlib.Options(save_attention=True)) as handle:
+    want = plain_step(model, BATCH)
+    with attach(model, save_attention=True) as handle:
         model.gradient_checkpointing_enable()
-        got = step(model)
+        check_step(step(model, BATCH), want)
         assert handle.attention.forward_calls == 2
-        assert worst_error(got[1], want)[0] < 1e-5
     assert model.is_gradient_checkpointing
     model.gradient_checkpointing_disable()
-    with alstlib.apply(model, None, alstlib.Options(checkpoint=False)):
+    with attach(model, checkpoint=False):
         model.gradient_checkpointing_enable()
         with pytest.raises(
             ValueError, match=r"gradient_checkpointing_enable\(\) does not work with checkpoint=False.*checkpoint=True"
         ):
-            step(model)
-        model.eval()(batch()["input_ids"])
+            step(model, BATCH)
+        model.eval()(IDS)
     with pytest.raises(ValueError, match=r"gradient_checkpointing_enable\(\) does not work with checkpoint=False"):
-        alstlib.apply(model.train(), None, alstlib.Options(checkpoint=False))
+        attach(model.train(), checkpoint=False)
 
 
 def test_train_and_eval_reach_what_was_swapped_out() -> None:
     model = make_model("gpt2", resid_pdrop=0.5)
-    with alstlib.apply(model):
+    with attach(model):
         model.eval()
     assert not any(m.training for m in model.modules())
-    with alstlib.apply(model):
+    with attach(model):
         model.train()
     assert all(m.training for m in model.modules())
 
@@ -182,21 +173,20 @@ def test_train_and_eval_reach_what_was_swapped_out() -> None:
 def test_two_models_in_one_process() -> None:
     """Interleaved, with different options; one is detached between the other's forward and backward."""
     models = [make_model("gqa"), make_model("gpt2", seed=1)]
-    wants = [plain(m) for m in models]
-    handles = [alstlib.apply(m, None, alstlib.Options(**o)) for m, o in zip(models, (ALL_ON, {"tiled_mlp": 3}))]
-    losses = [alstlib.causal_lm_loss(m, batch()).loss for m in models]
+    wants = [plain_step(m, BATCH) for m in models]
+    handles = [attach(m, **o) for m, o in zip(models, (ALL_ON, {"tiled_mlp": 3}))]
+    losses = [alstlib.causal_lm_loss(m, BATCH).loss for m in models]
     losses[1].backward()
     handles[1].detach()
     losses[0].backward()
-    for model, loss, (want_loss, want) in zip(models, losses, wants):
-        assert loss.item() == pytest.approx(want_loss, rel=1e-6)
-        assert worst_error(gradients(model), want)[0] < 1e-5
-    assert step(models[0])[0] == pytest.approx(wants[0][0], rel=1e-6)
+    for model, loss, want in zip(models, losses, wants):
+        check_step((loss.item(), gradients(model)), want)
+    check_step(step(models[0], BATCH), wants[0])
     assert handles[1].attention.forward_calls == 2 * 2
     handles[0].detach()
 
 
-AFTER: dict[str, tuple[dict[str, Any], bool]] = {
+AFTER: dict[str, tuple[Fields, bool]] = {
     "default": ({}, True),
     "all on": (ALL_ON, True),
     "offload": ({"offload": "sync", "save_attention": False}, True),
@@ -211,19 +201,18 @@ AFTER: dict[str, tuple[dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize("options, recomputes", AFTER.values(), ids=AFTER)
 @pytest.mark.parametrize("kind", ["gqa", "gpt2"])
-def test_backward_after_detach_is_right_or_refused(kind: str, options: dict[str, Any], recomputes: bool) -> None:
+def test_backward_after_detach_is_right_or_refused(kind: str, options: Fields, recomputes: bool) -> None:
     """What is recomputed would run the model's own attention, without documents; also when it is attached again."""
     model = make_model(kind, **({"num_hidden_layers": 3} if kind != "gpt2" else {"n_layer": 3}))
-    halves = [batch(length=8), batch(1, length=12)]
-    joined = {n: torch.cat([h[n] for h in halves], 1) for n in halves[0]}
+    joined = {**BATCH, "shift_labels": BATCH["shift_labels"].clone(), "cu_documents": torch.tensor([0, 8, 20])}
+    joined["position_ids"] = torch.cat([torch.arange(8), torch.arange(12)])[None]
     joined["shift_labels"][:, 7] = -100  # a document ends: plain transformers would see across
-    documents = torch.tensor([0, 8, 20])
     for attached_again in (False, True):
-        with alstlib.apply(model, None, alstlib.Options(**options)):
-            _, want = step(model, {**joined, "cu_documents": documents})
+        with attach(model, **options):
+            _, want = step(model, joined)
             model.zero_grad()
-            loss = alstlib.causal_lm_loss(model, {**joined, "cu_documents": documents}).loss
-        with alstlib.apply(model) if attached_again else contextlib.nullcontext():
+            loss = alstlib.causal_lm_loss(model, joined).loss
+        with attach(model) if attached_again else contextlib.nullcontext():
             if recomputes:
                 with pytest.raises(ValueError, match=r"made before detach\(\): call backward before detach\(\)"):
                     loss.backward()
@@ -235,12 +224,12 @@ def test_backward_after_detach_is_right_or_refused(kind: str, options: dict[str,
 def test_two_models_of_one_config_are_attached_by_themselves() -> None:
     config = make_model().config
     models = [transformers.LlamaForCausalLM(config) for _ in range(2)]
-    want = plain(models[1])[0]
+    one, other = (plain_step(model, BATCH) for model in models)
     with alstlib.apply(models[0]):
-        assert models[1](**{"input_ids": batch()["input_ids"], "labels": batch()["input_ids"]}).loss.item() == want
+        assert models[1](input_ids=IDS, labels=IDS).loss.item() == other[0]
         with alstlib.apply(models[1]):
-            assert step(models[0])[0] == pytest.approx(plain(models[0])[0], rel=1e-6)
-            assert step(models[1])[0] == pytest.approx(want, rel=1e-6)
+            check_step(step(models[0], BATCH), one)
+            check_step(step(models[1], BATCH), other)
 
 
 # ----- names and files
@@ -252,7 +241,7 @@ def test_names_and_saved_form_stay(tmp_path: Path, kind: str, tied: bool) -> Non
     model = make_model(kind, tie_word_embeddings=tied)
     names = [(n, p.data_ptr()) for n, p in model.named_parameters()]
     state = {n: t.data_ptr() for n, t in model.state_dict().items()}
-    with alstlib.apply(model):
+    with attach(model):
         assert [(n, p.data_ptr()) for n, p in model.named_parameters()] == names
         assert {n: t.data_ptr() for n, t in model.state_dict().items()} == state
         model.save_pretrained(tmp_path)
@@ -262,25 +251,24 @@ def test_names_and_saved_form_stay(tmp_path: Path, kind: str, tied: bool) -> Non
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
         other = make_model(kind, seed=3, tie_word_embeddings=tied)
         model.load_state_dict(other.state_dict())
-    ids = batch()["input_ids"]
-    assert torch.equal(loaded(ids).logits, make_model(kind, tie_word_embeddings=tied).eval()(ids).logits)
-    assert torch.equal(model(ids).logits, other(ids).logits)
+    assert torch.equal(loaded(IDS).logits, make_model(kind, tie_word_embeddings=tied).eval()(IDS).logits)
+    assert torch.equal(model(IDS).logits, other(IDS).logits)
 
 
 @pytest.mark.parametrize("kind", ["gqa", "gemma2", "gpt2"])
 def test_the_config_of_an_attached_model_is_the_models_own(tmp_path: Path, kind: str) -> None:
     """It is saved, copied and built from as ever; what is changed in it reaches the parts of the model."""
-    model, ids = make_model(kind), batch()["input_ids"]
+    model = make_model(kind)
     own, config, attention = model.config, model.config.to_dict(), model.config._attn_implementation
     body = model.base_model
-    with alstlib.apply(model):
+    with attach(model):
         assert model.config is own
         assert (own._attn_implementation, own.to_dict()) == (attention, config)
         for made_from in (model.config, copy.deepcopy(model.config), copy.deepcopy(body.config)):
             fresh = AutoModelForCausalLM.from_config(made_from)
             assert type(fresh.config) is type(own)
             assert fresh.config._attn_implementation == attention
-            fresh(ids)
+            fresh(IDS)
         for part, folder in ((model, tmp_path / "whole"), (body, tmp_path / "body")):
             part.save_pretrained(folder)
             assert "alst" not in "".join(f.read_text() for f in folder.glob("*.json"))
@@ -303,7 +291,7 @@ def test_a_composite_config_is_saved_as_it_was(tmp_path: Path) -> None:
     made = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     model = transformers.Gemma3ForConditionalGeneration(made)
     model.save_pretrained(tmp_path / "before")
-    with alstlib.apply(model):
+    with attach(model):
         model.save_pretrained(tmp_path / "while")
     texts = [(tmp_path / name / "config.json").read_text() for name in ("before", "while")]
     assert texts[0] == texts[1]
@@ -311,61 +299,45 @@ def test_a_composite_config_is_saved_as_it_was(tmp_path: Path) -> None:
 
 def test_a_weight_replaced_while_attached_is_the_models() -> None:
     model = make_model()
-    with alstlib.apply(model, None, alstlib.Options(**ALL_ON)):
+    with attach(model, **ALL_ON):
         model.model.layers[0].mlp.up_proj.weight = nn.Parameter(model.model.layers[0].mlp.up_proj.weight * 2)
-        loss, got = step(model)
-    want_loss, want = plain(model)
-    assert loss == pytest.approx(want_loss, rel=1e-6)
-    assert worst_error(got, want)[0] < 1e-5
+        got = step(model, BATCH)
+    check_step(got, plain_step(model, BATCH))
 
 
 # ----- how often things run
 
 
-def counted_step(monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]) -> dict[str, float]:
+def counted_step(monkeypatch: pytest.MonkeyPatch, kind: str, options: Fields) -> dict[str, float]:
     """Tokens through each kind of module in a second step (the first learns the layer), per token and layer."""
-    model, count = make_model(kind), Counter[str]()
-    layers = model.transformer.h if kind == "gpt2" else model.model.layers
-
-    def hook(name: str) -> Any:
-        return lambda module, args, out: count.update({name: out.shape[1]})
-
-    for layer in layers:
-        inner = [("mlp", layer.mlp), ("query", layer.attn.c_attn if kind == "gpt2" else layer.self_attn.q_proj)]
-        for name, module in inner:
-            module.register_forward_hook(hook(name))
-    kernel = head_layouts.attention_forward
-
-    def attention_forward(*args: Any, **kwargs: Any) -> Any:
-        count["attention"] += args[1].shape[2]
-        return kernel(*args, **kwargs)
-
-    monkeypatch.setattr(head_layouts, "attention_forward", attention_forward)
-    with alstlib.apply(model, None, alstlib.Options(**options)) as handle:
-        step(model)
-        count.clear()
-        before = handle.attention.forward_calls
-        step(model)
+    model = make_model(kind)
+    found = passes(monkeypatch, model)
+    with attach(model, **options) as handle:
+        step(model, BATCH)
+        once, before = copy.deepcopy(found), handle.attention.forward_calls
+        step(model, BATCH)
+        count = {name: sum(tokens) - sum(once[name]) for name, tokens in found.items()}
         assert (handle.attention.forward_calls - before) * LENGTH == count["attention"]
-    return {name: tokens / LENGTH / len(layers) for name, tokens in count.items()}
+    return {name: tokens / LENGTH / 2 for name, tokens in count.items()}
 
 
-@pytest.mark.parametrize("options", [{"tiled_mlp": 7}, {"tiled_mlp": False}, {**ALL_ON}], ids=str)
-@pytest.mark.parametrize("kind", ["gqa", "qwen3", "gpt2", "gemma2"])
-def test_recompute_contract(monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]) -> None:
-    """With the outputs saved: attention forward once, MLP forward twice, projections twice."""
-    options = {**options, "save_attention": True}
-    assert counted_step(monkeypatch, kind, options) == {"attention": 1, "mlp": 2, "query": 2}
-
-
-@pytest.mark.parametrize("tiled_mlp", [7, False])
-def test_attention_runs_twice_when_not_saved(monkeypatch: pytest.MonkeyPatch, tiled_mlp: int | bool) -> None:
-    options = {"tiled_mlp": tiled_mlp, "save_attention": False}
-    assert counted_step(monkeypatch, "gqa", options) == {"attention": 2, "mlp": 2, "query": 2}
-
-
-def test_nothing_is_recomputed_without_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert counted_step(monkeypatch, "gqa", ALL_OFF) == {"attention": 1, "mlp": 1, "query": 1}
+@pytest.mark.parametrize(
+    "kind, options, attention, others",
+    [
+        *((kind, {**options, "save_attention": True}, 1, 2) for kind in ("gqa", "qwen3", "gpt2", "gemma2")
+          for options in ({"tiled_mlp": 7}, {"tiled_mlp": False}, ALL_ON)),
+        *(("gqa", {"tiled_mlp": tile, "save_attention": False}, 2, 2) for tile in (7, False)),
+        ("gqa", ALL_OFF, 1, 1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_recompute_contract(
+    monkeypatch: pytest.MonkeyPatch, kind: str, options: Fields, attention: int, others: int
+) -> None:
+    """With the outputs saved: attention forward once, MLP forward twice, projections twice; without, attention twice;
+    without checkpoints, all once."""
+    want = {"attention": attention, "mlp": others, "query": others}
+    assert counted_step(monkeypatch, kind, options) == want
 
 
 def exchanges(rank: int, world: int, save_attention: bool) -> tuple[float, Counter[str]]:
@@ -380,16 +352,13 @@ def exchanges(rank: int, world: int, save_attention: bool) -> tuple[float, Count
 
         return call
 
-    ctx, model, whole = SPContext.create(world), make_model("gqa"), batch()
-    rows = LENGTH // world
-    shard = {k: v[:, rank * rows : (rank + 1) * rows] for k, v in whole.items()}
-    documents = torch.tensor([0, LENGTH], dtype=torch.int32)
-    with alstlib.apply(model, ctx, alstlib.Options(**{**ALL_ON, "save_attention": save_attention})):
-        alstlib.causal_lm_loss(model, {**shard, "cu_documents": documents}, ctx).loss.backward()  # asks for host memory
+    ctx, model, data = SPContext.create(world), make_model("gqa"), shard_batch(SAMPLE, world, rank)
+    with attach(model, ctx, **{**ALL_ON, "save_attention": save_attention}):
+        alstlib.causal_lm_loss(model, data, ctx).loss.backward()  # asks for host memory
         try:
             for name in originals:
                 setattr(dist, name, counting(name))
-            out = alstlib.causal_lm_loss(model, {**shard, "cu_documents": documents}, ctx)
+            out = alstlib.causal_lm_loss(model, data, ctx)
             out.loss.backward()
         finally:
             for name, original in originals.items():
@@ -402,7 +371,7 @@ def test_few_exchanges(ranks2: Any, save_attention: bool, per_layer: int) -> Non
     """Per layer and step 5 exchanges with saved outputs and 6 without (the reference: 12, and 2 gathers of positions);
     three reductions of numbers: whether all ranks make the same call, what all ranks' hosts have room for (samples
     differ from step to step, so that both are agreed in each), and the loss."""
-    want, _ = plain(make_model("gqa"))
+    want, _ = plain_step(make_model("gqa"), SAMPLE)
     for mean, count in ranks2(exchanges, save_attention):
         assert mean == pytest.approx(want, rel=1e-6)
         assert count == {"all_to_all_single": 2 * per_layer, "all_reduce": 3}
@@ -418,38 +387,19 @@ def test_dropout_is_that_of_plain_transformers() -> None:
     """GPT-2 with its default dropout in embeddings, residuals and MLPs: untiled, the same masks as plain, in forward
     and in the recompute."""
     model = make_model("gpt2", **DROPOUT)
-    torch.manual_seed(7)
-    loss, want = plain(model)
-    torch.manual_seed(8)
-    assert plain(model)[0] != loss
+    want, other = (plain_step(model, BATCH, seed) for seed in (7, 8))
+    assert other[0] != want[0]
     for options in (ALL_OFF, {**ALL_OFF, "checkpoint": True}, {**ALL_OFF, "checkpoint": True, "save_attention": True}):
-        with alstlib.apply(model, None, alstlib.Options(**options)):
-            torch.manual_seed(7)
-            got = step(model)
-        assert got[0] == pytest.approx(loss, rel=1e-6)
-        assert worst_error(got[1], want)[0] < 1e-5
-
-
-def test_dropout_in_tiles_is_replayed() -> None:
-    """Tiles draw their own masks: the recompute under checkpointing draws the same ones, bit for bit."""
-    model = make_model("gpt2", **DROPOUT)
-    results = []
-    for options in ({"checkpoint": False}, {"save_attention": True}, {"save_attention": False}, {"offload": "sync"}):
-        with alstlib.apply(model, None, alstlib.Options(tiled_mlp=6, tiled_loss=6, **options)):
-            for _ in range(2):  # a checkpoint knows its layer better the second time
-                torch.manual_seed(7)
-                results.append(step(model))
-    for loss, grads in results[1:]:
-        assert loss == results[0][0]
-        assert worst_error(grads, results[0][1])[0] < 1e-6
+        with attach(model, **options):
+            check_step(step(model, BATCH, seed=7), want)
 
 
 @pytest.mark.parametrize("options", [{"checkpoint": False}, {"save_attention": True}], ids=str)
-def test_gradient_with_dropout_is_the_derivative(options: dict[str, Any]) -> None:
+def test_gradient_with_dropout_is_the_derivative(options: Fields) -> None:
     """With a fixed seed the loss is a function of the weights: its gradient against a central difference, in fp64."""
     model = make_model("gpt2", dtype=torch.float64, **DROPOUT)
-    with alstlib.apply(model, None, alstlib.Options(tiled_mlp=6, tiled_loss=6, **options)):
-        slope, numerical = slopes(model, batch())
+    with attach(model, tiled_mlp=6, tiled_loss=6, **options):
+        slope, numerical = slopes(model, BATCH)
     assert slope == pytest.approx(numerical, rel=1e-5)
 
 
@@ -458,15 +408,14 @@ def test_gradient_with_dropout_is_the_derivative(options: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("kind", ["gqa", "gemma2", "gpt2"])
 @pytest.mark.parametrize("options", [ALL_OFF, ALL_ON], ids=["all off", "all on"])
-def test_evaluation_is_plain(kind: str, options: dict[str, Any]) -> None:
+def test_evaluation_is_plain(kind: str, options: Fields) -> None:
     """Without gradients: Hugging Face's loss from its own labels, and the logits when there are no labels."""
     model = make_model(kind, **(DROPOUT if kind == "gpt2" else {})).eval()
-    data = batch()
     with torch.no_grad():
-        want = model(data["input_ids"], labels=data["input_ids"])
-        with alstlib.apply(model, None, alstlib.Options(**options)) as handle:
-            got = model(data["input_ids"], labels=data["input_ids"])
-            logits = model(data["input_ids"]).logits
+        want = model(IDS, labels=IDS)
+        with attach(model, **options) as handle:
+            got = model(IDS, labels=IDS)
+            logits = model(IDS).logits
             assert handle.store.nbytes == 0
     assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-6)
     assert torch.allclose(logits, want.logits, rtol=1e-5, atol=1e-5)
@@ -474,11 +423,11 @@ def test_evaluation_is_plain(kind: str, options: dict[str, Any]) -> None:
     assert not got.loss.requires_grad
 
 
-USES: dict[str, Any] = {
+USES: Fields = {
     "float": lambda logits: logits.float(),
     "shape": lambda logits: logits.shape,
     "index": lambda logits: logits[:, :-1],
-    "loss": lambda logits: nn.functional.cross_entropy(logits, batch()["input_ids"]),
+    "loss": lambda logits: nn.functional.cross_entropy(logits, IDS),
     "sum": lambda logits: logits * 2,
     "numpy": np.asarray,
     "length": len,
@@ -488,8 +437,8 @@ USES: dict[str, Any] = {
 def test_logits_that_are_not_kept_say_so() -> None:
     """When they are used; engines, libraries and copies may handle the output as any other."""
     model = make_model()
-    with alstlib.apply(model, None, alstlib.Options()):
-        out = model(**batch())
+    with attach(model):
+        out = model(**BATCH)
     for use in USES.values():
         with pytest.raises(ValueError, match=r"keeps none\. Use out.loss, .*label_smoothing.* or alstlib.token_logps"):
             use(out.logits)
@@ -503,36 +452,19 @@ def test_logits_that_are_not_kept_say_so() -> None:
 # ----- other models
 
 
-def small(config: str, **fields: Any) -> PreTrainedModel:
-    common = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-              "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}  # fmt: skip
-    torch.manual_seed(0)
-    made = getattr(transformers, config)(**{**common, **fields})
-    return transformers.AutoModelForCausalLM.from_config(made).train()
-
-
-@pytest.mark.parametrize("scale", [0.25, 3.0])
-def test_scaled_logits(scale: float) -> None:
-    model = small("CohereConfig", logit_scale=scale)
-    loss, want = plain(model)
-    with alstlib.apply(model, None, alstlib.Options(**ALL_ON)) as handle:
-        assert handle.head is not None
-        got = step(model)
-    assert got[0] == pytest.approx(loss, rel=1e-6)
-    assert worst_error(got[1], want)[0] < 1e-5
-
-
 def test_a_scale_that_the_body_holds() -> None:
     """Falcon-H1 multiplies its logits by a number of its body, which made its loss untiled."""
-    name, fields = HYBRIDS["falcon_h1"]
+    name, fields = zoo.HYBRIDS["falcon_h1"]
     assert find_transform(small(name, **fields, lm_head_multiplier=0.5)) == LogitTransform(scale=0.5)
+    with attach(small("CohereConfig", logit_scale=3.0)) as handle:
+        assert find_transform(handle.model) == LogitTransform(scale=3.0)
+        assert handle.head is not None
 
 
 def test_the_mlp_of_a_hybrid_without_experts_is_tiled() -> None:
     """Granite 4 calls it as what stands beside experts in other sizes of it, and it was left as long as the slice."""
-    name, fields = HYBRIDS["granitemoehybrid"]
-    with alstlib.apply(small(name, **fields), None, alstlib.Options(**ALL_ON)) as handle:
+    name, fields = zoo.HYBRIDS["granitemoehybrid"]
+    with attach(small(name, **fields), **ALL_ON) as handle:
         assert [type(mlp) for mlp in handle.mlps] == [TiledMLP, TiledMLP]
         assert handle.facts.attending == [1]
 
@@ -550,33 +482,21 @@ def lora(model: PreTrainedModel, head: bool = False) -> Any:
 def test_lora(order: str) -> None:
     """Adapters inside tiles and under the tiled head train; the loss goes through the PEFT model."""
     head = order == "lora and head first"
-    reference = lora(make_model(), head)
-    data = batch()
-    logits = reference(input_ids=data["input_ids"], use_cache=False).logits
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1), data["shift_labels"].flatten())
-    loss.backward()
+    want = plain_step(lora(make_model(), head), BATCH)
     model = make_model()
-    options = alstlib.Options(**ALL_ON)
-    if order == "lora after":
-        with alstlib.apply(model, None, options):
-            wrapped = lora(model)
-            got = step(wrapped)
-    else:
-        wrapped = lora(model, head)
-        with alstlib.apply(wrapped.get_base_model(), None, options):
-            got = step(wrapped)
-    want = gradients(reference)
-    assert all("lora" in name for name in want)
-    assert got[0] == pytest.approx(loss.item(), rel=1e-6)
-    assert worst_error(got[1], want)[0] < 1e-5
-    assert torch.equal(wrapped(input_ids=data["input_ids"]).logits, logits)
+    wrapped = lora(model, head) if order != "lora after" else None
+    with attach(model, **ALL_ON):
+        wrapped = wrapped or lora(model)
+        check_step(step(wrapped, BATCH), want)
+    assert all("lora" in name for name in want[1])
+    assert torch.equal(wrapped(IDS).logits, lora(make_model(), head)(IDS).logits)
 
 
 def test_a_peft_model_itself_is_refused() -> None:
     wrapped = lora(make_model())
     with pytest.raises(ValueError, match=r"that nothing wraps yet, but got PeftModel.*; give model.get_base_model\(\)"):
-        alstlib.apply(wrapped)
-    alstlib.apply(wrapped.get_base_model()).detach()
+        attach(wrapped)
+    attach(wrapped.get_base_model()).detach()
 
 
 # ----- refusals
@@ -642,7 +562,7 @@ def test_models_that_cannot_be_exact_are_refused(make: Any, message: str) -> Non
     model = make()
     modules = [(n, id(m), len(m.__dict__)) for n, m in model.named_modules()]
     with pytest.raises(ValueError, match=message):
-        alstlib.apply(model)
+        attach(model)
     assert [(n, id(m), len(m.__dict__)) for n, m in model.named_modules()] == modules
 
 
@@ -650,15 +570,15 @@ def test_a_soft_cap_needs_a_kernel_that_computes_it() -> None:
     model = make_model("gemma2", attn_logit_softcapping=50.0)
     message = r"layer 0 of Gemma2ForCausalLM \(Gemma2DecoderLayer\): attention='cpu' does not compute a soft cap"
     with pytest.raises(ValueError, match=message):
-        alstlib.apply(model, None, alstlib.Options(attention="cpu"))
-    alstlib.apply(model).detach()
+        attach(model, attention="cpu")
+    attach(model).detach()
 
 
 def test_unknown_attention_names_what_there_is() -> None:
     with pytest.raises(ValueError, match=r"attention='flashy' is unknown; known: sdpa, .*_4, blockwise, eager"):
-        alstlib.apply(make_model(), None, alstlib.Options(attention="flashy"))
+        attach(make_model(), attention="flashy")
     with pytest.raises(ValueError, match=r"attention='cudnn' does not run on cpu; attention='sdpa' chooses"):
-        alstlib.apply(make_model(), None, alstlib.Options(attention="cudnn"))
+        attach(make_model(), attention="cudnn")
 
 
 @pytest.mark.parametrize(
@@ -682,7 +602,7 @@ def test_unknown_attention_names_what_there_is() -> None:
     ],
     ids=str,
 )
-def test_options_that_contradict(options: dict[str, Any], message: str) -> None:
+def test_options_that_contradict(options: Fields, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         alstlib.Options(**options)
 
@@ -690,10 +610,10 @@ def test_options_that_contradict(options: dict[str, Any], message: str) -> None:
 def test_a_part_of_the_model_cannot_be_called_alone() -> None:
     """Documents and labels go with the model's own call; one that failed leaves nothing behind."""
     model = make_model()
-    with alstlib.apply(model):
+    with attach(model):
         for _ in range(2):
             with pytest.raises(ValueError, match=r"call the model that apply\(\) was given, not a part of it"):
-                model.model(input_ids=batch()["input_ids"])
+                model.model(input_ids=IDS)
             with pytest.raises(IndexError):
                 model(input_ids=torch.tensor([[VOCAB + 3]]))
 
@@ -701,19 +621,19 @@ def test_a_part_of_the_model_cannot_be_called_alone() -> None:
 def test_dropout_or_noncausal_attention_in_a_layer_is_refused() -> None:
     """What a config does not say is seen at the call."""
     model = make_model()
-    with alstlib.apply(model):
+    with attach(model):
         model.model.layers[1].self_attn.attention_dropout = 0.5
         with pytest.raises(ValueError, match=r"layer 1 \(LlamaAttention\) has attention dropout 0.5"):
-            model(batch()["input_ids"])
+            model(IDS)
         model.model.layers[1].self_attn.attention_dropout = 0.0
         model.model.layers[0].self_attn.is_causal = False
         with pytest.raises(ValueError, match=r"layer 0 \(LlamaAttention\) is not causal"):
-            model(batch()["input_ids"])
+            model(IDS)
 
 
 def test_default_options_swap_what_they_say() -> None:
     model = make_model()
-    with alstlib.apply(copy.deepcopy(model)) as handle:
+    with attach(copy.deepcopy(model)) as handle:
         assert [type(m) for m in handle.mlps] == [TiledMLP, TiledMLP]
         assert handle.model.lm_head is handle.head
         assert handle.notes == []

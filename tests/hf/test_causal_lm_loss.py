@@ -9,34 +9,23 @@ from typing import Any
 import peft
 import pytest
 import torch
-from cases import VOCAB, make_model, wrap
-from torch import Tensor, nn
+from cases import Step, attach, batch_of, check_step, gradients, make_model, plain_step, sample_of, wrap
 
 import alstlib
 from alstlib.config import RunConfig
+from alstlib.data.shard import shard_batch
 from alstlib.mesh import SPContext
-from alstlib.reference import relative_error, shift
 
 LENGTH = 12
-OPTIONS = alstlib.Options(tiled_mlp=5, tiled_loss=7, save_attention=True)
+OPTIONS: dict[str, Any] = {"tiled_mlp": 5, "tiled_loss": 7, "save_attention": True}
 
 
-def batch(seed: int = 0, masked: int = 0, length: int = LENGTH, rows: int = 1) -> dict[str, Any]:
-    ids = torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
-    labels = shift(ids)
-    labels[:, :masked] = -100
-    return {"input_ids": ids, "position_ids": torch.arange(length)[None], "shift_labels": labels}
+def batch(seed: int = 0, masked: int = 0) -> dict[str, Any]:
+    return batch_of(LENGTH, seed, ignored=slice(masked))
 
 
-def plain_sum(model: nn.Module, data: dict[str, Any]) -> Tensor:
-    logits = model(data["input_ids"]).logits
-    return nn.functional.cross_entropy(logits.flatten(0, 1), data["shift_labels"].flatten(), reduction="sum")
-
-
-def grads(model: nn.Module, loss: Tensor) -> list[Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+def times(factor: float, of: Step) -> Step:
+    return of[0] * factor, {n: g * factor for n, g in of[1].items()}
 
 
 @pytest.mark.parametrize("name", ["input_ids", "position_ids", "shift_labels"])
@@ -49,7 +38,7 @@ def test_a_missing_field_is_named(name: str, absent: bool) -> None:
     else:
         data[name] = None
     with (
-        alstlib.apply(make_model()) as handle,
+        attach(make_model()) as handle,
         pytest.raises(ValueError, match=rf"the batch has no {name}; it has ") as e,
     ):
         alstlib.causal_lm_loss(handle.model, data)
@@ -63,7 +52,7 @@ def test_a_model_that_is_not_attached_is_refused() -> None:
     model = make_model()
     with pytest.raises(ValueError, match=r"alstlib\.apply first"):
         alstlib.causal_lm_loss(model, batch())
-    alstlib.apply(model).detach()
+    attach(model).detach()
     for ctx in (None, SPContext()):
         with pytest.raises(ValueError, match=r"alstlib\.apply first"):
             alstlib.causal_lm_loss(model, batch(), ctx)
@@ -86,7 +75,7 @@ def without_ctx(rank: int, world: int, kind: str) -> dict[str, Any]:
     model: Any = make_model()
     if kind == "peft":
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    handle = alstlib.apply(model.get_base_model() if kind == "peft" else model, ctx, OPTIONS)
+    handle = attach(model.get_base_model() if kind == "peft" else model, ctx, **OPTIONS)
     run = RunConfig(zero_stage=int(kind[4:]) if kind.startswith("zero") else 0, offload_optimizer=False, dtype="fp32")
     wrapped = model if kind in ("bare", "peft") else wrap(model, kind, world, run)
     losses = [alstlib.causal_lm_loss(wrapped, mine, *given).loss.item() for given in ((ctx,), ())]
@@ -119,21 +108,19 @@ def test_a_context_that_is_left_out_is_that_of_the_attachment(ranks2: Any, kind:
 def test_factors_of_one_rank(kind: Any, divides: int) -> None:
     """loss = sum / step_tokens * engine_divides_by; mean and tokens are this micro-batch's."""
     model, data = make_model(), batch(masked=3)
-    total = plain_sum(model, data)
-    want = grads(model, total * divides / 50)
-    with alstlib.apply(model, None, OPTIONS):
+    want = plain_step(model, data)
+    with attach(model, **OPTIONS):
         out = alstlib.causal_lm_loss(model, {**data, "step_tokens": kind(50)}, engine_divides_by=divides)
-        got = grads(model, out.loss)
-    assert out.loss.item() == pytest.approx(total.item() * divides / 50, rel=1e-6)
-    assert out.mean.item() == pytest.approx(total.item() / 8, rel=1e-6)
+        out.loss.backward()
+    check_step((out.loss.item(), gradients(model)), times(8 * divides / 50, want))
+    assert out.mean.item() == pytest.approx(want[0], rel=1e-6)
     assert (out.tokens.item(), out.tokens.dtype) == (8, torch.int64)
     assert not out.mean.requires_grad
-    assert all(relative_error(g, w) < 1e-5 for g, w in zip(got, want))
 
 
 def test_without_step_tokens_the_micro_batch_is_the_step() -> None:
     model, data = make_model(), batch(masked=3)
-    with alstlib.apply(model, None, OPTIONS):
+    with attach(model, **OPTIONS):
         out = alstlib.causal_lm_loss(model, data)
     assert out.loss.item() == pytest.approx(out.mean.item(), rel=1e-6)
 
@@ -143,58 +130,47 @@ def test_without_step_tokens_the_micro_batch_is_the_step() -> None:
 def test_no_valid_token_anywhere(tiled_loss: int | bool, step_tokens: int | None) -> None:
     """A finite loss of zero and gradients of exactly zero, on every weight."""
     model = make_model()
-    with alstlib.apply(model, None, alstlib.Options(tiled_mlp=5, tiled_loss=tiled_loss)):
+    with attach(model, tiled_mlp=5, tiled_loss=tiled_loss):
         out = alstlib.causal_lm_loss(model, {**batch(masked=LENGTH), "step_tokens": step_tokens})
-        got = grads(model, out.loss)
+        out.loss.backward()
+    got = gradients(model)
     assert (out.loss.item(), out.mean.item(), out.tokens.item()) == (0, 0, 0)
     assert len(got) == len(list(model.parameters()))
-    assert not any(g.any() for g in got)
+    assert not any(g.any() for g in got.values())
 
 
 # ----- over ranks
 
 
-def run_ranks(rank: int, world: int, sp: int, masked: int, step_tokens: int | None, divides: int) -> dict[str, Any]:
-    """Each replica has a sample of its own, whose first `masked` tokens have no label; averaged gradients."""
-    ctx = SPContext.create(sp)
-    whole, rows = batch(ctx.dp_rank, masked), LENGTH // sp
-    mine = {k: v[:, ctx.sp_rank * rows : (ctx.sp_rank + 1) * rows] for k, v in whole.items()}
-    model = make_model()
-    with alstlib.apply(model, ctx, OPTIONS):
-        out = alstlib.causal_lm_loss(model, {**mine, "step_tokens": step_tokens}, ctx, engine_divides_by=divides)
-        got = grads(model, out.loss / divides)
-    for g in got:
-        torch.distributed.all_reduce(g)
-        g /= world
-    return {"mean": out.mean.item(), "tokens": out.tokens.item(), "loss": out.loss.item(), "grads": got}
-
-
-@pytest.mark.parametrize("sp", [1, 2])
-@pytest.mark.parametrize("masked, step_tokens, divides", [(3, None, 1), (9, 40, 3)])
-def test_mean_is_global_and_the_same_on_all_ranks(
-    ranks2: Any, sp: int, masked: int, step_tokens: int | None, divides: int
-) -> None:
-    """With 9 tokens of 12 masked, the first rank of two has none: it takes part and contributes zero."""
-    model = make_model()
-    samples = [batch(i, masked) for i in range(2 // sp)]
-    total = sum((plain_sum(model, s) for s in samples), torch.zeros(()))
-    tokens = sum(int(s["shift_labels"].ne(-100).sum()) for s in samples)
-    want = grads(model, total / (step_tokens or tokens))
-    results = ranks2(run_ranks, sp, masked, step_tokens, divides)
-    assert len({r["mean"] for r in results}) == 1
-    assert results[0]["mean"] == pytest.approx(total.item() / tokens, rel=1e-6)
-    assert sum(r["loss"] for r in results) / 2 / divides == pytest.approx(
-        total.item() / (step_tokens or tokens), rel=1e-6
-    )
-    if sp == 2 and masked == 9:
-        assert results[0]["loss"] == 0
-    for result in results:
-        assert result["tokens"] == tokens
-        assert all(relative_error(g, w) < 1e-5 for g, w in zip(result["grads"], want))
+def nothing_to_learn(rank: int, world: int, sp: int) -> None:
+    ctx, model = SPContext.create(sp), make_model()
+    with attach(model, ctx, **OPTIONS):
+        out = alstlib.causal_lm_loss(model, shard_batch(sample_of(LENGTH, ignored=slice(LENGTH)), sp, ctx.sp_rank), ctx)
+        out.loss.backward()
+    assert (out.loss.item(), out.mean.item(), out.tokens.item()) == (0, 0, 0)
+    assert not any(g.any() for g in gradients(model, world).values())
 
 
 @pytest.mark.parametrize("sp", [1, 2])
 def test_no_valid_token_on_any_rank(ranks2: Any, sp: int) -> None:
-    for result in ranks2(run_ranks, sp, LENGTH, None, 1):
-        assert (result["loss"], result["mean"], result["tokens"]) == (0, 0, 0)
-        assert not any(g.any() for g in result["grads"])
+    ranks2(nothing_to_learn, sp)
+
+
+def alone_with_labels(rank: int, world: int) -> tuple[float, float]:
+    """Loss and mean of a sample whose only labels count on the last rank, in a step of more labels."""
+    ctx, model = SPContext.create(world), make_model()
+    data = sample_of(LENGTH, ignored=slice(LENGTH - 2))
+    want = plain_step(model, data)
+    with attach(model, ctx, **OPTIONS):
+        batch = {**shard_batch(data, world, rank), "step_tokens": 40}
+        out = alstlib.causal_lm_loss(model, batch, ctx, engine_divides_by=3)
+        out.loss.backward()
+    check_step((out.mean.item(), times(40 / 2 / 3, (0, gradients(model, world)))[1]), want)
+    return out.loss.item(), out.mean.item()
+
+
+def test_a_rank_without_labels_contributes_zero(ranks2: Any) -> None:
+    """The mean is that of all ranks, and the average of their losses that of the step."""
+    (nothing, mean), (loss, same) = ranks2(alone_with_labels)
+    assert (nothing, mean) == (0, same)
+    assert loss / 2 == pytest.approx(mean * 2 / 40 * 3, rel=1e-6)

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import make_model
+from cases import Fields, make_model
 from trainers import SETTINGS, made_of
 from transformers import Trainer
 from trl import DPOConfig, DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
-from trl_runs import dataset, errors, mixture, tokenizer, train
+from trl_runs import as_one_process, dataset, mixture, tokenizer
 
 import alstlib
 
-
-def run(rank: int, world: int, how: str, engine: str, settings: dict[str, Any]) -> Any:
-    return train(rank, world, how, "DPO", engine, what="pairs", **settings)
-
-
-@functools.cache
-def plain(settings: str) -> Any:
-    """One process, once for each choice of settings."""
-    return run(0, 1, "plain", "ddp", json.loads(settings))
-
-
+PAIRS: Fields = {"what": "pairs", "reference": True}
 EVALUATED = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 4}
 MIXED = {"loss_type": ["sigmoid", "ipo", "sft", "robust"], "label_smoothing": 0.1, "ld_alpha": 0.5}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "a reference model": ("ddp", {"reference": True, **EVALUATED}),
-    "LoRA": ("ddp", {"lora": True, **EVALUATED}),
-    "several losses": ("ddp", {"reference": True, **MIXED}),
-    "ZeRO-2": ("zero2", {"reference": True, **EVALUATED}),
-    "ZeRO-2, LoRA": ("zero2", {"lora": True, **EVALUATED}),
-    "ZeRO-3": ("zero3", {"reference": True, **EVALUATED}),
-    "FSDP2": ("fsdp2", {"reference": True, **EVALUATED}),
+CASES: dict[str, tuple[str, Fields]] = {
+    "a reference model": ("ddp", {**PAIRS, **EVALUATED}),
+    "LoRA": ("ddp", {"what": "pairs", "lora": True, **EVALUATED}),
+    "several losses": ("ddp", {**PAIRS, **MIXED}),
+    "ZeRO-2": ("zero2", {**PAIRS, **EVALUATED}),
+    "ZeRO-2, LoRA": ("zero2", {"what": "pairs", "lora": True, **EVALUATED}),
+    "ZeRO-3": ("zero3", {**PAIRS, **EVALUATED}),
+    "FSDP2": ("fsdp2", {**PAIRS, **EVALUATED}),
 }
 
 
@@ -46,33 +34,23 @@ def test_two_ranks_train_as_one_process(ranks2: Any, case: str) -> None:
     """8 steps of two micro-batches of two pairs of unequal lengths: all that is logged, and the weights."""
     engine, settings = CASES[case]
     chunks = {"options": {"chunk": 3}} if case == "several losses" else {}
-    want = plain(json.dumps(settings))
-    for got in ranks2(run, "ours", engine, {**settings, **chunks}):
-        found = errors(got, want)
-        assert max(found.values()) < 1e-5, found
-        assert {"rewards/margins", "logps/chosen", "logits/rejected", "entropy", "num_tokens"} <= found.keys()
+    found = as_one_process(ranks2, "DPO", settings, engine, **chunks)
+    assert {"rewards/margins", "logps/chosen", "logits/rejected", "entropy", "num_tokens"} <= found
 
 
 def test_replicas_of_groups_train_as_one_process(pools: Any) -> None:
     """Two replicas of two ranks and no accumulation, against one process with two micro-batches."""
-    settings = {"reference": True, "count": 8, "max_steps": 4}
-    want = plain(json.dumps(settings))
-    for got in pools(4)(run, "ours", "ddp", {**settings, "sp": 2, "gradient_accumulation_steps": 1}):
-        found = errors(got, want)
-        for weighted in ("entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected"):
-            found.pop(weighted)  # means over tokens: of all replicas' at once, and of each micro-batch's
-        assert max(found.values()) < 1e-5, found
+    settings = {**PAIRS, "count": 8, "max_steps": 4}
+    without = ("entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected")
+    # means over tokens: of all replicas' at once, and of each micro-batch's
+    as_one_process(pools(4), "DPO", settings, without=without, sp=2, gradient_accumulation_steps=1)
 
 
 def test_a_reference_computed_before_training(ranks2: Any, tmp_path: Path) -> None:
     """By both ranks, in slices, against a reference model that stays."""
     for count in (24, 7):
         dataset("pairs", count).save_to_disk(tmp_path / f"pairs-{count}")
-    settings = {"reference": True, **EVALUATED}
-    want = plain(json.dumps(settings))
-    for got in ranks2(run, "ours", "ddp", {**settings, "precompute_ref_log_probs": True, "folder": str(tmp_path)}):
-        found = errors(got, want)
-        assert max(found.values()) < 1e-5, found
+    as_one_process(ranks2, "DPO", {**PAIRS, **EVALUATED}, precompute_ref_log_probs=True, folder=str(tmp_path))
 
 
 # ----- wrong use
@@ -82,7 +60,7 @@ class SPDPO(alstlib.DPOTrainerMixin, DPOTrainer):
     pass
 
 
-def build(cls: Any = SPDPO, settings: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+def build(cls: Any = SPDPO, settings: Fields | None = None, **kwargs: Any) -> Any:
     args = DPOConfig(**{**SETTINGS, "use_cpu": True, "bf16": False, "output_dir": "unused", **(settings or {})})
     given = {"model": make_model(), "ref_model": make_model(), "args": args, "train_dataset": dataset("pairs", 4)}
     return cls(**{**given, "processing_class": tokenizer(), **kwargs})
@@ -104,7 +82,7 @@ def build(cls: Any = SPDPO, settings: dict[str, Any] | None = None, **kwargs: An
     ],
 )
 @pytest.mark.usefixtures("here")
-def test_arguments_that_are_refused(settings: dict[str, Any], more: dict[str, Any], message: str) -> None:
+def test_arguments_that_are_refused(settings: Fields, more: Fields, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(settings=settings, **{name: make() for name, make in more.items()})
 

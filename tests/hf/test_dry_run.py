@@ -6,25 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 import zoo
-from cases import make_model, worst_error
-from torch import nn
+from cases import attach, check_step, make_model, sample_of, step
 from transformers.modeling_layers import GradientCheckpointingLayer
+from zoo import small
 
-import alstlib
-from alstlib.data.shard import shard_batch
 from alstlib.hf.dry_run import DryRun, dry_run
+from alstlib.measure import verify
 
 
 def run(model: Any) -> DryRun:
     return dry_run(model, [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)])
-
-
-def small(config: type, **fields: Any) -> Any:
-    """A model with the sizes of the zoo."""
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config(**{**zoo.COMMON, **fields}))
 
 
 BERT = {"num_key_value_heads": None, "is_decoder": True, "hidden_dropout_prob": 0.0,
@@ -73,7 +65,7 @@ def test_a_dry_run_calls_no_hook() -> None:
     for module in model.modules():
         module.register_forward_hook(lambda *_: called.append("after"))
         module.register_forward_pre_hook(lambda *_: called.append("before"))
-    with alstlib.apply(model):
+    with attach(model):
         assert not called
     model(torch.zeros(1, 4, dtype=torch.long))
     assert {"before", "after"} == set(called)
@@ -95,7 +87,7 @@ def test_a_config_may_name_several_ends() -> None:
 def test_a_dry_run_reads_no_weights() -> None:
     """A model of any size: here one that would not fit, without memory."""
     with torch.device("meta"):
-        model = small(transformers.LlamaConfig, hidden_size=16384, intermediate_size=53248, num_hidden_layers=40)
+        model = small("LlamaConfig", hidden_size=16384, intermediate_size=53248, num_hidden_layers=40)
     assert len(run(model).layers) == 40
 
 
@@ -108,36 +100,25 @@ ROBERTAS = ["Roberta", "RobertaPreLayerNorm", "Camembert", "XLMRoberta", "XLMRob
 @pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
 def test_positions_that_a_model_numbers_by_itself(kind: str, packed: bool) -> None:
     """RoBERTa and its kin begin after their padding token."""
-    model = small(getattr(transformers, f"{kind}Config"), **BERT).train()
-    lengths = [5, 1, 10] if packed else [16]
-    ids = torch.randint(3, zoo.VOCAB, (1, 16), generator=torch.Generator().manual_seed(0))
-    total: Any = 0.0
-    for part in ids.split(lengths, 1):
-        logits = model(input_ids=part).logits[:, :-1].flatten(0, 1)
-        total = total + nn.functional.cross_entropy(logits, part[:, 1:].flatten(), reduction="sum")
-    total = total / (16 - len(lengths))
-    total.backward()
-    want = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and not n.endswith("key.bias")}
-    model.zero_grad()
-    with alstlib.apply(model) as handle:
-        batch = shard_batch({"input_ids": ids, "labels": ids, "document_lengths": [lengths]}, 1, 0)
-        out = alstlib.causal_lm_loss(model, batch)
-        out.loss.backward()
+    model = small(f"{kind}Config", **BERT)
+    data = sample_of(16, documents=[5, 1, 10] if packed else [16])
+    loss, want = verify.plain(model, data)
+    with attach(model) as handle:
+        got = step(model, data)
         assert handle.facts.offset == zoo.COMMON["pad_token_id"] + 1
-    assert out.mean.item() == pytest.approx(total.item(), rel=1e-6)
-    assert worst_error({n: p.grad for n, p in model.named_parameters() if n in want}, want)[0] < 1e-4
+    want, mine = ({n: g for n, g in grads.items() if not n.endswith("key.bias")} for grads in (want, got[1]))
+    check_step((got[0], mine), (loss, want), gradient=1e-4)
 
 
 def test_a_padding_token_among_others_is_refused_where_it_is_not_counted() -> None:
-    model = small(transformers.RobertaConfig, **BERT)
+    model = small("RobertaConfig", **BERT)
     ids = torch.tensor([[5, 6, 2, 7, 8, 2]])
     batch = {"input_ids": ids, "labels": ids.clone()}
-    with alstlib.apply(model):
+    with attach(model):
         with pytest.raises(ValueError, match="hold the padding token 2 among the tokens of a sample, and RobertaFor"):
-            alstlib.causal_lm_loss(model, shard_batch(batch, 1, 0))
+            step(model, batch)
         ids[0, 2] = 9
-        mask = torch.tensor([[1, 1, 1, 1, 1, 0]])
-        alstlib.causal_lm_loss(model, shard_batch({**batch, "attention_mask": mask}, 1, 0))
+        step(model, {**batch, "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0]])})
 
 
 # ----- what is refused at `apply`
@@ -147,34 +128,28 @@ BART = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decod
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a mask of its own": (
-        lambda: small(transformers.DogeConfig),
+        lambda: small("DogeConfig"),
         {},
         r"layer 0 of DogeForCausalLM \(DogeAttention\) makes an attention mask by itself",
     ),
     "a window that is not said": (
-        lambda: small(transformers.PhimoeConfig, sliding_window=7, **EXPERTS),
+        lambda: small("PhimoeConfig", sliding_window=7, **EXPERTS),
         {},
-        r"layer 0 \(PhimoeAttention\) may slide by config.sliding_window=7",
+        r"layer 0 \(PhimoeAttention\) may slide by config.sliding_window=7, .* set it to None if no",
     ),
     "a window without a mask": (
-        lambda: small(transformers.OlmoeConfig, sliding_window=7, num_experts=4, num_experts_per_tok=2),
+        lambda: small("OlmoeConfig", sliding_window=7, num_experts=4, num_experts_per_tok=2),
         {},
         r"layer 0 \(OlmoeAttention\) gives its attention the window 7, but .* set config.sliding_window to None",
     ),
-    "numbers": (lambda: small(transformers.BartConfig, **BART), {}, "BartForCausalLM numbers its tokens by itself"),
-    "dropout": (
-        lambda: make_model(attention_dropout=0.1),
-        {},
-        r"config.attention_dropout=0.1 is not supported in attention",
-    ),
+    "numbers": (lambda: small("BartConfig", **BART), {}, "BartForCausalLM numbers its tokens by itself"),
     "attention twice, streamed": (
-        lambda: small(transformers.DiffLlamaConfig),
+        lambda: small("DiffLlamaConfig"),
         {"chunk": 4},
         r"layer 0 \(DiffLlamaDecoderLayer\) calls attention more than once, so it cannot run in chunks",
     ),
     "keys of other layers, recomputed": (
-        lambda: small(
-            transformers.Gemma3nTextConfig, num_hidden_layers=4, num_kv_shared_layers=2, head_dim=8, laurel_rank=4,
+        lambda: small("Gemma3nTextConfig", num_hidden_layers=4, num_kv_shared_layers=2, head_dim=8, laurel_rank=4,
             layer_types=["sliding_attention", "full_attention"] * 2, activation_sparsity_pattern=[0.0] * 4,
             vocab_size_per_layer_input=zoo.VOCAB, hidden_size_per_layer_input=8,
         ),
@@ -187,21 +162,28 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 @pytest.mark.parametrize("make, options, message", REFUSED.values(), ids=REFUSED)
 def test_refused_before_the_first_call(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        alstlib.apply(make(), None, alstlib.Options(**options))
+        attach(make(), **options)
 
 
 def test_dropout_of_a_config_that_no_layer_uses_is_not_refused() -> None:
     model = make_model(attention_dropout=0.1)
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.0
-    alstlib.apply(model).detach()
+    attach(model).detach()
+
+
+def test_a_window_that_nothing_uses_is_not_refused() -> None:
+    """Phi-3.5-MoE's window is in the mask that its model makes, and nowhere else."""
+    model = small("PhimoeConfig", sliding_window=7, **EXPERTS)
+    model.config.sliding_window = None
+    with attach(model):
+        model(**sample_of(26))
 
 
 def test_facts_of_a_layer_are_those_of_the_layer() -> None:
     """Gemma 4's heads are wider in some layers; its mapping of keys is not read where none are shared."""
-    model = small(
-        transformers.Gemma4TextConfig, head_dim=8, global_head_dim=16, vocab_size_per_layer_input=zoo.VOCAB,
+    model = small("Gemma4TextConfig", head_dim=8, global_head_dim=16, vocab_size_per_layer_input=zoo.VOCAB,
         hidden_size_per_layer_input=8, layer_types=zoo.LAYER_TYPES, sliding_window=7,
     )  # fmt: skip
-    with alstlib.apply(model) as handle:
+    with attach(model) as handle:
         assert (handle.facts.heads, handle.facts.value_width) == (4, 16)

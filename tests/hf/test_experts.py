@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
-import transformers
 import zoo
-from cases import make_model, worst_error
+from cases import Step, attach, check_step, gradients, make_model, on_ranks, sample_of, step
 from operators import peak_of_step
 from torch import Tensor, nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import alstlib
-from alstlib.data.shard import shard_batch
 from alstlib.hf.experts import TiledExperts, why_untiled
-from alstlib.measure.verify import Reference, plain
+from alstlib.measure.verify import plain
 from alstlib.sizing import TILE_BYTES
 from alstlib.tiled.compute import as_on
 
@@ -32,54 +29,31 @@ HOW: dict[str, dict[str, Any]] = {
 LENGTH = 17
 
 
-def sample(batch: int = 1) -> dict[str, Any]:
-    ids = torch.randint(3, zoo.VOCAB, (batch, LENGTH), generator=torch.Generator().manual_seed(5))
-    return {"input_ids": ids, "labels": ids.clone(), "document_lengths": [[LENGTH]] * batch}
+def sample(rows: int = 1) -> dict[str, Any]:
+    return sample_of(LENGTH, rows, documents=[LENGTH])
 
 
-@functools.cache
-def reference(name: str) -> Reference:
-    return plain(zoo.build(name), sample())
-
-
-def attached(rank: int, world: int, name: str, how: str) -> dict[str, Any]:
-    ctx, (loss, want) = alstlib.SPContext.create(world), reference(name)
-    model = zoo.build(name)
-    with alstlib.apply(model, ctx, alstlib.Options(**HOW[how])) as handle:
+def exact(rank: int, world: int, name: str, how: str) -> None:
+    ctx, model = alstlib.SPContext.create(world), zoo.build(name)
+    want = plain(model, sample())
+    with attach(model, ctx, **HOW[how]) as handle:
         for _ in range(2):  # a checkpoint knows its layer better the second time
-            model.zero_grad()
-            out = alstlib.causal_lm_loss(model, shard_batch(sample(), world, rank), ctx)
-            out.loss.backward()
-        tiled = [isinstance(mlp, TiledExperts) for mlp in handle.mlps]
-    got = {n: p.grad for n, p in model.named_parameters() if n in want}
-    for grad in got.values():
-        if world > 1:
-            torch.distributed.all_reduce(grad)
-            grad /= world
-    error, where = worst_error(got, want)
-    return {"loss": abs(out.mean.item() - loss) / loss, "gradient": error, "where": where, "tiled": tiled,
-            "notes": handle.notes}  # fmt: skip
+            check_step(step(model, sample(), ctx), want)
+        assert [isinstance(mlp, TiledExperts) for mlp in handle.mlps] == [
+            name != "deepseek_v3",
+            True,
+        ]  # the first is dense
+        assert handle.notes == []
 
 
-def check(name: str, results: list[dict[str, Any]]) -> None:
-    for result in results:
-        assert result["loss"] < 1e-6, result
-        assert result["gradient"] < 1e-5, result
-        assert result["tiled"] == [name != "deepseek_v3", True], result  # its first layer is dense
-        assert result["notes"] == []
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("name", MODELS)
-def test_experts_in_tiles_are_exact(name: str, how: str) -> None:
+@pytest.mark.parametrize(
+    "name, how, world",
+    [*((name, how, 1) for name in MODELS for how in HOW),
+     *((name, "tiles in chunks", world) for name in ("mixtral", "gpt_oss") for world in (2, 3))],
+)  # fmt: skip
+def test_experts_in_tiles_are_exact(pools: Any, name: str, how: str, world: int) -> None:
     """Loss and every gradient, with that of the load-balancing loss where the model has one."""
-    check(name, [attached(0, 1, name, how)])
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_tiles_in_chunks_on_ranks(pools: Any, name: str, world: int) -> None:
-    check(name, pools(world)(attached, name, "tiles in chunks"))
+    on_ranks(pools, world, exact, name, how)
 
 
 @pytest.mark.parametrize("name", MODELS[:3])
@@ -87,7 +61,7 @@ def test_the_routers_logits_are_those_of_the_whole_slice(name: str) -> None:
     """Without labels transformers collects them itself: one entry for each layer, with the tokens in order."""
     model, ids = zoo.build(name), sample(2)["input_ids"]
     want = model(ids, output_router_logits=True)
-    with alstlib.apply(model, None, alstlib.Options(tiled_mlp=3, checkpoint=False)):
+    with attach(model, tiled_mlp=3, checkpoint=False):
         got = model(ids, output_router_logits=True)
     assert [t.shape for t in got.router_logits] == [t.shape for t in want.router_logits]
     for mine, its in zip(got.router_logits, want.router_logits):
@@ -100,7 +74,7 @@ def test_the_routers_logits_are_those_of_the_whole_slice(name: str) -> None:
 def test_a_balance_without_a_graph_is_not_left_out(how: str, read: str) -> None:
     """A loss of the user's own, of logits and of the routers' balance, would have no gradient of the second part."""
     model, ids = zoo.build("mixtral"), sample()["input_ids"]
-    with alstlib.apply(model, None, alstlib.Options(**HOW[how])):
+    with attach(model, **HOW[how]):
         out = model(ids, output_router_logits=True)
         balance = out.aux_loss if read == "aux_loss" else out.router_logits[1].logsumexp(-1).sum()
         with pytest.raises(ValueError, match=r"aux_loss and router_logits have no gradient here: .* model labels"):
@@ -110,14 +84,15 @@ def test_a_balance_without_a_graph_is_not_left_out(how: str, read: str) -> None:
 def test_a_balance_with_a_graph_has_its_gradient() -> None:
     model, ids = zoo.build("mixtral"), sample()["input_ids"]
 
-    def gradients() -> dict[str, Tensor]:
+    def balance() -> Step:
         model.zero_grad()
-        model(ids, output_router_logits=True).aux_loss.backward()
-        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        loss = model(ids, output_router_logits=True).aux_loss
+        loss.backward()
+        return loss.item(), gradients(model)
 
-    want = gradients()
-    with alstlib.apply(model, None, alstlib.Options(tiled_mlp=False, checkpoint=False)):
-        assert worst_error(gradients(), want)[0] < 1e-5
+    want = balance()
+    with attach(model, tiled_mlp=False, checkpoint=False):
+        check_step(balance(), want)
 
 
 # ----- what is computed
@@ -138,11 +113,10 @@ class Counted:
 def test_a_recompute_does_not_run_experts_in_vain(name: str) -> None:
     """Six tiles in forward and six in backward; gpt-oss's block returns its router's scores too, which nobody reads."""
     model = zoo.build(name)
-    with alstlib.apply(model, None, alstlib.Options(tiled_mlp=3)):
-        out = alstlib.causal_lm_loss(model, shard_batch(sample(), 1, 0))
-        out.loss.backward()
+    with attach(model, tiled_mlp=3):
+        step(model, sample())
         counted = Counted(model)
-        alstlib.causal_lm_loss(model, shard_batch(sample(), 1, 0)).loss.backward()
+        step(model, sample())
     assert counted.calls == 12
 
 
@@ -176,12 +150,9 @@ def test_further_outputs_that_a_layer_reads_or_returns_are_computed(kind: type[n
         layer.__class__ = kind
         if kind is Returning:
             layer.register_forward_hook(lambda module, args, out: weighted(out))
-    loss, want = plain(model, sample())
-    with alstlib.apply(model, None, alstlib.Options(tiled_mlp=3)):
-        out = alstlib.causal_lm_loss(model, shard_batch(sample(), 1, 0))
-        out.loss.backward()
-    assert out.mean.item() == pytest.approx(loss, rel=1e-6)
-    assert worst_error({n: p.grad for n, p in model.named_parameters() if n in want}, want)[0] < 1e-5
+    want = plain(model, sample())
+    with attach(model, tiled_mlp=3):
+        check_step(step(model, sample()), want)
 
 
 def test_memory_is_a_tile() -> None:
@@ -337,52 +308,35 @@ def test_blocks_that_mix_tokens_are_left_as_they_are(kind: type[Block], caplog: 
     """Found by what they do, said with the reason, and exact as before."""
     model = with_blocks(kind)
     torch.manual_seed(2)
-    loss, want = plain(model, sample())
-    with alstlib.apply(model, None, alstlib.Options(tiled_mlp=3)) as handle:
-        torch.manual_seed(2)
-        state = torch.get_rng_state()
+    want = plain(model, sample())
+    with attach(model, tiled_mlp=3) as handle:
         for _ in range(2):
-            torch.set_rng_state(state)
-            model.zero_grad()
-            out = alstlib.causal_lm_loss(model, shard_batch(sample(), 1, 0))
-            out.loss.backward()
+            check_step(step(model, sample(), seed=2), want)
         why = [f"layer {i}: mlp ({kind.__name__}) {LEFT[kind]}: left untiled" for i in range(2) if kind in LEFT]
         assert handle.notes == why
         assert {r.message for r in caplog.records if r.name.startswith("alstlib.hf")} == set(why)
-    assert out.mean.item() == pytest.approx(loss, rel=1e-6)
-    assert worst_error({n: p.grad for n, p in model.named_parameters() if n in want}, want)[0] < 1e-5
 
 
 def test_experts_that_a_layer_calls_itself_are_said() -> None:
     """Gemma 4's layer has an MLP, a router and experts side by side."""
     fields = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48, "global_head_dim": 16}
-    config = transformers.Gemma4TextConfig(
-        **{**zoo.COMMON, **fields}, enable_moe_block=True, hidden_size_per_layer_input=0, head_dim=8,
-        layer_types=["sliding_attention", "full_attention"],
+    model = zoo.small(
+        "Gemma4TextConfig", **fields, enable_moe_block=True, hidden_size_per_layer_input=0, head_dim=8,
+        layer_types=zoo.LAYER_TYPES,
     )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    loss, want = plain(model, sample())
-    with alstlib.apply(model, None, alstlib.Options(tiled_mlp=3)) as handle:
-        out = alstlib.causal_lm_loss(model, shard_batch(sample(), 1, 0))
-        out.loss.backward()
+    want = plain(model, sample())
+    with attach(model, tiled_mlp=3) as handle:
+        check_step(step(model, sample()), want)
         assert handle.notes == [
             f"layer {i}: experts (Gemma4TextExperts) is not inside its MLP: left untiled" for i in range(2)
         ]
-    assert out.mean.item() == pytest.approx(loss, rel=1e-6)
-    assert worst_error({n: p.grad for n, p in model.named_parameters() if n in want}, want)[0] < 1e-5
 
 
-@pytest.mark.parametrize("how", ["chunk", "blocks"])
-def test_blocks_that_mix_tokens_are_refused_for_some_of_the_rows(how: str) -> None:
-    model, batch = with_blocks(Limited), shard_batch(sample(), 1, 0)
-    step = alstlib.causal_lm_loss if how == "chunk" else alstlib.block_step
+@pytest.mark.parametrize("chunk, block", [(5, None), (None, 5)])
+def test_blocks_that_mix_tokens_are_refused_for_some_of_the_rows(chunk: int | None, block: int | None) -> None:
     message = r"layer 0: mlp \(Limited\) mixes tokens: it is exact only with sp=1, chunk=None and without block_step"
-    with (
-        alstlib.apply(model, None, alstlib.Options(chunk=5 if how == "chunk" else None)),
-        pytest.raises(ValueError, match=message),
-    ):
-        step(model, batch, None, **({} if how == "chunk" else {"block": 5}))
+    with attach(with_blocks(Limited), chunk=chunk) as handle, pytest.raises(ValueError, match=message):
+        step(handle.model, sample(), block=block)
 
 
 def test_a_block_is_tried_with_nothing_left_behind() -> None:
@@ -415,7 +369,7 @@ def test_engines_find_the_blocks_by_their_class(how: str) -> None:
     from deepspeed.utils import set_z3_leaf_modules
 
     model = zoo.build("mixtral")
-    with alstlib.apply(model) as handle:
+    with attach(model) as handle:
         kind = MixtralSparseMoeBlock if how == "class" else get_module_class_from_name(model, "MixtralSparseMoeBlock")
         assert set_z3_leaf_modules(model, [kind]) == handle.mlps
         assert all(isinstance(mlp, TiledExperts) and mlp._z3_leaf for mlp in handle.mlps)

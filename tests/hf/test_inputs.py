@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import VOCAB, make_model
+from cases import ALL_ON, Fields, attach, check_step, make_model, own_step, plain_step, tokens_of
 from torch import Tensor, nn
 
 import alstlib
@@ -22,11 +22,10 @@ from alstlib.reference import relative_error, shift
 
 ONE = SPContext()
 LENGTH = 12
-ALL_ON = {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "offload": "async", "save_attention": True}
 
 
-def ids(batch: int = 1, length: int = LENGTH, seed: int = 0) -> Tensor:
-    return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+def ids(rows: int = 1, length: int = LENGTH) -> Tensor:
+    return tokens_of(length, rows)
 
 
 def take(ctx: SPContext = ONE, **kwargs: Any) -> Any:
@@ -41,103 +40,103 @@ def rank(index: int, sp: int = 2) -> SPContext:
 # ----- what is refused
 
 ARANGE = torch.arange(LENGTH)[None]
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REFUSED: dict[str, tuple[Fields, str]] = {
     "packings that disagree": (
-        {"input_ids": ids(), "cu_seq_lens_q": [0, 5, 12], "cu_seq_lens_k": torch.tensor([0, 6, 12])},
+        {"cu_seq_lens_q": [0, 5, 12], "cu_seq_lens_k": torch.tensor([0, 6, 12])},
         r"cu_seq_lens_q=\[0, 5, 12\] and cu_seq_lens_k=\[0, 6, 12\] disagree about where documents begin",
     ),
     "packing and documents": (
-        {"input_ids": ids(), "seq_idx": (ARANGE > 4).int(), "cu_documents": [0, 6, 12]},
+        {"seq_idx": (ARANGE > 4).int(), "cu_documents": [0, 6, 12]},
         r"cu_documents=\[0, 6, 12\] and seq_idx=\[0, 5, 12\] disagree",
     ),
     "packing and positions": (
-        {"input_ids": ids(), "cu_seq_lens_q": torch.tensor([0, 5, 12]), "position_ids": ARANGE},
+        {"cu_seq_lens_q": torch.tensor([0, 5, 12]), "position_ids": ARANGE},
         "do not fit cu_seq_lens_q: micro-batch row 0, token 5 has position 5 where its document is at 0",
     ),
-    "packing's end": ({"input_ids": ids(), "cu_seq_lens_k": [0, 5, 11]}, "cu_seq_lens_k ends at 11"),
-    "packing's shape": ({"input_ids": ids(), "seq_idx": ARANGE[0]}, r"seq_idx \[12\] must be a tensor \[1, 12\]"),
-    "nothing": ({}, "needs input_ids or inputs_embeds"),
-    "cache": ({"input_ids": ids(), "past_key_values": object()}, r"past_key_values, use_cache.* after detach\(\)"),
-    "use_cache": ({"input_ids": ids(), "use_cache": True}, "use_cache"),
-    "images": ({"input_ids": ids(), "pixel_values": torch.ones(1)}, "pixel_values is not supported: tokens attend"),
+    "packing's end": ({"cu_seq_lens_k": [0, 5, 11]}, "cu_seq_lens_k ends at 11"),
+    "packing's shape": ({"seq_idx": ARANGE[0]}, r"seq_idx \[12\] must be a tensor \[1, 12\]"),
+    "nothing": ({"input_ids": None}, "needs input_ids or inputs_embeds"),
+    "cache": ({"past_key_values": object()}, r"past_key_values, use_cache.* after detach\(\)"),
+    "use_cache": ({"use_cache": True}, "use_cache"),
+    "images": ({"pixel_values": torch.ones(1)}, "pixel_values is not supported: tokens attend"),
     "an encoder's states": (
-        {"input_ids": ids(), "encoder_hidden_states": torch.ones(1)},
+        {"encoder_hidden_states": torch.ones(1)},
         "encoder_hidden_states is not",
     ),
-    "token types": ({"input_ids": ids(), "token_type_ids": ids()}, "token_type_ids is not supported"),
+    "token types": ({"token_type_ids": ids()}, "token_type_ids is not supported"),
     "tuple output": (
-        {"input_ids": ids(), "shift_labels": ids(), "return_dict": False},
+        {"shift_labels": ids(), "return_dict": False},
         "return_dict=False .*out.loss",
     ),
     "labels' shape": (
-        {"input_ids": ids(), "shift_labels": ids(2)},
+        {"shift_labels": ids(2)},
         r"shift_labels \[2, 12\] must have the shape of input_ids \[1, 12\]",
     ),
     "labels of embeddings": (
-        {"inputs_embeds": torch.zeros(1, 12, 8), "labels": ids(1, 11)},
+        {"input_ids": None, "inputs_embeds": torch.zeros(1, 12, 8), "labels": ids(1, 11)},
         r"shift_labels \[1, 11\] must have the shape of input_ids \[1, 12\]",
     ),
     "positions' length": (
-        {"input_ids": ids(), "position_ids": ARANGE[:, 1:]},
+        {"position_ids": ARANGE[:, 1:]},
         r"position_ids \[1, 11\] do not belong to inputs of 1 x 12 tokens",
     ),
     "positions' batch": (
         {"input_ids": ids(2), "position_ids": ARANGE.expand(3, -1)},
         r"position_ids \[3, 12\] do not belong to inputs of 2 x 12 tokens",
     ),
-    "positions from 1": ({"input_ids": ids(), "position_ids": ARANGE + 1}, "position_ids must count from 0"),
+    "positions from 1": ({"position_ids": ARANGE + 1}, "position_ids must count from 0"),
     "positions with a gap": (
-        {"input_ids": ids(), "position_ids": torch.tensor([[0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12]])},
+        {"position_ids": torch.tensor([[0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12]])},
         "position_ids must count from 0, starting again at 0 with each document",
     ),
     "positions that restart elsewhere": (
-        {"input_ids": ids(), "position_ids": torch.tensor([[0, 1, 2, 3, 1, 2, 3, 4, 5, 6, 7, 8]])},
+        {"position_ids": torch.tensor([[0, 1, 2, 3, 1, 2, 3, 4, 5, 6, 7, 8]])},
         "position_ids must count from 0",
     ),
     "documents' end": (
-        {"input_ids": ids(), "cu_documents": torch.tensor([0, 5, 11])},
+        {"cu_documents": torch.tensor([0, 5, 11])},
         r"cu_documents ends at 11, but 1 x 12 tokens on each of 1 ranks are 12",
     ),
-    "no documents": ({"input_ids": ids(), "cu_documents": []}, "cu_documents ends at None"),
+    "no documents": ({"cu_documents": []}, "cu_documents ends at None"),
     "left padding": (
-        {"input_ids": ids(), "attention_mask": (ARANGE > 2).long()},
+        {"attention_mask": (ARANGE > 2).long()},
         r"attention_mask has zeros .*pad on the right with labels -100",
     ),
-    "hole": ({"input_ids": ids(), "attention_mask": (ARANGE != 5).long()}, "attention_mask has zeros"),
+    "hole": ({"attention_mask": (ARANGE != 5).long()}, "attention_mask has zeros"),
     "4D mask": (
-        {"input_ids": ids(), "attention_mask": torch.ones(1, 1, 12, 12)},
+        {"attention_mask": torch.ones(1, 1, 12, 12)},
         r"attention_mask of shape \[1, 1, 12, 12\] is not supported; give position_ids and cu_documents",
     ),
-    "mask of masks": ({"input_ids": ids(), "attention_mask": {"full": None}}, "attention_mask dict is not supported"),
+    "mask of masks": ({"attention_mask": {"full": None}}, "attention_mask dict is not supported"),
     "loss on padding": (
-        {"input_ids": ids(), "shift_labels": ids(), "attention_mask": (ARANGE < 9).long()},
+        {"shift_labels": ids(), "attention_mask": (ARANGE < 9).long()},
         "attention_mask has zeros",
     ),
 }
 
 
 @pytest.mark.parametrize("kwargs, message", REFUSED.values(), ids=REFUSED)
-def test_wrong_inputs_are_refused_by_name(kwargs: dict[str, Any], message: str) -> None:
+def test_wrong_inputs_are_refused_by_name(kwargs: Fields, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        take(**kwargs)
+        take(**{"input_ids": ids(), **kwargs})
 
 
-SHARDED: dict[str, tuple[dict[str, Any], str]] = {
+SHARDED: dict[str, tuple[Fields, str]] = {
     "labels": (
-        {"input_ids": ids(), "position_ids": ARANGE, "labels": ids()},
+        {"position_ids": ARANGE, "labels": ids()},
         "labels must be shifted before the sequence is sharded.*SPDataLoader",
     ),
-    "no positions": ({"input_ids": ids()}, "position_ids are missing: each rank"),
+    "no positions": ({}, "position_ids are missing: each rank"),
     "documents without positions": (
-        {"input_ids": ids(), "cu_documents": torch.tensor([0, 24])},
+        {"cu_documents": torch.tensor([0, 24])},
         "position_ids are missing: each rank",
     ),
     "local positions": (
-        {"input_ids": ids(), "position_ids": ARANGE},
+        {"position_ids": ARANGE},
         "position_ids of rank 1 do not run from 12 to 23: for packed documents or padding give cu_documents too",
     ),
     "local documents": (
-        {"input_ids": ids(), "position_ids": ARANGE + 12, "cu_documents": torch.tensor([0, 12])},
+        {"position_ids": ARANGE + 12, "cu_documents": torch.tensor([0, 12])},
         "cu_documents ends at 12, but 1 x 12 tokens on each of 2 ranks are 24: .* or the offsets are not global",
     ),
     "another rank's shape": (
@@ -145,20 +144,20 @@ SHARDED: dict[str, tuple[dict[str, Any], str]] = {
         "cu_documents ends at 24, but 1 x 11 tokens on each of 2 ranks are 22: the ranks' shapes disagree",
     ),
     "packing of a slice": (
-        {"input_ids": ids(), "position_ids": ARANGE + 12, "seq_idx": (ARANGE > 4).int()},
+        {"position_ids": ARANGE + 12, "seq_idx": (ARANGE > 4).int()},
         "seq_idx of a slice does not tell where documents begin",
     ),
     "padding": (
-        {"input_ids": ids(), "position_ids": ARANGE + 12, "attention_mask": (ARANGE < 9).long()},
+        {"position_ids": ARANGE + 12, "attention_mask": (ARANGE < 9).long()},
         "attention_mask has zeros",
     ),
 }
 
 
 @pytest.mark.parametrize("kwargs, message", SHARDED.values(), ids=SHARDED)
-def test_wrong_shards_are_refused_by_name(kwargs: dict[str, Any], message: str) -> None:
+def test_wrong_shards_are_refused_by_name(kwargs: Fields, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        take(rank(1), **kwargs)
+        take(rank(1), **{"input_ids": ids(), **kwargs})
 
 
 def test_inputs_by_position_are_refused() -> None:
@@ -195,7 +194,7 @@ def test_what_is_ours_does_not_reach_the_model() -> None:
     ],
     ids=str,
 )
-def test_documents_of_one_rank(kwargs: dict[str, Any], documents: Any) -> None:
+def test_documents_of_one_rank(kwargs: Fields, documents: Any) -> None:
     assert take(input_ids=ids(2), **kwargs).documents == documents
 
 
@@ -219,30 +218,16 @@ def model(request: pytest.FixtureRequest) -> Any:
     return make_model(request.param)
 
 
-def grads(model: nn.Module, loss: Tensor) -> list[Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def check_same(model: nn.Module, want: Any, got: Any) -> None:
-    want_loss, want_grads = want
-    got_loss, got_grads = got
-    assert got_loss == pytest.approx(want_loss, rel=1e-6)
-    assert all(relative_error(g, w, 1e-6) < 1e-5 for g, w in zip(got_grads, want_grads, strict=True))
-
-
 @pytest.mark.parametrize("options", [{}, ALL_ON], ids=["default", "all on"])
-def test_labels_give_hugging_faces_own_loss(model: Any, options: dict[str, Any]) -> None:
+def test_labels_give_hugging_faces_own_loss(model: Any, options: Fields) -> None:
     """Mean over the valid tokens, or the sum over `num_items_in_batch`; with the same gradients."""
     tokens, labels = ids(2), ids(2)
     labels[0, :7] = -100
     for more in ({}, {"num_items_in_batch": 40}):
-        loss = model(tokens, labels=labels, **more).loss
-        want = (loss.item(), grads(model, loss))
-        with alstlib.apply(model, None, alstlib.Options(**options)):
-            loss = model(tokens, labels=labels, **more).loss
-            check_same(model, want, (loss.item(), grads(model, loss)))
+        given = {"input_ids": tokens, "labels": labels, **more}
+        want = own_step(model, **given)
+        with attach(model, **options):
+            check_step(own_step(model, **given), want)
 
 
 @pytest.mark.parametrize("kind", ["ones", "right", "bool"])
@@ -252,15 +237,14 @@ def test_masks_that_may_be_dropped_are_exact(model: Any, kind: str) -> None:
     if kind != "ones":
         keep[0, 8:], keep[1, 11:] = 0, 0
     mask = keep.bool() if kind == "bool" else keep
-    labels = tokens.masked_fill(keep == 0, -100)
-    plain = model(tokens, attention_mask=mask, labels=labels)
-    want = (plain.loss.item(), grads(model, plain.loss))
-    with alstlib.apply(model, None, alstlib.Options(**ALL_ON)):
-        loss = model(tokens, attention_mask=mask, labels=labels).loss
-        check_same(model, want, (loss.item(), grads(model, loss)))
+    given = {"input_ids": tokens, "attention_mask": mask}
+    labels, plain = tokens.masked_fill(keep == 0, -100), model(**given).logits
+    want = own_step(model, **given, labels=labels)
+    with attach(model, **ALL_ON):
+        check_step(own_step(model, **given, labels=labels), want)
         with torch.no_grad():
-            logits = model(tokens, attention_mask=mask).logits
-    assert relative_error(logits[keep.bool()], plain.logits[keep.bool()]) < 1e-5
+            logits = model(**given).logits
+    assert relative_error(logits[keep.bool()], plain[keep.bool()]) < 1e-5
 
 
 @pytest.mark.parametrize("how", ["position_ids", "cu_documents", "both", "cu_seq_lens", "seq_idx"])
@@ -270,27 +254,26 @@ def test_packed_documents_are_those_one_by_one(model: Any, how: str) -> None:
     pieces = tokens.split(lengths, 1)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     labels = torch.cat([shift(p) for p in pieces], 1)
-    alone = [model(p).logits for p in pieces]
-    total = sum(
-        nn.functional.cross_entropy(a.flatten(0, 1), shift(p).flatten(), reduction="sum") for a, p in zip(alone, pieces)
-    )
-    want = (total.item() / 9, grads(model, total / 9))
+    want = plain_step(model, {"input_ids": tokens, "labels": tokens, "document_lengths": [lengths]})
     offsets = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
     index = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
-    given: dict[str, Any] = {"position_ids": positions} if how in ("position_ids", "both") else {}
-    given |= {"cu_documents": offsets} if how in ("cu_documents", "both") else {}
-    given |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 6} if how == "cu_seq_lens" else {}
-    given |= {"seq_idx": index.int()} if how == "seq_idx" else {}
-    with alstlib.apply(model, None, alstlib.Options(**ALL_ON)):
-        loss = model(tokens, shift_labels=labels, **given).loss
-        check_same(model, want, (loss.item(), grads(model, loss)))
+    forms = {
+        "position_ids": {"position_ids": positions},
+        "cu_documents": {"cu_documents": offsets},
+        "both": {"position_ids": positions, "cu_documents": offsets},
+        "cu_seq_lens": {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 6},
+        "seq_idx": {"seq_idx": index.int()},
+    }
+    given: Fields = forms[how]
+    with attach(model, **ALL_ON):
+        check_step(own_step(model, input_ids=tokens, shift_labels=labels, **given), want)
         with torch.no_grad():
             logits = model(tokens, **given).logits
-    assert relative_error(logits, torch.cat(alone, 1)) < 1e-5
+    assert relative_error(logits, torch.cat([model(p).logits for p in pieces], 1)) < 1e-5
 
 
 def test_documents_must_rise(model: Any) -> None:
-    with alstlib.apply(model), pytest.raises(ValueError, match=r"cu_documents=\[0, 8, 5, 12\] must rise from 0"):
+    with attach(model), pytest.raises(ValueError, match=r"cu_documents=\[0, 8, 5, 12\] must rise from 0"):
         model(ids(), position_ids=ARANGE, cu_documents=[0, 8, 5, 12])
 
 
@@ -298,7 +281,7 @@ def test_embeddings_in_place_of_tokens(model: Any) -> None:
     tokens = ids(2)
     embedded = model.get_input_embeddings()(tokens).detach()
     want = model(inputs_embeds=embedded, labels=tokens).loss.item()
-    with alstlib.apply(model, None, alstlib.Options(**ALL_ON)):
+    with attach(model, **ALL_ON):
         loss = model(inputs_embeds=embedded, labels=tokens).loss
         loss.backward()
     assert loss.item() == pytest.approx(want, rel=1e-6)
@@ -307,7 +290,7 @@ def test_embeddings_in_place_of_tokens(model: Any) -> None:
 # ----- ranks that disagree
 
 
-def slice_of(index: int, rows: int = LENGTH, batch: int = 1) -> dict[str, Any]:
+def slice_of(index: int, rows: int = LENGTH, batch: int = 1) -> Fields:
     return {
         "input_ids": ids(batch, rows), "position_ids": torch.arange(rows)[None] + index * rows,
         "shift_labels": ids(batch, rows),
@@ -331,13 +314,13 @@ def without_graph(model: Any, batch: Any) -> Any:
         return loss(model, batch)
 
 
-def alone_wrong(case: str, place: int, one: bool) -> tuple[dict[str, Any], Any]:
+def alone_wrong(case: str, place: int, one: bool) -> tuple[Fields, Any]:
     """A slice, and what is called with it; on the one rank that is wrong, something else."""
     what, _, how = case.partition(", ")
     run = {"blocks": blocks, "log-probabilities": alstlib.token_logps, "model": call}.get(how, loss)
     good = slice_of(place)
     last = {**good, "position_ids": good["position_ids"] * (good["position_ids"] < 23), "cu_documents": [0, 23, 24]}
-    kinds: dict[str, tuple[dict[str, Any], Any]] = {
+    kinds: dict[str, tuple[Fields, Any]] = {
         "rows": (slice_of(place, LENGTH - one), run),
         "batch": (slice_of(place, batch=1 + one), run),
         "local positions": (slice_of(0 if one else place), run),
@@ -378,7 +361,7 @@ ALONE = {
 def refused_alone(index: int, world: int, sp: int, engine: str) -> tuple[dict[str, str], float, float]:
     """The message of each case on this rank; the seconds that all of them took; and the loss of a right step after."""
     ctx, model, messages = SPContext.create(sp), make_model("gqa"), {}
-    with alstlib.apply(model, ctx, alstlib.Options(save_attention=True)):
+    with attach(model, ctx, save_attention=True):
         wrapped: Any = nn.parallel.DistributedDataParallel(model) if engine == "ddp" else model
         start = time.monotonic()
         for case in ALONE:
@@ -422,7 +405,7 @@ def attached_alone(index: int, world: int) -> list[str]:
     for options, dropout in (({"chunk": 5 + 2 * index}, 0.0), ({"host_memory": 10**6 + index}, 0.0), ({}, 0.5 * index)):
         model = make_model("gqa", attention_dropout=dropout)
         try:
-            alstlib.apply(model, SPContext.create(world), alstlib.Options(**options)).detach()
+            attach(model, SPContext.create(world), **options).detach()
             messages.append("")
         except ValueError as error:
             messages.append(str(error))
@@ -440,7 +423,7 @@ def test_options_that_differ_between_ranks_are_refused_on_all(ranks2: Any) -> No
 # ----- types and shapes
 
 
-def small_batch(**other: Any) -> dict[str, Any]:
+def small_batch(**other: Any) -> Fields:
     return {"input_ids": ids(), "position_ids": ARANGE, "shift_labels": ids(), **other}
 
 
@@ -448,95 +431,74 @@ def no_scale(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
     raise AssertionError("it is not called")
 
 
-WRONG: dict[str, tuple[Any, str]] = {
-    "float labels": (lambda m: m(ids(), labels=ids().float()), "labels has dtype torch.float32; .* torch.int64"),
-    "short labels": (lambda m: loss(m, small_batch(shift_labels=ids().short())), "shift_labels has dtype torch.int16"),
-    "a row of tokens": (lambda m: m(input_ids=ids()[0]), r"input_ids has shape \[12\]; it must be \[B, L\]"),
-    "a list of tokens": (lambda m: m(input_ids=[[1, 2]]), "input_ids is of the type list"),
-    "float tokens": (lambda m: loss(m, small_batch(input_ids=ids().float())), "input_ids has dtype torch.float32"),
-    "flat embeddings": (lambda m: m(inputs_embeds=torch.ones(12, 32)), r"inputs_embeds has shape \[12, 32\]"),
-    "a row of positions": (lambda m: m(ids(), position_ids=ARANGE[0]), r"position_ids has shape \[12\]"),
-    "float positions": (lambda m: m(ids(), position_ids=ARANGE.float()), "position_ids has dtype torch.float32"),
-    "a mask's shape": (
-        lambda m: m(ids(), attention_mask=ARANGE[:, :7]),
-        r"attention_mask \[1, 7\] must have the shape of input_ids \[1, 12\]",
-    ),
-    "a number of documents": (lambda m: m(ids(), cu_documents=12), "cu_documents 12 must be one row of whole numbers"),
-    "float documents": (
-        lambda m: m(ids(), cu_documents=torch.tensor([0, 12.0])),
-        r"cu_documents of shape \[2\] and torch.float32 must be one row",
-    ),
-    "tokens of a row": (lambda m: loss(m, small_batch(row_tokens="12")), "row_tokens '12' must be one row"),
-    "number of items": (lambda m: m(ids(), labels=ids(), num_items_in_batch="5"), "num_items_in_batch='5' must be the"),
-    "Options": (lambda m: alstlib.apply(make_model(), None, {"chunk": 5}), "options={'chunk': 5} must be Options"),
-    "a context": (lambda m: alstlib.apply(make_model(), 2), "ctx=2 must be an SPContext"),
-    "a context's group": (
-        lambda m: alstlib.apply(make_model(), SPContext(sp=2)),
-        r"ctx=SPContext\(sp=2.* no process group .*SPContext.create\(sp=2\)",
-    ),
-    "a loss's context": (lambda m: alstlib.causal_lm_loss(m, small_batch(), 2), "ctx=2 differs from the mesh"),
-    "attention": (
-        lambda m: alstlib.apply(make_model(), None, alstlib.Options(attention=no_scale)),
-        r"attention=no_scale must take \(q, k, v, \*, scale, causal\): .*scale",
-    ),
-    "a model": (lambda m: alstlib.apply(nn.Linear(2, 2)), "apply needs a transformers model"),
-    "a list of batches": (lambda m: loss(m, [small_batch()]), "batch is of the type list; it must be a dict"),
-    "a loss's embeddings": (
-        lambda m: loss(m, small_batch(inputs_embeds=torch.ones(1, 12, 32))),
-        "the batch has inputs_embeds, which would not reach the model: leave it out",
-    ),
-    "a block step's pixels": (lambda m: blocks(m, small_batch(pixel_values=ids())), "the batch has pixel_values"),
-    "log-probabilities' types": (
-        lambda m: alstlib.token_logps(m, small_batch(token_type_ids=ids())),
-        "the batch has token_type_ids",
-    ),
-    "a loss's mask": (lambda m: loss(m, small_batch(attention_mask=(ARANGE > 2).long())), "attention_mask has zeros"),
-    "blocks' mask": (lambda m: blocks(m, small_batch(attention_mask=(ARANGE > 2).long())), "attention_mask has zeros"),
-    "log-probabilities' mask": (
-        lambda m: alstlib.token_logps(m, small_batch(attention_mask=(ARANGE > 2).long())),
-        "attention_mask has zeros",
-    ),
-    "a text for blocks": (lambda m: blocks(m, small_batch(), "5"), "block='5' must be an integer of at least 1"),
-    "temperature": (
-        lambda m: alstlib.token_logps(m, small_batch(), temperature="1"),
-        "temperature='1' must be a number above 0",
-    ),
-    "look": (lambda m: loss(m, small_batch(), look=3), "look=3 must be a function"),
-    "resizing": (lambda m: m.resize_token_embeddings(100), r"resize_token_embeddings\(\) .*: call detach\(\) first"),
-    **{
-        f"engine_divides_by={n}": (
-            lambda m, n=n: loss(m, small_batch(), engine_divides_by=n),
-            f"engine_divides_by={n!r} must be a whole number of at least 1",
-        )
-        for n in (float("nan"), 2.5, "2", 0, True)
-    },
-    **{
-        f"step_tokens={n}": (
-            lambda m, n=n: blocks(m, small_batch(step_tokens=n)),
-            "step_tokens=.* must be the number of labels of the whole optimizer step",
-        )
-        for n in (0, -5, float("nan"), "9", torch.tensor(0), torch.tensor(-1.0), torch.tensor(float("nan")))
-    },
-    **{
-        f"label_smoothing={n}": (
-            lambda m, n=n: loss(m, small_batch(), label_smoothing=n),
-            f"label_smoothing={n!r} must be a number from 0 to 1",
-        )
-        for n in (2.0, -0.1, float("nan"), "0.1")
-    },
-}
+def forward(model: Any, fields: Fields) -> Any:
+    return model(**{"input_ids": ids(), **fields})
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_every_wrong_type_shape_or_number_is_named(attached: Any, case: str) -> None:
-    run, message = WRONG[case]
+LEFT = {"attention_mask": (ARANGE > 2).long()}
+DIVISOR = "engine_divides_by={!r} must be a whole number of at least 1"
+TOKENS = "step_tokens=.* must be the number of labels of the whole optimizer step"
+SMOOTHING = "label_smoothing={!r} must be a number from 0 to 1"
+WRONG: list[tuple[Any, Fields, str]] = [
+    (forward, {"labels": ids().float()}, "labels has dtype torch.float32; .* torch.int64"),
+    (loss, {"shift_labels": ids().short()}, "shift_labels has dtype torch.int16"),
+    (forward, {"input_ids": ids()[0]}, r"input_ids has shape \[12\]; it must be \[B, L\]"),
+    (forward, {"input_ids": [[1, 2]]}, "input_ids is of the type list"),
+    (loss, {"input_ids": ids().float()}, "input_ids has dtype torch.float32"),
+    (forward, {"input_ids": None, "inputs_embeds": torch.ones(12, 32)}, r"inputs_embeds has shape \[12, 32\]"),
+    (forward, {"position_ids": ARANGE[0]}, r"position_ids has shape \[12\]"),
+    (forward, {"position_ids": ARANGE.float()}, "position_ids has dtype torch.float32"),
+    (forward, {"attention_mask": ARANGE[:, :7]}, r"attention_mask \[1, 7\] must have the shape of input_ids \[1, 12\]"),
+    (forward, {"cu_documents": 12}, "cu_documents 12 must be one row of whole numbers"),
+    (forward, {"cu_documents": torch.tensor([0, 12.0])},
+     r"cu_documents of shape \[2\] and torch.float32 must be one row"),
+    (loss, {"row_tokens": "12"}, "row_tokens '12' must be one row"),
+    (forward, {"labels": ids(), "num_items_in_batch": "5"}, "num_items_in_batch='5' must be the"),
+    (functools.partial(loss, ctx=2), {}, "ctx=2 differs from the mesh"),
+    (lambda model, batch: loss(model, [batch]), {}, "batch is of the type list; it must be a dict"),
+    (loss, {"inputs_embeds": torch.ones(1, 12, 32)},
+     "the batch has inputs_embeds, which would not reach the model: leave it out"),
+    (blocks, {"pixel_values": ids()}, "the batch has pixel_values"),
+    (alstlib.token_logps, {"token_type_ids": ids()}, "the batch has token_type_ids"),
+    *((run, LEFT, "attention_mask has zeros") for run in (loss, blocks, alstlib.token_logps)),
+    (functools.partial(blocks, block="5"), {}, "block='5' must be an integer of at least 1"),
+    (functools.partial(alstlib.token_logps, temperature="1"), {}, "temperature='1' must be a number above 0"),
+    (functools.partial(loss, look=3), {}, "look=3 must be a function"),
+    (lambda model, _: model.resize_token_embeddings(100), {}, r"resize_token_embeddings\(\) .*: call detach\(\) first"),
+    *((functools.partial(loss, engine_divides_by=n), {}, DIVISOR.format(n))
+      for n in (float("nan"), 2.5, "2", 0, True)),
+    *((blocks, {"step_tokens": n}, TOKENS)
+      for n in (0, -5, float("nan"), "9", torch.tensor(0), torch.tensor(-1.0), torch.tensor(float("nan")))),
+    *((functools.partial(loss, label_smoothing=n), {}, SMOOTHING.format(n)) for n in (2.0, -0.1, float("nan"), "0.1")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("run, fields, message", WRONG, ids=[message for *_, message in WRONG])
+def test_every_wrong_type_shape_or_number_is_named(attached: Any, run: Any, fields: Fields, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        run(attached)
+        run(attached, fields if run is forward else small_batch(**fields))
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ((None, {"chunk": 5}), "options={'chunk': 5} must be Options"),
+        ((2,), "ctx=2 must be an SPContext"),
+        ((SPContext(sp=2),), r"ctx=SPContext\(sp=2.* no process group .*SPContext.create\(sp=2\)"),
+        (
+            (None, alstlib.Options(attention=no_scale)),
+            r"attention=no_scale must take \(q, k, v, \*, scale, causal\): .*scale",
+        ),
+    ],
+)
+def test_wrong_arguments_of_apply_are_named(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        alstlib.apply(make_model(), *given)
 
 
 @pytest.fixture(scope="module")
 def attached() -> Any:
-    with alstlib.apply(make_model()) as handle:
+    with attach(make_model()) as handle:
         yield handle.model
 
 
@@ -565,7 +527,7 @@ def test_documents_of_a_call_are_cut_once_and_go_with_it(monkeypatch: pytest.Mon
     init = spans.Span.__init__
     monkeypatch.setattr(spans.Span, "__init__", lambda self, *args: (made.append(args), init(self, *args))[1])
     model = make_model("gqa")
-    with alstlib.apply(model):
+    with attach(model):
         for seed in range(4):
             made.clear()
             ends = torch.randperm(63, generator=torch.Generator().manual_seed(seed))[:30].sort().values + 1

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import matrix
 import pytest
 import zoo
-from cases import small_pages
+from cases import Fields, attach, plain_run, small_pages
+from matrix import Case, More
 from torch import nn
 from transformers.models.jamba import modeling_jamba
 
@@ -20,25 +22,34 @@ from alstlib.hf.support import check_model
 from alstlib.measure import verify
 from alstlib.offload.ledger import Ledger
 
-LENGTH = 144
+WHOLE: Any = [[[144]]]
 """More than one block of 64 tokens of the gated delta rule on each of two ranks."""
-LENGTHS = [3, 1, 20, 48, 30, 1, 41]
+PACKED: Any = [[[3, 1, 20, 48, 30, 1, 41]]]
 """Documents that begin inside, at and across the slices of two and three ranks."""
-
-UNSTREAMED = {
-    "zamba": "takes a further input that needs a gradient",  # the embeddings
-    "zamba2": "takes a further input that needs a gradient",
-}
-
-
-def data_of(packed: bool) -> dict[str, Any]:
-    return {**verify.sample(LENGTH, False), "document_lengths": [LENGTHS if packed else [LENGTH]]}
-
-
-MORE_CASES = {
-    "packed-1": (True, 1, {}), "whole-2": (False, 2, {"save_attention": True}), "packed-3": (True, 3, {}),
-    "packed-3, in chunks": (True, 3, {"chunk": 11}), "whole-2, by blocks": (False, 2, {"block": 19}),
+CASES: dict[str, tuple[Any, int, Fields]] = {
+    "packed-1": (PACKED, 1, {}), "whole-2": (WHOLE, 2, {"save_attention": True}), "packed-3": (PACKED, 3, {}),
+    "packed-3, in chunks": (PACKED, 3, {"chunk": 11}), "whole-2, by blocks": (WHOLE, 2, {"block": 19}),
 }  # fmt: skip
+BY_HEADS = ["qwen3_next", "kimi_linear", "falcon_h1", "minimax"]
+"""One model of each family whose recurrence has heads: four of them, in two groups where there are groups."""
+STATES = {name: ["pass", "heads"] if name in BY_HEADS else ["pass"] for name in {**zoo.HYBRIDS, **zoo.MORE_HYBRIDS}}
+
+
+def step(pools: Any, name: str, data: Any, world: int, options: Fields, states: str = "pass", **more: Any) -> Any:
+    case, run = Case(name, f"{world}x1", states=states, tiles="default"), more.pop("run", matrix.run)
+    given = More(options, data=data, accumulation=1, **more)
+    matrix.check(pools(world)(run, case, given), case)
+
+
+@pytest.mark.parametrize("data, world, options", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("name, states", [(name, way) for name, ways in STATES.items() for way in ways])
+def test_hybrids_are_exact(pools: Any, name: str, states: str, data: Any, world: int, options: Fields) -> None:
+    """On more tokens than the net of whole steps draws."""
+    if name in ("zamba", "zamba2") and "chunk" in options:  # the embeddings
+        with pytest.raises(ValueError, match="takes a further input that needs a gradient"):
+            attach(zoo.build_hybrid(name), **options)
+    else:
+        step(pools, name, data, world, options, states)
 
 
 class Twice(nn.Module):
@@ -50,81 +61,30 @@ class Twice(nn.Module):
         return self.mixer(self.mixer(hidden_states, **kwargs), **kwargs)
 
 
+def twice(model: Any) -> Callable[[], None]:
+    model.model.layers[0].linear_attn = Twice(model.model.layers[0].linear_attn)
+    return lambda: None
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 11}, {"block": 19}, {"block": 19, "checkpoint": False}], ids=str)
+def test_a_layer_may_call_a_part_with_a_state_twice(pools: Any, options: Fields) -> None:
+    step(pools, "qwen3_5", WHOLE, 2, options, prepare=twice)
+
+
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 1.0,
            "mrope_section": [2, 1, 1]}  # fmt: skip
 
 
-def build(name: str, dtype: Any) -> Any:
-    if name == "qwen3_5, dynamic NTK":
-        return zoo.build_hybrid("qwen3_5", dtype, max_position_embeddings=16, rope_parameters=DYNAMIC)
-    model = zoo.build_hybrid(name.removesuffix(", twice"), dtype)
-    for layer in model.model.layers if name.endswith(", twice") else ():
-        if hasattr(layer, "linear_attn"):
-            layer.linear_attn = Twice(layer.linear_attn)
-    return model
-
-
-def step(rank: int, world: int, name: str, packed: bool, options: dict[str, Any]) -> dict[str, Any]:
-    ctx, data, block = alstlib.SPContext.create(world), data_of(packed), options.get("block")
-    given = alstlib.Options(**{"states": "pass", **{n: v for n, v in options.items() if n != "block"}})
-
-    def compare(model: Any) -> Any:
-        return verify.compare(model, ctx, given, data, lambda m: verify.plain(m, data), block=block)
-
-    return verify.judge(lambda dtype: build(name, dtype), {"case": compare})["case"]
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize("name", zoo.HYBRIDS)
-def test_hybrids_are_exact(pools: Callable[[int], Any], name: str, packed: bool, world: int) -> None:
-    options = {"save_attention": True, "tiled_mlp": 7}
-    results = [step(0, 1, name, packed, options)] if world == 1 else pools(world)(step, name, packed, options)
-    for rank, result in enumerate(results):
-        assert result["result"] == "exact", (rank, result)
-
-
-@pytest.mark.parametrize("packed, world, options", MORE_CASES.values(), ids=MORE_CASES)
-@pytest.mark.parametrize("name", zoo.MORE_HYBRIDS)
-def test_more_hybrids(
-    pools: Callable[[int], Any], name: str, packed: bool, world: int, options: dict[str, Any]
-) -> None:
-    results = [step(0, 1, name, packed, options)] if world == 1 else pools(world)(step, name, packed, options)
-    for rank, result in enumerate(results):
-        if name in UNSTREAMED and "chunk" in options:
-            assert UNSTREAMED[name] in result["reason"], (rank, result)
-        else:
-            assert result["result"] == "exact", (rank, result)
-
-
-@pytest.mark.parametrize("packed, world", [(True, 1), (True, 3), (False, 2)], ids=["packed-1", "packed-3", "whole-2"])
-@pytest.mark.parametrize("options", [{"chunk": 11}, {"block": 19}], ids=str)
-@pytest.mark.parametrize("name", zoo.HYBRIDS)
-def test_hybrids_in_chunks_and_blocks(
-    pools: Callable[[int], Any], name: str, options: dict[str, Any], packed: bool, world: int
-) -> None:
-    results = [step(0, 1, name, packed, options)] if world == 1 else pools(world)(step, name, packed, options)
-    for rank, result in enumerate(results):
-        assert result["result"] == "exact", (rank, result)
-
-
-@pytest.mark.parametrize("options", [{}, {"chunk": 11}, {"block": 19}, {"block": 19, "checkpoint": False}], ids=str)
-def test_a_layer_may_call_a_part_with_a_state_twice(pools: Callable[[int], Any], options: dict[str, Any]) -> None:
-    for rank, result in enumerate(pools(2)(step, "qwen3_5, twice", False, options)):
-        assert result["result"] == "exact", (rank, result)
-
-
 @pytest.mark.parametrize("options", [{}, {"chunk": 11, "offload": "sync"}, {"block": 19}], ids=str)
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5, dynamic NTK"])
-def test_positions_of_several_kinds(pools: Callable[[int], Any], name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [{}, {"max_position_embeddings": 16, "rope_parameters": DYNAMIC}], ids=str)
+def test_positions_of_several_kinds(pools: Any, fields: Fields, options: Fields) -> None:
     """Qwen3.5 gives its rotary embedding positions [3, B, L]: whole, in chunks whose tables lie on the host, in
     blocks; and with frequencies that depend on the longest of them."""
-    for rank, result in enumerate(pools(2)(step, name, False, options)):
-        assert result["result"] == "exact", (rank, result)
+    step(pools, "qwen3_5", WHOLE, 2, options, fields=fields)
 
 
-def as_on_a_gpu(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Jamba's step with a kernel whose backward leaves out the gradient of the state that it returns."""
+def as_on_a_gpu(*given: Any) -> Fields:
+    """A step of Jamba with a kernel whose backward leaves out the gradient of the state that it returns."""
     own = modeling_jamba.mamba_selective_scan
 
     def kernel(*args: Any, return_last_state: bool = False, **kwargs: Any) -> Any:
@@ -132,43 +92,19 @@ def as_on_a_gpu(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any
         return (out, state.detach()) if return_last_state else out
 
     with mock.patch.object(modeling_jamba, "mamba_selective_scan", kernel):
-        return step(rank, world, "jamba", False, options)
+        return matrix.run(*given)
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk": 11}], ids=str)
-def test_a_kernel_need_not_know_the_gradient_of_its_state(pools: Callable[[int], Any], options: dict[str, Any]) -> None:
+def test_a_kernel_need_not_know_the_gradient_of_its_state(pools: Any, options: Fields) -> None:
     """That of mamba-ssm does not."""
-    for rank, result in enumerate(pools(2)(as_on_a_gpu, options)):
-        assert result["result"] == "exact", (rank, result)
-
-
-BY_HEADS = ["qwen3_next", "kimi_linear", "falcon_h1", "minimax"]
-"""One model of each family whose recurrence has heads: four of them, in two groups where there are groups."""
-
-
-@pytest.mark.parametrize(
-    "options, packed, world",
-    [
-        ({}, True, 3),
-        ({}, False, 2),
-        ({"checkpoint": False}, True, 2),
-        ({"chunk": 11}, True, 3),
-        ({"block": 19}, True, 3),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name", BY_HEADS)
-def test_hybrids_by_heads(
-    pools: Callable[[int], Any], name: str, options: dict[str, Any], packed: bool, world: int
-) -> None:
-    for rank, result in enumerate(pools(world)(step, name, packed, {**options, "states": "heads"})):
-        assert result["result"] == "exact", (rank, result)
+    step(pools, "jamba", WHOLE, 2, options, run=as_on_a_gpu)
 
 
 def told(rank: int, world: int, states: str, chunk: int | None, widths: dict[str, int]) -> tuple[list[str], int]:
     """What is noted of the ways in three steps of two lengths, and the bytes that they send."""
     ctx, model = alstlib.SPContext.create(world), zoo.build_hybrid("qwen3_next", **widths)
-    with alstlib.apply(model, ctx, alstlib.Options(states=states, chunk=chunk)) as handle:
+    with attach(model, ctx, states=states, chunk=chunk) as handle:
         for length in (48, 96, 48):
             data = {**verify.sample(length, False), "document_lengths": [[length]]}
             alstlib.causal_lm_loss(model, shard_batch(data, world, rank), ctx).loss.backward()
@@ -214,7 +150,7 @@ def test_memory_of_chunks_does_not_grow() -> None:
             alstlib.causal_lm_loss(model, batch).loss.backward()
             return ledger.device_peak - start
 
-    chunks: dict[str, Any] = {"chunk": 64, "offload": "sync", "hidden": "host", "kv": "host"}
+    chunks: Fields = {"chunk": 64, "offload": "sync", "hidden": "host", "kv": "host"}
     assert (peak(1024, **chunks) - peak(512, **chunks)) / 512 < 80
     assert (peak(1024) - peak(512)) / 512 > 1000  # the reading can fail
 
@@ -225,7 +161,7 @@ def test_without_checkpoints_a_loss_that_is_held_holds_no_inputs() -> None:
     def held(length: int) -> int:
         model = zoo.build_hybrid("qwen3_5", max_position_embeddings=1024)
         batch = shard_batch(verify.sample(length, True), 1, 0)
-        with alstlib.apply(model, None, alstlib.Options(checkpoint=False)), Ledger("cpu") as ledger:
+        with attach(model, checkpoint=False), Ledger("cpu") as ledger:
             alstlib.causal_lm_loss(model, batch).loss.backward()
             model.zero_grad(set_to_none=False)
             gc.collect()
@@ -238,31 +174,17 @@ def test_without_checkpoints_a_loss_that_is_held_holds_no_inputs() -> None:
     assert (held(512) - held(256)) / 256 < 50
 
 
-def test_blocks_without_checkpoints(pools: Callable[[int], Any]) -> None:
-    for result in pools(2)(step, "falcon_h1", True, {"block": 11, "checkpoint": False}):
-        assert result["result"] == "exact", result
-
-
-def test_blocks_on_the_host(pools: Callable[[int], Any]) -> None:
-    for result in pools(2)(step, "qwen3_5", True, {"block": 19, "offload": "sync", "kv": "host"}):
-        assert result["result"] == "exact", result
-
-
-def test_without_checkpoints(pools: Callable[[int], Any]) -> None:
-    for result in pools(2)(step, "qwen3_next", True, {"checkpoint": False}):
-        assert result["result"] == "exact", result
-
-
 def test_states_matter() -> None:
     """What is compared depends on states that ranks and documents cut: without the state, the loss is another."""
-    model, whole, packed = zoo.build_hybrid("qwen3_next"), data_of(False), data_of(True)
-    assert abs(verify.plain(model, whole)[0] - verify.plain(model, packed)[0]) > 1e-3
+    case, model = Case("qwen3_next"), zoo.build_hybrid("qwen3_next")
+    whole, packed = (plain_run(model, matrix.samples_of(case, More(data=data)))[0] for data in (WHOLE, PACKED))
+    assert abs(whole - packed) > 1e-3
 
 
 @pytest.mark.parametrize("name, noted", [("nemotron_h", 0), ("mamba2", 0), ("zamba2", 2)])
 def test_layers_without_an_mlp_are_not_noted_for_it(name: str, noted: int) -> None:
     """Some have nothing but a mixer or attention; Zamba2's have an MLP further inside."""
-    with alstlib.apply(zoo.build_hybrid(name)) as handle:
+    with attach(zoo.build_hybrid(name)) as handle:
         assert sum("has no MLP module" in note for note in handle.notes) == noted, handle.notes
 
 
@@ -270,7 +192,7 @@ def test_detach_gives_the_mixers_back() -> None:
     model = zoo.build_hybrid("qwen3_next")
     mixers = mixers_of(model)
     before = [dict(m.__dict__) for m in mixers]
-    alstlib.apply(model).detach()
+    attach(model).detach()
     assert [m.__dict__.keys() for m in mixers] == [was.keys() for was in before]
     assert [type(m).__name__ for m in mixers] == ["Qwen3NextGatedDeltaNet"]
 

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import make_model
+from cases import Fields, make_model
 from trainers import SETTINGS, STEPS, accelerate_here
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
-from trl_runs import dataset, errors, tokenizer, train
+from trl_runs import as_one_process, check_runs, dataset, plain, run, tokenizer
 
 import alstlib
 
-EVALUATED = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 5}
+EVALUATED = {"max_steps": STEPS, "evaluate": True, "eval_strategy": "steps", "eval_steps": 5}
 PACKING = {"what": "text", "packing": True, "max_length": 32, "count": 60, **EVALUATED}
 CHAT = {"what": "chat", "assistant_only_loss": True, "lora": True, **EVALUATED}
 QWEN = {**PACKING, "kind": "qwen3", "lora": True}
-CASES: dict[str, dict[str, Any]] = {
+CASES: dict[str, Fields] = {
     "text": {"what": "text", "loss_type": "nll", **EVALUATED},
     "padding_free": {"what": "completion", "padding_free": True, "max_length": None, **EVALUATED},
     "chat, LoRA": CHAT,
     "dft": {"what": "completion", "loss_type": "dft", **EVALUATED},
     "a mixture of experts": {"what": "text", "kind": "mixture", "router_aux_loss_coef": 0.3, **EVALUATED},
 }
-ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+ENGINES: dict[str, tuple[str, Fields]] = {
     "DDP, packing": ("ddp", PACKING),
     "ZeRO-1, chat, LoRA": ("zero1", CHAT),
     "ZeRO-2, Qwen3, packing, LoRA": ("zero2", QWEN),
@@ -36,42 +35,24 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def run(rank: int, world: int, how: str, engine: str, settings: dict[str, Any]) -> Any:
-    return train(rank, world, how, "SFT", engine, **{"max_steps": STEPS, **settings})
-
-
-@functools.cache
-def plain(settings: str) -> Any:
-    """One process, once for each choice of settings."""
-    return run(0, 1, "plain", "ddp", json.loads(settings))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_one_process(ranks2: Any, case: str) -> None:
     """20 steps of two micro-batches of two samples of unequal lengths: all that is logged, and the weights."""
-    want = plain(json.dumps(CASES[case]))
-    for got in ranks2(run, "ours", "ddp", CASES[case]):
-        found = errors(got, want)
-        assert max(found.values()) < 1e-5, found
-        assert {"entropy", "mean_token_accuracy", "num_tokens", "eval_loss", "eval_entropy"} <= found.keys()
-        assert ("aux_loss" in found) == ("eval_aux_loss" in found) == (case == "a mixture of experts")
+    found = as_one_process(ranks2, "SFT", CASES[case])
+    assert {"entropy", "mean_token_accuracy", "num_tokens", "eval_loss", "eval_entropy"} <= found
+    assert ("aux_loss" in found) == ("eval_aux_loss" in found) == (case == "a mixture of experts")
 
 
 @pytest.mark.parametrize("case", ENGINES)
 def test_engines_and_a_resume_in_the_middle_of_an_epoch(ranks2: Any, tmp_path: Path, case: str) -> None:
     """20 steps, and those after the seventh, which is in the second epoch, again from what was saved then."""
     engine, settings = ENGINES[case]
-    want, folder = plain(json.dumps(settings)), {"output_dir": str(tmp_path)}
+    want, folder = plain("SFT", json.dumps(settings)), {"output_dir": str(tmp_path)}
     assert [1 < line["epoch"] < 2 for line in want["logs"] if line["step"] == 7] == [True]
     saving = {**settings, **folder, "save_strategy": "steps", "save_steps": 7}
-    for got in ranks2(run, "ours", engine, saving):
-        found = errors(got, want)
-        assert max(found.values()) < 1e-5, found
-    for got in ranks2(run, "ours", engine, {**settings, **folder, "resume": str(tmp_path / "checkpoint-7")}):
-        found = errors(got, want, after=7)
-        for restarted in ("num_tokens", "eval_num_tokens"):  # TRL counts them from the resume on
-            found.pop(restarted)
-        assert max(found.values()) < 1e-5, found
+    check_runs(ranks2(run, "ours", "SFT", engine, saving), want)
+    resumed = ranks2(run, "ours", "SFT", engine, {**settings, **folder, "resume": str(tmp_path / "checkpoint-7")})
+    check_runs(resumed, want, 7, ("num_tokens", "eval_num_tokens"))  # TRL counts them from the resume on
 
 
 class SPSFT(alstlib.TrainerMixin, SFTTrainer):
@@ -86,7 +67,7 @@ class SPSFT(alstlib.TrainerMixin, SFTTrainer):
     ],
 )
 @pytest.mark.usefixtures("here")
-def test_arguments_that_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_arguments_that_are_refused(settings: Fields, message: str) -> None:
     args, model = (
         SFTConfig(**{**SETTINGS, "use_cpu": True, "bf16": False, "output_dir": "unused", **settings}),
         make_model(),
@@ -107,7 +88,7 @@ def as_printed(rank: int, world: int, code: str, folder: str) -> int:
     }
     for steps, text in ((2, code.replace("resume_from_checkpoint=True", "")), (4, code)):
         with accelerate_here("ddp"):
-            names: dict[str, Any] = {"model": AutoModelForCausalLM.from_pretrained(f"{folder}/model"),
+            names: Fields = {"model": AutoModelForCausalLM.from_pretrained(f"{folder}/model"),
                                      "args": SFTConfig(**{**SETTINGS, **settings, "max_steps": steps}),
                                      "data": dataset("text", 16)}  # fmt: skip
             exec(text, names)

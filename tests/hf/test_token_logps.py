@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import matrix
 import pytest
 import torch
 import zoo
-from cases import make_model, worst_error, wrap
-from matrix import zero_config
+from cases import ALL_OFF, Fields, attach, gradients, make_model, on_ranks, worst_error
 from operators import randn
-from test_block_step import LENGTH, PACKED, gradients, sample
+from test_block_step import LENGTH, PACKED, sample
 from torch import Tensor, nn
 
 import alstlib
@@ -19,15 +19,13 @@ from alstlib import reference
 from alstlib.data.shard import shard_batch
 from alstlib.measure.verify import in_full
 from alstlib.reference import relative_error
-from alstlib.train import operators
 
-LESS = {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False}
-HOST: dict[str, Any] = {"chunk": 4, "offload": "sync", "hidden": "host", "kv": "host"}
-OPTIONS: list[dict[str, Any]] = [{"tiled_loss": 4}, LESS, {"chunk": 4}, {"chunk": 4, "tiled_loss": False}, HOST]
+HOST: Fields = {"chunk": 4, "offload": "sync", "hidden": "host", "kv": "host"}
+OPTIONS: list[Fields] = [{"tiled_loss": 4}, ALL_OFF, {"chunk": 4}, {"chunk": 4, "tiled_loss": False}, HOST]
 """A rank's slice has 11 tokens: chunks of 4, 4 and 3."""
 
 
-def plain(model: Any, data: dict[str, Any], temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def plain(model: Any, data: Fields, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probabilities, entropies, correctness and mean logits [B, S] of plain transformers, documents one by one."""
     lengths = data.get("document_lengths", [[data["input_ids"].shape[1]]])[0]
     found = []
@@ -43,30 +41,29 @@ def part_of(whole: Tensor, world: int, rank: int) -> Tensor:
     return nn.functional.pad(whole, (0, -whole.shape[1] % world)).chunk(world, 1)[rank]
 
 
-def exact(rank: int, world: int, name: str, data: dict[str, Any], temperature: float) -> list[Any]:
-    """Errors of values, statistics and gradients of an fp64 model, whose tokens have random upstream gradients."""
+def exact(rank: int, world: int, name: str, data: Fields, temperature: float) -> None:
+    """Values, statistics and gradients of an fp64 model, whose tokens have random upstream gradients."""
     ctx, model = alstlib.SPContext.create(world), zoo.build(name, torch.float64)
     weights = randn(*data["input_ids"].shape, seed=4)
     with in_full():
         twin = copy.deepcopy(model)
         want, entropy, correct, mean = plain(twin, data, temperature)
         (want * weights).sum().backward()
-        grads = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
-    batch, found = shard_batch(data, world, rank), []
+        grads = gradients(twin)
+    batch = shard_batch(data, world, rank)
     for options in OPTIONS:
-        with alstlib.apply(model, ctx, alstlib.Options(**options)), in_full():
+        with attach(model, ctx, **options), in_full():
             model.zero_grad()
             logps = alstlib.token_logps(model, batch, ctx, temperature=temperature)
             again = alstlib.token_logps(model, batch, ctx, True, temperature)
             (logps * part_of(weights, world, rank)).sum().mul(world).backward()
-            errors = [relative_error(logps, part_of(want, world, rank)), worst_error(gradients(model, world), grads)]
-            errors += [relative_error(again.logps, logps), relative_error(again.entropy, part_of(entropy, world, rank))]
-            errors.append(relative_error(again.mean_logits, part_of(mean, world, rank)))
+            for got, whole in ((logps, want), (again.entropy, entropy), (again.mean_logits, mean)):
+                assert relative_error(got, part_of(whole, world, rank)) < 1e-11, options
+            assert relative_error(again.logps, logps) < 1e-11, options
+            assert worst_error(gradients(model, world), grads)[0] < 1e-11, options
             assert torch.equal(again.correct, part_of(correct, world, rank)), options
             assert logps.shape == batch["shift_labels"].shape
             assert logps.dtype == torch.float64
-        found.append((options, errors))
-    return found
 
 
 @pytest.mark.parametrize(
@@ -74,19 +71,17 @@ def exact(rank: int, world: int, name: str, data: dict[str, Any], temperature: f
     [("llama, 9 heads on 3", 2, PACKED, 1.0), ("gemma2", 2, None, 0.7), ("gemma2", 1, PACKED, 1.0)],
 )
 def test_values_and_gradients_of_plain_transformers(
-    ranks2: Any, name: str, world: int, documents: Any, temperature: float
+    pools: Any, name: str, world: int, documents: Any, temperature: float
 ) -> None:
     """Whole layers and chunks, whose tokens are dealt out anew; packed documents; soft caps."""
     data = sample(documents, rows=1 if documents else 2)
-    results = ranks2(exact, name, data, temperature) if world > 1 else [exact(0, 1, name, data, temperature)]
-    for options, (value, (error, where), *others) in (one for result in results for one in result):
-        assert max(value, error, *others) < 1e-11, (options, value, error, where, others)
+    on_ranks(pools, world, exact, name, data, temperature)
 
 
 # ----- sums under engines
 
 
-def pairs(seed: int, packed: bool) -> dict[str, Any]:
+def pairs(seed: int, packed: bool) -> Fields:
     """A chosen and a rejected sample, of unequal length: two rows, or two documents of a row; a prompt counts not."""
     ids = torch.randint(3, zoo.VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
@@ -104,14 +99,14 @@ def preference(sums: Tensor) -> Tensor:
     return -nn.functional.logsigmoid(0.3 * (sums[0] - sums[1] + 0.5))
 
 
-def plain_sums(model: Any, data: dict[str, Any]) -> Tensor:
+def plain_sums(model: Any, data: Fields) -> Tensor:
     """[2], of a chosen and a rejected sample."""
-    logps = plain(model, {k: v for k, v in data.items() if k != "attention_mask"})[0]
+    logps = plain(model, data)[0]
     return torch.stack([t.sum() for t in logps.split(data["document_lengths"][0], 1)]) if "document_lengths" in data \
         else logps.sum(1)  # fmt: skip
 
 
-def engine_step(rank: int, world: int, kind: str, sp: int, tied: bool) -> dict[str, Any]:
+def engine_step(rank: int, world: int, kind: str, sp: int, tied: bool) -> None:
     """Gradients of a preference loss, against one process; and statistics of the loss under the same engine."""
     ctx, model = alstlib.SPContext.create(sp), make_model("gqa", tie_word_embeddings=tied)
     model.model.layers[0].mlp.requires_grad_(False)
@@ -119,42 +114,30 @@ def engine_step(rank: int, world: int, kind: str, sp: int, tied: bool) -> dict[s
     twin = copy.deepcopy(model)
     sums = [plain_sums(twin, s) for s in samples]
     (sum(preference(s) for s in sums) / ctx.dp).backward()  # type: ignore[union-attr]
-    want = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
+    want = gradients(twin)
     batch = shard_batch(samples[ctx.dp_rank], sp, ctx.sp_rank)
-    alstlib.apply(model, ctx, alstlib.Options(tiled_loss=4))
-    deep = kind.startswith("zero")
-    if deep:
-        import deepspeed
-
-        operators.load()
-        engine, *_ = deepspeed.initialize(model=model, config=zero_config(int(kind[4:]), 1, 2_000))
-    else:
-        engine = wrap(model, kind, world, None)  # type: ignore[arg-type]
+    attach(model, ctx, tiled_loss=4)
+    engine = matrix.engine_of(model, kind, 1)
     got_sums = alstlib.sequence_logps(alstlib.token_logps(engine, batch, ctx), batch, ctx)
     loss = preference(got_sums)
-    engine.backward(loss) if deep else loss.backward()
-    got = {}
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            grad: Any = p.grad
-            if deep:
-                from deepspeed.utils import safe_get_full_grad
-
-                grad = safe_get_full_grad(p)
-            got[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+    engine.backward(loss) if kind == "zero3" else loss.backward()
+    got = matrix.gradients(model, kind)
     with torch.no_grad():
         out = alstlib.causal_lm_loss(engine, batch, ctx, statistics=True)
-        every = [plain(twin, {k: v for k, v in s.items() if k != "attention_mask"}) for s in samples]
-    if deep:
+        every = [plain(twin, s) for s in samples]
+    if kind == "zero3":
         engine.destroy()
     valid = sum(int(logps.ne(0).sum()) for logps, *_ in every)
     assert valid == int(out.tokens)
-    return {
-        "sums": relative_error(got_sums, sums[ctx.dp_rank]), "dtype": got_sums.dtype,
-        "grads": worst_error(got, want),
-        "plain": [sum(float(t.sum()) for t in kind) / valid for kind in list(zip(*every))[:3]],
-        "logged": [-out.mean.item(), out.entropy.item(), out.accuracy.item()],  # type: ignore[union-attr]
-    }  # fmt: skip
+    assert got_sums.dtype == torch.float64
+    assert relative_error(got_sums, sums[ctx.dp_rank]) < 1e-6
+    error, name = worst_error(got, want)
+    assert error < 1e-5, name
+    logged = [-out.mean.item(), out.entropy.item(), out.accuracy.item()]  # type: ignore[union-attr]
+    assert logged == pytest.approx(
+        [sum(float(t.sum()) for t in kind) / valid for kind in list(zip(*every))[:3]], rel=1e-5
+    )
+    assert logged[1] > 0
 
 
 @pytest.mark.parametrize(
@@ -163,12 +146,7 @@ def engine_step(rank: int, world: int, kind: str, sp: int, tied: bool) -> dict[s
 )
 def test_sums_and_statistics_under_engines(ranks2: Any, kind: str, sp: int, tied: bool) -> None:
     """After the engine's average, gradients are those of the mean over replicas of the loss of the sums."""
-    for result in ranks2(engine_step, kind, sp, tied):
-        assert result["dtype"] == torch.float64
-        assert result["sums"] < 1e-6
-        assert result["grads"][0] < 1e-5, result["grads"]
-        assert result["logged"] == pytest.approx(result["plain"], rel=1e-5)
-        assert result["logged"][1] > 0
+    ranks2(engine_step, kind, sp, tied)
 
 
 # ----- statistics of the loss
@@ -186,7 +164,7 @@ def loss_statistics(rank: int, world: int) -> list[list[float]]:
     assert 7 <= int(correct.sum()) < valid
     batch, found = shard_batch(data, world, rank), []
     for options in OPTIONS:
-        with alstlib.apply(model, ctx, alstlib.Options(**options)):
+        with attach(model, ctx, **options):
             out = alstlib.causal_lm_loss(model, batch, ctx, statistics=True)
             found.append(out)
             assert alstlib.causal_lm_loss(model, batch, ctx).entropy is None
@@ -200,8 +178,8 @@ def loss_statistics(rank: int, world: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_statistics_are_those_of_all_valid_tokens(ranks2: Any, world: int) -> None:
-    for *found, want in ranks2(loss_statistics) if world > 1 else [loss_statistics(0, 1)]:
+def test_statistics_are_those_of_all_valid_tokens(pools: Any, world: int) -> None:
+    for *found, want in on_ranks(pools, world, loss_statistics):
         assert len(found) == 9
         for got in found:
             assert got == pytest.approx(want, rel=1e-6)
@@ -210,7 +188,7 @@ def test_statistics_are_those_of_all_valid_tokens(ranks2: Any, world: int) -> No
 def test_statistics_without_a_valid_token() -> None:
     model, data = make_model("gqa"), sample()
     data["labels"][:] = -100
-    with alstlib.apply(model):
+    with attach(model):
         out = alstlib.causal_lm_loss(model, shard_batch(data, 1, 0), statistics=True)
     assert (out.entropy.item(), out.accuracy.item(), out.mean.item()) == (0, 0, 0)  # type: ignore[union-attr]
 
@@ -219,20 +197,19 @@ def test_statistics_without_a_valid_token() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"offload": "sync"}, HOST], ids=str)
-def test_two_forwards_before_a_backward(options: dict[str, Any]) -> None:
+def test_two_forwards_before_a_backward(options: Fields) -> None:
     """Chosen and rejected one after the other; and an evaluation in between."""
     model, batches = make_model("gqa"), [shard_batch(sample(), 1, 0), shard_batch(sample(PACKED), 1, 0)]
     twin = copy.deepcopy(model)
     (plain(twin, sample())[0].sum() - 2 * plain(twin, sample(PACKED))[0].sum()).backward()
-    with alstlib.apply(model, None, alstlib.Options(**options)) as handle:
+    with attach(model, **options) as handle:
         first, second = (alstlib.token_logps(model, b) for b in batches)
         with torch.no_grad():
             assert torch.equal(alstlib.token_logps(model, batches[0]), first)
         (first.sum() - 2 * second.sum()).backward()
         del first, second
         assert handle.store.leased == 0
-    want = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
-    assert worst_error(gradients(model), want)[0] < 1e-5
+    assert worst_error(gradients(model), gradients(twin))[0] < 1e-5
 
 
 def test_sums_of_documents() -> None:
@@ -259,14 +236,14 @@ def test_refusals() -> None:
     for ctx in (None, alstlib.SPContext()):
         with pytest.raises(ValueError, match=r"attach it with alstlib\.apply first|attach the model with"):
             alstlib.token_logps(model, batch, ctx)
-    with alstlib.apply(model):
+    with attach(model):
         with pytest.raises(ValueError, match="the batch has no shift_labels"):
             alstlib.token_logps(model, {**batch, "shift_labels": None})
         with pytest.raises(ValueError, match=r"temperature=0 must be a number above 0; 1\.0 leaves"):
             alstlib.token_logps(model, batch, temperature=0)
     experts = zoo.build("mixtral")
     experts.config.output_router_logits = True
-    with alstlib.apply(experts) as handle:
+    with attach(experts) as handle:
         with pytest.raises(ValueError, match="have no load-balancing loss: use output_router_logits=False"):
             alstlib.token_logps(experts, batch)
         assert handle.call is None

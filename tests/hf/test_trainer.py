@@ -12,11 +12,23 @@ import numpy as np
 import pytest
 import torch
 import trainer_table
-from cases import make_model
+from cases import Fields, make_model, plain_step
 from conftest import RankPool
 from datasets import Dataset
 from torch.utils.data import IterableDataset
-from trainers import SETTINGS, accelerate_here, collate, errors, plain, samples, train, trainer_class
+from trainers import (
+    SETTINGS,
+    accelerate_here,
+    as_one_process,
+    check_runs,
+    collate,
+    errors,
+    plain,
+    run,
+    samples,
+    train,
+    trainer_class,
+)
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl_runs import mixture
 
@@ -28,23 +40,14 @@ ENGINES = ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 EVALUATED = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 5}
 
 
-def check(found: dict[str, float], bound: float = 1e-5) -> None:
-    assert max(found.values()) < bound, found
-
-
-def run(rank: int, world: int, how: str, engine: str, settings: dict[str, Any]) -> Any:
-    return train(rank, world, how, engine, **settings)
-
-
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_ranks_train_as_one_process(ranks2: Any, engine: str, lora: bool) -> None:
     """20 steps of two micro-batches of unequal lengths, two of them without a valid token; evaluation every 5 steps."""
-    settings: dict[str, Any] = {"lora": lora, **EVALUATED}
-    want = plain(*settings.items())
-    for got in ranks2(run, "ours", engine, settings):
-        assert got["engine"] == {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(engine, "DEEPSPEED")
-        check(errors(got, want))
+    settings: Fields = {"lora": lora, **EVALUATED}
+    runs = ranks2(run, "ours", engine, settings)
+    check_runs(runs, plain(*settings.items()))
+    assert {got["engine"] for got in runs} == {{"ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(engine, "DEEPSPEED")}
 
 
 def with_columns(batch: Any) -> Any:
@@ -53,7 +56,12 @@ def with_columns(batch: Any) -> Any:
     return {**made, "token_type_ids": torch.zeros_like(made["input_ids"]), "page": ["a title"] * len(batch)}
 
 
-CASES: dict[str, dict[str, Any]] = {
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(samples(43))
+
+
+CASES: dict[str, Fields] = {
     "qwen3": {"kind": "qwen3"},
     "chunks": {"options": {"chunk": 5}, **EVALUATED},
     "several samples, two epochs": {
@@ -65,6 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
     "label smoothing of a head with an adapter": {"label_smoothing_factor": 0.1, "lora": True, "targets": ["lm_head"]},
     "untiled": {"label_smoothing_factor": 0.1, "options": {"tiled_loss": False}},
     "a data seed": {"data_seed": 5},
+    "a stream of samples": {"data": Stream()},
     "columns that the model does not take": {"collator": with_columns},
     "a mixture of experts": {"kind": mixture(output_router_logits=True, router_aux_loss_coef=0.3), **EVALUATED},
 }  # fmt: skip
@@ -72,9 +81,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_settings_of_a_trainer(ranks2: Any, case: str) -> None:
-    want = train(0, 1, "plain", **CASES[case])
-    for got in ranks2(run, "ours", "ddp", CASES[case]):
-        check(errors(got, want))
+    as_one_process(ranks2, CASES[case])
 
 
 LABELLED = [s for s in samples(43) if max(s["labels"]) >= 0]
@@ -92,19 +99,18 @@ LABELLED = [s for s in samples(43) if max(s["labels"]) >= 0]
         ("fsdp2", "num_items_in_batch", {}),
     ],
 )
-def test_a_loss_of_the_users_own(ranks2: Any, engine: str, loss: str, more: dict[str, Any]) -> None:
+def test_a_loss_of_the_users_own(ranks2: Any, engine: str, loss: str, more: Fields) -> None:
     """A `compute_loss` that calls the model trains and evaluates as it does in the plain Trainer: samples of unequal
     lengths and numbers of labels, three micro-batches in a step."""
     settings = {"data": LABELLED, "loss": loss, "gradient_accumulation_steps": 3, **EVALUATED, **more}
-    want = train(0, 1, "plain", **settings)
-    for got in ranks2(run, "ours", engine, settings):
-        check(errors(got, want))
+    as_one_process(ranks2, settings, engine)
 
 
 @pytest.mark.parametrize("case", ["prompts without labels", "packed documents", "sliding window"])
 def test_cases_of_the_readme(ranks2: Any, case: str) -> None:
     """What users report of the libraries' own: losses of prompts, documents and windows that are lost."""
-    check(trainer_table.outcome(ranks2, "ours", case)["errors"])
+    found = trainer_table.outcome(ranks2, "ours", case)["errors"]
+    assert max(found.values()) < 1e-5, found
 
 
 @pytest.mark.slow
@@ -122,15 +128,12 @@ def test_the_libraries_own_is_still_as_the_readme_says(case: str) -> None:
 
 def test_replicas_of_groups_train_as_one_process(pools: Any) -> None:
     """Two replicas of two ranks and no accumulation, against one process with two micro-batches."""
-    settings: dict[str, Any] = {"count": 8, "include_num_input_tokens_seen": "non_padding"}
-    want = plain(*settings.items())
-    for got in pools(4)(run, "ours", "ddp", {**settings, "sp": 2, "gradient_accumulation_steps": 1}):
+    settings: Fields = {"count": 8, "include_num_input_tokens_seen": "non_padding"}
+    for got in as_one_process(pools(4), settings, sp=2, gradient_accumulation_steps=1):
         assert got["logs"][0]["num_input_tokens_seen"] > 0
-        check(errors(got, want))
     settings = {"data": LABELLED, "loss": "out.loss", **EVALUATED}
     want = pools(2)(run, "plain", "ddp", settings)[0]
-    for got in pools(4)(run, "ours", "ddp", {**settings, "sp": 2}):
-        check(errors(got, want))
+    check_runs(pools(4)(run, "ours", "ddp", {**settings, "sp": 2}), want)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero2"])
@@ -158,9 +161,8 @@ COMPILED = {"max_steps": 2}
 
 @pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
 def test_torch_compile(ranks2: Any, engine: str) -> None:
-    want = plain(*COMPILED.items())
     for got, captured in ranks2(compiled, engine):
-        check(errors(got, want))
+        check_runs([got], plain(*COMPILED.items()))
         assert captured > 0
 
 
@@ -170,9 +172,8 @@ def noise(rank: int, world: int, how: str) -> torch.Tensor:
         settings = {"max_steps": 1, "gradient_accumulation_steps": 1, "neftune_noise_alpha": 5.0}
         own: Any = {"sp": world} if how == "ours" else {}
         ids = list(range(37))
-        trainer = build(
-            SPTrainer if how == "ours" else Trainer, settings, train_dataset=[{"input_ids": ids, "labels": ids}], **own
-        )
+        data = [{"input_ids": ids, "labels": ids}]
+        trainer = build(trainer_class(how), settings, train_dataset=data, **own)
         torch.nn.init.zeros_(trainer.model.get_input_embeddings().weight)
         found: list[torch.Tensor] = []
         trainer.model.model.layers[0].register_forward_pre_hook(lambda module, args: found.append(args[0].detach()))
@@ -199,9 +200,9 @@ def test_a_resume_in_the_middle_of_an_epoch(ranks2: Any, tmp_path: Path, engine:
     """After step 7 of 20, in the second epoch: the losses that follow, and the weights."""
     saved = {"save_strategy": "steps", "save_steps": 7, "folder": str(tmp_path), "count": 9}
     whole = ranks2(run, "ours", engine, {**saved, "save_total_limit": None})
-    check(errors(whole[0], plain(("count", 9))))
-    for got in ranks2(run, "ours", engine, {**saved, "save_strategy": "no", "resume": str(tmp_path / "checkpoint-7")}):
-        check(errors(got, whole[0], after=7))
+    check_runs(whole[:1], plain(("count", 9)))
+    resumed = {**saved, "save_strategy": "no", "resume": str(tmp_path / "checkpoint-7")}
+    check_runs(ranks2(run, "ours", engine, resumed), whole[0], after=7)
 
 
 @pytest.mark.parametrize("sampling", ["random", "group_by_length"])
@@ -209,9 +210,9 @@ def test_a_resume_with_another_degree(ranks2: Any, tmp_path: Path, sampling: str
     settings = {"count": 9, "train_sampling_strategy": sampling, "folder": str(tmp_path)}
     whole = ranks2(run, "ours", "ddp", {**settings, "save_strategy": "steps", "save_steps": 7})
     assert sorted(line["step"] for line in whole[0]["logs"]) == list(range(1, 21))
-    check(errors(whole[0], train(0, 1, "plain", count=9, train_sampling_strategy=sampling)))
+    check_runs(whole[:1], train(0, 1, "plain", count=9, train_sampling_strategy=sampling))
     got = train(0, 1, "ours", **settings, sp=1, resume=str(tmp_path / "checkpoint-7"))
-    check(errors(got, whole[0], after=7), 1e-6)
+    check_runs([got], whole[0], after=7, bound=1e-6)
 
 
 def test_a_checkpoint_is_read_by_plain_transformers(ranks2: Any, tmp_path: Path) -> None:
@@ -254,17 +255,6 @@ def test_what_is_pushed_is_read_by_plain_transformers(ranks2: Any, tmp_path: Pat
 # ----- batches
 
 
-class Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter(samples(43))
-
-
-def test_a_stream_of_samples(ranks2: Any) -> None:
-    want = train(0, 1, "plain", data=Stream())
-    for got in ranks2(run, "ours", "ddp", {"data": Stream()}):
-        check(errors(got, want))
-
-
 def failing(rank: int, world: int, what: str) -> str:
     """The message with which a rank's training ends, when only rank 1 differs."""
     data, more = samples(9), {}
@@ -305,31 +295,17 @@ def accuracy(predictions: Any) -> dict[str, float]:
 
 
 def evaluated(
-    rank: int, world: int, how: str, options: dict[str, Any], shown: Any, sp: int | None = None, count: int = 7,
+    rank: int, world: int, how: str, options: Fields, shown: Any, sp: int | None = None, count: int = 7,
     loss: str | None = None,
 ) -> Any:  # fmt: skip
-    settings: Any = {**SETTINGS, "use_cpu": True, "output_dir": "unused"}
     with accelerate_here("ddp"):
         own: Any = {"sp": sp or world, "alst": alstlib.Options(**options)} if how == "ours" else {}
-        trainer = trainer_class(how, loss)(
-            model=make_model().double(), args=TrainingArguments(**settings), data_collator=collate,
-            compute_metrics=accuracy, preprocess_logits_for_metrics=shown, **own,
-        )  # fmt: skip
+        measures = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": shown}
+        trainer = build(trainer_class(how, loss), model=make_model().double(), **measures, **own)
         out = trainer.predict(samples(count, seed=8))
         again = trainer.evaluate(samples(count, seed=8))
         assert trainer.preprocess_logits_for_metrics is shown
         return out.predictions, out.label_ids, out.metrics["test_loss"], again["eval_accuracy"], again["eval_loss"]
-
-
-@pytest.mark.parametrize("shown", [None, best], ids=["logits", "argmax"])
-@pytest.mark.parametrize(
-    "options", [{"tiled_loss": 3}, {"tiled_loss": False}, {"chunk": 4, "tiled_loss": 3}], ids=["tiled", "not", "chunks"]
-)
-def test_predictions_are_those_of_one_process(pools: Any, options: dict[str, Any], shown: Any) -> None:
-    """Seven samples in batches of two, on a group of two ranks: logits or their argmax, labels, loss and accuracy."""
-    want = evaluated(0, 1, "plain", {}, shown)
-    for got in pools(2)(evaluated, "ours", options, shown):
-        compare(got, want)
 
 
 def compare(got: Any, want: Any) -> None:
@@ -340,16 +316,25 @@ def compare(got: Any, want: Any) -> None:
     assert got[2:] == pytest.approx(want[2:], rel=1e-6)
 
 
+TILED = {"tiled_loss": 3}
+
+
+@pytest.mark.parametrize(
+    "options, shown, loss",
+    [*((options, shown, None) for options in (TILED, {"tiled_loss": False}, {"chunk": 4, **TILED})
+       for shown in (None, best)), (TILED, None, "outputs[0]")],
+)  # fmt: skip
+def test_predictions_are_those_of_one_process(ranks2: Any, options: Fields, shown: Any, loss: str | None) -> None:
+    """Seven samples in batches of two, on a group of two ranks: logits or their argmax, labels, loss and accuracy."""
+    want = evaluated(0, 1, "plain", {}, shown, loss=loss)
+    for got in ranks2(evaluated, "ours", options, shown, None, 7, loss):
+        compare(got, want)
+
+
 def test_predictions_of_two_replicas(pools: Any) -> None:
     """Against the plain Trainer in two processes, which weighs each sample's loss by its labels."""
     want = pools(2)(evaluated, "plain", {}, best, None, 8)[0]
     for got in pools(4)(evaluated, "ours", {}, best, 2, 8):
-        compare(got, want)
-
-
-def test_predictions_with_a_loss_of_the_users_own(ranks2: Any) -> None:
-    want = evaluated(0, 1, "plain", {}, None, loss="outputs[0]")
-    for got in ranks2(evaluated, "ours", {"tiled_loss": 3}, None, None, 7, "outputs[0]"):
         compare(got, want)
 
 
@@ -359,14 +344,12 @@ def shifted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def peak_of_evaluation(rank: int, world: int, how: str) -> int:
     """Device bytes that an evaluation takes beyond the weights, of logits eight times as large as all else."""
-    settings: Any = {**SETTINGS, "use_cpu": True, "output_dir": "unused", "per_device_eval_batch_size": 1}
     ids = torch.randint(0, 4096, (2048,), generator=torch.Generator().manual_seed(0)).tolist()
     with accelerate_here("ddp"):
         own: Any = {"sp": world, "alst": alstlib.Options(tiled_mlp=64, tiled_loss=64)} if how == "ours" else {}
-        trainer = (SPTrainer if how == "ours" else Trainer)(
-            model=make_model(vocab_size=4096), args=TrainingArguments(**settings), data_collator=collate,
-            compute_metrics=accuracy, preprocess_logits_for_metrics=best, **own,
-        )  # fmt: skip
+        own |= {"compute_metrics": accuracy, "preprocess_logits_for_metrics": best}
+        settings = {"per_device_eval_batch_size": 1}
+        trainer = build(trainer_class(how), settings, model=make_model(vocab_size=4096), **own)
         with Ledger() as ledger:
             start = ledger.device_bytes
             trainer.evaluate([{"input_ids": ids, "labels": ids}])
@@ -417,7 +400,7 @@ class OwnLoss(Trainer):
         return super().compute_loss(*args, **kwargs)
 
 
-def build(cls: Any = SPTrainer, settings: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+def build(cls: Any = SPTrainer, settings: Fields | None = None, **kwargs: Any) -> Any:
     args = TrainingArguments(**{**SETTINGS, "use_cpu": True, "output_dir": "unused", **(settings or {})})
     return cls(**{"model": make_model(), "args": args, "train_dataset": samples(9), "data_collator": collate, **kwargs})
 
@@ -492,7 +475,7 @@ class PadsLeft:
     ],
 )
 @pytest.mark.usefixtures("here")
-def test_wrong_use_is_refused_before_training(wrong: dict[str, Any], message: str) -> None:
+def test_wrong_use_is_refused_before_training(wrong: Fields, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(**wrong)
 
@@ -567,10 +550,6 @@ def test_columns_of_documents_reach_the_loss() -> None:
     settings = {"max_steps": 1, "gradient_accumulation_steps": 1}
     trainer = build(settings=settings, train_dataset=Dataset.from_list(rows), data_collator=documents)
     trainer.train()
-    model = make_model()
     ids = torch.arange(1, 13).view(1, -1)
-    positions = torch.cat([torch.arange(5), torch.arange(7)]).view(1, -1)
-    labels = ids.clone()
-    labels[0, 5] = -100
-    want = model(input_ids=ids, position_ids=positions, labels=labels, use_cache=False).loss.item()
+    want, _ = plain_step(make_model(), {"input_ids": ids, "labels": ids, "document_lengths": [[5, 7]]})
     assert trainer.state.log_history[0]["loss"] == pytest.approx(want, rel=1e-4)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import VOCAB, make_model
+from cases import attach, make_model, sample_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -47,8 +47,7 @@ class Waits(TorchDispatchMode):
 
 
 def shard(rank: int, world: int, length: int = 24) -> dict[str, Any]:
-    ids = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(0))
-    return shard_batch({"input_ids": ids, "labels": ids}, world, rank)
+    return shard_batch(sample_of(length), world, rank)
 
 
 ALL_ON: dict[str, Any] = {"tiled_mlp": 5, "tiled_loss": 7, "offload": "async", "save_attention": True}
@@ -58,7 +57,7 @@ def places(rank: int, world: int, chunk: int | None) -> set[tuple[str, str]]:
     """Where the second training step of this rank waits (the first plans the host's memory)."""
     ctx, model = alstlib.SPContext.create(world), make_model("gemma2")
     batch = shard(rank, world)
-    with alstlib.apply(model, ctx, alstlib.Options(chunk=chunk, **ALL_ON)):
+    with attach(model, ctx, chunk=chunk, **ALL_ON):
         alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
         with Waits() as waits:
             alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
@@ -75,7 +74,7 @@ def test_a_step_waits_for_nothing(ranks2: Any, chunk: int | None) -> None:
 def test_the_watch_sees_a_wait() -> None:
     """Positions without document offsets have to be looked at."""
     batch = {n: t for n, t in shard(0, 1).items() if n != "cu_documents"}
-    with alstlib.apply(make_model("gqa"), None, alstlib.Options()) as handle, Waits() as waits:
+    with attach(make_model("gqa")) as handle, Waits() as waits:
         alstlib.causal_lm_loss(handle.model, batch)
     assert ("inputs", "_documents") in waits.places
 
@@ -85,7 +84,7 @@ def test_the_watch_sees_a_wait() -> None:
 def test_gpu_step_waits_for_nothing(chunk: int | None) -> None:
     model = make_model("gqa").to("cuda", torch.bfloat16)
     batch = {n: t.cuda() if n not in (*WHOLE, "step_tokens") else t for n, t in shard(0, 1, 301).items()}
-    with alstlib.apply(model, None, alstlib.Options(chunk=chunk, **{**ALL_ON, "tiled_mlp": 50, "tiled_loss": 70})):
+    with attach(model, chunk=chunk, **{**ALL_ON, "tiled_mlp": 50, "tiled_loss": 70}):
         for _ in range(2):
             alstlib.causal_lm_loss(model, batch).loss.backward()
         torch.cuda.synchronize()

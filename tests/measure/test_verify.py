@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from cases import worst_error
 from transformers.models.llama import modeling_llama
 
 from alstlib.measure import small, verify
@@ -290,3 +291,10 @@ def test_a_judge_in_fp64_stays_there_whatever_a_model_calls() -> None:
         assert {t.dtype for t in made} == {torch.float64}
         assert x.type() == "torch.DoubleTensor"
     assert x.type(torch.float32).dtype == torch.float32
+
+
+def test_a_gradient_that_is_no_number_is_wrong() -> None:
+    """And not only where it comes first: `max` passes over nan."""
+    right = {"a": torch.ones(2), "b": torch.ones(2)}
+    for name in right:
+        assert worst_error({**right, name: torch.full((2,), torch.nan)}, right) == (float("inf"), name)

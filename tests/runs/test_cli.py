@@ -1,5 +1,6 @@
 """`alst`: specs, sweeps through papermill, what is run again and what is refused."""
 
+import contextlib
 import html
 import json
 import os
@@ -18,7 +19,7 @@ import yaml
 
 from alstlib.config import ROWS, RunConfig
 from alstlib.planner import devices
-from alstlib.runs import cli, launch, locks, notebooks, processes, progress, results, status, workers
+from alstlib.runs import cli, launch, locks, notebooks, processes, progress, results, status, verify, workers
 
 TESTS = Path(__file__).parent
 REPOSITORY = TESTS.parents[1]
@@ -471,8 +472,25 @@ def test_many_more_ranks_than_cores_are_refused_unless_forced(tmp_path, monkeypa
     for flags in (["--force"], ["--nodes=2"]):  # such a job has other machines
         assert cli.main(["run", spec, "--dry-run", *flags]) == 0
         assert "would run as" in capsys.readouterr().out
-    workers.check_ranks(run, 6250, 0)
-    workers.check_ranks(run, 1, 100_000)
+    workers.check_ranks(100_000, 6250, 0)
+    workers.check_ranks(100_000, 1, 100_000)
+
+
+@pytest.mark.parametrize("command", [["check", "--ranks"], ["verify", "tiny", "--sp"]])
+def test_check_and_verify_refuse_as_many_ranks_as_run_does(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.setattr("alstlib.runs.workers.cores", lambda: 2)
+    monkeypatch.setattr(devices, "device_count", lambda: 0)
+    started = []
+    monkeypatch.setattr(launch, "launch", lambda run, *a, **k: started.append(run.world_size) or {"status": "no"})
+    monkeypatch.setattr(verify, "run_on_ranks", lambda function, ranks, *a: started.append(ranks) or 1 / 0)
+    given = command[-1].removeprefix("--")
+    assert cli.main([*command, "17"]) == 2
+    assert f"{given}=17 would start 17 processes on a machine with 2 cores; give at most 16" in capsys.readouterr().err
+    assert started == []
+    for argv in ([*command, "16"], [*command, "17", "--force"]):
+        with contextlib.suppress(ZeroDivisionError, KeyError):
+            cli.main(argv)
+    assert started == [16, 17]
 
 
 def test_a_spec_outside_of_the_clone_runs_its_notebook(tmp_path, monkeypatch, capsys):
@@ -706,3 +724,31 @@ def test_the_ablations_report_needs_no_row_but_the_first(tmp_path):
     assert cli.execute(lesson, output, given, lambda: None, lesson.parent) is None
     cells = [len(notebooks._code_cells(path)) for path in (lesson, output)]
     assert cells[0] == cells[1], "the cell that papermill adds is not counted"
+
+
+def test_too_few_open_files_are_refused_with_what_to_type(tmp_path):
+    """A kernel that may open 40 files ends without a word, and with 60 it hangs."""
+    spec = write_spec(tmp_path, notebook=str(REPOSITORY / "notebooks" / "run.ipynb"))
+    command = shlex.join([sys.executable, "-m", "alstlib.runs", "run", str(spec), "--dry-run"])
+    for limit, code, says in (("-n 40", 2, "a process may have 40 files open here, and a run needs 256: allow more"),
+                              ("-Sn 40", 0, "would run as")):  # fmt: skip
+        done = subprocess.run(["bash", "-c", f"ulimit {limit}; {command}"], capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        assert says in done.stdout + done.stderr
+    run = (
+        'import sys; from alstlib import RunConfig; from alstlib.runs import launch; launch.launch(RunConfig(), "run")'
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -n 40; {shlex.join([sys.executable, '-c', run])}"],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert "allow more with `ulimit -n 4096`" in done.stderr
+
+
+def test_a_result_says_how_to_allow_more_open_files():
+    error = {"type": "RankFailed", "message": "rank 0 ended: OSError: [Errno 24] Too many open files"}
+    assert results.why(results.new_result(RunConfig(), "error", error=error)).endswith(
+        "Too many open files: allow more with `ulimit -n 4096`"
+    )
+    error["message"] = "another"
+    assert results.why(results.new_result(RunConfig(), "error", error=error)) == "RankFailed: another"

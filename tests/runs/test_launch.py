@@ -14,6 +14,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from cases import READS_PROC, wait_for
 
 from alstlib.config import PAPER_ROWS, RunConfig, row_config
@@ -379,13 +380,29 @@ def test_cuda_environment(monkeypatch):
     monkeypatch.setattr(devices, "device_count", lambda: 8)
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "DS_ACCELERATOR"):
         monkeypatch.delenv(name, raising=False)
-    env = torchrun.environment("r", 8)
-    assert env["PYTORCH_CUDA_ALLOC_CONF"] == env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    for version, settings in (
+        ("2.13.1", f"expandable_segments:True,{devices.EXACT}"),
+        ("2.12.0", "expandable_segments:True"),
+    ):
+        monkeypatch.setattr(devices.importlib.metadata, "version", lambda name, version=version: version)
+        env = torchrun.environment("r", 8)
+        assert env["PYTORCH_CUDA_ALLOC_CONF"] == env["PYTORCH_ALLOC_CONF"] == settings
+        assert devices.pins_exactly() == (version == "2.13.1")
     assert "DS_ACCELERATOR" not in env
     own = torchrun.environment("r", 8, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "OMP_NUM_THREADS": "3"})
     assert own["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
     assert "PYTORCH_CUDA_ALLOC_CONF" not in own
     assert own["OMP_NUM_THREADS"] == "3"
+    monkeypatch.setattr(devices.importlib.metadata, "version", lambda name: "2.13.1")
+    for given, exact in (("max_split_size_mb:64", False), (f"max_split_size_mb:64,{devices.EXACT}", True)):
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
+        assert devices.pins_exactly() == exact
+
+
+def test_torch_knows_the_settings_that_its_version_is_said_to_know():
+    header = Path(torch.__file__).parent / "include" / "c10" / "core" / "AllocatorConfig.h"
+    named = [setting.partition("_mb:")[0] for setting in devices.EXACT.split(",")]
+    assert {name in header.read_text() for name in named} == {devices.pins_exactly()}
 
 
 def test_reader_returns_whole_lines_once(tmp_path):

@@ -1,6 +1,8 @@
 """The page of a sweep: whole, escaped, and with nothing outside it."""
 
 import errno
+import functools
+import itertools
 import re
 from html.parser import HTMLParser
 from urllib.parse import unquote, urlparse
@@ -9,6 +11,7 @@ import pytest
 import yaml
 
 from alstlib.config import RunConfig
+from alstlib.figures import plots
 from alstlib.runs import cli, report, results
 from alstlib.runs.sweeps import load_spec, write_record
 
@@ -219,6 +222,42 @@ def test_losses_are_drawn_with_those_of_an_evaluation(tmp_path):
     assert report._by_step(found[0]["metrics"], "") == {5: 4.0, 10: 3.0, 15: 2.0}
     assert report._by_step(found[0]["metrics"], "eval") == {7: 3.5, 15: 2.0}
     assert report._by_step({"loss": [4.0, None]}, "")[1] == 4.0
+
+
+@pytest.mark.parametrize("count", [6, 20, 200])
+@pytest.mark.parametrize("kind", ["swept", "evaluated", "searched"])
+def test_figures_of_many_rows_have_room_for_their_lines(tmp_path, recwarn, count, kind):
+    """A legend of 200 names left none: matplotlib warned that the axes had collapsed to zero."""
+    found = []
+    for i in range(count):
+        metrics = {"loss": [3.0, 2.0, 1.0 + i / count], "step_seconds": [1.0 + i], "folder": "."}
+        if kind == "evaluated":
+            metrics |= {"eval_loss": [2.5], "eval_steps": [2]}  # a point without a line
+        if kind == "searched":
+            metrics |= {"tried": [{"seq_len": n, "device_peak_bytes": n * (i + 9)} for n in (512, 1024)]}
+        run = RunConfig(row=f"row-{i:03}", learning_rate=1e-5 * (i + 1))
+        found.append({**results.new_result(run, "ok", metrics=metrics), "label": run.row})
+    drawn = []
+
+    class Plots:
+        def __getattr__(self, name):
+            return lambda *a, **k: drawn.append(getattr(plots, name)(*a, **k)) or drawn[-1]
+
+    for draw in (report._losses, report._trials, functools.partial(report._over, {"step_seconds": ""}, "time", 1)):
+        if made := draw(Plots(), found, results.table(found)):
+            assert plots.data_uri(made[0], 110)
+    assert [str(w.message) for w in recwarn] == []
+    assert len(drawn) == {"swept": 2, "evaluated": 2, "searched": 3}[kind]
+    for figure in drawn:
+        axes, *scale = figure.axes
+        whole = figure.get_window_extent()
+        assert axes.get_window_extent().width > 0.6 * whole.width
+        ticks = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_text()]
+        assert all(a.x1 < b.x0 for a, b in itertools.pairwise(ticks))
+        lines = len(axes.get_lines())
+        assert lines == 1 or (axes.get_legend() is None) == bool(scale) == (lines > 20)  # two of each run
+        if scale:
+            assert [t.get_text() for t in scale[0].get_yticklabels()][::5] == ["row-000", f"row-{count - 1:03}"]
 
 
 def test_a_page_that_cannot_be_written_keeps_the_one_before(written, monkeypatch):

@@ -130,6 +130,26 @@ def test_unreadable_results(tmp_path):
             results.read_result(path)
 
 
+@pytest.mark.parametrize(
+    "metrics",
+    [{"loss": 5}, {"loss": "abc"}, {"loss": [{}]}, {"step_seconds": [{}]}, {"device_peak_bytes": 3}, {"notes": 5},
+     {"predicted": [1]}, {"predicted": {"step_seconds": "x"}}, {"seq_len": "long"}, {"tried": 7},
+     {"flos": {"paper": "x"}}, {"tokens_per_step": "x"}, {"eval_steps": 7}],
+)  # fmt: skip
+def test_a_result_whose_metrics_no_run_writes_is_left_out(tmp_path, metrics):
+    """One of them took the table, the page and the listing of all sweeps with it."""
+    for row in ("bad", "good"):
+        (tmp_path / row).mkdir()
+        results.write_result(tmp_path / row / "result.json", result(row=row, loss=[1.0]))
+    path = tmp_path / "bad" / "result.json"
+    path.write_text(json.dumps({**result(row="bad"), "metrics": {"step_seconds": [1.0], **metrics}}))
+    with pytest.warns(UserWarning, match=r"bad/result\.json has metrics\.\w+=.*, which no run writes"):
+        assert [one["row"] for one in results.table(results.collect(tmp_path))] == ["good"]
+    path.write_text(json.dumps({**result(), "row": ["bad"]}))
+    with pytest.raises(ValueError, match="which is not a name"):
+        results.read_result(path)
+
+
 LLAMA_8B = {"dense_params": 7_504_924_672, "heads": 32, "head_dim": 128, "layers": 32}
 
 

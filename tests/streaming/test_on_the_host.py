@@ -41,7 +41,7 @@ def test_gradients_of_plain_transformers(pools: Any, ranks: str, chunk: int, hid
     """What the net has not: chunks of a token, of almost all and of more than all tokens."""
     case = matrix.Case("llama", ranks, "lengths" if ranks == "1x1" else "packed rows")
     more = {"chunk": chunk, "offload": "sync", "save_attention": False, "hidden": hidden, "kv": kv}
-    matrix.check(pools(case.sp)(matrix.run, case, more), case, 1e-12)
+    matrix.check(pools(case.sp)(matrix.run, case, matrix.More(options=more)), case, (1e-12, 1e-12))
 
 
 def test_backward_runs_in_one_thread() -> None:
@@ -73,7 +73,7 @@ def test_one_input_in_two_gives_the_same_bits(kind: str) -> None:
         budget = rows * ROW + tables
         assert share_travelling(budget, LAYERS, ROW, 1, False, tables) == (every, 0, budget)
         with small_pages(), alstlib.apply(model, None, options(host_memory=budget, kv="device")) as handle:
-            found.append(step(model, sample)[1])
+            found.append(step(model, sample, seed=3)[1])
             assert handle.inputs_kept_every == every
             assert any("one in 2 is kept" in note for note in handle.notes) == (every > 1)
             assert handle.store.peak_nbytes <= budget

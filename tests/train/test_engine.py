@@ -6,18 +6,24 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import zoo
 from cases import make_model, make_samples, whole_state, wrap
+from deepspeed.accelerator import get_accelerator
 from safetensors import safe_open
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import alstlib
 from alstlib.config import RunConfig
 from alstlib.data.corpus import get_tokenizer
 from alstlib.data.loader import SPDataLoader
+from alstlib.planner.model_states import Sizes, model_states
+from alstlib.train import engine as engines
 from alstlib.train.engine import engine_config, host_tensors, initialize, save_model, take_step
 
 ENGINES = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"]
@@ -134,6 +140,49 @@ def test_offloaded_state_is_on_the_host_before_the_first_step(ranks2: Any, stage
         before, after = result["host"]
         assert before >= 3 * parameters // 2  # of each of two ranks: half the weights and both moments
         assert before == after
+
+
+def pinned_buffers(rank: int, world: int, stage: int, changes: dict[str, Any]) -> list[int]:
+    """Bytes that DeepSpeed pins and keeps over two steps in bf16, where the CPU's accelerator takes note of them."""
+    run = RunConfig(zero_stage=stage, offload_optimizer=True, learning_rate=1e-2, **changes)
+    ctx, made, configure = alstlib.SPContext.create(2), [], engines.engine_config
+    model = make_model(dtype=torch.bfloat16)
+    alstlib.apply(model, ctx, alstlib.Options())
+
+    def pin(tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Tensor:
+        tensor = tensor.clone()
+        made.append((tensor.nbytes, StorageWeakRef(tensor.untyped_storage())))
+        return tensor
+
+    def pinning(*about: Any) -> dict[str, Any]:
+        config = configure(*about)
+        for name in {"offload_optimizer", "offload_param"} & set(config["zero_optimization"]):
+            config["zero_optimization"][name]["pin_memory"] = True
+        return config
+
+    with mock.patch.object(engines, "engine_config", pinning), mock.patch.object(get_accelerator(), "pin_memory", pin):
+        wrapped = initialize(run, model, True)
+        for batch in SPDataLoader(make_samples(2), ctx, replicated=True):
+            wrapped.backward(alstlib.causal_lm_loss(wrapped, batch, ctx).loss)
+            wrapped.step()
+        pinned = [nbytes for nbytes, storage in made if not storage.expired()]
+        wrapped.destroy()
+    return pinned
+
+
+@pytest.mark.parametrize(
+    "stage, changes", [(1, {}), (2, {}), (2, {"accumulation": 2}), (3, {}), (3, {"offload_params": True})]
+)
+def test_the_plan_knows_what_deepspeed_pins(ranks2: Any, stage: int, changes: dict[str, Any]) -> None:
+    """All bytes of the host, and those that are lost where pinned memory has powers of two."""
+    parts = list(make_model().parameters())
+    embedding = max(p.numel() for p in parts)
+    sizes = Sizes(parameters=sum(p.numel() for p in parts), layer=0, embedding=embedding, largest=embedding)
+    run = RunConfig(zero_stage=stage, offload_optimizer=True, **changes)
+    exact, rounded = (sum(model_states(run, sizes, 2, 2, rounded=r).host.values()) for r in (False, True))
+    for pinned in ranks2(pinned_buffers, stage, changes):
+        assert exact - sum(pinned) == pytest.approx((12 if stage == 3 else 8) * sizes.parameters / 2, abs=4096)
+        assert rounded - exact == sum((1 << (n - 1).bit_length()) - n for n in pinned[:4]) > 0  # then single gradients
 
 
 def test_the_configuration_says_what_the_run_says() -> None:

@@ -126,25 +126,25 @@ def test_liger_is_asked_for_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     tiled = RunConfig(model="tiny", tiled_loss=True)
     for run in (tiled, tiled.replace(liger=False)):
-        put_liger(run, model, cuda=True)
+        put_liger(run, model, gpu=True)
     for wanted in (True, "loss"):
         with pytest.raises(ValueError, match=f"liger={wanted!r} needs the package liger-kernel, which is not ins"):
-            put_liger(tiled.replace(liger=wanted), model, cuda=True)
+            put_liger(tiled.replace(liger=wanted), model, gpu=True)
         with pytest.raises(ValueError, match=f"liger={wanted!r} needs a GPU"):
-            put_liger(tiled.replace(liger=wanted), model, cuda=False)
+            put_liger(tiled.replace(liger=wanted), model, gpu=False)
     assert not put
     monkeypatch.setattr(models, "liger_knows", lambda: ("qwen2",))
-    put_liger(tiled, model, cuda=True)
+    put_liger(tiled, model, gpu=True)
     assert not put
     with pytest.raises(ValueError, match="which does not know the model_type llama"):
-        put_liger(tiled.replace(liger=True), model, cuda=True)
+        put_liger(tiled.replace(liger=True), model, gpu=True)
     monkeypatch.setattr(models, "liger_knows", lambda: ("llama",))
-    put_liger(tiled, model, cuda=False)
-    put_liger(tiled.replace(tiled_loss=False), model, cuda=True)  # the paper's baseline has none of them
+    put_liger(tiled, model, gpu=False)
+    put_liger(tiled.replace(tiled_loss=False), model, gpu=True)  # the paper's baseline has none of them
     assert not put
     for wanted in ("auto", True, "loss"):
-        put_liger(tiled.replace(liger=wanted), model, cuda=True)
-    put_liger(tiled.replace(tiled_loss=False, liger=True), model, cuda=True)
+        put_liger(tiled.replace(liger=wanted), model, gpu=True)
+    put_liger(tiled.replace(tiled_loss=False, liger=True), model, gpu=True)
     assert put == [model] * 4
 
 

@@ -1,0 +1,296 @@
+"""What the library asks of a device's module: memory, pinning, random states, waiting, and how ranks find their device.
+None of it may come from `torch.cuda`, which has no device here."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import make_model, make_samples, plain_run, small_pages, worst_error
+from device import module
+from device.module import NEVER, device, late
+from torch import Tensor
+
+import alstlib
+from alstlib import mesh
+from alstlib.config import RunConfig
+from alstlib.data.loader import SPDataLoader
+from alstlib.offload.headroom import SHARE, device_memory
+from alstlib.offload.host_store import HostStore
+from alstlib.offload.ledger import Ledger, ran_out
+from alstlib.train import worker
+from alstlib.train.engine import initialize, zero_config
+from alstlib.train.state import Saver, load_state
+
+MIB = 2**20
+
+
+def zeros(mib: int) -> Tensor:
+    return torch.zeros(mib * MIB // 4, device=device())
+
+
+# ----- memory
+
+
+def ledger(rank: int, world: int) -> None:
+    zeros(64)  # a peak before, and a block that nobody has
+    held = zeros(1)
+    host = torch.zeros(8 * MIB)
+    before = torch.get_device_module(device()).memory_allocated()
+    with Ledger(module.NAME, budget=before + 6 * MIB) as ledger:
+        assert ledger.device == device()
+        assert ledger.device_peak == ledger.device_bytes == before >= held.nbytes
+        x = zeros(4)
+        host = host + 1  # not the device's
+        assert ledger.device_bytes == before + 4 * MIB
+        del x
+        with pytest.raises(torch.OutOfMemoryError) as error:
+            zeros(7)
+        assert ran_out(error.value)
+        assert (ledger.device_bytes, ledger.device_peak) == (before, before + 4 * MIB)
+        ledger.start()
+        assert ledger.device_peak == before
+    zeros(7)
+
+
+def test_a_ledger_has_the_peak_and_the_budget_of_the_device(late1: Any) -> None:
+    late1(ledger)
+
+
+def counted(rank: int, world: int) -> None:
+    here = torch.get_device_module(device())
+    zeros(32)
+    here.reset_peak_memory_stats()
+    before, x = here.memory_allocated(), zeros(4)
+    y = zeros(2)
+    del y
+    assert here.mem_get_info()[0] < module.TOTAL - here.memory_allocated()  # blocks that nobody has are not free there
+    assert device_memory(device()) == (before + x.nbytes, before + 6 * MIB, module.TOTAL - before - x.nbytes)
+
+
+def test_headroom_counts_the_device(late1: Any) -> None:
+    late1(counted)
+
+
+OPTIONS: dict[str, Any] = {"tiled_mlp": 16, "tiled_norm": 16, "tiled_loss": False}  # the loss makes the peak
+LENGTH = 128
+
+
+def kept(rank: int, world: int, chunk: int | None) -> list[float]:
+    """The share of layers whose attention outputs steps keep on a device with room for half of them; a step that keeps
+    more would run out of memory."""
+    ctx, samples = alstlib.SPContext(), make_samples(1, length=LENGTH)
+    model = make_model("gqa", num_hidden_layers=4, vocab_size=1024)
+    _, want = plain_run(model, samples)
+    model = model.to(device())
+    (batch,) = SPDataLoader(samples, ctx, device=device())
+
+    def step() -> None:
+        model.zero_grad()
+        alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
+
+    need = []
+    for save in (False, True):
+        with alstlib.apply(model, options=alstlib.Options(**OPTIONS, chunk=chunk, save_attention=save)):
+            step()
+            model.zero_grad()
+            with Ledger(device()) as ledger:
+                start = ledger.device_bytes
+                step()
+                need.append(ledger.device_peak - start)
+    output = LENGTH * (model.config.hidden_size + model.config.num_attention_heads) * 4  # with the logsumexp
+    assert need[1] - need[0] == 4 * output
+    model.zero_grad()
+    start = torch.get_device_module(device()).memory_allocated()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(module, "TOTAL", int((need[0] + 2.5 * output) / SHARE) + start))
+        handle = stack.enter_context(alstlib.apply(model, options=alstlib.Options(**OPTIONS, chunk=chunk)))
+        stack.enter_context(Ledger(device(), budget=start + need[0] + 3 * output))
+        shares = []
+        for _ in range(3):
+            step()
+            shares.append(handle.attention_kept)
+            assert worst_error({n: p.grad.cpu() for n, p in model.named_parameters()}, want)[0] < 1e-5
+            model.zero_grad()
+    module.limit(1.0)  # of the whole device again
+    return shares
+
+
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_attention_outputs_stay_on_the_device_as_far_as_they_fit(late1: Any, chunk: int | None) -> None:
+    assert late1(kept, chunk) == [[0, 0.5, 0.5]]
+
+
+# ----- ranks
+
+
+def wire(rank: int, world: int) -> None:
+    """Where the process group can send from the device only, small tensors lie there."""
+    both = alstlib.SPContext.create(2)
+    assert both.wire == torch.device("cpu")
+    ctx = alstlib.SPContext(sp=2, sp_rank=rank, world_group=dist.new_group(backend="late"))
+    assert ctx.wire == device()
+    assert ctx.largest([rank, 10 - rank]) == [1, 10]
+
+
+def test_integers_of_ranks_lie_where_the_group_can_send_from(late2: Any) -> None:
+    late2(wire)
+
+
+LAUNCHED = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}
+
+
+def joined(rank: int, world: int) -> list[Any]:
+    """What this rank makes its device, and how it joins others: by `SPContext.create`, and by a worker of a run."""
+    made: list[Any] = []
+    here = torch.get_device_module(device())
+    with (
+        mock.patch.dict(os.environ, LAUNCHED),
+        mock.patch.object(here, "set_device", lambda device: made.append(str(device))),
+        mock.patch.object(dist, "is_initialized", return_value=False),
+        mock.patch.object(dist, "init_process_group", lambda backend, **how: made.append((backend, how))),
+        mock.patch.multiple(dist.distributed_c10d, default_pg_timeout=None, default_pg_nccl_timeout=None),
+    ):
+        alstlib.SPContext.create()
+        assert worker.this_device() == (torch.device(module.NAME, 3), True)
+        mesh.join(worker.begin(), 7200)
+    (*rest, (backend, how)) = made
+    return [*rest, backend, str(how["device_id"])]
+
+
+def test_ranks_join_with_the_backend_of_their_device(late1: Any) -> None:
+    name = f"{module.NAME}:3"
+    assert late1(joined) == [[name, ("late", {}), name, "late", name]]
+
+
+def waits(rank: int, world: int) -> None:
+    with late(NEVER):
+        x, host = torch.ones(8, device=device()), torch.empty(8, pin_memory=True)
+        host.copy_(x, non_blocking=True)
+        assert host.isnan().all()
+        assert worker.timed(lambda: None, device()) > 0
+        assert host.eq(1).all()
+
+
+def test_a_time_is_that_of_what_has_been_done(late1: Any) -> None:
+    late1(waits)
+
+
+# ----- pinned memory
+
+
+def pins(rank: int, world: int) -> None:
+    """A device whose runtime PyTorch does not show pins by PyTorch's allocator; a step that keeps all on the host."""
+    here = torch.get_device_module(device())
+    assert zero_config(make_model(), offload_optimizer=True)["zero_optimization"]["offload_optimizer"]["pin_memory"]
+    runtime = here.cudart
+    del here.cudart
+    try:
+        store = HostStore("async", budget=2**20)
+        host = store.lease((3, 5), torch.float64, pin=device())
+        assert host.is_pinned()
+        assert host.shape == (3, 5)
+        ctx, samples = alstlib.SPContext(), make_samples(1, length=41)
+        model = make_model("gqa")
+        _, want = plain_run(model, samples)
+        model = model.to(device())
+        chosen = alstlib.Options(tiled_loss=7, chunk=5, offload="async", hidden="host", kv="host", save_attention=True)
+        with alstlib.apply(model, options=chosen) as handle, small_pages(), late(NEVER):
+            for batch in SPDataLoader(samples, ctx, device=device()):
+                alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
+            assert all(slab.bytes.is_pinned() for slab in handle.store.free)
+            assert handle.store.peak_nbytes > 0
+        assert worst_error({n: p.grad.cpu() for n, p in model.named_parameters()}, want)[0] < 1e-5
+        del host, store, handle, model
+    finally:
+        here.cudart = runtime
+
+
+def test_memory_is_pinned_without_cudas_runtime(late1: Any) -> None:
+    late1(pins)
+
+
+# ----- random states
+
+
+def continued(rank: int, world: int, folder: Path) -> None:
+    """A training state brings back the random numbers of the device, and those of the CPU."""
+    from device import accelerator
+
+    accelerator.install()
+    run = RunConfig(model="tiny", zero_stage=1, offload_optimizer=False, dtype="fp32", steps=9)
+
+    def started() -> Any:
+        model = make_model().to(device())
+        alstlib.apply(model, alstlib.SPContext.create(1), alstlib.Options())
+        return initialize(run, model, False)
+
+    def drawn() -> list[Tensor]:
+        return [torch.rand(5), torch.rand(5, device=device()).cpu()]
+
+    engine = started()
+    torch.rand(7, device=device())  # so that both generators are at other places
+    saver = Saver(engine, run)
+    saver.start(folder, step=1, loader_state={})
+    saver.wait()
+    want = drawn()
+    assert not torch.equal(*want)
+    found = load_state(started(), run, folder)
+    assert found["step"] == 1
+    assert all(torch.equal(a, b) for a, b in zip(drawn(), want))
+
+
+def test_a_training_state_has_the_random_states_of_the_device(late1: Any, tmp_path: Path) -> None:
+    late1(continued, tmp_path)
+
+
+# ----- a whole run
+
+
+def trained(rank: int, world: int, out: Path, budget: int) -> dict[str, Any]:
+    """The result of a run on the device, by the worker of `alst run`."""
+    from device import accelerator
+
+    from alstlib.runs import results
+    from alstlib.train import ablation, loading, models
+
+    accelerator.install()
+    run = RunConfig(
+        model="tiny", zero_stage=1, offload_optimizer=False, dtype="fp32", steps=3, sp=1, seq_len=128, tiled_mlp=64,
+        tiled_loss=64, device_memory=budget,
+    )  # fmt: skip
+
+    def load(run: RunConfig, dtype: torch.dtype, where: torch.device) -> Any:
+        """Not by `p.data = ...`, which takes a parameter to CUDA but not to this device."""
+        return loading.Arrival(models.load_model(run, dtype).to(where), {}, where)
+
+    out.mkdir()
+    gc.collect()
+    with (
+        mock.patch.dict(os.environ, TORCHELASTIC_RUN_ID="late"),
+        mock.patch.object(ablation, "load_on_first", load),
+        mock.patch("alstlib.train.engine.place"),
+        contextlib.suppress(torch.OutOfMemoryError),
+    ):
+        worker.work(run, out, ablation.Trainer)
+    module.limit(1.0)
+    return results.read_result(out / "result.json")
+
+
+def test_a_run_trains_on_the_device_within_its_memory(late1: Any, tmp_path: Path) -> None:
+    (result,) = late1(trained, tmp_path / "long", 2**26)
+    assert result["status"] == "ok"
+    assert result["environment"]["device"] == module.NAME
+    (peak,) = result["metrics"]["device_peak_bytes"]
+    states = sum(result["metrics"]["predicted"]["device_bytes"][n] for n in ("weights", "gradients", "optimizer"))
+    assert states < peak < 2**26
+    (result,) = late1(trained, tmp_path / "short", peak - 2**20)
+    assert result["status"] == "oom"
+    assert result["error"]["type"] == "OutOfMemoryError"

@@ -1,0 +1,29 @@
+"""The comparison that a GPU begins with, on a CPU: gradients that are right are called so, and wrong ones are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alstlib.config import RunConfig, row_config
+from alstlib.measure import verify
+from alstlib.measure.same_gradients import SameGradients
+
+
+def test_a_gradient_that_is_off_by_a_tenth_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = row_config("ours", RunConfig(model="tiny", seq_len=48, sp=1)).replace(chunk=8, hidden="host", kv="host")
+    work, step = SameGradients(run, tmp_path), verify.attached_step
+    for found in work()["gradients"].values():
+        assert found["result"] == "exact"
+
+    def off(*about: Any) -> Any:
+        loss, grads = step(*about)
+        name = "model.layers.0.mlp.up_proj.weight"
+        return loss, {**grads, name: grads[name] * 1.1}
+
+    monkeypatch.setattr(verify, "attached_step", off)
+    for found in work()["gradients"].values():
+        assert (found["result"], found["reason"]) == ("wrong", "gradient of model.layers.0.mlp.up_proj.weight")
+        assert found["gradient"] == pytest.approx(0.1, rel=0.2)
