@@ -8,7 +8,7 @@ import ipaddress
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from alstlib import sizing
 from alstlib.config import RunConfig
 from alstlib.data.shard import shard_batch
 from alstlib.measure.verify import errors_of
+from alstlib.offload.ledger import Ledger
 from alstlib.reference import shift
 from alstlib.runs import processes
 from alstlib.ulysses import head_layouts
@@ -202,6 +203,39 @@ def check_step(got: Step, want: Step, loss: float = 1e-6, gradient: float = 1e-5
 def on_ranks(pools: Any, world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """The results of all ranks; of one rank, from this process."""
     return pools(world)(fn, *args) if world > 1 else [fn(0, 1, *args)]
+
+
+def batch(
+    length: int = 20, documents: Sequence[int] = (), rows: int = 1, world: int = 1, rank: int = 0, vocab: int = VOCAB
+) -> dict[str, Tensor]:
+    """A rank's slice of samples with every label, whole or packed of documents of these lengths."""
+    ids = torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(0))
+    lengths = [list(documents or [length])] * rows
+    return shard_batch({"input_ids": ids, "labels": ids, "document_lengths": lengths}, world, rank)  # type: ignore[return-value]
+
+
+def train(model: Any, batch: dict[str, Any], ctx: alstlib.SPContext | None = None) -> Any:
+    """Forward and backward of an attached model; returns what the loss function does."""
+    out = alstlib.causal_lm_loss(model, batch, ctx)
+    out.loss.backward()
+    return out
+
+
+def peak(model: Any, batch: dict[str, Any], **options: Any) -> int:
+    """Device bytes that the third step of an attached model takes at most, besides what is there before it."""
+    with alstlib.apply(model, None, alstlib.Options(**options)) as handle, Ledger("cpu", [handle.store]) as ledger:
+        ledger.mark_host(())
+        for _ in range(3):
+            model.zero_grad()
+            ledger.start()
+            start = ledger.device_bytes
+            train(model, batch)
+        return ledger.device_peak - start
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Whether gradients are the same bits."""
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 def slopes(model: PreTrainedModel, batch: dict[str, Tensor], block: int | None = None) -> tuple[float, float]:

@@ -1,13 +1,20 @@
-"""What the operator tests share: uninitialised memory that shows, seeded tensors, layouts, and comparing gradients."""
+"""What the operator tests share: uninitialised memory that shows, seeded tensors, layouts, kernels, and
+comparing gradients."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward
+from alstlib.kernels.backends import Backend
+from alstlib.kernels.rule import Attended, Rule
 from alstlib.offload.ledger import Ledger
 from alstlib.reference import relative_error
 
@@ -56,6 +63,22 @@ def gradients(
     return (out.detach(), *(t.grad for t in own))  # type: ignore[arg-type]
 
 
+def of_module(module: nn.Module, x: Tensor, upstream: Tensor, *more: Any) -> list[Tensor | None]:
+    """A module's output, and its gradients for x (if it requires one) and for every weight."""
+    x = leaf(x, needs=x.requires_grad)
+    module.zero_grad()
+    out = module(x, *more)
+    out.backward(upstream)
+    return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+def randomised(module: Any, scale: float = 1.0) -> Any:
+    """The module in fp64, with weights that count."""
+    for i, p in enumerate(module.parameters()):
+        p.data = randn(*p.shape, seed=i, scale=scale)
+    return module.double().train()
+
+
 def worst(
     got: Sequence[Tensor | None], want: Sequence[Tensor | None], whole: Sequence[Tensor | None] | None = None
 ) -> float:
@@ -76,6 +99,20 @@ def worst(
     return max(errors)
 
 
+@contextlib.contextmanager
+def counted(owner: Any, *names: str) -> Iterator[Counter[str]]:
+    """Counts the calls of these functions of a module or class."""
+    calls = Counter[str]()
+
+    def counting(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (calls.update([name]), fn(*args, **kwargs))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(owner, name, counting(name, getattr(owner, name)))
+        yield calls
+
+
 def peak_of_step(module: Callable[[Tensor], Tensor], x: Tensor) -> int:
     """Device bytes that forward and backward of a module take at most, besides what is there before them."""
     with Ledger() as ledger:
@@ -83,3 +120,67 @@ def peak_of_step(module: Callable[[Tensor], Tensor], x: Tensor) -> int:
         out = module(x)
         out.backward(torch.ones_like(out))
         return ledger.device_peak - start
+
+
+def agree(
+    ours: Callable[..., Tensor], oracle: Callable[..., Tensor], inputs: Sequence[Tensor], upstream: Tensor,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Output and gradients of ours in this dtype, which are the oracle's in that of the inputs."""
+    got = gradients(ours, inputs, upstream, dtype)
+    assert worst(got, gradients(oracle, inputs, upstream)) < EXACT[dtype]
+    assert all(t is None or t.dtype == dtype for t in got)
+    return got
+
+
+def exchanged(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors [B, H, S, D] with the same values, as they come out of an all-to-all: views of one [S, B, ..] buffer."""
+    whole = torch.cat([t.permute(2, 0, 1, 3).flatten(2) for t in tensors], 2)
+    parts = whole.split([t.shape[1] * t.shape[3] for t in tensors], 2)
+    return [p.unflatten(2, (t.shape[1], t.shape[3])).permute(1, 2, 0, 3) for p, t in zip(parts, tensors)]
+
+
+def attend(
+    backend: Backend, tensors: Sequence[Tensor], rule: Rule, documents: Sequence[int] | None = None,
+    sinks: Tensor | None = None, chunk: int | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """A kernel's output, logsumexp and gradients for q, k, v and the output's gradient, in one call, or as a streamed
+    layer calls it: for chunks of rows from the first to the last, and back."""
+    q, k, v, dout = tensors
+    if chunk is None:
+        out, lse = attention_forward(backend, q, k, v, rule=rule, documents=documents, sinks=sinks)
+        kept = Attended(q, k, v, out, lse)
+        return [out, lse, *attention_backward(backend, dout, kept, rule=rule, documents=documents)]
+    parts: list[tuple[Any, Any, Attended]] = []
+    how: dict[str, Any] = {"rule": rule, "documents": documents, "length": q.shape[2]}
+    for lo in range(0, q.shape[2], chunk):
+        at, seen = ((slice(None), slice(None), slice(first, lo + chunk)) for first in (lo, 0))
+        given = q[at], k[seen], v[seen]
+        parts.append((at, seen, Attended(*given, *attention_forward(backend, *given, sinks=sinks, **how))))
+    dk, dv = (torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (k, v))
+    dq = torch.empty_like(q)
+    for at, seen, kept in reversed(parts):
+        rows = attention_backward_rows(backend, dout[at], kept, (dk[seen], dv[seen]), **how)
+        assert (rows.shape, rows.dtype, rows.device) == (dq[at].shape, q.dtype, q.device)
+        dq[at] = rows
+    out, lse = (torch.cat(made, 2) for made in zip(*((kept.out, kept.lse) for *_, kept in parts)))
+    return [out, lse, dq, dk.to(k.dtype), dv.to(v.dtype)]
+
+
+def attend_by_heads(layout: Any, backend: Backend, tensors: Sequence[Tensor], rule: Rule) -> list[Tensor]:
+    """Output and gradients of this rank's rows, by a layout that exchanges rows for heads."""
+    q, k, v, dout = tensors
+    qkv = layout.to_heads(q, k, v)
+    out, lse = layout.forward(backend, *qkv, rule, None)
+    (dh,) = layout.queries_to_heads(dout)
+    grads = layout.backward(backend, dh, Attended(*qkv, out, lse), rule)
+    return [layout.to_seq(out), *layout.grads_to_seq(*grads)]
+
+
+def error_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What a call is refused with."""
+    try:
+        fn(*args, **kwargs)
+    except ValueError as error:
+        return str(error)
+    return "accepted"

@@ -63,7 +63,8 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
     ctx, options = ctx or SPContext(), options or Options()
     _check_types(ctx, options)
     mine = {f"Options.{name}": value for name, value in vars(options).items() if name != "host_memory"}  # of each host
-    mine["Options.attention"] = getattr(options.attention, "__name__", str(options.attention))
+    if not isinstance(options.attention, str):  # an instance says its class: the address in its text is each rank's own
+        mine["Options.attention"] = getattr(options.attention, "__name__", type(options.attention).__name__)
     with Agreement(ctx, "apply", mine, waits=True):
         facts = check_model(model, ctx, options.attention)
     layers, handle = facts.layers, Handle(model, ctx, options, facts)

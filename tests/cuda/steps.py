@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
+import zoo
 from fake import Watch, fake_cuda
 from torch import Tensor
 
@@ -17,19 +15,6 @@ import alstlib
 from alstlib.config import RunConfig
 from alstlib.measure.simulate import drop_gradients, fake_ranks, shard_of
 from alstlib.train.models import load_model
-
-
-def _zoo() -> ModuleType:
-    """tests/zoo.py: every supported decoder, small."""
-    spec = importlib.util.spec_from_file_location("zoo", Path(__file__).parents[1] / "zoo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-ZOO = _zoo()
 
 
 class Steps:
@@ -56,8 +41,8 @@ class Steps:
 
 
 def build(name: str, layers: int) -> Any:
-    if name in ZOO.MODELS:
-        return ZOO.build(name, dtype=torch.bfloat16, num_hidden_layers=layers, max_position_embeddings=4096)
+    if name in zoo.MODELS:
+        return zoo.build(name, dtype=torch.bfloat16, num_hidden_layers=layers, max_position_embeddings=4096)
     if name != "gemma-2":
         run = RunConfig(model=name, model_config={"num_hidden_layers": layers}, random_weights=True)
         return load_model(run, torch.bfloat16, shape_only=True)

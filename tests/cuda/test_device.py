@@ -91,12 +91,17 @@ def test_ranks_on_a_mac_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker.this_device() == (torch.device("cpu"), False)
 
 
+def ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own timeouts, which are set back."""
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(dist.distributed_c10d, name, timedelta(minutes=10))
+
+
 @pytest.mark.parametrize("world, bound", [(8, torch.device("cuda", 3)), (1, None)])
 def test_nccl_waits_as_long_as_a_step_may_take(monkeypatch: pytest.MonkeyPatch, world: int, bound: Any) -> None:
     """In DeepSpeed's own groups too. A group of one rank is not split from one that is bound to a device."""
     given: dict[str, Any] = {}
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        monkeypatch.setattr(dist.distributed_c10d, name, timedelta(minutes=10))
+    ten_minutes(monkeypatch)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: given.update(how, backend=backend))
     monkeypatch.setenv("WORLD_SIZE", str(world))
     mesh.join(torch.device("cuda", 3), 7200)
@@ -105,8 +110,7 @@ def test_nccl_waits_as_long_as_a_step_may_take(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_groups_of_a_run_wait_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        monkeypatch.setattr(dist.distributed_c10d, name, timedelta(minutes=10))
+    ten_minutes(monkeypatch)
     for name, value in {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     mesh.join(torch.device("cpu"), 7200)

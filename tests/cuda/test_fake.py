@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from fake import fake_cuda, python_engine
 
@@ -76,28 +75,6 @@ def test_a_write_over_memory_that_another_stream_was_just_given_is_found() -> No
             torch.cuda.current_stream().wait_event(side.record_event())
             del x
             assert len(watch.problems) == (0 if waits else 1)
-
-
-@pytest.mark.parametrize("wait", ["wait_event", "wait_stream"])
-def test_a_store_that_does_not_wait_is_found(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
-    def twice() -> list[str]:
-        with fake_cuda() as watch:
-            store = HostStore("async", budget=2**30)
-            for _ in range(2):
-                tickets = []
-                for i in range(4):
-                    x = torch.empty(16, device="cuda:0").add_(i)
-                    tickets.append(store.ticket())
-                    store.put(tickets[-1], x)
-                    x = x + 1
-                while tickets:
-                    (x,) = store.get(tickets.pop(), torch.device("cuda:0"))
-                    x.add_(1)
-            return list(watch.problems)
-
-    assert twice() == []
-    monkeypatch.setattr("fake.Stream." + wait, lambda *_: None)
-    assert twice()
 
 
 def test_what_is_kept_comes_back_without_waiting_for_what_left_after_it() -> None:

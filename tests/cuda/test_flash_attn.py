@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 import torch
 from fake import Watch, fake_cuda
-from test_kernel_calls import CUDA, FORMS, alike, of
+from test_kernel_calls import CUDA, FORMS, calls, of
 
 from alstlib.kernels import backends
-from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward
 from alstlib.kernels.backends import PACKAGES, choose_backend
-from alstlib.kernels.rule import Attended
 
 SIGNATURES: dict[str, tuple[str, dict[str, str]]] = {
     "flash_attention_2": ("flash-attn 2.8.3.post2", {
@@ -144,27 +142,13 @@ CASES = [(f, i) for i, f in ALL.items() if f.get("width") != 36]  # which they d
 @pytest.mark.parametrize("form", [f for f, _ in CASES], ids=[i for _, i in CASES])
 @pytest.mark.parametrize("package", SIGNATURES, indirect=True)
 def test_calls(package: Package, form: dict[str, Any]) -> None:
-    (q, k, v, dout), rule, how = of(form, True)
-    backend = choose_backend(package.name, CUDA, q.dtype, 128, rule.softcap is not None)
-    out, lse = attention_forward(backend, q, k, v, rule=rule, **how)
-    alike([out], [dout])
-    assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
-    alike(
-        attention_backward(backend, dout, Attended(q, k, v, out, lse), rule=rule, documents=how["documents"]), [q, k, v]
-    )
-    assert package.watch.problems == []
-    cut = form.get("documents") is not None or (rule.window is not None and rule.window < q.shape[2])
-    assert package.packed == (2 if cut else 0)
-    assert not package.watch.kernels, "documents went to another kernel"
-    dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
-    for lo in range(0, q.shape[2], 512):
-        at, seen = ((slice(None), slice(None), slice(a, lo + 512)) for a in (lo, 0))
-        out, lse = attention_forward(backend, q[at], k[seen], v[seen], rule=rule, length=q.shape[2], **how)
-        given = [dout[at], Attended(q[at], k[seen], v[seen], out, lse), (dk[seen], dv[seen])]
-        rest = {"documents": how["documents"], "length": q.shape[2]}
-        alike([attention_backward_rows(backend, *given, rule=rule, **rest)], [q[at]])
-    assert package.watch.problems == []
-    assert not package.watch.kernels
+    given, rule, documents, sinks = of(form, True)
+    for chunk in (None, 512):
+        calls(package.name, given, rule, documents, sinks, chunk=chunk)
+        assert package.watch.problems == []
+        assert not package.watch.kernels, "documents went to another kernel"
+        cut = documents is not None or (rule.window is not None and rule.window < given[0].shape[2])
+        assert chunk is not None or package.packed == (2 if cut else 0)
     assert package.softcaps <= ({rule.softcap} if rule.softcap else {None, 0.0})
 
 

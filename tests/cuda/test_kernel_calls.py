@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from fake import Watch, fake_cuda
+from operators import attend, attend_by_heads, exchanged
 from torch import Tensor
 
 from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward
@@ -55,17 +56,13 @@ def watch() -> Iterator[Watch]:
 
 
 def tensors(
-    exchanged: bool, batch: int = 1, heads: int = 8, kv: int = 2, length: int = LENGTH, width: int = 128,
+    buffer: bool, batch: int = 1, heads: int = 8, kv: int = 2, length: int = LENGTH, width: int = 128,
     value_width: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """q, k, v, dout; views of one buffer, as an exchange leaves them, or as a layer's projections do."""
     shapes = [(heads, width), (kv, width), (kv, value_width or width), (heads, value_width or width)]
-    if not exchanged:
-        rows = [torch.empty(batch, length, h, d, dtype=torch.bfloat16, device=CUDA) for h, d in shapes]
-        return [t.transpose(1, 2) for t in rows]
-    whole = torch.empty(length, batch, sum(h * d for h, d in shapes), dtype=torch.bfloat16, device=CUDA)
-    parts = whole.split([h * d for h, d in shapes], 2)
-    return [t.unflatten(2, shape).permute(1, 2, 0, 3) for t, shape in zip(parts, shapes)]
+    made = [torch.empty(batch, length, h, d, dtype=torch.bfloat16, device=CUDA).transpose(1, 2) for h, d in shapes]
+    return exchanged(made) if buffer else made
 
 
 def supports(name: str, form: dict[str, Any]) -> bool:
@@ -77,47 +74,32 @@ def alike(made: Any, given: Any) -> None:
         assert (m.shape, m.dtype, m.device) == (g.shape, g.dtype, CUDA)
 
 
+def calls(name: str, given: Sequence[Tensor], rule: Rule, documents: Any = None, sinks: Any = None, **how: Any) -> None:
+    """Forward and backward of the kernel of this name give what they should."""
+    q, k, v, dout = given
+    backend = choose_backend(name, CUDA, q.dtype, 128, rule.softcap is not None)
+    out, lse, *grads = attend(backend, given, rule, documents, sinks, **how)
+    alike([out, *grads], [dout, q, k, v])
+    assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+
+
 CASES = pytest.mark.parametrize(
     ("name", "form"), [pytest.param(n, f, id=f"{n}, {i}") for n in KERNELS for i, f in FORMS.items() if supports(n, f)]
 )
 
 
-def of(form: dict[str, Any], exchanged: bool) -> tuple[list[Tensor], Rule, dict[str, Any]]:
+def of(form: dict[str, Any], buffer: bool) -> tuple[list[Tensor], Rule, Any, Any]:
+    """Tensors, rule, documents and sinks."""
     sizes = {k: v for k, v in form.items() if k in ("batch", "length", "width", "value_width")}
-    made = tensors(exchanged, **sizes)
-    how: dict[str, Any] = {"documents": form.get("documents")}
-    if "sinks" in form:
-        how["sinks"] = torch.empty(8, device=CUDA)
-    return made, Rule(0.1, form.get("window"), form.get("softcap")), how
+    sinks = torch.empty(8, device=CUDA) if "sinks" in form else None
+    return tensors(buffer, **sizes), Rule(0.1, form.get("window"), form.get("softcap")), form.get("documents"), sinks
 
 
+@pytest.mark.parametrize("chunk", [None, 512], ids=["whole", "chunks"])
 @CASES
-def test_whole_sequences(name: str, form: dict[str, Any], watch: Watch) -> None:
-    for exchanged in (False, True):
-        (q, k, v, dout), rule, how = of(form, exchanged)
-        backend = choose_backend(name, CUDA, q.dtype, 128, rule.softcap is not None)
-        out, lse = attention_forward(backend, q, k, v, rule=rule, **how)
-        alike([out], [dout])
-        assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
-        grads = attention_backward(backend, dout, Attended(q, k, v, out, lse), rule=rule, documents=how["documents"])
-        alike(grads, [q, k, v])
-    check(watch, name)
-
-
-@CASES
-def test_chunks_of_rows(name: str, form: dict[str, Any], watch: Watch) -> None:
-    (q, k, v, dout), rule, how = of(form, True)
-    length = q.shape[2]
-    how = {**how, "length": length}
-    backend = choose_backend(name, CUDA, q.dtype, 128, rule.softcap is not None)
-    dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
-    for lo in range(0, length, 512):
-        at, seen = ((slice(None), slice(None), slice(a, lo + 512)) for a in (lo, 0))
-        out, lse = attention_forward(backend, q[at], k[seen], v[seen], rule=rule, **how)
-        alike([out], [dout[at]])
-        given = [dout[at], Attended(q[at], k[seen], v[seen], out, lse), (dk[seen], dv[seen])]
-        rest = {n: h for n, h in how.items() if n != "sinks"}
-        alike([attention_backward_rows(backend, *given, rule=rule, **rest)], [q[at]])
+def test_calls(name: str, form: dict[str, Any], chunk: int | None, watch: Watch) -> None:
+    for buffer in (False, True) if chunk is None else (True,):
+        calls(name, *of(form, buffer), chunk=chunk)
     check(watch, name)
 
 
@@ -133,9 +115,7 @@ def check(watch: Watch, name: str) -> None:
 @pytest.mark.parametrize(("width", "values", "took"), [(192, 128, (192, 128)), (64, 100, (64, 104))])
 def test_cudnn_takes_values_of_their_own_width(width: int, values: int, took: tuple[int, int], watch: Watch) -> None:
     """Zeros beside narrower ones would be a quarter more work for latent attention."""
-    (q, k, v, dout), rule, how = of({"width": width, "value_width": values}, True)
-    out, lse = attention_forward(BACKENDS["cudnn"], q, k, v, rule=rule, **how)
-    attention_backward(BACKENDS["cudnn"], dout, Attended(q, k, v, out, lse), rule=rule)
+    calls("cudnn", *of({"width": width, "value_width": values}, True))
     keys = [key for *_, key in watch.graphs]
     assert {(key[0][0][-1], key[2][0][-1]) for key in keys} == {took}
 
@@ -152,12 +132,7 @@ def test_uneven_heads(name: str, documents: Any, heads: int, kv: int, ranks: int
             backend, rule = choose_backend(name, CUDA, q.dtype, 64), Rule(0.1)
             layout = Layouts(Exchange(dist.group.WORLD)).of(q, k, documents)
             assert isinstance(layout, SplitRows)
-            qh, kh, vh = layout.to_heads(q, k, v)
-            out, lse = layout.forward(backend, qh, kh, vh, rule, None)
-            alike([layout.to_seq(out)], [q])
-            (dh,) = layout.queries_to_heads(dout)
-            grads = layout.backward(backend, dh, Attended(qh, kh, vh, out, lse), rule)
-            alike(layout.grads_to_seq(*grads), [q, k, v])
+            alike(attend_by_heads(layout, backend, (q, k, v, dout), rule), [q, q, k, v])
         check(watch, name)
     finally:
         dist.destroy_process_group()
@@ -178,17 +153,9 @@ def test_a_cudnn_graph_has_one_layout_of_out_and_dout(watch: Watch) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_other_documents_build_no_other_cudnn_graphs(seed: int, watch: Watch) -> None:
     """Each takes cuDNN half a second to build."""
-    q, k, v, dout = tensors(True, length=4096)
-    generator = random.Random(seed)
+    given, generator = tensors(True, length=4096), random.Random(seed)
     for _ in range(4):
-        documents = [0, *sorted(generator.sample(range(1, 4096), 9)), 4096]
-        dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
-        for lo in range(0, 4096, 1024):
-            at, seen = ((slice(None), slice(None), slice(a, lo + 1024)) for a in (lo, 0))
-            how: dict[str, Any] = {"rule": Rule(0.1), "documents": documents, "length": 4096}
-            out, lse = attention_forward(BACKENDS["cudnn"], q[at], k[seen], v[seen], **how)
-            given = [dout[at], Attended(q[at], k[seen], v[seen], out, lse), (dk[seen], dv[seen])]
-            attention_backward_rows(BACKENDS["cudnn"], *given, **how)
+        calls("cudnn", given, Rule(0.1), [0, *sorted(generator.sample(range(1, 4096), 9)), 4096], chunk=1024)
     assert watch.problems == []
     assert len(watch.graphs) <= 4
 
@@ -219,9 +186,7 @@ def test_no_kernel_counts_beyond_32_bits(length: int, heads: int, kv: int, form:
         kept = Attended(q[at], k[seen], v[seen], out, lse)
         alike([attention_backward_rows(backend, dout[at], kept, (dk[seen], dv[seen]), rule=rule, length=length)], [out])
     else:
-        out, lse = attention_forward(backend, q, k, v, rule=rule, documents=documents)
-        alike([out], [dout])
-        alike(attention_backward(backend, dout, Attended(q, k, v, out, lse), rule=rule, documents=documents), [q, k, v])
+        calls(name, (q, k, v, dout), rule, documents)
     assert sum(watch.kernels.values()) < 2000
     check(watch, name)
 
@@ -232,9 +197,7 @@ def test_ragged_lengths_share_cudnn_graphs(watch: Watch, monkeypatch: pytest.Mon
 
     def steps() -> None:
         for length in range(70_001, 70_031, 3):
-            q, k, v, dout = tensors(True, length=length)
-            out, lse = attention_forward(BACKENDS["cudnn"], q, k, v, rule=Rule(0.1))
-            attention_backward(BACKENDS["cudnn"], dout, Attended(q, k, v, out, lse), rule=Rule(0.1))
+            calls("cudnn", tensors(True, length=length), Rule(0.1))
         counts.append(len(watch.graphs))
 
     steps()
@@ -256,8 +219,6 @@ def test_long_lengths_build_few_graphs_for_cudnn(watch: Watch) -> None:
 
 def test_a_window_alone_uploads_nothing(watch: Watch) -> None:
     """Every row is one document: the device counts their offsets by itself."""
-    q, k, v, dout = tensors(True)
-    out, lse = attention_forward(BACKENDS["flash"], q, k, v, rule=Rule(0.1, 300))
-    attention_backward(BACKENDS["flash"], dout, Attended(q, k, v, out, lse), rule=Rule(0.1, 300))
+    calls("flash", tensors(True), Rule(0.1, 300))
     assert watch.uploads == 0
     assert watch.kernels["_flash_attention_backward"] == 1

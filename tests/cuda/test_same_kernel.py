@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from fake import fake_cuda
-from steps import ZOO, steps
+from steps import steps
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import alstlib
@@ -25,10 +26,10 @@ from alstlib.sizing import kernels_as_on, sdpa_kernel
 from alstlib.ulysses.attention import UlyssesAttention
 
 
-@pytest.mark.parametrize("name", ZOO.MODELS)
+@pytest.mark.parametrize("name", zoo.MODELS)
 def test_one_kernel_for_every_decoder(name: str) -> None:
     ctx = alstlib.SPContext()
-    attention = [a for call in check_model(ZOO.build(name), ctx, "sdpa").calls for a in call.attention]
+    attention = [a for call in check_model(zoo.build(name), ctx, "sdpa").calls for a in call.attention]
     assert attention
     op = UlyssesAttention(ctx)
     for capability in (8, 9, 10):

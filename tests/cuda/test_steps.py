@@ -7,8 +7,9 @@ import random
 from typing import Any
 
 import pytest
+import zoo
 from cases import small_pages
-from steps import ZOO, steps
+from steps import steps
 
 ROWS = 4096
 DOCUMENTS = [0, 1, 700, 1724, 1725, 3100, ROWS]
@@ -94,7 +95,7 @@ def test_offsets_of_documents_go_to_the_device_once_for_a_batch() -> None:
     assert uploads[0] == uploads[1] > 0
 
 
-@pytest.mark.parametrize("name", ZOO.MODELS)
+@pytest.mark.parametrize("name", zoo.MODELS)
 def test_hidden_states_on_the_host_meet_no_tensor_of_the_device(name: str) -> None:
     """In whatever a decoder does before, between and after its layers."""
     with steps(name, 64, 1, chunk=16, offload="async", hidden="host", kv="host") as step:

@@ -16,7 +16,7 @@ import torch
 
 from alstlib.data.corpus import EOS, get_tokenizer, load_corpus
 from alstlib.data.formats import canonical_columns
-from alstlib.data.samples import collate, make_samples
+from alstlib.data.samples import collate, make_samples, tokenize_row
 from alstlib.data.shard import shard_batch
 
 CHATML = (
@@ -68,6 +68,13 @@ def texts(*lengths):
     """Tokenized documents of these lengths; the first counts from 100, the second from 200, ..."""
     ids = [list(range(100 * i, 100 * i + n)) for i, n in enumerate(lengths, 1)]
     return datasets.Dataset.from_dict({"input_ids": ids})
+
+
+def with_template(tokenizer, template):
+    """A tokenizer of its own."""
+    tokenizer = pickle.loads(pickle.dumps(tokenizer))
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def documents(sample):
@@ -377,8 +384,7 @@ def test_pretokenized_labels(tokenizer):
 
 
 def chat_sample(tokenizer, template, chat=CHAT):
-    tokenizer = pickle.loads(pickle.dumps(tokenizer))
-    tokenizer.chat_template = template
+    tokenizer = with_template(tokenizer, template)
     length = len(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"])
     (sample,) = make_samples(datasets.Dataset.from_dict({"messages": [chat]}), tokenizer, length, repeat=False)
     return tokenizer, sample
@@ -403,10 +409,11 @@ def test_chats_and_texts_in_one_file(tokenizer, tmp_path):
     ]
     (tmp_path / "mixed.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     corpus = load_corpus(str(tmp_path / "mixed.jsonl"))
-    tokenizer = pickle.loads(pickle.dumps(tokenizer))
-    tokenizer.chat_template = MARKED
+    tokenizer = with_template(tokenizer, MARKED)
     chat = tokenizer.apply_chat_template(CHAT[:2], tokenize=False)
-    (sample,) = make_samples(corpus, tokenizer, sum(map(len, _ids(tokenizer, corpus))), packed=True, repeat=False)
+    (sample,) = make_samples(
+        corpus, tokenizer, sum(len(tokenize_row(row, tokenizer).ids) for row in corpus), packed=True, repeat=False
+    )
     documents = [tokenizer.decode(ids) for ids in sample["input_ids"].split(sample["document_lengths"])]
     assert sorted(documents) == sorted([f"plain words{EOS}", chat, chat, f"end{EOS}"])
     labelled = tokenizer.decode(sample["labels"][sample["labels"] != -100])
@@ -415,12 +422,6 @@ def test_chats_and_texts_in_one_file(tokenizer, tmp_path):
     assert "plain words" in labelled
     trained = get_tokenizer("auto", corpus=corpus, vocab_size=300, cache_dir=tmp_path)
     assert len(trained("It is four.").input_ids) < 11  # its merges come from the chats too
-
-
-def _ids(tokenizer, corpus):
-    from alstlib.data.samples import tokenize_row
-
-    return [tokenize_row(row, tokenizer).ids for row in corpus]
 
 
 def test_a_folder_without_tokenizer(tmp_path):
@@ -455,10 +456,7 @@ def sharegpt(*turns):
 
 def first_document(rows, tokenizer, template=None):
     """Text and labelled text of the only row's document."""
-    from alstlib.data.samples import tokenize_row
-
-    tokenizer = pickle.loads(pickle.dumps(tokenizer))
-    tokenizer.chat_template = template
+    tokenizer = with_template(tokenizer, template)
     (row,) = canonical_columns(datasets.Dataset.from_list([rows]))
     document = tokenize_row(row, tokenizer)
     assert make_samples(datasets.Dataset.from_list([rows]), tokenizer, len(document.ids), repeat=False).notes() == []

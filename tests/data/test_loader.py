@@ -7,11 +7,13 @@ import json
 import logging
 import random
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from operators import counted
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 
 from alstlib.data.loader import SampleOrder, SPDataLoader
@@ -55,20 +57,9 @@ def joined(per_rank, step, name):
 # ---- one batch, no process group
 
 
-def test_the_papers_example():
-    batch = {"input_ids": torch.arange(1, 9)[None], "labels": torch.arange(1, 9)[None]}
-    first, second = (shard_batch(batch, 2, r) for r in range(2))
-    assert first["input_ids"].tolist() == [[1, 2, 3, 4]]
-    assert second["input_ids"].tolist() == [[5, 6, 7, 8]]
-    assert first["shift_labels"].tolist() == [[2, 3, 4, 5]]  # a shift after the cut would lose the 5
-    assert second["shift_labels"].tolist() == [[6, 7, 8, -100]]
-    assert second["position_ids"].tolist() == [[4, 5, 6, 7]]
-    assert first["cu_documents"].tolist() == second["cu_documents"].tolist() == [0, 8]
-    assert first["step_tokens"].item() == 7
-
-
 @pytest.mark.parametrize(
-    "sp, length, pad_to", [(1, 7, None), (2, 7, None), (4, 9, None), (4, 4, None), (2, 7, 6), (4, 3, None), (4, 1, 8)]
+    "sp, length, pad_to",
+    [(1, 7, None), (2, 8, None), (2, 7, None), (4, 9, None), (4, 4, None), (2, 7, 6), (4, 3, None), (4, 1, 8)],
 )
 def test_slices_join_to_the_padded_batch(sp, length, pad_to):
     batch = make(0, length, rows=2)
@@ -214,32 +205,25 @@ def test_other_errors_of_the_loader_keep_their_cause():
 # ---- several ranks
 
 
-def _stream(rank, world, sp, per_rank, options=None, watch=False):
+def _stream(rank, world, sp, per_rank, options=None):
     """Everything this rank gets, with the bytes it received as seen by dist.scatter itself."""
     ctx = SPContext.create(sp)
     loader = SPDataLoader(Rows(per_rank[rank]), ctx, **(options or {}))
-    received, collectives, real_scatter, real_reduce = [], [], dist.scatter, dist.all_reduce
+    received, logs, real, handler = [], [], dist.scatter, logging.Handler()
 
     def scatter(tensor, *args, **kw):
         received.append((kw["group_src"] != ctx.sp_rank) * tensor.numel() * tensor.element_size())
-        return real_scatter(tensor, *args, **kw)
+        return real(tensor, *args, **kw)
 
-    def all_reduce(tensor, *args, **kw):
-        collectives.append(tensor.numel())
-        return real_reduce(tensor, *args, **kw)
-
-    logs = []
-    handler = logging.Handler()
     handler.emit = lambda record: logs.append(record.getMessage())
     logging.getLogger("alstlib.data.loader").addHandler(handler)
-    dist.scatter, dist.all_reduce = scatter, all_reduce
     try:
-        got = as_lists(loader)
+        with mock.patch.object(dist, "scatter", scatter), counted(dist, "all_reduce") as collectives:
+            got = as_lists(loader)
     finally:
-        dist.scatter, dist.all_reduce = real_scatter, real_reduce
         logging.getLogger("alstlib.data.loader").removeHandler(handler)
     assert sum(received) == loader.received_bytes
-    return {"got": got, "bytes": received, "collectives": len(collectives), "logs": logs}
+    return {"got": got, "bytes": received, "collectives": collectives.total(), "logs": logs}
 
 
 def _error(rank, world, *args):
@@ -251,32 +235,52 @@ def _error(rank, world, *args):
     return None
 
 
-def check_groups(results, sp, batches_per_rank):
-    """Every rank's batch, in turn, is the step of its whole group."""
-    for dp_rank in range(len(results) // sp):
-        members = [r["got"] for r in results[dp_rank * sp : (dp_rank + 1) * sp]]
-        for step in range(len(members[0])):
-            batch = batches_per_rank[dp_rank * sp + step % sp][step // sp]
-            length = batch["input_ids"].shape[1]
-            assert torch.equal(joined(members, step, "input_ids")[:, :length], batch["input_ids"])
-            assert torch.equal(joined(members, step, "shift_labels")[:, :length], plain_shift(batch["labels"]))
-            assert torch.equal(joined(members, step, "position_ids")[0, :length], torch.arange(length))
-            assert (joined(members, step, "shift_labels")[:, length:] == -100).all()
-            padded = joined(members, step, "input_ids").shape[1]
-            assert padded == -(-length // sp) * sp
-            for member in members:
-                assert member[step]["cu_documents"] == [i * padded for i in range(len(batch["input_ids"]) + 1)]
+def check_groups(results, sp, batches_per_rank, accumulation=1, pad_to=None, replicated=False):
+    """Every rank's batch, in turn, is the step of its whole group; tokens are those of all groups' micro-batches."""
+    groups = []
+    for first in range(0, len(results), sp):
+        members, turns = [r["got"] for r in results[first : first + sp]], 1 if replicated else sp
+        batches = [batches_per_rank[first + i % turns][i // turns] for i in range(len(members[0]))]
+        groups.append([shard_batch(batch, 1, 0, pad_to or sp) for batch in batches])
+        for step, whole in enumerate(groups[-1]):
+            for name in SLICED:
+                assert torch.equal(joined(members, step, name), whole[name]), (first, step, name)
+            for name in ("cu_documents", "row_tokens"):
+                assert all(member[step][name] == whole[name].tolist() for member in members)
+    for step in range(len(groups[0])):
+        at = slice(step - step % accumulation, step - step % accumulation + accumulation)
+        total = sum(int(whole["step_tokens"]) for group in groups for whole in group[at])
+        assert {r["got"][step]["step_tokens"] for r in results} == {total}
 
 
-def test_sp2_unequal_lengths(ranks2):
-    data = [[make(10 * r + i, 5 + 3 * r + i) for i in range(3)] for r in range(2)]
-    results = ranks2(_stream, 2, data)
-    assert [len(r["got"]) for r in results] == [6, 6]
-    check_groups(results, 2, data)
-    for step in range(6):
-        tokens = data[step % 2][step // 2]["input_ids"].shape[1] - 1
-        assert {r["got"][step]["step_tokens"] for r in results} == {tokens}
-    assert not results[0]["logs"]
+def batches_of(ranks, count, length, **more):
+    """`count` batches for each rank, of a length by rank and place."""
+    return [[make(10 * r + i, length(r, i), **more) for i in range(count)] for r in range(ranks)]
+
+
+GROUPS = batches_of(1, 2, lambda r, i: 6 + i, ignored=1), batches_of(1, 2, lambda r, i: 7 + i, rows=2)
+STREAMS = {
+    "unequal lengths": (2, batches_of(2, 3, lambda r, i: 5 + 3 * r + i), {}),
+    "batch of two": (4, batches_of(4, 2, lambda r, i: 6 + r, rows=2), {}),
+    "steps that straddle rounds": (
+        2, [[make(10 * r + i, 5 + r + 2 * i, ignored=(r + i) % 5) for i in range(3)] for r in range(4)],
+        {"accumulation": 3},
+    ),
+    "replicas alone": (1, batches_of(2, 2, lambda r, i: 5 + r), {}),
+    "shorter than the ranks": (4, batches_of(4, 1, lambda r, i: 1 + r), {}),
+    "packed": (2, batches_of(2, 1, lambda r, i: 8, document_lengths=[DOCUMENTS]), {"pad_to": 12}),
+    "replicated": (2, [*GROUPS[0] * 2, *GROUPS[1] * 2], {"replicated": True, "accumulation": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sp, data, options", STREAMS.values(), ids=STREAMS)
+def test_streams(pools, sp, data, options):
+    """The ranks that share a sample, the batches of each rank, and the loader's options."""
+    results = pools(len(data))(_stream, sp, data, options)
+    assert {len(r["got"]) for r in results} == {len(data[0]) * (1 if options.get("replicated") else sp)}
+    check_groups(results, sp, data, **options)
+    assert not any(r["logs"] for r in results)
+    assert any(any(r["bytes"]) for r in results) == (sp > 1 and not options.get("replicated"))
 
 
 def test_only_slices_travel(ranks2):
@@ -286,67 +290,6 @@ def test_only_slices_travel(ranks2):
         assert sum(1 for b in result["bytes"] if b) == 1  # of two steps, one is another rank's
         assert slice_bytes <= sum(result["bytes"]) <= slice_bytes + 64  # and a few document offsets
         assert result["collectives"] == 1 + 3  # agreement; one per optimizer step, the last of which finds the end
-
-
-def test_sp4_batch_of_two(ranks4):
-    data = [[make(10 * r + i, 6 + r, rows=2) for i in range(2)] for r in range(4)]
-    results = ranks4(_stream, 4, data)
-    assert [len(r["got"]) for r in results] == [8] * 4
-    check_groups(results, 4, data)
-
-
-def test_sp2_dp2_accumulation_totals(ranks4):
-    data = [[make(10 * r + i, 5 + r + 2 * i, ignored=(r + i) % 5) for i in range(3)] for r in range(4)]
-    results = ranks4(_stream, 2, data, {"accumulation": 3})  # optimizer steps straddle rounds
-    check_groups(results, 2, data)
-    assert [len(r["got"]) for r in results] == [6] * 4
-    for step in range(2):
-        total = 0
-        for micro in range(3 * step, 3 * step + 3):
-            for dp_rank in range(2):
-                labels = data[2 * dp_rank + micro % 2][micro // 2]["labels"]
-                total += int((plain_shift(labels) != -100).sum())
-        assert {b["step_tokens"] for r in results for b in r["got"][3 * step : 3 * step + 3]} == {total}
-
-
-def test_dp_only(ranks2):
-    data = [[make(10 * r + i, 5 + r) for i in range(2)] for r in range(2)]
-    results = ranks2(_stream, 1, data)
-    check_groups(results, 1, data)
-    assert results[0]["got"][0]["step_tokens"] == 4 + 5
-    assert not results[0]["bytes"]
-
-
-def test_samples_shorter_than_the_ranks_are_padded(ranks4):
-    data = [[make(r, 1 + r, ignored=0)] for r in range(4)]
-    results = ranks4(_stream, 4, data)
-    check_groups(results, 4, data)
-    assert [b["row_tokens"] for b in results[3]["got"]] == [[1], [2], [3], [4]]
-    assert [b["step_tokens"] for b in results[3]["got"]] == [0, 1, 2, 3]
-
-
-def test_packed_on_every_rank(ranks2):
-    data = [[make(r, 8, document_lengths=[DOCUMENTS])] for r in range(2)]
-    results = ranks2(_stream, 2, data, {"pad_to": 12})
-    for step in range(2):
-        assert joined([r["got"] for r in results], step, "position_ids").tolist() == [[*POSITIONS[0], 0, 0, 0, 0]]
-        assert all(r["got"][step]["cu_documents"] == [0, 3, 4, 8, 12] for r in results)
-        assert all(r["got"][step]["step_tokens"] == 5 for r in results)
-
-
-def test_replicated(ranks4):
-    groups = [[make(10 * g + i, 6 + i, ignored=i) for i in range(2)] for g in range(2)]
-    data = [groups[0], groups[0], groups[1], groups[1]]
-    results = ranks4(_stream, 2, data, {"replicated": True, "accumulation": 2})
-    for g in range(2):
-        for step in range(2):
-            members = [r["got"] for r in results[2 * g : 2 * g + 2]]
-            length = groups[g][step]["labels"].shape[1]
-            assert torch.equal(
-                joined(members, step, "shift_labels")[:, :length], plain_shift(groups[g][step]["labels"])
-            )
-    assert {b["step_tokens"] for r in results for b in r["got"]} == {2 * (5 + 6)}
-    assert not any(r["bytes"] for r in results)
 
 
 def test_replicated_refuses_different_data(ranks4):
@@ -455,15 +398,20 @@ def build_loader(kind, rank=0, world=1):
     return Stateful()
 
 
+def stopped(loader, count):
+    """The batches before a stop, the state there, and the other batches."""
+    stream = iter(loader)
+    taken = [next(stream) for _ in range(count)]
+    state = copy.deepcopy(loader.state_dict())
+    return taken, state, as_lists(stream)
+
+
 def _resume(rank, world, sp, kind, accumulation, stop):
     ctx = SPContext.create(sp)
     torch.manual_seed(100 + rank)
     loader = SPDataLoader(build_loader(kind, rank, world), ctx, accumulation)
     loader.set_epoch(2)
-    stream = iter(loader)
-    taken = [next(stream) for _ in range(stop)]
-    state = copy.deepcopy(loader.state_dict())
-    rest = as_lists(stream)
+    taken, state, rest = stopped(loader, stop)
     if kind != "stateful":
         state = json.loads(json.dumps(state))
 
@@ -548,11 +496,8 @@ def test_each_sample_comes_once_after_a_resume_whatever_draws_the_order(kind):
     np.random.seed(11)
     loader = _order(kind)
     for _ in range(2):  # in the second epoch the generators are further on
-        stream = iter(loader)
-        before = [next(stream) for _ in range(3)]
-        state = json.loads(json.dumps(loader.state_dict()))
-        rest = as_lists(stream)
-    again = _order(kind)
+        before, state, rest = stopped(loader, 3)
+    state, again = json.loads(json.dumps(state)), _order(kind)
     np.random.seed(5)
     numbers = np.random.get_state(legacy=False)["state"]["key"].copy()
     again.load_state_dict(state)
@@ -569,10 +514,7 @@ def test_each_sample_comes_once_after_a_resume_whatever_draws_the_order(kind):
 
 def test_data_that_changed_are_not_continued():
     rows = [make(i, 4 + i) for i in range(6)]
-    loader = SPDataLoader(Rows(rows), SPContext.create())
-    stream = iter(loader)
-    next(stream), next(stream)
-    state = loader.state_dict()
+    _, state, _ = stopped(SPDataLoader(Rows(rows), SPContext.create()), 2)
     for changed in (rows[1:], rows[:1]):
         again = SPDataLoader(Rows(changed), SPContext.create())
         again.load_state_dict(state)
@@ -581,12 +523,9 @@ def test_data_that_changed_are_not_continued():
 
 
 def test_a_stateful_loader_is_not_read_twice():
-    loader = SPDataLoader(Stateful(), SPContext.create())
-    stream = iter(loader)
-    for _ in range(4):
-        next(stream)
+    _, state, _ = stopped(SPDataLoader(Stateful(), SPContext.create()), 4)
     again = SPDataLoader(Stateful(), SPContext.create())
-    again.load_state_dict(loader.state_dict())
+    again.load_state_dict(state)
     assert len(list(again)) == 2
     assert again.dataloader.made == 2
 

@@ -125,9 +125,6 @@ MUTATIONS = {
     "segment: a leaf of ZeRO-3 runs": Mutation(
         checkpointed_layers.run_whole, '"_z3_leaf", False)', '"_no_leaf", False)', SEGMENTS_ZERO3
     ),
-    "segment: a call without a backward counts": Mutation(
-        checkpointed_layers.run_whole, "own.update(before)", 'own["forward"] = before["forward"]', SEGMENTS_ZERO3
-    ),
     "saved: logsumexp for output": Mutation(
         checkpoints.Saved.rewind, "zip(tensors[::2], tensors[1::2])", "zip(tensors[1::2], tensors[::2])", SEGMENTS
     ),

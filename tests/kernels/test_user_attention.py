@@ -5,27 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import matrix
 import pytest
 import torch
 import zoo
-from cases import make_model, worst_error
+from cases import make_model
 from torch import Tensor
 
 import alstlib
-from alstlib.data.shard import shard_batch
+from alstlib import reference
 from alstlib.kernels.backends import of_user
-from alstlib.mesh import SPContext
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """A user's attention in plain PyTorch, which autograd differentiates."""
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    scores = (q @ k.transpose(-1, -2)) * scale
-    if causal:
-        rows = torch.arange(q.shape[2], device=q.device)
-        scores = scores.masked_fill(rows[:, None] < rows, float("-inf"))
-    lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp() @ v, lse
+    return reference.attention(q, k, v, scale=scale, causal=causal)
 
 
 class WithBackward:
@@ -35,60 +29,29 @@ class WithBackward:
         out, lse = plain(q, k, v, scale=scale, causal=causal)
         return out, lse.detach()
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        group = q.shape[1] // k.shape[1]
-        wide_k, wide_v = (t.repeat_interleave(group, 1) for t in (k, v))
-        p = ((q @ wide_k.transpose(-1, -2)) * scale - lse[..., None]).exp()
-        p = p.tril() if causal else p
-        ds = p * (dout @ wide_v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True)) * scale
-        dk, dv = ((x.transpose(-1, -2) @ y).unflatten(1, (-1, group)).sum(2) for x, y in ((ds, q), (p, dout)))
-        return ds @ wide_k, dk, dv
+    def backward(self, *given: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Of dout, q, k, v, out and the logsumexp."""
+        return reference.attention_backward(*given, scale=scale, causal=causal)
 
 
 WHOLE: dict[str, Any] = {"save_attention": True}
 CHUNKS: dict[str, Any] = {"chunk": 5, "offload": "sync", "kv": "host"}
 
 
-def compare(rank: int, world: int, name: str, own: Any, how: dict[str, Any]) -> float:
-    """The worst relative error against the plain formulas as a named kernel."""
-    ids = torch.randint(0, zoo.VOCAB, (1, 30), generator=torch.Generator().manual_seed(0))
-    positions = torch.cat([torch.arange(n) for n in (2, 21, 7)])[None]
-    batch = {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
-    ctx = SPContext.create(world) if world > 1 else SPContext()
-    shard: Any = shard_batch({**batch, "cu_documents": torch.tensor([0, 2, 23, 30], dtype=torch.int32)}, world, rank)
-    found, calls = [], [0]
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        return own(*args, **kwargs)
-
-    counted.backward = getattr(own, "backward", None)  # type: ignore[attr-defined]
-    for attention in ("eager", counted):
-        model = zoo.build(name, torch.float64)
-        if name in ("deepseek_v3", "gpt_oss"):
-            model.set_experts_implementation("eager")  # the others do not run in fp64
-        with alstlib.apply(model, ctx, alstlib.Options(attention=attention, **how)):
-            alstlib.causal_lm_loss(model, dict(shard), ctx).loss.backward()
-        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    assert calls[0] > 0
-    return worst_error(found[1], found[0])[0]
-
-
 @pytest.mark.parametrize("how", [WHOLE, CHUNKS], ids=["whole", "chunks"])
 @pytest.mark.parametrize("own", [plain, WithBackward()], ids=["autograd", "own backward"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "deepseek_v3", "gpt_oss"])
-def test_a_users_attention_is_composed_as_a_kernel(name: str, own: Any, how: dict[str, Any]) -> None:
-    """Grouped heads, documents, windows, sinks, values of another width."""
-    assert compare(0, 1, name, own, how) < 1e-12
-
-
-@pytest.mark.parametrize("how", [WHOLE, CHUNKS], ids=["whole", "chunks"])
-@pytest.mark.parametrize("name", ["llama", "llama, 9 heads on 3"])
-def test_a_users_attention_on_two_ranks(ranks2: Any, name: str, how: dict[str, Any]) -> None:
-    for own in (plain, WithBackward()):
-        assert max(ranks2(compare, name, own, how)) < 1e-12
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [(name, "1x1") for name in ("llama", "qwen2", "deepseek_v3", "gpt_oss")]
+    + [(name, "2x1") for name in ("llama", "llama, 9 heads on 3")],
+)
+def test_a_users_attention_is_composed_as_a_kernel(
+    pools: Any, name: str, ranks: str, own: Any, how: dict[str, Any]
+) -> None:
+    """Grouped heads, documents, windows, sinks, values of another width; on a rank, and on two."""
+    case = matrix.Case(name, ranks, "packed")
+    more = matrix.More(options={"attention": own, **how})
+    matrix.check(pools(case.sp)(matrix.run, case, more), case, (1e-12, 1e-12))
 
 
 def test_kernels_in_sixteen_bits_pass_the_check() -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import VOCAB, make_model
+from cases import batch, make_model, same, step, train, worst_error
+from operators import worst
 from torch import Tensor, nn
 
 import alstlib
@@ -22,7 +23,6 @@ from alstlib.offload import host_store
 from alstlib.offload.checkpoints import Saved, checkpoint
 from alstlib.offload.host_store import HostOutOfMemory, HostStore
 from alstlib.offload.ledger import Ledger
-from alstlib.reference import relative_error
 
 MODES = ["none", "sync", "async"]
 
@@ -63,10 +63,6 @@ def gradients(block: Block, x: Tensor, other: Tensor, scale: Tensor, run: Any, u
     return [y, z, *(leaf.grad for leaf in leaves), torch.rand(3)]
 
 
-def plain(block: Block, *args: Any, **kwargs: Any) -> Any:
-    return block(*args, **kwargs)
-
-
 def kept_by(store: HostStore) -> Any:
     return lambda block, *args, **kwargs: checkpoint(block, *args, store=store, **kwargs)
 
@@ -79,10 +75,10 @@ def test_checkpoint_equals_the_plain_function(mode: str, dropout: float) -> None
     tensors[2].requires_grad_()
     store = HostStore(mode)  # type: ignore[arg-type]
     for upstream in (1.0, 0.25):
-        want = gradients(block, *tensors, plain, upstream)
+        want = gradients(block, *tensors, Block.__call__, upstream)
         got = gradients(block, *tensors, kept_by(store), upstream)
         assert len(want) == 9
-        assert all(relative_error(g, w) < 1e-6 for g, w in zip(got, want))
+        assert worst(got, want) < 1e-6
     assert block.calls == 2 * (1 + 2)
     assert (store.nbytes > 0) == (mode != "none")
 
@@ -104,26 +100,20 @@ def test_stacked_layers_and_a_frozen_body() -> None:
     """Two checkpoints in a row on one store; an input without gradient still trains the weights; a frozen one costs
     nothing."""
     x, _, scale = inputs()
-    ones, store = torch.ones(8), HostStore("sync")
-
-    def two(blocks: list[Block], x: Tensor, kept: bool) -> Tensor:
-        for block in blocks:
-            args = (x, ones)
-            x = checkpoint(block, *args, scale=scale, store=store)[0] if kept else block(*args, scale=scale)[0]
-        return x
-
-    frozen_x, grads = x.detach(), []
-    for kept in (False, True):
-        blocks = [Block(), Block()]
+    x, ones, store, grads = x.detach(), torch.ones(8), HostStore("sync"), []
+    for run in (kept_by(store), Block.__call__):
+        blocks, out = [Block(), Block()], x
         blocks[0].first.requires_grad_(False)
-        two(blocks, frozen_x, kept).sin().sum().backward()
+        for block in blocks:
+            out = run(block, out, ones, scale=scale)[0]
+        out.sin().sum().backward()
         assert blocks[0].first.weight.grad is None
         grads.append([p.grad for b in blocks for p in b.parameters() if p.requires_grad])
-    assert all(relative_error(g, w) < 1e-6 for g, w in zip(grads[1], grads[0]))
-    assert frozen_x.grad is None
+    assert worst(*grads) < 1e-6
+    assert x.grad is None
 
     frozen = Block().requires_grad_(False)
-    out = checkpoint(frozen, frozen_x, ones, scale=scale, store=store, trains=False)[0]
+    out = checkpoint(frozen, x, ones, scale=scale, store=store, trains=False)[0]
     assert not out.requires_grad
     assert frozen.calls == 1
 
@@ -150,10 +140,10 @@ def test_autocast_is_replayed() -> None:
 
         return forward
 
-    want = gradients(block, *tensors, cast(plain))
+    want = gradients(block, *tensors, cast(Block.__call__))
     got = gradients(block, *tensors, cast(kept_by(HostStore("sync"))))
     assert dtypes == [torch.bfloat16] * 3
-    assert all(relative_error(g, w) < 1e-6 for g, w in zip(got, want))
+    assert worst(got, want) < 1e-6
 
 
 def test_backward_twice_is_refused() -> None:
@@ -167,7 +157,7 @@ def test_backward_twice_is_refused() -> None:
 def test_a_refused_recompute_runs_once_more() -> None:
     """`accept` sees what the recompute returned; where it says no, the function runs again with the same draws."""
     block, tensors, seen, made = Block(0.5), inputs(), [], []
-    want = gradients(block, *tensors, plain)
+    want = gradients(block, *tensors, Block.__call__)
     block.register_forward_hook(lambda module, args, out: made.append(out[0].detach()))
 
     def accept(out: Any) -> bool:
@@ -175,7 +165,7 @@ def test_a_refused_recompute_runs_once_more() -> None:
         return False
 
     got = gradients(block, *tensors, lambda b, *a, **kw: checkpoint(b, *a, accept=accept, **kw))
-    assert all(relative_error(g, w) < 1e-6 for g, w in zip(got, want))
+    assert worst(got, want) < 1e-6
     assert len(made) == 3
     assert torch.equal(seen[0], made[1])
     assert torch.equal(made[1], made[2])
@@ -207,6 +197,16 @@ def test_saved_tensors_come_back_in_order() -> None:
 
 
 # ----- host memory
+
+
+@contextmanager
+def no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def run_step(store: HostStore, length: int, layers: int = 3) -> None:
@@ -249,9 +249,7 @@ def test_no_slab_is_made_after_the_longest_sample(monkeypatch: pytest.MonkeyPatc
     for how in ({}, {**chunks, "hidden": "device", "kv": "device"}, chunks):
         with alstlib.apply(make_model("gqa"), None, alstlib.Options(offload="sync", **how)) as handle:
             for length in [60, *lengths]:
-                ids = torch.zeros(1, length, dtype=torch.int64)
-                batch = {"input_ids": ids, "position_ids": torch.arange(length)[None], "shift_labels": ids}
-                alstlib.causal_lm_loss(handle.model, batch).loss.backward()
+                train(handle.model, batch(length))
                 if length == 60:
                     assert made
                     made.clear()
@@ -260,15 +258,12 @@ def test_no_slab_is_made_after_the_longest_sample(monkeypatch: pytest.MonkeyPatc
 
 def test_a_dropped_graph_returns_its_slabs() -> None:
     store = HostStore("sync")
-    gc.disable()
-    try:
+    with no_gc():
         x = torch.randn(1, 10, 8, requires_grad=True)
         y = checkpoint(torch.sin, checkpoint(torch.sin, x, store=store), store=store)
         assert store.free == []
         del y
         assert len(store.free) == 2
-    finally:
-        gc.enable()
     run_step(store, 10, layers=2)
     assert store.nbytes == 2 * 10 * 8 * 4
 
@@ -330,32 +325,17 @@ INPUT = LENGTH * WIDTH * 4
 OUTPUT = LENGTH * HEADS * (WIDTH // HEADS * 4 + 4)
 
 
-def batch(length: int = LENGTH) -> dict[str, Tensor]:
-    ids = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "position_ids": torch.arange(length)[None], "shift_labels": ids.roll(-1, 1)}
-
-
-@contextmanager
-def no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("kind, options", [*(("gqa", o) for o in OPTIONS), ("gemma2", "async"), ("gpt2", "saved")])
 def test_no_reference_cycle_keeps_a_step_alive(kind: str, options: str) -> None:
     """With the garbage collector off, a step leaves its gradients and nothing else, and no slab in use."""
     model = make_model(kind)
     with alstlib.apply(model, None, alstlib.Options(**OPTIONS[options])) as handle:
-        alstlib.causal_lm_loss(model, batch()).loss.backward()  # what is made once (caches) is made here
+        data = batch(LENGTH)
+        train(model, data)  # what is made once (caches) is made here
         model.zero_grad()
-        data = batch()
         with no_gc(), Ledger(stores=[handle.store]) as ledger:
             start = ledger.device_bytes
-            alstlib.causal_lm_loss(model, data).loss.backward()
+            train(model, data)
             gradients = sum(p.grad.numel() * 4 for p in model.parameters() if p.grad is not None)
             assert ledger.device_bytes - start == gradients
             alstlib.causal_lm_loss(model, data)  # a graph dropped without a backward
@@ -363,19 +343,17 @@ def test_no_reference_cycle_keeps_a_step_alive(kind: str, options: str) -> None:
         assert sum(slab.bytes.numel() for slab in handle.store.free) == handle.store.nbytes
 
 
-def model_step(options: dict[str, Any], steps: int = 1, length: int = LENGTH) -> tuple[Any, list[Tensor]]:
+def model_step(options: dict[str, Any], steps: int = 1) -> tuple[Any, dict[str, Tensor]]:
     model = make_model("gqa")
     with alstlib.apply(model, None, alstlib.Options(**options)) as handle:
         for _ in range(steps):
-            model.zero_grad()
-            alstlib.causal_lm_loss(model, batch(length)).loss.backward()
+            _, grads = step(model, batch(LENGTH))
             handle.nbytes = handle.store.nbytes  # type: ignore[attr-defined]
-    return handle, [p.grad for p in model.parameters() if p.grad is not None]
+    return handle, grads
 
 
 def test_async_is_sync_on_a_cpu() -> None:
-    (_, sync), (_, other) = (model_step({"offload": mode, "save_attention": True}, 2) for mode in ("sync", "async"))
-    assert all(torch.equal(a, b) for a, b in zip(sync, other))
+    assert same(*(model_step({"offload": mode, "save_attention": True}, 2)[1] for mode in ("sync", "async")))
 
 
 @pytest.mark.parametrize(
@@ -389,7 +367,7 @@ def test_auto_gives_up_outputs_before_inputs(budget: int | None, kept: int) -> N
     _, want = model_step(OPTIONS["nothing"])
     assert handle.attention_kept == kept / LAYERS
     assert handle.nbytes == LAYERS * INPUT + kept * OUTPUT
-    assert all(relative_error(g, w) < 1e-5 for g, w in zip(got, want))
+    assert worst_error(got, want)[0] < 1e-5
 
 
 def test_auto_keeps_nothing_on_the_device() -> None:
@@ -493,8 +471,8 @@ def test_async_offload_is_exact_on_a_gpu() -> None:
         torch.manual_seed(0)
         layers = [nn.Linear(256, 256, device="cuda") for _ in range(6)]
         grads = []
-        for step in range(3):
-            x = torch.randn(4096, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+        for seed in range(3):
+            x = torch.randn(4096, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
             y = x.requires_grad_()
             for layer in layers:
                 y = checkpoint(lambda t, layer=layer: t + layer(t).tanh(), y, store=store)

@@ -2,60 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from operators import EXACT, leaf, nan_memory, randn, worst
+from operators import EXACT, gradients, leaf, nan_memory, randn, worst
+from test_chunked import HEADS, KV, WIDTH, E, toy, toy_weights, whole_layers
 from torch import Tensor
 
 from alstlib.mesh import SPContext
 from alstlib.offload.checkpoints import Saved
 from alstlib.offload.courier import Courier
 from alstlib.offload.host_store import HostStore
-from alstlib.reference import attention
 from alstlib.streaming.blocks import Blocks, first_seen
 from alstlib.ulysses.attention import UlyssesAttention
 
-HEADS, KV, WIDTH = 4, 2, 4
-E = HEADS * WIDTH
-
-
-def layer(x: Tensor, weights: list[Tensor], attend: Any) -> Tensor:
-    """Projections, attention, residual. Its attention is whatever `attend` does."""
-    qkv = (x.tanh() @ weights[0].T).unflatten(-1, (-1, WIDTH)).transpose(1, 2)
-    return x + attend(*qkv.split([HEADS, KV, KV], 1)).transpose(1, 2).flatten(2) @ weights[1].T
-
-
-def weights_of(count: int, dtype: torch.dtype) -> list[list[Tensor]]:
-    """Projections and sinks of each layer."""
-    shapes = [((HEADS + 2 * KV) * WIDTH, E), (E, E), (HEADS,)]
-    made = [[randn(*s, seed=5 * n + i, scale=0.3) for i, s in enumerate(shapes)] for n in range(count)]
-    return [[leaf(w, dtype) for w in ws] for ws in made]
-
-
-def whole(x: Tensor, layers: list[list[Tensor]], how: dict[str, Any]) -> Tensor:
-    for ws in layers:
-        rule = {"scale": WIDTH**-0.5, **how, **({"sinks": ws[2]} if how.get("sinks") else {"sinks": None})}
-        x = layer(x, ws, lambda q, k, v, rule=rule: attention(q, k, v, **rule)[0])
-    return x
-
 
 def by_blocks(
-    x: Tensor, upstream: Tensor, layers: list[list[Tensor]], how: dict[str, Any], block: int,
+    x: Tensor, upstream: Tensor, weights: list[Tensor], how: dict[str, Any], block: int,
     store: HostStore | None = None, save: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """Output, gradient of the input and of the weights, with pages on the host where a store is given."""
-    op = UlyssesAttention(SPContext())
+    op, weights = UlyssesAttention(SPContext()), [leaf(w) for w in weights]
+    layers = [*zip(*[iter(weights)] * 4)]
     blocks = Blocks(len(layers), x.shape[1], block, 1)
     blocks.courier = None if store is None else Courier(store, x.device)
 
     def run(part: Tensor, notes: list[Saved]) -> Tensor:
         for i, ws in enumerate(layers):
-            rule = {**how, "sinks": ws[2] if how.get("sinks") else None, "saved": notes[i] if notes else None}
-            part = layer(part, ws, lambda q, k, v, i=i, rule=rule: blocks.attend(i, op, q, k, v, **rule))
+            rule = {**how, "sinks": ws[3] if how.get("sinks") else None, "saved": notes[i] if notes else None}
+            part = toy(part, ws, functools.partial(blocks.attend, i, op, **rule))
         return part
 
     outs, grads = [], []
@@ -79,7 +58,7 @@ def by_blocks(
         assert part.grad is not None
         grads.insert(0, part.grad)
     blocks.close()
-    return [torch.cat(outs, 1), torch.cat(grads, 1), *(w.grad for ws in layers for w in ws)]  # type: ignore[list-item]
+    return [torch.cat(outs, 1), torch.cat(grads, 1), *(w.grad for w in weights)]  # type: ignore[list-item]
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -102,12 +81,10 @@ def test_two_layers_by_blocks_are_whole_layers(case: dict[str, Any], save: bool)
     case = dict(case)
     rows, block, batch = case.pop("rows"), case.pop("block"), case.pop("batch", 1)
     x, upstream = randn(batch, rows, E), randn(batch, rows, E, seed=1, scale=3.0)
-    own, layers = leaf(x), weights_of(2, x.dtype)
-    out = whole(own, layers, case)
-    out.backward(upstream)
-    want, store = [out, own.grad, *(w.grad for ws in layers for w in ws)], HostStore("sync")
+    weights, store = toy_weights(), HostStore("sync")
+    want = gradients(functools.partial(whole_layers, **case), [leaf(x), *weights], upstream)
     with nan_memory():
-        found = [by_blocks(x, upstream, weights_of(2, x.dtype), case, block, s, save) for s in (None, store)]
+        found = [by_blocks(x, upstream, weights, case, block, s, save) for s in (None, store)]
     assert worst(found[0], want) < EXACT[torch.float64]
     assert all(torch.equal(a, b) if a is not None else b is None for a, b in zip(*found))
     gc.collect()
@@ -123,7 +100,7 @@ def test_bytes_that_travel() -> None:
     later = sum(n - 1 - j for j in range(n - 1))
     for save in (False, True):
         store = HostStore("sync")
-        by_blocks(x, x, weights_of(layers, x.dtype), {}, block, store, save)
+        by_blocks(x, x, toy_weights(layers, x.dtype), {}, block, store, save)
         assert store.bytes_sent == layers * page * (n - 1 + later)
         assert store.bytes_fetched == layers * page * (3 * later + later)
 
@@ -136,7 +113,7 @@ def test_pages_keep_what_later_blocks_see(how: dict[str, Any], kept: int) -> Non
     """Blocks of 4 rows: under a window of 3 the next block alone sees two rows of a page; documents that end with
     their blocks, or a window of a row, leave nothing. (The last case: one row of page 0, two of page 1.)"""
     x, store = randn(1, 12, E, dtype=torch.float32), HostStore("sync")
-    by_blocks(x, x, weights_of(1, x.dtype), how, 4, store)
+    by_blocks(x, x, toy_weights(1, x.dtype), how, 4, store)
     rows = 2 * kept if "documents" not in how or not kept else 1 + 2
     row = KV * 2 * WIDTH * 4
     assert (store.bytes_sent, store.bytes_fetched) == (2 * rows * row, 4 * rows * row)

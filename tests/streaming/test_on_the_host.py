@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import matrix
 import pytest
 import torch
-from cases import VOCAB, make_model, plain_run, small_pages, worst_error
+from cases import VOCAB, batch, make_model, peak, same, small_pages, step
 from torch import Tensor, nn
 
 import alstlib
-from alstlib.data.shard import shard_batch
-from alstlib.measure.verify import in_full
 from alstlib.mesh import SPContext
 from alstlib.offload import headroom
 from alstlib.offload.host_store import HostOutOfMemory
-from alstlib.offload.ledger import Ledger
 from alstlib.recompute import check_thread
 from alstlib.sizing import share_travelling
 
@@ -27,70 +24,37 @@ ROW = LENGTH * WIDTH * 4
 """Bytes of one layer's input."""
 
 
-def data(length: int = LENGTH) -> dict[str, Any]:
-    ids = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "position_ids": torch.arange(length)[None], "shift_labels": ids.roll(-1, 1)}
+HOST: dict[str, Any] = {
+    "chunk": CHUNK, "offload": "sync", "save_attention": False, "hidden": "host", "kv": "host", "tiled_loss": 8,
+}  # fmt: skip
 
 
 def options(**how: Any) -> alstlib.Options:
-    return alstlib.Options(**{
-        "chunk": CHUNK, "offload": "sync", "save_attention": False, "hidden": "host", "kv": "host", "tiled_loss": 8,
-        **how,
-    })  # fmt: skip
+    return alstlib.Options(**{**HOST, **how})
 
 
-def grads(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
-    model.zero_grad()
-    alstlib.causal_lm_loss(model, batch).loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters()}
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-
-
-def exact(rank: int, world: int) -> list[Any]:
-    """Errors of loss and gradients of an fp64 model for each length of a chunk, and for each place of its tensors."""
-    rows, places, found = 65, ("device", "host"), []
-    ctx, model, ids = SPContext.create(world), make_model("gqa", dtype=torch.float64), data(rows * world)["input_ids"]
-    sample = {"input_ids": ids, "labels": ids}
-    with in_full():
-        loss, want = plain_run(model, [sample])
-    shard = shard_batch(sample, world, rank)
-    chunks = (1, 7, 64, rows) if world < 3 else (7, rows)
-    for chunk, hidden, kv in itertools.product(chunks, places, places):
-        how = options(chunk=chunk, hidden=hidden, kv=kv, tiled_loss=32)
-        with small_pages(40), alstlib.apply(model, ctx, how) as handle, in_full():
-            model.zero_grad()
-            out = alstlib.causal_lm_loss(model, shard, ctx)
-            out.loss.backward()
-            assert handle.kv_on_host == (kv == "host")
-        got = {n: p.grad / world for n, p in model.named_parameters()}
-        for gradient in got.values() if world > 1 else ():
-            torch.distributed.all_reduce(gradient)
-        found.append((chunk, hidden, kv, abs(out.mean.item() / loss - 1), *worst_error(got, want)))
-    return found
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_gradients_of_plain_transformers(pools: Any, world: int) -> None:
-    """Chunks of a token, of some, of almost all and of all tokens, over several pages."""
-    for result in pools(world)(exact) if world > 1 else [exact(0, 1)]:
-        for *case, loss, error, where in result:
-            assert max(loss, error) < 1e-12, (*case, loss, error, where)
+@pytest.mark.parametrize("kv", ["device", "host"])
+@pytest.mark.parametrize("hidden", ["device", "host"])
+@pytest.mark.parametrize("chunk", [1, 64, 100])
+@pytest.mark.parametrize("ranks", ["1x1", "2x1", "3x1"])
+def test_gradients_of_plain_transformers(pools: Any, ranks: str, chunk: int, hidden: str, kv: str) -> None:
+    """What the net has not: chunks of a token, of almost all and of more than all tokens."""
+    case = matrix.Case("llama", ranks, "lengths" if ranks == "1x1" else "packed rows")
+    more = {"chunk": chunk, "offload": "sync", "save_attention": False, "hidden": hidden, "kv": kv}
+    matrix.check(pools(case.sp)(matrix.run, case, matrix.More(options=more)), case, (1e-12, 1e-12))
 
 
 def test_backward_runs_in_one_thread() -> None:
     """Else engines look for gradients that are not there yet, on a device that has an autograd thread of its own."""
     model, many = make_model("gqa"), torch._C._is_multithreading_enabled
     with alstlib.apply(model, options=options(hidden="device")):
-        grads(model, data())
+        step(model, batch(LENGTH))
         assert many()
     with alstlib.apply(model, options=options()):
         with torch.no_grad():
-            alstlib.causal_lm_loss(model, data())
+            alstlib.causal_lm_loss(model, batch(LENGTH))
         assert many()
-        grads(model, data())
+        step(model, batch(LENGTH))
         assert not many()
         check_thread(torch.device("meta"))
         with ThreadPoolExecutor(1) as other, pytest.raises(RuntimeError, match="called in another thread than forward"):
@@ -103,14 +67,13 @@ def test_one_input_in_two_gives_the_same_bits(kind: str) -> None:
     """With dropout too: what is made again draws what the first pass drew."""
     drop = {"resid_pdrop": 0.1, "embd_pdrop": 0.1} if kind == "gpt2" else {}
     layers = {"n_layer" if kind == "gpt2" else "num_hidden_layers": LAYERS}
-    model, batch, found = make_model(kind, **drop, **layers), data(), []
+    model, sample, found = make_model(kind, **drop, **layers), batch(LENGTH), []
     tables = ROW if kind == "gpt2" else 2 * LENGTH * 8 * 4  # GPT-2 adds embeddings of positions to those of tokens
     for every, rows in ((1, LAYERS + 3), (2, LAYERS // 2 + 3)):  # what is there of a layer's input at once
         budget = rows * ROW + tables
         assert share_travelling(budget, LAYERS, ROW, 1, False, tables) == (every, 0, budget)
         with small_pages(), alstlib.apply(model, None, options(host_memory=budget, kv="device")) as handle:
-            torch.manual_seed(3)
-            found.append(grads(model, batch))
+            found.append(step(model, sample, seed=3)[1])
             assert handle.inputs_kept_every == every
             assert any("one in 2 is kept" in note for note in handle.notes) == (every > 1)
             assert handle.store.peak_nbytes <= budget
@@ -120,13 +83,14 @@ def test_one_input_in_two_gives_the_same_bits(kind: str) -> None:
 @pytest.mark.parametrize("save", [True, False])
 def test_no_byte_travels_in_vain(save: bool) -> None:
     """Bytes sent and fetched in a step, by the formula; nothing is left on the host."""
-    model, batch = make_model("gqa", num_hidden_layers=LAYERS), data()
+    model, sample = make_model("gqa", num_hidden_layers=LAYERS), batch(LENGTH)
     with small_pages(), alstlib.apply(model, None, options(save_attention=save)) as handle:
-        grads(model, batch)
+        step(model, sample)
         store = handle.store
         assert store.leased == 0
         before = store.bytes_sent, store.bytes_fetched
-        grads(model, batch)
+        out = alstlib.causal_lm_loss(model, sample)  # which a training loop holds until the next one
+        out.loss.backward()
         sent, fetched = store.bytes_sent - before[0], store.bytes_fetched - before[1]
         assert store.leased == 0
     chunks = -(-LENGTH // CHUNK)
@@ -146,21 +110,6 @@ def test_no_byte_travels_in_vain(save: bool) -> None:
     passes = 2 if save else 3
     layer = 3 * ROW + (ROW - last * WIDTH * 4) + outputs + page * (passes * visits + chunks - 1) + page * visits
     assert fetched == LAYERS * layer + 5 * ROW
-
-
-def test_several_samples_in_a_micro_batch() -> None:
-    """A chunk of their sequences does not lie in one piece on the host."""
-    model, found = make_model("gqa", num_hidden_layers=2), []
-    batch = {n: t.repeat(3, 1) for n, t in data().items()}
-    batch["input_ids"][1:, ::3] += 1
-    batch["shift_labels"] = batch["input_ids"].roll(-1, 1)
-    batch["input_ids"] %= VOCAB
-    batch["shift_labels"] %= VOCAB
-    for where in ({"hidden": "device", "kv": "auto"}, {}):
-        with small_pages(), alstlib.apply(model, None, options(tiled_norm=4, **where)):
-            found.append(grads(model, batch))
-    for name, gradient in found[0].items():
-        assert torch.allclose(found[1][name], gradient, rtol=1e-5, atol=1e-7), name
 
 
 class Adapted(nn.Module):
@@ -185,24 +134,15 @@ def test_embeddings_with_an_adapter_travel_as_a_whole() -> None:
             embeddings = model.get_input_embeddings()
             assert ("forward" in embeddings.__dict__) == (where == "host")
             assert not any("forward" in m.__dict__ for m in embeddings.modules() if m is not embeddings)
-            found.append(grads(model, data()))
+            found.append(step(model, batch(LENGTH))[1])
     for name, gradient in found[0].items():
         assert torch.allclose(found[1][name], gradient, rtol=1e-5, atol=1e-7), name
 
 
-def test_a_loss_that_is_held_keeps_nothing() -> None:
-    """As a training loop holds it until the next one."""
-    model = make_model("gqa", num_hidden_layers=LAYERS)
-    with alstlib.apply(model, None, options()) as handle:
-        out = alstlib.causal_lm_loss(model, data())
-        out.loss.backward()
-        assert handle.store.leased == 0
-
-
 def test_what_fails_in_the_middle_leaves_a_model_that_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = make_model("gqa", num_hidden_layers=LAYERS), data()
+    model, sample = make_model("gqa", num_hidden_layers=LAYERS), batch(LENGTH)
     with small_pages(), alstlib.apply(model, None, options()) as handle:
-        want = grads(model, batch)
+        want = step(model, sample)[1]
         mlp, calls = model.model.layers[1].mlp, [0]
         forward = type(mlp.inner).forward
 
@@ -215,10 +155,10 @@ def test_what_fails_in_the_middle_leaves_a_model_that_trains_on(monkeypatch: pyt
         with monkeypatch.context() as patch:
             patch.setattr(type(mlp.inner), "forward", failing)
             with pytest.raises(RuntimeError, match="interrupted"):
-                grads(model, batch)
+                step(model, sample)
         gc.collect()
         assert handle.store.leased == 0
-        assert same(grads(model, batch), want)
+        assert same(step(model, sample)[1], want)
 
 
 def test_a_host_that_is_too_small_is_refused_before_anything_starts() -> None:
@@ -227,7 +167,7 @@ def test_a_host_that_is_too_small_is_refused_before_anything_starts() -> None:
     with alstlib.apply(model, None, options(host_memory=5 * ROW)):
         model.model.layers[0].mlp.register_forward_hook(lambda *_: runs.append(1))
         with pytest.raises(HostOutOfMemory, match="use a shorter sequence, more ranks"):
-            grads(model, data())
+            step(model, batch(LENGTH))
     assert not runs
 
 
@@ -248,26 +188,14 @@ def test_places_that_nothing_takes(wrong: dict[str, Any], says: str) -> None:
 def test_the_device_peak_does_not_grow() -> None:
     """From 1,024 to 2,048 tokens, where with everything on the device it grows by a third and more."""
 
-    def peak(length: int, **how: Any) -> int:
+    def peak_of(length: int, **how: Any) -> int:
         gc.collect()
         model = make_model("gqa", num_hidden_layers=3, max_position_embeddings=2048)
-        how = {"chunk": 64, "tiled_loss": 64, "tiled_norm": 64, **how}
-        with (
-            small_pages(),
-            alstlib.apply(model, None, options(**how)) as handle,
-            Ledger("cpu", [handle.store]) as ledger,
-        ):
-            ledger.mark_host(())
-            batch = data(length)
-            grads(model, batch)
-            ledger.start()
-            start = ledger.device_bytes
-            model.zero_grad()
-            alstlib.causal_lm_loss(model, batch).loss.backward()
-            return ledger.device_peak - start
+        with small_pages():
+            return peak(model, batch(length), **{**HOST, "chunk": 64, "tiled_loss": 64, "tiled_norm": 64, **how})
 
-    assert peak(2048) <= 1.02 * peak(1024)
-    assert peak(2048, hidden="device", kv="device") > 1.3 * peak(1024, hidden="device", kv="device")
+    assert peak_of(2048) <= 1.02 * peak_of(1024)
+    assert peak_of(2048, hidden="device", kv="device") > 1.3 * peak_of(1024, hidden="device", kv="device")
 
 
 @pytest.mark.parametrize(("free", "host", "leaves"), [(3.5, 99.0, True), (5.0, 99.0, False), (3.5, 5.9, False)])
@@ -279,6 +207,6 @@ def test_keys_leave_a_device_that_is_short_for_a_host_that_has_room(
     monkeypatch.setattr(headroom, "device_memory", lambda device: (0, 0, int(free * ROW)))
     model = make_model("gqa", layers=LAYERS)
     with alstlib.apply(model, SPContext(), options(kv="auto", host_memory=int(host * ROW))) as handle:
-        grads(model, data())
+        step(model, batch(LENGTH))
         assert handle._keys_and_values(torch.empty(1, LENGTH, WIDTH)) == 2 * ROW
         assert handle.kv_on_host == leaves

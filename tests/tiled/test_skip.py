@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from cases import VOCAB, make_model, plain_run, worst_error
+import zoo
+from cases import batch, make_model, plain_run, step, train, worst_error
 from operators import leaf, randn
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +20,6 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import alstlib
-from alstlib.reference import shift
 from alstlib.tiled.compute import Pass, TiledMLP, TiledNorm, entered
 from alstlib.tiled.skip import output_unread
 
@@ -40,55 +39,37 @@ def gpt2(dropout: float) -> GPT2MLP:
 # ----- which layers read their MLP's output
 
 
-def layer_graph(kind: str) -> Tensor:
-    """The output of a layer of this kind on an input that needs a gradient; the MLP is tiled, its output skipped."""
-    mlps = [TiledMLP(llama(), 4), TiledMLP(gpt2(0.2 if kind == "dropout in the MLP" else 0.0), 4)]
-    norm, gain = nn.LayerNorm(WIDTH, dtype=torch.float64), leaf(randn(WIDTH, seed=3))
-    x = leaf(randn(1, 7, WIDTH))
-    layers: dict[str, Callable[[], Tensor]] = {
-        "pre-norm": lambda: x + mlps[0](norm(x)),
-        "pre-norm, dropout in the MLP": lambda: x + mlps[1](norm(x)),
-        "dropout after it": lambda: x + F.dropout(mlps[0](norm(x)), 0.2),
-        "scaled residual": lambda: x + 0.22 * mlps[0](norm(x)),
-        "reshaped": lambda: x + mlps[0](norm(x).view(1, 7, WIDTH)).view(7, WIDTH).view(1, 7, WIDTH),
-        "parallel": lambda: x + mlps[0](norm(x)) + torch.tanh(x),
-        "another MLP beside it": lambda: x + mlps[0](norm(x)) + mlps[1](norm(x)),
-        "no MLP": lambda: x * 2,
-        "a tiled norm before it": lambda: x + mlps[0](TiledNorm(norm)(x)),
-        "a tiled norm after it": lambda: x + TiledNorm(norm)(mlps[0](norm(x))),
-        "post-norm": lambda: norm(x + mlps[0](x)),
-        "sandwich norm": lambda: x + norm(mlps[0](norm(x))),
-        "learned scale": lambda: x + gain * mlps[0](norm(x)),
-        "gated output": lambda: x + torch.sigmoid(x) * mlps[0](norm(x)),
-        "squared": lambda: x + mlps[0](norm(x)) ** 2,
-        "another MLP after it": lambda: two_after_another(x, mlps, norm),
-        "a projection after it": lambda: x + F.linear(mlps[0](norm(x)), leaf(randn(WIDTH, WIDTH))),
-    }
+LAYERS: dict[str, tuple[bool, Callable[..., Tensor]]] = {
+    "pre-norm": (True, lambda x, norm, mlp, _: x + mlp(norm(x))),
+    "pre-norm, dropout in the MLP": (True, lambda x, norm, _, other: x + other(norm(x))),
+    "dropout after it": (True, lambda x, norm, mlp, _: x + F.dropout(mlp(norm(x)), 0.2)),
+    "scaled residual": (True, lambda x, norm, mlp, _: x + 0.22 * mlp(norm(x))),
+    "reshaped": (True, lambda x, norm, mlp, _: x + mlp(norm(x).view(1, 7, -1)).view(7, -1).view(1, 7, -1)),
+    "parallel": (True, lambda x, norm, mlp, _: x + mlp(norm(x)) + torch.tanh(x)),
+    "another MLP beside it": (True, lambda x, norm, mlp, other: x + mlp(norm(x)) + other(norm(x))),
+    "no MLP": (True, lambda x, *_: x * 2),
+    "a tiled norm before it": (True, lambda x, norm, mlp, _: x + mlp(TiledNorm(norm)(x))),
+    "a tiled norm after it": (False, lambda x, norm, mlp, _: x + TiledNorm(norm)(mlp(norm(x)))),
+    "post-norm": (False, lambda x, norm, mlp, _: norm(x + mlp(x))),
+    "sandwich norm": (False, lambda x, norm, mlp, _: x + norm(mlp(norm(x)))),
+    "learned scale": (False, lambda x, norm, mlp, _: x + leaf(randn(WIDTH, seed=3)) * mlp(norm(x))),
+    "gated output": (False, lambda x, norm, mlp, _: x + torch.sigmoid(x) * mlp(norm(x))),
+    "squared": (False, lambda x, norm, mlp, _: x + mlp(norm(x)) ** 2),
+    "another MLP after it": (False, lambda x, norm, mlp, other: (y := x + mlp(norm(x))) + other(norm(y))),
+    "a projection after it": (False, lambda x, norm, mlp, _: x + F.linear(mlp(norm(x)), leaf(randn(WIDTH, WIDTH)))),
+    "a constant": (True, lambda *_: randn(1, 2, WIDTH)),
+}
+"""Whether a layer leaves its MLP's output unread, and the layer."""
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_output_unread(kind: str) -> None:
+    """On an input that needs a gradient; the MLPs are tiled, their outputs skipped."""
+    unread, layer = LAYERS[kind]
+    mlps = TiledMLP(llama(), 4), TiledMLP(gpt2(0.2 if kind == "pre-norm, dropout in the MLP" else 0.0), 4)
     with entered(Pass(skip=True)):
-        return layers[kind]()
-
-
-def two_after_another(x: Tensor, mlps: list[TiledMLP], norm: nn.Module) -> Tensor:
-    x = x + mlps[0](norm(x))
-    return x + mlps[1](norm(x))
-
-
-@pytest.mark.parametrize(
-    ("kind", "unread"),
-    [
-        ("pre-norm", True), ("pre-norm, dropout in the MLP", True), ("dropout after it", True),
-        ("scaled residual", True), ("reshaped", True), ("parallel", True), ("another MLP beside it", True),
-        ("no MLP", True), ("a tiled norm before it", True), ("a tiled norm after it", False),
-        ("post-norm", False), ("sandwich norm", False), ("learned scale", False), ("gated output", False),
-        ("squared", False), ("another MLP after it", False), ("a projection after it", False),
-    ],
-)  # fmt: skip
-def test_output_unread(kind: str, unread: bool) -> None:
-    assert output_unread(layer_graph(kind)) is unread
-
-
-def test_output_unread_of_a_constant() -> None:
-    assert output_unread(randn(1, 2, WIDTH))
+        out = layer(leaf(randn(1, 7, WIDTH)), nn.LayerNorm(WIDTH, dtype=torch.float64), *mlps)
+    assert output_unread(out) is unread
 
 
 # ----- a norm's work in the MLP's tiles
@@ -155,11 +136,6 @@ FINISHES: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
 }
 
 
-def batch(length: int = LENGTH, seed: int = 0) -> dict[str, Tensor]:
-    ids = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": ids, "position_ids": torch.arange(length)[None], "shift_labels": shift(ids)}
-
-
 def open_model(finish: Callable[[Any, Tensor], Tensor], p: float = 0.0) -> PreTrainedModel:
     model = make_model("gemma2")
     for layer in model.model.layers:
@@ -171,120 +147,95 @@ def open_model(finish: Callable[[Any, Tensor], Tensor], p: float = 0.0) -> PreTr
 
 def steps(model: PreTrainedModel, options: dict[str, Any], count: int = 2) -> tuple[list[dict[str, Tensor]], float]:
     """Gradients of each step, and the MLP's forwards for each layer in the last one."""
-    tokens = Counter[str]()
-    grads = []
+    tokens, grads = Counter[str](), []
     for layer in model.model.layers:
         layer.mlp.register_forward_hook(lambda module, args, out: tokens.update({"mlp": out.shape[1]}))
     with alstlib.apply(model, None, alstlib.Options(**options)):
         for _ in range(count):
-            model.zero_grad()
             tokens.clear()
-            torch.manual_seed(7)
-            alstlib.causal_lm_loss(model, batch()).loss.backward()
-            grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+            grads.append(step(model, batch(), seed=7)[1])
     return grads, tokens["mlp"] / LENGTH / len(model.model.layers)
+
+
+PLAIN: dict[str, Any] = {"tiled_mlp": False, "checkpoint": False}
+
+
+def want_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    ids = batch()["input_ids"]
+    return plain_run(model, [{"input_ids": ids, "labels": ids}])[1]
+
+
+def exact(model: PreTrainedModel, want: dict[str, Tensor] | None = None, **options: Any) -> float:
+    """The step that learns the layer and the next have plain transformers' gradients; forwards of the MLP."""
+    want = want or want_of(model)
+    grads, forwards = steps(model, {"tiled_mlp": 7, **options})
+    assert all(worst_error(got, want)[0] < 1e-5 for got in grads)
+    return forwards
 
 
 @pytest.mark.parametrize("kind", FINISHES)
 def test_what_follows_the_mlp(kind: str) -> None:
-    """Exact in the step that learns the layer and in the next; the MLP runs twice where one norm alone reads it."""
+    """The MLP runs twice where one norm alone reads it."""
     finish, forwards = FINISHES[kind]
-    model = open_model(finish)
-    ids = batch()["input_ids"]
-    _, want = plain_run(model, [{"input_ids": ids, "labels": ids}])
-    grads, counted = steps(model, {"tiled_mlp": 7, "save_attention": True})
-    for got in grads:
-        assert worst_error(got, want)[0] < 1e-5
-    assert counted == forwards
+    assert exact(open_model(finish), save_attention=True) == forwards
 
 
 @pytest.mark.parametrize("kind", ["dropout", "dropout, then norm"])
 def test_what_draws_is_replayed(kind: str) -> None:
     """A dropout between MLP and residual draws in the recompute what it drew in forward."""
-    finish, _ = FINISHES[kind]
-    model = open_model(finish, p=0.3)
-    plain, _ = steps(copy.deepcopy(model), {"tiled_mlp": False, "checkpoint": False}, 1)
-    grads, _ = steps(model, {"tiled_mlp": 7})
-    for got in grads:
-        assert worst_error(got, plain[0])[0] < 1e-5
+    model = open_model(FINISHES[kind][0], p=0.3)
+    exact(model, steps(copy.deepcopy(model), PLAIN, 1)[0][0])
 
 
 def test_a_dropout_that_is_turned_on_later() -> None:
     """Learned while it drew nothing, exact when it draws."""
-    model = open_model(FINISHES["dropout"][0])
+    model, grads = open_model(FINISHES["dropout"][0]), []
     with alstlib.apply(model, None, alstlib.Options(tiled_mlp=7)):
-        grads = []
         for p in (0.0, 0.3):
             for layer in model.model.layers:
                 layer.dropout.p = p
-            model.zero_grad()
-            torch.manual_seed(7)
-            alstlib.causal_lm_loss(model, batch()).loss.backward()
-            grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-    plain, _ = steps(model, {"tiled_mlp": False, "checkpoint": False}, 1)
+            grads.append(step(model, batch(), seed=7)[1])
+    plain, _ = steps(model, PLAIN, 1)
     assert worst_error(grads[1], plain[0])[0] < 1e-5
     assert worst_error(grads[0], plain[0])[0] > 1e-2
 
 
-def test_a_hook_of_the_user_on_the_norm() -> None:
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_of_the_user_on_the_norm(register: str) -> None:
     """A forward hook that changes the norm's output, or its input, still counts."""
-    for register in ("register_forward_hook", "register_forward_pre_hook"):
-        model = make_model("gemma2")
+    model = make_model("gemma2")
 
-        def scale(module: nn.Module, args: tuple[Tensor, ...], out: Tensor | None = None) -> Any:
-            return (args[0] * 3.0,) if out is None else out * 3.0
+    def scale(module: nn.Module, args: tuple[Tensor, ...], out: Tensor | None = None) -> Any:
+        return (args[0] * 3.0,) if out is None else out * 3.0
 
-        for layer in model.model.layers:
-            getattr(layer.post_feedforward_layernorm, register)(scale)
-        ids = batch()["input_ids"]
-        _, want = plain_run(model, [{"input_ids": ids, "labels": ids}])
-        for got in steps(model, {"tiled_mlp": 7, "save_attention": True})[0]:
-            assert worst_error(got, want)[0] < 1e-5
+    for layer in model.model.layers:
+        getattr(layer.post_feedforward_layernorm, register)(scale)
+    exact(model, save_attention=True)
 
 
-def test_frozen_norms_and_frozen_mlps() -> None:
-    for frozen in ("post_feedforward_layernorm", "mlp"):
-        model = make_model("gemma2")
-        for name, p in model.named_parameters():
-            p.requires_grad_(frozen not in name)
-        ids = batch()["input_ids"]
-        _, want = plain_run(model, [{"input_ids": ids, "labels": ids}])
-        grads, forwards = steps(model, {"tiled_mlp": 7, "save_attention": True})
-        assert forwards == 2
-        assert all(worst_error(got, want)[0] < 1e-5 for got in grads)
+@pytest.mark.parametrize("frozen", ["post_feedforward_layernorm", "mlp"])
+def test_frozen_norms_and_frozen_mlps(frozen: str) -> None:
+    model = make_model("gemma2")
+    for name, p in model.named_parameters():
+        p.requires_grad_(frozen not in name)
+    assert exact(model, save_attention=True) == 2
 
 
 def test_a_layer_is_learned_on_more_than_one_token() -> None:
     """One token says nothing about what a module does across tokens."""
     model = open_model(FINISHES["over the tokens"][0])
-    ids = batch()["input_ids"]
-    _, want = plain_run(model, [{"input_ids": ids, "labels": ids}])
+    want = want_of(model)
     with alstlib.apply(model, None, alstlib.Options(tiled_mlp=7)):
-        alstlib.causal_lm_loss(model, {**batch(1), "shift_labels": ids[:, :1]}).loss.backward()
-        model.zero_grad()
-        alstlib.causal_lm_loss(model, batch()).loss.backward()
-    assert worst_error({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, want)[0] < 1e-5
+        train(model, {**batch(1), "shift_labels": torch.ones(1, 1, dtype=torch.long), "step_tokens": 1})
+        assert worst_error(step(model, batch(), seed=7)[1], want)[0] < 1e-5
 
 
 MODELS = ["Gemma2Config", "Gemma3TextConfig", "Olmo2Config", "Olmo3Config", "Glm4Config"]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_that_normalise_the_mlps_output(name: str) -> None:
+def test_models_that_normalise_the_mlps_output(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Twice, not three times, in the models of Hugging Face that put a norm between MLP and residual."""
-    torch.manual_seed(0)
-    config = getattr(transformers, name)(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, head_dim=8, sliding_window=64, bos_token_id=0,
-        eos_token_id=1, pad_token_id=2, attn_logit_softcapping=None,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config).train()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
-    ids = batch()["input_ids"]
-    _, want = plain_run(model, [{"input_ids": ids, "labels": ids}])
-    grads, forwards = steps(model, {"tiled_mlp": 7, "tiled_loss": 7, "offload": "async", "save_attention": True})
-    for got in grads:
-        assert worst_error(got, want)[0] < 1e-5
-    assert forwards == 2
+    fields = {"head_dim": 8, "sliding_window": 64, "attn_logit_softcapping": None}
+    monkeypatch.setitem(zoo.MORE, name, (name, fields))
+    assert exact(zoo.build(name), tiled_loss=7, offload="async", save_attention=True) == 2

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from operators import randn, worst
+from operators import attend_by_heads, gradients, leaf, randn, worst
 
 from alstlib import reference
 from alstlib.kernels.backends import BACKENDS, Backend
-from alstlib.kernels.rule import Attended, Rule
+from alstlib.kernels.rule import Rule
 from alstlib.ulysses.alltoall import whole_heads
 from alstlib.ulysses.head_layouts import Layouts, SplitRows, WholeHeads
 from alstlib.ulysses.head_split import Plan, Sample, Shares, balance, folded_rows, parts_of
@@ -112,17 +112,11 @@ def attend(exchange: Emulated, given: dict[str, Any], results: list[Any]) -> Non
 
 
 def attended(exchange: Emulated, given: dict[str, Any]) -> list[torch.Tensor]:
-    q, k, v, dout = given["tensors"]
-    rows = q.shape[2] // exchange.ranks
-    mine = [t[:, :, exchange.rank * rows : (exchange.rank + 1) * rows] for t in (q, k, v, dout)]
+    rows = given["tensors"][0].shape[2] // exchange.ranks
+    mine = [t[:, :, exchange.rank * rows : (exchange.rank + 1) * rows] for t in given["tensors"]]
     layout = Layouts(exchange, split_rows=True).of(mine[0], mine[1], given["documents"])  # type: ignore[arg-type]
     assert isinstance(layout, SplitRows)
-    backend, rule = given["backend"], given["rule"]
-    qh, kh, vh = layout.to_heads(*mine[:3])
-    out, lse = layout.forward(backend, qh, kh, vh, rule, None)
-    (dh,) = layout.queries_to_heads(mine[3])
-    grads = layout.backward(backend, dh, Attended(qh, kh, vh, out, lse), rule)
-    return [layout.to_seq(out), *layout.grads_to_seq(*grads)]
+    return attend_by_heads(layout, given["backend"], mine, given["rule"])
 
 
 def emulate(
@@ -131,9 +125,9 @@ def emulate(
 ) -> float:  # fmt: skip
     """The worst error of the output and the gradients of all ranks together."""
     tensors = [randn(batch, n, length, 4, seed=i) for i, n in enumerate((heads, kv, kv, heads))]
-    leaves = [t.clone().requires_grad_() for t in tensors[:3]]
-    want, _ = reference.attention(*leaves, scale=0.5, documents=documents, window=window)
-    want.backward(tensors[3])
+    inputs = [leaf(t, needs=True) for t in tensors[:3]]
+    how = {"scale": 0.5, "documents": documents, "window": window}
+    want = gradients(lambda *qkv: reference.attention(*qkv, **how)[0], inputs, tensors[3])
     board, results = Board(ranks), [None] * ranks
     given = {"tensors": tensors, "documents": documents, "rule": Rule(0.5, window), "backend": backend}
     threads = [threading.Thread(target=attend, args=(Emulated(board, r), given, results)) for r in range(ranks)]
@@ -143,7 +137,7 @@ def emulate(
         thread.join()
     assert all(r is not None for r in results), "a rank has raised"
     got = [torch.cat([r[i] for r in results], 2) for i in range(4)]  # type: ignore[index]
-    return worst(got, [want, *(t.grad for t in leaves)])
+    return worst(got, want)
 
 
 WAYS = list(itertools.product([1, 2], [None, [0, 1, 40, 41, 100, 180, 200, 384]], [None, 9]))

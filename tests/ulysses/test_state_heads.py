@@ -2,75 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from operators import gradients, leaf, nan_memory, randn, worst
-from torch import Tensor, nn
+from operators import gradients, leaf, randn, worst
+from test_states import KEYS, RULES, TOLERANCE, VALUES, everywhere, gated, gated_inputs, mamba_inputs, on_rank
+from torch import Tensor
 
-from alstlib import SPContext, reference
-from alstlib.kernels.spans import Offsets
+from alstlib import SPContext
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.state_ways import Sent, StateLayer, state_seconds
 from alstlib.ulysses.alltoall import Exchange
 from alstlib.ulysses.state_heads import by_heads
-from alstlib.ulysses.states import GatedDeltaRule, Recurrence, decayed_attention, over_ranks
+from alstlib.ulysses.states import GatedDeltaRule, over_ranks
 
-KEYS, VALUES, TOLERANCE = 3, 4, 1e-11
-Inputs = tuple[list[Tensor], list[Tensor]]
-
-
-def gated_inputs(batch: int, length: int, heads: int, groups: int) -> Inputs:
-    q, k = (randn(batch, length, groups, KEYS, seed=i) for i in (0, 1))
-    v, g, beta = (randn(batch, length, heads, *d, seed=i) for i, d in ((2, (VALUES,)), (3, ()), (4, ())))
-    return [q, nn.functional.normalize(k, dim=-1), v, -nn.functional.softplus(g), beta.sigmoid()], []
-
-
-def gated(*tensors: Tensor, **how: Any) -> Any:
-    q, k, v, *gates = tensors
-    q, k = (t.repeat_interleave(v.shape[2] // t.shape[2], 2) for t in (q, k))
-    return reference.gated_delta_rule(q, k, v, *gates, **how)
-
-
-def kimi_inputs(batch: int, length: int, heads: int, groups: int) -> Inputs:
-    """Each key dimension decays by itself."""
-    (q, k, v, _, beta), _ = gated_inputs(batch, length, heads, groups)
-    return [q, k, v, -nn.functional.softplus(randn(batch, length, heads, KEYS, seed=3)), beta], []
-
-
-def mamba_inputs(batch: int, length: int, heads: int, groups: int) -> Inputs:
-    x, dt = randn(batch, length, heads, VALUES), nn.functional.softplus(randn(batch, length, heads, seed=1))
-    b, c = (randn(batch, length, groups, KEYS, seed=i) for i in (2, 3))
-    return [x, dt, b, c], [-randn(heads, seed=4).exp(), randn(heads, seed=5)]
-
-
-def mamba(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor, d: Tensor, **how: Any) -> Any:
-    return reference.mamba2(x, dt, a, b, c, d, **how)
-
-
-def lightning_inputs(batch: int, length: int, heads: int, groups: int) -> Inputs:
-    q, k, v = (randn(batch, length, heads, d, seed=i) for i, d in enumerate((KEYS, KEYS, VALUES)))
-    return [q, k, v], [randn(heads, seed=4).exp()]
-
-
-RULES: dict[str, tuple[Callable[..., Inputs], Callable[..., Any], Recurrence]] = {
-    "gated delta rule": (gated_inputs, gated, GatedDeltaRule(gated)),
-    "Kimi delta attention": (kimi_inputs, gated, GatedDeltaRule(gated)),
-    "Mamba-2": (
-        mamba_inputs, mamba, Recurrence(mamba, lambda x, dt, b, c, a, d: (dt * a).sum(1)[..., None, None])
-    ),
-    "lightning attention": (
-        lightning_inputs, reference.lightning,
-        Recurrence(
-            lambda q, k, v, slopes, initial_state: decayed_attention(q, k, v, slopes, 4, initial_state),
-            lambda q, k, v, slopes: (-slopes * q.shape[1]).expand(q.shape[0], -1)[..., None, None],
-        ),
-    ),
-}  # fmt: skip
+WAYS = (over_ranks, by_heads)
 SHARED = [("gated delta rule", 6, 2), ("gated delta rule", 5, 5), ("Kimi delta attention", 5, 5), ("Mamba-2", 4, 2),
           ("Mamba-2", 5, 1), ("lightning attention", 4, 4)]  # fmt: skip
 """Heads and groups that divide by two, three or four ranks, and that do not."""
@@ -81,52 +30,15 @@ LENGTHS: dict[str, tuple[int, int, Sequence[int] | None]] = {
 """Micro-batch rows, tokens of each, and offsets of documents."""
 
 
-def by_both(rank: int, world: int, name: str, heads: int, groups: int, case: Any, frozen: int | None) -> Any:
-    """Errors of this rank's part by heads: against the oracle on the whole sequence, and against the states' way."""
-    (batch, length, documents), (make, plain, rule) = case, RULES[name]
-    tokens, weights = make(batch, length, heads, groups)
-    count, needs = len(tokens), [i != frozen for i in range(len(tokens) + len(weights))]
-    if name == "lightning attention":
-        needs[count] = False  # its slopes are constants
-    whole = [leaf(t, needs=need) for t, need in zip([*tokens, *weights], needs)]
-    dout = randn(batch, length, heads, VALUES, seed=9)
-    want = gradients(lambda *ts: plain(*ts, documents=documents)[0], whole, dout)
-    rows = slice(rank * length // world, (rank + 1) * length // world)
-    own = [leaf(t[:, rows], needs=need) for t, need in zip(tokens, needs)] + whole[count:]
-    exchange, found, sent = Exchange(SPContext.create(world).sp_group), {}, {}
-    offsets = None if documents is None else Offsets(documents)
-    for way in (over_ranks, by_heads):
-        over, before = functools.partial(way, rule, exchange=exchange, documents=offsets), exchange.bytes_sent
-        with nan_memory():
-            found[way] = gradients(lambda *ts, over=over: over(ts[:count], ts[count:])[0], own, dout[:, rows])
-        sent[way] = exchange.bytes_sent - before
-    got, oracle = found[by_heads], [None if t is None else t[:, rows] for t in want[: count + 1]]
-    return {
-        "error": worst(got[: count + 1], oracle, want[: count + 1]),
-        "ways": worst(got[: count + 1], found[over_ranks][: count + 1], want[: count + 1]),
-        "weights": [got[count + 1 :], found[over_ranks][count + 1 :]], "want": list(want[count + 1 :]),
-        "sent": [sent[over_ranks], sent[by_heads]],
-    }  # fmt: skip
-
-
-def on_ranks(pools: Callable[[int], Any], world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    return [fn(0, 1, *args)] if world == 1 else pools(world)(fn, *args)
-
-
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("case", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("name, heads, groups", SHARED)
 def test_heads_and_states_give_what_one_rank_gives(
-    pools: Callable[[int], Any], name: str, heads: int, groups: int, case: Any, world: int
+    pools: Any, name: str, heads: int, groups: int, case: Any, world: int
 ) -> None:
-    for frozen in (None, 0):
-        results = on_ranks(pools, world, by_both, name, heads, groups, case, frozen)
-        for rank, result in enumerate(results):
-            assert max(result["error"], result["ways"]) < TOLERANCE, (rank, frozen, result)
-        for i, want in enumerate(results[0]["want"]):
-            for way in () if want is None else (0, 1):
-                total = sum(result["weights"][way][i] for result in results)
-                assert worst([total], [want]) < TOLERANCE, (i, way)
+    for how in ({"ways": WAYS}, {"ways": WAYS, "frozen": 0}):
+        for rank, result in enumerate(everywhere(pools, world, on_rank, name, case, (heads, groups), **how)):
+            assert result["error"] < TOLERANCE, (rank, how, result)
 
 
 def layer_of(name: str, heads: int, groups: int, element: int = 8) -> StateLayer:
@@ -139,48 +51,21 @@ def layer_of(name: str, heads: int, groups: int, element: int = 8) -> StateLayer
 
 
 @pytest.mark.parametrize("name, heads, groups", SHARED)
-def test_bytes_on_the_wire_are_those_of_the_formula(
-    pools: Callable[[int], Any], name: str, heads: int, groups: int
-) -> None:
+def test_bytes_on_the_wire_are_those_of_the_formula(pools: Any, name: str, heads: int, groups: int) -> None:
     layer, case, rows = layer_of(name, heads, groups), LENGTHS["whole"], 2 * 12 // 3
-    for rank, result in enumerate(pools(3)(by_both, name, heads, groups, case, None)):
+    for rank, result in enumerate(everywhere(pools, 3, on_rank, name, case, (heads, groups), ways=WAYS)):
         # in fp64 here; a layer that makes every gradient sends pairs twice, and tokens there and back
-        assert result["sent"][0] == 2 * 2 * layer.pair_bytes(2) * 2, (rank, result["sent"])
-        assert result["sent"][1] == rows * (layer.there(3, rank) + layer.back(3, rank)), (rank, result["sent"])
-
-
-def in_chunks(rank: int, world: int, name: str, heads: int, groups: int, case: Any, chunk: int) -> float:
-    """Each rank carries the state of its own heads from chunk to chunk."""
-    (batch, length, documents), (make, plain, rule) = case, RULES[name]
-    tokens, weights = make(batch, length, heads, groups)
-    count, dout = len(tokens), randn(batch, length, heads, VALUES, seed=9)
-    offsets, exchange = None if documents is None else Offsets(documents), Exchange(SPContext.create(world).sp_group)
-
-    def over(*ts: Tensor) -> Tensor:
-        outs, state = [], None
-        for lo in range(0, ts[0].shape[1], chunk):
-            part = [t[:, lo : lo + chunk] for t in ts]
-            how: dict[str, Any] = {"start": state, "first": lo * world, "length": length}
-            out, state = by_heads(rule, part, weights, exchange, offsets, **how)
-            outs.append(out)
-        return torch.cat(outs, 1)
-
-    own = torch.cat(
-        [torch.arange(length)[lo : lo + world * chunk].chunk(world)[rank] for lo in range(0, length, world * chunk)]
-    )
-    whole = [leaf(t) for t in tokens]
-    want = gradients(lambda *ts: plain(*ts, *weights, documents=documents)[0], whole, dout)
-    with nan_memory():
-        got = gradients(over, [leaf(t[:, own]) for t in tokens], dout[:, own])
-    return worst(got, [t[:, own] for t in want], want) + (0.0 if len(got) == count + 1 else 1.0)
+        assert result["sent"][0][1] == 2 * 2 * layer.pair_bytes(2) * 2, (rank, result["sent"])
+        assert result["sent"][1][1] == rows * (layer.there(3, rank) + layer.back(3, rank)), (rank, result["sent"])
 
 
 @pytest.mark.parametrize("case", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("name, heads, groups", SHARED)
 def test_a_state_of_own_heads_goes_from_chunk_to_chunk(
-    pools: Callable[[int], Any], name: str, heads: int, groups: int, case: Any
+    pools: Any, name: str, heads: int, groups: int, case: Any
 ) -> None:
-    assert max(pools(3)(in_chunks, name, heads, groups, case, 2)) < TOLERANCE
+    for result in everywhere(pools, 3, on_rank, name, case, (heads, groups), chunk=2, ways=(by_heads,)):
+        assert result["error"] < TOLERANCE, result
 
 
 def in_half(rank: int, world: int) -> tuple[list[torch.dtype], float]:
@@ -203,7 +88,7 @@ def in_half(rank: int, world: int) -> tuple[list[torch.dtype], float]:
     return [t.dtype for t in got], worst([out.detach(), *got], [t[:, rows] for t in want], want)
 
 
-def test_each_dtype_travels_as_it_is(pools: Callable[[int], Any]) -> None:
+def test_each_dtype_travels_as_it_is(pools: Any) -> None:
     for dtypes, error in pools(2)(in_half):
         assert dtypes == [torch.bfloat16] * 3 + [torch.float32] * 2
         assert error < 1e-2  # sums of two roundings to bf16
