@@ -16,13 +16,10 @@ from torch import Tensor, nn
 import alstlib
 from alstlib.data.loader import SPDataLoader
 
-FP32 = 1e-6, 1e-5
-"""Bounds of the errors of the loss and of a gradient."""
-
 
 def step(pools: Any, case: Case, **more: Any) -> list[Fields]:
     results = pools(case.sp * case.dp)(run, case, More(**more))
-    check(results, case, FP32 if case.dtype == torch.float32 else None)
+    check(results, case)
     return results
 
 
