@@ -398,10 +398,17 @@ def test_git_ignores_what_is_made_here() -> None:
 # Size and form
 
 
-@pytest.mark.parametrize("module", sorted((ROOT / "alstlib").rglob("*.py")), ids=lambda p: p.name)
-def test_modules_stay_small(module: Path) -> None:
-    lines = len(module.read_text(encoding="utf-8").splitlines())
-    assert lines <= 400, f"{module.name} has {lines} lines, at most 400"
+def test_exceptions_of_complexity_are_needed() -> None:
+    """What a file is allowed in pyproject.toml, it needs: the list only shrinks."""
+    allowed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["per-file-ignores"]
+    rules = ",".join(sorted({rule for of_file in allowed.values() for rule in of_file}))
+    command = [sys.executable, "-m", "ruff", "check", "--output-format", "json", "--select", rules]
+    command += ["--config", "lint.per-file-ignores={}", "."]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    found: dict[str, set[str]] = {}
+    for one in json.loads(done.stdout):
+        found.setdefault(Path(one["filename"]).relative_to(ROOT).as_posix(), set()).add(one["code"])
+    assert {name: sorted(of_file) for name, of_file in found.items()} == allowed
 
 
 @pytest.mark.parametrize("name", ["run", "finetune"])
