@@ -177,6 +177,7 @@ def step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPCont
         parameters=sum(p.numel() for p in model.parameters()),
         layer=max(sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)),
         embedding=model.get_input_embeddings().weight.numel(),
+        largest=max(p.numel() for p in model.parameters()),
     )
     for _ in range(2):  # a checkpoint knows its layer from the first
         gc.collect()

@@ -154,7 +154,8 @@ class Timeline(Emulation):
         self.say(f"{run.seq_len:,} tokens: a step that warms up, and one that is recorded")
         self.step(batch)
         wait_for(self.device)
-        with profile(activities=[ProfilerActivity.CUDA if self.gpu else ProfilerActivity.CPU]) as recorded:
+        activity = ProfilerActivity.CUDA if self.device.type == "cuda" else ProfilerActivity.CPU
+        with profile(activities=[activity]) as recorded:
             began = time.perf_counter()
             self.step(batch)
             wait_for(self.device)

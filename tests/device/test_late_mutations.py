@@ -136,7 +136,7 @@ MUTATIONS = {
     ),
     "dropout: other masks of the device": Mutation(
         recompute.Replay.__call__,
-        "torch.get_device_module(self.device).set_rng_state(self.device_state, self.device)", "pass", "kept",
+        "self.here.set_rng_state(self.device_state, self.device)", "pass", "kept",
     ),
     "dropout: other masks in a checkpoint": Mutation(
         checkpoints._recompute, "with member.replay(), torch.enable_grad()", "with torch.enable_grad()", "kept"

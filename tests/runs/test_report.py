@@ -246,7 +246,8 @@ def test_figures_of_many_rows_have_room_for_their_lines(tmp_path, recwarn, count
     for draw in (report._losses, report._trials, functools.partial(report._over, {"step_seconds": ""}, "time", 1)):
         if made := draw(Plots(), found, results.table(found)):
             assert plots.data_uri(made[0], 110)
-    assert [str(w.message) for w in recwarn] == []
+    said = [str(w.message) for w in recwarn if not issubclass(w.category, ResourceWarning)]  # which others may leave
+    assert said == []
     assert len(drawn) == {"swept": 2, "evaluated": 2, "searched": 3}[kind]
     for figure in drawn:
         axes, *scale = figure.axes
