@@ -179,7 +179,9 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
     check_result(result, str(path))
     for name in METRICS.keys() & result["metrics"]:
         value, known = result["metrics"][name], MORE.get(name, int | float | None)
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        parts = value if isinstance(value, list) else ()
+        if isinstance(value, dict):  # `unknown` says why nothing is predicted
+            parts = [part for key, part in value.items() if key != "unknown"]
         if not isinstance(value, METRICS[name] | None) or not all(isinstance(part, known) for part in parts):
             raise ValueError(f"{path} has metrics.{name}={value!r:.60}, which no run writes")
     if not isinstance(result.get("row"), str | None):
