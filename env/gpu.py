@@ -25,7 +25,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from alstlib.config import RunConfig, check_names
+from alstlib.config import RunConfig, flat, merged
+from alstlib.options import check_names
 from alstlib.runs.processes import sigterm_interrupts
 from alstlib.units import format_seconds, parse_quantity
 
@@ -43,9 +44,13 @@ KERNELS = (
     "cudnn", "flash", "efficient", "blockwise", "flash_attention_2", "flash_attention_3", "flash_attention_4",
 )  # fmt: skip
 GRACE_SECONDS = 60
-TINY = {"model": "tiny", "model_config": {"num_hidden_layers": 2}, "dtype": "fp32", "steps": 1, "timeout": 300}
+TINY = {
+    "model.name": "tiny", "model.config": {"num_hidden_layers": 2}, "model.dtype": "fp32", "optim.steps": 1,
+    "limits.timeout": 300,
+}  # fmt: skip
 LESS: dict[str, Any] = {
-    "seq_len": 512, "chunk": 64, "search_granule": 256, "search_max": 768, "liger": False, "attention": "sdpa",
+    "data.seq_len": 512, "options.chunk": 64, "search.granule": 256, "search.max": 768, "model.liger": False,
+    "options.attention": "sdpa",
 }  # fmt: skip
 """What `--dry-run` puts in the place of what rows set, so that a CPU does it in seconds."""
 ANYWHERE = ("gradients.", "predicted.allocated_percent")
@@ -74,12 +79,14 @@ def rows_of(name: str, out: Path, dry: bool) -> Iterator[Step]:
     expected = [row.pop("expect", {}) for row in rows]
     if dry:
         expected = [{n: w for n, w in one.items() if n.startswith(ANYWHERE)} for one in expected]
-        base, rows = {"device_memory": "64MiB", **shrink(base), **TINY}, [shrink(row) for row in rows]
+        base = merged({"limits": {"device_memory": "64MiB"}}, merged(shrink(base), TINY))
+        rows = [shrink(row) for row in rows]
     copy = out / "specs" / f"{name}.yaml"
     copy.parent.mkdir(parents=True, exist_ok=True)
     copy.write_text(yaml.safe_dump({**spec, "base": base, "rows": rows}, sort_keys=False))
     for row, expect in zip(rows, expected):
-        limit = RunConfig.from_dict({n: v for n, v in {**base, **row}.items() if n != "name"}).timeout or 3600
+        run = RunConfig.from_dict(base).replace(**{n: v for n, v in row.items() if n != "name"})
+        limit = run.limits.timeout or 3600
         command = [sys.executable, "-m", "alstlib.runs.cli", "run", str(copy), "--rows", row["name"]]
         yield Step(
             name=f"{name}/{row['name']}", command=[*command, "--out", str(out / name)],
@@ -89,7 +96,7 @@ def rows_of(name: str, out: Path, dry: bool) -> Iterator[Step]:
 
 def shrink(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a row, or of a base, as a CPU can do them."""
-    return {name: LESS.get(name, value) for name, value in fields.items() if name not in TINY}
+    return merged({}, {name: LESS.get(name, value) for name, value in flat(fields).items() if name not in TINY})
 
 
 def tests() -> Iterator[Step]:

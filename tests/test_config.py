@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from alstlib.config import FEATURES, PAPER_ROWS, ROWS, RunConfig, row_config
+from alstlib.options import Options
 from alstlib.units import parse_quantity
 
 
@@ -32,9 +33,19 @@ def test_what_is_no_quantity(text: Any) -> None:
 
 
 def test_quantities_are_read_in_a_config() -> None:
-    run = RunConfig(seq_len="3.7M", device_memory="80GB", host_memory="1.9TB", search_max="10M", steps="2")
-    assert (run.seq_len, run.device_memory, run.host_memory) == (3_700_000, 80 * 10**9, 1_900 * 10**9)
-    assert (run.search_max, run.steps) == (10_000_000, 2)
+    run = RunConfig(
+        data={"seq_len": "3.7M"},
+        limits={"device_memory": "80GB"},
+        options=Options.plain(host_memory="1.9TB"),
+        search={"max": "10M"},
+        optim={"steps": "2"},
+    )
+    assert (run.data.seq_len, run.limits.device_memory, run.options.host_memory) == (
+        3_700_000,
+        80 * 10**9,
+        1_900 * 10**9,
+    )
+    assert (run.search.max, run.optim.steps) == (10_000_000, 2)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +130,12 @@ def test_values_are_converted_by_their_fields_type(given: Any, field: str, value
 def test_what_yaml_writes_is_read() -> None:
     text = "{learning_rate: 1e-4, packed: 'false', steps: 4, timeout: 300, chunk: 16K, tiled_mlp: true}"
     run = RunConfig.from_dict(yaml.safe_load(text))
-    assert run == RunConfig(learning_rate=1e-4, packed=False, steps=4, timeout=300, chunk=16_000, tiled_mlp=True)
+    assert run == RunConfig(
+        optim={"learning_rate": 1e-4, "steps": 4},
+        data={"packed": False},
+        limits={"timeout": 300},
+        options=Options.plain(tiles={"mlp": True}, chunk=16_000),
+    )
 
 
 def test_committed_configurations_are_read_as_they_were_written() -> None:
@@ -148,23 +164,25 @@ def test_every_field_is_documented() -> None:
 
 
 def test_a_config_is_frozen_and_survives_json() -> None:
-    run = RunConfig(model_config={"vocab_size": 300}, tiled_mlp=64, device_memory="1GB")
+    run = RunConfig(
+        model={"config": {"vocab_size": 300}}, options=Options.plain(tiles={"mlp": 64}), limits={"device_memory": "1GB"}
+    )
     assert RunConfig.from_dict(json.loads(json.dumps(run.to_dict()))) == run
     with pytest.raises(dataclasses.FrozenInstanceError):
-        run.seq_len = 5  # type: ignore[misc]
-    assert run.replace(seq_len="4K").seq_len == 4000
-    assert run.replace(seq_len="4K").replace(seq_len=run.seq_len) == run
+        run.data.seq_len = 5  # type: ignore[misc]
+    assert run.replace(data={"seq_len": "4K"}).data.seq_len == 4000
+    assert run.replace(data={"seq_len": "4K"}).replace(data={"seq_len": run.data.seq_len}) == run
 
 
 def test_the_digest_names_a_config() -> None:
-    run = RunConfig(model="tiny")
-    assert run.digest() == RunConfig(model="tiny").digest()
+    run = RunConfig(model={"name": "tiny"})
+    assert run.digest() == RunConfig(model={"name": "tiny"}).digest()
     assert len(run.digest()) == 12
     assert int(run.digest(), 16) >= 0
     changes = {"seq_len": 4096, "row": "alst", "seed": 1, "tiled_mlp": 64, "model_config": {"vocab_size": 300}}
     digests = {run.replace(**{k: v}).digest() for k, v in changes.items()} | {run.digest(), run.digest("commit")}
     assert len(digests) == len(changes) + 2
-    assert RunConfig(seq_len="4K").digest() == RunConfig(seq_len=4000).digest()
+    assert RunConfig(data={"seq_len": "4K"}).digest() == RunConfig(data={"seq_len": 4000}).digest()
 
 
 PAPER = {
@@ -181,12 +199,19 @@ PAPER = {
 
 @pytest.mark.parametrize("row", PAPER)
 def test_a_row_differs_from_the_baseline_only_in_the_features_it_names(row: str) -> None:
-    for base in (RunConfig(), RunConfig(model="tiny", offload="async", tiled_mlp=5, save_attention=True, sp=2)):
+    for base in (
+        RunConfig(),
+        RunConfig(
+            model={"name": "tiny"},
+            options=Options.plain(tiles={"mlp": 5}, offload=True, save_attention=True),
+            engine={"sp": 2},
+        ),
+    ):
         plain, featured = row_config("baseline", base).to_dict(), row_config(row, base).to_dict()
         changed = {name for name in plain if plain[name] != featured[name]}
         assert changed - {"row"} == PAPER[row] == set(ROWS[row])
         assert featured["row"] == row
-        assert featured["model"] == base.model
+        assert featured["model"] == base.model.name
         off = {
             "tiled_loss": False,
             "tiled_mlp": False,
@@ -204,12 +229,12 @@ def test_rows_are_those_of_the_paper_and_ours() -> None:
     assert set().union(*PAPER.values()) - {"save_attention", "tiled_norm", "chunk"} == set(FEATURES)
     for row in PAPER_ROWS:  # the paper's options
         run = row_config(row)
-        assert run.save_attention is False
-        assert run.chunk is None
-        assert run.offload in ("none", "sync")
-        assert run.checkpoint
-        assert run.zero_stage == 3
-        assert run.offload_optimizer
+        assert run.options.save_attention is False
+        assert run.options.chunk is None
+        assert run.options.offload in ("none", "sync")
+        assert run.options.checkpoint
+        assert run.engine.zero_stage == 3
+        assert run.engine.offload_optimizer
     lengths = [PAPER_ROWS[row]["seq_len"] for row in PAPER_ROWS]
     assert lengths == sorted(lengths)
     assert (lengths[0], lengths[-1]) == (32_000, 3_700_000)

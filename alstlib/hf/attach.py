@@ -71,11 +71,11 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
     try:
         attach_attention(handle)
         attach_states(handle)
-        if options.tiled_mlp:
+        if options.tile("mlp"):
             _attach_mlps(handle, layers)
-        if options.tiled_norm and options.chunk is None:
+        if options.tile("norm") and options.chunk is None:
             _attach_norms(handle, layers)
-        if options.tiled_loss:
+        if options.tile("loss"):
             _attach_head(handle)
         _stop_own_checkpointing(handle)
         if options.chunk is not None:
@@ -132,7 +132,7 @@ MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
 
 
 def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
-    tile = None if handle.options.tiled_mlp is True else int(handle.options.tiled_mlp)
+    tile = handle.tile("mlp")
     for i, layer in enumerate(layers):
         names = {*MLPS, *(["mixer"] if is_tokenwise(layer) else [])}
         found = [(n, m) for n, m in layer.named_children() if n in names]
@@ -159,7 +159,7 @@ def _only_mixes(module: nn.Module) -> bool:
 
 
 def _attach_norms(handle: Handle, layers: Sequence[nn.Module]) -> None:
-    tile = None if handle.options.tiled_norm is True else int(handle.options.tiled_norm)
+    tile = handle.tile("norm")
     for layer in layers:
         for name, norm in list(layer.named_children()):
             if _is_norm(norm) and not name.startswith(("post_feedforward", "post_mlp")):
@@ -181,8 +181,8 @@ def _attach_head(handle: Handle) -> None:
     if transform is None:
         handle.notes.append(f"{type(handle.model).__name__} transforms its logits in an unknown way: loss left untiled")
         return
-    tile = None if handle.options.tiled_loss is True else int(handle.options.tiled_loss)
-    handle.head = TiledHead(head, tile, transform, handle.options.liger_loss)
+    tile = handle.tile("loss")
+    handle.head = TiledHead(head, tile, transform)
     factor = 1.0 if transform.is_identity else _TINY
 
     def labels_of_call(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -200,7 +200,7 @@ def _attach_head(handle: Handle) -> None:
     _swap(handle, head, handle.head)
     inside = {id(m) for layer in handle.facts.layers for m in layer.modules()}
     for norm in [m for m in handle.model.base_model.modules() if _is_norm(m) and id(m) not in inside]:
-        tile = handle.options.tiled_norm
+        tile = handle.options.tile("norm")
         _swap(handle, norm, TiledNorm(norm, None if isinstance(tile, bool) else tile))
 
 
@@ -244,7 +244,7 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
             call, handle.next_call = handle.next_call, None
             handle.begin(call)
             return None
-        chunk = handle.options.chunk
+        chunk = handle.chunk
         if kwargs.get("agreed"):
             call = read_call(handle, args, kwargs, chunk)
         else:
@@ -307,7 +307,7 @@ def _untiled(logits: Tensor, labels: Tensor, call: Call) -> Tensor:
 
 def _in_order(handle: Handle, call: Call, logps: Tensor) -> Tensor:
     """Log-probabilities [B, L], and statistics, in the order of the tokens of this rank's slice."""
-    chunk, found = handle.options.chunk, call.statistics
+    chunk, found = handle.chunk, call.statistics
     if not call.striped or chunk is None:
         return logps
     if found is not None:

@@ -112,10 +112,10 @@ def block_step(
 def _check_block(handle: Handle, block: Any) -> None:
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
         raise ValueError(f"block={block!r} must be an integer of at least 1 token")
-    if handle.options.chunk is not None:
+    if handle.chunk is not None:
         raise ValueError(
-            f"the model is attached with chunk={handle.options.chunk}, which runs by layers, but block_step runs "
-            f"the whole model by blocks: use Options(chunk=None) and block={handle.options.chunk}, or call "
+            f"the model is attached with chunk={handle.chunk}, which runs by layers, but block_step runs "
+            f"the whole model by blocks: use Options(chunk=None) and block={handle.chunk}, or call "
             "causal_lm_loss"
         )
     if handle.not_by_blocks:

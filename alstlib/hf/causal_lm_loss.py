@@ -87,7 +87,7 @@ def causal_lm_loss(
             raise ValueError(f"look={look!r} must be a function of logits, or None")
         more = {"statistics": found, "look": look, "router_tokens": router_tokens, **how}
         fields = {**fields_of(batch), "reduction": "sum", **more}
-        given = agreement.read(fields, None if handle is None else handle.options.chunk)
+        given = agreement.read(fields, None if handle is None else handle.chunk)
     return loss_of(model, given, batch, ctx, engine_divides_by)
 
 

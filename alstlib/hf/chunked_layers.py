@@ -20,7 +20,7 @@ from alstlib.hf.mixers import is_tokenwise
 from alstlib.hf.support import check_recompute
 from alstlib.recompute import with_gradient
 from alstlib.streaming.chunked import RowChunk, Stream, StreamSegment
-from alstlib.streaming.sparse import PageChoices, Sparse
+from alstlib.streaming.sparse import Sparse
 from alstlib.tiled.compute import Pass, entered
 from alstlib.tiled.skip import Unread
 
@@ -35,8 +35,6 @@ def attach_streams(handle: Handle, layers: Sequence[nn.Module]) -> None:
                 f"layer {i} ({type(layer).__name__}) takes no cache, so it cannot run in chunks; use chunk=None"
             )
     check_recompute(handle.facts)
-    if handle.options.sparse is not None:
-        _check_sparse(handle, handle.options.sparse)
     for i, call in enumerate(handle.facts.calls):
         _check_call(f"layer {i} ({type(call.layer).__name__})", call)
     chain = _Chain()
@@ -59,7 +57,7 @@ def _check_call(where: str, call: LayerCall) -> None:
 def _check_sparse(handle: Handle, sparse: Sparse) -> None:
     """Refuse pages that chunks do not fill, and a model without a layer that pages can be left out of; say what is
     approximated."""
-    chunk, ranks, name = handle.options.chunk, handle.ctx.sp, type(handle.model).__name__
+    chunk, ranks, name = handle.chunk, handle.ctx.sp, type(handle.model).__name__
     assert chunk is not None
     if sparse.page is not None and sparse.page % (chunk * ranks):
         near = max(1, round(sparse.page / (chunk * ranks))) * chunk * ranks
@@ -134,7 +132,7 @@ def _streamed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any, in
             return out[0]
 
         keep = handle.keeps_attention(index)
-        chunk = handle.options.chunk
+        chunk = handle.chunk
         assert chunk is not None
         segment = chain.segment() if index > 0 else None
         if segment is None or not segment.continues_with(x):
@@ -145,7 +143,7 @@ def _streamed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any, in
             accept=unread.accept, module=layer, device=None if call is None else call.device,
             travels=travel is not None, kv_on_host=handle.kv_on_host, segment=segment, tokenwise=tokenwise,
             whole=functools.partial(run_whole, layer),
-            choices=None if handle.options.sparse is None else PageChoices(handle.options.sparse),
+            choices=None if handle.choose_pages is None else handle.choose_pages(),
         )  # fmt: skip
         out = stream(x)
         if index == count - 1:

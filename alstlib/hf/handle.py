@@ -11,15 +11,13 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
-from alstlib.config import Bytes, Count, FlagOrAuto, Place, Text, Tile, check_checkpoints, check_fields, check_places
 from alstlib.hf.edits import Edits
 from alstlib.hf.inputs import Call
 from alstlib.hf.mixers import mixers_of
@@ -27,85 +25,15 @@ from alstlib.hf.support import Facts
 from alstlib.mesh import SPContext
 from alstlib.offload import headroom
 from alstlib.offload.courier import Courier, Travel
-from alstlib.offload.host_store import HostOutOfMemory, HostStore
+from alstlib.offload.host_store import HostOutOfMemory, HostStore, Mode
+from alstlib.options import Options, Part
 from alstlib.sizing import kept_on_host, keys_and_values, keys_leave, keys_left, kv_needed
 from alstlib.streaming.blocks import Blocks
-from alstlib.streaming.sparse import Sparse
 from alstlib.tiled.compute import TiledMLP
 from alstlib.tiled.loss import TiledHead
 from alstlib.ulysses.attention import UlyssesAttention
 
 log = logging.getLogger(__name__)
-
-CoreAttention = Annotated[Callable[..., Any], Field(description="a function (q, k, v, *, scale, causal) -> (out, lse)")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What `apply` attaches to a model. Every feature works alone and together with all others.
-
-    Raises:
-        ValueError: a value does not fit its field, or contradicts another field; the message says what works.
-    """
-
-    attention: Text | CoreAttention = "sdpa"
-    """The attention kernel: `sdpa` (the best that PyTorch has on this device), `auto` (flash-attn 3 or 4 if installed,
-    else `sdpa`), a kernel's name (`alstlib.kernels.backends.BACKENDS`), or a function of your own for one device:
-    (q, k, v, *, scale, causal) -> (out, lse), where lse is the logsumexp of the scores. Autograd must be able to
-    differentiate it, or it has an attribute `backward` (`alstlib/kernels/user_attention.py` has the contract)."""
-    tiled_mlp: Tile = True
-    """Run MLPs, and blocks that route tokens to experts, tile by tile. A number is the tile in tokens; True chooses it.
-    Each tile adds the gradients of all experts in fp32, so that small tiles of large blocks cost time
-    (`alstlib.hf.experts` has figures)."""
-    tiled_norm: Tile = True
-    """Run the norms of decoder layers tile by tile, because norms compute in fp32 and need several times the memory of
-    their input. A number is the tile in tokens. With `chunk` norms run in chunks instead, and the norm of an MLP's
-    output runs in the tiles of the MLP."""
-    tiled_loss: Tile = True
-    """Compute the logits, the loss and the norm before them tile by tile. A number is the loss's tile in tokens."""
-    checkpoint: bool = True
-    """Activation checkpointing: decoder layers keep only their input, and backward recomputes them."""
-    offload: Literal["none", "sync", "async"] = "none"
-    """Where checkpoints are kept: on the device (`none`) or on the host. The copies run on the compute stream (`sync`)
-    or at the same time on a stream of their own (`async`)."""
-    save_attention: FlagOrAuto = "auto"
-    """Keep attention outputs with the checkpoints, so that attention runs forward only once. `auto` keeps as many as
-    fit: with offload, in the host's memory; without, on a GPU, in the memory that earlier steps left free (from the
-    second step on)."""
-    chunk: Count | None = None
-    """Run each decoder layer in chunks of this many tokens of this rank's slice; None: whole."""
-    hidden: Place = "auto"
-    """With `chunk`: where the layers' hidden states and the gradients of these are kept. From the host, one chunk at a
-    time is copied to the device. `auto`: on the host where checkpoints are offloaded."""
-    kv: Place = "auto"
-    """Where keys and values are kept, with the sums of their gradients: those of one layer with `chunk`, those of all
-    layers with `block_step`. `auto`: on the host where checkpoints are offloaded, keys and values would take more
-    than half of a GPU's free memory, and the host has room for them."""
-    states: Literal["auto", "pass", "heads"] = "auto"
-    """How layers with a state run over ranks: they `pass` their state from rank to rank, or exchange tokens for `heads`
-    as attention does. The results are equal. Layers with fewer heads than ranks pass their state. `auto`: the way that
-    takes less time (`planner.state_ways`); `handle.notes` says which."""
-    sparse: Sparse | None = None
-    """With `chunk`: each chunk of queries attends only to selected pages of keys, which approximates attention
-    (`alstlib.Sparse(top=16)`); None: to all keys, exactly."""
-    host_memory: Bytes | None = None
-    """Bytes of the host's memory that the checkpoints of this rank may take; None: what is free at each forward. When
-    they do not suffice, attention outputs are dropped first, and then the inputs of all but every k-th layer (not with
-    chunk and hidden="device"). All ranks keep as much as the rank that can keep least."""
-    liger_loss: bool = False
-    """Use Liger's fused loss on CUDA in place of the tiled loss; it needs the package liger-kernel. Its tiles grow with
-    the sequence: with the vocabulary of Llama 3 they are five times as large at 500K tokens, and ten times at 1M."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_checkpoints(self)
-        check_places(self, by_blocks=True)
-        if isinstance(self.attention, type):
-            raise ValueError(
-                f"attention={self.attention.__name__} is a class; give a function, or an instance of the class"
-            )
-        if self.sparse is not None and self.chunk is None:
-            raise ValueError(f"sparse={self.sparse} works on layers that run in chunks: give chunk too, such as 16384")
 
 
 @dataclass(frozen=True)
@@ -119,6 +47,9 @@ class Keys:
     window: int | None
 
 
+_MODES: dict[bool | str, Mode] = {False: "none", "sync": "sync", True: "async"}
+
+
 class Handle:
     """What `apply` returns: the attachment to one model. `detach()`, or leaving `with apply(...):`, takes it back.
 
@@ -129,14 +60,18 @@ class Handle:
     def __init__(self, model: PreTrainedModel, ctx: SPContext, options: Options, facts: Facts) -> None:
         self.model, self.ctx, self.options, self.facts = model, ctx, options, facts
         self.attention = UlyssesAttention(ctx, options.attention)
-        self.store = HostStore(options.offload, budget=options.host_memory)
+        self.store = HostStore(_MODES[options.offload], budget=options.host_memory)
+        self.chunk = options.chunk_for(model.config.get_text_config().hidden_size)
+        """Tokens of one chunk of this rank's slice; None: layers run whole."""
+        self.choose_pages: Callable[[], Any] | None = None
+        """Makes what chooses the pages of keys that the chunks of one call of a layer see (`contrib.sparse`)."""
         self.headroom = headroom.Headroom()
         self.edits = Edits()
         self.mlps: list[TiledMLP] = []
         self.head: TiledHead | None = None
         self.routers: list[nn.Module] = []
         """Routers of a mixture of experts, whose load-balancing loss can be had (`output_router_logits`)."""
-        self.notes: list[str] = []
+        self.notes: list[str] = [f"chunk='auto' took {self.chunk:,} tokens"] if options.chunk == "auto" else []
         """What was not tiled or not kept, and why: one sentence for each."""
         self.attention_kept: float = 0.0
         """The share of the layers that attend whose attention output the last forward kept, from 0 to 1."""
@@ -172,6 +107,11 @@ class Handle:
             self._ends.pop()()
         self.store.trim()
         return self.model
+
+    def tile(self, part: Part) -> int | None:
+        """Tokens of one tile of this part; None: they are chosen by the tensors' sizes."""
+        asked = self.options.tile(part)
+        return None if asked is True else int(asked)
 
     def __enter__(self) -> Handle:
         return self
@@ -261,7 +201,7 @@ class Handle:
         """
         options, store, ctx = self.options, self.store, self.ctx
         output, many = self._output_bytes(x), max(1, len(self.facts.attending))
-        if options.offload == "none":
+        if not options.offload:
             self.inputs_kept_every, self.attention_kept = 1, self._kept_on_device(x, output) / many
             return
         row, travels = x.numel() * x.element_size(), streamed and self.travel() is not None
@@ -305,7 +245,7 @@ class Handle:
                 f"host memory has no room for the inputs of all {layers} layers: one in {every} is kept; backward runs "
                 f"one more forward to make the others and holds up to {every} {held}"
             )
-        if self.kv_on_host and self.options.kv == "auto":
+        if self.kv_on_host and self.options.place("kv") == "auto":
             found.append(
                 "keys and values of a layer would take more than half of the device's free memory: they lie on the host"
             )
@@ -363,7 +303,7 @@ class Handle:
     def renew_plan(self) -> None:
         """Before a block's backward: what was granted for all of them, less what pages have taken of it."""
         left = max(0, self._needed - self.store.leased)
-        if self.options.offload != "none":
+        if self.options.offload:
             self.store.reserve(left, left)
 
     def place_keys(self, x: Tensor, layers: int, nbytes: int | None = None) -> None:
@@ -373,8 +313,8 @@ class Handle:
             layers: of the model.
             nbytes: that they take; None: those of x in one layer.
         """
-        self.kv_on_host = self.options.kv == "host"
-        if self.options.kv != "auto" or self.options.offload == "none" or isinstance(x, FakeTensor):
+        self.kv_on_host = self.options.place("kv") == "host"
+        if self.options.place("kv") != "auto" or not self.options.offload or isinstance(x, FakeTensor):
             return
         device = x.device if self._call is None or self._call.device is None else self._call.device
         if (memory := headroom.device_memory(device)) is not None:

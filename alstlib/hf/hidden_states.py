@@ -42,16 +42,16 @@ def _outside_layers(handle: Handle) -> Iterator[nn.Module]:
 
 
 def _may_travel(options: Options) -> bool:
-    return options.chunk is not None and options.hidden != "device" and options.offload != "none"
+    return options.chunk is not None and options.place("hidden") != "device" and bool(options.offload)
 
 
 def travels(handle: Handle, call: Call, tokens: Tensor, kwargs: dict[str, Any]) -> bool:
     """Do the hidden states of this call lie on the host? Not where a caller gets them, or one chunk holds them. Then
     this thread's backward runs in one thread, until detach."""
-    chunk = handle.options.chunk
+    chunk = handle.chunk
     if chunk is None or not _may_travel(handle.options):
         return False
-    if handle.head is None or handle.head.liger or call.shift_labels is None or tokens.shape[1] <= chunk:
+    if handle.head is None or call.shift_labels is None or tokens.shape[1] <= chunk:
         return False
     if kwargs.get("output_hidden_states") or getattr(handle.model.config, "output_hidden_states", False):
         return False
@@ -70,9 +70,9 @@ def _embedding(handle: Handle, module: nn.Module, original: Any) -> Any:
         travel = None if handle.plain else handle.travel(x=False)
         if travel is None or kwargs or len(args) != 1 or args[0].ndim != 2:
             return original(*args, **kwargs)
-        assert handle.options.chunk is not None
+        assert handle.chunk is not None
         return tiled_compute(
-            original, args[0], trainable, tile=handle.options.chunk, module=module, travel=travel
+            original, args[0], trainable, tile=handle.chunk, module=module, travel=travel
         )  # fmt: skip
 
     return forward
@@ -88,7 +88,7 @@ def _rotary(handle: Handle, module: nn.Module, original: Any) -> Any:
         travel = None if handle.plain else handle.travel()
         if travel is None:
             return original(x, position_ids, *args, **kwargs)
-        assert handle.options.chunk is not None
+        assert handle.chunk is not None
         length = position_ids.shape[-1]
         along = tokens_along(position_ids)
         like, courier = torch.empty(0, dtype=x.dtype, device=travel.device), travel.courier()
@@ -96,7 +96,7 @@ def _rotary(handle: Handle, module: nn.Module, original: Any) -> Any:
         if by_longest:
             longest = position_ids.max().expand(*position_ids.shape[:-1], 1)
         made: list[Tensor] = []
-        for rows in tiles_of(length, handle.options.chunk):
+        for rows in tiles_of(length, handle.chunk):
             at = torch.cat([position_ids[..., rows], longest], -1)
             table = original(like, at, *args, **kwargs)
             alone = isinstance(table, Tensor)  # of complex numbers, and not (cos, sin)

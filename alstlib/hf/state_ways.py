@@ -29,7 +29,7 @@ class StateWays:
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
-        self.option, self.ranks = handle.options.states, handle.ctx.sp
+        self.option, self.ranks = handle.options.linear_attention, handle.ctx.sp
         self.rates, self.nodes = rates_of("H100"), False
         if self.option == "auto" and self.ranks > 1:
             self.rates, self.nodes = _slowest(handle)
@@ -77,7 +77,7 @@ class StateWays:
         options, call, rows = self.handle.options, self.handle.call, tokens[0].shape[1]
         chunks, blocks = (call.piece, call.blocks) if call is not None else (None, None)
         if chunks is not None:  # the rows of a whole chunk: the last one chooses alike
-            rows = min(options.chunk or rows, chunks.pages.length // self.ranks)
+            rows = min(self.handle.chunk or rows, chunks.pages.length // self.ranks)
         elif blocks is not None:
             rows = min(blocks.block, blocks.length)
         forwards, pairs = passes_of(options.checkpoint, chunks=chunks is not None, blocks=blocks is not None)

@@ -86,7 +86,7 @@ def token_logps(
         context_of(model, ctx)
         check_first_backward(model)
         fields = {**fields_of(batch), "temperature": float(temperature), "statistics": found}
-        given = agreement.read(fields, None if handle is None else handle.options.chunk)
+        given = agreement.read(fields, None if handle is None else handle.chunk)
     logps = model(**given).logits
     if logps.shape != batch["shift_labels"].shape:
         raise ValueError(f"{type(model).__name__} is not attached: attach the model with alstlib.apply first")

@@ -373,7 +373,8 @@ class TrainerMixin(Base):
         if labels is None:
             given["labels"] = torch.full_like(given["input_ids"], IGNORE)
         batch = self._prepare_inputs(*share_step([given], ctx))
-        shown = None if prediction_loss_only else Shown(ctx, self.alst.chunk, given["labels"], batch, self._shown)
+        assert self.handle is not None
+        shown = None if prediction_loss_only else Shown(ctx, self.handle.chunk, given["labels"], batch, self._shown)
         items = None if hasattr(self, "_metrics") else self._items(batch)  # SFTTrainer evaluates means
         loss = None
         with torch.no_grad(), self.compute_loss_context_manager():

@@ -105,8 +105,7 @@ def check_liger(args: Any) -> None:
     if args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
         raise ValueError(
             "use_liger_kernel=True replaces the model's forward with Liger's fused loss: write "
-            "liger_kernel_config={'fused_linear_cross_entropy': False}, and alst=alstlib.Options(liger_loss=True) for "
-            "its loss"
+            "liger_kernel_config={'fused_linear_cross_entropy': False}; the loss runs in tiles (Options.tiles)"
         )
 
 

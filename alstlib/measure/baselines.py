@@ -22,9 +22,10 @@ import torch.distributed.nn
 from torch import Tensor, nn
 
 import alstlib
-from alstlib.config import RunConfig, check_names
+from alstlib.config import RunConfig
 from alstlib.data.shard import WHOLE, shard_batch
 from alstlib.offload.host_store import HostStore
+from alstlib.options import check_names
 from alstlib.train import operators
 from alstlib.train.engine import initialize
 from alstlib.train.loading import Arrival, load_on_first, place
@@ -51,7 +52,7 @@ def check_stacks(run: RunConfig) -> None:
         raise ValueError("peers names no stack to compare, such as [ours, deepspeed, transformers]")
     check_names(dict.fromkeys(run.peers), STACKS, "stack in peers")
     for name in run.peers:
-        if OURS.get(name, {}).get("chunk") and run.chunk is None:
+        if OURS.get(name, {}).get("chunk") and run.options.chunk is None:
             raise ValueError(f"peers names '{name}': set chunk, the tokens of a chunk")
 
 
@@ -71,7 +72,7 @@ class Stack:
             self.loss = self._ours(model, OURS[name])
         elif name == "readme":
             self.loss = self._printed(model)
-            config = alstlib.zero_config(model, learning_rate=run.learning_rate)
+            config = alstlib.zero_config(model, learning_rate=run.optim.learning_rate)
         elif name in LOSS_TILES:
             self.loss = self._deepspeed(model, LOSS_TILES[name])
         else:
@@ -92,8 +93,8 @@ class Stack:
         return sum(store.peak_nbytes for store in self.stores)
 
     def _ours(self, model: Any, options: Mapping[str, Any]) -> Callable[..., tuple[Tensor, Tensor]]:
-        chunk = self.run.chunk if options.get("chunk") else None
-        given = alstlib.Options(**{"attention": self.run.attention, **options, "chunk": chunk})
+        chunk = self.run.options.chunk if options.get("chunk") else None
+        given = alstlib.Options(**{"attention": self.run.options.attention, **options, "chunk": chunk})
         handle = alstlib.apply(model, self.ctx, given)
         self.stores = [handle.store]
         self.notes = handle.notes
@@ -108,7 +109,7 @@ class Stack:
 
     def _printed(self, model: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         """The loop of notebooks/training.md, with its options, configuration and loader (a new one each step)."""
-        handle = alstlib.apply(model, self.ctx, alstlib.Options(offload="async"))
+        handle = alstlib.apply(model, self.ctx, alstlib.Options(offload=True))
         self.stores = [handle.store]
         self.notes = handle.notes
 

@@ -27,7 +27,6 @@ from alstlib.mesh import accelerator
 from alstlib.offload.ledger import Ledger
 from alstlib.planner.model_states import GATHERED, Sizes, model_states
 from alstlib.runs import results
-from alstlib.train.ablation import run_options
 from alstlib.train.models import flop_dimensions, load_model, model_config, put_liger
 from alstlib.train.worker import Job, run_worker, wait_for
 
@@ -36,7 +35,7 @@ def ballast(run: RunConfig, parameters: int, element_bytes: int) -> dict[str, in
     """Bytes that ZeRO-3 over `run.emulate` ranks holds on a device besides what is built here
     (`model_states.model_states`). The weights of the layers that are built are here in full, as ZeRO-3 gathers them."""
     sizes = Sizes(parameters=parameters, layer=0, embedding=0)
-    held = model_states(run.replace(zero_stage=3), sizes, max(1, run.emulate), element_bytes).device
+    held = model_states(run.replace(engine={"zero_stage": 3}), sizes, max(1, run.emulate), element_bytes).device
     return {name: nbytes for name, nbytes in held.items() if name != GATHERED}
 
 
@@ -48,9 +47,11 @@ class Emulation(Job):
             raise ValueError("alstlib.measure.emulate needs emulate, the number of ranks of which one is run")
         super().__init__(run, out)
         self.ctx = alstlib.SPContext.create(run.emulate)
-        self.say(f"loading {run.model}")
-        whole = {k: v for k, v in run.model_config.items() if k != "num_hidden_layers"}
-        self.depth = model_config(run.model, whole, run.trust_remote_code).get_text_config().num_hidden_layers
+        self.say(f"loading {run.model.name}")
+        whole = {k: v for k, v in run.model.config.items() if k != "num_hidden_layers"}
+        self.depth = (
+            model_config(run.model.name, whole, run.model.trust_remote_code).get_text_config().num_hidden_layers
+        )
         with self.device:  # random weights are made where they stay
             model: Any = load_model(run, self.dtype)
         self.model = model.to(self.device)
@@ -62,13 +63,13 @@ class Emulation(Job):
         self.ballast = ballast(run, parameters, 2 if self.bf16 else 4)
         self.weight = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in self.ballast.values() if n]
         put_liger(run, self.model, self.gpu)
-        self.handle = alstlib.apply(self.model, self.ctx, run_options(run))
-        self.ledger = Ledger(self.device, [self.handle.store], run.device_memory)
+        self.handle = alstlib.apply(self.model, self.ctx, run.options)
+        self.ledger = Ledger(self.device, [self.handle.store], run.limits.device_memory)
 
     def shard(self) -> dict[str, Any]:
         """Random tokens of this rank (the last, whose queries have the most keys)."""
-        generator = torch.Generator().manual_seed(self.run.seed)
-        ids = torch.randint(0, self.model.config.vocab_size, (1, self.run.seq_len), generator=generator)
+        generator = torch.Generator().manual_seed(self.run.optim.seed)
+        ids = torch.randint(0, self.model.config.vocab_size, (1, self.run.data.seq_len), generator=generator)
         made = shard_batch({"input_ids": ids, "labels": ids}, self.ctx.sp, self.ctx.sp_rank)
         return {n: t if n in WHOLE else t.to(self.device) for n, t in made.items()}
 
@@ -80,8 +81,8 @@ class Emulation(Job):
 
     def __call__(self) -> dict[str, Any]:
         run, batch, times = self.run, self.shard(), []
-        self.say(f"{run.seq_len:,} tokens: step 1 of {run.steps}, which warms up")
-        for i in range(run.steps):  # the first is watched for memory; its time counts where there is no other
+        self.say(f"{run.data.seq_len:,} tokens: step 1 of {run.optim.steps}, which warms up")
+        for i in range(run.optim.steps):  # the first is watched for memory; its time counts where there is no other
             if i == 0:
                 self.ledger.__enter__()
                 self.ledger.mark_host(())
@@ -98,8 +99,8 @@ class Emulation(Job):
                 self.ledger.close()
             times.append({name: sum(values) for name, values in seconds.items()})
             took = times[-1]["step"]
-            left = (run.steps - i - 1) * took
-            self.say(f"{run.seq_len:,} tokens: step {i + 1} of {run.steps}, {took:.1f} s", eta_seconds=left)
+            left = (run.optim.steps - i - 1) * took
+            self.say(f"{run.data.seq_len:,} tokens: step {i + 1} of {run.optim.steps}, {took:.1f} s", eta_seconds=left)
         times = times[1:] or times
         return self._metrics(times, peak, host, reserved, wire)
 
@@ -137,11 +138,11 @@ class Emulation(Job):
         best = min(times, key=lambda t: t["step"])
         forward, backward = best["forward"] / built, best["backward"] / built
         dimensions = {**self.dimensions, "dense_params": self.per_layer, "layers": 1}
-        flos = {k: v / run.emulate for k, v in results.flos(run.seq_len, run.seq_len, **dimensions).items()}
+        flos = {k: v / run.emulate for k, v in results.flos(run.data.seq_len, run.data.seq_len, **dimensions).items()}
         projected = best["step"] + (forward + backward) * (self.depth - built)
         return {
-            "seq_len": run.seq_len,
-            "tokens_per_step": run.seq_len,
+            "seq_len": run.data.seq_len,
+            "tokens_per_step": run.data.seq_len,
             "step_seconds": [t["step"] for t in times],
             "loss": [],
             "device_peak_bytes": [peak],

@@ -225,11 +225,15 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str
     keep, _, outputs = way.keep.partition("+")
     mlp = sizes["M"] if way.mlp and routes(way.family) else way.mlp  # the tile of experts goes by bytes
     options = alstlib.Options(
-        tiled_mlp=mlp, tiled_norm=way.norm, tiled_loss=way.loss, checkpoint=keep != "all",
-        offload="sync" if keep == "host" else "none",
-        save_attention=bool(outputs), chunk=sizes["C"] if way.chunk else None, host_memory=PLENTY,
-        hidden="host" if way.travels else "device", kv="device", states="heads" if way.by_heads else "pass",
-    )  # fmt: skip
+        tiles={"mlp": mlp, "loss": way.loss, "norm": way.norm},
+        checkpoint=keep != "all",
+        offload="sync" if keep == "host" else False,
+        save_attention=bool(outputs),
+        chunk=sizes["C"] if way.chunk else None,
+        on_host="hidden" if way.travels else "none",
+        linear_attention="heads" if way.by_heads else "pass",
+        host_memory=PLENTY,
+    )
     dtype = torch.bfloat16 if way.dtype == "bf16" else torch.float32
     with fake_ranks(ranks) as ctx, as_on(tile), torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).train()

@@ -53,7 +53,7 @@ class Rates(Job):
         super().__init__(run, out)
         self.here, self.world = accelerator(self.device), dist.get_world_size()
         self.kind = "cpu" if self.here is None else "cuda"
-        self.shape = read_shape(run.model, run.model_config)
+        self.shape = read_shape(run.model.name, run.model.config)
         self.local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
         self.gone = {"context": self._gone()}
         self._all_to_all(dist.group.WORLD, self.world)  # NCCL takes its buffers

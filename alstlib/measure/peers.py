@@ -125,7 +125,7 @@ class Alone(Job):
 
     def sample(self, length: int) -> dict[str, Tensor]:
         """Random tokens [1, S], the same on every rank."""
-        generator = torch.Generator().manual_seed(self.run.seed)
+        generator = torch.Generator().manual_seed(self.run.optim.seed)
         ids = torch.randint(0, self.stack.model.config.vocab_size, (1, length), generator=generator)
         return {"input_ids": ids, "labels": ids.clone()}
 
@@ -133,7 +133,7 @@ class Alone(Job):
 
     def time(self, steps: int, look: bool) -> tuple[dict[str, Any], list[float], list[int]]:
         """What a step needs (with `look`), the seconds of `steps` steps, and the processes of the stack's ranks."""
-        sample, where = self.sample(self.run.seq_len), f"{self.stack.name} at {self.run.seq_len:,} tokens"
+        sample, where = self.sample(self.run.data.seq_len), f"{self.stack.name} at {self.run.data.seq_len:,} tokens"
         self.say(f"{where}: {'memory and counts' if look else 'a step to warm up'}")
         found = {"loss": self.stack.step(sample)}  # not timed
         if look:
@@ -156,7 +156,7 @@ class Alone(Job):
             stack.step(sample)
         for handle in handles:
             handle.remove()
-        errors = {} if self.run.offload_params else self.gradient_error()
+        errors = {} if self.run.engine.offload_params else self.gradient_error()
         peaks = self.gather(self.peak(sample), stack.host_bytes())
         config, length = stack.model.config, sample["input_ids"].shape[1]
         layers = config.num_hidden_layers
@@ -207,9 +207,10 @@ class Alone(Job):
 
     def longest(self) -> dict[str, Any]:
         run, stack = self.run, self.stack
-        assert run.device_memory is not None
+        assert run.limits.device_memory is not None
+        assert run.search is not None
         for _ in range(3):
-            stack.step(self.sample(run.search_granule))
+            stack.step(self.sample(run.search.granule))
 
         def peak(length: int) -> int:
             sample = self.sample(length)
@@ -217,9 +218,9 @@ class Alone(Job):
             self.say(f"{stack.name} at {length:,} tokens peaks {format_bytes(most)} over its start")
             return most
 
-        budget, granule = run.device_memory, run.search_granule
+        budget, granule = run.limits.device_memory, run.search.granule
         try:
-            found = longest_that_fits(peak, budget, granule, start=run.seq_len, limit=run.search_max)
+            found = longest_that_fits(peak, budget, granule, start=run.data.seq_len, limit=run.search.max)
         except MemoryError as e:  # not even one granule: a finding about this stack, not the end of the others
             return {"seq_len": 0, "tried": [], "host_peak_bytes": stack.host_bytes(), "why": str(e)}
         tried = [{"seq_len": n, "device_peak_bytes": p} for n, p in found.tried]
@@ -245,7 +246,7 @@ class Comparison(Job):
     def __init__(self, run: RunConfig, out: Path) -> None:
         super().__init__(run, out)
         check_stacks(run)
-        if run.search and run.device_memory is None:
+        if run.search and run.limits.device_memory is None:
             raise ValueError("search=True needs device_memory: the budget over what is there at the start of a step")
         # On a CPU, processes are forked from one that has imported what they need. CUDA does not live through a fork.
         self.processes: Any = multiprocessing.get_context("spawn" if self.gpu else "forkserver")
@@ -266,24 +267,24 @@ class Comparison(Job):
         return self.longest() if self.run.search else self.compare()
 
     def compare(self) -> dict[str, Any]:
-        run, length = self.run, self.run.seq_len
+        run, length = self.run, self.run.data.seq_len
         made: dict[str, dict[str, Any]] = {name: {"step_seconds": [], "processes": []} for name in run.peers}
         took: dict[str, float] = {}
-        rounds = min(ROUNDS, run.steps)
+        rounds = min(ROUNDS, run.optim.steps)
         for i in range(rounds):
             for at, name in enumerate(run.peers):
                 began, left = time.perf_counter(), [took[n] for n in run.peers[at:] if n in took]
                 eta = {"eta_seconds": sum(left)} if left else {}
                 self.say(f"{name} at {length:,} tokens, round {i + 1} of {rounds}", **eta)
                 with self.alone(name) as ask:
-                    found, seconds, pids = ask("time", (run.steps + i) // rounds, i == 0)
+                    found, seconds, pids = ask("time", (run.optim.steps + i) // rounds, i == 0)
                 took[name] = time.perf_counter() - began
                 made[name] = found | made[name]
                 made[name]["step_seconds"] += seconds
                 made[name]["processes"].append(pids)
         for one in made.values():
             one["tokens_per_second"] = length * one["sequences"] / statistics.median(one["step_seconds"])
-        config = model_config(run.model, run.model_config, run.trust_remote_code)
+        config = model_config(run.model.name, run.model.config, run.model.trust_remote_code)
         floor_of = floor_step(config, length, dist.get_world_size(), self.device, self.bf16)
         floor = [timed(floor_of, self.device) for _ in range(3)]
         first = made[run.peers[0]]

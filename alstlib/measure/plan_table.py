@@ -12,9 +12,10 @@ import random
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from alstlib.config import RunConfig
+from alstlib.config import Data, Model, RunConfig, not_default
+from alstlib.options import Options
 from alstlib.planner.activations import activations, families, heads_way
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.public_models import PUBLIC
@@ -60,30 +61,51 @@ def draw(seed: int) -> tuple[RunConfig, int, str]:
     way = heads_way(shape, ranks)[0]
     rows = int(2 ** pick.uniform(8, 17 if shape.width < 1000 else 15 + ranks.bit_length() / 4))
     checkpoint = pick.random() < 0.85
-    offload: Literal["none", "sync", "async"] = pick.choice(["none", "sync", "async"]) if checkpoint else "none"
+    offload: Any = pick.choice([False, "sync", True]) if checkpoint else False
     chunk = max(256, rows // pick.choice([2, 5, 16])) if checkpoint and pick.random() < 0.3 else None
     device = "cuda" if seed in NEWER else device
     run = RunConfig(
-        model=model, seq_len=rows * ranks + pick.randrange(ranks),
-        dtype=pick.choice(["bf16", "fp32"]) if shape.family == "llama" and way in ("one", "whole") else "bf16",
-        tiled_mlp=pick.choice([True, True, False, 512]), tiled_norm=pick.choice([True, True, False]),
-        tiled_loss=pick.choice([True, True, True, False, 300]), checkpoint=checkpoint, offload=offload,
-        save_attention=pick.choice([False, "auto", True]) if checkpoint else False, chunk=chunk,
-    )  # fmt: skip
+        model=Model(
+            name=model,
+            dtype=pick.choice(["bf16", "fp32"]) if shape.family == "llama" and way in ("one", "whole") else "bf16",
+        ),
+        data=Data(seq_len=rows * ranks + pick.randrange(ranks)),
+        options=Options.plain(
+            tiles={
+                "mlp": pick.choice([True, True, False, 512]),
+                "loss": pick.choice([True, True, True, False, 300]),
+                "norm": pick.choice([True, True, False]),
+            },
+            checkpoint=checkpoint,
+            offload=offload,
+            save_attention=pick.choice([False, "auto", True]) if checkpoint else False,
+            chunk=chunk,
+        ),
+    )
     if seed in NEWER:  # lengths as people choose them: a last tile that is shorter would count as a whole one
         rows = 2 ** pick.randint(8, 12 if shape.softcap else 15)  # capped scores are made block by block
         chunk = max(256, rows // pick.choice([2, 4, 16])) if chunk and rows > 256 else None
         mlp, norm, loss = pick.choice(USUAL)
         run = run.replace(
-            seq_len=rows * ranks, chunk=chunk, tiled_mlp=mlp and pick.choice([True, 512]), tiled_norm=norm,
-            tiled_loss=(loss or chunk is not None) and pick.choice([True, 256]),
-        )  # fmt: skip
+            data={"seq_len": rows * ranks},
+            options={
+                "tiles": {
+                    "mlp": mlp and pick.choice([True, 512]),
+                    "loss": (loss or chunk is not None) and pick.choice([True, 256]),
+                    "norm": norm,
+                },
+                "chunk": chunk,
+            },
+        )
     if seed in STREAMED:
         hidden = pick.choice(["host", "host", "device"])
-        run = run.replace(
-            chunk=max(256, rows // pick.choice([3, 5, 9, 16])), checkpoint=True, offload=pick.choice(["sync", "async"]),
-            hidden=hidden, kv=pick.choice(["device", "host", "host"]), tiled_loss=run.tiled_loss or hidden == "host",
-        )  # fmt: skip
+        offload, chunk = pick.choice(["sync", True]), max(256, rows // pick.choice([3, 5, 9, 16]))
+        keys = pick.choice(["device", "host", "host"])
+        where = "none" if hidden == "device" else "hidden" if keys == "device" else "hidden+kv"
+        fields = {"checkpoint": True, "offload": offload, "chunk": chunk, "on_host": where}
+        run = run.replace(**{"options.tiles.loss": run.options.tile("loss") or hidden == "host"}).replace(
+            options=fields
+        )
     return run, ranks, device
 
 
@@ -96,15 +118,22 @@ def _draw_hybrid(pick: random.Random) -> tuple[RunConfig, int, str]:
     model = pick.choice(known[pick.choice(list(known))])
     ranks = pick.choice([n for n in (1, 2, 3, 4, 8, 16) if n <= read_shape(model).heads])
     rows = 2 ** pick.randint(10, 14)
-    offload: Literal["none", "sync", "async"] = pick.choice(("none", "sync", "async"))
+    offload: Any = pick.choice((False, "sync", True))
     chunk = max(512, rows // pick.choice([2, 3, 4])) if pick.random() < 0.5 else None
     run = RunConfig(
-        model=model, seq_len=rows * ranks, dtype="bf16", tiled_mlp=True, tiled_norm=True, tiled_loss=True,
-        checkpoint=True, offload=offload, save_attention=pick.choice([False, "auto"]) if offload != "none" else False,
-        chunk=chunk, states=pick.choice(("auto", "pass", "heads")),
-    )  # fmt: skip
-    if chunk is not None and offload != "none":
-        run = run.replace(hidden=pick.choice(("host", "device")), kv=pick.choice(("host", "device")))
+        model=Model(name=model, dtype="bf16"),
+        data=Data(seq_len=rows * ranks),
+        options=Options.plain(
+            tiles=True,
+            checkpoint=True,
+            offload=offload,
+            save_attention=pick.choice([False, "auto"]) if offload else False,
+            chunk=chunk,
+            linear_attention=pick.choice(("auto", "pass", "heads")),
+        ),
+    )
+    if chunk is not None and offload:
+        run = run.replace(options={"on_host": pick.choice(("none", "hidden", "hidden+kv"))})
     return run, ranks, "cuda"
 
 
@@ -115,7 +144,7 @@ def compare(seed: int) -> dict[str, Any]:
     run, ranks, device = draw(seed)
     began = time.perf_counter()
     simulated = simulate_deep(run, ranks, device)
-    options = {n: v for n, v in run.to_dict().items() if v != RunConfig().to_dict()[n]}
+    options = not_default(run)
     return plan_again({
         "seed": seed, "ranks": ranks, "device": device, "options": options, "simulated": simulated.device_peak,
         "simulated_host": simulated.host_peak, "simulated_categories": simulated.categories,
@@ -126,8 +155,8 @@ def compare(seed: int) -> dict[str, Any]:
 def plan_again(one: dict[str, Any]) -> dict[str, Any]:
     """A configuration that was simulated, planned."""
     run, ranks, device = draw(one["seed"])
-    shape = read_shape(run.model, run.model_config)
-    planned = activations(shape, run, ranks, run.seq_len - run.seq_len % ranks, device, workspace=False)
+    shape = read_shape(run.model.name, run.model.config)
+    planned = activations(shape, run, ranks, run.data.seq_len - run.data.seq_len % ranks, device, workspace=False)
     return one | {
         "planned": planned.peak, "error": planned.peak / one["simulated"] - 1, "planned_host": planned.host,
         "planned_categories": planned.device, "planned_place": planned.place,

@@ -19,7 +19,6 @@ import alstlib
 from alstlib import sizing
 from alstlib.measure.small import build
 from alstlib.measure.verify import compare, errors_of, plain, sample
-from alstlib.train.ablation import run_options
 from alstlib.train.models import model_config
 from alstlib.train.worker import Job, run_worker
 
@@ -30,24 +29,24 @@ EXACT = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 5e-2)}
 class SameGradients(Job):
     def __call__(self) -> dict[str, Any]:
         run = self.run
-        self.say(f"comparing gradients at {run.seq_len:,} tokens with the CPU's")
+        self.say(f"comparing gradients at {run.data.seq_len:,} tokens with the CPU's")
         began = time.perf_counter()
-        config = model_config(run.model, run.model_config, run.trust_remote_code)
+        config = model_config(run.model.name, run.model.config, run.model.trust_remote_code)
         with mock.patch.object(sizing, "LEAST_KEYS", 1):  # several pages, as a long sequence has
             found = {str(dtype).removeprefix("torch."): self.compared(config, dtype) for dtype in EXACT}
         return {
-            "seq_len": run.seq_len,
-            "tokens_per_step": run.seq_len,
+            "seq_len": run.data.seq_len,
+            "tokens_per_step": run.data.seq_len,
             "step_seconds": [time.perf_counter() - began],
             "gradients": found,
         }
 
     def compared(self, config: Any, dtype: torch.dtype) -> dict[str, Any]:
         """What came of a type (`verify.compare`), with the error of plain transformers in bf16 and its share."""
-        model: Any = build(config, dtype, self.run.seed)
+        model: Any = build(config, dtype, self.run.optim.seed)
         model.set_attn_implementation("sdpa")
         model.to(self.device)
-        data = sample(self.run.seq_len, packed=False)
+        data = sample(self.run.data.seq_len, packed=False)
         here = {n: x.to(self.device) if isinstance(x, torch.Tensor) else x for n, x in data.items()}
         more: dict[str, float] = {}
 
@@ -58,7 +57,7 @@ class SameGradients(Job):
                 more["of_plain"] = max(errors_of(plain(model, here)[1], want).values())
             return loss, want
 
-        found = compare(model, alstlib.SPContext(), run_options(self.run), here, reference, EXACT)
+        found = compare(model, alstlib.SPContext(), self.run.options, here, reference, EXACT)
         if more and "gradient" in found:
             more["times_plain"] = found["gradient"] / more["of_plain"]
         return {**found, **more}

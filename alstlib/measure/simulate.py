@@ -37,7 +37,6 @@ from alstlib.planner.model_states import Sizes, States, model_states
 from alstlib.planner.moments import part_of
 from alstlib.sizing import kernels_as_on
 from alstlib.tiled.compute import as_on
-from alstlib.train.ablation import run_options
 from alstlib.train.models import load_model, model_config
 
 FEW = (1, 2, 3)
@@ -77,7 +76,7 @@ class Simulated:
         """Model states and ZeRO's buffers of a rank, by formula: of `run.world_size` ranks, at least those of the
         sample."""
         element = element_bytes(self.run, "cuda")
-        return model_states(self.run, self.sizes, max(self.ranks, self.run.world_size), element)
+        return model_states(self.run, self.sizes, max(self.ranks, self.run.engine.world_size), element)
 
     @property
     def device(self) -> dict[str, int]:
@@ -113,24 +112,19 @@ def simulate(run: RunConfig, ranks: int, device: str = "cuda", fake: bool = True
     """One step of one of `ranks` ranks that share a sample of `run.seq_len` tokens, with the run's model and options.
 
     Args:
-        run: model, model_config, seq_len, dtype and the options of a run; its engine is not run.
+        run: its engine is not run.
         ranks: the SP degree.
         device: whose tiles and kernels are taken, `cuda` or `cpu`.
         fake: False runs real tensors on the CPU, which must have room: to hold the simulation against.
         capability: the first number of the GPU's compute capability.
 
     Raises:
-        ValueError: Liger's fused loss, whose kernel takes no fake tensors; sparse pages, which are chosen by values.
+        ValueError: sparse pages, which are chosen by values.
     """
-    if run.sparse is not None:
+    if run.contrib.sparse is not None:
         raise ValueError(
-            f"sparse={run.sparse} cannot be simulated: fake tensors have no values to choose pages by. `alst plan` "
-            "knows what it takes; simulate with sparse=None, which takes the same memory"
-        )
-    if run.liger == "loss":
-        raise ValueError(
-            "liger='loss' cannot be simulated: its kernel takes no fake tensors. `alst plan` knows what it takes; "
-            "simulate with another liger"
+            f"contrib.sparse={run.contrib.sparse} cannot be simulated: fake tensors have no values to choose pages by. "
+            "`alst plan` knows what it takes; simulate without it, which takes the same memory"
         )
     dtype = torch.bfloat16 if run.bf16(device == "cuda") else torch.float32
     run = _roomy(run)
@@ -139,7 +133,7 @@ def simulate(run: RunConfig, ranks: int, device: str = "cuda", fake: bool = True
             model: Any = load_model(run, dtype, shape_only=True)
         kernels = kernels_as_on(device, capability) if fake else nullcontext()
         states = fused_states(model) if fake and device == "cuda" else nullcontext()
-        with kernels, states, alstlib.apply(model, ctx, run_options(run)) as handle:
+        with kernels, states, alstlib.apply(model, ctx, run.options) as handle:
             if not fake:
                 drop_gradients(model)
                 return step(run, model, handle, ctx)
@@ -149,7 +143,7 @@ def simulate(run: RunConfig, ranks: int, device: str = "cuda", fake: bool = True
 
 
 def _roomy(run: RunConfig) -> RunConfig:
-    return run.replace(host_memory=PLENTY if run.host_memory is None else run.host_memory)
+    return run.replace(options={"host_memory": PLENTY if run.options.host_memory is None else run.options.host_memory})
 
 
 def drop_gradients(model: nn.Module) -> None:
@@ -172,7 +166,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 def step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPContext) -> Simulated:
     """What one step of an attached model takes, whose gradients are dropped."""
-    batch = shard_of(ctx, run.seq_len // ctx.sp)
+    batch = shard_of(ctx, run.data.seq_len // ctx.sp)
     sizes = Sizes(
         parameters=sum(p.numel() for p in model.parameters()),
         layer=max(sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)),
@@ -249,14 +243,14 @@ def _deeper(
 def simulate_deep(run: RunConfig, ranks: int, device: str = "cuda") -> Simulated:
     """`simulate` with only `FEW` layers run, extended to those of the model. A host budget is for all layers together:
     with one, all are run."""
-    config = model_config(run.model, run.model_config, run.trust_remote_code, shape_only=True)
+    config = model_config(run.model.name, run.model.config, run.model.trust_remote_code, shape_only=True)
     whole = config.get_text_config().num_hidden_layers
-    if whole <= FEW[1] or run.host_memory is not None:
+    if whole <= FEW[1] or run.options.host_memory is not None:
         return simulate(run, ranks, device)
 
     def shallow(layers: int) -> Simulated:
-        fields = {**run.model_config, "num_hidden_layers": layers, **_last_layers(config.get_text_config(), layers)}
-        return simulate(run.replace(model_config=fields), ranks, device)
+        fields = {**run.model.config, "num_hidden_layers": layers, **_last_layers(config.get_text_config(), layers)}
+        return simulate(run.replace(model={"config": fields}), ranks, device)
 
     if set(getattr(config.get_text_config(), "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
         return _hybrid(run, ranks, device, config.get_text_config())
@@ -275,8 +269,8 @@ def _hybrid(run: RunConfig, ranks: int, device: str, config: Any) -> Simulated:
     each = sorted(set(kinds))
 
     def shallow(first: Sequence[str]) -> Simulated:
-        fields = {**run.model_config, **_of_kinds(config, [*first, *ends])}
-        return simulate(run.replace(model_config=fields), ranks, device)
+        fields = {**run.model.config, **_of_kinds(config, [*first, *ends])}
+        return simulate(run.replace(model={"config": fields}), ranks, device)
 
     few = shallow(each)
     further = [(shallow([kind, *each]), kinds.count(kind) - ends.count(kind) - 1) for kind in each]

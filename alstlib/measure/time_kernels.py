@@ -40,7 +40,7 @@ class Bench(Job):
         from alstlib.train.models import model_config  # which takes seconds that each kernel's process need not wait
 
         super().__init__(run, out)
-        config = model_config(run.model, run.model_config, run.trust_remote_code).get_text_config()
+        config = model_config(run.model.name, run.model.config, run.model.trust_remote_code).get_text_config()
         ranks = max(1, run.emulate)
         heads, kv, self.dim = heads_of(config)
         self.heads, self.kv = heads // ranks, max(1, kv // ranks)
@@ -49,20 +49,20 @@ class Bench(Job):
         made: dict[str, Any] = {}
         run = self.run
         for i, name in enumerate(BACKENDS):
-            if name in CHECKING or run.seq_len > SLOW.get(name, run.seq_len):
+            if name in CHECKING or run.data.seq_len > SLOW.get(name, run.data.seq_len):
                 continue
             try:
                 choose_backend(name, self.device, self.dtype, self.dim)
             except ValueError as e:
                 made[name] = {"runs": False, "why": str(e)}
                 continue
-            self.say(f"{name} at {run.seq_len:,} tokens, {i + 1} of {len(BACKENDS)} kernels")
+            self.say(f"{name} at {run.data.seq_len:,} tokens, {i + 1} of {len(BACKENDS)} kernels")
             made[name] = self.alone(name)
         chosen = choose_backend("sdpa", self.device, self.dtype, self.dim).name
         seconds = made[chosen]["forward_seconds"] + made[chosen]["backward_seconds"] if made[chosen]["runs"] else None
         return {
-            "seq_len": self.run.seq_len,
-            "tokens_per_step": self.run.seq_len,
+            "seq_len": self.run.data.seq_len,
+            "tokens_per_step": self.run.data.seq_len,
             "step_seconds": [seconds] if seconds else [],
             "chosen": chosen,
             "kernels": made,
@@ -74,8 +74,8 @@ class Bench(Job):
         answer.unlink(missing_ok=True)
         task = {
             "name": name, "device": str(self.device), "dtype": str(self.dtype).removeprefix("torch."),
-            "heads": self.heads, "kv": self.kv, "dim": self.dim, "length": run.seq_len, "steps": run.steps,
-            "chunk": run.chunk,
+            "heads": self.heads, "kv": self.kv, "dim": self.dim, "length": run.data.seq_len, "steps": run.optim.steps,
+            "chunk": run.options.chunk,
         }  # fmt: skip
         left = seconds_left() / 2
         limit = None if math.isinf(left) else max(1.0, left)

@@ -45,13 +45,13 @@ class Costs(Job):
     def __init__(self, run: RunConfig, out: Path) -> None:
         super().__init__(run, out)
         self.ctx = SPContext.create(dist.get_world_size())
-        config = model_config(run.model, run.model_config, run.trust_remote_code).get_text_config()
+        config = model_config(run.model.name, run.model.config, run.model.trust_remote_code).get_text_config()
         self.heads, self.kv, self.dim = heads_of(config)
 
     def __call__(self) -> dict[str, Any]:
-        run, rows = self.run, self.run.seq_len // self.ctx.sp
+        run, rows = self.run, self.run.data.seq_len // self.ctx.sp
         length = rows * self.ctx.sp
-        generator = torch.Generator().manual_seed(run.seed + self.ctx.sp_rank)
+        generator = torch.Generator().manual_seed(run.optim.seed + self.ctx.sp_rank)
 
         def make(heads: int) -> torch.Tensor:
             made = torch.randn(1, heads, rows, self.dim, generator=generator).to(self.device, self.dtype)
@@ -68,7 +68,7 @@ class Costs(Job):
             for layout, split in layouts.items():
                 name = f"{layout}, {packing}"
                 self.say(f"{name} at {length:,} tokens")
-                op = UlyssesAttention(self.ctx, run.attention, split_rows=split)
+                op = UlyssesAttention(self.ctx, run.options.attention, split_rows=split)
 
                 def step(op: UlyssesAttention = op, offsets: list[int] = offsets) -> None:
                     out = op(*tensors, documents=offsets)
@@ -82,8 +82,8 @@ class Costs(Job):
                               "rows_max_over_mean": uneven[0], "area_max_over_mean": uneven[1],
                               "backend": op.backend_name, "step_seconds": []}  # fmt: skip
                 steps[name] = step
-        pace = Pace(self.say, f"timing {len(steps)} kinds", run.steps)
-        for i in range(run.steps):
+        pace = Pace(self.say, f"timing {len(steps)} kinds", run.optim.steps)
+        for i in range(run.optim.steps):
             for name, step in steps.items():
                 made[name]["step_seconds"].append(timed(step, self.device))
             pace(i + 1)

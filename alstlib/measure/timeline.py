@@ -151,7 +151,7 @@ def as_page(found: Mapping[str, Any], cuda: bool) -> list[str]:
 class Timeline(Emulation):
     def __call__(self) -> dict[str, Any]:
         run, batch = self.run, self.shard()
-        self.say(f"{run.seq_len:,} tokens: a step that warms up, and one that is recorded")
+        self.say(f"{run.data.seq_len:,} tokens: a step that warms up, and one that is recorded")
         self.step(batch)
         wait_for(self.device)
         activity = ProfilerActivity.CUDA if self.device.type == "cuda" else ProfilerActivity.CPU
@@ -164,8 +164,8 @@ class Timeline(Emulation):
         recorded.export_chrome_trace(str(trace))
         found = summary(json.loads(trace.read_text())["traceEvents"])
         return {
-            "seq_len": run.seq_len,
-            "tokens_per_step": run.seq_len,
+            "seq_len": run.data.seq_len,
+            "tokens_per_step": run.data.seq_len,
             "step_seconds": [took],
             "timeline": found,
             "notes": self.handle.notes,

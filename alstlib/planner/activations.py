@@ -4,7 +4,7 @@ microseconds."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,6 +124,7 @@ def activations(
     Raises:
         ValueError: a decoder that has no form.
     """
+    run = run.for_width(shape.width)
     if run.block is not None and run.block * ranks < seq_len:
         return _by_blocks(shape, run, ranks, seq_len, device, room, workspace, capability, free, held)
     made = forms()
@@ -135,43 +136,47 @@ def activations(
         )
     family = form_of(shape)
     element = element_bytes(run, device)
-    rows = -(-seq_len // ranks) * run.batch_size
-    chunked = run.chunk is not None and run.chunk < rows
+    rows = -(-seq_len // ranks) * run.data.batch_size
+    chunk = min(rows, run.chunk or rows)
+    chunked = chunk < rows
     dtype = "bf16" if run.bf16(device == "cuda") else "fp32"
     heads, sizes = heads_way(shape, ranks)
     if shape.states or (heads in ("shared", "parts") and not _traced(family, dtype, heads, chunked)):
         heads, sizes = "whole", as_whole(shape, ranks)
     sizes |= {"R": rows, "P": ranks, "H": shape.width, "I": shape.mlp, "V": shape.vocab, "L": shape.layers}
-    sizes |= {"d": shape.head_dim / 4, "C": min(rows, run.chunk or rows), **latent_sizes(shape)}
+    sizes |= {"d": shape.head_dim / 4, "C": chunk, **latent_sizes(shape)}
     sizes |= {"E": shape.experts, "T": shape.routed, "I": shape.expert_mlp} if shape.experts else {}
     sizes |= {"S": shape.shared_mlp} if shape.shared_mlp else {}
-    mlp = tile_of_experts(shape, run, rows, element, device) if shape.experts and run.tiled_mlp else run.tiled_mlp
+    mlp = (
+        tile_of_experts(shape, run, rows, element, device)
+        if shape.experts and run.options.tile("mlp")
+        else run.options.tile("mlp")
+    )
     if shape.states:
-        by_heads = way_of(shape.states, run, ranks, rows // run.batch_size, nodes=ranks > PER_NODE) == "heads"
+        by_heads = way_of(shape.states, run, ranks, rows // run.data.batch_size, nodes=ranks > PER_NODE) == "heads"
         sizes |= sizes_of(family, shape.states, ranks, by_heads) | counts(shape.states)
     for name, (of, size) in {n: t.rsplit(" ", 1) for n, t in tiles_of(family).items()}.items():
         number, _, names = of.partition(" ")
         width = float(number) * product(names, sizes) if name != "D" else shape.value_dim * shape.heads / ranks
         wide = element if name == "M" else int(size)
-        given = {"M": mlp, "U": run.tiled_loss, "N": run.tiled_norm}.get(name, True)
+        given = {"M": mlp, "U": run.options.tile("loss"), "N": run.options.tile("norm")}.get(name, True)
         tile = tile_for(int(max(width, shape.width) if name == "M" else width), wide, device)
         sizes[name] = min(rows, tile if isinstance(given, bool) else given)
-    if fused := run.liger == "loss" and device == "cuda":
-        sizes["U"] = reference_tiles(rows, shape.width, shape.vocab)["U"]
     row, output = rows * shape.width * element, output_bytes(shape, rows, element)
     streaming = streaming_of(shape, run, ranks, rows, element, free, room) if chunked else Streaming()
     every, outputs, host, needed = _kept(run, shape, row, output, room, streaming)
     keeps = _keeps(run, shape.attending, outputs)
     switches = {
-        "mlp": mlp, "norm": run.tiled_norm and not chunked, "loss": run.tiled_loss, "chunk": chunked,
+        "mlp": mlp, "norm": run.options.tile("norm") and not chunked, "loss": run.options.tile("loss"),
+        "chunk": chunked,
         "fine": chunked and mlp and sizes["M"] < sizes["C"] and not shape.states, "travels": streaming.hidden,
     }  # fmt: skip
     on = "+".join(name for name, value in switches.items() if value)
-    single = run.tiled_mlp and not chunked and (not mlp if shape.experts else sizes["M"] >= rows)
+    single = run.options.tile("mlp") and not chunked and (not mlp if shape.experts else sizes["M"] >= rows)
     once = mlp and dtype == "fp32" and sizes["M"] >= rows and not chunked
     kernel = kernel_of(shape, run, device, capability)
     called = sizes["C"] if chunked else rows
-    taken = kernel_workspace(shape, kernel, called, run.packed) if workspace and device == "cuda" else 0.0
+    taken = kernel_workspace(shape, kernel, called, run.data.packed) if workspace and device == "cuda" else 0.0
     beside = beside_form(shape, kernel, ranks, rows * ranks, rows, sizes["C"] if chunked else None, element)
 
     def adjust(place: str, kinds: Kinds, found: dict[str, float]) -> None:
@@ -179,10 +184,15 @@ def activations(
             found["mlp"] = found.get("mlp", 0.0) - _sums(kinds) * product("H I", sizes)
         if place.endswith(".norm") and sizes["N"] == rows and not streaming.hidden:  # a single tile is no copy
             found["loss"] -= element * product("H N", sizes)
-        if shape.experts and run.tiled_mlp and not mlp and not chunked and "mlp" in found and not shape.states:
+        if (
+            shape.experts
+            and run.options.tile("mlp")
+            and not mlp
+            and not chunked
+            and "mlp" in found
+            and not shape.states
+        ):
             found["mlp"] += in_one_tile((names for _, names in kinds["mlp"]), sizes, element)
-        if fused and place == "lm_head":
-            found["loss"] = _fused_loss(kinds, sizes, element, run.lora is None)
         if KERNEL in place:
             found["kernel workspace"] = taken
             found["attention"] = found.get("attention", 0.0) + streaming.longer_pages(sizes["C"]) + beside
@@ -212,7 +222,7 @@ def activations(
     moments: Iterable[tuple[str, Kinds]] = (moment for one in ways for moment in moments_of(one))
     if shape.states:
         moments = mixed(way, keeps, shape.states)
-    moments = ((place, kinds if run.lora is None else frozen(kinds)) for place, kinds in moments)
+    moments = ((place, kinds if run.model.lora is None else frozen(kinds)) for place, kinds in moments)
     best, where = largest_of(moments, sizes, adjust, held)
     norm = 32 * product("H N", sizes) + 24 * sizes["N"] + 8 * sizes["H"]
     largest = sum(best.values()) + held(part_of(where))
@@ -225,7 +235,7 @@ def activations(
         peak, _last_layer(where, shape), host, needed, outputs / max(1, shape.attending), every, kernel,
         streaming.hidden, streaming.kv,
         copied_bytes(run, shape.layers, every, row, outputs * output, streaming, rows / sizes["C"], shape.attending),
-        streaming.attention_share(rows / sizes["C"]) if run.sparse and chunked else 1.0,
+        streaming.attention_share(rows / sizes["C"]) if run.contrib.sparse and chunked else 1.0,
     )  # fmt: skip
 
 
@@ -260,13 +270,14 @@ def _by_blocks(
     assert run.block is not None
     length = run.block * ranks
     one = activations(
-        shape, run.replace(block=None, kv="auto"), ranks, length, device, room, workspace, capability, held=held
+        shape, run.replace(block=None, options={"on_host": "auto"}), ranks, length, device, room, workspace, capability,
+        held=held,
     )  # fmt: skip
     element, heads = element_bytes(run, device), max(kv_needed(shape.heads, shape.kv_heads, ranks))
-    page = keys_and_values(length * run.batch_size, heads, shape.head_dim + shape.value_dim, element)
+    page = keys_and_values(length * run.data.batch_size, heads, shape.head_dim + shape.value_dim, element)
     blocks = -(-seq_len // length)
     pages = shape.attending * page * (blocks - 1)  # the last block's are never kept
-    rows = run.block * run.batch_size
+    rows = run.block * run.data.batch_size
     row, output = rows * shape.width * element, output_bytes(shape, rows, element)
     kv = kv_on_host(run, shape.layers, row, output, pages, free, room, pages=pages)
     ahead = 5 / 3 if workspace and device == "cuda" else 0
@@ -295,11 +306,13 @@ def reference_activations(
     heads, sizes = heads_way(shape, ranks)
     if heads == "parts":
         raise ValueError(f"preset 'paper' cannot share {shape.heads}/{shape.kv_heads} heads over sp={ranks} ranks")
-    rows = -(-seq_len // ranks) * run.batch_size
+    rows = -(-seq_len // ranks) * run.data.batch_size
     sizes |= {"R": rows, "P": ranks, "H": shape.width, "I": shape.mlp, "V": shape.vocab, "L": shape.layers}
     sizes |= {"d": shape.head_dim / 4, **reference_tiles(rows, shape.width, shape.vocab)}
-    on = "+".join(name for name, value in (("mlp", run.tiled_mlp), ("loss", run.tiled_loss)) if value)
-    where = "device" if run.offload == "none" else "host"
+    on = "+".join(
+        name for name, value in (("mlp", run.options.tile("mlp")), ("loss", run.options.tile("loss"))) if value
+    )
+    where = "device" if not run.options.offload else "host"
     way = "/".join([REFERENCE, shape.family, "bf16", heads, where, on])
     if way not in made["ways"]:
         raise ValueError(f"preset 'paper' is not known for model='{shape.name}', a {shape.family}: use preset 'ours'")
@@ -314,15 +327,6 @@ def _sums(kinds: Kinds) -> float:
     """Bytes a weight that a moment has for summing an MLP's gradients over tiles: in fp32 a single tile's are used as
     they are (up to 4 of each of three matrices)."""
     return min(12.0, sum(c for c, names in kinds.get("mlp", []) if names == "H I"))
-
-
-def _fused_loss(kinds: Kinds, sizes: Mapping[str, float], element: int, trained: bool) -> float:
-    """Bytes of Liger's fused loss in place of the tiled one: a tile's logits in the model's dtype, a trained head's
-    gradient in fp32 and at the end in the model's dtype too, and a loss and a flag for each token."""
-    others = sum(c * product(names, sizes) for c, names in kinds["loss"] if not {"U", "V"} & set(names.split()))
-    head = product("H V", sizes) * trained
-    in_dtype = max(product("U V", sizes), head if element < 4 else 0.0)
-    return others + 4 * head + element * in_dtype + 5 * sizes["R"]
 
 
 def _last_layer(place: str, shape: Shape) -> str:
@@ -341,10 +345,10 @@ def _kept(
     """As `Handle.plan` decides: of how many layers one input is kept, layers whose attention outputs are kept, host
     bytes of both, and the least host bytes that would do. What `auto` keeps on a GPU, where only room is taken that
     nothing else needs, is not foretold."""
-    layers, save = shape.layers, run.save_attention
-    if not run.checkpoint:
+    layers, save = shape.layers, run.options.save_attention
+    if not run.options.checkpoint:
         return 1, 0, 0, 0
-    if run.offload == "none":
+    if not run.options.offload:
         return 1, shape.attending if save is True else 0, 0, 0
     room = host_room(run, free)
     how: dict[str, Any] = {
@@ -358,16 +362,16 @@ def _kept(
 
 def _keeps(run: RunConfig, layers: int, outputs: int) -> list[str]:
     """Forms that apply: a share of the layers may keep its outputs, and another not."""
-    if not run.checkpoint:
+    if not run.options.checkpoint:
         return ["all"]
-    where = "device" if run.offload == "none" else "host"
+    where = "device" if not run.options.offload else "host"
     return [where] * (outputs < layers) + [f"{where}+attention"] * (outputs > 0)
 
 
 def kernel_of(shape: Shape, run: RunConfig, device: str, capability: int = 9) -> str:
     """The kernel of core attention (`backends.BACKENDS`), as `backends.choose_backend` chooses it. `auto` counts as
     `sdpa`: what is installed is not known."""
-    if run.attention not in ("sdpa", "auto"):
-        return run.attention
+    if run.options.attention not in ("sdpa", "auto"):
+        return str(run.options.attention)
     width = max(shape.head_dim, shape.value_dim)
     return sdpa_kernel(device, element_bytes(run, device) == 2, width, shape.softcap, capability)

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from alstlib.config import RunConfig, row_config
+from alstlib.config import Engine, Model, RunConfig, not_default, row_config
 from alstlib.planner import devices
 from alstlib.planner.gpus import GPUS, label_bytes, rates_of, with_measured
 from alstlib.planner.hybrids import NOTE
@@ -106,7 +106,7 @@ class Question:
 
     @property
     def shortest(self) -> int:
-        return 8 * (self.run.sp or self.machine.gpus)
+        return 8 * (self.run.engine.sp or self.machine.gpus)
 
     def at(self, seq_len: int) -> Prediction:
         return predict(self.shape, self.run, self.machine, seq_len, self.preset)
@@ -151,8 +151,8 @@ def command(args: argparse.Namespace) -> int:
     question = read(args)
     run, machine = question.run, question.machine
     wanted = parse_quantity(args.seq_len, "seq-len") if args.seq_len else None
-    if wanted is not None and wanted < (run.sp or machine.gpus):
-        raise ValueError(f"seq-len={wanted} must be at least {run.sp or machine.gpus}: one token for each rank")
+    if wanted is not None and wanted < (run.engine.sp or machine.gpus):
+        raise ValueError(f"seq-len={wanted} must be at least {run.engine.sp or machine.gpus}: one token for each rank")
     best = question.longest()
     found = best if wanted is None else question.at(wanted)
     helps = question.advice()
@@ -177,10 +177,10 @@ def read(args: argparse.Namespace) -> Question:
         raise ValueError(f"gpus={gpus} must be at least 0, and gpus-per-node={of_node} at least 1")
     if gpus == 0 and not (gpus := devices.device_count()):
         raise ValueError("gpus=0 means the GPUs of this machine, and it has none; give the number of GPUs to plan for")
-    base = RunConfig(model=args.model, dtype="bf16", sp=0)
-    whole = {"chunk": None}  # row chunks are one of the ways that the answer compares with whole layers
+    base = RunConfig(model=Model(name=args.model, dtype="bf16"), engine=Engine(sp=0))
+    whole = {"options.chunk": None}  # row chunks are one of the ways that the answer compares with whole layers
     run = row_config(PRESETS[args.preset], base).replace(**{**whole, **fields_of(args.set, "--set")})
-    shape = read_shape(args.model, run.model_config)
+    shape = read_shape(args.model, run.model.config)
     rates = measured.rates if measured else rates_of(args.gpu or "H100")
     if args.rates:
         rates = with_measured(rates, args.rates)
@@ -219,7 +219,7 @@ def fields_of(texts: Sequence[str], option: str) -> dict[str, Any]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise ValueError(f"{option} {text} must have the form FIELD=VALUE, such as chunk=16384")
+            raise ValueError(f"{option} {text} must have the form FIELD=VALUE, such as options.chunk=16384")
         made[name.strip()] = yaml.safe_load(value)
     return made
 
@@ -260,7 +260,7 @@ def as_json(question: Question, best: Prediction | None, found: Prediction | Non
         }
         for w in question.ways(found.seq_len if found is not None else None)
     ]  # fmt: skip
-    made["options"] = {n: v for n, v in run.to_dict().items() if v != RunConfig().to_dict()[n]}
+    made["options"] = not_default(run)
     return made
 
 
@@ -289,7 +289,7 @@ def describe(question: Question, best: Prediction | None, found: Prediction | No
     if found.host:
         lines += table(found.host, found.host_limit, "host, for each GPU")
         kept = found.activations
-        if run.save_attention:
+        if run.options.save_attention:
             lines.append(f"  (the attention outputs of {kept.attention_kept:.0%} of the layers are kept)")
         if kept.inputs_kept_every > 1:
             lines.append(f"  (the inputs of one layer in {kept.inputs_kept_every} are kept: the host lacks room)")

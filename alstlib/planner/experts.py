@@ -31,10 +31,14 @@ def experts_tile(shape: Shape, rows: int, batch: int, element: int, device: str)
 
 def tile_of_experts(shape: Shape, run: RunConfig, rows: int, element: int, device: str) -> int:
     """Tokens of a tile, of all micro-batch rows; 0 where all tokens are one, and in row chunks, which are one each."""
-    rows, batch = rows // run.batch_size, run.batch_size
+    rows, batch = rows // run.data.batch_size, run.data.batch_size
     if run.chunk is not None and run.chunk < rows:
         return 0
-    tile = experts_tile(shape, rows, batch, element, device) if run.tiled_mlp is True else int(run.tiled_mlp)
+    tile = (
+        experts_tile(shape, rows, batch, element, device)
+        if run.options.tile("mlp") is True
+        else int(run.options.tile("mlp"))
+    )
     return tile * batch if tile < rows else 0
 
 

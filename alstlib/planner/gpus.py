@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import check_names
+from alstlib.options import check_names
 from alstlib.units import parse_quantity
 
 T = 10**12

@@ -236,11 +236,11 @@ def added(
     chunks = run.chunk is not None and run.chunk < rows
     blocks = run.block is not None and run.block < rows
     rows = min(rows, run.block or rows, run.chunk or rows)
-    forwards, pairs = passes_of(run.checkpoint, chunks=chunks, blocks=blocks)
+    forwards, pairs = passes_of(run.options.checkpoint, chunks=chunks, blocks=blocks)
     costs = state_costs(
-        states.layer, rows, ranks, batch=run.batch_size, forwards=forwards, pairs=pairs, rates=rates, nodes=nodes
+        states.layer, rows, ranks, batch=run.data.batch_size, forwards=forwards, pairs=pairs, rates=rates, nodes=nodes
     )  # fmt: skip
-    way = cheapest(costs) if run.states == "auto" else run.states
+    way = cheapest(costs) if run.options.linear_attention == "auto" else run.options.linear_attention
     way = way if way in costs and ranks > 1 else "pass"  # heads of fewer than ranks are not shared
     return way, costs[way]
 

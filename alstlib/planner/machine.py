@@ -79,17 +79,22 @@ def machine_of(run: RunConfig, nodes: int, gpus: int, host: int | None = None, g
     """This machine and others like it, for a resolved run. `gpus` are those that it has; with none, ranks run on its
     CPU, and `device_memory` stands in for a device's. `host` and `gpu_free` are the bytes that the least free of the
     nodes has on its host and on a GPU; None: what this machine has."""
-    per_node = max(1, run.world_size // nodes)
-    memory, host = run.device_memory, host_free() if host is None else host
+    per_node = max(1, run.engine.world_size // nodes)
+    memory, host = run.limits.device_memory, host_free() if host is None else host
     if not gpus:
         own = Overheads(process=CPU_PROCESS)
         return Machine(
-            gpus=run.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, device="cpu", overheads=own
+            gpus=run.engine.world_size,
+            per_node=per_node,
+            gpu_memory=memory,
+            host_memory=host,
+            device="cpu",
+            overheads=own,
         )
     name, found = devices.first_gpu()
     rates = rates_named(name) or replace(rates_of("H100"), name=UNKNOWN)
     memory = memory or min((n for n in (found, gpu_free) if n), default=None)
-    return Machine(gpus=run.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, rates=rates)
+    return Machine(gpus=run.engine.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, rates=rates)
 
 
 def read_machine(path: str | Path) -> Machine:

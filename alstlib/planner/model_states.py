@@ -97,24 +97,24 @@ def model_states(
     shard, whole = -(-parameters // world), element * parameters
     part = -(-trained // world)
     buffer = element * (zero_bucket(parameters) if bucket is None else bucket)
-    stage = run.zero_stage
-    away = run.offload_optimizer and stage > 0
+    stage = run.engine.zero_stage
+    away = run.engine.offload_optimizer and stage > 0
     optimizer = 12 * (part if stage else trained) - (0 if stage or element == 2 else 4 * trained)
     gradients = element * (part if stage >= 2 else trained)
     weights = element * (shard if stage == 3 else parameters)
-    alike = run.checkpoint and run.offload != "none"
+    alike = run.options.checkpoint and bool(run.options.offload)
     needed, live = element * (sizes.layer + sizes.embedding), 2 * buffer
     ours, ahead = bucket is None, bucket is not None or needed < live
     last = element * sizes.embedding * (2 if alike else 1)
     gathered = last + (live if ours and ahead else element * sizes.layer)
     if not ours:
         gathered = max(gathered, live)
-    most = whole + (buffer if ours and ahead and run.chunk is not None else 0)
-    alone = world == 1 and not run.offload_params  # what is gathered is the shard
+    most = whole + (buffer if ours and ahead and run.options.chunk is not None else 0)
+    alone = world == 1 and not run.engine.offload_params  # what is gathered is the shard
     reduces = world > 1 or stage == 3
     largest = element * sizes.largest if away and stage < 3 else 0
     device = {
-        WEIGHTS: 0 if run.offload_params else weights,
+        WEIGHTS: 0 if run.engine.offload_params else weights,
         GATHERED: min(most, gathered) if stage == 3 and not alone else 0,
         GRADIENTS: gradients if not away else largest + {1: element * trained, 2: largest}.get(stage, 0),
         OPTIMIZER: 0 if away else optimizer,
@@ -122,9 +122,9 @@ def model_states(
         COPIES: 2 * min(buffer, whole) // element * (reduced or element) if reduces and bucket is not None else 0,
     }
     steps = [SUB_GROUP] * (part // SUB_GROUP) + [part % SUB_GROUP] if stage == 3 else [part]
-    earlier = element * part if stage == 2 and run.accumulation > 1 else 0
+    earlier = element * part if stage == 2 and run.optim.accumulation > 1 else 0
     host = {
-        WEIGHTS: pinned(weights) if run.offload_params else 0,
+        WEIGHTS: pinned(weights) if run.engine.offload_params else 0,
         OPTIMIZER: (8 * part + (4 * part if stage == 3 else pinned(4 * part))) if away else 0,
         GRADIENTS: sum(map(pinned, (element * part, *(4 * n for n in steps), largest))) + earlier if away else 0,
     }

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import PAPER_ROWS, RunConfig, row_config
+from alstlib.config import PAPER_ROWS, Engine, Model, RunConfig, row_config
+from alstlib.options import Options
 from alstlib.planner.gpus import label_bytes, rates_of
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape
@@ -24,7 +25,7 @@ FILE = Path("papermill_runs/results/planner/papers.json")
 HOST = 1_900_000_000_000
 """Bytes of a node of the ALST paper (section 5.3.2)."""
 EIGHT_B = "meta-llama/Llama-3.1-8B"
-BASE = RunConfig(model=EIGHT_B, dtype="bf16", attention="flash_attention_2")
+BASE = RunConfig(model=Model(name=EIGHT_B, dtype="bf16"), options=Options.plain(attention="flash_attention_2"))
 SEARCHED = (
     "what lies between the predicted peak and 79 GiB is not accounted for: the paper says that the last GiBs could not "
     "be used (a loss of NaN, footnote 17) and that NCCL takes 'multiple gigabytes'; Hugging Face's table has a "
@@ -44,9 +45,11 @@ WHY: dict[str, str] = {
 def _length(name: str, stated: int, gpus: int, seconds: float | None, **changes: Any) -> dict[str, Any]:
     row, preset = changes.pop("row", "baseline"), changes.pop("preset", "paper")
     machine = Machine(gpus=gpus, host_memory=HOST, rates=rates_of(changes.pop("gpu", "H100")))
-    run = row_config(row, BASE.replace(model=changes.pop("model", EIGHT_B), sp=0)).replace(**changes)
-    run = run.replace(sp=run.sp or gpus)
-    shape = read_shape(run.model)
+    run = row_config(row, BASE.replace(model={"name": changes.pop("model", EIGHT_B)}, engine={"sp": 0})).replace(
+        **changes
+    )
+    run = run.replace(engine={"sp": run.engine.sp or gpus})
+    shape = read_shape(run.model.name)
     best = longest(shape, run, machine, preset=preset)
     at = predict(shape, run, machine, stated, preset)
     predicted = best.seq_len if best else 0
@@ -66,7 +69,7 @@ def table_1() -> list[dict[str, Any]]:
 def tables_2_to_4() -> list[dict[str, Any]]:
     """ALST, Tables 2 to 4: the longest with everything on, on 1, 8 and 32 H100."""
     return [
-        _length("1 GPU, ALST", 500_000, 1, 1010, row="alst", offload_params=True),
+        _length("1 GPU, ALST", 500_000, 1, 1010, row="alst", engine={"offload_params": True}),
         _length("8 GPUs, ALST", 3_700_000, 8, 6455, row="alst"),
         _length("32 GPUs, ALST", 15_000_000, 32, 26_709, row="alst"),
     ]
@@ -80,7 +83,7 @@ def hugging_face() -> list[dict[str, Any]]:
     4: so its stack takes those GB with sequence parallelism only, and they are no tensors of the model.
     """
     shape = read_shape("Qwen/Qwen3-4B")
-    run, machine = BASE.replace(model=shape.name, sp=4), Machine(gpus=4)
+    run, machine = BASE.replace(model={"name": shape.name}, engine={"sp": 4}), Machine(gpus=4)
     rows = []
     for tokens, stated in ((8192, 22.8), (32_768, 35.0), (65_536, 50.5), (98_304, 66.0), (131_072, None)):
         found = predict(shape, run, machine, tokens, "paper")
@@ -94,12 +97,14 @@ def hugging_face() -> list[dict[str, Any]]:
 
 def fpdt() -> list[dict[str, Any]]:
     """FPDT, Table 3: Ulysses with ZeRO on 8 A100-80GB, without tiles: everything kept, and checkpoints on the host."""
-    off = {"offload_optimizer": False, "gpu": "A100", "sp": 8}
+
+    def with_zero(name: str, stage: int, tokens: int, **how: Any) -> dict[str, Any]:
+        engine = {"zero_stage": stage, "offload_optimizer": False, "sp": 8}
+        return _length(f"Ulysses, ZeRO-{stage}{name}", tokens, 8, None, gpu="A100", engine=engine, **how)
+
     return [
-        *(_length(f"Ulysses, ZeRO-{n}", 64_000, 8, None, zero_stage=n, checkpoint=False, preset="ours", **off)
-          for n in (1, 2, 3)),
-        *(_length(f"Ulysses, ZeRO-{n}, checkpoints on the host", 512_000, 8, None, zero_stage=n,
-                  offload="sync", **off) for n in (1, 2, 3)),
+        *(with_zero("", n, 64_000, options={"checkpoint": False}, preset="ours") for n in (1, 2, 3)),
+        *(with_zero(", checkpoints on the host", n, 512_000, options={"offload": "sync"}) for n in (1, 2, 3)),
     ]  # fmt: skip
 
 
@@ -129,10 +134,12 @@ def streaming() -> list[dict[str, Any]]:
             gpus=gpus, per_node=min(gpus, 4 if whose == "FPDT" else 8), gpu_memory=memory or int(rates.usable),
             host_memory=1_000_000_000_000 if whose == "FPDT" else HOST, rates=rates,
         )  # fmt: skip
-        run = row_config("ours", RunConfig(model=name, dtype="bf16", sp=0)).replace(chunk=None)
+        run = row_config("ours", RunConfig(model=Model(name=name, dtype="bf16"), engine=Engine(sp=0))).replace(
+            options={"chunk": None}
+        )
         found = compare(
             read_shape(name),
-            run.replace(chunk=CHUNK, sparse={"top": 16}) if whose == "SeCOv2" else run,
+            run.replace(options={"chunk": CHUNK}, contrib={"sparse": {"top": 16}}) if whose == "SeCOv2" else run,
             machine,
             stated,
         )

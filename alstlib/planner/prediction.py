@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alstlib.config import RunConfig
+from alstlib.config import RunConfig, value_of
 from alstlib.planner.activations import Activations, activations, element_bytes, reference_activations
 from alstlib.planner.devices import pins_exactly
 from alstlib.planner.hybrids import way_of
@@ -113,12 +113,12 @@ class Prediction:
 def states(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours") -> States:
     """A rank's model states, and ZeRO's buffers. The reference's buckets are DeepSpeed's default, and it tells the
     engine of its sequence parallelism, whose gradients are then reduced in fp32 by default."""
-    adapter = None if run.lora is None else shape.adapter_parameters(run.lora)
+    adapter = None if run.model.lora is None else shape.adapter_parameters(run.model.lora)
     sizes = Sizes(
         parameters=shape.parameters, layer=shape.layer_parameters, embedding=shape.embedding, trainable=adapter,
         largest=shape.largest_tensor if adapter is None else 0,
     )  # fmt: skip
-    paper = {"bucket": ZERO_DEFAULT, "reduced": 4 if (run.sp or machine.gpus) > 1 else None}
+    paper = {"bucket": ZERO_DEFAULT, "reduced": 4 if (run.engine.sp or machine.gpus) > 1 else None}
     of = paper if preset == "paper" else {}
     rounded = machine.device == "cuda" and not pins_exactly()
     return model_states(run, sizes, machine.gpus, element_bytes(run, machine.device), rounded=rounded, **of)
@@ -129,12 +129,12 @@ def loading(shape: Shape, run: RunConfig, machine: Machine) -> Loading:
     element, ranks = element_bytes(run, machine.device), machine.ranks_of_node
     whole, tensor = element * shape.parameters, element * shape.largest_tensor
     part = whole
-    if run.zero_stage == 3:
-        part = tensor + (0 if run.offload_params else whole // machine.gpus)
+    if run.engine.zero_stage == 3:
+        part = tensor + (0 if run.engine.offload_params else whole // machine.gpus)
     processes = machine.overheads.process if machine.host_memory is not None else 0
     beside = tensor  # rank 0's weights
     if machine.device == "cpu":  # whose ranks have theirs on the host
-        beside = ranks * tensor if run.zero_stage == 3 else (ranks - 1) * whole
+        beside = ranks * tensor if run.engine.zero_stage == 3 else (ranks - 1) * whole
     host = whole + beside + ranks * processes
     return Loading(sum(machine.overhead().values()) + part, machine.gpu_memory, host, machine.host_memory)
 
@@ -165,9 +165,10 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
     Raises:
         ValueError: a decoder without a form, or an SP degree that does not divide the GPUs.
     """
-    ranks = run.sp or machine.gpus
+    ranks = run.engine.sp or machine.gpus
     if machine.gpus % ranks:
         raise ValueError(f"sp={ranks} does not divide {machine.gpus} GPUs")
+    run = run.for_width(shape.width)
     held = states(shape, run, machine, preset)
     host, limit = held.host, None
     if machine.host_memory is not None:
@@ -187,7 +188,9 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
         known = run
         if shape.states is not None:  # which way is cheaper depends on the machine's rates
             rates, nodes = machine.rates, ranks > machine.per_node
-            known = run.replace(states=way_of(shape.states, run, ranks, -(-seq_len // ranks), rates, nodes))
+            known = run.replace(
+                options={"linear_attention": way_of(shape.states, run, ranks, -(-seq_len // ranks), rates, nodes)}
+            )
         found = activations(
             shape, known, ranks, seq_len, machine.device, room, capability=machine.rates.capability, free=free,
             held=of_states,
@@ -213,7 +216,7 @@ def longest(
 ) -> Prediction | None:
     """The longest sequence that fits, to three digits (or a multiple of `granule`); None where not even the shortest
     does."""
-    ranks = run.sp or machine.gpus
+    ranks = run.engine.sp or machine.gpus
     step = granule or ranks * 8
 
     def fits(seq_len: int) -> bool:
@@ -233,23 +236,23 @@ def longest(
     return predict(shape, run, machine, low, preset)
 
 
+_CHECKPOINTS = {"options.checkpoint": True}
 HELP: dict[str, dict[str, Any]] = {
-    "sequence parallelism over all GPUs": {"sp": 0},
-    "tiled loss": {"tiled_loss": True},
-    "tiled MLP": {"tiled_mlp": True},
-    "tiled norms": {"tiled_norm": True},
-    "checkpoints": {"checkpoint": True},
-    "checkpoints on the host": {"checkpoint": True, "offload": "async"},
+    "sequence parallelism over all GPUs": {"engine.sp": 0},
+    "tiled loss": {"options.tiles.loss": True},
+    "tiled MLP": {"options.tiles.mlp": True},
+    "tiled norms": {"options.tiles.norm": True},
+    "checkpoints": _CHECKPOINTS,
+    "checkpoints on the host": {**_CHECKPOINTS, "options.offload": True},
     "layers in chunks of 16K tokens, placed automatically": {
-        "checkpoint": True,
-        "chunk": 16_384,
-        "hidden": "auto",
-        "kv": "auto",
+        **_CHECKPOINTS,
+        "options.chunk": 16_384,
+        "options.on_host": "auto",
     },
-    "attention outputs not kept": {"save_attention": False},
-    "optimizer on the host": {"offload_optimizer": True},
-    "ZeRO-3": {"zero_stage": 3},
-    "weights on the host": {"zero_stage": 3, "offload_params": True},
+    "attention outputs not kept": {"options.save_attention": False},
+    "optimizer on the host": {"engine.offload_optimizer": True},
+    "ZeRO-3": {"engine.zero_stage": 3},
+    "weights on the host": {"engine.zero_stage": 3, "engine.offload_params": True},
 }
 """Changes that save memory, as fields of RunConfig. `ways.WAYS` has the chunks with each place by itself."""
 SHARDED = ("ZeRO-3", "weights on the host")
@@ -272,8 +275,8 @@ def advice(shape: Shape, run: RunConfig, machine: Machine) -> list[Help]:
     now = longest(shape, run, machine)
     found = []
     for what, changes in HELP.items():
-        chunked = "chunk" in changes and run.chunk is not None
-        if not changed(run, changes) or chunked or (changes.get("sp") == 0 and run.sp == machine.gpus):
+        chunked = "options.chunk" in changes and run.options.chunk is not None
+        if not changed(run, changes) or chunked or (changes.get("engine.sp") == 0 and run.engine.sp == machine.gpus):
             continue
         try:
             other = run.replace(**changes)
@@ -315,9 +318,9 @@ def nearest_that_fits(
 
 def changed(run: RunConfig, changes: dict[str, Any]) -> dict[str, Any]:
     """The changes that differ from the run's own fields."""
-    return {name: value for name, value in changes.items() if getattr(run, name) != value}
+    return {name: value for name, value in changes.items() if value_of(run, name) != value}
 
 
 def settings(changes: dict[str, Any]) -> str:
-    """`chunk=16384, offload=async`."""
+    """`options.chunk=16384, options.offload=True`."""
     return ", ".join(f"{name}={value}" for name, value in changes.items())

@@ -38,8 +38,8 @@ def foretell(run: RunConfig, machine: Machine, seq_len: int | None = None) -> tu
     Raises:
         ValueError: the planner does not know its model.
     """
-    shape = read_shape(run.model, run.model_config)
-    return shape, predict(shape, run, machine, seq_len or max(run.seq_len, run.sp))
+    shape = read_shape(run.model.name, run.model.config)
+    return shape, predict(shape, run, machine, seq_len or max(run.data.seq_len, run.engine.sp))
 
 
 def as_metrics(found: Prediction, machine: Machine) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def why_not(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_
         loads = loads_with(shape, run, machine)
         return f"{found.loading.why} (predicted); it can be loaded {loads}. force=True (--force) runs it all the same"
     where, needs, has = over
-    what = "device_memory is" if run.device_memory else "a GPU has"
+    what = "device_memory is" if run.limits.device_memory else "a GPU has"
     what = what if where == "device" else "a rank's share of the host's free memory is"
     text = (
         f"{found.seq_len:,} tokens would take {format_bytes(needs)} of {where} memory a rank, and {what} "
@@ -87,9 +87,9 @@ def _expected(run: RunConfig, machine: Machine) -> tuple[Shape, Prediction]:
     """The prediction for a resolved run, that of a search at the length that it should find."""
     shape, found = foretell(run, machine)
     if run.search:
-        best = longest(shape, run, machine, run.search_granule)
-        if best and run.search_max and best.seq_len > run.search_max:
-            best = foretell(run, machine, run.search_max)[1]
+        best = longest(shape, run, machine, run.search.granule)
+        if best and run.search.max and best.seq_len > run.search.max:
+            best = foretell(run, machine, run.search.max)[1]
         found = best or found
     return shape, found
 
@@ -107,8 +107,8 @@ def limits(run: RunConfig, nodes: int, gpus: int) -> tuple[float, float]:
     except (ValueError, KeyError):
         return DAY, DAY
     step, disk = found.seconds["step"], shape.parameters / SLOW_DISK  # a byte of each parameter
-    steps = run.steps + (TRIALS if run.search else 0)
-    states = run.steps // run.checkpoint_every if run.checkpoint_every else 0
+    steps = run.optim.steps + (TRIALS if run.search else 0)
+    states = run.optim.steps // run.output.checkpoint_every if run.output.checkpoint_every else 0
     whole = steps * step + (4 + 12 * states) * disk  # the model is read and written once
     return max(least, FACTOR * whole), max(least, FACTOR * (step + 12 * disk))
 
@@ -116,8 +116,12 @@ def limits(run: RunConfig, nodes: int, gpus: int) -> tuple[float, float]:
 def time_limit(run: RunConfig, nodes: int, gpus: int, trains: bool = True) -> tuple[float, str]:
     """Seconds after which the launcher ends a resolved run, and which limit this is. The planner is not asked about a
     run that does not train."""
-    if run.timeout is not None:
-        return (run.timeout, f"timeout={run.timeout:g} s") if run.timeout else (math.inf, "no time limit (timeout=0)")
+    if run.limits.timeout is not None:
+        return (
+            (run.limits.timeout, f"timeout={run.limits.timeout:g} s")
+            if run.limits.timeout
+            else (math.inf, "no time limit (timeout=0)")
+        )
     seconds = limits(run, nodes, gpus)[0] if trains else DAY
     reasons = {HOUR: "the shortest default", DAY: "no time is predicted"}
     why = reasons.get(seconds, f"{FACTOR} times the prediction")
@@ -126,8 +130,8 @@ def time_limit(run: RunConfig, nodes: int, gpus: int, trains: bool = True) -> tu
 
 def step_limit(run: RunConfig, nodes: int, gpus: int, trains: bool = True) -> tuple[float, str]:
     """Seconds without a step or a message after which the launcher ends a resolved run, and which limit this is."""
-    if run.step_timeout is not None:
-        return run.step_timeout or math.inf, f"step_timeout={run.step_timeout:g} s"
+    if run.limits.step_timeout is not None:
+        return run.limits.step_timeout or math.inf, f"step_timeout={run.limits.step_timeout:g} s"
     seconds = limits(run, nodes, gpus)[1] if trains else DAY
     return seconds, f"{format_seconds(seconds)} (step_timeout=SECONDS sets another limit, 0 none)"
 

@@ -57,11 +57,11 @@ def states_seconds(
     """(exchange, computing) of all layers with a state in a step over one sample: a backward is twice a forward, and
     `hybrids.added` says what the way over ranks adds. Each pass sends the last tokens of a slice or chunk besides."""
     rates, nodes, rows = machine.rates, ranks > machine.per_node, -(-seq_len // ranks)
-    _, passes = passes_of(run.checkpoint, chunks=bool(run.chunk), blocks=bool(run.block))
+    _, passes = passes_of(run.options.checkpoint, chunks=bool(run.chunk), blocks=bool(run.block))
     pieces = -(-rows // min(rows, run.chunk or rows, run.block or rows))
     network = rates.network if nodes else rates.link
-    tails = (passes + 1.0) * (ranks - 1) * run.batch_size * element_bytes(run, "cuda") * states.tail / network
-    one = states.flops * seq_len * run.batch_size * (2 + forwards) / (RECURRENCE * rates.matmul) / ranks
+    tails = (passes + 1.0) * (ranks - 1) * run.data.batch_size * element_bytes(run, "cuda") * states.tail / network
+    one = states.flops * seq_len * run.data.batch_size * (2 + forwards) / (RECURRENCE * rates.matmul) / ranks
     _, more = added(states, run, ranks, rows, rates, nodes)
     return states.stateful * pieces * (more.wire + tails), states.stateful * (one + pieces * more.work)
 
@@ -77,10 +77,10 @@ def step_seconds(
     traffic and asynchronous offload hide behind the computing, as far as that lasts.
     """
     element, rates = element_bytes(run, "cuda"), machine.rates
-    again = 1.0 if run.checkpoint else 0.0
+    again = 1.0 if run.options.checkpoint else 0.0
     forward, backward = _attention_rates(shape, found, rates)
-    linear = linear_flops(shape, seq_len * run.batch_size)
-    attention = attention_flops(shape, seq_len, found.attention_share) * run.batch_size
+    linear = linear_flops(shape, seq_len * run.data.batch_size)
+    attention = attention_flops(shape, seq_len, found.attention_share) * run.data.batch_size
     first = _before_blocks(run, ranks, seq_len)  # forward without a graph
     once = 1 + _backwards(run)
     passes = {
@@ -91,25 +91,29 @@ def step_seconds(
     kept = found.attention_kept
     core = attention * ((1 + again * (1 - kept) + first) / forward + 2.5 / backward) / ranks
     network = rates.link if ranks <= machine.per_node else rates.network
-    wire = exchange_bytes(shape, ranks, seq_len * run.batch_size, element, 1 + again, kept)
+    wire = exchange_bytes(shape, ranks, seq_len * run.data.batch_size, element, 1 + again, kept)
     exchange = wire / network
     if shape.states is not None:
         sent, recurrence = states_seconds(shape.states, run, machine, ranks, seq_len, 1 + again + first)
         exchange, core = exchange + sent, core + recurrence
     zero = _zero_seconds(shape, run, machine) * (-(-seq_len // (run.block * ranks)) if run.block and first else 1)
     offload = found.copied / rates.host
-    shard = _trained(shape, run) / (machine.gpus if run.zero_stage else 1)
-    optimizer = ADAM_BYTES * shard / (rates.host_memory if run.offload_optimizer and run.zero_stage else DEVICE_MEMORY)
-    computing = (matmul + core) * run.accumulation
+    shard = _trained(shape, run) / (machine.gpus if run.engine.zero_stage else 1)
+    optimizer = (
+        ADAM_BYTES
+        * shard
+        / (rates.host_memory if run.engine.offload_optimizer and run.engine.zero_stage else DEVICE_MEMORY)
+    )
+    computing = (matmul + core) * run.optim.accumulation
     waited = max(0.0, zero - computing)
-    if run.offload == "sync":
-        waited += offload * run.accumulation
-    elif run.offload == "async":
-        waited += max(0.0, offload * run.accumulation - computing)
-    step = computing + exchange * run.accumulation + waited + optimizer
+    if run.options.offload == "sync":
+        waited += offload * run.optim.accumulation
+    elif run.options.offload == "async":
+        waited += max(0.0, offload * run.optim.accumulation - computing)
+    step = computing + exchange * run.optim.accumulation + waited + optimizer
     return {
-        "step": step, "matrix products": matmul * run.accumulation, "attention": core * run.accumulation,
-        "exchange": exchange * run.accumulation, "waiting for memory and network": waited, "optimizer": optimizer,
+        "step": step, "matrix products": matmul * run.optim.accumulation, "attention": core * run.optim.accumulation,
+        "exchange": exchange * run.optim.accumulation, "waiting for memory and network": waited, "optimizer": optimizer,
     }  # fmt: skip
 
 
@@ -134,11 +138,11 @@ def _before_blocks(run: RunConfig, ranks: int, seq_len: int) -> float:
 
 def _backwards(run: RunConfig) -> float:
     """Matrix products of a backward, compared with a forward: of inputs' gradients, and of trained weights'."""
-    return 2.0 if run.lora is None else 1.0
+    return 2.0 if run.model.lora is None else 1.0
 
 
 def _trained(shape: Shape, run: RunConfig) -> int:
-    return shape.parameters if run.lora is None else shape.adapter_parameters(run.lora)
+    return shape.parameters if run.model.lora is None else shape.adapter_parameters(run.model.lora)
 
 
 def _chunk_again(run: RunConfig) -> float:
@@ -146,17 +150,17 @@ def _chunk_again(run: RunConfig) -> float:
 
 
 def _thrice(run: RunConfig, preset: str) -> float:
-    return 1.0 if preset == "paper" and run.tiled_mlp else 0.0  # its tiles run again in backward
+    return 1.0 if preset == "paper" and run.options.tile("mlp") else 0.0  # its tiles run again in backward
 
 
 def _zero_seconds(shape: Shape, run: RunConfig, machine: Machine) -> float:
     rates, world = machine.rates, machine.gpus
     share = rates.link if world <= machine.per_node else rates.network
-    gathers, reduces = {3: (2, 1), 2: (0, 1), 1: (0, 2), 0: (0, 2)}[run.zero_stage]
+    gathers, reduces = {3: (2, 1), 2: (0, 1), 1: (0, 2), 0: (0, 2)}[run.engine.zero_stage]
     element = element_bytes(run, "cuda")
     moved = gathers * shape.parameters + reduces * _trained(shape, run)
-    zero = moved * element * (world - 1) / world / share * run.accumulation
-    return max(zero, 2 * shape.parameters * element / world / rates.host) if run.offload_params else zero
+    zero = moved * element * (world - 1) / world / share * run.optim.accumulation
+    return max(zero, 2 * shape.parameters * element / world / rates.host) if run.engine.offload_params else zero
 
 
 ADAM_BYTES = 28
@@ -191,16 +195,16 @@ def layer_spans(
     it: what has not ended with the computing is waited for. The layer's attention output is kept if most layers' are.
     With `offload="sync"` copies come first, and computing waits.
     """
-    kept, rates = round(found.attention_kept) if run.checkpoint else 0, machine.rates
-    linear = linear_flops(shape, seq_len * run.batch_size)
+    kept, rates = round(found.attention_kept) if run.options.checkpoint else 0, machine.rates
+    linear = linear_flops(shape, seq_len * run.data.batch_size)
     per_layer = rates.matmul * ranks * shape.layers
     projections, mlp = linear["projections"] / per_layer, linear["mlp"] / per_layer
     query, kv = shape.heads, max(shape.kv_heads, ranks)  # in what is sent
     into = shape.heads + 2 * shape.kv_heads  # in projections: queries, keys, values; then the output's
     first, last = projections * into / (into + shape.heads), projections * shape.heads / (into + shape.heads)
     forward, backward = _attention_rates(shape, found, rates)
-    core = attention_flops(shape, seq_len, found.attention_share) * run.batch_size / ranks / shape.layers
-    one_pass = exchange_bytes(shape, ranks, seq_len * run.batch_size, element_bytes(run, "cuda"), 1, 0) / 2
+    core = attention_flops(shape, seq_len, found.attention_share) * run.data.batch_size / ranks / shape.layers
+    one_pass = exchange_bytes(shape, ranks, seq_len * run.data.batch_size, element_bytes(run, "cuda"), 1, 0) / 2
     network = rates.link if ranks <= machine.per_node else rates.network
     unit = one_pass / (2 * query + 2 * kv) / network / shape.layers
     row_sums = 4 / (shape.head_dim * element_bytes(run, "cuda")) * query
@@ -211,9 +215,9 @@ def layer_spans(
         (COMPUTE, "output projection", last), (COMPUTE, "MLP", mlp),
     ]  # fmt: skip
     back: list[tuple[str, str, float]] = []
-    if run.checkpoint and kept:
+    if run.options.checkpoint and kept:
         back = [(COMPUTE, "projections again", projections), (COMPUTE, "MLP again", mlp)]
-    elif run.checkpoint:
+    elif run.options.checkpoint:
         back = [(lane, f"{what} again" if lane == COMPUTE else what, seconds) for lane, what, seconds in there]
     sent = query + kept * (query + 2 * kv + row_sums)  # outputs' gradients; and what kept outputs did not need again
     times = _backwards(run)
@@ -225,15 +229,15 @@ def layer_spans(
         (EXCHANGE, "to rows", unit * (query + 2 * kv)), (COMPUTE, "queries, keys, values, backward", times * first),
     ]  # fmt: skip
     copy = found.copied / 2 / shape.layers / rates.host
-    of_layer = shape.layer_parameters / shape.parameters / run.accumulation
+    of_layer = shape.layer_parameters / shape.parameters / run.optim.accumulation
     states = _zero_seconds(shape, run, machine) * of_layer
     gathers = 2 + _trained(shape, run) / shape.parameters  # forward gathers once, backward gathers and reduces
-    gathered = states / gathers if run.zero_stage == 3 else 0.0
+    gathered = states / gathers if run.engine.zero_stage == 3 else 0.0
     beside = {
         "forward": [(COPIES, "kept for backward", copy), (STATES, "gather", gathered)],
         "backward": [(COPIES, "brought back", copy), (STATES, "gather, reduce", states - gathered)],
     }
-    wait = copy if run.offload == "sync" else 0.0
+    wait = copy if run.options.offload == "sync" else 0.0
     return {
         name: [*_in_turn(spans, wait), *(Span(lane, what, 0.0, s) for lane, what, s in beside[name] if s)]
         for name, spans in (("forward", there), ("backward", back))

@@ -61,17 +61,17 @@ def output_bytes(shape: Shape, rows: int, element: int) -> int:
 
 def host_room(run: RunConfig, room: int | None) -> int:
     """Bytes of a host that checkpoints may take, of `room`; None for plenty."""
-    return run.host_memory if run.host_memory is not None else 2**62 if room is None else room
+    return run.options.host_memory if run.options.host_memory is not None else 2**62 if room is None else room
 
 
 def kv_on_host(
     run: RunConfig, layers: int, row: int, output: int, keys: int, free: int | None, room: int | None, **how: Any
 ) -> bool:
     """Do keys and values lie on the host? `how` goes to `sizing.kept_on_host`."""
-    if run.kv != "auto" or run.offload == "none" or free is None:
-        return run.kv == "host"
+    if run.options.place("kv") != "auto" or not run.options.offload or free is None:
+        return run.options.place("kv") == "host"
     room = host_room(run, room)
-    needed = kept_on_host(room, layers, row, output, run.save_attention, **how)[2]
+    needed = kept_on_host(room, layers, row, output, run.options.save_attention, **how)[2]
     return keys_left(*keys_leave(keys, free, needed - room))
 
 
@@ -81,7 +81,7 @@ def streaming_of(
     """As `hf.hidden_states.travels` and `Handle.place_keys` decide, with `free` bytes of a device and `room` bytes of a
     host; None for plenty."""
     assert run.chunk is not None
-    hidden = run.offload != "none" and run.hidden != "device" and bool(run.tiled_loss) and run.liger != "loss"
+    hidden = bool(run.options.offload) and run.options.place("hidden") != "device" and bool(run.options.tile("loss"))
     heads = max(kv_needed(shape.heads, shape.kv_heads, ranks))
     keys = keys_and_values(rows * ranks, heads, shape.head_dim + shape.value_dim, element)
     tables = 2 * rows * shape.head_dim * element if hidden else 0
@@ -89,7 +89,7 @@ def streaming_of(
     how = {"streamed": True, "travels": hidden, "tables": tables, "pages": keys, "attending": shape.attending}
     free = free if hidden or free is None else free - 2 * row  # a layer's input and a gradient
     kv = kv_on_host(run, shape.layers, row, output, keys, free, room, **how)
-    sparse = run.sparse or {}
+    sparse = run.contrib.sparse or {}
     page = sparse.get("page") or page_rows(run.chunk * ranks, rows * ranks)
     ends = sparse.get("first", 1) + sparse.get("last", 1)  # as in `streaming.sparse`
     seen = (ends + sparse["top"], ends + sparse["top"] * heads) if sparse else (None, None)
@@ -105,14 +105,14 @@ def copied_bytes(
     a gradient), once more where a layer's input is made again. Each chunk fetches the pages that it sees before its
     own: keys and values in forward, their sums of gradients too in backward.
     """
-    if run.offload == "none":
+    if not run.options.offload:
         return 0
     kept = -(-layers // every)
     copied = (layers * 4 + (layers - kept) + 6) * row if streaming.hidden else 2 * kept * row
     copied += 2 * outputs
     if streaming.kv:
         visits = streaming.visits(chunks, streaming.fetched)
-        again = 1 if run.save_attention is True or outputs else 2
+        again = 1 if run.options.save_attention is True or outputs else 2
         copied += round(attending * streaming.keys * (1 + streaming.page * visits * (again / 3 + 1)))
     return copied
 

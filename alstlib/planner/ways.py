@@ -13,12 +13,13 @@ from alstlib.planner.prediction import Prediction, longest, predict
 from alstlib.planner.streaming import least_chunk
 
 CHUNK = 16_384
+_LAYERS = {"options.chunk": CHUNK, "block": None}
 WAYS: dict[str, dict[str, Any]] = {
-    "layers whole": {"chunk": None, "hidden": "auto", "kv": "auto"},
-    "chunks, all on the device": {"chunk": CHUNK, "hidden": "device", "kv": "device"},
-    "hidden states on the host": {"chunk": CHUNK, "hidden": "host", "kv": "device"},
-    "keys and values too": {"chunk": CHUNK, "hidden": "host", "kv": "host"},
-    "block by block": {"chunk": None, "block": CHUNK, "hidden": "auto", "kv": "host"},
+    "layers whole": {"options.chunk": None, "options.on_host": "auto", "block": None},
+    "chunks, all on the device": {**_LAYERS, "options.on_host": "none"},
+    "hidden states on the host": {**_LAYERS, "options.on_host": "hidden"},
+    "keys and values too": {**_LAYERS, "options.on_host": "hidden+kv"},
+    "block by block": {"options.chunk": None, "options.on_host": "hidden+kv", "block": CHUNK},
 }
 """As fields of RunConfig, beside tiles and checkpoints on the host."""
 SPARSE = "a choice of pages (not exact)"
@@ -48,19 +49,24 @@ class Way:
 def compare(shape: Shape, run: RunConfig, machine: Machine, seq_len: int | None = None) -> list[Way]:
     """Every way with the run's other options: how far it reaches, and what a step takes at `seq_len` (by default the
     longest length that every way reaches that reaches any)."""
-    found, exact = [], {what: {**changes, "sparse": None} for what, changes in WAYS.items()}
-    sparse = {SPARSE: {**exact["keys and values too"], "sparse": run.sparse}} if run.sparse else {}
-    for what, changes in {**exact, **sparse}.items():
-        size = run.chunk or run.block or max(CHUNK, least_chunk(shape, machine.rates, run.sp or machine.gpus))
-        own = {name: size if value == CHUNK else value for name, value in {"block": None, **changes}.items()}
-        other = run.replace(checkpoint=True, offload="async", tiled_loss=run.tiled_loss or True, **own)
+    found: list[Any] = []
+    ways = dict(WAYS)
+    if run.contrib.sparse:
+        ways[SPARSE] = {**WAYS["keys and values too"], "contrib.sparse": run.contrib.sparse}
+    asked = run.options.chunk if run.options.chunk != "auto" else None
+    size = asked or run.block or max(CHUNK, least_chunk(shape, machine.rates, run.engine.sp or machine.gpus))
+    needed = {"options.checkpoint": True, "options.offload": True, "contrib.sparse": None}
+    for what, changes in ways.items():
+        own = {name: size if value == CHUNK else value for name, value in changes.items()}
+        tiles = {"options.tiles.loss": run.options.tile("loss") or True}
+        other = run.replace(**{**needed, **tiles, **own})
         best = longest(shape, other, machine)
         beyond = "" if best is None else predict(shape, other, machine, int(1.02 * best.seq_len) + machine.gpus).limit
         found.append((what, own, other, best, beyond))
     reached = [best.seq_len for *_, best, _ in found if best is not None]
     length = seq_len or min(reached, default=0)
-    ways = []
+    made = []
     for what, own, other, best, beyond in found:
         at = predict(shape, other, machine, length) if best is not None and length else None
-        ways.append(Way(what, own, best, beyond, at if at is not None and at.fits else None))
-    return ways
+        made.append(Way(what, own, best, beyond, at if at is not None and at.fits else None))
+    return made

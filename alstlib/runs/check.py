@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from alstlib.config import RunConfig
+from alstlib.config import Engine, Model, RunConfig
 from alstlib.planner import devices
 from alstlib.planner.gpus import rates_named
 from alstlib.runs import launch, workers
@@ -55,9 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> int:
     """The command; its exit status is EXIT's."""
-    run = launch.resolve(RunConfig(row="check", model=args.model, world_size=args.ranks, sp=0))
+    run = launch.resolve(
+        RunConfig(row="check", model=Model(name=args.model), engine=Engine(world_size=args.ranks, sp=0))
+    )
     if not args.force:
-        workers.check_ranks(run.world_size, 1, devices.device_count(), "ranks")
+        workers.check_ranks(run.engine.world_size, 1, devices.device_count(), "ranks")
     show = None if args.json else launch.progress_printer()
     try:
         result = launch.launch(run, args.out, worker=WORKER, on_progress=show, force=True)

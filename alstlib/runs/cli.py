@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from alstlib.config import RunConfig
+from alstlib.config import flat, not_default
 from alstlib.planner import command, devices, preflight
 from alstlib.planner.configs import check_model
 from alstlib.runs import (
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     names = select(spec, args.rows)
     allow_open_files()
     if args.allow_dropped:
-        rows = {row: config.replace(allow_dropped=True) for row, config in spec.rows.items()}
+        rows = {row: config.replace(data={"allow_dropped": True}) for row, config in spec.rows.items()}
         spec = dataclasses.replace(spec, rows=rows)
     check_parameters(spec.notebook, [*spec.parameters, "config", "out", *(["force"] if args.force else [])])
     if spec.report:
@@ -130,14 +130,14 @@ def run(args: argparse.Namespace) -> int:
     for row in names:
         workers.check(spec.rows[row], spec.worker)
     if spec.worker in workers.TRAINING:
-        for model in {spec.rows[row].model for row in names}:
+        for model in {spec.rows[row].model.name for row in names}:
             check_model(model)
     meeting, submits = spec.out / nodes.FILE, (args.nodes or 1) > here.count
     if here.rank:
         return 0 if args.dry_run else follower.follow(meeting, here, args.patience, args.grace)
     for row in () if args.force or submits else names:
         count = launch.node_count(spec.rows[row], spec.nodes)
-        workers.check_ranks(spec.rows[row].world_size, count, devices.device_count())
+        workers.check_ranks(spec.rows[row].engine.world_size, count, devices.device_count())
     print(f"{spec.name}: {len(names)} row{'s' * (len(names) != 1)}, results in {shown(spec.out)}", flush=True)
     if args.dry_run:
         for row in names:
@@ -265,16 +265,15 @@ def _would(spec: Spec, row: str, args: argparse.Namespace) -> list[str]:
     config, folder = spec.rows[row], spec.out / row
     if why := _left_alone(spec, row, args):
         return [f"{row}: {why}"]
-    default, sets = RunConfig(), spec.sets[row]
-    fields = {n: v for n, v in config.to_dict().items() if n != "row"}
-    of_row = {n: fields[n] for n in sets if n in fields}
-    others = {n: v for n, v in fields.items() if n not in of_row and v != default.to_dict()[n]}
+    fields, sets = not_default(config), flat(spec.sets[row])
+    of_row = {n: v for n, v in fields.items() if n in sets}
+    others = {n: v for n, v in fields.items() if n not in of_row and n != "row"}
     gpus, count = devices.device_count(), launch.node_count(config, spec.nodes)
     ours, foreseen = spec.worker in workers.TRAINING, workers.planned(config, spec.worker, gpus)
     expected = workers.outlook(config, spec.worker, gpus, count)
     parameters = {**spec.parameters, "out": str(folder), **({"force": True} if args.force else {})}
     where, output = shlex.join(["mkdir", "-p", shown(folder)]), shown(folder / spec.notebook.name)
-    alone = papermill_line(shown(spec.notebook), output, parameters, config.to_dict())
+    alone = papermill_line(shown(spec.notebook), output, parameters, fields)
     attempt = torchrun.Attempt(
         id=results.run_id(config), config=config.to_dict(), out=str(folder), worker=spec.worker, nodes=count
     )

@@ -70,7 +70,7 @@ def resolve(config: RunConfig, nnodes: int | None = None, gpus: int | None = Non
     """
     gpus = devices.device_count() if gpus is None else gpus
     nnodes = node_count(config) if nnodes is None else nnodes
-    world = config.world_size or (gpus or 2) * nnodes
+    world = config.engine.world_size or (gpus or 2) * nnodes
     if world % nnodes:
         nearest = max(1, round(world / nnodes)) * nnodes
         raise ValueError(f"world_size={world} ranks do not divide evenly over {nnodes} nodes; nearest: {nearest}")
@@ -78,11 +78,11 @@ def resolve(config: RunConfig, nnodes: int | None = None, gpus: int | None = Non
         raise ValueError(
             f"world_size={world} needs more GPUs than there are ({gpus} on each node); use at most {gpus * nnodes}"
         )
-    sp = config.sp or world
+    sp = config.engine.sp or world
     if world % sp:
         fitting = max(d for d in range(1, world + 1) if world % d == 0 and d <= sp)
         raise ValueError(f"sp={sp} does not divide world_size={world}; use sp={fitting}, or world_size={sp}")
-    return config.replace(world_size=world, sp=sp)
+    return config.replace(engine={"world_size": world, "sp": sp})
 
 
 def node_count(config: RunConfig, nodes: int | None = None) -> int:
@@ -99,7 +99,7 @@ def finished(config: RunConfig, out: str | os.PathLike[str]) -> dict[str, Any] |
         result = results.read_result(Path(out) / "result.json")
     except (OSError, ValueError):
         return None
-    resolved = config if config.world_size and config.sp else resolve(config)
+    resolved = config if config.engine.world_size and config.engine.sp else resolve(config)
     same = result["run_id"] == results.run_id(resolved)
     return result if same and result["status"] in results.FINISHED else None
 
@@ -144,7 +144,7 @@ class _Run:
         results.write_json(out / "config.json", config.to_dict())
         for old in (self.reader.path, out / WARNED, *out.glob("failed.*")):
             old.unlink(missing_ok=True)
-        ranks = f"{config.world_size} rank{'s' if config.world_size > 1 else ''}"
+        ranks = f"{config.engine.world_size} rank{'s' if config.engine.world_size > 1 else ''}"
         on = f" on {followers.meeting.count} nodes" if followers.meeting.count > 1 else ""
         ends = f"; the time limit is {format_seconds(limit)}" if limit < math.inf else ""
         self.say("start", f"starting {ranks}{on}{ends}", run_id=self.id)
@@ -302,16 +302,18 @@ def launch(
     allow_open_files()
     workers.check(config, worker)
     if trains := worker in workers.TRAINING:
-        check_model(config.model)
+        check_model(config.model.name)
     gpus = devices.device_count()
     if not force:
-        workers.check_ranks(config.world_size, nnodes, gpus)
+        workers.check_ranks(config.engine.world_size, nnodes, gpus)
     foreseen = workers.planned(config, worker, gpus)
     followers = Followers(meeting if nnodes > 1 else Meeting(), (out / WARNED).touch)
     with locks.hold(out), warnings_call((out / WARNED).touch), sigterm_interrupts(), followers:
         limit, which = time_limit(foreseen, nnodes, gpus, trains)
         if (rest := cluster.job_seconds()) is not None and rest < limit:
-            nothing = "" if config.checkpoint_every or not trains else " (without checkpoint_every no state is saved)"
+            nothing = (
+                "" if config.output.checkpoint_every or not trains else " (without checkpoint_every no state is saved)"
+            )
             limit, which = rest, f"its job allows, {format_seconds(rest)}{nothing}"
         patience, which_step = step_limit(foreseen, nnodes, gpus, trains)
         run, code = _Run(config, out, on_progress, followers, limit, patience), None
@@ -322,7 +324,7 @@ def launch(
                 least = followers.least("host_free"), followers.least("gpu_free")
                 if not force and trains and (why := why_not(foreseen, nnodes, gpus, *least)):
                     return run.end("oom", "WouldNotFit", why)
-                if why := bound(config.world_size // nnodes):
+                if why := bound(config.engine.world_size // nnodes):
                     run.say("load", why)
                 while run.agent is None or run.searches_on(code):
                     run.begin(worker, temporary, extra_env or {}, python)

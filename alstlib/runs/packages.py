@@ -12,7 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from alstlib.config import RunConfig, check_names
+from alstlib.config import RunConfig
+from alstlib.options import check_names
 from alstlib.planner import devices
 from alstlib.planner.configs import find_config
 from alstlib.planner.public_models import SHAPES
@@ -52,9 +53,9 @@ def check(run: RunConfig, fine_tuning: bool) -> None:
                 f"{sys.executable} -m pip install {package}"
             )
     name = tokenizer_name(run)
-    for data in (run.data, run.eval_data):
+    for data in (run.data.name, run.data.eval):
         if isinstance(data, str) and Path(data).expanduser().exists() and _begins_with_a_chat(data):
-            _check_template(data, name, run.trust_remote_code)
+            _check_template(data, name, run.model.trust_remote_code)
 
 
 def _installed(module: str) -> bool:
@@ -66,7 +67,7 @@ def _installed(module: str) -> bool:
 
 def _needed(run: RunConfig, fine_tuning: bool) -> Iterator[tuple[str, str]]:
     """Fields of the run, and the module that each needs."""
-    trainer, gpus = run.trainer, devices.device_count()
+    trainer, gpus = run.optim.trainer, devices.device_count()
     told = trainer.get("report_to") or []
     trackers = [told] if isinstance(told, str) else list(told)
     trackers = [] if trackers in (["none"], ["all"]) else trackers  # all that are installed
@@ -77,20 +78,20 @@ def _needed(run: RunConfig, fine_tuning: bool) -> Iterator[tuple[str, str]]:
     optimizer = str(trainer.get("optim", ""))
     if module := next((module for names, module in OPTIMIZERS if re.match(names, optimizer)), None):
         yield f"trainer={{'optim': {optimizer!r}}}", module
-    if gpus and run.attention in KERNELS:
-        yield f"attention={run.attention!r}", KERNELS[run.attention]
-    if gpus and run.liger not in ("auto", False):
-        yield f"liger={run.liger!r}", "liger_kernel"
-    if not fine_tuning or (gpus and not run.fsdp):
-        yield f"zero_stage={run.zero_stage}", "deepspeed"
+    if gpus and run.options.attention in KERNELS:
+        yield f"attention={run.options.attention!r}", KERNELS[run.options.attention]
+    if gpus and run.model.liger not in ("auto", False):
+        yield f"liger={run.model.liger!r}", "liger_kernel"
+    if not fine_tuning or (gpus and not run.engine.fsdp):
+        yield f"zero_stage={run.engine.zero_stage}", "deepspeed"
     with contextlib.suppress(ValueError):  # a model that is not there is refused elsewhere
-        if (find_config(run.model).get("quantization_config") or {}).get("quant_method") == "bitsandbytes":
-            yield f"model={run.model!r}, whose weights are in 4 or 8 bits,", "bitsandbytes"
+        if (find_config(run.model.name).get("quantization_config") or {}).get("quant_method") == "bitsandbytes":
+            yield f"model={run.model.name!r}, whose weights are in 4 or 8 bits,", "bitsandbytes"
 
 
 def tokenizer_name(run: RunConfig) -> str:
     """The tokenizer of a run: the model's own, one that is named, or 'auto' for one that is trained on the data."""
-    return run.model if run.tokenizer == "auto" and run.model not in SHAPES else run.tokenizer
+    return run.model.name if run.data.tokenizer == "auto" and run.model.name not in SHAPES else run.data.tokenizer
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import RunConfig
+from alstlib.config import FIELDS, RunConfig, flat
 from alstlib.runs import results
 from alstlib.runs.results import COLUMNS
 from alstlib.runs.sweeps import Spec, load_spec, papermill_line, read_record, shown
@@ -145,9 +145,8 @@ def _row(result: Mapping[str, Any], base: Path, spec: Spec | None) -> dict[str, 
     """One result: its error, its configuration, what lies in its folder, and the command that repeats it alone."""
     folder = Path(result["folder"]).resolve()
     files = [*sorted(folder.glob("*.ipynb")), folder / "result.json"]
-    known = {f: v for f, v in result["config"].items() if f in RunConfig.__dataclass_fields__}
-    default = RunConfig().to_dict()
-    fields = {n: v for n, v in known.items() if v != default[n]}
+    default = flat(RunConfig().to_dict())
+    fields = {n: v for n, v in flat(result["config"]).items() if n in FIELDS and v != default.get(n, ...)}
     error = result.get("error") or {}
     its_sweep = read_record(folder.parent)
     notebook = _link(spec.notebook, spec.root) if spec else its_sweep.get("notebook") or "notebooks/run.ipynb"
@@ -159,7 +158,7 @@ def _row(result: Mapping[str, Any], base: Path, spec: Spec | None) -> dict[str, 
         "log_tail": error.get("log_tail") or "", "fields": fields,
         "notes": [str(n) for n in result["metrics"].get("notes") or []],
         "links": [(f.name, _link(f, base)) for f in files if f.exists()],
-        "command": papermill_line(notebook, "out.ipynb", parameters, result["config"]),
+        "command": papermill_line(notebook, "out.ipynb", parameters, fields),
     }  # fmt: skip
 
 
@@ -241,7 +240,7 @@ def _trials(plots: Any, found: Results, table: Results) -> tuple[Any, str, str] 
             points[result["label"]] = sorted((t["seq_len"], t["device_peak_bytes"]) for t in known)
     if not points:
         return None
-    budgets = {r["config"].get("device_memory") for r in _searched(found)}
+    budgets = {flat(r["config"]).get("limits.device_memory") for r in _searched(found)}
     return (
         plots.peaks(points, next(iter(budgets)) if len(budgets) == 1 else None),
         "The device peak of each length that a search tried. The search ends where the peak reaches the budget.",
@@ -255,7 +254,7 @@ def _over(
     """Columns of the table over the field in which the rows differ, where that is one; of rows whose value is a
     number."""
     fields = results.swept(found)
-    at = [r["config"].get(fields[0]) if len(fields) == 1 else None for r in found]
+    at = [flat(r["config"]).get(fields[0]) if len(fields) == 1 else None for r in found]
     numbers = [(x, row) for x, row in zip(at, table) if isinstance(x, int | float) and not isinstance(x, bool)]
     points = {
         name: {x: row[column] / unit for x, row in sorted(numbers, key=lambda pair: pair[0]) if row[column] is not None}
@@ -297,7 +296,7 @@ def _losses(plots: Any, found: Results, table: Results) -> tuple[Any, str, str] 
     ends = ", ".join(f"{n} {curve[0]:.3f} to {curve[-1]:.3f}" for n, curve in curves.items())
     found_by_step = {n: _by_step(r["metrics"], "eval") for n, r in losses.items()}
     evaluation = {n: points for n, points in found_by_step.items() if points}
-    same = ("seq_len", "tokens_per_step"), ("model", "model_config", "data", "seed", "steps", "learning_rate")
+    same = ("seq_len", "tokens_per_step"), ("model", "data", "optim")
     kinds = {
         json.dumps([[r["metrics"].get(n) for n in same[0]], [r["config"].get(n) for n in same[1]]], default=str)
         for r in losses.values()

@@ -22,12 +22,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import PAPER_ROWS, ROWS, RunConfig
+from alstlib.config import FIELDS, PAPER_ROWS, ROWS, RunConfig, flat
 from alstlib.runs.processes import MORE_FILES
 from alstlib.units import format_bytes, format_seconds, format_tokens
 
 SCHEMA_VERSION = 1
-FIELDS = [name for name in RunConfig.__dataclass_fields__ if name != "row"]
 STATUSES = ("ok", "oom", "timeout", "cancelled", "error")
 MODES = ("real", "simulated", "emulated")
 FINISHED = ("ok", "oom")
@@ -292,7 +291,9 @@ def swept(results: Iterable[Mapping[str, Any]]) -> list[str]:
     results = [r for r in results if r["config"]]
     if all(r.get("row") in ROWS for r in results):
         return []
-    values = {n: {json.dumps(r["config"].get(n), sort_keys=True, default=str) for r in results} for n in FIELDS}
+    configs = [flat(r["config"]) for r in results]
+    names = [name for name in FIELDS if name != "row"]
+    values = {n: {json.dumps(c.get(n), sort_keys=True, default=str) for c in configs} for n in names}
     names = [n for n, different in values.items() if len(different) > 1]
     return names if len(names) <= SWEPT else []
 
@@ -312,13 +313,13 @@ def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows, results = [], list(results)
     fields = swept(results)
     for result in results:
-        m, row = result["metrics"], result.get("row") or ""
+        m, row, config = result["metrics"], result.get("row") or "", flat(result["config"])
         seconds = step_seconds(m)
         paper = PAPER_ROWS.get(row, {})
         device, host = (
             [b for b in m.get(name) or [] if b is not None] for name in ("device_peak_bytes", "host_peak_bytes")
         )
-        ranks = result["config"].get("world_size") or len(device) or 1
+        ranks = config.get("engine.world_size") or len(device) or 1
         tflops = m.get("tflops") or {}
         if seconds and not tflops:
             tflops = {k: v / seconds / ranks / 1e12 for k, v in (m.get("flos") or {}).items()}
@@ -329,7 +330,7 @@ def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "row": result.get("label") or row or result["run_id"],
             "status": result["status"],
             "mode": result["mode"],
-            "fields": {n: _setting(result["config"].get(n)) for n in fields if n != "seq_len"},
+            "fields": {n: _setting(config.get(n)) for n in fields if n != "data.seq_len"},
             "seq_len": m.get("seq_len"),
             "loss": next((x for x in reversed(m.get("loss") or []) if x is not None), None),
             "step_seconds": seconds,

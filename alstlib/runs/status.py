@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import RunConfig
+from alstlib.config import RunConfig, flat
 from alstlib.runs import launch, locks, results
 from alstlib.runs.progress import ProgressReader, describe, first_failed, time_left
 from alstlib.runs.sweeps import Spec, load_spec, read_record, shown, sweeps
@@ -145,7 +145,7 @@ def _ended(result: Mapping[str, Any]) -> str:
 
 def _stale(result: Mapping[str, Any], config: RunConfig) -> str:
     """Why a result is not that of today."""
-    then, now = result["config"], config.to_dict()
+    then, now = flat(result["config"]), flat(config.to_dict())
     changed = [f"{n}={then.get(n)!r} (now {v!r})" for n, v in now.items() if n in then and then[n] != v]
     if changed or set(then) != set(now):
         return f"with {', '.join(changed)}" if changed else "with another set of fields of RunConfig"

@@ -5,9 +5,10 @@ A spec is a mapping of
     name        of the sweep; its results go to papermill_runs/out/NAME/ROW/: of the checkout that the spec lies in, and
                 for a spec elsewhere, of the folder that one stands in (`launch.default_home`)
     notebook    the run template that papermill executes for each row
-    base        fields of RunConfig; its sections `cpu` and `cuda` apply where no GPU, or one, is found
-    rows        names out of config.ROWS, or mappings with a `name` and fields of RunConfig; `expect` says what should
-                come out (env/gpu.py reads it)
+    base        groups of RunConfig with their fields; its sections `cpu` and `cuda` apply where no GPU, or one, is
+                found
+    rows        names out of config.ROWS, or mappings with a `name` and such groups, whose fields change those of the
+                base; `expect` says what should come out (env/gpu.py reads it)
     parameters  optional: more parameters of the notebook
     report      optional: a notebook that is executed at the end with the parameter `results`, the sweep's folder
 
@@ -27,7 +28,8 @@ from typing import Any
 
 import yaml
 
-from alstlib.config import FOLDER_NAME, ROWS, RunConfig, check_names, nearest_path, row_config
+from alstlib.config import FIELDS, ROWS, RunConfig, merged, nearest_path, row_config
+from alstlib.options import FOLDER_NAME, check_names
 from alstlib.planner import devices
 from alstlib.runs import launch, locks, results, workers
 from alstlib.runs.launch import OUT
@@ -76,30 +78,23 @@ class Spec:
 
 
 def load_spec(
-    path: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, as_run: bool = False, nodes: int = 1
-) -> Spec:
-    """Read and check a spec; `out` replaces the folder of its results. Its rows are resolved for so many nodes like
-    this one, or with `as_run` for those that ran the sweep, where its folder says which: a login node asks about a node
-    with GPUs.
+    path: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, as_run: bool = False, nodes: int = 1,
+    changes: Mapping[str, Any] | None = None,
+) -> Spec:  # fmt: skip
+    """Read and check a spec.
+
+    Args:
+        out: a folder for its results, in place of the usual one.
+        as_run: resolve the rows for the nodes that ran the sweep, where its folder says which: a login node asks about
+            a node with GPUs. Else for `nodes` nodes like this one.
+        changes: fields of every row that have other values (`RunConfig.replace`).
 
     Raises:
         ValueError: what cannot be read, unknown names (with the nearest known one), or values RunConfig refuses.
     """
-    given = Path(path).absolute()
-    path = Path(os.path.realpath(given))  # Path.resolve fails on a link that leads back to itself
-    if not path.exists():
-        raise ValueError(f"the spec {shown(given)} does not exist; {nearest_path(given)}")
-    try:
-        spec = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise ValueError(f"the spec {path} cannot be read: {e}") from e
-    if not isinstance(spec, dict):
-        raise ValueError(f"the spec {path} must be a mapping with the keys name, notebook, base and rows")
-    names = ["name", "notebook", "base", "rows", "parameters", "report"]
-    if not {"rows", "base", "notebook"} & set(spec):
-        spec = _one_run(spec, path)
-    check_names(spec, names, "field of a spec", "base", RunConfig.__dataclass_fields__)
+    path, spec = _read(path)
     name = str(spec.get("name") or path.stem)
+    _check_folder_name("name", name)
     notebook, root = _locate(spec.get("notebook") or "notebooks/run.ipynb", path)
     home = root if path.is_relative_to(root) else launch.default_home()
     folder = Path(out).resolve() if out else home / OUT / name
@@ -107,32 +102,22 @@ def load_spec(
     gpus = record["gpus"] if isinstance(record.get("gpus"), int) else devices.device_count()
     nodes = record["nodes"] if isinstance(record.get("nodes"), int) else nodes
     device = "cuda" if gpus else "cpu"
+    base = RunConfig.from_dict(_for_device(spec.get("base") or {}, device))
     rows: dict[str, RunConfig] = {}
     sets: dict[str, dict[str, Any]] = {}
     seconds: dict[str, float] = {}
     for given in spec.get("rows") or []:
-        fields = dict(given) if isinstance(given, Mapping) else {"name": given}
-        row = str(fields.pop("name", ""))
-        fields.pop("expect", None)
-        if (took := _for_device(fields, device).get("seconds")) is not None:
+        row, fields = _row(given)
+        if row in rows:
+            raise ValueError(f"row '{row}' is named twice in {path}")
+        fields = _for_device(fields, device)
+        if (took := fields.pop("seconds", None)) is not None:
             if not isinstance(took, int | float) or isinstance(took, bool) or took <= 0:
                 raise ValueError(f"row '{row}': seconds={took!r} must be a number above 0")
             seconds[row] = float(took)
-        for what, text in (("name", name), ("row", row)):
-            if not re.fullmatch(FOLDER_NAME, text):
-                raise ValueError(
-                    f"{what}={text!r} must be a folder's name, such as 'baseline': letters, digits and _ . + - only"
-                )
-        if row in TAKEN:
-            raise ValueError(f"row '{row}' has the name of a file or folder of the sweep itself: give it another name")
-        if row in rows:
-            raise ValueError(f"row '{row}' is named twice in {path}")
-        if not isinstance(given, Mapping):
-            check_names({row: None}, ROWS, "row")
-        base = RunConfig.from_dict(_for_device(spec.get("base") or {}, device))
         config = row_config(row, base) if row in ROWS else base.replace(row=row)
-        fields = {n: v for n, v in _for_device(fields, device).items() if n != "seconds"}
-        config, sets[row] = config.replace(**fields), {**ROWS.get(row, {}), **fields}
+        config = config.replace(**fields).replace(**(changes or {}))
+        sets[row] = merged(merged(ROWS.get(row, {}), fields), changes or {})
         rows[row] = launch.resolve(config, launch.node_count(config, nodes), gpus)
     if not rows:
         raise ValueError(f"the spec {path} has no rows; list at least one under 'rows'")
@@ -144,12 +129,51 @@ def load_spec(
     )  # fmt: skip
 
 
+def _read(given: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
+    """The whole path of a spec and what is in it, or in the parameters of a single run."""
+    path = Path(os.path.realpath(Path(given).absolute()))  # Path.resolve fails on a link that leads back to itself
+    if not path.exists():
+        asked = Path(given).absolute()
+        raise ValueError(f"the spec {shown(asked)} does not exist; {nearest_path(asked)}")
+    try:
+        spec = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise ValueError(f"the spec {path} cannot be read: {e}") from e
+    if not isinstance(spec, dict):
+        raise ValueError(f"the spec {path} must be a mapping with the keys name, notebook, base and rows")
+    if not {"rows", "base", "notebook"} & set(spec):
+        spec = _one_run(spec, path)
+    known = ["name", "notebook", "base", "rows", "parameters", "report"]
+    check_names(spec, known, "field of a spec", {name.split(".")[-1]: f"base: {{{name}: ...}}" for name in FIELDS})
+    return path, spec
+
+
+def _row(given: Any) -> tuple[str, dict[str, Any]]:
+    """The name of a row, and the fields that it sets."""
+    fields = dict(given) if isinstance(given, Mapping) else {"name": given}
+    row = str(fields.pop("name", ""))
+    fields.pop("expect", None)
+    _check_folder_name("row", row)
+    if row in TAKEN:
+        raise ValueError(f"row '{row}' has the name of a file or folder of the sweep itself: give it another name")
+    if not isinstance(given, Mapping):
+        check_names([row], ROWS, "row")
+    return row, fields
+
+
+def _check_folder_name(what: str, text: str) -> None:
+    if not re.fullmatch(FOLDER_NAME, text):
+        raise ValueError(
+            f"{what}={text!r} must be a folder's name, such as 'baseline': letters, digits and _ . + - only"
+        )
+
+
 def _one_run(parameters: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The spec of a single run, from parameters of notebooks/run.ipynb: `row`, `config`, its fields, `worker`."""
-    base = {n: v for n, v in parameters.items() if n not in ("row", "config", "worker", "out", "force")}
+    base = {n: v for n, v in parameters.items() if n not in ("row", "worker", "out", "force")}
     named = {"worker": parameters["worker"]} if "worker" in parameters else {}
     row = parameters.get("row") or {"name": "run"}
-    return {"name": path.stem, "base": {**base, **(parameters.get("config") or {})}, "rows": [row], "parameters": named}
+    return {"name": path.stem, "base": base, "rows": [row], "parameters": named}
 
 
 def _for_device(fields: Mapping[str, Any], device: str) -> dict[str, Any]:
@@ -157,7 +181,7 @@ def _for_device(fields: Mapping[str, Any], device: str) -> dict[str, Any]:
     if not isinstance(fields, Mapping):
         raise ValueError(f"base={fields!r} must be a mapping of RunConfig's fields to values")
     plain = {k: v for k, v in fields.items() if k not in ("cpu", "cuda")}
-    return {**plain, **(fields.get(device) or {})}
+    return merged(plain, fields.get(device) or {})
 
 
 def _locate(name: str, spec: Path) -> tuple[Path, Path]:
@@ -172,12 +196,11 @@ def _locate(name: str, spec: Path) -> tuple[Path, Path]:
     )
 
 
-def papermill_line(notebook: str, output: str, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """What runs a row by itself, for a shell: the template with a sweep's parameters, and with those fields of `config`
-    that are not the default."""
-    default = RunConfig().to_dict()
-    fields = {n: v for n, v in config.items() if n in default and v != default[n]}
-    return shlex.join(["papermill", notebook, output, "-y", json.dumps({**parameters, "config": fields}, default=str)])
+def papermill_line(notebook: str, output: str, parameters: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
+    """What runs a row by itself, for a shell: the template with a sweep's parameters, and with these fields of a
+    run, by their names with the group."""
+    given = json.dumps({**parameters, **merged({}, fields)}, default=str)
+    return shlex.join(["papermill", notebook, output, "-y", given])
 
 
 def check_parameters(notebook: Path, names: Iterable[str]) -> None:
@@ -188,14 +211,14 @@ def check_parameters(notebook: Path, names: Iterable[str]) -> None:
         known = papermill.inspect_notebook(str(notebook))
     except Exception:  # of whatever file it is; its text is nobody's here
         raise ValueError(f"notebook={str(notebook)!r} is not a Jupyter notebook that can be read") from None
-    inside = RunConfig.__dataclass_fields__ if "config" in known else ()
-    check_names(dict.fromkeys(names), known, f"parameter of {notebook.name}", "config", inside)
+    elsewhere = {n.split(".")[-1]: n for n in FIELDS if n.split(".")[0] in known}
+    check_names(names, known, f"parameter of {notebook.name}", elsewhere)
 
 
 def select(spec: Spec, rows: str | None) -> list[str]:
     """The rows named in a list with commas; all without one."""
     names = [r.strip() for r in rows.split(",") if r.strip()] if rows else list(spec.rows)
-    check_names(dict.fromkeys(names), spec.rows, "row")
+    check_names(names, spec.rows, "row")
     return names
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import RunConfig, check_names
+from alstlib.config import RunConfig, value_of
+from alstlib.options import check_names
 from alstlib.planner import preflight
 from alstlib.planner.public_models import SHAPES
 from alstlib.runs import packages
@@ -21,20 +22,24 @@ TRAINING = (ABLATION, FINETUNE)
 """Workers that train the model of a configuration: what the planner predicts is about them."""
 
 ONLY = {
-    FINETUNE: ("eval_data", "allow_dropped", "lora", "merge_lora", "fsdp", "trainer"),
-    ABLATION: ("block", "search", "emulate", "peers", "resume_from", "checkpoint_local"),
-}
+    FINETUNE: (
+        "data.eval", "data.allow_dropped", "model.lora", "output.merge_lora", "engine.fsdp", "optim.trainer",
+    ),
+    ABLATION: (
+        "block", "search", "emulate", "peers", "output.resume_from", "output.checkpoint_local", "contrib.sparse",
+    ),
+}  # fmt: skip
 """Fields that one worker has and the other has not."""
 
 RANKS_OF_A_CORE = 8
 """More of them on a CPU are taken for a typing error."""
 
 OURS = {
-    "output_dir": "nothing (checkpoints go to the run's folder)", "max_steps": "steps", "max_length": "seq_len",
-    "packing": "packed", "bf16": "dtype", "fp16": "dtype", "use_cpu": "nothing (without a GPU, the CPU is used)",
-    "deepspeed": "zero_stage", "fsdp": "fsdp", "fsdp_config": "fsdp", "parallelism_config": "sp",
-    "gradient_checkpointing": "checkpoint", "activation_checkpointing": "checkpoint",
-    "resume_from_checkpoint": "resume",
+    "output_dir": "nothing (checkpoints go to the run's folder)", "max_steps": "optim.steps",
+    "max_length": "data.seq_len", "packing": "data.packed", "bf16": "model.dtype", "fp16": "model.dtype",
+    "use_cpu": "nothing (without a GPU, the CPU is used)", "deepspeed": "engine.zero_stage", "fsdp": "engine.fsdp",
+    "fsdp_config": "engine.fsdp", "parallelism_config": "engine.sp", "gradient_checkpointing": "options.checkpoint",
+    "activation_checkpointing": "options.checkpoint", "resume_from_checkpoint": "output.resume",
 }  # fmt: skip
 """Fields of SFTConfig that follow from fields of ours, which the planner reads too."""
 
@@ -50,7 +55,7 @@ def check(run: RunConfig, worker: str) -> None:
     """
     if worker not in TRAINING:
         return
-    if secret := next(_secrets(run.trainer), None):
+    if secret := next(_secrets(run.optim.trainer), None):
         raise ValueError(
             f"{secret} in trainer is a secret, and a run's settings are written to files that others may read: set "
             "HF_TOKEN in the environment instead, or log in with: hf auth login"
@@ -58,7 +63,7 @@ def check(run: RunConfig, worker: str) -> None:
     default = RunConfig()
     (other,) = set(TRAINING) - {worker}
     for name in ONLY[other]:
-        if (value := getattr(run, name)) != getattr(default, name):
+        if (value := value_of(run, name)) != value_of(default, name):
             raise ValueError(f"{name}={value!r} is a field of the worker {other}, but this run's worker is {worker}")
     if worker == FINETUNE:
         _check_libraries(run)
@@ -91,25 +96,25 @@ def check_ranks(ranks: int, nodes: int, gpus: int, given: str = "world_size") ->
 def _check_libraries(run: RunConfig) -> None:
     if missing := [name for name in ("trl", "peft", "accelerate") if importlib.util.find_spec(name) is None]:
         raise ValueError(f"fine-tuning needs {', '.join(missing)}: pip install 'alstlib[trainer]'")
-    for name in run.trainer:
+    for name in run.optim.trainer:
         if name in OURS:
             raise ValueError(
-                f"trainer={{{name!r}: {run.trainer[name]!r}}} is set by alstlib: give {OURS[name]} instead"
+                f"optim.trainer={{{name!r}: {run.optim.trainer[name]!r}}} is set by alstlib: give {OURS[name]} instead"
             )
     if known := [*_fields("trl", "trainer/sft_config.py", "trainer/base_config.py"),
                  *_fields("transformers", "training_args.py")]:  # fmt: skip
-        check_names(run.trainer, known, "field of SFTConfig in trainer")
+        check_names(run.optim.trainer, known, "field of SFTConfig in trainer")
     _check_adapter(run)
-    if run.trainer.get("push_to_hub") and not run.save_to:
+    if run.optim.trainer.get("push_to_hub") and not run.output.save_to:
         raise ValueError("trainer={'push_to_hub': True} needs save_to, the folder where the model is saved first")
 
 
 def _check_adapter(run: RunConfig) -> None:
     if known := list(_fields("peft", "tuners/lora/config.py", "config.py")):
-        check_names(run.lora or {}, known, "field of LoraConfig in lora")
-    if run.lora is not None and run.save_to and run.model in SHAPES and not run.merge_lora:
+        check_names(run.model.lora or {}, known, "field of LoraConfig in lora")
+    if run.model.lora is not None and run.output.save_to and run.model.name in SHAPES and not run.output.merge_lora:
         raise ValueError(
-            f"model={run.model!r} has random weights, and an adapter saved without them is of no use: give "
+            f"model={run.model.name!r} has random weights, and an adapter saved without them is of no use: give "
             "merge_lora=True, which saves both"
         )
 
@@ -136,7 +141,7 @@ def unpredicted(run: RunConfig, worker: str, gpus: int) -> str:
     """Why a prediction says nothing about a run: it is about training under DeepSpeed. Empty where it is."""
     if worker not in TRAINING:
         return f"the worker is {worker}"
-    if worker == ABLATION or (gpus and not run.fsdp):
+    if worker == ABLATION or (gpus and not run.engine.fsdp):
         return ""
     return f"predictions are about DeepSpeed, and the engine of this run is {'FSDP2' if gpus else 'DDP'}"
 
@@ -144,6 +149,6 @@ def unpredicted(run: RunConfig, worker: str, gpus: int) -> str:
 def planned(run: RunConfig, worker: str, gpus: int) -> RunConfig:
     """The run of which the planner says whether it can fit and how long it may take at most: DDP on a CPU, for which it
     takes an engine without ZeRO, and FSDP2, which holds what ZeRO-3 holds."""
-    if worker != FINETUNE or (gpus and not run.fsdp):
+    if worker != FINETUNE or (gpus and not run.engine.fsdp):
         return run
-    return run.replace(zero_stage=3 if gpus else 0, offload_optimizer=False, offload_params=False)
+    return run.replace(engine={"zero_stage": 3 if gpus else 0, "offload_optimizer": False, "offload_params": False})

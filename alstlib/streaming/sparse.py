@@ -18,25 +18,23 @@ depend on which rank computes which head: all parts of a head see the same pages
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from alstlib.config import Count, Natural, check_fields
 from alstlib.kernels.paged import Choice
 from alstlib.kernels.spans import Documents, document_spans
+from alstlib.options import Count, Natural, Settings
 from alstlib.streaming.pages import LayerPages
 from alstlib.ulysses.alltoall import Exchange
 
 Score = Annotated[Callable[..., Any], Field(description="a function (queries, mean keys of pages) -> scores")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sparse:
-    """Attention to selected pages of keys, which approximates the model's attention: `Options(sparse=Sparse(top=16))`.
+class Sparse(Settings):
+    """Attention to selected pages of keys, which approximates the model's attention: see `select_pages`.
 
     A page is a piece of the sequence's keys and values. Each chunk of queries always attends to its own page. Layers
     with a sliding window stay exact.
@@ -56,9 +54,6 @@ class Sparse:
     score: Score | None = None
     """A function (queries [B, H, C, D], mean keys of the pages [B, K, pages, D]) -> scores [B, K, pages]. It gets this
     rank's own tokens of the chunk. None: the product of the mean queries and the mean keys."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def mean_score(q: Tensor, means: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class _TiledLoss(torch.autograd.Function):
 
 def tiled_logits_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, tile: int | None = None,
-    transform: LogitTransform | None = None, liger: bool = False, travel: Travel | None = None,
+    transform: LogitTransform | None = None, travel: Travel | None = None,
     statistics: Statistics | None = None, label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """The sum of the cross-entropy over the valid tokens, computed tile by tile: the logits of the whole sequence never
@@ -85,7 +85,6 @@ def tiled_logits_loss(
         labels: [...] int64, already shifted; -100 marks a token without loss.
         tile: the number of tokens in one tile; None chooses it by `compute.default_tile`.
         transform: the scale and the soft cap of the logits.
-        liger: whether to use Liger's fused kernel, which chooses its own tiles (CUDA, with the package liger-kernel).
         travel: says that `hidden` and its gradient are on the host, from where tiles are copied to the device; None:
             they are on the device.
         statistics: receives the entropy of each token and whether its label has the largest logit.
@@ -95,15 +94,11 @@ def tiled_logits_loss(
         A scalar in fp32 (or wider), in nats. It is a sum: divide it by the number of valid tokens of the whole batch.
 
     Raises:
-        ValueError: the shape of labels is not that of hidden without its width, a label is outside the vocabulary
-            (checked on a CPU), or statistics are asked of Liger's kernel.
+        ValueError: the shape of labels is not that of hidden without its width, or a label is outside the vocabulary
+            (checked on a CPU).
     """
     check_labels(labels, hidden, weight.shape[0])
     transform = transform or LogitTransform()
-    if liger:
-        if statistics is not None:
-            raise ValueError("Liger's fused loss has no statistics: use liger_loss=False, or statistics=False")
-        return _liger_loss(hidden, weight, labels, bias, transform, label_smoothing)
     device = labels.device
     tile = default_tile(weight.shape[0], 4, device) if tile is None else check_tile(tile)
     if torch.is_autocast_enabled(device.type):
@@ -113,22 +108,6 @@ def tiled_logits_loss(
     return _TiledLoss.apply(
         hidden, weight, bias, labels, tile, transform, torch.is_grad_enabled(), travel, statistics, label_smoothing
     )
-
-
-def _liger_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, transform: LogitTransform, smoothing: float
-) -> Tensor:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    if transform.scale != 1.0:
-        hidden = hidden * transform.scale  # a scale of the logits is a scale of their input (Liger heads have no bias)
-        if bias is not None:
-            raise ValueError("Liger's fused loss cannot scale the logits of a head with a bias; use liger_loss=False")
-    fused = LigerFusedLinearCrossEntropyLoss(
-        ignore_index=IGNORE, reduction="sum", softcap=transform.softcap, accum_dtype=torch.float32,
-        label_smoothing=smoothing,
-    )  # fmt: skip
-    return fused(weight, hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), bias)
 
 
 Look = Callable[[Tensor], Any]
@@ -142,15 +121,11 @@ class TiledHead(TiledModule):
         head: the model's own head, [B, S, E] -> [B, S, V]: a Linear, or any token-wise module (LoRA, say).
         tile: tokens in one tile; None chooses by `compute.default_tile`.
         transform: what the model does to the logits after its head.
-        liger: use Liger's fused kernel on CUDA.
     """
 
-    def __init__(
-        self, head: nn.Module, tile: int | None = None, transform: LogitTransform | None = None, liger: bool = False
-    ) -> None:
+    def __init__(self, head: nn.Module, tile: int | None = None, transform: LogitTransform | None = None) -> None:
         super().__init__(head, tile)
         self.transform = transform or LogitTransform()
-        self.liger = liger
         self.unshrink = 1.0
         """Factor that `apply` takes out of the loss again, after the model's own treatment of its logits."""
 
@@ -179,8 +154,7 @@ class TiledHead(TiledModule):
         }  # fmt: skip
         if temperature is not None:
             return tiled_token_logps(hidden, weight, labels, temperature=temperature, **given)
-        liger = self.liger and hidden.is_cuda
-        return tiled_logits_loss(hidden, weight, labels, liger=liger, label_smoothing=smoothing, **given)
+        return tiled_logits_loss(hidden, weight, labels, label_smoothing=smoothing, **given)
 
     @torch.no_grad()
     def _show(self, hidden: Tensor, labels: Tensor, look: Look) -> None:

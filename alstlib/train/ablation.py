@@ -52,20 +52,20 @@ class Trainer(Job):
     def __init__(self, run: RunConfig, out: Path) -> None:
         super().__init__(run, out)
         self.check_writable()
-        self.say(f"loading {run.model}")
-        self.ctx = alstlib.SPContext.create(run.sp)
+        self.say(f"loading {run.model.name}")
+        self.ctx = alstlib.SPContext.create(run.engine.sp)
         arrival = load_on_first(run, self.dtype, self.device)
         model = arrival.model
         self.flops = flop_dimensions(model)
-        self.say(f"reading data '{run.data}' and the tokenizer")
-        self.corpus = load_corpus(run.data)
+        self.say(f"reading data '{run.data.name}' and the tokenizer")
+        self.corpus = load_corpus(run.data.name)
         self.vocabulary = model.config.get_text_config().vocab_size
         self.tokenizer = self.tokenizer_for(self.corpus, self.vocabulary)
         put_liger(run, model, self.gpu)
-        self.handle = alstlib.apply(model, self.ctx, run_options(run))
-        torch.manual_seed(run.seed + 1 + self.rank)  # dropout masks differ between shards
+        self.handle = alstlib.apply(model, self.ctx, run.options)
+        torch.manual_seed(run.optim.seed + 1 + self.rank)  # dropout masks differ between shards
         self.engine = initialize(run, model, self.bf16, self.say, arrival)
-        budget = run.device_memory
+        budget = run.limits.device_memory
         if budget is None and self.gpu and run.search:
             # a margin for what the allocator does not count: context, communication buffers, fragments
             budget = int(0.93 * accelerator(self.device).get_device_properties(self.device).total_memory)
@@ -88,21 +88,21 @@ class Trainer(Job):
     def loader(self, seq_len: int, steps: int) -> Any:
         """Batches of `steps` optimizer steps: every rank has its own samples, as under a distributed sampler."""
         run, sp = self.run, self.ctx.sp
-        samples = steps * run.accumulation * self.ctx.dp * run.batch_size
+        samples = steps * run.optim.accumulation * self.ctx.dp * run.data.batch_size
         if (dataset := self.samples.get(seq_len)) is None or len(dataset) < samples:
             dataset = make_samples(
-                self.corpus, self.tokenizer, seq_len, packed=run.packed, seed=run.seed, limit=samples,
+                self.corpus, self.tokenizer, seq_len, packed=run.data.packed, seed=run.optim.seed, limit=samples,
                 pace=lambda tokens: Pace(self.say, f"tokenizing {tokens:,} tokens", tokens),
             )  # fmt: skip
             self.samples = {seq_len: dataset}
-        if run.accumulation % sp:
+        if run.optim.accumulation % sp:
             sp = 1  # the ranks of a group cannot take turns within a step: they share one stream of samples
         replicas = self.ctx.dp * sp
         place = self.ctx.rank if sp > 1 else self.ctx.dp_rank
         sampler: Any = SampleOrder(dataset, replicas, place, shuffle=False)
-        batches = DataLoader(dataset, batch_size=run.batch_size, sampler=sampler, collate_fn=self._collate)
+        batches = DataLoader(dataset, batch_size=run.data.batch_size, sampler=sampler, collate_fn=self._collate)
         return alstlib.SPDataLoader(
-            batches, self.ctx, run.accumulation, replicated=sp == 1 and self.ctx.sp > 1, device=self.device
+            batches, self.ctx, run.optim.accumulation, replicated=sp == 1 and self.ctx.sp > 1, device=self.device
         )
 
     def steps(
@@ -125,10 +125,12 @@ class Trainer(Job):
         began, shares, wire = time.perf_counter(), [], self.handle.wire_bytes
         for batch in loader:
             if run.block is None:
-                out = alstlib.causal_lm_loss(self.engine, batch, self.ctx, engine_divides_by=run.accumulation)
+                out = alstlib.causal_lm_loss(self.engine, batch, self.ctx, engine_divides_by=run.optim.accumulation)
                 self.engine.backward(out.loss)
             else:
-                out = alstlib.block_step(self.engine, batch, self.ctx, run.block, engine_divides_by=run.accumulation)
+                out = alstlib.block_step(
+                    self.engine, batch, self.ctx, run.block, engine_divides_by=run.optim.accumulation
+                )
             shares.append(out.mean * out.tokens)
             last = self.engine.is_gradient_accumulation_boundary()
             if (finite := take_step(self.engine)) and not last:
@@ -159,7 +161,7 @@ class Trainer(Job):
         raise ValueError(f"the data ended after {done} of {count} optimizer steps")
 
     def tokens_per_step(self, seq_len: int) -> int:
-        return seq_len * self.run.batch_size * self.run.accumulation * self.ctx.dp
+        return seq_len * self.run.data.batch_size * self.run.optim.accumulation * self.ctx.dp
 
     def peaks(self, seq_len: int) -> int:
         """Largest device peak of any rank in one optimizer step at this length (no budget is enforced)."""
@@ -194,7 +196,7 @@ class Trainer(Job):
     def measure(self, seq_len: int) -> dict[str, Any]:
         """Train the run's steps: memory and budget are watched in the first `WATCHED`, time is taken in those after, or
         where there are none in the last."""
-        watched = 1 if self.run.search else min(WATCHED, self.run.steps)  # a search has made steps already
+        watched = 1 if self.run.search else min(WATCHED, self.run.optim.steps)  # a search has made steps already
         peaks: list[list[int]] = []
         reserved: dict[str, int] = {}
 
@@ -207,10 +209,14 @@ class Trainer(Job):
 
         self.ledger.start()
         states = RunStates(self.engine, self.run, seq_len, self.out, self.told)
-        made = self.steps(seq_len, self.run.steps, "step", states, (watched, unwatch))
+        made = self.steps(seq_len, self.run.optim.steps, "step", states, (watched, unwatch))
         if not peaks:  # a continued run had fewer steps to do
             unwatch()
-        own = made["step_seconds"][-(self.run.steps - states.begun) :] if states.begun < self.run.steps else []
+        own = (
+            made["step_seconds"][-(self.run.optim.steps - states.begun) :]
+            if states.begun < self.run.optim.steps
+            else []
+        )
         timed = own[watched:] or made["step_seconds"][-1:]
         untimed = [] if own[watched:] else [WATCHED_TIME if own else NO_STEP]
         tokens = self.tokens_per_step(seq_len)
@@ -245,7 +251,7 @@ class Trainer(Job):
 
     def __call__(self) -> dict[str, Any]:
         run, tried, budget = self.run, [], self.ledger.budget
-        length = max(run.seq_len, self.ctx.sp)
+        length = max(run.data.seq_len, self.ctx.sp)
         with self.ledger:
             self.ledger.mark_host(host_tensors(self.engine, run))
             if run.search:
@@ -253,12 +259,12 @@ class Trainer(Job):
                     raise ValueError(
                         "search=True needs device_memory, the memory budget of each rank that decides what fits"
                     )
-                self.steps(run.search_granule, 3)  # ZeRO-3 prefetches from what these have read
-                found = longest_that_fits(self.peaks, budget, run.search_granule, start=length, limit=run.search_max)
+                self.steps(run.search.granule, 3)  # ZeRO-3 prefetches from what these have read
+                found = longest_that_fits(self.peaks, budget, run.search.granule, start=length, limit=run.search.max)
                 length, tried = found.length, found.tried
-                while length > run.search_granule and (again := self.peaks(length)) > budget:
+                while length > run.search.granule and (again := self.peaks(length)) > budget:
                     tried.append((length, again))  # peaks of one length vary a little: at the edge it must fit twice
-                    length -= run.search_granule
+                    length -= run.search.granule
                 self.ledger.budget = None
             with self._noting(length):
                 metrics = self.measure(length)
@@ -271,28 +277,9 @@ class Trainer(Job):
 
     def finish(self) -> None:
         """Save the trained model."""
-        folder = str(self.run.save_to)
+        folder = str(self.run.output.save_to)
         self.say(f"saving the model to {folder}")
         save_model(self.handle, folder, self.tokenizer, self.told("saving the model: gathering weights"))
-
-
-def run_options(run: RunConfig) -> alstlib.Options:
-    return alstlib.Options(
-        attention=run.attention,
-        tiled_mlp=run.tiled_mlp,
-        tiled_norm=run.tiled_norm,
-        tiled_loss=run.tiled_loss,
-        checkpoint=run.checkpoint,
-        offload=run.offload,
-        save_attention=run.save_attention,
-        chunk=run.chunk,
-        sparse=None if run.sparse is None else alstlib.Sparse(**run.sparse),
-        kv=run.kv,
-        hidden=run.hidden,
-        states=run.states,
-        host_memory=run.host_memory,
-        liger_loss=run.liger == "loss",
-    )
 
 
 def main() -> None:

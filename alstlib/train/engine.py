@@ -10,19 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alstlib.config import RunConfig, check_names
+from alstlib.config import Engine, Optim, RunConfig
 from alstlib.hf.handle import Handle
 from alstlib.hf.support import check_shared
 from alstlib.mesh import ATTACHED, accelerator, own_device
+from alstlib.options import check_names
 from alstlib.planner.model_states import zero_bucket
 from alstlib.train import operators
 from alstlib.train.loading import Arrival, place
-
-LOOP_FIELDS = (
-    "zero_stage", "offload_optimizer", "offload_params", "prefetch", "batch_size", "accumulation", "learning_rate",
-    "weight_decay", "max_grad_norm",
-)  # fmt: skip
-"""Fields of `RunConfig` that `zero_config` takes."""
 
 
 def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
@@ -32,16 +27,24 @@ def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
     about a tenth longer, and a device holds buffers of 1 to 2 GB.
 
     Args:
-        fields: of `RunConfig`, those in `LOOP_FIELDS`: `zero_stage=3`, `learning_rate=1e-4`, `accumulation=1`. The
-            optimizer's state stays on the device unless `offload_optimizer=True`.
+        fields: those of `RunConfig.engine` and `RunConfig.optim`, and `batch_size`: `zero_stage=3`,
+            `learning_rate=1e-4`, `accumulation=1`. The optimizer's state stays on the device unless
+            `offload_optimizer=True`.
 
     Raises:
         ValueError: another field, or a value that is none of the field's.
     """
-    check_names(fields, LOOP_FIELDS, "field of zero_config")
+    known = ("batch_size", *Engine.model_fields, *Optim.model_fields)
+    check_names(fields, known, "field of zero_config")
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())  # partitioned already, or whole
     bf16 = next(model.parameters()).dtype == torch.bfloat16
-    return engine_config(RunConfig(**{"offload_optimizer": False, **fields}), parameters, bf16)
+    return engine_config(
+        RunConfig.from_dict(
+            {RunConfig.elsewhere().get(n, n): v for n, v in {"offload_optimizer": False, **fields}.items()}
+        ),
+        parameters,
+        bf16,
+    )
 
 
 def engine_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]:
@@ -53,26 +56,31 @@ def engine_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]
     """
     bucket = zero_bucket(parameters)
     zero: dict[str, Any] = {
-        "stage": run.zero_stage,
+        "stage": run.engine.zero_stage,
         "reduce_bucket_size": bucket,
         "contiguous_gradients": True,
         "overlap_comm": False,
     }
     pin = accelerator(own_device()) is not None
-    if run.zero_stage == 3:
-        ahead = bucket if run.prefetch else 0
+    if run.engine.zero_stage == 3:
+        ahead = bucket if run.engine.prefetch else 0
         zero |= {"stage3_prefetch_bucket_size": ahead, "stage3_param_persistence_threshold": 10_000}
         zero |= {"stage3_max_live_parameters": 2 * bucket, "stage3_max_reuse_distance": 2 * bucket}
-    if run.offload_optimizer and run.zero_stage > 0:
+    if run.engine.offload_optimizer and run.engine.zero_stage > 0:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
-    if run.offload_params:
+    if run.engine.offload_params:
         zero["offload_param"] = {"device": "cpu", "pin_memory": pin}
-    adam = {"lr": run.learning_rate, "weight_decay": run.weight_decay, "betas": [0.9, 0.95], "torch_adam": True}
+    adam = {
+        "lr": run.optim.learning_rate,
+        "weight_decay": run.optim.weight_decay,
+        "betas": [0.9, 0.95],
+        "torch_adam": True,
+    }
     adam["fused"] = True  # one pass over the state: PyTorch's default makes temporaries as large as the weights
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": run.batch_size,
-        "gradient_accumulation_steps": run.accumulation,
-        "gradient_clipping": run.max_grad_norm,
+        "train_micro_batch_size_per_gpu": run.data.batch_size,
+        "gradient_accumulation_steps": run.optim.accumulation,
+        "gradient_clipping": run.optim.max_grad_norm,
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": adam},
         "zero_allow_untested_optimizer": True,
@@ -89,17 +97,17 @@ def initialize(
 ) -> Any:  # fmt: skip
     """The DeepSpeed engine of an attached model, whose weights may be on their way; `told` hears what takes time."""
     if ATTACHED in model.__dict__:
-        check_shared(model.__dict__[ATTACHED]().facts.shared, run.zero_stage == 3)
+        check_shared(model.__dict__[ATTACHED]().facts.shared, run.engine.zero_stage == 3)
     import deepspeed
 
     operators.load(told)
-    told(f"starting DeepSpeed, ZeRO {run.zero_stage}")
+    told(f"starting DeepSpeed, ZeRO {run.engine.zero_stage}")
     parameters = sum(p.numel() for p in model.parameters())
     config, scheduler = engine_config(run, parameters, bf16), None
-    if run.warmup_steps:  # not DeepSpeed's WarmupLR, whose first two steps have a rate of 0
+    if run.optim.warmup_steps:  # not DeepSpeed's WarmupLR, whose first two steps have a rate of 0
 
         def scheduler(adam: Any) -> Any:
-            ramp = run.warmup_steps + 1
+            ramp = run.optim.warmup_steps + 1
             return torch.optim.lr_scheduler.LambdaLR(adam, lambda done: min(1.0, (done + 1) / ramp))
 
     if arrival is not None:
@@ -151,7 +159,7 @@ def host_tensors(engine: Any, run: RunConfig) -> Iterator[Tensor]:
     """What the engine keeps on the host: master weights, optimizer state and gradients under `offload_optimizer`,
     the weights' shards under `offload_params`. On a CPU these must be told apart from what a device would hold."""
     zero = engine.optimizer
-    if run.offload_optimizer and run.zero_stage > 0:
+    if run.engine.offload_optimizer and run.engine.zero_stage > 0:
         for master in masters(engine):
             yield master
             if master.grad is not None:
@@ -164,7 +172,7 @@ def host_tensors(engine: Any, run: RunConfig) -> Iterator[Tensor]:
         ):  # fmt: skip
             held = getattr(zero, name, None)
             yield from (t for t in (held if isinstance(held, list | tuple) else [held]) if isinstance(t, Tensor))
-    if run.offload_params:
+    if run.engine.offload_params:
         yield from (p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor"))
 
 

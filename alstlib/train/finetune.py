@@ -20,6 +20,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 import alstlib
-from alstlib.config import RunConfig
+from alstlib.config import RunConfig, bound, flat
 from alstlib.data.account import Account
 from alstlib.data.corpus import get_tokenizer, load_corpus, places
 from alstlib.data.samples import tokenize_row
@@ -38,13 +39,11 @@ from alstlib.planner.preflight import SLOW_DISK
 from alstlib.runs import locks, results
 from alstlib.runs.progress import Pace
 from alstlib.runs.workers import FINETUNE
-from alstlib.train.ablation import run_options
 from alstlib.train.engine import engine_config, host_tensors, reserve_adam_state
 from alstlib.train.files import place_aside
 from alstlib.train.loading import load_on_first, place
 from alstlib.train.models import load_model, model_config, put_liger
 from alstlib.train.resume import ended, ending
-from alstlib.train.state import FREE
 from alstlib.train.worker import Job, run_worker, wait_for
 
 MOST_LOST = 0.01
@@ -52,28 +51,25 @@ MOST_LOST = 0.01
 WATCHED = 2
 """Steps whose memory is watched on a CPU; their times are not taken."""
 ON_CPU = "the engine is DDP: Accelerate knows neither DeepSpeed nor FSDP2 on a CPU"
-BOUND = frozenset({"steps", "zero_stage", "fsdp", "eval_data", "lora", "trainer"})
-"""Fields that a checkpoint belongs to beyond those of a training state: the schedule ends with the last step, each
-engine has its own files, and a share that is kept back changes the data."""
 
 
 def engine_of(run: RunConfig, gpu: bool) -> str:
     """`ddp`, `fsdp2`, or `zero0` to `zero3`."""
-    return "ddp" if not gpu else "fsdp2" if run.fsdp else f"zero{run.zero_stage}"
+    return "ddp" if not gpu else "fsdp2" if run.engine.fsdp else f"zero{run.engine.zero_stage}"
 
 
 def settings(run: RunConfig, engine: str, bf16: bool, folder: Path, deepspeed: dict[str, Any]) -> dict[str, Any]:
     """Fields of SFTConfig: those that follow from the run's, and those in `trainer`, which win. Of DeepSpeed's
     configuration the Trainer decides the optimizer, batches and clipping."""
-    every = run.checkpoint_every
+    every, optim = run.output.checkpoint_every, run.optim
     made: dict[str, Any] = {
-        "output_dir": str(folder), "max_length": run.seq_len, "packing": run.packed, "bf16": bf16, "seed": run.seed,
-        "per_device_train_batch_size": run.batch_size, "per_device_eval_batch_size": run.batch_size,
-        "gradient_accumulation_steps": run.accumulation, "learning_rate": run.learning_rate,
-        "max_steps": -1 if "num_train_epochs" in run.trainer else run.steps, "warmup_steps": run.warmup_steps,
-        "weight_decay": run.weight_decay, "max_grad_norm": run.max_grad_norm, "gradient_checkpointing": False,
+        "output_dir": str(folder), "max_length": run.data.seq_len, "packing": run.data.packed, "bf16": bf16,
+        "per_device_train_batch_size": run.data.batch_size, "per_device_eval_batch_size": run.data.batch_size,
+        "gradient_accumulation_steps": optim.accumulation, "learning_rate": optim.learning_rate, "seed": optim.seed,
+        "max_steps": -1 if "num_train_epochs" in optim.trainer else optim.steps, "warmup_steps": optim.warmup_steps,
+        "weight_decay": optim.weight_decay, "max_grad_norm": optim.max_grad_norm, "gradient_checkpointing": False,
         "logging_steps": 1, "logging_nan_inf_filter": False, "disable_tqdm": True, "report_to": "none",
-        "eval_strategy": "no" if run.eval_data is None else "steps", "eval_steps": -(-run.steps // 10),
+        "eval_strategy": "no" if run.data.eval is None else "steps", "eval_steps": -(-optim.steps // 10),
         "save_strategy": "steps" if every else "no", "save_steps": every or 500, "save_total_limit": 2,
         "use_cpu": engine == "ddp",
     }  # fmt: skip
@@ -89,7 +85,7 @@ def settings(run: RunConfig, engine: str, bf16: bool, folder: Path, deepspeed: d
         zero = {**deepspeed["zero_optimization"], "stage3_gather_16bit_weights_on_model_save": True}
         config = {**deepspeed, "zero_optimization": zero, **dict.fromkeys(auto, "auto")}
         made["deepspeed"] = {name: value for name, value in config.items() if name != "optimizer"}
-    return {**made, **run.trainer}
+    return {**made, **run.optim.trainer}
 
 
 class FineTune(Job):
@@ -102,9 +98,9 @@ class FineTune(Job):
             raise ValueError("dtype='bf16' needs a GPU: on a CPU fine-tuning is in fp32 (dtype='auto')")
         self.check_writable()
         self.notes = [] if self.gpu else [ON_CPU]
-        config = model_config(run.model, run.model_config, run.trust_remote_code)
+        config = model_config(run.model.name, run.model.config, run.model.trust_remote_code)
         self.vocabulary = config.get_text_config().vocab_size
-        self.say(f"reading data '{run.data}' and the tokenizer")
+        self.say(f"reading data '{run.data.name}' and the tokenizer")
         data, others, self.tokenizer = self._documents()
         self.checkpoint = self._last_checkpoint()
         self.trainer = self._trainer(data, others)
@@ -114,26 +110,28 @@ class FineTune(Job):
     def _documents(self) -> tuple[Any, Any, Any]:
         """Documents to train on and to evaluate on as token ids and labels, and the tokenizer."""
         run = self.run
-        corpus, others = load_corpus(run.data), None
+        corpus, others = load_corpus(run.data.name), None
         tokenizer = self.tokenizer_for(corpus, self.vocabulary)
-        made = self._tokens(corpus, tokenizer, run.data)
-        if isinstance(run.eval_data, str):
-            others = self._tokens(load_corpus(run.eval_data), tokenizer, run.eval_data)
-        elif run.eval_data is not None:
+        made = self._tokens(corpus, tokenizer, run.data.name)
+        if isinstance(run.data.eval, str):
+            others = self._tokens(load_corpus(run.data.eval), tokenizer, run.data.eval)
+        elif run.data.eval is not None:
             if len(made) < 2:
-                raise ValueError(f"eval_data={run.eval_data} keeps back a share of data='{run.data}', one document")
-            parts = made.train_test_split(test_size=run.eval_data, seed=run.seed)
+                raise ValueError(
+                    f"eval_data={run.data.eval} keeps back a share of data='{run.data.name}', one document"
+                )
+            parts = made.train_test_split(test_size=run.data.eval, seed=run.optim.seed)
             made, others = parts["train"], parts["test"]
         # of data that are tokens only the padding token is needed
         stand_in = tokenizer or get_tokenizer("stdlib-bpe", vocab_size=min(self.vocabulary, 8192))
         return made, others, stand_in
 
     def _tokens(self, corpus: Any, tokenizer: Any, name: str) -> Any:
-        limit, rows = self.run.seq_len, len(corpus)
+        limit, rows = self.run.data.seq_len, len(corpus)
         self.say(f"tokenizing {rows:,} documents of '{name}'")
 
         pace, done = Pace(self.say, f"tokenizing '{name}'", rows), itertools.count(1)
-        split = self.run.trainer.get("packing_strategy") in ("bfd_split", "wrapped")
+        split = self.run.optim.trainer.get("packing_strategy") in ("bfd_split", "wrapped")
         read = functools.partial(tokenize_row, tokenizer=tokenizer)
         account = Account(read, f" of '{name}'", None if split else limit, functools.partial(places, name, rows))
 
@@ -153,7 +151,7 @@ class FineTune(Job):
                 "prompts a completion, and labels a value besides -100"
             )
         lost = account.notes(" and are left out")
-        if account.lost > MOST_LOST * rows and not self.run.allow_dropped:
+        if account.lost > MOST_LOST * rows and not self.run.data.allow_dropped:
             raise ValueError(
                 f"{account.lost} of {rows} rows of '{name}' ({account.lost / rows:.1%}) would be left out, more than "
                 f"{MOST_LOST:.0%}: mend them, or leave them out with allow_dropped: true (alst run --allow-dropped). "
@@ -175,17 +173,17 @@ class FineTune(Job):
             pass
 
         run = self.run
-        self.say(f"loading {run.model}")
+        self.say(f"loading {run.model.name}")
         arrival = load_on_first(run, self.dtype, self.device)
         put_liger(run, arrival.model, self.gpu)
         deepspeed = engine_config(run, sum(p.numel() for p in arrival.model.parameters()), self.bf16)
         place(arrival, deepspeed if self.engine.startswith("zero") else {"zero_optimization": {"stage": 0}})
         args = SFTConfig(**settings(run, self.engine, self.bf16, self.out / "checkpoints", deepspeed))
-        lora = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", **(run.lora or {})}
+        lora = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", **(run.model.lora or {})}
         cls: Any = SPTrainer
         return cls(
             model=arrival.model, args=args, train_dataset=data, eval_dataset=others, processing_class=self.tokenizer,
-            peft_config=None if run.lora is None else LoraConfig(**lora), sp=run.sp, alst=run_options(run),
+            peft_config=None if run.model.lora is None else LoraConfig(**lora), sp=run.engine.sp, alst=run.options,
         )  # fmt: skip
 
     # ----- checkpoints
@@ -201,29 +199,36 @@ class FineTune(Job):
 
     def _look(self) -> dict[str, Any]:
         run, folder, notes = self.run, self.out / "checkpoints", []
-        bound = {n: v for n, v in run.to_dict().items() if n not in FREE or n in BOUND}
-        bound = json.loads(json.dumps(bound, default=str))
+        now = self._bound(run.to_dict())
         before = locks.read_object(folder / "run.json") or {}
-        if folder.exists() and (before != bound or run.resume == "never" or self._finished(bound)):
+        if folder.exists() and (before != now or run.output.resume == "never" or self._finished(now)):
             folder.rename(aside := place_aside(folder))
-            names = [n for n in bound if before.get(n, bound[n]) != bound[n]]
-            why = ", ".join(f"{n}={before[n]!r} (here {bound[n]!r})" for n in names)
+            names = [n for n in now if before.get(n, now[n]) != now[n]]
+            why = ", ".join(f"{n}={before[n]!r} (here {now[n]!r})" for n in names)
             notes.append(f"checkpoints of {why or 'an earlier run'} are kept in {aside.name} and not continued")
         folder.mkdir(parents=True, exist_ok=True)
-        results.write_json(folder / "run.json", bound)
+        results.write_json(folder / "run.json", now)
         # what is cut off lacks the file that is written last
         whole = [p for p in folder.glob("checkpoint-*") if (p / "trainer_state.json").exists()]
         last = max(whole, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
         notes += [f"continued from {last.name}"] if last else []
         return {"checkpoint": str(last) if last else None, "notes": notes}
 
-    def _finished(self, bound: dict[str, Any]) -> bool:
+    @staticmethod
+    def _bound(fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that a checkpoint belongs to: beyond those of a training state the schedule, which ends with the
+        last step, and the engine, because each has its own files."""
+        more = ("optim.steps", "engine.zero_stage", "engine.fsdp")
+        found = {**bound(fields), **{name: flat(fields).get(name) for name in more}}
+        return json.loads(json.dumps(found, default=str))
+
+    def _finished(self, now: dict[str, Any]) -> bool:
         """Whether this very run ended well here before: it is repeated from its first step."""
         try:
             result = results.read_result(self.out / "result.json")
         except (OSError, ValueError):
             return False
-        return result["status"] == "ok" and all(result["config"].get(n) == v for n, v in bound.items())
+        return result["status"] == "ok" and self._bound(result["config"]) == now
 
     # ----- training
 
@@ -237,7 +242,7 @@ class FineTune(Job):
         state = trainer.state
         if watch.ending is not None:
             raise ended(watch.ending, self.run, state.global_step, self.out / "checkpoints")
-        if self.run.eval_data is not None and all(
+        if self.run.data.eval is not None and all(
             line["step"] != state.global_step for line in state.log_history if "eval_loss" in line
         ):
             trainer.evaluate()
@@ -253,8 +258,8 @@ class FineTune(Job):
         trained = {n for n, p in trainer.model.named_parameters() if p.requires_grad}
         handle = trainer.handle
         return {
-            "predicted": self.predicted(FINETUNE, trainer.ctx, run.seq_len),
-            "seq_len": run.seq_len,
+            "predicted": self.predicted(FINETUNE, trainer.ctx, run.data.seq_len),
+            "seq_len": run.data.seq_len,
             "tokens_per_step": round(statistics.median(tokens)) if tokens else None,
             "tokens_per_second": sum(tokens) / sum(seconds) if seconds else None,
             "step_seconds": seconds,
@@ -268,7 +273,7 @@ class FineTune(Job):
             "engine": self.engine,
             "parameters": sum(parameters.values()),
             "trained_parameters": sum(parameters[n] for n in trained),
-            "saved_to": run.save_to,
+            "saved_to": run.output.save_to,
             "backend": handle.attention.backend_name,
             "notes": [*self.notes, *handle.notes],
         }
@@ -276,11 +281,11 @@ class FineTune(Job):
     def finish(self) -> None:
         """Save the model, or its adapter, as plain transformers and peft read them; push it where that is asked for."""
         run = self.run
-        folder = self.out / "adapter" if run.merge_lora else Path(str(run.save_to))
+        folder = self.out / "adapter" if run.output.merge_lora else Path(str(run.output.save_to))
         self.say(f"saving the model to {folder}")
         self.trainer.save_model(str(folder))
         dist.barrier()
-        if run.merge_lora and self.rank == 0:
+        if run.output.merge_lora and self.rank == 0:
             self._merge(folder)
 
     def _merge(self, adapter: Path) -> None:
@@ -289,10 +294,10 @@ class FineTune(Job):
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
         unset_hf_deepspeed_config()
-        self.say(f"merging the adapter, to {self.run.save_to}")
+        self.say(f"merging the adapter, to {self.run.output.save_to}")
         merged: Any = PeftModel.from_pretrained(load_model(self.run, self.dtype), str(adapter))
-        merged.merge_and_unload().save_pretrained(self.run.save_to)
-        self.tokenizer.save_pretrained(self.run.save_to)
+        merged.merge_and_unload().save_pretrained(self.run.output.save_to)
+        self.tokenizer.save_pretrained(self.run.output.save_to)
 
 
 class Watch(TrainerCallback):
@@ -314,7 +319,7 @@ class Watch(TrainerCallback):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         job = self.job
-        self.ledger = Ledger(job.device, [job.trainer.handle.store], job.run.device_memory).__enter__()
+        self.ledger = Ledger(job.device, [job.trainer.handle.store], job.run.limits.device_memory).__enter__()
         engine = getattr(job.trainer, "deepspeed", None)
         if engine is not None and isinstance(getattr(engine.optimizer, "optimizer", None), torch.optim.AdamW):
             reserve_adam_state(engine)
@@ -330,7 +335,7 @@ class Watch(TrainerCallback):
         self.tokens.append(self.job.trainer._total_train_tokens - self.seen)
         if len(self.seconds) == WATCHED and not self.job.gpu:
             self.close()
-        if self.job.run.checkpoint_every and state.global_step < state.max_steps:
+        if self.job.run.output.checkpoint_every and state.global_step < state.max_steps:
             needs = 1.2 * max(self.seconds[-10:]) + 2 * self.saving + 1
             if (why := ending(self.job.out, needs, self.job.device)) is not None:
                 self.ending, control.should_save, control.should_training_stop = why, True, True
@@ -363,7 +368,8 @@ class Watch(TrainerCallback):
         usual = (last[-1] - last[0]) / max(1, len(last) - 1)
         pace = {"tokens_per_second": self.tokens[-1] / self.seconds[-1]} if self.seconds else {}
         self.job.progress.emit(
-            "step", row=self.job.run.row, seq_len=self.job.run.seq_len, step=state.global_step, steps=state.max_steps,
+            "step", row=self.job.run.row, seq_len=self.job.run.data.seq_len, step=state.global_step,
+            steps=state.max_steps,
             eta_seconds=(state.max_steps - state.global_step) * usual, **pace, **fields,
         )  # fmt: skip
 

@@ -72,9 +72,9 @@ def _without_weights() -> Iterator[None]:
 
 
 def _skeleton(run: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
-    config = model_config(run.model, run.model_config, run.trust_remote_code)
+    config = model_config(run.model.name, run.model.config, run.model.trust_remote_code)
     with _without_weights():
-        made = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=run.trust_remote_code)
+        made = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=run.model.trust_remote_code)
     return made.train()
 
 

@@ -14,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from alstlib.config import RunConfig, check_names
+from alstlib.config import RunConfig
 from alstlib.hf.support import heads_of
+from alstlib.options import check_names
 from alstlib.planner.configs import check_model, check_sizes, overridden
 from alstlib.planner.public_models import PUBLIC, SHAPES
 
@@ -55,26 +56,30 @@ def model_config(
 def load_model(run: RunConfig, dtype: torch.dtype, *, shape_only: bool = False) -> PreTrainedModel:
     """The run's model, in training mode: pre-trained, or with random weights that its seed decides. With `shape_only`
     nothing is read but its config (see `model_config`)."""
-    config = model_config(run.model, run.model_config, run.trust_remote_code, shape_only=shape_only)
-    random = run.model in SHAPES if run.random_weights is None else run.random_weights
+    config = model_config(run.model.name, run.model.config, run.model.trust_remote_code, shape_only=shape_only)
+    random = run.model.name in SHAPES if run.model.random_weights is None else run.model.random_weights
     random = random or shape_only
-    if run.model in SHAPES and not random:
-        raise ValueError(f"model='{run.model}' is a shape without weights: random_weights must be True")
+    if run.model.name in SHAPES and not random:
+        raise ValueError(f"model='{run.model.name}' is a shape without weights: random_weights must be True")
     if random:
-        torch.manual_seed(run.seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=run.trust_remote_code)
+        torch.manual_seed(run.optim.seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=run.model.trust_remote_code)
     else:
         try:
             found: Any = AutoModelForCausalLM.from_pretrained(
-                run.model, config=config, dtype=dtype, trust_remote_code=run.trust_remote_code, output_loading_info=True
+                run.model.name,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=run.model.trust_remote_code,
+                output_loading_info=True,
             )
             model, loaded = found
         except (SafetensorError, RuntimeError) as e:
             raise ValueError(_why_unreadable(run, e)) from e
         if missing := sorted(loaded["missing_keys"]):
             raise ValueError(
-                f"model='{run.model}' has no weights for {missing[0]}{_more(len(missing) - 1)}, which would be random: "
-                "model_config must not make the model larger than its weights, or random_weights must be True"
+                f"model='{run.model.name}' has no weights for {missing[0]}{_more(len(missing) - 1)}, which would be "
+                "random: model.config must not make the model larger than its weights, or random_weights must be True"
             )
         _check_layers(run, config.get_text_config(), loaded["unexpected_keys"])
         _check_finite(run, model)
@@ -85,10 +90,10 @@ def _check_layers(run: RunConfig, config: Any, unused: Collection[str]) -> None:
     """Refuse weights of layers that the config does not have, unless the run asks for fewer."""
     layers = {int(number) for name in unused for number in re.findall(DECODER_LAYER, name)}
     count = getattr(config, "num_hidden_layers", None)
-    if count is not None and max(layers, default=-1) >= count and "num_hidden_layers" not in run.model_config:
+    if count is not None and max(layers, default=-1) >= count and "num_hidden_layers" not in run.model.config:
         raise ValueError(
-            f"model='{run.model}': its config.json has num_hidden_layers={count}, but it has weights of "
-            f"{max(layers) + 1} layers; mend config.json, or give model_config={{'num_hidden_layers': {count}}} to "
+            f"model='{run.model.name}': its config.json has num_hidden_layers={count}, but it has weights of "
+            f"{max(layers) + 1} layers; mend config.json, or give model.config={{'num_hidden_layers': {count}}} to "
             "train without them"
         )
 
@@ -104,7 +109,7 @@ def _check_finite(run: RunConfig, model: PreTrainedModel) -> None:
             and not all(map(torch.isfinite, p.detach().aminmax()))
         ):
             raise ValueError(
-                f"model='{run.model}': its weight {name} is not finite: it has NaN or infinity; mend the files of "
+                f"model='{run.model.name}': its weight {name} is not finite: it has NaN or infinity; mend the files of "
                 "the model, or copy them again"
             )
 
@@ -116,19 +121,19 @@ def _more(others: int) -> str:
 def _why_unreadable(run: RunConfig, error: Exception) -> str:
     """Which weights cannot be loaded, and why."""
     if "mismatched_sizes" in str(error):
-        fields = ", ".join(f"{name}={value!r}" for name, value in run.model_config.items())
-        what = f"model_config asks for ({fields})" if fields else "its config.json says"
+        fields = ", ".join(f"{name}={value!r}" for name, value in run.model.config.items())
+        what = f"model.config asks for ({fields})" if fields else "its config.json says"
         return (
-            f"model='{run.model}': its weights have other sizes than {what}; leave those fields out, or train from "
-            "random_weights=True"
+            f"model='{run.model.name}': its weights have other sizes than {what}; leave those fields out, or train "
+            "from random_weights=True"
         )
-    for path in sorted(Path(run.model).glob("*.safetensors")):
+    for path in sorted(Path(run.model.name).glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt"):
                 pass
         except (SafetensorError, OSError) as e:
-            return f"model='{run.model}': {path} is damaged or was cut off ({e}); copy it again"
-    return f"model='{run.model}': its weights cannot be loaded: {error}"
+            return f"model='{run.model.name}': {path} is damaged or was cut off ({e}); copy it again"
+    return f"model='{run.model.name}': its weights cannot be loaded: {error}"
 
 
 def flop_dimensions(model: PreTrainedModel) -> dict[str, int]:
@@ -147,7 +152,8 @@ def flop_dimensions(model: PreTrainedModel) -> dict[str, int]:
 
 def put_liger(run: RunConfig, model: PreTrainedModel, gpu: bool) -> None:
     """Put Liger's norm, RoPE and SwiGLU kernels into a run's model, before `apply`, where `liger` says so: tiles then
-    run them. (The paper had to leave SwiGLU out with tiled MLPs.) Its fused loss is `Options.liger_loss`.
+    run them. (The paper had to leave SwiGLU out with tiled MLPs.) Liger's fused loss is not used, because its tiles
+    grow with the sequence.
 
     With `auto` they are put in on a GPU, with the tiled loss (the paper's baseline has none of them), where they are
     installed and know the model.
@@ -155,9 +161,9 @@ def put_liger(run: RunConfig, model: PreTrainedModel, gpu: bool) -> None:
     Raises:
         ValueError: they are asked for by name, and there is no GPU, or they are not installed or do not know the model.
     """
-    wanted, kind = run.liger, model.config.model_type
+    wanted, kind = run.model.liger, model.config.model_type
     if wanted == "auto":
-        if gpu and run.tiled_loss and kind in liger_knows():
+        if gpu and run.options.tile("loss") and kind in liger_knows():
             liger_kernels(model)
     elif wanted:
         if not gpu:

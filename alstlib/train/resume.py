@@ -11,14 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import RunConfig
+from alstlib.config import RunConfig, bound, flat
 from alstlib.mesh import gather_text
 from alstlib.planner.preflight import SLOW_DISK
 from alstlib.runs import results
 from alstlib.runs.processes import WARNED, seconds_left
 from alstlib.train.engine import Told
 from alstlib.train.files import OtherState, find_state, place_aside
-from alstlib.train.state import FREE, Saver, load_state
+from alstlib.train.state import Saver, load_state
 
 
 class Timeout(TimeoutError):
@@ -38,11 +38,11 @@ def ending(out: Path, seconds: float, device: Any) -> type[Exception] | None:
 
 def ended(why: type[Exception], run: RunConfig, step: int, folder: Path) -> Exception:
     """What is raised after the state of the last step is in `folder`."""
-    limit = f"timeout={run.timeout:g} s" if run.timeout else "the run's time limit"
+    limit = f"timeout={run.limits.timeout:g} s" if run.limits.timeout else "the run's time limit"
     first = "the run was told to end" if why is Warned else f"{limit} leaves no time for a step"
     return why(
-        f"{first} after step {step} of {run.steps}; the training state is saved in {folder}, and the same command "
-        "continues from there"
+        f"{first} after step {step} of {run.optim.steps}; the training state is saved in {folder}, and the same "
+        "command continues from there"
     )
 
 
@@ -56,7 +56,13 @@ class RunStates:
     """
 
     def __init__(self, engine: Any, run: RunConfig, seq_len: int, out: Path, told: Callable[[str], Told]) -> None:
-        self.engine, self.asked, self.run, self.out, self.told = engine, run, run.replace(seq_len=seq_len), out, told
+        self.engine, self.asked, self.run, self.out, self.told = (
+            engine,
+            run,
+            run.replace(data={"seq_len": seq_len}),
+            out,
+            told,
+        )
         self.folder, self.saver = out / "state", Saver(engine, self.run)
         self.begun = 0
         """Optimizer steps that were done before this attempt."""
@@ -71,15 +77,15 @@ class RunStates:
         there, finished = self._agreed([left is not None, self._finished()])
         if there and not finished:
             self.aside = place_aside(self.folder)
-        if there and not finished and self.run.resume == "auto":
+        if there and not finished and self.run.output.resume == "auto":
             try:
                 found = load_state(
                     self.engine, self.run, self.folder, self.told("reading the training state"), own=True
                 )
             except OtherState as e:
                 self.notes.append(f"the training state in {left} is kept, but not continued: {e}")
-        if found is None and self.run.resume_from:
-            found = load_state(self.engine, self.run, self.run.resume_from, told)
+        if found is None and self.run.output.resume_from:
+            found = load_state(self.engine, self.run, self.run.output.resume_from, told)
         if found is None:
             return {}
         if left is not None and found["place"].resolve() == left.resolve():
@@ -98,14 +104,14 @@ class RunStates:
             Warned: the run was told to end.
             OSError, FloatingPointError: the state before could not be saved.
         """
-        every, told = self.run.checkpoint_every, self.told("saving the training state")
+        every, told = self.run.output.checkpoint_every, self.told("saving the training state")
         self.saver.poll()
-        ends = self._ending(seconds) if every and step < self.run.steps else None
+        ends = self._ending(seconds) if every and step < self.run.optim.steps else None
         if every and (ends or step % every == 0):
             state: dict[str, Any] = {"loader_state": loader.state_dict(), "history": history, "aside": self.aside}
             self.saver.start(self.folder, step=step, told=told, **state)
             self.aside = None
-        if ends or step == self.run.steps:
+        if ends or step == self.run.optim.steps:
             self.saver.wait(told)
         if ends:
             raise ended(ends, self.run, step, self.folder)
@@ -121,8 +127,9 @@ class RunStates:
         except (OSError, ValueError):
             return False
         before, now = result["config"], self.asked.to_dict()
-        bound = now.keys() - FREE | {"steps", "resume_from"}
-        return result["status"] == "ok" and all(before.get(name) == now[name] for name in bound)
+        more = ("optim.steps", "output.resume_from")
+        same = bound(before) == bound(now) and all(flat(before).get(name) == flat(now)[name] for name in more)
+        return result["status"] == "ok" and same
 
     def _agreed(self, answers: list[bool]) -> list[bool]:
         """Rank 0's answers, on every rank."""

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-from alstlib.config import RunConfig
+from alstlib.config import RunConfig, bound, value_of
 from alstlib.mesh import accelerator, gather_text
 from alstlib.offload.host_store import host_available
 from alstlib.train.engine import Told, silent
@@ -41,18 +41,6 @@ from alstlib.train.files import (
 from alstlib.train.pieces import HeldState, LoadPlanner, Reader, SavePlanner
 
 log = logging.getLogger(__name__)
-
-FREE = frozenset({
-    "sp", "world_size", "zero_stage", "offload_optimizer", "offload_params", "prefetch",
-    "attention", "tiled_loss", "tiled_mlp", "tiled_norm", "checkpoint", "offload", "save_attention", "chunk",
-    "block", "kv", "hidden", "states", "liger",
-    "device_memory", "host_memory", "search", "search_granule", "search_max", "emulate", "peers",
-    "row", "trust_remote_code", "allow_dropped", "steps", "save_to", "checkpoint_every", "checkpoint_local", "timeout",
-    "step_timeout", "resume", "resume_from", "eval_data", "lora", "merge_lora", "fsdp", "trainer",
-})  # fmt: skip
-"""Fields that may differ between the run that saved a state and the one that loads it: on how many ranks and how the
-same numbers are computed, how many steps there are (no schedule depends on that), what has no influence on numbers, and
-what only fine-tuning takes. Every other field, a new one too, belongs to the state."""
 
 
 class Saver:
@@ -107,7 +95,7 @@ class Saver:
         lacking = torch.tensor(int(nbytes > host_available() // 2), device=self.engine.device)
         dist.all_reduce(lacking)
         self.group = self.group or dist.new_group(backend="gloo")  # the thread's own: the training uses the others
-        self.writer = Writer(Path(folder), self.run.checkpoint_local, json.dumps(content), aside, not lacking)
+        self.writer = Writer(Path(folder), self.run.output.checkpoint_local, json.dumps(content), aside, not lacking)
         self.planner = SavePlanner(
             {name: start for name, (start, _) in pieces.items()}, {name: held.size(name) for name in pieces},
             json.dumps({"loader": loader_state, "rng": rng}), nbytes,
@@ -207,8 +195,8 @@ def load_state(
         saved_step = state["scheduler_step"]  # None: that run had no warm-up
         engine.lr_scheduler.last_epoch = (state["step"] if saved_step is None else saved_step) - 1
         engine.lr_scheduler.step()
-    then = {"ranks": state["ranks"], "sp": state["config"]["sp"]}
-    now = {"ranks": dist.get_world_size(), "sp": run.sp}
+    then = {"ranks": state["ranks"], "sp": state["config"]["engine"]["sp"]}
+    now = {"ranks": dist.get_world_size(), "sp": run.engine.sp}
     mine, note = state["by_rank"][dist.get_rank() % then["ranks"]], ""
     if differs := [f"{name}={then[name]!r} (now {now[name]!r})" for name in now if then[name] != now[name]]:
         note = f"the state in {place} was saved under {', '.join(differs)}: the data go on after the samples seen then"
@@ -226,11 +214,12 @@ def load_state(
 
 def _check_fits(state: Mapping[str, Any], engine: Any, run: RunConfig, held: HeldState, own: bool) -> None:
     """Raise OtherState unless the state is of this configuration and model, and leaves the run a step to do."""
-    then, now = state["config"], _configuration(engine, run)
-    defaults = RunConfig().to_dict()  # of a field that the run which saved it did not know
-    bound = [name for name in now if name not in FREE or (own and name == "resume_from")]
-    if differs := [name for name in bound if then.get(name, defaults[name]) != now[name]]:
-        listed = ", ".join(f"{n}={then.get(n, defaults[n])!r} (here {now[n]!r})" for n in differs)
+    then, now = bound(state["config"]), bound(_configuration(engine, run))
+    if own:  # of the run that is continued with the same command
+        then["output.resume_from"] = state["config"]["output"]["resume_from"]
+        now["output.resume_from"] = run.output.resume_from
+    if differs := [name for name in now if then.get(name) != now[name]]:
+        listed = ", ".join(f"{n}={then.get(n)!r} (here {now[n]!r})" for n in differs)
         raise OtherState(f"its state of step {state['step']} belongs to another configuration: {listed}")
     saved = {name: tuple(p["shape"]) for name, p in state["parameters"].items()}
     if odd := sorted(n for n in saved.keys() | held.shapes.keys() if saved.get(n) != held.shapes.get(n)):
@@ -238,9 +227,9 @@ def _check_fits(state: Mapping[str, Any], engine: Any, run: RunConfig, held: Hel
         raise OtherState(f"it is of another model: {len(odd)} parameters differ, {odd[0]}: {was}, here {here}")
     if missing := sorted(set(held.names()) - state["pieces"].keys()):
         raise OtherState(f"it lacks {missing[0]} and {len(missing) - 1} more: were they frozen when it was saved?")
-    if state["step"] >= run.steps + own:
+    if state["step"] >= run.optim.steps + own:
         raise OtherState(
-            f"steps={run.steps} counts all steps, and it has done {state['step']} already; use at least "
+            f"steps={run.optim.steps} counts all steps, and it has done {state['step']} already; use at least "
             f"{state['step'] + (not own)}"
         )
 
@@ -256,6 +245,7 @@ def _generators(device: torch.device) -> list[Any]:
 
 def _configuration(engine: Any, run: RunConfig) -> dict[str, Any]:
     """The run's fields as JSON gives them back, with `auto` as it was resolved and whole paths."""
-    fields = json.loads(json.dumps({**run.to_dict(), "dtype": "bf16" if engine.bfloat16_enabled() else "fp32"}))
-    paths = [name for name in ("model", "data", "tokenizer", "resume_from") if os.path.exists(fields[name] or "")]
-    return {**fields, **{name: os.path.abspath(fields[name]) for name in paths}}
+    dtype = "bf16" if engine.bfloat16_enabled() else "fp32"
+    names = ("model.name", "data.name", "data.tokenizer", "output.resume_from")
+    paths = {name: os.path.abspath(path) for name in names if os.path.exists(path := value_of(run, name) or "")}
+    return json.loads(json.dumps(run.replace(**{"model.dtype": dtype, **paths}).to_dict()))

@@ -101,35 +101,35 @@ class Job:
         """Raise OSError on every rank if rank 0 cannot write to `save_to`: told before the steps, not after. A folder
         that is not there is not made yet: a run that fails leaves none."""
         problem = ""
-        if self.run.save_to and self.rank == 0:
-            folder = Path(self.run.save_to).absolute()
+        if self.run.output.save_to and self.rank == 0:
+            folder = Path(self.run.output.save_to).absolute()
             try:
                 tempfile.TemporaryFile(dir=next(p for p in (folder, *folder.parents) if p.exists())).close()
             except OSError as e:
-                problem = f"save_to='{self.run.save_to}' cannot be written to: {e.strerror or e}"
+                problem = f"save_to='{self.run.output.save_to}' cannot be written to: {e.strerror or e}"
         if problem := gather_text(problem, self.device)[0]:
             raise OSError(problem)
 
     def tokenizer_for(self, corpus: Any, vocabulary: int) -> Any:
         """The run's tokenizer; None where the data are tokens already."""
         run, name = self.run, tokenizer_name(self.run)
-        own = name != run.tokenizer  # the model's
-        if run.tokenizer == "auto" and only_tokens(corpus) and not (own and has_tokenizer(name)):
+        own = name != run.data.tokenizer  # the model's
+        if run.data.tokenizer == "auto" and only_tokens(corpus) and not (own and has_tokenizer(name)):
             return None
-        given = None if run.data == "stdlib" else corpus
-        return get_tokenizer(name, corpus=given, vocab_size=min(vocabulary, 8192), trust=run.trust_remote_code)
+        given = None if run.data.name == "stdlib" else corpus
+        return get_tokenizer(name, corpus=given, vocab_size=min(vocabulary, 8192), trust=run.model.trust_remote_code)
 
     def check_tokens(self, largest: int, vocabulary: int) -> None:
         if largest >= vocabulary:
             raise ValueError(
-                f"data='{self.run.data}' has token {largest}, but the model's vocab_size is {vocabulary}: take the "
-                "model's own tokenizer, or model_config={'vocab_size': ...} with random weights"
+                f"data='{self.run.data.name}' has token {largest}, but the model's vocab_size is {vocabulary}: take "
+                "the model's own tokenizer, or model.config={'vocab_size': ...} with random weights"
             )
 
     def predicted(self, worker: str, ctx: SPContext, seq_len: int) -> dict[str, Any]:
         """What the planner says of this run, for comparison with the measurement."""
         gpus = ctx.world_size if self.gpu else 0
-        run = self.run.replace(world_size=ctx.world_size, sp=ctx.sp)
+        run = self.run.replace(engine={"world_size": ctx.world_size, "sp": ctx.sp})
         if why := workers.unpredicted(run, worker, gpus):
             return {"unknown": why}
         try:
@@ -160,7 +160,7 @@ def run_worker(doc: str | None, job: Callable[[RunConfig, Path], Any]) -> None:
         join_fake(run.emulate)
     else:
         world = int(os.environ["WORLD_SIZE"])
-        resolved = run.replace(world_size=world, sp=run.sp or world)
+        resolved = run.replace(engine={"world_size": world, "sp": run.engine.sp or world})
         patience = step_limit(resolved, node_count(world), 0 if device.type == "cpu" else world)[0]
         join(device, min(patience, LONGEST_SECONDS) + 60)  # the launcher ends the run before, and says why
     work(run, args.out, job)
@@ -190,12 +190,12 @@ def work(run: RunConfig, out: Path, job: Callable[[RunConfig, Path], Any]) -> No
     try:
         working = job(run, out)
         metrics = working()
-        if run.save_to and hasattr(working, "finish"):
+        if run.output.save_to and hasattr(working, "finish"):
             if first:
                 write(
                     "error",
                     type="Unfinished",
-                    message=f"the steps are done, but the model was not saved to '{run.save_to}'",
+                    message=f"the steps are done, but the model was not saved to '{run.output.save_to}'",
                 )
             dist.barrier()  # another rank's error comes after this, and stays
             working.finish()

@@ -18,7 +18,7 @@ def check_states(state_bytes: Callable[[int, int, int, bool], tuple[int, int]]) 
     for parameters in (1000, 1001, 8_030_261_248):
         for gpus in (1, 3, 8):
             for stage, offload in ((0, False), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True)):
-                run = RunConfig(dtype="bf16", zero_stage=stage, offload_optimizer=offload)
+                run = RunConfig(model={"dtype": "bf16"}, engine={"zero_stage": stage, "offload_optimizer": offload})
                 held = model_states(run, Sizes(parameters=parameters, layer=0, embedding=0), gpus, 2)
                 want = tuple(
                     sum(side.get(n, 0) for n in (WEIGHTS, GRADIENTS, OPTIMIZER)) for side in (held.device, held.host)

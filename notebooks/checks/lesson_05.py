@@ -82,7 +82,7 @@ def _measured(layers: int, **chosen: Any) -> tuple[int, tuple[str, ...]]:
     ids = torch.randint(0, 512, (1, 1024), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "position_ids": torch.arange(1024)[None], "shift_labels": ids.roll(-1, 1)}
     model = _model(layers)
-    options = alstlib.Options(tiled_mlp=128, tiled_loss=128, offload="async", **chosen)
+    options = alstlib.Options(tiles={"mlp": 128, "loss": 128, "norm": True}, offload=True, **chosen)
     with alstlib.apply(model, None, options) as handle, Ledger("cpu", [handle.store]) as ledger:
         alstlib.causal_lm_loss(model, batch).loss.backward()
         return ledger.host_peak, tuple(handle.notes)

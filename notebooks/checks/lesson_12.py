@@ -10,7 +10,9 @@ TB = 10**12
 
 
 def whole(name):
-    return row_config("ours", RunConfig(model=name, dtype="bf16", sp=0)).replace(chunk=None)
+    return row_config("ours", RunConfig(model={"name": name, "dtype": "bf16"}, engine={"sp": 0})).replace(
+        options={"chunk": None}
+    )
 
 
 def check_host_limit(host_limit):

@@ -97,9 +97,7 @@ def _step(tokens: int, kv_heads: int, chunk: int, watch: Callable[[Any], None] |
     model: Any = AutoModelForCausalLM.from_config(config).train()
     ids = torch.zeros(1, tokens, dtype=torch.long)
     batch = {"input_ids": ids, "position_ids": torch.arange(tokens)[None], "shift_labels": ids}
-    options = alstlib.Options(
-        offload="sync", tiled_loss=256, chunk=chunk, hidden="device", kv="device", tiled_mlp=False
-    )  # fmt: skip
+    options = alstlib.Options(tiles={"loss": 256, "norm": True}, offload="sync", chunk=chunk, on_host="none")
     if watch is not None:
         model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda module, args, out: watch(args[0].shape[1]))
     with alstlib.apply(model, None, options) as handle:

@@ -32,11 +32,11 @@ def drawn(seed: int) -> Asked:
             gpus=gpus, per_node=max(n for n in (1, 2, 4, 7, pick.choice([4, 8])) if gpus % n == 0),
             gpu_memory=int(pick.choice([39.4, 44.3, 79.1, 139.8]) * GIB), host_memory=pick.randrange(90, 1200) * G,
         )  # fmt: skip
-        run = row_config("alst", RunConfig(model=shape.name, dtype="bf16", sp=0))
+        run = row_config("alst", RunConfig(model={"name": shape.name, "dtype": "bf16"}, engine={"sp": 0}))
         trained = shape.parameters
         if pick.random() < 0.4:
-            run = run.replace(lora={"r": 16, "lora_alpha": 32})
-            trained = shape.adapter_parameters(run.lora or {})
+            run = run.replace(model={"lora": {"r": 16, "lora_alpha": 32}})
+            trained = shape.adapter_parameters(run.model.lora or {})
         else:  # hosts of about the size of the states
             machine = replace(machine, host_memory=int(pick.uniform(0.9, 3) * 18 * trained / machine.nodes))
         best, limit = longest(shape, run, machine), predict(shape, run, machine, 8 * gpus).limit
@@ -68,7 +68,7 @@ def reach(function: Callable[..., Any]) -> str:
     for seed in range(24):
         asked = shape, run, machine, trained = drawn(seed)
         per_node, memory = machine.host_memory // G, machine.gpu_memory / GIB  # type: ignore[operator]
-        case = f"{shape.name}, {'LoRA' if run.lora else 'full'}, {machine.gpus} GPUs of {memory:.1f} GiB"
+        case = f"{shape.name}, {'LoRA' if run.model.lora else 'full'}, {machine.gpus} GPUs of {memory:.1f} GiB"
         case += f" in nodes of {machine.per_node} with {per_node} GB"
         answer = function(shape, machine, trained, *device_form(shape, run, machine))
         assert isinstance(answer, tuple), f"{case}: a pair (tokens, reason) is wanted, not {answer!r}"
@@ -125,8 +125,8 @@ def reasons(answer: Callable[[], Any]) -> str:
     )
     for mine, (letter, name, gpus, per_node, memory, host, lora) in zip(given, machines):
         machine = Machine(gpus=gpus, per_node=per_node, gpu_memory=int(memory * GIB), host_memory=host * G)
-        run = row_config("alst", RunConfig(model=name, dtype="bf16", sp=0))
-        run = run.replace(lora={"r": 16, "lora_alpha": 32}) if lora else run
+        run = row_config("alst", RunConfig(model={"name": name, "dtype": "bf16"}, engine={"sp": 0}))
+        run = run.replace(model={"lora": {"r": 16, "lora_alpha": 32}}) if lora else run
         _, reason = planned((read_shape(name), run, machine, 0))
         assert mine in REASONS, f"machine {letter}: {mine!r} is none of {', '.join(map(repr, REASONS))}"
         assert mine == reason, f"machine {letter}: it is not {mine!r}"
@@ -136,7 +136,7 @@ def reasons(answer: Callable[[], Any]) -> str:
 def host_memory(answer: Callable[[], Any]) -> str:
     def fits(gigabytes: float) -> bool:
         machine = Machine(gpus=4, per_node=4, host_memory=int(gigabytes * G))
-        run = row_config("alst", RunConfig(model="Qwen/Qwen3-32B", dtype="bf16", sp=0))
+        run = row_config("alst", RunConfig(model={"name": "Qwen/Qwen3-32B", "dtype": "bf16"}, engine={"sp": 0}))
         return predict(read_shape("Qwen/Qwen3-32B"), run, machine, 500_000).fits
 
     mine = answer()

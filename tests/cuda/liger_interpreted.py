@@ -132,7 +132,7 @@ def main() -> None:
     made: dict[str, Any] = {}
     for kind in KINDS:
         model = make_model(kind)
-        models.put_liger(RunConfig(model="tiny", liger=True), model, gpu=True)
+        models.put_liger(RunConfig(model={"name": "tiny", "liger": True}), model, gpu=True)
         want_loss, want = plain[kind]
         for name, options in OPTIONS.items():
             calls.rows.clear()

@@ -44,7 +44,7 @@ def build(name: str, layers: int) -> Any:
     if name in zoo.MODELS:
         return zoo.build(name, dtype=torch.bfloat16, num_hidden_layers=layers, max_position_embeddings=4096)
     if name != "gemma-2":
-        run = RunConfig(model=name, model_config={"num_hidden_layers": layers}, random_weights=True)
+        run = RunConfig(model={"name": name, "config": {"num_hidden_layers": layers}, "random_weights": True})
         return load_model(run, torch.bfloat16, shape_only=True)
     from transformers import AutoModelForCausalLM, Gemma2Config
 

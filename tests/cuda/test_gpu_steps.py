@@ -55,10 +55,10 @@ def test_every_spec_is_a_step_and_runs_on_one_gpu(tmp_path: Path, monkeypatch: p
             spec = load_spec(tmp_path / "specs" / path.name)
             assert [s.name.partition("/")[2] for s in steps] == list(spec.rows)
             for step, run in zip(steps, spec.rows.values()):
-                assert run.world_size == 1
-                assert step.limit > (run.timeout or 0) > 0
-                assert run.model == ("tiny" if dry else "llama-3.1-8b")
-                assert not dry or run.seq_len <= 512
+                assert run.engine.world_size == 1
+                assert step.limit > (run.limits.timeout or 0) > 0
+                assert run.model.name == ("tiny" if dry else "llama-3.1-8b")
+                assert not dry or run.data.seq_len <= 512
         assert list(load_spec(path).rows) == list(spec.rows)  # `alst run` reads it as it is
 
 
@@ -93,8 +93,10 @@ def test_what_is_expected_is_what_the_planner_says(path: Path, spec: dict[str, A
         return
     run = RunConfig.from_dict({n: v for n, v in {**spec["base"], **row}.items() if n not in ("name", "expect")})
     gpus = run.emulate or 1
-    whole = read_shape(run.model, {}) if run.emulate else read_shape(run.model, run.model_config)
-    found = predict(whole, run.replace(emulate=0, world_size=gpus, sp=gpus), Machine(gpus=gpus), run.seq_len)
+    whole = read_shape(run.model.name, {}) if run.emulate else read_shape(run.model.name, run.model_config)
+    found = predict(
+        whole, run.replace(emulate=0, engine={"world_size": gpus, "sp": gpus}), Machine(gpus=gpus), run.data.seq_len
+    )
     device = sum(n for kind, n in found.device.items() if kind not in ("CUDA context", "NCCL", "fragments"))
     if run.emulate:
         built = run.model_config["num_hidden_layers"]
@@ -111,8 +113,8 @@ def test_a_time_that_is_judged_is_not_that_of_pinning(path: Path, spec: dict[str
     """The first step pins the host's memory. Only where two do not fit into the row's time is there one."""
     if (expected := row.get("expect", {}).get("emulated.projected.step_seconds")) is not None:
         run = RunConfig.from_dict({n: v for n, v in {**spec["base"], **row}.items() if n not in ("name", "expect")})
-        whole, built = read_shape(run.model, {}).layers, run.model_config["num_hidden_layers"]
-        assert run.steps >= 2 or 2 * gpu.bounds(expected)[1] * built / whole > (run.timeout or 0)
+        whole, built = read_shape(run.model.name, {}).layers, run.model_config["num_hidden_layers"]
+        assert run.optim.steps >= 2 or 2 * gpu.bounds(expected)[1] * built / whole > (run.limits.timeout or 0)
 
 
 BAD = {

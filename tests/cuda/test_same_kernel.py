@@ -49,7 +49,9 @@ def test_one_kernel_for_every_decoder(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_simulated_step_runs_it(dtype: str) -> None:
-    run = RunConfig(model="llama-3.1-8b", model_config={"num_hidden_layers": 1}, seq_len=4096, dtype=dtype)
+    run = RunConfig(
+        model={"name": "llama-3.1-8b", "config": {"num_hidden_layers": 1}, "dtype": dtype}, data={"seq_len": 4096}
+    )
     assert simulate(run, 8).kernel == {"bf16": "cudnn", "fp32": "efficient"}[dtype]
     assert simulate(run, 8, capability=8).kernel == {"bf16": "flash", "fp32": "efficient"}[dtype]
     assert simulate(run, 8, "cpu").kernel == "cpu"
@@ -61,19 +63,25 @@ def test_a_simulated_step_runs_it(dtype: str) -> None:
 
 @pytest.mark.parametrize("name", ["cudnn", "flash", "efficient", "blockwise", "eager"])
 def test_a_simulated_step_runs_what_is_named(name: str) -> None:
-    run = RunConfig(model="tiny", model_config={"num_hidden_layers": 1}, seq_len=1024, dtype="bf16", attention=name)
+    run = RunConfig(
+        model={"name": "tiny", "config": {"num_hidden_layers": 1}, "dtype": "bf16"},
+        data={"seq_len": 1024},
+        options=alstlib.Options.plain(attention=name),
+    )
     assert simulate(run, 2).kernel == name
     if name in ("cudnn", "flash", "efficient"):
         with pytest.raises(ValueError, match=f"attention='{name}' does not run on cpu"):
             simulate(run, 2, "cpu")
     with pytest.raises(ValueError, match="attention='cpu' does not run on cuda"):
-        simulate(run.replace(attention="cpu"), 2)
+        simulate(run.replace(options={"attention": "cpu"}), 2)
 
 
 def test_simulated_blocks_are_multiplied_as_on_the_device() -> None:
     """A GPU sums products of bf16 in fp32 without a copy of the blocks in fp32, which a CPU needs."""
     run = RunConfig(
-        model="tiny", model_config={"num_hidden_layers": 1}, seq_len=256, dtype="bf16", attention="blockwise"
+        model={"name": "tiny", "config": {"num_hidden_layers": 1}, "dtype": "bf16"},
+        data={"seq_len": 256},
+        options=alstlib.Options.plain(attention="blockwise"),
     )
 
     class Products(TorchDispatchMode):
@@ -101,8 +109,8 @@ def test_the_planner_foretells_it(gpu: str, dtype: str) -> None:
     machine = Machine(rates=rates)
     for width in (64, 80, 100, 128, 192, 256, 512):
         fields = {"head_dim": width, "num_hidden_layers": 2}
-        run = RunConfig(model="llama-3.1-8b", model_config=fields, dtype=dtype)
-        found = predict(read_shape(run.model, fields), run, machine, 32_768).activations
+        run = RunConfig(model={"name": "llama-3.1-8b", "config": fields, "dtype": dtype})
+        found = predict(read_shape(run.model.name, fields), run, machine, 32_768).activations
         with fake_cuda((rates.capability, 0)):
             kind = torch.bfloat16 if dtype == "bf16" else torch.float32
             chosen = choose_backend("sdpa", torch.device("cuda", 0), kind, width)

@@ -98,7 +98,7 @@ def kept(rank: int, world: int, chunk: int | None) -> list[float]:
 
     need = []
     for save in (False, True):
-        with alstlib.apply(model, options=alstlib.Options(**OPTIONS, chunk=chunk, save_attention=save)):
+        with alstlib.apply(model, options=alstlib.Options(save_attention=save, chunk=chunk, **OPTIONS)):
             step()
             model.zero_grad()
             with Ledger(device()) as ledger:
@@ -111,7 +111,7 @@ def kept(rank: int, world: int, chunk: int | None) -> list[float]:
     start = torch.get_device_module(device()).memory_allocated()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(module, "TOTAL", int((need[0] + 2.5 * output) / SHARE) + start))
-        handle = stack.enter_context(alstlib.apply(model, options=alstlib.Options(**OPTIONS, chunk=chunk)))
+        handle = stack.enter_context(alstlib.apply(model, options=alstlib.Options(chunk=chunk, **OPTIONS)))
         stack.enter_context(Ledger(device(), budget=start + need[0] + 3 * output))
         shares = []
         for _ in range(3):
@@ -201,7 +201,13 @@ def pins(rank: int, world: int) -> None:
         model = make_model("gqa")
         _, want = plain_run(model, samples)
         model = model.to(device())
-        chosen = alstlib.Options(tiled_loss=7, chunk=5, offload="async", hidden="host", kv="host", save_attention=True)
+        chosen = alstlib.Options(
+            tiles={"mlp": True, "loss": 7, "norm": True},
+            offload=True,
+            save_attention=True,
+            chunk=5,
+            on_host="hidden+kv",
+        )
         with alstlib.apply(model, options=chosen) as handle, small_pages(), late(NEVER):
             for batch in SPDataLoader(samples, ctx, device=device()):
                 alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
@@ -225,7 +231,11 @@ def continued(rank: int, world: int, folder: Path) -> None:
     from device import accelerator
 
     accelerator.install()
-    run = RunConfig(model="tiny", zero_stage=1, offload_optimizer=False, dtype="fp32", steps=9)
+    run = RunConfig(
+        model={"name": "tiny", "dtype": "fp32"},
+        engine={"zero_stage": 1, "offload_optimizer": False},
+        optim={"steps": 9},
+    )
 
     def started() -> Any:
         model = make_model().to(device())
@@ -263,9 +273,13 @@ def trained(rank: int, world: int, out: Path, budget: int) -> dict[str, Any]:
 
     accelerator.install()
     run = RunConfig(
-        model="tiny", zero_stage=1, offload_optimizer=False, dtype="fp32", steps=3, sp=1, seq_len=128, tiled_mlp=64,
-        tiled_loss=64, device_memory=budget,
-    )  # fmt: skip
+        model={"name": "tiny", "dtype": "fp32"},
+        engine={"zero_stage": 1, "offload_optimizer": False, "sp": 1},
+        optim={"steps": 3},
+        data={"seq_len": 128},
+        options=alstlib.Options.plain(tiles={"mlp": 64, "loss": 64}),
+        limits={"device_memory": budget},
+    )
 
     def load(run: RunConfig, dtype: torch.dtype, where: torch.device) -> Any:
         """Not by `p.data = ...`, which takes a parameter to CUDA but not to this device."""

@@ -26,7 +26,13 @@ from alstlib.runs.workers import ABLATION
 
 HERE = Path(__file__).parent
 STEPS = 4
-RUN = RunConfig(model="tiny", world_size=2, sp=2, seq_len=64, steps=STEPS, checkpoint_every=1, liger="off")
+RUN = RunConfig(
+    model={"name": "tiny", "liger": "off"},
+    engine={"world_size": 2, "sp": 2},
+    data={"seq_len": 64},
+    optim={"steps": STEPS},
+    output={"checkpoint_every": 1},
+)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 
 
@@ -72,14 +78,14 @@ def continued(out: Path) -> bool:
 
 
 def test_a_stopped_rank(tmp_path: Path, expected: list[float]) -> None:
-    error = fails(tmp_path, RUN.replace(step_timeout=60), "stop")["error"]
+    error = fails(tmp_path, RUN.replace(limits={"step_timeout": 60}), "stop")["error"]
     assert error["type"] == "Stalled"
     says = "no step ended for step_timeout=60 s: the last step was 2 of 4; rank 1 was stopped (SIGSTOP, or a debugger)"
     assert error["message"].startswith(says)
     assert "; rank 0 waited in " in error["message"]
     *_, last = (e["time"] for e in launch.ProgressReader(tmp_path / "progress.jsonl").read() if e["event"] == "step")
     assert (tmp_path / "result.json").stat().st_mtime - last < 60 + 30, "the limit, and asking where the ranks are"
-    finishes(tmp_path, expected, RUN.replace(step_timeout=60))
+    finishes(tmp_path, expected, RUN.replace(limits={"step_timeout": 60}))
     assert continued(tmp_path)
 
 
@@ -121,7 +127,7 @@ def documents(path: Path, odd: int | None = None) -> str:
 def test_a_sample_with_a_token_that_the_model_does_not_have(tmp_path: Path) -> None:
     """Every rank has its own samples: the one that read it is named."""
     data = documents(tmp_path / "data.jsonl", odd=5)
-    message = fails(tmp_path / "out", RUN.replace(data=data, sp=1))["error"]["message"]
+    message = fails(tmp_path / "out", RUN.replace(data={"name": data}, engine={"sp": 1}))["error"]["message"]
     logs = (tmp_path / "out").glob("logs/*/*/attempt_0/*/stderr.log")
     (read,) = [log.parent.name for log in logs if "in check_tokens" in log.read_text()]
     says = (
@@ -133,7 +139,7 @@ def test_a_sample_with_a_token_that_the_model_does_not_have(tmp_path: Path) -> N
 def test_a_sample_that_is_cut_off(tmp_path: Path) -> None:
     data = Path(documents(tmp_path / "data.jsonl"))
     data.write_text(data.read_text()[:-30])
-    error = fails(tmp_path / "out", RUN.replace(data=str(data)))["error"]
+    error = fails(tmp_path / "out", RUN.replace(data={"name": str(data)}))["error"]
     assert re.match(rf"data='{data}', line \d+, is not JSON: ", error["message"])
 
 
@@ -204,7 +210,7 @@ def test_a_damaged_state_file(tmp_path: Path, with_state: Path, expected: list[f
     assert str(file) in message
     assert "damaged" in message
     if damage == "flipped":
-        finishes(out, expected, RUN.replace(resume="never"))
+        finishes(out, expected, RUN.replace(output={"resume": "never"}))
         assert not continued(out)
 
 

@@ -64,7 +64,7 @@ def test_a_figure_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_wall_marks_the_longest_that_fits() -> None:
     shape, lengths = read_shape("llama-3.1-8b"), [2**n for n in range(14, 24)]
-    run = row_config("alst", RunConfig(model="llama-3.1-8b", dtype="bf16", sp=0))
+    run = row_config("alst", RunConfig(model={"name": "llama-3.1-8b", "dtype": "bf16"}, engine={"sp": 0}))
     found = longest(shape, run, Machine(gpus=8))
     assert found is not None
     figure, table = widgets.wall(shape, run, Machine(gpus=8), lengths, "alst")

@@ -275,7 +275,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="attach the model with"):
         alstlib.block_step(model, batch)
     with pytest.raises(ValueError, match="needs offload='async'"):
-        alstlib.Options(kv="host")
+        alstlib.Options(on_host="hidden+kv")
     with attach(model) as handle:
         for block in (0, 2.5, True):
             with pytest.raises(ValueError, match="must be an integer of at least 1 token"):
@@ -290,7 +290,7 @@ def test_refusals() -> None:
 def limited(rank: int, world: int, memory: int, states: bool = False) -> tuple[str, int]:
     """What a step says, and the host memory it takes, where the last rank has so much of it."""
     ctx, model, message = alstlib.SPContext.create(world), wide_states() if states else make_model("gqa"), ""
-    options = alstlib.Options(**HOST, host_memory=10**6 if rank == 0 else memory)
+    options = alstlib.Options(host_memory=10**6 if rank == 0 else memory, **HOST)
     with alstlib.apply(model, ctx, options) as handle:
         try:
             alstlib.block_step(model, shard_batch(sample(), world, rank), ctx, 4)

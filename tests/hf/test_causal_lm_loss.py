@@ -76,7 +76,10 @@ def without_ctx(rank: int, world: int, kind: str) -> dict[str, Any]:
     if kind == "peft":
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     handle = attach(model.get_base_model() if kind == "peft" else model, ctx, **OPTIONS)
-    run = RunConfig(zero_stage=int(kind[4:]) if kind.startswith("zero") else 0, offload_optimizer=False, dtype="fp32")
+    run = RunConfig(
+        engine={"zero_stage": int(kind[4:]) if kind.startswith("zero") else 0, "offload_optimizer": False},
+        model={"dtype": "fp32"},
+    )
     wrapped = model if kind in ("bare", "peft") else wrap(model, kind, world, run)
     losses = [alstlib.causal_lm_loss(wrapped, mine, *given).loss.item() for given in ((ctx,), ())]
     messages = []

@@ -94,9 +94,8 @@ def test_room_is_taken_for_the_outputs_of_layers_that_attend(save: bool | str, c
     """Of a hybrid, whose other layers have none: with room for one output, that of its second layer is kept."""
     model = zoo.build_hybrid("qwen3_5")
     options = alstlib.Options(
-        **TILES, offload="sync", save_attention=save, host_memory=2 * INPUT + OUTPUT, chunk=chunk, hidden="device",
-        kv="device",
-    )  # fmt: skip
+        offload="sync", save_attention=save, chunk=chunk, on_host="none", host_memory=2 * INPUT + OUTPUT, **TILES
+    )
     with alstlib.apply(model, None, options) as handle:
         loss(model).backward()
         assert handle.attention_kept == 1.0
@@ -319,7 +318,9 @@ def test_what_it_takes_of_the_device(save: bool) -> None:
     for every in EVERY:
         model = model_of(max_position_embeddings=longer * LENGTH)
         memory = longer * budget_for(every, LAYERS if save else 0)
-        options = alstlib.Options(tiled_mlp=64, tiled_loss=64, offload="sync", save_attention=save, host_memory=memory)
+        options = alstlib.Options(
+            tiles={"mlp": 64, "loss": 64, "norm": True}, offload="sync", save_attention=save, host_memory=memory
+        )
         with alstlib.apply(model, None, options) as handle:
             data = batch(length=longer * LENGTH)
             alstlib.causal_lm_loss(model, data).loss.backward()

@@ -140,7 +140,7 @@ def test_memory_of_chunks_does_not_grow() -> None:
         gc.collect()
         model = zoo.build_hybrid("qwen3_5", max_position_embeddings=1024)
         batch = shard_batch(verify.sample(length, False), 1, 0)
-        options = alstlib.Options(tiled_loss=32, tiled_norm=32, save_attention=False, **how)
+        options = alstlib.Options(tiles={"mlp": True, "loss": 32, "norm": 32}, save_attention=False, **how)
         with small_pages(), alstlib.apply(model, None, options) as handle, Ledger("cpu", [handle.store]) as ledger:
             ledger.mark_host(())
             alstlib.causal_lm_loss(model, batch).loss.backward()

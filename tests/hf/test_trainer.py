@@ -237,7 +237,7 @@ def pushed(rank: int, world: int, folder: str) -> tuple[list[str], dict[str, tor
         patch.setattr(huggingface_hub.HfApi, "upload_folder", upload)
         patch.setattr(transformers.trainer, "upload_folder", upload, raising=False)  # older ones call it by this name
         settings = {"max_steps": 2, "output_dir": f"{folder}/out", "save_strategy": "no"}
-        trainer = build(settings=settings, sp=2, alst=alstlib.Options(chunk=5, offload="async"))
+        trainer = build(settings=settings, sp=2, alst=alstlib.Options(offload=True, chunk=5))
         trainer.hub_model_id = "someone/model"
         trainer.train()
         trainer.push_to_hub()
@@ -346,7 +346,9 @@ def peak_of_evaluation(rank: int, world: int, how: str) -> int:
     """Device bytes that an evaluation takes beyond the weights, of logits eight times as large as all else."""
     ids = torch.randint(0, 4096, (2048,), generator=torch.Generator().manual_seed(0)).tolist()
     with accelerate_here("ddp"):
-        own: Any = {"sp": world, "alst": alstlib.Options(tiled_mlp=64, tiled_loss=64)} if how == "ours" else {}
+        own: Any = (
+            {"sp": world, "alst": alstlib.Options(tiles={"mlp": 64, "loss": 64, "norm": True})} if how == "ours" else {}
+        )
         own |= {"compute_metrics": accuracy, "preprocess_logits_for_metrics": best}
         settings = {"per_device_eval_batch_size": 1}
         trainer = build(trainer_class(how), settings, model=make_model(vocab_size=4096), **own)

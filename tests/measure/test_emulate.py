@@ -40,7 +40,7 @@ def real_rank(rank: int, world: int, chunk: int | None) -> tuple[int, int, int]:
 def real_step(rank: int, world: int, chunk: int | None) -> tuple[int, int, int]:
     run = RunConfig.from_dict({**RUN, "emulate": 0})
     model, ctx = load_model(run, torch.float32), alstlib.SPContext.create(world)
-    ids = torch.randint(0, 512, (1, run.seq_len), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 512, (1, run.data.seq_len), generator=torch.Generator().manual_seed(0))
     options = alstlib.Options(offload="sync", save_attention="auto", chunk=chunk)
     with alstlib.apply(model, ctx, options) as handle:
         batch = shard_batch({"input_ids": ids, "labels": ids}, world, rank)
@@ -72,7 +72,7 @@ def test_few_layers_stand_for_many(tmp_path: Path) -> None:
     run = RunConfig.from_dict({**RUN, "model": "small", "model_config": {"num_hidden_layers": 1}, "seq_len": 512})
     emulated = launch(run, tmp_path, worker="alstlib.measure.emulate")["metrics"]["emulated"]
     assert (emulated["layers_run"], emulated["layers_of_the_model"]) == (1, 16)
-    whole = sum(p.numel() for p in load_model(run.replace(model_config={}), torch.float32).parameters())
+    whole = sum(p.numel() for p in load_model(run.replace(model={"config": {}}), torch.float32).parameters())
     assert emulated["ballast_bytes"]["weights"] == -(-whole // RANKS) * 4
     layer = emulated["layer_forward_seconds"] + emulated["layer_backward_seconds"]
     assert emulated["projected"]["step_seconds"] > 15 * layer
@@ -82,13 +82,13 @@ def test_ballast_is_what_zero3_holds() -> None:
     run = RunConfig.from_dict({**RUN, "offload_optimizer": False})
     buckets = {"buckets": 2 * 1_000_000}
     assert ballast(run, 1001, 2) == {"weights": 502, "gradients": 502, "optimizer": 3012, **buckets}
-    run = run.replace(offload_optimizer=True, offload_params=True)
+    run = run.replace(engine={"offload_optimizer": True, "offload_params": True})
     assert ballast(run, 1001, 2) == buckets
 
 
 def test_emulate_takes_one_rank() -> None:
     with pytest.raises(ValueError, match="emulate=4 runs one real rank: world_size=2 must be 1"):
-        RunConfig(emulate=4, world_size=2)
+        RunConfig(emulate=4, engine={"world_size": 2})
 
 
 def test_ligers_kernels_come_without_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,15 @@ def test_ligers_kernels_come_without_its_loss(tmp_path: Path, monkeypatch: pytes
 
 
 def test_kernels_are_timed(tmp_path: Path) -> None:
-    run = RunConfig.from_dict({"model": "tiny", "seq_len": 300, "steps": 1, "world_size": 1, "sp": 1, "chunk": 64})
+    run = RunConfig.from_dict(
+        {
+            "model": {"name": "tiny"},
+            "data": {"seq_len": 300},
+            "optim": {"steps": 1},
+            "engine": {"world_size": 1, "sp": 1},
+            "options": {"chunk": 64},
+        }
+    )
     metrics = launch(run, tmp_path, worker="alstlib.measure.time_kernels")["metrics"]
     assert metrics["chosen"] == "cpu"
     cpu = metrics["kernels"]["cpu"]
@@ -118,7 +126,14 @@ def test_kernels_are_timed(tmp_path: Path) -> None:
 
 def test_a_kernel_that_fails_is_an_answer_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An assertion within a kernel, a process that dies, and one that hangs: each says something about one kernel."""
-    run = RunConfig.from_dict({"model": "tiny", "seq_len": 64, "steps": 1, "world_size": 1, "sp": 1})
+    run = RunConfig.from_dict(
+        {
+            "model": {"name": "tiny"},
+            "data": {"seq_len": 64},
+            "optim": {"steps": 1},
+            "engine": {"world_size": 1, "sp": 1},
+        }
+    )
     scripts = {
         "cpu": "import sys; print('an illegal memory access', file=sys.stderr, flush=True); import os; os.abort()",
         "blockwise": "import time; time.sleep(60)",

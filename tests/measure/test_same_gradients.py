@@ -13,7 +13,9 @@ from alstlib.measure.same_gradients import SameGradients
 
 
 def test_a_gradient_that_is_off_by_a_tenth_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = row_config("ours", RunConfig(model="tiny", seq_len=48, sp=1)).replace(chunk=8, hidden="host", kv="host")
+    run = row_config("ours", RunConfig(model={"name": "tiny"}, data={"seq_len": 48}, engine={"sp": 1})).replace(
+        options={"chunk": 8, "on_host": "hidden+kv"}
+    )
     work, step = SameGradients(run, tmp_path), verify.attached_step
     for found in work()["gradients"].values():
         assert found["result"] == "exact"

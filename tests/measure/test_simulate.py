@@ -16,7 +16,6 @@ from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.moments import part_of
 from alstlib.planner.prediction import predict, states
-from alstlib.train.ablation import run_options
 from alstlib.train.models import load_model
 
 RUN: dict[str, Any] = {"model": "tiny", "seq_len": 512, "dtype": "fp32", "tiled_loss": True, "tiled_mlp": True}
@@ -67,7 +66,7 @@ def real_step(rank: int, world: int, run: RunConfig) -> Any:
     longer than the exchange lasts, which raises a step's peak, or lowers that of the step in which it is let go."""
     ctx, model = alstlib.SPContext.create(world), load_model(run, torch.float32)
     drop_gradients(model)
-    with alstlib.apply(model, ctx, run_options(run)) as handle:
+    with alstlib.apply(model, ctx, run.options) as handle:
         return sorted((step(run, model, handle, ctx) for _ in range(5)), key=lambda s: s.device_peak)[2]
 
 
@@ -76,7 +75,14 @@ def real_step(rank: int, world: int, run: RunConfig) -> Any:
 )
 def test_rows_of_the_ablation_on_real_ranks(row: str, sp: int, pools: Any) -> None:
     """Over a real process group, whose ranks send and receive: within 2%. Rows without SP have one rank."""
-    run = row_config(row, RunConfig(model="tiny", seq_len=1024, dtype="fp32", host_memory=2**40)).replace(sp=sp)
+    run = row_config(
+        row,
+        RunConfig(
+            model={"name": "tiny", "dtype": "fp32"},
+            data={"seq_len": 1024},
+            options=alstlib.Options.plain(host_memory=2**40),
+        ),
+    ).replace(engine={"sp": sp})
     found = simulate(run, sp, "cpu")
     real = real_step(0, 1, run) if sp == 1 else max(pools(sp)(real_step, run), key=lambda s: s.device_peak)
     assert real.device_peak == pytest.approx(found.device_peak, rel=0.02)
@@ -117,12 +123,12 @@ def test_model_states_stand_beside_activations(changes: dict[str, Any]) -> None:
     found = simulate_deep(run, 4, "cpu")
     shape, machine = read_shape("small"), Machine(gpus=4, gpu_memory=None, device="cpu")
     assert found.sizes.parameters == shape.parameters
-    standing = states(shape, run.replace(sp=4), machine).at(part_of(found.peak_place))
+    standing = states(shape, run.replace(engine={"sp": 4}), machine).at(part_of(found.peak_place))
     assert {n: b for n, b in found.device.items() if n not in found.categories} == standing
-    assert found.host == predict(shape, run.replace(sp=4), machine, run.seq_len).host
+    assert found.host == predict(shape, run.replace(engine={"sp": 4}), machine, run.data.seq_len).host
     assert found.states.host == {} or "optimizer" in found.host
-    gathered = replace(found, run=found.run.replace(zero_stage=3)).device["gathered weights"]
-    assert gathered >= 4 * read_shape("small").layer_parameters / (2 if run.dtype == "bf16" else 1)
+    gathered = replace(found, run=found.run.replace(engine={"zero_stage": 3})).device["gathered weights"]
+    assert gathered >= 4 * read_shape("small").layer_parameters / (2 if run.model.dtype == "bf16" else 1)
 
 
 def test_what_the_exchange_takes_is_told_apart() -> None:

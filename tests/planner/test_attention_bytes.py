@@ -10,6 +10,7 @@ import pytest
 
 from alstlib.config import RunConfig, row_config
 from alstlib.measure import plan_table
+from alstlib.options import Options
 from alstlib.planner.activations import families, kernel_of
 from alstlib.planner.attention_bytes import beside_form
 from alstlib.planner.machine import Machine
@@ -49,9 +50,9 @@ def test_every_new_model_has_a_plan(name: str) -> None:
     """With our options, those of the paper's baseline, and in row chunks."""
     shape = read_shape(name)
     assert shape.family in families()
-    ours = row_config("ours", RunConfig(model=name, dtype="bf16")).replace(chunk=None)
+    ours = row_config("ours", RunConfig(model={"name": name, "dtype": "bf16"})).replace(options={"chunk": None})
     plain = row_config("baseline", ours)
-    reached = [longest(shape, run, EIGHT) for run in (plain, ours, ours.replace(chunk=16_384))]
+    reached = [longest(shape, run, EIGHT) for run in (plain, ours, ours.replace(options={"chunk": 16_384}))]
     assert all(best is not None for best in reached[1:])
     assert (reached[0].seq_len if reached[0] else 0) < reached[1].seq_len  # type: ignore[union-attr]
 
@@ -61,7 +62,11 @@ def test_a_window_saves_time_and_no_memory() -> None:
     take copies, but in chunks no more than those of a chunk."""
     shape = read_shape("mistralai/Mistral-7B-v0.1")
     plain = replace(shape, window=0, windowed=0)
-    run = RunConfig(model=shape.name, dtype="bf16", sp=8, tiled_mlp=True, tiled_loss=True, offload="async")
+    run = RunConfig(
+        model={"name": shape.name, "dtype": "bf16"},
+        engine={"sp": 8},
+        options=Options.plain(tiles={"mlp": True, "loss": True}, offload=True),
+    )
     length = 2**20
     one, other = (predict(of, run, EIGHT, length) for of in (shape, plain))
     assert one.activations.device["hidden states"] == other.activations.device["hidden states"]
@@ -78,7 +83,11 @@ def test_a_window_saves_time_and_no_memory() -> None:
 def test_capped_scores_are_slow_and_told_so() -> None:
     """Gemma 2 runs no fused kernel without flash-attn's packages."""
     shape = read_shape("google/gemma-2-9b")
-    run = RunConfig(model=shape.name, dtype="bf16", sp=8, offload="async", tiled_loss=True, tiled_mlp=True)
+    run = RunConfig(
+        model={"name": shape.name, "dtype": "bf16"},
+        engine={"sp": 8},
+        options=Options.plain(tiles={"mlp": True, "loss": True}, offload=True),
+    )
     assert kernel_of(shape, run, "cuda") == "blockwise"
     found = predict(shape, run, EIGHT, 2**17)
     free = predict(replace(shape, softcap=False), run, EIGHT, 2**17)

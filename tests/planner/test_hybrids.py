@@ -68,7 +68,7 @@ def test_what_layers_with_a_state_send_and_compute() -> None:
     """Passed states do not grow with the sequence, and each chunk sends them; heads grow with it, and compute nothing
     twice. A recompute and a backward are a forward and two."""
     shape, machine = read_shape("Qwen/Qwen3-Next-80B-A3B"), Machine(gpus=8)
-    states, run = shape.states, OURS.replace(states="pass")
+    states, run = shape.states, OURS.replace(options={"linear_attention": "pass"})
     assert states is not None
     assert states.layer is not None
 
@@ -79,11 +79,13 @@ def test_what_layers_with_a_state_send_and_compute() -> None:
     each = states.layer.pair_bytes() + 2 * states.tail
     assert wire == pytest.approx(36 * 2 * 7 * each / machine.rates.link)
     assert at(run, 800_000) == (wire, pytest.approx(10 * work))
-    assert at(run.replace(chunk=1000), 80_000)[0] == pytest.approx(10 * 2 * wire)  # of three passes and a backward
-    heads, once = at(run.replace(states="heads"), 80_000)
+    assert at(run.replace(options={"chunk": 1000}), 80_000)[0] == pytest.approx(
+        10 * 2 * wire
+    )  # of three passes and a backward
+    heads, once = at(run.replace(options={"linear_attention": "heads"}), 80_000)
     assert heads > wire
     assert once < work
-    assert at(run.replace(states="heads"), 800_000)[0] > 9 * heads
+    assert at(run.replace(options={"linear_attention": "heads"}), 800_000)[0] > 9 * heads
     wire, alone = at(run, 80_000, 1)
     assert wire == 0
     assert alone == pytest.approx(8 * once)
@@ -103,7 +105,7 @@ def test_kinds_of_layers_are_read_from_every_way_to_write_them() -> None:
         shape_of({**PUBLIC["Qwen/Qwen3-4B"], "layer_types": ["recurrent"] * 36}, "some")
 
 
-OURS = RunConfig(model="Qwen/Qwen3-Next-80B-A3B", dtype="bf16", tiled_mlp=True, tiled_norm=True, tiled_loss=True)
+OURS = RunConfig(model={"name": "Qwen/Qwen3-Next-80B-A3B", "dtype": "bf16"}, options=alstlib.Options.plain(tiles=True))
 
 FAMILIES = {name.partition(",")[0] for name in CONFIGS}
 
@@ -133,7 +135,7 @@ def test_some_of_them_simulated_again(seed: int) -> None:
 def test_a_plan_says_whose_kernels_it_is_of() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    hybrid, plain = (read(parser.parse_args(["--model", name])) for name in (OURS.model, "Qwen/Qwen3-4B"))
+    hybrid, plain = (read(parser.parse_args(["--model", name])) for name in (OURS.model.name, "Qwen/Qwen3-4B"))
     assert plain.notes == []
     assert hybrid.notes == [NOTE]
     found = hybrid.at(100_000)
@@ -143,11 +145,11 @@ def test_a_plan_says_whose_kernels_it_is_of() -> None:
 
 def test_longer_sequences_fit_a_hybrid_than_a_decoder_of_its_parameters_that_attends_everywhere() -> None:
     """Pages of keys and values on the host are those of its attention layers alone; and a step is shorter."""
-    hybrid = read_shape(OURS.model)
+    hybrid = read_shape(OURS.model.name)
     qwen = PUBLIC["Qwen/Qwen3-Next-80B-A3B"]
     dense = shape_of({**qwen, "layer_types": ["full_attention"] * 48}, "attends everywhere")
     machine = Machine(gpus=32, host_memory=10**13)
-    run = OURS.replace(sp=0, offload="async", chunk=16_384, offload_optimizer=True)
+    run = OURS.replace(engine={"sp": 0, "offload_optimizer": True}, options={"offload": True, "chunk": 16_384})
     one, other = (predict(shape, run, machine, 2_000_000).seconds for shape in (hybrid, dense))
     assert one["attention"] < 0.3 * other["attention"]
     assert one["exchange"] < other["exchange"]

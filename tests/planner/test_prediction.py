@@ -28,7 +28,9 @@ from alstlib.sizing import kv_needed
 from alstlib.units import GIB
 
 EIGHT_B = read_shape("meta-llama/Llama-3.1-8B")
-OURS = row_config("ours", RunConfig(model=EIGHT_B.name, dtype="bf16", sp=0)).replace(chunk=None)
+OURS = row_config("ours", RunConfig(model={"name": EIGHT_B.name, "dtype": "bf16"}, engine={"sp": 0})).replace(
+    options={"chunk": None}
+)
 EIGHT = Machine(gpus=8, host_memory=1_900_000_000_000)
 
 
@@ -77,7 +79,7 @@ def test_real_runs_took_what_is_predicted(row: str) -> None:
     """The ablation's committed results, real ranks under ZeRO-3 with the engine's buffers, near the longest lengths."""
     (found,) = [r for r in results.collect("papermill_runs/results/ablation-cpu") if r["row"] == row]
     run = RunConfig.from_dict(found["config"])
-    machine = Machine(gpus=run.world_size, per_node=run.world_size, gpu_memory=None, device="cpu")
+    machine = Machine(gpus=run.engine.world_size, per_node=run.engine.world_size, gpu_memory=None, device="cpu")
     metrics = found["metrics"]
     lengths = [(t["seq_len"], t["device_peak_bytes"]) for t in metrics.get("tried", [])]
     lengths.append((metrics["seq_len"], max(metrics["device_peak_bytes"])))
@@ -109,10 +111,15 @@ def test_every_feature_of_the_ablation_shows(name: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(devices, "device_count", lambda: 0)
     lengths = {}
     for row, run in load_spec(ROOT / f"papermill_runs/specs/{name}.yaml").rows.items():
-        machine = Machine(gpus=run.world_size, per_node=run.world_size, gpu_memory=run.device_memory, device="cpu")
-        found = longest(read_shape(run.model, run.model_config), run, machine, run.search_granule)
+        machine = Machine(
+            gpus=run.engine.world_size,
+            per_node=run.engine.world_size,
+            gpu_memory=run.limits.device_memory,
+            device="cpu",
+        )
+        found = longest(read_shape(run.model.name, run.model_config), run, machine, run.search.granule)
         assert found is not None
-        lengths[row], granule = found.seq_len, run.search_granule
+        lengths[row], granule = found.seq_len, run.search.granule
     check_gains(lengths, granule)
 
 
@@ -127,7 +134,7 @@ def test_real_ranks_took_what_is_predicted(path: Path) -> None:
     found = results.read_result(path)
     ahead = found["row"].startswith(("few-weights", "many-layers"))
     run, metrics = RunConfig.from_dict(found["config"]), found["metrics"]
-    machine = Machine(gpus=run.world_size, per_node=run.world_size, gpu_memory=None, device="cpu")
+    machine = Machine(gpus=run.engine.world_size, per_node=run.engine.world_size, gpu_memory=None, device="cpu")
     predicted = foretell(run, machine, metrics["seq_len"])[1]
     assert predicted.device_peak == pytest.approx(max(metrics["device_peak_bytes"]), rel=0.1 if ahead else 0.025)
     assert predicted.host_peak == pytest.approx(max(metrics["host_peak_bytes"]), rel=0.001)
@@ -142,13 +149,13 @@ def test_states_follow_the_stage() -> None:
     parameters, world = EIGHT_B.parameters, 8
     bare = Machine(gpus=world)
     for stage, bytes_each in ((0, 16), (1, 2 + 2 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)):
-        run = OURS.replace(zero_stage=stage, offload_optimizer=False)
+        run = OURS.replace(engine={"zero_stage": stage, "offload_optimizer": False})
         found = states(EIGHT_B, run, bare)
         device = found.device
         held = sum(device.get(name, 0) for name in ("weights", "gradients", "optimizer"))
         assert held == pytest.approx(bytes_each * parameters, rel=1e-6), stage
         assert found.host == {}
-    found = states(EIGHT_B, OURS.replace(offload_params=True), bare)
+    found = states(EIGHT_B, OURS.replace(engine={"offload_params": True}), bare)
     assert not {"weights", "optimizer"} & set(found.device)
     assert sum(found.host.values()) == pytest.approx((2 + 12 + 2 + 4) * parameters / 8, rel=1e-6)
 
@@ -176,10 +183,13 @@ def test_more_gpus_and_more_memory_never_fit_less() -> None:
 @pytest.mark.parametrize("hidden", ["host", "device"])
 def test_what_auto_chooses_for_keys_fits_no_less_than_either_place(hidden: str) -> None:
     """Also where the host has room for the hidden states, and not for one layer's keys and values beside them."""
-    run = OURS.replace(chunk=16_384, hidden=hidden)
+    run = OURS.replace(options={"chunk": 16_384, "on_host": ON_HOST(hidden, None)})
     for gpus, memory in itertools.product((1, 8, 16, 32), (400, 1900)):
         machine = Machine(gpus=gpus, host_memory=memory * 10**9)
-        found = {kv: longest(EIGHT_B, run.replace(kv=kv), machine) for kv in ("auto", "device", "host")}
+        found = {
+            kv: longest(EIGHT_B, run.replace(options={"on_host": ON_HOST(None, kv)}), machine)
+            for kv in ("auto", "device", "host")
+        }
         auto, *fixed = (one.seq_len if one else 0 for one in found.values())
         assert auto >= max(fixed), (gpus, memory)
         assert auto > 0 or gpus == 1
@@ -191,8 +201,10 @@ def at_the_head_of(largest: Any, moments: Any, *rest: Any) -> Any:
 
 def test_ligers_fused_loss_takes_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the head its tiles grow with the sequence: 4.2 GB of logits at 500K tokens, 8.4 GB at 1M; ours stay."""
-    tiled = OURS.replace(liger=True, chunk=16_384, sp=1, hidden="device")  # as with the fused loss
-    run = tiled.replace(liger="loss")
+    tiled = OURS.replace(
+        model={"liger": True}, options={"chunk": 16_384, "on_host": "none"}, engine={"sp": 1}
+    )  # as with the fused loss
+    run = tiled.replace(model={"liger": True})
     assert activations(EIGHT_B, run, 1, 500_000, "cpu") == activations(EIGHT_B, tiled, 1, 500_000, "cpu")
     largest = functools.partial(at_the_head_of, activations_module.largest_of)
     monkeypatch.setattr(activations_module, "largest_of", largest)
@@ -205,7 +217,7 @@ def test_ligers_fused_loss_takes_what_it_takes(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_limits_is_named() -> None:
     poor = Machine(gpus=8, host_memory=200 * 10**9)
-    assert predict(EIGHT_B, OURS.replace(save_attention=True), poor, 3_000_000).limit == "host"
+    assert predict(EIGHT_B, OURS.replace(options={"save_attention": True}), poor, 3_000_000).limit == "host"
     assert predict(EIGHT_B, OURS, EIGHT, 30_000_000).limit == "device"
     assert predict(EIGHT_B, OURS, EIGHT, 100_000).limit == ""
     assert longest(EIGHT_B, OURS, Machine(gpus=1, gpu_memory=10 * GIB)) is None
@@ -222,7 +234,7 @@ def test_the_host_gives_up_outputs_before_inputs() -> None:
 
 
 def test_advice_helps_and_says_what_it_costs() -> None:
-    plain = row_config("baseline", RunConfig(model=EIGHT_B.name, dtype="bf16"))
+    plain = row_config("baseline", RunConfig(model={"name": EIGHT_B.name, "dtype": "bf16"}))
     now = longest(EIGHT_B, plain, EIGHT)
     helps = advice(EIGHT_B, plain, EIGHT)
     assert now is not None
@@ -236,7 +248,7 @@ def test_advice_helps_and_says_what_it_costs() -> None:
 
 
 def test_the_nearest_configuration_fits() -> None:
-    plain = row_config("ulysses", RunConfig(model=EIGHT_B.name, dtype="bf16"))
+    plain = row_config("ulysses", RunConfig(model={"name": EIGHT_B.name, "dtype": "bf16"}))
     assert not predict(EIGHT_B, plain, EIGHT, 3_000_000).fits
     found = nearest_that_fits(EIGHT_B, plain, EIGHT, 3_000_000)
     assert found is not None
@@ -285,18 +297,20 @@ def test_the_exchange_is_that_of_a_simulated_step(how: dict[str, Any], ranks: in
     from alstlib.measure.simulate import simulate
 
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32, "num_hidden_layers": 2}
-    run = RunConfig(model="tiny", model_config=heads, dtype="bf16", seq_len=1600, **how)
+    run = RunConfig(model={"name": "tiny", "config": heads, "dtype": "bf16"}, data={"seq_len": 1600}, **how)
     shape = read_shape("tiny", heads)
     wire = simulate(run, ranks).wire_bytes
     kept = float(how.get("save_attention", False))
-    assert exchange_bytes(shape, ranks, 1600, 2, 2.0 if run.checkpoint else 1.0, kept) == pytest.approx(wire, rel=1e-6)
+    assert exchange_bytes(shape, ranks, 1600, 2, 2.0 if run.options.checkpoint else 1.0, kept) == pytest.approx(
+        wire, rel=1e-6
+    )
 
 
 def test_a_step_gets_longer_with_less_help() -> None:
     at = 1_000_000
     ours = predict(EIGHT_B, OURS, EIGHT, at).seconds["step"]
-    assert predict(EIGHT_B, OURS.replace(save_attention=False), EIGHT, at).seconds["step"] > 1.1 * ours
-    assert predict(EIGHT_B, OURS.replace(offload="sync"), EIGHT, at).seconds["step"] > ours
+    assert predict(EIGHT_B, OURS.replace(options={"save_attention": False}), EIGHT, at).seconds["step"] > 1.1 * ours
+    assert predict(EIGHT_B, OURS.replace(options={"offload": "sync"}), EIGHT, at).seconds["step"] > ours
     assert predict(EIGHT_B, OURS, Machine(gpus=16, host_memory=10**13), at).seconds["step"] < ours
     rich = Machine(gpus=8)
     four_times = predict(EIGHT_B, OURS, rich, 4 * at).seconds["attention"]
@@ -305,21 +319,25 @@ def test_a_step_gets_longer_with_less_help() -> None:
 
 def test_frozen_weights_have_no_gradients() -> None:
     """With an adapter, backward makes inputs' gradients alone; sums of weights' gradients over tiles are not there."""
-    run, rows = OURS.replace(save_attention=False), 8192
+    run, rows = OURS.replace(options={"save_attention": False}), 8192
     linear = linear_flops(EIGHT_B, 8 * rows)
-    for how, products, head in ((run, 4, 3), (run.replace(lora={"r": 8}), 3, 2)):
+    for how, products, head in ((run, 4, 3), (run.replace(model={"lora": {"r": 8}}), 3, 2)):
         seconds = predict(EIGHT_B, how, EIGHT, 8 * rows).seconds["matrix products"]
         assert seconds * EIGHT.rates.matmul * 8 == pytest.approx(
             products * (linear["projections"] + linear["mlp"]) + head * linear["head"]
         )
     small = read_shape(EIGHT_B.name, {"vocab_size": 32_000})  # whose peak is not at the head
-    whole, adapter = (activations(small, how, 8, 8 * rows, "cuda") for how in (run, run.replace(lora={"r": 8})))
+    whole, adapter = (
+        activations(small, how, 8, 8 * rows, "cuda") for how in (run, run.replace(model={"lora": {"r": 8}}))
+    )
     assert whole.place == adapter.place == "model.layers.31"
     assert whole.device["mlp"] - adapter.device["mlp"] == 16 * EIGHT_B.width * EIGHT_B.mlp
     assert {n: b for n, b in whole.device.items() if n != "mlp"} == {
         n: b for n, b in adapter.device.items() if n != "mlp"
     }
-    shared = predict(EIGHT_B, run.replace(lora={"r": 8}), Machine(gpus=8, rates=replace(EIGHT.rates, link=1e6)), 1000)
+    shared = predict(
+        EIGHT_B, run.replace(model={"lora": {"r": 8}}), Machine(gpus=8, rates=replace(EIGHT.rates, link=1e6)), 1000
+    )
     full = predict(EIGHT_B, run, Machine(gpus=8, rates=replace(EIGHT.rates, link=1e6)), 1000)
     waits = [one.seconds["waiting for memory and network"] for one in (shared, full)]
     assert waits[0] / waits[1] == pytest.approx(2 / 3, rel=0.01)  # two gathers, and no reduction
@@ -344,7 +362,11 @@ def test_ranks_with_parts_of_heads_need_whole_keys() -> None:
 def test_a_model_that_cannot_be_loaded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64 GPUs the steps fit each node's host, but rank 0 has all weights before it sends them."""
     monkeypatch.setattr("alstlib.planner.devices.first_gpu", lambda: ("NVIDIA H100 80GB HBM3", 80 * GIB))
-    run = OURS.replace(model="meta-llama/Llama-3.1-70B", world_size=64, sp=64, seq_len=65_536, offload_optimizer=False)
+    run = OURS.replace(
+        model={"name": "meta-llama/Llama-3.1-70B"},
+        engine={"world_size": 64, "sp": 64, "offload_optimizer": False},
+        data={"seq_len": 65_536},
+    )
     weights, embedding = 2 * 70_553_706_496, 2 * 128_256 * 8192
     for host, fits in ((120 * 10**9, False), (300 * 10**9, True)):
         monkeypatch.setattr("alstlib.planner.machine.host_free", lambda host=host: host)
@@ -358,7 +380,7 @@ def test_a_model_that_cannot_be_loaded_is_refused(monkeypatch: pytest.MonkeyPatc
         assert (found.fits, found.limit) == (fits, "" if fits else "loading: host")
         assert (longest(shape, run, machine) is None) == (not fits)
         assert (why_not(run, 8, 8) is None) == fits
-    whole = foretell(run.replace(zero_stage=2), machine)[1]  # which takes a tensor's place as it comes
+    whole = foretell(run.replace(engine={"zero_stage": 2}), machine)[1]  # which takes a tensor's place as it comes
     assert whole.loading.device - found.loading.device == weights - weights // 64 - embedding
     assert whole.limit == "device"  # in a step too, which is said first
     assert whole.loading.beyond() == "device"
@@ -368,7 +390,7 @@ def test_a_model_that_cannot_be_loaded_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_nearest_thing_that_loads_a_model_is_named() -> None:
-    shape, run = read_shape("meta-llama/Llama-3.1-70B"), OURS.replace(offload_optimizer=False)
+    shape, run = read_shape("meta-llama/Llama-3.1-70B"), OURS.replace(engine={"offload_optimizer": False})
     many = Machine(gpus=64, host_memory=160 * 10**9)
     small = Machine(gpus=1, gpu_memory=40 * GIB)
     for machine, options, near in (
@@ -397,7 +419,12 @@ def test_the_nearest_thing_that_loads_a_model_is_named() -> None:
 
 def test_of_the_papers_loading_nothing_is_said() -> None:
     machine = Machine(gpus=64, host_memory=120 * 10**9)
-    run = row_config("alst", RunConfig(model="meta-llama/Llama-3.1-70B", dtype="bf16", offload_optimizer=False, sp=0))
-    found = predict(read_shape(run.model), run, machine, 65_536, "paper")
+    run = row_config(
+        "alst",
+        RunConfig(
+            model={"name": "meta-llama/Llama-3.1-70B", "dtype": "bf16"}, engine={"offload_optimizer": False, "sp": 0}
+        ),
+    )
+    found = predict(read_shape(run.model.name), run, machine, 65_536, "paper")
     assert found.loading == Loading()
     assert found.fits

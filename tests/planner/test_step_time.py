@@ -27,15 +27,17 @@ from alstlib.planner.step_time import (
 
 SHAPE = read_shape("meta-llama/Llama-3.1-8B")
 RATES = rates_of("H100")
-OURS = row_config("ours", RunConfig(model=SHAPE.name, dtype="bf16", sp=0)).replace(chunk=None)
+OURS = row_config("ours", RunConfig(model={"name": SHAPE.name, "dtype": "bf16"}, engine={"sp": 0})).replace(
+    options={"chunk": None}
+)
 RUNS: dict[str, RunConfig] = {
     "attention once": OURS,
-    "attention twice": OURS.replace(save_attention=False),
-    "without checkpoints": OURS.replace(checkpoint=False, offload="none", save_attention=False),
-    "chunks": OURS.replace(chunk=16_384),
-    "copies first": OURS.replace(offload="sync"),
-    "ZeRO-2": OURS.replace(zero_stage=2, offload_optimizer=False),
-    "two micro-batches of two": OURS.replace(batch_size=2, accumulation=2),
+    "attention twice": OURS.replace(options={"save_attention": False}),
+    "without checkpoints": OURS.replace(options={"checkpoint": False, "offload": False, "save_attention": False}),
+    "chunks": OURS.replace(options={"chunk": 16_384}),
+    "copies first": OURS.replace(options={"offload": "sync"}),
+    "ZeRO-2": OURS.replace(engine={"zero_stage": 2, "offload_optimizer": False}),
+    "two micro-batches of two": OURS.replace(data={"batch_size": 2}, optim={"accumulation": 2}),
 }
 
 
@@ -53,14 +55,16 @@ def total(spans: dict[str, list[Span]], lane: str) -> float:
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_all_layers_together_are_the_step(run: RunConfig, ranks: int) -> None:
     spans, step, found = both(run, ranks, 512_000)
-    times = SHAPE.layers * run.accumulation
-    head = 3 * linear_flops(SHAPE, 512_000 * run.batch_size)["head"] / RATES.matmul / ranks * run.accumulation
+    times = SHAPE.layers * run.optim.accumulation
+    head = (
+        3 * linear_flops(SHAPE, 512_000 * run.data.batch_size)["head"] / RATES.matmul / ranks * run.optim.accumulation
+    )
     assert total(spans, COMPUTE) * times == pytest.approx(step["matrix products"] - head + step["attention"], rel=1e-9)
     assert total(spans, EXCHANGE) * times == pytest.approx(step["exchange"], rel=1e-9)
     assert total(spans, COPIES) * SHAPE.layers == pytest.approx(found.copied / RATES.host, rel=1e-9)
     if not found.hidden_on_host:  # what is kept leaves once and comes back once
-        assert found.copied == (2 * found.host if run.offload != "none" else 0)
-    if ranks == 8 and run.zero_stage == 3:  # gathered twice and reduced once, over NVLink
+        assert found.copied == (2 * found.host if bool(run.options.offload) else 0)
+    if ranks == 8 and run.engine.zero_stage == 3:  # gathered twice and reduced once, over NVLink
         want = 3 * SHAPE.layer_parameters * 2 * 7 / 8 / RATES.link
         assert total(spans, STATES) == pytest.approx(want, rel=1e-9)
 
@@ -73,7 +77,7 @@ def test_computing_and_the_exchange_take_turns(run: RunConfig) -> None:
         for a, b in itertools.pairwise(turns):
             assert b.start == pytest.approx(a.end)
         copies = [span for span in part if span.lane == COPIES]
-        if run.offload == "sync":
+        if run.options.offload == "sync":
             assert turns[0].start == pytest.approx(copies[0].end)
         else:
             assert turns[0].start == 0
@@ -100,6 +104,6 @@ def test_the_figure_has_each_lane_and_pass() -> None:
 
 def test_the_optimizer_steps_on_what_is_trained() -> None:
     """An adapter's step takes as much less time as the adapter has fewer parameters."""
-    whole, adapter = both(OURS, 8, 512_000)[1], both(OURS.replace(lora={"r": 16}), 8, 512_000)[1]
+    whole, adapter = both(OURS, 8, 512_000)[1], both(OURS.replace(model={"lora": {"r": 16}}), 8, 512_000)[1]
     trained = SHAPE.adapter_parameters({"r": 16})
     assert adapter["optimizer"] == pytest.approx(whole["optimizer"] * trained / SHAPE.parameters, rel=1e-9)

@@ -47,7 +47,7 @@ def main() -> None:
     progress = launch.Progress(args.out / "progress.jsonl", rank)
     print(f"rank {rank} says: {what}", file=sys.stderr)
     for step, loss in ((1, float("nan")), (2, 2.5)):
-        progress.emit("step", row=config.row, seq_len=config.seq_len, step=step, steps=2, loss=loss)
+        progress.emit("step", row=config.row, seq_len=config.data.seq_len, step=step, steps=2, loss=loss)
     if what == "killed":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent's comes before rank 0 has written its error
     (args.out / f"started.{rank}").write_text(str(os.getpid()))
@@ -80,8 +80,8 @@ def main() -> None:
         (args.out / f"environ.{rank}.json").write_text(json.dumps(dict(os.environ)))
     if rank == 0 and what != "silent":
         metrics = {
-            "seq_len": config.seq_len,
-            "tokens_per_step": config.seq_len,
+            "seq_len": config.data.seq_len,
+            "tokens_per_step": config.data.seq_len,
             "step_seconds": [3.0, 1.0, 2.0],
             "loss": [float("nan"), 2.5],
             "device_peak_bytes": [100, 300],

@@ -27,7 +27,9 @@ def measure(rank: int, world: int, out: str) -> dict[str, Any]:
     try:
         for name, value in small.items():
             setattr(machine_rates, name, {"cpu": value})
-        return machine_rates.Rates(RunConfig(model="tiny", world_size=world, sp=world), Path(out))()
+        return machine_rates.Rates(
+            RunConfig(model={"name": "tiny"}, engine={"world_size": world, "sp": world}), Path(out)
+        )()
     finally:
         for name, value in before.items():
             setattr(machine_rates, name, value)
@@ -48,7 +50,7 @@ def test_two_ranks_measure_and_a_plan_reads_it(ranks2: Any, tmp_path: Path, caps
     machine = read_machine(tmp_path)
     assert (machine.gpus, machine.device, machine.gpu_memory) == (2, "cpu", None)
     assert machine.rates.matmul == min(metrics["rates"]["matmul"])
-    run = RunConfig(model="small", sp=2, dtype="fp32")
+    run = RunConfig(model={"name": "small", "dtype": "fp32"}, engine={"sp": 2})
     seconds = predict(read_shape("small"), run, machine, 4096).seconds
     twice = {**metrics, "rates": {**metrics["rates"], "matmul": [2 * r for r in metrics["rates"]["matmul"]]}}
     (tmp_path / "result.json").write_text(json.dumps({"metrics": twice}))

@@ -205,10 +205,10 @@ def test_status_of_what_was_changed_or_cut_off(tmp_path, monkeypatch, capsys):
         if changes:
             results.write_result(out / row / "result.json", {**results.new_result(config, "ok"), **changes})
 
-    put("changed", configs["changed"].replace(seq_len=77), status="oom")
+    put("changed", configs["changed"].replace(data={"seq_len": 77}), status="oom")
     put("committed", configs["committed"], run_id="another", git={"sha": "0123456789abcdef", "dirty": False})
     put("cut", configs["cut"])
-    put("again", configs["again"].replace(steps=5), began=time.time() + 50, status="ok")
+    put("again", configs["again"].replace(optim={"steps": 5}), began=time.time() + 50, status="ok")
     put("torn", configs["torn"])
     (out / "torn" / "result.json").write_text("{")
     assert cli.main(["status", str(spec)]) == 1
@@ -251,7 +251,7 @@ def test_status_judges_rows_as_the_machine_that_ran_them(tmp_path, monkeypatch, 
         assert "alst run" not in shown
         assert cli.main(["report", str(spec)]) == 0
     monkeypatch.setattr(devices, "device_count", lambda: 0)
-    assert cli.load_spec(spec).rows["alst"].world_size == 2  # what `alst run` would run here
+    assert cli.load_spec(spec).rows["alst"].engine.world_size == 2  # what `alst run` would run here
     write_spec(tmp_path, base=base, rows=["alst", {"name": "all", "world_size": 8, "steps": 4}])
     capsys.readouterr()
     assert cli.main(["status", str(spec)]) == 3
@@ -461,7 +461,7 @@ def test_many_more_ranks_than_cores_are_refused_unless_forced(tmp_path, monkeypa
     """A typing error would start 100,000 processes."""
     monkeypatch.setattr("alstlib.runs.workers.cores", lambda: 2)
     says = "world_size=100000 would start 100,000 processes on a machine with 2 cores; give at most 16"
-    run = RunConfig(model="tiny", world_size=100_000, seq_len=100_000)
+    run = RunConfig(model={"name": "tiny"}, engine={"world_size": 100_000}, data={"seq_len": 100_000})
     with pytest.raises(ValueError, match=says):
         launch.launch(run, tmp_path / "run", python="/nowhere/python")
     assert not (tmp_path / "run").exists()
@@ -538,7 +538,7 @@ def test_dropped_rows_are_allowed_by_a_switch_that_starts_no_other_run(tmp_path,
     path = write_spec(tmp_path, rows=[{"name": "good", "model": "tiny"}])
     assert cli.main(["run", str(path), "--allow-dropped"]) == 0
     allowed, plain = ran[0].rows["good"], cli.load_spec(path).rows["good"]
-    assert (allowed.allow_dropped, plain.allow_dropped) == (True, False)
+    assert (allowed.data.allow_dropped, plain.data.allow_dropped) == (True, False)
     assert allowed.digest() == plain.digest()
 
 
@@ -579,10 +579,13 @@ def test_the_hardware_chooses_its_section(tmp_path, monkeypatch):
     for gpus, length, steps, sp in ((0, 1000, 5, 2), (4, 8000, 7, 4)):
         monkeypatch.setattr(devices, "device_count", lambda gpus=gpus: gpus)
         rows = cli.load_spec(spec).rows
-        assert all((c.seq_len, c.steps, c.sp, c.world_size) == (length, steps, sp, sp) for c in rows.values())
-        assert rows["ours"].tiled_mlp == 64
-        assert rows["ours"].save_attention == "auto"
-        assert rows["alst"].offload == "sync"
+        assert all(
+            (c.data.seq_len, c.optim.steps, c.engine.sp, c.engine.world_size) == (length, steps, sp, sp)
+            for c in rows.values()
+        )
+        assert rows["ours"].options.tile("mlp") == 64
+        assert rows["ours"].options.save_attention == "auto"
+        assert rows["alst"].options.offload == "sync"
 
 
 def test_the_ablation_is_the_seven_rows():

@@ -28,7 +28,7 @@ PATHS = {"PYTHONPATH": os.pathsep.join((str(TESTS.parents[1]), str(TESTS)))}
 
 
 def fake(what: str, **fields) -> RunConfig:
-    return RunConfig(model_config={"fake": what}, **fields)
+    return RunConfig(model={"config": {"fake": what}}, **fields)
 
 
 def start(what: str, out: Path, *, timeout: float = 200, world_size: int = 0, **kw):
@@ -352,16 +352,16 @@ def test_full_disk(tmp_path, monkeypatch, capsys):
 
 def test_resolve(monkeypatch):
     monkeypatch.setattr(devices, "device_count", lambda: 0)
-    resolved = launch.resolve(RunConfig(sp=0))
-    assert (resolved.world_size, resolved.sp) == (2, 2)
+    resolved = launch.resolve(RunConfig(engine={"sp": 0}))
+    assert (resolved.engine.world_size, resolved.engine.sp) == (2, 2)
     with pytest.raises(ValueError, match=r"sp=3 does not divide world_size=2; use sp=2, or world_size=3"):
-        launch.resolve(RunConfig(sp=3))
+        launch.resolve(RunConfig(engine={"sp": 3}))
     with pytest.raises(ValueError, match=r"world_size=3 ranks do not divide evenly over 2 nodes; nearest: 4"):
-        launch.resolve(RunConfig(world_size=3), nnodes=2)
+        launch.resolve(RunConfig(engine={"world_size": 3}), nnodes=2)
     monkeypatch.setattr(devices, "device_count", lambda: 8)
-    assert launch.resolve(RunConfig(sp=0), nnodes=4).sp == 32
+    assert launch.resolve(RunConfig(engine={"sp": 0}), nnodes=4).engine.sp == 32
     with pytest.raises(ValueError, match=r"world_size=9 needs more GPUs than there are \(8 on each node\)"):
-        launch.resolve(RunConfig(world_size=9))
+        launch.resolve(RunConfig(engine={"world_size": 9}))
 
 
 @pytest.mark.parametrize("visible, count", [(None, 4), ("", 0), ("0,2", 2), ("1,-1,2", 1), ("GPU-a", 1)])
@@ -463,7 +463,7 @@ def test_a_model_that_is_not_there_starts_no_rank(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(torchrun, "start", lambda *a: pytest.fail("ranks were started"))
     for name, says in (("tinny", "did you mean 'tiny'"), (str(tmp_path / "lama"), "does not exist")):
         with pytest.raises(ValueError, match=says):
-            launch.launch(RunConfig(model=name), tmp_path / "out")
+            launch.launch(RunConfig(model={"name": name}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -471,19 +471,24 @@ def test_the_rows_of_the_paper_end_within_their_time_limit(monkeypatch):
     """ALST's longest row takes 6,455 s for a step."""
     monkeypatch.setattr("alstlib.planner.devices.first_gpu", lambda: ("NVIDIA H100 80GB HBM3", 80 * 2**30))
     for row, stated in PAPER_ROWS.items():
-        base = RunConfig(model="llama-3.1-8b", seq_len=stated["seq_len"], steps=3, checkpoint_every=1)
+        base = RunConfig(
+            model={"name": "llama-3.1-8b"},
+            data={"seq_len": stated["seq_len"]},
+            optim={"steps": 3},
+            output={"checkpoint_every": 1},
+        )
         run = launch.resolve(row_config(row, base), gpus=8)
         seconds, which = preflight.time_limit(run, 1, 8)
-        assert 5 * run.steps * stated["step_seconds"] < seconds < 7 * 86400
+        assert 5 * run.optim.steps * stated["step_seconds"] < seconds < 7 * 86400
         assert preflight.limits(run, 1, 8)[1] > 5 * stated["step_seconds"]
     assert "(10 times the prediction; timeout=SECONDS sets another, 0 none)" in which
     assert preflight.time_limit(run.replace(search=True), 1, 8)[0] > 2 * seconds
-    assert preflight.time_limit(run.replace(seq_len=1024, checkpoint_every=0), 1, 8)[1].startswith(
-        "the time limit of 1:00:00 (the shortest default"
-    )
-    assert preflight.time_limit(run.replace(timeout=0), 1, 8) == (math.inf, "no time limit (timeout=0)")
-    assert preflight.time_limit(run.replace(timeout=300), 1, 8) == (300, "timeout=300 s")
-    on_cpu = preflight.time_limit(RunConfig(world_size=2, sp=2), 1, 0)
+    assert preflight.time_limit(run.replace(data={"seq_len": 1024}, output={"checkpoint_every": 0}), 1, 8)[
+        1
+    ].startswith("the time limit of 1:00:00 (the shortest default")
+    assert preflight.time_limit(run.replace(limits={"timeout": 0}), 1, 8) == (math.inf, "no time limit (timeout=0)")
+    assert preflight.time_limit(run.replace(limits={"timeout": 300}), 1, 8) == (300, "timeout=300 s")
+    on_cpu = preflight.time_limit(RunConfig(engine={"world_size": 2, "sp": 2}), 1, 0)
     assert on_cpu[0] == 86400
     assert "24:00:00 (no time is predicted" in on_cpu[1]
 
@@ -498,7 +503,7 @@ def test_ranks_are_told_the_time_limit(tmp_path, monkeypatch, timeout, seconds):
 
     monkeypatch.setattr(torchrun, "start", refuse)
     with pytest.raises(OSError, match="not now"):
-        launch.launch(RunConfig(timeout=timeout), tmp_path)
+        launch.launch(RunConfig(limits={"timeout": timeout}), tmp_path)
     deadline = float(given[0]["ALST_DEADLINE"])
     assert deadline == seconds if seconds == math.inf else abs(deadline - time.time() - seconds) < 60
     (told,) = [e for e in ProgressReader(tmp_path / "progress.jsonl").read() if e["event"] == "start"]

@@ -165,7 +165,7 @@ def test_ranks_know_when_the_job_ends(tmp_path, monkeypatch):
     monkeypatch.setenv(cluster.JOB_END_VARIABLE, str(time.time() + 1000))
     for timeout, seconds in ((5000, 1000 - cluster.MARGIN_SECONDS), (None, 1000 - cluster.MARGIN_SECONDS), (300, 300)):
         with pytest.raises(OSError, match="not now"):
-            launch.launch(RunConfig(model="tiny", timeout=timeout), tmp_path)
+            launch.launch(RunConfig(model={"name": "tiny"}, limits={"timeout": timeout}), tmp_path)
         assert given[-1] - time.time() == pytest.approx(seconds, abs=30)
 
 
@@ -210,8 +210,8 @@ def test_parameters_of_the_notebook_are_a_single_run(tmp_path):
     path.write_text("{row: alst, seq_len: 4K, config: {model: tiny, steps: 5}, worker: alstlib.train.ablation}")
     found = cli.load_spec(path, nodes=2)
     run = found.rows["alst"]
-    assert (run.model, run.seq_len, run.steps, run.tiled_mlp) == ("tiny", 4000, 5, True)
-    assert run.world_size == run.sp == 2 * (devices.device_count() or 2)
+    assert (run.model.name, run.data.seq_len, run.optim.steps, run.options.tile("mlp")) == ("tiny", 4000, 5, True)
+    assert run.engine.world_size == run.engine.sp == 2 * (devices.device_count() or 2)
     path.write_text("{model: tiny}")
     assert list(cli.load_spec(path).rows) == ["run"]
     path.write_text("{name: x, base: {}}")
@@ -310,7 +310,7 @@ def test_a_node_with_something_else_is_refused_by_name(tmp_path, monkeypatch, na
 def test_the_least_free_node_decides(tmp_path, monkeypatch):
     """What the follower has free is too little for the run, and the head has enough."""
     monkeypatch.setattr(torchrun, "start", lambda *a: pytest.fail("ranks were started"))
-    config = RunConfig(model="small", seq_len=65536, world_size=2, sp=2)
+    config = RunConfig(model={"name": "small"}, data={"seq_len": 65536}, engine={"world_size": 2, "sp": 2})
     with two_nodes(tmp_path) as path:
         monkeypatch.setattr(follower, "facts", lambda: {**nodes.facts(), "host_free": 2**20})
         ended = in_thread(path)

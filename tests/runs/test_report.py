@@ -55,12 +55,12 @@ def written(tmp_path_factory):
         "predicted": {"step_seconds": 1.5, "device_peak_bytes": 5 * 2**20, "host_peak_bytes": 2**21},
         "tried": [{"seq_len": 256, "device_peak_bytes": 2**20}, {"seq_len": 512, "device_peak_bytes": 3 * 2**20}],
     }  # fmt: skip
-    base = RunConfig(world_size=2, device_memory="4MiB")
+    base = RunConfig(engine={"world_size": 2}, limits={"device_memory": "4MiB"})
     error = {"type": "Boom", "message": NASTY, "log_tail": f"the end {NASTY}"}
     made = {
         "alst": results.new_result(base.replace(row="alst"), "ok", metrics=metrics, device="cpu"),
         "ulysses+offload": results.new_result(base.replace(row="ulysses+offload"), "ok", metrics=metrics, device="cpu"),
-        "bad": results.new_result(base.replace(row="bad", data=NASTY), "error", error=error),
+        "bad": results.new_result(base.replace(row="bad", data={"name": NASTY}), "error", error=error),
     }
     for row, result in made.items():
         (folder / row).mkdir()
@@ -235,7 +235,7 @@ def test_figures_of_many_rows_have_room_for_their_lines(tmp_path, recwarn, count
             metrics |= {"eval_loss": [2.5], "eval_steps": [2]}  # a point without a line
         if kind == "searched":
             metrics |= {"tried": [{"seq_len": n, "device_peak_bytes": n * (i + 9)} for n in (512, 1024)]}
-        run = RunConfig(row=f"row-{i:03}", learning_rate=1e-5 * (i + 1))
+        run = RunConfig(row=f"row-{i:03}", optim={"learning_rate": 1e-5 * (i + 1)})
         found.append({**results.new_result(run, "ok", metrics=metrics), "label": run.row})
     drawn = []
 

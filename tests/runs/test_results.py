@@ -14,7 +14,7 @@ from alstlib.config import RunConfig
 from alstlib.runs import results
 from alstlib.units import format_bytes, format_seconds, format_tokens, parse_quantity
 
-CONFIG = RunConfig(row="alst", world_size=2, sp=2)
+CONFIG = RunConfig(row="alst", engine={"world_size": 2, "sp": 2})
 
 
 def result(status="ok", row="alst", finished="2026-01-01T00:00:00+00:00", **metrics):
@@ -38,7 +38,7 @@ def test_fields_are_those_of_the_design():
 
 def test_run_id_follows_config_and_commit(monkeypatch):
     first = results.run_id(CONFIG)
-    assert results.run_id(CONFIG.replace(seq_len=4096)) != first
+    assert results.run_id(CONFIG.replace(data={"seq_len": 4096})) != first
     monkeypatch.setattr(results, "git_state", lambda: {"sha": "another", "dirty": False})
     assert results.run_id(CONFIG) != first
 

@@ -20,15 +20,15 @@ def main() -> int:
     first, state = os.environ["RANK"] == "0", out / "state" / "count.json"
     begun = (locks.read_object(state) or {"step": 0})["step"]
     progress = Progress(out / "progress.jsonl")
-    for step in range(begun + 1, run.steps + 1):
+    for step in range(begun + 1, run.optim.steps + 1):
         time.sleep(1)
         if first:
-            progress.emit("step", row=run.row, step=step, steps=run.steps)
-        if step < run.steps and seconds_left() < 4:
+            progress.emit("step", row=run.row, step=step, steps=run.optim.steps)
+        if step < run.optim.steps and seconds_left() < 4:
             if first:
                 state.parent.mkdir(exist_ok=True)
                 results.write_json(state, {"step": step})
-                error = {"type": "Timeout", "message": f"no time for a step after step {step} of {run.steps}"}
+                error = {"type": "Timeout", "message": f"no time for a step after step {step} of {run.optim.steps}"}
                 results.write_result(out / "result.json", results.new_result(run, "timeout", error=error))
             return 1
     if first:

@@ -205,7 +205,9 @@ def test_what_runs_how_often(monkeypatch: pytest.MonkeyPatch, kind: str, tile: A
         return kernel(*args, **kwargs)
 
     monkeypatch.setattr(paged, "forward", counting)
-    with alstlib.apply(model, None, alstlib.Options(chunk=6, save_attention=save, tiled_mlp=tile)) as handle:
+    with alstlib.apply(
+        model, None, alstlib.Options(tiles={"mlp": tile, "loss": True, "norm": True}, save_attention=save, chunk=6)
+    ) as handle:
         step(model, batch())
         count.clear()
         before = handle.attention.forward_calls
@@ -219,7 +221,7 @@ def test_what_runs_how_often(monkeypatch: pytest.MonkeyPatch, kind: str, tile: A
 def test_dropout_is_replayed(tile: Any) -> None:
     """With a fixed seed the loss is a function of the weights: its gradient against a central difference, in fp64."""
     model = make_model("gpt2", dtype=torch.float64, resid_pdrop=0.1, embd_pdrop=0.1)
-    with alstlib.apply(model, None, alstlib.Options(chunk=6, tiled_mlp=tile)):
+    with alstlib.apply(model, None, alstlib.Options(tiles={"mlp": tile, "loss": True, "norm": True}, chunk=6)):
         slope, numerical = slopes(model, batch())
     assert slope == pytest.approx(numerical, rel=1e-5)
 
@@ -262,7 +264,7 @@ def test_evaluation_keeps_nothing() -> None:
     ids = batch()["input_ids"]
     with torch.no_grad():
         want = model(ids, labels=ids)
-        with alstlib.apply(model, None, alstlib.Options(chunk=6, offload="sync")) as handle:
+        with alstlib.apply(model, None, alstlib.Options(offload="sync", chunk=6)) as handle:
             got, logits = model(ids, labels=ids), model(ids).logits
             assert handle.store.nbytes == handle.store.unused
     assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-6)
@@ -358,7 +360,7 @@ def test_gpu_streamed_layers_are_whole_layers(offload: Any, save: bool, kv: Any)
         model = make_model("gqa", num_hidden_layers=4).to("cuda", torch.bfloat16)
         where = {"kv": kv, "hidden": kv} if chunk and offload != "none" else {}
         options = alstlib.Options(
-            chunk=chunk, offload=offload, save_attention=save, tiled_mlp=50, tiled_loss=70, **where
+            tiles={"mlp": 50, "loss": 70, "norm": True}, offload=offload, save_attention=save, chunk=chunk, **where
         )
         with alstlib.apply(model, None, options):
             for _ in range(2):  # the second step meets slabs and streams of the first

@@ -24,7 +24,6 @@ from alstlib.planner.model_shapes import shape_of
 from alstlib.planner.streaming import streaming_of
 from alstlib.reference import attention, seen_pages
 from alstlib.streaming.sparse import PageChoices
-from alstlib.train.ablation import run_options
 
 CHUNK, PAGE, LENGTH = 4, 8, 45
 SPARSE = alstlib.Sparse(top=1, page=PAGE)
@@ -169,9 +168,12 @@ def test_a_budget_that_covers_all_pages_is_dense_attention(name: str, kind: dict
 def test_pages_that_no_head_chose_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that come from the host are those of the chosen pages, in forward, recompute and backward."""
     made, model, sample = watched(monkeypatch), make_model("gqa"), batch(64)
-    handle = alstlib.apply(model, options=alstlib.Options(
-        chunk=CHUNK, sparse=SPARSE, offload="sync", kv="host", hidden="device", save_attention=True
-    ))  # fmt: skip
+    handle = alstlib.apply(
+        model,
+        options=alstlib.Options(
+            offload="sync", save_attention=True, chunk=CHUNK, on_host=ON_HOST("device", "host"), sparse=SPARSE
+        ),
+    )
     step(model, sample)
     assert all(c._sums is None for c in made), "mean keys go with the end of forward"
     seen_bytes = sum(choice.seen.numel() for c in made for choice in c.made.values())
@@ -197,8 +199,11 @@ def test_pages_that_no_head_chose_are_not_fetched(monkeypatch: pytest.MonkeyPatc
 
 def test_the_planner_counts_the_pages_that_a_run_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     made, model, sample = watched(monkeypatch), make_model("gqa"), batch(61)
-    run = RunConfig(chunk=CHUNK, sparse={"top": SPARSE.top, "page": SPARSE.page}, kv="host", offload="sync")
-    with alstlib.apply(model, options=run_options(run)) as handle:
+    run = RunConfig(
+        options=alstlib.Options.plain(offload="sync", chunk=CHUNK, on_host="hidden+kv"),
+        contrib={"sparse": {"top": SPARSE.top, "page": SPARSE.page}},
+    )
+    with alstlib.apply(model, options=run.options) as handle:
         assert handle.options.sparse == SPARSE
         step(model, sample)
     seen = [int(c.seen[0, head].sum()) for choices in made for c in choices.made.values() for head in (0, 1)]
@@ -221,7 +226,7 @@ def test_a_recompute_sees_what_forward_saw(monkeypatch: pytest.MonkeyPatch) -> N
     model, sample, found = make_model("gqa", num_hidden_layers=4), batch(LENGTH), []
     for memory in (None, 45_000):
         count[0] = 0
-        options = alstlib.Options(chunk=CHUNK, sparse=SPARSE, host_memory=memory, save_attention=False, **HOST)
+        options = alstlib.Options(save_attention=False, chunk=CHUNK, host_memory=memory, sparse=SPARSE, **HOST)
         with alstlib.apply(model, options=options) as handle:
             found.append(step(model, sample)[1])
         assert count[0] == 4 * 12

@@ -190,7 +190,7 @@ def test_what_draws_is_replayed(kind: str) -> None:
 def test_a_dropout_that_is_turned_on_later() -> None:
     """Learned while it drew nothing, exact when it draws."""
     model, grads = open_model(FINISHES["dropout"][0]), []
-    with alstlib.apply(model, None, alstlib.Options(tiled_mlp=7)):
+    with alstlib.apply(model, None, alstlib.Options(tiles={"mlp": 7, "loss": True, "norm": True})):
         for p in (0.0, 0.3):
             for layer in model.model.layers:
                 layer.dropout.p = p
@@ -225,7 +225,7 @@ def test_a_layer_is_learned_on_more_than_one_token() -> None:
     """One token says nothing about what a module does across tokens."""
     model = open_model(FINISHES["over the tokens"][0])
     want = want_of(model)
-    with alstlib.apply(model, None, alstlib.Options(tiled_mlp=7)):
+    with alstlib.apply(model, None, alstlib.Options(tiles={"mlp": 7, "loss": True, "norm": True})):
         train(model, {**batch(1), "shift_labels": torch.ones(1, 1, dtype=torch.long), "step_tokens": 1})
         assert worst_error(step(model, batch(), seed=7)[1], want)[0] < 1e-5
 

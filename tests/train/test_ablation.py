@@ -165,9 +165,9 @@ def test_the_trained_model_is_trained_on(
 ) -> None:
     out, run = own
     (out / "run").mkdir()
-    result = ranks2(trained, str(out / "run"), run.replace(save_to=str(out / "again")))[0]
-    model, tokenizer = (kind.from_pretrained(run.model) for kind in (AutoModelForCausalLM, AutoTokenizer))
-    sample = make_samples(load_corpus(run.data), tokenizer, 129, seed=run.seed, limit=2)[0]
+    result = ranks2(trained, str(out / "run"), run.replace(output={"save_to": str(out / "again")}))[0]
+    model, tokenizer = (kind.from_pretrained(run.model.name) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    sample = make_samples(load_corpus(run.data.name), tokenizer, 129, seed=run.optim.seed, limit=2)[0]
     with torch.no_grad():
         want = float(model(input_ids=sample["input_ids"][None], labels=sample["labels"][None]).loss)
     assert result["metrics"]["loss"][0] == pytest.approx(want, rel=1e-5)
@@ -181,13 +181,13 @@ def test_the_trained_model_is_trained_on(
 @pytest.mark.slow
 def test_a_nan_loss_is_an_error(ranks2: Any, own: tuple[Path, RunConfig], tmp_path: Path) -> None:
     run = own[1]
-    for file in Path(run.model).iterdir():
+    for file in Path(run.model.name).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.norm.weight"][:] = 3e38  # finite, and its products are not
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "run").mkdir()
-    status, said, result = ends(ranks2, tmp_path / "run", run.replace(model=str(tmp_path)))
+    status, said, result = ends(ranks2, tmp_path / "run", run.replace(model={"name": str(tmp_path)}))
     assert status == "error"
     assert "step 1 at 129 tokens: its loss is nan" in said
     assert result["error"]["type"] == "FloatingPointError"
@@ -233,12 +233,12 @@ def test_a_run_that_cannot_fit_is_not_started(tmp_path: Path) -> None:
 
 def test_a_cpus_memory_holds_devices_and_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alstlib.planner.machine.host_free", lambda: 23 * GIB)
-    run = RunConfig(model="tiny", world_size=2, sp=2, seq_len="20M")
+    run = RunConfig(model={"name": "tiny"}, engine={"world_size": 2, "sp": 2}, data={"seq_len": "20M"})
     assert "does not fit: it needs more host memory than there is" in outlook(run, 0)
     result = launch(run, tmp_path, python="/nowhere/python")
     assert (result["status"], result["error"]["type"]) == ("oom", "WouldNotFit")
     assert "a rank's share of the host's free memory is 11.50 GiB" in result["error"]["message"]
-    short = run.replace(seq_len=64)
+    short = run.replace(data={"seq_len": 64})
     for free, message in ((2 * GIB, "None"), (GIB // 2, "process 500.00 MiB")):
         monkeypatch.setattr("alstlib.planner.machine.host_free", lambda free=free: free)
         assert message in str(why_not(short, 1, 0))
@@ -507,9 +507,13 @@ def test_a_search_goes_on_in_new_processes_where_memory_really_ran_out(tmp_path:
     """The trainer itself, on which memory runs out in cuDNN's words beyond 600 tokens."""
     (tmp_path / "short.py").write_text(SHORT)
     run = RunConfig(
-        model="tiny", world_size=1, sp=1, seq_len=256, steps=1, search=True, search_granule=256, search_max=1024,
-        device_memory=2**33,
-    )  # fmt: skip
+        model={"name": "tiny"},
+        engine={"world_size": 1, "sp": 1},
+        data={"seq_len": 256},
+        optim={"steps": 1},
+        search={"granule": 256, "max": 1024},
+        limits={"device_memory": 2**33},
+    )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     result = launch(run, tmp_path / "run", worker="short", extra_env={"PYTHONPATH": path})
     assert (result["status"], result["metrics"]["seq_len"]) == ("ok", 512)

@@ -32,17 +32,19 @@ ENGINES = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"]
 def test_layers_that_share_weights_are_refused_before_zero3_starts() -> None:
     model = zoo.build_hybrid("zamba2")
     with alstlib.apply(model), pytest.raises(ValueError, match="trains and is used in several parts of the model"):
-        initialize(RunConfig(zero_stage=3), model, False)
+        initialize(RunConfig(engine={"zero_stage": 3}), model, False)
 
 
 def train_and_save(rank: int, world: int, kind: str, folder: str, tied: bool) -> dict[str, Any]:
     """Two optimizer steps, the model saved; and the logits of the trained model itself, detached and gathered."""
     stage = int(kind[4:]) if kind.startswith("zero") else 0
-    run = RunConfig(zero_stage=stage, offload_optimizer=False, learning_rate=1e-2, dtype="fp32")
+    run = RunConfig(
+        engine={"zero_stage": stage, "offload_optimizer": False}, optim={"learning_rate": 1e-2}, model={"dtype": "fp32"}
+    )
     ctx = alstlib.SPContext.create(2)
     model = make_model(tie_word_embeddings=tied)
     before = model.model.layers[1].mlp.down_proj.weight.detach().clone()
-    handle = alstlib.apply(model, ctx, alstlib.Options(tiled_mlp=5, tiled_loss=7, offload="async"))
+    handle = alstlib.apply(model, ctx, alstlib.Options(tiles={"mlp": 5, "loss": 7, "norm": True}, offload=True))
     engine = wrap(model, kind, world, run)
     plain = None if kind.startswith("zero") else torch.optim.AdamW(model.parameters(), lr=1e-2)
     for batch in SPDataLoader(make_samples(2), ctx, replicated=True):
@@ -144,7 +146,7 @@ def test_offloaded_state_is_on_the_host_before_the_first_step(ranks2: Any, stage
 
 def pinned_buffers(rank: int, world: int, stage: int, changes: dict[str, Any]) -> list[int]:
     """Bytes that DeepSpeed pins and keeps over two steps in bf16, where the CPU's accelerator takes note of them."""
-    run = RunConfig(zero_stage=stage, offload_optimizer=True, learning_rate=1e-2, **changes)
+    run = RunConfig(engine={"zero_stage": stage, "offload_optimizer": True}, optim={"learning_rate": 1e-2}, **changes)
     ctx, made, configure = alstlib.SPContext.create(2), [], engines.engine_config
     model = make_model(dtype=torch.bfloat16)
     alstlib.apply(model, ctx, alstlib.Options())
@@ -178,7 +180,7 @@ def test_the_plan_knows_what_deepspeed_pins(ranks2: Any, stage: int, changes: di
     parts = list(make_model().parameters())
     embedding = max(p.numel() for p in parts)
     sizes = Sizes(parameters=sum(p.numel() for p in parts), layer=0, embedding=embedding, largest=embedding)
-    run = RunConfig(zero_stage=stage, offload_optimizer=True, **changes)
+    run = RunConfig(engine={"zero_stage": stage, "offload_optimizer": True}, **changes)
     exact, rounded = (sum(model_states(run, sizes, 2, 2, rounded=r).host.values()) for r in (False, True))
     for pinned in ranks2(pinned_buffers, stage, changes):
         assert exact - sum(pinned) == pytest.approx((12 if stage == 3 else 8) * sizes.parameters / 2, abs=4096)
@@ -186,7 +188,11 @@ def test_the_plan_knows_what_deepspeed_pins(ranks2: Any, stage: int, changes: di
 
 
 def test_the_configuration_says_what_the_run_says() -> None:
-    run = RunConfig(batch_size=3, accumulation=5, zero_stage=3, offload_params=True, max_grad_norm=0.7)
+    run = RunConfig(
+        data={"batch_size": 3},
+        optim={"accumulation": 5, "max_grad_norm": 0.7},
+        engine={"zero_stage": 3, "offload_params": True},
+    )
     config = engine_config(run, 8_030_000_000, bf16=True)
     zero = config["zero_optimization"]
     assert config["train_micro_batch_size_per_gpu"] == 3
@@ -196,8 +202,10 @@ def test_the_configuration_says_what_the_run_says() -> None:
     assert (zero["stage"], zero["offload_param"]["device"], zero["offload_optimizer"]["device"]) == (3, "cpu", "cpu")
     assert zero["reduce_bucket_size"] == 200_000_000
     assert engine_config(run, 10_000, bf16=False)["zero_optimization"]["reduce_bucket_size"] == 1_000_000
-    plain = engine_config(RunConfig(zero_stage=1, offload_optimizer=False), 10_000, bf16=False)["zero_optimization"]
-    still = engine_config(run.replace(prefetch=False), 1_000_000, bf16=True)["zero_optimization"]
+    plain = engine_config(RunConfig(engine={"zero_stage": 1, "offload_optimizer": False}), 10_000, bf16=False)[
+        "zero_optimization"
+    ]
+    still = engine_config(run.replace(engine={"prefetch": False}), 1_000_000, bf16=True)["zero_optimization"]
     assert still["stage3_prefetch_bucket_size"] == 0 < config["zero_optimization"]["stage3_prefetch_bucket_size"]
     assert not {"offload_param", "offload_optimizer", "stage3_prefetch_bucket_size"} & set(plain)
 
@@ -205,7 +213,7 @@ def test_the_configuration_says_what_the_run_says() -> None:
 def test_a_users_own_loop_gets_the_configuration_of_our_runs() -> None:
     model = make_model()
     given = alstlib.zero_config(model, learning_rate=1e-5, accumulation=4)
-    run = RunConfig(learning_rate=1e-5, accumulation=4, offload_optimizer=False)
+    run = RunConfig(optim={"learning_rate": 1e-5, "accumulation": 4}, engine={"offload_optimizer": False})
     assert given == engine_config(run, sum(p.numel() for p in model.parameters()), bf16=False)
     assert given["optimizer"]["params"]["fused"]
     assert alstlib.zero_config(model.bfloat16())["bf16"] == {"enabled": True}
@@ -240,7 +248,10 @@ def test_the_loop_of_the_page_runs_as_printed(ranks2: Any) -> None:
 
 def step_on_nan(rank: int, world: int, stage: int, bf16: bool, accumulation: int) -> dict[str, Any]:
     """A step whose last micro-batch gives one rank a gradient that is not finite, while every loss is."""
-    run = RunConfig(zero_stage=stage, offload_optimizer=False, learning_rate=1e-2, accumulation=accumulation)
+    run = RunConfig(
+        engine={"zero_stage": stage, "offload_optimizer": False},
+        optim={"learning_rate": 1e-2, "accumulation": accumulation},
+    )
     ctx = alstlib.SPContext.create(2)
     model = make_model(dtype=torch.bfloat16 if bf16 else torch.float32)
     alstlib.apply(model, ctx, alstlib.Options())

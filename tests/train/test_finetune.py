@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from alstlib.config import RunConfig
 from alstlib.data.corpus import get_tokenizer, load_corpus
+from alstlib.options import Options
 from alstlib.planner import devices
 from alstlib.planner.model_shapes import read_shape
 from alstlib.runs import packages, progress, results, workers
@@ -65,7 +66,7 @@ def test_tokenizing_and_evaluating_give_signs_of_life(monkeypatch: pytest.Monkey
     clock = itertools.count(1000.0, 2.0)
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     job, said = finetune.FineTune.__new__(finetune.FineTune), []
-    job.run, job.vocabulary, job.notes = RunConfig(seq_len=8), 10, []
+    job.run, job.vocabulary, job.notes = RunConfig(data={"seq_len": 8}), 10, []
     job.say = lambda message, **_: said.append(message)
     job._tokens(datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 4}), None, "d")
     assert said == ["tokenizing 4 documents of 'd'", *(f"tokenizing 'd', {part}%" for part in (25, 50, 75, 100))]
@@ -219,18 +220,18 @@ def plain(run: RunConfig, out: Path) -> list[dict[str, float]]:
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
-    parts = load_corpus(run.data).train_test_split(test_size=run.eval_data, seed=run.seed)
+    parts = load_corpus(run.data.name).train_test_split(test_size=run.data.eval, seed=run.optim.seed)
     with accelerate_here("ddp"):
         args = SFTConfig(
-            str(out), max_length=run.seq_len, packing=run.packed, per_device_train_batch_size=1, use_cpu=True,
-            per_device_eval_batch_size=1, gradient_accumulation_steps=2, max_steps=run.steps, max_grad_norm=0.0,
-            learning_rate=run.learning_rate, logging_steps=1, eval_strategy="steps", eval_steps=3, bf16=False, seed=0,
+            str(out), max_length=run.data.seq_len, packing=run.data.packed, per_device_train_batch_size=1, use_cpu=True,
+            per_device_eval_batch_size=1, gradient_accumulation_steps=2, max_steps=run.optim.steps, max_grad_norm=0.0,
+            learning_rate=run.optim.learning_rate, logging_steps=1, eval_strategy="steps", eval_steps=3, bf16=False, seed=0,
             save_strategy="no", report_to="none", disable_tqdm=True, gradient_checkpointing=False,
         )  # fmt: skip
         trainer = SFTTrainer(
             model=load_model(run, torch.float32), args=args, train_dataset=parts["train"], eval_dataset=parts["test"],
-            processing_class=get_tokenizer(run.tokenizer, vocab_size=512),
-            peft_config=LoraConfig(task_type="CAUSAL_LM", **run.lora) if run.lora else None,
+            processing_class=get_tokenizer(run.data.tokenizer, vocab_size=512),
+            peft_config=LoraConfig(task_type="CAUSAL_LM", **run.model.lora) if run.model.lora else None,
         )  # fmt: skip
         trainer.train()
         return trainer.state.log_history
@@ -312,7 +313,9 @@ def test_the_same_command_continues_and_another_does_not(
     assert m["eval_loss"] == pytest.approx(whole["metrics"]["eval_loss"], rel=1e-6)
     assert m["loss_steps"] == [1, 2, 3, 4, 5, 6]
     assert "continued from checkpoint-4" in m["notes"]
-    m = ranks2(tuned, str(tmp_path), run.replace(learning_rate=1e-3, steps=1, checkpoint_every=0))[0]["metrics"]
+    m = ranks2(
+        tuned, str(tmp_path), run.replace(optim={"learning_rate": 1e-3, "steps": 1}, output={"checkpoint_every": 0})
+    )[0]["metrics"]
     assert m["loss"] == pytest.approx(whole["metrics"]["loss"][:1], rel=1e-6)
     (note,) = [n for n in m["notes"] if "not continued" in n]
     assert "learning_rate=0.01 (here 0.001)" in note
@@ -372,9 +375,9 @@ def test_packages_of_a_model_and_of_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(devices, "device_count", lambda: 1)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "bitsandbytes"}}))
     for run, package in (
-        (RunConfig(attention="flash_attention_3"), "flash-attn-3"),
-        (RunConfig(attention="flash_attention_4"), "flash-attn-4"), (RunConfig(liger=True), "liger-kernel"),
-        (RunConfig(fsdp=True, model=str(tmp_path)), "bitsandbytes"), (RunConfig(), "deepspeed"),
+        (RunConfig(options=Options.plain(attention="flash_attention_3")), "flash-attn-3"),
+        (RunConfig(options=Options.plain(attention="flash_attention_4")), "flash-attn-4"), (RunConfig(model={"liger": True}), "liger-kernel"),
+        (RunConfig(engine={"fsdp": True}, model={"name": str(tmp_path)}), "bitsandbytes"), (RunConfig(), "deepspeed"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"needs the package {package}, which is not installed"):
             packages.check(run, fine_tuning=True)
@@ -398,7 +401,7 @@ def test_chats_need_a_chat_template_before_the_start(tmp_path: Path, data: str) 
         ({"data": str(chats)}, "a tokenizer that is trained here"), ({"eval_data": str(chats)}, "a tokenizer that is"),
         ({"data": str(chats), "tokenizer": str(tmp_path / "base")}, f"the tokenizer of '{tmp_path}/base'"),
     ):  # fmt: skip
-        run = config(data).replace(**changes, save_to=str(tmp_path / "saved"))
+        run = config(data).replace(output={"save_to": str(tmp_path / "saved")}, **changes)
         with pytest.raises(
             ValueError, match=f"chats.jsonl' holds chats, but {which}.* has no chat template: name a ch"
         ):
@@ -412,7 +415,7 @@ def test_chats_need_a_chat_template_before_the_start(tmp_path: Path, data: str) 
 def test_the_ablation_does_not_take_what_it_would_ignore(tmp_path: Path, field: dict[str, Any]) -> None:
     (name,) = field
     with pytest.raises(ValueError, match=f"{name}=.* is a field of the worker alstlib.train.finetune"):
-        launch(RunConfig(model="tiny", **field), tmp_path, python="/nowhere/python")
+        launch(RunConfig(model={"name": "tiny"}, **field), tmp_path, python="/nowhere/python")
 
 
 @pytest.mark.parametrize(
@@ -451,12 +454,12 @@ def test_what_the_ranks_refuse(ranks2: Any, tmp_path: Path, data: str) -> None:
 
 
 def test_the_planner_is_asked_about_the_engine_and_the_adapter() -> None:
-    run = RunConfig(model="llama-3.1-8b", fsdp=True, zero_stage=1)
-    assert planned(run, FINETUNE, 8) == run.replace(zero_stage=3, offload_optimizer=False)
-    assert planned(run, FINETUNE, 0).zero_stage == 0
-    assert planned(run.replace(fsdp=False), FINETUNE, 8).zero_stage == 1
-    for gpus, on, engine in ((8, run, "FSDP2"), (0, run, "DDP"), (8, run.replace(fsdp=False), "")):
-        said = workers.outlook(on.replace(world_size=8, sp=8), FINETUNE, gpus)
+    run = RunConfig(model={"name": "llama-3.1-8b"}, engine={"fsdp": True, "zero_stage": 1})
+    assert planned(run, FINETUNE, 8) == run.replace(engine={"zero_stage": 3, "offload_optimizer": False})
+    assert planned(run, FINETUNE, 0).engine.zero_stage == 0
+    assert planned(run.replace(engine={"fsdp": False}), FINETUNE, 8).engine.zero_stage == 1
+    for gpus, on, engine in ((8, run, "FSDP2"), (0, run, "DDP"), (8, run.replace(engine={"fsdp": False}), "")):
+        said = workers.outlook(on.replace(engine={"world_size": 8, "sp": 8}), FINETUNE, gpus)
         assert (f"not predicted: predictions are about DeepSpeed, and the engine of this run is {engine}" in said) == (
             engine != ""
         ), said

@@ -21,7 +21,11 @@ from alstlib.train.models import load_model
 
 
 def config_of(stage: int, **changes: Any) -> dict[str, Any]:
-    return engine_config(RunConfig(zero_stage=stage, offload_optimizer=False, dtype="fp32", **changes), 10_000, False)
+    return engine_config(
+        RunConfig(engine={"zero_stage": stage, "offload_optimizer": False}, model={"dtype": "fp32"}, **changes),
+        10_000,
+        False,
+    )
 
 
 def arrives(rank: int, world: int, run: RunConfig, stage: int, offload: bool) -> dict[str, Any]:
@@ -48,8 +52,8 @@ def test_the_weights_are_those_of_plain_loading(
     ranks2: Any, tmp_path: Path, tied: bool, stage: int, offload: bool
 ) -> None:
     make_model("gqa", tie_word_embeddings=tied, num_hidden_layers=3).save_pretrained(tmp_path)
-    saved = RunConfig(model=str(tmp_path), model_config={"num_hidden_layers": 2})
-    for run in (saved, RunConfig(model="tiny", model_config={"tie_word_embeddings": tied}, seed=3)):
+    saved = RunConfig(model={"name": str(tmp_path), "config": {"num_hidden_layers": 2}})
+    for run in (saved, RunConfig(model={"name": "tiny", "config": {"tie_word_embeddings": tied}}, optim={"seed": 3})):
         for found in ranks2(arrives, run, stage, offload):
             assert found == {
                 "names": True, "same": True, "buffers": True, "partitioned": stage == 3, "tied": tied, "hollow": True,
@@ -65,14 +69,14 @@ def refused(rank: int, world: int, run: RunConfig) -> str:
 
 def test_what_rank_0_meets_is_raised_on_every_rank(ranks2: Any, tmp_path: Path) -> None:
     make_model("llama", num_hidden_layers=2).save_pretrained(tmp_path)
-    run = RunConfig(model=str(tmp_path), model_config={"num_hidden_layers": 3})
+    run = RunConfig(model={"name": str(tmp_path), "config": {"num_hidden_layers": 3}})
     for message in ranks2(refused, run):
         assert "has no weights for model.layers.2." in message
     model = make_model("llama", num_hidden_layers=2)
     model.get_input_embeddings().weight.data[-1, 3] = float("nan")  # a token that no document has
     model.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
     assert len(list(tmp_path.glob("parts/*.safetensors"))) > 1
-    for message in ranks2(refused, RunConfig(model=str(tmp_path / "parts"))):
+    for message in ranks2(refused, RunConfig(model={"name": str(tmp_path / "parts")})):
         assert "its weight model.embed_tokens.weight is not finite" in message
 
 
@@ -82,7 +86,7 @@ def test_weights_in_bf16_are_looked_at_once(tmp_path: Path, value: float) -> Non
     model.lm_head.weight.data[0, 0] = value
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"its weight lm_head\.weight is not finite"):
-        load_model(RunConfig(model=str(tmp_path)), torch.bfloat16)
+        load_model(RunConfig(model={"name": str(tmp_path)}), torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -102,12 +106,12 @@ def test_sizes_that_a_model_cannot_have(tmp_path: Path, changes: dict[str, Any],
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     with pytest.raises(ValueError, match=message):
-        load_model(RunConfig(model=str(tmp_path)), torch.float32)
+        load_model(RunConfig(model={"name": str(tmp_path)}), torch.float32)
     if changes != {"num_hidden_layers": 1}:
         with pytest.raises(ValueError, match=message):
             find_config(str(tmp_path))
     else:
-        asked = RunConfig(model=str(tmp_path), model_config=changes)
+        asked = RunConfig(model={"name": str(tmp_path), "config": changes})
         assert load_model(asked, torch.float32).config.num_hidden_layers == 1
 
 
@@ -127,7 +131,7 @@ def peak_while_loading(rank: int, world: int, run: RunConfig) -> dict[str, int]:
 
 
 def test_only_rank_0_holds_the_model_while_it_loads(ranks2: Any) -> None:
-    run = RunConfig(model="tiny", model_config={"vocab_size": 2048, "hidden_size": 512, "num_hidden_layers": 6})
+    run = RunConfig(model={"name": "tiny", "config": {"vocab_size": 2048, "hidden_size": 512, "num_hidden_layers": 6}})
     first, other = ranks2(peak_while_loading, run)
     whole, largest, rest = first["whole"], first["largest"], 50_000  # buffers, and what the ranks tell each other
     assert whole > 3 * largest

@@ -12,6 +12,7 @@ from cases import make_model
 from transformers import AutoModelForCausalLM
 
 from alstlib.config import RunConfig
+from alstlib.options import Options
 from alstlib.planner.public_models import SHAPES
 from alstlib.runs import results
 from alstlib.train import models
@@ -73,27 +74,31 @@ def test_unknown_models_name_what_there_is(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_random_weights_follow_the_seed() -> None:
-    first, again, other = (load_model(RunConfig(model="tiny", seed=s), torch.float32) for s in (1, 1, 2))
+    first, again, other = (
+        load_model(RunConfig(model={"name": "tiny"}, optim={"seed": s}), torch.float32) for s in (1, 1, 2)
+    )
     pairs = list(zip(first.parameters(), again.parameters(), other.parameters()))
     assert all(torch.equal(a, b) for a, b, _ in pairs)
     assert not torch.equal(pairs[0][0], pairs[0][2])
     assert first.training
-    assert load_model(RunConfig(model="tiny"), torch.bfloat16).dtype == torch.bfloat16
+    assert load_model(RunConfig(model={"name": "tiny"}), torch.bfloat16).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="model='tiny' is a shape without weights: random_weights must be True"):
-        load_model(RunConfig(model="tiny", random_weights=False), torch.float32)
+        load_model(RunConfig(model={"name": "tiny", "random_weights": False}), torch.float32)
 
 
 def test_a_local_folder_has_its_weights_unless_random_ones_are_asked_for(tmp_path: Path) -> None:
     saved = make_model("qwen3")
     saved.save_pretrained(tmp_path)
     name = str(tmp_path)
-    loaded = load_model(RunConfig(model=name), torch.float32)
+    loaded = load_model(RunConfig(model={"name": name}), torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), loaded.parameters()))
     assert loaded.training
-    random = load_model(RunConfig(model=name, random_weights=True), torch.float32)
+    random = load_model(RunConfig(model={"name": name, "random_weights": True}), torch.float32)
     assert type(random) is type(saved)
     assert not torch.equal(random.lm_head.weight, saved.lm_head.weight)
-    fewer = load_model(RunConfig(model=name, model_config={"num_hidden_layers": 1}, random_weights=True), torch.float32)
+    fewer = load_model(
+        RunConfig(model={"name": name, "config": {"num_hidden_layers": 1}, "random_weights": True}), torch.float32
+    )
     assert len(fewer.model.layers) == 1
 
 
@@ -124,43 +129,43 @@ def test_liger_is_asked_for_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
     model, put = make_model("llama"), []
     monkeypatch.setattr(models, "liger_kernels", put.append)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    tiled = RunConfig(model="tiny", tiled_loss=True)
-    for run in (tiled, tiled.replace(liger=False)):
+    tiled = RunConfig(model={"name": "tiny"}, options=Options.plain(tiles={"loss": True}))
+    for run in (tiled, tiled.replace(model={"liger": False})):
         put_liger(run, model, gpu=True)
     for wanted in (True, "loss"):
         with pytest.raises(ValueError, match=f"liger={wanted!r} needs the package liger-kernel, which is not ins"):
-            put_liger(tiled.replace(liger=wanted), model, gpu=True)
+            put_liger(tiled.replace(model={"liger": wanted}), model, gpu=True)
         with pytest.raises(ValueError, match=f"liger={wanted!r} needs a GPU"):
-            put_liger(tiled.replace(liger=wanted), model, gpu=False)
+            put_liger(tiled.replace(model={"liger": wanted}), model, gpu=False)
     assert not put
     monkeypatch.setattr(models, "liger_knows", lambda: ("qwen2",))
     put_liger(tiled, model, gpu=True)
     assert not put
     with pytest.raises(ValueError, match="which does not know the model_type llama"):
-        put_liger(tiled.replace(liger=True), model, gpu=True)
+        put_liger(tiled.replace(model={"liger": True}), model, gpu=True)
     monkeypatch.setattr(models, "liger_knows", lambda: ("llama",))
     put_liger(tiled, model, gpu=False)
-    put_liger(tiled.replace(tiled_loss=False), model, gpu=True)  # the paper's baseline has none of them
+    put_liger(tiled.replace(options={"tiles": False}), model, gpu=True)  # the paper's baseline has none of them
     assert not put
     for wanted in ("auto", True, "loss"):
-        put_liger(tiled.replace(liger=wanted), model, gpu=True)
-    put_liger(tiled.replace(tiled_loss=False, liger=True), model, gpu=True)
+        put_liger(tiled.replace(model={"liger": wanted}), model, gpu=True)
+    put_liger(tiled.replace(options={"tiles": False}, model={"liger": True}), model, gpu=True)
     assert put == [model] * 4
 
 
 def test_ligers_loss_is_taken_only_when_it_is_named() -> None:
     """Where Liger is installed its fused loss would take more memory than ours, of which no plan knows."""
-    tiled = RunConfig(model="tiny", tiled_loss=True)
+    tiled = RunConfig(model={"name": "tiny"}, options=Options.plain(tiles={"loss": True}))
     for wanted in (False, "auto", True):
-        assert run_options(tiled.replace(liger=wanted)).liger_loss is False
-    assert run_options(tiled.replace(liger="loss")).liger_loss is True
+        assert run_options(tiled.replace(model={"liger": wanted})).liger_loss is False
+    assert run_options(tiled.replace(model={"liger": True})).liger_loss is True
 
 
 def test_weights_that_do_not_fit_or_were_cut_off(tmp_path: Path) -> None:
-    load_model(RunConfig(model="tiny"), torch.float32).save_pretrained(tmp_path)
-    run = RunConfig(model=str(tmp_path))
+    load_model(RunConfig(model={"name": "tiny"}), torch.float32).save_pretrained(tmp_path)
+    run = RunConfig(model={"name": str(tmp_path)})
     with pytest.raises(ValueError, match=r"its weights have other sizes than model_config asks for \(vocab_size=300\)"):
-        load_model(run.replace(model_config={"vocab_size": 300}), torch.float32)
+        load_model(run.replace(model={"config": {"vocab_size": 300}}), torch.float32)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged or was cut off"):
@@ -169,7 +174,7 @@ def test_weights_that_do_not_fit_or_were_cut_off(tmp_path: Path) -> None:
 
 def test_weights_that_are_missing_are_refused_and_not_made_up(tmp_path: Path) -> None:
     make_model("llama", num_hidden_layers=2, tie_word_embeddings=True).save_pretrained(tmp_path)
-    run = RunConfig(model=str(tmp_path))
+    run = RunConfig(model={"name": str(tmp_path)})
     assert load_model(run, torch.float32).config.num_hidden_layers == 2  # a tied head is not missing
     with pytest.raises(ValueError, match=r"has no weights for model\.layers\.2\..* and \d+ more, which"):
-        load_model(run.replace(model_config={"num_hidden_layers": 3}), torch.float32)
+        load_model(run.replace(model={"config": {"num_hidden_layers": 3}}), torch.float32)

@@ -46,18 +46,18 @@ class Training:
     """A small model under DeepSpeed and its loader: four optimizer steps of shuffled samples."""
 
     def __init__(self, run: RunConfig, seed: int = 0, frozen: str = "", **overrides: Any) -> None:
-        self.run, self.ctx = run, alstlib.SPContext.create(run.sp)
-        bf16 = run.dtype == "bf16"
+        self.run, self.ctx = run, alstlib.SPContext.create(run.engine.sp)
+        bf16 = run.model.dtype == "bf16"
         model = make_model(seed=seed, dtype=torch.bfloat16 if bf16 else torch.float32, **overrides)
         for name, p in model.named_parameters():
             p.requires_grad_(not frozen or frozen not in name)
         self.handle = alstlib.apply(model, self.ctx, alstlib.Options())
         self.engine = initialize(run, model, bf16)
-        each = 4 * run.accumulation // self.ctx.sp
+        each = 4 * run.optim.accumulation // self.ctx.sp
         samples = make_samples(each * self.ctx.world_size, seed=5)[self.ctx.rank * each :][:each]
         order = torch.Generator().manual_seed(seed)  # another one in the engine that loads
         data = torch.utils.data.DataLoader(samples, batch_size=None, shuffle=True, generator=order)
-        self.loader = SPDataLoader(data, self.ctx, run.accumulation)
+        self.loader = SPDataLoader(data, self.ctx, run.optim.accumulation)
         self.batches: Any = None
         self.saver = Saver(self.engine, run)
 
@@ -66,9 +66,11 @@ class Training:
         losses = []
         for _ in range(steps):
             loss = 0.0
-            for _ in range(self.run.accumulation):
+            for _ in range(self.run.optim.accumulation):
                 batch = next(self.batches)
-                out = alstlib.causal_lm_loss(self.engine, batch, self.ctx, engine_divides_by=self.run.accumulation)
+                out = alstlib.causal_lm_loss(
+                    self.engine, batch, self.ctx, engine_divides_by=self.run.optim.accumulation
+                )
                 self.engine.backward(out.loss)
                 self.engine.step()
                 loss += float(out.mean) * int(out.tokens) / int(batch["step_tokens"])
