@@ -28,7 +28,7 @@ __getattr__, __all__ = face(__name__, {
     "hf.handle": ["Handle", "Options"], "hf.attach": ["apply"], "hf.causal_lm_loss": ["Loss", "causal_lm_loss"],
     "hf.block_step": ["block_step"], "hf.token_logps": ["sequence_logps", "token_logps"],
     "hf.trainer": ["TrainerMixin"], "hf.dpo_trainer": ["DPOTrainerMixin"], "streaming.sparse": ["Sparse"],
-    "train.engine": ["zero_config"],
+    "hf.zero_config": ["zero_config"],
 })  # fmt: skip
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from alstlib.config import RunConfig
+from alstlib.hf.public_models import PUBLIC
 from alstlib.planner.activations import activations, families, heads_way
 from alstlib.planner.model_shapes import read_shape
-from alstlib.planner.public_models import PUBLIC
 from alstlib.runs.results import git_state
 
 FILE = Path("papermill_runs/results/planner/simulated.json")

@@ -28,6 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import alstlib
 from alstlib.config import RunConfig
+from alstlib.hf.models import load_model, model_config
 from alstlib.measure.fused_states import fused_states
 from alstlib.measure.scope import CHECKPOINTS, EXCHANGE, ROOT, Places, category
 from alstlib.mesh import join_fake
@@ -38,7 +39,6 @@ from alstlib.planner.moments import part_of
 from alstlib.sizing import kernels_as_on
 from alstlib.tiled.compute import as_on
 from alstlib.train.ablation import run_options
-from alstlib.train.models import load_model, model_config
 
 FEW = (1, 2, 3)
 """Layers of the models that are run in place of a deep one: two, and a third where those peak at different places."""

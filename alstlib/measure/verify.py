@@ -25,9 +25,9 @@ import alstlib
 from alstlib import sizing
 from alstlib.config import check_names
 from alstlib.data.shard import shard_batch
+from alstlib.hf.models import model_config
 from alstlib.hf.support import check_model, heads_of
 from alstlib.measure.small import LONGEST, VOCAB, build, first_of_each, kinds_in_lists, kinds_of_layers, shrunk
-from alstlib.train.models import model_config
 from alstlib.units import IGNORE
 
 REFUSALS = (ValueError, NotImplementedError)

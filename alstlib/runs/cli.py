@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from alstlib.config import RunConfig
+from alstlib.hf.configs import check_model
 from alstlib.planner import command, devices, preflight
-from alstlib.planner.configs import check_model
 from alstlib.runs import (
     check,
     cluster,

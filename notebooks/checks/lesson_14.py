@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from alstlib.planner import read_shape
 from alstlib.reference import causal_mask
-from alstlib.runs.results import flos
+from alstlib.hf.models import flos
 from checks import Exercise
 
 

@@ -22,11 +22,12 @@ import alstlib
 from alstlib import mesh
 from alstlib.config import RunConfig
 from alstlib.data.loader import SPDataLoader
+from alstlib.hf.zero_config import zero_config
 from alstlib.offload.headroom import SHARE, device_memory
 from alstlib.offload.host_store import HostStore
 from alstlib.offload.ledger import Ledger, ran_out
 from alstlib.train import worker
-from alstlib.train.engine import initialize, zero_config
+from alstlib.train.engine import initialize
 from alstlib.train.state import Saver, load_state
 
 MIB = 2**20
@@ -258,8 +259,9 @@ def trained(rank: int, world: int, out: Path, budget: int) -> dict[str, Any]:
     """The result of a run on the device, by the worker of `alst run`."""
     from device import accelerator
 
+    from alstlib.hf import loading, models
     from alstlib.runs import results
-    from alstlib.train import ablation, loading, models
+    from alstlib.train import ablation
 
     accelerator.install()
     run = RunConfig(
