@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import alstlib
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "alstlib"
@@ -149,13 +150,32 @@ def loaded(statement: str) -> set[str]:
 
 
 def test_the_public_face_loads_on_first_use() -> None:
-    everything = [name for name in modules() if (PACKAGE.parent / Path(*name.split(".")) / "__init__.py").exists()]
-    assert loaded(f"import {', '.join(everything)}; alstlib.RunConfig; alstlib.hf.__all__") == set()
-    for name in everything:
-        package = importlib.import_module(name)
-        assert all(getattr(package, n) is not None for n in getattr(package, "__all__", []))
-        with pytest.raises(AttributeError, match=f"'{name}' has no attribute 'gone'"):
-            package.gone  # noqa: B018
+    assert loaded("import alstlib, alstlib.hf, alstlib.tiled; alstlib.RunConfig; dir(alstlib)") == set()
+    assert all(getattr(alstlib, name) is not None for name in alstlib.__all__)
+    with pytest.raises(AttributeError, match="module 'alstlib' has no attribute 'gone'"):
+        alstlib.gone  # noqa: B018
+
+
+def test_an_editor_knows_every_public_name() -> None:
+    """The imports that type checkers read are those of the table that Python reads."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    read = [(str(node.module), one.name, one.asname) for node in block.body for one in node.names]  # type: ignore[attr-defined]
+    assert read == [(f"alstlib.{module}", name, name) for name, module in alstlib._MODULE_OF.items()]
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_the_signatures(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    lines = ("import alstlib", "reveal_type(alstlib.apply)", "reveal_type(alstlib.SPContext.create)", "alstlib.aply")
+    program.write_text("\n".join(lines))
+    command = [sys.executable, "-m", "mypy", "--config-file=", "--ignore-missing-imports", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    said = [line.partition("program.py:")[2] for line in done.stdout.splitlines() if "program.py" in line]
+    assert re.search("2: note: .*options: alstlib.hf.handle.Options.* -> alstlib.hf.handle.Handle", said[0])
+    assert re.search("3: note: .*sp: .*int.* -> alstlib.mesh.SPContext", said[1])
+    assert 'error: Module has no attribute "aply"; maybe "apply"?' in said[2]
 
 
 @pytest.mark.parametrize("name", ["runs", "planner"])

@@ -11,14 +11,3 @@ modules that `detach` takes back; `states` gives layers with a state, which `mix
 all of it before Hugging Face's Trainer (`trainer_checks`, `sampling`, `predictions`), and `dpo_trainer` before TRL's
 DPOTrainer.
 """
-
-from alstlib import face
-
-__getattr__, __all__ = face(__name__, {
-    "attach": ["apply"],
-    "block_step": ["block_step"],
-    "causal_lm_loss": ["Loss"],
-    "handle": ["Handle", "Options"],
-    "token_logps": ["sequence_logps", "token_logps"],
-    "trainer": ["TrainerMixin"],
-})  # fmt: skip

@@ -6,12 +6,3 @@ and `machine` (with `gpus`, `devices`) what it is to run on; `activations` evalu
 (`state_ways` those of layers with a state over ranks); `prediction` puts them together. `command` is `alst plan`,
 `preflight` asks about a run before it starts, `papers` about the rows of a paper.
 """
-
-from alstlib import face
-
-__getattr__, __all__ = face(__name__, {
-    "gpus": ["GPUS", "rates_of"],
-    "machine": ["Machine", "Overheads"],
-    "model_shapes": ["read_shape"],
-    "prediction": ["Prediction", "advice", "longest", "predict"],
-})  # fmt: skip
