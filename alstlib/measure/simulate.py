@@ -210,7 +210,7 @@ def watch(handle: alstlib.Handle, places: Places, ledger: Ledger) -> None:
         put(ticket, x)
         ledger.move(x, f"<{CHECKPOINTS}>")
 
-    handle.store.put = kept
+    handle.store.put = kept  # type: ignore[method-assign]
     places.finally_do(lambda: delattr(handle.store, "put"))
 
 

@@ -257,7 +257,7 @@ def small_options(given: Mapping[str, Any]) -> tuple[alstlib.Options, int | None
         raise ValueError("sparse attention is an approximation: it differs from plain transformers by design")
     options = alstlib.Options(**rest)
     was = {n: given.get(n) if n == "block" else getattr(options, n) for n in TILES}
-    now = {n: TILES[n] if v is True else min(v, TILES[n]) for n, v in was.items() if v}
+    now: dict[str, Any] = {n: TILES[n] if v is True else min(v, TILES[n]) for n, v in was.items() if v}
     tiles, block = {n: [was[n], v] for n, v in now.items()}, now.pop("block", None)
     if block is not None and options.chunk is not None:
         raise ValueError(

@@ -17,6 +17,7 @@ from cases import make_model, make_samples, plain_run, small_pages, worst_error
 from device import module
 from device.module import NEVER, device, late
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import alstlib
 from alstlib import mesh
@@ -136,7 +137,7 @@ def wire(rank: int, world: int) -> None:
     """Where the process group can send from the device only, small tensors lie there."""
     both = alstlib.SPContext.create(2)
     assert both.wire == torch.device("cpu")
-    ctx = alstlib.SPContext(sp=2, sp_rank=rank, world_group=dist.new_group(backend="late"))
+    ctx = alstlib.SPContext(sp=2, sp_rank=rank, mesh=DeviceMesh.from_group(dist.new_group(backend="late"), "cpu"))
     assert ctx.wire == device()
     assert ctx.largest([rank, 10 - rank]) == [1, 10]
 
