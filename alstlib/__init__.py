@@ -1,36 +1,69 @@
 """Arctic Long Sequence Training for Hugging Face models: sequence parallelism, tiled compute, checkpoint offload.
 
-These are the public names. Each is imported when it is first used, so that `import alstlib` takes no time.
+These are the public names. Each is imported when it is first used, so that `import alstlib` takes no time. Editors and
+type checkers read the imports under `TYPE_CHECKING`; a test compares them with the table.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-
-def face(package: str, where: Mapping[str, Sequence[str]]) -> tuple[Callable[[str], Any], list[str]]:
-    """`__getattr__` and `__all__` of a package, from its modules and the names that each gives."""
-    module = {name: f"{package}.{m}" for m, names in where.items() for name in names}
-
-    def load(name: str) -> Any:
-        if name not in module:
-            raise AttributeError(f"module '{package}' has no attribute '{name}'")
-        return getattr(importlib.import_module(module[name]), name)
-
-    return load, sorted(module)
-
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__getattr__, __all__ = face(__name__, {
-    "config": ["ROWS", "RunConfig"], "mesh": ["SPContext"], "data.loader": ["SPDataLoader"],
-    "hf.handle": ["Handle", "Options"], "hf.attach": ["apply"], "hf.causal_lm_loss": ["Loss", "causal_lm_loss"],
-    "hf.block_step": ["block_step"], "hf.token_logps": ["sequence_logps", "token_logps"],
-    "hf.trainer": ["TrainerMixin"], "hf.dpo_trainer": ["DPOTrainerMixin"], "streaming.sparse": ["Sparse"],
-    "train.engine": ["zero_config"],
-})  # fmt: skip
 
+if TYPE_CHECKING:  # "as" says that a name is public
+    from alstlib.config import ROWS as ROWS
+    from alstlib.config import RunConfig as RunConfig
+    from alstlib.data.loader import SPDataLoader as SPDataLoader
+    from alstlib.data.shard import shard_batch as shard_batch
+    from alstlib.hf.attach import apply as apply
+    from alstlib.hf.block_step import block_step as block_step
+    from alstlib.hf.causal_lm_loss import Loss as Loss
+    from alstlib.hf.causal_lm_loss import causal_lm_loss as causal_lm_loss
+    from alstlib.hf.dpo_trainer import DPOTrainerMixin as DPOTrainerMixin
+    from alstlib.hf.handle import Handle as Handle
+    from alstlib.hf.handle import Options as Options
+    from alstlib.hf.saving import save_model as save_model
+    from alstlib.hf.token_logps import sequence_logps as sequence_logps
+    from alstlib.hf.token_logps import token_logps as token_logps
+    from alstlib.hf.trainer import TrainerMixin as TrainerMixin
+    from alstlib.hf.zero_config import zero_config as zero_config
+    from alstlib.mesh import SPContext as SPContext
+    from alstlib.offload.host_store import HostOutOfMemory as HostOutOfMemory
+    from alstlib.offload.ledger import DeviceOutOfMemory as DeviceOutOfMemory
+    from alstlib.runs.launch import RunFailed as RunFailed
+    from alstlib.streaming.sparse import Sparse as Sparse
+else:
+    _MODULE_OF = {
+        "ROWS": "config",
+        "RunConfig": "config",
+        "SPDataLoader": "data.loader",
+        "shard_batch": "data.shard",
+        "apply": "hf.attach",
+        "block_step": "hf.block_step",
+        "Loss": "hf.causal_lm_loss",
+        "causal_lm_loss": "hf.causal_lm_loss",
+        "DPOTrainerMixin": "hf.dpo_trainer",
+        "Handle": "hf.handle",
+        "Options": "hf.handle",
+        "save_model": "hf.saving",
+        "sequence_logps": "hf.token_logps",
+        "token_logps": "hf.token_logps",
+        "TrainerMixin": "hf.trainer",
+        "zero_config": "hf.zero_config",
+        "SPContext": "mesh",
+        "HostOutOfMemory": "offload.host_store",
+        "DeviceOutOfMemory": "offload.ledger",
+        "RunFailed": "runs.launch",
+        "Sparse": "streaming.sparse",
+    }
+    __all__ = sorted(_MODULE_OF)
 
-def __dir__() -> list[str]:
-    return __all__
+    def __getattr__(name):
+        import importlib
+
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'alstlib' has no attribute '{name}'")
+        return getattr(importlib.import_module(f"alstlib.{_MODULE_OF[name]}"), name)
+
+    def __dir__():
+        return __all__

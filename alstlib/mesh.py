@@ -1,7 +1,8 @@
 """The (dp, sp) mesh of ranks, `SPContext`: every distributed operator gets its process groups as an argument.
 
-Ranks are laid out with the sequence-parallel (SP) dimension innermost: rank = dp_rank * sp + sp_rank, so that the
-all-to-all stays inside a node, and data parallel (DP) replicas lie across nodes (ALST paper, section 3.2).
+`SPContext.create` lays ranks out with the sequence-parallel (SP) dimension innermost, so that the all-to-all stays
+inside a node, and data parallel (DP) replicas lie across nodes (ALST paper, section 3.2). `SPContext.from_mesh` takes
+the layout of a PyTorch DeviceMesh.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def accelerator(device: torch.device) -> Any:
@@ -42,7 +44,8 @@ def take_device() -> torch.device:
 
 @dataclass(frozen=True, kw_only=True)
 class SPContext:
-    """One rank's place on the mesh of dp * sp ranks. `SPContext.create` makes it from the default process group."""
+    """One rank's place on the mesh of dp * sp ranks. `SPContext.create` makes it from the default process group, and
+    `SPContext.from_mesh` from a DeviceMesh."""
 
     sp: int = 1
     """Sequence-parallel degree: the number of ranks that share one sample, each with a slice of it (an SP group)."""
@@ -52,10 +55,20 @@ class SPContext:
     """This rank's place in its SP group, from 0 to sp - 1: which slice of the sample it holds."""
     dp_rank: int = 0
     """Which SP group this rank is in, from 0 to dp - 1."""
-    sp_group: Any = field(default=None, repr=False, compare=False)
-    """The process group of the ranks that share this rank's sample; None when sp = 1."""
-    world_group: Any = field(default=None, repr=False, compare=False)
-    """The process group of all dp * sp ranks; None without torch.distributed."""
+    mesh: Any = field(default=None, repr=False, compare=False)
+    """The DeviceMesh of this rank's SP group, of one dimension or with a dimension `sp`; None when sp = 1."""
+
+    @property
+    def sp_group(self) -> Any:
+        """The process group of the ranks that share this rank's sample; None when sp = 1."""
+        if self.mesh is None:
+            return None
+        return self.mesh.get_group("sp" if self.mesh.ndim > 1 else 0)
+
+    @property
+    def world_group(self) -> Any:
+        """The process group of all dp * sp ranks; None when there is one rank."""
+        return dist.group.WORLD if self.dp > 1 else self.sp_group
 
     @property
     def world_size(self) -> int:
@@ -63,6 +76,7 @@ class SPContext:
 
     @property
     def rank(self) -> int:
+        """This rank's place among all dp * sp ranks; with a mesh of another layout it is not the global rank."""
         return self.dp_rank * self.sp + self.sp_rank
 
     @property
@@ -71,7 +85,7 @@ class SPContext:
         alone the process group can send (`cuda` with NCCL)."""
         if self.world_size == 1:
             return torch.device("cpu")
-        kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(self.world_group).split(",")]
+        kinds = _kinds(self.world_group)
         if "cpu" in kinds:
             return torch.device("cpu")
         return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
@@ -79,7 +93,7 @@ class SPContext:
     @property
     def own_group(self) -> SPContext:
         """This rank's SP group as a mesh of its own."""
-        return replace(self, dp=1, dp_rank=0, world_group=self.sp_group)
+        return replace(self, dp=1, dp_rank=0)
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """For each of the numbers, the largest over all ranks. Collective: every rank calls it."""
@@ -91,7 +105,7 @@ class SPContext:
 
     @classmethod
     def create(cls, sp: int = 1) -> SPContext:
-        """The mesh over the default process group. Collective: every rank calls it with the same `sp`.
+        """The (dp, sp) mesh over the default process group. Collective: every rank calls it with the same `sp`.
 
         Under torchrun (or a launcher that sets the same variables) it first creates the process group if there is none,
         with the backend that PyTorch has for this rank's device (`own_device`): NCCL for CUDA, gloo for the CPU. A
@@ -117,22 +131,50 @@ class SPContext:
         if world % sp:
             degrees = [d for d in range(1, world + 1) if world % d == 0]
             raise ValueError(f"sp={sp} does not divide the world size {world}; use one of {degrees}")
-        group = None
-        if sp == world:
-            group = dist.group.WORLD
-        elif sp > 1:
-            for first in range(0, world, sp):  # every rank takes part in creating every group
-                made = dist.new_group(list(range(first, first + sp)))
-                if first <= rank < first + sp:
-                    group = made
-        return cls(
-            sp=sp,
-            dp=world // sp,
-            sp_rank=rank % sp,
-            dp_rank=rank // sp,
-            sp_group=group if sp > 1 else None,
-            world_group=dist.group.WORLD,
-        )
+        if sp == 1:
+            return cls(dp=world, dp_rank=rank)
+        kinds, own = _kinds(dist.group.WORLD), own_device().type
+        # a dimension of size 1 would make a process group for each rank
+        shape, names = ((sp,), ("sp",)) if sp == world else ((world // sp, sp), ("dp", "sp"))
+        mesh = init_device_mesh(own if own in kinds else kinds[0], shape, mesh_dim_names=names)
+        return cls(sp=sp, dp=world // sp, sp_rank=rank % sp, dp_rank=rank // sp, mesh=mesh)
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> SPContext:
+        """The ranks of your own mesh: of a slice of one dimension, `SPContext.from_mesh(mesh["cp"])`, or of a mesh with
+        a dimension `sp`. Ranks that differ in other dimensions are data parallel replicas.
+
+        Collective: every rank of the default process group calls it, and each must be in the mesh.
+
+        Raises:
+            ValueError: it is no DeviceMesh, has several dimensions and none is named `sp`, or lacks ranks.
+        """
+        if not isinstance(mesh, DeviceMesh):
+            raise ValueError(f"mesh={mesh!r} must be a torch.distributed.device_mesh.DeviceMesh")
+        names = mesh.mesh_dim_names or ()
+        if mesh.ndim > 1 and "sp" not in names:
+            raise ValueError(
+                f"the mesh has the dimensions {names or mesh.ndim}, and none is named 'sp': give the one whose ranks "
+                "share a sample, such as SPContext.from_mesh(mesh['cp'])"
+            )
+        place = mesh.get_coordinate()
+        group = None if place is None else mesh.get_group("sp" if mesh.ndim > 1 else 0)
+        first = -1 if group is None else dist.get_process_group_ranks(group)[0]
+        kind = "cpu" if "cpu" in _kinds(dist.group.WORLD) else mesh.device_type
+        firsts = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=kind)
+        dist.all_gather_into_tensor(firsts, torch.tensor([first], device=kind))
+        lacking = [rank for rank, found in enumerate(firsts.tolist()) if found < 0]
+        if lacking:
+            raise ValueError(f"the mesh lacks the ranks {lacking}: it must hold all {dist.get_world_size()} ranks")
+        replicas = sorted(set(firsts.tolist()))  # an SP group is known by its first rank
+        sp, sp_rank = dist.get_world_size(group), dist.get_rank(group)
+        where = {"sp": sp, "sp_rank": sp_rank, "dp": len(replicas), "dp_rank": replicas.index(first)}
+        return cls(**where, mesh=mesh if sp > 1 else None)
+
+
+def _kinds(group: Any) -> list[str]:
+    """The kinds of devices from which a process group can send."""
+    return [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
 
 
 ATTACHED = "_alst_handle"

@@ -1,5 +1,5 @@
-"""The rules by which a run chooses its tiles and its share of the host; the planner uses the same rules. This module
-does not import torch."""
+"""The rules by which a run chooses its tiles, its buckets and its share of the host; the planner uses the same rules.
+This module does not import torch."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ def tile_of_sums(rows: int, tile: int, sums: float, made: float) -> int:
     return max(rows, 1) if rows <= tile + worth else tile
 
 
+def zero_bucket(parameters: int) -> int:
+    """Elements of ZeRO's buckets as our runs set them: a sixteenth of the model, between 1M and 200M."""
+    return max(1_000_000, min(200_000_000, parameters // 16))
+
+
 _SIMULATED: ContextVar[tuple[str, int] | None] = ContextVar("simulated", default=None)
 
 
@@ -66,6 +71,11 @@ def sdpa_kernel(device: str, half: bool, width: int, softcap: bool = False, capa
         return "efficient"
     # backward of cuDNN (of its versions since 9.10) takes heads of up to 256 on Hopper alone
     return "cudnn" if capability >= 9 and width <= (256 if capability == 9 else 128) and width % 8 == 0 else "flash"
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_free() -> int:

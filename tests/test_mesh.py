@@ -1,13 +1,17 @@
-"""SPContext over processes that nothing has joined yet."""
+"""SPContext over processes that nothing has joined yet, and from meshes."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+from cases import attach, check_step, gradients, make_model, make_samples, plain_run
 from conftest import free_port
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import alstlib
 
@@ -43,3 +47,71 @@ def test_one_process_has_no_sequence_parallelism(monkeypatch: pytest.MonkeyPatch
         match="sp=2 needs at least 2 processes, but there is one: start the script with torchrun --nproc-per-node 2",
     ):
         alstlib.SPContext.create(2)
+
+
+def members(group: Any) -> list[int] | None:
+    return None if group is None else dist.get_process_group_ranks(group)
+
+
+def from_meshes(rank: int, world: int) -> None:
+    made = alstlib.SPContext.create(2)
+    assert (made.mesh.mesh_dim_names, tuple(made.mesh.shape)) == (("dp", "sp"), (2, 2))
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    three = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "cp"))
+    for mesh in (two, two["sp"], three["cp"], made.mesh):
+        ctx = alstlib.SPContext.from_mesh(mesh)
+        assert ctx == made
+        assert members(ctx.sp_group) == members(made.sp_group) == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert members(ctx.world_group) == members(made.world_group) == [0, 1, 2, 3]
+        assert members(ctx.own_group.world_group) == members(ctx.sp_group)
+    whole = alstlib.SPContext.from_mesh(init_device_mesh("cpu", (4,)))
+    assert whole == alstlib.SPContext.create(4) == alstlib.SPContext(sp=4, sp_rank=rank)
+    assert whole.sp_group is whole.world_group is dist.group.WORLD
+    alone = alstlib.SPContext.from_mesh(three["shard"])
+    assert alone == alstlib.SPContext.create(1) == alstlib.SPContext(dp=4, dp_rank=rank)
+    assert (alone.sp_group, members(alone.world_group)) == (None, [0, 1, 2, 3])
+
+
+def test_a_mesh_of_any_layout_gives_the_ranks(ranks4: Any) -> None:
+    ranks4(from_meshes)
+
+
+def step_on_columns(rank: int, world: int) -> tuple[float, dict[str, Any]]:
+    """One step where a group's ranks are not neighbours: ranks 0 and 2 share a sample, and ranks 1 and 3."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "dp"))
+    ctx = alstlib.SPContext.from_mesh(mesh)
+    assert (ctx.sp_rank, ctx.dp_rank) == (rank // 2, rank % 2)
+    with attach(make_model(), ctx) as handle:
+        mine = make_samples(2)[ctx.dp_rank]
+        (batch,) = alstlib.SPDataLoader([mine], ctx, replicated=True)
+        out = alstlib.causal_lm_loss(handle.model, batch)
+        out.loss.backward()
+        return out.mean.item(), gradients(handle.model, world)
+
+
+def test_ranks_of_a_group_need_not_be_neighbours(ranks4: Any) -> None:
+    want = plain_run(make_model(), make_samples(2))
+    for got in ranks4(step_on_columns):
+        check_step(got, want)
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    said = []
+    for mesh in (
+        init_device_mesh("cpu", (2, 2)),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")),
+        DeviceMesh("cpu", [0, 2, 3]),
+        "sp",
+    ):
+        with pytest.raises(ValueError) as e:
+            alstlib.SPContext.from_mesh(mesh)
+        said.append(str(e.value))
+    return said
+
+
+def test_a_mesh_that_gives_no_ranks_is_refused(ranks4: Any) -> None:
+    for unnamed, other, few, text in ranks4(refusals):
+        assert "has the dimensions 2, and none is named 'sp': give" in unnamed
+        assert "has the dimensions ('dp', 'cp'), and none is named 'sp': give the one" in other
+        assert few == "the mesh lacks the ranks [1]: it must hold all 4 ranks"
+        assert text == "mesh='sp' must be a torch.distributed.device_mesh.DeviceMesh"

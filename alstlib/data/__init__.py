@@ -5,12 +5,3 @@ In the order in which to read it: `formats` reads what rows of a dataset hold, `
 what trains nothing, `samples` tokenizes and packs; `shard` cuts a batch into slices, and `loader` (`SPDataLoader`)
 does so for a whole group of ranks, with what `prefetch` reads ahead.
 """
-
-from alstlib import face
-
-__getattr__, __all__ = face(__name__, {
-    "corpus": ["get_tokenizer", "load_corpus"],
-    "loader": ["SPDataLoader"],
-    "samples": ["collate", "make_samples"],
-    "shard": ["documents_from_positions", "shard_batch"],
-})  # fmt: skip

@@ -196,7 +196,11 @@ def check_pad_to(sp: int, pad_to: int | None) -> None:
 
 
 def shard_batch(batch: Mapping[str, Any], sp: int, sp_rank: int, pad_to: int | None = None) -> Batch:
-    """One rank's slice of a batch, as `SPDataLoader` yields it. No process group is needed.
+    """One rank's slice of a batch that every rank of its group holds, as `SPDataLoader` yields it. No process group is
+    needed.
+
+    `step_tokens` counts this batch alone. Where an optimizer step has several micro-batches or replicas, replace it by
+    the sum over all of them: the loss is the mean over the whole step.
 
     B: rows of the micro-batch; S: tokens of a row, P after padding; L = P / sp: tokens of one rank.
 

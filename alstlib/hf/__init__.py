@@ -1,7 +1,9 @@
 """Attach to a Hugging Face model and detach from it. Only this folder knows transformers' internals.
 
-In the order in which to read it: `handle` holds what is attached (`Options`, `Handle`); `attach` (`apply`) attaches it,
-with `attention`, `checkpointed_layers` or `chunked_layers`, and `routers`; `inputs` takes and checks one call;
+In the order in which to read it: `configs` finds a model's config (`public_models` has published shapes), `models`
+loads it, and `loading` brings its weights onto the ranks; `saving` writes it, and `zero_config` makes DeepSpeed's
+configuration for it. `handle` holds what is attached (`Options`, `Handle`); `attach` (`apply`) attaches it, with
+`attention`, `checkpointed_layers` or `chunked_layers`, and `routers`; `inputs` takes and checks one call;
 `causal_lm_loss` calls the model, `token_logps` does so for log-probabilities, and `block_step` block by block
 (`block_calls`). What can be run exactly is found by `support`, `dry_run` and `logits`; `edits` are the changes to
 modules that `detach` takes back; `states` gives layers with a state, which `mixers` knows, functions over ranks;
@@ -9,14 +11,3 @@ modules that `detach` takes back; `states` gives layers with a state, which `mix
 all of it before Hugging Face's Trainer (`trainer_checks`, `sampling`, `predictions`), and `dpo_trainer` before TRL's
 DPOTrainer.
 """
-
-from alstlib import face
-
-__getattr__, __all__ = face(__name__, {
-    "attach": ["apply"],
-    "block_step": ["block_step"],
-    "causal_lm_loss": ["Loss"],
-    "handle": ["Handle", "Options"],
-    "token_logps": ["sequence_logps", "token_logps"],
-    "trainer": ["TrainerMixin"],
-})  # fmt: skip

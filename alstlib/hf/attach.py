@@ -111,7 +111,7 @@ def _check_types(ctx: Any, options: Any) -> None:
         raise ValueError(f"ctx={ctx!r} must be an SPContext, such as SPContext.create(sp=2), or None for one rank")
     if not isinstance(options, Options):
         raise ValueError(f"options={options!r} must be Options, such as alstlib.Options(chunk=16384), or None")
-    if ctx.sp > 1 and ctx.sp_group is None:
+    if ctx.sp > 1 and ctx.mesh is None:
         raise ValueError(f"ctx={ctx} has no process group for its ranks: make it with SPContext.create(sp={ctx.sp})")
 
 

@@ -39,7 +39,7 @@ class SharedOrder(Sampler):
         self.state, self.resumed = torch.get_rng_state(), None
         order = torch.tensor(list(self.sampler), device=self.ctx.wire)
         if self.ctx.world_size > 1:
-            dist.broadcast(order, 0, group=self.ctx.world_group)
+            dist.broadcast(order, group_src=0, group=self.ctx.world_group)
         return iter(order.tolist())
 
     def save(self, folder: str) -> None:

@@ -6,13 +6,3 @@ call to a kernel, in parts where it is too large; `backends` has the kernels (Py
 `flash_packages`, `blockwise` in plain PyTorch) and chooses one; `user_attention` makes one of a function that the user
 gives.
 """
-
-from alstlib import face
-
-__getattr__, __all__ = face(__name__, {
-    "attention": ["attention_backward", "attention_backward_rows", "attention_forward", "sinks_backward"],
-    "backends": ["BACKENDS", "Backend", "choose_backend"],
-    "calls": ["merge", "row_tiles"],
-    "rule": ["Attended", "Rule"],
-    "spans": ["Documents"],
-})  # fmt: skip

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 import alstlib
 from alstlib.config import RunConfig
 from alstlib.data.shard import WHOLE, shard_batch
+from alstlib.hf.loading import Arrival, load_on_first, place
 from alstlib.offload.host_store import HostStore
 from alstlib.options import check_names
 from alstlib.train import operators
 from alstlib.train.engine import initialize
-from alstlib.train.loading import Arrival, load_on_first, place
 
 OURS: dict[str, dict[str, Any]] = {
     "ours": {"save_attention": True},

@@ -22,12 +22,12 @@ from torch import Tensor
 import alstlib
 from alstlib.config import RunConfig
 from alstlib.data.shard import WHOLE, shard_batch
+from alstlib.hf import models
+from alstlib.hf.models import flop_dimensions, load_model, model_config, put_liger
 from alstlib.measure.simulate import decoder_layers
 from alstlib.mesh import accelerator
 from alstlib.offload.ledger import Ledger
 from alstlib.planner.model_states import GATHERED, Sizes, model_states
-from alstlib.runs import results
-from alstlib.train.models import flop_dimensions, load_model, model_config, put_liger
 from alstlib.train.worker import Job, run_worker, wait_for
 
 
@@ -138,7 +138,7 @@ class Emulation(Job):
         best = min(times, key=lambda t: t["step"])
         forward, backward = best["forward"] / built, best["backward"] / built
         dimensions = {**self.dimensions, "dense_params": self.per_layer, "layers": 1}
-        flos = {k: v / run.emulate for k, v in results.flos(run.data.seq_len, run.data.seq_len, **dimensions).items()}
+        flos = {k: v / run.emulate for k, v in models.flos(run.data.seq_len, run.data.seq_len, **dimensions).items()}
         projected = best["step"] + (forward + backward) * (self.depth - built)
         return {
             "seq_len": run.data.seq_len,

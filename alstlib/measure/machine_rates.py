@@ -30,8 +30,7 @@ from alstlib.mesh import accelerator, gather_text
 from alstlib.offload.host_store import numa_node
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.step_time import ADAM_BYTES
-from alstlib.runs.processes import cores
-from alstlib.sizing import host_free
+from alstlib.sizing import cores, host_free
 from alstlib.train.worker import Job, node_count, run_worker, wait_for
 
 MIB = 2**20

@@ -28,18 +28,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from alstlib.config import RunConfig
+from alstlib.hf import models
+from alstlib.hf.models import flop_dimensions, load_model, model_config
 from alstlib.hf.support import heads_of
 from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import choose_backend
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.measure.baselines import Stack, check_stacks
+from alstlib.measure.search import longest_that_fits
 from alstlib.mesh import join
 from alstlib.offload.host_store import HostStore
 from alstlib.offload.ledger import Ledger
 from alstlib.reference import relative_error
-from alstlib.runs import results
-from alstlib.train.models import flop_dimensions, load_model, model_config
-from alstlib.train.search import longest_that_fits
 from alstlib.train.worker import LONGEST_SECONDS, Job, begin, run_worker, timed
 from alstlib.units import format_bytes
 
@@ -288,7 +288,7 @@ class Comparison(Job):
         floor_of = floor_step(config, length, dist.get_world_size(), self.device, self.bf16)
         floor = [timed(floor_of, self.device) for _ in range(3)]
         first = made[run.peers[0]]
-        flos = results.flos(length, length, **self.flops())
+        flos = models.flos(length, length, **self.flops())
         return {
             "seq_len": length,
             "tokens_per_step": length,

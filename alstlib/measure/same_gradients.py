@@ -17,9 +17,9 @@ import torch
 
 import alstlib
 from alstlib import sizing
+from alstlib.hf.models import model_config
 from alstlib.measure.small import build
 from alstlib.measure.verify import compare, errors_of, plain, sample
-from alstlib.train.models import model_config
 from alstlib.train.worker import Job, run_worker
 
 EXACT = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 5e-2)}

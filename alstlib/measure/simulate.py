@@ -28,6 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import alstlib
 from alstlib.config import RunConfig
+from alstlib.hf.models import load_model, model_config
 from alstlib.measure.fused_states import fused_states
 from alstlib.measure.scope import CHECKPOINTS, EXCHANGE, ROOT, Places, category
 from alstlib.mesh import join_fake
@@ -37,7 +38,6 @@ from alstlib.planner.model_states import Sizes, States, model_states
 from alstlib.planner.moments import part_of
 from alstlib.sizing import kernels_as_on
 from alstlib.tiled.compute import as_on
-from alstlib.train.models import load_model, model_config
 
 FEW = (1, 2, 3)
 """Layers of the models that are run in place of a deep one: two, and a third where those peak at different places."""
@@ -204,7 +204,7 @@ def watch(handle: alstlib.Handle, places: Places, ledger: Ledger) -> None:
         put(ticket, x)
         ledger.move(x, f"<{CHECKPOINTS}>")
 
-    handle.store.put = kept
+    handle.store.put = kept  # type: ignore[method-assign]
     places.finally_do(lambda: delattr(handle.store, "put"))
 
 

@@ -36,8 +36,8 @@ SLOW = {"blockwise": 65_536}
 
 class Bench(Job):
     def __init__(self, run: RunConfig, out: Path) -> None:
+        from alstlib.hf.models import model_config  # which takes seconds that each kernel's process need not wait
         from alstlib.hf.support import heads_of
-        from alstlib.train.models import model_config  # which takes seconds that each kernel's process need not wait
 
         super().__init__(run, out)
         config = model_config(run.model.name, run.model.config, run.model.trust_remote_code).get_text_config()

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from alstlib import SPContext
 from alstlib.config import RunConfig
+from alstlib.hf.models import model_config
 from alstlib.hf.support import heads_of
 from alstlib.kernels.spans import document_spans
 from alstlib.runs.progress import Pace
-from alstlib.train.models import model_config
 from alstlib.train.worker import Job, run_worker, timed
 from alstlib.ulysses.alltoall import whole_heads
 from alstlib.ulysses.attention import UlyssesAttention

@@ -24,10 +24,10 @@ from transformers import AutoModelForCausalLM
 import alstlib
 from alstlib import sizing
 from alstlib.data.shard import shard_batch
+from alstlib.hf.models import model_config
 from alstlib.hf.support import check_model, heads_of
 from alstlib.measure.small import LONGEST, VOCAB, build, first_of_each, kinds_in_lists, kinds_of_layers, shrunk
 from alstlib.options import check_names
-from alstlib.train.models import model_config
 from alstlib.units import IGNORE
 
 REFUSALS = (ValueError, NotImplementedError)
@@ -257,7 +257,7 @@ def small_options(given: Mapping[str, Any]) -> tuple[alstlib.Options, int | None
         raise ValueError("sparse attention is an approximation: it differs from plain transformers by design")
     options = alstlib.Options(**rest)
     was = {n: given.get(n) if n == "block" else getattr(options, n) for n in TILES}
-    now = {n: TILES[n] if v is True else min(v, TILES[n]) for n, v in was.items() if v}
+    now: dict[str, Any] = {n: TILES[n] if v is True else min(v, TILES[n]) for n, v in was.items() if v}
     tiles, block = {n: [was[n], v] for n, v in now.items()}, now.pop("block", None)
     if block is not None and options.chunk is not None:
         raise ValueError(

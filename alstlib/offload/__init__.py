@@ -3,11 +3,3 @@
 In the order in which to read it: `checkpoints` recomputes a function from its input; `host_store` is where inputs lie,
 and moves them beside the computation; `ledger` counts bytes; `headroom` measures what a device has left.
 """
-
-from alstlib import face
-
-__getattr__, __all__ = face(__name__, {
-    "checkpoints": ["Saved", "Segment", "checkpoint"],
-    "host_store": ["HostOutOfMemory", "HostStore"],
-    "ledger": ["Ledger"],
-})  # fmt: skip

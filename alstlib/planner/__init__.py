@@ -1,17 +1,8 @@
 """Predict what fits, how long it takes and what would help, without torch and without starting anything.
 
-In the order in which to read it: `model_shapes` reads a model's config (`configs` finds it, `hybrids` reads what layers
-with a state have) and `machine` (with `gpus`, `devices`) what it is to run on; `activations` evaluates the closed forms
-of memory (`moments`: forms.json, made by `alstlib.measure.calibrate`), `model_states` what ZeRO holds, `step_time` the
-seconds (`state_ways` those of layers with a state over ranks); `prediction` puts them together. `command` is `alst
-plan`, `preflight` asks about a run before it starts, `papers` about the rows of a paper.
+In the order in which to read it: `model_shapes` reads a model's config (`hybrids` reads what layers with a state have)
+and `machine` (with `gpus`, `devices`) what it is to run on; `activations` evaluates the closed forms of memory
+(`moments`: forms.json, made by `alstlib.measure.calibrate`), `model_states` what ZeRO holds, `step_time` the seconds
+(`state_ways` those of layers with a state over ranks); `prediction` puts them together. `command` is `alst plan`,
+`preflight` asks about a run before it starts, `papers` about the rows of a paper.
 """
-
-from alstlib import face
-
-__getattr__, __all__ = face(__name__, {
-    "gpus": ["GPUS", "rates_of"],
-    "machine": ["Machine", "Overheads"],
-    "model_shapes": ["read_shape"],
-    "prediction": ["Prediction", "advice", "longest", "predict"],
-})  # fmt: skip

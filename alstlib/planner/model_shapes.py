@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from alstlib.planner.configs import find_config, overridden
+from alstlib.hf.configs import find_config, overridden
 from alstlib.planner.hybrids import BOTH, DELTA, HYBRIDS, MLP, MOE, States, completed, states_of
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

@@ -1,4 +1,4 @@
-"""What DeepSpeed ZeRO holds of a model on a rank, in bytes, and how large its buckets are made. Without torch.
+"""What DeepSpeed ZeRO holds of a model on a rank, in bytes. Without torch.
 
 (Rajbhandari et al., 2020, arXiv 1910.02054; DeepSpeed 0.19.8.)
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from alstlib.config import RunConfig
+from alstlib.sizing import zero_bucket
 
 ZERO_DEFAULT = 500_000_000
 """Elements of DeepSpeed's buckets where nothing is said, as in the paper; up to twice as many stay gathered."""
@@ -17,11 +18,6 @@ WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, BUCKETS, COPIES = (
     "weights", "gathered weights", "gradients", "optimizer", "buckets", "copies of buckets",
 )  # fmt: skip
 """Categories of what is held."""
-
-
-def zero_bucket(parameters: int) -> int:
-    """Elements of ZeRO's buckets as our runs set them: a sixteenth of the model, between 1M and 200M."""
-    return max(1_000_000, min(200_000_000, parameters // 16))
 
 
 @dataclass(frozen=True, kw_only=True)

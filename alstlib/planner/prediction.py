@@ -36,7 +36,7 @@ def first_beyond(sides: Iterable[Side], times: float = 1.0) -> tuple[str, int, i
 
 @dataclass(frozen=True)
 class Loading:
-    """Peaks while the model is loaded (`train.loading`), before any step and for every length the same. Bytes."""
+    """Peaks while the model is loaded (`hf.loading`), before any step and for every length the same. Bytes."""
 
     device: int = 0
     """Of a rank: what it keeps of the weights, and under ZeRO-3 one whole tensor."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from alstlib.config import flat, not_default
+from alstlib.hf.configs import check_model
 from alstlib.planner import command, devices, preflight
-from alstlib.planner.configs import check_model
 from alstlib.runs import (
     check,
     cluster,

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.config import RunConfig
+from alstlib.hf.configs import check_model
 from alstlib.planner import devices
-from alstlib.planner.configs import check_model
 from alstlib.planner.preflight import step_limit, time_limit, why_not
 from alstlib.runs import cluster, locks, results, workers
 from alstlib.runs.nodes import LOST, Followers, Meeting, NodeError, this_meeting

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from alstlib.config import RunConfig
+from alstlib.hf.configs import find_config
+from alstlib.hf.public_models import SHAPES
 from alstlib.options import check_names
 from alstlib.planner import devices
-from alstlib.planner.configs import find_config
-from alstlib.planner.public_models import SHAPES
 
 TRACKERS = {
     "azure_ml": "azureml", "clearml": "clearml", "codecarbon": "codecarbon", "comet_ml": "comet_ml",

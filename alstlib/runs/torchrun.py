@@ -20,7 +20,8 @@ from typing import Any
 
 from alstlib.planner import devices
 from alstlib.runs import results
-from alstlib.runs.processes import DEADLINE_VARIABLE, RUN_ID_VARIABLE, cores, start
+from alstlib.runs.processes import DEADLINE_VARIABLE, RUN_ID_VARIABLE, start
+from alstlib.sizing import cores
 
 SIOCGIFADDR = 0x8915
 """Asks Linux for the address of an interface."""

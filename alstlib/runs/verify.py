@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from alstlib.hf.configs import check_model
 from alstlib.planner.command import fields_of
-from alstlib.planner.configs import check_model
 from alstlib.runs.spawn import run_on_ranks
 from alstlib.runs.workers import check_ranks
 from alstlib.units import parse_quantity

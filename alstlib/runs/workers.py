@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.config import RunConfig, value_of
+from alstlib.hf.public_models import SHAPES
 from alstlib.options import check_names
 from alstlib.planner import preflight
-from alstlib.planner.public_models import SHAPES
 from alstlib.runs import packages
-from alstlib.runs.processes import cores
+from alstlib.sizing import cores
 
 ABLATION, FINETUNE = "alstlib.train.ablation", "alstlib.train.finetune"
 TRAINING = (ABLATION, FINETUNE)

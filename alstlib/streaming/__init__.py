@@ -5,11 +5,3 @@ sequence.
 is what layers with a state hand on in their place; `sparse` chooses which pages a chunk sees; `blocks` holds the pages
 of all layers of a model that runs block by block.
 """
-
-from alstlib import face
-
-__getattr__, __all__ = face(__name__, {
-    "blocks": ["Blocks"],
-    "chunked": ["RowChunk", "Stream"],
-    "sparse": ["Sparse"],
-})  # fmt: skip

@@ -4,12 +4,3 @@ In the order in which to read it: `compute` has the operator, and the modules th
 `logits` what a head's loss needs of one tile, `loss` the cross-entropy of a language-model head without its logits, and
 `logps` the log-probability of each label; `skip` finds what a recompute need not compute.
 """
-
-from alstlib import face
-
-__getattr__, __all__ = face(__name__, {
-    "compute": ["TiledMLP", "TiledNorm", "default_tile", "tiled_compute"],
-    "logits": ["LogitTransform", "Statistics"],
-    "loss": ["TiledHead", "tiled_logits_loss"],
-    "logps": ["tiled_token_logps"],
-})  # fmt: skip

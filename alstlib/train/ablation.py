@@ -25,16 +25,17 @@ from alstlib.config import RunConfig
 from alstlib.data.corpus import load_corpus
 from alstlib.data.loader import SampleOrder
 from alstlib.data.samples import collate, make_samples
+from alstlib.hf import models
+from alstlib.hf.loading import load_on_first
+from alstlib.hf.models import flop_dimensions, put_liger
+from alstlib.hf.saving import save_model
+from alstlib.measure.search import Trials, expected_seconds, longest_that_fits
 from alstlib.mesh import accelerator, gather_text
 from alstlib.offload.ledger import Ledger, ran_out
-from alstlib.runs import results
 from alstlib.runs.progress import Pace, Progress, ProgressReader
 from alstlib.runs.workers import ABLATION
-from alstlib.train.engine import host_tensors, initialize, save_model, take_step
-from alstlib.train.loading import load_on_first
-from alstlib.train.models import flop_dimensions, put_liger
+from alstlib.train.engine import host_tensors, initialize, take_step
 from alstlib.train.resume import RunStates
-from alstlib.train.search import Trials, expected_seconds, longest_that_fits
 from alstlib.train.worker import Job, run_worker
 
 WATCHED = 2
@@ -220,7 +221,7 @@ class Trainer(Job):
         timed = own[watched:] or made["step_seconds"][-1:]
         untimed = [] if own[watched:] else [WATCHED_TIME if own else NO_STEP]
         tokens = self.tokens_per_step(seq_len)
-        flos = results.flos(seq_len, tokens, **self.flops)
+        flos = models.flos(seq_len, tokens, **self.flops)
         seconds = statistics.median(timed)
         per_rank = {k: v / seconds / self.ctx.world_size / 1e12 for k, v in flos.items()}
         predicted = self.predicted(ABLATION, self.ctx, seq_len)

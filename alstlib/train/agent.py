@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from alstlib.planner import devices
-from alstlib.runs.processes import cores
+from alstlib.sizing import cores
 
 BACKEND = "alst"
 PATIENCE_SECONDS = 600

@@ -1,94 +1,19 @@
-"""The DeepSpeed engine around an attached model: its configuration, what it keeps on the host, and saving models."""
+"""The DeepSpeed engine of our own runs around an attached model, its optimizer steps, and what it keeps on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from alstlib.config import Engine, Optim, RunConfig
-from alstlib.hf.handle import Handle
+from alstlib.config import RunConfig
+from alstlib.hf.loading import Arrival, place
 from alstlib.hf.support import check_shared
-from alstlib.mesh import ATTACHED, accelerator, own_device
-from alstlib.options import check_names
-from alstlib.planner.model_states import zero_bucket
+from alstlib.hf.zero_config import engine_config
+from alstlib.mesh import ATTACHED
 from alstlib.train import operators
-from alstlib.train.loading import Arrival, place
-
-
-def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
-    """DeepSpeed's configuration for a model, as our own runs have it: `deepspeed.initialize(model, config=...)`.
-
-    Buckets fit the model, and AdamW makes one pass over its state. With DeepSpeed's defaults a step on a CPU takes
-    about a tenth longer, and a device holds buffers of 1 to 2 GB.
-
-    Args:
-        fields: those of `RunConfig.engine` and `RunConfig.optim`, and `batch_size`: `zero_stage=3`,
-            `learning_rate=1e-4`, `accumulation=1`. The optimizer's state stays on the device unless
-            `offload_optimizer=True`.
-
-    Raises:
-        ValueError: another field, or a value that is none of the field's.
-    """
-    known = ("batch_size", *Engine.model_fields, *Optim.model_fields)
-    check_names(fields, known, "field of zero_config")
-    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())  # partitioned already, or whole
-    bf16 = next(model.parameters()).dtype == torch.bfloat16
-    return engine_config(
-        RunConfig.from_dict(
-            {RunConfig.elsewhere().get(n, n): v for n, v in {"offload_optimizer": False, **fields}.items()}
-        ),
-        parameters,
-        bf16,
-    )
-
-
-def engine_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]:
-    """DeepSpeed's configuration for a run.
-
-    Buckets are sized on purpose (`model_states.zero_bucket`): DeepSpeed's default is a buffer of 1 to 2 GB on every
-    device. All ranks are data parallel to ZeRO; the factor that makes gradients right is in the loss
-    (`causal_lm_loss`).
-    """
-    bucket = zero_bucket(parameters)
-    zero: dict[str, Any] = {
-        "stage": run.engine.zero_stage,
-        "reduce_bucket_size": bucket,
-        "contiguous_gradients": True,
-        "overlap_comm": False,
-    }
-    pin = accelerator(own_device()) is not None
-    if run.engine.zero_stage == 3:
-        ahead = bucket if run.engine.prefetch else 0
-        zero |= {"stage3_prefetch_bucket_size": ahead, "stage3_param_persistence_threshold": 10_000}
-        zero |= {"stage3_max_live_parameters": 2 * bucket, "stage3_max_reuse_distance": 2 * bucket}
-    if run.engine.offload_optimizer and run.engine.zero_stage > 0:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
-    if run.engine.offload_params:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": pin}
-    adam = {
-        "lr": run.optim.learning_rate,
-        "weight_decay": run.optim.weight_decay,
-        "betas": [0.9, 0.95],
-        "torch_adam": True,
-    }
-    adam["fused"] = True  # one pass over the state: PyTorch's default makes temporaries as large as the weights
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": run.data.batch_size,
-        "gradient_accumulation_steps": run.optim.accumulation,
-        "gradient_clipping": run.optim.max_grad_norm,
-        "zero_optimization": zero,
-        "optimizer": {"type": "AdamW", "params": adam},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**9,
-        "bf16": {"enabled": bf16},
-    }
-    return config
 
 
 def initialize(
@@ -174,51 +99,3 @@ def host_tensors(engine: Any, run: RunConfig) -> Iterator[Tensor]:
             yield from (t for t in (held if isinstance(held, list | tuple) else [held]) if isinstance(t, Tensor))
     if run.engine.offload_params:
         yield from (p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor"))
-
-
-def full_weights(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole weight) of every parameter, gathered one at a time: ZeRO-3 shards, FSDP2's DTensors, or plain.
-
-    A collective: every rank iterates. Names are those of the unattached model; a tied weight comes once.
-    """
-    for name, p in module.named_parameters():
-        if hasattr(p, "ds_id"):
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([p]):
-                yield name, p.detach()
-        elif hasattr(p, "full_tensor"):
-            yield name, p.full_tensor().detach()
-        else:
-            yield name, p.detach()
-
-
-Told = Callable[[float], None]
-"""Hears how much of a long piece of work is done, from 0 to 1."""
-
-
-def silent(_: float) -> None:
-    """A `Told` for nobody."""
-
-
-def save_model(handle: Handle, folder: str | Path, tokenizer: Any = None, told: Told = silent) -> None:
-    """Write the model as safetensors that `from_pretrained` loads, from DDP, FSDP2 and every ZeRO stage.
-
-    A collective: every rank calls it, rank 0 writes. The model stays attached.
-    """
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    model, weights = handle.model, {}
-    count = sum(1 for _ in model.parameters())
-    for i, (name, tensor) in enumerate(full_weights(model)):
-        told(i / count)
-        if first:
-            weights[name] = tensor.to("cpu", copy=True)
-    if first:
-        for name, buffer in model.named_buffers():
-            if name in model.state_dict():
-                weights[name] = buffer.detach().to("cpu", copy=True)
-        model.save_pretrained(folder, state_dict=weights)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-    if dist.is_initialized():
-        dist.barrier()

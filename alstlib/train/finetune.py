@@ -33,16 +33,17 @@ from alstlib.config import RunConfig, bound, flat
 from alstlib.data.account import Account
 from alstlib.data.corpus import get_tokenizer, load_corpus, places
 from alstlib.data.samples import tokenize_row
+from alstlib.hf.loading import load_on_first, place
+from alstlib.hf.models import load_model, model_config, put_liger
+from alstlib.hf.zero_config import engine_config
 from alstlib.mesh import gather_text
 from alstlib.offload.ledger import Ledger
 from alstlib.planner.preflight import SLOW_DISK
 from alstlib.runs import locks, results
 from alstlib.runs.progress import Pace
 from alstlib.runs.workers import FINETUNE
-from alstlib.train.engine import engine_config, host_tensors, reserve_adam_state
+from alstlib.train.engine import host_tensors, reserve_adam_state
 from alstlib.train.files import place_aside
-from alstlib.train.loading import load_on_first, place
-from alstlib.train.models import load_model, model_config, put_liger
 from alstlib.train.resume import ended, ending
 from alstlib.train.worker import Job, run_worker, wait_for
 

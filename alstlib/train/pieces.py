@@ -20,7 +20,8 @@ from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint import planner as plans
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from alstlib.train.engine import Told, adam_of, masters, reserve_adam_state
+from alstlib.hf.saving import Told
+from alstlib.train.engine import adam_of, masters, reserve_adam_state
 
 
 class HeldState:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.config import RunConfig, bound, flat
+from alstlib.hf.saving import Told
 from alstlib.mesh import gather_text
 from alstlib.planner.preflight import SLOW_DISK
 from alstlib.runs import results
 from alstlib.runs.processes import WARNED, seconds_left
-from alstlib.train.engine import Told
 from alstlib.train.files import OtherState, find_state, place_aside
 from alstlib.train.state import Saver, load_state
 

@@ -27,9 +27,9 @@ from torch.distributed import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from alstlib.config import RunConfig, bound, value_of
+from alstlib.hf.saving import Told, silent
 from alstlib.mesh import accelerator, gather_text
 from alstlib.offload.host_store import host_available
-from alstlib.train.engine import Told, silent
 from alstlib.train.files import (
     SCHEMA_VERSION,
     OtherState,

@@ -6,10 +6,3 @@ plans of `head_split`. Layers with a state have two ways with equal results: `st
 rank, and `state_heads` exchanges tokens for heads as attention does. `convolution` carries the few tokens before a
 slice.
 """
-
-from alstlib import face
-
-__getattr__, __all__ = face(__name__, {
-    "alltoall": ["heads_to_seq", "seq_to_heads"],
-    "attention": ["UlyssesAttention"],
-})  # fmt: skip

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alstlib.offload import Ledger
+from alstlib.offload.ledger import Ledger
 from alstlib.reference import relative_error
-from alstlib.tiled import tiled_logits_loss
+from alstlib.tiled.loss import tiled_logits_loss
 from alstlib.units import format_bytes
 from checks import Exercise
 

@@ -9,9 +9,9 @@ from torch.nn.functional import silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from alstlib.offload import Ledger
+from alstlib.offload.ledger import Ledger
 from alstlib.reference import relative_error, token_wise
-from alstlib.tiled import TiledMLP
+from alstlib.tiled.compute import TiledMLP
 from alstlib.units import format_bytes
 from checks import Exercise
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from alstlib.data import shard_batch
+from alstlib.data.shard import shard_batch
 from checks import Exercise
 
 Cut = Callable[[list[Tensor], int], Sequence[dict[str, Tensor]]]

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from alstlib import reference
-from alstlib.data import shard_batch
+from alstlib.data.shard import shard_batch
 from checks import Exercise
 
 

@@ -1,8 +1,10 @@
 """Lesson 12: what the hosts' memory allows, and two look-ups with the planner."""
 
 from alstlib.config import RunConfig, row_config
-from alstlib.planner import Machine, longest, predict, read_shape
 from alstlib.planner.gpus import label_bytes
+from alstlib.planner.machine import Machine
+from alstlib.planner.model_shapes import read_shape
+from alstlib.planner.prediction import longest, predict
 from checks import Exercise
 
 EIGHT, SEVENTY, QWEN = "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B", "Qwen/Qwen3-32B"

@@ -2,9 +2,9 @@
 
 from types import SimpleNamespace
 
-from alstlib.planner import read_shape
+from alstlib.hf.models import flos
+from alstlib.planner.model_shapes import read_shape
 from alstlib.reference import causal_mask
-from alstlib.runs.results import flos
 from checks import Exercise
 
 

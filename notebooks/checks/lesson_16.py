@@ -87,7 +87,7 @@ def _step(tokens: int, kv_heads: int, chunk: int, watch: Callable[[Any], None] |
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     import alstlib
-    from alstlib.offload import Ledger
+    from alstlib.offload.ledger import Ledger
 
     torch.manual_seed(0)
     config = LlamaConfig(

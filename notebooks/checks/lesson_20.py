@@ -49,7 +49,7 @@ def _overflow(parts: list[Any], labels: Any) -> Any:
 
 
 def crossing(answer: Callable[[], Any]) -> str:
-    from alstlib.planner import read_shape
+    from alstlib.planner.model_shapes import read_shape
 
     llama, p = read_shape("meta-llama/Llama-3.1-8B"), 8
 

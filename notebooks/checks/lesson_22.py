@@ -7,8 +7,9 @@ from math import ceil
 from typing import Any
 
 from alstlib.config import RunConfig, row_config
-from alstlib.planner import Machine, longest, predict, read_shape
-from alstlib.planner.model_shapes import Shape
+from alstlib.planner.machine import Machine
+from alstlib.planner.model_shapes import Shape, read_shape
+from alstlib.planner.prediction import longest, predict
 from alstlib.units import GIB
 
 from . import Exercise

@@ -23,9 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import alstlib
 from alstlib.config import RunConfig
 from alstlib.data.shard import shard_batch
+from alstlib.hf import models
 from alstlib.reference import relative_error
 from alstlib.tiled import loss
-from alstlib.train import models
 
 ROWS, CHUNK, MLP_TILE, NORM_TILE, LOSS_TILE = 24, 10, 7, 9, 8
 TILES = {"tiled_mlp": MLP_TILE, "tiled_norm": NORM_TILE, "tiled_loss": LOSS_TILE}

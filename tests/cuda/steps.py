@@ -13,8 +13,8 @@ from torch import Tensor
 
 import alstlib
 from alstlib.config import RunConfig
+from alstlib.hf.models import load_model
 from alstlib.measure.simulate import drop_gradients, fake_ranks, shard_of
-from alstlib.train.models import load_model
 
 
 class Steps:

@@ -17,16 +17,18 @@ from cases import make_model, make_samples, plain_run, small_pages, worst_error
 from device import module
 from device.module import NEVER, device, late
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import alstlib
 from alstlib import mesh
 from alstlib.config import RunConfig
 from alstlib.data.loader import SPDataLoader
+from alstlib.hf.zero_config import zero_config
 from alstlib.offload.headroom import SHARE, device_memory
 from alstlib.offload.host_store import HostStore
 from alstlib.offload.ledger import Ledger, ran_out
 from alstlib.train import worker
-from alstlib.train.engine import initialize, zero_config
+from alstlib.train.engine import initialize
 from alstlib.train.state import Saver, load_state
 
 MIB = 2**20
@@ -135,7 +137,7 @@ def wire(rank: int, world: int) -> None:
     """Where the process group can send from the device only, small tensors lie there."""
     both = alstlib.SPContext.create(2)
     assert both.wire == torch.device("cpu")
-    ctx = alstlib.SPContext(sp=2, sp_rank=rank, world_group=dist.new_group(backend="late"))
+    ctx = alstlib.SPContext(sp=2, sp_rank=rank, mesh=DeviceMesh.from_group(dist.new_group(backend="late"), "cpu"))
     assert ctx.wire == device()
     assert ctx.largest([rank, 10 - rank]) == [1, 10]
 
@@ -268,8 +270,9 @@ def trained(rank: int, world: int, out: Path, budget: int) -> dict[str, Any]:
     """The result of a run on the device, by the worker of `alst run`."""
     from device import accelerator
 
+    from alstlib.hf import loading, models
     from alstlib.runs import results
-    from alstlib.train import ablation, loading, models
+    from alstlib.train import ablation
 
     accelerator.install()
     run = RunConfig(

@@ -13,6 +13,7 @@ from device import group
 from device.module import NEVER, device, extension, late
 from operators import EXACT
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from alstlib.data.agreement import Agreement
@@ -472,8 +473,7 @@ def test_the_extension_is_not_loaded_here() -> None:
 
 
 def agree(rank: int, world: int, waits: bool) -> tuple[str, str, list[Any]]:
-    alone = dist.new_group(backend="late")
-    ctx = SPContext(sp=world, sp_rank=rank, sp_group=alone, world_group=alone)
+    ctx = SPContext(sp=world, sp_rank=rank, mesh=DeviceMesh.from_group(dist.new_group(backend="late"), "cpu"))
     group.calls()
     said = ""
     try:

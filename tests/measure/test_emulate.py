@@ -13,12 +13,13 @@ import torch
 import alstlib
 from alstlib.config import RunConfig
 from alstlib.data.shard import shard_batch
+from alstlib.hf import models
+from alstlib.hf.models import load_model
 from alstlib.measure import emulate, time_kernels
 from alstlib.measure.emulate import ballast
 from alstlib.offload.ledger import Ledger
 from alstlib.runs.launch import launch
-from alstlib.train import models, worker
-from alstlib.train.models import load_model
+from alstlib.train import worker
 
 RANKS = 4
 SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 import alstlib
 from alstlib.config import ROWS, RunConfig, row_config
+from alstlib.hf.models import load_model
 from alstlib.measure.simulate import _roomy, drop_gradients, extend, simulate, simulate_deep, step
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.moments import part_of
 from alstlib.planner.prediction import predict, states
-from alstlib.train.models import load_model
 
 RUN: dict[str, Any] = {"model": "tiny", "seq_len": 512, "dtype": "fp32", "tiled_loss": True, "tiled_mlp": True}
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from alstlib.hf.public_models import PUBLIC
 from alstlib.planner.machine import read_machine
-from alstlib.planner.public_models import PUBLIC
 from alstlib.runs.cli import main
 from alstlib.units import GIB
 

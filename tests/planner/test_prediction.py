@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from alstlib.config import PAPER_ROWS, ROWS, RunConfig, row_config
+from alstlib.hf.models import flos
 from alstlib.measure import plan_table
 from alstlib.planner import activations as activations_module
 from alstlib.planner import devices
@@ -284,8 +285,8 @@ def test_labels_are_not_bytes() -> None:
 
 
 def test_flops_are_those_of_a_result() -> None:
-    """The closed counts beside `results.flos`: model convention, three times forward."""
-    made = results.flos(10**6, 10**6, EIGHT_B.dense_parameters, 32, 128, 32)["model"]
+    """The closed counts beside `flos`: model convention, three times forward."""
+    made = flos(10**6, 10**6, EIGHT_B.dense_parameters, 32, 128, 32)["model"]
     linear = sum(linear_flops(EIGHT_B, 10**6).values())
     assert 3 * (linear + attention_flops(EIGHT_B, 10**6)) == pytest.approx(made)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from alstlib.measure.search import expected_seconds
 from alstlib.runs import cli, locks, progress
-from alstlib.train.search import expected_seconds
 
 REPOSITORY = Path(__file__).parents[2]
 

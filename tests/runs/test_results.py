@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from alstlib.config import RunConfig
+from alstlib.hf import models
 from alstlib.runs import results
 from alstlib.units import format_bytes, format_seconds, format_tokens, parse_quantity
 
@@ -155,11 +156,11 @@ LLAMA_8B = {"dense_params": 7_504_924_672, "heads": 32, "head_dim": 128, "layers
 
 def test_flos_meet_the_paper():
     """500K on one H100: 548.1 TFLOPS at 16:50, 2.19e17 model FLOS. 3.7M on 8: 560 at 1:47:35."""
-    one = results.flos(500_000, 500_000, **LLAMA_8B)
+    one = models.flos(500_000, 500_000, **LLAMA_8B)
     assert one["paper"] == pytest.approx(5.54e17, rel=2e-3)
     assert one["paper"] / 1010 / 1e12 == pytest.approx(548.8, rel=1e-3)
     assert one["model"] == pytest.approx(2.19e17, rel=2e-3)
-    eight = results.flos(3_700_000, 3_700_000, **LLAMA_8B)
+    eight = models.flos(3_700_000, 3_700_000, **LLAMA_8B)
     assert eight["paper"] == pytest.approx(2.89e19, rel=2e-3)
     assert eight["paper"] / 6455 / 8 / 1e12 == pytest.approx(560, rel=2e-3)
     rows = {"tiled_loss": 160_000, "ulysses": 1_100_000, "ulysses+tiled_mlp": 1_200_000, "ulysses+offload": 2_400_000}
@@ -167,12 +168,12 @@ def test_flos_meet_the_paper():
         paper = results.PAPER_ROWS[row]
         ranks = 8  # without SP, 8 replicas each take one sample
         tokens = length * (ranks if row == "tiled_loss" else 1)
-        tflops = results.flos(length, tokens, **LLAMA_8B)["paper"] / paper["step_seconds"] / ranks / 1e12
+        tflops = models.flos(length, tokens, **LLAMA_8B)["paper"] / paper["step_seconds"] / ranks / 1e12
         assert tflops == pytest.approx(paper["tflops"], rel=5e-3), row
 
 
 def test_flos_of_two_samples_are_twice_those_of_one():
-    one, two = (results.flos(1000, n, 10, 2, 4, 3) for n in (1000, 2000))
+    one, two = (models.flos(1000, n, 10, 2, 4, 3) for n in (1000, 2000))
     assert two == {k: 2 * v for k, v in one.items()}
     assert one == {"paper": 8 * 10 * 1000 + 16 * 1000**2 * 2 * 4 * 3, "model": 6 * 10 * 1000 + 6 * 1000**2 * 2 * 4 * 3}
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from alstlib.config import RunConfig
 from alstlib.data.corpus import load_corpus
 from alstlib.data.samples import make_samples
+from alstlib.measure.search import Trials
 from alstlib.planner.preflight import outlook, why_not
 from alstlib.runs import results
 from alstlib.runs.launch import launch
@@ -26,7 +27,6 @@ from alstlib.runs.processes import DEADLINE_VARIABLE, WARNED
 from alstlib.runs.progress import Progress, ProgressReader
 from alstlib.train.ablation import Trainer
 from alstlib.train.resume import RunStates
-from alstlib.train.search import Trials
 from alstlib.train.worker import work
 from alstlib.units import GIB
 

@@ -22,9 +22,11 @@ import alstlib
 from alstlib.config import RunConfig
 from alstlib.data.corpus import get_tokenizer
 from alstlib.data.loader import SPDataLoader
+from alstlib.hf.saving import save_model
+from alstlib.hf.zero_config import engine_config
 from alstlib.planner.model_states import Sizes, model_states
 from alstlib.train import engine as engines
-from alstlib.train.engine import engine_config, host_tensors, initialize, save_model, take_step
+from alstlib.train.engine import host_tensors, initialize, take_step
 
 ENGINES = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"]
 

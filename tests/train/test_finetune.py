@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from alstlib.config import RunConfig
 from alstlib.data.corpus import get_tokenizer, load_corpus
+from alstlib.hf.models import load_model
 from alstlib.options import Options
 from alstlib.planner import devices
 from alstlib.planner.model_shapes import read_shape
@@ -33,7 +34,6 @@ from alstlib.runs.processes import WARNED
 from alstlib.runs.progress import ProgressReader
 from alstlib.runs.workers import FINETUNE, planned
 from alstlib.train import finetune
-from alstlib.train.models import load_model
 from alstlib.train.resume import Warned
 from alstlib.train.worker import work
 

@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 import alstlib
 from alstlib.config import RunConfig
 from alstlib.data.loader import SPDataLoader
+from alstlib.hf.saving import full_weights
 from alstlib.train import files
 from alstlib.train import state as states
-from alstlib.train.engine import full_weights, initialize
+from alstlib.train.engine import initialize
 from alstlib.train.pieces import HeldState
 from alstlib.train.state import Saver, load_state
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from alstlib.config import RunConfig
+from alstlib.hf.models import load_model, model_config
 from alstlib.mesh import gather_text
-from alstlib.train.models import load_model, model_config
 
 KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "OSError": OSError, "MemoryError": MemoryError}
 """Errors of rank 0 that the others raise too; they raise a RuntimeError for any other."""

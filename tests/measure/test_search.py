@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from alstlib.train.search import Found, Trials, longest_that_fits
+from alstlib.measure.search import Found, Trials, longest_that_fits
 
 GRANULE = 256
 

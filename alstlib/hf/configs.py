@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.config import nearest_path
-from alstlib.planner.public_models import PUBLIC, SHAPES
+from alstlib.hf.public_models import PUBLIC, SHAPES
 
 
 def check_path(name: str) -> None:

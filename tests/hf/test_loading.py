@@ -13,11 +13,12 @@ import torch
 from cases import make_model
 
 from alstlib.config import RunConfig
+from alstlib.hf.configs import find_config
+from alstlib.hf.loading import load_on_first, place
+from alstlib.hf.models import load_model
+from alstlib.hf.saving import full_weights
+from alstlib.hf.zero_config import engine_config
 from alstlib.offload.ledger import Ledger
-from alstlib.planner.configs import find_config
-from alstlib.train.engine import engine_config, full_weights
-from alstlib.train.loading import load_on_first, place
-from alstlib.train.models import load_model
 
 
 def config_of(stage: int, **changes: Any) -> dict[str, Any]:

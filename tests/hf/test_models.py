@@ -12,12 +12,10 @@ from cases import make_model
 from transformers import AutoModelForCausalLM
 
 from alstlib.config import RunConfig
+from alstlib.hf import models
+from alstlib.hf.models import flop_dimensions, load_model, model_config, put_liger
+from alstlib.hf.public_models import SHAPES
 from alstlib.options import Options
-from alstlib.planner.public_models import SHAPES
-from alstlib.runs import results
-from alstlib.train import models
-from alstlib.train.ablation import run_options
-from alstlib.train.models import flop_dimensions, load_model, model_config, put_liger
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -118,9 +116,9 @@ def test_flos_count_every_matrix_multiplication(kind: str, tied: bool) -> None:
     dense = 6 * dimensions["dense_params"] * 32
     attention = 3 * 4 * 32 * 32 * dimensions["head_dim"] * dimensions["heads"] * dimensions["layers"]
     assert counter.get_total_flops() == pytest.approx(dense + attention, rel=0.02)
-    flos = results.flos(32, 32, **dimensions)
-    assert flos["model"] == dense + attention / 2
-    assert flos["paper"] == (dense + attention) * 4 / 3
+    made = models.flos(32, 32, **dimensions)
+    assert made["model"] == dense + attention / 2
+    assert made["paper"] == (dense + attention) * 4 / 3
 
 
 def test_liger_is_asked_for_clearly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from alstlib.config import RunConfig
+from alstlib.hf.configs import check_model, check_sizes, overridden
+from alstlib.hf.public_models import PUBLIC, SHAPES
 from alstlib.hf.support import heads_of
 from alstlib.options import check_names
-from alstlib.planner.configs import check_model, check_sizes, overridden
-from alstlib.planner.public_models import PUBLIC, SHAPES
 
 DECODER_LAYER = r"^(?:model\.|language_model\.|transformer\.)*(?:layers|h)\.(\d+)\."
 """Weights of a decoder's layer, and its number: a tower of images has layers too."""
@@ -148,6 +148,21 @@ def flop_dimensions(model: PreTrainedModel) -> dict[str, int]:
     inside[id(head)] = head.numel()  # a tied head multiplies too
     heads, _, width = heads_of(config)
     return {"dense_params": sum(inside.values()), "heads": heads, "head_dim": width, "layers": config.num_hidden_layers}
+
+
+def flos(seq_len: int, tokens: int, dense_params: int, heads: int, head_dim: int, layers: int) -> dict[str, float]:
+    """Floating-point operations of one training step over `tokens` tokens in samples of `seq_len`, both conventions.
+
+    A token's forward costs 2 N in the `dense_params` N (summed over the layers, with the head, without the embedding
+    lookup), and a sample's 4 S^2 head_dim heads a layer in QK^T and PV.
+
+    - paper: Megatron style, forward counted 4 times (with the recompute), full attention matrix:
+      `8 N T + 16 S^2 head_dim heads layers` a sample (ALST paper, section 5.1).
+    - model: forward counted 3 times, only the causal half of the attention: `6 N T + 6 S^2 head_dim heads layers`.
+    """
+    attention = float(seq_len) * tokens * head_dim * heads * layers  # S^2 a sample, times tokens / S samples
+    dense = float(dense_params) * tokens
+    return {"paper": 8 * dense + 16 * attention, "model": 6 * dense + 6 * attention}
 
 
 def put_liger(run: RunConfig, model: PreTrainedModel, gpu: bool) -> None:

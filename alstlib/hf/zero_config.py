@@ -1,0 +1,79 @@
+"""DeepSpeed's configuration as our own runs have it: `zero_config` makes it for any model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from alstlib.config import FIELDS, RunConfig
+from alstlib.mesh import accelerator, own_device
+from alstlib.options import check_names
+from alstlib.sizing import zero_bucket
+
+
+def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
+    """DeepSpeed's configuration for a model, as our own runs have it: `deepspeed.initialize(model, config=...)`.
+
+    Buckets fit the model, and AdamW makes one pass over its state. With DeepSpeed's defaults a step on a CPU takes
+    about a tenth longer, and a device holds buffers of 1 to 2 GB.
+
+    Args:
+        fields: those of `RunConfig.engine` and `RunConfig.optim`, and `batch_size`: `zero_stage=3`,
+            `learning_rate=1e-4`, `accumulation=1`. The optimizer's state stays on the device unless
+            `offload_optimizer=True`.
+
+    Raises:
+        ValueError: another field, or a value that is none of the field's.
+    """
+    where = {"batch_size": "data.batch_size"}
+    where |= {name.split(".")[1]: name for name in FIELDS if name.startswith(("engine.", "optim."))}
+    check_names(fields, where, "field of zero_config")
+    run = RunConfig.from_dict({where[name]: value for name, value in {"offload_optimizer": False, **fields}.items()})
+    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())  # partitioned already, or whole
+    bf16 = next(model.parameters()).dtype == torch.bfloat16
+    return engine_config(run, parameters, bf16)
+
+
+def engine_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]:
+    """DeepSpeed's configuration for a run.
+
+    Buckets are sized on purpose (`sizing.zero_bucket`): DeepSpeed's default is a buffer of 1 to 2 GB on every
+    device. All ranks are data parallel to ZeRO; the factor that makes gradients right is in the loss
+    (`causal_lm_loss`).
+    """
+    bucket = zero_bucket(parameters)
+    zero: dict[str, Any] = {
+        "stage": run.engine.zero_stage,
+        "reduce_bucket_size": bucket,
+        "contiguous_gradients": True,
+        "overlap_comm": False,
+    }
+    pin = accelerator(own_device()) is not None
+    if run.engine.zero_stage == 3:
+        ahead = bucket if run.engine.prefetch else 0
+        zero |= {"stage3_prefetch_bucket_size": ahead, "stage3_param_persistence_threshold": 10_000}
+        zero |= {"stage3_max_live_parameters": 2 * bucket, "stage3_max_reuse_distance": 2 * bucket}
+    if run.engine.offload_optimizer and run.engine.zero_stage > 0:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
+    if run.engine.offload_params:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": pin}
+    adam = {
+        "lr": run.optim.learning_rate,
+        "weight_decay": run.optim.weight_decay,
+        "betas": [0.9, 0.95],
+        "torch_adam": True,
+    }
+    adam["fused"] = True  # one pass over the state: PyTorch's default makes temporaries as large as the weights
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": run.data.batch_size,
+        "gradient_accumulation_steps": run.optim.accumulation,
+        "gradient_clipping": run.optim.max_grad_norm,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": adam},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": bf16},
+    }
+    return config
