@@ -13,6 +13,7 @@ import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
@@ -37,7 +38,14 @@ def check_names(
         raise ValueError(f"unknown {what} '{name}'; {hint}")
 
 
-# Types of fields. A refusal quotes the description.
+# Types of fields
+
+
+@dataclass(frozen=True)
+class Works:
+    """What values of a type look like, in words, which a refusal quotes."""
+
+    text: str
 
 
 def _quantity(value: Any) -> Any:
@@ -64,38 +72,39 @@ def _path(value: Any) -> Any:
 
 _Quantity = Annotated[int, BeforeValidator(_quantity)]
 _Number = Annotated[int | float, BeforeValidator(_no_flag)]  # a whole number stays one in a configuration's JSON
-Count = Annotated[_Quantity, Field(ge=1, description="a whole number of at least 1, such as 2048 or 3.7M")]
-Natural = Annotated[_Quantity, Field(ge=0, description="a whole number of at least 0")]
-Stage = Annotated[_Quantity, Field(ge=0, le=3, description="one of 0, 1, 2, 3")]
-Bytes = Annotated[_Quantity, Field(ge=1, description="a whole number of at least 1, such as 80GB or 64GiB")]
+Count = Annotated[_Quantity, Field(ge=1), Works("a whole number of at least 1, such as 2048 or 3.7M")]
+Natural = Annotated[_Quantity, Field(ge=0), Works("a whole number of at least 0")]
+Stage = Annotated[_Quantity, Field(ge=0, le=3), Works("one of 0, 1, 2, 3")]
+Bytes = Annotated[_Quantity, Field(ge=1), Works("a whole number of at least 1, such as 80GB or 64GiB")]
 Tile = Annotated[
     StrictBool | Annotated[int, Field(ge=1)],
     BeforeValidator(_tile),
-    Field(description="True, False or a tile of at least 1 token"),
+    Works("True, False or a tile of at least 1 token"),
 ]
-FlagOrAuto = Annotated[bool | Literal["auto"], Field(description="True, False or 'auto'")]
-Rate = Annotated[_Number, Field(ge=0, allow_inf_nan=False, description="a number of at least 0, such as 1e-4")]
-Seconds = Annotated[_Number, Field(ge=0, allow_inf_nan=False, description="a number of at least 0, such as 3600")]
-Text = Annotated[str, BeforeValidator(_path), Field(description="a text")]
-Share = Annotated[_Number, Field(gt=0, lt=1, description="a share between 0 and 1, such as 0.05")]
+FlagOrAuto = Annotated[bool | Literal["auto"], Works("True, False or 'auto'")]
+Rate = Annotated[_Number, Field(ge=0, allow_inf_nan=False), Works("a number of at least 0, such as 1e-4")]
+Seconds = Annotated[_Number, Field(ge=0, allow_inf_nan=False), Works("a number of at least 0, such as 3600")]
+Text = Annotated[str, BeforeValidator(_path), Works("a text")]
+Share = Annotated[_Number, Field(gt=0, lt=1), Works("a share between 0 and 1, such as 0.05")]
 Texts = Annotated[
     tuple[str, ...],
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
-    Field(description="a list of texts"),
+    Works("a list of texts"),
 ]
-Fields = Annotated[dict[str, Any], Field(description="a mapping of names to values")]
+Fields = Annotated[dict[str, Any], Works("a mapping of names to values")]
 FOLDER_NAME = r"\w[\w.+-]*"
 Name = Annotated[
     str,
-    Field(pattern=f"^({FOLDER_NAME})?$", description="the name of a folder: letters, digits and _ . + - only"),
+    Field(pattern=f"^({FOLDER_NAME})?$"),
+    Works("the name of a folder: letters, digits and _ . + - only"),
 ]
 
 
 def describe(kind: Any) -> str:
     """What values of a type look like, in words."""
     for mark in getattr(kind, "__metadata__", ()):
-        if getattr(mark, "description", None):
-            return mark.description
+        if isinstance(mark, Works):
+            return mark.text
     if typing.get_origin(kind) is Literal:
         return f"{'one of ' * (len(get_args(kind)) > 1)}{', '.join(map(repr, get_args(kind)))}"
     if typing.get_origin(kind) is Annotated:
@@ -181,9 +190,9 @@ Kernel = Literal[
 ]  # fmt: skip
 """Names of attention kernels, which `alstlib/kernels/backends.py` implements."""
 
-Core = Annotated[Callable[..., Any], Field(description="a function (q, k, v, *, scale, causal) -> (out, lse)")]
+Core = Annotated[Callable[..., Any], Works("a function (q, k, v, *, scale, causal) -> (out, lse)")]
 Part = Literal["mlp", "loss", "norm"]
-Tiles = Annotated[dict[Part, Tile], Field(description="a mapping of 'mlp', 'loss' and 'norm' to such values")]
+Tiles = Annotated[dict[Part, Tile], Works("a mapping of 'mlp', 'loss' and 'norm' to such values")]
 Place = Literal["auto", "device", "host"]
 
 

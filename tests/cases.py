@@ -34,6 +34,11 @@ Step = tuple[float, dict[str, Tensor]]
 """The mean loss, and the gradients."""
 
 
+def by_own_names(fields: Fields) -> Fields:
+    """Fields of a run that may be named without their group: `{"seq_len": 4}` for `{"data.seq_len": 4}`."""
+    return {RunConfig.elsewhere().get(name, name): value for name, value in fields.items()}
+
+
 def config(kind: str = "gqa", **overrides: Any) -> Any:
     heads, kv = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1), "wide": (8, 2)}.get(kind, (4, 2))
     common = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -112,10 +117,8 @@ def plain_run(model: Any, samples: list[Fields], scale: float = 1.0) -> Step:
     return total.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-ALL_ON: Fields = {
-    "tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "offload": "async", "save_attention": True,
-}  # fmt: skip
-ALL_OFF: Fields = {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False}
+ALL_ON: Fields = {"tiles": {"mlp": 5, "loss": 7, "norm": 6}, "offload": True, "save_attention": True}  # fmt: skip
+ALL_OFF: Fields = {"tiles": False, "checkpoint": False}
 
 
 def tokens_of(length: int, rows: int = 1, seed: int = 0) -> Tensor:

@@ -111,24 +111,24 @@ WEIGHTS: dict[str, list[str]] = {
 """Parts of the names of weights that do not train."""
 MORE_WEIGHTS = {"head alone": ["model."], "frozen MLPs and norms": ["mlp", "input_layernorm"]}
 """That the net does not draw."""
-HOST = {"offload": "async", "kv": "host"}
+HOST = {"offload": True, "on_host": "hidden+kv"}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"checkpoint": False},
     "layers": {},
-    "kept": {"offload": "async", "save_attention": True},
+    "kept": {"offload": True, "save_attention": True},
     "chunks": {"chunk": 5},
-    "chunks, kept": {"chunk": 5, "offload": "sync", "save_attention": True, "hidden": "device", "kv": "device"},
-    "hidden": {"chunk": 5, "offload": "async", "hidden": "host", "kv": "device", "save_attention": True},
-    "host": {"chunk": 5, **HOST, "hidden": "host"},
+    "chunks, kept": {"offload": "sync", "save_attention": True, "chunk": 5, "on_host": "none"},
+    "hidden": {"offload": True, "save_attention": True, "chunk": 5, "on_host": "hidden"},
+    "host": {"chunk": 5, **HOST},
     "blocks": {"block": 5},
     "blocks, host": {"block": 4, **HOST, "save_attention": True},
     "blocks, plain": {"block": 5, "checkpoint": False},
 }
 """Options, and the length of a block."""
 TILES: dict[str, dict[str, Any]] = {
-    "small": {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7},
+    "small": {"tiles": {"mlp": 5, "loss": 7, "norm": 6}},
     "default": {},
-    "off": {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False},
+    "off": {"tiles": False},
 }
 AXES: dict[str, list[str]] = {
     "model": [*ALL_MODELS],
@@ -371,7 +371,7 @@ def _run(rank: int, case: Case, more: More) -> dict[str, Any]:
         place = module.device()
         model = model.to(place)
         model.tie_weights()  # on a device of another kind each weight became one of its own
-    chosen = {**TILES[case.tiles], **WAYS[case.way], "states": case.states, **more.options}
+    chosen = {**TILES[case.tiles], **WAYS[case.way], "linear_attention": case.states, **more.options}
     if more.host_memory:
         chosen["host_memory"] = more.host_memory[rank]
     blocks = (chosen.pop("block", None),)

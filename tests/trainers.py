@@ -26,7 +26,7 @@ SETTINGS = {
     "max_steps": STEPS, "logging_steps": 1, "learning_rate": 2e-3, "save_strategy": "no", "report_to": [],
     "disable_tqdm": True, "log_level": "error",
 }  # fmt: skip
-OPTIONS = {"tiled_mlp": 5, "tiled_loss": 7, "offload": "async"}
+OPTIONS = {"tiles": {"mlp": 5, "loss": 7, "norm": True}, "offload": True}
 Run = dict[str, Any]
 
 

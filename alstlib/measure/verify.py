@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import logging
 import math
@@ -27,14 +26,15 @@ from alstlib.data.shard import shard_batch
 from alstlib.hf.models import model_config
 from alstlib.hf.support import check_model, heads_of
 from alstlib.measure.small import LONGEST, VOCAB, build, first_of_each, kinds_in_lists, kinds_of_layers, shrunk
-from alstlib.options import check_names
+from alstlib.options import Part
 from alstlib.units import IGNORE
 
 REFUSALS = (ValueError, NotImplementedError)
 EXACT = {torch.float32: (1e-6, 1e-5), torch.float64: (1e-9, 1e-9)}
 """Largest relative error of the loss and of a gradient. What is not exact in fp32 is judged again in fp64: some
 gradients are zero but for rounding (that of a key's bias), and rounding decides a router's close calls."""
-TILES = {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "chunk": 4, "block": 5}
+TILES: dict[Part, int] = {"mlp": 5, "norm": 6, "loss": 7}
+PIECES = {"chunk": 4, "block": 5}
 """Tokens of tiles, chunks and blocks at most: shorter than a rank's slice, and odd."""
 
 Reference = tuple[float, dict[str, Tensor]]
@@ -252,18 +252,18 @@ def small_options(given: Mapping[str, Any]) -> tuple[alstlib.Options, int | None
         ValueError: no option, or one that is no proof of anything.
     """
     rest = {n: v for n, v in given.items() if n != "block"}
-    check_names(rest, [f.name for f in dataclasses.fields(alstlib.Options)], "option")
-    if rest.get("sparse") is not None:
-        raise ValueError("sparse attention is an approximation: it differs from plain transformers by design")
     options = alstlib.Options(**rest)
-    was = {n: given.get(n) if n == "block" else getattr(options, n) for n in TILES}
-    now: dict[str, Any] = {n: TILES[n] if v is True else min(v, TILES[n]) for n, v in was.items() if v}
-    tiles, block = {n: [was[n], v] for n, v in now.items()}, now.pop("block", None)
+    was: dict[str, Any] = {f"tiles.{part}": options.tile(part) for part in TILES}
+    was |= {"chunk": options.chunk, "block": given.get("block")}
+    most = {**{f"tiles.{part}": tile for part, tile in TILES.items()}, **PIECES}
+    now = {n: most[n] if v in (True, "auto") else min(v, most[n]) for n, v in was.items() if v}
+    small, block = {n: [was[n], v] for n, v in now.items()}, now.get("block")
     if block is not None and options.chunk is not None:
         raise ValueError(
             "--block (of the whole model) and --chunk (of each layer) exclude each other: give only one of them"
         )
-    return dataclasses.replace(options, **now), block, tiles
+    tiles = {part: now.get(f"tiles.{part}", False) for part in TILES}
+    return options.replace(tiles=tiles, chunk=now.get("chunk")), block, small
 
 
 def _differences(config: Any, small: Any) -> dict[str, list[Any]]:

@@ -8,7 +8,6 @@ import json
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import liger_kernel.ops.cross_entropy as cross_entropy
 import liger_kernel.ops.geglu as geglu
@@ -25,14 +24,12 @@ from alstlib.config import RunConfig
 from alstlib.data.shard import shard_batch
 from alstlib.hf import models
 from alstlib.reference import relative_error
-from alstlib.tiled import loss
 
 ROWS, CHUNK, MLP_TILE, NORM_TILE, LOSS_TILE = 24, 10, 7, 9, 8
-TILES = {"tiled_mlp": MLP_TILE, "tiled_norm": NORM_TILE, "tiled_loss": LOSS_TILE}
+TILES = {"tiles": {"mlp": MLP_TILE, "loss": LOSS_TILE, "norm": NORM_TILE}}
 OPTIONS: dict[str, dict[str, Any]] = {
     "tiles": TILES,
     "chunks": {**TILES, "chunk": CHUNK, "save_attention": True},
-    "fused loss": {**TILES, "tiled_loss": True, "liger_loss": True},
 }
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -87,16 +84,8 @@ def plain_step(model: Any, batch: dict[str, Any]) -> tuple[float, dict[str, torc
 
 
 def step(model: Any, batch: dict[str, Any], options: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients with these options. On a CPU the fused loss would be left out: here it is not."""
-    tiled, fused = loss.tiled_logits_loss, options.get("liger_loss", False)
-
-    def by_name(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return tiled(*args, **{**kwargs, "liger": fused})
-
-    with (
-        mock.patch.object(loss, "tiled_logits_loss", by_name),
-        alstlib.apply(model, None, alstlib.Options(**options)),
-    ):
+    """Loss and gradients with these options."""
+    with alstlib.apply(model, None, alstlib.Options(**options)):
         out = alstlib.causal_lm_loss(model, batch)
         return float(out.mean), gradients(model, out.loss)
 

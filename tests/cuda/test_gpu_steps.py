@@ -95,7 +95,10 @@ def test_what_is_expected_is_what_the_planner_says(path: Path, spec: dict[str, A
     gpus = run.emulate or 1
     whole = read_shape(run.model.name, {}) if run.emulate else read_shape(run.model.name, run.model_config)
     found = predict(
-        whole, run.replace(emulate=0, engine={"world_size": gpus, "sp": gpus}), Machine(gpus=gpus), run.data.seq_len
+        whole,
+        run.replace(emulate=0, engine={"world_size": gpus, "sp": gpus}),
+        Machine(gpus=gpus),
+        run.data.seq_len,
     )
     device = sum(n for kind, n in found.device.items() if kind not in ("CUDA context", "NCCL", "fragments"))
     if run.emulate:

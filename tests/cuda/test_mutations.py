@@ -20,7 +20,7 @@ from alstlib.offload.host_store import HostStore, Ticket
 
 def train() -> list[str]:
     """Training steps whose hidden states, keys and values lie on the host, in four chunks and pages."""
-    with small_pages(), steps("llama", 64, 1, chunk=16, offload="async", hidden="host", kv="host") as step:
+    with small_pages(), steps("llama", 64, 1, chunk=16, offload=True, on_host="hidden+kv") as step:
         step()
         return step.watch.problems
 

@@ -19,8 +19,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "whole, sync, attention kept": {"offload": "sync", "save_attention": True},
     "chunks": {"chunk": 0},
     "chunks, async": {"chunk": 0, "offload": "async", "kept": 0.5, "hidden": "device"},
-    "chunks, host": {"chunk": 0, "offload": "async", "hidden": "host", "kv": "host"},
-    "chunks, host, sync": {"chunk": 0, "offload": "sync", "hidden": "host", "kv": "host", "save_attention": True},
+    "chunks, host": {"offload": True, "chunk": 0, "on_host": "hidden+kv"},
+    "chunks, host, sync": {"offload": "sync", "save_attention": True, "chunk": 0, "on_host": "hidden+kv"},
 }
 """`chunk` 0 stands for a quarter of a rank's rows."""
 ALL, FEW = list(WAYS), ["whole", "chunks, async", "chunks, host"]
@@ -57,7 +57,7 @@ def test_steps(model: str, sp: int, kernel: str, way: str) -> None:
 
 @pytest.mark.parametrize(("model", "sp"), [("llama-3.1-8b", 1), ("gemma-2", 8)])
 def test_steps_block_by_block(model: str, sp: int) -> None:
-    with steps(model, ROWS, sp, offload="async", kv="host") as step:
+    with steps(model, ROWS, sp, offload=True, on_host="hidden+kv") as step:
         for documents in (None, DOCUMENTS):
             step(documents, block=-(-ROWS // sp // 3))
         assert step.watch.problems == []
@@ -98,7 +98,7 @@ def test_offsets_of_documents_go_to_the_device_once_for_a_batch() -> None:
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_hidden_states_on_the_host_meet_no_tensor_of_the_device(name: str) -> None:
     """In whatever a decoder does before, between and after its layers."""
-    with steps(name, 64, 1, chunk=16, offload="async", hidden="host", kv="host") as step:
+    with steps(name, 64, 1, chunk=16, offload=True, on_host="hidden+kv") as step:
         step([0, 20, 64])
         assert step.handle.store.bytes_fetched > 0
         assert [p for p in step.watch.problems if "stream" in p] == []

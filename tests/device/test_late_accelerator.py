@@ -81,7 +81,7 @@ def test_headroom_counts_the_device(late1: Any) -> None:
     late1(counted)
 
 
-OPTIONS: dict[str, Any] = {"tiled_mlp": 16, "tiled_norm": 16, "tiled_loss": False}  # the loss makes the peak
+OPTIONS: dict[str, Any] = {"tiles": {"mlp": 16, "norm": 16}}  # the loss makes the peak
 LENGTH = 128
 
 

@@ -142,11 +142,16 @@ def test_two_threads_are_refused(late1: Any) -> None:
 # ----- whole steps
 
 WAYS: dict[str, dict[str, Any]] = {
-    "whole": {"tiled_mlp": 5, "tiled_loss": 7, "offload": "async", "save_attention": True},
-    "plain": {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False},
-    "chunks": {"tiled_loss": 7, "chunk": 5, "offload": "async", "hidden": "device", "kv": "device"},
-    "host": {"tiled_loss": 7, "chunk": 5, "offload": "async", "hidden": "host", "kv": "host"},
-    "host, sync": {"tiled_loss": 7, "chunk": 5, "offload": "sync", "hidden": "host", "kv": "host"},
+    "whole": {"tiles": {"mlp": 5, "loss": 7, "norm": True}, "offload": True, "save_attention": True},
+    "plain": {"tiles": False, "checkpoint": False},
+    "chunks": {"tiles": {"mlp": True, "loss": 7, "norm": True}, "offload": True, "chunk": 5, "on_host": "none"},
+    "host": {"tiles": {"mlp": True, "loss": 7, "norm": True}, "offload": True, "chunk": 5, "on_host": "hidden+kv"},
+    "host, sync": {
+        "tiles": {"mlp": True, "loss": 7, "norm": True},
+        "offload": "sync",
+        "chunk": 5,
+        "on_host": "hidden+kv",
+    },
 }
 ENGINES = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 

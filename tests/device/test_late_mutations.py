@@ -47,7 +47,7 @@ TWO, FOUR, PARTS = Case("llama"), Case("llama", "4x1"), Case("llama, 7 heads on 
 SINKS, STATES, GROUPS = Case("gpt_oss"), Case("bamba"), Case("bamba", "4x1", states="heads")
 DDP = Case("llama", "1x2", data="lengths", way="blocks", engine="ddp")
 ZERO1 = Case("llama", "1x2", data="lengths", way="blocks", engine="zero1")
-ZERO2 = Case("bamba", "2x2", data="lengths", way="blocks", states="heads", engine="zero2")
+ZERO2 = Case("bamba", "2x2", data="lengths", way="blocks", engine="zero2", states="heads")
 ZERO3 = Case("llama", engine="zero3")
 FROZEN = Case("llama", weights="frozen embeddings", way="chunks", engine="zero3")
 THREADS = Case("llama", way="host", engine="ddp", device="late")

@@ -46,9 +46,17 @@ LEFT_SECONDS = 60.0
 TOLERANCE = 1e-6
 STEPS = 16
 SPEC = {
-    "name": "kills", "rows": ["alst"],
-    "base": {"model": "tiny", "world_size": 2, "sp": 2, "seq_len": 64, "steps": STEPS, "checkpoint_every": 1},
-}  # fmt: skip
+    "name": "kills",
+    "rows": ["alst"],
+    "base": {
+        "model.name": "tiny",
+        "engine.world_size": 2,
+        "engine.sp": 2,
+        "data.seq_len": 64,
+        "optim.steps": STEPS,
+        "output.checkpoint_every": 1,
+    },
+}
 STEP = "step "
 MOMENTS = ("command", "notebook", "torchrun", "loading", "engine", *(f"{STEP}{n}" for n in range(1, STEPS + 1, 3)))
 COMPILING = "compiling"

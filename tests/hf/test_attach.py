@@ -174,7 +174,7 @@ def test_two_models_in_one_process() -> None:
     """Interleaved, with different options; one is detached between the other's forward and backward."""
     models = [make_model("gqa"), make_model("gpt2", seed=1)]
     wants = [plain_step(m, BATCH) for m in models]
-    handles = [attach(m, **o) for m, o in zip(models, (ALL_ON, {"tiled_mlp": 3}))]
+    handles = [attach(m, **o) for m, o in zip(models, (ALL_ON, {"tiles": {"mlp": 3, "loss": True, "norm": True}}))]
     losses = [alstlib.causal_lm_loss(m, BATCH).loss for m in models]
     losses[1].backward()
     handles[1].detach()
@@ -193,7 +193,7 @@ AFTER: dict[str, tuple[Fields, bool]] = {
     "segments": ({**ALL_ON, "host_memory": 6000, "save_attention": "auto"}, True),
     "chunk": ({"chunk": 5}, True),
     "chunk, all on": ({**ALL_ON, "chunk": 5}, True),
-    "tiles": ({"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7, "checkpoint": False}, False),
+    "tiles": ({"tiles": {"mlp": 5, "loss": 7, "norm": 6}, "checkpoint": False}, False),
     "all off": (ALL_OFF, False),
 }
 """Options, and whether their backward needs the attachment."""
@@ -324,13 +324,23 @@ def counted_step(monkeypatch: pytest.MonkeyPatch, kind: str, options: Fields) ->
 @pytest.mark.parametrize(
     "kind, options, attention, others",
     [
-        *((kind, {**options, "save_attention": True}, 1, 2) for kind in ("gqa", "qwen3", "gpt2", "gemma2")
-          for options in ({"tiled_mlp": 7}, {"tiled_mlp": False}, ALL_ON)),
-        *(("gqa", {"tiled_mlp": tile, "save_attention": False}, 2, 2) for tile in (7, False)),
+        *(
+            (kind, {**options, "save_attention": True}, 1, 2)
+            for kind in ("gqa", "qwen3", "gpt2", "gemma2")
+            for options in (
+                {"tiles": {"mlp": 7, "loss": True, "norm": True}},
+                {"tiles": {"loss": True, "norm": True}},
+                ALL_ON,
+            )
+        ),
+        *(
+            ("gqa", {"tiles": {"mlp": tile, "loss": True, "norm": True}, "save_attention": False}, 2, 2)
+            for tile in (7, False)
+        ),
         ("gqa", ALL_OFF, 1, 1),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_recompute_contract(
     monkeypatch: pytest.MonkeyPatch, kind: str, options: Fields, attention: int, others: int
 ) -> None:
@@ -398,7 +408,7 @@ def test_dropout_is_that_of_plain_transformers() -> None:
 def test_gradient_with_dropout_is_the_derivative(options: Fields) -> None:
     """With a fixed seed the loss is a function of the weights: its gradient against a central difference, in fp64."""
     model = make_model("gpt2", dtype=torch.float64, **DROPOUT)
-    with attach(model, tiled_mlp=6, tiled_loss=6, **options):
+    with attach(model, **options, tiles={"mlp": 6, "loss": 6, "norm": True}):
         slope, numerical = slopes(model, BATCH)
     assert slope == pytest.approx(numerical, rel=1e-5)
 
@@ -587,16 +597,19 @@ def test_unknown_attention_names_what_there_is() -> None:
         ({"offload": "disk"}, "offload='disk' must be one of 'none', 'sync', 'async'"),
         ({"save_attention": "maybe"}, "save_attention='maybe' must be True, False or 'auto'"),
         (
-            {"offload": "sync", "checkpoint": False},
+            {"checkpoint": False, "offload": "sync"},
             "offload='sync' moves checkpoints to the host: it needs checkpoint=True",
         ),
         ({"save_attention": True, "checkpoint": False}, "save_attention=True .* needs checkpoint=True"),
         ({"chunk": 0}, "chunk=0 must be a whole number of at least 1, such as 2048 or 3.7M, or None"),
         ({"chunk": 2.5}, r"chunk=2\.5 must be a whole number"),
         ({"chunk": 64, "checkpoint": False}, "chunk=64 recomputes layers .* needs checkpoint=True"),
-        ({"tiled_mlp": 0}, "tiled_mlp=0 must be True, False or a tile of at least 1 token"),
-        ({"tiled_loss": -3}, "tiled_loss=-3 must be"),
-        ({"tiled_norm": 2.5}, "tiled_norm=2.5 must be"),
+        (
+            {"tiles": {"mlp": 0, "loss": True, "norm": True}},
+            "tiled_mlp=0 must be True, False or a tile of at least 1 token",
+        ),
+        ({"tiles": {"mlp": True, "loss": -3, "norm": True}}, "tiled_loss=-3 must be"),
+        ({"tiles": {"mlp": True, "loss": True, "norm": 2.5}}, "tiled_norm=2.5 must be"),
         ({"checkpoint": "perhaps"}, "checkpoint='perhaps' must be True or False"),
         ({"host_memory": -1}, "host_memory=-1 must be a whole number of at least 1, such as 80GB"),
     ],

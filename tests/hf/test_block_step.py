@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,12 +29,11 @@ import alstlib
 from alstlib.data.shard import shard_batch
 from alstlib.offload.host_store import HostOutOfMemory
 from alstlib.offload.ledger import Ledger
-from alstlib.tiled import loss as tiled_loss
 
 LENGTH = 21
 PACKED = [3, 1, 9, 8]
 """Documents of a packed sample: one of a token, one that spans blocks and ranks."""
-HOST: Fields = {"offload": "sync", "kv": "host"}
+HOST: Fields = {"offload": "sync", "on_host": "hidden+kv"}
 
 
 def whole(data: Fields) -> dict[str, Tensor]:
@@ -136,7 +133,7 @@ def test_what_runs_how_often(save: bool) -> None:
 
 def test_dropout_is_replayed() -> None:
     model = make_model("gpt2", dtype=torch.float64, resid_pdrop=0.1, embd_pdrop=0.1)
-    with attach(model, tiled_mlp=4):
+    with attach(model, tiles={"mlp": 4, "loss": True, "norm": True}):
         slope, numerical = slopes(model, whole(sample()), block=6)
     assert slope == pytest.approx(numerical, rel=1e-5)
 
@@ -182,7 +179,7 @@ def test_a_failure_in_a_block_leaves_a_model_that_trains_on(when: int) -> None:
             raise RuntimeError("the device is on fire")
 
     mlp = model.model.layers[1].mlp
-    with attach(model, **HOST, tiled_mlp=False) as handle:
+    with attach(model, **HOST, tiles={"loss": True, "norm": True}) as handle:
         hook = mlp.register_forward_hook(fail)
         with pytest.raises(RuntimeError, match="on fire"):
             step(model, sample(), block=9)  # 3 blocks; each recompute runs the MLP twice
@@ -221,46 +218,6 @@ def test_an_optimizer_in_backward_steps_once() -> None:
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.5})
         with pytest.raises(ValueError, match="_apply_optimizer_in_backward would step once for each block"):
             step(model, sample(), block=4)
-
-
-def test_ligers_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It computes each block's loss. A missing package is named, and the model trains on. A CPU has no such kernel:
-    plain formulas take its place."""
-    model, calls = make_model("gemma2"), []
-
-    class Fused:
-        def __init__(
-            self, *, ignore_index: int, reduction: str, softcap: float | None, accum_dtype: Any, label_smoothing: float
-        ) -> None:
-            self.how, self.cap = (
-                {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing},
-                softcap or 0.0,
-            )
-
-        def __call__(self, weight: Tensor, hidden: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
-            calls.append((len(labels), torch.is_grad_enabled()))
-            logits = self.cap * torch.tanh(nn.functional.linear(hidden, weight, bias) / self.cap)
-            return nn.functional.cross_entropy(logits, labels, **self.how)  # type: ignore[arg-type]
-
-    with attach(model):
-        want = step(model, sample(), block=9)
-    ours = tiled_loss.tiled_logits_loss
-
-    def on_a_gpu(*args: Any, **how: Any) -> Tensor:
-        return ours(*args, **{**how, "liger": True})
-
-    with attach(model, liger_loss=True) as handle:
-        assert handle.head is not None
-        assert handle.head.liger
-        monkeypatch.setattr(tiled_loss, "tiled_logits_loss", on_a_gpu)
-        monkeypatch.setitem(sys.modules, "liger_kernel", None)
-        with pytest.raises(ModuleNotFoundError, match="liger_kernel"):
-            step(model, sample(), block=9)
-        monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
-        package = SimpleNamespace(LigerFusedLinearCrossEntropyLoss=Fused)
-        monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
-        check_step(step(model, sample(), block=9), want, gradient=1e-6)
-    assert calls == [(9, False), (9, False), (3, False), (3, True), (9, True), (9, True)]
 
 
 # ----- refusals

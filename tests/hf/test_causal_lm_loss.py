@@ -17,7 +17,7 @@ from alstlib.data.shard import shard_batch
 from alstlib.mesh import SPContext
 
 LENGTH = 12
-OPTIONS: dict[str, Any] = {"tiled_mlp": 5, "tiled_loss": 7, "save_attention": True}
+OPTIONS: dict[str, Any] = {"tiles": {"mlp": 5, "loss": 7, "norm": True}, "save_attention": True}
 
 
 def batch(seed: int = 0, masked: int = 0) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def test_without_step_tokens_the_micro_batch_is_the_step() -> None:
 def test_no_valid_token_anywhere(tiled_loss: int | bool, step_tokens: int | None) -> None:
     """A finite loss of zero and gradients of exactly zero, on every weight."""
     model = make_model()
-    with attach(model, tiled_mlp=5, tiled_loss=tiled_loss):
+    with attach(model, tiles={"mlp": 5, "loss": tiled_loss, "norm": True}):
         out = alstlib.causal_lm_loss(model, {**batch(masked=LENGTH), "step_tokens": step_tokens})
         out.loss.backward()
     got = gradients(model)

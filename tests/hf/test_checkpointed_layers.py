@@ -35,7 +35,7 @@ from alstlib.sizing import share_host
 LENGTH, WIDTH, HEADS, LAYERS = 64, 32, 4, 5
 INPUT = LENGTH * WIDTH * 4
 OUTPUT = LENGTH * HEADS * (WIDTH // HEADS * 4 + 4)
-TILES = {"tiled_mlp": 16, "tiled_loss": 16}
+TILES = {"tiles": {"mlp": 16, "loss": 16, "norm": True}}
 EVERY = {1: 5, 2: 3, 3: 2, 5: 1}  # inputs kept of 5 layers
 DROPOUT: dict[str, Any] = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
 
@@ -56,7 +56,7 @@ def loss(model: Any, seed: int = 0, length: int = LENGTH) -> Tensor:
     return alstlib.causal_lm_loss(model, batch(seed, length)).loss
 
 
-def with_room(model: Any, memory: int, save: bool | str = False, mode: str = "sync") -> alstlib.Handle:
+def with_room(model: Any, memory: int, save: bool | str = False, mode: bool | str = "sync") -> alstlib.Handle:
     return attach(model, **TILES, offload=mode, save_attention=save, host_memory=memory)
 
 
@@ -94,7 +94,7 @@ def test_room_is_taken_for_the_outputs_of_layers_that_attend(save: bool | str, c
     """Of a hybrid, whose other layers have none: with room for one output, that of its second layer is kept."""
     model = zoo.build_hybrid("qwen3_5")
     options = alstlib.Options(
-        offload="sync", save_attention=save, chunk=chunk, on_host="none", host_memory=2 * INPUT + OUTPUT, **TILES
+        save_attention=save, chunk=chunk, on_host="none", host_memory=2 * INPUT + OUTPUT, **TILES, offload="sync"
     )
     with alstlib.apply(model, None, options) as handle:
         loss(model).backward()
@@ -319,7 +319,7 @@ def test_what_it_takes_of_the_device(save: bool) -> None:
         model = model_of(max_position_embeddings=longer * LENGTH)
         memory = longer * budget_for(every, LAYERS if save else 0)
         options = alstlib.Options(
-            tiles={"mlp": 64, "loss": 64, "norm": True}, offload="sync", save_attention=save, host_memory=memory
+            tiles={"mlp": 64, "loss": 64, "norm": True}, save_attention=save, host_memory=memory, offload="sync"
         )
         with alstlib.apply(model, None, options) as handle:
             data = batch(length=longer * LENGTH)
@@ -466,7 +466,9 @@ def test_changes_in_place_of_an_input_are_refused(how: str, part: str) -> None:
     {"mlp": layer.mlp, "layer": layer.input_layernorm, "norm": layer.input_layernorm}[part].register_forward_pre_hook(
         lambda module, args: (args[0].mul_(1.5),)
     )
-    options = {"tiled_norm": False, **HOW[how]}
+    tiles = HOW[how].get("tiles", True)
+    kept = dict.fromkeys(("mlp", "loss"), True) if tiles is True else {**tiles, "norm": False}
+    options = {**HOW[how], "tiles": kept}
     with attach(model, **options):
         with pytest.raises(ValueError, match=r"(LlamaMLP|LlamaDecoderLayer) changes its input in place"):
             loss(model)
@@ -483,7 +485,7 @@ def uneven_hosts(rank: int, world: int) -> tuple[int, float]:
     model = model_of()
     data = sample_of(LENGTH)
     want = plain_step(model, data)
-    with attach(model, ctx, **TILES, offload="sync", save_attention="auto") as handle:
+    with attach(model, ctx, **TILES, save_attention="auto", offload="sync") as handle:
         store, share = handle.store, (INPUT + OUTPUT) // world
         room = [10 * LAYERS * share, 3 * INPUT // world + OUTPUT // world][rank]
         store.room = lambda: room - store.nbytes  # type: ignore[method-assign]
@@ -499,7 +501,7 @@ def test_ranks_agree_on_the_fullest_host(ranks2: Any) -> None:
 def short_hosts(rank: int, world: int) -> tuple[str, int]:
     """Rank 1 has a longer sample of its own than its host has room for; then a shorter one."""
     ctx = alstlib.SPContext.create(1)
-    options = alstlib.Options(offload="sync", save_attention=False, host_memory=2 * INPUT)
+    options = alstlib.Options(save_attention=False, host_memory=2 * INPUT, offload="sync")
     model = model_of(max_position_embeddings=4 * LENGTH)
     with alstlib.apply(model, ctx, options) as handle:
         with pytest.raises(HostOutOfMemory) as error:

@@ -21,10 +21,10 @@ from alstlib.tiled.compute import as_on
 
 MODELS = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 HOW: dict[str, dict[str, Any]] = {
-    "checkpoints": {"tiled_mlp": 3},
-    "no checkpoints": {"tiled_mlp": 7, "checkpoint": False},
-    "tiles in chunks": {"tiled_mlp": 2, "chunk": 5},
-    "a token": {"tiled_mlp": 1},
+    "checkpoints": {"tiles": {"mlp": 3, "loss": True, "norm": True}},
+    "no checkpoints": {"tiles": {"mlp": 7, "loss": True, "norm": True}, "checkpoint": False},
+    "tiles in chunks": {"tiles": {"mlp": 2, "loss": True, "norm": True}, "chunk": 5},
+    "a token": {"tiles": {"mlp": 1, "loss": True, "norm": True}},
 }
 LENGTH = 17
 
@@ -61,7 +61,7 @@ def test_the_routers_logits_are_those_of_the_whole_slice(name: str) -> None:
     """Without labels transformers collects them itself: one entry for each layer, with the tokens in order."""
     model, ids = zoo.build(name), sample(2)["input_ids"]
     want = model(ids, output_router_logits=True)
-    with attach(model, tiled_mlp=3, checkpoint=False):
+    with attach(model, checkpoint=False, tiles={"mlp": 3, "loss": True, "norm": True}):
         got = model(ids, output_router_logits=True)
     assert [t.shape for t in got.router_logits] == [t.shape for t in want.router_logits]
     for mine, its in zip(got.router_logits, want.router_logits):
@@ -91,7 +91,7 @@ def test_a_balance_with_a_graph_has_its_gradient() -> None:
         return loss.item(), gradients(model)
 
     want = balance()
-    with attach(model, tiled_mlp=False, checkpoint=False):
+    with attach(model, checkpoint=False, tiles={"loss": True, "norm": True}):
         check_step(balance(), want)
 
 
@@ -113,7 +113,7 @@ class Counted:
 def test_a_recompute_does_not_run_experts_in_vain(name: str) -> None:
     """Six tiles in forward and six in backward; gpt-oss's block returns its router's scores too, which nobody reads."""
     model = zoo.build(name)
-    with attach(model, tiled_mlp=3):
+    with attach(model, tiles={"mlp": 3, "loss": True, "norm": True}):
         step(model, sample())
         counted = Counted(model)
         step(model, sample())
@@ -151,7 +151,7 @@ def test_further_outputs_that_a_layer_reads_or_returns_are_computed(kind: type[n
         if kind is Returning:
             layer.register_forward_hook(lambda module, args, out: weighted(out))
     want = plain(model, sample())
-    with attach(model, tiled_mlp=3):
+    with attach(model, tiles={"mlp": 3, "loss": True, "norm": True}):
         check_step(step(model, sample()), want)
 
 
@@ -309,7 +309,7 @@ def test_blocks_that_mix_tokens_are_left_as_they_are(kind: type[Block], caplog: 
     model = with_blocks(kind)
     torch.manual_seed(2)
     want = plain(model, sample())
-    with attach(model, tiled_mlp=3) as handle:
+    with attach(model, tiles={"mlp": 3, "loss": True, "norm": True}) as handle:
         for _ in range(2):
             check_step(step(model, sample(), seed=2), want)
         why = [f"layer {i}: mlp ({kind.__name__}) {LEFT[kind]}: left untiled" for i in range(2) if kind in LEFT]
@@ -325,7 +325,7 @@ def test_experts_that_a_layer_calls_itself_are_said() -> None:
         layer_types=zoo.LAYER_TYPES,
     )  # fmt: skip
     want = plain(model, sample())
-    with attach(model, tiled_mlp=3) as handle:
+    with attach(model, tiles={"mlp": 3, "loss": True, "norm": True}) as handle:
         check_step(step(model, sample()), want)
         assert handle.notes == [
             f"layer {i}: experts (Gemma4TextExperts) is not inside its MLP: left untiled" for i in range(2)

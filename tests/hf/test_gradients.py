@@ -26,14 +26,21 @@ def step(pools: Any, case: Case, **more: Any) -> list[Fields]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"tiled_mlp": 3}, {"tiled_loss": 3}, {"checkpoint": True, "save_attention": True},
-        {"checkpoint": True, "offload": "sync"}, {"checkpoint": True, "offload": "async", "save_attention": "auto"},
-        {"attention": "eager"}, {"attention": "blockwise"},
-        *({"checkpoint": True, "offload": offload, "save_attention": True, "chunk": chunk}
-          for offload in ("none", "sync") for chunk in (1, 4, 16, 100)),
+        {"tiles": {"mlp": 3, "loss": True, "norm": True}},
+        {"tiles": {"mlp": True, "loss": 3, "norm": True}},
+        {"checkpoint": True, "save_attention": True},
+        {"checkpoint": True, "offload": "sync"},
+        {"checkpoint": True, "offload": True, "save_attention": "auto"},
+        {"attention": "eager"},
+        {"attention": "blockwise"},
+        *(
+            {"checkpoint": True, "offload": offload, "save_attention": True, "chunk": chunk}
+            for offload in ("none", "sync")
+            for chunk in (1, 4, 16, 100)
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_an_option_alone(pools: Any, options: Fields) -> None:
     """Chunks that divide the slice and do not, of one row, and longer than the sequence."""
     step(pools, Case("llama", data="rows", way="plain", tiles="off"), options=options)

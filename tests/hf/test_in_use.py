@@ -316,7 +316,7 @@ def evaluation_peak(rank: int, world: int) -> float:
     The least of three: gloo's threads may hold what was sent a moment longer than the exchange lasts.
     """
     ctx, model, data = alstlib.SPContext.create(world), make_model("wide").eval(), sample_of(6000)
-    with attach(model, ctx, tiled_mlp=64, tiled_loss=64), torch.no_grad():
+    with attach(model, ctx, tiles={"mlp": 64, "loss": 64, "norm": True}), torch.no_grad():
         batch = shard_batch(data, world, rank)
         alstlib.causal_lm_loss(model, batch, ctx)
 

@@ -23,7 +23,11 @@ from alstlib.offload.ledger import Ledger
 
 def config_of(stage: int, **changes: Any) -> dict[str, Any]:
     return engine_config(
-        RunConfig(engine={"zero_stage": stage, "offload_optimizer": False}, model={"dtype": "fp32"}, **changes),
+        RunConfig(
+            engine={"zero_stage": stage, "offload_optimizer": False},
+            model={"dtype": "fp32"},
+            **changes,
+        ),
         10_000,
         False,
     )

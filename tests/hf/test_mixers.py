@@ -75,7 +75,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "partial_ro
            "mrope_section": [2, 1, 1]}  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk": 11, "offload": "sync"}, {"block": 19}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"offload": "sync", "chunk": 11}, {"block": 19}], ids=str)
 @pytest.mark.parametrize("fields", [{}, {"max_position_embeddings": 16, "rope_parameters": DYNAMIC}], ids=str)
 def test_positions_of_several_kinds(pools: Any, fields: Fields, options: Fields) -> None:
     """Qwen3.5 gives its rotary embedding positions [3, B, L]: whole, in chunks whose tables lie on the host, in
@@ -150,7 +150,7 @@ def test_memory_of_chunks_does_not_grow() -> None:
             alstlib.causal_lm_loss(model, batch).loss.backward()
             return ledger.device_peak - start
 
-    chunks: Fields = {"chunk": 64, "offload": "sync", "hidden": "host", "kv": "host"}
+    chunks: Fields = {"offload": "sync", "chunk": 64, "on_host": "hidden+kv"}
     assert (peak(1024, **chunks) - peak(512, **chunks)) / 512 < 80
     assert (peak(1024) - peak(512)) / 512 > 1000  # the reading can fail
 

@@ -26,14 +26,14 @@ from alstlib.data.shard import shard_batch
 from alstlib.measure.verify import Reference, plain
 from alstlib.runs.results import git_state
 
-TILES = {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7}
+TILES = {"tiles": {"mlp": 5, "loss": 7, "norm": 6}}
 OPTIONS: dict[str, Fields] = {
     "off": ALL_OFF,
     "on": ALL_ON,
     "twice": {**TILES, "save_attention": False},
-    "chunk": {**ALL_ON, "chunk": 4, "hidden": "device"},
-    "blocks": {**TILES, "offload": "sync", "kv": "host"},
-    "host": {"tiled_mlp": 5, "tiled_loss": 7, "offload": "sync", "chunk": 3, "kv": "host", "hidden": "host"},
+    "chunk": {**ALL_ON, "chunk": 4, "on_host": "none"},
+    "blocks": {**TILES, "offload": "sync", "on_host": "hidden+kv"},
+    "host": {"tiles": {"mlp": 5, "loss": 7, "norm": True}, "offload": "sync", "chunk": 3, "on_host": "hidden+kv"},
 }
 LENGTH = 26
 PACKED = [3, 1, 9, 13]

@@ -20,8 +20,14 @@ from alstlib.data.shard import shard_batch
 from alstlib.measure.verify import in_full
 from alstlib.reference import relative_error
 
-HOST: Fields = {"chunk": 4, "offload": "sync", "hidden": "host", "kv": "host"}
-OPTIONS: list[Fields] = [{"tiled_loss": 4}, ALL_OFF, {"chunk": 4}, {"chunk": 4, "tiled_loss": False}, HOST]
+HOST: Fields = {"offload": "sync", "chunk": 4, "on_host": "hidden+kv"}
+OPTIONS: list[Fields] = [
+    {"tiles": {"mlp": True, "loss": 4, "norm": True}},
+    ALL_OFF,
+    {"chunk": 4},
+    {"tiles": {"mlp": True, "norm": True}, "chunk": 4},
+    HOST,
+]
 """A rank's slice has 11 tokens: chunks of 4, 4 and 3."""
 
 
@@ -116,7 +122,7 @@ def engine_step(rank: int, world: int, kind: str, sp: int, tied: bool) -> None:
     (sum(preference(s) for s in sums) / ctx.dp).backward()  # type: ignore[union-attr]
     want = gradients(twin)
     batch = shard_batch(samples[ctx.dp_rank], sp, ctx.sp_rank)
-    attach(model, ctx, tiled_loss=4)
+    attach(model, ctx, tiles={"mlp": True, "loss": 4, "norm": True})
     engine = matrix.engine_of(model, kind, 1)
     got_sums = alstlib.sequence_logps(alstlib.token_logps(engine, batch, ctx), batch, ctx)
     loss = preference(got_sums)

@@ -71,7 +71,7 @@ CASES: dict[str, Fields] = {
     "its own checkpointing asked for": {"gradient_checkpointing": True},
     "label smoothing": {"label_smoothing_factor": 0.1, **EVALUATED},
     "label smoothing of a head with an adapter": {"label_smoothing_factor": 0.1, "lora": True, "targets": ["lm_head"]},
-    "untiled": {"label_smoothing_factor": 0.1, "options": {"tiled_loss": False}},
+    "untiled": {"label_smoothing_factor": 0.1, "options": {"tiles": {"mlp": True, "norm": True}}},
     "a data seed": {"data_seed": 5},
     "a stream of samples": {"data": Stream()},
     "columns that the model does not take": {"collator": with_columns},
@@ -93,7 +93,7 @@ LABELLED = [s for s in samples(43) if max(s["labels"]) >= 0]
     [
         ("ddp", "out.loss", {}),
         ("ddp", "num_items_in_batch", {"kind": mixture(output_router_logits=True, router_aux_loss_coef=0.3)}),
-        ("ddp", "out.loss", {"options": {"tiled_loss": False, "chunk": 5}, "lora": True}),
+        ("ddp", "out.loss", {"options": {"tiles": {"mlp": True, "norm": True}, "chunk": 5}, "lora": True}),
         ("ddp", "super", {"label_smoothing_factor": 0.1}),
         ("zero3", "outputs[0]", {}),
         ("fsdp2", "num_items_in_batch", {}),
@@ -316,12 +316,12 @@ def compare(got: Any, want: Any) -> None:
     assert got[2:] == pytest.approx(want[2:], rel=1e-6)
 
 
-TILED = {"tiled_loss": 3}
+TILED = {"tiles": {"mlp": True, "loss": 3, "norm": True}}
 
 
 @pytest.mark.parametrize(
     "options, shown, loss",
-    [*((options, shown, None) for options in (TILED, {"tiled_loss": False}, {"chunk": 4, **TILED})
+    [*((options, shown, None) for options in (TILED, {"tiles": {"mlp": True, "norm": True}}, {"chunk": 4, **TILED})
        for shown in (None, best)), (TILED, None, "outputs[0]")],
 )  # fmt: skip
 def test_predictions_are_those_of_one_process(ranks2: Any, options: Fields, shown: Any, loss: str | None) -> None:
@@ -368,7 +368,7 @@ def test_an_evaluation_never_holds_the_logits(ranks2: Any) -> None:
 
 def test_what_looks_at_several_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="must work token by token"):
-        evaluated(0, 1, "ours", {"tiled_loss": 6}, shifted)
+        evaluated(0, 1, "ours", {"tiles": {"mlp": True, "loss": 6, "norm": True}}, shifted)
 
 
 class Generates(TrainerCallback):
@@ -469,7 +469,7 @@ class PadsLeft:
     [
         ({"sp": 2}, "sp=2, but one process was started: use torchrun --nproc_per_node 2"),
         ({"sp": 0}, "sp=0 must be a whole number of at least 1"),
-        ({"alst": {"offload": "async"}}, "must be an alstlib.Options"),
+        ({"alst": {"offload": True}}, "must be an alstlib.Options"),
         ({"compute_loss_func": print}, "use label_smoothing_factor, or override compute_loss .* alstlib.token_logps"),
         ({"settings": {"accelerator_config": {"dispatch_batches": True}}}, "dispatch_batches=True cannot be used"),
         ({"data_collator": PadsLeft()}, r"tokenizer.padding_side = 'right'"),

@@ -50,7 +50,7 @@ def shard(rank: int, world: int, length: int = 24) -> dict[str, Any]:
     return shard_batch(sample_of(length), world, rank)
 
 
-ALL_ON: dict[str, Any] = {"tiled_mlp": 5, "tiled_loss": 7, "offload": "async", "save_attention": True}
+ALL_ON: dict[str, Any] = {"tiles": {"mlp": 5, "loss": 7, "norm": True}, "offload": True, "save_attention": True}
 
 
 def places(rank: int, world: int, chunk: int | None) -> set[tuple[str, str]]:
@@ -84,7 +84,7 @@ def test_the_watch_sees_a_wait() -> None:
 def test_gpu_step_waits_for_nothing(chunk: int | None) -> None:
     model = make_model("gqa").to("cuda", torch.bfloat16)
     batch = {n: t.cuda() if n not in (*WHOLE, "step_tokens") else t for n, t in shard(0, 1, 301).items()}
-    with attach(model, chunk=chunk, **{**ALL_ON, "tiled_mlp": 50, "tiled_loss": 70}):
+    with attach(model, chunk=chunk, **{**ALL_ON, "tiles": {"mlp": 50, "loss": 70, "norm": True}}):
         for _ in range(2):
             alstlib.causal_lm_loss(model, batch).loss.backward()
         torch.cuda.synchronize()

@@ -35,7 +35,7 @@ class WithBackward:
 
 
 WHOLE: dict[str, Any] = {"save_attention": True}
-CHUNKS: dict[str, Any] = {"chunk": 5, "offload": "sync", "kv": "host"}
+CHUNKS: dict[str, Any] = {"offload": "sync", "chunk": 5, "on_host": "hidden+kv"}
 
 
 @pytest.mark.parametrize("how", [WHOLE, CHUNKS], ids=["whole", "chunks"])

@@ -24,10 +24,21 @@ from alstlib.train import worker
 RANKS = 4
 SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
 RUN: dict[str, Any] = {
-    "model": "tiny", "model_config": SHAPE, "seq_len": 2048, "dtype": "fp32", "steps": 1, "tiled_loss": True,
-    "tiled_mlp": True, "tiled_norm": True, "offload": "sync", "save_attention": "auto", "world_size": 1, "sp": 1,
+    "options": "plain",
+    "model.name": "tiny",
+    "model.config": SHAPE,
+    "data.seq_len": 2048,
+    "model.dtype": "fp32",
+    "optim.steps": 1,
+    "options.tiles.loss": True,
+    "options.tiles.mlp": True,
+    "options.tiles.norm": True,
+    "options.offload": "sync",
+    "options.save_attention": "auto",
+    "engine.world_size": 1,
+    "engine.sp": 1,
     "emulate": RANKS,
-}  # fmt: skip
+}
 
 
 def real_rank(rank: int, world: int, chunk: int | None) -> tuple[int, int, int]:
@@ -42,7 +53,7 @@ def real_step(rank: int, world: int, chunk: int | None) -> tuple[int, int, int]:
     run = RunConfig.from_dict({**RUN, "emulate": 0})
     model, ctx = load_model(run, torch.float32), alstlib.SPContext.create(world)
     ids = torch.randint(0, 512, (1, run.data.seq_len), generator=torch.Generator().manual_seed(0))
-    options = alstlib.Options(offload="sync", save_attention="auto", chunk=chunk)
+    options = alstlib.Options(save_attention="auto", chunk=chunk, offload="sync")
     with alstlib.apply(model, ctx, options) as handle:
         batch = shard_batch({"input_ids": ids, "labels": ids}, world, rank)
         gc.collect()
@@ -55,7 +66,7 @@ def real_step(rank: int, world: int, chunk: int | None) -> tuple[int, int, int]:
 @pytest.mark.parametrize("chunk", [None, 128])
 def test_an_emulated_rank_is_a_real_one(ranks4: Any, tmp_path: Path, chunk: int | None) -> None:
     peak, wire, host = ranks4(real_rank, chunk)[-1]
-    run = RunConfig.from_dict({**RUN, "chunk": chunk})
+    run = RunConfig.from_dict({**RUN, "options.chunk": chunk})
     result = launch(run, tmp_path, worker="alstlib.measure.emulate")
     metrics, parameters = result["metrics"], sum(p.numel() for p in load_model(run, torch.float32).parameters())
     assert result["mode"] == "emulated"
@@ -70,7 +81,9 @@ def test_an_emulated_rank_is_a_real_one(ranks4: Any, tmp_path: Path, chunk: int 
 
 def test_few_layers_stand_for_many(tmp_path: Path) -> None:
     """Two layers of the shape's own depth: the rest is ballast and a projection that says so."""
-    run = RunConfig.from_dict({**RUN, "model": "small", "model_config": {"num_hidden_layers": 1}, "seq_len": 512})
+    run = RunConfig.from_dict(
+        {**RUN, "model.name": "small", "model.config": {"num_hidden_layers": 1}, "data.seq_len": 512}
+    )
     emulated = launch(run, tmp_path, worker="alstlib.measure.emulate")["metrics"]["emulated"]
     assert (emulated["layers_run"], emulated["layers_of_the_model"]) == (1, 16)
     whole = sum(p.numel() for p in load_model(run.replace(model={"config": {}}), torch.float32).parameters())
@@ -80,7 +93,7 @@ def test_few_layers_stand_for_many(tmp_path: Path) -> None:
 
 
 def test_ballast_is_what_zero3_holds() -> None:
-    run = RunConfig.from_dict({**RUN, "offload_optimizer": False})
+    run = RunConfig.from_dict({**RUN, "engine.offload_optimizer": False})
     buckets = {"buckets": 2 * 1_000_000}
     assert ballast(run, 1001, 2) == {"weights": 502, "gradients": 502, "optimizer": 3012, **buckets}
     run = run.replace(engine={"offload_optimizer": True, "offload_params": True})
@@ -88,7 +101,7 @@ def test_ballast_is_what_zero3_holds() -> None:
 
 
 def test_emulate_takes_one_rank() -> None:
-    with pytest.raises(ValueError, match="emulate=4 runs one real rank: world_size=2 must be 1"):
+    with pytest.raises(ValueError, match=r"emulate=4 runs one real rank: engine\.world_size=2 must be 1"):
         RunConfig(emulate=4, engine={"world_size": 2})
 
 
@@ -99,7 +112,7 @@ def test_ligers_kernels_come_without_its_loss(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(models, "liger_knows", lambda: ("llama",))
     monkeypatch.setattr(models, "liger_kernels", put.append)
     for wanted, fused in (("auto", False), ("loss", True)):
-        made = emulate.Emulation(RunConfig.from_dict({**RUN, "emulate": 1, "liger": wanted}), tmp_path)
+        made = emulate.Emulation(RunConfig.from_dict({**RUN, "emulate": 1, "model.liger": wanted}), tmp_path)
         assert put.pop() is made.model
         assert made.handle.head is not None
         assert made.handle.head.liger is fused
@@ -109,9 +122,9 @@ def test_kernels_are_timed(tmp_path: Path) -> None:
     run = RunConfig.from_dict(
         {
             "model": {"name": "tiny"},
-            "data": {"seq_len": 300},
-            "optim": {"steps": 1},
-            "engine": {"world_size": 1, "sp": 1},
+            "data": {"data.seq_len": 300},
+            "optim": {"optim.steps": 1},
+            "engine": {"engine.world_size": 1, "engine.sp": 1},
             "options": {"chunk": 64},
         }
     )
@@ -130,9 +143,9 @@ def test_a_kernel_that_fails_is_an_answer_and_not_the_end(tmp_path: Path, monkey
     run = RunConfig.from_dict(
         {
             "model": {"name": "tiny"},
-            "data": {"seq_len": 64},
-            "optim": {"steps": 1},
-            "engine": {"world_size": 1, "sp": 1},
+            "data": {"data.seq_len": 64},
+            "optim": {"optim.steps": 1},
+            "engine": {"engine.world_size": 1, "engine.sp": 1},
         }
     )
     scripts = {

@@ -22,16 +22,24 @@ from alstlib.ulysses.alltoall import Exchange
 REFERENCE = ("deepspeed", "deepspeed, loss tiles")
 SHAPE = {"num_hidden_layers": 2, "vocab_size": 256}
 RUN = {
-    "model": "tiny", "model_config": SHAPE, "world_size": 2, "sp": 2, "offload_optimizer": False, "dtype": "fp32",
-    "learning_rate": 0.0, "steps": 2, "chunk": 64, "seq_len": 320,
-}  # fmt: skip
+    "model.name": "tiny",
+    "model.config": SHAPE,
+    "engine.world_size": 2,
+    "engine.sp": 2,
+    "engine.offload_optimizer": False,
+    "model.dtype": "fp32",
+    "optim.learning_rate": 0.0,
+    "optim.steps": 2,
+    "options.chunk": 64,
+    "data.seq_len": 320,
+}
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     names = ("ours", "readme", "deepspeed", "deepspeed, loss tiles", "transformers", "ours+chunk", "ours+chunk+offload")
     out = tmp_path_factory.mktemp("peers")
-    return launch(RunConfig.from_dict({**RUN, "steps": 1, "peers": names}), out, worker="alstlib.measure.peers")[
+    return launch(RunConfig.from_dict({**RUN, "optim.steps": 1, "peers": names}), out, worker="alstlib.measure.peers")[
         "metrics"
     ]
 
@@ -79,7 +87,7 @@ def _in_turn(rank: int, world: int, run: dict[str, Any], out: str) -> tuple[list
 
 
 def test_stacks_take_turns_in_two_rounds(ranks2: Any, tmp_path: Path) -> None:
-    for launches, made in ranks2(_in_turn, {**RUN, "steps": 3, "peers": ["ours", "deepspeed"]}, str(tmp_path)):
+    for launches, made in ranks2(_in_turn, {**RUN, "optim.steps": 3, "peers": ["ours", "deepspeed"]}, str(tmp_path)):
         assert launches == [("ours", 1, True), ("deepspeed", 1, True), ("ours", 2, False), ("deepspeed", 2, False)]
         assert made["ours"]["step_seconds"] == [1, 3, 3]
         assert made["deepspeed"]["step_seconds"] == [2, 4, 4]
@@ -106,11 +114,11 @@ def test_longest_in_an_equal_budget(tmp_path: Path) -> None:
     run = {
         **RUN,
         "search": True,
-        "seq_len": 128,
-        "search_granule": 128,
-        "search_max": 512,
-        "device_memory": "1MiB",
-        "prefetch": False,
+        "data.seq_len": 128,
+        "search.granule": 128,
+        "search.max": 512,
+        "limits.device_memory": "1MiB",
+        "engine.prefetch": False,
     }
     config = RunConfig.from_dict({**run, "peers": ["deepspeed", "ours+chunk+offload"]})
     metrics = launch(config, tmp_path, worker="alstlib.measure.peers")["metrics"]
@@ -127,7 +135,7 @@ def test_longest_in_an_equal_budget(tmp_path: Path) -> None:
     [
         ({"peers": []}, "peers names no stack"),
         ({"peers": ["our"]}, "unknown stack in peers 'our'; did you mean 'ours'"),
-        ({"peers": ["ours+chunk"], "chunk": None}, "set chunk, the tokens of a chunk"),
+        ({"peers": ["ours+chunk"], "options.chunk": None}, "set chunk, the tokens of a chunk"),
         ({"peers": ["ours"], "search": True}, "search=True needs device_memory"),
     ],
     ids=str,

@@ -110,7 +110,7 @@ def test_models_that_are_equal(
     assert answer["small"]["layer_kinds"] == [kinds, kinds]
     assert answer["small"]["heads"] == [config["num_attention_heads"], config["num_key_value_heads"]]
     assert ("sliding_window" in changes) == (kind in ("gemma3_text", "gpt_oss"))
-    assert answer["tiles"]["tiled_mlp"] == [True, 5]
+    assert answer["tiles"]["tiles.mlp"] == [True, 5]
     assert answer["cases"][0]["notes"] == []
 
 

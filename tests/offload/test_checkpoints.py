@@ -243,11 +243,11 @@ def test_slabs_are_reused_and_trimmed() -> None:
 def test_no_slab_is_made_after_the_longest_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever lengths follow: pinning slabs anew takes longer than the copies."""
     lengths = torch.randint(9, 60, (50,), generator=torch.Generator().manual_seed(0)).tolist()
-    chunks: dict[str, Any] = {"chunk": 8, "hidden": "host", "kv": "host"}
+    chunks: dict[str, Any] = {"chunk": 8, "on_host": "hidden+kv"}
     made, init = [], host_store._Slab.__init__
     monkeypatch.setattr(host_store._Slab, "__init__", lambda self, n, pin: (made.append(n), init(self, n, pin))[1])
-    for how in ({}, {**chunks, "hidden": "device", "kv": "device"}, chunks):
-        with alstlib.apply(make_model("gqa"), None, alstlib.Options(offload="sync", **how)) as handle:
+    for how in ({}, {**chunks, "on_host": "none"}, chunks):
+        with alstlib.apply(make_model("gqa"), None, alstlib.Options(**how, offload="sync")) as handle:
             for length in [60, *lengths]:
                 train(handle.model, batch(length))
                 if length == 60:
@@ -313,12 +313,12 @@ def test_host_available_is_shared_by_the_local_ranks(monkeypatch: pytest.MonkeyP
 # ----- through a model
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "nothing": {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False},
-    "checkpoint": {"tiled_mlp": False, "tiled_loss": False},
-    "saved": {"tiled_mlp": 16, "tiled_loss": 16, "save_attention": True},
-    "sync": {"tiled_mlp": 16, "tiled_loss": 16, "offload": "sync", "save_attention": False},
-    "async": {"tiled_mlp": 16, "tiled_loss": 16, "offload": "async", "save_attention": True},
-    "eager": {"tiled_mlp": 16, "tiled_loss": 16, "offload": "sync", "attention": "eager"},
+    "nothing": {"tiles": False, "checkpoint": False},
+    "checkpoint": {"tiles": {"norm": True}},
+    "saved": {"tiles": {"mlp": 16, "loss": 16, "norm": True}, "save_attention": True},
+    "sync": {"tiles": {"mlp": 16, "loss": 16, "norm": True}, "offload": "sync", "save_attention": False},
+    "async": {"tiles": {"mlp": 16, "loss": 16, "norm": True}, "offload": True, "save_attention": True},
+    "eager": {"attention": "eager", "tiles": {"mlp": 16, "loss": 16, "norm": True}, "offload": "sync"},
 }
 LENGTH, WIDTH, LAYERS, HEADS = 64, 32, 2, 4
 INPUT = LENGTH * WIDTH * 4

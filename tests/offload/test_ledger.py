@@ -24,11 +24,11 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
-    "nothing": {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False},
-    "checkpoint": {"tiled_mlp": False, "tiled_loss": False},
-    "tiled": {"tiled_mlp": 128, "tiled_loss": 128, "save_attention": True},
-    "sync": {"tiled_mlp": 128, "tiled_loss": 128, "offload": "sync", "save_attention": False},
-    "async": {"tiled_mlp": 128, "tiled_loss": 128, "offload": "async"},
+    "nothing": {"tiles": False, "checkpoint": False},
+    "checkpoint": {"tiles": {"norm": True}},
+    "tiled": {"tiles": {"mlp": 128, "loss": 128, "norm": True}, "save_attention": True},
+    "sync": {"tiles": {"mlp": 128, "loss": 128, "norm": True}, "offload": "sync", "save_attention": False},
+    "async": {"tiles": {"mlp": 128, "loss": 128, "norm": True}, "offload": True},
 }
 
 

@@ -14,6 +14,7 @@ import pytest
 from alstlib.config import PAPER_ROWS, ROWS, RunConfig, row_config
 from alstlib.hf.models import flos
 from alstlib.measure import plan_table
+from alstlib.options import Options
 from alstlib.planner import activations as activations_module
 from alstlib.planner import devices
 from alstlib.planner.activations import activations, families
@@ -181,15 +182,14 @@ def test_more_gpus_and_more_memory_never_fit_less() -> None:
     assert small.seq_len < large.seq_len
 
 
-@pytest.mark.parametrize("hidden", ["host", "device"])
-def test_what_auto_chooses_for_keys_fits_no_less_than_either_place(hidden: str) -> None:
+def test_what_auto_chooses_for_keys_fits_no_less_than_either_place() -> None:
     """Also where the host has room for the hidden states, and not for one layer's keys and values beside them."""
-    run = OURS.replace(options={"chunk": 16_384, "on_host": ON_HOST(hidden, None)})
+    run = OURS.replace(options={"chunk": 16_384})
     for gpus, memory in itertools.product((1, 8, 16, 32), (400, 1900)):
         machine = Machine(gpus=gpus, host_memory=memory * 10**9)
         found = {
-            kv: longest(EIGHT_B, run.replace(options={"on_host": ON_HOST(None, kv)}), machine)
-            for kv in ("auto", "device", "host")
+            where: longest(EIGHT_B, run.replace(options={"on_host": where}), machine)
+            for where in ("auto", "hidden", "hidden+kv")
         }
         auto, *fixed = (one.seq_len if one else 0 for one in found.values())
         assert auto >= max(fixed), (gpus, memory)
@@ -298,7 +298,9 @@ def test_the_exchange_is_that_of_a_simulated_step(how: dict[str, Any], ranks: in
     from alstlib.measure.simulate import simulate
 
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32, "num_hidden_layers": 2}
-    run = RunConfig(model={"name": "tiny", "config": heads, "dtype": "bf16"}, data={"seq_len": 1600}, **how)
+    run = RunConfig(
+        model={"name": "tiny", "config": heads, "dtype": "bf16"}, data={"seq_len": 1600}, options=Options.plain(**how)
+    )
     shape = read_shape("tiny", heads)
     wire = simulate(run, ranks).wire_bytes
     kept = float(how.get("save_attention", False))
@@ -337,7 +339,10 @@ def test_frozen_weights_have_no_gradients() -> None:
         n: b for n, b in adapter.device.items() if n != "mlp"
     }
     shared = predict(
-        EIGHT_B, run.replace(model={"lora": {"r": 8}}), Machine(gpus=8, rates=replace(EIGHT.rates, link=1e6)), 1000
+        EIGHT_B,
+        run.replace(model={"lora": {"r": 8}}),
+        Machine(gpus=8, rates=replace(EIGHT.rates, link=1e6)),
+        1000,
     )
     full = predict(EIGHT_B, run, Machine(gpus=8, rates=replace(EIGHT.rates, link=1e6)), 1000)
     waits = [one.seconds["waiting for memory and network"] for one in (shared, full)]
@@ -399,11 +404,11 @@ def test_the_nearest_thing_that_loads_a_model_is_named() -> None:
         (replace(many, host_memory=120 * 10**9), {}, "with 166 GiB on the first node's host"),
         (
             replace(many, host_memory=120 * 10**9),
-            {"zero_stage": 2},
+            {"engine.zero_stage": 2},
             "with weights on the host (zero_stage=3, offload_params=True) and 166 GiB on the first node's host",
         ),
-        (small, {"zero_stage": 2}, "with weights on the host (zero_stage=3, offload_params=True)"),
-        (replace(small, gpus=8), {"zero_stage": 2}, "with ZeRO-3 (zero_stage=3)"),
+        (small, {"engine.zero_stage": 2}, "with weights on the host (zero_stage=3, offload_params=True)"),
+        (replace(small, gpus=8), {"engine.zero_stage": 2}, "with ZeRO-3 (zero_stage=3)"),
         (
             replace(small, gpus=2, gpu_memory=4 * GIB),
             {},
@@ -423,7 +428,8 @@ def test_of_the_papers_loading_nothing_is_said() -> None:
     run = row_config(
         "alst",
         RunConfig(
-            model={"name": "meta-llama/Llama-3.1-70B", "dtype": "bf16"}, engine={"offload_optimizer": False, "sp": 0}
+            model={"name": "meta-llama/Llama-3.1-70B", "dtype": "bf16"},
+            engine={"offload_optimizer": False, "sp": 0},
         ),
     )
     found = predict(read_shape(run.model.name), run, machine, 65_536, "paper")

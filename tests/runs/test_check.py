@@ -63,7 +63,7 @@ def test_two_ranks_measure_and_a_plan_reads_it(ranks2: Any, tmp_path: Path, caps
 
 
 def test_what_is_no_machine_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "result.json").write_text(json.dumps({"metrics": {"seq_len": 3}}))
+    (tmp_path / "result.json").write_text(json.dumps({"metrics": {"data.seq_len": 3}}))
     with pytest.raises(ValueError, match="name a result of `alst check`"):
         read_machine(tmp_path)
 

@@ -29,7 +29,7 @@ ABLATION = REPOSITORY / "papermill_runs" / "specs" / "ablation.yaml"
 def write_spec(folder: Path, **changes) -> Path:
     rows = [{"name": "good", "model_config": {"fake": "ok"}}, {"name": "bad", "model_config": {"fake": "fail"}}]
     spec = {"name": "sweep", "notebook": "run.ipynb", "rows": rows, "parameters": {"worker": "fake_worker"}}
-    spec |= {"base": {"timeout": 60}, **changes}
+    spec |= {"base": {"limits.timeout": 60}, **changes}
     (folder / "run.ipynb").write_text((REPOSITORY / "notebooks" / "run.ipynb").read_text())
     path = folder / "spec.yaml"
     path.write_text(yaml.safe_dump({k: v for k, v in spec.items() if v is not None}))
@@ -176,8 +176,11 @@ def test_the_commands_of_a_dry_run_and_of_the_page_run_a_row(sweep, tmp_path, mo
     assert (notebook, output) == ("run.ipynb", "out.ipynb")
     assert json.loads(parameters)["worker"] == "fake_worker"
     assert json.loads(parameters)["config"] == {
-        "row": "good", "model_config": {"fake": "ok"}, "timeout": 60, "world_size": devices.device_count() or 2
-    }  # fmt: skip
+        "row": "good",
+        "model.config": {"fake": "ok"},
+        "limits.timeout": 60,
+        "engine.world_size": devices.device_count() or 2,
+    }
     capsys.readouterr()
     other = tmp_path / "an other"
     assert cli.main(["run", str(spec), "--rows", "good", "--out", str(other), "--dry-run"]) == 0
@@ -233,7 +236,7 @@ def test_status_of_what_was_changed_or_cut_off(tmp_path, monkeypatch, capsys):
 
 def test_status_judges_rows_as_the_machine_that_ran_them(tmp_path, monkeypatch, capsys):
     """A login node without GPUs, and a machine with fewer of them, look at a sweep that ran on eight."""
-    base = {"cpu": {"seq_len": 1000}, "cuda": {"seq_len": "8K"}}
+    base = {"cpu": {"data.seq_len": 1000}, "cuda": {"data.seq_len": "8K"}}
     rows = ["alst", {"name": "all", "world_size": 8, "steps": 3}]
     spec, out = write_spec(tmp_path, base=base, rows=rows), out_of(tmp_path)
     monkeypatch.setattr(devices, "device_count", lambda: 8)
@@ -402,7 +405,7 @@ def test_what_runs_and_that_it_runs_once(tmp_path, capsys):
 
 def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(devices, "device_count", lambda: 0)
-    base = {"model": "tiny", "seq_len": 256, "steps": 2}
+    base = {"model.name": "tiny", "data.seq_len": 256, "optim.steps": 2}
     rows = ["alst", {"name": "long", "sp": 2, "seq_len": "100K", "device_memory": "96MiB"}]
     spec = write_spec(tmp_path, base=base, rows=rows, parameters=None)
     assert cli.main(["run", str(spec), "--dry-run"]) == 0
@@ -465,7 +468,7 @@ def test_many_more_ranks_than_cores_are_refused_unless_forced(tmp_path, monkeypa
     with pytest.raises(ValueError, match=says):
         launch.launch(run, tmp_path / "run", python="/nowhere/python")
     assert not (tmp_path / "run").exists()
-    spec = str(write_spec(tmp_path, base={"world_size": 100_000}))
+    spec = str(write_spec(tmp_path, base={"engine.world_size": 100_000}))
     for flags in ([], ["--dry-run"]):
         assert cli.main(["run", spec, *flags]) == 2
         assert says in capsys.readouterr().err
@@ -574,7 +577,7 @@ def test_a_result_that_is_none_is_one_unreadable_row(tmp_path, capsys):
 
 
 def test_the_hardware_chooses_its_section(tmp_path, monkeypatch):
-    base = {"steps": 5, "cpu": {"seq_len": 1000}, "cuda": {"seq_len": "8K", "steps": 7}}
+    base = {"steps": 5, "cpu": {"data.seq_len": 1000}, "cuda": {"data.seq_len": "8K", "optim.steps": 7}}
     spec = write_spec(tmp_path, base=base, rows=["alst", {"name": "ours", "tiled_mlp": 64}])
     for gpus, length, steps, sp in ((0, 1000, 5, 2), (4, 8000, 7, 4)):
         monkeypatch.setattr(devices, "device_count", lambda gpus=gpus: gpus)

@@ -486,7 +486,10 @@ def test_the_rows_of_the_paper_end_within_their_time_limit(monkeypatch):
     assert preflight.time_limit(run.replace(data={"seq_len": 1024}, output={"checkpoint_every": 0}), 1, 8)[
         1
     ].startswith("the time limit of 1:00:00 (the shortest default")
-    assert preflight.time_limit(run.replace(limits={"timeout": 0}), 1, 8) == (math.inf, "no time limit (timeout=0)")
+    assert preflight.time_limit(run.replace(limits={"timeout": 0}), 1, 8) == (
+        math.inf,
+        "no time limit (timeout=0)",
+    )
     assert preflight.time_limit(run.replace(limits={"timeout": 300}), 1, 8) == (300, "timeout=300 s")
     on_cpu = preflight.time_limit(RunConfig(engine={"world_size": 2, "sp": 2}), 1, 0)
     assert on_cpu[0] == 86400

@@ -135,7 +135,7 @@ def test_gloo_gets_the_interface_that_reaches_the_head(tmp_path, monkeypatch):
     assert torchrun.interface("no.such.host.invalid") is None
     given: list[str | None] = []
     monkeypatch.setattr(torchrun, "start", lambda argv, env, log: given.append(env.get("GLOO_SOCKET_IFNAME")))
-    attempt = torchrun.Attempt(id="a", config={"world_size": 2}, out=str(tmp_path), worker="w", nodes=2, port=1)
+    attempt = torchrun.Attempt(id="a", config={"engine.world_size": 2}, out=str(tmp_path), worker="w", nodes=2, port=1)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     attempt.begin(str(tmp_path), 1)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
@@ -175,7 +175,7 @@ def test_ranks_know_when_the_job_ends(tmp_path, monkeypatch):
 @pytest.fixture
 def spec(tmp_path):
     path = tmp_path / "spec.yaml"
-    base = {"model": "tiny", "seq_len": 64, "steps": 2, "sp": 0, "world_size": 2}
+    base = {"model.name": "tiny", "data.seq_len": 64, "optim.steps": 2, "engine.sp": 0, "engine.world_size": 2}
     path.write_text(yaml.safe_dump({"name": "two", "base": base, "rows": ["alst"]}))
     return path
 

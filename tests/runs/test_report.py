@@ -173,8 +173,8 @@ def test_a_sweep_over_one_number_is_drawn_over_it(tmp_path):
     said = [image["alt"] for image in Page(path.read_text()).all("img")]
     found = report.labelled(results.collect(spec.out), spec.out)
     for i, rate in enumerate((1e-5, 0.0)):
-        found[i]["config"] = {**found[0]["config"], "learning_rate": rate}
-    more = {**found[0], "label": "none", "config": {**found[0]["config"], "learning_rate": None}}
+        found[i]["config"] = {**found[0]["config"], "optim.learning_rate": rate}
+    more = {**found[0], "label": "none", "config": {**found[0]["config"], "optim.learning_rate": None}}
     (made, _) = report.figures([*found, more], results.table([*found, more]))
     assert made["source"]
     assert made["what"].endswith("because their value is no number: none (None).")
@@ -185,7 +185,7 @@ def test_a_sweep_over_one_number_is_drawn_over_it(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("changes", [{"tiled_norm": True}, {"sizes": (64, 256)}])
+@pytest.mark.parametrize("changes", [{"tiles": True}, {"sizes": (64, 256)}])
 def test_a_sweep_over_more_than_a_number_is_not_drawn(tmp_path, changes):
     """Two fields; and one row that ran."""
     spec, _ = tile_sweep(tmp_path, **{"sizes": (64, 256, 512), **changes})

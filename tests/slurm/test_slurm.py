@@ -114,7 +114,7 @@ def test_a_run_ends_before_its_job_and_the_job_continues(slurm: Cluster, checkou
     """A job of three minutes, which Slurm warns after one: the run ends halfway, and another attempt finishes it.
 
     Ranks get two minutes less what it takes to start them, and on a machine that is busy that is one."""
-    base = {"model": "tiny", "world_size": 2, "steps": 130}  # of a second
+    base = {"model.name": "tiny", "engine.world_size": 2, "optim.steps": 130}  # of a second
     spec = {"name": "clock", "base": base, "rows": [{"name": "count"}], "parameters": {"worker": "clock"}}
     (checkout / "clock.yaml").write_text(yaml.safe_dump(spec))
     job = submit(slurm, ".venv/bin/alst run clock.yaml --nodes 2 --sbatch=--time=3", checkout)

@@ -235,7 +235,7 @@ def test_working_memory_is_of_the_chunk() -> None:
     def peak_of(length: int, chunk: int | None) -> int:
         gc.collect()  # models of earlier tests, which would be freed in between
         model = make_model("gqa", num_hidden_layers=3, intermediate_size=256, max_position_embeddings=2048)
-        more = {"offload": "sync", "save_attention": True, "tiled_mlp": False, "tiled_loss": 64}
+        more = {"tiles": {"loss": 64, "norm": True}, "offload": "sync", "save_attention": True}
         return peak(model, batch(length), chunk=chunk, **more)
 
     # per row: x (turns into its gradient), the gradient that came in, K, V, dK, dV, cos and sin, tokens and labels
@@ -264,7 +264,7 @@ def test_evaluation_keeps_nothing() -> None:
     ids = batch()["input_ids"]
     with torch.no_grad():
         want = model(ids, labels=ids)
-        with alstlib.apply(model, None, alstlib.Options(offload="sync", chunk=6)) as handle:
+        with alstlib.apply(model, None, alstlib.Options(chunk=6, offload="sync")) as handle:
             got, logits = model(ids, labels=ids), model(ids).logits
             assert handle.store.nbytes == handle.store.unused
     assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-6)
@@ -347,10 +347,10 @@ def test_a_layer_without_attention() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv", ["device", "host"])
-@pytest.mark.parametrize("offload", ["none", "sync", "async"])
+@pytest.mark.parametrize("on_host", ["none", "hidden+kv"])
+@pytest.mark.parametrize("offload", [False, "sync", True])
 @pytest.mark.parametrize("save", [True, False])
-def test_gpu_streamed_layers_are_whole_layers(offload: Any, save: bool, kv: Any) -> None:
+def test_gpu_streamed_layers_are_whole_layers(offload: Any, save: bool, on_host: Any) -> None:
     """Odd length, ragged chunk, bf16: as near to fp32 as the same model without chunks."""
     sample = batch(301)
     ids, sample = sample["input_ids"], {n: t.cuda() for n, t in sample.items()}
@@ -358,7 +358,7 @@ def test_gpu_streamed_layers_are_whole_layers(offload: Any, save: bool, kv: Any)
     errors = []
     for chunk in (None, 64):
         model = make_model("gqa", num_hidden_layers=4).to("cuda", torch.bfloat16)
-        where = {"kv": kv, "hidden": kv} if chunk and offload != "none" else {}
+        where = {"on_host": on_host} if chunk and offload else {}
         options = alstlib.Options(
             tiles={"mlp": 50, "loss": 70, "norm": True}, offload=offload, save_attention=save, chunk=chunk, **where
         )

@@ -25,29 +25,32 @@ ROW = LENGTH * WIDTH * 4
 
 
 HOST: dict[str, Any] = {
-    "chunk": CHUNK, "offload": "sync", "save_attention": False, "hidden": "host", "kv": "host", "tiled_loss": 8,
-}  # fmt: skip
+    "tiles": {"mlp": True, "loss": 8, "norm": True},
+    "offload": "sync",
+    "save_attention": False,
+    "chunk": CHUNK,
+    "on_host": "hidden+kv",
+}
 
 
 def options(**how: Any) -> alstlib.Options:
     return alstlib.Options(**{**HOST, **how})
 
 
-@pytest.mark.parametrize("kv", ["device", "host"])
-@pytest.mark.parametrize("hidden", ["device", "host"])
+@pytest.mark.parametrize("on_host", ["none", "hidden", "hidden+kv"])
 @pytest.mark.parametrize("chunk", [1, 64, 100])
 @pytest.mark.parametrize("ranks", ["1x1", "2x1", "3x1"])
-def test_gradients_of_plain_transformers(pools: Any, ranks: str, chunk: int, hidden: str, kv: str) -> None:
+def test_gradients_of_plain_transformers(pools: Any, ranks: str, chunk: int, on_host: str) -> None:
     """What the net has not: chunks of a token, of almost all and of more than all tokens."""
     case = matrix.Case("llama", ranks, "lengths" if ranks == "1x1" else "packed rows")
-    more = {"chunk": chunk, "offload": "sync", "save_attention": False, "hidden": hidden, "kv": kv}
+    more = {"offload": "sync", "save_attention": False, "chunk": chunk, "on_host": on_host}
     matrix.check(pools(case.sp)(matrix.run, case, matrix.More(options=more)), case, (1e-12, 1e-12))
 
 
 def test_backward_runs_in_one_thread() -> None:
     """Else engines look for gradients that are not there yet, on a device that has an autograd thread of its own."""
     model, many = make_model("gqa"), torch._C._is_multithreading_enabled
-    with alstlib.apply(model, options=options(hidden="device")):
+    with alstlib.apply(model, options=options(on_host="none")):
         step(model, batch(LENGTH))
         assert many()
     with alstlib.apply(model, options=options()):
@@ -72,7 +75,10 @@ def test_one_input_in_two_gives_the_same_bits(kind: str) -> None:
     for every, rows in ((1, LAYERS + 3), (2, LAYERS // 2 + 3)):  # what is there of a layer's input at once
         budget = rows * ROW + tables
         assert share_travelling(budget, LAYERS, ROW, 1, False, tables) == (every, 0, budget)
-        with small_pages(), alstlib.apply(model, None, options(host_memory=budget, kv="device")) as handle:
+        with (
+            small_pages(),
+            alstlib.apply(model, None, options(host_memory=budget, on_host="hidden")) as handle,
+        ):
             found.append(step(model, sample, seed=3)[1])
             assert handle.inputs_kept_every == every
             assert any("one in 2 is kept" in note for note in handle.notes) == (every > 1)
@@ -174,9 +180,9 @@ def test_a_host_that_is_too_small_is_refused_before_anything_starts() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"chunk": None}, "works on layers that run in chunks: give chunk too"),
-        ({"offload": "none"}, "it needs offload='async'"),
-        ({"tiled_loss": False, "kv": "auto"}, "needs the tiled loss"),
+        ({"chunk": None, "on_host": "hidden"}, "works on layers that run in chunks: give chunk too"),
+        ({"offload": False}, "it needs offload=True"),
+        ({"tiles": {"mlp": True, "norm": True}}, "needs the loss in tiles"),
     ],
 )
 def test_places_that_nothing_takes(wrong: dict[str, Any], says: str) -> None:
@@ -192,10 +198,12 @@ def test_the_device_peak_does_not_grow() -> None:
         gc.collect()
         model = make_model("gqa", num_hidden_layers=3, max_position_embeddings=2048)
         with small_pages():
-            return peak(model, batch(length), **{**HOST, "chunk": 64, "tiled_loss": 64, "tiled_norm": 64, **how})
+            return peak(
+                model, batch(length), **{**HOST, **how, "tiles": {"mlp": True, "loss": 64, "norm": 64}, "chunk": 64}
+            )
 
     assert peak_of(2048) <= 1.02 * peak_of(1024)
-    assert peak_of(2048, hidden="device", kv="device") > 1.3 * peak_of(1024, hidden="device", kv="device")
+    assert peak_of(2048, on_host="none") > 1.3 * peak_of(1024, on_host="none")
 
 
 @pytest.mark.parametrize(("free", "host", "leaves"), [(3.5, 99.0, True), (5.0, 99.0, False), (3.5, 5.9, False)])
@@ -206,7 +214,7 @@ def test_keys_leave_a_device_that_is_short_for_a_host_that_has_room(
     of these holds the least that layers keep there, and not the keys besides."""
     monkeypatch.setattr(headroom, "device_memory", lambda device: (0, 0, int(free * ROW)))
     model = make_model("gqa", layers=LAYERS)
-    with alstlib.apply(model, SPContext(), options(kv="auto", host_memory=int(host * ROW))) as handle:
+    with alstlib.apply(model, SPContext(), options(host_memory=int(host * ROW), on_host="auto")) as handle:
         step(model, batch(LENGTH))
         assert handle._keys_and_values(torch.empty(1, LENGTH, WIDTH)) == 2 * ROW
         assert handle.kv_on_host == leaves

@@ -27,7 +27,7 @@ from alstlib.streaming.sparse import PageChoices
 
 CHUNK, PAGE, LENGTH = 4, 8, 45
 SPARSE = alstlib.Sparse(top=1, page=PAGE)
-HOST: dict[str, Any] = {"offload": "sync", "kv": "host", "hidden": "host"}
+HOST: dict[str, Any] = {"offload": "sync", "on_host": "hidden+kv"}
 
 
 def oracle(model: Any, sample: Any, chunk: int, sparse: alstlib.Sparse) -> tuple[float, dict[str, Tensor]]:
@@ -171,7 +171,7 @@ def test_pages_that_no_head_chose_are_not_fetched(monkeypatch: pytest.MonkeyPatc
     handle = alstlib.apply(
         model,
         options=alstlib.Options(
-            offload="sync", save_attention=True, chunk=CHUNK, on_host=ON_HOST("device", "host"), sparse=SPARSE
+            save_attention=True, chunk=CHUNK, on_host=ON_HOST("device", "host"), sparse=SPARSE, offload="sync"
         ),
     )
     step(model, sample)
@@ -200,7 +200,7 @@ def test_pages_that_no_head_chose_are_not_fetched(monkeypatch: pytest.MonkeyPatc
 def test_the_planner_counts_the_pages_that_a_run_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     made, model, sample = watched(monkeypatch), make_model("gqa"), batch(61)
     run = RunConfig(
-        options=alstlib.Options.plain(offload="sync", chunk=CHUNK, on_host="hidden+kv"),
+        options=alstlib.Options.plain(chunk=CHUNK, on_host="hidden+kv", offload="sync"),
         contrib={"sparse": {"top": SPARSE.top, "page": SPARSE.page}},
     )
     with alstlib.apply(model, options=run.options) as handle:

@@ -16,14 +16,14 @@ import alstlib
 from alstlib import sizing
 from alstlib.measure import verify
 
-TILES = {"tiled_mlp": 5, "tiled_norm": 6, "tiled_loss": 7}
+TILES = {"tiles": {"mlp": 5, "loss": 7, "norm": 6}}
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "tiles": {**TILES, "offload": "async", "save_attention": True, "states": "heads"},
-    "chunks": {**TILES, "chunk": 4, "states": "pass"},
-    "chunks, host": {"chunk": 4, "offload": "async", "hidden": "host", "kv": "host", "states": "heads"},
-    "blocks": {**TILES, "block": 5, "offload": "async", "kv": "host"},
-    "no checkpoints": {"tiled_mlp": False, "tiled_norm": False, "tiled_loss": False, "checkpoint": False},
+    "tiles": {**TILES, "offload": True, "save_attention": True, "linear_attention": "heads"},
+    "chunks": {**TILES, "chunk": 4, "linear_attention": "pass"},
+    "chunks, host": {"offload": True, "chunk": 4, "on_host": "hidden+kv", "linear_attention": "heads"},
+    "blocks": {**TILES, "offload": True, "on_host": "hidden+kv", "block": 5},
+    "no checkpoints": {"tiles": False, "checkpoint": False},
 }
 LENGTH = 32
 CASES = [f"{data}, {how}" for data in ("whole", "packed") for how in OPTIONS]

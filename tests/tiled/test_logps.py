@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from operators import leaf, randn, strided, worst
-from test_loss import ALL, PLAIN, VOCAB, WIDTH, growth, inputs_of, labels_of, linear
+from test_loss import ALL, PLAIN, VOCAB, growth, inputs_of, labels_of
 from torch import Tensor, nn
 
 from alstlib import reference
 from alstlib.tiled.logits import LogitTransform, Statistics
 from alstlib.tiled.logps import tiled_token_logps
-from alstlib.tiled.loss import TiledHead, tiled_logits_loss
+from alstlib.tiled.loss import tiled_logits_loss
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
@@ -72,9 +72,3 @@ def test_statistics_take_no_product_and_less_than_a_tile() -> None:
     (products, without), (products_too, peak) = run(None), run(Statistics())
     assert products == products_too > 0
     assert peak - without < 4 * tile * vocab / 2
-
-
-def test_a_fused_loss_has_none() -> None:
-    with pytest.raises(ValueError, match="Liger's fused loss has no statistics: use liger_loss=False"):
-        tiled_logits_loss(*inputs_of(2, 13), labels_of(2, 13), liger=True, statistics=Statistics())
-    assert TiledHead(linear(), liger=True)(randn(2, 13, WIDTH), labels_of(2, 13), None, Statistics()).ndim == 0

@@ -157,7 +157,7 @@ def steps(model: PreTrainedModel, options: dict[str, Any], count: int = 2) -> tu
     return grads, tokens["mlp"] / LENGTH / len(model.model.layers)
 
 
-PLAIN: dict[str, Any] = {"tiled_mlp": False, "checkpoint": False}
+PLAIN: dict[str, Any] = {"tiles": {"loss": True, "norm": True}, "checkpoint": False}
 
 
 def want_of(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -168,7 +168,7 @@ def want_of(model: PreTrainedModel) -> dict[str, Tensor]:
 def exact(model: PreTrainedModel, want: dict[str, Tensor] | None = None, **options: Any) -> float:
     """The step that learns the layer and the next have plain transformers' gradients; forwards of the MLP."""
     want = want or want_of(model)
-    grads, forwards = steps(model, {"tiled_mlp": 7, **options})
+    grads, forwards = steps(model, {"tiles": {"mlp": 7, "loss": True, "norm": True}, **options})
     assert all(worst_error(got, want)[0] < 1e-5 for got in grads)
     return forwards
 
@@ -238,4 +238,4 @@ def test_models_that_normalise_the_mlps_output(monkeypatch: pytest.MonkeyPatch, 
     """Twice, not three times, in the models of Hugging Face that put a norm between MLP and residual."""
     fields = {"head_dim": 8, "sliding_window": 64, "attn_logit_softcapping": None}
     monkeypatch.setitem(zoo.MORE, name, (name, fields))
-    assert exact(zoo.build(name), tiled_loss=7, offload="async", save_attention=True) == 2
+    assert exact(zoo.build(name), save_attention=True, tiles={"mlp": True, "loss": 7, "norm": True}, offload=True) == 2

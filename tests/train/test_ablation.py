@@ -35,9 +35,17 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 def run_config(**changes: Any) -> RunConfig:
     defaults: dict[str, Any] = {
-        "model": "tiny", "seq_len": 129, "world_size": 2, "sp": 2, "steps": 2, "learning_rate": 1e-2, "timeout": 200,
-        "tiled_loss": True, "tiled_mlp": True, "offload": "sync",
-    }  # fmt: skip
+        "model.name": "tiny",
+        "data.seq_len": 129,
+        "engine.world_size": 2,
+        "engine.sp": 2,
+        "optim.steps": 2,
+        "optim.learning_rate": 1e-2,
+        "limits.timeout": 200,
+        "options.tiles.loss": True,
+        "options.tiles.mlp": True,
+        "options.offload": "sync",
+    }
     return RunConfig(**{**defaults, **changes})
 
 
@@ -197,7 +205,9 @@ def test_a_nan_loss_is_an_error(ranks2: Any, own: tuple[Path, RunConfig], tmp_pa
 @pytest.mark.slow
 def test_the_search_ends_at_the_budget(tmp_path: Path) -> None:
     budget = 7_500_000
-    run = run_config(search=True, device_memory=budget, search_granule=64, seq_len=512, tiled_mlp=64, tiled_loss=64)
+    run = run_config(
+        search=True, device_memory=budget, search_granule=64, seq_len=512, tiles={"mlp": 64, "loss": 64, "norm": True}
+    )
     m = launch(run, tmp_path, extra_env=OFFLINE)["metrics"]
     tried = {t["seq_len"]: t["device_peak_bytes"] for t in m["tried"]}
     assert m["seq_len"] % 64 == 0
@@ -219,7 +229,7 @@ def test_a_length_beyond_the_budget_is_out_of_memory(tmp_path: Path) -> None:
 
 
 def test_a_run_that_cannot_fit_is_not_started(tmp_path: Path) -> None:
-    run = run_config(seq_len=40_000, device_memory="100MB", tiled_loss=False, offload="none")
+    run = run_config(seq_len=40_000, device_memory="100MB", tiles={"mlp": True, "norm": True}, offload=False)
     began = time.monotonic()
     result = launch(run, tmp_path, python="/nowhere/python")
     assert time.monotonic() - began < 30  # no rank was started
@@ -273,18 +283,18 @@ def ends(pool: Any, out: Path, run: RunConfig) -> tuple[str, str, dict[str, Any]
     [
         ({"model": "tinny"}, "did you mean 'tiny'?"),
         (
-            {"model_config": {"hidden_sise": 32}},
+            {"model.config": {"hidden_sise": 32}},
             "unknown model_config field 'hidden_sise'; did you mean 'hidden_size'?",
         ),
-        ({"model_config": {"attention_dropout": 0.1}}, "config.attention_dropout=0.1 is not supported in attention"),
+        ({"model.config": {"attention_dropout": 0.1}}, "config.attention_dropout=0.1 is not supported in attention"),
         ({"data": "empty.jsonl"}, "empty.jsonl"),
         ({"data": "nowhere.jsonl"}, "data='nowhere.jsonl' does not exist"),
         ({"data": "blank.txt"}, "holds no text"),
         ({"data": "ids.jsonl"}, "has token 9999, but the model's vocab_size is 512"),
         ({"data": "chats.jsonl"}, "the tokenizer has no chat template"),
-        ({"liger": "loss", "tiled_loss": True}, "liger='loss' needs a GPU"),
+        ({"model.liger": "loss", "options.tiles.loss": True}, "liger='loss' needs a GPU"),
         ({"search": True}, "search=True needs device_memory"),
-        ({"resume_from": "nowhere"}, "resume_from='nowhere': there is no such folder"),
+        ({"output.resume_from": "nowhere"}, "resume_from='nowhere': there is no such folder"),
     ],
     ids=str,
 )
@@ -365,7 +375,9 @@ def step_of(folder: Path) -> int:
 
 
 def resumable(**changes: Any) -> RunConfig:
-    return run_config(**{"steps": 4, "checkpoint_every": 1, "zero_stage": 2, "accumulation": 2, **changes})
+    return run_config(
+        **{"optim.steps": 4, "output.checkpoint_every": 1, "engine.zero_stage": 2, "optim.accumulation": 2, **changes}
+    )
 
 
 @pytest.fixture(scope="module")

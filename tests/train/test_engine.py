@@ -41,7 +41,9 @@ def train_and_save(rank: int, world: int, kind: str, folder: str, tied: bool) ->
     """Two optimizer steps, the model saved; and the logits of the trained model itself, detached and gathered."""
     stage = int(kind[4:]) if kind.startswith("zero") else 0
     run = RunConfig(
-        engine={"zero_stage": stage, "offload_optimizer": False}, optim={"learning_rate": 1e-2}, model={"dtype": "fp32"}
+        engine={"zero_stage": stage, "offload_optimizer": False},
+        optim={"learning_rate": 1e-2},
+        model={"dtype": "fp32"},
     )
     ctx = alstlib.SPContext.create(2)
     model = make_model(tie_word_embeddings=tied)
@@ -105,7 +107,12 @@ def test_a_saved_model_is_the_trained_one(ranks2: Any, tmp_path: Path, kind: str
 
 def one_step(rank: int, world: int, stage: int, changes: dict[str, Any]) -> dict[str, Any]:
     """Learning rates of four steps, the first step's gradient as AdamW saw it, and bytes on the host before it."""
-    defaults = {"zero_stage": stage, "offload_optimizer": False, "dtype": "fp32", "learning_rate": 1e-2}
+    defaults = {
+        "engine.zero_stage": stage,
+        "engine.offload_optimizer": False,
+        "model.dtype": "fp32",
+        "optim.learning_rate": 1e-2,
+    }
     run = RunConfig(**{**defaults, **changes})
     ctx = alstlib.SPContext.create(2)
     model = make_model()
@@ -130,7 +137,7 @@ def test_rates_clipping_and_decay_are_honoured(ranks2: Any, stage: int) -> None:
     assert free["rates"] == [1e-2] * 4
     assert free["gradient"] > 0.5
     assert free["decay"] == 0.0
-    changes = {"warmup_steps": 3, "max_grad_norm": 0.01, "weight_decay": 0.1}
+    changes = {"optim.warmup_steps": 3, "optim.max_grad_norm": 0.01, "optim.weight_decay": 0.1}
     bound = ranks2(one_step, stage, changes)[0]
     assert bound["rates"] == pytest.approx([0.25e-2, 0.5e-2, 0.75e-2, 1e-2])
     assert bound["gradient"] == pytest.approx(0.01, rel=1e-3)
@@ -140,7 +147,7 @@ def test_rates_clipping_and_decay_are_honoured(ranks2: Any, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_offloaded_state_is_on_the_host_before_the_first_step(ranks2: Any, stage: int) -> None:
     parameters = sum(p.numel() for p in make_model().parameters())
-    for result in ranks2(one_step, stage, {"offload_optimizer": True}):
+    for result in ranks2(one_step, stage, {"engine.offload_optimizer": True}):
         before, after = result["host"]
         assert before >= 3 * parameters // 2  # of each of two ranks: half the weights and both moments
         assert before == after
@@ -148,7 +155,11 @@ def test_offloaded_state_is_on_the_host_before_the_first_step(ranks2: Any, stage
 
 def pinned_buffers(rank: int, world: int, stage: int, changes: dict[str, Any]) -> list[int]:
     """Bytes that DeepSpeed pins and keeps over two steps in bf16, where the CPU's accelerator takes note of them."""
-    run = RunConfig(engine={"zero_stage": stage, "offload_optimizer": True}, optim={"learning_rate": 1e-2}, **changes)
+    run = RunConfig(
+        engine={"zero_stage": stage, "offload_optimizer": True},
+        optim={"learning_rate": 1e-2},
+        **changes,
+    )
     ctx, made, configure = alstlib.SPContext.create(2), [], engines.engine_config
     model = make_model(dtype=torch.bfloat16)
     alstlib.apply(model, ctx, alstlib.Options())
@@ -175,7 +186,7 @@ def pinned_buffers(rank: int, world: int, stage: int, changes: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    "stage, changes", [(1, {}), (2, {}), (2, {"accumulation": 2}), (3, {}), (3, {"offload_params": True})]
+    "stage, changes", [(1, {}), (2, {}), (2, {"optim.accumulation": 2}), (3, {}), (3, {"engine.offload_params": True})]
 )
 def test_the_plan_knows_what_deepspeed_pins(ranks2: Any, stage: int, changes: dict[str, Any]) -> None:
     """All bytes of the host, and those that are lost where pinned memory has powers of two."""

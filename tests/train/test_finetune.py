@@ -54,10 +54,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def config(data: str, **changes: Any) -> RunConfig:
     defaults: dict[str, Any] = {
-        "model": "tiny", "data": data, "eval_data": 0.2, "seq_len": 96, "world_size": 2, "sp": 2, "steps": 6,
-        "accumulation": 2, "learning_rate": 1e-2, "timeout": 200, "tiled_loss": True, "tiled_mlp": True,
-        "offload": "async", "tokenizer": "stdlib-bpe", "trainer": {"eval_steps": 3},
-    }  # fmt: skip
+        "model.name": "tiny",
+        "data.name": data,
+        "data.eval": 0.2,
+        "data.seq_len": 96,
+        "engine.world_size": 2,
+        "engine.sp": 2,
+        "optim.steps": 6,
+        "optim.accumulation": 2,
+        "optim.learning_rate": 1e-2,
+        "limits.timeout": 200,
+        "options.tiles.loss": True,
+        "options.tiles.mlp": True,
+        "options.offload": True,
+        "data.tokenizer": "stdlib-bpe",
+        "optim.trainer": {"eval_steps": 3},
+    }
     return RunConfig(**{**defaults, **changes})
 
 
@@ -91,7 +103,7 @@ def documents(tmp_path: Path, rows: list[Any], **changes: Any) -> tuple[list[Any
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "d.jsonl").write_text("\n".join(["", *(r if isinstance(r, str) else json.dumps(r) for r in rows)]))
     job = finetune.FineTune.__new__(finetune.FineTune)
-    job.run = config(str(tmp_path / "d.jsonl"), **{"tokenizer": str(tmp_path / "tokenizer"), **changes})
+    job.run = config(str(tmp_path / "d.jsonl"), **{"data.tokenizer": str(tmp_path / "tokenizer"), **changes})
     job.vocabulary, job.notes, job.say = 512, [], lambda *_, **__: None
     data, others, _ = job._documents()
     return [(row["input_ids"], row["labels"]) for part in (data, others) if part for row in part], job.notes
@@ -223,11 +235,26 @@ def plain(run: RunConfig, out: Path) -> list[dict[str, float]]:
     parts = load_corpus(run.data.name).train_test_split(test_size=run.data.eval, seed=run.optim.seed)
     with accelerate_here("ddp"):
         args = SFTConfig(
-            str(out), max_length=run.data.seq_len, packing=run.data.packed, per_device_train_batch_size=1, use_cpu=True,
-            per_device_eval_batch_size=1, gradient_accumulation_steps=2, max_steps=run.optim.steps, max_grad_norm=0.0,
-            learning_rate=run.optim.learning_rate, logging_steps=1, eval_strategy="steps", eval_steps=3, bf16=False, seed=0,
-            save_strategy="no", report_to="none", disable_tqdm=True, gradient_checkpointing=False,
-        )  # fmt: skip
+            str(out),
+            max_length=run.data.seq_len,
+            packing=run.data.packed,
+            per_device_train_batch_size=1,
+            use_cpu=True,
+            per_device_eval_batch_size=1,
+            gradient_accumulation_steps=2,
+            max_steps=run.optim.steps,
+            max_grad_norm=0.0,
+            learning_rate=run.optim.learning_rate,
+            logging_steps=1,
+            eval_strategy="steps",
+            eval_steps=3,
+            bf16=False,
+            seed=0,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            gradient_checkpointing=False,
+        )
         trainer = SFTTrainer(
             model=load_model(run, torch.float32), args=args, train_dataset=parts["train"], eval_dataset=parts["test"],
             processing_class=get_tokenizer(run.data.tokenizer, vocab_size=512),
@@ -314,7 +341,9 @@ def test_the_same_command_continues_and_another_does_not(
     assert m["loss_steps"] == [1, 2, 3, 4, 5, 6]
     assert "continued from checkpoint-4" in m["notes"]
     m = ranks2(
-        tuned, str(tmp_path), run.replace(optim={"learning_rate": 1e-3, "steps": 1}, output={"checkpoint_every": 0})
+        tuned,
+        str(tmp_path),
+        run.replace(optim={"learning_rate": 1e-3, "steps": 1}, output={"checkpoint_every": 0}),
     )[0]["metrics"]
     assert m["loss"] == pytest.approx(whole["metrics"]["loss"][:1], rel=1e-6)
     (note,) = [n for n in m["notes"] if "not continued" in n]
@@ -328,19 +357,22 @@ def test_the_same_command_continues_and_another_does_not(
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"trainer": {"lerning_rate": 1}}, "unknown field of SFTConfig in trainer 'lerning_rate'; did you mean"),
-        ({"trainer": {"max_length": 4}}, "trainer={'max_length': 4} is set by alstlib: give seq_len instead"),
-        ({"trainer": {"push_to_hub": True}}, "needs save_to"),
-        ({"trainer": {"hub_token": "hf_x"}}, "hub_token in trainer is a secret"),
-        ({"trainer": {"model_init_kwargs": {"token": "hf_x"}}}, "token in trainer is a secret"),
-        ({"trainer": {"push_to_hub_token": "hf_x"}}, "set HF_TOKEN in the environment"),
-        ({"lora": {"rank": 4}}, "unknown field of LoraConfig in lora 'rank'"),
-        ({"lora": {"r": 4}, "save_to": "x"}, "give merge_lora=True, which saves both"),
+        ({"optim.trainer": {"lerning_rate": 1}}, "unknown field of SFTConfig in trainer 'lerning_rate'; did you mean"),
+        ({"optim.trainer": {"max_length": 4}}, "trainer={'max_length': 4} is set by alstlib: give seq_len instead"),
+        ({"optim.trainer": {"push_to_hub": True}}, "needs save_to"),
+        ({"optim.trainer": {"hub_token": "hf_x"}}, "hub_token in trainer is a secret"),
+        ({"optim.trainer": {"model_init_kwargs": {"token": "hf_x"}}}, "token in trainer is a secret"),
+        ({"optim.trainer": {"push_to_hub_token": "hf_x"}}, "set HF_TOKEN in the environment"),
+        ({"model.lora": {"rank": 4}}, "unknown field of LoraConfig in lora 'rank'"),
+        ({"model.lora": {"r": 4}, "output.save_to": "x"}, "give merge_lora=True, which saves both"),
         ({"search": True}, "search=True is a field of the worker alstlib.train.ablation"),
         ({"model": "tinny"}, "did you mean 'tiny'?"),
-        ({"trainer": {"report_to": "absent"}}, "the package gone, which is not installed; to install it: "),
-        ({"trainer": {"report_to": ["tensorbord"]}}, "did you mean 'tensorboard'?"),
-        ({"trainer": {"optim": "stable_adamw"}}, "'stable_adamw'} needs the package torch-optimi, which is not inst"),
+        ({"optim.trainer": {"report_to": "absent"}}, "the package gone, which is not installed; to install it: "),
+        ({"optim.trainer": {"report_to": ["tensorbord"]}}, "did you mean 'tensorboard'?"),
+        (
+            {"optim.trainer": {"optim": "stable_adamw"}},
+            "'stable_adamw'} needs the package torch-optimi, which is not inst",
+        ),
     ],
     ids=str,
 )
@@ -376,9 +408,11 @@ def test_packages_of_a_model_and_of_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "bitsandbytes"}}))
     for run, package in (
         (RunConfig(options=Options.plain(attention="flash_attention_3")), "flash-attn-3"),
-        (RunConfig(options=Options.plain(attention="flash_attention_4")), "flash-attn-4"), (RunConfig(model={"liger": True}), "liger-kernel"),
-        (RunConfig(engine={"fsdp": True}, model={"name": str(tmp_path)}), "bitsandbytes"), (RunConfig(), "deepspeed"),
-    ):  # fmt: skip
+        (RunConfig(options=Options.plain(attention="flash_attention_4")), "flash-attn-4"),
+        (RunConfig(model={"liger": True}), "liger-kernel"),
+        (RunConfig(engine={"fsdp": True}, model={"name": str(tmp_path)}), "bitsandbytes"),
+        (RunConfig(), "deepspeed"),
+    ):
         with pytest.raises(ValueError, match=f"needs the package {package}, which is not installed"):
             packages.check(run, fine_tuning=True)
 
@@ -398,8 +432,8 @@ def test_chats_need_a_chat_template_before_the_start(tmp_path: Path, data: str) 
     )
     get_tokenizer("stdlib-bpe", vocab_size=512).save_pretrained(tmp_path / "base")
     for changes, which in (
-        ({"data": str(chats)}, "a tokenizer that is trained here"), ({"eval_data": str(chats)}, "a tokenizer that is"),
-        ({"data": str(chats), "tokenizer": str(tmp_path / "base")}, f"the tokenizer of '{tmp_path}/base'"),
+        ({"data": str(chats)}, "a tokenizer that is trained here"), ({"data.eval": str(chats)}, "a tokenizer that is"),
+        ({"data.name": str(chats), "data.tokenizer": str(tmp_path / "base")}, f"the tokenizer of '{tmp_path}/base'"),
     ):  # fmt: skip
         run = config(data).replace(output={"save_to": str(tmp_path / "saved")}, **changes)
         with pytest.raises(
@@ -410,7 +444,9 @@ def test_chats_need_a_chat_template_before_the_start(tmp_path: Path, data: str) 
 
 
 @pytest.mark.parametrize(
-    "field", [{"lora": {"r": 4}}, {"eval_data": 0.1}, {"allow_dropped": True}, {"trainer": {"optim": "sgd"}}], ids=str
+    "field",
+    [{"model.lora": {"r": 4}}, {"data.eval": 0.1}, {"allow_dropped": True}, {"optim.trainer": {"optim": "sgd"}}],
+    ids=str,
 )
 def test_the_ablation_does_not_take_what_it_would_ignore(tmp_path: Path, field: dict[str, Any]) -> None:
     (name,) = field
@@ -419,7 +455,7 @@ def test_the_ablation_does_not_take_what_it_would_ignore(tmp_path: Path, field: 
 
 
 @pytest.mark.parametrize(
-    "changes, message", [({"eval_data": 1.5}, "eval_data=1.5 must be a share between 0 and 1"),
+    "changes, message", [({"data.eval": 1.5}, "eval_data=1.5 must be a share between 0 and 1"),
                          ({"merge_lora": True}, "give lora too")],
 )  # fmt: skip
 def test_values_of_the_fields(changes: dict[str, Any], message: str) -> None:

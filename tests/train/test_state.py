@@ -37,9 +37,18 @@ ZERO = [(0, False), (1, True), (2, False), (3, False), (3, True)]
 
 def run_config(stage: int, offload: bool = False, **changes: Any) -> RunConfig:
     defaults: dict[str, Any] = {
-        "model": "tiny", "zero_stage": stage, "offload_optimizer": offload, "sp": 2, "learning_rate": 1e-2,
-        "warmup_steps": 3, "weight_decay": 0.1, "max_grad_norm": 0.5, "accumulation": 2, "dtype": "fp32", "steps": 9,
-    }  # fmt: skip
+        "model.name": "tiny",
+        "engine.zero_stage": stage,
+        "engine.offload_optimizer": offload,
+        "engine.sp": 2,
+        "optim.learning_rate": 1e-2,
+        "optim.warmup_steps": 3,
+        "optim.weight_decay": 0.1,
+        "optim.max_grad_norm": 0.5,
+        "optim.accumulation": 2,
+        "model.dtype": "fp32",
+        "optim.steps": 9,
+    }
     return RunConfig(**{**defaults, **changes})
 
 
@@ -498,10 +507,23 @@ def test_every_damage_is_found_before_anything_is_loaded(ranks2: Any, tmp_path: 
 
 
 OTHER = {
-    "learning_rate": 0.02, "warmup_steps": 4, "weight_decay": 0.2, "max_grad_norm": 0.0, "accumulation": 4, "seed": 1,
-    "batch_size": 2, "seq_len": 99, "packed": True, "data": "other.jsonl", "tokenizer": "other", "model": "small",
-    "model_config": {"rope_theta": 5.0}, "random_weights": False, "dtype": "bf16", "sparse": {"top": 16},
-}  # fmt: skip
+    "optim.learning_rate": 0.02,
+    "optim.warmup_steps": 4,
+    "optim.weight_decay": 0.2,
+    "optim.max_grad_norm": 0.0,
+    "optim.accumulation": 4,
+    "optim.seed": 1,
+    "data.batch_size": 2,
+    "data.seq_len": 99,
+    "data.packed": True,
+    "data.name": "other.jsonl",
+    "data.tokenizer": "other",
+    "model.name": "small",
+    "model.config": {"rope_theta": 5.0},
+    "model.random_weights": False,
+    "model.dtype": "bf16",
+    "contrib.sparse": {"top": 16},
+}
 """Another value of every field that a state belongs to."""
 
 
@@ -525,11 +547,21 @@ def test_a_state_belongs_to_its_configuration(ranks2: Any, tmp_path: Path) -> No
     assert OTHER.keys() == fields.keys() - states.FREE
     ranks2(write, str(tmp_path), run_config(2), {})
     free = {
-        "zero_stage": 3, "steps": 20, "sp": 1, "timeout": 5, "row": "alst", "tiled_loss": True, "chunk": 64,
-        "checkpoint_every": 1, "save_to": "there", "resume_from": "here", "attention": "eager", "dtype": "auto",
-    }  # fmt: skip
+        "engine.zero_stage": 3,
+        "optim.steps": 20,
+        "engine.sp": 1,
+        "limits.timeout": 5,
+        "row": "alst",
+        "options.tiles.loss": True,
+        "options.chunk": 64,
+        "output.checkpoint_every": 1,
+        "output.save_to": "there",
+        "output.resume_from": "here",
+        "options.attention": "eager",
+        "model.dtype": "auto",
+    }
     differs = [{k: v} for k, v in OTHER.items()]
-    for said in ranks2(configurations, str(tmp_path), [*differs, {"steps": 2}, free]):
+    for said in ranks2(configurations, str(tmp_path), [*differs, {"optim.steps": 2}, free]):
         assert said.pop() == "2"
         assert "steps=2 counts all steps, and it has done 2 already; use at least 3" in said.pop()
         for name, message in zip(OTHER, said):
