@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
@@ -179,21 +178,6 @@ def _kinds(group: Any) -> list[str]:
 
 ATTACHED = "_alst_handle"
 """Attribute of an attached model: a weak reference to its `Handle`."""
-
-
-def context_of(model: Any, given: SPContext | None = None) -> SPContext:
-    """The mesh that a model (or the model inside a wrapper) was attached with; `given` where the model is not attached.
-
-    Raises:
-        ValueError: `given` is another mesh, or the model is not attached and `given` is None.
-    """
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    found = next((m.__dict__[ATTACHED]().ctx for m in modules if ATTACHED in m.__dict__), given)
-    if found is None:
-        raise ValueError(f"{type(model).__name__} is not attached: attach the model with alstlib.apply first")
-    if given is not None and given != found:
-        raise ValueError(f"ctx={given} differs from the mesh that the model was attached with, {found}: leave ctx out")
-    return found
 
 
 def gather_text(text: str, device: Any) -> list[str]:

@@ -168,9 +168,9 @@ def step(
     if "shift_labels" not in batch:
         batch = shard_batch(batch, ctx.sp if ctx else 1, ctx.sp_rank if ctx else 0)
     if block:
-        out = alstlib.block_step(model, batch, ctx, block)
+        out = alstlib.block_step(model, batch, block)
     else:
-        out = alstlib.causal_lm_loss(model, batch, ctx)
+        out = alstlib.causal_lm_loss(model, batch)
         out.loss.backward()
     return out.mean.item(), gradients(model, ctx.world_size if ctx else 1)
 
@@ -217,9 +217,9 @@ def batch(
     return shard_batch({"input_ids": ids, "labels": ids, "document_lengths": lengths}, world, rank)  # type: ignore[return-value]
 
 
-def train(model: Any, batch: dict[str, Any], ctx: alstlib.SPContext | None = None) -> Any:
+def train(model: Any, batch: dict[str, Any]) -> Any:
     """Forward and backward of an attached model; returns what the loss function does."""
-    out = alstlib.causal_lm_loss(model, batch, ctx)
+    out = alstlib.causal_lm_loss(model, batch)
     out.loss.backward()
     return out
 

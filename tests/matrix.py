@@ -305,18 +305,17 @@ def gradients(model: Any, kind: str) -> dict[str, Tensor]:
     return found
 
 
-def backward(engine: Any, batch: Any, ctx: Any, kind: str, block: int | None, accumulation: int, last: bool) -> Any:
+def backward(engine: Any, batch: Any, kind: str, block: int | None, last: bool) -> Any:
     """Forward and backward of one micro-batch as the engine wants them; returns what the loss function does."""
     deep = kind.startswith("zero")
-    divisor = accumulation if deep else 1
     with engine.no_sync() if kind == "ddp" and not last else contextlib.nullcontext():
         if block is not None:
             known = last if kind == "fsdp2" else None
-            out = alstlib.block_step(engine, batch, ctx, block, divisor, last_micro_batch=known)
+            out = alstlib.block_step(engine, batch, block, last_micro_batch=known)
         else:
             if kind == "fsdp2":
                 engine.set_requires_gradient_sync(last)
-            out = alstlib.causal_lm_loss(engine, batch, ctx, divisor)
+            out = alstlib.causal_lm_loss(engine, batch)
             engine.backward(out.loss * SCALE) if deep else (out.loss * SCALE).backward()
     if deep and not last:
         engine.step()
@@ -390,7 +389,7 @@ def _run(rank: int, case: Case, more: More) -> dict[str, Any]:
                 if place is not None:
                     group.calls()
                 for i, batch in enumerate(loader):
-                    out = backward(engine, batch, ctx, case.engine, block, accumulation, i == accumulation - 1)
+                    out = backward(engine, batch, case.engine, block, i == accumulation - 1)
                     logged += float(out.mean) * int(out.tokens) / max(1, int(batch["step_tokens"]))
                 for call in group.calls() if place is not None else ():
                     if call.device:

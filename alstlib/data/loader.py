@@ -56,7 +56,8 @@ class SPDataLoader:
     Args:
         dataloader: yields dicts as `shard_batch` takes them; each rank needs different ones (a distributed sampler).
         ctx: the mesh. With sp=1 nothing is cut; without torch.distributed nothing is sent.
-        accumulation: the number of micro-batches in one optimizer step.
+        accumulation: the number of micro-batches in one optimizer step. A DeepSpeed engine has the number already:
+            `accumulation=engine.gradient_accumulation_steps()`.
         replicated: the ranks of an SP group read the same data. Then each batch is one micro-batch and only a
             fingerprint is sent, by which batches that differ are refused.
         pad_to: samples are padded on the right to a multiple of this many tokens (default: sp).
@@ -66,8 +67,9 @@ class SPDataLoader:
     Yields:
         Dicts as `shard_batch` returns them, and in them `step_tokens` (int64 scalar on the CPU): the number of valid
         labels of the whole optimizer step, over all ranks and all `accumulation` micro-batches. It can be 0, so clamp
-        it before dividing. Lengths may differ between ranks. All ranks stop together, after the last optimizer step
-        that is complete on all of them; a warning says what was dropped.
+        it before dividing. `accumulation` (int64 scalar on the CPU) is the number of micro-batches. Lengths may differ
+        between ranks. All ranks stop together, after the last optimizer step that is complete on all of them; a warning
+        says what was dropped.
 
     Raises:
         ValueError: `pad_to` is not a multiple of sp. On every rank, naming the rank that failed: a batch that cannot be
@@ -199,7 +201,7 @@ class SPDataLoader:
                 if index >= done:
                     batch = self._share(whole, shapes[round_], turn)
                     self._position = index + 1
-                    yield {**batch, "step_tokens": tokens.clone()}
+                    yield {**batch, "step_tokens": tokens.clone(), "accumulation": torch.tensor(self.accumulation)}
             first = last
             for old in [r for r in shapes if r < first // self._turns]:
                 del shapes[old]

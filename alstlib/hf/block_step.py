@@ -19,16 +19,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from alstlib.hf.block_calls import MicroBatch, without_tokens
 from alstlib.hf.calls import CallAgreement, handle_of
-from alstlib.hf.causal_lm_loss import Loss, check_batch, check_first_backward, fields_of, loss_of, share_of
+from alstlib.hf.causal_lm_loss import (
+    Loss,
+    check_accumulation,
+    check_batch,
+    check_first_backward,
+    divisor_of,
+    fields_of,
+    loss_of,
+    share_of,
+)  # fmt: skip
 from alstlib.hf.handle import Handle
-from alstlib.mesh import SPContext, context_of
 from alstlib.tiled.logits import Statistics
 from alstlib.units import IGNORE
 
 
 def block_step(
-    engine: Any, batch: Mapping[str, Any], ctx: SPContext | None = None, block: int = 16_384,
-    engine_divides_by: int = 1, last_micro_batch: bool | None = None, statistics: bool = False,
+    engine: Any, batch: Mapping[str, Any], block: int = 16_384, engine_divides_by: int | None = None, *,
+    last_micro_batch: bool | None = None, statistics: bool = False,
 ) -> Loss:  # fmt: skip
     """Run forward and backward of one micro-batch, one block of tokens through the whole model at a time.
 
@@ -39,7 +47,7 @@ def block_step(
 
     Args:
         engine: the attached model: bare, in DDP or FSDP2, or in a DeepSpeed engine.
-        batch, ctx, engine_divides_by, statistics: as `causal_lm_loss` takes them.
+        batch, engine_divides_by, statistics: as `causal_lm_loss` takes them.
         block: the number of this rank's tokens in one block; the blocks of all ranks together are one piece of the
             sequence.
         last_micro_batch: whether the micro-batch ends the optimizer step, so that gradients are reduced over ranks.
@@ -54,13 +62,11 @@ def block_step(
             of the sequence; `block` is less than 1.
         HostOutOfMemory: on every rank, before anything is computed, where the host has no room for keys and values.
     """
-    handle = handle_of(engine)
-    arguments = {"block": block, "engine_divides_by": engine_divides_by, "statistics": statistics}
+    handle, divides = handle_of(engine), divisor_of(engine, engine_divides_by)
+    arguments = {"block": block, "engine_divides_by": divides, "statistics": statistics}
     with CallAgreement(handle, "block_step", arguments, batch, always=True) as agreement:
-        check_batch(batch, engine_divides_by)
-        ctx = context_of(engine, ctx)
-        if handle is None:
-            raise ValueError(f"{type(engine).__name__} is not attached: attach the model with alstlib.apply first")
+        check_batch(batch, divides)
+        check_accumulation(engine, batch, engine_divides_by)
         _check_block(handle, block)
         fields = {**fields_of(batch), "reduction": "sum", "statistics": Statistics() if statistics else None}
         given = agreement.read(fields, block)
@@ -70,7 +76,7 @@ def block_step(
     if count == 1:
         with steps.micro_step(ends=True):
             check_first_backward(engine)
-            out = loss_of(engine, given, batch, ctx, engine_divides_by)
+            out = loss_of(engine, given, batch, handle.ctx, divides)
             if train:
                 steps.backward(out.loss)
         return replace(out, loss=out.loss.detach())
@@ -96,7 +102,7 @@ def block_step(
             total = losses.double().sum().to(losses.dtype)
             if micro.call.router is not None:
                 total = micro.call.router.add_to(total, micro.labels.ne(IGNORE).sum())
-        share = share_of(total, micro.labels, batch, ctx, engine_divides_by, sums)
+        share = share_of(total, micro.labels, batch, handle.ctx, divides, sums)
         for part, i in reversed(order) if train else ():
             handle.renew_plan()
             last = (part, i) == order[0]

@@ -13,13 +13,21 @@ from alstlib.data.agreement import Agreement
 from alstlib.hf.handle import Handle
 from alstlib.hf.inputs import Call, number_tokens, take_call
 from alstlib.hf.routers import router_loss
-from alstlib.mesh import ATTACHED, SPContext
+from alstlib.mesh import ATTACHED
 
 
-def handle_of(model: Any) -> Handle | None:
-    """The attachment of a model, or of the model inside a wrapper."""
+def handle_of(model: Any) -> Handle:
+    """The attachment of a model, or of the model inside a wrapper.
+
+    Raises:
+        ValueError: it is not attached. Hugging Face's models swallow fields that they do not know, so their loss would
+            be another one.
+    """
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    return next((m.__dict__[ATTACHED]() for m in modules if ATTACHED in m.__dict__), None)
+    handle = next((m.__dict__[ATTACHED]() for m in modules if ATTACHED in m.__dict__), None)
+    if handle is None:
+        raise ValueError(f"{type(model).__name__} is not attached: attach the model with alstlib.apply first")
+    return handle
 
 
 def read_call(handle: Handle, args: tuple[Any, ...], kwargs: dict[str, Any], chunk: int | None) -> Call:
@@ -37,7 +45,7 @@ def read_call(handle: Handle, args: tuple[Any, ...], kwargs: dict[str, Any], chu
 
 
 class CallAgreement(Agreement):
-    """The agreement on a call of an attached model. A model that is not attached is not agreed on.
+    """The agreement on a call of an attached model.
 
     Args:
         batch: the fields of the call. Without cu_documents their values are looked at, which waits for the device.
@@ -46,18 +54,18 @@ class CallAgreement(Agreement):
     """
 
     def __init__(
-        self, handle: Handle | None, call: str, arguments: Mapping[str, Any], batch: Any, *, always: bool = False,
+        self, handle: Handle, call: str, arguments: Mapping[str, Any], batch: Any, *, always: bool = False,
         own_group: bool = False,
     ) -> None:  # fmt: skip
         self.handle = handle
-        ctx = SPContext() if handle is None else handle.ctx
+        ctx = handle.ctx
         looks = isinstance(batch, Mapping) and batch.get("cu_documents") is None
         arguments = {**arguments, "torch.is_grad_enabled()": torch.is_grad_enabled()}
         super().__init__(ctx.own_group if own_group else ctx, call, arguments, always or looks)
 
     def read(self, kwargs: Mapping[str, Any], chunk: int | None) -> dict[str, Any]:
         """Check what the model will be called with. Returns it, with a mark that the ranks have agreed on it."""
-        if self.handle is None or self.silent:
+        if self.silent:
             return dict(kwargs)
         self.note(read_call(self.handle, (), dict(kwargs), chunk))
         return {**kwargs, "agreed": True}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from alstlib.hf.arguments import PACKED, check_number
 from alstlib.hf.calls import CallAgreement, handle_of
-from alstlib.mesh import SPContext, context_of
+from alstlib.mesh import SPContext
 from alstlib.tiled.logits import Statistics, readable
 from alstlib.tiled.loss import Look
 from alstlib.units import IGNORE
@@ -44,9 +44,8 @@ class Loss:
 
 
 def causal_lm_loss(
-    model: Any, batch: Mapping[str, Any], ctx: SPContext | None = None, engine_divides_by: int = 1,
-    statistics: bool = False, label_smoothing: float = 0.0, look: Look | None = None,
-    router_tokens: float | None = None, dft: bool = False,
+    model: Any, batch: Mapping[str, Any], engine_divides_by: int | None = None, *, statistics: bool = False,
+    label_smoothing: float = 0.0, look: Look | None = None, router_tokens: float | None = None, dft: bool = False,
 ) -> Loss:  # fmt: skip
     """Run the model on this rank's slice of a micro-batch, and return the training loss.
 
@@ -57,8 +56,9 @@ def causal_lm_loss(
         batch: what `SPDataLoader` yields: input_ids, position_ids and shift_labels [B, L] (int64), cu_documents, and
             step_tokens, the number of valid tokens of the whole optimizer step. Without step_tokens this micro-batch
             counts as the whole step.
-        ctx: the mesh that the model was attached with; it may be left out.
-        engine_divides_by: the number by which the engine divides the loss (in DeepSpeed the accumulation steps).
+        engine_divides_by: the number by which the engine divides the loss before backward. None: a DeepSpeed engine is
+            asked (it divides by its accumulation steps), and nothing else divides. Where something else does, such as
+            `accelerator.backward`, give its number of accumulation steps.
         statistics: whether to compute the entropy and the accuracy too, from the same logits.
         label_smoothing: as in PyTorch's cross_entropy.
         look: a function for evaluations; it is called for each tile with the logits [B, t, V] of t tokens.
@@ -71,24 +71,25 @@ def causal_lm_loss(
         A `Loss`: call `.loss.backward()` (or the engine's backward), and log `.mean`.
 
     Raises:
-        ValueError: the batch lacks a field or has one that is not known; the model is not attached, or was attached
-            with another mesh than `ctx`; DDP with a static graph would not reduce its first backward; statistics are
-            asked of Liger's loss. What one rank refuses is raised on all ranks, and so is a call that differs between
-            ranks (`Agreement` has what that costs).
+        ValueError: the batch lacks a field or has one that is not known; the model is not attached; a DeepSpeed engine
+            accumulates another number of micro-batches than the loader counted; DDP with a static graph would not
+            reduce its first backward; statistics are asked of Liger's loss. What one rank refuses is raised on all
+            ranks, and so is a call that differs between ranks (`Agreement` has what that costs).
     """
     handle, found = handle_of(model), Statistics() if statistics else None
     how = {"label_smoothing": label_smoothing, "dft": dft}
-    arguments = {"engine_divides_by": engine_divides_by, "statistics": statistics, **how}
+    divides = divisor_of(model, engine_divides_by)
+    arguments = {"engine_divides_by": divides, "statistics": statistics, **how}
     with CallAgreement(handle, "causal_lm_loss", arguments, batch) as agreement:
-        check_batch(batch, engine_divides_by)
-        ctx = context_of(model, ctx)
+        check_batch(batch, divides)
+        check_accumulation(model, batch, engine_divides_by)
         check_first_backward(model)
         if look is not None and not callable(look):
             raise ValueError(f"look={look!r} must be a function of logits, or None")
         more = {"statistics": found, "look": look, "router_tokens": router_tokens, **how}
         fields = {**fields_of(batch), "reduction": "sum", **more}
-        given = agreement.read(fields, None if handle is None else handle.chunk)
-    return loss_of(model, given, batch, ctx, engine_divides_by)
+        given = agreement.read(fields, handle.chunk)
+    return loss_of(model, given, batch, handle.ctx, divides)
 
 
 def loss_of(
@@ -110,7 +111,7 @@ FIELDS = ("input_ids", "position_ids", "shift_labels", "cu_documents", "row_toke
 """What of a batch an attached model is given."""
 CHECKED = ("attention_mask", *PACKED)
 """What it is given too where a batch has it: the model's call takes it where that is exact, or refuses it."""
-KNOWN = (*FIELDS, *CHECKED, "step_tokens", "seen_tokens", "labels")
+KNOWN = (*FIELDS, *CHECKED, "step_tokens", "seen_tokens", "accumulation", "labels")
 """Fields of a batch. Labels are not looked at, because shift_labels are the same labels."""
 
 
@@ -144,6 +145,29 @@ def check_batch(batch: Any, engine_divides_by: Any) -> None:
     known = not isinstance(tokens, Tensor) or readable(tokens)
     if known and tokens == 0 and isinstance(labels, Tensor) and bool(labels.ne(IGNORE).any()):  # rare: it may wait
         raise ValueError(f"step_tokens=0 must be {works}, and this micro-batch has labels")
+
+
+def accumulation_of(engine: Any) -> int | None:
+    """The number of micro-batches in an optimizer step of a DeepSpeed engine, which divides each loss by it; None of
+    another model."""
+    deepspeed = hasattr(engine, "set_gradient_accumulation_boundary")
+    return int(engine.gradient_accumulation_steps()) if deepspeed else None
+
+
+def divisor_of(engine: Any, given: int | None) -> Any:
+    """What the engine divides the loss by: as it is `given`, or as the engine says."""
+    return (accumulation_of(engine) or 1) if given is None else given
+
+
+def check_accumulation(engine: Any, batch: Mapping[str, Any], given: int | None) -> None:
+    """Refuse a batch of an optimizer step that has another number of micro-batches in the engine than in the loader
+    (ValueError)."""
+    counted, steps = batch.get("accumulation"), accumulation_of(engine)
+    if given is None and counted is not None and steps is not None and int(counted) != steps:
+        raise ValueError(
+            f"the engine accumulates gradients over {steps} micro-batches, but the loader counted the tokens of "
+            f"{int(counted)}: give SPDataLoader(accumulation={steps}), or zero_config(accumulation={int(counted)})"
+        )
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ def _labelled(batch: Any) -> dict[str, Tensor]:
 def _score(model: nn.Module, inputs: Mapping[str, Any], trainer: DPOTrainerMixin, **_: Any) -> Any:
     """What TRL's fused head returns of whole rows, each fp64 [2P, S-1], from the slices of all ranks."""
     ctx, length = trainer.ctx, inputs[PAIRS]["input_ids"].shape[1]
-    found = token_logps(model, {n: t for n, t in inputs.items() if n != PAIRS}, ctx, statistics=True)
+    found = token_logps(model, {n: t for n, t in inputs.items() if n != PAIRS}, statistics=True)
     part = torch.stack([t.double() for t in found])  # sums over many tokens lose their last digits in fp32
     before = ctx.sp_rank * part.shape[-1]
     whole = OverRanks.apply(F.pad(part, (before, (ctx.sp - 1) * part.shape[-1] - before)), ctx)[..., : length - 1]

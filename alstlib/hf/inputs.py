@@ -33,6 +33,7 @@ OURS = (
     "reduction",
     "step_tokens",
     "seen_tokens",
+    "accumulation",
     "row_tokens",
     "row_length",
     "dft",

@@ -16,7 +16,7 @@ from alstlib.hf.arguments import check_number
 from alstlib.hf.calls import CallAgreement, handle_of
 from alstlib.hf.causal_lm_loss import check_batch, check_first_backward, fields_of
 from alstlib.hf.inputs import NUMBERS
-from alstlib.mesh import SPContext, context_of
+from alstlib.mesh import SPContext
 from alstlib.recompute import first_order
 from alstlib.tiled.logits import Statistics
 
@@ -36,15 +36,14 @@ class TokenLogps(NamedTuple):
 
 @overload
 def token_logps(
-    model: Any, batch: Mapping[str, Any], ctx: SPContext | None = ..., *, temperature: float = ...
+    model: Any, batch: Mapping[str, Any], *, temperature: float = ...
 ) -> Tensor: ...  # fmt: skip
 @overload
 def token_logps(
-    model: Any, batch: Mapping[str, Any], ctx: SPContext | None = ..., statistics: bool = ..., temperature: float = ...
+    model: Any, batch: Mapping[str, Any], *, statistics: bool = ..., temperature: float = ...
 ) -> Any: ...  # fmt: skip
 def token_logps(
-    model: Any, batch: Mapping[str, Any], ctx: SPContext | None = None, statistics: bool = False,
-    temperature: float = 1.0,
+    model: Any, batch: Mapping[str, Any], *, statistics: bool = False, temperature: float = 1.0
 ) -> Any:  # fmt: skip
     """The log-probability of each label of this rank's slice, in nats: [B, L] in fp32 (or wider), 0 where the label is
     -100.
@@ -60,7 +59,7 @@ def token_logps(
     completions (`share_step` or `shard_batch` make it, with the label -100 in prompts); the advantages are [B]. Where
     the Trainer divides the loss by the accumulation steps (its `num_items_in_batch` is None), multiply by them::
 
-        logps = alstlib.token_logps(model, batch, ctx, temperature=args.temperature)  # [B, L]
+        logps = alstlib.token_logps(model, batch, temperature=args.temperature)  # [B, L]
         ratio = (logps - old).exp()  # old: as logps, of the policy that generated; logps.detach() in the first pass
         gain = torch.min(ratio * advantages[:, None], ratio.clamp(1 - eps, 1 + eps) * advantages[:, None])
         own = gain[batch["shift_labels"] != -100].sum()
@@ -70,7 +69,6 @@ def token_logps(
         model: the model that `apply` was given, or the engine around it. Put all samples of a step into one batch (in
             DPO, the chosen and the rejected samples), because engines expect one forward before a backward.
         batch: as `causal_lm_loss` takes it; step_tokens is not used.
-        ctx: the mesh that the model was attached with; it may be left out.
         statistics: whether to return a `TokenLogps`, which also has the entropy, the correctness and the mean logit.
         temperature: the number by which logits are divided; use the temperature with which the tokens were sampled.
 
@@ -83,13 +81,10 @@ def token_logps(
     with CallAgreement(handle, "token_logps", arguments, batch, own_group=True) as agreement:
         check_batch(batch, 1)
         check_number("temperature", temperature, *NUMBERS["temperature"])
-        context_of(model, ctx)
         check_first_backward(model)
         fields = {**fields_of(batch), "temperature": float(temperature), "statistics": found}
-        given = agreement.read(fields, None if handle is None else handle.chunk)
+        given = agreement.read(fields, handle.chunk)
     logps = model(**given).logits
-    if logps.shape != batch["shift_labels"].shape:
-        raise ValueError(f"{type(model).__name__} is not attached: attach the model with alstlib.apply first")
     return logps if found is None else TokenLogps(logps, found.entropy, found.correct, found.mean)
 
 

@@ -303,8 +303,9 @@ class TrainerMixin(Base):
         if mean:
             items = self.ctx.dp * self._tokens_of_group(inputs)
         out = causal_lm_loss(
-            model, {**inputs, "step_tokens": items}, self.ctx, statistics=trl is not None, label_smoothing=smoothing,
-            look=look, router_tokens=0.0 if smoothing else self._router_tokens(items, mean), dft=dft,
+            model, {**inputs, "step_tokens": items}, engine_divides_by=1, statistics=trl is not None,
+            label_smoothing=smoothing, look=look, dft=dft,
+            router_tokens=0.0 if smoothing else self._router_tokens(items, mean),
         )  # fmt: skip
         if trl is not None and out.entropy is not None and out.accuracy is not None:  # what SFTTrainer logs
             mode = "train" if me.model.training else "eval"

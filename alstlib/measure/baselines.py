@@ -102,7 +102,7 @@ class Stack:
         def loss(sample: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             shard: dict[str, Any] = shard_batch(sample, self.ctx.sp, self.ctx.sp_rank)
             shard = {n: t.to(self.device) if n not in WHOLE else t for n, t in shard.items()}
-            out = alstlib.causal_lm_loss(self.engine, shard, self.ctx)
+            out = alstlib.causal_lm_loss(self.engine, shard)
             return out.loss, out.mean
 
         return loss
@@ -115,7 +115,7 @@ class Stack:
 
         def loss(sample: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             batch = next(iter(alstlib.SPDataLoader([sample], self.ctx, device=self.device)))
-            out = alstlib.causal_lm_loss(self.engine, batch, self.ctx)
+            out = alstlib.causal_lm_loss(self.engine, batch)
             return out.loss, out.mean
 
         return loss

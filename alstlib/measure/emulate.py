@@ -74,7 +74,7 @@ class Emulation(Job):
         return {n: t if n in WHOLE else t.to(self.device) for n, t in made.items()}
 
     def step(self, batch: dict[str, Any]) -> Tensor:
-        out = alstlib.causal_lm_loss(self.model, batch, self.ctx)
+        out = alstlib.causal_lm_loss(self.model, batch)
         out.loss.backward()
         self.model.zero_grad(set_to_none=True)
         return out.loss

@@ -243,11 +243,11 @@ def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], dict[str
     ):  # fmt: skip
         drop_gradients(model.to_empty(device="cpu"))
         batch = shard_of(ctx, sizes["R"])
-        alstlib.causal_lm_loss(model, batch, ctx).loss.backward()  # a checkpoint knows its layer from the first
+        alstlib.causal_lm_loss(model, batch).loss.backward()  # a checkpoint knows its layer from the first
         gc.collect()
         with Places(model) as places, _Recording(stores=[handle.store], place=places.now) as ledger:
             watch(handle, places, ledger)
-            alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
+            alstlib.causal_lm_loss(model, batch).loss.backward()
     recorder: Any = ledger._cpu
     return recorder.moments, sizes, tiles, query
 

@@ -179,7 +179,7 @@ def step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPCont
         with Places(model) as places, Ledger(stores=[handle.store], place=places.now) as ledger:
             watch(handle, places, ledger)
             start = ledger.device_bytes
-            alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
+            alstlib.causal_lm_loss(model, batch).loss.backward()
         categories: Counter[str] = Counter()
         for place, nbytes in ledger.peak_places.items():
             categories[category(place) if place else "before"] += nbytes

@@ -104,10 +104,10 @@ def attached_step(handle: alstlib.Handle, data: Mapping[str, Any], block: int | 
     model.zero_grad()
     batch = shard_batch(data, ctx.sp, ctx.sp_rank)
     if block is None:
-        out = alstlib.causal_lm_loss(model, batch, ctx)
+        out = alstlib.causal_lm_loss(model, batch)
         out.loss.backward()
     else:
-        out = alstlib.block_step(model, batch, ctx, block)
+        out = alstlib.block_step(model, batch, block)
     grads = {}
     for n, p in model.named_parameters():
         grad = torch.zeros_like(p) if p.grad is None else p.grad

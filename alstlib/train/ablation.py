@@ -126,12 +126,10 @@ class Trainer(Job):
         began, shares, wire = time.perf_counter(), [], self.handle.wire_bytes
         for batch in loader:
             if run.block is None:
-                out = alstlib.causal_lm_loss(self.engine, batch, self.ctx, engine_divides_by=run.optim.accumulation)
+                out = alstlib.causal_lm_loss(self.engine, batch)
                 self.engine.backward(out.loss)
             else:
-                out = alstlib.block_step(
-                    self.engine, batch, self.ctx, run.block, engine_divides_by=run.optim.accumulation
-                )
+                out = alstlib.block_step(self.engine, batch, run.block)
             shares.append(out.mean * out.tokens)
             last = self.engine.is_gradient_accumulation_boundary()
             if (finite := take_step(self.engine)) and not last:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import alstlib
+from alstlib.hf.causal_lm_loss import share_of
 from alstlib.reference import relative_error
 from checks import Exercise
 
@@ -75,13 +75,9 @@ def _recipe(answer: Callable[[], Callable[[list[Tensor], list[int]], Sequence[Te
 
 
 def _number(answer: Callable[[], float]) -> str:
-    mine, none = answer(), torch.zeros(1, 4, dtype=torch.int64)
-    batch = {"input_ids": none, "position_ids": none, "shift_labels": none, "step_tokens": 6000}
-
-    def stub(**fields: object) -> SimpleNamespace:
-        return SimpleNamespace(loss=torch.tensor(120.0))
-
-    want = float(alstlib.causal_lm_loss(stub, batch, alstlib.SPContext(sp=4, dp=2), engine_divides_by=3).loss)
+    mine, total, labels = answer(), torch.tensor(120.0), torch.zeros(1, 4, dtype=torch.int64)
+    share = share_of(total, labels, {"step_tokens": 6000}, alstlib.SPContext(sp=4, dp=2), engine_divides_by=3)
+    want = float(total * share.factor)
     assert abs(mine - want) < 1e-6, f"yours is {mine / want:.3g} times what is right"
     return "the engine averages over the replicas as well"
 

@@ -30,12 +30,12 @@ class Steps:
         if documents is not None:
             batch["cu_documents"] = list(documents)
         if block is not None:
-            return alstlib.block_step(self.model, batch, self.ctx, block).loss
+            return alstlib.block_step(self.model, batch, block).loss
         if logps:
-            made = alstlib.token_logps(self.model, batch, self.ctx, statistics=True)
+            made = alstlib.token_logps(self.model, batch, statistics=True)
             loss = alstlib.sequence_logps(made.logps, batch, self.ctx).sum()
         else:
-            loss = alstlib.causal_lm_loss(self.model, batch, self.ctx).loss
+            loss = alstlib.causal_lm_loss(self.model, batch).loss
         loss.backward()
         return loss
 

@@ -96,7 +96,7 @@ def kept(rank: int, world: int, chunk: int | None) -> list[float]:
 
     def step() -> None:
         model.zero_grad()
-        alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
+        alstlib.causal_lm_loss(model, batch).loss.backward()
 
     need = []
     for save in (False, True):
@@ -212,7 +212,7 @@ def pins(rank: int, world: int) -> None:
         )
         with alstlib.apply(model, options=chosen) as handle, small_pages(), late(NEVER):
             for batch in SPDataLoader(samples, ctx, device=device()):
-                alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
+                alstlib.causal_lm_loss(model, batch).loss.backward()
             assert all(slab.bytes.is_pinned() for slab in handle.store.free)
             assert handle.store.peak_nbytes > 0
         assert worst_error({n: p.grad.cpu() for n, p in model.named_parameters()}, want)[0] < 1e-5

@@ -230,7 +230,7 @@ def step(rank: int, world: int, kind: str, way: str, delay: int) -> tuple[float,
             if kind == "fsdp2":
                 engine.set_requires_gradient_sync(last)
             with engine.no_sync() if kind == "ddp" and not last else contextlib.nullcontext():
-                out = alstlib.causal_lm_loss(engine, batch, ctx, engine_divides_by=accumulation if deep else 1)
+                out = alstlib.causal_lm_loss(engine, batch)
                 if not deep:
                     out.loss.backward()
                     continue
@@ -268,7 +268,7 @@ def trained_alone(rank: int, world: int, way: str, delay: int) -> tuple[float, s
     model = model.to(device())
     with alstlib.apply(model, options=alstlib.Options(**WAYS[way])), in_full(), small_pages(), late(delay, seed=3):
         for batch in SPDataLoader(samples, ctx, device=device()):
-            alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
+            alstlib.causal_lm_loss(model, batch).loss.backward()
     return worst_error({n: p.grad.cpu() for n, p in model.named_parameters()}, want)
 
 

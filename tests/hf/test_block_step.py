@@ -250,7 +250,7 @@ def limited(rank: int, world: int, memory: int, states: bool = False) -> tuple[s
     options = alstlib.Options(host_memory=10**6 if rank == 0 else memory, **HOST)
     with alstlib.apply(model, ctx, options) as handle:
         try:
-            alstlib.block_step(model, shard_batch(sample(), world, rank), ctx, 4)
+            alstlib.block_step(model, shard_batch(sample(), world, rank), 4)
         except HostOutOfMemory as e:
             message = str(e)
         return message, handle.store.peak_nbytes
@@ -283,7 +283,7 @@ def static_graph(rank: int, world: int) -> str:
     alstlib.apply(model, ctx)
     engine = nn.parallel.DistributedDataParallel(model, static_graph=True)
     with pytest.raises(ValueError, match="call the micro-batches of the first step with causal_lm_loss"):
-        alstlib.block_step(engine, shard_batch(sample(), world, rank), ctx, 4)
+        alstlib.block_step(engine, shard_batch(sample(), world, rank), 4)
     return "refused"
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from types import SimpleNamespace
 from typing import Any
 
 import peft
 import pytest
 import torch
-from cases import Step, attach, batch_of, check_step, gradients, make_model, plain_step, sample_of, wrap
+from cases import (
+    Step,
+    attach,
+    batch_of,
+    check_step,
+    gradients,
+    make_model,
+    make_samples,
+    plain_step,
+    sample_of,
+    wrap,
+)  # fmt: skip
 
 import alstlib
 from alstlib.config import RunConfig
@@ -43,67 +52,72 @@ def test_a_missing_field_is_named(name: str, absent: bool) -> None:
     ):
         alstlib.causal_lm_loss(handle.model, data)
     assert all(n in str(e.value) for n in others)
-    with pytest.raises(ValueError, match="it has nothing"):
-        alstlib.causal_lm_loss(None, {})
+    with attach(make_model()) as handle, pytest.raises(ValueError, match="it has nothing"):
+        alstlib.causal_lm_loss(handle.model, {})
 
 
 def test_a_model_that_is_not_attached_is_refused() -> None:
     """Hugging Face's models swallow fields that they do not know: their loss would be another one."""
     model = make_model()
-    with pytest.raises(ValueError, match=r"alstlib\.apply first"):
-        alstlib.causal_lm_loss(model, batch())
     attach(model).detach()
-    for ctx in (None, SPContext()):
-        with pytest.raises(ValueError, match=r"alstlib\.apply first"):
-            alstlib.causal_lm_loss(model, batch(), ctx)
+    for other in (make_model(), model, torch.nn.parallel.DataParallel(model), None):
+        with pytest.raises(ValueError, match=r" is not attached: attach the model with alstlib\.apply first"):
+            alstlib.causal_lm_loss(other, batch())
 
 
-def test_a_stand_in_for_a_model_needs_a_context() -> None:
-    def stand_in(**given: Any) -> Any:
-        return SimpleNamespace(loss=torch.tensor(6.0))
-
-    with pytest.raises(ValueError, match=r"function is not attached: attach the model with alstlib\.apply first"):
-        alstlib.causal_lm_loss(stand_in, batch(masked=3))
-    out = alstlib.causal_lm_loss(stand_in, batch(masked=3), SPContext(sp=2))
-    assert out.loss.item() == pytest.approx(2 * 6.0 / 8)
-
-
-def without_ctx(rank: int, world: int, kind: str) -> dict[str, Any]:
-    """Losses of the model as `kind` wraps it, with the context given and left out; and messages for other contexts."""
+def wrapped_losses(rank: int, world: int, kind: str) -> float:
+    """The loss of the model as `kind` wraps it: its mesh is found inside."""
     ctx, rows = SPContext.create(world), LENGTH // world
     mine = {k: v[:, rank * rows : (rank + 1) * rows] for k, v in batch(masked=3).items()}
     model: Any = make_model()
     if kind == "peft":
-        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    handle = attach(model.get_base_model() if kind == "peft" else model, ctx, **OPTIONS)
-    run = RunConfig(
-        engine={"zero_stage": int(kind[4:]) if kind.startswith("zero") else 0, "offload_optimizer": False},
-        model={"dtype": "fp32"},
-    )
-    wrapped = model if kind in ("bare", "peft") else wrap(model, kind, world, run)
-    losses = [alstlib.causal_lm_loss(wrapped, mine, *given).loss.item() for given in ((ctx,), ())]
-    messages = []
-    for other in (SPContext(), SPContext(dp=2), SPContext(sp=2, sp_rank=1 - rank)):
-        try:
-            alstlib.causal_lm_loss(wrapped, mine, other)
-        except ValueError as e:
-            messages.append(str(e))
-    if kind.startswith("zero"):
-        wrapped.destroy()
-    handle.detach()
-    return {"losses": losses, "messages": messages}
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=True))
+    with attach(model.get_base_model() if kind == "peft" else model, ctx, **OPTIONS):
+        stage = int(kind[4:]) if kind.startswith("zero") else 0
+        run = RunConfig(engine={"zero_stage": stage, "offload_optimizer": False}, model={"dtype": "fp32"})
+        wrapped = model if kind in ("bare", "peft") else wrap(model, kind, world, run)
+        loss = alstlib.causal_lm_loss(wrapped, mine).loss.item()
+        if kind.startswith("zero"):
+            wrapped.destroy()
+    return loss
 
 
 @pytest.mark.parametrize("kind", ["bare", "peft", "ddp", "fsdp2", "zero2", "zero3"])
-def test_a_context_that_is_left_out_is_that_of_the_attachment(ranks2: Any, kind: str) -> None:
-    for result in ranks2(without_ctx, kind):
-        given, left_out = result["losses"]
-        assert given == left_out
-        assert len(result["messages"]) == 3
-        for message in result["messages"]:
-            assert re.search(
-                r"ctx=SPContext\(.*\) differs from the mesh .* attached with, SPContext\(sp=2, .*leave", message
-            )
+def test_the_mesh_is_found_inside_a_wrapper(ranks2: Any, kind: str) -> None:
+    """The factor of the loss is that of two ranks: the engine averages over them."""
+    want = plain_step(make_model(), batch(masked=3))[0]
+    assert sum(ranks2(wrapped_losses, kind)) / 2 == pytest.approx(want, rel=1e-5)
+
+
+def accumulated(rank: int, world: int, stage: int) -> list[Any]:
+    """What is said where the loader and the engine are told different numbers of micro-batches; and sums of losses as
+    the engine divides them, and without a division."""
+    ctx, model = SPContext.create(world), make_model()
+    samples = make_samples(4)
+    attach(model, ctx, **OPTIONS)
+    run = RunConfig(zero_stage=stage, offload_optimizer=False, dtype="fp32", accumulation=2)
+    engine = wrap(model, f"zero{stage}", world, run)
+    steps = engine.gradient_accumulation_steps()
+    batches = list(alstlib.SPDataLoader(samples, ctx, accumulation=4, replicated=True))
+    with pytest.raises(ValueError) as e:
+        alstlib.causal_lm_loss(engine, batches[0])
+    with pytest.raises(ValueError, match="the engine accumulates gradients over 2 micro-batches"):
+        alstlib.block_step(engine, batches[0], 4)
+    loader = alstlib.SPDataLoader(samples, ctx, accumulation=steps, replicated=True)
+    share = [float(alstlib.causal_lm_loss(engine, b).loss) * int(b["step_tokens"]) / steps for b in loader]
+    once = [float(alstlib.causal_lm_loss(engine, b, engine_divides_by=1).loss) * int(b["step_tokens"]) for b in loader]
+    engine.destroy()
+    return [str(e.value), share, once]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_number_of_micro_batches_is_asked_of_the_engine(ranks2: Any, stage: int) -> None:
+    for said, share, once in ranks2(accumulated, stage):
+        assert said == (
+            "the engine accumulates gradients over 2 micro-batches, but the loader counted the tokens of 4: give "
+            "SPDataLoader(accumulation=2), or zero_config(accumulation=4)"
+        )
+        assert share == pytest.approx(once, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", [int, float, torch.tensor], ids=["int", "float", "tensor"])
@@ -148,7 +162,7 @@ def test_no_valid_token_anywhere(tiled_loss: int | bool, step_tokens: int | None
 def nothing_to_learn(rank: int, world: int, sp: int) -> None:
     ctx, model = SPContext.create(sp), make_model()
     with attach(model, ctx, **OPTIONS):
-        out = alstlib.causal_lm_loss(model, shard_batch(sample_of(LENGTH, ignored=slice(LENGTH)), sp, ctx.sp_rank), ctx)
+        out = alstlib.causal_lm_loss(model, shard_batch(sample_of(LENGTH, ignored=slice(LENGTH)), sp, ctx.sp_rank))
         out.loss.backward()
     assert (out.loss.item(), out.mean.item(), out.tokens.item()) == (0, 0, 0)
     assert not any(g.any() for g in gradients(model, world).values())
@@ -166,7 +180,7 @@ def alone_with_labels(rank: int, world: int) -> tuple[float, float]:
     want = plain_step(model, data)
     with attach(model, ctx, **OPTIONS):
         batch = {**shard_batch(data, world, rank), "step_tokens": 40}
-        out = alstlib.causal_lm_loss(model, batch, ctx, engine_divides_by=3)
+        out = alstlib.causal_lm_loss(model, batch, engine_divides_by=3)
         out.loss.backward()
     check_step((out.mean.item(), times(40 / 2 / 3, (0, gradients(model, world)))[1]), want)
     return out.loss.item(), out.mean.item()

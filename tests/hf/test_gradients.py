@@ -156,7 +156,7 @@ def static_graph_steps(rank: int, world: int, options: Fields) -> tuple[str, lis
         for i, batch in enumerate(SPDataLoader(samples, ctx, 2, replicated=True)):
             with engine.no_sync() if number != 1 and i == 0 else torch.enable_grad():
                 try:
-                    alstlib.causal_lm_loss(engine, batch, ctx).loss.backward()
+                    alstlib.causal_lm_loss(engine, batch).loss.backward()
                 except ValueError as e:
                     refused = str(e)
                     break

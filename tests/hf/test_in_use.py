@@ -185,7 +185,7 @@ def routed(rank: int, world: int, sp: int, accumulation: int, how: str, scale: f
     mine = samples[ctx.dp_rank :: ctx.dp]
     with attach(model, ctx, **HOW[how]):
         for batch in alstlib.SPDataLoader(mine, ctx, accumulation, replicated=True):
-            out = alstlib.causal_lm_loss(model, batch, ctx)
+            out = alstlib.causal_lm_loss(model, batch)
             (out.loss * scale).backward()
             logged += out.mean.item() * int(out.tokens) / int(batch["step_tokens"])
     check_step((logged, {n: g / scale for n, g in gradients(model, world).items()}), want)
@@ -318,12 +318,12 @@ def evaluation_peak(rank: int, world: int) -> float:
     ctx, model, data = alstlib.SPContext.create(world), make_model("wide").eval(), sample_of(6000)
     with attach(model, ctx, tiles={"mlp": 64, "loss": 64, "norm": True}), torch.no_grad():
         batch = shard_batch(data, world, rank)
-        alstlib.causal_lm_loss(model, batch, ctx)
+        alstlib.causal_lm_loss(model, batch)
 
         def peak() -> float:
             with Ledger() as ledger:
                 start = ledger.device_bytes
-                alstlib.causal_lm_loss(model, batch, ctx)
+                alstlib.causal_lm_loss(model, batch)
                 return ledger.device_peak - start
 
         return min(peak() for _ in range(3))

@@ -454,7 +454,6 @@ WRONG: list[tuple[Any, Fields, str]] = [
      r"cu_documents of shape \[2\] and torch.float32 must be one row"),
     (loss, {"row_tokens": "12"}, "row_tokens '12' must be one row"),
     (forward, {"labels": ids(), "num_items_in_batch": "5"}, "num_items_in_batch='5' must be the"),
-    (functools.partial(loss, ctx=2), {}, "ctx=2 differs from the mesh"),
     (lambda model, batch: loss(model, [batch]), {}, "batch is of the type list; it must be a dict"),
     (loss, {"inputs_embeds": torch.ones(1, 12, 32)},
      "the batch has inputs_embeds, which would not reach the model: leave it out"),

@@ -61,7 +61,7 @@ def attached(rank: int, world: int, name: str, how: str, packed: bool) -> Fields
         assert (handle.store.bytes_fetched > 0) == (bool(handle.options.offload))
         model.eval()
         with torch.no_grad():
-            mean = alstlib.causal_lm_loss(model, shard_batch(data, world, rank), ctx).mean.item()
+            mean = alstlib.causal_lm_loss(model, shard_batch(data, world, rank)).mean.item()
     loss, gradient, where = step_errors(got, want)
     return {"loss": loss, "evaluation": abs(mean - want[0]) / want[0], "gradient": gradient, "where": where,
             "notes": handle.notes, "kernel": handle.attention.backend_name}  # fmt: skip

@@ -60,8 +60,8 @@ def exact(rank: int, world: int, name: str, data: Fields, temperature: float) ->
     for options in OPTIONS:
         with attach(model, ctx, **options), in_full():
             model.zero_grad()
-            logps = alstlib.token_logps(model, batch, ctx, temperature=temperature)
-            again = alstlib.token_logps(model, batch, ctx, True, temperature)
+            logps = alstlib.token_logps(model, batch, temperature=temperature)
+            again = alstlib.token_logps(model, batch, statistics=True, temperature=temperature)
             (logps * part_of(weights, world, rank)).sum().mul(world).backward()
             for got, whole in ((logps, want), (again.entropy, entropy), (again.mean_logits, mean)):
                 assert relative_error(got, part_of(whole, world, rank)) < 1e-11, options
@@ -124,12 +124,12 @@ def engine_step(rank: int, world: int, kind: str, sp: int, tied: bool) -> None:
     batch = shard_batch(samples[ctx.dp_rank], sp, ctx.sp_rank)
     attach(model, ctx, tiles={"mlp": True, "loss": 4, "norm": True})
     engine = matrix.engine_of(model, kind, 1)
-    got_sums = alstlib.sequence_logps(alstlib.token_logps(engine, batch, ctx), batch, ctx)
+    got_sums = alstlib.sequence_logps(alstlib.token_logps(engine, batch), batch, ctx)
     loss = preference(got_sums)
     engine.backward(loss) if kind == "zero3" else loss.backward()
     got = matrix.gradients(model, kind)
     with torch.no_grad():
-        out = alstlib.causal_lm_loss(engine, batch, ctx, statistics=True)
+        out = alstlib.causal_lm_loss(engine, batch, statistics=True)
         every = [plain(twin, s) for s in samples]
     if kind == "zero3":
         engine.destroy()
@@ -171,13 +171,13 @@ def loss_statistics(rank: int, world: int) -> list[list[float]]:
     batch, found = shard_batch(data, world, rank), []
     for options in OPTIONS:
         with attach(model, ctx, **options):
-            out = alstlib.causal_lm_loss(model, batch, ctx, statistics=True)
+            out = alstlib.causal_lm_loss(model, batch, statistics=True)
             found.append(out)
-            assert alstlib.causal_lm_loss(model, batch, ctx).entropy is None
+            assert alstlib.causal_lm_loss(model, batch).entropy is None
             out.loss.backward()
             if "chunk" not in options:
-                found += [alstlib.block_step(model, batch, ctx, n, statistics=True) for n in (4, 64)]
-                assert alstlib.block_step(model, batch, ctx, 4).accuracy is None
+                found += [alstlib.block_step(model, batch, n, statistics=True) for n in (4, 64)]
+                assert alstlib.block_step(model, batch, 4).accuracy is None
     assert not any(out.entropy.requires_grad or out.accuracy.requires_grad for out in found)
     want = [float(entropy.sum()) / valid, int(correct.sum()) / valid]
     return [*([out.entropy.item(), out.accuracy.item()] for out in found), want]
@@ -239,9 +239,8 @@ def test_sums_of_documents() -> None:
 
 def test_refusals() -> None:
     batch, model = shard_batch(sample(), 1, 0), make_model("gqa")
-    for ctx in (None, alstlib.SPContext()):
-        with pytest.raises(ValueError, match=r"attach it with alstlib\.apply first|attach the model with"):
-            alstlib.token_logps(model, batch, ctx)
+    with pytest.raises(ValueError, match=r"attach the model with alstlib\.apply first"):
+        alstlib.token_logps(model, batch)
     with attach(model):
         with pytest.raises(ValueError, match="the batch has no shift_labels"):
             alstlib.token_logps(model, {**batch, "shift_labels": None})

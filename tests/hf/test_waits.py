@@ -58,9 +58,9 @@ def places(rank: int, world: int, chunk: int | None) -> set[tuple[str, str]]:
     ctx, model = alstlib.SPContext.create(world), make_model("gemma2")
     batch = shard(rank, world)
     with attach(model, ctx, chunk=chunk, **ALL_ON):
-        alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
+        alstlib.causal_lm_loss(model, batch).loss.backward()
         with Waits() as waits:
-            alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
+            alstlib.causal_lm_loss(model, batch).loss.backward()
     return waits.places
 
 

@@ -59,7 +59,7 @@ def real_step(rank: int, world: int, chunk: int | None) -> tuple[int, int, int]:
         gc.collect()
         with Ledger(stores=[handle.store]) as ledger:
             start = ledger.device_bytes
-            alstlib.causal_lm_loss(model, batch, ctx).loss.backward()
+            alstlib.causal_lm_loss(model, batch).loss.backward()
             return ledger.device_peak - start, handle.wire_bytes, handle.store.peak_nbytes
 
 

@@ -180,7 +180,7 @@ def test_the_planner_knows_the_recurrence_that_the_model_has(family: str, monkey
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     with fake_ranks(2) as ctx, alstlib.apply(model, ctx), FakeTensorMode(allow_non_fake_inputs=True):
-        alstlib.causal_lm_loss(model.to_empty(device="cpu"), shard_of(ctx, 64), ctx)
+        alstlib.causal_lm_loss(model.to_empty(device="cpu"), shard_of(ctx, 64))
     shape = shape_of(config.to_dict(), family)
     assert shape.states is not None
     assert set(seen) == {shape.states.layer}

@@ -52,7 +52,7 @@ def train_and_save(rank: int, world: int, kind: str, folder: str, tied: bool) ->
     engine = wrap(model, kind, world, run)
     plain = None if kind.startswith("zero") else torch.optim.AdamW(model.parameters(), lr=1e-2)
     for batch in SPDataLoader(make_samples(2), ctx, replicated=True):
-        out = alstlib.causal_lm_loss(engine, batch, ctx)
+        out = alstlib.causal_lm_loss(engine, batch)
         if plain is None:
             engine.backward(out.loss)
             engine.step()
@@ -121,7 +121,7 @@ def one_step(rank: int, world: int, stage: int, changes: dict[str, Any]) -> dict
     hosted, rates, squares = sum(t.numel() for t in host_tensors(engine, run)), [], 0.0
     for batch in SPDataLoader(make_samples(4), ctx, replicated=True):
         rates.append(engine.optimizer.param_groups[0]["lr"])
-        engine.backward(alstlib.causal_lm_loss(engine, batch, ctx).loss)
+        engine.backward(alstlib.causal_lm_loss(engine, batch).loss)
         engine.step()
         if len(rates) == 1:
             squares = sum(float(v.square().sum()) for n, v in whole_state(engine).items() if n.startswith("exp_avg."))
@@ -178,7 +178,7 @@ def pinned_buffers(rank: int, world: int, stage: int, changes: dict[str, Any]) -
     with mock.patch.object(engines, "engine_config", pinning), mock.patch.object(get_accelerator(), "pin_memory", pin):
         wrapped = initialize(run, model, True)
         for batch in SPDataLoader(make_samples(2), ctx, replicated=True):
-            wrapped.backward(alstlib.causal_lm_loss(wrapped, batch, ctx).loss)
+            wrapped.backward(alstlib.causal_lm_loss(wrapped, batch).loss)
             wrapped.step()
         pinned = [nbytes for nbytes, storage in made if not storage.expired()]
         wrapped.destroy()
@@ -273,7 +273,7 @@ def step_on_nan(rank: int, world: int, stage: int, bf16: bool, accumulation: int
     before = whole_state(engine)
     for i, batch in enumerate(SPDataLoader(make_samples(accumulation), ctx, accumulation, replicated=True)):
         poison.fill_(float("nan") if rank == 1 and i == accumulation - 1 else 1.0)
-        out = alstlib.causal_lm_loss(engine, batch, ctx, engine_divides_by=accumulation)
+        out = alstlib.causal_lm_loss(engine, batch)
         losses.append(float(out.mean))
         engine.backward(out.loss)
         taken.append(take_step(engine))

@@ -78,9 +78,7 @@ class Training:
             loss = 0.0
             for _ in range(self.run.optim.accumulation):
                 batch = next(self.batches)
-                out = alstlib.causal_lm_loss(
-                    self.engine, batch, self.ctx, engine_divides_by=self.run.optim.accumulation
-                )
+                out = alstlib.causal_lm_loss(self.engine, batch)
                 self.engine.backward(out.loss)
                 self.engine.step()
                 loss += float(out.mean) * int(out.tokens) / int(batch["step_tokens"])
