@@ -46,12 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run the whole model in blocks of this many tokens (`block_step`)",
     )  # fmt: skip
     parser.add_argument(
-        "--offload", choices=["none", "sync", "async"], help="how activation checkpoints are moved to the host"
+        "--offload", action="store_true", default=None, help="keep activation checkpoints in the host's memory"
     )
     parser.add_argument("--attention", metavar="KERNEL", help="the attention kernel, which must run on a CPU")
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE",
-        help="set a field of alstlib.Options; may be given several times",
+        help="set a field of alstlib.Options, such as --set offload=sync; may be given several times",
     )  # fmt: skip
     parser.add_argument(
         "--config", action="append", default=[], metavar="FIELD=VALUE",
