@@ -109,7 +109,7 @@ class Attempt:
     @property
     def ranks(self) -> int:
         """Of a node."""
-        return int(self.config["world_size"]) // self.nodes
+        return int(self.config["engine"]["world_size"]) // self.nodes
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
