@@ -24,7 +24,7 @@ from alstlib.config import (
     row_config,
     value_of,
 )
-from alstlib.options import Kernel, Options
+from alstlib.options import Options
 from alstlib.units import parse_quantity
 
 
@@ -255,15 +255,6 @@ def test_a_training_state_belongs_to_model_data_and_optimizer() -> None:
         assert bound(run.replace(**{name: value}).to_dict()) == bound(run.to_dict())
     for name, value in kept.items():
         assert bound(run.replace(**{"options.chunk": 8, name: value}).to_dict()) != bound(run.to_dict())
-
-
-def test_kernels_are_those_that_are_there() -> None:
-    from typing import get_args
-
-    from alstlib.kernels.backends import BACKENDS
-
-    assert set(BACKENDS) <= set(get_args(Kernel))
-    assert set(get_args(Kernel)) - set(BACKENDS) <= {"auto", "sdpa"}
 
 
 PAPER = {
