@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -143,8 +143,9 @@ def _waited(event: Mapping[str, Any], now: float) -> float:
 def _tails(logs: Path) -> list[tuple[Path, str]]:
     """The ranks' logs and what they end with: first those with a traceback, in the order in which they ended. Where the
     ranks said nothing, the agent's log."""
-    files = [f for f in logs.glob(f"**/{RANK_LOGS}") if f.stat().st_size] or list(logs.glob("agent.log"))
-    tails = [(file, _tail(file)) for file in files]
+    for pattern in (f"**/{RANK_LOGS}", "agent.log"):
+        if tails := [(file, text) for file in logs.glob(pattern) if (text := _tail(file))]:
+            break
     return sorted(tails, key=lambda tail: (TRACEBACK not in tail[1], tail[0].stat().st_mtime))
 
 
@@ -263,14 +264,33 @@ class Plain:
         return self.stream.write(printable(text))
 
 
-def console(**settings: Any) -> Console:
-    """rich's console on standard output, also where that is `Plain`: texts shown on it must be `printable`. Nothing in
-    a text is markup. Its lines are of a terminal only where standard output is one."""
+def console(width: int | None = None) -> Console:
+    """rich's console on standard output, also where that is `Plain`: what it prints must be `printable`. Where standard
+    output is no terminal it writes plain lines of up to 100 columns. It takes nothing in a text for markup."""
     stream = getattr(sys.stdout, "stream", sys.stdout)
+    terminal = stream.isatty()
     return Console(
-        file=stream, markup=False, highlight=False, emoji=False, force_terminal=stream.isatty(), force_jupyter=False,
-        **settings,
+        file=stream, markup=False, highlight=False, emoji=False, force_terminal=terminal, force_jupyter=False,
+        width=width or (None if terminal else 100),
     )  # fmt: skip
+
+
+COLORS = {
+    **dict.fromkeys(("ok", "equal"), "green"), **dict.fromkeys(("oom", "stale", "timeout", "cancelled"), "yellow"),
+    **dict.fromkeys(("error", "interrupted", "unreadable", "differs", "crash"), "red"), "running": "cyan",
+}  # fmt: skip
+"""The colors of words in tables."""
+
+
+def listed(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table of texts with one line for each row. Its last column takes the room that is left, and is cut there."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in head:
+        table.add_column(name, no_wrap=name != head[-1])
+    for row in rows:
+        lines = [printable(" ".join(cell.split())) for cell in row]
+        table.add_row(*(Text(line, COLORS.get(line, ""), overflow="ellipsis", no_wrap=True) for line in lines))
+    return table
 
 
 def in_kernel() -> bool:
