@@ -52,7 +52,7 @@ class Progress:
     def emit(self, event: str, **fields: Any) -> None:
         if self.rank:
             return
-        line = json.dumps(strict({"time": round(time.time(), 3), "event": event, **fields}, [])) + "\n"
+        line = json.dumps(strict({"time": round(time.time(), 3), "event": event, **fields})) + "\n"
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(line)
