@@ -211,7 +211,7 @@ def show(sweep: Sweep) -> None:
         step = f"{row.step}/{row.steps}" if row.state == "running" and row.step is not None else ""
         rows.append([row.row, row.state, step, _time(row.seconds), _time(row.left_seconds), row.what])
     print()
-    console().print(listed(["row", "state", "step", "time", "left", ""], rows))
+    console().print(listed(["row", "state", "step", "time", "left", ""], rows, cut=True))
     if commands := following(sweep):
         print("\nnext:")
     for command, why in commands:
