@@ -190,8 +190,7 @@ def root_cause(logs: Path, oom_kills: int | None = None) -> tuple[str, str]:
     for failure in failures:
         number = -failure["exitcode"]
         if number > 0 and number != signal.SIGABRT and not failure["by_agent"]:  # a library aborts when others are gone
-            why = f"rank {failure['rank']} was ended by {_signal_name(number)}{_sender(number, oom_kills)}"
-            return "RankKilled", why
+            return "RankKilled", f"rank {failure['rank']} was ended by {_by_signal(number, oom_kills)}"
     first = min((f for f in failures if not f["by_agent"]), key=lambda f: f["time"])
     said = first["error"] or _last_error(logs, first["rank"])
     error = f": {said.splitlines()[0]}" if said else ""
@@ -205,21 +204,17 @@ def _last_error(logs: Path, rank: int) -> str:
     return tails[0].splitlines()[-1] if tails and TRACEBACK in tails[0] else ""
 
 
-def _signal_name(number: int) -> str:
-    with contextlib.suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"
-
-
-def _sender(number: int, oom_kills: int | None) -> str:
-    """Who usually sends a signal."""
+def _by_signal(number: int, oom_kills: int | None) -> str:
+    """The name of a signal, and who usually sends it."""
     if number == signal.SIGKILL and oom_kills:
-        return f": the host ran out of memory, and its kernel ended {oom_kills} process{'es' if oom_kills > 1 else ''}"
-    if number == signal.SIGKILL:
-        counted = ", but this host's kernel counts none during the run" if oom_kills == 0 else ""
-        return f" (as the kernel does when the host's memory runs out{counted}; else a person or a scheduler)"
-    crash = {int(signal.SIGSEGV): "a crash in compiled code", int(signal.SIGBUS): "often a full /dev/shm or disk"}
-    return f" ({crash.get(number, 'from outside the run')})"
+        return f"SIGKILL: the host ran out of memory, and its kernel ended {oom_kills} processes meanwhile"
+    counted = ", but this host's kernel counts none during the run" if oom_kills == 0 else ""
+    senders: dict[int, str] = {
+        signal.SIGKILL: f"as the kernel does when the host's memory runs out{counted}; else a person or a scheduler",
+        signal.SIGSEGV: "a crash in compiled code", signal.SIGBUS: "often a full /dev/shm or disk",
+    }  # fmt: skip
+    names = {int(known): known.name for known in signal.Signals}
+    return f"{names.get(number, f'signal {number}')} ({senders.get(number, 'from outside the run')})"
 
 
 def whereabouts(progress: Path, logs: Path, stopped: Sequence[int] = ()) -> str:
@@ -227,24 +222,23 @@ def whereabouts(progress: Path, logs: Path, stopped: Sequence[int] = ()) -> str:
     wrote that down (`processes.ask_where`): first the ranks that did not wait for others."""
     steps = [e for e in ProgressReader(progress).read() if e.get("step") is not None]
     told = [f"the last step was {steps[-1]['step']} of {steps[-1].get('steps', '?')}" if steps else "it ended no step"]
-    found: dict[tuple[int, str], list[int]] = {}
-    for file in logs.glob("**/attempt_*/*/stderr.log"):
-        # what Python's faulthandler wrote, the innermost call first
-        frames = re.findall(r'File "(.*)", line (\d+) in (\S+)', _tail(file).rpartition("(most recent call first)")[2])
-        if rank_of(file) in stopped:
-            place = 0, "stopped (SIGSTOP, or a debugger)"
-        elif not frames:
-            place = 1, "gave no answer (not started, or hanging in a driver or on a disk)"
-        else:
+    places: dict[tuple[int, str], list[str]] = {}
+    for file in sorted(logs.glob("**/attempt_*/*/stderr.log"), key=rank_of):
+        rank, said = rank_of(file), _tail(file).rpartition("(most recent call first)")[2]
+        frames = re.findall(
+            r'File "(.*)", line (\d+) in (\S+)', said
+        )  # Python's faulthandler writes the innermost first
+        where = (1, "gave no answer (not started, or hanging in a driver or on a disk)")
+        if frames:
             path, line, name = next((f for f in frames if "/alstlib/" in f[0]), frames[0])
             waits = "/torch/distributed/" in frames[0][0]
-            place = 2 + waits, f"{'waited ' if waits else ''}in {name} ({Path(path).name}, line {line})"
-        found.setdefault(place, []).append(rank_of(file))
-    ordered = sorted(found.items(), key=lambda item: (item[0][0], len(item[1])))
-    told += [
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}: {where}" for (_, where), ranks in ordered
-    ]
-    return "; ".join(told[:7])
+            where = (2 + waits, f"{'waited ' if waits else ''}in {name} ({Path(path).name}, line {line})")
+        if rank in stopped:
+            where = (0, "stopped (SIGSTOP, or a debugger)")
+        places.setdefault(where, []).append(str(rank))
+    for (_, place), ranks in sorted(places.items())[:6]:
+        told.append(f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}: {place}")
+    return "; ".join(told)
 
 
 # What a person sees
@@ -347,22 +341,22 @@ class Printer:
         if not self.event:
             return
         now, ends = time.monotonic(), self.event.get("event") == "end"
-        line = " ".join(printable(f"{describe(self.event, time.time())}  {self.also()}").rstrip().split("\n"))
+        line = printable(f"{describe(self.event, time.time())}  {self.also()}").strip().replace("\n", " ")
+        step, steps = self.event.get("step") or 0, self.event.get("steps") or 0
         if ends or now - self.shown >= 1.0:
             self.shown = now
-            self._show(line)
+            self._show(line, step, steps)
         every = min(self.LOG_SECONDS, max(1.0, self.logged - self.began))
-        tenth = 10 * int(self.event.get("step") or 0) // int(self.event.get("steps") or 1)
+        tenth = 10 * step // steps if steps else 0
         if self.log and line != self.line and (ends or now - self.logged >= every or tenth > self.tenth):
             self.logged, self.tenth, self.line = now, tenth, line
             bar = self.display is not None and self.log.isatty()  # papermill's, which it draws again
             print(f"\r\x1b[2K{line}" if bar else line, file=self.log, flush=True)
 
-    def _show(self, line: str) -> None:
+    def _show(self, line: str, step: int, steps: int) -> None:
         """Replace what the terminal or the notebook shows: a bar where the number of steps is known, and the line."""
         shown = Table.grid(padding=(0, 1))
-        bar = [ProgressBar(self.event["steps"], self.event["step"], 20)] if self.event.get("steps") else []
-        shown.add_row(*bar, Text(line, overflow="fold"))
+        shown.add_row(*([ProgressBar(steps, step, 20)] if steps else []), Text(line, overflow="fold"))
         if self.live:
             self.live.start()
             self.live.update(shown, refresh=True)

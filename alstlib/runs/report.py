@@ -79,12 +79,10 @@ def in_order(found: Sequence[Mapping[str, Any]], folder: Path, spec: Spec | None
 
 
 def labelled(found: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """The results, each with a `label` that no other has: its row or run id; where sweeps share it, its folder."""
+    """The results, each with a `label` that no other has: its row or run id; of several sweeps, its folder."""
     paths = [_link(Path(r["folder"]).resolve(), folder.resolve()) for r in found]
-    names = [r["row"] or r["run_id"] for r in found]
-    shared = Counter(names)
-    labels = [path if shared[name] > 1 else name for name, path in zip(names, paths)]
-    return [{**r, "label": label} for r, label in zip(found, labels if len(set(labels)) == len(labels) else paths)]
+    several = len({Path(path).parent for path in paths}) > 1
+    return [{**r, "label": path if several else r["row"] or r["run_id"]} for r, path in zip(found, paths)]
 
 
 def contents(folder: Path, found: Sequence[Mapping[str, Any]], spec: Spec | None, base: Path) -> dict[str, Any]:
@@ -99,7 +97,7 @@ def contents(folder: Path, found: Sequence[Mapping[str, Any]], spec: Spec | None
         "written": datetime.datetime.now().astimezone().isoformat(" ", "minutes"),
         "finished": sorted(r["finished"] for r in ran), "counts": Counter(r["status"] for r in every),
         "modes": sorted({r["mode"] for r in ran}), "heads": heads, "table": list(zip(every, texts)),
-        "figures": list(figures(ran)), "environments": environments(ran), "rows": [_row(r, spec) for r in ran],
+        "figures": list(figures(ran)), "rows": [_row(r, spec) for r in ran],
         "notebooks": sorted(folder.glob("*.ipynb")), "link": link, "never": NEVER,
     }  # fmt: skip
 
@@ -121,16 +119,6 @@ def _row(result: Mapping[str, Any], spec: Spec | None) -> dict[str, Any]:
         "files": [*sorted(folder.glob("*.ipynb")), folder / "result.json"],
         "command": papermill_line(notebook, "out.ipynb", parameters, result["config"]),
     }
-
-
-def environments(found: Sequence[Mapping[str, Any]]) -> list[tuple[dict[str, Any], list[str]]]:
-    """Where the results were made: each environment and commit once, with its rows."""
-    made: dict[str, tuple[dict[str, Any], list[str]]] = {}
-    for result in found:
-        git = result["git"]
-        facts = {**result["environment"], "git commit": git.get("sha"), "git: uncommitted changes": git.get("dirty")}
-        made.setdefault(json.dumps(facts, sort_keys=True), (facts, []))[1].append(result["label"])
-    return list(made.values())
 
 
 # Figures
@@ -197,20 +185,20 @@ def _over(columns: Mapping[str, str], ylabel: str, unit: float, plots: Any, rows
     """Columns of the table over the field in which the rows differ, where that is one; of rows whose value is a
     number."""
     fields = results.swept(rows)
-    at = {row["label"]: row["config"].get(fields[0]) if len(fields) == 1 else None for row in rows}
-    numbers = {name: x for name, x in at.items() if isinstance(x, int | float) and not isinstance(x, bool)}
-    drawn = sorted((row for row in rows if row["label"] in numbers), key=lambda row: numbers[row["label"]])
-    series = {
-        name: {numbers[row["label"]]: row[column] / unit for row in drawn if row[column] is not None}
-        for column, name in columns.items()
-    }
-    series = {name: line for name, line in series.items() if len(line) > 1}
-    if not series:
+    if len(fields) != 1:
         return None
-    others = ", ".join(f"{name} ({x})" for name, x in at.items() if name not in numbers)
-    left_out = f" Not in the figure, because their value is no number: {others}." if others else ""
-    what = f"The rows differ in {fields[0]} only.{left_out}"
-    return plots.versus(series, fields[0], ylabel), what, numbers
+    at = {row["label"]: row["config"].get(fields[0]) for row in rows}
+    numbers = {label: x for label, x in at.items() if isinstance(x, int | float) and not isinstance(x, bool)}
+    drawn = sorted((row for row in rows if row["label"] in numbers), key=lambda row: numbers[row["label"]])
+    series = {}
+    for column, name in columns.items():
+        line = {numbers[row["label"]]: row[column] / unit for row in drawn if row[column] is not None}
+        if len(line) > 1:
+            series[name] = line
+    others = ", ".join(f"{label} ({x})" for label, x in at.items() if label not in numbers)
+    what = f"The rows differ in {fields[0]} only."
+    what += f" Not in the figure, because their value is no number: {others}." if others else ""
+    return (plots.versus(series, fields[0], ylabel), what, numbers) if series else None
 
 
 def _predicted(plots: Any, rows: Rows) -> Drawn:

@@ -314,7 +314,7 @@ def failed(logs, *ended, error_file=""):
     (((1, -11), (2, -9), (0, -15)), 0, "RankKilled", "rank 1 was ended by SIGSEGV (a crash in compiled code)"),
     (((1, -40), (0, -15), (2, 1)), 0, "RankKilled", "rank 1 was ended by signal 40 (from outside the run)"),
     (((1, 1), (2, -9), (0, -15)), 2, "RankKilled",
-     "rank 2 was ended by SIGKILL: the host ran out of memory, and its kernel ended 2"),
+     "rank 2 was ended by SIGKILL: the host ran out of memory, and its kernel ended 2 processes"),
     (((1, 1), (2, -9), (0, -15)), 0, "RankKilled",
      "rank 2 was ended by SIGKILL (as the kernel does when the host's memory runs out, "
      "but this host's kernel counts none during the run; else a person or a scheduler)"),

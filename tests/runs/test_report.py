@@ -111,7 +111,7 @@ def test_both_themes(written):
 
 
 def test_rows_of_the_same_name_in_several_sweeps_stay_apart(tmp_path):
-    """Ids, figures and environments of `alst report` over a folder of sweeps."""
+    """Ids and figures of `alst report` over a folder of sweeps."""
     for sweep, losses in (("first", [3.0, 2.5, 2.25]), ("the second", [3.0, 2.0, 1.0])):
         for row in ("alst", f"only {sweep}"):
             metrics = {"seq_len": 512, "loss": losses, "device_peak_bytes": [2**20]}
@@ -123,7 +123,9 @@ def test_rows_of_the_same_name_in_several_sweeps_stay_apart(tmp_path):
     page = Page(text)
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
-    assert {"row-first/alst", "row-the_second/alst", "row-only_first", "row-only_the_second"} <= set(ids)
+    assert {"row-first/alst", "row-the_second/alst", "row-first/only_first", "row-the_second/only_the_second"} <= set(
+        ids
+    )
     assert {a["href"][1:] for a in page.all("a") if a["href"][0] == "#"} <= set(ids)
     for image in page.all("img"):
         assert all(name in image["alt"] for name in ("first/alst", "the second/alst", "only first")), image["alt"]
