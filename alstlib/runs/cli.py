@@ -31,7 +31,7 @@ from alstlib.runs import (
     verify,
     workers,
 )
-from alstlib.runs.notebooks import execute, watch_cells
+from alstlib.runs.notebooks import execute
 from alstlib.runs.processes import WARNED, allow_open_files, warnings_call
 from alstlib.runs.progress import Plain, Printer, ProgressReader
 from alstlib.runs.sweeps import Spec, check_parameters, load_spec, papermill_line, select, shown, write_record
@@ -240,9 +240,10 @@ def _report(spec: Spec, bad: list[str], args: argparse.Namespace, note: Callable
     print(f"\n{results.with_notes(results.table(report.in_order(found, spec.out, spec)))}\n")
     if spec.report and not (bad and args.fail_fast):
         output = spec.out / spec.report.name
-        watch, show = watch_cells(spec.report, output)
+        show = Printer()
+        show({"event": "load", "row": "report", "time": time.time(), "message": f"running {spec.report.name}"})
         # where a reader would run it, because it may import and read what lies there
-        raised = execute(spec.report, output, {"results": str(spec.out.resolve())}, watch, spec.report.parent)
+        raised = execute(spec.report, output, {"results": str(spec.out.resolve())}, show.tick, spec.report.parent)
         show.close()
         if raised:
             print(f"the report notebook failed (it is in {shown(output)}): {raised}", file=sys.stderr)

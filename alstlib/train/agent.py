@@ -8,19 +8,23 @@ nothing is unpickled. Ended by a signal, the agent says so by its exit status, 1
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import socket
 import sys
 from pathlib import Path
 
 from torch.distributed import TCPStore, run
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from alstlib.planner import devices
+from alstlib.runs.progress import FAILURES
 from alstlib.sizing import cores
 
 BACKEND = "alst"
@@ -58,10 +62,28 @@ def numa_binding(nodes: Path = Path("/sys/devices/system/node")) -> list[str]:
     return ["--numa-binding", "node"] if several and devices.device_count() and shutil.which("numactl") else []
 
 
+def write_failures(failed: ChildFailedError, logs: Path) -> None:
+    """Write beside the logs how each rank failed, and whether torchrun itself ended it because another one had failed:
+    by SIGTERM, and 30 seconds later by SIGKILL. torchrun lists these ranks after those that it found failed."""
+    found, (first, *_) = [], failed.failures.values()
+    for rank, failure in failed.failures.items():
+        ended = {-signal.SIGTERM, -signal.SIGKILL} if failure.timestamp >= first.timestamp + 30 else {-signal.SIGTERM}
+        by_agent = failure is not first and failure.exitcode in ended
+        told = failure.error_file_data["message"]  # a string where the rank wrote no error (torch's `record`)
+        error = told["message"] if isinstance(told, dict) else ""
+        about = {"rank": rank, "exitcode": failure.exitcode, "time": failure.timestamp}
+        found.append({**about, "by_agent": by_agent, "error": error})
+    (logs / FAILURES).write_text(json.dumps(found), encoding="utf-8")
+
+
 def main() -> None:
     rendezvous_handler_registry.register(BACKEND, _create)
+    argv = ["--rdzv-backend", BACKEND, *numa_binding(), *sys.argv[1:]]
     try:
-        run.main(["--rdzv-backend", BACKEND, *numa_binding(), *sys.argv[1:]])
+        run.main(argv)
+    except ChildFailedError as e:
+        write_failures(e, Path(run.parse_args(argv).log_dir))
+        raise
     except SignalException as e:
         sys.exit(128 + e.sigval)
 

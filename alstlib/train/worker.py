@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from alstlib.config import RunConfig
 from alstlib.data.corpus import get_tokenizer, has_tokenizer
@@ -148,6 +149,7 @@ def begin() -> torch.device:
     return device
 
 
+@record
 def run_worker(doc: str | None, job: Callable[[RunConfig, Path], Any]) -> None:
     """What every worker does: read the configuration, join the ranks, `work`."""
     parser = argparse.ArgumentParser(description=doc)

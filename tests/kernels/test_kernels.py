@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from alstlib import reference
-from alstlib.options import Kernel
 from alstlib.kernels import calls
 from alstlib.kernels.attention import merge, sinks_backward
 from alstlib.kernels.backends import BACKENDS, PACKAGES, choose_backend
 from alstlib.kernels.rule import Rule
 from alstlib.offload.ledger import Ledger
+from alstlib.options import Kernel
 from alstlib.ulysses.attention import row_delta
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")

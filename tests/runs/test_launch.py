@@ -187,7 +187,7 @@ def test_a_rank_that_is_stopped_ends_the_run_within_the_limit_and_is_named(tmp_p
     ended = (tmp_path / "result.json").stat().st_mtime
     assert ended - last < 40 + processes.GRACE_SECONDS, "SIGTERM waits for SIGCONT"
     message = results.read_result(tmp_path / "result.json")["error"]["message"]
-    assert "; rank 1 was stopped (SIGSTOP, or a debugger); rank 0 was in " in message
+    assert "; rank 1: stopped (SIGSTOP, or a debugger); rank 0: in " in message
     assert not processes_of(tmp_path)
 
 
