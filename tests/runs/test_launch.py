@@ -19,7 +19,7 @@ from cases import READS_PROC, wait_for
 
 from alstlib.config import PAPER_ROWS, RunConfig, row_config
 from alstlib.planner import devices, preflight
-from alstlib.runs import launch, nodes, processes, progress, results, torchrun
+from alstlib.runs import launch, processes, progress, results, torchrun
 from alstlib.runs.progress import ProgressReader
 
 TESTS = Path(__file__).parent
@@ -425,7 +425,7 @@ def test_only_rank_0_writes(tmp_path):
 
 
 def test_a_callback_that_fails_is_dropped(tmp_path):
-    run = launch._Run(fake("ok"), tmp_path, lambda event: 1 / 0, nodes.Followers(nodes.Meeting()))
+    run = launch._Run(fake("ok"), tmp_path, lambda event: 1 / 0)
     launch.Progress(tmp_path / "progress.jsonl").emit("step")
     with pytest.warns(UserWarning, match="on_progress failed"):
         run.follow()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -72,11 +73,16 @@ def reached(slurm: Cluster, job: str, row: Path, step: int) -> None:
 
 
 def test_a_job_gets_whole_nodes_whatever_they_have(slurm: Cluster, tmp_path: Path) -> None:
-    """Slurm alone would give a step one core, a hundredth of the memory, and no GPU."""
+    """On both nodes: Slurm alone would give a step one core, a hundredth of the memory, and no GPU."""
     said = "node=$SLURM_NODEID cores=$(taskset -pc $$ | sed 's/.*: //') gpus=${SLURM_GPUS_ON_NODE:-0}"
-    (tmp_path / "python").write_text(f'#!/bin/sh\necho "{said} $@"\n')
+    (tmp_path / "task").write_text(f'#!/bin/sh\necho "{said} $@"\n')
+    (tmp_path / "task").chmod(0o755)
+    code = "import subprocess, sys; from alstlib.runs import cluster; "
+    code += "sys.exit(subprocess.run([*cluster.here().launcher, *sys.argv[1:]]).returncode)"
+    on_nodes = shlex.join([sys.executable, "-c", code, str(tmp_path / "task")])
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexport CUDA_VISIBLE_DEVICES=\nexec {on_nodes} "$@"\n')
     (tmp_path / "python").chmod(0o755)
-    slurm.env["ALST_PYTHON"] = str(tmp_path / "python")
+    slurm.env |= {"ALST_PYTHON": str(tmp_path / "python"), "PYTHONPATH": str(ROOT)}
     try:
         on_gpus = "--partition=gpu"
         for options, nodes, gpus in (
