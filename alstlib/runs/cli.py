@@ -79,7 +79,7 @@ def run_row(
     if (about := locks.holder(folder)) is not None:
         raise ValueError(f"row {row} was not run: its folder is in use by {locks.describe(about)}; wait for it to end")
     path = folder / "result.json"
-    before = path.stat() if path.exists() else None
+    before = results.version(path)
     (folder / "progress.jsonl").unlink(missing_ok=True)
     reader, show = ProgressReader(folder / "progress.jsonl"), Printer(also)
     show({"event": "load", "row": row, "time": time.time(), "message": "starting the notebook"})
@@ -93,8 +93,7 @@ def run_row(
             show.tick()
 
     def settle(status: str, kind: str, message: str) -> dict[str, Any]:
-        after = path.stat() if path.exists() else None
-        if after and (before is None or (after.st_ino, after.st_mtime_ns) != (before.st_ino, before.st_mtime_ns)):
+        if results.version(path) not in (None, before):
             return results.read_result(path)
         error = {"type": kind, "message": message}
         results.write_result(path, result := results.new_result(config, status, error=error))
@@ -119,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
     elsewhere = args.launcher or os.environ.get(cluster.LAUNCHER_VARIABLE) or "SLURM_JOB_ID" in os.environ
     submits = (args.nodes or 1) > 1 and not elsewhere
     nodes = cluster.Nodes(count=args.nodes) if submits else cluster.here(args.nodes, args.launcher, args.head)
+    if nodes.launcher:
+        torchrun.free_port(nodes.head)  # refuses an address that other nodes cannot reach
     changes: dict[str, Any] = {"changes": fields_of(args.set, "--set")} if args.set else {}
     spec = load_spec(args.spec, args.out, nodes=nodes.count, **changes)
     names = select(spec, args.rows)
@@ -222,7 +223,7 @@ def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: 
                     return _again(spec, row)
                 print(error.get("log_tail", ""), file=sys.stderr)
                 bad.append(row)
-                if args.fail_fast or error.get("type") in launch.SAME_AGAIN:
+                if args.fail_fast or error.get("type") == "LauncherFailed":
                     break
         return _report(spec, bad, args, note)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import subprocess
 import tempfile
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,16 @@ from alstlib.config import RunConfig
 from alstlib.planner import devices
 from alstlib.planner.configs import check_model
 from alstlib.planner.preflight import step_limit, time_limit, why_not
-from alstlib.runs import cluster, locks, node_reports, results, workers
+from alstlib.runs import cluster, locks, results, workers
 from alstlib.runs.cluster import Nodes
+from alstlib.runs.node_reports import LOST, cause, failures, lost, read_reports
 from alstlib.runs.processes import (
     GRACE_SECONDS,
     WARNED,
     allow_open_files,
     ask_where,
     die_with_parent,
-    end_agents,
+    kills_since,
     oom_kills,
     sigterm_interrupts,
     stop,
@@ -38,7 +40,7 @@ from alstlib.runs.processes import (
 )
 from alstlib.runs.progress import Printer as progress_printer
 from alstlib.runs.progress import Progress, ProgressReader, log_tail, root_cause, whereabouts
-from alstlib.runs.torchrun import AGENT, LAUNCHER_LOG, QUESTION, Attempt, bound, free_port
+from alstlib.runs.torchrun import LAUNCHER_LOG, Attempt, bound, free_port
 from alstlib.units import format_seconds
 
 __all__ = ["Progress", "RunFailed", "die_with_parent", "finished", "launch", "progress_printer", "resolve"]
@@ -48,10 +50,8 @@ ONE_NODE = Nodes()
 POLL_SECONDS = 1.0
 SETTLE_SECONDS = 5.0
 """Seconds after one node failed, in which others may say that they failed too: the first is not always heard first."""
-SAME_AGAIN = ("LauncherFailed", "NodeDiffers")
-"""Kinds of errors of which the next run would end too."""
 ASKED_SECONDS = 4.0
-"""Seconds that several nodes have to ask their ranks where they are."""
+"""Seconds that several nodes have to say where their ranks are."""
 
 
 class RunFailed(RuntimeError):
@@ -142,8 +142,9 @@ class _Run:
         self.oom_kills = oom_kills()
         self.agent: subprocess.Popen[bytes] | None = None
         """torchrun on one node; on several nodes the launcher, such as srun."""
-        self.over = False
-        """Whether it ended by itself."""
+        self.program = nodes.launcher[0] if nodes.launcher else "torchrun"
+        self.over = ""
+        """How it ended by itself; empty where it did not."""
         self.whole_id = self.id = f"{results.run_id(config)}-{uuid.uuid4().hex[:8]}"
         self.reader = ProgressReader(out / "progress.jsonl")
         self.before = results.version(out / "result.json")
@@ -164,6 +165,11 @@ class _Run:
         """Log folder of the newest attempt."""
         return self.out / "logs" / self.id
 
+    @property
+    def launcher_log(self) -> Path:
+        """What the launcher of several nodes and their agents said; no file on one node."""
+        return self.logs / LAUNCHER_LOG
+
     def follow(self, *more: dict[str, Any]) -> None:
         """Hand on what the ranks said, or that time passes to a callback that has `tick`. One that fails is not worth a
         run: it is dropped with a warning."""
@@ -178,65 +184,57 @@ class _Run:
             warnings.warn(f"on_progress failed and is not called again: {e!r}", stacklevel=2)
             self.on_progress = None
 
-    def reports(self) -> list[dict[str, Any]]:
-        """What the agents of several nodes have said; nothing on one node."""
-        return node_reports.read_reports(self.logs / LAUNCHER_LOG)
-
     def begin(self, worker: str, temporary: str, env: Mapping[str, str]) -> None:
         """Start an attempt on every node; what is left of the one before is ended."""
         self.stop()
         attempt = Attempt(
             id=self.id, config=self.config.to_dict(), out=str(self.out), worker=worker, nodes=self.nodes.count,
             head=self.nodes.head, port=free_port(self.nodes.head) if self.nodes.launcher else 0,
-            seconds=self.deadline - time.monotonic(), env=env,
+            deadline=time.time() + self.deadline - time.monotonic(), env=env,
         )  # fmt: skip
         self.agent = attempt.begin(self.nodes.launcher, temporary)
 
     def stop(self) -> None:
-        """End the ranks of every node. Of several nodes the head's agent ends first and the other agents follow it,
-        because a launcher that is ended may pass on no signal, or one that leaves them no time (srun)."""
+        """End the ranks of every node. SIGTERM would have srun kill them at once; SIGUSR2 it hands on, and the agents
+        take it for SIGTERM. Launchers that do not know this signal end by it, and then their agents end too."""
         try:
             if self.nodes.launcher and self.agent is not None and self.agent.poll() is None:
-                end_agents(self.id, AGENT)
+                self.agent.send_signal(signal.SIGUSR2)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.agent.wait(GRACE_SECONDS)
         finally:
             stop(self.agent, self.id)
 
-    def wait(self, check: Callable[..., None]) -> int | None:
-        """The exit status of torchrun, or of the launcher; 1 where a node failed. None when the time limit came first,
-        or that of a step. `check` is called with what several nodes say when all of them have started."""
+    def wait(self) -> int | None:
+        """The exit status of torchrun, or of the launcher; 1 where a node failed, and the launcher waits for others.
+        None when the time limit came first, or that of a step."""
         assert self.agent is not None
-        self.heard, settled, checked = time.monotonic(), math.inf, False
+        self.heard, self.over, settled = time.monotonic(), "", math.inf
         while True:
             left = min(self.deadline, self.heard + self.patience, settled) - time.monotonic()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.agent.wait(max(0.01, min(POLL_SECONDS, left)))
             self.follow()
-            reports = self.reports()
-            if not checked and (least := node_reports.least(reports, self.nodes.count)) is not None:
-                checked = True
-                check(reports, **least)
-            failed = node_reports.failed(reports)
-            if (code := self.agent.poll()) is not None:
-                self.over = True
-                return 1 if failed and code >= 0 else code
-            if failed and left <= 0 and settled < math.inf:
-                return 1
+            failed = bool(failures(read_reports(self.launcher_log)))
+            if (code := self.agent.returncode) is not None:
+                self.over = f"{self.program} ended with exit status {code}"
+                return code or int(failed)
             if failed:
+                if left <= 0 and settled < math.inf:
+                    return 1
                 settled = min(settled, time.monotonic() + SETTLE_SECONDS)
             elif left <= 0:
                 self.stalled = time.monotonic() < self.deadline
-                self.stopped = self.ask_where(self.agent.pid)
+                self.stopped = self.ask_where(self.agent)
                 return None
 
-    def ask_where(self, agent: int) -> list[int]:
+    def ask_where(self, agent: subprocess.Popen[bytes]) -> list[int]:
         """Have all ranks write down where they are; returns those that are stopped."""
         if not self.nodes.launcher:
-            return ask_where(agent, self.id)
-        (self.logs / QUESTION).touch()
+            return ask_where(agent.pid, self.id)
+        agent.send_signal(signal.SIGUSR1)  # srun and mpirun hand it on
         time.sleep(ASKED_SECONDS)
-        return sorted(rank for report in self.reports() for rank in report.get("stopped", ()))
+        return sorted(rank for report in read_reports(self.launcher_log) for rank in report.get("stopped", ()))
 
     def late(self, limit: str, step_limit: str) -> dict[str, Any]:
         """The result of a run for which `wait` gave None."""
@@ -247,23 +245,16 @@ class _Run:
 
     def ended(self, code: int, worker: str) -> dict[str, Any]:
         """The result of a run whose agent or launcher ended with this exit status."""
-        program = self.nodes.launcher[0] if self.nodes.launcher else "torchrun"
-        if code < 0:
-            return self.end("cancelled", "Cancelled", f"{program} was ended by signal {-code}")
-        reports = self.reports()
-        kind, why = node_reports.cause(reports, self.over and code > 0)
-        if not kind and code > 128:
-            return self.end("cancelled", "Cancelled", f"torchrun was ended by signal {code - 128}")
-        if not kind and code == 0:
+        reports = read_reports(self.launcher_log)
+        if code == 0:
             return self.end("ok", "NoResult", f"{worker} ended without writing result.json")
-        if not kind and self.nodes.launcher:
-            said = node_reports.silence(self.logs / LAUNCHER_LOG, reports, self.nodes.count)
-            kind, why = "LauncherFailed", f"{program} ended with exit status {code}: {said}"
-        elif not kind:
-            before, now = self.oom_kills, oom_kills()
-            kind, why = root_cause(self.logs, None if before is None or now is None else now - before)
-            why = why or f"torchrun ended with exit status {code}"
-        return self.end("error", kind, why)
+        if code < 0 or (code > 128 and not failures(reports) and not lost(reports)):
+            number = -code if code < 0 else code - 128
+            return self.end("cancelled", "Cancelled", f"{self.program} was ended by signal {number}")
+        if self.nodes.launcher:
+            return self.end("error", *cause(self.launcher_log, self.nodes.count, self.over))
+        kind, why = root_cause(self.logs, kills_since(self.oom_kills))
+        return self.end("error", kind, why or f"torchrun ended with exit status {code}")
 
     def searches_on(self, code: int | None) -> bool:
         """Whether ranks ended because memory ran out at a new length of a search: new ones go on with shorter ones."""
@@ -289,10 +280,10 @@ class _Run:
             open(self.out / "result.json").close()  # a shared file system asks its server at an open, and not before
             if results.version(self.out / "result.json") != self.before:
                 result = written = results.read_result(self.out / "result.json")
-        alone = status == "error" and kind not in node_reports.LOST
+        alone = status == "error" and kind not in LOST
         ended = () if status == "ok" else ("ok",) if alone else ("ok", "error")
         if result is None or result["status"] in ended:
-            if kind in node_reports.LOST and result and result["error"]:
+            if kind in LOST and result and result["error"]:
                 message += f"; after that, {results.why(result)}"
             error = {"type": kind, "message": message, "log_tail": log_tail(self.logs)}
             status = "error" if status == "ok" else status
@@ -303,10 +294,6 @@ class _Run:
             results.write_result(self.out / "result.json", result)
         self.follow({"time": time.time(), "event": "end", "row": self.config.row, "status": result["status"]})
         return result
-
-
-class _Refused(Exception):
-    """Why a run ends that the nodes cannot take: the status, kind and message of its result."""
 
 
 def launch(
@@ -341,14 +328,6 @@ def launch(
     if not force:
         workers.check_ranks(config.world_size, nodes.count, gpus)
     foreseen = workers.planned(config, worker, gpus)
-
-    def check(reports: Sequence[Mapping[str, Any]] = (), host: int | None = None, gpu: int | None = None) -> None:
-        """Refuse what the nodes cannot run, by the least memory that one of them has free."""
-        if other := node_reports.differing(reports):
-            raise _Refused("error", "NodeDiffers", other)
-        if not force and trains and (why := why_not(foreseen, nodes.count, gpus, host, gpu)):
-            raise _Refused("oom", "WouldNotFit", why)
-
     with locks.hold(out), warnings_call((out / WARNED).touch), sigterm_interrupts():
         limit, which = time_limit(foreseen, nodes.count, gpus, trains)
         if (rest := cluster.job_seconds()) is not None and rest < limit:
@@ -356,28 +335,24 @@ def launch(
             limit, which = rest, f"its job allows, {format_seconds(rest)}{nothing}"
         patience, which_step = step_limit(foreseen, nodes.count, gpus, trains)
         run = _Run(config, out, on_progress, nodes, limit, patience)
-        code, refused = None, None
+        code = None
         # ranks end without tidying up, or are killed
         with tempfile.TemporaryDirectory(prefix="alst-", ignore_cleanup_errors=True) as temporary:
             try:
-                check()
+                if not force and trains and (why := why_not(foreseen, nodes.count, gpus)):
+                    return run.end("oom", "WouldNotFit", why)
                 if why := bound(config.world_size // nodes.count):
                     run.say("load", why)
                 while run.agent is None or run.searches_on(code):
                     run.begin(worker, temporary, extra_env or {})
-                    code = run.wait(check)
-            except _Refused as e:
-                refused = e.args
+                    code = run.wait()
             except BaseException as e:
                 with contextlib.suppress(OSError):  # the result first: a kernel that shuts down gives little time
                     run.end("cancelled" if isinstance(e, KeyboardInterrupt) else "error", type(e).__name__, str(e))
                 raise
             finally:
                 run.stop()
-        if refused:
-            result = run.end(*refused)
-        else:
-            result = run.late(which, which_step) if code is None else run.ended(code, worker)
+        result = run.late(which, which_step) if code is None else run.ended(code, worker)
     if result["status"] not in results.FINISHED:
         raise RunFailed(result, out)
     return result

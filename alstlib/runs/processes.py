@@ -130,6 +130,12 @@ def oom_kills() -> int | None:
     return None
 
 
+def kills_since(before: int | None) -> int | None:
+    """How many more `oom_kills` there are than before; None if unknown."""
+    now = oom_kills()
+    return None if before is None or now is None else now - before
+
+
 def _found(value: str, variable: str = RUN_ID_VARIABLE) -> Iterator[psutil.Process]:
     """Processes other than this one that were started with this value of an environment variable."""
     for process in psutil.process_iter():
@@ -145,14 +151,6 @@ def processes(value: str, variable: str = RUN_ID_VARIABLE) -> dict[int, str]:
         with contextlib.suppress(psutil.Error):
             found[process.pid] = " ".join(process.cmdline())[:120]
     return found
-
-
-def end_agents(run: str, module: str) -> None:
-    """Send SIGTERM to the processes of a run on this machine that run this module."""
-    for process in _found(run):
-        with contextlib.suppress(psutil.Error):
-            if process.cmdline()[1:3] == ["-m", module]:
-                process.terminate()
 
 
 def stop(agent: subprocess.Popen[bytes] | None, run: str) -> None:
@@ -182,50 +180,41 @@ def stop(agent: subprocess.Popen[bytes] | None, run: str) -> None:
 
 
 @contextlib.contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt in this block (in the main thread, and not inside `warnings_call`; elsewhere it
-    does nothing)."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) in _WARNED:
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _interrupt)
+def _handled(handlers: Mapping[int, Any]) -> Iterator[None]:
+    """Signals have these handlers in this block. Nothing changes outside of the main thread."""
+    mine = handlers if threading.current_thread() is threading.main_thread() else {}
+    before = {number: signal.signal(number, does) for number, does in mine.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, does in before.items():
+            signal.signal(number, does)
 
 
 def _interrupt(number: int, _: Any) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
-_WARNED: list[Any] = []
-"""Handlers of `warnings_call`."""
+def sigterm_interrupts() -> contextlib.AbstractContextManager[None]:
+    """SIGTERM raises KeyboardInterrupt in this block, unless it has a handler already, such as that of `warnings_call`
+    with a grace."""
+    return _handled({signal.SIGTERM: _interrupt} if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else {})
 
 
 @contextlib.contextmanager
 def warnings_call(told: Callable[[], None], grace: float = 0.0) -> Iterator[None]:
     """SIGUSR1 calls `told` in this block, and so does SIGTERM with `grace`: KeyboardInterrupt follows after so many
     seconds. In the main thread; elsewhere it does nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def warned(number: int, _: Any) -> None:
         if number == signal.SIGTERM:
             signal.setitimer(signal.ITIMER_REAL, grace)
         told()
 
-    numbers = [signal.SIGUSR1, *([signal.SIGTERM] if grace else [])]
-    before = {number: signal.signal(number, warned) for number in numbers}
-    if grace:
-        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, _interrupt)
-        _WARNED.append(warned)
-    try:
-        yield
-    finally:
-        if grace:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            _WARNED.remove(warned)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    ends: dict[int, Any] = {signal.SIGTERM: warned, signal.SIGALRM: _interrupt} if grace else {}
+    with _handled({signal.SIGUSR1: warned, **ends}):
+        try:
+            yield
+        finally:
+            if grace:
+                signal.setitimer(signal.ITIMER_REAL, 0)

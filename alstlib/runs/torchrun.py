@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import fcntl
 import json
 import math
 import os
 import re
 import socket
-import struct
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from alstlib.planner import devices
 from alstlib.runs.processes import DEADLINE_VARIABLE, RUN_ID_VARIABLE, cores, start
 
 AGENT, ATTEMPT_FLAG = "alstlib.train.agent", "--attempt"
-AGENT_LOG, LAUNCHER_LOG, QUESTION = "agent.log", "launcher.log", "where"
+AGENT_LOG, LAUNCHER_LOG = "agent.log", "launcher.log"
 RANK_VARIABLES = ("ALST_NODE_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 """Where launchers say the rank of a node. The first is for those that set none of the others."""
 SAYS = "alst-node "
 """Begins what a node's agent says through its launcher; JSON follows."""
-SIOCGIFADDR = 0x8915
-"""Asks Linux for the address of an interface."""
 
 _INHERITED = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|NODE_RANK|MASTER_\w+|TORCHELASTIC_\w+|PET_\w+"
@@ -74,15 +71,10 @@ def environment(run: str, ranks: int, extra: Mapping[str, str] | None = None, nn
 
 def interface(head: str) -> str | None:
     """Name of the network interface by which this node reaches another, or itself; None where that is unknown."""
-    if sys.platform != "linux":
-        return None
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
         asks.connect((head, 9))  # sends nothing
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                found = fcntl.ioctl(asks.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == asks.getsockname()[0]:
-                    return name
+        own = asks.getsockname()[0]
+        return next((name for name, has in psutil.net_if_addrs().items() if own in [a.address for a in has]), None)
     return None
 
 
@@ -111,11 +103,10 @@ class Attempt:
     """Address on which the head's agent listens."""
     port: int = 0
     """Port on which it listens; 0 takes a free one, which only one node can do."""
-    seconds: float = math.inf
-    """Time that the attempt may take."""
+    deadline: float = math.inf
+    """When the head will end it, in seconds since the epoch. Nodes are taken to have the same time, because a launcher
+    may need many seconds to start an agent."""
     env: Mapping[str, str] = field(default_factory=dict)
-    launcher: int = field(default_factory=os.getpid)
-    """Process on the head with which all agents end."""
     folder: str = field(default_factory=os.getcwd)
     """Folder in which the ranks run."""
 
@@ -128,11 +119,6 @@ class Attempt:
         """The folder of a node's logs. Its name says which rank is the first of another node (`progress.rank_of`)."""
         logs = Path(self.out, "logs", self.id)
         return logs / f"node{node}.rank{node * self.ranks}" if node else logs
-
-    @property
-    def question(self) -> Path:
-        """The file by which the launcher asks all nodes where their ranks are."""
-        return self.logs() / QUESTION
 
     def arguments(self, node: int = 0, config: str = "") -> list[str]:
         """The arguments of torchrun on a node."""
@@ -160,7 +146,7 @@ class Attempt:
 
     def environment(self, temporary: str) -> dict[str, str]:
         """The variables of torchrun on this node; its ranks put their temporary files into the folder `temporary`."""
-        extra = {"TMPDIR": temporary, DEADLINE_VARIABLE: str(time.time() + self.seconds), **self.env}
+        extra = {"TMPDIR": temporary, DEADLINE_VARIABLE: str(self.deadline), **self.env}
         if self.nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface(self.head)):
             extra = {"GLOO_SOCKET_IFNAME": name, **extra}  # a node's own name may mean an address of the loopback
         return environment(self.id, self.ranks, extra, self.nodes)
@@ -189,7 +175,7 @@ def node_rank(nodes: int, env: Mapping[str, str] = os.environ) -> int:
     if given is None:
         raise ValueError(
             f"this node does not know its rank: the launcher sets none of {', '.join(RANK_VARIABLES)}. Let it set "
-            f"{RANK_VARIABLES[0]} to 0 on the node of `alst run`, and to 1 up to {nodes - 1} on the others"
+            f"{RANK_VARIABLES[0]} to 0 on the node of `alst run`, and to 1, 2, ... on the others"
         )
     name, value = given
     if not value.isdigit() or int(value) >= nodes:

@@ -55,11 +55,16 @@ def in_thread(what: str, out: Path, **fields: Any) -> list[dict[str, Any]]:
     return ended
 
 
-def agent_of(out: Path, node: int) -> int:
-    """The process of a node's agent."""
-    found = {pid: psutil.Process(pid).environ().get("ALST_NODE_RANK") for pid in processes_of(out)}
-    agents = [pid for pid, rank in found.items() if rank == str(node) and psutil.Process(pid).cmdline()[1] == "-m"]
-    return next(pid for pid in agents if torchrun.AGENT in psutil.Process(pid).cmdline())
+def of_run(out: Path) -> list[psutil.Process]:
+    """All processes of a run: its launcher, agents and ranks."""
+    found = (pid for attempt in (out / "logs").glob("*") for pid in processes.processes(attempt.name))
+    return [psutil.Process(pid) for pid in found if psutil.pid_exists(pid)]
+
+
+def agent_of(out: Path, node: int) -> psutil.Process:
+    """A node's agent."""
+    agents = [process for process in of_run(out) if process.cmdline()[1:3] == ["-m", torchrun.AGENT]]
+    return next(agent for agent in agents if agent.environ()["ALST_NODE_RANK"] == str(node))
 
 
 # Which nodes there are
@@ -247,7 +252,7 @@ def test_a_sweep_on_two_nodes_is_the_sweep_on_one(tmp_path, spec):
     (logs,) = (out / "alst" / "logs").iterdir()
     assert {log.name for log in logs.iterdir()} >= {"agent.log", "launcher.log", "node1.rank1"}
     assert json.loads((out / "sweep.json").read_text())["nodes"] == 2
-    assert not processes_of(tmp_path)
+    assert not of_run(out / "alst")
 
 
 @pytest.mark.launch
@@ -265,12 +270,12 @@ def test_nodes_that_fail_are_named(tmp_path):
     assert wait_for(lambda: len(list(out.glob("logs/*/node1.rank1/*/attempt_0/0/stderr.log"))) == 2)
     assert wait_for(lambda: sum("-m fake_worker" in line for line in processes_of(out).values()) == 2)
     assert {address for found in listening(out).values() for address in found} == {"127.0.0.1"}
-    os.kill(agent_of(out, 1), signal.SIGKILL)
+    agent_of(out, 1).kill()
     assert wait_for(lambda: ended)
     assert ended[0]["status"] == "error"
     assert ended[0]["error"]["type"] == "NodeLost"
-    assert ended[0]["error"]["message"].startswith("node 1 (host1) is gone: its agent ended without a word, or it")
-    assert wait_for(lambda: not processes_of(tmp_path))
+    assert ended[0]["error"]["message"].startswith("node 1 (host1) ended without a word; ")
+    assert wait_for(lambda: not of_run(out))
 
 
 @pytest.mark.launch
@@ -280,7 +285,7 @@ def test_the_ranks_of_both_nodes_say_where_they_are(tmp_path):
     with pytest.raises(launch.RunFailed, match="Timeout: the run took longer than timeout=25 s") as e:
         launch.launch(fake("hang", timeout=25, world_size=2), tmp_path, worker="fake_worker", extra_env=PATHS)
     assert "ranks 0, 1 were in main (fake_worker.py, line " in e.value.result["error"]["message"]
-    assert not processes_of(tmp_path)
+    assert not of_run(tmp_path)
 
 
 @pytest.mark.launch
@@ -289,11 +294,12 @@ def test_the_ranks_of_both_nodes_say_where_they_are(tmp_path):
     ("command", signal.SIGINT), ("command", signal.SIGKILL), ("launcher", signal.SIGKILL), ("head", signal.SIGKILL),
 ])  # fmt: skip
 def test_who_ends_leaves_nothing_on_any_node(tmp_path, victim, number):
-    """Without a signal from the launcher, too: agents end with the head's, and that one with the command."""
+    """Agents end with their launcher, also where that could not tell them."""
     out = tmp_path / "out"
     code = f"""
-from test_nodes import fake, launch, PATHS
-launch.launch(fake("hang", world_size=2), {str(out)!r}, worker="fake_worker", extra_env=PATHS)"""
+from alstlib.config import RunConfig
+from alstlib.runs import launch
+launch.launch(RunConfig(model_config={{"fake": "hang"}}, world_size=2), {str(out)!r}, worker="fake_worker")"""
     variables = cluster.Nodes(count=2, launcher=tuple(shlex.split(TWICE))).variables()
     started = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **PATHS, **variables})
     try:
@@ -301,108 +307,75 @@ launch.launch(fake("hang", world_size=2), {str(out)!r}, worker="fake_worker", ex
         if victim == "command":
             started.send_signal(number)
         else:
-            word = "twice.py" if victim == "launcher" else None
-            found = [pid for pid in processes_of(out) if word and word in psutil.Process(pid).cmdline()[1]]
-            os.kill(found[0] if word else agent_of(out, 0), number)
+            found = {"launcher": lambda: agent_of(out, 0).parent(), "head": lambda: agent_of(out, 0)}
+            found[victim]().send_signal(number)
         assert started.wait(120) != 0
-        assert wait_for(lambda: not processes_of(out), 60), processes_of(out)
+        assert wait_for(lambda: not of_run(out), 60), of_run(out)
         if number == signal.SIGINT:
             assert results.read_result(out / "result.json")["status"] == "cancelled"
     finally:
         started.kill()
         started.wait()
-        for pid in processes_of(out):
-            os.kill(pid, signal.SIGKILL)
+        for process in of_run(out):
+            process.kill()
 
 
 @pytest.mark.launch
 @pytest.mark.usefixtures("two_nodes")
 @pytest.mark.parametrize("ranks, says", [
-    ("", r"NodeFailed: a node \(host0\): this node does not know its rank: the launcher sets none of ALST_NODE_RANK"),
-    ("0 2", r"NodeFailed: a node \(host1\): ALST_NODE_RANK=2 must be from 0 to 1"),
+    ("", r"NodeFailed: host[01]: this node does not know its rank: the launcher sets none of ALST_NODE_RANK"),
+    ("0 2", r"NodeFailed: host1: ALST_NODE_RANK=2 must be from 0 to 1"),
     ("0 0", r"NodeFailed: node 0 \(host[01]\): ValueError: this node has rank 0 and cannot listen on 127\.0\.0\.1, "),
 ])  # fmt: skip
 def test_a_launcher_that_gives_wrong_ranks(tmp_path, monkeypatch, ranks, says):
     monkeypatch.setenv("ALST_TEST_RANKS", ranks)
     with pytest.raises(launch.RunFailed, match=says):
         run_fake("ok", tmp_path)
-    assert wait_for(lambda: not processes_of(tmp_path))
+    assert wait_for(lambda: not of_run(tmp_path))
 
 
 @pytest.mark.usefixtures("two_nodes")
 def test_a_launcher_that_fails_has_its_words_in_the_error(tmp_path, monkeypatch):
     monkeypatch.setenv(cluster.LAUNCHER_VARIABLE, "sh -c 'echo no such hosts >&2; exit 3'")
-    with pytest.raises(launch.RunFailed, match="sh ended with exit status 3: nodes 0, 1 never started; no such hosts"):
+    with pytest.raises(
+        launch.RunFailed, match="sh ended with exit status 3; node 0 never started; node 1 never started; no "
+    ):
         run_fake("ok", tmp_path)
 
 
 # What the nodes say
 
 
-def started(node: int, host: int = 2**40, **agree: Any) -> dict[str, Any]:
-    return {"node": node, "name": f"n{node}", "agree": {"commit": "a", "GPUs": 8, **agree}, "host": host, "gpu": None}
+def starts(node: int) -> dict[str, Any]:
+    return {"node": node, "name": f"n{node}"}
 
 
-def ends(node: int, code: int, kind: str = "RankFailed", **fields: Any) -> dict[str, Any]:
-    return {"node": node, "name": f"n{node}", "code": code, "kind": kind, "why": f"why {node}", **fields}
+def ends(node: int, code: int, kind: str = "RankFailed") -> dict[str, Any]:
+    return {**starts(node), "code": code, "kind": kind, "why": f"why {node}"}
 
 
 def test_what_nodes_say_is_found_in_the_launchers_words(tmp_path):
     log = tmp_path / "launcher.log"
     assert node_reports.read_reports(log) == []
-    lines = [f"{torchrun.SAYS}{json.dumps(started(n))}" for n in (0, 1)]
+    lines = [f"{torchrun.SAYS}{json.dumps(starts(n))}" for n in (0, 1)]
     log.write_text(f"srun: hello\n1: {lines[1]}\n[1,0]<stdout>:{lines[0]}\n{torchrun.SAYS}{{half")
-    assert node_reports.read_reports(log) == [started(1), started(0)]
+    assert node_reports.read_reports(log) == [starts(1), starts(0)]
 
 
-def test_nodes_that_differ_and_the_least_free_memory():
-    assert node_reports.differing([started(0), started(1)]) == ""
-    says = "node 1 (n1) differs from the head in commit b (the head: a): all nodes of a run must agree"
-    assert node_reports.differing([started(1, commit="b"), started(0)]) == says
-    assert node_reports.least([started(0)], 2) is None
-    assert node_reports.least([started(0), started(1, host=5)], 2) == {"host": 5}
-
-
-@pytest.mark.parametrize("reports, over, kind, words", [
-    ([ends(0, 1), ends(1, 1, "RankKilled")], True, "RankKilled", "node 1 (n1): why 1"),
-    ([ends(1, 1), ends(0, 1)], True, "RankFailed", "node 1 (n1): why 1"),
-    ([ends(0, 1, silent=[1])], False, "NodeLost", "node 1 (n1) is gone: "),
-    ([ends(0, 1, silent=[1]), ends(1, 1, "RankKilled")], False, "RankKilled", "node 1 (n1): why 1"),
-    ([ends(0, 143)], False, "", ""), ([ends(0, 143)], True, "NodeLost", "node 1 (n1) is gone"),
-    ([ends(0, 0), ends(1, 0)], True, "", ""),
+@pytest.mark.parametrize("reports, ended, kind, words", [
+    ([ends(0, 1), ends(1, 1, "RankKilled")], "", "RankKilled", "node 1 (n1): why 1"),
+    ([ends(1, 1), ends(0, 1)], "", "RankFailed", "node 1 (n1): why 1"),
+    ([ends(0, 1)], "", "RankFailed", "node 0 (n0): why 0"),
+    ([ends(0, 1)], "x ended", "NodeLost", "node 1 (n1) ended without a word; x ended; srun: n1: Killed"),
+    ([ends(0, 1, "RankKilled")], "x ended", "RankKilled", "node 0 (n0): why 0"),
+    ([ends(0, 143)], "x ended", "NodeLost", "node 1 (n1) ended without a word; x ended; srun: n1: Killed"),
+    (None, "x ended", "LauncherFailed", "x ended; node 0 never started; node 1 never started; srun: n1: Killed"),
 ])  # fmt: skip
-def test_who_ended_a_run(reports, over, kind, words):
-    found = node_reports.cause([started(0), started(1), *reports], over)
-    assert found[0] == kind
-    assert found[1].startswith(words)
-
-
-@pytest.mark.launch
-@pytest.mark.usefixtures("two_nodes")
-@pytest.mark.parametrize("changed, status, says", [
-    ({"commit": "another"}, "error", "NodeDiffers: node 1 (host1) differs from the head in commit another"),
-    ({"host": 2**20}, "oom", "WouldNotFit: "),
-])  # fmt: skip
-def test_a_node_that_cannot_take_part_ends_the_run(tmp_path, monkeypatch, changed, status, says):
-    """One with another commit; and one with too little free memory, where the head has enough."""
-
-    def tell(reports: Any) -> list[dict[str, Any]]:
-        return [
-            {**r, **({n: v for n, v in changed.items() if n in r} | {"agree": {**r["agree"], **changed}})}
-            if r["node"] == 1 and "agree" in r else r for r in read(reports)
-        ]  # fmt: skip
-
-    read = node_reports.read_reports
-    monkeypatch.setattr(node_reports, "read_reports", tell)
-    if "host" in changed:
-        monkeypatch.setattr(node_reports, "differing", lambda reports: "")
-    config = RunConfig(model="small", seq_len=65536, world_size=2, sp=2)
-    with contextlib.suppress(launch.RunFailed):
-        launch.launch(config, tmp_path)
-    result = results.read_result(tmp_path / "result.json")
-    assert result["status"] == status
-    assert results.why(result).startswith(says)
-    assert wait_for(lambda: not processes_of(tmp_path))
+def test_who_ended_a_run(tmp_path, reports, ended, kind, words):
+    said = [] if reports is None else [starts(0), starts(1), *reports]
+    lines = [f"{torchrun.SAYS}{json.dumps(report)}" for report in said]
+    (tmp_path / "launcher.log").write_text("\n".join([*lines, "srun: n1: Killed"]))
+    assert node_reports.cause(tmp_path / "launcher.log", 2, ended) == (kind, words)
 
 
 # What a job has
