@@ -71,7 +71,7 @@ def here(count: int | None = None, launcher: str = "", head: str = "", env: Mapp
         )
     words = tuple(shlex.split(launcher)) or _srun(count, env)
     if shutil.which(words[0]) is None:
-        raise ValueError(f"--launcher {shlex.join(words)!r}: there is no command {words[0]!r}")
+        raise ValueError(f"--launcher {shlex.join(words)}: there is no command {words[0]!r}")
     head = head or env.get(HEAD_VARIABLE) or (_slurm_address(env) if in_job else socket.gethostname())
     return Nodes(count=count, launcher=words, head=head)
 

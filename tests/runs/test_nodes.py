@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import psutil
 import pytest
 import yaml
 from cases import READS_PROC, listening, wait_for
-from test_launch import PATHS, fake, processes_of
+from test_launch import PATHS, in_thread, processes_of, start
 
 from alstlib import sizing
 from alstlib.config import RunConfig
@@ -34,25 +33,6 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_CPUS_ON_NODE": 
 def two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in cluster.Nodes(count=2, launcher=tuple(shlex.split(TWICE))).variables().items():
         monkeypatch.setenv(name, value)
-
-
-def run_fake(what: str, out: Path, **fields: Any) -> dict[str, Any]:
-    config = fake(what, timeout=200, world_size=2, **fields)
-    return launch.launch(config, out, worker="fake_worker", extra_env=PATHS)
-
-
-def in_thread(what: str, out: Path, **fields: Any) -> list[dict[str, Any]]:
-    """Run it in a thread; the list gets its result."""
-    ended: list[dict[str, Any]] = []
-
-    def work() -> None:
-        try:
-            ended.append(run_fake(what, out, **fields))
-        except launch.RunFailed as e:
-            ended.append(e.result)
-
-    threading.Thread(target=work, daemon=True).start()
-    return ended
 
 
 def of_run(out: Path) -> list[psutil.Process]:
@@ -94,7 +74,7 @@ def test_which_nodes_there_are(monkeypatch, env, given, count, launcher, head):
     (SLURM, (5,), "--nodes 5 does not match the 3 nodes of this Slurm job"),
     ({**SLURM, "SLURM_STEP_NUM_TASKS": "3"}, (), "srun started this command 3 times, but it must be started once"),
     ({**SLURM, "SLURM_GPUS_ON_NODE": "4"}, (), "Slurm gave this node 4 GPUs, but PyTorch can use 8"),
-    ({}, (2, "no-such-launcher -n 2"), "--launcher 'no-such-launcher -n 2': there is no command 'no-such-launcher'"),
+    ({}, (2, "no-such-launcher -n 2"), "--launcher no-such-launcher -n 2: there is no command 'no-such-launcher'"),
 ])  # fmt: skip
 def test_nodes_that_cannot_be(monkeypatch, env, given, says):
     monkeypatch.setattr(devices, "device_count", lambda: 8)
@@ -210,6 +190,15 @@ def test_nodes_are_submitted_as_a_job(tmp_path, monkeypatch, capsys, spec):
     assert cluster.TEMPLATE.read_text().startswith("#!/usr/bin/env bash\n#SBATCH")
 
 
+def test_a_dry_run_shows_the_launcher_and_a_wrong_one_is_refused(capsys, spec):
+    several = ["run", str(spec), "--dry-run", "--nodes", "2", "--head", "127.0.0.1", "--launcher"]
+    assert cli.main([*several, "true -n 2"]) == 0
+    agent = "-m alstlib.train.agent --nnodes 2 --rdzv-endpoint 127.0.0.1:0 --rdzv-id"
+    assert f"which starts  true -n 2 {sys.executable} {agent}" in capsys.readouterr().out
+    assert cli.main([*several, "no-such-launcher"]) == 2
+    assert "--launcher no-such-launcher: there is no command 'no-such-launcher'" in capsys.readouterr().err
+
+
 def test_the_grace_can_be_a_variable(monkeypatch, capsys, spec):
     monkeypatch.setenv("ALST_GRACE", "soon")
     with pytest.raises(SystemExit):
@@ -261,20 +250,18 @@ def test_a_sweep_on_two_nodes_is_the_sweep_on_one(tmp_path, spec):
 def test_nodes_that_fail_are_named(tmp_path):
     """A rank that is killed on the second node; and a node that dies, in a search that went on after memory ran out."""
     with pytest.raises(launch.RunFailed, match=r"RankKilled: node 1 \(host1\): rank 1 was ended by SIGKILL") as e:
-        run_fake("killed", tmp_path / "killed")
+        start("killed", tmp_path / "killed", world_size=2)
     assert e.value.result["error"]["message"].endswith("; after that, Explained: the other rank is gone")
     assert "--- rank 0, stderr ---" in e.value.result["error"]["log_tail"]
 
     out = tmp_path / "search"
-    ended = in_thread("shrink_then_hang", out, search=True)
+    ended = in_thread("shrink_then_hang", out, world_size=2, search=True)
     assert wait_for(lambda: len(list(out.glob("logs/*/node1.rank1/*/attempt_0/0/stderr.log"))) == 2)
     assert wait_for(lambda: sum("-m fake_worker" in line for line in processes_of(out).values()) == 2)
     assert {address for found in listening(out).values() for address in found} == {"127.0.0.1"}
     agent_of(out, 1).kill()
     assert wait_for(lambda: ended)
-    assert ended[0]["status"] == "error"
-    assert ended[0]["error"]["type"] == "NodeLost"
-    assert ended[0]["error"]["message"].startswith("node 1 (host1) ended without a word; ")
+    assert str(ended[0]).startswith("error: NodeLost: node 1 (host1) ended without a word; ")
     assert wait_for(lambda: not of_run(out))
 
 
@@ -283,7 +270,7 @@ def test_nodes_that_fail_are_named(tmp_path):
 @pytest.mark.skipif(not READS_PROC, reason="reads Linux's /proc")
 def test_the_ranks_of_both_nodes_say_where_they_are(tmp_path):
     with pytest.raises(launch.RunFailed, match="Timeout: the run took longer than timeout=25 s") as e:
-        launch.launch(fake("hang", timeout=25, world_size=2), tmp_path, worker="fake_worker", extra_env=PATHS)
+        start("hang", tmp_path, timeout=25, world_size=2)
     assert "ranks 0, 1 were in main (fake_worker.py, line " in e.value.result["error"]["message"]
     assert not of_run(tmp_path)
 
@@ -330,7 +317,7 @@ launch.launch(RunConfig(model_config={{"fake": "hang"}}, world_size=2), {str(out
 def test_a_launcher_that_gives_wrong_ranks(tmp_path, monkeypatch, ranks, says):
     monkeypatch.setenv("ALST_TEST_RANKS", ranks)
     with pytest.raises(launch.RunFailed, match=says):
-        run_fake("ok", tmp_path)
+        start("ok", tmp_path, world_size=2)
     assert wait_for(lambda: not of_run(tmp_path))
 
 
@@ -340,7 +327,7 @@ def test_a_launcher_that_fails_has_its_words_in_the_error(tmp_path, monkeypatch)
     with pytest.raises(
         launch.RunFailed, match="sh ended with exit status 3; node 0 never started; node 1 never started; no "
     ):
-        run_fake("ok", tmp_path)
+        start("ok", tmp_path, world_size=2)
 
 
 # What the nodes say
