@@ -135,8 +135,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if submits:
         return _submit(spec, args)
-    if args.nodes or args.launcher or args.head:  # for the kernels of the notebooks, which start the ranks
-        os.environ.update(nodes.variables())
+    os.environ.update(nodes.variables())  # for the kernels of the notebooks, which start the ranks
     with locks.hold(spec.out) as note:
         write_record(spec)
         return _run_rows(spec, names, args, note)

@@ -44,14 +44,25 @@ class Nodes:
     """Name or address of this node as the other nodes reach it."""
 
     def variables(self) -> dict[str, str]:
-        """Variables by which `here` finds the same nodes in another process, such as a notebook's kernel."""
+        """Variables by which `told` finds the same nodes in another process, such as a notebook's kernel."""
         return {
             NODES_VARIABLE: str(self.count), LAUNCHER_VARIABLE: shlex.join(self.launcher), HEAD_VARIABLE: self.head
         }  # fmt: skip
 
 
+def told(env: Mapping[str, str] = os.environ) -> Nodes:
+    """The nodes on which this process starts ranks: those that `alst run` or variables name with a launcher, else one.
+
+    A notebook that somebody opens in a job on several nodes uses one of them.
+    """
+    if launcher := tuple(shlex.split(env.get(LAUNCHER_VARIABLE, ""))):
+        head = env.get(HEAD_VARIABLE) or socket.gethostname()
+        return Nodes(count=int(env.get(NODES_VARIABLE, 1)), launcher=launcher, head=head)
+    return Nodes()
+
+
 def here(count: int | None = None, launcher: str = "", head: str = "", env: Mapping[str, str] = os.environ) -> Nodes:
-    """The nodes that a run on this machine takes: as given, as variables say, or all nodes of this Slurm job; else one.
+    """The nodes that `alst run` takes: as given, as variables say, or all nodes of this Slurm job; else one.
 
     Raises:
         ValueError: there is no launcher, it cannot be found, or what is given contradicts the Slurm job.

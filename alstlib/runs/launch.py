@@ -69,7 +69,7 @@ class RunFailed(RuntimeError):
 
 def resolve(config: RunConfig, nnodes: int | None = None, gpus: int | None = None) -> RunConfig:
     """The configuration with `world_size=0` and `sp=0` replaced by what this machine has, or one of `gpus` GPUs, on so
-    many nodes; None: on those that `cluster.here` finds.
+    many nodes; None: on those that `cluster.told` finds.
 
     Raises:
         ValueError: more ranks than GPUs, ranks that do not divide into nodes, or sp that does not divide the ranks.
@@ -92,8 +92,8 @@ def resolve(config: RunConfig, nnodes: int | None = None, gpus: int | None = Non
 
 
 def node_count(config: RunConfig, nodes: int | None = None) -> int:
-    """Number of nodes that a run takes, of `nodes` or else of `cluster.here`: an emulated rank takes one."""
-    return 1 if config.emulate else cluster.here().count if nodes is None else nodes
+    """Number of nodes that a run takes, of `nodes` or else of `cluster.told`: an emulated rank takes one."""
+    return 1 if config.emulate else cluster.told().count if nodes is None else nodes
 
 
 def finished(config: RunConfig, out: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -305,8 +305,8 @@ def launch(
     `out` gets config.json, progress.jsonl, logs/ and result.json. The worker writes result.json; where it could not,
     this function does. A run that cannot fit (`preflight.why_not`) is not started: its result is `oom` and says what
     would fit; `force` starts it, and many more ranks than cores. A finished run of the same configuration at the same
-    commit is returned at once, unless `force`. In a Slurm job, or where variables name a launcher (`cluster.here`), the
-    ranks are on all nodes.
+    commit is returned at once, unless `force`. Where `alst run` or variables name a launcher (`cluster.told`), the
+    ranks are on several nodes.
 
     SIGUSR1 says that the time is nearly up: a run with `checkpoint_every` saves its state after the step that runs.
 
@@ -316,7 +316,7 @@ def launch(
         ValueError: a configuration that this machine cannot run, or a folder in use; nothing was started.
         OSError: a file in `out` could not be written; an earlier result there is intact.
     """
-    nodes = ONE_NODE if config.emulate else cluster.here()
+    nodes = ONE_NODE if config.emulate else cluster.told()
     out, config = Path(out).resolve(), resolve(config, nodes.count)
     if not force and (done := finished(config, out)):
         return done

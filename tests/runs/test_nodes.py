@@ -66,7 +66,8 @@ def test_which_nodes_there_are(monkeypatch, env, given, count, launcher, head):
     monkeypatch.setattr(cluster.shutil, "which", lambda name: f"/bin/{name}")
     found = cluster.here(*given, env=env)
     assert (found.count, shlex.join(found.launcher), found.head) == (count, launcher, head)
-    assert cluster.here(env=found.variables()) == found
+    assert cluster.told(found.variables()) == found
+    assert cluster.told({"ALST_NODES": "2", **SLURM}) == cluster.Nodes(), "an opened notebook"
 
 
 @pytest.mark.parametrize("env, given, says", [
