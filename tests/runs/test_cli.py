@@ -466,7 +466,7 @@ def test_many_more_ranks_than_cores_are_refused_unless_forced(tmp_path, monkeypa
     says = "world_size=100000 would start 100,000 processes on a machine with 2 cores; give at most 16"
     run = RunConfig(model={"name": "tiny"}, engine={"world_size": 100_000}, data={"seq_len": 100_000})
     with pytest.raises(ValueError, match=says):
-        launch.launch(run, tmp_path / "run", python="/nowhere/python")
+        launch.launch(run, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     spec = str(write_spec(tmp_path, base={"engine.world_size": 100_000}))
     for flags in ([], ["--dry-run"]):
@@ -477,6 +477,17 @@ def test_many_more_ranks_than_cores_are_refused_unless_forced(tmp_path, monkeypa
         assert "would run as" in capsys.readouterr().out
     workers.check_ranks(100_000, 6250, 0)
     workers.check_ranks(100_000, 1, 100_000)
+
+
+def test_set_changes_fields_of_all_rows(tmp_path, monkeypatch, capsys):
+    """Values are YAML's; how a spec takes them is its own affair."""
+    given, load_spec, spec = [], cli.load_spec, str(write_spec(tmp_path))
+    monkeypatch.setattr(cli, "load_spec", lambda *a, changes, **k: given.append(changes) or load_spec(*a, **k))
+    words = ["--set", "options.chunk=16384", "--set=trainer={seed: 3}", "--set", "model=a=b"]
+    assert cli.main(["run", spec, "--dry-run", *words]) == 0
+    assert given == [{"options.chunk": 16384, "trainer": {"seed": 3}, "model": "a=b"}]
+    assert cli.main(["run", spec, "--dry-run", "--set", "chunk"]) == 2
+    assert "--set chunk must have the form FIELD=VALUE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["check", "--ranks"], ["verify", "tiny", "--sp"]])
