@@ -46,7 +46,7 @@ WATCHED_TIME = (
 NO_STEP = "no step was left to do: the time is that of the last step of the earlier run, and the memory that of loading"
 
 
-class Trainer(Job):
+class AblationRun(Job):
     """One rank of a run: model, engine, data and ledger."""
 
     def __init__(self, run: RunConfig, out: Path) -> None:
@@ -75,10 +75,6 @@ class Trainer(Job):
         told = gather_text(json.dumps([e for e in events if e["event"] == "tried"]), self.device)[0]
         self.known = Trials(json.loads(told))
         self.trials: list[tuple[int, float]] = []
-
-    def told(self, message: str) -> Callable[[float], None]:
-        """Who hears the share of a long piece of work that is done."""
-        return Pace(self.say, message, 1.0)
 
     def _collate(self, samples: Any) -> dict[str, Any]:
         batch = collate(samples)
@@ -206,7 +202,7 @@ class Trainer(Job):
                 self.ledger.close()
 
         self.ledger.start()
-        states = RunStates(self.engine, self.run, seq_len, self.out, self.told)
+        states = RunStates(self.engine, self.run, seq_len, self.out, self.say)
         made = self.steps(seq_len, self.run.steps, "step", states, (watched, unwatch))
         if not peaks:  # a continued run had fewer steps to do
             unwatch()
@@ -273,7 +269,7 @@ class Trainer(Job):
         """Save the trained model."""
         folder = str(self.run.save_to)
         self.say(f"saving the model to {folder}")
-        save_model(self.handle, folder, self.tokenizer, self.told("saving the model: gathering weights"))
+        save_model(self.handle, folder, self.tokenizer, Pace(self.say, "saving the model: gathering weights", 1.0))
 
 
 def run_options(run: RunConfig) -> alstlib.Options:
@@ -296,7 +292,7 @@ def run_options(run: RunConfig) -> alstlib.Options:
 
 
 def main() -> None:
-    run_worker(__doc__, Trainer)
+    run_worker(__doc__, AblationRun)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 import statistics
 import time
@@ -32,19 +31,17 @@ from alstlib.config import RunConfig
 from alstlib.data.account import Account
 from alstlib.data.corpus import get_tokenizer, load_corpus, places
 from alstlib.data.samples import tokenize_row
-from alstlib.mesh import gather_text
 from alstlib.offload.ledger import Ledger
-from alstlib.planner.preflight import SLOW_DISK
 from alstlib.runs import locks, results
 from alstlib.runs.progress import Pace
 from alstlib.runs.workers import FINETUNE
 from alstlib.train.ablation import run_options
 from alstlib.train.engine import engine_config, host_tensors, reserve_adam_state
-from alstlib.train.files import place_aside
+from alstlib.train.files import move_aside
 from alstlib.train.loading import load_on_first, place
 from alstlib.train.models import load_model, model_config, put_liger
-from alstlib.train.resume import ended, ending
-from alstlib.train.state import FREE
+from alstlib.train.resume import ended, ending, fields, finished, of_first
+from alstlib.train.state import EQUAL, count, differences, seconds_to_save
 from alstlib.train.worker import Job, run_worker, wait_for
 
 MOST_LOST = 0.01
@@ -52,8 +49,8 @@ MOST_LOST = 0.01
 WATCHED = 2
 """Steps whose memory is watched on a CPU; their times are not taken."""
 ON_CPU = "the engine is DDP: Accelerate knows neither DeepSpeed nor FSDP2 on a CPU"
-BOUND = frozenset({"steps", "zero_stage", "fsdp", "eval_data", "lora", "trainer"})
-"""Fields that a checkpoint belongs to beyond those of a training state: the schedule ends with the last step, each
+BOUND = (*EQUAL, "steps", "zero_stage", "fsdp", "eval_data", "lora", "trainer")
+"""Fields that a checkpoint belongs to, some more than a training state: the schedule ends with the last step, each
 engine has its own files, and a share that is kept back changes the data."""
 
 
@@ -65,7 +62,6 @@ def engine_of(run: RunConfig, gpu: bool) -> str:
 def settings(run: RunConfig, engine: str, bf16: bool, folder: Path, deepspeed: dict[str, Any]) -> dict[str, Any]:
     """Fields of SFTConfig: those that follow from the run's, and those in `trainer`, which win. Of DeepSpeed's
     configuration the Trainer decides the optimizer, batches and clipping."""
-    every = run.checkpoint_every
     made: dict[str, Any] = {
         "output_dir": str(folder), "max_length": run.seq_len, "packing": run.packed, "bf16": bf16, "seed": run.seed,
         "per_device_train_batch_size": run.batch_size, "per_device_eval_batch_size": run.batch_size,
@@ -74,21 +70,16 @@ def settings(run: RunConfig, engine: str, bf16: bool, folder: Path, deepspeed: d
         "weight_decay": run.weight_decay, "max_grad_norm": run.max_grad_norm, "gradient_checkpointing": False,
         "logging_steps": 1, "logging_nan_inf_filter": False, "disable_tqdm": True, "report_to": "none",
         "eval_strategy": "no" if run.eval_data is None else "steps", "eval_steps": -(-run.steps // 10),
-        "save_strategy": "steps" if every else "no", "save_steps": every or 500, "save_total_limit": 2,
-        "use_cpu": engine == "ddp",
+        "save_strategy": "steps" if run.checkpoint_every else "no", "save_steps": run.checkpoint_every or 500,
+        "save_total_limit": 2, "use_cpu": engine == "ddp",
     }  # fmt: skip
     if engine == "fsdp2":
         made |= {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "FULL_STATE_DICT"}}
     elif engine != "ddp":
-        auto = (
-            "train_micro_batch_size_per_gpu",
-            "train_batch_size",
-            "gradient_accumulation_steps",
-            "gradient_clipping",
-        )
+        auto = "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping"
         zero = {**deepspeed["zero_optimization"], "stage3_gather_16bit_weights_on_model_save": True}
-        config = {**deepspeed, "zero_optimization": zero, **dict.fromkeys(auto, "auto")}
-        made["deepspeed"] = {name: value for name, value in config.items() if name != "optimizer"}
+        made["deepspeed"] = {**deepspeed, "zero_optimization": zero, **dict.fromkeys(auto, "auto")}
+        del made["deepspeed"]["optimizer"]
     return {**made, **run.trainer}
 
 
@@ -192,22 +183,17 @@ class FineTune(Job):
 
     def _last_checkpoint(self) -> str | None:
         """The last whole checkpoint of this configuration, on every rank. Others are moved aside."""
-        found: dict[str, Any] = {"checkpoint": None, "notes": []}
-        if self.rank == 0:
-            found = self._look()
-        found = json.loads(gather_text(json.dumps(found), self.device)[0])
-        self.notes += found["notes"]
-        return found["checkpoint"]
+        checkpoint, notes = of_first(self._look() if self.rank == 0 else None, self.device)
+        self.notes += notes
+        return checkpoint
 
-    def _look(self) -> dict[str, Any]:
+    def _look(self) -> tuple[str | None, list[str]]:
         run, folder, notes = self.run, self.out / "checkpoints", []
-        bound = {n: v for n, v in run.to_dict().items() if n not in FREE or n in BOUND}
-        bound = json.loads(json.dumps(bound, default=str))
+        bound = fields(run, BOUND)
         before = locks.read_object(folder / "run.json") or {}
-        if folder.exists() and (before != bound or run.resume == "never" or self._finished(bound)):
-            folder.rename(aside := place_aside(folder))
-            names = [n for n in bound if before.get(n, bound[n]) != bound[n]]
-            why = ", ".join(f"{n}={before[n]!r} (here {bound[n]!r})" for n in names)
+        if folder.exists() and (before != bound or run.resume == "never" or finished(self.out, bound)):
+            aside = move_aside(folder)
+            why = ", ".join(differences(before, bound, before))
             notes.append(f"checkpoints of {why or 'an earlier run'} are kept in {aside.name} and not continued")
         folder.mkdir(parents=True, exist_ok=True)
         results.write_json(folder / "run.json", bound)
@@ -215,15 +201,7 @@ class FineTune(Job):
         whole = [p for p in folder.glob("checkpoint-*") if (p / "trainer_state.json").exists()]
         last = max(whole, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
         notes += [f"continued from {last.name}"] if last else []
-        return {"checkpoint": str(last) if last else None, "notes": notes}
-
-    def _finished(self, bound: dict[str, Any]) -> bool:
-        """Whether this very run ended well here before: it is repeated from its first step."""
-        try:
-            result = results.read_result(self.out / "result.json")
-        except (OSError, ValueError):
-            return False
-        return result["status"] == "ok" and all(result["config"].get(n) == v for n, v in bound.items())
+        return str(last) if last else None, notes
 
     # ----- training
 
@@ -237,37 +215,34 @@ class FineTune(Job):
         state = trainer.state
         if watch.ending is not None:
             raise ended(watch.ending, self.run, state.global_step, self.out / "checkpoints")
-        if self.run.eval_data is not None and all(
-            line["step"] != state.global_step for line in state.log_history if "eval_loss" in line
-        ):
-            trainer.evaluate()
         return self._metrics(state.log_history)
 
     def _metrics(self, history: list[dict[str, Any]]) -> dict[str, Any]:
         run, trainer, watch = self.run, self.trainer, self.watch
-        steps, evaluations = ([line for line in history if name in line] for name in ("loss", "eval_loss"))
-        timed = slice(WATCHED if len(watch.seconds) > WATCHED else 0, None)
-        seconds, tokens = watch.seconds[timed], watch.tokens[timed]
-        peaks = self.gather(*watch.peaks)
-        parameters = {n: getattr(p, "ds_numel", p.numel()) for n, p in trainer.model.named_parameters()}
-        trained = {n for n, p in trainer.model.named_parameters() if p.requires_grad}
-        handle = trainer.handle
+        first = WATCHED if len(watch.seconds) > WATCHED else 0
+        seconds, tokens = watch.seconds[first:], watch.tokens[first:]
+        peaks, handle = self.gather(*watch.peaks), trainer.handle
+        parameters = list(trainer.model.parameters())
+
+        def logged(name: str, of: str = "loss") -> list[Any]:
+            return [line[name] for line in history if of in line]
+
         return {
             "predicted": self.predicted(FINETUNE, trainer.ctx, run.seq_len),
             "seq_len": run.seq_len,
             "tokens_per_step": round(statistics.median(tokens)) if tokens else None,
             "tokens_per_second": sum(tokens) / sum(seconds) if seconds else None,
             "step_seconds": seconds,
-            "loss": [line["loss"] for line in steps],
-            "loss_steps": [line["step"] for line in steps],
-            "learning_rate": [line["learning_rate"] for line in steps],
-            "eval_loss": [line["eval_loss"] for line in evaluations],
-            "eval_steps": [line["step"] for line in evaluations],
+            "loss": logged("loss"),
+            "loss_steps": logged("step"),
+            "learning_rate": logged("learning_rate"),
+            "eval_loss": logged("eval_loss", of="eval_loss"),
+            "eval_steps": logged("step", of="eval_loss"),
             "device_peak_bytes": [device for device, _ in peaks],
             "host_peak_bytes": [host for _, host in peaks],
             "engine": self.engine,
-            "parameters": sum(parameters.values()),
-            "trained_parameters": sum(parameters[n] for n in trained),
+            "parameters": count(parameters),
+            "trained_parameters": count(p for p in parameters if p.requires_grad),
             "saved_to": run.save_to,
             "backend": handle.attention.backend_name,
             "notes": [*self.notes, *handle.notes],
@@ -304,16 +279,15 @@ class Watch(TrainerCallback):
         self.tokens: list[int] = []
         self.ledger: Ledger | None = None
         self.peaks = (0, 0)
-        self.ends: list[float] = []
         self.ending: type[Exception] | None = None
         """Why the training ends before its last step."""
-        self.saving = 12 * sum(getattr(p, "ds_numel", p.numel()) for p in job.trainer.model.parameters()) / SLOW_DISK
+        self.saving = seconds_to_save(job.trainer.model)
         """Seconds that a checkpoint takes: guessed before the first."""
         self.evaluated = 0
-        """Batches of the evaluation that runs."""
+        """Batches that the evaluation which runs has done."""
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        job = self.job
+        job, self.started = self.job, time.perf_counter()
         self.ledger = Ledger(job.device, [job.trainer.handle.store], job.run.device_memory).__enter__()
         engine = getattr(job.trainer, "deepspeed", None)
         if engine is not None and isinstance(getattr(engine.optimizer, "optimizer", None), torch.optim.AdamW):
@@ -324,21 +298,25 @@ class Watch(TrainerCallback):
         self.began, self.seen = time.perf_counter(), self.job.trainer._total_train_tokens
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        wait_for(self.job.device)
-        self.ends.append(time.perf_counter())
-        self.seconds.append(self.ends[-1] - self.began)
-        self.tokens.append(self.job.trainer._total_train_tokens - self.seen)
-        if len(self.seconds) == WATCHED and not self.job.gpu:
+        job = self.job
+        wait_for(job.device)
+        self.ended = time.perf_counter()
+        self.seconds.append(self.ended - self.began)
+        self.tokens.append(job.trainer._total_train_tokens - self.seen)
+        if len(self.seconds) == WATCHED and not job.gpu:
             self.close()
-        if self.job.run.checkpoint_every and state.global_step < state.max_steps:
+        if state.global_step >= state.max_steps:
+            control.should_evaluate = control.should_evaluate or job.run.eval_data is not None
+        elif job.run.checkpoint_every:
             needs = 1.2 * max(self.seconds[-10:]) + 2 * self.saving + 1
-            if (why := ending(self.job.out, needs, self.job.device)) is not None:
-                self.ending, control.should_save, control.should_training_stop = why, True, True
+            self.ending = ending(job.out, needs, job.device)
+            if self.ending:
+                control.should_save = control.should_training_stop = True
         if not control.should_log:
             self._tell(state)
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        self.saving = time.perf_counter() - self.ends[-1]
+        self.saving = time.perf_counter() - self.ended
 
     def on_prediction_step(self, *_: Any, **given: Any) -> None:
         if not self.evaluated:
@@ -359,16 +337,15 @@ class Watch(TrainerCallback):
             self._tell(state, message=f"evaluation: loss {logs['eval_loss']:.4f}")
 
     def _tell(self, state: Any, **fields: Any) -> None:
-        last = self.ends[-11:] if len(self.ends) > 1 else [0.0, *self.seconds]  # with evaluations and checkpoints
-        usual = (last[-1] - last[0]) / max(1, len(last) - 1)
-        pace = {"tokens_per_second": self.tokens[-1] / self.seconds[-1]} if self.seconds else {}
+        usual = (time.perf_counter() - self.started) / len(self.seconds)  # with evaluations and checkpoints
         self.job.progress.emit(
             "step", row=self.job.run.row, seq_len=self.job.run.seq_len, step=state.global_step, steps=state.max_steps,
-            eta_seconds=(state.max_steps - state.global_step) * usual, **pace, **fields,
+            eta_seconds=(state.max_steps - state.global_step) * usual,
+            tokens_per_second=self.tokens[-1] / self.seconds[-1], **fields,
         )  # fmt: skip
 
     def close(self) -> None:
-        """Memory is watched no longer."""
+        """Watch the memory no longer."""
         if self.ledger is not None:
             self.peaks = (self.ledger.device_peak, self.ledger.host_peak)
             self.ledger.close()

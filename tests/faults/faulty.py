@@ -22,7 +22,7 @@ def struck(fault: str, loss: Any) -> Any:
     return loss * float("nan") if fault == "nan" else loss
 
 
-class Faulty(ablation.Trainer):
+class Faulty(ablation.AblationRun):
     """Its rank `RANK` is struck when step `AT + 1` begins and the training state of step `AT` is on disk."""
 
     def steps(self, seq_len: int, count: int, event: str, states: Any, *args: Any) -> Any:
