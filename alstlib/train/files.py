@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,7 @@ class Writer(checkpoint.FileSystemWriter):
     def __init__(self, folder: Path, local: str | None, content: str) -> None:
         self.folder, self.content = folder, content
         self.new, self.old = folder.with_name(folder.name + ".tmp"), before(folder)
-        self.local = Path(local) / f"state-{zlib.crc32(os.fsencode(folder.resolve())):08x}" if local else None
+        self.local = Path(local, *folder.resolve().parts[1:]) if local else None  # a folder for each state's
         super().__init__(self.local or self.new, per_thread_copy_ahead=0)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -82,19 +81,20 @@ class Writer(checkpoint.FileSystemWriter):
         for item in plan.items:
             if not planner.resolve_data(item).isfinite().all():  # type: ignore[union-attr]
                 raise FloatingPointError(f"{item.index.fqn} is not finite")
+        path = Path(self.path, f"{plan.storage_data.prefix}0.distcp")  # the one file of this rank
         try:
             written = super().write_data(plan, planner)
+            written.value().append(WriteResult(meta.MetadataIndex(path.name), 0, _checksum(path)))
+            if self.local:
+                shutil.move(path, self.new / path.name)
+                _sync(self.new / path.name)
         except RuntimeError as e:
             if isinstance(e.__context__, OSError):  # PyTorch's serializer says only that it has written too little
                 raise e.__context__ from None
             raise
-        results = written.value()
-        for file in {result.storage_data.relative_path for result in results}:
-            path = Path(self.path, file)
-            results.append(WriteResult(meta.MetadataIndex(file), path.stat().st_size, _checksum(path)))
+        finally:
             if self.local:
-                shutil.move(path, self.new / file)
-                _sync(self.new / file)
+                path.unlink(missing_ok=True)
         return written
 
     def finish(self, metadata: meta.Metadata, results: list[list[WriteResult]]) -> None:
@@ -158,9 +158,9 @@ def _nothing(folder: Path) -> str:
     if any(next(folder.glob(pattern), None) for pattern in OF_DEEPSPEED):
         return (
             "it is a checkpoint of DeepSpeed's. To read it is to unpickle it, which runs whatever is in it, and a "
-            "universal one gives the settings of one group of parameters to all of them. To train on from its weights, "
-            f"make a model of them: 'python {folder / 'zero_to_fp32.py'} {folder} FOLDER --safe_serialization', and "
-            "give FOLDER, with the model's config.json, as the model"
+            "universal one gives the settings of one group of parameters to all of them. To train on from the weights "
+            "alone, turn the checkpoint that DeepSpeed saved into a model with its script zero_to_fp32.py (and "
+            "--safe_serialization), put the model's config.json next to them, and give that folder as the model"
         )
     return "it has no training state (state.json); name the folder of a run with checkpoint_every"
 
@@ -175,11 +175,9 @@ def check_files(place: Path, state: Mapping[str, Any]) -> None:
 def check_file(place: Path, name: str) -> None:
     """Raise ValueError unless a file is what was written."""
     try:
-        recorded = json.loads((place / CHECKSUMS).read_text())[name]
-        why = "" if _checksum(place / name) == recorded else "its checksum is not the one that was recorded"
+        if json.loads((place / CHECKSUMS).read_text())[name] != _checksum(place / name):
+            raise ValueError("its checksum is not the one that was recorded")
     except (OSError, ValueError, LookupError, TypeError) as e:
-        why = f"{type(e).__name__}: {e}"
-    if why:
-        old = before(place)
-        remedy = f"; the state saved before it is in {old}" if find_state(old) else ""
-        raise ValueError(f"{place / name} or {CHECKSUMS} next to it is damaged: {why}{remedy}")
+        remedy = f"; the state saved before it is in {before(place)}" if find_state(before(place)) else ""
+        why = f"{type(e).__name__}: {e}{remedy}"
+        raise ValueError(f"{place / name} or {CHECKSUMS} next to it is damaged: {why}") from e

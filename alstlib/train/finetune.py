@@ -15,7 +15,6 @@ last whole one. Those of another configuration are never continued and never rep
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import statistics
 import time
@@ -122,14 +121,13 @@ class FineTune(Job):
     def _tokens(self, corpus: Any, tokenizer: Any, name: str) -> Any:
         limit, rows = self.run.seq_len, len(corpus)
         self.say(f"tokenizing {rows:,} documents of '{name}'")
-
-        pace, done = Pace(self.say, f"tokenizing '{name}'", rows), itertools.count(1)
+        pace = Pace(self.say, f"tokenizing '{name}'", rows)
         split = self.run.trainer.get("packing_strategy") in ("bfd_split", "wrapped")
         read = functools.partial(tokenize_row, tokenizer=tokenizer)
         account = Account(read, f" of '{name}'", None if split else limit, functools.partial(places, name, rows))
 
         def tokens(row: dict[str, Any], number: int) -> dict[str, Any]:
-            pace(next(done))
+            pace(number + 1)
             document = account(row, number)
             self.check_tokens(int(document.ids.max(initial=0)), self.vocabulary)
             size = len(document.ids) if account.trains(document) else 0
@@ -150,12 +148,10 @@ class FineTune(Job):
                 f"{MOST_LOST:.0%}: mend them, or leave them out with allow_dropped: true (alst run --allow-dropped). "
                 + "; ".join(lost)
             )
-        for note in lost:
-            self.say(note)
         self.notes += lost
-        if long := sum(size > limit for size in sizes):
+        if not split and (long := sum(size > limit for size in sizes)):
             how = "with packed=True, trainer={'packing_strategy': 'bfd_split'} cuts nothing off"
-            self.notes += [] if split else [f"{long} of {rows} rows of '{name}' were cut at {limit:,} tokens; {how}"]
+            self.notes.append(f"{long} of {rows} rows of '{name}' were cut at {limit:,} tokens; {how}")
         return made
 
     def _trainer(self, data: Any, others: Any) -> Any:
@@ -183,25 +179,24 @@ class FineTune(Job):
 
     def _last_checkpoint(self) -> str | None:
         """The last whole checkpoint of this configuration, on every rank. Others are moved aside."""
-        checkpoint, notes = of_first(self._look() if self.rank == 0 else None, self.device)
+        last, notes = of_first(self._look() if self.rank == 0 else None, self.device)
         self.notes += notes
-        return checkpoint
+        return last
 
     def _look(self) -> tuple[str | None, list[str]]:
-        run, folder, notes = self.run, self.out / "checkpoints", []
-        bound = fields(run, BOUND)
+        folder, bound, notes = self.out / "checkpoints", fields(self.run, BOUND), []
         before = locks.read_object(folder / "run.json") or {}
-        if folder.exists() and (before != bound or run.resume == "never" or finished(self.out, bound)):
-            aside = move_aside(folder)
-            why = ", ".join(differences(before, bound, before))
-            notes.append(f"checkpoints of {why or 'an earlier run'} are kept in {aside.name} and not continued")
+        if folder.exists() and (before != bound or self.run.resume == "never" or finished(self.out, bound)):
+            why = ", ".join(differences(before, bound, before)) or "an earlier run"
+            notes.append(f"checkpoints of {why} are kept in {move_aside(folder).name} and not continued")
         folder.mkdir(parents=True, exist_ok=True)
         results.write_json(folder / "run.json", bound)
         # what is cut off lacks the file that is written last
-        whole = [p for p in folder.glob("checkpoint-*") if (p / "trainer_state.json").exists()]
-        last = max(whole, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
-        notes += [f"continued from {last.name}"] if last else []
-        return str(last) if last else None, notes
+        whole = [file.parent for file in folder.glob("checkpoint-*/trainer_state.json")]
+        if not whole:
+            return None, notes
+        last = max(whole, key=lambda checkpoint: int(checkpoint.name.rpartition("-")[2]))
+        return str(last), [*notes, f"continued from {last.name}"]
 
     # ----- training
 

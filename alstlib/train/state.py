@@ -161,16 +161,15 @@ def load_state(engine: Any, run: RunConfig, folder: str | Path, *, own: bool = F
     if engine.lr_scheduler is not None:
         engine.lr_scheduler.last_epoch = state["scheduler_step"] - 1
         engine.lr_scheduler.step()
-    by_rank, note = state["by_rank"], ""
-    (ranks, sp), (ranks_now, sp_now) = (len(by_rank), state["config"]["sp"]), (dist.get_world_size(), run.sp)
-    mine = by_rank[dist.get_rank() % ranks]
-    if (ranks, sp) != (ranks_now, sp_now):
+    then, now = {"ranks": len(state["by_rank"]), **state["config"]}, {"ranks": dist.get_world_size(), **run.to_dict()}
+    mine, note = state["by_rank"][dist.get_rank() % then["ranks"]], ""
+    if differ := differences(then, now, ("ranks", "sp")):
         note = (
-            f"the state in {place} was saved under ranks={ranks} (now {ranks_now}), sp={sp} (now {sp_now}): the data "
-            "go on after the samples seen then. With another number of groups of ranks a step takes other samples, and "
-            "with other ranks random numbers, such as dropout's, begin anew"
+            f"the training state was saved under {', '.join(differ)}: the data go on after the samples seen then. With "
+            "another number of groups of ranks a step takes other samples, and with other ranks random numbers, such "
+            "as dropout's, begin anew"
         )
-    if ranks == ranks_now:
+    if then["ranks"] == now["ranks"]:
         for of, saved in zip(_generators(device), mine["rng"]):
             of.set_rng_state(torch.frombuffer(bytearray.fromhex(saved), dtype=torch.uint8))
     return {"step": state["step"], "history": state["history"], "place": place, "loader": mine["loader"], "note": note}
@@ -201,6 +200,7 @@ def _generators(device: torch.device) -> list[Any]:
 
 def _configuration(engine: Any, run: RunConfig) -> dict[str, Any]:
     """The run's fields as JSON gives them back, with `auto` as it was resolved and whole paths."""
-    fields = json.loads(json.dumps({**run.to_dict(), "dtype": "bf16" if engine.bfloat16_enabled() else "fp32"}))
-    paths = [name for name in ("model", "data", "tokenizer", "resume_from") if os.path.exists(fields[name] or "")]
-    return {**fields, **{name: os.path.abspath(fields[name]) for name in paths}}
+    given = {**run.to_dict(), "dtype": "bf16" if engine.bfloat16_enabled() else "fp32"}
+    named = {name: given[name] for name in ("model", "data", "tokenizer", "resume_from")}
+    paths = {name: os.path.abspath(path) for name, path in named.items() if path and os.path.exists(path)}
+    return json.loads(json.dumps({**given, **paths}))

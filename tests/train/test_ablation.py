@@ -314,7 +314,7 @@ def test_too_little_host_memory_is_out_of_memory(ranks2: Any, tmp_path: Path) ->
 def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path: Path, search: bool) -> None:
     trainer: Any = object.__new__(AblationRun)
     trainer.run, trainer.progress, trainer.known = RunConfig(search=search), Progress(tmp_path / "p", 1), Trials([])
-    trainer.ledger, trainer.trials = SimpleNamespace(budget=100, start=lambda: None), []
+    trainer.ledger = SimpleNamespace(budget=100, start=lambda: None)
 
     def steps(*args: Any) -> None:
         raise RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
@@ -393,7 +393,7 @@ def test_the_same_command_continues_by_itself(ranks2: Any, tmp_path: Path, whole
     more = ranks2(trained, str(tmp_path), resumable(steps=5, sp=1))[0]["metrics"]  # more steps are another matter
     assert more["loss"][:4] == again["metrics"]["loss"]
     assert len(more["loss"]) == 5
-    assert any("sp=2 (now 1): the data go on after the samples" in note for note in more["notes"])
+    assert any("sp=2 (here 1): the data go on after the samples" in note for note in more["notes"])
     longer = ranks2(trained, str(tmp_path), resumable(steps=8))[0]["metrics"]  # with smaller steps: more samples
     assert longer["loss"][:5] == more["loss"]
     assert len(longer["loss"]) == 8
@@ -406,7 +406,7 @@ def test_other_ranks_go_on_with_the_same_losses(pools: Any, tmp_path: Path, whol
     metrics = pools(2)(trained, str(tmp_path), resumable())[0]["metrics"]
     assert metrics["loss"] == pytest.approx(whole, rel=1e-6)
     assert [len(set(metrics["loss"])), len(metrics["step_seconds"])] == [4, 1]
-    assert any("ranks=1 (now 2), sp=1 (now 2): the data go on" in note for note in metrics["notes"])
+    assert any("ranks=1 (here 2), sp=1 (here 2): the data go on" in note for note in metrics["notes"])
 
 
 def test_a_run_that_ended_after_its_last_step_has_no_step_to_do(
