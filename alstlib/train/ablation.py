@@ -12,7 +12,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,22 +97,10 @@ class AblationRun(Job):
             batches, self.ctx, run.accumulation, replicated=sp == 1 and self.ctx.sp > 1, device=self.device
         )
 
-    def steps(
-        self, seq_len: int, count: int, event: str = "trial", states: RunStates | None = None,
-        after: tuple[int, Callable[[], None]] = (0, lambda: None),
-    ) -> dict[str, list[Any]]:  # fmt: skip
-        """Train up to optimizer step `count` at this length; returns loss, seconds, valid tokens and wire bytes of
-        each, those that `states` continues included. `after` names a number of steps and what is called after them."""
-        run, loader = self.run, self.loader(seq_len, count)
-        made: dict[str, list[Any]] = {}
-        if states:
-            made |= states.resume(loader)
-            left = (count - states.begun) * self.tokens_per_step(seq_len) // seq_len
-            self.samples[seq_len].lengthen(loader.state_dict()["samples"] + left)  # after a step of other groups
-            for message in (*states.notes, f"step {states.begun + 1} of {count}, which warms up"):
-                self.say(message, seq_len=seq_len)
-        begun, batches = states.begun if states else 0, iter(loader)
-        for step in range(begun + 1, count + 1):
+    def steps(self, seq_len: int, loader: Any, numbers: range, event: str = "trial") -> Iterator[dict[str, Any]]:
+        """Train these optimizer steps at this length; yields loss, seconds, valid tokens and wire bytes of each."""
+        run, batches, took = self.run, iter(loader), []
+        for step in numbers:
             began, wire, losses, finite = time.perf_counter(), self.handle.wire_bytes, [], True
             for batch in itertools.islice(batches, run.accumulation):
                 if run.block is None:
@@ -125,28 +113,25 @@ class AblationRun(Job):
                 losses.append(out.mean * out.tokens)
                 finite = take_step(self.engine)
             if len(losses) < run.accumulation:
-                raise ValueError(f"the data ended after {step - 1} of {count} optimizer steps")
+                raise ValueError(f"the data ended after {step - 1} of {numbers[-1]} optimizer steps")
             tokens = int(batch["step_tokens"])
             loss = float(sum(losses)) / max(1, tokens)  # waits for the device: the step's end
             if not finite or not math.isfinite(loss):
                 wrong = "gradients are not finite" if math.isfinite(loss) else f"loss is {loss}"
                 raise FloatingPointError(f"step {step} at {seq_len} tokens: its {wrong}")
-            seconds = time.perf_counter() - began
-            sent = self.handle.wire_bytes - wire
-            now = {"loss": loss, "step_seconds": seconds, "valid_tokens": tokens, "wire_bytes": sent}
-            for name, value in now.items():
-                made.setdefault(name, []).append(value)
-            recent = made["step_seconds"][begun - step :][-10:]
-            usual = statistics.median(recent[1:] or [seconds])
+            took.append(time.perf_counter() - began)
+            usual = statistics.median(took[1:][-10:] or took)  # the first warms up
             self.progress.emit(
-                event, row=run.row, seq_len=seq_len, step=step, steps=count, loss=loss,
-                tokens_per_second=self.tokens_per_step(seq_len) / seconds, eta_seconds=(count - step) * usual,
+                event, row=run.row, seq_len=seq_len, step=step, steps=numbers[-1], loss=loss,
+                tokens_per_second=self.tokens_per_step(seq_len) / took[-1], eta_seconds=(numbers[-1] - step) * usual,
             )  # fmt: skip
-            if step - begun == after[0]:
-                after[1]()
-            if states:
-                states.after_step(loader, step, max(recent), made)
-        return made
+            sent = self.handle.wire_bytes - wire
+            yield {"loss": loss, "step_seconds": took[-1], "valid_tokens": tokens, "wire_bytes": sent}
+
+    def _trial(self, seq_len: int, count: int) -> None:
+        """Train some steps, of which nothing is kept but the memory that they took."""
+        for _ in self.steps(seq_len, self.loader(seq_len, count), range(1, count + 1)):
+            pass
 
     def tokens_per_step(self, seq_len: int) -> int:
         return seq_len * self.run.batch_size * self.run.accumulation * self.ctx.dp
@@ -159,7 +144,7 @@ class AblationRun(Job):
         self.progress.emit("search", row=self.run.row, seq_len=seq_len, message="a trial of the search")
         self.ledger.start()
         with self._noting(seq_len):
-            self.steps(seq_len, 1)
+            self._trial(seq_len, 1)
         self.ledger.budget = budget
         peak = max(self.gather(self.ledger.device_peak))[0]
         self.progress.emit("tried", row=self.run.row, seq_len=seq_len, peak=peak, message="tried")
@@ -193,14 +178,27 @@ class AblationRun(Job):
                 self.ledger.close()
 
         self.ledger.start()
-        states = RunStates(self.engine, run, seq_len, self.out, self.say)
-        made = self.steps(seq_len, run.steps, "step", states, (watched, unwatch))
+        loader = self.loader(seq_len, run.steps)
+        self.states = states = RunStates(self.engine, run, seq_len, self.out, self.say)
+        made: dict[str, list[Any]] = states.resume(loader)
+        tokens, begun = self.tokens_per_step(seq_len), states.begun
+        left = (run.steps - begun) * tokens // seq_len
+        self.samples[seq_len].lengthen(loader.state_dict()["samples"] + left)  # after a step of other groups
+        for message in (*states.notes, f"step {begun + 1} of {run.steps}, which warms up"):
+            self.say(message, seq_len=seq_len)
+        numbers, own = range(begun + 1, run.steps + 1), []
+        for number, step in zip(numbers, self.steps(seq_len, loader, numbers, "step")):
+            for name, value in step.items():
+                made.setdefault(name, []).append(value)
+            own.append(step["step_seconds"])
+            if len(own) == watched:
+                unwatch()
+            states.after_step(loader, number, max(own[-10:]), made)
         if not peaks:  # a continued run had fewer steps to do
             unwatch()
-        own = made["step_seconds"][states.begun :]
         timed = own[watched:] or made["step_seconds"][-1:]
         untimed = [] if own[watched:] else [WATCHED_TIME if own else NO_STEP]
-        tokens, seconds = self.tokens_per_step(seq_len), statistics.median(timed)
+        seconds = statistics.median(timed)
         flos = results.flos(seq_len, tokens, **self.flops)
         devices, hosts = zip(*peaks)
         predicted = self.predicted(ABLATION, self.ctx, seq_len)
@@ -251,7 +249,7 @@ class AblationRun(Job):
         granule, budget = self.run.search_granule, self.ledger.budget
         if budget is None:
             raise ValueError("search=True needs device_memory, the memory budget of each rank that decides what fits")
-        self.steps(granule, 3)  # ZeRO-3 prefetches from what these have read
+        self._trial(granule, 3)  # ZeRO-3 prefetches from what these have read
         found = longest_that_fits(self.peaks, budget, granule, start=length, limit=self.run.search_max)
         length, tried = found.length, found.tried
         while length > granule and (again := self.peaks(length)) > budget:

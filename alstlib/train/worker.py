@@ -17,7 +17,7 @@ import torch.distributed as dist
 from alstlib.config import RunConfig
 from alstlib.data.corpus import get_tokenizer, has_tokenizer
 from alstlib.data.formats import only_tokens
-from alstlib.mesh import SPContext, accelerator, join, join_fake, own_device, take_device
+from alstlib.mesh import SPContext, accelerator, gather_text, join, join_fake, own_device, take_device
 from alstlib.offload.ledger import ran_out
 from alstlib.planner import devices
 from alstlib.planner.machine import machine_of
@@ -91,10 +91,7 @@ class Job:
 
     def gather(self, *values: int) -> list[list[int]]:
         """Every rank's `values`, in the order of ranks."""
-        mine = torch.tensor(values, device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
-        return [t.tolist() for t in everyone]
+        return [json.loads(text) for text in gather_text(json.dumps(values), self.device)]
 
     def check_writable(self) -> None:
         """Raise OSError on every rank if rank 0 cannot write to `save_to`: told before the steps, not after. A folder

@@ -319,7 +319,7 @@ def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path:
     def steps(*args: Any) -> None:
         raise RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
 
-    trainer.steps = steps
+    trainer.steps, trainer.loader = steps, lambda *_: None
     with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
         trainer.peaks(1024)
     trainer.known, trainer.ledger.budget = Trials(ProgressReader(tmp_path / "p").read()), 100  # of the next process
@@ -432,6 +432,7 @@ def test_a_state_of_another_configuration_is_kept(ranks2: Any, tmp_path: Path) -
     assert step_of(tmp_path / "state.kept1.old") == 2
     result = ranks2(trained, str(tmp_path), resumable(learning_rate=1e-3, resume="never", steps=2))[0]
     assert len(result["metrics"]["loss"]) == 2
+    assert f"it is now in {tmp_path / 'state.kept2'}" in result["metrics"]["notes"]
     assert step_of(tmp_path / "state.kept2") == 2
     result = ranks2(trained, str(tmp_path), resumable(learning_rate=1e-4, steps=1, checkpoint_every=0))[0]
     (note,) = [n for n in result["metrics"]["notes"] if "not continued" in n]
