@@ -162,15 +162,6 @@ def test_pace_is_silent_at_first_and_then_says_less_and_less(clock):
     assert all(fields["eta_seconds"] == pytest.approx(500 - at) for at, fields in said)
 
 
-def test_expected_seconds_of_a_trial():
-    assert expected_seconds([], 100) is None
-    assert expected_seconds([(100, 1.0)], 400) == pytest.approx(8.0)
-    assert expected_seconds([(100, 1.0), (200, 2.0)], 400) == pytest.approx(4.0)  # linear
-    assert expected_seconds([(200, 4.0), (100, 1.0)], 400) == pytest.approx(16.0)  # square
-    assert expected_seconds([(100, 1.0), (200, 100.0)], 400) == pytest.approx(400.0)  # never more than the square
-    assert expected_seconds([(100, 5.0), (200, 1.0)], 400) == pytest.approx(2.0)
-
-
 def test_tokenizing_tells_how_far_it_is():
     import datasets
 
