@@ -237,7 +237,9 @@ def _report(spec: Spec, bad: list[str], args: argparse.Namespace, note: Callable
     """The end of a sweep: the table, the report, the page, and what failed."""
     note(row="the report", row_since=time.time())
     found = results.collect(spec.out)
-    print(f"\n{results.with_notes(results.table(report.in_order(found, spec.out, spec)))}\n")
+    print()
+    report.show(results.table(report.in_order(found, spec.out, spec)))
+    print()
     if spec.report and not (bad and args.fail_fast):
         output = spec.out / spec.report.name
         show = Printer()
