@@ -276,16 +276,13 @@ COLORS = {
 """The colors of words in tables."""
 
 
-def listed(head: Sequence[str], rows: Iterable[Sequence[str]], cut: bool = False) -> Table:
-    """A table of texts without lines between them. Its last column takes the room that is left, and is folded there, or
-    `cut`, so that each row is one line."""
+def listed(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table of texts without lines between them. Its last column takes the room that is left, and is folded there."""
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(head))
-    for name in head[:-1]:
-        table.add_column(name, no_wrap=True)
-    table.add_column(head[-1])
+    for name in head:
+        table.add_column(name, no_wrap=name != head[-1], overflow="fold")
     for row in rows:
-        lines = [printable(" ".join(cell.split())) for cell in row]
-        table.add_row(*(Text(s, COLORS.get(s, ""), overflow="ellipsis" if cut else "fold", no_wrap=cut) for s in lines))
+        table.add_row(*(Text(printable(cell), COLORS.get(cell, "")) for cell in row))
     return table
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from alstlib.config import FIELDS, RunConfig, flat
 from alstlib.runs import results
+from alstlib.runs.progress import console, listed
 from alstlib.runs.sweeps import Spec, load_spec, papermill_line, read_record, shown
 
 PAGE = "report.html"
@@ -38,10 +39,25 @@ def report(args: argparse.Namespace) -> int:
         raise ValueError(f"no result.json below {folder} can be used: the warnings say why")
     if not found:
         raise ValueError(f"there is no result.json below {folder}; run the sweep first, or name another folder")
-    print(results.with_notes(results.table(labelled(in_order(found, folder, spec), folder))))
+    show(results.table(labelled(in_order(found, folder, spec), folder)))
     page = write_page(folder, found, spec, Path(args.html) if args.html else None)
     print(f"\npage: {shown(page)}")
     return 0
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print `results.table`'s rows and notes: in a terminal with room for it as a table, with a line for each row or
+    else a column for each; elsewhere as Markdown."""
+    heads, texts = results.cells(rows)
+    lines, screen = [list(heads.values()), *texts], console()
+    for head, *body in (lines, list(zip(*lines))):
+        room = sum(max(map(len, column)) + 2 for column in zip(head, *body))
+        if screen.is_terminal and room <= screen.width:
+            screen.print(listed(head, body))
+            for note in results.notes(rows):
+                print(note)
+            return
+    print(results.with_notes(rows))
 
 
 def write_page(

@@ -144,7 +144,6 @@ class Metrics(BaseModel):
     device_peak_bytes: Numbers = None
     host_peak_bytes: Numbers = None
     flos: dict[str, Number] | None = None
-    tflops: dict[str, Number] | None = None
     predicted: Predicted | None = None
     notes: list[Any] | None = None
     tried: list[dict[str, Any]] | None = None
@@ -333,9 +332,7 @@ def _measured(result: Mapping[str, Any]) -> dict[str, Any]:
     paper, predicted = PAPER_ROWS.get(row, {}), m.get("predicted") or {}
     device, host, losses = (_known(m.get(name)) for name in ("device_peak_bytes", "host_peak_bytes", "loss"))
     ranks = flat(result["config"]).get("engine.world_size") or len(device) or 1
-    tflops = m.get("tflops") or {}
-    if seconds and not tflops:
-        tflops = {name: flos / seconds / ranks / 1e12 for name, flos in (m.get("flos") or {}).items()}
+    tflops = {name: flos / seconds / ranks / 1e12 for name, flos in (m.get("flos") or {}).items()} if seconds else {}
     predicted_host = predicted.get("host_peak_bytes")
     return {
         "row": result.get("label") or row or result["run_id"],
@@ -403,8 +400,11 @@ def to_markdown(rows: Iterable[Mapping[str, Any]], columns: Iterable[str] | None
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def with_notes(rows: Iterable[Mapping[str, Any]]) -> str:
-    """`to_markdown` of `table`'s rows, and below it what must be known of each, such as data that were repeated."""
-    rows = list(rows)
-    notes = [f"- {row['row']}: {note}" for row in rows for note in row["notes"]]
-    return "\n".join([to_markdown(rows), *([""] if notes else []), *notes])
+def notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line of Markdown for each thing that must be known of `table`'s rows, such as data that were repeated."""
+    return [f"- {row['row']}: {note}" for row in rows for note in row["notes"]]
+
+
+def with_notes(rows: Sequence[Mapping[str, Any]]) -> str:
+    """`to_markdown` of `table`'s rows, and their `notes` below it."""
+    return "\n".join([to_markdown(rows), "", *notes(rows)]).rstrip("\n")

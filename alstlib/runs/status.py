@@ -93,8 +93,10 @@ def look(folder: Path, config: RunConfig | None, sweep: Mapping[str, Any] | None
     began = float(events[0].get("time") or 0) if events else 0.0
     row = functools.partial(Row, row=folder.name, folder=folder, step=last.get("step"), steps=last.get("steps"))
     if locks.holder(folder) is not None or running.get("row") == folder.name:
-        what = describe({**last, "row": "", "step": None, "eta_seconds": None}, now).removeprefix("run").strip()
-        since = began or running.get("row_since", now)
+        what, since = (
+            describe({**last, "row": ""}, now).removeprefix("run").strip(),
+            began or running.get("row_since", now),
+        )
         return row(state="running", what=what or "starting", seconds=now - since, left_seconds=time_left(last, now))
     try:
         result = results.read_result(folder / "result.json")
@@ -200,26 +202,20 @@ def as_json(sweep: Sweep) -> dict[str, Any]:
 
 def show(sweep: Sweep) -> None:
     """Print a table of the rows, and the commands that follow."""
-    print(f"{sweep.name}: {len(sweep.rows)} rows in {shown(sweep.folder)}")
+    print(f"{sweep.name}: {len(sweep.rows)} row{'s' * (len(sweep.rows) != 1)} in {shown(sweep.folder)}")
     if sweep.holder:
         at = sweep.holder.get("row")
         print(f"run by {locks.describe(sweep.holder)}{f', at {at}' if at else ''}")
     if sweep.problem:
         print(sweep.problem)
-    rows = []
-    for row in sweep.rows:
-        step = f"{row.step}/{row.steps}" if row.state == "running" and row.step is not None else ""
-        rows.append([row.row, row.state, step, _time(row.seconds), _time(row.left_seconds), row.what])
+    times = ["" if row.seconds is None else format_seconds(row.seconds) for row in sweep.rows]
+    rows = [[row.row, row.state, seconds, row.what] for row, seconds in zip(sweep.rows, times)]
     print()
-    console().print(listed(["row", "state", "step", "time", "left", ""], rows, cut=True))
+    console().print(listed(["row", "state", "time", ""], rows))
     if commands := following(sweep):
         print("\nnext:")
     for command, why in commands:
         print(f"  {command}   # {why}")
-
-
-def _time(seconds: float | None) -> str:
-    return "" if seconds is None else format_seconds(max(0.0, seconds))
 
 
 def overview(found: Sequence[Sweep]) -> None:

@@ -153,7 +153,7 @@ def show(answer: dict[str, Any]) -> None:
         about.append(["options", f"{options}{f'; in tokens here: {tiles}' if tiles else ''}"])
     notes = [note for one in (answer, *answer["cases"]) for note in one.get("notes", ())]
     about += [["note", note] for note in dict.fromkeys(re.sub(r"^layer \d+:? ", "", note) for note in notes)]
-    console().print(listed(["", ""], about))
+    console().print(listed(["", ""], about), "")
     cases = []
     for case in answer["cases"]:
         numbers = [f"{case['loss']:.1e}", f"{case['gradient']:.1e}", case["dtype"][6:]] if "loss" in case else [""] * 3

@@ -195,7 +195,8 @@ def _generators(device: torch.device) -> list[Any]:
 
 
 def _configuration(engine: Any, run: RunConfig) -> dict[str, Any]:
-    """The run's fields by their names with the group, as JSON gives them back, with `auto` as it was resolved and whole paths."""
+    """The run's fields by their names with the group, as JSON gives them back, with `auto` as it was resolved and whole
+    paths."""
     given = {**flat(run.to_dict()), "model.dtype": "bf16" if engine.bfloat16_enabled() else "fp32"}
     named = {name: given[name] for name in ("model.name", "data.name", "data.tokenizer", "output.resume_from")}
     paths = {name: os.path.abspath(path) for name, path in named.items() if path and os.path.exists(path)}

@@ -220,7 +220,7 @@ def test_status_of_what_was_changed_or_cut_off(tmp_path, monkeypatch, capsys):
     assert "oom with seq_len=77 (now 2048)" in shown["changed"]
     assert "ok at another commit, 0123456789" in shown["committed"]
     assert "interrupted" in shown["cut"]
-    assert "after: run step 3/9" in shown["cut"]
+    assert "after: run  step 3/9" in shown["cut"]
     assert "interrupted" in shown["again"]  # a newer attempt than the result, which is not of this configuration
     assert "never run" in shown["never"]
     assert "unreadable" in shown["torn"]
@@ -382,7 +382,7 @@ def test_what_runs_and_that_it_runs_once(tmp_path, capsys):
         assert cli.main(["status", str(spec)]) == 3
         shown = capsys.readouterr().out
         assert f"run by process {sweep.pid} since" in shown
-        assert re.search(r"^one +running +2/2 ", shown, re.MULTILINE)
+        assert re.search(r"^one +running .*step 2/2 ", shown, re.MULTILINE)
         before = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file() and p.suffix != ".ipynb"}
         assert cli.main(["run", str(spec), "--force"]) == 2
         assert f"in use by another run: process {sweep.pid} since" in capsys.readouterr().err

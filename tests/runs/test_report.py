@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from urllib.parse import unquote, urlparse
 
 import pytest
+import rich.console
 import yaml
 
 from alstlib.config import RunConfig
@@ -172,6 +173,20 @@ def test_rows_come_in_the_specs_order_with_the_swept_field_and_those_that_never_
     assert [line.split(" | ")[0] for line in capsys.readouterr().out.splitlines()[2:5]] == [
         "| tile-64", "| tile-256", "| tile-None"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("width, first", [(200, "tile-64 "), (60, "row "), (20, "| row |")])
+def test_a_terminal_shows_a_table_where_it_is_wide_enough(tmp_path, monkeypatch, capsys, width, first):
+    """With a line for each row, or a column for each, or as Markdown."""
+    spec, _ = tile_sweep(tmp_path)
+    rows = results.table(report.in_order(results.collect(spec.out), spec.out, spec))
+    rows[0]["notes"] = ["a note"]
+    terminal = rich.console.Console(force_terminal=True, width=width, color_system=None, markup=False)
+    monkeypatch.setattr(report, "console", lambda: terminal)
+    report.show(rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[width == 200].startswith(first)
+    assert lines[-1] == "- tile-64: a note"
 
 
 def test_a_sweep_over_one_number_is_drawn_over_it(tmp_path):
