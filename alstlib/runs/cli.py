@@ -306,8 +306,9 @@ def _fields(fields: Mapping[str, Any]) -> str:
 def _job_options(parser: argparse._ActionsContainer) -> None:
     """The options of `alst run` that the job which it submits does not get."""
     parser.add_argument(
-        "--nodes", type=int, help="the number of nodes; with Slurm, outside of a job, submit a job on them"
-    )
+        "--nodes", type=int, default=os.environ.get(cluster.NODES_VARIABLE),
+        help="the number of nodes; with Slurm, outside of a job, submit a job on them",
+    )  # fmt: skip
     parser.add_argument(
         "--sbatch", default="", metavar="OPTIONS",
         help='options of the submitted job, such as --sbatch="--partition=gpu --time=4:00:00"',

@@ -125,10 +125,6 @@ def default_folder(config: RunConfig) -> Path:
     return default_home() / OUT / "single" / f"{config.row or 'run'}-{results.run_id(resolve(config))}"
 
 
-def _ran_out(event: Mapping[str, Any]) -> bool:
-    return event.get("event") == "tried" and event.get("peak") is None
-
-
 class _Run:
     """One run: what was in the folder before it, its attempts, and what came of it."""
 
@@ -260,7 +256,8 @@ class _Run:
         """Whether ranks ended because memory ran out at a new length of a search: new ones go on with shorter ones."""
         if not self.config.search or code != 1:
             return False
-        lost = {e["seq_len"] for e in ProgressReader(self.reader.path).read() if _ran_out(e)}
+        tried = [event for event in ProgressReader(self.reader.path).read() if event.get("event") == "tried"]
+        lost = {event["seq_len"] for event in tried if event.get("peak") is None}
         new, self.lost = len(lost) > self.lost, len(lost)
         if new:
             self.stop()
