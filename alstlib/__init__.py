@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:  # "as" says that a name is public
     from alstlib.config import ROWS as ROWS
     from alstlib.config import RunConfig as RunConfig
+    from alstlib.contrib.sparse import Sparse as Sparse
     from alstlib.data.loader import SPDataLoader as SPDataLoader
     from alstlib.data.shard import shard_batch as shard_batch
     from alstlib.hf.attach import apply as apply
@@ -31,11 +32,11 @@ if TYPE_CHECKING:  # "as" says that a name is public
     from alstlib.offload.host_store import HostOutOfMemory as HostOutOfMemory
     from alstlib.offload.ledger import DeviceOutOfMemory as DeviceOutOfMemory
     from alstlib.runs.launch import RunFailed as RunFailed
-    from alstlib.streaming.sparse import Sparse as Sparse
 else:
     _MODULE_OF = {
         "ROWS": "config",
         "RunConfig": "config",
+        "Sparse": "contrib.sparse",
         "SPDataLoader": "data.loader",
         "shard_batch": "data.shard",
         "apply": "hf.attach",
@@ -54,7 +55,6 @@ else:
         "HostOutOfMemory": "offload.host_store",
         "DeviceOutOfMemory": "offload.ledger",
         "RunFailed": "runs.launch",
-        "Sparse": "streaming.sparse",
     }
     __all__ = sorted(_MODULE_OF)
 

@@ -20,7 +20,7 @@ from alstlib.hf.mixers import is_tokenwise
 from alstlib.hf.support import check_recompute
 from alstlib.recompute import with_gradient
 from alstlib.streaming.chunked import RowChunk, Stream, StreamSegment
-from alstlib.streaming.sparse import PageChoices, Sparse
+from alstlib.streaming.pages import PageRule
 from alstlib.tiled.compute import Pass, entered
 from alstlib.tiled.skip import Unread
 
@@ -56,7 +56,7 @@ def _check_call(where: str, call: LayerCall) -> None:
         raise ValueError(f"{where} returns more than its output, so it cannot run in chunks; use chunk=None")
 
 
-def _check_sparse(handle: Handle, sparse: Sparse) -> None:
+def _check_sparse(handle: Handle, sparse: PageRule) -> None:
     """Refuse pages that chunks do not fill, and a model without a layer that pages can be left out of; say what is
     approximated."""
     chunk, ranks, name = handle.options.chunk, handle.ctx.sp, type(handle.model).__name__
@@ -145,7 +145,7 @@ def _streamed(handle: Handle, chain: _Chain, layer: nn.Module, original: Any, in
             accept=unread.accept, module=layer, device=None if call is None else call.device,
             travels=travel is not None, kv_on_host=handle.kv_on_host, segment=segment, tokenwise=tokenwise,
             whole=functools.partial(run_whole, layer),
-            choices=None if handle.options.sparse is None else PageChoices(handle.options.sparse),
+            choices=None if handle.options.sparse is None else handle.options.sparse.chooser(),
         )  # fmt: skip
         out = stream(x)
         if index == count - 1:

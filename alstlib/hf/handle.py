@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, InstanceOf
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
@@ -30,13 +30,14 @@ from alstlib.offload.courier import Courier, Travel
 from alstlib.offload.host_store import HostOutOfMemory, HostStore
 from alstlib.sizing import kept_on_host, keys_and_values, keys_leave, keys_left, kv_needed
 from alstlib.streaming.blocks import Blocks
-from alstlib.streaming.sparse import Sparse
+from alstlib.streaming.pages import PageRule
 from alstlib.tiled.compute import TiledMLP
 from alstlib.tiled.loss import TiledHead
 from alstlib.ulysses.attention import UlyssesAttention
 
 log = logging.getLogger(__name__)
 
+Pages = Annotated[InstanceOf[PageRule], Field(description="a rule that chooses pages, such as alstlib.Sparse(top=16)")]
 CoreAttention = Annotated[Callable[..., Any], Field(description="a function (q, k, v, *, scale, causal) -> (out, lse)")]
 
 
@@ -85,7 +86,7 @@ class Options:
     """How layers with a state run over ranks: they `pass` their state from rank to rank, or exchange tokens for `heads`
     as attention does. The results are equal. Layers with fewer heads than ranks pass their state. `auto`: the way that
     takes less time (`planner.state_ways`); `handle.notes` says which."""
-    sparse: Sparse | None = None
+    sparse: Pages | None = None
     """With `chunk`: each chunk of queries attends only to selected pages of keys, which approximates attention
     (`alstlib.Sparse(top=16)`); None: to all keys, exactly."""
     host_memory: Bytes | None = None

@@ -17,13 +17,13 @@ from transformers import AttentionInterface
 
 import alstlib
 from alstlib.config import RunConfig
+from alstlib.contrib.sparse import PageChoices
 from alstlib.kernels.paged import Choice
 from alstlib.measure.verify import in_full
 from alstlib.mesh import SPContext
 from alstlib.planner.model_shapes import shape_of
 from alstlib.planner.streaming import streaming_of
 from alstlib.reference import attention, seen_pages
-from alstlib.streaming.sparse import PageChoices
 from alstlib.train.ablation import run_options
 
 CHUNK, PAGE, LENGTH = 4, 8, 45
@@ -276,3 +276,28 @@ def test_a_model_without_softmax_over_keys_is_refused() -> None:
     model = zoo.build_hybrid("qwen3_next", layer_types=["linear_attention"] * 2)
     refused = error_of(alstlib.apply, model, options=alstlib.Options(chunk=4, sparse=SPARSE))
     assert "no layer of Qwen3NextForCausalLM has attention" in refused
+
+
+class EveryPage:
+    """A rule of a user's own, whose chunks see every page."""
+
+    page = None
+
+    def chooser(self) -> EveryPage:
+        return self
+
+    def of(self, q: Tensor, k: Tensor, first: int, last: int, pages: Any, documents: Any, exchange: Any) -> Choice:
+        own = (last - 1) // pages.rows
+        return Choice(torch.ones(q.shape[0], k.shape[1], own, dtype=torch.bool), q.shape[1])
+
+
+def test_the_core_takes_any_rule_that_chooses_pages() -> None:
+    data, results = batch(48), []
+    for rule in (None, EveryPage()):
+        model = make_model()
+        with small_pages(), alstlib.apply(model, None, alstlib.Options(chunk=4, sparse=rule)):
+            results.append(step(model, data))
+    assert results[0][0] == results[1][0]
+    assert same(results[0][1], results[1][1])
+    with pytest.raises(ValueError, match=r"sparse=3 must be a rule that chooses pages, such as alstlib\.Sparse"):
+        alstlib.Options(chunk=4, sparse=3)  # type: ignore[arg-type]

@@ -60,6 +60,10 @@ class Sparse:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def chooser(self) -> PageChoices:
+        """What chooses the pages for one call of a layer."""
+        return PageChoices(self)
+
 
 def mean_score(q: Tensor, means: Tensor) -> Tensor:
     """q [B, H, C, D], mean keys of pages [B, K, pages, D] -> scores [B, K, pages]."""
@@ -71,7 +75,7 @@ class PageChoices:
     """Which pages the chunks of one call of a layer see."""
 
     def __init__(self, sparse: Sparse) -> None:
-        self.sparse = sparse
+        self.sparse, self.page = sparse, sparse.page
         self.made: dict[int, Choice] = {}
         """By the chunk's first row of the sequence."""
         self._sums: Tensor | None = None
