@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 import alstlib
 from alstlib.config import RunConfig
+from alstlib.contrib.sparse import Sparse, select_pages
 from alstlib.data.corpus import load_corpus
 from alstlib.data.loader import SampleOrder
 from alstlib.data.samples import collate, make_samples
@@ -63,6 +64,8 @@ class AblationRun(Job):
         self.tokenizer = self.tokenizer_for(self.corpus, self.vocabulary)
         put_liger(run, model, self.gpu)
         self.handle = alstlib.apply(model, self.ctx, run.options)
+        if run.contrib.sparse is not None:
+            select_pages(self.handle, Sparse(**run.contrib.sparse))
         torch.manual_seed(run.optim.seed + 1 + self.rank)  # dropout masks differ between shards
         self.engine = initialize(run, model, self.bf16, self.say, arrival)
         budget = run.limits.device_memory
