@@ -186,7 +186,7 @@ def kept_on_host(
 
 
 def keys_leave(keys: int, free: int, lacking: int) -> tuple[int, int, int]:
-    """What decides with `kv="auto"` whether keys and values lie on the host (`keys_left`), so that ranks can agree on
+    """What decides with `on_host="auto"` whether keys and values lie on the host (`keys_left`), so that ranks can agree on
     the largest of each.
 
     Args:
@@ -251,7 +251,7 @@ def groups_of(groups: int, heads: int, ranks: int, rank: int) -> slice:
 
 
 KV_SHARE = 0.5
-"""Of a device's free memory: what keys and values of a streamed layer may take there with `kv="auto"`."""
+"""Of a device's free memory: what keys and values of a streamed layer may take there with `on_host="auto"`."""
 
 
 def reference_tiles(rows: int, width: int, vocabulary: int) -> dict[str, int]:

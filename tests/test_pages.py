@@ -61,7 +61,8 @@ ANSWERS = {"alst status": (0, 1, 3), "alst check": (0, 1), "alst plan --machine"
 PYTHON = ("import alstlib, deepspeed\n", "out = alstlib.block_step(")
 HERE = {"meta-llama/Llama-3.1-8B-Instruct": "model", "my_documents.jsonl": "texts.jsonl", "chats.jsonl": "texts.jsonl",
         "seq_len: 131072": "seq_len: 64", "steps: 1000": "steps: 2", "steps: 500": "steps: 2",
-        "-p seq_len 4096": "-p seq_len 256 -p model tiny", "tiled_mlp: 512": "model: tiny, tiled_mlp: 512",
+        "-p data.seq_len 4096": "-p data.seq_len 256 -p model.name tiny",
+        '-y "options: {tiles': '-p model.name tiny -y "options: {tiles',
         "[SPEC]": SPEC, "SPEC": SPEC}  # fmt: skip
 """What stands for something of the reader's, or is too large for this machine, and what is put in its place."""
 
@@ -140,9 +141,8 @@ def test_a_command_runs_as_printed(clone: Path, monkeypatch: pytest.MonkeyPatch,
     command = put(command)
     if "papermill " in begin:
         monkeypatch.chdir(clone)  # where the data are
-        given = papermills(command)
-        fields = given.pop("config", {}) | given
-        workers.check(RunConfig(**fields), workers.FINETUNE if "finetune" in command else workers.ABLATION)
+        worker = workers.FINETUNE if "finetune" in command else workers.ABLATION
+        workers.check(RunConfig.from_dict(papermills(command)), worker)
     if begin in MINUTES and not ALL:
         pytest.skip("takes minutes: make release")
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))

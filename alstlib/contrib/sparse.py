@@ -81,7 +81,7 @@ def select_pages(handle: Handle, sparse: Sparse) -> None:
         )
     if not handle.facts.value_width:
         raise ValueError(f"sparse: no layer of {name} has attention, so there are no pages to leave out")
-    windows = [a.kwargs.get("sliding_window") for call in handle.facts.calls for a in call.attention]
+    windows = [keys.window for keys in handle.keys if keys.widths]  # of layers that attend
     if windows and None not in windows:
         raise ValueError(f"sparse: every layer of {name} has a sliding window, which sees few pages")
     rest = sum(w is not None for w in windows)

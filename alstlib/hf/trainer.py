@@ -1,7 +1,7 @@
 """Sequence parallelism for Hugging Face's Trainer and TRL's SFTTrainer, as a mixin that is written before them.
 
     class SPTrainer(alstlib.TrainerMixin, SFTTrainer): ...
-    trainer = SPTrainer(model=model, args=args, train_dataset=data, sp=8, alst=alstlib.Options(offload="async"))
+    trainer = SPTrainer(model=model, args=args, train_dataset=data, sp=8, alst=alstlib.Options(offload=True))
 
 The Trainer still does everything else: engines, LoRA, schedules, callbacks, evaluation, checkpoints, resume. The mixin
 replaces only what changes when a sample is divided among ranks:

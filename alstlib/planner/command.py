@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     what.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE",
-        help="set a field of alstlib.RunConfig, such as --set chunk=16384; may be given several times",
+        help="set a field of alstlib.RunConfig, such as --set options.chunk=16384; may be given several times",
     )  # fmt: skip
     where = parser.add_argument_group("the machine")
     where.add_argument(

@@ -1,10 +1,13 @@
 """What the program papermill prints where a cell of a notebook fails: the error's message, in place of some 70 lines of
-traceback, which are in the output notebook. papermill imports this module as one of its engines (pyproject.toml); the
-engine is papermill's own.
+traceback, which are in the output notebook. It does not warn about parameters such as `data.seq_len` either, which
+papermill takes for unknown ones. papermill imports this module as one of its engines (pyproject.toml); the engine is
+papermill's own.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -30,3 +33,7 @@ def _say(kind: type[BaseException], error: Any, traceback: TracebackType | None)
 # `papermill ...` or `python -m papermill ...`; a program that imports papermill has its own ways
 if "papermill" in [Path(word).name for word in sys.orig_argv[:3]]:
     sys.excepthook = _say
+    # papermill warns of each name with a dot; our notebooks refuse those that are unknown
+    logging.getLogger("papermill").addFilter(
+        lambda record: not re.match(r"Passed unknown parameter: \w+\.", record.getMessage())
+    )

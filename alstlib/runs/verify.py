@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attention", metavar="KERNEL", help="the attention kernel, which must run on a CPU")
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE",
-        help="set a field of alstlib.Options; may be given several times",
+        help="set a field of alstlib.Options, such as --set offload=sync; may be given several times",
     )  # fmt: skip
     parser.add_argument(
         "--config", action="append", default=[], metavar="FIELD=VALUE",

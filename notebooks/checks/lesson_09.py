@@ -51,7 +51,7 @@ def _budget(answer: Callable[[], float]) -> str:
     (run,) = (r for r in results.collect(RUN) if r["row"] == "alst")
     right = constant + slope * run["metrics"]["seq_len"]
     assert abs(mine - right) < 0.02 * right, f"{mine:,.0f} bytes are {mine / right:.2f} of the right answer"
-    return f"{results.format_bytes(right)}, {right / run['config']['device_memory']:.1f} times the budget"
+    return f"{results.format_bytes(right)}, {right / run['config']['limits']['device_memory']:.1f} times the budget"
 
 
 def _saving(answer: Callable[[], float]) -> str:

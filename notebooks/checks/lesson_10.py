@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from alstlib.config import RunConfig
+from alstlib.config import FIELDS
 from checks import Exercise
 
 
@@ -79,11 +79,13 @@ def not_cut(seq_len, sp, dp, accumulation):
 
 def check_field(field_and_value):
     name, value = field_and_value()
-    assert name in RunConfig.__dataclass_fields__, f"RunConfig has no field {name!r}"
+    named = [field for field in FIELDS if name in (field, field.partition(".")[2])]  # with its group, or without
+    assert named, f"RunConfig has no field {name!r}"
+    own = named[0].partition(".")[2]
     paths = []
     for factor in (1.0, 4.0):
         weight = torch.ones(2, dtype=torch.float64, requires_grad=True)
-        setting = {"learning_rate": 0.1, "weight_decay": 0.0, "max_grad_norm": 0.0} | {name: value}
+        setting = {"learning_rate": 0.1, "weight_decay": 0.0, "max_grad_norm": 0.0} | {own: value}
         adam = torch.optim.AdamW([weight], lr=setting["learning_rate"], weight_decay=setting["weight_decay"])
         for norm in (0.5, 2.0, 0.7, 1.9, 0.6, 1.1):
             weight.grad = factor * norm * torch.tensor([0.6, -0.8], dtype=torch.float64)
@@ -121,11 +123,11 @@ EXERCISES = {
             "Clipping. If no step is clipped, or every step of both trainings is, then nothing is seen.",
         ),
         mistakes=(
-            lambda: ("learning_rate", 0.01),
-            lambda: ("weight_decay", 0.1),
-            lambda: ("max_grad_norm", 100.0),
+            lambda: ("optim.learning_rate", 0.01),
+            lambda: ("optim.weight_decay", 0.1),
+            lambda: ("optim.max_grad_norm", 100.0),
             lambda: ("max_grad_norm", 0.1),
-            lambda: ("clipping", 0.1),
+            lambda: ("optim.clipping", 0.1),
         ),
     ),
 }

@@ -41,7 +41,7 @@ def check_exchange(exchange_bytes):
         )
     for file in RESULTS.glob("[0-9]*/result.json"):
         result = json.loads(file.read_text())
-        model, metrics = result["config"]["model_config"], result["metrics"]
+        model, metrics = result["config"]["model"]["config"], result["metrics"]
         q, kv, layers = (model[k] for k in ("num_attention_heads", "num_key_value_heads", "num_hidden_layers"))
         got = exchange_bytes(metrics["seq_len"], q, kv, model["hidden_size"] // q, layers, 2, 4)
         want = metrics["peers"]["ours"]["wire_bytes"]

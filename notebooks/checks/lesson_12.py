@@ -26,9 +26,10 @@ def check_host_limit(host_limit):
         what = f"{name} on {gpus} GPUs, {per_node} in each node of {host / TB:g} TB"
         assert got > 0, f"{what}: {got}, but the states leave room"
         plenty = Machine(gpus=gpus, per_node=per_node, host_memory=10**16)  # no outputs are left out for want of room
-        run = whole(name).replace(save_attention=False, sp=0 if shape.heads % gpus == 0 else 4)
+        sp = 0 if shape.heads % gpus == 0 else 4
+        run = whole(name).replace(options={"save_attention": False}, engine={"sp": sp})
         each = predict(shape, run, plenty, 1_000_000).host
-        ranks = plenty.gpus if not run.sp else run.sp
+        ranks = sp or plenty.gpus
         checkpoints = each["checkpoints"] * ranks / 1_000_000  # of a token, over all ranks that share it
         constant = sum(each[kind] for kind in ("optimizer", "gradients", "process")) * gpus
         want = (gpus // per_node * host - constant) / checkpoints
@@ -71,7 +72,7 @@ def check_gpus(answer):
     gpus = answer()
 
     def fits(n):
-        run = whole(SEVENTY).replace(chunk=16_384, hidden="device")
+        run = whole(SEVENTY).replace(options={"chunk": 16_384, "on_host": "none"})
         return n > 0 and predict(read_shape(SEVENTY), run, Machine(gpus=n, host_memory=int(1.9 * TB)), 4_000_000).fits
 
     assert gpus % 8 == 0, f"{gpus} GPUs are not whole nodes of 8"
@@ -103,7 +104,8 @@ EXERCISES = {
         check=check_gpus,
         hints=(
             "`predict(shape, run, Machine(gpus=n, host_memory=...), 4_000_000).fits` answers for one number of GPUs.",
-            "The run is `whole` with the other model, chunk=16_384 and hidden='device'; try 8, 16, ... GPUs.",
+            "The run is `whole` with the other model, and with the options chunk=16_384 and on_host='none'; try 8, 16, "
+            "... GPUs.",
         ),
         mistakes=(lambda: 8, lambda: 36, lambda: 64),
     ),

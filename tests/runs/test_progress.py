@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from alstlib.measure.search import expected_seconds
 from alstlib.runs import cli, locks, progress
 
 REPOSITORY = Path(__file__).parents[2]

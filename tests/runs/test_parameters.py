@@ -1,0 +1,116 @@
+"""Parameters of the notebooks `run` and `finetune`: a run's groups, as papermill's command line assigns to them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from alstlib.config import RunConfig, not_default, row_config
+from alstlib.runs.parameters import Parameters
+from alstlib.runs.results import read_result
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def cell(source: str, before: dict | None = None) -> tuple[Parameters, dict]:
+    """The names after a parameters cell with this source, and what came before it."""
+    names = dict(before or {})
+    names["parameters"] = Parameters(names)
+    exec(source, names)
+    return names["parameters"], names
+
+
+def config_of(source: str) -> RunConfig:
+    parameters, names = cell(f"model, data, options, search = (getattr(parameters, n) for n in NAMES)\n{source}", GIVEN)
+    return parameters.config(names)
+
+
+GIVEN = {"NAMES": ("model", "data", "options", "search")}
+
+
+@pytest.mark.parametrize(
+    ("source", "fields"),
+    [
+        ("", {}),
+        ("config, out, force, worker, row = {}, 'x', True, 'y', ''", {}),
+        ("model.name = 'tiny'; data.seq_len = '4K'", {"model.name": "tiny", "data.seq_len": 4000}),
+        ("options = {'tiles': 64}", {"options.tiles": 64}),
+        ("options.chunk = 64; options = {'tiles': 64}", {"options.chunk": 64, "options.tiles": 64}),
+        ("options.chunk = 64; options = {'chunk': 32}", {"options.chunk": 32}),
+        ("options.tiles.mlp = 64", {"options.tiles": {"mlp": 64, "loss": True, "norm": True}}),
+        ("options.chunk = 64; config = {'options': {'chunk': 32}}", {"options.chunk": 32}),
+        ("config = {'options.chunk': 32}", {"options.chunk": 32}),
+        ("engine = {'sp': 2}", {"engine.sp": 2}),
+        ("search = True", {"search.granule": 256, "search.max": None}),
+        ("search.max = 4096", {"search.granule": 256, "search.max": 4096}),
+        ("block = 64", {"block": 64}),
+    ],
+)
+def test_what_the_cell_says_is_the_run(source, fields):
+    assert not_default(config_of(source)) == fields
+
+
+def test_what_is_given_wins_over_the_row():
+    assert config_of("row = 'alst'") == row_config("alst")
+    assert config_of("row = 'alst'; options.offload = False") == row_config("alst").replace(options={"offload": False})
+    tiles = config_of("row = 'alst'; options.tiles.mlp = 64").options.tiles
+    assert tiles == {"loss": True, "mlp": 64}
+    assert config_of("row = 'alst'; config = {'engine': {'sp': 1}}").engine.sp == 1
+    with pytest.raises(ValueError, match=r"unknown row 'ulises'; did you mean 'ulysses'\?"):
+        config_of("row = 'ulises'")
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("options.chunks = 3", r"unknown field of options 'chunks'; did you mean 'chunk'\?"),
+        ("options.tiles.mpl = 3", r"unknown field of options.tiles 'mpl'; did you mean 'mlp'\?"),
+        ("options = {'chunks': 3}", r"unknown field of Options 'chunks'; did you mean 'chunk'\?"),
+        ("seq_len = 4", r"unknown parameter 'seq_len'; did you mean 'data.seq_len'\?"),
+        ("name = 'tiny'", r"unknown parameter 'name'; did you mean 'model.name'\?"),
+        ("option = {}", r"unknown parameter 'option'; did you mean 'options'\?"),
+        ("config = {'seq_len': 4}", r"unknown parameter 'seq_len'; did you mean 'data.seq_len'\?"),
+        ("data = 'mine.jsonl'", "data='mine.jsonl' must be a mapping with fields of Data"),
+        ("data.seq_len = 0", "data.seq_len=0 must be a whole number of at least 1"),
+    ],
+)
+def test_a_name_that_nothing_reads_is_refused(source, why):
+    with pytest.raises(ValueError, match=why):
+        config_of(source)
+
+
+def test_there_is_no_group_of_another_name():
+    with pytest.raises(AttributeError, match="no group of settings 'option': there are model, data, options"):
+        Parameters({}).option  # noqa: B018
+
+
+def test_cells_are_run_again():
+    """With other parameters, after the notebook's other cells, and from its first cell on."""
+    parameters, names = cell("options = parameters.options\noptions.chunk = 64")
+    names["run"] = parameters.config(names)
+    exec("options = parameters.options\noptions.tiles = 32", names)
+    assert not_default(parameters.config(names)) == {"options.tiles": 32}
+    parameters, names = cell("options = parameters.options\noptions.chunk = 16", names)
+    assert not_default(parameters.config(names)) == {"options.chunk": 16}
+
+
+@pytest.mark.launch
+def test_papermills_command_line_runs_it(tmp_path):
+    notebook = REPOSITORY / "notebooks" / "run.ipynb"
+    command = [sys.executable, "-m", "papermill", str(notebook), str(tmp_path / "o.ipynb"), "--no-progress-bar"]
+    given = {"model.name": "tiny", "data.seq_len": "256", "options.chunk": "64", "options.tiles.mlp": "32"}
+    for name, value in {**given, "optim.steps": "1", "out": str(tmp_path / "run")}.items():
+        command += ["-p", name, value]
+    command += ["-y", "limits: {timeout: 300}"]
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "unknown parameter" not in ran.stderr
+    result = read_result(tmp_path / "run" / "result.json")
+    said = RunConfig.from_dict(result["config"])
+    assert (said.model.name, said.data.seq_len, said.options.chunk, said.options.tile("mlp")) == ("tiny", 256, 64, 32)
+    assert (said.optim.steps, said.limits.timeout, result["status"]) == (1, 300, "ok")
+    assert nbformat.read(tmp_path / "o.ipynb", 4).cells[-1].outputs
