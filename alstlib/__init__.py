@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # "as" says that a name is public
     from alstlib.hf.causal_lm_loss import causal_lm_loss as causal_lm_loss
     from alstlib.hf.dpo_trainer import DPOTrainerMixin as DPOTrainerMixin
     from alstlib.hf.handle import Handle as Handle
-    from alstlib.hf.handle import Options as Options
     from alstlib.hf.saving import save_model as save_model
     from alstlib.hf.token_logps import sequence_logps as sequence_logps
     from alstlib.hf.token_logps import token_logps as token_logps
@@ -30,8 +29,8 @@ if TYPE_CHECKING:  # "as" says that a name is public
     from alstlib.mesh import SPContext as SPContext
     from alstlib.offload.host_store import HostOutOfMemory as HostOutOfMemory
     from alstlib.offload.ledger import DeviceOutOfMemory as DeviceOutOfMemory
+    from alstlib.options import Options as Options
     from alstlib.runs.launch import RunFailed as RunFailed
-    from alstlib.streaming.sparse import Sparse as Sparse
 else:
     _MODULE_OF = {
         "ROWS": "config",
@@ -44,7 +43,7 @@ else:
         "causal_lm_loss": "hf.causal_lm_loss",
         "DPOTrainerMixin": "hf.dpo_trainer",
         "Handle": "hf.handle",
-        "Options": "hf.handle",
+        "Options": "options",
         "save_model": "hf.saving",
         "sequence_logps": "hf.token_logps",
         "token_logps": "hf.token_logps",
@@ -54,7 +53,6 @@ else:
         "HostOutOfMemory": "offload.host_store",
         "DeviceOutOfMemory": "offload.ledger",
         "RunFailed": "runs.launch",
-        "Sparse": "streaming.sparse",
     }
     __all__ = sorted(_MODULE_OF)
 

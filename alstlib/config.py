@@ -371,16 +371,14 @@ def not_default(run: RunConfig) -> dict[str, Any]:
     return {name: value for name, value in flat(run.to_dict()).items() if default.get(name, ...) != value}
 
 
-FREE = ("model.trust_remote_code", "model.liger", "data.allow_dropped", "optim.steps")
-"""Fields of these groups that a training state does not depend on."""
-
-
-def bound(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a run's fields, as `to_dict` has them, that a training state belongs to: what is trained, on what, and
-    how. On which ranks it is computed, and how the same numbers are, may differ."""
-    groups = ("model", "data", "optim", "contrib")
-    return {n: v for n, v in flat(fields).items() if n.split(".")[0] in groups and n not in FREE}
-
+EQUAL = tuple(
+    name
+    for name in FIELDS
+    if name.split(".")[0] in ("model", "data", "optim", "contrib")
+    and name not in ("model.trust_remote_code", "model.liger", "data.allow_dropped", "optim.steps")
+)
+"""Fields that must be equal in the run that saved a training state and in the one that loads it: what is trained, on
+what, and how. The rest is free: on which ranks and how the same numbers are computed, and how many steps there are."""
 
 FEATURES = ("tiled_loss", "sp", "tiled_mlp", "offload")
 """What the rows of the paper's Table 1 switch on, in its order."""

@@ -367,10 +367,10 @@ def whole_state(engine: Any) -> dict[str, Tensor]:
     """fp32 weights and AdamW's moments of an engine, whole, from what each rank would save of them (a collective)."""
     from alstlib.train.pieces import HeldState
 
-    held, values = HeldState(engine), {}
-    for name in held.names():
-        start, piece = held.own(name)
-        values[name] = torch.zeros(held.size(name))
-        values[name][start : start + len(piece)] = piece
+    values = {}
+    for name, piece in HeldState(engine).pieces.items():
+        own = piece.own()
+        values[name] = torch.zeros(own.size())
+        values[name][own.start : own.start + len(own)] = own
         torch.distributed.all_reduce(values[name])
     return values

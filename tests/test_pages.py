@@ -43,7 +43,6 @@ NOT_HERE = {
     "import alstlib\nfrom trl": "test_sft_trainer.py does this",
     "alst run SPEC --nodes": "needs a cluster: tests/slurm, test_nodes.py",
     "sbatch": "needs Slurm: tests/slurm",
-    "srun": "needs Slurm: tests/slurm",
     "MAX_JOBS=8 .venv/bin/python -m pip install": "needs nvcc and an hour; `make resolve` asks for the version",
     ".venv/bin/python -m pip install": "needs a GPU; `make resolve` asks the index for the version",
     "scontrol": "needs Slurm: tests/slurm",

@@ -25,7 +25,7 @@ from alstlib.hf.calls import CallAgreement, read_call
 from alstlib.hf.checkpointed_layers import attach_checkpoints
 from alstlib.hf.chunked_layers import attach_streams
 from alstlib.hf.experts import routes, takes_more, tiled_experts
-from alstlib.hf.handle import Handle, Options
+from alstlib.hf.handle import Handle
 from alstlib.hf.hidden_states import attach_hidden_states, travels
 from alstlib.hf.inputs import Call, deal_out
 from alstlib.hf.logits import NoLogits, find_transform
@@ -35,6 +35,7 @@ from alstlib.hf.states import attach_states
 from alstlib.hf.support import check_model, check_shared, shared_weights
 from alstlib.hf.token_logps import OverRanks
 from alstlib.mesh import ATTACHED, SPContext
+from alstlib.options import Options
 from alstlib.tiled.compute import TiledMLP, TiledNorm
 from alstlib.tiled.loss import TiledHead
 from alstlib.ulysses.alltoall import unstripe

@@ -20,7 +20,6 @@ from alstlib.hf.mixers import is_tokenwise
 from alstlib.hf.support import check_recompute
 from alstlib.recompute import with_gradient
 from alstlib.streaming.chunked import RowChunk, Stream, StreamSegment
-from alstlib.streaming.sparse import Sparse
 from alstlib.tiled.compute import Pass, entered
 from alstlib.tiled.skip import Unread
 
@@ -52,31 +51,6 @@ def _check_call(where: str, call: LayerCall) -> None:
         raise ValueError(f"{where} calls attention more than once, so it cannot run in chunks; use chunk=None")
     if call.outputs > 1:
         raise ValueError(f"{where} returns more than its output, so it cannot run in chunks; use chunk=None")
-
-
-def _check_sparse(handle: Handle, sparse: Sparse) -> None:
-    """Refuse pages that chunks do not fill, and a model without a layer that pages can be left out of; say what is
-    approximated."""
-    chunk, ranks, name = handle.chunk, handle.ctx.sp, type(handle.model).__name__
-    assert chunk is not None
-    if sparse.page is not None and sparse.page % (chunk * ranks):
-        near = max(1, round(sparse.page / (chunk * ranks))) * chunk * ranks
-        raise ValueError(
-            f"sparse: page={sparse.page} is not a multiple of chunk * sp = {chunk} * {ranks} tokens: use page={near}"
-        )
-    if not handle.facts.value_width:
-        raise ValueError(
-            f"sparse: no layer of {name} has attention, so there are no pages to leave out: use sparse=None"
-        )
-    windows = [a.kwargs.get("sliding_window") for call in handle.facts.calls for a in call.attention]
-    if windows and None not in windows:
-        raise ValueError(f"sparse: every layer of {name} has a sliding window, which sees few pages: use sparse=None")
-    rest = sum(w is not None for w in windows)
-    handle.notes.append(
-        f"sparse: the attention of {name} is approximated, as chunks of queries leave out pages of keys; gradients are "
-        "exact for the pages that were seen, and the choice of pages has none"
-        + (f"; {rest} of {len(windows)} layers have sliding windows and stay exact" if rest else "")
-    )
 
 
 def _ensure_input_grad(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -29,6 +29,7 @@ from alstlib.offload.host_store import HostOutOfMemory, HostStore, Mode
 from alstlib.options import Options, Part
 from alstlib.sizing import kept_on_host, keys_and_values, keys_leave, keys_left, kv_needed
 from alstlib.streaming.blocks import Blocks
+from alstlib.streaming.pages import PageChooser
 from alstlib.tiled.compute import TiledMLP
 from alstlib.tiled.loss import TiledHead
 from alstlib.ulysses.attention import UlyssesAttention
@@ -63,7 +64,7 @@ class Handle:
         self.store = HostStore(_MODES[options.offload], budget=options.host_memory)
         self.chunk = options.chunk_for(model.config.get_text_config().hidden_size)
         """Tokens of one chunk of this rank's slice; None: layers run whole."""
-        self.choose_pages: Callable[[], Any] | None = None
+        self.choose_pages: Callable[[], PageChooser] | None = None
         """Makes what chooses the pages of keys that the chunks of one call of a layer see (`contrib.sparse`)."""
         self.headroom = headroom.Headroom()
         self.edits = Edits()

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from alstlib.hf.attention import tokens_along
-from alstlib.hf.handle import Handle, Options
+from alstlib.hf.handle import Handle
 from alstlib.hf.inputs import Call
+from alstlib.options import Options
 from alstlib.recompute import backward_in_this_thread
 from alstlib.tiled.compute import TiledModule, tiled_compute, tiles_of
 

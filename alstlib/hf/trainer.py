@@ -35,7 +35,7 @@ from alstlib.data.agreement import share_step
 from alstlib.data.shard import KEYS, SLICED, Batch
 from alstlib.hf.attach import apply
 from alstlib.hf.causal_lm_loss import causal_lm_loss
-from alstlib.hf.handle import Handle, Options
+from alstlib.hf.handle import Handle
 from alstlib.hf.predictions import Shown
 from alstlib.hf.sampling import SharedOrder, spread_neftune
 from alstlib.hf.token_logps import OverRanks
@@ -49,6 +49,7 @@ from alstlib.hf.trainer_checks import (
     check_slice,
 )
 from alstlib.mesh import SPContext
+from alstlib.options import Options
 from alstlib.tiled.loss import Look
 from alstlib.units import IGNORE
 

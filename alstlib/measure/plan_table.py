@@ -64,49 +64,33 @@ def draw(seed: int) -> tuple[RunConfig, int, str]:
     offload: Any = pick.choice([False, "sync", True]) if checkpoint else False
     chunk = max(256, rows // pick.choice([2, 5, 16])) if checkpoint and pick.random() < 0.3 else None
     device = "cuda" if seed in NEWER else device
-    run = RunConfig(
-        model=Model(
-            name=model,
-            dtype=pick.choice(["bf16", "fp32"]) if shape.family == "llama" and way in ("one", "whole") else "bf16",
-        ),
-        data=Data(seq_len=rows * ranks + pick.randrange(ranks)),
-        options=Options.plain(
-            tiles={
-                "mlp": pick.choice([True, True, False, 512]),
-                "loss": pick.choice([True, True, True, False, 300]),
-                "norm": pick.choice([True, True, False]),
-            },
-            checkpoint=checkpoint,
-            offload=offload,
-            save_attention=pick.choice([False, "auto", True]) if checkpoint else False,
-            chunk=chunk,
-        ),
-    )
+    tokens = rows * ranks + pick.randrange(ranks)
+    dtype: Any = pick.choice(["bf16", "fp32"]) if shape.family == "llama" and way in ("one", "whole") else "bf16"
+    mlp, norm = pick.choice([True, True, False, 512]), pick.choice([True, True, False])
+    tiles = {"mlp": mlp, "loss": pick.choice([True, True, True, False, 300]), "norm": norm}
+    save = pick.choice([False, "auto", True]) if checkpoint else False
+    options = Options.plain(tiles=tiles, checkpoint=checkpoint, offload=offload, save_attention=save, chunk=chunk)
+    run = RunConfig(model=Model(name=model, dtype=dtype), data=Data(seq_len=tokens), options=options)
     if seed in NEWER:  # lengths as people choose them: a last tile that is shorter would count as a whole one
         rows = 2 ** pick.randint(8, 12 if shape.softcap else 15)  # capped scores are made block by block
         chunk = max(256, rows // pick.choice([2, 4, 16])) if chunk and rows > 256 else None
         mlp, norm, loss = pick.choice(USUAL)
-        run = run.replace(
-            data={"seq_len": rows * ranks},
-            options={
-                "tiles": {
-                    "mlp": mlp and pick.choice([True, 512]),
-                    "loss": (loss or chunk is not None) and pick.choice([True, 256]),
-                    "norm": norm,
-                },
-                "chunk": chunk,
-            },
-        )
+        tiles = {"mlp": mlp and pick.choice([True, 512]), "norm": norm}
+        tiles["loss"] = (loss or chunk is not None) and pick.choice([True, 256])
+        run = run.replace(data={"seq_len": rows * ranks}, options={"tiles": tiles, "chunk": chunk})
     if seed in STREAMED:
         hidden = pick.choice(["host", "host", "device"])
-        offload, chunk = pick.choice(["sync", True]), max(256, rows // pick.choice([3, 5, 9, 16]))
-        keys = pick.choice(["device", "host", "host"])
-        where = "none" if hidden == "device" else "hidden" if keys == "device" else "hidden+kv"
-        fields = {"checkpoint": True, "offload": offload, "chunk": chunk, "on_host": where}
-        run = run.replace(**{"options.tiles.loss": run.options.tile("loss") or hidden == "host"}).replace(
-            options=fields
-        )
+        chunk, offload = max(256, rows // pick.choice([3, 5, 9, 16])), pick.choice(["sync", True])
+        fields: dict[str, Any] = {"chunk": chunk, "checkpoint": True, "offload": offload}
+        fields["on_host"] = _places(hidden, pick.choice(["device", "host", "host"]))
+        tiled: dict[str, Any] = {"options.tiles.loss": run.options.tile("loss") or hidden == "host"}
+        run = run.replace(**tiled).replace(options=fields)
     return run, ranks, device
+
+
+def _places(hidden: str, kv: str) -> str:
+    """Keys and values are on the host only together with hidden states."""
+    return "none" if hidden == "device" else "hidden" if kv == "device" else "hidden+kv"
 
 
 def _draw_hybrid(pick: random.Random) -> tuple[RunConfig, int, str]:
@@ -133,7 +117,9 @@ def _draw_hybrid(pick: random.Random) -> tuple[RunConfig, int, str]:
         ),
     )
     if chunk is not None and offload:
-        run = run.replace(options={"on_host": pick.choice(("none", "hidden", "hidden+kv"))})
+        run = run.replace(
+            options={"on_host": _places(pick.choice(("host", "device")), pick.choice(("host", "device")))}
+        )
     return run, ranks, "cuda"
 
 
@@ -188,7 +174,7 @@ def main() -> None:
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         for one in pool.map(compare, seeds):
             found.append(one)
-            model = one["options"].get("model", "small")
+            model = one["options"].get("model.name", "small")
             print(f"{one['seed']}: {one['error']:+.2%} {model} on {one['ranks']}, {one['seconds']} s", flush=True)
     found.sort(key=lambda one: one["seed"])
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,7 @@ budget, and so is the first length that exceeds it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +36,9 @@ class Trials:
         """Lengths at which memory ran out."""
         self.peaks: dict[int, list[int]] = {}
         for event in events:
-            if event.get("event") != "tried":
-                continue
-            if event.get("peak") is None:
+            if event["event"] == "tried" and event["peak"] is None:
                 self.lost.add(event["seq_len"])
-            else:
+            elif event["event"] == "tried":
                 self.peaks.setdefault(event["seq_len"], []).append(event["peak"])
 
     def peak(self, seq_len: int, budget: int) -> int | None:
@@ -97,22 +94,6 @@ def longest_that_fits(
             guess = min(high - 1, _between(peaks, budget, low, high, [length // granule for length, _ in tried]))
         guess = max(guess, low + 1)  # where the line says `low`, the length after it must be seen to exceed
         peak(guess if top is None else min(guess, top))
-
-
-def expected_seconds(trials: Sequence[tuple[int, float]], length: int) -> float | None:
-    """About how long a trial at this length takes, from (length, seconds) of those before it; None without any.
-
-    A step's time grows between linearly (token-wise work) and with the square of the length (attention): by the power
-    that the two longest trials show.
-    """
-    if not trials:
-        return None
-    *_, (n, seconds) = ordered = sorted(trials)
-    power = 1.5
-    if len(ordered) > 1 and ordered[-2][0] < n:
-        shorter, its = ordered[-2]
-        power = min(2.0, max(1.0, math.log(seconds / its) / math.log(n / shorter))) if its > 0 < seconds else power
-    return seconds * (length / n) ** power
 
 
 def _meets(peaks: dict[int, int], budget: int, a: int, b: int) -> int:

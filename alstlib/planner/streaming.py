@@ -91,7 +91,7 @@ def streaming_of(
     kv = kv_on_host(run, shape.layers, row, output, keys, free, room, **how)
     sparse = run.contrib.sparse or {}
     page = sparse.get("page") or page_rows(run.chunk * ranks, rows * ranks)
-    ends = sparse.get("first", 1) + sparse.get("last", 1)  # as in `streaming.sparse`
+    ends = sparse.get("first", 1) + sparse.get("last", 1)  # as in `contrib.sparse`
     seen = (ends + sparse["top"], ends + sparse["top"] * heads) if sparse else (None, None)
     return Streaming(hidden, kv, tables, keys, page / (rows * ranks), page // (run.chunk * ranks), *seen)
 

@@ -15,6 +15,7 @@ from alstlib.config import Engine, Model, RunConfig
 from alstlib.planner import devices
 from alstlib.planner.gpus import rates_named
 from alstlib.runs import launch, workers
+from alstlib.runs.progress import console, listed
 from alstlib.units import GIB, format_bytes
 
 HELP = "measure this machine's rates and memory and say what looks wrong; `alst plan --machine` uses the result"
@@ -70,8 +71,10 @@ def check(args: argparse.Namespace) -> int:
         raise OSError(f"the measurement failed: {why}. Look for other processes on the GPU")
     metrics = result["metrics"]
     wrong = list(findings(metrics))
-    print(json.dumps({**metrics, "findings": wrong}, indent=2) if args.json else "\n".join(describe(metrics, wrong)))
-    if not args.json:
+    if args.json:
+        print(json.dumps({**metrics, "findings": wrong}, indent=2))
+    else:
+        tell(metrics, wrong)
         print(f"\nplan with this result: alst plan --machine {args.out} --model {args.model}")
     return 1 if wrong else 0
 
@@ -79,32 +82,31 @@ def check(args: argparse.Namespace) -> int:
 def findings(metrics: Mapping[str, Any]) -> Iterator[str]:
     """What looks wrong, each in a sentence that says what to look at."""
     places, known = metrics["places"], rates_named(metrics["device_name"])
+    nodes = [place.split()[0] for place in places]
     for name, (what, _, _) in SHOWN.items():
-        by_rank = metrics["rates"].get(name)
-        if not by_rank:
+        if not (by_rank := metrics["rates"].get(name)):
             continue
         slow, middle = min(by_rank), statistics.median(by_rank)
         if slow < UNEVEN * middle:
             rank = by_rank.index(slow)
             yield (
-                f"{what}: rank {rank} on {places[rank].split()[0]} reaches {slow / middle:.0%} of the ranks' median; "
+                f"{what}: rank {rank} on {nodes[rank]} reaches {slow / middle:.0%} of the ranks' median; "
                 "every step waits for it. Look for other processes, clocks and temperature there"
             )
-        if (
-            known
-            and (table := getattr(known, "host" if name in ("to_host", "from_host") else name, 0))
-            and middle < LOW * table
-        ):
-            share = f"{middle / table:.0%} of the {_rate(name, table)} that the planner's table has"
-            yield f"{what}: {_rate(name, middle)} is {share} for {known.name}"
+        table = getattr(known, "host" if name in ("to_host", "from_host") else name, 0)
+        if middle < LOW * table:
+            yield (
+                f"{what}: {_rate(name, middle)} is {middle / table:.0%} of the {_rate(name, table)} that the planner's "
+                f"table has for {metrics['device_name']}"
+            )
     links = metrics["links"]
     for rank, rate in enumerate(links):
-        if rate < SLOW_LINK * (middle := statistics.median(links)):
-            first, second = ((r, places[r].split()[0]) for r in (rank, (rank + 1) % len(links)))
+        middle, to = statistics.median(links), (rank + 1) % len(links)
+        if rate < SLOW_LINK * middle:
             yield (
-                f"link: rank {first[0]} on {first[1]} sends to rank {second[0]} on {second[1]} at "
-                f"{rate / 1e9:.1f} GB/s, the median of such links is {middle / 1e9:.1f} GB/s. Look at cables, "
-                "NCCL_SOCKET_IFNAME and whether both GPUs have NVLink"
+                f"link: rank {rank} on {nodes[rank]} sends to rank {to} on {nodes[to]} at {rate / 1e9:.1f} GB/s, the "
+                f"median of such links is {middle / 1e9:.1f} GB/s. Look at cables, NCCL_SOCKET_IFNAME and whether both "
+                "GPUs have NVLink"
             )
     pinned, paged = (metrics["rates"].get(n) for n in ("from_host", "from_host_not_pinned"))
     if pinned and paged and min(pinned) < 1.2 * min(paged):
@@ -120,42 +122,44 @@ def findings(metrics: Mapping[str, Any]) -> Iterator[str]:
                 "sockets. Bind ranks to the node of their GPU"
             )
     gpu_memory, host = metrics["gpu_memory"], metrics["host_memory"]
-    if gpu_memory and host and host / metrics["ranks_of_node"] < gpu_memory:
+    share = host / metrics["ranks_of_node"] if host else 0.0
+    if gpu_memory and 0 < share < gpu_memory:
         yield (
-            f"host memory: {format_bytes(host / metrics['ranks_of_node'])} for each GPU is less than the GPU's own "
+            f"host memory: {format_bytes(share)} for each GPU is less than the GPU's own "
             f"{format_bytes(gpu_memory)}. Optimizer states and checkpoints are kept on the host, so that it will be "
             "the limit"
         )
-    if sum(metrics["overheads"].values()) > CROWDED:
+    if (gone := sum(metrics["overheads"].values())) > CROWDED:
         yield (
-            f"device memory: {format_bytes(sum(metrics['overheads'].values()))} are in use before any tensor is "
+            f"device memory: {format_bytes(gone)} are in use before any tensor is "
             "allocated. Look for other processes on the GPU (nvidia-smi)"
         )
 
 
-def describe(metrics: Mapping[str, Any], wrong: list[str]) -> list[str]:
-    """What people read."""
-    ranks, nodes = metrics["ranks"], metrics["nodes"]
-    lines = [
+def tell(metrics: Mapping[str, Any], wrong: list[str]) -> None:
+    """Print what was measured, and what looks wrong."""
+    rates, ranks, nodes = metrics["rates"], metrics["ranks"], metrics["nodes"]
+    print(
         f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}, {metrics['device_name']}, "
-        f"{metrics['dtype']}; measured in {metrics['seconds']:.0f} s", "",
-        f"  {'all ranks at the same time':28} {'slowest rank':>16} {'median':>16}",
+        f"{metrics['dtype']}; measured in {metrics['seconds']:.0f} s\n"
+    )
+    table = [
+        [what, _rate(name, min(rates[name])), _rate(name, statistics.median(rates[name]))]
+        for name, (what, _, _) in SHOWN.items() if rates.get(name)
     ]  # fmt: skip
-    for name, (what, _, _) in SHOWN.items():
-        if by_rank := metrics["rates"].get(name):
-            lines.append(f"  {what:28} {_rate(name, min(by_rank)):>16} {_rate(name, statistics.median(by_rank)):>16}")
-    lengths = sorted(int(n.rpartition("_")[2]) for n in metrics["rates"] if n.startswith("attention_forward_"))
+    console().print(listed(["all ranks at the same time", "slowest rank", "median"], table), "")
+    lengths = sorted(int(name.rpartition("_")[2]) for name in rates if name.startswith("attention_forward_"))
     for way in ("forward", "backward"):
-        rates = (f"{min(metrics['rates'][f'attention_{way}_{n}']) / 1e12:.3g} at {n:,}" for n in lengths)
-        lines.append(f"  attention, {way}, TFLOPS by tokens: {', '.join(rates)}")
+        each = (f"{min(rates[f'attention_{way}_{n}']) / 1e12:.3g} at {n:,}" for n in lengths)
+        print(f"attention, {way}, TFLOPS by tokens: {', '.join(each)}")
     if gpu := metrics["gpu_memory"]:
         gone = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in metrics["overheads"].items())
-        lines.append(f"  each GPU has {format_bytes(gpu)}; in use before any tensor is allocated: {gone}")
+        print(f"each GPU has {format_bytes(gpu)}; in use before any tensor is allocated: {gone}")
     if host := metrics["host_memory"]:
-        lines.append(f"  host memory that is free for the ranks of each node: {format_bytes(host)}")
+        print(f"host memory that is free for the ranks of each node: {format_bytes(host)}")
     driver = f", CUDA {metrics['cuda']}, driver {metrics['driver']}" if metrics["cuda"] else ""
-    lines += [f"  PyTorch {metrics['torch']}{driver}, {metrics['cores']} cores for rank 0", ""]
-    return [*lines, *(f"! {text}." for text in wrong)] if wrong else [*lines, "nothing looks wrong"]
+    print(f"PyTorch {metrics['torch']}{driver}, {metrics['cores']} cores for rank 0\n")
+    print("\n".join(f"! {text}." for text in wrong) or "nothing looks wrong")
 
 
 def _rate(name: str, value: float) -> str:

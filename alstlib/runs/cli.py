@@ -17,13 +17,12 @@ from typing import Any, cast
 from alstlib.config import flat, not_default
 from alstlib.hf.configs import check_model
 from alstlib.planner import command, devices, preflight
+from alstlib.planner.command import fields_of
 from alstlib.runs import (
     check,
     cluster,
-    follower,
     launch,
     locks,
-    nodes,
     report,
     results,
     status,
@@ -31,7 +30,7 @@ from alstlib.runs import (
     verify,
     workers,
 )
-from alstlib.runs.notebooks import execute, watch_cells
+from alstlib.runs.notebooks import execute
 from alstlib.runs.processes import WARNED, allow_open_files, warnings_call
 from alstlib.runs.progress import Plain, Printer, ProgressReader
 from alstlib.runs.sweeps import Spec, check_parameters, load_spec, papermill_line, select, shown, write_record
@@ -80,7 +79,7 @@ def run_row(
     if (about := locks.holder(folder)) is not None:
         raise ValueError(f"row {row} was not run: its folder is in use by {locks.describe(about)}; wait for it to end")
     path = folder / "result.json"
-    before = path.stat() if path.exists() else None
+    before = results.version(path)
     (folder / "progress.jsonl").unlink(missing_ok=True)
     reader, show = ProgressReader(folder / "progress.jsonl"), Printer(also)
     show({"event": "load", "row": row, "time": time.time(), "message": "starting the notebook"})
@@ -94,8 +93,7 @@ def run_row(
             show.tick()
 
     def settle(status: str, kind: str, message: str) -> dict[str, Any]:
-        after = path.stat() if path.exists() else None
-        if after and (before is None or (after.st_ino, after.st_mtime_ns) != (before.st_ino, before.st_mtime_ns)):
+        if results.version(path) not in (None, before):
             return results.read_result(path)
         error = {"type": kind, "message": message}
         results.write_result(path, result := results.new_result(config, status, error=error))
@@ -117,14 +115,35 @@ def run_row(
 
 def run(args: argparse.Namespace) -> int:
     """`alst run`: 0 when every row ended `ok` or `oom`, `cluster.AGAIN` when the time was up first, 1 otherwise."""
-    here = cluster.here(args.nodes, args.node_rank, args.head)
-    spec = load_spec(args.spec, args.out, nodes=args.nodes or here.count)
+    elsewhere = args.launcher or os.environ.get(cluster.LAUNCHER_VARIABLE) or "SLURM_JOB_ID" in os.environ
+    submits = (args.nodes or 1) > 1 and not elsewhere
+    nodes = cluster.Nodes(count=args.nodes) if submits else cluster.here(args.nodes, args.launcher, args.head)
+    if nodes.launcher:
+        torchrun.free_port(nodes.head)  # refuses an address that other nodes cannot reach
+    changes: dict[str, Any] = {"changes": fields_of(args.set, "--set")} if args.set else {}
+    spec = load_spec(args.spec, args.out, nodes=nodes.count, **changes)
     names = select(spec, args.rows)
     allow_open_files()
     if args.allow_dropped:
         rows = {row: config.replace(data={"allow_dropped": True}) for row, config in spec.rows.items()}
         spec = dataclasses.replace(spec, rows=rows)
-    check_parameters(spec.notebook, [*spec.parameters, "config", "out", *(["force"] if args.force else [])])
+    _check(spec, names, args.force, submits)
+    print(f"{spec.name}: {len(names)} row{'s' * (len(names) != 1)}, results in {shown(spec.out)}", flush=True)
+    if args.dry_run:
+        for row in names:
+            print("\n".join(_would(spec, row, args, nodes)), flush=True)
+        return 0
+    if submits:
+        return _submit(spec, args)
+    os.environ.update(nodes.variables())  # for the kernels of the notebooks, which start the ranks
+    with locks.hold(spec.out) as note:
+        write_record(spec)
+        return _run_rows(spec, names, args, note)
+
+
+def _check(spec: Spec, names: Sequence[str], force: bool, elsewhere: bool) -> None:
+    """Refuse a spec whose rows cannot run; those that run elsewhere may have more ranks than this machine has cores."""
+    check_parameters(spec.notebook, [*spec.parameters, "config", "out", *(["force"] if force else [])])
     if spec.report:
         check_parameters(spec.report, ["results"])
     for row in names:
@@ -132,30 +151,16 @@ def run(args: argparse.Namespace) -> int:
     if spec.worker in workers.TRAINING:
         for model in {spec.rows[row].model.name for row in names}:
             check_model(model)
-    meeting, submits = spec.out / nodes.FILE, (args.nodes or 1) > here.count
-    if here.rank:
-        return 0 if args.dry_run else follower.follow(meeting, here, args.patience, args.grace)
-    for row in () if args.force or submits else names:
+    for row in () if force or elsewhere else names:
         count = launch.node_count(spec.rows[row], spec.nodes)
         workers.check_ranks(spec.rows[row].engine.world_size, count, devices.device_count())
-    print(f"{spec.name}: {len(names)} row{'s' * (len(names) != 1)}, results in {shown(spec.out)}", flush=True)
-    if args.dry_run:
-        for row in names:
-            print("\n".join(_would(spec, row, args)), flush=True)
-        return 0
-    if submits:
-        return _submit(spec, args)
-    with locks.hold(spec.out) as note, nodes.lead(meeting, here, args.patience) as told:
-        write_record(spec)
-        told[0] = _run_rows(spec, names, args, note)
-    return told[0]
 
 
 def _submit(spec: Spec, args: argparse.Namespace) -> int:
-    flags = [f"--{n}={getattr(args, n)}" for n in ("out", "rows", "retry") if getattr(args, n)]
-    flags += [f"--{n.replace('_', '-')}" for n in ("force", "fail_fast", "allow_dropped") if getattr(args, n)]
-    flags += [f"--patience={args.patience:g}", *([f"--grace={args.grace:g}"] if args.grace else [])]
-    job = cluster.submit(["alst", "run", str(args.spec), *flags], spec.out, args.nodes, args.sbatch)
+    """Submit a job with the same command, without the options that are about the job."""
+    about_job = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _job_options(about_job)
+    job = cluster.submit(about_job.parse_known_args(args.words)[1], spec.out, args.nodes, args.sbatch)
     log = shlex.quote(shown(spec.out / f"slurm-{job}.log"))
     lines = (f"see its log    tail -F {log}", f"see its state  {spec.typed('status')}", f"end it         scancel {job}")
     print("\n  ".join([f"submitted job {job} on {args.nodes} nodes", *lines]))
@@ -173,7 +178,7 @@ def _left_alone(spec: Spec, row: str, args: argparse.Namespace) -> str:
     return f"it finished already: {done['status']} (run {done['run_id']}); --force runs it again"
 
 
-class Warning:
+class TimeIsUp:
     """Called when the time is nearly up (SIGUSR1, or SIGTERM with --grace); true after that, and near the job's end."""
 
     told = False
@@ -189,7 +194,7 @@ class Warning:
 def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: Callable[..., None]) -> int:
     bad: list[str] = []
     alone = {row: why for row in names if (why := _left_alone(spec, row, args))}
-    rest, warning, ran = Rest(spec, [row for row in names if row not in alone]), Warning(), 0
+    rest, warning, ran = Rest(spec, [row for row in names if row not in alone]), TimeIsUp(), 0
     with warnings_call(warning, args.grace):
         for i, row in enumerate(names):
             if row in alone:
@@ -217,7 +222,7 @@ def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: 
                     return _again(spec, row)
                 print(error.get("log_tail", ""), file=sys.stderr)
                 bad.append(row)
-                if args.fail_fast or error.get("type") == "NodeMissing":
+                if args.fail_fast or error.get("type") == "LauncherFailed":
                     break
         return _report(spec, bad, args, note)
 
@@ -237,12 +242,15 @@ def _report(spec: Spec, bad: list[str], args: argparse.Namespace, note: Callable
     """The end of a sweep: the table, the report, the page, and what failed."""
     note(row="the report", row_since=time.time())
     found = results.collect(spec.out)
-    print(f"\n{results.with_notes(results.table(report.in_order(found, spec.out, spec)))}\n")
+    print()
+    report.show(results.table(report.in_order(found, spec.out, spec)))
+    print()
     if spec.report and not (bad and args.fail_fast):
         output = spec.out / spec.report.name
-        watch, show = watch_cells(spec.report, output)
+        show = Printer()
+        show({"event": "load", "row": "report", "time": time.time(), "message": f"running {spec.report.name}"})
         # where a reader would run it, because it may import and read what lies there
-        raised = execute(spec.report, output, {"results": str(spec.out.resolve())}, watch, spec.report.parent)
+        raised = execute(spec.report, output, {"results": str(spec.out.resolve())}, show.tick, spec.report.parent)
         show.close()
         if raised:
             print(f"the report notebook failed (it is in {shown(output)}): {raised}", file=sys.stderr)
@@ -259,7 +267,7 @@ def _report(spec: Spec, bad: list[str], args: argparse.Namespace, note: Callable
     return 1 if bad else 0
 
 
-def _would(spec: Spec, row: str, args: argparse.Namespace) -> list[str]:
+def _would(spec: Spec, row: str, args: argparse.Namespace, nodes: cluster.Nodes) -> list[str]:
     """What `--dry-run` says of a row: its fields, what the planner expects, its folder, the command that runs it by
     itself, and the one that the launcher would start in turn."""
     config, folder = spec.rows[row], spec.out / row
@@ -275,8 +283,10 @@ def _would(spec: Spec, row: str, args: argparse.Namespace) -> list[str]:
     where, output = shlex.join(["mkdir", "-p", shown(folder)]), shown(folder / spec.notebook.name)
     alone = papermill_line(shown(spec.notebook), output, parameters, fields)
     attempt = torchrun.Attempt(
-        id=results.run_id(config), config=config.to_dict(), out=str(folder), worker=spec.worker, nodes=count
-    )
+        id=results.run_id(config), config=config.to_dict(), out=str(folder), worker=spec.worker, nodes=count,
+        head=nodes.head,
+    )  # fmt: skip
+    launcher = nodes.launcher if count > 1 else ()
     return [
         f"{row}: would run as {results.run_id(config)}",
         f"  the row sets  {_fields(of_row)}",
@@ -285,7 +295,7 @@ def _would(spec: Spec, row: str, args: argparse.Namespace) -> list[str]:
         f"  ends after    {preflight.time_limit(foreseen, count, gpus, ours)[1]}",
         f"  folder        {shown(folder)}",
         f"  by itself     {where} && {alone}",
-        f"  which starts  {shlex.join(attempt.command())}",
+        f"  which starts  {shlex.join([*launcher, *attempt.command()])}",
     ]
 
 
@@ -293,75 +303,107 @@ def _fields(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in fields.items()) or "nothing"
 
 
+def _job_options(parser: argparse._ActionsContainer) -> None:
+    """The options of `alst run` that the job which it submits does not get."""
+    parser.add_argument(
+        "--nodes", type=int, default=os.environ.get(cluster.NODES_VARIABLE),
+        help="the number of nodes; with Slurm, outside of a job, submit a job on them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sbatch", default="", metavar="OPTIONS",
+        help='options of the submitted job, such as --sbatch="--partition=gpu --time=4:00:00"',
+    )  # fmt: skip
+
+
+def _run_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("spec", type=Path, help="the YAML file of the sweep, such as papermill_runs/specs/ablation.yaml")
+    add("--rows", metavar="NAMES", help="run only the rows with these names, separated by commas")
+    add("--retry", choices=["error"], help="run only the rows that failed, timed out or were interrupted")
+    add(
+        "--set", action="append", default=[], metavar="NAME=VALUE",
+        help="change a field of every row, such as options.chunk=16384; may be given several times",
+    )  # fmt: skip
+    switches = {
+        "--force": "run finished rows again, rows that are predicted not to fit, and many more ranks than cores",
+        "--allow-dropped": "fine-tune though more than 1%% of the rows of the data are left out",
+        "--fail-fast": "stop at the first row that fails",
+        "--dry-run": "print the fields, the prediction and the command of each row, and start nothing",
+    }
+    for name, text in switches.items():
+        add(name, action="store_true", help=text)
+    group = parser.add_argument_group("several nodes (env/README.md explains them)")
+    _job_options(group)
+    group.add_argument(
+        "--launcher", default="", metavar="CMD",
+        help="the command that starts another command once on each node (default: srun, in a Slurm job)",
+    )  # fmt: skip
+    group.add_argument(
+        "--head", default="", metavar="HOST", help="the name or address of this node, as the other nodes reach it"
+    )
+    group.add_argument(
+        "--grace", type=float, default=os.environ.get("ALST_GRACE", "0"), metavar="SECONDS",
+        help="the time from SIGTERM to the end of the job, in which a run with checkpoint_every saves its state; with "
+        "0, SIGTERM ends the run at once (default: 0)",
+    )  # fmt: skip
+
+
+def _report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="a spec, or a folder with results")
+    parser.add_argument(
+        "--html", metavar="PATH",
+        help="write the page to this file, instead of report.html in the folder of the results",
+    )  # fmt: skip
+
+
+def _status_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "spec", type=Path, nargs="?",
+        help="a spec, or the folder of a sweep or of one run (default: all sweeps below papermill_runs/out)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+RESULTS = ("run", "report", "status")
+"""Commands that know the folder of a spec's results."""
+COMMANDS: dict[str, tuple[Callable[[Any], int], Callable[[argparse.ArgumentParser], None], str, str]] = {
+    "run": (run, _run_options, "run every row of a spec that is not finished", ""),
+    "report": (report.report, _report_options, "print the table of results, and write a page with figures", ""),
+    "status": (
+        status.status, _status_options, "say which rows run, finished or failed, and what to type next", status.EXIT
+    ),
+    "plan": (
+        command.command, command.add_arguments,
+        "predict which length fits on which GPUs and how long a step takes; run nothing", "",
+    ),
+    "verify": (verify.verify, verify.add_arguments, verify.HELP, verify.EXIT),
+    "check": (check.check, check.add_arguments, check.HELP, check.EXIT),
+}  # fmt: skip
+"""For each command: what it does, what adds its options, and what `--help` says of it before and after them."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 a row failed or could not be written, 2 refused before it started, 75 the time was up and
-    the same command continues, 130 interrupted; of `status`, `verify` and `check`:
-    their EXIT."""
+    the same command continues, 130 interrupted; of `status`, `verify` and `check`: their EXIT."""
     parser = argparse.ArgumentParser(
         prog="alst",
         description="Train on very long sequences (Arctic Long Sequence Training, ALST). A YAML file, the spec, "
         "describes a sweep: a list of runs, which are its rows. `alst COMMAND --help` explains each command.",
     )
-    commands = parser.add_subparsers(required=True, metavar="run | report | status | plan | verify | check")
-    p = commands.add_parser("run", help="run every row of a spec that is not finished")
-    p.add_argument("spec", type=Path, help="the YAML file of the sweep, such as papermill_runs/specs/ablation.yaml")
-    p.add_argument("--rows", metavar="NAMES", help="run only the rows with these names, separated by commas")
-    p.add_argument("--retry", choices=["error"], help="run only the rows that failed, timed out or were interrupted")
-    p.add_argument(
-        "--force",
-        action="store_true",
-        help="run finished rows again, rows that are predicted not to fit, and many more ranks than cores",
-    )
-    p.add_argument(
-        "--allow-dropped",
-        action="store_true",
-        help="fine-tune though more than 1%% of the rows of the data are left out",
-    )
-    p.add_argument("--fail-fast", action="store_true", help="stop at the first row that fails")
-    p.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the fields, the prediction and the command of each row, and start nothing",
-    )
-    cluster.add_arguments(p)
-    p.set_defaults(command=run)
-    r = commands.add_parser("report", help="print the table of results, and write a page with figures")
-    r.add_argument("source", help="a spec, or a folder with results")
-    r.add_argument(
-        "--html",
-        metavar="PATH",
-        help="write the page to this file, instead of report.html in the folder of the results",
-    )
-    r.set_defaults(command=report.report)
-    s = commands.add_parser(
-        "status", help="say which rows run, finished or failed, and what to type next", epilog=status.EXIT
-    )
-    s.add_argument(
-        "spec",
-        type=Path,
-        nargs="?",
-        help="a spec, or the folder of a sweep or of one run (default: all sweeps below papermill_runs/out)",
-    )
-    s.add_argument("--json", action="store_true", help="print JSON, for programs")
-    s.set_defaults(command=status.status)
-    w = commands.add_parser(
-        "plan", help="predict which length fits on which GPUs and how long a step takes; run nothing"
-    )
-    command.add_arguments(w)
-    w.set_defaults(command=command.command)
-    v = commands.add_parser("verify", help=verify.HELP, epilog=verify.EXIT)
-    verify.add_arguments(v)
-    v.set_defaults(command=verify.verify)
-    c = commands.add_parser("check", help=check.HELP, epilog=check.EXIT)
-    check.add_arguments(c)
-    c.set_defaults(command=check.check)
-    for sub in (p, r, s):
-        sub.add_argument(
-            "--out", metavar="FOLDER",
-            help="the folder of the spec's results (default: papermill_runs/out/NAME, with the name in the spec, in "
-            "the checkout that the spec lies in, or else in the folder you stand in)",
-        )  # fmt: skip
+    commands = parser.add_subparsers(required=True, metavar=" | ".join(COMMANDS))
+    for name, (does, add_options, text, exits) in COMMANDS.items():
+        one = commands.add_parser(name, help=text, epilog=exits, allow_abbrev=False)
+        add_options(one)
+        one.set_defaults(command=does)
+        if name in RESULTS:
+            one.add_argument(
+                "--out", metavar="FOLDER",
+                help="the folder of the spec's results (default: papermill_runs/out/NAME, with the name in the spec, "
+                "in the checkout that the spec lies in, or else in the folder you stand in)",
+            )  # fmt: skip
+    argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
+    args.words = argv[1:]
     out, err = cast(Any, Plain(sys.stdout)), cast(Any, Plain(sys.stderr))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         return _command(args)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -24,12 +24,15 @@ from alstlib.hf.configs import check_model
 from alstlib.planner import devices
 from alstlib.planner.preflight import step_limit, time_limit, why_not
 from alstlib.runs import cluster, locks, results, workers
-from alstlib.runs.nodes import LOST, Followers, Meeting, NodeError, this_meeting
+from alstlib.runs.cluster import Nodes
+from alstlib.runs.node_reports import LOST, cause, failures, lost, read_reports
 from alstlib.runs.processes import (
+    GRACE_SECONDS,
     WARNED,
     allow_open_files,
     ask_where,
     die_with_parent,
+    kills_since,
     oom_kills,
     sigterm_interrupts,
     stop,
@@ -37,15 +40,18 @@ from alstlib.runs.processes import (
 )
 from alstlib.runs.progress import Printer as progress_printer
 from alstlib.runs.progress import Progress, ProgressReader, log_tail, root_cause, whereabouts
-from alstlib.runs.torchrun import Attempt, bound
+from alstlib.runs.torchrun import LAUNCHER_LOG, Attempt, bound, free_port
 from alstlib.units import format_seconds
 
 __all__ = ["Progress", "RunFailed", "die_with_parent", "finished", "launch", "progress_printer", "resolve"]
 
 OUT = Path("papermill_runs", "out")
+ONE_NODE = Nodes()
 POLL_SECONDS = 1.0
 SETTLE_SECONDS = 5.0
-"""After one node failed, for others to say that they failed too: the first is not always the first that is heard."""
+"""Seconds after one node failed, in which others may say that they failed too: the first is not always heard first."""
+ASKED_SECONDS = 4.0
+"""Seconds that several nodes have to say where their ranks are."""
 
 
 class RunFailed(RuntimeError):
@@ -63,7 +69,7 @@ class RunFailed(RuntimeError):
 
 def resolve(config: RunConfig, nnodes: int | None = None, gpus: int | None = None) -> RunConfig:
     """The configuration with `world_size=0` and `sp=0` replaced by what this machine has, or one of `gpus` GPUs, on so
-    many nodes; None: on those of the sweep that started this process, or on one.
+    many nodes; None: on those that `cluster.told` finds.
 
     Raises:
         ValueError: more ranks than GPUs, ranks that do not divide into nodes, or sp that does not divide the ranks.
@@ -86,8 +92,8 @@ def resolve(config: RunConfig, nnodes: int | None = None, gpus: int | None = Non
 
 
 def node_count(config: RunConfig, nodes: int | None = None) -> int:
-    """Nodes that a run takes, of `nodes` or of the sweep that started this process: an emulated rank takes one."""
-    return 1 if config.emulate else this_meeting().count if nodes is None else nodes
+    """Number of nodes that a run takes, of `nodes` or else of `cluster.told`: an emulated rank takes one."""
+    return 1 if config.emulate else cluster.told().count if nodes is None else nodes
 
 
 def finished(config: RunConfig, out: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -119,24 +125,22 @@ def default_folder(config: RunConfig) -> Path:
     return default_home() / OUT / "single" / f"{config.row or 'run'}-{results.run_id(resolve(config))}"
 
 
-def _ran_out(event: Mapping[str, Any]) -> bool:
-    return event.get("event") == "tried" and event.get("peak") is None
-
-
 class _Run:
     """One run: what was in the folder before it, its attempts, and what came of it."""
 
     def __init__(
-        self, config: RunConfig, out: Path, on_progress: Callable[..., None] | None, followers: Followers,
+        self, config: RunConfig, out: Path, on_progress: Callable[..., None] | None, nodes: Nodes = ONE_NODE,
         limit: float = math.inf, patience: float = math.inf,
     ) -> None:  # fmt: skip
-        self.config, self.out, self.followers, self.on_progress = config, out, followers, on_progress
+        self.config, self.out, self.on_progress, self.nodes = config, out, on_progress, nodes
         self.deadline, self.patience, self.lost = time.monotonic() + limit, patience, 0
         self.heard, self.stalled, self.stopped = time.monotonic(), False, list[int]()
         self.oom_kills = oom_kills()
         self.agent: subprocess.Popen[bytes] | None = None
-        self.first_failed = 0
-        """The node that was the first to fail."""
+        """torchrun on one node; on several nodes the launcher, such as srun."""
+        self.program = nodes.launcher[0] if nodes.launcher else "torchrun"
+        self.over = ""
+        """How it ended by itself; empty where it did not."""
         self.whole_id = self.id = f"{results.run_id(config)}-{uuid.uuid4().hex[:8]}"
         self.reader = ProgressReader(out / "progress.jsonl")
         self.before = results.version(out / "result.json")
@@ -145,7 +149,7 @@ class _Run:
         for old in (self.reader.path, out / WARNED, *out.glob("failed.*")):
             old.unlink(missing_ok=True)
         ranks = f"{config.engine.world_size} rank{'s' if config.engine.world_size > 1 else ''}"
-        on = f" on {followers.meeting.count} nodes" if followers.meeting.count > 1 else ""
+        on = f" on {nodes.count} nodes" if nodes.count > 1 else ""
         ends = f"; the time limit is {format_seconds(limit)}" if limit < math.inf else ""
         self.say("start", f"starting {ranks}{on}{ends}", run_id=self.id)
 
@@ -154,8 +158,13 @@ class _Run:
 
     @property
     def logs(self) -> Path:
-        """Of the newest attempt."""
+        """Log folder of the newest attempt."""
         return self.out / "logs" / self.id
+
+    @property
+    def launcher_log(self) -> Path:
+        """What the launcher of several nodes and their agents said; no file on one node."""
+        return self.logs / LAUNCHER_LOG
 
     def follow(self, *more: dict[str, Any]) -> None:
         """Hand on what the ranks said, or that time passes to a callback that has `tick`. One that fails is not worth a
@@ -171,49 +180,57 @@ class _Run:
             warnings.warn(f"on_progress failed and is not called again: {e!r}", stacklevel=2)
             self.on_progress = None
 
-    def gather(self) -> None:
-        """Wait for the other nodes."""
-        if self.followers.meeting.count > 1:
-            self.say("load", "waiting for the other nodes")
-        self.followers.gather(self.follow)
-
-    def begin(self, worker: str, temporary: str, env: Mapping[str, str], python: str) -> None:
+    def begin(self, worker: str, temporary: str, env: Mapping[str, str]) -> None:
         """Start an attempt on every node; what is left of the one before is ended."""
         self.stop()
-        self.first_failed, meeting = 0, self.followers.meeting
         attempt = Attempt(
-            id=self.id, config=self.config.to_dict(), out=str(self.out), worker=worker, nodes=meeting.count,
-            port=meeting.free_port(), seconds=self.deadline - time.monotonic(), env=env,
+            id=self.id, config=self.config.to_dict(), out=str(self.out), worker=worker, nodes=self.nodes.count,
+            head=self.nodes.head, port=free_port(self.nodes.head) if self.nodes.launcher else 0,
+            deadline=time.time() + self.deadline - time.monotonic(), env=env,
         )  # fmt: skip
-        self.followers.begin(attempt)
-        self.agent = attempt.begin(temporary, head=meeting.head, python=python)
+        self.agent = attempt.begin(self.nodes.launcher, temporary)
 
     def stop(self) -> None:
-        """End the ranks of every node."""
-        self.followers.tell(stop=True)
-        stop(self.agent, self.id)
+        """End the ranks of every node. SIGTERM would have srun kill them at once; SIGUSR2 it hands on, and the agents
+        take it for SIGTERM. Launchers that do not know this signal end by it, and then their agents end too."""
+        try:
+            if self.nodes.launcher and self.agent is not None and self.agent.poll() is None:
+                self.agent.send_signal(signal.SIGUSR2)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.agent.wait(GRACE_SECONDS)
+        finally:
+            stop(self.agent, self.id)
 
     def wait(self) -> int | None:
-        """torchrun's exit status on the node that failed first, or 0; None when the time limit came first, or that of a
-        step."""
+        """The exit status of torchrun, or of the launcher; 1 where a node failed, and the launcher waits for others.
+        None when the time limit came first, or that of a step."""
         assert self.agent is not None
-        self.heard, settled = time.monotonic(), math.inf
+        self.heard, self.over, settled = time.monotonic(), "", math.inf
         while True:
             left = min(self.deadline, self.heard + self.patience, settled) - time.monotonic()
-            pause = max(0.01, min(POLL_SECONDS, left))
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.agent.wait(pause) if self.agent.returncode is None else time.sleep(pause)
-            codes = [self.agent.poll(), *self.followers.poll()]
+                self.agent.wait(max(0.01, min(POLL_SECONDS, left)))
             self.follow()
-            if any(codes) and settled == math.inf:
-                self.first_failed = next(node for node, code in enumerate(codes) if code)
-                settled = time.monotonic() + SETTLE_SECONDS
-            if None not in codes or (left <= 0 and any(codes)):
-                return codes[self.first_failed]
-            if left <= 0:
+            failed = bool(failures(read_reports(self.launcher_log)))
+            if (code := self.agent.returncode) is not None:
+                self.over = f"{self.program} ended with exit status {code}"
+                return code or int(failed)
+            if failed:
+                if left <= 0 and settled < math.inf:
+                    return 1
+                settled = min(settled, time.monotonic() + SETTLE_SECONDS)
+            elif left <= 0:
                 self.stalled = time.monotonic() < self.deadline
-                self.stopped = sorted([*self.followers.ask_where(), *ask_where(self.agent.pid, self.id)])
+                self.stopped = self.ask_where(self.agent)
                 return None
+
+    def ask_where(self, agent: subprocess.Popen[bytes]) -> list[int]:
+        """Have all ranks write down where they are; returns those that are stopped."""
+        if not self.nodes.launcher:
+            return ask_where(agent.pid, self.id)
+        agent.send_signal(signal.SIGUSR1)  # srun and mpirun hand it on
+        time.sleep(ASKED_SECONDS)
+        return sorted(rank for report in read_reports(self.launcher_log) for rank in report.get("stopped", ()))
 
     def late(self, limit: str, step_limit: str) -> dict[str, Any]:
         """The result of a run for which `wait` gave None."""
@@ -222,22 +239,25 @@ class _Run:
             return self.end("timeout", "Stalled", f"no step ended for {step_limit}: {where}")
         return self.end("timeout", "Timeout", f"the run took longer than {limit}: {where}")
 
-    def failed(self, code: int) -> dict[str, Any]:
-        """The result of a run whose agent ended with this exit status because a rank failed."""
-        before, now = self.oom_kills, oom_kills()
-        kind, why = root_cause(self.logs, None if before is None or now is None else now - before)
-        other = self.followers.failed(self.first_failed)
-        if other and kind != "RankKilled" and (not why or self.first_failed or other.said.get("kind") in LOST):
-            kind, why = other.said.get("kind", kind), f"{other}: {other.said.get('why')}"
-        return self.end(
-            "error", kind, why or f"torchrun ended with exit status {code}", other and other.said.get("result")
-        )
+    def ended(self, code: int, worker: str) -> dict[str, Any]:
+        """The result of a run whose agent or launcher ended with this exit status."""
+        reports = read_reports(self.launcher_log)
+        if code == 0:
+            return self.end("ok", "NoResult", f"{worker} ended without writing result.json")
+        if code < 0 or (code > 128 and not failures(reports) and not lost(reports)):
+            number = -code if code < 0 else code - 128
+            return self.end("cancelled", "Cancelled", f"{self.program} was ended by signal {number}")
+        if self.nodes.launcher:
+            return self.end("error", *cause(self.launcher_log, self.nodes.count, self.over))
+        kind, why = root_cause(self.logs, kills_since(self.oom_kills))
+        return self.end("error", kind, why or f"torchrun ended with exit status {code}")
 
     def searches_on(self, code: int | None) -> bool:
         """Whether ranks ended because memory ran out at a new length of a search: new ones go on with shorter ones."""
         if not self.config.search or code != 1:
             return False
-        lost = {e["seq_len"] for e in ProgressReader(self.reader.path).read() if _ran_out(e)}
+        tried = [event for event in ProgressReader(self.reader.path).read() if event.get("event") == "tried"]
+        lost = {event["seq_len"] for event in tried if event.get("peak") is None}
         new, self.lost = len(lost) > self.lost, len(lost)
         if new:
             self.stop()
@@ -245,18 +265,18 @@ class _Run:
             self.logs.mkdir(parents=True, exist_ok=True)
         return new
 
-    def end(self, status: str, kind: str = "", message: str = "", told: Any = None) -> dict[str, Any]:
-        """The worker's result, as it is in the folder or as another node told it. Where it wrote none, or `ok` and
-        something failed after it, or an error because the run was ended (ranks that lose each other): one that says so.
+    def end(self, status: str, kind: str = "", message: str = "") -> dict[str, Any]:
+        """The worker's result. Where it wrote none, or `ok` and something failed after it, or an error because the run
+        was ended (ranks that lose each other): one that says so.
 
         An error that the worker wrote gets the end of the logs.
         """
         result: Any = None
         written = None
         with contextlib.suppress(OSError, ValueError):
+            open(self.out / "result.json").close()  # a shared file system asks its server at an open, and not before
             if results.version(self.out / "result.json") != self.before:
                 result = written = results.read_result(self.out / "result.json")
-        result = result or told
         alone = status == "error" and kind not in LOST
         ended = () if status == "ok" else ("ok",) if alone else ("ok", "error")
         if result is None or result["status"] in ended:
@@ -275,16 +295,15 @@ class _Run:
 
 def launch(
     config: RunConfig, out: str | os.PathLike[str], *, on_progress: Callable[[dict[str, Any]], None] | None = None,
-    force: bool = False, python: str = sys.executable, worker: str = workers.ABLATION,
-    extra_env: Mapping[str, str] | None = None,
+    force: bool = False, worker: str = workers.ABLATION, extra_env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Run `config` under torchrun in the folder `out` and return its result (`ok` or `oom`).
 
     `out` gets config.json, progress.jsonl, logs/ and result.json. The worker writes result.json; where it could not,
     this function does. A run that cannot fit (`preflight.why_not`) is not started: its result is `oom` and says what
     would fit; `force` starts it, and many more ranks than cores. A finished run of the same configuration at the same
-    commit is returned at once, unless `force`. In a sweep on several nodes (`nodes`) this is the head: it waits for the
-    other nodes.
+    commit is returned at once, unless `force`. Where `alst run` or variables name a launcher (`cluster.told`), the
+    ranks are on several nodes.
 
     SIGUSR1 says that the time is nearly up: a run with `checkpoint_every` saves its state after the step that runs.
 
@@ -294,9 +313,8 @@ def launch(
         ValueError: a configuration that this machine cannot run, or a folder in use; nothing was started.
         OSError: a file in `out` could not be written; an earlier result there is intact.
     """
-    meeting = this_meeting()
-    nnodes = node_count(config, meeting.count)
-    out, config = Path(out).resolve(), resolve(config, nnodes)
+    nodes = ONE_NODE if config.emulate else cluster.told()
+    out, config = Path(out).resolve(), resolve(config, nodes.count)
     if not force and (done := finished(config, out)):
         return done
     allow_open_files()
@@ -305,47 +323,35 @@ def launch(
         check_model(config.model.name)
     gpus = devices.device_count()
     if not force:
-        workers.check_ranks(config.engine.world_size, nnodes, gpus)
+        workers.check_ranks(config.engine.world_size, nodes.count, gpus)
     foreseen = workers.planned(config, worker, gpus)
-    followers = Followers(meeting if nnodes > 1 else Meeting(), (out / WARNED).touch)
-    with locks.hold(out), warnings_call((out / WARNED).touch), sigterm_interrupts(), followers:
-        limit, which = time_limit(foreseen, nnodes, gpus, trains)
+    with locks.hold(out), warnings_call((out / WARNED).touch), sigterm_interrupts():
+        limit, which = time_limit(foreseen, nodes.count, gpus, trains)
         if (rest := cluster.job_seconds()) is not None and rest < limit:
             nothing = (
                 "" if config.output.checkpoint_every or not trains else " (without checkpoint_every no state is saved)"
             )
             limit, which = rest, f"its job allows, {format_seconds(rest)}{nothing}"
-        patience, which_step = step_limit(foreseen, nnodes, gpus, trains)
-        run, code = _Run(config, out, on_progress, followers, limit, patience), None
+        patience, which_step = step_limit(foreseen, nodes.count, gpus, trains)
+        run = _Run(config, out, on_progress, nodes, limit, patience)
+        code = None
         # ranks end without tidying up, or are killed
         with tempfile.TemporaryDirectory(prefix="alst-", ignore_cleanup_errors=True) as temporary:
             try:
-                run.gather()
-                least = followers.least("host_free"), followers.least("gpu_free")
-                if not force and trains and (why := why_not(foreseen, nnodes, gpus, *least)):
+                if not force and trains and (why := why_not(foreseen, nodes.count, gpus)):
                     return run.end("oom", "WouldNotFit", why)
-                if why := bound(config.engine.world_size // nnodes):
+                if why := bound(config.engine.world_size // nodes.count):
                     run.say("load", why)
                 while run.agent is None or run.searches_on(code):
-                    run.begin(worker, temporary, extra_env or {}, python)
+                    run.begin(worker, temporary, extra_env or {})
                     code = run.wait()
-            except NodeError as e:
-                raise RunFailed(run.end("error", "NodeMissing", str(e)), out) from None
             except BaseException as e:
                 with contextlib.suppress(OSError):  # the result first: a kernel that shuts down gives little time
                     run.end("cancelled" if isinstance(e, KeyboardInterrupt) else "error", type(e).__name__, str(e))
                 raise
             finally:
                 run.stop()
-        if code is None:
-            result = run.late(which, which_step)
-        elif code == 0:
-            result = run.end("ok", "NoResult", f"{worker} ended without writing result.json")
-        elif code < 0 or code > 128:
-            number = -code if code < 0 else code - 128
-            result = run.end("cancelled", "Cancelled", f"torchrun was ended by signal {number}")
-        else:
-            result = run.failed(code)
+        result = run.late(which, which_step) if code is None else run.ended(code, worker)
     if result["status"] not in results.FINISHED:
         raise RunFailed(result, out)
     return result

@@ -4,7 +4,6 @@ started."""
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -17,7 +16,6 @@ from typing import Any
 
 from alstlib.runs import launch, torchrun
 from alstlib.runs.processes import sigterm_interrupts
-from alstlib.runs.progress import Printer
 from alstlib.runs.sweeps import check_parameters
 
 KERNEL_START_SECONDS = 600  # papermill's 60 are short where many processes share the cores
@@ -106,30 +104,3 @@ def _in_a_cell(kernel: Any) -> bool:
         ignored = int(next(line.split()[1] for line in lines if line.startswith("SigIgn:")), 16)
         return not ignored >> signal.SIGINT - 1 & 1
     return True
-
-
-def watch_cells(notebook: Path, output: Path) -> tuple[Callable[[], None], Printer]:
-    """What `execute` may call to say how many cells are done, and the printer that says it."""
-    show, total = Printer(), len(_code_cells(notebook))
-    began = {"event": "load", "row": "report", "time": time.time()}
-    done = -1
-
-    def watch() -> None:
-        nonlocal done
-        now = sum(cell["metadata"].get("papermill", {}).get("status") == "completed" for cell in _code_cells(output))
-        if now != done:
-            done = now
-            show({**began, "message": f"{notebook.name}: {done} of {total} cells"})
-        else:
-            show.tick()
-
-    return watch, show
-
-
-def _code_cells(notebook: Path) -> list[dict[str, Any]]:
-    try:
-        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    except (OSError, ValueError, KeyError):  # half of it is written
-        return []
-    given = "injected-parameters"  # the cell that papermill adds
-    return [c for c in cells if c["cell_type"] == "code" and given not in c["metadata"].get("tags", [])]

@@ -21,17 +21,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 RUN_ID_VARIABLE = "ALST_RUN_ID"
 DEADLINE_VARIABLE = "ALST_DEADLINE"
 """When the launcher will end the run, in seconds since the epoch."""
 WARNED = "warned"
 """A file in a run's folder: its time is nearly up, so it saves its state after the step that runs, and ends."""
 ANSWER_SECONDS = 1.0
-"""That a rank has to write down where it is."""
-STOPPED = "Tt"
-"""States of a process that was stopped, by a signal or a debugger."""
+"""Seconds that a rank has to write down where it is."""
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 OPEN_FILES = 256
-"""That a process may have open, at least: a kernel that may open 40 ends without a word, and with 60 it hangs."""
+"""Files that a process must be allowed to open: a kernel that may open 40 ends without a word, and with 60 it hangs."""
 MORE_FILES = "allow more with `ulimit -n 4096`"
 GRACE_SECONDS = 35.0  # longer than the 30 s that torchrun gives its ranks
 
@@ -44,17 +45,23 @@ if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     if os.getppid() != int(parent):
         sys.exit("the launcher is gone")
-os.execv(command[0], command)
+os.execvp(command[0], command)
 """
 
 
 def start(command: list[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
     """Start `command` in a session of its own, its output in the file `log`. It gets SIGTERM when this thread ends."""
-    shim = [command[0], "-I", "-S", "-c", _SHIM, str(os.getpid()), *command]
+    shim = [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *command]
     with open(log, "wb") as out:
         return subprocess.Popen(
             shim, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
+
+
+def signal_with_parent(number: int) -> None:
+    """Linux sends this process a signal when its parent ends, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def die_with_parent() -> None:
@@ -64,9 +71,9 @@ def die_with_parent() -> None:
     """
     if sys.platform != "linux":
         return
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    signal_with_parent(signal.SIGKILL)
     run = os.environ.get(RUN_ID_VARIABLE)
-    if run and not _belongs(os.getppid(), run):  # torchrun ended before the line above
+    if run and os.getppid() not in processes(run):  # torchrun ended before the line above
         print("torchrun is gone; this rank ends", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -100,13 +107,12 @@ def answer_where() -> None:
 def ask_where(agent: int, run: str) -> list[int]:
     """Have the ranks of an agent write down where they are. Returns those that cannot, because they are stopped."""
     stopped = []
-    for pid in processes(run):
-        with contextlib.suppress(OSError, KeyError):
-            state, parent = _state(pid)
-            if parent == agent:
-                os.kill(pid, signal.SIGUSR1)
-                if state in STOPPED:
-                    stopped.append(int(_environment(pid)["RANK"]))
+    for process in _found(run):
+        with contextlib.suppress(psutil.Error, KeyError):
+            if process.ppid() == agent:
+                process.send_signal(signal.SIGUSR1)
+                if process.status() in STOPPED:
+                    stopped.append(int(process.environ()["RANK"]))
     time.sleep(ANSWER_SECONDS)
     return sorted(stopped)
 
@@ -119,33 +125,26 @@ def oom_kills() -> int | None:
     return None
 
 
-def _state(pid: int) -> tuple[str, int]:
-    """A process's state, one letter, and its parent."""
-    state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-    return state, int(parent)
+def kills_since(before: int | None) -> int | None:
+    """How many more `oom_kills` there are than before; None if unknown."""
+    now = oom_kills()
+    return None if before is None or now is None else now - before
 
 
-def _environment(pid: int) -> dict[str, str]:
-    """What a process was started with."""
-    lines = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    return dict(line.split("=", 1) for line in lines if "=" in line)
-
-
-def _belongs(pid: int, value: str, variable: str = RUN_ID_VARIABLE) -> bool:
-    with contextlib.suppress(OSError):
-        return _environment(pid).get(variable) == value
-    return False
+def _found(value: str, variable: str = RUN_ID_VARIABLE) -> Iterator[psutil.Process]:
+    """Processes other than this one that were started with this value of an environment variable."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(variable) == value:
+                yield process
 
 
 def processes(value: str, variable: str = RUN_ID_VARIABLE) -> dict[int, str]:
-    """Processes that were started with this value of an environment variable, without this one: their command lines."""
+    """The command lines of the processes that were started with this value of an environment variable."""
     found = {}
-    for pid in (int(place.name) for place in Path("/proc").glob("[0-9]*")):
-        if pid != os.getpid() and _belongs(pid, value, variable):
-            with contextlib.suppress(OSError):
-                found[pid] = (
-                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:120]
-                )
+    for process in _found(value, variable):
+        with contextlib.suppress(psutil.Error):
+            found[process.pid] = " ".join(process.cmdline())[:120]
     return found
 
 
@@ -155,10 +154,10 @@ def stop(agent: subprocess.Popen[bytes] | None, run: str) -> None:
     Processes that are stopped would wait for SIGCONT before they end at SIGTERM: they are killed at once.
     """
     try:
-        for pid in processes(run):
-            with contextlib.suppress(OSError):
-                if _state(pid)[0] in STOPPED:
-                    os.kill(pid, signal.SIGKILL)
+        for process in _found(run):
+            with contextlib.suppress(psutil.Error):
+                if process.status() in STOPPED:
+                    process.kill()
         if agent is not None and agent.poll() is None:
             agent.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -168,58 +167,49 @@ def stop(agent: subprocess.Popen[bytes] | None, run: str) -> None:
             agent.kill()
             agent.wait()
         deadline = time.monotonic() + 10
-        while (left := processes(run)) and time.monotonic() < deadline:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        while (left := list(_found(run))) and time.monotonic() < deadline:
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
             time.sleep(0.05)
 
 
 @contextlib.contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt in this block (in the main thread, and not inside `warnings_call`; elsewhere it
-    does nothing)."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) in _WARNED:
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _interrupt)
+def _handled(handlers: Mapping[int, Any]) -> Iterator[None]:
+    """Signals have these handlers in this block. Nothing changes outside of the main thread."""
+    mine = handlers if threading.current_thread() is threading.main_thread() else {}
+    before = {number: signal.signal(number, does) for number, does in mine.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, does in before.items():
+            signal.signal(number, does)
 
 
 def _interrupt(number: int, _: Any) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
-_WARNED: list[Any] = []
-"""Handlers of `warnings_call`."""
+def sigterm_interrupts() -> contextlib.AbstractContextManager[None]:
+    """SIGTERM raises KeyboardInterrupt in this block, unless it has a handler already, such as that of `warnings_call`
+    with a grace."""
+    return _handled({signal.SIGTERM: _interrupt} if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else {})
 
 
 @contextlib.contextmanager
 def warnings_call(told: Callable[[], None], grace: float = 0.0) -> Iterator[None]:
     """SIGUSR1 calls `told` in this block, and so does SIGTERM with `grace`: KeyboardInterrupt follows after so many
     seconds. In the main thread; elsewhere it does nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def warned(number: int, _: Any) -> None:
         if number == signal.SIGTERM:
             signal.setitimer(signal.ITIMER_REAL, grace)
         told()
 
-    numbers = [signal.SIGUSR1, *([signal.SIGTERM] if grace else [])]
-    before = {number: signal.signal(number, warned) for number in numbers}
-    if grace:
-        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, _interrupt)
-        _WARNED.append(warned)
-    try:
-        yield
-    finally:
-        if grace:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            _WARNED.remove(warned)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    ends: dict[int, Any] = {signal.SIGTERM: warned, signal.SIGALRM: _interrupt} if grace else {}
+    with _handled({signal.SIGUSR1: warned, **ends}):
+        try:
+            yield
+        finally:
+            if grace:
+                signal.setitimer(signal.ITIMER_REAL, 0)

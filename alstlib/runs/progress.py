@@ -1,5 +1,5 @@
 """The progress of a run: rank 0 appends to `progress.jsonl`, the launcher reads it, and a person sees one line; also
-the logs of ranks.
+the ranks' logs and errors.
 
 An event is an object with `time` (seconds since the epoch) and `event`, and any of row, seq_len, step, steps,
 tokens_per_second, loss, eta_seconds (of what the event names), message, status.
@@ -16,16 +16,28 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
+
+import psutil
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from alstlib.runs.results import strict
 from alstlib.units import format_seconds, format_tokens, printable
 
 TAIL_CHARACTERS = 4000
+TRACEBACK = "Traceback (most recent call last)"
 SEARCHED_BYTES = 100_000
-"""Of the end of a log, in which a traceback is looked for."""
+"""The part at the end of a log in which a traceback is looked for."""
+RANK_LOGS = "attempt_*/*/std*.log"
+"""torchrun's files of its ranks, below a folder of its own."""
+FAILURES = "failures.json"
+"""Written by `train.agent` beside its ranks' logs: the ranks that failed, in the order in which it saw them."""
 
 
 class Progress:
@@ -40,7 +52,7 @@ class Progress:
     def emit(self, event: str, **fields: Any) -> None:
         if self.rank:
             return
-        line = json.dumps(strict({"time": round(time.time(), 3), "event": event, **fields}, [])) + "\n"
+        line = json.dumps(strict({"time": round(time.time(), 3), "event": event, **fields})) + "\n"
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(line)
@@ -68,10 +80,8 @@ class ProgressReader:
         self.offset += len(whole) + len(newline)
         events = []
         for line in whole.splitlines():
-            try:
+            with contextlib.suppress(ValueError):  # half a line, from when the disk was full
                 events.append(json.loads(line))
-            except ValueError:  # half a line, from when the disk was full
-                continue
         return [e for e in events if isinstance(e, dict)]
 
 
@@ -85,59 +95,64 @@ class Pace:
 
     def __call__(self, done: float) -> None:
         now = time.monotonic()
-        if now - self.said < max(1.0, (now - self.began) / 50) or not 0 < done <= self.total:
-            return
-        self.said = now
-        left = (now - self.began) * (self.total - done) / done
-        self.emit(message=f"{self.message}, {done / self.total:.0%}", eta_seconds=left)
+        passed = now - self.began
+        if now - self.said >= max(1.0, passed / 50) and 0 < done <= self.total:
+            self.said = now
+            left = passed * (self.total - done) / done
+            self.emit(message=f"{self.message}, {done / self.total:.0%}", eta_seconds=left)
 
 
-def describe(event: Mapping[str, Any], now: float | None = None) -> str:
+# One line about an event
+
+SAID: dict[str, Callable[[Any], str]] = {
+    "seq_len": lambda n: f"length {format_tokens(int(n))}", "step": "step {}".format,
+    "tokens_per_second": "{:,.0f} tokens/s".format, "loss": "loss {:.4f}".format, "message": str,
+}  # fmt: skip
+"""The fields of an event that are shown, in their order, with their format."""
+
+
+def describe(event: Mapping[str, Any], now: float = 0.0) -> str:
     """One line: row, length tried, step, tokens/s, loss, message, time left (at `now`, seconds since the epoch)."""
-    parts = [str(event.get("row") or "run")]
+    row = event.get("row") or "run"
     if event.get("event") == "end":
-        return f"{parts[0]}  {event.get('status', 'ended')}"
-    if event.get("seq_len"):
-        parts.append(f"length {format_tokens(int(event['seq_len']))}")
-    if event.get("step") is not None:
-        parts.append(f"step {event['step']}" + (f"/{event['steps']}" if event.get("steps") else ""))
-    if event.get("tokens_per_second"):
-        parts.append(f"{event['tokens_per_second']:,.0f} tokens/s")
-    if event.get("loss") is not None:
-        parts.append(f"loss {event['loss']:.4f}")
-    if event.get("message"):
-        parts.append(str(event["message"]))
-    parts = parts if len(parts) > 1 else [*parts, str(event.get("event", ""))]
-    waited = max(0.0, now - event["time"]) if now and event.get("time") else 0.0
-    if (left := time_left(event, now)) is not None:
-        over = -left >= 5
+        return f"{row}  {event.get('status', 'ended')}"
+    step = {"step": f"{event['step']}/{event['steps']}"} if event.get("steps") and "step" in event else {}
+    known = {name: value for name, value in {**event, **step}.items() if value not in (None, "")}
+    parts = [said(known[name]) for name, said in SAID.items() if name in known] or [str(event.get("event", ""))]
+    left = time_left(event, now)
+    if left is not None:
+        over = left <= -5
         parts.append(f"{format_seconds(-left)} over the estimate" if over else f"{format_seconds(max(0.0, left))} left")
-    elif waited >= 5:
+    elif (waited := _waited(event, now)) >= 5:
         parts.append(f"for {format_seconds(waited)}")
-    return "  ".join(parts)
+    return "  ".join([row, *parts])
 
 
-def time_left(event: Mapping[str, Any], now: float | None = None) -> float | None:
-    """Seconds that what an event names takes on, at `now`; negative when it should have ended; None when unknown."""
-    if event.get("eta_seconds") is None:
-        return None
-    waited = max(0.0, now - event["time"]) if now and event.get("time") else 0.0
-    return event["eta_seconds"] - waited
+def time_left(event: Mapping[str, Any], now: float = 0.0) -> float | None:
+    """Remaining seconds of what an event names, at `now`; negative when it should have ended; None when unknown."""
+    return None if event.get("eta_seconds") is None else event["eta_seconds"] - _waited(event, now)
+
+
+def _waited(event: Mapping[str, Any], now: float) -> float:
+    return max(0.0, now - (event.get("time") or now))
+
+
+# The ranks' logs and errors
 
 
 def _tails(logs: Path) -> list[tuple[Path, str]]:
     """The ranks' logs and what they end with: first those with a traceback, in the order in which they ended. Where the
     ranks said nothing, the agent's log."""
-    files = [f for f in logs.glob(f"**/{RANK_LOGS}") if f.stat().st_size]
-    tails = []
-    for file in files or [f for f in [logs / "agent.log"] if f.exists() and f.stat().st_size]:
-        text = _tail(file).strip()
-        tails.append(("Traceback (most" not in text, file.stat().st_mtime, file, text))
-    return [(file, text) for _, _, file, text in sorted(tails)]
+    for pattern in (f"**/{RANK_LOGS}", "agent.log"):
+        if tails := [(file, text) for file in logs.glob(pattern) if (text := _tail(file))]:
+            break
+    return sorted(tails, key=lambda tail: (TRACEBACK not in tail[1], tail[0].stat().st_mtime))
 
 
-RANK_LOGS = "attempt_*/*/std*.log"
-"""torchrun's files of its ranks, below a folder of its own."""
+def _tail(file: Path) -> str:
+    with open(file, "rb") as log:
+        log.seek(max(0, os.fstat(log.fileno()).st_size - SEARCHED_BYTES))
+        return log.read().decode(errors="replace").strip()
 
 
 def rank_of(log: Path) -> int:
@@ -147,80 +162,59 @@ def rank_of(log: Path) -> int:
     return int(log.parent.name) + (int(first[1]) if first else 0)
 
 
-def _tail(file: Path) -> str:
-    with open(file, "rb") as log:
-        log.seek(max(0, os.fstat(log.fileno()).st_size - SEARCHED_BYTES))
-        return log.read().decode(errors="replace")
-
-
 def first_failed(logs: Path) -> Path | None:
     """The log of the rank that failed first in an attempt, as far as it is known; None where there is nothing."""
     return next((file for file, _ in _tails(logs)), None)
 
 
 def log_tail(logs: Path, limit: int = TAIL_CHARACTERS) -> str:
-    """The last `limit` characters of the ranks' logs: that of `first_failed` gets half of it."""
-    parts, room, tails = [], limit, _tails(logs)
+    """The last `limit` characters of the ranks' logs: half of them are of `first_failed`, half of the next."""
+    parts, tails = [], _tails(logs)[:2]
     for file, text in tails:
-        ranks = file.name != "agent.log"
-        name = f"--- rank {rank_of(file)}, {file.stem} ---\n" if ranks else "--- torchrun ---\n"
-        share = room if len(tails) == 1 else room // 2
-        if share > len(name) + 80:
-            parts.append(name + text[-(share - len(name)) :])
-            room -= len(parts[-1]) + 1
+        head = f"--- rank {rank_of(file)}, {file.stem} ---\n" if file.name != "agent.log" else "--- torchrun ---\n"
+        parts.append(head + text[len(head) + 1 - limit // len(tails) :])
     return "\n".join(parts)
 
 
 def root_cause(logs: Path, oom_kills: int | None = None) -> tuple[str, str]:
-    """The rank that failed first, by agent.log: the type of the error, `RankKilled` where a signal from outside ended
-    the rank, and what happened. `oom_kills` counts the processes that the kernel ended meanwhile for lack of memory.
+    """The rank that failed first, by what an agent wrote (FAILURES): the type of the error, `RankKilled` where a signal
+    from outside ended the rank, and what happened. `oom_kills` counts the processes that the kernel ended meanwhile for
+    lack of memory.
 
     A rank that was killed comes before ranks that ended by themselves, because these lost the connection to it.
     """
-    text = ""
-    with contextlib.suppress(OSError):
-        text = (logs / "agent.log").read_text(errors="replace")
-    failures, _, root = text.rpartition("Root Cause")
-    ended = [(rank, int(code), pid) for rank, code, pid in re.findall(ENDED, f"{root}\n{failures}", re.DOTALL)]
-    by_agent = set(re.findall(r"Sending process (\d+) closing signal", text))
-    for rank, code, pid in ended:
-        if code < 0 and -code != signal.SIGABRT and pid not in by_agent:  # a library aborts when others are gone
-            return "RankKilled", f"rank {rank} was ended by {_signal_name(-code)}{_sender(-code, oom_kills)}"
-    if not ended:
+    try:
+        failures = json.loads((logs / FAILURES).read_text())
+    except (OSError, ValueError):
         return "RankFailed", ""
-    rank, code, _ = ended[0]
-    raised = "".join(f": {line}" for line in [_last_error(logs, rank)] if line)
-    return "RankFailed", f"rank {rank} ended with exit status {code}{raised}"
+    for failure in failures:
+        number = -failure["exitcode"]
+        if number > 0 and number != signal.SIGABRT and not failure["by_agent"]:  # a library aborts when others are gone
+            return "RankKilled", f"rank {failure['rank']} was ended by {_by_signal(number, oom_kills)}"
+    first = min((f for f in failures if not f["by_agent"]), key=lambda f: f["time"])
+    said = first["error"] or _last_error(logs, first["rank"])
+    error = f": {said.splitlines()[0]}" if said else ""
+    return "RankFailed", f"rank {first['rank']} ended with exit status {first['exitcode']}{error}"
 
 
-def _last_error(logs: Path, rank: str) -> str:
-    """The line of the last traceback in a rank's log that says what was raised; empty where there is none."""
-    for file in (f for f in logs.glob("**/attempt_*/*/stderr.log") if rank_of(f) == int(rank)):
-        text = re.sub(r"^\[rank\d+\]: ?", "", _tail(file), flags=re.MULTILINE)  # PyTorch's own mark
-        if raised := re.findall(r"^Traceback \(most .*\n(?:\s.*\n)*(\S.*)", text, re.MULTILINE):
-            return raised[-1]
-    return ""
+def _last_error(logs: Path, rank: int) -> str:
+    """The last line of a rank's log that ends with a traceback: of a worker without torch's `record`, or of one that
+    could not be imported. Empty where there is none."""
+    tails = [text for file, text in _tails(logs) if file.name == "stderr.log" and rank_of(file) == rank]
+    return tails[0].splitlines()[-1] if tails and TRACEBACK in tails[0] else ""
 
 
-ENDED = r"\brank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+) \(pid: (\d+)\)"
-"""A rank in the summary that torchrun writes of the ranks that failed."""
-
-
-def _signal_name(number: int) -> str:
-    with contextlib.suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"
-
-
-def _sender(number: int, oom_kills: int | None) -> str:
-    """Who usually sends a signal."""
+def _by_signal(number: int, oom_kills: int | None) -> str:
+    """The name of a signal, and who usually sends it."""
     if number == signal.SIGKILL and oom_kills:
-        return f": the host ran out of memory, and its kernel ended {oom_kills} process{'es' if oom_kills > 1 else ''}"
-    if number == signal.SIGKILL:
-        counted = ", but this host's kernel counts none during the run" if oom_kills == 0 else ""
-        return f" (as the kernel does when the host's memory runs out{counted}; else a person or a scheduler)"
-    crash = {int(signal.SIGSEGV): "a crash in compiled code", int(signal.SIGBUS): "often a full /dev/shm or disk"}
-    return f" ({crash.get(number, 'from outside the run')})"
+        return f"SIGKILL: the host ran out of memory, and its kernel ended {oom_kills} processes meanwhile"
+    counted = ", but this host's kernel counts none during the run" if oom_kills == 0 else ""
+    senders: dict[int, str] = {
+        signal.SIGKILL: f"as the kernel does when the host's memory runs out{counted}; else a person or a scheduler",
+        signal.SIGSEGV: "a crash in compiled code", signal.SIGBUS: "often a full /dev/shm or disk",
+    }  # fmt: skip
+    names = {int(known): known.name for known in signal.Signals}
+    return f"{names.get(number, f'signal {number}')} ({senders.get(number, 'from outside the run')})"
 
 
 def whereabouts(progress: Path, logs: Path, stopped: Sequence[int] = ()) -> str:
@@ -228,54 +222,31 @@ def whereabouts(progress: Path, logs: Path, stopped: Sequence[int] = ()) -> str:
     wrote that down (`processes.ask_where`): first the ranks that did not wait for others."""
     steps = [e for e in ProgressReader(progress).read() if e.get("step") is not None]
     told = [f"the last step was {steps[-1]['step']} of {steps[-1].get('steps', '?')}" if steps else "it ended no step"]
-    ranks: dict[tuple[bool, str], list[int]] = {}
-    silent = []
-    for file in logs.glob("**/attempt_*/*/stderr.log"):
-        main_thread = _tail(file).rpartition("(most recent call first)")[2]
-        frames = re.findall(r'File "(.*)", line (\d+) in (\S+)', main_thread)
-        if not frames:
-            silent.append(rank_of(file))
-        elif rank_of(file) not in stopped:
-            waits = "/torch/distributed/" in frames[0][0]
+    places: dict[tuple[int, str], list[str]] = {}
+    for file in sorted(logs.glob("**/attempt_*/*/stderr.log"), key=rank_of):
+        rank, said = rank_of(file), _tail(file).rpartition("(most recent call first)")[2]
+        frames = re.findall(
+            r'File "(.*)", line (\d+) in (\S+)', said
+        )  # Python's faulthandler writes the innermost first
+        where = (1, "gave no answer (not started, or hanging in a driver or on a disk)")
+        if frames:
             path, line, name = next((f for f in frames if "/alstlib/" in f[0]), frames[0])
-            ranks.setdefault((waits, f"{name} ({Path(path).name}, line {line})"), []).append(rank_of(file))
-    if stopped:
-        told.append(f"{_ranks(stopped)} stopped (SIGSTOP, or a debugger)")
-    if silent := sorted(set(silent) - set(stopped)):
-        told.append(f"{_ranks(silent, 'gave')} no answer (not started, or hanging in a driver or on a disk)")
-    for (waits, place), members in sorted(ranks.items(), key=lambda item: (item[0][0], len(item[1])))[:4]:
-        told.append(f"{_ranks(members, 'waited' if waits else '')} in {place}")
+            waits = "/torch/distributed/" in frames[0][0]
+            where = (2 + waits, f"{'waited ' if waits else ''}in {name} ({Path(path).name}, line {line})")
+        if rank in stopped:
+            where = (0, "stopped (SIGSTOP, or a debugger)")
+        places.setdefault(where, []).append(str(rank))
+    for (_, place), ranks in sorted(places.items())[:6]:
+        told.append(f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}: {place}")
     return "; ".join(told)
 
 
-def _ranks(ranks: Sequence[int], verb: str = "") -> str:
-    many = len(ranks) > 1
-    return f"rank{'s' if many else ''} {', '.join(map(str, sorted(ranks)))} {verb or ('were' if many else 'was')}"
-
-
-def _notebook_display() -> Any:
-    """A display handle when this is a Jupyter kernel, else None."""
-    shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
-    if not getattr(shell, "kernel", None):
-        return None
-    from IPython.display import display
-
-    return display({"text/plain": "starting"}, raw=True, display_id=True)
-
-
-def _papermill_log() -> TextIO | None:
-    """What the terminal (or log file) of a papermill that runs this kernel shows, where the display does not show."""
-    import psutil  # a part of every kernel
-
-    with contextlib.suppress(OSError, psutil.Error, AttributeError, ValueError):
-        if "papermill" in [Path(word).name for word in psutil.Process().parent().cmdline()]:
-            return open(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")  # a kernel's fileno is its first output
-    return None
+# What a person sees
 
 
 class Plain:
     """A stream that shows what is not printable as spaces: texts of errors come from data, models and results of
-    others. A carriage return that begins what is written is the `Printer`'s."""
+    others."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -284,8 +255,50 @@ class Plain:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        begins = text[:1] if text.startswith("\r") else ""
-        return self.stream.write(begins + printable(text.removeprefix("\r")))
+        return self.stream.write(printable(text))
+
+
+def console(width: int | None = None) -> Console:
+    """rich's console on standard output, also where that is `Plain`: what it prints must be `printable`. Where standard
+    output is no terminal it writes plain lines of up to 100 columns. It takes nothing in a text for markup."""
+    stream = getattr(sys.stdout, "stream", sys.stdout)
+    terminal = stream.isatty()
+    return Console(
+        file=stream, markup=False, highlight=False, emoji=False, force_terminal=terminal, force_jupyter=False,
+        width=width or (None if terminal else 100),
+    )  # fmt: skip
+
+
+COLORS = {
+    **dict.fromkeys(("ok", "equal"), "green"), **dict.fromkeys(("oom", "stale", "timeout", "cancelled"), "yellow"),
+    **dict.fromkeys(("error", "interrupted", "unreadable", "differs", "crash"), "red"), "running": "cyan",
+}  # fmt: skip
+"""The colors of words in tables."""
+
+
+def listed(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table of texts without lines between them. Its last column takes the room that is left, and is folded there."""
+    table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(head))
+    for name in head:
+        table.add_column(name, no_wrap=name != head[-1], overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(cell), COLORS.get(cell, "")) for cell in row))
+    return table
+
+
+def in_kernel() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
+    return bool(getattr(shell, "kernel", None))
+
+
+def _papermill_log() -> TextIO | None:
+    """What the terminal (or log file) of a papermill that runs this kernel shows, where the display does not show."""
+    with contextlib.suppress(psutil.Error, OSError):
+        parent = psutil.Process().parent()
+        if parent and "papermill" in [Path(word).name for word in parent.cmdline()]:
+            return open(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")  # a kernel's fileno is its first output
+    return None
 
 
 class Printer:
@@ -299,59 +312,56 @@ class Printer:
 
     def __init__(self, also: Callable[[], str] = lambda: "") -> None:
         """`also` is said at the end of each line."""
-        self.also = also
-        self.handle = _notebook_display()
-        self.terminal = self.handle is None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-        live = self.handle is not None or self.terminal
-        self.log = _papermill_log() if self.handle is not None else None if live else sys.stdout
-        self.event: Mapping[str, Any] | None = None
-        self.began, self.width = time.monotonic(), 0
+        self.also, self.event = also, dict[str, Any]()
+        self.display, self.live, self.log = None, None, None
+        terminal = console()
+        if in_kernel():
+            from IPython.display import display
+
+            self.display, self.log = display(Text("starting"), display_id=True), _papermill_log()
+        elif terminal.is_terminal and not terminal.is_dumb_terminal:
+            self.live = Live(console=terminal, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        else:
+            self.log = sys.stdout
+        self.began = time.monotonic()
         self.shown = self.logged = -math.inf
         self.line, self.tenth = "", 0
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        self.event = event
+        self.event = dict(event)
         self.tick()
         if event.get("event") == "end":
             self.close()
 
     def tick(self) -> None:
         """Called about once a second while nothing happens: time passes."""
-        if self.event is None:
+        if not self.event:
             return
         now, ends = time.monotonic(), self.event.get("event") == "end"
-        if (self.handle is not None or self.terminal) and (ends or now - self.shown >= 1.0):
+        line = printable(f"{describe(self.event, time.time())}  {self.also()}").strip().replace("\n", " ")
+        step, steps = self.event.get("step") or 0, self.event.get("steps") or 0
+        if ends or now - self.shown >= 1.0:
             self.shown = now
-            self._show(self._line())
+            self._show(line, step, steps)
         every = min(self.LOG_SECONDS, max(1.0, self.logged - self.began))
-        tenth = 10 * int(self.event.get("step") or 0) // int(self.event.get("steps") or 1)
-        if self.log is not None and (ends or now - self.logged >= every or tenth > self.tenth):
-            self.logged, self.tenth = now, tenth
-            line = self._line()
-            if line != self.line:
-                print(f"{self.wipe}{line}", file=self.log, flush=True)
-            self.line = line
+        tenth = 10 * step // steps if steps else 0
+        if self.log and line != self.line and (ends or now - self.logged >= every or tenth > self.tenth):
+            self.logged, self.tenth, self.line = now, tenth, line
+            bar = self.display is not None and self.log.isatty()  # papermill's, which it draws again
+            print(f"\r\x1b[2K{line}" if bar else line, file=self.log, flush=True)
 
-    def _line(self) -> str:
-        said = "  ".join(part for part in (describe(self.event or {}, time.time()), self.also()) if part)
-        return printable(said).replace("\n", " ")
-
-    @property
-    def wipe(self) -> str:
-        """Removes papermill's bar from its terminal, which draws it again."""
-        return "\r\x1b[2K" if self.log is not None and self.handle is not None and self.log.isatty() else ""
-
-    def _show(self, line: str) -> None:
-        if self.handle is not None:
-            self.handle.update({"text/plain": line}, raw=True)
-            return
-        room = max(20, os.get_terminal_size(sys.stdout.fileno()).columns or 80) - 1
-        line = line if len(line) <= room else f"{line[: room - 1]}…"
-        print("\r" + line.ljust(min(self.width, room)), end="", flush=True)
-        self.width = len(line)
+    def _show(self, line: str, step: int, steps: int) -> None:
+        """Replace what the terminal or the notebook shows: a bar where the number of steps is known, and the line."""
+        shown = Table.grid(padding=(0, 1))
+        shown.add_row(*([ProgressBar(steps, step, 20)] if steps else []), Text(line, overflow="fold"))
+        if self.live:
+            self.live.start()
+            self.live.update(shown, refresh=True)
+        elif self.display:
+            self.display.update(shown)
 
     def close(self) -> None:
         """Nothing follows: what is printed next begins a line of its own."""
-        if self.terminal and self.width:
-            print(flush=True)
-        self.event, self.width = None, 0
+        if self.live:
+            self.live.stop()
+        self.event = {}

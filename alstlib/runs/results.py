@@ -12,7 +12,6 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import statistics
@@ -20,15 +19,18 @@ import subprocess
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic_core import to_json
 
 from alstlib.config import FIELDS, PAPER_ROWS, ROWS, RunConfig, flat
 from alstlib.runs.processes import MORE_FILES
 from alstlib.units import format_bytes, format_seconds, format_tokens
 
 SCHEMA_VERSION = 1
-STATUSES = ("ok", "oom", "timeout", "cancelled", "error")
-MODES = ("real", "simulated", "emulated")
+Status = Literal["ok", "oom", "timeout", "cancelled", "error"]
+STATUSES: tuple[str, ...] = get_args(Status)
 FINISHED = ("ok", "oom")
 """Statuses that say something about the configuration, not about the attempt: such a run is not repeated."""
 
@@ -36,26 +38,19 @@ FINISHED = ("ok", "oom")
 # Strict JSON, written atomically
 
 
-def strict(value: Any, nonfinite: list[str], path: str = "") -> Any:
-    """`value` as plain JSON types. NaN and infinities become None and their paths are appended to `nonfinite`.
+def strict(value: Any) -> Any:
+    """`value` as plain JSON types: tensors become lists, NaN and infinities null.
 
     Raises:
-        ValueError: a value that JSON cannot hold (the path says where).
+        ValueError: it holds something that JSON cannot.
     """
-    if isinstance(value, Mapping):
-        return {str(k): strict(v, nonfinite, f"{path}.{k}" if path else str(k)) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [strict(v, nonfinite, f"{path}[{i}]") for i, v in enumerate(value)]
+    return json.loads(to_json(value, inf_nan_mode="null", fallback=_plain))
+
+
+def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy and torch, without importing either
-        return strict(value.tolist(), nonfinite, path)
-    if isinstance(value, float) and not math.isfinite(value):
-        nonfinite.append(path)
-        return None
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    raise ValueError(f"{path or 'value'}={value!r} ({type(value).__name__}) cannot be written as JSON")
+        return value.tolist()
+    raise ValueError(f"{value!r} ({type(value).__name__}) cannot be written as JSON")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -121,46 +116,76 @@ def why(result: Mapping[str, Any]) -> str:
     return ": ".join(part for part in (f"{error.get('type') or ''}{whose}", str(error.get("message") or "")) if part)
 
 
-def check_result(result: Mapping[str, Any], source: str = "result") -> None:
-    """Raise ValueError unless `result` has this version's schema, a known status and a known mode."""
-    if not isinstance(result, Mapping) or "schema_version" not in result:
-        raise ValueError(f"{source} is not a result.json: it has no schema_version")
-    if result["schema_version"] != SCHEMA_VERSION:
-        raise ValueError(f"{source} has schema_version={result['schema_version']}; this alstlib reads {SCHEMA_VERSION}")
-    for name in ("run_id", "config", "git", "environment", "metrics"):
-        if name not in result:
-            raise ValueError(f"{source} has no '{name}'")
-    for name in ("config", "git", "environment", "metrics", "error"):
-        if not isinstance(result.get(name), Mapping) and (name != "error" or result.get(name) is not None):
-            raise ValueError(f"{source} has {name}={result[name]!r:.60}, which is not a mapping")
-    for name, known in (("status", STATUSES), ("mode", MODES)):
-        if result.get(name) not in known:
-            raise ValueError(f"{source} has {name}={result.get(name)!r}, not one of {', '.join(known)}")
+# What a result.json may hold. JSON has no infinities and no NaN: they are null.
+Number = float | None
+Numbers = list[Number] | None
 
 
-METRICS: dict[str, Any] = {
-    **dict.fromkeys(("step_seconds", "loss", "loss_steps", "eval_loss", "eval_steps", "notes", "tried"), list),
-    **dict.fromkeys(("device_peak_bytes", "host_peak_bytes"), list),
-    **dict.fromkeys(("flos", "tflops", "predicted"), dict),
-    **dict.fromkeys(("seq_len", "tokens_per_step"), int | float),
-}  # fmt: skip
-"""The JSON types of what tables and figures take of the metrics."""
-MORE: dict[str, Any] = {"notes": object, "tried": object, "predicted": int | float | dict | None}
-"""What is in those that hold other things than numbers."""
+class Predicted(BaseModel):
+    """What the planner said, in bytes of a rank and seconds; `unknown` says why it said nothing."""
+
+    model_config = ConfigDict(strict=True)
+    step_seconds: Number = None
+    device_peak_bytes: Number = None
+    host_peak_bytes: Number = None
+
+
+class Metrics(BaseModel):
+    """What tables and figures take of the metrics; there are more."""
+
+    model_config = ConfigDict(strict=True)
+    seq_len: Number = None
+    tokens_per_step: Number = None
+    step_seconds: Numbers = None
+    loss: Numbers = None
+    loss_steps: Numbers = None
+    eval_loss: Numbers = None
+    eval_steps: Numbers = None
+    device_peak_bytes: Numbers = None
+    host_peak_bytes: Numbers = None
+    flos: dict[str, Number] | None = None
+    predicted: Predicted | None = None
+    notes: list[Any] | None = None
+    tried: list[dict[str, Any]] | None = None
+
+
+class Result(BaseModel):
+    """A result.json."""
+
+    model_config = ConfigDict(strict=True)
+    schema_version: Literal[1]
+    run_id: str
+    row: str | None
+    status: Status
+    mode: Literal["real", "simulated", "emulated"]
+    finished: Annotated[str, AfterValidator(datetime.datetime.fromisoformat)]
+    config: dict[str, Any]
+    git: dict[str, Any]
+    environment: dict[str, Any]
+    metrics: Metrics
+    error: dict[str, Any] | None
+
+
+def check(text: str | bytes, source: str) -> None:
+    """Raise ValueError unless `text` is a result.json of this version; it names `source` and the first wrong field."""
+    try:
+        Result.model_validate_json(text)
+    except ValidationError as e:
+        wrong = e.errors()[0]
+        field = ".".join(part for part in wrong["loc"] if isinstance(part, str))
+        found = f"{field}={wrong['input']!r:.60}: " if field else ""
+        raise ValueError(f"{source} is no result that this alstlib reads: {found}{wrong['msg']}") from None
 
 
 def write_result(path: str | os.PathLike[str], result: Mapping[str, Any]) -> None:
-    """Write `result.json` atomically. NaN and infinities become null; `metrics.nonfinite` lists where they were.
+    """Write `result.json` atomically. NaN and infinities become null.
 
     Raises:
         ValueError: the result lacks a field or holds something JSON cannot.
         OSError: the disk is full or not writable; an earlier result at `path` is intact.
     """
-    check_result(result)
-    nonfinite: list[str] = []
-    plain = strict(result, nonfinite)
-    if nonfinite:
-        plain["metrics"]["nonfinite"] = nonfinite
+    plain = strict(result)
+    check(json.dumps(plain), "this")
     write_json(Path(path), plain)
 
 
@@ -169,23 +194,11 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: not JSON, another schema version, or an unknown status or mode.
+        ValueError: not JSON, another schema version, or a field that no run writes.
     """
-    try:
-        result = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path} is not JSON: {e}") from e
-    check_result(result, str(path))
-    for name in METRICS.keys() & result["metrics"]:
-        value, known = result["metrics"][name], MORE.get(name, int | float | None)
-        parts = value if isinstance(value, list) else ()
-        if isinstance(value, dict):  # `unknown` says why nothing is predicted
-            parts = [part for key, part in value.items() if key != "unknown"]
-        if not isinstance(value, METRICS[name] | None) or not all(isinstance(part, known) for part in parts):
-            raise ValueError(f"{path} has metrics.{name}={value!r:.60}, which no run writes")
-    if not isinstance(result.get("row"), str | None):
-        raise ValueError(f"{path} has row={result['row']!r:.60}, which is not a name")
-    return result
+    text = Path(path).read_bytes()
+    check(text, str(path))
+    return json.loads(text)
 
 
 def version(path: Path) -> tuple[int, int] | None:
@@ -236,6 +249,21 @@ def environment(device: str | None = None, device_count: int | None = None) -> d
     }
 
 
+def flos(seq_len: int, tokens: int, dense_params: int, heads: int, head_dim: int, layers: int) -> dict[str, float]:
+    """Floating-point operations of one training step over `tokens` tokens in samples of `seq_len`, both conventions.
+
+    A token's forward costs 2 N in the `dense_params` N (summed over the layers, with the head, without the embedding
+    lookup), and a sample's 4 S^2 head_dim heads a layer in QK^T and PV.
+
+    - paper: Megatron style, forward counted 4 times (with the recompute), full attention matrix:
+      `8 N T + 16 S^2 head_dim heads layers` a sample (ALST paper, section 5.1).
+    - model: forward counted 3 times, only the causal half of the attention: `6 N T + 6 S^2 head_dim heads layers`.
+    """
+    attention = float(seq_len) * tokens * head_dim * heads * layers  # S^2 a sample, times tokens / S samples
+    dense = float(dense_params) * tokens
+    return {"paper": 8 * dense + 16 * attention, "model": 6 * dense + 6 * attention}
+
+
 # Many results
 
 
@@ -252,17 +280,15 @@ def collect(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
         except (OSError, ValueError) as e:
             warnings.warn(f"left out: {e}", stacklevel=2)
             continue
-        key = (path.parent.parent, result.get("row") or result["run_id"])
-        if key not in newest or result.get("finished", "") >= newest[key].get("finished", ""):
-            newest[key] = result
-    order = list(ROWS)
-    place = {row: i for i, row in enumerate(order)}
-    return sorted(newest.values(), key=lambda r: (place.get(r.get("row") or "", len(order)), r.get("row") or ""))
+        key = path.parent.parent, result["row"] or result["run_id"]
+        newest[key] = max(result, newest.get(key, result), key=lambda one: one["finished"])
+    place = {row: i for i, row in enumerate(ROWS)}
+    return sorted(newest.values(), key=lambda one: (place.get(one["row"], len(place)), one["row"] or ""))
 
 
 def step_seconds(metrics: Mapping[str, Any]) -> float | None:
     """Median seconds of an optimizer step (the worker leaves out those whose memory is watched)."""
-    times = [t for t in metrics.get("step_seconds") or [] if t is not None]
+    times = _known(metrics.get("step_seconds"))
     return statistics.median(times) if times else None
 
 
@@ -274,13 +300,10 @@ def swept(results: Iterable[Mapping[str, Any]]) -> list[str]:
     """The fields of RunConfig in which results differ; none where their rows are those of the ablation, whose names say
     it, or where they differ in too many."""
     results = [r for r in results if r["config"]]
-    if all(r.get("row") in ROWS for r in results):
-        return []
     configs = [flat(r["config"]) for r in results]
-    names = [name for name in FIELDS if name != "row"]
-    values = {n: {json.dumps(c.get(n), sort_keys=True, default=str) for c in configs} for n in names}
+    values = {n: {json.dumps(c.get(n), sort_keys=True) for c in configs} for n in FIELDS if n != "row"}
     names = [n for n, different in values.items() if len(different) > 1]
-    return names if len(names) <= SWEPT else []
+    return [] if len(names) > SWEPT or all(r["row"] in ROWS for r in results) else names
 
 
 def _setting(value: Any) -> str:
@@ -295,44 +318,44 @@ def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     `loss` is that of the last step, `device_peak_bytes` that of the fullest rank, `host_peak_bytes` the sum over the
     ranks. `row` is the result's `label` where it was given one. `fields` are those in which the results differ.
     """
-    rows, results = [], list(results)
-    fields = swept(results)
-    for result in results:
-        m, row, config = result["metrics"], result.get("row") or "", flat(result["config"])
-        seconds = step_seconds(m)
-        paper = PAPER_ROWS.get(row, {})
-        device, host = (
-            [b for b in m.get(name) or [] if b is not None] for name in ("device_peak_bytes", "host_peak_bytes")
-        )
-        ranks = config.get("engine.world_size") or len(device) or 1
-        tflops = m.get("tflops") or {}
-        if seconds and not tflops:
-            tflops = {k: v / seconds / ranks / 1e12 for k, v in (m.get("flos") or {}).items()}
-        tokens = m.get("tokens_per_step")
-        predicted = m.get("predicted") or {}
-        its_host = predicted.get("host_peak_bytes")
-        rows.append({
-            "row": result.get("label") or row or result["run_id"],
-            "status": result["status"],
-            "mode": result["mode"],
-            "fields": {n: _setting(config.get(n)) for n in fields if n != "data.seq_len"},
-            "seq_len": m.get("seq_len"),
-            "loss": next((x for x in reversed(m.get("loss") or []) if x is not None), None),
-            "step_seconds": seconds,
-            "tokens_per_second": tokens / seconds if tokens and seconds else None,
-            "device_peak_bytes": max(device, default=None),
-            "host_peak_bytes": sum(host) if host else None,
-            "predicted_step_seconds": predicted.get("step_seconds"),
-            "predicted_device_peak_bytes": predicted.get("device_peak_bytes"),
-            "predicted_host_peak_bytes": None if its_host is None else its_host * ranks,
-            "tflops_paper": tflops.get("paper"),
-            "tflops_model": tflops.get("model"),
-            "paper_seq_len": paper.get("seq_len"),
-            "paper_step_seconds": paper.get("step_seconds"),
-            "paper_tflops": paper.get("tflops"),
-            "notes": [str(note) for note in m.get("notes") or []],
-        })  # fmt: skip
-    return rows
+    results = list(results)
+    fields = [name for name in swept(results) if name != "data.seq_len"]
+    return [
+        _measured(result) | {"fields": {n: _setting(flat(result["config"]).get(n)) for n in fields}}
+        for result in results
+    ]
+
+
+def _measured(result: Mapping[str, Any]) -> dict[str, Any]:
+    m, row = result["metrics"], result.get("row") or ""
+    seconds, tokens = step_seconds(m), m.get("tokens_per_step")
+    paper, predicted = PAPER_ROWS.get(row, {}), m.get("predicted") or {}
+    device, host, losses = (_known(m.get(name)) for name in ("device_peak_bytes", "host_peak_bytes", "loss"))
+    ranks = flat(result["config"]).get("engine.world_size") or len(device) or 1
+    tflops = {name: flos / seconds / ranks / 1e12 for name, flos in (m.get("flos") or {}).items()} if seconds else {}
+    predicted_host = predicted.get("host_peak_bytes")
+    return {
+        "row": result.get("label") or row or result["run_id"],
+        "status": result["status"],
+        "mode": result["mode"],
+        "seq_len": m.get("seq_len"),
+        "loss": losses[-1] if losses else None,
+        "step_seconds": seconds,
+        "tokens_per_second": tokens / seconds if tokens and seconds else None,
+        "device_peak_bytes": max(device, default=None),
+        "host_peak_bytes": sum(host) if host else None,
+        "predicted_step_seconds": predicted.get("step_seconds"),
+        "predicted_device_peak_bytes": predicted.get("device_peak_bytes"),
+        "predicted_host_peak_bytes": None if predicted_host is None else predicted_host * ranks,
+        "tflops_paper": tflops.get("paper"),
+        "tflops_model": tflops.get("model"),
+        **{f"paper_{name}": paper.get(name) for name in ("seq_len", "step_seconds", "tflops")},
+        "notes": [str(note) for note in m.get("notes") or []],
+    }
+
+
+def _known(numbers: Sequence[float | None] | None) -> list[float]:
+    return [x for x in numbers or [] if x is not None]
 
 
 def _number(x: float) -> str:
@@ -361,15 +384,13 @@ def cells(
     """Of `table`'s rows: the heading of each column, by its name, and the texts of each row. What was not measured is
     `-`, and columns that are all so are left out. Without `columns`, the fields in which the rows differ come after the
     mode."""
-    names = list(columns) if columns else [n for n in COLUMNS if any(row.get(n) is not None for row in rows)]
-    fields = [] if columns or not rows else list(rows[0]["fields"])
-    at = names.index("mode") + 1 if fields else 0
-    names[at:at] = fields
-    texts = [
-        [row["fields"][n] if n in fields else "-" if row.get(n) is None else COLUMNS[n][1](row[n]) for n in names]
-        for row in rows
-    ]
-    return {n: n if n in fields else COLUMNS[n][0] for n in names}, texts
+    fields = {name: (name, str) for name in rows[0]["fields"]} if rows else {}
+    known: dict[str, tuple[str, Callable[[Any], str]]]
+    known = {**{name: COLUMNS[name] for name in ("row", "status", "mode")}, **fields, **COLUMNS}
+    rows = [{**row["fields"], **row} for row in rows]
+    names = list(columns or (name for name in known if any(row.get(name) is not None for row in rows)))
+    texts = [["-" if row.get(name) is None else known[name][1](row[name]) for name in names] for row in rows]
+    return {name: known[name][0] for name in names}, texts
 
 
 def to_markdown(rows: Iterable[Mapping[str, Any]], columns: Iterable[str] | None = None) -> str:
@@ -379,8 +400,11 @@ def to_markdown(rows: Iterable[Mapping[str, Any]], columns: Iterable[str] | None
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def with_notes(rows: Iterable[Mapping[str, Any]]) -> str:
-    """`to_markdown` of `table`'s rows, and below it what must be known of each, such as data that were repeated."""
-    rows = list(rows)
-    notes = [f"- {row['row']}: {note}" for row in rows for note in row["notes"]]
-    return "\n".join([to_markdown(rows), *([""] if notes else []), *notes])
+def notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line of Markdown for each thing that must be known of `table`'s rows, such as data that were repeated."""
+    return [f"- {row['row']}: {note}" for row in rows for note in row["notes"]]
+
+
+def with_notes(rows: Sequence[Mapping[str, Any]]) -> str:
+    """`to_markdown` of `table`'s rows, and their `notes` below it."""
+    return "\n".join([to_markdown(rows), "", *notes(rows)]).rstrip("\n")

@@ -66,18 +66,17 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: 
 
 
 def _wait(started: list[subprocess.Popen[bytes]], out: Path, deadline: float, timeout: float) -> None:
-    while any(process.poll() is None for process in started):
-        failed = [rank for rank, process in enumerate(started) if process.poll()]
-        if failed or time.monotonic() > deadline:
-            break
+    codes: list[int | None] = [None]
+    while None in codes and not any(codes) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-    failed = [rank for rank, process in enumerate(started) if process.poll()]
+        codes = [process.poll() for process in started]
     if first := sorted(out.glob("failed.*"), key=lambda p: p.stat().st_mtime):
         raise RuntimeError(f"rank {first[0].suffix[1:]} failed:\n{first[0].read_text()}")
-    if failed:
-        log = (out / f"log.{failed[0]}").read_text(errors="replace")[-2000:]
-        raise RuntimeError(f"rank {failed[0]} ended with exit status {started[failed[0]].poll()}:\n{log}")
-    if late := [rank for rank, process in enumerate(started) if process.poll() is None]:
+    for rank, code in enumerate(codes):
+        if code:
+            log = (out / f"log.{rank}").read_text(errors="replace")[-2000:]
+            raise RuntimeError(f"rank {rank} ended with exit status {code}:\n{log}")
+    if late := [rank for rank, code in enumerate(codes) if code is None]:
         raise RuntimeError(f"ranks {late} were not done after timeout={timeout:g} s")
 
 

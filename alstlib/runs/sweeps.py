@@ -241,7 +241,7 @@ def write_record(spec: Spec) -> None:
         {"name": spec.name, "spec": os.path.relpath(spec.path, spec.out.resolve()), "rows": list(spec.rows),
          "command": spec.command,
          "notebook": Path(os.path.relpath(spec.notebook, spec.root)).as_posix(),
-         "parameters": results.strict(spec.parameters, []),
+         "parameters": results.strict(spec.parameters),
          "gpus": devices.device_count(), "nodes": spec.nodes},
     )  # fmt: skip
 

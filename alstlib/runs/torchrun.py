@@ -1,34 +1,39 @@
-"""torchrun (`alstlib.train.agent`) on one node: its command line, its environment, and where its logs are."""
+"""torchrun (`alstlib.train.agent`) on the nodes of a run: its command line, its variables, and where its logs are."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
-import fcntl
+import json
 import math
 import os
 import re
 import socket
-import struct
 import subprocess
 import sys
 import sysconfig
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from alstlib.planner import devices
-from alstlib.runs import results
 from alstlib.runs.processes import DEADLINE_VARIABLE, RUN_ID_VARIABLE, start
 from alstlib.sizing import cores
 
-SIOCGIFADDR = 0x8915
-"""Asks Linux for the address of an interface."""
+AGENT, ATTEMPT_FLAG = "alstlib.train.agent", "--attempt"
+AGENT_LOG, LAUNCHER_LOG = "agent.log", "launcher.log"
+RANK_VARIABLES = ("ALST_NODE_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+"""Where launchers say the rank of a node. The first is for those that set none of the others."""
+SAYS = "alst-node "
+"""Begins what a node's agent says through its launcher; JSON follows."""
 
 _INHERITED = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|NODE_RANK|MASTER_\w+|TORCHELASTIC_\w+|PET_\w+"
     r"|MPLBACKEND"  # a notebook's inline backend does not exist in a rank
+    rf"|{'|'.join(RANK_VARIABLES)}"  # of another launcher, which may have started this one
 )
 
 
@@ -67,15 +72,10 @@ def environment(run: str, ranks: int, extra: Mapping[str, str] | None = None, nn
 
 def interface(head: str) -> str | None:
     """Name of the network interface by which this node reaches another, or itself; None where that is unknown."""
-    if sys.platform != "linux":
-        return None
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
         asks.connect((head, 9))  # sends nothing
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                found = fcntl.ioctl(asks.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == asks.getsockname()[0]:
-                    return name
+        own = asks.getsockname()[0]
+        return next((name for name, has in psutil.net_if_addrs().items() if own in [a.address for a in has]), None)
     return None
 
 
@@ -91,59 +91,116 @@ def bound(ranks: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One start of a run's ranks, as every node is told it."""
+    """One start of a run's ranks, on one node or on several."""
 
     id: str
-    """Of this attempt alone: of the rendezvous, of its logs, and of its processes."""
+    """Name of this attempt alone: of its logs, and of its processes by `ALST_RUN_ID`."""
     config: Mapping[str, Any]
-    """Of the run, resolved."""
+    """The run's configuration, resolved."""
     out: str
     worker: str
     nodes: int = 1
+    head: str = "127.0.0.1"
+    """Address on which the head's agent listens."""
     port: int = 0
-    """Of torchrun's store on the head; 0 takes a free one, for one node."""
-    seconds: float = math.inf
-    """That it may take."""
+    """Port on which it listens; 0 takes a free one, which only one node can do."""
+    deadline: float = math.inf
+    """When the head will end it, in seconds since the epoch. Nodes are taken to have the same time, because a launcher
+    may need many seconds to start an agent."""
     env: Mapping[str, str] = field(default_factory=dict)
+    folder: str = field(default_factory=os.getcwd)
+    """Folder in which the ranks run."""
 
     @property
     def ranks(self) -> int:
-        """Of a node."""
+        """Number of ranks on each node."""
         return int(self.config["engine"]["world_size"]) // self.nodes
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     def logs(self, node: int = 0) -> Path:
-        """Where a node's logs go. The name says which rank is the first of another node (`progress.rank_of`)."""
+        """The folder of a node's logs. Its name says which rank is the first of another node (`progress.rank_of`)."""
         logs = Path(self.out, "logs", self.id)
         return logs / f"node{node}.rank{node * self.ranks}" if node else logs
 
-    def command(self, node: int = 0, head: str = "127.0.0.1", config: str = "", python: str = "") -> list[str]:
-        """torchrun for a node, as a list."""
-        meets = ["--nnodes", str(self.nodes), "--rdzv-endpoint", f"{head}:{self.port}", "--rdzv-id", self.id]
+    def arguments(self, node: int = 0, config: str = "") -> list[str]:
+        """The arguments of torchrun on a node."""
+        meets = ["--nnodes", str(self.nodes), "--rdzv-endpoint", f"{self.head}:{self.port}", "--rdzv-id", self.id]
         ranks = ["--rdzv-conf", f"rank={node}", "--nproc-per-node", str(self.ranks), "--max-restarts", "0"]
         files = ["--log-dir", str(self.logs(node)), "--redirects", "3"]
         run = ["-m", self.worker, "--config", config or str(Path(self.out, "config.json")), "--out", self.out]
-        return [python or sys.executable, "-m", "alstlib.train.agent", *meets, *ranks, *files, *run]
+        return [*meets, *ranks, *files, *run]
 
-    def begin(
-        self, temporary: str, node: int = 0, head: str = "127.0.0.1", python: str = ""
-    ) -> subprocess.Popen[bytes]:
-        """Start it on a node. The configuration is not read through the file system that the nodes share, which may
-        show an older one to all but the head.
+    def command(self, launcher: Sequence[str] = ()) -> list[str]:
+        """What a node runs; with a launcher, what the head runs.
 
-        Args:
-            temporary: a folder of this node for the ranks' temporary files.
+        The other nodes get the attempt as an argument: a file in the run's folder could be an older one there, because
+        shared file systems keep what they have read. It is in base64 because some launchers hand the words to a shell.
+        What a process needs before it can read its arguments comes by `env`, because some launchers hand on no
+        variables.
         """
-        config = ""
-        if node:
-            results.write_json(Path(temporary, "config.json"), dict(self.config))
-            config = str(Path(temporary, "config.json"))
-        self.logs(node).mkdir(parents=True, exist_ok=True)
-        extra = {"TMPDIR": temporary, DEADLINE_VARIABLE: str(time.time() + self.seconds), **self.env}
-        if self.nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface(head)):
+        agent = [sys.executable, "-m", AGENT]
+        if not launcher:
+            return [*agent, *self.arguments()]
+        path = import_path(os.environ.get("PYTHONPATH"))
+        variables = [f"{RUN_ID_VARIABLE}={self.id}", *([f"PYTHONPATH={path}"] if path else [])]
+        text = base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode()
+        return [*launcher, "env", *variables, *agent, ATTEMPT_FLAG, text]
+
+    def environment(self, temporary: str) -> dict[str, str]:
+        """The variables of torchrun on this node; its ranks put their temporary files into the folder `temporary`."""
+        extra = {"TMPDIR": temporary, DEADLINE_VARIABLE: str(self.deadline), **self.env}
+        if self.nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface(self.head)):
             extra = {"GLOO_SOCKET_IFNAME": name, **extra}  # a node's own name may mean an address of the loopback
-        env = environment(self.id, self.ranks, extra, self.nodes)
-        argv = self.command(node, head, config, python)
-        return start(argv, env, self.logs(node) / "agent.log")
+        return environment(self.id, self.ranks, extra, self.nodes)
+
+    def begin(self, launcher: Sequence[str], temporary: str) -> subprocess.Popen[bytes]:
+        """Start it, on all nodes where there is a launcher."""
+        self.logs().mkdir(parents=True, exist_ok=True)
+        if not launcher:
+            return start(self.command(), self.environment(temporary), self.logs() / AGENT_LOG)
+        env = environment(self.id, self.ranks, self.env, self.nodes)
+        return start(self.command(launcher), env, self.logs() / LAUNCHER_LOG)
+
+
+def read_attempt(text: str) -> Attempt:
+    """The attempt in an argument of `Attempt.command`."""
+    return Attempt(**json.loads(base64.urlsafe_b64decode(text)))
+
+
+def node_rank(nodes: int, env: Mapping[str, str] = os.environ) -> int:
+    """The rank of this node, as the launcher says.
+
+    Raises:
+        ValueError: the launcher does not say, or what it says is no rank.
+    """
+    given = next(((name, env[name]) for name in RANK_VARIABLES if name in env), None)
+    if given is None:
+        raise ValueError(
+            f"this node does not know its rank: the launcher sets none of {', '.join(RANK_VARIABLES)}. Let it set "
+            f"{RANK_VARIABLES[0]} to 0 on the node of `alst run`, and to 1, 2, ... on the others"
+        )
+    name, value = given
+    if not value.isdigit() or int(value) >= nodes:
+        raise ValueError(f"{name}={value} must be from 0 to {nodes - 1}: the launcher must start one process on a node")
+    return int(value)
+
+
+def free_port(head: str) -> int:
+    """A free port of the head's address.
+
+    Raises:
+        ValueError: other nodes cannot reach this address, or this node cannot listen on it.
+    """
+    try:
+        address = socket.getaddrinfo(head, 0, type=socket.SOCK_STREAM)[0]
+        local = str(address[4][0]).startswith("127.") and head != "localhost" and not head.startswith("127.")
+        if local:
+            raise ValueError(
+                f"{head} means {address[4][0]} on this node, which no other node can reach: give the address of this "
+                "node on their network with --head"
+            )
+        with socket.create_server(address[4][:2], family=address[0]) as server:
+            return server.getsockname()[1]
+    except OSError as e:
+        raise ValueError(
+            f"--head {head}: this node cannot listen there ({e.strerror}): give one of its addresses"
+        ) from e

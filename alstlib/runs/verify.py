@@ -6,13 +6,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import textwrap
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from alstlib.hf.configs import check_model
 from alstlib.planner.command import fields_of
+from alstlib.planner.configs import check_model
+from alstlib.runs.progress import console, listed
 from alstlib.runs.spawn import run_on_ranks
 from alstlib.runs.workers import check_ranks
 from alstlib.units import parse_quantity
@@ -94,7 +94,10 @@ def verify(args: argparse.Namespace) -> int:
         answer = {"cases": [], "failed": str(e).strip()}
     answer = {**question, **answer, "seconds": round(time.monotonic() - began, 1)}
     answer["verdict"], answer["reason"] = verdict(answer)
-    print(json.dumps(answer, indent=2) if args.json else "\n".join(describe(answer)))
+    if args.json:
+        print(json.dumps(answer, indent=2))
+    else:
+        show(answer)
     return {"equal": 0, "differs": 1, "fails": 1, "refused": 2}[answer["verdict"]]
 
 
@@ -111,54 +114,50 @@ def together(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def verdict(answer: dict[str, Any]) -> tuple[str, str]:
     """In a word, and why."""
-    cases, by = answer["cases"], {case["result"]: case for case in reversed(answer["cases"])}
+    cases = answer["cases"]
+    by = {case["result"]: case for case in reversed(cases)}
     if "failed" in answer:
         return "fails", answer["failed"]
-    if "refused" in answer or "refused" in by or "not built" in by:
-        case = by.get("refused") or by.get("not built") or {}
-        return "refused", answer.get("refused") or case["reason"].removeprefix("ValueError: ")
-    if "crash" in by and by["crash"]["reason"].startswith("ValueError: "):  # refused by the call
-        return "refused", by["crash"]["reason"].removeprefix("ValueError: ")
-    if "crash" in by:
-        return "fails", f"sp {by['crash']['sp']}, {by['crash']['sample']}: {by['crash']['reason']}"
+    stopped = by.get("refused") or by.get("not built") or by.get("crash") or {}
+    if why := answer.get("refused") or stopped.get("reason"):
+        if stopped.get("result") == "crash" and not why.startswith("ValueError: "):  # those refuse a call
+            return "fails", f"sp {stopped['sp']}, {stopped['sample']}: {why}"
+        return "refused", why.removeprefix("ValueError: ")
     wrong = [case for case in cases if case["result"] == "wrong"]
-    if not wrong:
-        worst = max(max(case["loss"], case["gradient"]) for case in cases)
-        return "equal", f"loss and every gradient are those of plain transformers, to {worst:.1e}"
-    first = next((case["first"] for case in wrong if case.get("first")), None)
-    why = f"first {said(first)}" if first else wrong[0]["reason"]
-    return "differs", f"{len(wrong)} of {len(cases)} cases; {why}"
+    if wrong:
+        first = next((case for case in wrong if case.get("first")), wrong[0])
+        return "differs", f"{len(wrong)} of {len(cases)} cases; {'first ' if 'first' in first else ''}{said(first)}"
+    worst = max(max(case["loss"], case["gradient"]) for case in cases)
+    return "equal", f"loss and every gradient are those of plain transformers, to {worst:.1e}"
 
 
-def said(first: dict[str, Any]) -> str:
+def said(case: dict[str, Any]) -> str:
+    """What is wrong in a case: in which module, where that is known."""
+    if not (first := case.get("first")):
+        return case.get("reason", "")
     return f"in {first['module']} ({first['kind']}): its {first['what']} is off by {first['error']:.1e} of its norm"
 
 
-def describe(answer: dict[str, Any]) -> list[str]:
-    """What people read."""
-    lines = []
+def show(answer: dict[str, Any]) -> None:
+    """Print the answer for people."""
+    about = []
     if small := answer.get("small"):
         (found, whole), (heads, kv_heads) = small["layer_kinds"], small["heads"]
-        lines += _listed("shrunk", ", ".join(f"{n} {a} -> {b}" for n, (a, b) in small["changes"].items()))
         kinds = "one kind of layer" if whole == 1 else f"{found} of {whole} kinds of layers in their order"
         kinds += f", {heads} query and {kv_heads} key/value heads" if heads else ""
-        lines += _listed("kept", f"{kinds}, all other fields")
+        about.append(["shrunk", ", ".join(f"{name} {a} -> {b}" for name, (a, b) in small["changes"].items())])
+        about.append(["kept", f"{kinds}, all other fields"])
     if answer["cases"]:
-        set_ = [f"{n} {v}" for n, v in answer["options"].items()] or ["as by default"]
-        tiles = ", ".join(f"{n} {b}" for n, (_, b) in answer["tiles"].items())
-        lines += _listed("options", f"{', '.join(set_)}{f'; in tokens here: {tiles}' if tiles else ''}")
-    for case in answer["cases"]:
-        where = f"  sp {case['sp']}  {case['sample']:6}  {WORDS.get(case['result'], case['result']):7}"
-        if "loss" in case:
-            where += f"  loss {case['loss']:.1e}  gradients {case['gradient']:.1e}  ({case['dtype'][6:]})"
-        if case["result"] in ("wrong", "crash"):
-            where += f"  {said(case['first']) if case.get('first') else case['reason']}"
-        lines.append(where)
+        options = ", ".join(f"{name} {value}" for name, value in answer["options"].items()) or "as by default"
+        tiles = ", ".join(f"{name} {here}" for name, (_, here) in answer["tiles"].items())
+        about.append(["options", f"{options}{f'; in tokens here: {tiles}' if tiles else ''}"])
     notes = [note for one in (answer, *answer["cases"]) for note in one.get("notes", ())]
-    for note in dict.fromkeys(re.sub(r"^layer \d+:? ", "", note) for note in notes):
-        lines += _listed("note", note)
-    return [*lines, f"{answer['verdict']}: {answer['reason']} ({answer['seconds']:.0f} s)"]
-
-
-def _listed(name: str, text: str) -> list[str]:
-    return textwrap.wrap(text, 116, initial_indent=f"  {name:8}", subsequent_indent=" " * 10)
+    about += [["note", note] for note in dict.fromkeys(re.sub(r"^layer \d+:? ", "", note) for note in notes)]
+    console().print(listed(["", ""], about), "")
+    cases = []
+    for case in answer["cases"]:
+        numbers = [f"{case['loss']:.1e}", f"{case['gradient']:.1e}", case["dtype"][6:]] if "loss" in case else [""] * 3
+        why = said(case) if case["result"] in ("wrong", "crash") else ""
+        cases.append([str(case["sp"]), case["sample"], WORDS.get(case["result"], case["result"]), *numbers, why])
+    console().print(listed(["sp", "sample", "", "loss", "gradients", "dtype", ""], cases))
+    print(f"{answer['verdict']}: {answer['reason']} ({answer['seconds']:.0f} s)")

@@ -2,6 +2,6 @@
 sequence.
 
 `chunked` runs a decoder layer chunk by chunk over one growing set of keys and values, which lie in `pages`; `carried`
-is what layers with a state hand on in their place; `sparse` chooses which pages a chunk sees; `blocks` holds the pages
+is what layers with a state hand on in their place; `blocks` holds the pages
 of all layers of a model that runs block by block.
 """

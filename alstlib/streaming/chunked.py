@@ -42,8 +42,7 @@ from alstlib.offload.host_store import HostStore
 from alstlib.recompute import GradientSums, Replay, Values, check_thread, first_order, those_that_train, unchanged
 from alstlib.sizing import page_rows
 from alstlib.streaming.carried import Carried, Step
-from alstlib.streaming.pages import LayerPages
-from alstlib.streaming.sparse import PageChoices
+from alstlib.streaming.pages import LayerPages, PageChooser
 from alstlib.ulysses.attention import UlyssesAttention, gradient_of_sinks, output_with, row_delta
 from alstlib.ulysses.head_layouts import Layout
 
@@ -63,7 +62,7 @@ class RowChunk:
     last: int
     task: Literal["forward", "keys", "recompute"]
     pages: LayerPages
-    choices: PageChoices | None = None
+    choices: PageChooser | None = None
     """Which pages its attention sees; None: all."""
     keep: bool = False
     kept: list[Tensor] = field(default_factory=list)
@@ -212,7 +211,7 @@ class Stream:
     device: torch.device | None = None
     travels: bool = False
     kv_on_host: bool = False
-    choices: PageChoices | None = None
+    choices: PageChooser | None = None
     tokenwise: bool = False
     segment: StreamSegment | None = None
     whole: Callable[[Tensor, Callable[[], Tensor]], Tensor] = lambda x, run: run()
@@ -228,7 +227,7 @@ class Stream:
 
     def chunks(self, rows: int, task: Any, courier: Courier) -> list[RowChunk]:
         p, length = self.ranks, rows * self.ranks
-        page = None if self.choices is None else self.choices.sparse.page
+        page = None if self.choices is None else self.choices.page
         page = page_rows(min(self.chunk, rows) * p, length) if page is None else page
         pages, carried = LayerPages(length, page, courier if self.kv_on_host else None), Carried()
         bounds = [*range(0, rows, self.chunk), rows]

@@ -10,13 +10,15 @@ go back to it. (FPDT, arXiv 2408.16978, double-buffers keys and values in the sa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from alstlib.kernels.paged import Page
+from alstlib.kernels.paged import Choice, Page
+from alstlib.kernels.spans import Documents
 from alstlib.offload.courier import Courier
+from alstlib.ulysses.alltoall import Exchange
 
 
 class _Held:
@@ -165,3 +167,17 @@ def _padded(sums: Tensor, keys: Tensor) -> Tensor:
     """Sums for all of a page's keys, where other pages' queries have seen the last of them only."""
     lacking = keys.shape[0] - sums.shape[0]
     return sums if not lacking else torch.cat([sums.new_zeros(lacking, *sums.shape[1:]), sums])
+
+
+class PageChooser(Protocol):
+    """Chooses the pages that the chunks see in one call of a layer, and keeps the choice for later passes."""
+
+    @property
+    def page(self) -> int | None:
+        """The number of the sequence's tokens in a page; None: chosen as where every page is seen."""
+
+    def of(
+        self, q: Tensor, k: Tensor, first: int, last: int, pages: LayerPages, documents: Documents, exchange: Exchange
+    ) -> Choice:
+        """What rows [first, last) of the sequence see: q [B, H, C, D] and k [B, K, C, D] are this rank's of them.
+        Collective over the SP group."""

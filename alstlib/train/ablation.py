@@ -8,20 +8,20 @@ peak stays within the device budget (`search.py`), and then trains at that lengt
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import alstlib
 from alstlib.config import RunConfig
+from alstlib.contrib.sparse import Sparse, select_pages
 from alstlib.data.corpus import load_corpus
 from alstlib.data.loader import SampleOrder
 from alstlib.data.samples import collate, make_samples
@@ -29,13 +29,13 @@ from alstlib.hf import models
 from alstlib.hf.loading import load_on_first
 from alstlib.hf.models import flop_dimensions, put_liger
 from alstlib.hf.saving import save_model
-from alstlib.measure.search import Trials, expected_seconds, longest_that_fits
-from alstlib.mesh import accelerator, gather_text
+from alstlib.measure.search import Trials, longest_that_fits
+from alstlib.mesh import accelerator
 from alstlib.offload.ledger import Ledger, ran_out
 from alstlib.runs.progress import Pace, Progress, ProgressReader
 from alstlib.runs.workers import ABLATION
 from alstlib.train.engine import host_tensors, initialize, take_step
-from alstlib.train.resume import RunStates
+from alstlib.train.resume import RunStates, of_first
 from alstlib.train.worker import Job, run_worker
 
 WATCHED = 2
@@ -47,7 +47,7 @@ WATCHED_TIME = (
 NO_STEP = "no step was left to do: the time is that of the last step of the earlier run, and the memory that of loading"
 
 
-class Trainer(Job):
+class AblationRun(Job):
     """One rank of a run: model, engine, data and ledger."""
 
     def __init__(self, run: RunConfig, out: Path) -> None:
@@ -64,6 +64,8 @@ class Trainer(Job):
         self.tokenizer = self.tokenizer_for(self.corpus, self.vocabulary)
         put_liger(run, model, self.gpu)
         self.handle = alstlib.apply(model, self.ctx, run.options)
+        if run.contrib.sparse is not None:
+            select_pages(self.handle, Sparse(**run.contrib.sparse))
         torch.manual_seed(run.optim.seed + 1 + self.rank)  # dropout masks differ between shards
         self.engine = initialize(run, model, self.bf16, self.say, arrival)
         budget = run.limits.device_memory
@@ -72,14 +74,7 @@ class Trainer(Job):
             budget = int(0.93 * accelerator(self.device).get_device_properties(self.device).total_memory)
         self.ledger = Ledger(self.device, [self.handle.store], budget)
         self.samples: dict[int, Any] = {}
-        events = ProgressReader(self.progress.path).read() if run.search else []
-        told = gather_text(json.dumps([e for e in events if e["event"] == "tried"]), self.device)[0]
-        self.known = Trials(json.loads(told))
-        self.trials: list[tuple[int, float]] = []
-
-    def told(self, message: str) -> Callable[[float], None]:
-        """Who hears the share of a long piece of work that is done."""
-        return Pace(self.say, message, 1.0)
+        self.known = Trials(of_first(ProgressReader(self.progress.path).read() if run.search else [], self.device))
 
     def _collate(self, samples: Any) -> dict[str, Any]:
         batch = collate(samples)
@@ -106,58 +101,39 @@ class Trainer(Job):
             batches, self.ctx, run.optim.accumulation, replicated=sp == 1 and self.ctx.sp > 1, device=self.device
         )
 
-    def steps(
-        self, seq_len: int, count: int, event: str = "trial", states: RunStates | None = None,
-        after: tuple[int, Callable[[], None]] | None = None,
-    ) -> dict[str, list[Any]]:  # fmt: skip
-        """Train up to optimizer step `count` at this length; returns loss, seconds, valid tokens and wire bytes of
-        each, those that `states` continues included. `after` names a number of steps and what is called after them."""
-        run, loader = self.run, self.loader(seq_len, count)
-        made: dict[str, list[Any]] = {"loss": [], "step_seconds": [], "valid_tokens": [], "wire_bytes": []}
-        if states:
-            made |= states.resume(loader)
-            left = (count - states.begun) * self.tokens_per_step(seq_len) // seq_len
-            self.samples[seq_len].lengthen(loader.state_dict()["samples"] + left)  # after a step of other groups
-            for message in (*states.notes, f"step {states.begun + 1} of {count}, which warms up"):
-                self.say(message, seq_len=seq_len)
-        done = begun = states.begun if states else 0
-        if done == count:
-            return made
-        began, shares, wire = time.perf_counter(), [], self.handle.wire_bytes
-        for batch in loader:
-            if run.block is None:
-                out = alstlib.causal_lm_loss(self.engine, batch)
-                self.engine.backward(out.loss)
-            else:
-                out = alstlib.block_step(self.engine, batch, run.block)
-            shares.append(out.mean * out.tokens)
-            last = self.engine.is_gradient_accumulation_boundary()
-            if (finite := take_step(self.engine)) and not last:
-                continue
-            loss = float(sum(shares)) / max(1, int(batch["step_tokens"]))  # waits for the device: the step's end
-            done += 1
+    def steps(self, seq_len: int, loader: Any, numbers: range, event: str = "trial") -> Iterator[dict[str, Any]]:
+        """Train these optimizer steps at this length; yields loss, seconds, valid tokens and wire bytes of each."""
+        run, batches, took = self.run, iter(loader), []
+        for step in numbers:
+            began, wire, losses, finite = time.perf_counter(), self.handle.wire_bytes, [], True
+            for batch in itertools.islice(batches, run.optim.accumulation):
+                if run.block is None:
+                    out = alstlib.causal_lm_loss(self.engine, batch)
+                    self.engine.backward(out.loss)
+                else:
+                    out = alstlib.block_step(self.engine, batch, run.block)
+                losses.append(out.mean * out.tokens)
+                finite = take_step(self.engine)
+            if len(losses) < run.optim.accumulation:
+                raise ValueError(f"the data ended after {step - 1} of {numbers[-1]} optimizer steps")
+            tokens = int(batch["step_tokens"])
+            loss = float(sum(losses)) / max(1, tokens)  # waits for the device: the step's end
             if not finite or not math.isfinite(loss):
                 wrong = "gradients are not finite" if math.isfinite(loss) else f"loss is {loss}"
-                raise FloatingPointError(f"step {done} at {seq_len} tokens: its {wrong}")
-            seconds = time.perf_counter() - began
-            made["loss"].append(loss)
-            made["step_seconds"].append(seconds)
-            made["valid_tokens"].append(int(batch["step_tokens"]))
-            made["wire_bytes"].append(self.handle.wire_bytes - wire)
-            recent = made["step_seconds"][begun - done :][-10:]
-            usual = statistics.median(recent[1:] or [seconds])
+                raise FloatingPointError(f"step {step} at {seq_len} tokens: its {wrong}")
+            took.append(time.perf_counter() - began)
+            usual = statistics.median(took[1:][-10:] or took)  # the first warms up
             self.progress.emit(
-                event, row=run.row, seq_len=seq_len, step=done, steps=count, loss=loss,
-                tokens_per_second=self.tokens_per_step(seq_len) / seconds, eta_seconds=(count - done) * usual,
+                event, row=run.row, seq_len=seq_len, step=step, steps=numbers[-1], loss=loss,
+                tokens_per_second=self.tokens_per_step(seq_len) / took[-1], eta_seconds=(numbers[-1] - step) * usual,
             )  # fmt: skip
-            if after is not None and done - begun == after[0]:
-                after[1]()
-            if states:
-                states.after_step(loader, done, max(recent), made)
-            if done == count:
-                return made
-            began, shares, wire = time.perf_counter(), [], self.handle.wire_bytes
-        raise ValueError(f"the data ended after {done} of {count} optimizer steps")
+            sent = self.handle.wire_bytes - wire
+            yield {"loss": loss, "step_seconds": took[-1], "valid_tokens": tokens, "wire_bytes": sent}
+
+    def _trial(self, seq_len: int, count: int) -> None:
+        """Train some steps, of which nothing is kept but the memory that they took."""
+        for _ in self.steps(seq_len, self.loader(seq_len, count), range(1, count + 1)):
+            pass
 
     def tokens_per_step(self, seq_len: int) -> int:
         return seq_len * self.run.data.batch_size * self.run.optim.accumulation * self.ctx.dp
@@ -167,18 +143,14 @@ class Trainer(Job):
         if (known := self.known.peak(seq_len, self.ledger.budget or 0)) is not None:
             return known
         budget, self.ledger.budget = self.ledger.budget, None
-        what, expected = f"trial {len(self.trials) + 1} of the search", expected_seconds(self.trials, seq_len)
-        self.progress.emit("search", row=self.run.row, seq_len=seq_len, message=what, eta_seconds=expected)
+        self.progress.emit("search", row=self.run.row, seq_len=seq_len, message="a trial of the search")
         self.ledger.start()
-        began = time.perf_counter()
         with self._noting(seq_len):
-            self.steps(seq_len, 1)
-        self.trials.append((seq_len, time.perf_counter() - began))
+            self._trial(seq_len, 1)
         self.ledger.budget = budget
-        peak = torch.tensor(self.ledger.device_peak, device=self.device)
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
-        self.progress.emit("tried", row=self.run.row, seq_len=seq_len, peak=int(peak), message="tried")
-        return int(peak)
+        peak = max(self.gather(self.ledger.device_peak))[0]
+        self.progress.emit("tried", row=self.run.row, seq_len=seq_len, peak=peak, message="tried")
+        return peak
 
     @contextlib.contextmanager
     def _noting(self, seq_len: int) -> Iterator[None]:
@@ -195,7 +167,8 @@ class Trainer(Job):
     def measure(self, seq_len: int) -> dict[str, Any]:
         """Train the run's steps: memory and budget are watched in the first `WATCHED`, time is taken in those after, or
         where there are none in the last."""
-        watched = 1 if self.run.search else min(WATCHED, self.run.optim.steps)  # a search has made steps already
+        run, handle, ranks = self.run, self.handle, self.ctx.world_size
+        watched = 1 if run.search else min(WATCHED, run.optim.steps)  # a search has made steps already
         peaks: list[list[int]] = []
         reserved: dict[str, int] = {}
 
@@ -207,24 +180,32 @@ class Trainer(Job):
                 self.ledger.close()
 
         self.ledger.start()
-        states = RunStates(self.engine, self.run, seq_len, self.out, self.told)
-        made = self.steps(seq_len, self.run.optim.steps, "step", states, (watched, unwatch))
+        loader = self.loader(seq_len, run.optim.steps)
+        self.states = states = RunStates(self.engine, run, seq_len, self.out, self.say)
+        made: dict[str, list[Any]] = states.resume(loader)
+        tokens, begun = self.tokens_per_step(seq_len), states.begun
+        left = (run.optim.steps - begun) * tokens // seq_len
+        self.samples[seq_len].lengthen(loader.state_dict()["samples"] + left)  # after a step of other groups
+        for message in (*states.notes, f"step {begun + 1} of {run.optim.steps}, which warms up"):
+            self.say(message, seq_len=seq_len)
+        numbers, own = range(begun + 1, run.optim.steps + 1), []
+        for number, step in zip(numbers, self.steps(seq_len, loader, numbers, "step")):
+            for name, value in step.items():
+                made.setdefault(name, []).append(value)
+            own.append(step["step_seconds"])
+            if len(own) == watched:
+                unwatch()
+            states.after_step(loader, number, max(own[-10:]), made)
         if not peaks:  # a continued run had fewer steps to do
             unwatch()
-        own = (
-            made["step_seconds"][-(self.run.optim.steps - states.begun) :]
-            if states.begun < self.run.optim.steps
-            else []
-        )
         timed = own[watched:] or made["step_seconds"][-1:]
         untimed = [] if own[watched:] else [WATCHED_TIME if own else NO_STEP]
-        tokens = self.tokens_per_step(seq_len)
-        flos = models.flos(seq_len, tokens, **self.flops)
         seconds = statistics.median(timed)
-        per_rank = {k: v / seconds / self.ctx.world_size / 1e12 for k, v in flos.items()}
+        flos = models.flos(seq_len, tokens, **self.flops)
+        devices, hosts = zip(*peaks)
         predicted = self.predicted(ABLATION, self.ctx, seq_len)
         if planned := predicted.get("allocated_bytes"):  # by how much it is above what the allocator says
-            said = {"allocated": max(device for device, _ in peaks), **reserved}
+            said = {"allocated": max(devices), **reserved}
             predicted |= {f"{name}_percent": 100 * (planned / nbytes - 1) for name, nbytes in said.items()}
         return {
             "predicted": predicted,
@@ -234,55 +215,62 @@ class Trainer(Job):
             "step_seconds": timed,
             "loss": made["loss"],
             "valid_tokens": made["valid_tokens"],
-            "device_peak_bytes": [device for device, _ in peaks],
+            "device_peak_bytes": list(devices),
             "device_reserved_bytes": list(reserved.values()),
-            "host_peak_bytes": [host for _, host in peaks],
+            "host_peak_bytes": list(hosts),
             "wire_bytes": made["wire_bytes"][-1],
             "flos": flos,
-            "tflops": per_rank,
+            "tflops": {name: count / seconds / ranks / 1e12 for name, count in flos.items()},
             "mfu": None,
-            "backend": self.handle.attention.backend_name,
-            "attention_kept": self.handle.attention_kept,
-            "inputs_kept_every": self.handle.inputs_kept_every,
-            "kv_on_host": self.handle.kv_on_host,
-            "notes": [*states.notes, *self.handle.notes, *self.samples[seq_len].notes(), *untimed],
+            "backend": handle.attention.backend_name,
+            "attention_kept": handle.attention_kept,
+            "inputs_kept_every": handle.inputs_kept_every,
+            "kv_on_host": handle.kv_on_host,
+            "notes": [*states.notes, *handle.notes, *self.samples[seq_len].notes(), *untimed],
         }
 
     def __call__(self) -> dict[str, Any]:
-        run, tried, budget = self.run, [], self.ledger.budget
-        length = max(run.data.seq_len, self.ctx.sp)
+        length, budget = max(self.run.data.seq_len, self.ctx.sp), self.ledger.budget
+        tried: list[tuple[int, int]] = []
         with self.ledger:
-            self.ledger.mark_host(host_tensors(self.engine, run))
-            if run.search:
-                if budget is None:
-                    raise ValueError(
-                        "search=True needs device_memory, the memory budget of each rank that decides what fits"
-                    )
-                self.steps(run.search.granule, 3)  # ZeRO-3 prefetches from what these have read
-                found = longest_that_fits(self.peaks, budget, run.search.granule, start=length, limit=run.search.max)
-                length, tried = found.length, found.tried
-                while length > run.search.granule and (again := self.peaks(length)) > budget:
-                    tried.append((length, again))  # peaks of one length vary a little: at the edge it must fit twice
-                    length -= run.search.granule
+            self.ledger.mark_host(host_tensors(self.engine, self.run))
+            if self.run.search:
+                length, tried = self._search(length)
                 self.ledger.budget = None
             with self._noting(length):
                 metrics = self.measure(length)
-            if run.search and max(metrics["device_peak_bytes"]) > (budget or 0):
-                metrics["notes"].append("the measured step took more than the budget, which two others kept")
-        if tried:
+        if self.run.search:
             lost = self.known.lost
             metrics["tried"] = [{"seq_len": n, "device_peak_bytes": None if n in lost else p} for n, p in tried]
+            if max(metrics["device_peak_bytes"]) > (budget or 0):
+                metrics["notes"].append("the measured step took more than the budget, which two others kept")
         return metrics
+
+    def _search(self, length: int) -> tuple[int, list[tuple[int, int]]]:
+        """The longest length that fits the budget, from a first one, and all that were tried with their peaks."""
+        assert self.run.search is not None
+        granule, budget = self.run.search.granule, self.ledger.budget
+        if budget is None:
+            raise ValueError(
+                "search=True needs limits.device_memory, the memory budget of each rank that decides what fits"
+            )
+        self._trial(granule, 3)  # ZeRO-3 prefetches from what these have read
+        found = longest_that_fits(self.peaks, budget, granule, start=length, limit=self.run.search.max)
+        length, tried = found.length, found.tried
+        while length > granule and (again := self.peaks(length)) > budget:
+            tried.append((length, again))  # peaks of one length vary a little: at the edge it must fit twice
+            length -= granule
+        return length, tried
 
     def finish(self) -> None:
         """Save the trained model."""
         folder = str(self.run.output.save_to)
         self.say(f"saving the model to {folder}")
-        save_model(self.handle, folder, self.tokenizer, self.told("saving the model: gathering weights"))
+        save_model(self.handle, folder, self.tokenizer, Pace(self.say, "saving the model: gathering weights", 1.0))
 
 
 def main() -> None:
-    run_worker(__doc__, Trainer)
+    run_worker(__doc__, AblationRun)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@ and checked."""
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,19 @@ from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint import planner as plans
 from torch.distributed.checkpoint.storage import WriteResult
 
-SCHEMA_VERSION = 3
-BLOCK_BYTES = 2**24
-"""How much of a file is read at a time when its checksum is taken."""
+SCHEMA_VERSION = 4
+CHECKSUMS = "checksums.json"
+OF_DEEPSPEED = ("latest", "latest_universal", "*_states.pt", "*/*_states.pt")
+"""Files of a checkpoint of DeepSpeed's own, or of a universal one."""
 
 
 class OtherState(ValueError):
     """A state of another configuration, model or alstlib, or one with more steps than the run asks for."""
+
+
+def before(folder: Path) -> Path:
+    """Where the state before the one in `folder` is kept."""
+    return folder.with_name(folder.name + ".old")
 
 
 def find_state(folder: str | Path) -> Path | None:
@@ -37,29 +43,31 @@ def find_state(folder: str | Path) -> Path | None:
     return next((place for place in places if (place / "state.json").is_file()), None)
 
 
-def place_aside(folder: Path) -> Path:
-    """A free name next to `folder`, for a state that stays there when another run saves its own."""
-    places = (folder.with_name(f"{folder.name}.kept{i}") for i in itertools.count(1))
-    return next(p for p in places if not (p.exists() or before(p).exists()))
+def move_aside(folder: Path) -> Path:
+    """Move a folder, and the state before it, to a free name next to it, which is returned."""
+    names = (folder.with_name(f"{folder.name}.kept{i}") for i in itertools.count(1))
+    aside = next(name for name in names if not (name.exists() or before(name).exists()))
+    for place, kept in ((before(folder), before(aside)), (folder, aside)):
+        if place.exists():
+            place.rename(kept)
+    return aside
 
 
 class Writer(checkpoint.FileSystemWriter):
-    """A new state's files: each rank's, and from the first rank state.json, which begins with `content`."""
+    """Writes a new state's files: each rank its own, and the first rank state.json, which begins with `content` (JSON).
 
-    def __init__(self, folder: Path, local: str | None, content: str, aside: Path | None, copies: bool) -> None:
-        self.folder, self.content, self.aside, self.copies = folder, content, aside, copies
+    A file is written to the folder `local` first, where there is one. What lies at `folder` becomes the state before.
+    """
+
+    def __init__(self, folder: Path, local: str | None, content: str) -> None:
+        self.folder, self.content = folder, content
         self.new, self.old = folder.with_name(folder.name + ".tmp"), before(folder)
-        self.local = Path(local) / f"state-{zlib.crc32(os.fsencode(folder.resolve())):08x}" if local else None
+        self.local = Path(local, *folder.resolve().parts[1:]) if local else None  # a folder for each state's
         super().__init__(self.local or self.new, per_thread_copy_ahead=0)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The pieces on the host, apart from those that the training changes; the pieces themselves without room."""
-        if not self.copies:
-            return state_dict
-        return {name: piece.to("cpu", torch.float32, copy=True) for name, piece in state_dict.items()}
-
-    def prepare_local_plan(self, plan: plans.SavePlan) -> plans.SavePlan:
-        return plan
+        """The pieces as they are given: they are copies already, or the ranks wait."""
+        return state_dict
 
     def prepare_global_plan(self, plans: list[plans.SavePlan]) -> list[plans.SavePlan]:
         """On the first rank, before any writes."""
@@ -70,77 +78,49 @@ class Writer(checkpoint.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: plans.SavePlan, planner: plans.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        place = Path(self.path)
+        for item in plan.items:
+            if not planner.resolve_data(item).isfinite().all():  # type: ignore[union-attr]
+                raise FloatingPointError(f"{item.index.fqn} is not finite")
+        path = Path(self.path, f"{plan.storage_data.prefix}0.distcp")  # the one file of this rank
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            results = list(super().write_data(plan, planner).value())
-            for file in {result.storage_data.relative_path for result in results}:
-                results.append(WriteResult(meta.MetadataIndex(file), (place / file).stat().st_size, _crc(place / file)))
-                if self.local:
-                    shutil.copyfile(place / file, self.new / file)
-                    _sync(self.new / file)
+            written = super().write_data(plan, planner)
+            written.value().append(WriteResult(meta.MetadataIndex(path.name), 0, _checksum(path)))
+            if self.local:
+                shutil.move(path, self.new / path.name)
+                _sync(self.new / path.name)
         except RuntimeError as e:
             if isinstance(e.__context__, OSError):  # PyTorch's serializer says only that it has written too little
                 raise e.__context__ from None
             raise
         finally:
-            for file in self.local.glob(f"__{self.rank}_*") if self.local else ():
-                file.unlink()
-        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        done.set_result(results)
-        return done
+            if self.local:
+                path.unlink(missing_ok=True)
+        return written
 
     def finish(self, metadata: meta.Metadata, results: list[list[WriteResult]]) -> None:
         """On the first rank, when all have written."""
-        pieces: dict[str, list[list[Any]]] = {}
-        files: dict[str, int] = {}
+        files: dict[str, str] = {}
+        pieces: list[list[Any]] = []
         for result in itertools.chain(*results):
-            index, where = result.index, result.storage_data
-            if index.offset is None:
-                files[index.fqn], path = where, self.new / index.fqn
-                if not path.exists() or path.stat().st_size != result.size_in_bytes:
-                    raise OSError(
-                        errno.EIO,
-                        "missing here, or of another size than its rank wrote: do all nodes share this folder?",
-                        str(path),
-                    )
-                continue
-            chunk: Any = metadata.state_dict_metadata[index.fqn]
-            size = chunk.chunks[index.index].sizes[0]
-            piece = [index.offset[0], size, where.relative_path, where.offset, where.length]
-            pieces.setdefault(index.fqn, []).append(piece)
-        state = {**json.loads(self.content), "by_rank": [json.loads(about) for about in metadata.planner_data or ()]}
-        state |= {"files": files, "pieces": pieces}
-        (self.new / "state.json").write_text(json.dumps({**state, "crc32": _sum(state)}))
-        for path in (self.new / "state.json", self.new):
+            name, where = result.index.fqn, result.storage_data
+            if isinstance(where, str):  # a file's checksum
+                files[name] = where
+                if not (self.new / name).exists():
+                    raise OSError(errno.ENOENT, "missing here: do all nodes share this folder?", str(self.new / name))
+            else:
+                chunk = metadata.state_dict_metadata[name].chunks[result.index.index]  # type: ignore[union-attr, index]
+                pieces.append([name, *chunk.offsets, *chunk.sizes, where.relative_path, where.offset, where.length])
+        state = self.new / "state.json"
+        state.write_text(json.dumps({**json.loads(self.content), "pieces": pieces}))
+        checksums = self.new / CHECKSUMS
+        checksums.write_text(json.dumps({**files, state.name: _checksum(state)}))
+        for path in (state, checksums, self.new):
             _sync(path)
-        if self.aside:
-            for place, kept in zip((self.old, self.folder), (before(self.aside), self.aside)):
-                if place.exists():
-                    place.rename(kept)
         shutil.rmtree(self.old, ignore_errors=True)
         if self.folder.exists():
             self.folder.rename(self.old)
         self.new.rename(self.folder)
         _sync(self.folder.parent)
-
-
-def _crc(path: Path) -> int:
-    crc = 0
-    with open(path, "rb") as content:
-        while block := content.read(BLOCK_BYTES):
-            crc = zlib.crc32(block, crc)
-    return crc
-
-
-def _sum(state: Mapping[str, Any]) -> int:
-    """Checksum of state.json by its meaning: of everything in it but the checksum."""
-    return zlib.crc32(json.dumps({**state, "crc32": None}, sort_keys=True).encode())
-
-
-def before(folder: Path) -> Path:
-    """Where the state before the one in `folder` is kept."""
-    return folder.with_name(folder.name + ".old")
 
 
 def _sync(path: Path) -> None:
@@ -151,31 +131,53 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_state(place: Path) -> dict[str, Any]:
-    """state.json, if it is what was written."""
-    try:
-        state = json.loads((place / "state.json").read_text())
-    except (OSError, ValueError) as e:
-        raise damaged(place, "state.json", f"{type(e).__name__}: {e}") from e
-    version = state.get("schema_version") if isinstance(state, dict) else None
-    if version != SCHEMA_VERSION:
-        raise OtherState(f"{place / 'state.json'} has schema_version={version!r}; this alstlib reads {SCHEMA_VERSION}")
-    if state.get("crc32") != _sum(state):
-        raise damaged(place, "state.json", "its checksum is not the one that was recorded when it was saved")
-    return state
+def _checksum(path: Path) -> str:
+    with open(path, "rb") as content:
+        return hashlib.file_digest(content, "blake2b").hexdigest()
+
+
+def read_state(folder: str | Path) -> tuple[Path, dict[str, Any]]:
+    """The state's place, and its state.json if that is what was written.
+
+    Raises:
+        OtherState: another alstlib wrote it.
+        ValueError: there is none, or it is damaged.
+    """
+    if (place := find_state(folder)) is None:
+        raise ValueError(_nothing(Path(folder)))
+    check_file(place, "state.json")
+    state = json.loads((place / "state.json").read_text())
+    if (version := state["schema_version"]) != SCHEMA_VERSION:
+        raise OtherState(f"{place} has schema_version={version!r}; this alstlib reads {SCHEMA_VERSION}")
+    return place, state
+
+
+def _nothing(folder: Path) -> str:
+    if not folder.exists():
+        return "there is no such folder; name the folder of a run with checkpoint_every"
+    if any(next(folder.glob(pattern), None) for pattern in OF_DEEPSPEED):
+        return (
+            "it is a checkpoint of DeepSpeed's. To read it is to unpickle it, which runs whatever is in it, and a "
+            "universal one gives the settings of one group of parameters to all of them. To train on from the weights "
+            "alone, turn the checkpoint that DeepSpeed saved into a model with its script zero_to_fp32.py (and "
+            "--safe_serialization), put the model's config.json next to them, and give that folder as the model"
+        )
+    return "it has no training state (state.json); name the folder of a run with checkpoint_every"
 
 
 def check_files(place: Path, state: Mapping[str, Any]) -> None:
-    """Read every file once, each on one rank: it must have the checksum that it had when it was written."""
-    for file in sorted(state["files"])[dist.get_rank() :: dist.get_world_size()]:
-        try:
-            crc = _crc(place / file)
-        except OSError as e:
-            raise damaged(place, file, f"{type(e).__name__}: {e.strerror}") from e
-        if crc != state["files"][file]:
-            raise damaged(place, file, "its checksum is not the one that was recorded when it was saved")
+    """Check the files of the pieces, each on one rank."""
+    files = sorted({file for _, _, _, file, *_ in state["pieces"]})
+    for name in files[dist.get_rank() :: dist.get_world_size()]:
+        check_file(place, name)
 
 
-def damaged(place: Path, file: str, why: str) -> ValueError:
-    remedy = f"; the state saved before it is in {before(place)}" if find_state(before(place)) else ""
-    return ValueError(f"{place / file} is damaged: {why}{remedy}")
+def check_file(place: Path, name: str) -> None:
+    """Raise ValueError unless a file is what was written."""
+    try:
+        if json.loads((place / CHECKSUMS).read_text())[name] != _checksum(place / name):
+            raise ValueError("its checksum is not the one that was recorded")
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        remedy = f"; the state saved before it is in {before(place)}" if find_state(before(place)) else ""
+        why = f"{type(e).__name__}: {e}{remedy}"
+        raise ValueError(f"{place / name} or {CHECKSUMS} next to it is damaged: {why}") from e

@@ -15,12 +15,9 @@ last whole one. Those of another configuration are never continued and never rep
 from __future__ import annotations
 
 import functools
-import itertools
-import json
 import math
 import statistics
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +26,21 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 import alstlib
-from alstlib.config import RunConfig, bound, flat
+from alstlib.config import EQUAL, RunConfig
 from alstlib.data.account import Account
 from alstlib.data.corpus import get_tokenizer, load_corpus, places
 from alstlib.data.samples import tokenize_row
 from alstlib.hf.loading import load_on_first, place
 from alstlib.hf.models import load_model, model_config, put_liger
 from alstlib.hf.zero_config import engine_config
-from alstlib.mesh import gather_text
 from alstlib.offload.ledger import Ledger
-from alstlib.planner.preflight import SLOW_DISK
 from alstlib.runs import locks, results
 from alstlib.runs.progress import Pace
 from alstlib.runs.workers import FINETUNE
 from alstlib.train.engine import host_tensors, reserve_adam_state
-from alstlib.train.files import place_aside
-from alstlib.train.resume import ended, ending
+from alstlib.train.files import move_aside
+from alstlib.train.resume import ended, ending, fields, finished, of_first
+from alstlib.train.state import count, differences, seconds_to_save
 from alstlib.train.worker import Job, run_worker, wait_for
 
 MOST_LOST = 0.01
@@ -52,6 +48,9 @@ MOST_LOST = 0.01
 WATCHED = 2
 """Steps whose memory is watched on a CPU; their times are not taken."""
 ON_CPU = "the engine is DDP: Accelerate knows neither DeepSpeed nor FSDP2 on a CPU"
+BOUND = (*EQUAL, "optim.steps", "engine.zero_stage", "engine.fsdp")
+"""Fields that a checkpoint belongs to, some more than a training state: the schedule ends with the last step, each
+engine has its own files, and a share that is kept back changes the data."""
 
 
 def engine_of(run: RunConfig, gpu: bool) -> str:
@@ -71,21 +70,16 @@ def settings(run: RunConfig, engine: str, bf16: bool, folder: Path, deepspeed: d
         "weight_decay": optim.weight_decay, "max_grad_norm": optim.max_grad_norm, "gradient_checkpointing": False,
         "logging_steps": 1, "logging_nan_inf_filter": False, "disable_tqdm": True, "report_to": "none",
         "eval_strategy": "no" if run.data.eval is None else "steps", "eval_steps": -(-optim.steps // 10),
-        "save_strategy": "steps" if every else "no", "save_steps": every or 500, "save_total_limit": 2,
-        "use_cpu": engine == "ddp",
+        "save_strategy": "steps" if every else "no", "save_steps": every or 500,
+        "save_total_limit": 2, "use_cpu": engine == "ddp",
     }  # fmt: skip
     if engine == "fsdp2":
         made |= {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "FULL_STATE_DICT"}}
     elif engine != "ddp":
-        auto = (
-            "train_micro_batch_size_per_gpu",
-            "train_batch_size",
-            "gradient_accumulation_steps",
-            "gradient_clipping",
-        )
+        auto = "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping"
         zero = {**deepspeed["zero_optimization"], "stage3_gather_16bit_weights_on_model_save": True}
-        config = {**deepspeed, "zero_optimization": zero, **dict.fromkeys(auto, "auto")}
-        made["deepspeed"] = {name: value for name, value in config.items() if name != "optimizer"}
+        made["deepspeed"] = {**deepspeed, "zero_optimization": zero, **dict.fromkeys(auto, "auto")}
+        del made["deepspeed"]["optimizer"]
     return {**made, **run.optim.trainer}
 
 
@@ -99,7 +93,7 @@ class FineTune(Job):
             raise ValueError("dtype='bf16' needs a GPU: on a CPU fine-tuning is in fp32 (dtype='auto')")
         self.check_writable()
         self.notes = [] if self.gpu else [ON_CPU]
-        config = model_config(run.model.name, run.model.config, run.model.trust_remote_code)
+        config = model_config(run.model.name, run.model_config, run.model.trust_remote_code)
         self.vocabulary = config.get_text_config().vocab_size
         self.say(f"reading data '{run.data.name}' and the tokenizer")
         data, others, self.tokenizer = self._documents()
@@ -118,9 +112,7 @@ class FineTune(Job):
             others = self._tokens(load_corpus(run.data.eval), tokenizer, run.data.eval)
         elif run.data.eval is not None:
             if len(made) < 2:
-                raise ValueError(
-                    f"eval_data={run.data.eval} keeps back a share of data='{run.data.name}', one document"
-                )
+                raise ValueError(f"data.eval={run.data.eval} keeps back a share of '{run.data.name}', one document")
             parts = made.train_test_split(test_size=run.data.eval, seed=run.optim.seed)
             made, others = parts["train"], parts["test"]
         # of data that are tokens only the padding token is needed
@@ -130,14 +122,13 @@ class FineTune(Job):
     def _tokens(self, corpus: Any, tokenizer: Any, name: str) -> Any:
         limit, rows = self.run.data.seq_len, len(corpus)
         self.say(f"tokenizing {rows:,} documents of '{name}'")
-
-        pace, done = Pace(self.say, f"tokenizing '{name}'", rows), itertools.count(1)
+        pace = Pace(self.say, f"tokenizing '{name}'", rows)
         split = self.run.optim.trainer.get("packing_strategy") in ("bfd_split", "wrapped")
         read = functools.partial(tokenize_row, tokenizer=tokenizer)
         account = Account(read, f" of '{name}'", None if split else limit, functools.partial(places, name, rows))
 
         def tokens(row: dict[str, Any], number: int) -> dict[str, Any]:
-            pace(next(done))
+            pace(number + 1)
             document = account(row, number)
             self.check_tokens(int(document.ids.max(initial=0)), self.vocabulary)
             size = len(document.ids) if account.trains(document) else 0
@@ -158,12 +149,10 @@ class FineTune(Job):
                 f"{MOST_LOST:.0%}: mend them, or leave them out with allow_dropped: true (alst run --allow-dropped). "
                 + "; ".join(lost)
             )
-        for note in lost:
-            self.say(note)
         self.notes += lost
-        if long := sum(size > limit for size in sizes):
+        if not split and (long := sum(size > limit for size in sizes)):
             how = "with packed=True, trainer={'packing_strategy': 'bfd_split'} cuts nothing off"
-            self.notes += [] if split else [f"{long} of {rows} rows of '{name}' were cut at {limit:,} tokens; {how}"]
+            self.notes.append(f"{long} of {rows} rows of '{name}' were cut at {limit:,} tokens; {how}")
         return made
 
     def _trainer(self, data: Any, others: Any) -> Any:
@@ -191,45 +180,24 @@ class FineTune(Job):
 
     def _last_checkpoint(self) -> str | None:
         """The last whole checkpoint of this configuration, on every rank. Others are moved aside."""
-        found: dict[str, Any] = {"checkpoint": None, "notes": []}
-        if self.rank == 0:
-            found = self._look()
-        found = json.loads(gather_text(json.dumps(found), self.device)[0])
-        self.notes += found["notes"]
-        return found["checkpoint"]
+        last, notes = of_first(self._look() if self.rank == 0 else None, self.device)
+        self.notes += notes
+        return last
 
-    def _look(self) -> dict[str, Any]:
-        run, folder, notes = self.run, self.out / "checkpoints", []
-        now = self._bound(run.to_dict())
+    def _look(self) -> tuple[str | None, list[str]]:
+        folder, bound, notes = self.out / "checkpoints", fields(self.run, BOUND), []
         before = locks.read_object(folder / "run.json") or {}
-        if folder.exists() and (before != now or run.output.resume == "never" or self._finished(now)):
-            folder.rename(aside := place_aside(folder))
-            names = [n for n in now if before.get(n, now[n]) != now[n]]
-            why = ", ".join(f"{n}={before[n]!r} (here {now[n]!r})" for n in names)
-            notes.append(f"checkpoints of {why or 'an earlier run'} are kept in {aside.name} and not continued")
+        if folder.exists() and (before != bound or self.run.output.resume == "never" or finished(self.out, bound)):
+            why = ", ".join(differences(before, bound, before)) or "an earlier run"
+            notes.append(f"checkpoints of {why} are kept in {move_aside(folder).name} and not continued")
         folder.mkdir(parents=True, exist_ok=True)
-        results.write_json(folder / "run.json", now)
+        results.write_json(folder / "run.json", bound)
         # what is cut off lacks the file that is written last
-        whole = [p for p in folder.glob("checkpoint-*") if (p / "trainer_state.json").exists()]
-        last = max(whole, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
-        notes += [f"continued from {last.name}"] if last else []
-        return {"checkpoint": str(last) if last else None, "notes": notes}
-
-    @staticmethod
-    def _bound(fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that a checkpoint belongs to: beyond those of a training state the schedule, which ends with the
-        last step, and the engine, because each has its own files."""
-        more = ("optim.steps", "engine.zero_stage", "engine.fsdp")
-        found = {**bound(fields), **{name: flat(fields).get(name) for name in more}}
-        return json.loads(json.dumps(found, default=str))
-
-    def _finished(self, now: dict[str, Any]) -> bool:
-        """Whether this very run ended well here before: it is repeated from its first step."""
-        try:
-            result = results.read_result(self.out / "result.json")
-        except (OSError, ValueError):
-            return False
-        return result["status"] == "ok" and self._bound(result["config"]) == now
+        whole = [file.parent for file in folder.glob("checkpoint-*/trainer_state.json")]
+        if not whole:
+            return None, notes
+        last = max(whole, key=lambda checkpoint: int(checkpoint.name.rpartition("-")[2]))
+        return str(last), [*notes, f"continued from {last.name}"]
 
     # ----- training
 
@@ -243,37 +211,34 @@ class FineTune(Job):
         state = trainer.state
         if watch.ending is not None:
             raise ended(watch.ending, self.run, state.global_step, self.out / "checkpoints")
-        if self.run.data.eval is not None and all(
-            line["step"] != state.global_step for line in state.log_history if "eval_loss" in line
-        ):
-            trainer.evaluate()
         return self._metrics(state.log_history)
 
     def _metrics(self, history: list[dict[str, Any]]) -> dict[str, Any]:
         run, trainer, watch = self.run, self.trainer, self.watch
-        steps, evaluations = ([line for line in history if name in line] for name in ("loss", "eval_loss"))
-        timed = slice(WATCHED if len(watch.seconds) > WATCHED else 0, None)
-        seconds, tokens = watch.seconds[timed], watch.tokens[timed]
-        peaks = self.gather(*watch.peaks)
-        parameters = {n: getattr(p, "ds_numel", p.numel()) for n, p in trainer.model.named_parameters()}
-        trained = {n for n, p in trainer.model.named_parameters() if p.requires_grad}
-        handle = trainer.handle
+        first = WATCHED if len(watch.seconds) > WATCHED else 0
+        seconds, tokens = watch.seconds[first:], watch.tokens[first:]
+        peaks, handle = self.gather(*watch.peaks), trainer.handle
+        parameters = list(trainer.model.parameters())
+
+        def logged(name: str, of: str = "loss") -> list[Any]:
+            return [line[name] for line in history if of in line]
+
         return {
             "predicted": self.predicted(FINETUNE, trainer.ctx, run.data.seq_len),
             "seq_len": run.data.seq_len,
             "tokens_per_step": round(statistics.median(tokens)) if tokens else None,
             "tokens_per_second": sum(tokens) / sum(seconds) if seconds else None,
             "step_seconds": seconds,
-            "loss": [line["loss"] for line in steps],
-            "loss_steps": [line["step"] for line in steps],
-            "learning_rate": [line["learning_rate"] for line in steps],
-            "eval_loss": [line["eval_loss"] for line in evaluations],
-            "eval_steps": [line["step"] for line in evaluations],
+            "loss": logged("loss"),
+            "loss_steps": logged("step"),
+            "learning_rate": logged("learning_rate"),
+            "eval_loss": logged("eval_loss", of="eval_loss"),
+            "eval_steps": logged("step", of="eval_loss"),
             "device_peak_bytes": [device for device, _ in peaks],
             "host_peak_bytes": [host for _, host in peaks],
             "engine": self.engine,
-            "parameters": sum(parameters.values()),
-            "trained_parameters": sum(parameters[n] for n in trained),
+            "parameters": count(parameters),
+            "trained_parameters": count(p for p in parameters if p.requires_grad),
             "saved_to": run.output.save_to,
             "backend": handle.attention.backend_name,
             "notes": [*self.notes, *handle.notes],
@@ -310,16 +275,15 @@ class Watch(TrainerCallback):
         self.tokens: list[int] = []
         self.ledger: Ledger | None = None
         self.peaks = (0, 0)
-        self.ends: list[float] = []
         self.ending: type[Exception] | None = None
         """Why the training ends before its last step."""
-        self.saving = 12 * sum(getattr(p, "ds_numel", p.numel()) for p in job.trainer.model.parameters()) / SLOW_DISK
+        self.saving = seconds_to_save(job.trainer.model)
         """Seconds that a checkpoint takes: guessed before the first."""
         self.evaluated = 0
-        """Batches of the evaluation that runs."""
+        """Batches that the evaluation which runs has done."""
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        job = self.job
+        job, self.started = self.job, time.perf_counter()
         self.ledger = Ledger(job.device, [job.trainer.handle.store], job.run.limits.device_memory).__enter__()
         engine = getattr(job.trainer, "deepspeed", None)
         if engine is not None and isinstance(getattr(engine.optimizer, "optimizer", None), torch.optim.AdamW):
@@ -330,21 +294,25 @@ class Watch(TrainerCallback):
         self.began, self.seen = time.perf_counter(), self.job.trainer._total_train_tokens
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        wait_for(self.job.device)
-        self.ends.append(time.perf_counter())
-        self.seconds.append(self.ends[-1] - self.began)
-        self.tokens.append(self.job.trainer._total_train_tokens - self.seen)
-        if len(self.seconds) == WATCHED and not self.job.gpu:
+        job = self.job
+        wait_for(job.device)
+        self.ended = time.perf_counter()
+        self.seconds.append(self.ended - self.began)
+        self.tokens.append(job.trainer._total_train_tokens - self.seen)
+        if len(self.seconds) == WATCHED and not job.gpu:
             self.close()
-        if self.job.run.output.checkpoint_every and state.global_step < state.max_steps:
+        if state.global_step >= state.max_steps:
+            control.should_evaluate = control.should_evaluate or job.run.data.eval is not None
+        elif job.run.output.checkpoint_every:
             needs = 1.2 * max(self.seconds[-10:]) + 2 * self.saving + 1
-            if (why := ending(self.job.out, needs, self.job.device)) is not None:
-                self.ending, control.should_save, control.should_training_stop = why, True, True
+            self.ending = ending(job.out, needs, job.device)
+            if self.ending:
+                control.should_save = control.should_training_stop = True
         if not control.should_log:
             self._tell(state)
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        self.saving = time.perf_counter() - self.ends[-1]
+        self.saving = time.perf_counter() - self.ended
 
     def on_prediction_step(self, *_: Any, **given: Any) -> None:
         if not self.evaluated:
@@ -365,17 +333,15 @@ class Watch(TrainerCallback):
             self._tell(state, message=f"evaluation: loss {logs['eval_loss']:.4f}")
 
     def _tell(self, state: Any, **fields: Any) -> None:
-        last = self.ends[-11:] if len(self.ends) > 1 else [0.0, *self.seconds]  # with evaluations and checkpoints
-        usual = (last[-1] - last[0]) / max(1, len(last) - 1)
-        pace = {"tokens_per_second": self.tokens[-1] / self.seconds[-1]} if self.seconds else {}
+        usual = (time.perf_counter() - self.started) / len(self.seconds)  # with evaluations and checkpoints
         self.job.progress.emit(
             "step", row=self.job.run.row, seq_len=self.job.run.data.seq_len, step=state.global_step,
-            steps=state.max_steps,
-            eta_seconds=(state.max_steps - state.global_step) * usual, **pace, **fields,
+            steps=state.max_steps, eta_seconds=(state.max_steps - state.global_step) * usual,
+            tokens_per_second=self.tokens[-1] / self.seconds[-1], **fields,
         )  # fmt: skip
 
     def close(self) -> None:
-        """Memory is watched no longer."""
+        """Watch the memory no longer."""
         if self.ledger is not None:
             self.peaks = (self.ledger.device_peak, self.ledger.host_peak)
             self.ledger.close()

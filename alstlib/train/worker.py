@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from alstlib.config import RunConfig
 from alstlib.data.corpus import get_tokenizer, has_tokenizer
@@ -27,7 +27,7 @@ from alstlib.runs import results, workers
 from alstlib.runs.packages import tokenizer_name
 from alstlib.runs.processes import answer_where, die_with_parent
 from alstlib.runs.progress import Progress
-from alstlib.train.resume import Timeout, Warned
+from alstlib.train.resume import Timeout, Warned, of_first
 
 LONGEST_SECONDS = 30 * 86400.0
 """That a rank waits for others where no limit is set: a time that the backends can count."""
@@ -92,23 +92,15 @@ class Job:
 
     def gather(self, *values: int) -> list[list[int]]:
         """Every rank's `values`, in the order of ranks."""
-        mine = torch.tensor(values, device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
-        return [t.tolist() for t in everyone]
+        return [json.loads(text) for text in gather_text(json.dumps(values), self.device)]
 
     def check_writable(self) -> None:
         """Raise OSError on every rank if rank 0 cannot write to `save_to`: told before the steps, not after. A folder
         that is not there is not made yet: a run that fails leaves none."""
-        problem = ""
-        if self.run.output.save_to and self.rank == 0:
-            folder = Path(self.run.output.save_to).absolute()
-            try:
-                tempfile.TemporaryFile(dir=next(p for p in (folder, *folder.parents) if p.exists())).close()
-            except OSError as e:
-                problem = f"save_to='{self.run.output.save_to}' cannot be written to: {e.strerror or e}"
-        if problem := gather_text(problem, self.device)[0]:
-            raise OSError(problem)
+        folder = Path(self.run.output.save_to or self.out).absolute()
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+        if not of_first(there.is_dir() and os.access(there, os.W_OK), self.device):
+            raise OSError(f"save_to='{self.run.output.save_to}' cannot be written to")
 
     def tokenizer_for(self, corpus: Any, vocabulary: int) -> Any:
         """The run's tokenizer; None where the data are tokens already."""
@@ -148,6 +140,7 @@ def begin() -> torch.device:
     return device
 
 
+@record
 def run_worker(doc: str | None, job: Callable[[RunConfig, Path], Any]) -> None:
     """What every worker does: read the configuration, join the ranks, `work`."""
     parser = argparse.ArgumentParser(description=doc)
@@ -192,16 +185,13 @@ def work(run: RunConfig, out: Path, job: Callable[[RunConfig, Path], Any]) -> No
         metrics = working()
         if run.output.save_to and hasattr(working, "finish"):
             if first:
-                write(
-                    "error",
-                    type="Unfinished",
-                    message=f"the steps are done, but the model was not saved to '{run.output.save_to}'",
-                )
+                unsaved = f"the steps are done, but the model was not saved to '{run.output.save_to}'"
+                write("error", type="Unfinished", message=unsaved)
             dist.barrier()  # another rank's error comes after this, and stays
             working.finish()
     except BaseException as e:
-        kinds = {Timeout: "timeout", Warned: "cancelled"}
-        status = "oom" if ran_out(e) else next((name for kind, name in kinds.items() if isinstance(e, kind)), "error")
+        kinds: dict[type, str] = {Timeout: "timeout", Warned: "cancelled"}
+        status = "oom" if ran_out(e) else kinds.get(type(e), "error")
         if claim(out):
             shared = isinstance(e, ValueError | OSError)  # of settings, data and files: every rank raises it
             whose = {} if ranks == 1 or shared else {"rank": dist.get_rank()}

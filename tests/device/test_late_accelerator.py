@@ -296,7 +296,7 @@ def trained(rank: int, world: int, out: Path, budget: int) -> dict[str, Any]:
         mock.patch("alstlib.train.engine.place"),
         contextlib.suppress(torch.OutOfMemoryError),
     ):
-        worker.work(run, out, ablation.Trainer)
+        worker.work(run, out, ablation.AblationRun)
     module.limit(1.0)
     return results.read_result(out / "result.json")
 

@@ -22,22 +22,22 @@ def struck(fault: str, loss: Any) -> Any:
     return loss * float("nan") if fault == "nan" else loss
 
 
-class Faulty(ablation.Trainer):
+class Faulty(ablation.AblationRun):
     """Its rank `RANK` is struck when step `AT + 1` begins and the training state of step `AT` is on disk."""
 
-    def steps(self, seq_len: int, count: int, event: str, states: Any, *args: Any) -> Any:
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         backward, done = self.engine.backward, 0
 
         def faulty(loss: Any) -> Any:
             nonlocal done
             done += 1
             if done == AT + 1 and self.rank == RANK:
-                futures.wait([states.saver.pending])
+                futures.wait([self.states.saver.pending])
                 loss = struck(os.environ["FAULT"], loss)
             return backward(loss)
 
         self.engine.backward = faulty
-        return super().steps(seq_len, count, event, states, *args)
 
 
 if __name__ == "__main__":

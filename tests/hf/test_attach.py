@@ -429,7 +429,7 @@ def test_evaluation_is_plain(kind: str, options: Fields) -> None:
             assert handle.store.nbytes == 0
     assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-6)
     assert torch.allclose(logits, want.logits, rtol=1e-5, atol=1e-5)
-    assert isinstance(got.logits, torch.Tensor) != bool(options["tiled_loss"])
+    assert isinstance(got.logits, torch.Tensor) != bool(options["tiles"])
     assert not got.loss.requires_grad
 
 

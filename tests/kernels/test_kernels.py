@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from alstlib import reference
-from alstlib.config import Attention
 from alstlib.kernels import calls
 from alstlib.kernels.attention import merge, sinks_backward
 from alstlib.kernels.backends import BACKENDS, PACKAGES, choose_backend
 from alstlib.kernels.rule import Rule
 from alstlib.offload.ledger import Ledger
+from alstlib.options import Kernel
 from alstlib.ulysses.attention import row_delta
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
@@ -280,7 +280,7 @@ def test_auto_prefers_an_installed_flash_attn(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if "cute" in name else None)
     assert choose_backend("auto", cuda, torch.bfloat16, 128).name == "flash_attention_4"
     assert choose_backend("auto", torch.device("cpu"), torch.float32, 128).name == "cpu"
-    assert set(get_args(Attention)) == {"sdpa", "auto", *BACKENDS}
+    assert set(get_args(Kernel)) == {"sdpa", "auto", *BACKENDS}
 
 
 # ----- against torch's own attention in the same precision

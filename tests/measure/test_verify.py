@@ -124,7 +124,7 @@ def test_the_pages_command(here: None, tmp_path: Path, capsys: pytest.CaptureFix
     assert first == f"{path}: a step of a small model on 2 CPU ranks is compared with plain transformers"
     shown = " ".join(" ".join(lines).split())
     for text in ("hidden_size 4096 -> 256", "one kind of layer, 32 query and 8 key/value heads", "chunk 4",
-                 "offload async", "sp 1 whole equal loss", "sp 2 packed equal loss", "(float32)"):  # fmt: skip
+                 "offload async", "1 whole equal ", "2 packed equal ", " float32"):  # fmt: skip
         assert text in shown, text
     assert re.fullmatch(
         r"equal: loss and every gradient are those of plain transformers, to \d\.\de-0[67] \(\d+ s\)", last
@@ -162,9 +162,9 @@ def test_a_module_that_mixes_tokens_is_named(
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda mlp, x: forward(mlp, x + x.mean(1, keepdim=True)))
     assert cli.main(["verify", "tiny", "--sp", "1"]) == 1
     out = capsys.readouterr().out
-    assert re.search(
-        r"sp 1  whole   differs  loss .* in model.layers.0.mlp.gate_proj \(Linear\): its output is off", out
-    )
+    shown = " ".join(out.split())
+    assert "1 whole differs " in shown
+    assert "in model.layers.0.mlp.gate_proj (Linear): its output is off" in shown
     assert out.splitlines()[-1].startswith("differs: 2 of 2 cases; first in model.layers.0.mlp.gate_proj")
 
 

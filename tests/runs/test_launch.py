@@ -19,7 +19,7 @@ from cases import READS_PROC, wait_for
 
 from alstlib.config import PAPER_ROWS, RunConfig, row_config
 from alstlib.planner import devices, preflight
-from alstlib.runs import launch, nodes, processes, progress, results, torchrun
+from alstlib.runs import launch, processes, progress, results, torchrun
 from alstlib.runs.progress import ProgressReader
 
 TESTS = Path(__file__).parent
@@ -31,9 +31,9 @@ def fake(what: str, **fields) -> RunConfig:
     return RunConfig(model={"config": {"fake": what}}, **fields)
 
 
-def start(what: str, out: Path, *, timeout: float = 200, world_size: int = 0, **kw):
-    config = fake(what, timeout=timeout, world_size=world_size)
-    return launch.launch(config, out, worker="fake_worker", extra_env=PATHS, **kw)
+def start(what: str, out: Path, on_progress=None, **fields):
+    config = fake(what, **{"timeout": 200, **fields})
+    return launch.launch(config, out, worker="fake_worker", extra_env=PATHS, on_progress=on_progress)
 
 
 def processes_of(out: Path) -> dict[int, str]:
@@ -49,13 +49,13 @@ def processes_of(out: Path) -> dict[int, str]:
     return found
 
 
-def in_thread(what: str, out: Path, **kw) -> list[launch.RunFailed]:
+def in_thread(what: str, out: Path, **fields) -> list[launch.RunFailed]:
     """Launch in a thread; the list gets what was raised."""
     raised: list[launch.RunFailed] = []
 
     def run():
         try:
-            start(what, out, **kw)
+            start(what, out, **fields)
         except launch.RunFailed as e:
             raised.append(e)
 
@@ -181,13 +181,13 @@ def test_a_rank_that_is_killed_is_the_one_that_is_named(tmp_path):
 @pytest.mark.skipif(not READS_PROC, reason="reads /proc")
 def test_a_rank_that_is_stopped_ends_the_run_within_the_limit_and_is_named(tmp_path):
     with pytest.raises(launch.RunFailed, match="Stalled: no step ended for step_timeout=40 s: the last step was 2 of"):
-        launch.launch(fake("stopped", step_timeout=40), tmp_path, worker="fake_worker", extra_env=PATHS)
+        start("stopped", tmp_path, timeout=None, step_timeout=40)
     events = launch.ProgressReader(tmp_path / "progress.jsonl").read()
     *_, last = (e["time"] for e in events if e["event"] == "step")
     ended = (tmp_path / "result.json").stat().st_mtime
     assert ended - last < 40 + processes.GRACE_SECONDS, "SIGTERM waits for SIGCONT"
     message = results.read_result(tmp_path / "result.json")["error"]["message"]
-    assert "; rank 1 was stopped (SIGSTOP, or a debugger); rank 0 was in " in message
+    assert "; rank 1: stopped (SIGSTOP, or a debugger); rank 0: in " in message
     assert not processes_of(tmp_path)
 
 
@@ -425,7 +425,7 @@ def test_only_rank_0_writes(tmp_path):
 
 
 def test_a_callback_that_fails_is_dropped(tmp_path):
-    run = launch._Run(fake("ok"), tmp_path, lambda event: 1 / 0, nodes.Followers(nodes.Meeting()))
+    run = launch._Run(fake("ok"), tmp_path, lambda event: 1 / 0)
     launch.Progress(tmp_path / "progress.jsonl").emit("step")
     with pytest.warns(UserWarning, match="on_progress failed"):
         run.follow()
@@ -518,8 +518,7 @@ def test_ranks_are_told_the_time_limit(tmp_path, monkeypatch, timeout, seconds):
 ])  # fmt: skip
 @pytest.mark.slow
 def test_a_search_goes_on_in_a_new_process_where_memory_ran_out(tmp_path, what, search, status, starts):
-    config = fake(what, timeout=200, world_size=1, search=search)
-    result = launch.launch(config, tmp_path, worker="fake_worker", extra_env=PATHS)
+    result = start(what, tmp_path, world_size=1, search=search)
     assert result["status"] == status
     assert sum(e.get("peak") == 100 for e in ProgressReader(tmp_path / "progress.jsonl").read()) == starts
     assert len(list((tmp_path / "logs").iterdir())) == starts

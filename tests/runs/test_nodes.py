@@ -1,4 +1,4 @@
-"""Several nodes, as launchers on this machine: a head and a follower, with schedulers' variables and real torchrun."""
+"""Several nodes: what Slurm or options say of them, and runs on two, which a launcher starts on this machine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,99 +18,91 @@ import psutil
 import pytest
 import yaml
 from cases import READS_PROC, listening, wait_for
-from test_launch import PATHS, fake, pids_of, processes_of
+from test_launch import PATHS, in_thread, processes_of, start
 
 from alstlib import sizing
 from alstlib.config import RunConfig
 from alstlib.planner import devices
-from alstlib.runs import cli, cluster, follower, launch, nodes, processes, results, torchrun
+from alstlib.runs import cli, cluster, launch, node_reports, processes, results, torchrun
 
-SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
-
-
-def command(*argv: Any, rank: int | None = None, **env: str) -> subprocess.Popen[bytes]:
-    """`alst ...` as SkyPilot would start it on a node."""
-    sky = {} if rank is None else {**SKYPILOT, "SKYPILOT_NODE_RANK": str(rank)}
-    env = {**os.environ, **PATHS, **sky, **env}
-    argv = (sys.executable, "-m", "alstlib.runs.cli", *map(str, argv))
-    return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+TWICE = shlex.join([sys.executable, str(Path(__file__).with_name("twice.py"))])
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_CPUS_ON_NODE": "16", "SLURM_GPUS_ON_NODE": "8"}
 
 
-@contextlib.contextmanager
-def two_nodes(folder: Path, patience: float = 60.0) -> Iterator[Path]:
-    """This process is the head of a sweep; the file where the nodes meet."""
-    path = folder / nodes.FILE
-    with nodes.lead(path, cluster.Nodes(count=2, head="127.0.0.1"), patience) as told:
-        yield path
-        told[0] = 0
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in cluster.Nodes(count=2, launcher=tuple(shlex.split(TWICE))).variables().items():
+        monkeypatch.setenv(name, value)
 
 
-def node_1(path: Path) -> subprocess.Popen[bytes]:
-    code = "from alstlib.runs import cluster, follower; import pathlib, sys\n"
-    code += "node = cluster.Nodes(count=2, rank=1); sys.exit(follower.follow(pathlib.Path(sys.argv[1]), node, 60))"
-    return subprocess.Popen([sys.executable, "-c", code, str(path)], env={**os.environ, **PATHS})
+def of_run(out: Path) -> list[psutil.Process]:
+    """All processes of a run: its launcher, agents and ranks."""
+    found = (pid for attempt in (out / "logs").glob("*") for pid in processes.processes(attempt.name))
+    return [psutil.Process(pid) for pid in found if psutil.pid_exists(pid)]
 
 
-def run_fake(what: str, out: Path, **fields: Any) -> dict[str, Any]:
-    config = fake(what, timeout=200, world_size=2, **fields)
-    return launch.launch(config, out, worker="fake_worker", extra_env=PATHS)
+def agent_of(out: Path, node: int) -> psutil.Process:
+    """A node's agent."""
+    agents = [process for process in of_run(out) if process.cmdline()[1:3] == ["-m", torchrun.AGENT]]
+    return next(agent for agent in agents if agent.environ()["ALST_NODE_RANK"] == str(node))
 
 
-# What schedulers say
-
-SLURM = {
-    "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_STEP_NODELIST": "gpu[004-005,9]", "SLURM_NODEID": "1", "SLURM_GPUS_ON_NODE": "8",
-}  # fmt: skip
+# Which nodes there are
 
 
-@pytest.mark.parametrize("env, system, count, rank, head", [
-    (SLURM, "Slurm", 3, 1, "gpu004"),
-    ({**SKYPILOT, "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}, "SkyPilot", 2, 1, "127.0.0.1"),
-    ({"PET_NNODES": "4", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "run-master-0"}, "Kubeflow", 4, 0, "run-master-0"),
-    ({"DSTACK_NODES_NUM": "2", "DSTACK_NODE_RANK": "1", "DSTACK_MASTER_NODE_IP": "10.0.0.4",
-      "DSTACK_GPUS_PER_NODE": "8"}, "dstack", 2, 1, "10.0.0.4"),
+@pytest.mark.parametrize("env, given, count, launcher, head", [
+    ({}, (), 1, "", "127.0.0.1"),
+    (SLURM, (), 3, "srun --overlap --nodes=3 --ntasks=3 --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 "
+     "--wait=60 --cpus-per-task=16 --gpus-per-node=8", "10.0.0.7"),
+    (SLURM, (1,), 1, "", "127.0.0.1"),
+    (SLURM, (2, "true -n 2"), 2, "true -n 2", "10.0.0.7"),
+    ({}, (2, "true -n 'a b'", "n1"), 2, "true -n 'a b'", "n1"),
+    ({"ALST_NODES": "4", "ALST_LAUNCHER": "true", "ALST_HEAD": "n7"}, (), 4, "true", "n7"),
+    ({}, (2, "true"), 2, "true", socket.gethostname()),
 ])  # fmt: skip
-def test_variables_of_schedulers(monkeypatch, env, system, count, rank, head):
+def test_which_nodes_there_are(monkeypatch, env, given, count, launcher, head):
     monkeypatch.setattr(devices, "device_count", lambda: 8)
-    found = cluster.here(env=env)
-    assert (found.system, found.count, found.rank, found.head) == (system, count, rank, head)
-    assert found.gpus in (8, None)
-    with pytest.raises(
-        ValueError, match=f"--nodes 5 does not match the {count} nodes that the variables of {system} name"
-    ):
-        cluster.here(5, env=env)
-    assert cluster.here(1, env=env).count == 1
-    monkeypatch.setattr(devices, "device_count", lambda: 0)
-    if found.gpus:
-        with pytest.raises(ValueError, match=f"{system} gave this node 8 GPUs, but PyTorch can use 0"):
-            cluster.here(env=env)
+    monkeypatch.setattr(cluster, "_ask", lambda what, name: {"NodeAddr": "10.0.0.7"})
+    monkeypatch.setattr(cluster.shutil, "which", lambda name: f"/bin/{name}")
+    found = cluster.here(*given, env=env)
+    assert (found.count, shlex.join(found.launcher), found.head) == (count, launcher, head)
+    assert cluster.told(found.variables()) == found
+    assert cluster.told({"ALST_NODES": "2", **SLURM}) == cluster.Nodes(), "an opened notebook"
 
 
-def test_flags_and_wrong_variables(monkeypatch):
-    assert cluster.here(env={}).count == 1
-    given = cluster.here(2, 1, "n1:29500", {})
-    assert (given.count, given.rank, given.head) == (2, 1, "n1:29500")
-    for flags, says in (((2, 1, None), "go together"), ((2, 2, "n1"), "must be from 0 to 1")):
-        with pytest.raises(ValueError, match=says):
-            cluster.here(*flags, env={})
-    with pytest.raises(ValueError, match=r"PET_NNODES='1:4' is not a number"):
-        cluster.here(env={"PET_NNODES": "1:4", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "m"})
-    with pytest.raises(ValueError, match=r"6 tasks on 3 nodes, but each node needs one: use srun --ntasks-per-node=1"):
-        cluster.here(env={**SLURM, "SLURM_STEP_NUM_TASKS": "6"})
-    with pytest.raises(ValueError, match=r"several nodes, but the command was started on only one"):
-        cluster.here(env={"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"})
-    assert cluster.here(env={"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}).count == 1
+@pytest.mark.parametrize("env, given, says", [
+    ({}, (2,), "--nodes 2 needs --launcher CMD outside of a Slurm job"),
+    (SLURM, (5,), "--nodes 5 does not match the 3 nodes of this Slurm job"),
+    ({**SLURM, "SLURM_STEP_NUM_TASKS": "3"}, (), "srun started this command 3 times, but it must be started once"),
+    ({**SLURM, "SLURM_GPUS_ON_NODE": "4"}, (), "Slurm gave this node 4 GPUs, but PyTorch can use 8"),
+    ({}, (2, "no-such-launcher -n 2"), "--launcher no-such-launcher -n 2: there is no command 'no-such-launcher'"),
+])  # fmt: skip
+def test_nodes_that_cannot_be(monkeypatch, env, given, says):
+    monkeypatch.setattr(devices, "device_count", lambda: 8)
+    with pytest.raises(ValueError, match=says):
+        cluster.here(*given, env=env)
+
+
+@pytest.mark.parametrize("env, says", [
+    ({"ALST_NODE_RANK": "1", "SLURM_PROCID": "0"}, 1), ({"OMPI_COMM_WORLD_RANK": "1"}, 1), ({"SLURM_PROCID": "0"}, 0),
+    ({}, "the launcher sets none of ALST_NODE_RANK, OMPI_COMM_WORLD_RANK, .*Let it set ALST_NODE_RANK to 0 on the"),
+    ({"PMI_RANK": "2"}, "PMI_RANK=2 must be from 0 to 1"), ({"ALST_NODE_RANK": "a"}, "ALST_NODE_RANK=a must be from 0"),
+])  # fmt: skip
+def test_the_rank_of_a_node(env, says):
+    if isinstance(says, int):
+        assert torchrun.node_rank(2, env) == says
+        return
+    with pytest.raises(ValueError, match=says):
+        torchrun.node_rank(2, env)
+
+
+def test_the_heads_address_is_one_that_others_reach(monkeypatch):
+    assert torchrun.free_port("127.0.0.1") > 0
+    with pytest.raises(ValueError, match=r"--head 192\.0\.2\.1: this node cannot listen there"):
+        torchrun.free_port("192.0.2.1")
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **kw: [(2, 1, 6, "", ("127.0.1.1", 0))])
-    with pytest.raises(ValueError, match=r"--head n1 means 127\.0\.1\.1 on this node, which no other node can reach"):
-        nodes.open_meeting(Path("nowhere"), cluster.Nodes(count=2, head="n1"), 1)
-
-
-@pytest.mark.parametrize(
-    "names, first", [("n[1-2]", "n1"), ("n[001-003,7],m5", "n001"), ("a,b", "a"), ("r[2,4]n[1-8]", "r2n1")]
-)
-def test_the_first_host_of_slurm(names, first):
-    assert cluster.first_host(names) == first
+    with pytest.raises(ValueError, match=r"n1 means 127\.0\.1\.1 on this node, which no other node can reach"):
+        torchrun.free_port("n1")
 
 
 def test_a_run_ends_before_its_job(monkeypatch):
@@ -124,7 +114,7 @@ def test_a_run_ends_before_its_job(monkeypatch):
     assert cluster.job_seconds(4920) == 40
     monkeypatch.delenv("SLURM_JOB_END_TIME")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(cluster, "_ask", lambda *command: {"EndTime": "2026-01-31T12:00:00"})
+    monkeypatch.setattr(cluster, "_ask", lambda what, name: {"EndTime": "2026-01-31T12:00:00"})
     assert cluster.job_end() == time.mktime((2026, 1, 31, 12, 0, 0, 0, 0, -1))
 
 
@@ -133,25 +123,23 @@ def test_gloo_gets_the_interface_that_reaches_the_head(tmp_path, monkeypatch):
     """A node's own name may mean an address that no other node reaches."""
     assert torchrun.interface("127.0.0.1") == "lo"
     assert torchrun.interface("no.such.host.invalid") is None
-    given: list[str | None] = []
-    monkeypatch.setattr(torchrun, "start", lambda argv, env, log: given.append(env.get("GLOO_SOCKET_IFNAME")))
-    attempt = torchrun.Attempt(id="a", config={"engine.world_size": 2}, out=str(tmp_path), worker="w", nodes=2, port=1)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    attempt.begin(str(tmp_path), 1)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    attempt.begin(str(tmp_path), 1)
-    assert given == ["lo", "eth7"]
+    attempt = torchrun.Attempt(id="a", config={"world_size": 2}, out=str(tmp_path), worker="w", nodes=2, port=1)
+    for given, used in ((None, "lo"), ("eth7", "eth7")):
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        if given:
+            monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
+        assert attempt.environment(str(tmp_path))["GLOO_SOCKET_IFNAME"] == used
 
 
-def test_the_flags_can_be_variables(monkeypatch, capsys, spec):
-    for name, value in (("ALST_NODES", "2"), ("ALST_NODE_RANK", "2"), ("ALST_HEAD", "n1")):
-        monkeypatch.setenv(name, value)
-    assert cli.main(["run", str(spec)]) == 2
-    assert "--node-rank 2 must be from 0 to 1, because --nodes is 2" in capsys.readouterr().err
-    monkeypatch.setenv("ALST_GRACE", "soon")
-    with pytest.raises(SystemExit):
-        cli.main(["run", str(spec)])
-    assert "argument --grace: invalid float value: 'soon'" in capsys.readouterr().err
+def test_what_other_nodes_get_is_one_argument_that_any_shell_leaves_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "")
+    config = {"world_size": 2, "model": "a 'b' $c"}
+    attempt = torchrun.Attempt(id="a", config=config, out=str(tmp_path), worker="w", nodes=2, head="n1", port=1)
+    *start, flag, text = attempt.command(["pdsh", "-w", "n[1-2]"])
+    assert start[:5] == ["pdsh", "-w", "n[1-2]", "env", "ALST_RUN_ID=a"]
+    assert flag == torchrun.ATTEMPT_FLAG
+    assert shlex.quote(text.replace("=", "")) == text.replace("=", "")
+    assert torchrun.read_attempt(text) == attempt
 
 
 def test_ranks_know_when_the_job_ends(tmp_path, monkeypatch):
@@ -165,7 +153,7 @@ def test_ranks_know_when_the_job_ends(tmp_path, monkeypatch):
     monkeypatch.setenv(cluster.JOB_END_VARIABLE, str(time.time() + 1000))
     for timeout, seconds in ((5000, 1000 - cluster.MARGIN_SECONDS), (None, 1000 - cluster.MARGIN_SECONDS), (300, 300)):
         with pytest.raises(OSError, match="not now"):
-            launch.launch(RunConfig(model={"name": "tiny"}, limits={"timeout": timeout}), tmp_path)
+            launch.launch(RunConfig(model="tiny", timeout=timeout), tmp_path)
         assert given[-1] - time.time() == pytest.approx(seconds, abs=30)
 
 
@@ -175,21 +163,21 @@ def test_ranks_know_when_the_job_ends(tmp_path, monkeypatch):
 @pytest.fixture
 def spec(tmp_path):
     path = tmp_path / "spec.yaml"
-    base = {"model.name": "tiny", "data.seq_len": 64, "optim.steps": 2, "engine.sp": 0, "engine.world_size": 2}
+    base = {"model": "tiny", "seq_len": 64, "steps": 2, "sp": 0, "world_size": 2}
     path.write_text(yaml.safe_dump({"name": "two", "base": base, "rows": ["alst"]}))
     return path
 
 
 def test_nodes_are_submitted_as_a_job(tmp_path, monkeypatch, capsys, spec):
-    for name in (*SLURM, *SKYPILOT, "ALST_NODES"):
+    for name in (*SLURM, *cluster.Nodes().variables()):
         monkeypatch.delenv(name, raising=False)
     argv = ["run", str(spec), "--out", str(tmp_path / "out"), "--nodes", "2", "--sbatch", "--time=60 --partition='a b'"]
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert cli.main(argv) == 2
-    assert f"alst run {spec} --out={tmp_path / 'out'} --patience=600 --nodes 2 --node-rank R" in capsys.readouterr().err
+    assert cli.main([*argv, "--retry=error"]) == 2
+    assert "--nodes 2 needs --launcher CMD outside of a Slurm job" in capsys.readouterr().err
     (tmp_path / "sbatch").write_text(f'#!/bin/sh\necho "$ALST_PYTHON $@" > {tmp_path / "given"}\necho "42;cluster"\n')
     (tmp_path / "sbatch").chmod(0o755)
-    assert cli.main(argv) == 0
+    assert cli.main([*argv, "--retry=error", "--rows", "alst", "--fail-fast"]) == 0
     said = capsys.readouterr().out
     assert "job 42 on 2 nodes" in said
     assert f"tail -F {tmp_path / 'out' / 'slurm-42.log'}" in said
@@ -198,11 +186,25 @@ def test_nodes_are_submitted_as_a_job(tmp_path, monkeypatch, capsys, spec):
     assert given.startswith(
         f"{sys.executable} --parsable --nodes=2 --job-name=alst-out --output={tmp_path}/out/slurm-%j"
     )
-    assert f"--time=60 --partition=a b {cluster.TEMPLATE} {spec} --out={tmp_path / 'out'} --patience=600\n" in given
+    words = f"{spec} --out {tmp_path / 'out'} --retry=error --rows alst --fail-fast\n"
+    assert f"--time=60 --partition=a b {cluster.TEMPLATE} {words}" in given, "all but what is about the job"
     assert cluster.TEMPLATE.read_text().startswith("#!/usr/bin/env bash\n#SBATCH")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert cli.main(argv) == 2
-    assert f"srun --nodes=2 --ntasks-per-node=1 alst run {shlex.quote(str(spec))}" in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_the_launcher_and_a_wrong_one_is_refused(capsys, spec):
+    several = ["run", str(spec), "--dry-run", "--nodes", "2", "--head", "127.0.0.1", "--launcher"]
+    assert cli.main([*several, "true -n 2"]) == 0
+    agent = "-m alstlib.train.agent --nnodes 2 --rdzv-endpoint 127.0.0.1:0 --rdzv-id"
+    assert f"which starts  true -n 2 {sys.executable} {agent}" in capsys.readouterr().out
+    assert cli.main([*several, "no-such-launcher"]) == 2
+    assert "--launcher no-such-launcher: there is no command 'no-such-launcher'" in capsys.readouterr().err
+
+
+def test_the_grace_can_be_a_variable(monkeypatch, capsys, spec):
+    monkeypatch.setenv("ALST_GRACE", "soon")
+    with pytest.raises(SystemExit):
+        cli.main(["run", str(spec)])
+    assert "argument --grace: invalid float value: 'soon'" in capsys.readouterr().err
 
 
 def test_parameters_of_the_notebook_are_a_single_run(tmp_path):
@@ -210,8 +212,8 @@ def test_parameters_of_the_notebook_are_a_single_run(tmp_path):
     path.write_text("{row: alst, seq_len: 4K, config: {model: tiny, steps: 5}, worker: alstlib.train.ablation}")
     found = cli.load_spec(path, nodes=2)
     run = found.rows["alst"]
-    assert (run.model.name, run.data.seq_len, run.optim.steps, run.options.tile("mlp")) == ("tiny", 4000, 5, True)
-    assert run.engine.world_size == run.engine.sp == 2 * (devices.device_count() or 2)
+    assert (run.model, run.seq_len, run.steps, run.tiled_mlp) == ("tiny", 4000, 5, True)
+    assert run.world_size == run.sp == 2 * (devices.device_count() or 2)
     path.write_text("{model: tiny}")
     assert list(cli.load_spec(path).rows) == ["run"]
     path.write_text("{name: x, base: {}}")
@@ -219,174 +221,149 @@ def test_parameters_of_the_notebook_are_a_single_run(tmp_path):
         cli.load_spec(path)
 
 
+# Runs on two nodes
+
+
 @pytest.mark.launch
-def test_a_sweep_on_two_nodes(tmp_path, spec):
-    """Real ranks; the follower is there first, and both end with the sweep."""
-    out = tmp_path / "out"
-    argv = ("run", spec, "--out", out, "--patience", "120")
-    started = [command(*argv, rank=rank, CUDA_VISIBLE_DEVICES="") for rank in (1, 0)]
-    said = [process.communicate(timeout=300)[0].decode() for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
-    result = results.read_result(out / "alst" / "result.json")
-    assert result["status"] == "ok"
-    assert result["config"]["world_size"] == result["config"]["sp"] == 2
-    assert len(result["metrics"]["loss"]) == 2
-    assert len(result["metrics"]["device_peak_bytes"]) == 2
+def test_a_sweep_on_two_nodes_is_the_sweep_on_one(tmp_path, spec):
+    """To the bit. Real ranks; nothing of it is left."""
+    argv = [sys.executable, "-m", "alstlib.runs.cli", "run", str(spec), "--out"]
+    env = {**os.environ, **PATHS, "CUDA_VISIBLE_DEVICES": ""}
+    losses = []
+    for name, several in (("one", ()), ("two", ("--nodes", "2", "--head", "127.0.0.1", "--launcher", TWICE))):
+        out = tmp_path / name
+        done = subprocess.run([*argv, str(out), *several], env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        result = results.read_result(out / "alst" / "result.json")
+        assert result["config"]["world_size"] == result["config"]["sp"] == 2
+        losses.append(result["metrics"]["loss"])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == len(result["metrics"]["device_peak_bytes"]) == 2
     (logs,) = (out / "alst" / "logs").iterdir()
-    assert {log.name for log in logs.iterdir()} >= {"agent.log", "node1.rank1"}
+    assert {log.name for log in logs.iterdir()} >= {"agent.log", "launcher.log", "node1.rank1"}
     assert json.loads((out / "sweep.json").read_text())["nodes"] == 2
-    assert not (out / nodes.FILE).exists()
-    assert not processes_of(tmp_path)
+    assert not of_run(out / "alst")
 
 
-# Followers
+@pytest.mark.launch
+@pytest.mark.usefixtures("two_nodes")
+@pytest.mark.skipif(not READS_PROC, reason="reads Linux's /proc")
+def test_nodes_that_fail_are_named(tmp_path):
+    """A rank that is killed on the second node; and a node that dies, in a search that went on after memory ran out."""
+    with pytest.raises(launch.RunFailed, match=r"RankKilled: node 1 \(host1\): rank 1 was ended by SIGKILL") as e:
+        start("killed", tmp_path / "killed", world_size=2)
+    assert e.value.result["error"]["message"].endswith("; after that, Explained: the other rank is gone")
+    assert "--- rank 0, stderr ---" in e.value.result["error"]["log_tail"]
+
+    out = tmp_path / "search"
+    ended = in_thread("shrink_then_hang", out, world_size=2, search=True)
+    assert wait_for(lambda: len(list(out.glob("logs/*/node1.rank1/*/attempt_0/0/stderr.log"))) == 2)
+    assert wait_for(lambda: sum("-m fake_worker" in line for line in processes_of(out).values()) == 2)
+    assert {address for found in listening(out).values() for address in found} == {"127.0.0.1"}
+    agent_of(out, 1).kill()
+    assert wait_for(lambda: ended)
+    assert str(ended[0]).startswith("error: NodeLost: node 1 (host1) ended without a word; ")
+    assert wait_for(lambda: not of_run(out))
+
+
+@pytest.mark.launch
+@pytest.mark.usefixtures("two_nodes")
+@pytest.mark.skipif(not READS_PROC, reason="reads Linux's /proc")
+def test_the_ranks_of_both_nodes_say_where_they_are(tmp_path):
+    with pytest.raises(launch.RunFailed, match="Timeout: the run took longer than timeout=25 s") as e:
+        start("hang", tmp_path, timeout=25, world_size=2)
+    assert "ranks 0, 1 were in main (fake_worker.py, line " in e.value.result["error"]["message"]
+    assert not of_run(tmp_path)
 
 
 @pytest.mark.launch
 @pytest.mark.skipif(not READS_PROC, reason="reads Linux's /proc")
-def test_nodes_that_fail(tmp_path):
-    """One after the other, with the same follower: a rank that is killed on the other node, and a node that is lost, in
-    a search that went on after memory ran out."""
-    with two_nodes(tmp_path) as path:
-        assert path.stat().st_mode & 0o777 == 0o600
-        other = node_1(path)
-        try:
-            with pytest.raises(launch.RunFailed, match=r"RankKilled: node 1 \(.*\): rank 1 was ended by SIGKILL") as e:
-                run_fake("killed", tmp_path / "killed")
-            assert e.value.result["error"]["message"].endswith("; after that, Explained: the other rank is gone")
-            assert "--- rank 0, stderr ---" in e.value.result["error"]["log_tail"]
-
-            out, raised = tmp_path / "search", []
-            run = threading.Thread(target=lambda: raised.append(_failure("shrink_then_hang", out, search=True)))
-            run.start()
-            assert wait_for(lambda: len(list(out.glob("logs/*/node1.rank1/*/attempt_0/0/stderr.log"))) == 2)
-            assert wait_for(lambda: len(pids_of(out, "fake_worker --config")) == 4), "two agents and ranks"
-            assert list(listening(out).values()) == [{"127.0.0.1"}]
-            other.kill()
-            run.join(90)
-            assert f"error: NodeLost: node 1 ({socket.gethostname()}): its launcher ended, or" in raised[0]
-        finally:
-            other.kill()
-            other.wait()
-    assert wait_for(lambda: not processes_of(tmp_path))
-
-
-def _failure(what: str, out: Path, **fields: Any) -> str:
+@pytest.mark.parametrize("victim, number", [
+    ("command", signal.SIGINT), ("command", signal.SIGKILL), ("launcher", signal.SIGKILL), ("head", signal.SIGKILL),
+])  # fmt: skip
+def test_who_ends_leaves_nothing_on_any_node(tmp_path, victim, number):
+    """Agents end with their launcher, also where that could not tell them."""
+    out = tmp_path / "out"
+    code = f"""
+from alstlib.config import RunConfig
+from alstlib.runs import launch
+launch.launch(RunConfig(model_config={{"fake": "hang"}}, world_size=2), {str(out)!r}, worker="fake_worker")"""
+    variables = cluster.Nodes(count=2, launcher=tuple(shlex.split(TWICE))).variables()
+    started = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **PATHS, **variables})
     try:
-        run_fake(what, out, **fields)
-    except launch.RunFailed as e:
-        return str(e)
-    return ""
+        assert wait_for(lambda: all((out / f"started.{rank}").exists() for rank in (0, 1)))
+        if victim == "command":
+            started.send_signal(number)
+        else:
+            found = {"launcher": lambda: agent_of(out, 0).parent(), "head": lambda: agent_of(out, 0)}
+            found[victim]().send_signal(number)
+        assert started.wait(120) != 0
+        assert wait_for(lambda: not of_run(out), 60), of_run(out)
+        if number == signal.SIGINT:
+            assert results.read_result(out / "result.json")["status"] == "cancelled"
+    finally:
+        started.kill()
+        started.wait()
+        for process in of_run(out):
+            process.kill()
 
 
-def in_thread(path: Path, rank: int = 1, patience: float = 20.0) -> list[Any]:
-    """A follower in a thread; the list gets its exit status, or what it raised."""
-    ended: list[Any] = []
-
-    def work() -> None:
-        try:
-            ended.append(follower.follow(path, cluster.Nodes(count=2, rank=rank), patience))
-        except ValueError as e:
-            ended.append(str(e))
-
-    threading.Thread(target=work, daemon=True).start()
-    return ended
-
-
-@pytest.mark.parametrize("name", ["commit", "python", "gpus"])
-def test_a_node_with_something_else_is_refused_by_name(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(torchrun, "start", lambda *a: pytest.fail("ranks were started"))
-    monkeypatch.setattr(nodes, "PARTING_SECONDS", 0.1)
-    with two_nodes(tmp_path) as path:
-        monkeypatch.setattr(follower, "facts", lambda: {**nodes.facts(), name: "another"})
-        ended = in_thread(path)
-        says = rf"node 1 \(.*\) differs from the head in {name} another \(the head: .*\): all nodes of a run must agree"
-        with pytest.raises(launch.RunFailed, match=f"error: NodeMissing: {says}"):
-            run_fake("ok", tmp_path / "run")
-        assert wait_for(lambda: ended)
-        assert f"differs from the head in {name}" in ended[0]
+@pytest.mark.launch
+@pytest.mark.usefixtures("two_nodes")
+@pytest.mark.parametrize("ranks, says", [
+    ("", r"NodeFailed: host[01]: this node does not know its rank: the launcher sets none of ALST_NODE_RANK"),
+    ("0 2", r"NodeFailed: host1: ALST_NODE_RANK=2 must be from 0 to 1"),
+    ("0 0", r"NodeFailed: node 0 \(host[01]\): ValueError: this node has rank 0 and cannot listen on 127\.0\.0\.1, "),
+])  # fmt: skip
+def test_a_launcher_that_gives_wrong_ranks(tmp_path, monkeypatch, ranks, says):
+    monkeypatch.setenv("ALST_TEST_RANKS", ranks)
+    with pytest.raises(launch.RunFailed, match=says):
+        start("ok", tmp_path, world_size=2)
+    assert wait_for(lambda: not of_run(tmp_path))
 
 
-def test_the_least_free_node_decides(tmp_path, monkeypatch):
-    """What the follower has free is too little for the run, and the head has enough."""
-    monkeypatch.setattr(torchrun, "start", lambda *a: pytest.fail("ranks were started"))
-    config = RunConfig(model={"name": "small"}, data={"seq_len": 65536}, engine={"world_size": 2, "sp": 2})
-    with two_nodes(tmp_path) as path:
-        monkeypatch.setattr(follower, "facts", lambda: {**nodes.facts(), "host_free": 2**20})
-        ended = in_thread(path)
-        result = launch.launch(config, tmp_path / "run")
-        assert (result["status"], result["error"]["type"]) == ("oom", "WouldNotFit")
-        assert "a rank's share of the host's free memory is 1.00 MiB" in result["error"]["message"]
-    assert wait_for(lambda: ended == [0]), "the sweep is over"
+@pytest.mark.usefixtures("two_nodes")
+def test_a_launcher_that_fails_has_its_words_in_the_error(tmp_path, monkeypatch):
+    monkeypatch.setenv(cluster.LAUNCHER_VARIABLE, "sh -c 'echo no such hosts >&2; exit 3'")
+    with pytest.raises(
+        launch.RunFailed, match="sh ended with exit status 3; node 0 never started; node 1 never started; no "
+    ):
+        start("ok", tmp_path, world_size=2)
 
 
-@contextlib.contextmanager
-def with_a_follower(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[nodes.Followers, list[Any], Any]]:
-    """A head, a follower in a thread that runs `sleep` in place of torchrun, and what tells the follower its end."""
-    agents: list[Any] = []
-    told: list[Any] = []
-
-    def start(argv, env, log):
-        agents.append(subprocess.Popen(["sleep", "60"], env=env))
-        return agents[-1]
-
-    @contextlib.contextmanager
-    def hears(call, grace):
-        told.append(call)
-        yield
-
-    monkeypatch.setattr(torchrun, "start", start)
-    monkeypatch.setattr(follower, "warnings_call", hears)
-    warned: list[int] = []
-    with two_nodes(path) as file, nodes.Followers(nodes.read_meeting(file), lambda: warned.append(1)) as head:
-        ended = in_thread(file)
-        head.gather()
-        config = launch.resolve(fake("hang"), 2).to_dict()
-        head.begin(torchrun.Attempt(id="a", config=config, out=str(path), worker="fake_worker", nodes=2, port=1))
-        assert wait_for(lambda: len(agents) == 1)
-        assert head.poll() == [None]
-        yield head, agents, lambda: told[0]() or wait_for(lambda: head.poll() == [None] and warned == [1])
-    assert wait_for(lambda: ended == [0])
+# What the nodes say
 
 
-def test_a_follower_ends_its_ranks_with_its_head_and_passes_a_warning_on(tmp_path, monkeypatch):
-    with with_a_follower(tmp_path, monkeypatch) as (head, agents, warn):
-        assert (tmp_path / "logs" / "a" / "node1.rank2").is_dir()
-        assert warn()
-        head.__exit__()  # as when the head was killed
-        assert wait_for(lambda: agents[0].poll() is not None)
+def starts(node: int) -> dict[str, Any]:
+    return {"node": node, "name": f"n{node}"}
 
 
-def test_who_does_not_appear_is_named(tmp_path):
-    with two_nodes(tmp_path, patience=0.5) as path:
-        with pytest.raises(
-            launch.RunFailed, match=r"NodeMissing: node 1 of 2 did not connect to 127\.0\.0\.1:\d+ within"
-        ):
-            run_fake("ok", tmp_path / "run")
-        assert json.loads(path.read_text())["count"] == 2
-    ended = in_thread(tmp_path / nodes.FILE, patience=1)
-    assert wait_for(lambda: ended)
-    assert "node 1 waited 1.0 s (--patience) in vain for the head, 127.0.0.1: the head has not written" in ended[0]
+def ends(node: int, code: int, kind: str = "RankFailed") -> dict[str, Any]:
+    return {**starts(node), "code": code, "kind": kind, "why": f"why {node}"}
 
 
-def test_strangers_learn_and_do_nothing(tmp_path, monkeypatch):
-    """Neither one that says nothing, nor one with another key, nor one that calls itself the head."""
-    monkeypatch.setattr(nodes, "ANSWER_SECONDS", 1)
-    monkeypatch.setattr(nodes, "PARTING_SECONDS", 0.1)
-    with two_nodes(tmp_path) as path:
-        found = nodes.read_meeting(path)
-        with nodes.Followers(found) as head, socket.create_connection(("127.0.0.1", found.port)) as stranger:
-            stranger.sendall(b"\0\0\0\4data")
-            head.accept()
-            wrong = nodes.Meeting(**{**vars(found), "key": "00" * 32})
-            threading.Thread(target=lambda: _try_to_join(wrong), daemon=True).start()
-            head.accept()
-            assert head.nodes == {}
+def test_what_nodes_say_is_found_in_the_launchers_words(tmp_path):
+    log = tmp_path / "launcher.log"
+    assert node_reports.read_reports(log) == []
+    lines = [f"{torchrun.SAYS}{json.dumps(starts(n))}" for n in (0, 1)]
+    log.write_text(f"srun: hello\n1: {lines[1]}\n[1,0]<stdout>:{lines[0]}\n{torchrun.SAYS}{{half")
+    assert node_reports.read_reports(log) == [starts(1), starts(0)]
 
 
-def _try_to_join(meeting: nodes.Meeting) -> None:
-    with contextlib.suppress(Exception):
-        nodes.connect(socket.create_connection(("127.0.0.1", meeting.port)), meeting.key, server=False)
+@pytest.mark.parametrize("reports, ended, kind, words", [
+    ([ends(0, 1), ends(1, 1, "RankKilled")], "", "RankKilled", "node 1 (n1): why 1"),
+    ([ends(1, 1), ends(0, 1)], "", "RankFailed", "node 1 (n1): why 1"),
+    ([ends(0, 1)], "", "RankFailed", "node 0 (n0): why 0"),
+    ([ends(0, 1)], "x ended", "NodeLost", "node 1 (n1) ended without a word; x ended; srun: n1: Killed"),
+    ([ends(0, 1, "RankKilled")], "x ended", "RankKilled", "node 0 (n0): why 0"),
+    ([ends(0, 143)], "x ended", "NodeLost", "node 1 (n1) ended without a word; x ended; srun: n1: Killed"),
+    (None, "x ended", "LauncherFailed", "x ended; node 0 never started; node 1 never started; srun: n1: Killed"),
+])  # fmt: skip
+def test_who_ended_a_run(tmp_path, reports, ended, kind, words):
+    said = [] if reports is None else [starts(0), starts(1), *reports]
+    lines = [f"{torchrun.SAYS}{json.dumps(report)}" for report in said]
+    (tmp_path / "launcher.log").write_text("\n".join([*lines, "srun: n1: Killed"]))
+    assert node_reports.cause(tmp_path / "launcher.log", 2, ended) == (kind, words)
 
 
 # What a job has

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from alstlib.measure.search import expected_seconds
 from alstlib.runs import cli, locks, progress
 
 REPOSITORY = Path(__file__).parents[2]
@@ -34,17 +33,6 @@ def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(progress, "time", clock)
     return clock
-
-
-class Handle:
-    """What IPython's display returns."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def update(self, data, raw):
-        assert raw
-        self.texts.append(data["text/plain"])
 
 
 def event(clock, step=1, **fields):
@@ -103,18 +91,25 @@ def test_papermills_output_says_how_far_a_run_is(tmp_path):
 
 
 def test_a_notebook_has_one_display_updated_once_a_second(clock, monkeypatch, capsys):
-    handle = Handle()
-    monkeypatch.setattr(progress, "_notebook_display", lambda: handle)
+    IPython = pytest.importorskip("IPython")
+    shown = []
+
+    class Handle:
+        def update(self, renderable):
+            shown.append(renderable._repr_mimebundle_([], [])["text/plain"].strip())
+
+    monkeypatch.setattr(progress, "in_kernel", lambda: True)
+    monkeypatch.setattr(IPython.display, "display", lambda *_, display_id: Handle())
     show = progress.Printer()
     for i in range(100):
-        show(event(clock, i))
+        show(event(clock, i, steps=200))
         clock.now += 0.1
-    assert 9 <= len(handle.texts) <= 11
+    assert 9 <= len(shown) <= 11
     clock.now += 30
     show.tick()  # nothing new, but time passes
-    assert handle.texts[-1].endswith("29.9 s left")
+    assert re.fullmatch(r"[━╸ ]+ r  step 99/200  29.9 s left", shown[-1])
     show({"event": "end", "row": "r", "status": "ok"})
-    assert handle.texts[-1] == "r  ok"
+    assert shown[-1] == "r  ok"
     assert capsys.readouterr().out == ""
 
 
@@ -123,9 +118,9 @@ def test_a_terminal_has_one_line_rewritten():
 import time
 from alstlib.runs.progress import Printer
 show = Printer()
-show({"event": "step", "row": "r", "message": "m" * 300})
+show({"event": "step", "row": "r", "message": "m" * 100})
 time.sleep(1.1)
-show({"event": "step", "row": "r", "message": "short"})
+show({"event": "step", "row": "r", "message": "[bold]short", "step": 1, "steps": 2})
 show({"event": "step", "row": "r", "message": "not shown: too soon"})
 show({"event": "end", "row": "r", "status": "ok"})
 print("next")
@@ -145,11 +140,12 @@ print("next")
         said += chunk
     os.close(master)
     assert ran.wait() == 0
-    parts = said.decode().replace("\r\n", "\n").split("\r")
-    assert [p.rstrip(" ") for p in parts[2:]] == ["r  short", f"r  ok{' ' * 3}\nnext\n"]
-    assert len(parts[1]) == 79
-    assert parts[1].endswith("…")
-    assert len(parts[2]) == 79  # what was longer is wiped
+    frames = [re.sub(r"\x1b\[[?\d;]*\w|\r", "", frame) for frame in said.decode().split("\x1b[2K")]  # wipes a line
+    first, second, *_, last = (frame for frame in frames if frame)
+    assert re.sub(r"\s", "", first) == "r" + "m" * 100  # a line that is too long is folded
+    assert re.fullmatch(r"[━╸╺ ]+ r  step 1/2  \[bold\]short *", second)
+    assert [line.rstrip() for line in last.splitlines()] == ["r  ok", "next"]
+    assert said.count(b"\x1b[?25h") >= said.count(b"\x1b[?25l") > 0, "the cursor is shown again"
 
 
 def test_pace_is_silent_at_first_and_then_says_less_and_less(clock):
@@ -163,15 +159,6 @@ def test_pace_is_silent_at_first_and_then_says_less_and_less(clock):
     assert said[0][1]["eta_seconds"] == pytest.approx(499)
     assert len(said) < 160  # 500 seconds
     assert all(fields["eta_seconds"] == pytest.approx(500 - at) for at, fields in said)
-
-
-def test_expected_seconds_of_a_trial():
-    assert expected_seconds([], 100) is None
-    assert expected_seconds([(100, 1.0)], 400) == pytest.approx(8.0)
-    assert expected_seconds([(100, 1.0), (200, 2.0)], 400) == pytest.approx(4.0)  # linear
-    assert expected_seconds([(200, 4.0), (100, 1.0)], 400) == pytest.approx(16.0)  # square
-    assert expected_seconds([(100, 1.0), (200, 100.0)], 400) == pytest.approx(400.0)  # never more than the square
-    assert expected_seconds([(100, 5.0), (200, 1.0)], 400) == pytest.approx(2.0)
 
 
 def test_tokenizing_tells_how_far_it_is():
@@ -284,74 +271,75 @@ def test_after_a_timeout_the_rank_that_others_wait_for_comes_first(tmp_path):
         log.write_text("a warning\n" + DUMP.format(stack))
     (tmp_path / "logs" / "attempt_0" / "3" / "stderr.log").write_text("nothing of it")
     assert progress.whereabouts(tmp_path / "progress.jsonl", tmp_path) == (
-        "the last step was 7 of 9; rank 3 gave no answer (not started, or hanging in a driver or on a disk); "
-        "rank 2 was in read (prefetch.py, line 60); ranks 0, 1 waited in _all_reduce (loader.py, line 190)"
+        "the last step was 7 of 9; rank 3: gave no answer (not started, or hanging in a driver or on a disk); "
+        "rank 2: in read (prefetch.py, line 60); ranks 0, 1: waited in _all_reduce (loader.py, line 190)"
     )
     assert progress.whereabouts(tmp_path / "progress.jsonl", tmp_path, [1, 3]) == (
-        "the last step was 7 of 9; ranks 1, 3 were stopped (SIGSTOP, or a debugger); rank 2 was in read "
-        "(prefetch.py, line 60); rank 0 waited in _all_reduce (loader.py, line 190)"
+        "the last step was 7 of 9; ranks 1, 3: stopped (SIGSTOP, or a debugger); rank 2: in read "
+        "(prefetch.py, line 60); rank 0: waited in _all_reduce (loader.py, line 190)"
     )
 
 
-SUMMARY = """W1122 1 api.py:1031] Sending process 30 closing signal SIGTERM
-E1122 1 api.py:1002] failed (exitcode: {codes[1]}) local_rank: 1 (pid: 31) of binary: python
-====
-alstlib.train.ablation FAILED
-----
-Failures:
-[0]:
-  time      : 2026-01-31_12:00:00
-  rank      : 0 (local_rank: 0)
-  exitcode  : {codes[0]} (pid: 30)
-[2]:
-  rank      : 2 (local_rank: 2)
-  exitcode  : {codes[2]} (pid: 32) (SIGKILL)
-----
-Root Cause (first observed failure):
-[1]:
-  rank      : 1 (local_rank: 1)
-  exitcode  : {codes[1]} (pid: 31)
-====
-"""
+def failed(logs, *ended, error_file=""):
+    """What the agent writes of ranks that ended so, with exit codes and in the order in which torchrun lists them. The
+    first has an error file."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    from alstlib.train.agent import write_failures
+
+    failures = {}
+    for rank, code, *later in ended:
+        file = "" if failures else str(error_file)
+        failures[rank] = ProcessFailure(local_rank=rank, pid=30 + rank, exitcode=code, error_file=file)
+        failures[rank].timestamp += sum(later)
+    write_failures(ChildFailedError("a worker", failures), logs)
 
 
-@pytest.mark.parametrize("codes, kills, kind, says", [
-    ((-15, 1, -15), 0, "RankKilled", "rank 2 was ended by SIGTERM (from outside the run)"),
-    ((-15, 1, -6), 0, "RankFailed", "rank 1 ended with exit status 1"),
-    ((-15, -6, 1), 0, "RankFailed", "rank 1 ended with exit status -6"),
-    ((-15, -11, -9), 0, "RankKilled", "rank 1 was ended by SIGSEGV (a crash in compiled code)"),
-    ((-15, -40, 1), 0, "RankKilled", "rank 1 was ended by signal 40 (from outside the run)"),
-    ((-15, 1, -9), 2, "RankKilled", "rank 2 was ended by SIGKILL: the host ran out of memory, and its kernel ended 2"),
-    ((-15, 1, -9), 0, "RankKilled", "rank 2 was ended by SIGKILL (as the kernel does when the host's memory runs out, "
-                                    "but this host's kernel counts none during the run; else a person or a scheduler)"),
-    ((-15, 1, -9), None, "RankKilled", "rank 2 was ended by SIGKILL (as the kernel does when the host's memory runs "
-                                       "out; else a person or a scheduler)"),
+@pytest.mark.parametrize("ended, kills, kind, says", [
+    (((2, -15), (0, -15), (1, 1)), 0, "RankKilled", "rank 2 was ended by SIGTERM (from outside the run)"),
+    (((1, 1), (0, -15), (2, -6)), 0, "RankFailed", "rank 1 ended with exit status 1"),
+    (((1, -6), (0, -15), (2, 1)), 0, "RankFailed", "rank 1 ended with exit status -6"),
+    (((1, 1), (0, -15), (2, -9, 30)), 0, "RankFailed", "rank 1 ended with exit status 1"),
+    (((1, 1), (2, 3, -5), (0, -15)), 0, "RankFailed", "rank 2 ended with exit status 3"),
+    (((1, -11), (2, -9), (0, -15)), 0, "RankKilled", "rank 1 was ended by SIGSEGV (a crash in compiled code)"),
+    (((1, -40), (0, -15), (2, 1)), 0, "RankKilled", "rank 1 was ended by signal 40 (from outside the run)"),
+    (((1, 1), (2, -9), (0, -15)), 2, "RankKilled",
+     "rank 2 was ended by SIGKILL: the host ran out of memory, and its kernel ended 2 processes"),
+    (((1, 1), (2, -9), (0, -15)), 0, "RankKilled",
+     "rank 2 was ended by SIGKILL (as the kernel does when the host's memory runs out, "
+     "but this host's kernel counts none during the run; else a person or a scheduler)"),
+    (((1, 1), (2, -9), (0, -15)), None, "RankKilled",
+     "rank 2 was ended by SIGKILL (as the kernel does when the host's memory runs out; else a person or a scheduler)"),
 ])  # fmt: skip
-def test_the_rank_that_failed_first(tmp_path, codes, kills, kind, says):
+def test_the_rank_that_failed_first(tmp_path, ended, kills, kind, says):
     """What torchrun itself ended says nothing, and a rank that aborts has lost another."""
     assert progress.root_cause(tmp_path) == ("RankFailed", "")
-    (tmp_path / "agent.log").write_text(SUMMARY.format(codes=codes))
+    failed(tmp_path, *ended)
     found, why = progress.root_cause(tmp_path, kills)
     assert (found, why.startswith(says)) == (kind, True), why
 
 
-def test_the_error_of_a_rank_that_told_nobody(tmp_path):
-    """It raised before it could write a result, or while it ended: the last traceback of its log says what."""
-    (tmp_path / "agent.log").write_text(SUMMARY.format(codes=(-15, 1, -6)))
-    log = tmp_path / "id" / "attempt_0" / "1" / "stderr.log"
-    log.parent.mkdir(parents=True)
-    log.write_text("a warning")
-    assert progress.root_cause(tmp_path)[1] == "rank 1 ended with exit status 1"
-    chained = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f(x\n\n      ^^^\nKeyError: 1\n'
-    chained += f"\nDuring handling of the above exception, another exception occurred:\n\n{chained}"
-    log.write_text(
-        "\n".join(f"[rank1]: {line}" for line in chained.replace("KeyError: 1", "OSError: no", 1).splitlines())
-    )
-    assert progress.root_cause(tmp_path)[1] == "rank 1 ended with exit status 1: KeyError: 1"
-    assert progress.root_cause(tmp_path)[0] == "RankFailed"
-    later = tmp_path / "node1.rank1"  # where the node's first rank is rank 1
-    later.mkdir()
-    (tmp_path / "agent.log").rename(later / "agent.log")
-    (tmp_path / "id").rename(later / "id")
-    (later / "id" / "attempt_0" / "1").rename(later / "id" / "attempt_0" / "0")
-    assert progress.root_cause(later)[1] == "rank 1 ended with exit status 1: KeyError: 1"
+def test_the_error_of_a_rank_is_what_torchs_record_wrote(tmp_path, monkeypatch):
+    """It raised before it could write a result."""
+    from alstlib.train import worker
+
+    monkeypatch.setattr(worker, "begin", lambda: 1 / 0)
+    monkeypatch.setattr(sys, "argv", ["worker", "--config", "config.json", "--out", str(tmp_path)])
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(ZeroDivisionError):
+        worker.run_worker("", lambda *_: None)
+    failed(tmp_path, (1, 1), (0, -15), error_file=tmp_path / "error.json")
+    says = "rank 1 ended with exit status 1: ZeroDivisionError: division by zero"
+    assert progress.root_cause(tmp_path) == ("RankFailed", says)
+
+
+def test_the_error_of_a_rank_without_an_error_file(tmp_path):
+    """The last line of a traceback in its log says it: of an import that failed, for one."""
+    for logs, folder in ((tmp_path, "1"), (tmp_path / "node1.rank1", "0")):  # where the node's first rank is rank 1
+        log = logs / "id" / "attempt_0" / folder / "stderr.log"
+        log.parent.mkdir(parents=True)
+        failed(logs, (1, 1), (0, -15))
+        log.write_text("a warning")
+        assert progress.root_cause(logs)[1] == "rank 1 ended with exit status 1"
+        log.write_text('Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f(x\nImportError: no b\n')
+        assert progress.root_cause(logs)[1] == "rank 1 ended with exit status 1: ImportError: no b"

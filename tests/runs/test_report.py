@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from urllib.parse import unquote, urlparse
 
 import pytest
+import rich.console
 import yaml
 
 from alstlib.config import RunConfig
@@ -55,12 +56,12 @@ def written(tmp_path_factory):
         "predicted": {"step_seconds": 1.5, "device_peak_bytes": 5 * 2**20, "host_peak_bytes": 2**21},
         "tried": [{"seq_len": 256, "device_peak_bytes": 2**20}, {"seq_len": 512, "device_peak_bytes": 3 * 2**20}],
     }  # fmt: skip
-    base = RunConfig(engine={"world_size": 2}, limits={"device_memory": "4MiB"})
+    base = RunConfig(world_size=2, device_memory="4MiB")
     error = {"type": "Boom", "message": NASTY, "log_tail": f"the end {NASTY}"}
     made = {
         "alst": results.new_result(base.replace(row="alst"), "ok", metrics=metrics, device="cpu"),
         "ulysses+offload": results.new_result(base.replace(row="ulysses+offload"), "ok", metrics=metrics, device="cpu"),
-        "bad": results.new_result(base.replace(row="bad", data={"name": NASTY}), "error", error=error),
+        "bad": results.new_result(base.replace(row="bad", data=NASTY), "error", error=error),
     }
     for row, result in made.items():
         (folder / row).mkdir()
@@ -111,7 +112,7 @@ def test_both_themes(written):
 
 
 def test_rows_of_the_same_name_in_several_sweeps_stay_apart(tmp_path):
-    """Ids, figures and environments of `alst report` over a folder of sweeps."""
+    """Ids and figures of `alst report` over a folder of sweeps."""
     for sweep, losses in (("first", [3.0, 2.5, 2.25]), ("the second", [3.0, 2.0, 1.0])):
         for row in ("alst", f"only {sweep}"):
             metrics = {"seq_len": 512, "loss": losses, "device_peak_bytes": [2**20]}
@@ -123,12 +124,18 @@ def test_rows_of_the_same_name_in_several_sweeps_stay_apart(tmp_path):
     page = Page(text)
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
-    assert {"row-first/alst", "row-the_second/alst", "row-only_first", "row-only_the_second"} <= set(ids)
+    assert {"row-first/alst", "row-the_second/alst", "row-first/only_first", "row-the_second/only_the_second"} <= set(
+        ids
+    )
     assert {a["href"][1:] for a in page.all("a") if a["href"][0] == "#"} <= set(ids)
     for image in page.all("img"):
         assert all(name in image["alt"] for name in ("first/alst", "the second/alst", "only first")), image["alt"]
     assert len(page.all("img")) == 2
     assert "alst, alst" not in text
+
+
+def rows_of(found):
+    return [{**row, **result} for row, result in zip(results.table(found), found)]
 
 
 def tile_sweep(folder, sizes=(64, 256, None), **fields):
@@ -168,32 +175,53 @@ def test_rows_come_in_the_specs_order_with_the_swept_field_and_those_that_never_
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("width, first", [(200, "tile-64 "), (60, "row "), (20, "| row |")])
+def test_a_terminal_shows_a_table_where_it_is_wide_enough(tmp_path, monkeypatch, capsys, width, first):
+    """With a line for each row, or a column for each, or as Markdown."""
+    spec, _ = tile_sweep(tmp_path)
+    rows = results.table(report.in_order(results.collect(spec.out), spec.out, spec))
+    rows[0]["notes"] = ["a note"]
+    terminal = rich.console.Console(force_terminal=True, width=width, color_system=None, markup=False)
+    monkeypatch.setattr(report, "console", lambda: terminal)
+    report.show(rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[width == 200].startswith(first)
+    assert lines[-1] == "- tile-64: a note"
+
+
 def test_a_sweep_over_one_number_is_drawn_over_it(tmp_path):
     spec, path = tile_sweep(tmp_path)
     said = [image["alt"] for image in Page(path.read_text()).all("img")]
     found = report.labelled(results.collect(spec.out), spec.out)
     for i, rate in enumerate((1e-5, 0.0)):
-        found[i]["config"] = {**found[0]["config"], "optim.learning_rate": rate}
-    more = {**found[0], "label": "none", "config": {**found[0]["config"], "optim.learning_rate": None}}
-    (made, _) = report.figures([*found, more], results.table([*found, more]))
+        found[i]["config"] = {**found[0]["config"], "learning_rate": rate}
+    more = {**found[0], "label": "none", "config": {**found[0]["config"], "learning_rate": None}}
+    (made, _) = report.figures([*found, more])
     assert made["source"]
     assert made["what"].endswith("because their value is no number: none (None).")
-    assert made["alt"] == "Lines of the time of a step [s] over learning_rate: 0 4, 1e-05 2."
     assert said == [
-        "Lines of the time of a step [s] over tiled_mlp: 64 2, 1024 4.",
-        "Lines of the device peak of the fullest rank [MiB] over tiled_mlp: 64 3, 1024 5.",
+        "Step over the swept field, of tile-64, tile-None. The table has the numbers.",
+        "Device peak over the swept field, of tile-64, tile-None. The table has the numbers.",
     ]
+    drawn = []
+
+    class Plots:
+        def versus(self, series, *labels):
+            drawn.append((series, labels))
+
+    report._over({"step_seconds": ""}, "time", 1, Plots(), rows_of(found))
+    assert drawn == [({"": {0.0: 4.0, 1e-5: 2.0}}, ("learning_rate", "time"))]
 
 
-@pytest.mark.parametrize("changes", [{"tiles": True}, {"sizes": (64, 256)}])
+@pytest.mark.parametrize("changes", [{"tiled_norm": True}, {"sizes": (64, 256)}])
 def test_a_sweep_over_more_than_a_number_is_not_drawn(tmp_path, changes):
     """Two fields; and one row that ran."""
     spec, _ = tile_sweep(tmp_path, **{"sizes": (64, 256, 512), **changes})
-    found = results.collect(spec.out)
+    found = report.labelled(results.collect(spec.out), spec.out)
     if "tiled_norm" in changes:
         found[0]["config"]["tiled_norm"] = False
         assert set(results.table(found)[0]["fields"]) == {"tiled_mlp", "tiled_norm"}
-    assert list(report.figures(found, results.table(found))) == []
+    assert list(report.figures(found)) == []
 
 
 def test_a_figure_that_fails_says_so_and_the_others_are_drawn(tmp_path):
@@ -216,12 +244,19 @@ def test_losses_are_drawn_with_those_of_an_evaluation(tmp_path):
         results.write_result(
             tmp_path / row / "result.json", results.new_result(RunConfig(row=row), "ok", metrics=metrics)
         )
-    (made,) = report.figures(found := report.labelled(results.collect(tmp_path), tmp_path), results.table(found))
+    (made,) = report.figures(found := report.labelled(results.collect(tmp_path), tmp_path))
     assert "documents that the model is not trained on" in made["what"]
-    assert made["alt"].endswith("of the evaluation, full 2.000, lora 2.500.")
-    assert report._by_step(found[0]["metrics"], "") == {5: 4.0, 10: 3.0, 15: 2.0}
-    assert report._by_step(found[0]["metrics"], "eval") == {7: 3.5, 15: 2.0}
-    assert report._by_step({"loss": [4.0, None]}, "")[1] == 4.0
+    assert report._by_step(found[0]["metrics"], "loss", "loss_steps") == {5: 4.0, 10: 3.0, 15: 2.0}
+    assert report._by_step(found[0]["metrics"], "eval_loss", "eval_steps") == {7: 3.5, 15: 2.0}
+    assert report._by_step({"loss": [4.0, None]}, "loss", "loss_steps")[1] == 4.0
+
+
+def test_results_that_cannot_be_used_are_not_said_to_be_missing(tmp_path, capsys):
+    (tmp_path / "result.json").write_text("{")
+    with pytest.warns(UserWarning, match="left out"):
+        assert cli.main(["report", str(tmp_path)]) == 2
+    assert "no result.json below" in (said := capsys.readouterr().err)
+    assert "can be used: the warnings say why" in said
 
 
 @pytest.mark.parametrize("count", [6, 20, 200])
@@ -235,7 +270,7 @@ def test_figures_of_many_rows_have_room_for_their_lines(tmp_path, recwarn, count
             metrics |= {"eval_loss": [2.5], "eval_steps": [2]}  # a point without a line
         if kind == "searched":
             metrics |= {"tried": [{"seq_len": n, "device_peak_bytes": n * (i + 9)} for n in (512, 1024)]}
-        run = RunConfig(row=f"row-{i:03}", optim={"learning_rate": 1e-5 * (i + 1)})
+        run = RunConfig(row=f"row-{i:03}", learning_rate=1e-5 * (i + 1))
         found.append({**results.new_result(run, "ok", metrics=metrics), "label": run.row})
     drawn = []
 
@@ -244,7 +279,7 @@ def test_figures_of_many_rows_have_room_for_their_lines(tmp_path, recwarn, count
             return lambda *a, **k: drawn.append(getattr(plots, name)(*a, **k)) or drawn[-1]
 
     for draw in (report._losses, report._trials, functools.partial(report._over, {"step_seconds": ""}, "time", 1)):
-        if made := draw(Plots(), found, results.table(found)):
+        if made := draw(Plots(), rows_of(found)):
             assert plots.data_uri(made[0], 110)
     said = [str(w.message) for w in recwarn if not issubclass(w.category, ResourceWarning)]  # which others may leave
     assert said == []

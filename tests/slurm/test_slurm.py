@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from cluster import CPU_NODES, GPU_NODES, GPUS, Cluster, tail, until
 
 from alstlib.runs import results
+from alstlib.runs.processes import processes
+from alstlib.runs.torchrun import AGENT
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = re.search(r"^### Slurm\n(.*?)^## ", (ROOT / "env" / "README.md").read_text(), re.M | re.S)[1]  # type: ignore[index]
@@ -72,11 +77,16 @@ def reached(slurm: Cluster, job: str, row: Path, step: int) -> None:
 
 
 def test_a_job_gets_whole_nodes_whatever_they_have(slurm: Cluster, tmp_path: Path) -> None:
-    """Slurm alone would give a step one core, a hundredth of the memory, and no GPU."""
+    """On both nodes: Slurm alone would give a step one core, a hundredth of the memory, and no GPU."""
     said = "node=$SLURM_NODEID cores=$(taskset -pc $$ | sed 's/.*: //') gpus=${SLURM_GPUS_ON_NODE:-0}"
-    (tmp_path / "python").write_text(f'#!/bin/sh\necho "{said} $@"\n')
+    (tmp_path / "task").write_text(f'#!/bin/sh\necho "{said} $@"\n')
+    (tmp_path / "task").chmod(0o755)
+    code = "import subprocess, sys; from alstlib.runs import cluster; "
+    code += "sys.exit(subprocess.run([*cluster.here().launcher, *sys.argv[1:]]).returncode)"
+    on_nodes = shlex.join([sys.executable, "-c", code, str(tmp_path / "task")])
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexport CUDA_VISIBLE_DEVICES=\nexec {on_nodes} "$@"\n')
     (tmp_path / "python").chmod(0o755)
-    slurm.env["ALST_PYTHON"] = str(tmp_path / "python")
+    slurm.env |= {"ALST_PYTHON": str(tmp_path / "python"), "PYTHONPATH": str(ROOT)}
     try:
         on_gpus = "--partition=gpu"
         for options, nodes, gpus in (
@@ -123,6 +133,29 @@ def test_a_run_ends_before_its_job_and_the_job_continues(slurm: Cluster, checkou
     out = checkout / "papermill_runs" / "out" / "clock"
     assert results.read_result(out / "count" / "result.json")["metrics"]["begun"] > 0
     assert "the time is up; this command continues it: alst run clock.yaml" in log(slurm, job)
+
+
+def test_a_node_that_dies_is_named(slurm: Cluster, checkout: Path) -> None:
+    """Its torchrun is killed, and its rank with it. The other rank notices nothing, and srun ends it a minute later."""
+    base = {"model": "tiny", "world_size": 2, "steps": 600}
+    spec = {"name": "dies", "base": base, "rows": [{"name": "count"}], "parameters": {"worker": "clock"}}
+    (checkout / "dies.yaml").write_text(yaml.safe_dump(spec))
+    job = submit(slurm, ".venv/bin/alst run dies.yaml --nodes 2", checkout)
+    row = checkout / "papermill_runs" / "out" / "dies" / "count"
+    reached(slurm, job, row, 3)
+    (attempt,) = (row / "logs").iterdir()
+    (agent,) = [
+        pid for pid in processes(attempt.name)
+        if AGENT in psutil.Process(pid).cmdline() and psutil.Process(pid).environ().get("SLURMD_NODENAME") == "n2"
+        and psutil.Process(pid).name() != "srun"
+    ]  # fmt: skip
+    os.kill(agent, signal.SIGKILL)
+    slurm.wait(job, "FAILED", START_SECONDS)
+    error = results.read_result(row / "result.json")["error"]
+    assert error["type"] == "NodeLost"
+    assert "node 1 (n2) ended without a word" in error["message"]
+    assert "srun: error: n2: task 1: Killed" in error["message"]
+    assert not processes(attempt.name)
 
 
 # The page

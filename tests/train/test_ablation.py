@@ -25,7 +25,7 @@ from alstlib.runs import results
 from alstlib.runs.launch import launch
 from alstlib.runs.processes import DEADLINE_VARIABLE, WARNED
 from alstlib.runs.progress import Progress, ProgressReader
-from alstlib.train.ablation import Trainer
+from alstlib.train.ablation import AblationRun
 from alstlib.train.resume import RunStates
 from alstlib.train.worker import work
 from alstlib.units import GIB
@@ -145,7 +145,8 @@ def test_progress_tells_rows_steps_and_time(first: tuple[Path, dict[str, Any]]) 
 @pytest.mark.slow
 def test_a_run_is_resumed_where_it_was(ranks2: Any, first: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out, result = first
-    assert sorted(p.name for p in (out / "state").iterdir()) == ["__0_0.distcp", "__1_0.distcp", "state.json"]
+    files = ["__0_0.distcp", "__1_0.distcp", "checksums.json", "state.json"]
+    assert sorted(p.name for p in (out / "state").iterdir()) == files
     run = run_config(row="alst", steps=5, accumulation=2, warmup_steps=2, resume_from=str(out), zero_stage=1)
     again = ranks2(trained, str(tmp_path), run)[0]["metrics"]
     assert again["loss"][:3] == result["metrics"]["loss"][:3]
@@ -263,7 +264,7 @@ def outcome(rank: int, world: int, out: str, run: RunConfig) -> tuple[str, str]:
 
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
-        work(run, Path(out), Trainer)
+        work(run, Path(out), AblationRun)
         return "ok", ""
     except BaseException as e:
         return type(e).__name__, str(e)
@@ -321,14 +322,14 @@ def test_too_little_host_memory_is_out_of_memory(ranks2: Any, tmp_path: Path) ->
 
 @pytest.mark.parametrize("search", [True, False])
 def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path: Path, search: bool) -> None:
-    trainer: Any = object.__new__(Trainer)
+    trainer: Any = object.__new__(AblationRun)
     trainer.run, trainer.progress, trainer.known = RunConfig(search=search), Progress(tmp_path / "p", 1), Trials([])
-    trainer.ledger, trainer.trials = SimpleNamespace(budget=100, start=lambda: None), []
+    trainer.ledger = SimpleNamespace(budget=100, start=lambda: None)
 
     def steps(*args: Any) -> None:
         raise RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
 
-    trainer.steps = steps
+    trainer.steps, trainer.loader = steps, lambda *_: None
     with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
         trainer.peaks(1024)
     trainer.known, trainer.ledger.budget = Trials(ProgressReader(tmp_path / "p").read()), 100  # of the next process
@@ -358,7 +359,7 @@ def trained(rank: int, world: int, out: str, run: RunConfig, dies_after: int = 0
     RunStates.after_step = after_step  # type: ignore[method-assign]
     said = ""
     try:
-        work(run, work_out, Trainer)
+        work(run, work_out, AblationRun)
     except BaseException as e:
         said = f"{type(e).__name__}: {e}"
     finally:
@@ -404,7 +405,7 @@ def test_the_same_command_continues_by_itself(ranks2: Any, tmp_path: Path, whole
     more = ranks2(trained, str(tmp_path), resumable(steps=5, sp=1))[0]["metrics"]  # more steps are another matter
     assert more["loss"][:4] == again["metrics"]["loss"]
     assert len(more["loss"]) == 5
-    assert any("sp=2 (now 1): the data go on after the samples seen then; a step" in note for note in more["notes"])
+    assert any("sp=2 (here 1): the data go on after the samples" in note for note in more["notes"])
     longer = ranks2(trained, str(tmp_path), resumable(steps=8))[0]["metrics"]  # with smaller steps: more samples
     assert longer["loss"][:5] == more["loss"]
     assert len(longer["loss"]) == 8
@@ -417,7 +418,7 @@ def test_other_ranks_go_on_with_the_same_losses(pools: Any, tmp_path: Path, whol
     metrics = pools(2)(trained, str(tmp_path), resumable())[0]["metrics"]
     assert metrics["loss"] == pytest.approx(whole, rel=1e-6)
     assert [len(set(metrics["loss"])), len(metrics["step_seconds"])] == [4, 1]
-    assert any("ranks=1 (now 2), sp=1 (now 2): the data go on" in note for note in metrics["notes"])
+    assert any("ranks=1 (here 2), sp=1 (here 2): the data go on" in note for note in metrics["notes"])
 
 
 def test_a_run_that_ended_after_its_last_step_has_no_step_to_do(
@@ -443,6 +444,7 @@ def test_a_state_of_another_configuration_is_kept(ranks2: Any, tmp_path: Path) -
     assert step_of(tmp_path / "state.kept1.old") == 2
     result = ranks2(trained, str(tmp_path), resumable(learning_rate=1e-3, resume="never", steps=2))[0]
     assert len(result["metrics"]["loss"]) == 2
+    assert f"it is now in {tmp_path / 'state.kept2'}" in result["metrics"]["notes"]
     assert step_of(tmp_path / "state.kept2") == 2
     result = ranks2(trained, str(tmp_path), resumable(learning_rate=1e-4, steps=1, checkpoint_every=0))[0]
     (note,) = [n for n in result["metrics"]["notes"] if "not continued" in n]
@@ -499,7 +501,7 @@ def test_a_model_that_cannot_be_saved_leaves_the_metrics(ranks2: Any, tmp_path: 
 SHORT = """
 from alstlib.train import ablation
 
-steps = ablation.Trainer.steps
+steps = ablation.AblationRun.steps
 
 
 def short(self, seq_len, *args, **kwargs):
@@ -508,7 +510,7 @@ def short(self, seq_len, *args, **kwargs):
     return steps(self, seq_len, *args, **kwargs)
 
 
-ablation.Trainer.steps = short
+ablation.AblationRun.steps = short
 if __name__ == "__main__":
     ablation.main()
 """

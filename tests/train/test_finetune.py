@@ -346,6 +346,7 @@ def test_the_same_command_continues_and_another_does_not(
         run.replace(optim={"learning_rate": 1e-3, "steps": 1}, output={"checkpoint_every": 0}),
     )[0]["metrics"]
     assert m["loss"] == pytest.approx(whole["metrics"]["loss"][:1], rel=1e-6)
+    assert m["eval_steps"] == [1]  # after the last step, though it is no third one
     (note,) = [n for n in m["notes"] if "not continued" in n]
     assert "learning_rate=0.01 (here 0.001)" in note
     assert (tmp_path / "checkpoints.kept1" / "checkpoint-6" / "trainer_state.json").exists()

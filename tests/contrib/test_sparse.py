@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 from dataclasses import replace
 from typing import Any
@@ -17,20 +16,33 @@ from transformers import AttentionInterface
 
 import alstlib
 from alstlib.config import RunConfig
+from alstlib.contrib.sparse import PageChoices, Sparse, select_pages
 from alstlib.kernels.paged import Choice
 from alstlib.measure.verify import in_full
 from alstlib.mesh import SPContext
 from alstlib.planner.model_shapes import shape_of
 from alstlib.planner.streaming import streaming_of
 from alstlib.reference import attention, seen_pages
-from alstlib.streaming.sparse import PageChoices
 
 CHUNK, PAGE, LENGTH = 4, 8, 45
-SPARSE = alstlib.Sparse(top=1, page=PAGE)
+SPARSE = Sparse(top=1, page=PAGE)
 HOST: dict[str, Any] = {"offload": "sync", "on_host": "hidden+kv"}
 
 
-def oracle(model: Any, sample: Any, chunk: int, sparse: alstlib.Sparse) -> tuple[float, dict[str, Tensor]]:
+def attach(
+    model: Any, sparse: Sparse | None, ctx: SPContext | None = None, chunk: int = CHUNK, **how: Any
+) -> alstlib.Handle:
+    handle = alstlib.apply(model, ctx, alstlib.Options(chunk=chunk, **how))
+    if sparse is not None:
+        try:
+            select_pages(handle, sparse)
+        except BaseException:
+            handle.detach()
+            raise
+    return handle
+
+
+def oracle(model: Any, sample: Any, chunk: int, sparse: Sparse) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the plain model whose layers without a window attend to the pages that they see."""
     documents = sample["cu_documents"].tolist()
 
@@ -74,7 +86,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[PageChoices]:
     made: list[PageChoices] = []
     plain = PageChoices.__init__
 
-    def note(self: PageChoices, sparse: alstlib.Sparse) -> None:
+    def note(self: PageChoices, sparse: Sparse) -> None:
         made.append(self)
         plain(self, sparse)
 
@@ -100,7 +112,7 @@ def test_sparse_pages_are_those_of_the_plain_version(name: str, kind: dict[str, 
     with in_full():
         want_loss, want = oracle(model, sample, CHUNK, SPARSE)
     for how in ({}, HOST, {**HOST, "save_attention": True}):
-        with alstlib.apply(model, options=alstlib.Options(chunk=CHUNK, sparse=SPARSE, **how)), in_full():
+        with attach(model, SPARSE, **how), in_full():
             loss, got = step(model, sample)
         found.append(got)
         assert abs(loss / want_loss - 1) < 1e-12
@@ -109,14 +121,14 @@ def test_sparse_pages_are_those_of_the_plain_version(name: str, kind: dict[str, 
             got = {n: g for n, g in got.items() if "embed_tokens" not in n}
         assert all(torch.equal(found[0][n], g) for n, g in got.items())
     with in_full():
-        dense, _ = oracle(model, sample, CHUNK, alstlib.Sparse(top=100, page=PAGE))
+        dense, _ = oracle(model, sample, CHUNK, Sparse(top=100, page=PAGE))
     assert abs(dense / want_loss - 1) > 1e-9, "nothing was left out"
 
 
 def shared(rank: int, world: int, name: str, documents: list[int]) -> tuple[float, float]:
-    model, ctx, sparse = build(name), SPContext.create(world), alstlib.Sparse(top=1, page=4 * world)
+    model, ctx, sparse = build(name), SPContext.create(world), Sparse(top=1, page=4 * world)
     want_loss, want = oracle(model, batch(50, documents), 2 * world, sparse)
-    with alstlib.apply(model, ctx, alstlib.Options(chunk=2, sparse=sparse, **HOST)):
+    with attach(model, sparse, ctx, 2, **HOST):
         loss, got = step(model, batch(50, documents, world=world, rank=rank), ctx)
     return abs(loss / want_loss - 1), worst_error(got, want)[0]
 
@@ -138,7 +150,7 @@ def alone(rank: int, world: int) -> bool:
         model = make_model("mqa", dtype=torch.float64)
         with pytest.MonkeyPatch.context() as patch:
             made = watched(patch)
-            with alstlib.apply(model, ctx, alstlib.Options(chunk=chunk, sparse=alstlib.Sparse(top=1, page=8))):
+            with attach(model, Sparse(top=1, page=8), ctx, chunk):
                 step(model, batch(48, world=ctx.sp, rank=ctx.sp_rank))
         found.append([choice for choices in made for choice in choices.made.values()])
     return len(found[0]) == 2 * 12 == len(found[1]) and all(torch.equal(a.seen, b.seen) for a, b in zip(*found))
@@ -156,9 +168,9 @@ def test_the_choice_does_not_depend_on_the_ranks(ranks2: Any) -> None:
 def test_a_budget_that_covers_all_pages_is_dense_attention(name: str, kind: dict[str, Any]) -> None:
     """Bit for bit, in fp32, with the pages that streaming chooses by itself."""
     sample, found = batch(LENGTH, **kind), []
-    for sparse in (None, alstlib.Sparse(top=9), alstlib.Sparse(top=0, first=9)):
+    for sparse in (None, Sparse(top=9), Sparse(top=0, first=9)):
         model = zoo.build(name)
-        with small_pages(), alstlib.apply(model, options=alstlib.Options(chunk=CHUNK, sparse=sparse, **HOST)):
+        with small_pages(), attach(model, sparse, **HOST):
             found.append(step(model, sample))
     for loss, got in found[1:]:
         assert loss == found[0][0]
@@ -168,12 +180,7 @@ def test_a_budget_that_covers_all_pages_is_dense_attention(name: str, kind: dict
 def test_pages_that_no_head_chose_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that come from the host are those of the chosen pages, in forward, recompute and backward."""
     made, model, sample = watched(monkeypatch), make_model("gqa"), batch(64)
-    handle = alstlib.apply(
-        model,
-        options=alstlib.Options(
-            save_attention=True, chunk=CHUNK, on_host=ON_HOST("device", "host"), sparse=SPARSE, offload="sync"
-        ),
-    )
+    handle = attach(model, SPARSE, save_attention=True, **HOST)  # fmt: skip
     step(model, sample)
     assert all(c._sums is None for c in made), "mean keys go with the end of forward"
     seen_bytes = sum(choice.seen.numel() for c in made for choice in c.made.values())
@@ -191,20 +198,19 @@ def test_pages_that_no_head_chose_are_not_fetched(monkeypatch: pytest.MonkeyPatc
             touched |= set(seen)
         for own in range(64 // PAGE):  # its page becomes the open one; the last still is
             expected += (own < 64 // PAGE - 1) * page + (own in touched) * page
-    kept = 2 * 64 * 4 * (32 + 32 + 4)  # inputs, attention outputs and logsumexps of both layers
-    assert handle.store.bytes_fetched == expected + kept
+    width, kept, n = 32, 32 + 4, 64 // CHUNK  # attention outputs and logsumexps are kept
+    forward, backward = (2 + 2) * width, 2 * (width * (3 - 1 / n) + kept) + 3 * width  # of hidden states, of two layers
+    assert handle.store.bytes_fetched == expected + 4 * 64 * (forward + backward)
     gc.collect()
     assert handle.store.nbytes == sum(s.bytes.numel() for s in handle.store.free)
 
 
 def test_the_planner_counts_the_pages_that_a_run_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     made, model, sample = watched(monkeypatch), make_model("gqa"), batch(61)
-    run = RunConfig(
-        options=alstlib.Options.plain(chunk=CHUNK, on_host="hidden+kv", offload="sync"),
-        contrib={"sparse": {"top": SPARSE.top, "page": SPARSE.page}},
+    run = RunConfig.from_dict(
+        {"options": {"chunk": CHUNK, **HOST}, "contrib.sparse": {"top": SPARSE.top, "page": SPARSE.page}}
     )
-    with alstlib.apply(model, options=run.options) as handle:
-        assert handle.options.sparse == SPARSE
+    with attach(model, Sparse(**run.contrib.sparse or {}), **HOST):
         step(model, sample)
     seen = [int(c.seen[0, head].sum()) for choices in made for c in choices.made.values() for head in (0, 1)]
     shape = shape_of(model.config.to_dict(), "gqa")
@@ -226,8 +232,7 @@ def test_a_recompute_sees_what_forward_saw(monkeypatch: pytest.MonkeyPatch) -> N
     model, sample, found = make_model("gqa", num_hidden_layers=4), batch(LENGTH), []
     for memory in (None, 45_000):
         count[0] = 0
-        options = alstlib.Options(save_attention=False, chunk=CHUNK, host_memory=memory, sparse=SPARSE, **HOST)
-        with alstlib.apply(model, options=options) as handle:
+        with attach(model, SPARSE, host_memory=memory, save_attention=False, **HOST) as handle:
             found.append(step(model, sample)[1])
         assert count[0] == 4 * 12
     assert handle.inputs_kept_every > 1
@@ -243,41 +248,63 @@ def test_a_score_of_the_user() -> None:
         return -torch.arange(means.shape[2], dtype=torch.float64).expand(means.shape[:3])
 
     model, sample = make_model("gqa", dtype=torch.float64), batch(40)
-    sparse = alstlib.Sparse(top=1, first=1, last=0, page=PAGE, score=oldest)
-    with alstlib.apply(model, options=alstlib.Options(chunk=CHUNK, sparse=sparse)):
+    sparse = Sparse(top=1, first=1, last=0, page=PAGE, score=oldest)
+    with attach(model, sparse):
         loss, got = step(model, sample)
-    want_loss, want = oracle(model, sample, CHUNK, alstlib.Sparse(top=0, first=2, last=0, page=PAGE))
+    want_loss, want = oracle(model, sample, CHUNK, Sparse(top=0, first=2, last=0, page=PAGE))
     assert max(abs(loss / want_loss - 1), worst_error(got, want)[0]) < 1e-12
     assert shapes[0] == ([1, 4, 4, 8], [1, 2, 2, 8])
-    wrong = alstlib.Sparse(top=1, page=PAGE, score=lambda q, means: means.sum(-1)[0])
+    wrong = Sparse(top=1, page=PAGE, score=lambda q, means: means.sum(-1)[0])
     with (
-        alstlib.apply(model, options=alstlib.Options(chunk=CHUNK, sparse=wrong)),
+        attach(model, wrong),
         pytest.raises(ValueError, match=r"score returned \[2, 3\], but must return .*: \[1, 2, 3\]"),
     ):
         step(model, sample)
 
 
 def test_what_is_refused_and_what_is_said() -> None:
-    options = functools.partial(alstlib.Options, chunk=3)
+    def refused(name: str, sparse: Sparse) -> str:
+        return error_of(attach, zoo.build(name), sparse, chunk=3)
 
-    def attach(name: str, sparse: alstlib.Sparse) -> str:
-        return error_of(alstlib.apply, zoo.build(name), options=options(sparse=sparse))
-
-    assert "sparse=8 must be" in error_of(options, sparse=8)
-    assert "give chunk too" in error_of(alstlib.Options, sparse=SPARSE)
+    with alstlib.apply(make_model()) as handle:
+        assert "work on layers that run in chunks" in error_of(select_pages, handle, SPARSE)
     for wrong in ({"top": -1}, {"top": 1, "page": 0}, {"top": 1, "score": 5}):
-        assert "must be" in error_of(alstlib.Sparse, **wrong)
-    assert "page=8 is not a multiple of chunk * sp = 3 * 1 tokens: use page=9" in attach("llama", SPARSE)
-    assert "every layer of MistralForCausalLM has a sliding window" in attach("mistral", alstlib.Sparse(top=1))
-    with alstlib.apply(zoo.build("gpt_oss"), options=options(sparse=alstlib.Sparse(top=1))) as handle:
+        assert "must be" in error_of(Sparse, **wrong)
+    assert "page=8 is not a multiple of chunk * sp = 3 * 1 tokens: use page=9" in refused("llama", SPARSE)
+    assert "every layer of MistralForCausalLM has a sliding window" in refused("mistral", Sparse(top=1))
+    with attach(zoo.build("gpt_oss"), Sparse(top=1), chunk=3) as handle:
         (note,) = [n for n in handle.notes if n.startswith("sparse")]
     assert "is approximated" in note
     assert "1 of 2 layers have sliding windows and stay exact" in note
-    with alstlib.apply(make_model(), options=options()) as handle:
+    with alstlib.apply(make_model(), options=alstlib.Options(chunk=3)) as handle:
         assert not any("sparse" in n for n in handle.notes)
 
 
 def test_a_model_without_softmax_over_keys_is_refused() -> None:
     model = zoo.build_hybrid("qwen3_next", layer_types=["linear_attention"] * 2)
-    refused = error_of(alstlib.apply, model, options=alstlib.Options(chunk=4, sparse=SPARSE))
+    refused = error_of(attach, model, SPARSE, chunk=4)
     assert "no layer of Qwen3NextForCausalLM has attention" in refused
+
+
+class EveryPage:
+    """A rule of a user's own, whose chunks see every page."""
+
+    page = None
+
+    def chooser(self) -> EveryPage:
+        return self
+
+    def of(self, q: Tensor, k: Tensor, first: int, last: int, pages: Any, documents: Any, exchange: Any) -> Choice:
+        own = (last - 1) // pages.rows
+        return Choice(torch.ones(q.shape[0], k.shape[1], own, dtype=torch.bool), q.shape[1])
+
+
+def test_the_core_takes_any_rule_that_chooses_pages() -> None:
+    data, results = batch(48), []
+    for rule in (None, EveryPage()):
+        model = make_model()
+        with small_pages(), attach(model, None) as handle:
+            handle.choose_pages = rule and rule.chooser
+            results.append(step(model, data))
+    assert results[0][0] == results[1][0]
+    assert same(results[0][1], results[1][1])

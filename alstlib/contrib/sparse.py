@@ -21,20 +21,20 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from alstlib.hf.handle import Handle
 from alstlib.kernels.paged import Choice
 from alstlib.kernels.spans import Documents, document_spans
-from alstlib.options import Count, Natural, Settings
+from alstlib.options import Count, Natural, Settings, Works
 from alstlib.streaming.pages import LayerPages
 from alstlib.ulysses.alltoall import Exchange
 
-Score = Annotated[Callable[..., Any], Field(description="a function (queries, mean keys of pages) -> scores")]
+Score = Annotated[Callable[..., Any], Works("a function (queries, mean keys of pages) -> scores")]
 
 
 class Sparse(Settings):
-    """Attention to selected pages of keys, which approximates the model's attention: see `select_pages`.
+    """Attention to selected pages of keys, which approximates the model's attention (`select_pages`).
 
     A page is a piece of the sequence's keys and values. Each chunk of queries always attends to its own page. Layers
     with a sliding window stay exact.
@@ -50,10 +50,47 @@ class Sparse(Settings):
     first: Natural = 1
     """The number of pages at the beginning of the chunk's document that are always attended to."""
     page: Count | None = None
-    """The number of the sequence's tokens in a page: a multiple of chunk * sp. None: chosen as without `sparse`."""
+    """The number of the sequence's tokens in a page: a multiple of chunk * sp. None: chosen as without a rule."""
     score: Score | None = None
     """A function (queries [B, H, C, D], mean keys of the pages [B, K, pages, D]) -> scores [B, K, pages]. It gets this
     rank's own tokens of the chunk. None: the product of the mean queries and the mean keys."""
+
+    def chooser(self) -> PageChoices:
+        """What chooses the pages for one call of a layer."""
+        return PageChoices(self)
+
+
+def select_pages(handle: Handle, sparse: Sparse) -> None:
+    """Let the chunks of an attached model attend to selected pages of keys only, from the next forward on.
+
+    Args:
+        handle: what `alstlib.apply` returned for a model whose layers run in chunks. `handle.notes` gets a sentence
+            that says what is approximated.
+        sparse: which pages are seen.
+
+    Raises:
+        ValueError: layers run whole, chunks do not fill the pages, or no layer has pages that can be left out.
+    """
+    chunk, ranks, name = handle.chunk, handle.ctx.sp, type(handle.model).__name__
+    if chunk is None:
+        raise ValueError("sparse pages work on layers that run in chunks: give Options(chunk=...), such as 16384")
+    if sparse.page is not None and sparse.page % (chunk * ranks):
+        near = max(1, round(sparse.page / (chunk * ranks))) * chunk * ranks
+        raise ValueError(
+            f"sparse: page={sparse.page} is not a multiple of chunk * sp = {chunk} * {ranks} tokens: use page={near}"
+        )
+    if not handle.facts.value_width:
+        raise ValueError(f"sparse: no layer of {name} has attention, so there are no pages to leave out")
+    windows = [keys.window for keys in handle.keys if keys.widths]  # of layers that attend
+    if windows and None not in windows:
+        raise ValueError(f"sparse: every layer of {name} has a sliding window, which sees few pages")
+    rest = sum(w is not None for w in windows)
+    handle.notes.append(
+        f"sparse: the attention of {name} is approximated, as chunks of queries leave out pages of keys; gradients are "
+        "exact for the pages that were seen, and the choice of pages has none"
+        + (f"; {rest} of {len(windows)} layers have sliding windows and stay exact" if rest else "")
+    )
+    handle.choose_pages = sparse.chooser
 
 
 def mean_score(q: Tensor, means: Tensor) -> Tensor:
@@ -66,7 +103,7 @@ class PageChoices:
     """Which pages the chunks of one call of a layer see."""
 
     def __init__(self, sparse: Sparse) -> None:
-        self.sparse = sparse
+        self.sparse, self.page = sparse, sparse.page
         self.made: dict[int, Choice] = {}
         """By the chunk's first row of the sequence."""
         self._sums: Tensor | None = None
