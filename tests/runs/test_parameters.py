@@ -109,6 +109,7 @@ def test_papermills_command_line_runs_it(tmp_path):
     ran = subprocess.run(command, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert "unknown parameter" not in ran.stderr
+    assert "Unable to parse" not in ran.stderr  # papermill, of a line of the parameters cell
     result = read_result(tmp_path / "run" / "result.json")
     said = RunConfig.from_dict(result["config"])
     assert (said.model.name, said.data.seq_len, said.options.chunk, said.options.tile("mlp")) == ("tiny", 256, 64, 32)
