@@ -19,6 +19,9 @@ class Draft:
         ValueError: a field that the group does not have; the message has the nearest one.
     """
 
+    _group: str
+    _known: tuple[str, ...]
+
     def __init__(self, group: str, known: Iterable[str]) -> None:
         vars(self).update(_group=group, _known=tuple(known))
 
