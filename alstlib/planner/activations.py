@@ -117,8 +117,8 @@ def activations(
         room: host bytes for this rank's checkpoints, where the run names no `host_memory`; None for plenty.
         workspace: count what a GPU's attention kernel takes for itself, which a simulation does not see.
         capability: the GPU's compute capability, its first number.
-        free: device bytes before the first layer, of which `on_host="auto"` leaves keys and values a part; None: it leaves
-            them the device.
+        free: device bytes before the first layer, of which `on_host="auto"` leaves keys and values a part; None: it
+            leaves them the device.
         held: bytes of model states in a part of the model (`part_of`): the peak is the largest sum of both.
 
     Raises:
