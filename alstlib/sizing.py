@@ -186,8 +186,8 @@ def kept_on_host(
 
 
 def keys_leave(keys: int, free: int, lacking: int) -> tuple[int, int, int]:
-    """What decides with `on_host="auto"` whether keys and values lie on the host (`keys_left`), so that ranks can agree
-    on the largest of each.
+    """What decides with `on_host="auto"` whether keys and values lie on the host (`keys_left`), so that ranks can
+    agree on the largest of each.
 
     Args:
         keys: their bytes.

@@ -56,9 +56,10 @@ def _verdict(found: Prediction) -> str:
 
 
 def explore(shape: Shape, run: RunConfig, machine: Machine, switches: Mapping[str, Any]) -> Any:
-    """A slider for the length and a checkbox for each of `switches` (name: RunConfig's fields when it is on); the
-    verdict and the memory by category follow. Where ALST_STATIC is set (a notebook that is stored to be read without a
-    kernel), what they would show at first."""
+    """A slider for the length and a checkbox for each of `switches`; the verdict and the memory by category follow.
+
+    `switches` has the changes of the run for a box that is empty, as `RunConfig.replace` takes them. Where ALST_STATIC
+    is set (a notebook that is stored to be read without a kernel): what is shown at first."""
     if os.environ.get("ALST_STATIC"):
         from IPython.display import HTML
 

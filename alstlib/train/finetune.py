@@ -93,7 +93,7 @@ class FineTune(Job):
             raise ValueError("dtype='bf16' needs a GPU: on a CPU fine-tuning is in fp32 (dtype='auto')")
         self.check_writable()
         self.notes = [] if self.gpu else [ON_CPU]
-        config = model_config(run.model.name, run.model_config, run.model.trust_remote_code)
+        config = model_config(run.model.name, run.model.config, run.model.trust_remote_code)
         self.vocabulary = config.get_text_config().vocab_size
         self.say(f"reading data '{run.data.name}' and the tokenizer")
         data, others, self.tokenizer = self._documents()
