@@ -43,7 +43,6 @@ else:
         "causal_lm_loss": "hf.causal_lm_loss",
         "DPOTrainerMixin": "hf.dpo_trainer",
         "Handle": "hf.handle",
-        "Options": "options",
         "save_model": "hf.saving",
         "sequence_logps": "hf.token_logps",
         "token_logps": "hf.token_logps",
@@ -52,6 +51,7 @@ else:
         "SPContext": "mesh",
         "HostOutOfMemory": "offload.host_store",
         "DeviceOutOfMemory": "offload.ledger",
+        "Options": "options",
         "RunFailed": "runs.launch",
     }
     __all__ = sorted(_MODULE_OF)

@@ -42,11 +42,7 @@ UPWARD = {
         "alstlib.measure.time_layouts -> alstlib.runs.progress",
         "alstlib.measure.timeline -> alstlib.train.worker",
     ),
-    "`run_options` makes Options of a RunConfig's fields: it goes when RunConfig contains Options": (
-        "alstlib.measure.emulate -> alstlib.train.ablation",
-        "alstlib.measure.same_gradients -> alstlib.train.ablation",
-        "alstlib.measure.simulate -> alstlib.train.ablation",
-    ),
+    "`run_options` makes Options of a RunConfig's fields: it goes when RunConfig contains Options": (),
     "The stacks that are compared use the engine of our runs": (
         "alstlib.measure.baselines -> alstlib.train.engine",
         "alstlib.measure.baselines -> alstlib.train.operators",

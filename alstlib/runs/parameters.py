@@ -26,7 +26,7 @@ class Draft:
         vars(self).update(_group=group, _known=tuple(known))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        check_names([name], self._known, f"field of {self._group}")
+        check_names([name], vars(self)["_known"], f"field of {vars(self)['_group']}")
         vars(self)[name] = value
 
     def __getattr__(self, name: str) -> Draft:
@@ -44,7 +44,7 @@ class Draft:
         found: dict[str, Any] = {}
         for name, value in vars(self).items():
             if name not in ("_group", "_known"):
-                found |= value.fields() if isinstance(value, Draft) else {f"{self._group}.{name}": value}
+                found |= value.fields() if isinstance(value, Draft) else {f"{vars(self)['_group']}.{name}": value}
         return found
 
 

@@ -113,7 +113,7 @@ def why(result: Mapping[str, Any]) -> str:
     """What a result says went wrong: the error's type, whose rank it is, and its message; empty without an error."""
     error = result.get("error") or {}
     whose = f" on rank {error['rank']}" if error.get("rank") is not None else ""
-    return ": ".join(part for part in (f"{error.get('type') or ''}{whose}", str(error.get("message") or "")) if part)
+    return ": ".join(filter(None, [f"{error.get('type', '')}{whose}", f"{error.get('message') or ''}"]))
 
 
 # What a result.json may hold. JSON has no infinities and no NaN: they are null.

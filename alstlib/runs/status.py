@@ -93,10 +93,8 @@ def look(folder: Path, config: RunConfig | None, sweep: Mapping[str, Any] | None
     began = float(events[0].get("time") or 0) if events else 0.0
     row = functools.partial(Row, row=folder.name, folder=folder, step=last.get("step"), steps=last.get("steps"))
     if locks.holder(folder) is not None or running.get("row") == folder.name:
-        what, since = (
-            describe({**last, "row": ""}, now).removeprefix("run").strip(),
-            began or running.get("row_since", now),
-        )
+        what = describe({**last, "row": ""}, now).removeprefix("run").strip()
+        since = began or running.get("row_since", now)
         return row(state="running", what=what or "starting", seconds=now - since, left_seconds=time_left(last, now))
     try:
         result = results.read_result(folder / "result.json")

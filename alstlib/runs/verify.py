@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from alstlib.hf.configs import check_model
 from alstlib.planner.command import fields_of
-from alstlib.planner.configs import check_model
 from alstlib.runs.progress import console, listed
 from alstlib.runs.spawn import run_on_ranks
 from alstlib.runs.workers import check_ranks

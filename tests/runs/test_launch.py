@@ -201,7 +201,7 @@ def test_timeout_and_one_run_a_folder(tmp_path):
     assert wait_for(lambda: raised)
     assert raised[0].result["status"] == "timeout"
     message = raised[0].result["error"]["message"]
-    assert "timeout=40 s: the last step was 2 of 2; ranks 0, 1 were in main (fake_worker.py, line " in message
+    assert "timeout=40 s: the last step was 2 of 2; ranks 0, 1: in main (fake_worker.py, line " in message
     assert results.read_result(tmp_path / "result.json")["status"] == "timeout"
     assert not processes_of(tmp_path)
 
