@@ -131,7 +131,7 @@ def check_thread(device: torch.device) -> None:
         raise RuntimeError(
             "backward was called in another thread than forward, while hidden states lie on the host: engines would "
             "miss gradients. Call torch.autograd.set_multithreading_enabled(False) in that thread first, or use "
-            "hidden='device'"
+            "on_host='none'"
         )
 
 
@@ -147,7 +147,7 @@ def unchanged(x: Tensor, module: nn.Module | None) -> Iterator[None]:
     if before is not None and x._version != before:
         raise ValueError(
             f"{'a function' if module is None else type(module).__name__} changes its input in place, and a recompute "
-            "would begin with the changed input; use tiled_mlp=False for an MLP, tiled_norm=False for a norm, and "
+            "would begin with the changed input; leave 'mlp' or 'norm' out of Options.tiles for an MLP or a norm, and "
             "checkpoint=False with chunk=None for a layer"
         )
 

@@ -298,7 +298,7 @@ class Handle:
         if most > 0 and not lacking:
             raise HostOutOfMemory(
                 f"offload needs {most:,} bytes of host memory more than rank {rank} has left; use shorter "
-                "sequences, more ranks, a larger host_memory, or offload='none'"
+                "sequences, more ranks, a larger host_memory, or offload=False"
             )
 
     def renew_plan(self) -> None:

@@ -105,7 +105,7 @@ def _rotary(handle: Handle, module: nn.Module, original: Any) -> Any:
             if any(t.shape[along] != at.shape[-1] for t in out):
                 raise ValueError(
                     f"{type(module).__name__} makes tables {[tuple(t.shape) for t in out]} for positions "
-                    f"{tuple(at.shape)}, which cannot be cut by tokens: use hidden='device'"
+                    f"{tuple(at.shape)}, which cannot be cut by tokens: use on_host='none'"
                 )
             made = made or [
                 courier.empty((*t.shape[:along], length, *t.shape[along:][1:]), t.dtype) for t in out

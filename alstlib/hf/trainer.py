@@ -87,7 +87,7 @@ class TrainerMixin(Base):
 
     def __init__(self, *args: Any, sp: int | None = None, alst: Options | None = None, **kwargs: Any) -> None:
         if alst is not None and not isinstance(alst, Options):
-            raise ValueError(f"alst={alst!r} must be an alstlib.Options, such as alstlib.Options(offload='async')")
+            raise ValueError(f"alst={alst!r} must be an alstlib.Options, such as alstlib.Options(offload=True)")
         self.sp, self.alst = sp, alst or Options()
         self.handle: Handle | None = None
         self._order: SharedOrder | None = None

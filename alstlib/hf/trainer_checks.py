@@ -58,7 +58,7 @@ def check_arguments(trainer: Any) -> None:
         (fsdp is not None and fsdp.fsdp_version != 2, "FSDP 1", "write fsdp_config={'version': 2, ...}"),
         (fsdp is not None and bool(fsdp.activation_checkpointing), "FSDP's activation_checkpointing",
          "leave it out: Options(checkpoint=True) does it"),
-        (offloading, "activation_offloading=True", "use alst=alstlib.Options(offload='async')"),
+        (offloading, "activation_offloading=True", "use alst=alstlib.Options(offload=True)"),
         (router != 0 and unweighted, f"router_aux_loss_coef={router}", "use 0.0: the model's config has none"),
     ]  # fmt: skip
     _refuse(found, "TrainerMixin")

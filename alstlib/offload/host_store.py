@@ -352,7 +352,7 @@ class HostStore:
         if nbytes > room:
             raise HostOutOfMemory(
                 f"offload needs {nbytes:,} bytes of host memory for this rank, and {room:,} are left; "
-                "use a shorter sequence, more ranks, a larger host_memory, or offload='none'"
+                "use a shorter sequence, more ranks, a larger host_memory, or offload=False"
             )
         self._shorter = nbytes < self._most
         self._most = max(self._most, nbytes)

@@ -15,10 +15,10 @@ ROWS = 4096
 DOCUMENTS = [0, 1, 700, 1724, 1725, 3100, ROWS]
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
-    "whole, async": {"offload": "async", "kept": 0.5},
+    "whole, async": {"offload": True, "kept": 0.5},
     "whole, sync, attention kept": {"offload": "sync", "save_attention": True},
     "chunks": {"chunk": 0},
-    "chunks, async": {"chunk": 0, "offload": "async", "kept": 0.5, "hidden": "device"},
+    "chunks, async": {"chunk": 0, "offload": True, "kept": 0.5, "hidden": "device"},
     "chunks, host": {"offload": True, "chunk": 0, "on_host": "hidden+kv"},
     "chunks, host, sync": {"offload": "sync", "save_attention": True, "chunk": 0, "on_host": "hidden+kv"},
 }

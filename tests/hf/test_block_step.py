@@ -231,7 +231,7 @@ def test_refusals() -> None:
     handle.detach()
     with pytest.raises(ValueError, match="attach the model with"):
         alstlib.block_step(model, batch)
-    with pytest.raises(ValueError, match="needs offload='async'"):
+    with pytest.raises(ValueError, match="needs offload=True"):
         alstlib.Options(on_host="hidden+kv")
     with attach(model) as handle:
         for block in (0, 2.5, True):

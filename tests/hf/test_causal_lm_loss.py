@@ -95,7 +95,9 @@ def accumulated(rank: int, world: int, stage: int) -> list[Any]:
     ctx, model = SPContext.create(world), make_model()
     samples = make_samples(4)
     attach(model, ctx, **OPTIONS)
-    run = RunConfig(zero_stage=stage, offload_optimizer=False, dtype="fp32", accumulation=2)
+    run = RunConfig.from_dict(
+        by_own_names({"zero_stage": stage, "offload_optimizer": False, "dtype": "fp32", "accumulation": 2})
+    )
     engine = wrap(model, f"zero{stage}", world, run)
     steps = engine.gradient_accumulation_steps()
     batches = list(alstlib.SPDataLoader(samples, ctx, accumulation=4, replicated=True))

@@ -35,7 +35,7 @@ def step(pools: Any, case: Case, **more: Any) -> list[Fields]:
         {"attention": "blockwise"},
         *(
             {"checkpoint": True, "offload": offload, "save_attention": True, "chunk": chunk}
-            for offload in ("none", "sync")
+            for offload in (False, "sync")
             for chunk in (1, 4, 16, 100)
         ),
     ],

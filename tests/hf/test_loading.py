@@ -22,15 +22,8 @@ from alstlib.offload.ledger import Ledger
 
 
 def config_of(stage: int, **changes: Any) -> dict[str, Any]:
-    return engine_config(
-        RunConfig(
-            engine={"zero_stage": stage, "offload_optimizer": False},
-            model={"dtype": "fp32"},
-            **changes,
-        ),
-        10_000,
-        False,
-    )
+    fields = {"zero_stage": stage, "offload_optimizer": False, "dtype": "fp32", **changes}
+    return engine_config(RunConfig.from_dict(by_own_names(fields)), 10_000, False)
 
 
 def arrives(rank: int, world: int, run: RunConfig, stage: int, offload: bool) -> dict[str, Any]:

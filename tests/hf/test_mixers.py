@@ -104,11 +104,11 @@ def test_a_kernel_need_not_know_the_gradient_of_its_state(pools: Any, options: F
 def told(rank: int, world: int, states: str, chunk: int | None, widths: dict[str, int]) -> tuple[list[str], int]:
     """What is noted of the ways in three steps of two lengths, and the bytes that they send."""
     ctx, model = alstlib.SPContext.create(world), zoo.build_hybrid("qwen3_next", **widths)
-    with attach(model, ctx, states=states, chunk=chunk) as handle:
+    with attach(model, ctx, linear_attention=states, chunk=chunk) as handle:
         for length in (48, 96, 48):
             data = {**verify.sample(length, False), "document_lengths": [[length]]}
             alstlib.causal_lm_loss(model, shard_batch(data, world, rank)).loss.backward()
-        return [note for note in handle.notes if "states" in note], handle.wire_bytes
+        return [note for note in handle.notes if "linear_attention" in note], handle.wire_bytes
 
 
 @pytest.mark.parametrize("chunk", [None, 10])
@@ -117,13 +117,15 @@ def test_auto_takes_one_way_and_says_so(pools: Callable[[int], Any], way: str, k
     auto, one = (pools(3)(told, states, chunk, {"linear_key_head_dim": keys}) for states in ("auto", way))
     for (notes, sent), (silent, same) in zip(auto, one):
         (note,) = notes
-        assert note.startswith(f"gated delta rule: states='{way}' takes "), note
+        assert note.startswith(f"gated delta rule: linear_attention='{way}' takes "), note
         assert notes == auto[0][0]
         assert (silent, sent) == ([], same)
 
 
 def test_fewer_heads_than_ranks_pass_their_state(pools: Callable[[int], Any]) -> None:
-    note = "gated delta rule: states='heads' needs a head for each of 3 ranks, and it has 2: states are passed"
+    note = (
+        "gated delta rule: linear_attention='heads' needs a head for each of 3 ranks, and it has 2: states are passed"
+    )
     assert [notes for notes, _ in pools(3)(told, "heads", None, {"linear_num_value_heads": 2})] == [[note]] * 3
 
 

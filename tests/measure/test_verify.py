@@ -92,7 +92,7 @@ def asked(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str
     "kind, options, layers, kinds",
     [
         ("llama", [], 2, 1),
-        ("gemma3_text", ["--chunk", "16K", "--offload", "sync", "--set", "kv=host"], 6, 2),
+        ("gemma3_text", ["--chunk", "16K", "--set", "offload=sync", "--set", "on_host=hidden+kv"], 6, 2),
         ("gpt_oss", ["--set", "save_attention=true"], 2, 2),
         ("qwen3_moe", ["--block", "16384"], 2, 1),
     ],
@@ -124,7 +124,7 @@ def test_the_pages_command(here: None, tmp_path: Path, capsys: pytest.CaptureFix
     assert first == f"{path}: a step of a small model on 2 CPU ranks is compared with plain transformers"
     shown = " ".join(" ".join(lines).split())
     for text in ("hidden_size 4096 -> 256", "one kind of layer, 32 query and 8 key/value heads", "chunk 4",
-                 "offload async", "1 whole equal ", "2 packed equal ", " float32"):  # fmt: skip
+                 "offload True", "1 whole equal ", "2 packed equal ", " float32"):  # fmt: skip
         assert text in shown, text
     assert re.fullmatch(
         r"equal: loss and every gradient are those of plain transformers, to \d\.\de-0[67] \(\d+ s\)", last
@@ -194,7 +194,7 @@ def test_a_wrong_gradient_is_named(
         ("llama", ["--attention", "flash"], "attention='flash' does not run on cpu"),
         ("llama", ["--block", "4K", "--chunk", "4K"], "give only one of them"),
         ("llama", ["--set", "sparse=16"], "sparse attention is an approximation"),
-        ("llama", ["--set", "ofload=sync"], "unknown option 'ofload'; did you mean 'offload'?"),
+        ("llama", ["--set", "ofload=sync"], "unknown field of Options 'ofload'; did you mean 'offload'?"),
         ("llama", ["--config", "hidden_sizes=3"], "unknown model_config field 'hidden_sizes'"),
     ],
 )

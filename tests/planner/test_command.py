@@ -43,10 +43,10 @@ def test_programs_read_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(device["by_category"].values()) == device["peak"] <= device["limit"] == int(79.1 * GIB)
     assert sum(made["host"]["by_category"].values()) == made["host"]["peak"] <= made["host"]["limit"]
     assert made["step_seconds"]["step"] > 0
-    assert made["options"]["offload"] == "async"
+    assert made["options"]["options.offload"] is True
 
 
-@pytest.mark.parametrize("more", [[], ["--gpus", "1", "--gpus-per-node", "1"], ["--set", "kv=device"]])
+@pytest.mark.parametrize("more", [[], ["--gpus", "1", "--gpus-per-node", "1"], ["--set", "options.on_host=hidden"]])
 def test_one_label_has_one_number(capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
     """What would help and the ways are on one page: a label of both must mean the same settings."""
     _, made = as_json(capsys, *more)
@@ -72,7 +72,7 @@ def test_a_length_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_model_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     """A step fits, but rank 0's host cannot take the weights, with any option and for any length."""
     args = ["plan", "--model", "meta-llama/Llama-3.1-70B", "--gpus", "64", "--host-memory", "160GB"]
-    args += ["--set", "offload_optimizer=false"]
+    args += ["--set", "engine.offload_optimizer=false"]
     why = (
         "Loading the model would take 165.37 GiB of the first node's host memory, and 149.01 GiB is there; it can be "
         "loaded on 32 nodes of 2 GPUs each."
@@ -94,10 +94,10 @@ def test_a_model_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_options_are_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    plain, chunked = (as_json(capsys, *a)[1] for a in ([], ["--set", "chunk=16384", "--host-memory", "9TB"]))
+    plain, chunked = (as_json(capsys, *a)[1] for a in ([], ["--set", "options.chunk=16384", "--host-memory", "9TB"]))
     assert chunked["longest_sequence"] > 1.5 * plain["longest_sequence"]
-    assert chunked["options"]["chunk"] == 16_384
-    shallow = as_json(capsys, "--set", "model_config={num_hidden_layers: 4}")[1]
+    assert chunked["options"]["options.chunk"] == 16_384
+    shallow = as_json(capsys, "--set", "model.config={num_hidden_layers: 4}")[1]
     assert shallow["model"]["parameters"] < plain["model"]["parameters"] / 3
 
 
@@ -127,8 +127,8 @@ def test_terms_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
     ("args", "says"),
     [
         (["--model", "meta-llama/Llama-3.1-9B"], "did you mean 'meta-llama/Llama-3.1-8B'"),
-        (["--set", "tiled_los=true"], "did you mean 'tiled_loss'"),
-        (["--set", "tiled_loss"], "must have the form FIELD=VALUE"),
+        (["--set", "options.tile=true"], "did you mean 'tiles'"),
+        (["--set", "options.tiles"], "must have the form FIELD=VALUE"),
         (["--gpu", "H101"], "did you mean 'H100'"),
         (["--gpu-memory", "80 gigs"], "gpu_memory='80 gigs' is not a number with a unit"),
         (["--seq-len", "many"], "seq-len='many' is not a number"),
@@ -136,7 +136,7 @@ def test_terms_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpus", "-1"], "gpus=-1"),
         (["--gpus", "0"], "the GPUs of this machine, and it has none"),
         (["--fragmentation", "2"], "a share of at least 0 and below 1"),
-        (["--set", "sp=3"], "sp=3 does not divide 8 GPUs"),
+        (["--set", "engine.sp=3"], "sp=3 does not divide 8 GPUs"),
         (["--rates", "nowhere.json"], "nowhere.json"),
     ],
 )

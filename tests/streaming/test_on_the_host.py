@@ -134,11 +134,10 @@ def test_embeddings_with_an_adapter_travel_as_a_whole() -> None:
     """On a GPU one part on the host and one on the device could not be added."""
     model, found = make_model("gqa", num_hidden_layers=LAYERS), []
     model.set_input_embeddings(Adapted(model.get_input_embeddings()))
-    for where in ("device", "host"):
-        kv = "host" if where == "host" else "auto"
-        with small_pages(), alstlib.apply(model, None, options(hidden=where, kv=kv)):
+    for where in ("none", "hidden+kv"):
+        with small_pages(), alstlib.apply(model, None, options(on_host=where)):
             embeddings = model.get_input_embeddings()
-            assert ("forward" in embeddings.__dict__) == (where == "host")
+            assert ("forward" in embeddings.__dict__) == (where != "none")
             assert not any("forward" in m.__dict__ for m in embeddings.modules() if m is not embeddings)
             found.append(step(model, batch(LENGTH))[1])
     for name, gradient in found[0].items():
