@@ -11,6 +11,7 @@ from cases import (
     Step,
     attach,
     batch_of,
+    by_own_names,
     check_step,
     gradients,
     make_model,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import make_model
+from cases import by_own_names, make_model
 
 from alstlib.config import RunConfig
 from alstlib.hf.configs import find_config
