@@ -49,8 +49,10 @@ class StateWays:
         heads = values.shape[2]
         if self.ranks > heads:
             if self.option == "heads":
-                self._say(f"{family}: linear_attention='heads' needs a head for each of {self.ranks} ranks, and it has {heads}: "
-                          "states are passed", logging.WARNING)  # fmt: skip
+                self._say(
+                    f"{family}: linear_attention='heads' needs a head for each of {self.ranks} ranks, and it has "
+                    f"{heads}: states are passed", logging.WARNING,
+                )  # fmt: skip
             return over_ranks
         if self.option == "heads":
             return by_heads
@@ -59,8 +61,8 @@ class StateWays:
         other = "pass" if way == "heads" else "heads"
         took, instead = (1e3 * costs[name].seconds for name in (way, other))
         self._say(
-            f"{family}: linear_attention='{way}' takes {took:.3g} ms of a layer and step, by the planner's rates; '{other}' "
-            f"takes {instead:.3g} ms", logging.INFO,
+            f"{family}: linear_attention='{way}' takes {took:.3g} ms of a layer and step, by the planner's rates; "
+            f"'{other}' takes {instead:.3g} ms", logging.INFO,
         )  # fmt: skip
         return by_heads if way == "heads" else over_ranks
 

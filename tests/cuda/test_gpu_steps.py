@@ -75,6 +75,10 @@ def test_every_kernel_and_every_gpu_test_has_a_process_of_its_own() -> None:
         assert any(str(path) in command for command in commands.values()) == marked, path
 
 
+def run_of(spec: dict[str, Any], row: dict[str, Any]) -> RunConfig:
+    return RunConfig.from_dict(spec["base"]).replace(**{n: v for n, v in row.items() if n not in ("name", "expect")})
+
+
 @pytest.mark.parametrize("path, spec, row", rows())
 def test_what_is_expected_is_what_the_planner_says(path: Path, spec: dict[str, Any], row: dict[str, Any]) -> None:
     """Of kernels: what was published. An emulated rank has whole layers on the device where ZeRO-3 gathers them."""
@@ -91,9 +95,9 @@ def test_what_is_expected_is_what_the_planner_says(path: Path, spec: dict[str, A
             or "seq_len" in expect
         )
         return
-    run = RunConfig.from_dict({n: v for n, v in {**spec["base"], **row}.items() if n not in ("name", "expect")})
+    run = run_of(spec, row)
     gpus = run.emulate or 1
-    whole = read_shape(run.model.name, {}) if run.emulate else read_shape(run.model.name, run.model_config)
+    whole = read_shape(run.model.name, {}) if run.emulate else read_shape(run.model.name, run.model.config)
     found = predict(
         whole,
         run.replace(emulate=0, engine={"world_size": gpus, "sp": gpus}),
@@ -102,7 +106,7 @@ def test_what_is_expected_is_what_the_planner_says(path: Path, spec: dict[str, A
     )
     device = sum(n for kind, n in found.device.items() if kind not in ("CUDA context", "NCCL", "fragments"))
     if run.emulate:
-        built = run.model_config["num_hidden_layers"]
+        built = run.model.config["num_hidden_layers"]
         device += 2 * (built * whole.layer_parameters + 2 * whole.embedding) - found.device["gathered weights"]
         device -= found.device.get("checkpoints", 0) * (whole.layers - built) // whole.layers
         low, high = gpu.bounds(expect.get("emulated.projected.step_seconds", "0..1e9"))
@@ -115,8 +119,8 @@ def test_what_is_expected_is_what_the_planner_says(path: Path, spec: dict[str, A
 def test_a_time_that_is_judged_is_not_that_of_pinning(path: Path, spec: dict[str, Any], row: dict[str, Any]) -> None:
     """The first step pins the host's memory. Only where two do not fit into the row's time is there one."""
     if (expected := row.get("expect", {}).get("emulated.projected.step_seconds")) is not None:
-        run = RunConfig.from_dict({n: v for n, v in {**spec["base"], **row}.items() if n not in ("name", "expect")})
-        whole, built = read_shape(run.model.name, {}).layers, run.model_config["num_hidden_layers"]
+        run = run_of(spec, row)
+        whole, built = read_shape(run.model.name, {}).layers, run.model.config["num_hidden_layers"]
         assert run.optim.steps >= 2 or 2 * gpu.bounds(expected)[1] * built / whole > (run.limits.timeout or 0)
 
 

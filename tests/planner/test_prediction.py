@@ -119,7 +119,7 @@ def test_every_feature_of_the_ablation_shows(name: str, monkeypatch: pytest.Monk
             gpu_memory=run.limits.device_memory,
             device="cpu",
         )
-        found = longest(read_shape(run.model.name, run.model_config), run, machine, run.search.granule)
+        found = longest(read_shape(run.model.name, run.model.config), run, machine, run.search.granule)
         assert found is not None
         lengths[row], granule = found.seq_len, run.search.granule
     check_gains(lengths, granule)

@@ -43,7 +43,7 @@ def main() -> None:
     launch.die_with_parent()
     answer_where()
     config = RunConfig.from_dict(json.loads(args.config.read_text()))
-    what, rank = config.model_config["fake"], int(os.environ["RANK"])
+    what, rank = config.model.config["fake"], int(os.environ["RANK"])
     progress = launch.Progress(args.out / "progress.jsonl", rank)
     print(f"rank {rank} says: {what}", file=sys.stderr)
     for step, loss in ((1, float("nan")), (2, 2.5)):
