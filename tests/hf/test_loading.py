@@ -92,7 +92,7 @@ def test_weights_in_bf16_are_looked_at_once(tmp_path: Path, value: float) -> Non
     [
         (
             {"num_hidden_layers": 1},
-            r"num_hidden_layers=1, but it has weights of 2 layers; .* or give model_config={'num",
+            r"num_hidden_layers=1, but it has weights of 2 layers; .* or give model.config={'num",
         ),
         ({"num_hidden_layers": -1}, "its config has num_hidden_layers=-1; it must be at least 1"),
         ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads=0; it must be at least 1"),

@@ -30,7 +30,7 @@ def test_the_committed_comparison_of_newer_decoders_is_within_its_bounds() -> No
     a decoder whose width is that of all heads together: it is no wider for the rank that has most of them."""
     found = committed()
     assert [one["seed"] for one in found] == list(plan_table.NEWER)
-    assert len({one["options"]["model"] for one in found}) > 8
+    assert len({one["options"]["model.name"] for one in found}) > 8
     for one in found:
         assert abs(one["error"]) <= 0.025, one["seed"]
         assert one["planned_host"] == pytest.approx(one["simulated_host"], rel=0.02)

@@ -46,7 +46,7 @@ def test_programs_read_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert made["options"]["options.offload"] is True
 
 
-@pytest.mark.parametrize("more", [[], ["--gpus", "1", "--gpus-per-node", "1"], ["--set", "options.on_host=hidden"]])
+@pytest.mark.parametrize("more", [[], ["--gpus", "1", "--gpus-per-node", "1"], ["--set", "options.on_host=none"]])
 def test_one_label_has_one_number(capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
     """What would help and the ways are on one page: a label of both must mean the same settings."""
     _, made = as_json(capsys, *more)

@@ -119,7 +119,7 @@ def test_random_configurations_are_within_five_percent_of_the_simulator() -> Non
     """`python -m alstlib.measure.plan_table --hybrids` made them."""
     found = committed()
     assert [one["seed"] for one in found] == list(plan_table.HYBRIDS)
-    assert {read_shape(one["options"]["model"]).family for one in found} >= set(FAMILIES)
+    assert {read_shape(one["options"]["model.name"]).family for one in found} >= set(FAMILIES)
     for one in found:
         assert plan_table.plan_again(one) == one
         assert abs(one["error"]) < 0.02, one["seed"]

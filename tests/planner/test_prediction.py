@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from dataclasses import replace
@@ -15,7 +14,6 @@ from alstlib.config import PAPER_ROWS, ROWS, RunConfig, row_config
 from alstlib.hf.models import flos
 from alstlib.measure import plan_table
 from alstlib.options import Options
-from alstlib.planner import activations as activations_module
 from alstlib.planner import devices
 from alstlib.planner.activations import activations, families
 from alstlib.planner.gpus import label_bytes, rates_of, with_measured
@@ -194,26 +192,6 @@ def test_what_auto_chooses_for_keys_fits_no_less_than_either_place() -> None:
         auto, *fixed = (one.seq_len if one else 0 for one in found.values())
         assert auto >= max(fixed), (gpus, memory)
         assert auto > 0 or gpus == 1
-
-
-def at_the_head_of(largest: Any, moments: Any, *rest: Any) -> Any:
-    return largest([m for m in moments if m[0] == "lm_head"], *rest)
-
-
-def test_ligers_fused_loss_takes_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the head its tiles grow with the sequence: 4.2 GB of logits at 500K tokens, 8.4 GB at 1M; ours stay."""
-    tiled = OURS.replace(
-        model={"liger": True}, options={"chunk": 16_384, "on_host": "none"}, engine={"sp": 1}
-    )  # as with the fused loss
-    run = tiled.replace(model={"liger": True})
-    assert activations(EIGHT_B, run, 1, 500_000, "cpu") == activations(EIGHT_B, tiled, 1, 500_000, "cpu")
-    largest = functools.partial(at_the_head_of, activations_module.largest_of)
-    monkeypatch.setattr(activations_module, "largest_of", largest)
-    hidden, head = 4 * EIGHT_B.width, 4 * EIGHT_B.width * EIGHT_B.vocab  # of a row; the head's gradient in fp32
-    for length, rows in ((500_000, 16_384), (1_000_000, 32_768)):
-        ours, fused = (activations(EIGHT_B, one, 1, length, "cuda").device["loss"] for one in (tiled, run))
-        assert fused == 4 + hidden * length + head + 2 * rows * EIGHT_B.vocab + 5 * length
-        assert ours == 4 + hidden * length + 1.5 * head + 1024 * (21 + 6 * EIGHT_B.vocab)
 
 
 def test_what_limits_is_named() -> None:
@@ -405,14 +383,15 @@ def test_the_nearest_thing_that_loads_a_model_is_named() -> None:
         (
             replace(many, host_memory=120 * 10**9),
             {"engine.zero_stage": 2},
-            "with weights on the host (zero_stage=3, offload_params=True) and 166 GiB on the first node's host",
+            "with weights on the host (engine.zero_stage=3, engine.offload_params=True) and 166 GiB on the first node's "
+            "host",
         ),
-        (small, {"engine.zero_stage": 2}, "with weights on the host (zero_stage=3, offload_params=True)"),
-        (replace(small, gpus=8), {"engine.zero_stage": 2}, "with ZeRO-3 (zero_stage=3)"),
+        (small, {"engine.zero_stage": 2}, "with weights on the host (engine.zero_stage=3, engine.offload_params=True)"),
+        (replace(small, gpus=8), {"engine.zero_stage": 2}, "with ZeRO-3 (engine.zero_stage=3)"),
         (
             replace(small, gpus=2, gpu_memory=4 * GIB),
             {},
-            "with weights on the host (zero_stage=3, offload_params=True) and 6 GiB on a device",
+            "with weights on the host (engine.zero_stage=3, engine.offload_params=True) and 6 GiB on a device",
         ),
     ):
         asked = run.replace(**options)
