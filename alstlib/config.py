@@ -337,6 +337,8 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
         before = made.get(group)
         if group == "options" and before == "plain":
             before = Options.plain().to_dict()
+        if name == "options" and value == "plain":
+            value = Options.plain().to_dict()
         within = before if isinstance(before, Mapping) else {}
         if inside.startswith("tiles."):  # one of the parts that `tiles` counts for
             tiles = within.get("tiles", Options().tiles)

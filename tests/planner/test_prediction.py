@@ -383,8 +383,8 @@ def test_the_nearest_thing_that_loads_a_model_is_named() -> None:
         (
             replace(many, host_memory=120 * 10**9),
             {"engine.zero_stage": 2},
-            "with weights on the host (engine.zero_stage=3, engine.offload_params=True) and 166 GiB on the first node's "
-            "host",
+            "with weights on the host (engine.zero_stage=3, engine.offload_params=True) and 166 GiB on the first "
+            "node's host",
         ),
         (small, {"engine.zero_stage": 2}, "with weights on the host (engine.zero_stage=3, engine.offload_params=True)"),
         (replace(small, gpus=8), {"engine.zero_stage": 2}, "with ZeRO-3 (engine.zero_stage=3)"),
