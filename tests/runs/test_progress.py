@@ -81,7 +81,7 @@ def test_papermills_output_says_how_far_a_run_is(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     ran = subprocess.run(
         [sys.executable, "-m", "papermill", str(REPOSITORY / "notebooks" / "run.ipynb"), str(tmp_path / "o.ipynb"),
-         "-p", "out", str(tmp_path / "run"), "-p", "worker", "fake_worker", "-y", "config: {model_config: {fake: ok}}"],
+         "-p", "out", str(tmp_path / "run"), "-p", "worker", "fake_worker", "-y", "config: {model.config: {fake: ok}}"],
         env={**env, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(Path(__file__).parent)))},
         stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip

@@ -137,7 +137,7 @@ def test_a_run_ends_before_its_job_and_the_job_continues(slurm: Cluster, checkou
 
 def test_a_node_that_dies_is_named(slurm: Cluster, checkout: Path) -> None:
     """Its torchrun is killed, and its rank with it. The other rank notices nothing, and srun ends it a minute later."""
-    base = {"model": "tiny", "world_size": 2, "steps": 600}
+    base = {"model.name": "tiny", "world_size": 2, "steps": 600}
     spec = {"name": "dies", "base": base, "rows": [{"name": "count"}], "parameters": {"worker": "clock"}}
     (checkout / "dies.yaml").write_text(yaml.safe_dump(spec))
     job = submit(slurm, ".venv/bin/alst run dies.yaml --nodes 2", checkout)
