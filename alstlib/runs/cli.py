@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from alstlib.config import flat, not_default
+from alstlib.config import not_default
 from alstlib.hf.configs import check_model
 from alstlib.planner import command, devices, preflight
 from alstlib.planner.command import fields_of
@@ -273,9 +273,9 @@ def _would(spec: Spec, row: str, args: argparse.Namespace, nodes: cluster.Nodes)
     config, folder = spec.rows[row], spec.out / row
     if why := _left_alone(spec, row, args):
         return [f"{row}: {why}"]
-    fields, sets = not_default(config), flat(spec.sets[row])
-    of_row = {n: v for n, v in fields.items() if n in sets}
-    others = {n: v for n, v in fields.items() if n not in of_row and n != "row"}
+    fields, sets = not_default(config), spec.sets[row]
+    of_row = {n: v for n, v in fields.items() if n in sets and n != "row"}
+    others = {n: v for n, v in fields.items() if n not in sets and n != "row"}
     gpus, count = devices.device_count(), launch.node_count(config, spec.nodes)
     ours, foreseen = spec.worker in workers.TRAINING, workers.planned(config, spec.worker, gpus)
     expected = workers.outlook(config, spec.worker, gpus, count)

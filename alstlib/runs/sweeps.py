@@ -17,6 +17,7 @@ A file with none of notebook, base and rows holds the parameters of notebooks/ru
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from typing import Any
 
 import yaml
 
-from alstlib.config import FIELDS, ROWS, RunConfig, merged, nearest_path, row_config
+from alstlib.config import FIELDS, ROWS, RunConfig, flat, merged, nearest_path, row_config
 from alstlib.options import FOLDER_NAME, check_names
 from alstlib.planner import devices
 from alstlib.runs import launch, locks, results, workers
@@ -53,23 +54,28 @@ class Spec:
     notebook: Path
     parameters: Mapping[str, Any]
     rows: Mapping[str, RunConfig]
-    sets: Mapping[str, Mapping[str, Any]]
-    """What each row says beyond the base."""
+    sets: Mapping[str, frozenset[str]]
+    """Names of the fields that each row sets, beyond the base."""
     seconds: Mapping[str, float]
     """What rows took where the spec was written, of those that say so: from it the rest of a sweep is estimated."""
     report: Path | None
     out: Path
     nodes: int = 1
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What `--set` changed in every row."""
 
     @property
     def worker(self) -> str:
         return str(self.parameters.get("worker", workers.ABLATION))
 
     def typed(self, verb: str, *flags: str, at: Path | None = None) -> str:
-        """`alst VERB SPEC [--out FOLDER] FLAGS` for a shell, as typed in the folder `at`; without one, here."""
+        """`alst VERB SPEC [--out FOLDER] FLAGS` for a shell, as typed in the folder `at`; without one, here. `run` gets
+        the `--set` of this sweep again; the other commands read it in the folder."""
         usual = self.out.resolve() == ((at or self.home) / OUT / self.name).resolve()
         path, out = (os.path.relpath(p, at) if at else shown(p) for p in (self.path, self.out))
-        return shlex.join(["alst", verb, path, *([] if usual else ["--out", out]), *flags])
+        sets = [word for name, value in self.changes.items() for word in ("--set", f"{name}={_yaml(value)}")]
+        where = [] if usual else ["--out", out]
+        return shlex.join(["alst", verb, path, *where, *(sets if verb == "run" else []), *flags])
 
     @property
     def command(self) -> str:
@@ -85,8 +91,8 @@ def load_spec(
 
     Args:
         out: a folder for its results, in place of the usual one.
-        as_run: resolve the rows for the nodes that ran the sweep, where its folder says which: a login node asks about
-            a node with GPUs. Else for `nodes` nodes like this one.
+        as_run: resolve the rows for the nodes that ran the sweep and with the changes that it ran with, where its
+            folder says which: a login node asks about a node with GPUs. Else for `nodes` nodes like this one.
         changes: fields of every row that have other values (`RunConfig.replace`).
 
     Raises:
@@ -101,10 +107,12 @@ def load_spec(
     record = read_record(folder) if as_run else {}
     gpus = record["gpus"] if isinstance(record.get("gpus"), int) else devices.device_count()
     nodes = record["nodes"] if isinstance(record.get("nodes"), int) else nodes
+    changes = record["changes"] if isinstance(record.get("changes"), dict) else changes or {}
     device = "cuda" if gpus else "cpu"
     base = RunConfig.from_dict(_for_device(spec.get("base") or {}, device))
     rows: dict[str, RunConfig] = {}
-    sets: dict[str, dict[str, Any]] = {}
+    sets: dict[str, frozenset[str]] = {}
+    of_base = flat(base.to_dict())
     seconds: dict[str, float] = {}
     for given in spec.get("rows") or []:
         row, fields = _row(given)
@@ -116,8 +124,9 @@ def load_spec(
                 raise ValueError(f"row '{row}': seconds={took!r} must be a number above 0")
             seconds[row] = float(took)
         config = row_config(row, base) if row in ROWS else base.replace(row=row)
-        config = config.replace(**fields).replace(**(changes or {}))
-        sets[row] = merged(merged(ROWS.get(row, {}), fields), changes or {})
+        config = config.replace(**fields).replace(**changes)
+        changed = {name for name, value in flat(config.to_dict()).items() if of_base.get(name, ...) != value}
+        sets[row] = frozenset(changed | set(flat(merged({}, fields))))
         rows[row] = launch.resolve(config, launch.node_count(config, nodes), gpus)
     if not rows:
         raise ValueError(f"the spec {path} has no rows; list at least one under 'rows'")
@@ -125,7 +134,7 @@ def load_spec(
     parameters = dict(spec.get("parameters") or {})
     return Spec(
         name=name, path=path, root=root, home=home, notebook=notebook, parameters=parameters, rows=rows, sets=sets,
-        seconds=seconds, report=report, out=folder, nodes=nodes,
+        seconds=seconds, report=report, out=folder, nodes=nodes, changes=changes,
     )  # fmt: skip
 
 
@@ -169,11 +178,14 @@ def _check_folder_name(what: str, text: str) -> None:
 
 
 def _one_run(parameters: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The spec of a single run, from parameters of notebooks/run.ipynb: `row`, `config`, its fields, `worker`."""
-    base = {n: v for n, v in parameters.items() if n not in ("row", "worker", "out", "force")}
+    """The spec of a single run, from parameters of notebooks/run.ipynb: `row`, the run's groups, `config`, `worker`.
+    As in the notebook, what is given wins over what the row turns on, and `config` over all."""
+    own = {n: v for n, v in parameters.items() if n not in ("row", "worker", "out", "force", "config")}
     named = {"worker": parameters["worker"]} if "worker" in parameters else {}
-    row = parameters.get("row") or {"name": "run"}
-    return {"name": path.stem, "base": base, "rows": [row], "parameters": named}
+    if parameters.get("row"):
+        check_names([str(parameters["row"])], ROWS, "row")
+    row = {"name": parameters.get("row") or "run", **merged(merged({}, own), parameters.get("config") or {})}
+    return {"name": path.stem, "rows": [row], "parameters": named}
 
 
 def _for_device(fields: Mapping[str, Any], device: str) -> dict[str, Any]:
@@ -198,8 +210,8 @@ def _locate(name: str, spec: Path) -> tuple[Path, Path]:
 
 def papermill_line(notebook: str, output: str, parameters: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
     """What runs a row by itself, for a shell: the template with a sweep's parameters, and with these fields of a
-    run, by their names with the group."""
-    given = json.dumps({**parameters, **merged({}, fields)}, default=str)
+    run, by their names with the group. They go under `config`: the parameter `row` is a row of the ablation only."""
+    given = json.dumps({**parameters, "config": merged({}, fields)}, default=str)
     return shlex.join(["papermill", notebook, output, "-y", given])
 
 
@@ -233,16 +245,22 @@ def shown(path: Path) -> str:
         return os.fspath(path)
 
 
+def _yaml(value: Any) -> str:
+    """A value as one types it after `--set NAME=`."""
+    return yaml.safe_dump(value, default_flow_style=True, width=float("inf")).removesuffix("...\n").rstrip("\n")
+
+
 def write_record(spec: Spec) -> None:
-    """Say in the sweep's folder which spec it is of and for how many GPUs its rows are resolved, so that a report or
-    `alst status` finds it and judges its rows as they were run. The spec is relative to the folder behind symlinks."""
+    """Say in the sweep's folder which spec it is of, for how many GPUs its rows are resolved and what `--set` changed
+    in them, so that a report or `alst status` finds it and judges its rows as they were run. The spec is relative to
+    the folder behind symlinks."""
     results.write_json(
         spec.out / RECORD,
         {"name": spec.name, "spec": os.path.relpath(spec.path, spec.out.resolve()), "rows": list(spec.rows),
          "command": spec.command,
          "notebook": Path(os.path.relpath(spec.notebook, spec.root)).as_posix(),
          "parameters": results.strict(spec.parameters),
-         "gpus": devices.device_count(), "nodes": spec.nodes},
+         "gpus": devices.device_count(), "nodes": spec.nodes, "changes": results.strict(spec.changes)},
     )  # fmt: skip
 
 

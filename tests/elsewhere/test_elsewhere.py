@@ -32,7 +32,7 @@ PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 
 TWO_STEPS = {
     "name": "two-steps", "rows": ["alst"],
-    "base": {"model": "tiny", "world_size": 2, "sp": 2, "seq_len": 64, "steps": 2},
+    "base": {"model.name": "tiny", "engine": {"world_size": 2, "sp": 2}, "data.seq_len": 64, "optim.steps": 2},
 }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from alstlib.runs.workers import ABLATION
 HERE = Path(__file__).parent
 STEPS = 4
 RUN = RunConfig(
-    model={"name": "tiny", "liger": "off"},
+    model={"name": "tiny", "liger": False},
     engine={"world_size": 2, "sp": 2},
     data={"seq_len": 64},
     optim={"steps": STEPS},
@@ -227,7 +227,7 @@ def test_two_launchers_in_one_folder(tmp_path: Path) -> None:
     thread.join()
     assert second.returncode == 2
     assert "is in use by another run: process" in second.stderr
-    assert len(losses[0]) == SPEC["base"]["steps"]
+    assert len(losses[0]) == SPEC["base"]["optim.steps"]
 
 
 def test_three_sweeps_at_once(tmp_path: Path) -> None:

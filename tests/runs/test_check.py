@@ -57,14 +57,14 @@ def test_two_ranks_measure_and_a_plan_reads_it(ranks2: Any, tmp_path: Path, caps
     (tmp_path / "result.json").write_text(json.dumps({"metrics": twice}))
     faster = predict(read_shape("small"), run, read_machine(tmp_path / "result.json"), 4096).seconds
     assert faster["matrix products"] == pytest.approx(seconds["matrix products"] / 2)
-    assert cli.main(["plan", "--model", "small", "--machine", str(tmp_path), "--set", "dtype=fp32"]) == 0
+    assert cli.main(["plan", "--model", "small", "--machine", str(tmp_path), "--set", "model.dtype=fp32"]) == 0
     assert "on 2 x" in capsys.readouterr().out
     assert cli.main(["plan", "--machine", str(tmp_path), "--gpu", "H100"]) == 2
     assert "leave out --gpu" in capsys.readouterr().err
 
 
 def test_what_is_no_machine_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "result.json").write_text(json.dumps({"metrics": {"data.seq_len": 3}}))
+    (tmp_path / "result.json").write_text(json.dumps({"metrics": {"seq_len": 3}}))
     with pytest.raises(ValueError, match="name a result of `alst check`"):
         read_machine(tmp_path)
 

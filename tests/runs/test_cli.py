@@ -27,7 +27,7 @@ ABLATION = REPOSITORY / "papermill_runs" / "specs" / "ablation.yaml"
 
 
 def write_spec(folder: Path, **changes) -> Path:
-    rows = [{"name": "good", "model_config": {"fake": "ok"}}, {"name": "bad", "model_config": {"fake": "fail"}}]
+    rows = [{"name": "good", "model.config": {"fake": "ok"}}, {"name": "bad", "model.config": {"fake": "fail"}}]
     spec = {"name": "sweep", "notebook": "run.ipynb", "rows": rows, "parameters": {"worker": "fake_worker"}}
     spec |= {"base": {"limits.timeout": 60}, **changes}
     (folder / "run.ipynb").write_text((REPOSITORY / "notebooks" / "run.ipynb").read_text())
@@ -177,9 +177,9 @@ def test_the_commands_of_a_dry_run_and_of_the_page_run_a_row(sweep, tmp_path, mo
     assert json.loads(parameters)["worker"] == "fake_worker"
     assert json.loads(parameters)["config"] == {
         "row": "good",
-        "model.config": {"fake": "ok"},
-        "limits.timeout": 60,
-        "engine.world_size": devices.device_count() or 2,
+        "model": {"config": {"fake": "ok"}},
+        "limits": {"timeout": 60},
+        "engine": {"world_size": devices.device_count() or 2},
     }
     capsys.readouterr()
     other = tmp_path / "an other"
@@ -195,7 +195,7 @@ def test_the_commands_of_a_dry_run_and_of_the_page_run_a_row(sweep, tmp_path, mo
 
 def test_status_of_what_was_changed_or_cut_off(tmp_path, monkeypatch, capsys):
     rows = [
-        {"name": n, "model_config": {"fake": "ok"}} for n in ("changed", "committed", "cut", "again", "never", "torn")
+        {"name": n, "model.config": {"fake": "ok"}} for n in ("changed", "committed", "cut", "again", "never", "torn")
     ]
     spec, out = write_spec(tmp_path, rows=rows), out_of(tmp_path)
     configs = cli.load_spec(spec).rows
@@ -217,7 +217,7 @@ def test_status_of_what_was_changed_or_cut_off(tmp_path, monkeypatch, capsys):
     assert cli.main(["status", str(spec)]) == 1
     shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line[:1].isalpha()}
     assert "stale" in shown["changed"]
-    assert "oom with seq_len=77 (now 2048)" in shown["changed"]
+    assert "oom with data.seq_len=77 (now 2048)" in shown["changed"]
     assert "ok at another commit, 0123456789" in shown["committed"]
     assert "interrupted" in shown["cut"]
     assert "after: run  step 3/9" in shown["cut"]
@@ -237,7 +237,7 @@ def test_status_of_what_was_changed_or_cut_off(tmp_path, monkeypatch, capsys):
 def test_status_judges_rows_as_the_machine_that_ran_them(tmp_path, monkeypatch, capsys):
     """A login node without GPUs, and a machine with fewer of them, look at a sweep that ran on eight."""
     base = {"cpu": {"data.seq_len": 1000}, "cuda": {"data.seq_len": "8K"}}
-    rows = ["alst", {"name": "all", "world_size": 8, "steps": 3}]
+    rows = ["alst", {"name": "all", "engine.world_size": 8, "optim.steps": 3}]
     spec, out = write_spec(tmp_path, base=base, rows=rows), out_of(tmp_path)
     monkeypatch.setattr(devices, "device_count", lambda: 8)
     loaded = cli.load_spec(spec)
@@ -255,10 +255,10 @@ def test_status_judges_rows_as_the_machine_that_ran_them(tmp_path, monkeypatch, 
         assert cli.main(["report", str(spec)]) == 0
     monkeypatch.setattr(devices, "device_count", lambda: 0)
     assert cli.load_spec(spec).rows["alst"].engine.world_size == 2  # what `alst run` would run here
-    write_spec(tmp_path, base=base, rows=["alst", {"name": "all", "world_size": 8, "steps": 4}])
+    write_spec(tmp_path, base=base, rows=["alst", {"name": "all", "engine.world_size": 8, "optim.steps": 4}])
     capsys.readouterr()
     assert cli.main(["status", str(spec)]) == 3
-    assert "ok with steps=3 (now 4)" in capsys.readouterr().out
+    assert "ok with optim.steps=3 (now 4)" in capsys.readouterr().out
 
 
 def test_commands_to_type_next_can_be_typed(tmp_path, monkeypatch, capsys):
@@ -331,7 +331,7 @@ def test_a_sweep_behind_a_symlink_knows_its_spec_and_says_when_that_became_inval
     for arguments in ([], [str(out_of(home))]):
         cli.main(["status", *arguments])
         shown = capsys.readouterr()
-        assert "unknown parameter 'tiemout'; did you mean 'timeout'?" in shown.out + shown.err, arguments
+        assert "unknown field of limits 'tiemout'; did you mean 'timeout'?" in shown.out + shown.err, arguments
 
 
 def test_the_log_to_look_at_exists_and_is_of_the_newest_attempt(tmp_path):
@@ -363,7 +363,7 @@ def test_the_log_to_look_at_exists_and_is_of_the_newest_attempt(tmp_path):
 
 def test_what_runs_and_that_it_runs_once(tmp_path, capsys):
     """Status follows a running sweep; a second one says who runs and touches nothing; killed, it is interrupted."""
-    spec, out = write_spec(tmp_path, rows=[{"name": "one", "model_config": {"fake": "hang"}}]), out_of(tmp_path)
+    spec, out = write_spec(tmp_path, rows=[{"name": "one", "model.config": {"fake": "hang"}}]), out_of(tmp_path)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(TESTS)))}
     command = [sys.executable, "-m", "alstlib.runs.cli", "run", str(spec)]
     sweep = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -406,12 +406,15 @@ def test_what_runs_and_that_it_runs_once(tmp_path, capsys):
 def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(devices, "device_count", lambda: 0)
     base = {"model.name": "tiny", "data.seq_len": 256, "optim.steps": 2}
-    rows = ["alst", {"name": "long", "sp": 2, "seq_len": "100K", "device_memory": "96MiB"}]
+    rows = ["alst", {"name": "long", "engine.sp": 2, "data": {"seq_len": "100K"}, "limits.device_memory": "96MiB"}]
     spec = write_spec(tmp_path, base=base, rows=rows, parameters=None)
     assert cli.main(["run", str(spec), "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "the row sets  tiled_loss=True, sp=2, tiled_mlp=True, offload=sync\n" in shown
-    assert "the base sets model=tiny, seq_len=256, world_size=2, steps=2\n" in shown
+    assert (
+        "the row sets  options.tiles={'loss': True, 'mlp': True}, options.offload=sync, options.save_attention=False, "
+        "engine.sp=2\n" in shown
+    )
+    assert "the base sets model.name=tiny, data.seq_len=256, engine.world_size=2, optim.steps=2\n" in shown
     assert "predicted     fits; device" in shown
     assert "predicted     does not fit: it needs more device memory than there is; device" in shown
     assert "of 96.00 MiB for each rank" in shown
@@ -429,26 +432,28 @@ def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, capsys):
     "changes, message",
     [
         ({"bases": {}}, "unknown field of a spec 'bases'; did you mean 'base'?"),
-        ({"base": {"seq_length": 1}}, "unknown parameter 'seq_length'; did you mean 'seq_len'?"),
+        ({"base": {"seq_length": 1}}, "unknown parameter 'seq_length'; did you mean 'data.seq_len'?"),
+        ({"base": {"data": {"seq_length": 1}}}, "unknown field of data 'seq_length'; did you mean 'seq_len'?"),
+        ({"base": {"seq_len": 1}}, "unknown parameter 'seq_len'; did you mean 'data.seq_len'?"),
         ({"base": {"cuda": {}, "cpu": {"modle": "tiny"}}}, "unknown parameter 'modle'; did you mean 'model'?"),
         ({"rows": ["ulyses"]}, "unknown row 'ulyses'; did you mean 'ulysses'?"),
-        ({"rows": [{"name": "x", "tiled_los": True}]}, "unknown parameter 'tiled_los'; did you mean 'tiled_loss'?"),
+        ({"rows": [{"name": "x", "options.tils": True}]}, "unknown field of Options 'tils'; did you mean 'tiles'?"),
         ({"rows": [{"name": "../x"}]}, "row='../x' must be a folder's name"),
-        ({"rows": [{"name": "x", "sp": 3}]}, "sp=3 does not divide world_size=2; use sp=2"),
+        ({"rows": [{"name": "x", "engine.sp": 3}]}, "sp=3 does not divide world_size=2; use sp=2"),
         ({"rows": ["alst", "alst"]}, "row 'alst' is named twice"),
         ({"rows": [{"name": "sweep.json"}]}, "row 'sweep.json' has the name of a file or folder of the sweep itself"),
         ({"rows": [{"name": "logs"}]}, "row 'logs' has the name"),
         ({"rows": []}, "has no rows"),
         ({"notebook": "spec.yaml"}, "spec.yaml' is not a Jupyter notebook that can be read\n"),
         (
-            {"base": {"allow_dropped": True}, "parameters": {}},
-            "allow_dropped=True is a field of the worker alstlib.train.f",
+            {"base": {"data.allow_dropped": True}, "parameters": {}},
+            "data.allow_dropped=True is a field of the worker alstlib.train.f",
         ),
         ({"notebook": "rnu.ipynb"}, "notebook='rnu.ipynb'"),
         ({"parameters": {"wroker": "w"}}, "unknown parameter of run.ipynb 'wroker'; did you mean 'worker'?"),
-        ({"data": "x.jsonl"}, "unknown field of a spec 'data'; put 'data' under 'base'"),
-        ({"parameters": {"data": "x"}}, "unknown parameter of run.ipynb 'data'; put 'data' under 'config'"),
-        ({"parameters": {"tiled_lose": 1}}, "'tiled_lose'; did you mean 'tiled_loss'? It goes under 'config'"),
+        ({"seq_len": 4}, "unknown field of a spec 'seq_len'; did you mean 'base: {data.seq_len: ...}'?"),
+        ({"parameters": {"seq_len": 4}}, "unknown parameter of run.ipynb 'seq_len'; did you mean 'data.seq_len'?"),
+        ({"parameters": {"tilse": 1}}, "'tilse'; did you mean 'options.tiles'?"),
         ({"report": "run.ipynb"}, "unknown parameter of run.ipynb 'results'"),
     ],
 )
@@ -483,11 +488,43 @@ def test_set_changes_fields_of_all_rows(tmp_path, monkeypatch, capsys):
     """Values are YAML's; how a spec takes them is its own affair."""
     given, load_spec, spec = [], cli.load_spec, str(write_spec(tmp_path))
     monkeypatch.setattr(cli, "load_spec", lambda *a, changes, **k: given.append(changes) or load_spec(*a, **k))
-    words = ["--set", "options.chunk=16384", "--set=trainer={seed: 3}", "--set", "model=a=b"]
+    words = ["--set", "options.chunk=16384", "--set=optim.trainer={seed: 3}", "--set", "model.name=a=b"]
     assert cli.main(["run", spec, "--dry-run", *words]) == 0
-    assert given == [{"options.chunk": 16384, "trainer": {"seed": 3}, "model": "a=b"}]
+    assert given == [{"options.chunk": 16384, "optim.trainer": {"seed": 3}, "model.name": "a=b"}]
     assert cli.main(["run", spec, "--dry-run", "--set", "chunk"]) == 2
     assert "--set chunk must have the form FIELD=VALUE" in capsys.readouterr().err
+
+
+def test_set_is_repeated_in_what_is_typed_next_and_status_knows_it(tmp_path, monkeypatch, capsys):
+    spec, ran = write_spec(tmp_path), []
+    sets = ["options.chunk=64", "optim.learning_rate=1e-5", "optim.trainer={seed: 3}", "model.name='7'"]
+    typed = [word for text in sets for word in ("--set", text)]
+    changed = {"options.chunk": 64, "optim.learning_rate": 1e-5, "optim.trainer": {"seed": 3}, "model.name": "7"}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "run_row", recorder(ran, "error"))
+    assert cli.main(["run", "spec.yaml", *typed, "--rows", "bad"]) == 1
+    again = capsys.readouterr().err.partition("repeat them with: ")[2]
+    (out_of(tmp_path) / "bad").mkdir()
+    (out_of(tmp_path) / "bad" / "config.json").write_text("{}")  # it began
+    assert cli.main(shlex.split(again)[1:]) == 1
+    assert capsys.readouterr().err.partition("repeat them with: ")[2] == again
+    assert ran == ["bad", "bad"]
+    as_run = cli.load_spec(spec, as_run=True)
+    assert as_run.rows["bad"] == cli.load_spec(spec, changes=changed).rows["bad"] != cli.load_spec(spec).rows["bad"]
+    for row, config in as_run.rows.items():
+        (as_run.out / row).mkdir(parents=True, exist_ok=True)
+        (as_run.out / row / "config.json").write_text("{}")
+        results.write_result(as_run.out / row / "result.json", results.new_result(config, "ok"))
+    for argument in ("spec.yaml", str(as_run.out)):
+        assert cli.main(["status", argument]) == 0, capsys.readouterr().out
+    shutil.rmtree(as_run.out / "good")
+    capsys.readouterr()
+    assert cli.main(["status", "spec.yaml", "--json"]) == 3
+    (command, *_) = [shlex.split(n["command"]) for n in json.loads(capsys.readouterr().out)["next"]]
+    assert cli.main([*command[1:], "--dry-run"]) == 0
+    assert "bad: it finished already: ok" in capsys.readouterr().out
+    assert cli.main(["run", "spec.yaml", "--dry-run"]) == 0
+    assert "it finished already" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [["check", "--ranks"], ["verify", "tiny", "--sp"]])
@@ -495,7 +532,7 @@ def test_check_and_verify_refuse_as_many_ranks_as_run_does(tmp_path, monkeypatch
     monkeypatch.setattr("alstlib.runs.workers.cores", lambda: 2)
     monkeypatch.setattr(devices, "device_count", lambda: 0)
     started = []
-    monkeypatch.setattr(launch, "launch", lambda run, *a, **k: started.append(run.world_size) or {"status": "no"})
+    monkeypatch.setattr(launch, "launch", lambda run, *a, **k: started.append(run.engine.world_size) or {"status": "no"})
     monkeypatch.setattr(verify, "run_on_ranks", lambda function, ranks, *a: started.append(ranks) or 1 / 0)
     given = command[-1].removeprefix("--")
     assert cli.main([*command, "17"]) == 2
@@ -510,7 +547,7 @@ def test_check_and_verify_refuse_as_many_ranks_as_run_does(tmp_path, monkeypatch
 def test_a_spec_outside_of_the_clone_runs_its_notebook(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(devices, "device_count", lambda: 0)
     path = tmp_path / "mine.yaml"
-    path.write_text("{rows: [{name: one, model: tiny}]}")
+    path.write_text("{rows: [{name: one, model.name: tiny}]}")
     deep = tmp_path / "deep"
     deep.mkdir()
     for here, out in ((deep, deep), (REPOSITORY, REPOSITORY), (REPOSITORY / "tests", REPOSITORY)):
@@ -549,7 +586,7 @@ def test_dropped_rows_are_allowed_by_a_switch_that_starts_no_other_run(tmp_path,
         cli, "run_row", lambda spec, row, **_: ran.append(spec) or results.new_result(spec.rows[row], "ok")
     )
     monkeypatch.setattr(cli, "execute", lambda *a: None)
-    path = write_spec(tmp_path, rows=[{"name": "good", "model": "tiny"}])
+    path = write_spec(tmp_path, rows=[{"name": "good", "model.name": "tiny"}])
     assert cli.main(["run", str(path), "--allow-dropped"]) == 0
     allowed, plain = ran[0].rows["good"], cli.load_spec(path).rows["good"]
     assert (allowed.data.allow_dropped, plain.data.allow_dropped) == (True, False)
@@ -588,8 +625,8 @@ def test_a_result_that_is_none_is_one_unreadable_row(tmp_path, capsys):
 
 
 def test_the_hardware_chooses_its_section(tmp_path, monkeypatch):
-    base = {"steps": 5, "cpu": {"data.seq_len": 1000}, "cuda": {"data.seq_len": "8K", "optim.steps": 7}}
-    spec = write_spec(tmp_path, base=base, rows=["alst", {"name": "ours", "tiled_mlp": 64}])
+    base = {"optim": {"steps": 5}, "cpu": {"data.seq_len": 1000}, "cuda": {"data.seq_len": "8K", "optim.steps": 7}}
+    spec = write_spec(tmp_path, base=base, rows=["alst", {"name": "ours", "options": {"tiles": {"mlp": 64}}}])
     for gpus, length, steps, sp in ((0, 1000, 5, 2), (4, 8000, 7, 4)):
         monkeypatch.setattr(devices, "device_count", lambda gpus=gpus: gpus)
         rows = cli.load_spec(spec).rows
@@ -625,7 +662,7 @@ def test_a_dead_kernel_is_an_error_in_the_result(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupting_the_sweep_stops_it_and_leaves_nothing(tmp_path, number):
-    rows = [{"name": "one", "model_config": {"fake": "hang"}}, {"name": "two", "model_config": {"fake": "ok"}}]
+    rows = [{"name": "one", "model.config": {"fake": "hang"}}, {"name": "two", "model.config": {"fake": "ok"}}]
     spec, out = write_spec(tmp_path, rows=rows), out_of(tmp_path)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(TESTS)))}
     sweep = subprocess.Popen(
@@ -653,7 +690,7 @@ def test_interrupting_the_sweep_stops_it_and_leaves_nothing(tmp_path, number):
 @pytest.mark.parametrize("when", ["importing", "the kernel starts"])
 def test_ctrl_c_in_the_first_seconds_is_two_lines(tmp_path, when):
     """A terminal sends it to every process that was started from it, the notebook's kernel too."""
-    spec = write_spec(tmp_path, rows=[{"name": "one", "model_config": {"fake": "hang"}}])
+    spec = write_spec(tmp_path, rows=[{"name": "one", "model.config": {"fake": "hang"}}])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(TESTS)))}
     command = [sys.executable, "-X", "importtime", "-m", "alstlib.runs", "run", str(spec)]
     if when != "importing":

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import READS_PROC, wait_for
+from cases import READS_PROC, by_own_names, wait_for
 
 from alstlib.config import PAPER_ROWS, RunConfig, row_config
 from alstlib.planner import devices, preflight
@@ -28,7 +28,8 @@ PATHS = {"PYTHONPATH": os.pathsep.join((str(TESTS.parents[1]), str(TESTS)))}
 
 
 def fake(what: str, **fields) -> RunConfig:
-    return RunConfig(model={"config": {"fake": what}}, **fields)
+    """Fields by their own names, such as `timeout=40`."""
+    return RunConfig.from_dict({"model.config": {"fake": what}, **by_own_names(fields)})
 
 
 def start(what: str, out: Path, on_progress=None, **fields):
@@ -89,8 +90,8 @@ def test_a_run_that_ends_well(finished_run):
     assert result["status"] == "ok"
     assert result == results.read_result(out / "result.json")
     config = json.loads((out / "config.json").read_text())
-    assert (config["world_size"], config["sp"]) == (result["config"]["world_size"], 1)
-    assert config["world_size"] > 0
+    assert (config["engine"]["world_size"], config["engine"]["sp"]) == (result["config"]["engine"]["world_size"], 1)
+    assert config["engine"]["world_size"] > 0
     assert [e["event"] for e in events] == ["start", "step", "step", "end"]
     assert events[-1]["status"] == "ok"
     assert events[1]["loss"] is None
@@ -101,7 +102,7 @@ def test_a_run_that_ends_well(finished_run):
 
 def test_ranks_get_a_clean_environment(finished_run):
     out, result, _ = finished_run
-    ranks = [json.loads((out / f"environ.{r}.json").read_text()) for r in range(result["config"]["world_size"])]
+    ranks = [json.loads((out / f"environ.{r}.json").read_text()) for r in range(result["config"]["engine"]["world_size"])]
     assert [e["RANK"] for e in ranks] == [str(r) for r in range(len(ranks))]
     for env in ranks:
         assert env["WORLD_SIZE"] == str(len(ranks))
@@ -226,7 +227,7 @@ def test_signals_to_papermill_leave_nothing_behind(tmp_path):
     for name in ("SIGINT", "SIGTERM", "SIGKILL", "both"):
         out = tmp_path / name
         command = [sys.executable, "-m", "papermill", str(NOTEBOOK), str(tmp_path / f"{name}.ipynb")]
-        command += ["-p", "out", str(out), "-p", "worker", "fake_worker", "-y", "config: {model_config: {fake: hang}}"]
+        command += ["-p", "out", str(out), "-p", "worker", "fake_worker", "-y", "config: {model.config: {fake: hang}}"]
         with open(tmp_path / f"{name}.log", "wb") as log:
             runs[name] = subprocess.Popen(command, env={**os.environ, **PATHS}, stdout=log, stderr=log)
     try:
@@ -271,7 +272,7 @@ def test_torchrun_that_is_ended_from_outside(tmp_path, number):
 
 def test_papermill_fails_with_a_failing_rank(tmp_path):
     command = [sys.executable, "-m", "papermill", str(NOTEBOOK), str(tmp_path / "o.ipynb"), "--no-progress-bar"]
-    command += ["-p", "out", str(tmp_path), "-p", "worker", "fake_worker", "-y", "config: {model_config: {fake: fail}}"]
+    command += ["-p", "out", str(tmp_path), "-p", "worker", "fake_worker", "-y", "config: {model.config: {fake: fail}}"]
     ran = subprocess.run(command, env={**os.environ, **PATHS}, capture_output=True, text=True)
     assert ran.returncode != 0
     assert "RunFailed: error: RankFailed" in ran.stderr
@@ -295,7 +296,7 @@ def test_the_notebook_refuses_unknown_names_in_two_lines(tmp_path, given):
     noise = "IPKernelApp"  # which env/jupyter turns off
     *_, where, what = [line for line in ran.stderr.splitlines() if line and noise not in line]
     assert where == "papermill: cell [4] failed; the output notebook has its traceback"
-    assert what.startswith("ValueError: unknown parameter 'seq_length'; did you mean 'seq_len'?")
+    assert what.startswith("ValueError: unknown parameter 'seq_length'; did you mean 'data.seq_len'?")
     assert len(ran.stderr.splitlines()) <= 5, ran.stderr
     assert "Traceback" in (tmp_path / "o.ipynb").read_text()
     assert not (tmp_path / "run").exists()

@@ -123,7 +123,7 @@ def test_gloo_gets_the_interface_that_reaches_the_head(tmp_path, monkeypatch):
     """A node's own name may mean an address that no other node reaches."""
     assert torchrun.interface("127.0.0.1") == "lo"
     assert torchrun.interface("no.such.host.invalid") is None
-    attempt = torchrun.Attempt(id="a", config={"world_size": 2}, out=str(tmp_path), worker="w", nodes=2, port=1)
+    attempt = torchrun.Attempt(id="a", config={"engine": {"world_size": 2}}, out=str(tmp_path), worker="w", nodes=2, port=1)
     for given, used in ((None, "lo"), ("eth7", "eth7")):
         monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
         if given:
@@ -133,7 +133,7 @@ def test_gloo_gets_the_interface_that_reaches_the_head(tmp_path, monkeypatch):
 
 def test_what_other_nodes_get_is_one_argument_that_any_shell_leaves_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "")
-    config = {"world_size": 2, "model": "a 'b' $c"}
+    config = {"engine": {"world_size": 2}, "model": {"name": "a 'b' $c"}}
     attempt = torchrun.Attempt(id="a", config=config, out=str(tmp_path), worker="w", nodes=2, head="n1", port=1)
     *start, flag, text = attempt.command(["pdsh", "-w", "n[1-2]"])
     assert start[:5] == ["pdsh", "-w", "n[1-2]", "env", "ALST_RUN_ID=a"]
@@ -153,7 +153,7 @@ def test_ranks_know_when_the_job_ends(tmp_path, monkeypatch):
     monkeypatch.setenv(cluster.JOB_END_VARIABLE, str(time.time() + 1000))
     for timeout, seconds in ((5000, 1000 - cluster.MARGIN_SECONDS), (None, 1000 - cluster.MARGIN_SECONDS), (300, 300)):
         with pytest.raises(OSError, match="not now"):
-            launch.launch(RunConfig(model="tiny", timeout=timeout), tmp_path)
+            launch.launch(RunConfig(model={"name": "tiny"}, limits={"timeout": timeout}), tmp_path)
         assert given[-1] - time.time() == pytest.approx(seconds, abs=30)
 
 
@@ -163,7 +163,7 @@ def test_ranks_know_when_the_job_ends(tmp_path, monkeypatch):
 @pytest.fixture
 def spec(tmp_path):
     path = tmp_path / "spec.yaml"
-    base = {"model": "tiny", "seq_len": 64, "steps": 2, "sp": 0, "world_size": 2}
+    base = {"model.name": "tiny", "data.seq_len": 64, "optim.steps": 2, "engine": {"sp": 0, "world_size": 2}}
     path.write_text(yaml.safe_dump({"name": "two", "base": base, "rows": ["alst"]}))
     return path
 
@@ -209,12 +209,19 @@ def test_the_grace_can_be_a_variable(monkeypatch, capsys, spec):
 
 def test_parameters_of_the_notebook_are_a_single_run(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("{row: alst, seq_len: 4K, config: {model: tiny, steps: 5}, worker: alstlib.train.ablation}")
+    path.write_text("{row: alst, data.seq_len: 4K, config: {model.name: tiny, optim: {steps: 5}}, worker: alstlib.train.ablation}")
     found = cli.load_spec(path, nodes=2)
     run = found.rows["alst"]
-    assert (run.model, run.seq_len, run.steps, run.tiled_mlp) == ("tiny", 4000, 5, True)
-    assert run.world_size == run.sp == 2 * (devices.device_count() or 2)
-    path.write_text("{model: tiny}")
+    assert (run.model.name, run.data.seq_len, run.optim.steps) == ("tiny", 4000, 5)
+    assert run.options.tile("mlp") is True
+    assert run.engine.world_size == run.engine.sp == 2 * (devices.device_count() or 2)
+    path.write_text("{row: alst, engine: {sp: 1}, options: {offload: false}}")
+    run = cli.load_spec(path).rows["alst"]
+    assert (run.engine.sp, run.options.offload) == (1, False), "what is given wins over the row, as in the notebook"
+    path.write_text("{row: alts}")
+    with pytest.raises(ValueError, match="unknown row 'alts'; did you mean 'alst'"):
+        cli.load_spec(path)
+    path.write_text("{model: {name: tiny}}")
     assert list(cli.load_spec(path).rows) == ["run"]
     path.write_text("{name: x, base: {}}")
     with pytest.raises(ValueError, match="has no rows"):
@@ -235,7 +242,7 @@ def test_a_sweep_on_two_nodes_is_the_sweep_on_one(tmp_path, spec):
         done = subprocess.run([*argv, str(out), *several], env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         result = results.read_result(out / "alst" / "result.json")
-        assert result["config"]["world_size"] == result["config"]["sp"] == 2
+        assert result["config"]["engine"]["world_size"] == result["config"]["engine"]["sp"] == 2
         losses.append(result["metrics"]["loss"])
     assert losses[0] == losses[1]
     assert len(losses[0]) == len(result["metrics"]["device_peak_bytes"]) == 2
@@ -287,7 +294,7 @@ def test_who_ends_leaves_nothing_on_any_node(tmp_path, victim, number):
     code = f"""
 from alstlib.config import RunConfig
 from alstlib.runs import launch
-launch.launch(RunConfig(model_config={{"fake": "hang"}}, world_size=2), {str(out)!r}, worker="fake_worker")"""
+launch.launch(RunConfig(model={{"config": {{"fake": "hang"}}}}, engine={{"world_size": 2}}), {str(out)!r}, worker="fake_worker")"""
     variables = cluster.Nodes(count=2, launcher=tuple(shlex.split(TWICE))).variables()
     started = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **PATHS, **variables})
     try:
@@ -435,7 +442,7 @@ def test_a_sweep_whose_time_is_up_can_be_repeated(tmp_path, monkeypatch, capsys,
     """In the first of two rows: its state is saved, or not, or only an earlier attempt left one; or it ends well and
     the next does not begin."""
     path = tmp_path / "spec.yaml"
-    path.write_text(yaml.safe_dump({"name": "two", "base": {"model": "tiny"}, "rows": ["baseline", "alst"]}))
+    path.write_text(yaml.safe_dump({"name": "two", "base": {"model.name": "tiny"}, "rows": ["baseline", "alst"]}))
     ran, state = [], tmp_path / "out" / "baseline" / "state" / "state.json"
     state.parent.mkdir(parents=True)
     if saved == "before":

@@ -81,7 +81,7 @@ def test_papermills_output_says_how_far_a_run_is(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     ran = subprocess.run(
         [sys.executable, "-m", "papermill", str(REPOSITORY / "notebooks" / "run.ipynb"), str(tmp_path / "o.ipynb"),
-         "-p", "out", str(tmp_path / "run"), "-p", "worker", "fake_worker", "-y", "config: {model_config: {fake: ok}}"],
+         "-p", "out", str(tmp_path / "run"), "-p", "worker", "fake_worker", "-y", "config: {model.config: {fake: ok}}"],
         env={**env, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(Path(__file__).parent)))},
         stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
@@ -204,7 +204,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_by_name(tmp_path, capsys)
     """As on a read-only disk: a file stands where the folder would be."""
     (file := tmp_path / "file").write_text("")
     spec = tmp_path / "spec.yaml"
-    spec.write_text("name: one\nrows: [{name: a, model: tiny}]\n")
+    spec.write_text("name: one\nrows: [{name: a, model.name: tiny}]\n")
     assert cli.main(["run", str(spec), "--out", str(file / "out")]) == 2
     said = capsys.readouterr().err.splitlines()
     assert said == [f"alst: out={str(file / 'out')!r} cannot be written to (Not a directory); name another folder"]

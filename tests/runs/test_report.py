@@ -56,12 +56,12 @@ def written(tmp_path_factory):
         "predicted": {"step_seconds": 1.5, "device_peak_bytes": 5 * 2**20, "host_peak_bytes": 2**21},
         "tried": [{"seq_len": 256, "device_peak_bytes": 2**20}, {"seq_len": 512, "device_peak_bytes": 3 * 2**20}],
     }  # fmt: skip
-    base = RunConfig(world_size=2, device_memory="4MiB")
+    base = RunConfig(engine={"world_size": 2}, limits={"device_memory": "4MiB"})
     error = {"type": "Boom", "message": NASTY, "log_tail": f"the end {NASTY}"}
     made = {
         "alst": results.new_result(base.replace(row="alst"), "ok", metrics=metrics, device="cpu"),
         "ulysses+offload": results.new_result(base.replace(row="ulysses+offload"), "ok", metrics=metrics, device="cpu"),
-        "bad": results.new_result(base.replace(row="bad", data=NASTY), "error", error=error),
+        "bad": results.new_result(base.replace(row="bad", data={"name": NASTY}), "error", error=error),
     }
     for row, result in made.items():
         (folder / row).mkdir()
@@ -141,9 +141,9 @@ def rows_of(found):
 def tile_sweep(folder, sizes=(64, 256, None), **fields):
     """A spec over the size of a tile, in an order that is not the alphabet's, of which the second row never ran; its
     results and their page."""
-    rows = [{"name": f"tile-{size}", "tiled_mlp": size or 1024, **fields} for size in sizes]
+    rows = [{"name": f"tile-{size}", "options.tiles": size or 1024, **fields} for size in sizes]
     path = folder / "tiles.yaml"
-    path.write_text(yaml.safe_dump({"name": "tiles", "base": {"model": "tiny"}, "rows": rows}))
+    path.write_text(yaml.safe_dump({"name": "tiles", "base": {"model.name": "tiny"}, "rows": rows}))
     spec = load_spec(path, folder / "out")
     for i, (row, config) in enumerate(spec.rows.items()):
         if i != 1:
@@ -158,12 +158,12 @@ def test_rows_come_in_the_specs_order_with_the_swept_field_and_those_that_never_
     spec, path = tile_sweep(tmp_path)
     page = Page(path.read_text())
     assert re.findall(r">(?:<a[^>]*>)?(tile-\w+)<", path.read_text())[:3] == ["tile-64", "tile-256", "tile-None"]
-    assert ">tiled_mlp<" in path.read_text()
+    assert ">options.tiles<" in path.read_text()
     assert "1 never run" in page.said
     assert cli.main(["report", str(spec.path), "--out", str(spec.out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[:4] for line in lines[:5] if "---" not in line] == [
-        ["| row", "status", "mode", "tiled_mlp"],
+        ["| row", "status", "mode", "options.tiles"],
         ["| tile-64", "ok", "real", "64"],
         ["| tile-256", "never run", "-", "256"],
         ["| tile-None", "ok", "real", "1024"],
@@ -194,8 +194,8 @@ def test_a_sweep_over_one_number_is_drawn_over_it(tmp_path):
     said = [image["alt"] for image in Page(path.read_text()).all("img")]
     found = report.labelled(results.collect(spec.out), spec.out)
     for i, rate in enumerate((1e-5, 0.0)):
-        found[i]["config"] = {**found[0]["config"], "learning_rate": rate}
-    more = {**found[0], "label": "none", "config": {**found[0]["config"], "learning_rate": None}}
+        found[i]["config"] = {**found[0]["config"], "optim": {"learning_rate": rate}}
+    more = {**found[0], "label": "none", "config": {**found[0]["config"], "optim": {"learning_rate": None}}}
     (made, _) = report.figures([*found, more])
     assert made["source"]
     assert made["what"].endswith("because their value is no number: none (None).")
@@ -210,17 +210,17 @@ def test_a_sweep_over_one_number_is_drawn_over_it(tmp_path):
             drawn.append((series, labels))
 
     report._over({"step_seconds": ""}, "time", 1, Plots(), rows_of(found))
-    assert drawn == [({"": {0.0: 4.0, 1e-5: 2.0}}, ("learning_rate", "time"))]
+    assert drawn == [({"": {0.0: 4.0, 1e-5: 2.0}}, ("optim.learning_rate", "time"))]
 
 
-@pytest.mark.parametrize("changes", [{"tiled_norm": True}, {"sizes": (64, 256)}])
+@pytest.mark.parametrize("changes", [{"optim.seed": 1}, {"sizes": (64, 256)}])
 def test_a_sweep_over_more_than_a_number_is_not_drawn(tmp_path, changes):
     """Two fields; and one row that ran."""
     spec, _ = tile_sweep(tmp_path, **{"sizes": (64, 256, 512), **changes})
     found = report.labelled(results.collect(spec.out), spec.out)
-    if "tiled_norm" in changes:
-        found[0]["config"]["tiled_norm"] = False
-        assert set(results.table(found)[0]["fields"]) == {"tiled_mlp", "tiled_norm"}
+    if "optim.seed" in changes:
+        found[0]["config"]["optim"]["seed"] = 2
+        assert set(results.table(found)[0]["fields"]) == {"options.tiles", "optim.seed"}
     assert list(report.figures(found)) == []
 
 
@@ -270,7 +270,7 @@ def test_figures_of_many_rows_have_room_for_their_lines(tmp_path, recwarn, count
             metrics |= {"eval_loss": [2.5], "eval_steps": [2]}  # a point without a line
         if kind == "searched":
             metrics |= {"tried": [{"seq_len": n, "device_peak_bytes": n * (i + 9)} for n in (512, 1024)]}
-        run = RunConfig(row=f"row-{i:03}", learning_rate=1e-5 * (i + 1))
+        run = RunConfig(row=f"row-{i:03}", optim={"learning_rate": 1e-5 * (i + 1)})
         found.append({**results.new_result(run, "ok", metrics=metrics), "label": run.row})
     drawn = []
 

@@ -127,7 +127,7 @@ def test_unreadable_results(tmp_path):
 @pytest.mark.parametrize(
     "metrics",
     [{"loss": 5}, {"loss": "abc"}, {"loss": [{}]}, {"step_seconds": [{}]}, {"device_peak_bytes": 3}, {"notes": 5},
-     {"predicted": [1]}, {"predicted": {"step_seconds": "x"}}, {"data.seq_len": "long"}, {"tried": 7},
+     {"predicted": [1]}, {"predicted": {"step_seconds": "x"}}, {"seq_len": "long"}, {"tried": 7},
      {"flos": {"paper": "x"}}, {"tokens_per_step": "x"}, {"eval_steps": 7}],
 )  # fmt: skip
 def test_a_result_whose_metrics_no_run_writes_is_left_out(tmp_path, metrics):

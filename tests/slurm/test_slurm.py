@@ -117,7 +117,7 @@ def test_the_error_of_the_run_is_the_last_word(slurm: Cluster, checkout: Path) -
     job = submit(slurm, "sbatch env/cluster/alst.sbatch bad.yaml", checkout)
     slurm.wait(job, "FAILED", START_SECONDS)
     last = log(slurm, job).splitlines()[-1]
-    assert last == "alst: unknown parameter 'seq_lenn'; did you mean 'seq_len'?"
+    assert last == "alst: unknown parameter 'seq_lenn'; did you mean 'data.seq_len'?"
 
 
 def test_a_run_ends_before_its_job_and_the_job_continues(slurm: Cluster, checkout: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_run_ends_before_its_job_and_the_job_continues(slurm: Cluster, checkou
 
 def test_a_node_that_dies_is_named(slurm: Cluster, checkout: Path) -> None:
     """Its torchrun is killed, and its rank with it. The other rank notices nothing, and srun ends it a minute later."""
-    base = {"model": "tiny", "world_size": 2, "steps": 600}
+    base = {"model.name": "tiny", "engine.world_size": 2, "optim.steps": 600}
     spec = {"name": "dies", "base": base, "rows": [{"name": "count"}], "parameters": {"worker": "clock"}}
     (checkout / "dies.yaml").write_text(yaml.safe_dump(spec))
     job = submit(slurm, ".venv/bin/alst run dies.yaml --nodes 2", checkout)
@@ -175,9 +175,10 @@ def test_the_first_row_of_the_ablation(slurm: Cluster, checkout: Path) -> None:
 def tuned(checkout: Path) -> Path:
     """The spec of the page, longer and with one rank on a node; the folder of its row."""
     path = checkout / "papermill_runs" / "specs" / "finetune.yaml"
-    text = path.read_text().replace("    steps: 30\n", "    steps: 80\n    world_size: 2\n")
-    assert "steps: 80" in text
-    path.write_text(text)
+    spec = yaml.safe_load(path.read_text())
+    spec["base"]["cpu"] |= {"engine": {"world_size": 2}}
+    spec["base"]["cpu"]["optim"] |= {"steps": 80}
+    path.write_text(yaml.safe_dump(spec))
     return checkout / "papermill_runs" / "out" / "finetune" / "full"
 
 
