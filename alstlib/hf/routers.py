@@ -97,6 +97,6 @@ class _Refused(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         raise ValueError(
             "aux_loss and router_logits have no gradient here: tiles, checkpoints and chunks keep no graph of them. "
-            "Give the model labels, with which the load-balancing loss is part of its loss, or use Options(checkpoint=False) "
-            "without 'mlp' in its tiles and without a chunk"
+            "Give the model labels, with which the load-balancing loss is part of its loss, or use "
+            "Options(checkpoint=False) without 'mlp' in its tiles and without a chunk"
         )

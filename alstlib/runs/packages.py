@@ -86,7 +86,7 @@ def _needed(run: RunConfig, fine_tuning: bool) -> Iterator[tuple[str, str]]:
         yield f"engine.zero_stage={run.engine.zero_stage}", "deepspeed"
     with contextlib.suppress(ValueError):  # a model that is not there is refused elsewhere
         if (find_config(run.model.name).get("quantization_config") or {}).get("quant_method") == "bitsandbytes":
-            yield f"model.name={run.model.name!r}, whose weights are in 4 or 8 bits,", "bitsandbytes"
+            yield f"model={run.model.name!r}, whose weights are in 4 or 8 bits,", "bitsandbytes"
 
 
 def tokenizer_name(run: RunConfig) -> str:

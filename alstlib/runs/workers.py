@@ -57,8 +57,8 @@ def check(run: RunConfig, worker: str) -> None:
         return
     if secret := next(_secrets(run.optim.trainer), None):
         raise ValueError(
-            f"{secret} in optim.trainer is a secret, and a run's settings are written to files that others may read: set "
-            "HF_TOKEN in the environment instead, or log in with: hf auth login"
+            f"{secret} in optim.trainer is a secret, and a run's settings are written to files that others may read: "
+            "set HF_TOKEN in the environment instead, or log in with: hf auth login"
         )
     default = RunConfig()
     (other,) = set(TRAINING) - {worker}
@@ -118,7 +118,7 @@ def _check_adapter(run: RunConfig) -> None:
         check_names(run.model.lora or {}, known, "field of LoraConfig in model.lora")
     if run.model.lora is not None and run.output.save_to and run.model.name in SHAPES and not run.output.merge_lora:
         raise ValueError(
-            f"model.name={run.model.name!r} has random weights, and an adapter saved without them is of no use: give "
+            f"model={run.model.name!r} has random weights, and an adapter saved without them is of no use: give "
             "output.merge_lora=True, which saves both"
         )
 

@@ -242,7 +242,7 @@ def test_a_run_that_cannot_fit_is_not_started(tmp_path: Path) -> None:
     assert (result["status"], result["error"]["type"]) == ("oom", "WouldNotFit")
     message = result["error"]["message"]
     for text in ("40,000 tokens would take", "MiB of device memory a rank", "predicted, largest parts: loss",
-                 "it would fit with", "tiled_loss=True", "force=True (--force)"):  # fmt: skip
+                 "it would fit with", ": options.tiles.loss=True", "force=True (--force)"):  # fmt: skip
         assert text in message, message
     assert results.read_result(tmp_path / "result.json") == result
 
@@ -291,7 +291,7 @@ def ends(pool: Any, out: Path, run: RunConfig) -> tuple[str, str, dict[str, Any]
         ({"model.name": "tinny"}, "did you mean 'tiny'?"),
         (
             {"model.config": {"hidden_sise": 32}},
-            "unknown model_config field 'hidden_sise'; did you mean 'hidden_size'?",
+            "unknown field of model.config 'hidden_sise'; did you mean 'hidden_size'?",
         ),
         ({"model.config": {"attention_dropout": 0.1}}, "config.attention_dropout=0.1 is not supported in attention"),
         ({"data.name": "empty.jsonl"}, "empty.jsonl"),
@@ -410,7 +410,7 @@ def test_the_same_command_continues_by_itself(ranks2: Any, tmp_path: Path, whole
     more = ranks2(trained, str(tmp_path), resumable(steps=5, sp=1))[0]["metrics"]  # more steps are another matter
     assert more["loss"][:4] == again["metrics"]["loss"]
     assert len(more["loss"]) == 5
-    assert any("sp=2 (here 1): the data go on after the samples" in note for note in more["notes"])
+    assert any("engine.sp=2 (here 1): the data go on after the samples" in note for note in more["notes"])
     longer = ranks2(trained, str(tmp_path), resumable(steps=8))[0]["metrics"]  # with smaller steps: more samples
     assert longer["loss"][:5] == more["loss"]
     assert len(longer["loss"]) == 8
@@ -423,7 +423,7 @@ def test_other_ranks_go_on_with_the_same_losses(pools: Any, tmp_path: Path, whol
     metrics = pools(2)(trained, str(tmp_path), resumable())[0]["metrics"]
     assert metrics["loss"] == pytest.approx(whole, rel=1e-6)
     assert [len(set(metrics["loss"])), len(metrics["step_seconds"])] == [4, 1]
-    assert any("ranks=1 (here 2), sp=1 (here 2): the data go on" in note for note in metrics["notes"])
+    assert any("ranks=1 (here 2), engine.sp=1 (here 2): the data go on" in note for note in metrics["notes"])
 
 
 def test_a_run_that_ended_after_its_last_step_has_no_step_to_do(

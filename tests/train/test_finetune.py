@@ -446,7 +446,8 @@ def test_chats_need_a_chat_template_before_the_start(tmp_path: Path, data: str) 
     )
     get_tokenizer("stdlib-bpe", vocab_size=512).save_pretrained(tmp_path / "base")
     for changes, which in (
-        ({"data.name": str(chats)}, "a tokenizer that is trained here"), ({"data.eval": str(chats)}, "a tokenizer that is"),
+        ({"data.name": str(chats)}, "a tokenizer that is trained here"),
+        ({"data.eval": str(chats)}, "a tokenizer that is"),
         ({"data.name": str(chats), "data.tokenizer": str(tmp_path / "base")}, f"the tokenizer of '{tmp_path}/base'"),
     ):  # fmt: skip
         run = config(data).replace(output={"save_to": str(tmp_path / "saved")}, **changes)
