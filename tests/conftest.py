@@ -206,6 +206,12 @@ def slurm() -> Iterator[Any]:
 
 
 @pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that starts a process all the same fails: there is no such Python."""
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+
+
+@pytest.fixture
 def unwritten_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
     """Memory that nobody wrote is NaN during the test (`operators.nan_memory`), except in a test for a GPU."""
     with contextlib.nullcontext() if "gpu" in request.keywords else nan_memory():

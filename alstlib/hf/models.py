@@ -45,7 +45,7 @@ def model_config(
         except (OSError, ValueError) as e:
             raise ValueError(f"model='{name}': its config cannot be read: {str(e).partition(chr(10))[0]}") from e
     fields = config.to_dict()
-    check_names(overrides, fields, "model_config field")
+    check_names(overrides, fields, "field of model.config")
     made = overridden(fields, overrides)
     check_sizes(name, made)
     for field in {*overrides, *({"head_dim"} & set(fields))}:

@@ -33,8 +33,8 @@ from alstlib.train.engine import initialize
 OURS: dict[str, dict[str, Any]] = {
     "ours": {"save_attention": True},
     "ours+chunk": {"save_attention": True, "chunk": True},
-    "ours+offload": {"save_attention": "auto", "offload": "async"},
-    "ours+chunk+offload": {"save_attention": "auto", "offload": "async", "chunk": True},
+    "ours+offload": {"save_attention": "auto", "offload": True},
+    "ours+chunk+offload": {"save_attention": "auto", "offload": True, "chunk": True},
     "ours, attention twice": {"save_attention": False},
 }
 """Options of our variants; everything else is on. `chunk: True` takes the run's chunk."""

@@ -24,6 +24,7 @@ from alstlib.planner.prediction import (
     Prediction,
     advice,
     changed,
+    changes_of,
     loads_with,
     longest,
     nearest_that_fits,
@@ -352,8 +353,8 @@ def remedy(question: Question, found: Prediction) -> list[str]:
         return ["", "No options make it fit here, because the model cannot be loaded."]
     if near is None:
         return ["", "No options make it fit here. Use fewer tokens, or more GPUs."]
-    what, other = near
-    return ["", f"It fits with {' and '.join(what)} ({settings(changed(question.run, other.to_dict()))})."]
+    what = near[0]
+    return ["", f"It fits with {' and '.join(what)} ({settings(changed(question.run, changes_of(what)))})."]
 
 
 def table(parts: dict[str, int], limit: int | None, title: str) -> list[str]:

@@ -321,6 +321,11 @@ def changed(run: RunConfig, changes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in changes.items() if value_of(run, name) != value}
 
 
+def changes_of(helps: list[str]) -> dict[str, Any]:
+    """The fields that these entries of `HELP` change."""
+    return {name: value for what in helps for name, value in HELP[what].items()}
+
+
 def settings(changes: dict[str, Any]) -> str:
     """`options.chunk=16384, options.offload=True`."""
     return ", ".join(f"{name}={value}" for name, value in changes.items())

@@ -11,6 +11,7 @@ from alstlib.planner.model_shapes import Shape, read_shape
 from alstlib.planner.prediction import (
     Prediction,
     changed,
+    changes_of,
     first_beyond,
     loads_with,
     longest,
@@ -77,7 +78,7 @@ def why_not(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_
         f"{format_bytes(has)} (predicted, largest parts: {largest(found, where, machine)})"
     )
     if near := nearest_that_fits(shape, run, machine, found.seq_len):
-        text += f"; it would fit with {' and '.join(near[0])}: {settings(changed(run, near[1].to_dict()))}"
+        text += f"; it would fit with {' and '.join(near[0])}: {settings(changed(run, changes_of(near[0])))}"
     elif best := longest(shape, run, machine):
         text += f"; the longest that fits is {best.seq_len:,} tokens"
     return f"{text}. force=True (--force) runs it all the same"

@@ -108,7 +108,7 @@ def step_seconds(
     waited = max(0.0, zero - computing)
     if run.options.offload == "sync":
         waited += offload * run.optim.accumulation
-    elif run.options.offload == "async":
+    elif run.options.offload:
         waited += max(0.0, offload * run.optim.accumulation - computing)
     step = computing + exchange * run.optim.accumulation + waited + optimizer
     return {

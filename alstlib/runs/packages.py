@@ -71,19 +71,19 @@ def _needed(run: RunConfig, fine_tuning: bool) -> Iterator[tuple[str, str]]:
     told = trainer.get("report_to") or []
     trackers = [told] if isinstance(told, str) else list(told)
     trackers = [] if trackers in (["none"], ["all"]) else trackers  # all that are installed
-    check_names(dict.fromkeys(trackers), TRACKERS, "tracker in trainer={'report_to': ...}:")
+    check_names(dict.fromkeys(trackers), TRACKERS, "tracker in optim.trainer={'report_to': ...}:")
     for name in filter(TRACKERS.get, trackers):
         if name != "tensorboard" or not _installed("tensorboardX"):
-            yield f"trainer={{'report_to': {told!r}}}", TRACKERS[name]
+            yield f"optim.trainer={{'report_to': {told!r}}}", TRACKERS[name]
     optimizer = str(trainer.get("optim", ""))
     if module := next((module for names, module in OPTIMIZERS if re.match(names, optimizer)), None):
-        yield f"trainer={{'optim': {optimizer!r}}}", module
+        yield f"optim.trainer={{'optim': {optimizer!r}}}", module
     if gpus and run.options.attention in KERNELS:
-        yield f"attention={run.options.attention!r}", KERNELS[run.options.attention]
+        yield f"options.attention={run.options.attention!r}", KERNELS[run.options.attention]
     if gpus and run.model.liger not in ("auto", False):
-        yield f"liger={run.model.liger!r}", "liger_kernel"
+        yield f"model.liger={run.model.liger!r}", "liger_kernel"
     if not fine_tuning or (gpus and not run.engine.fsdp):
-        yield f"zero_stage={run.engine.zero_stage}", "deepspeed"
+        yield f"engine.zero_stage={run.engine.zero_stage}", "deepspeed"
     with contextlib.suppress(ValueError):  # a model that is not there is refused elsewhere
         if (find_config(run.model.name).get("quantization_config") or {}).get("quant_method") == "bitsandbytes":
             yield f"model={run.model.name!r}, whose weights are in 4 or 8 bits,", "bitsandbytes"
@@ -118,6 +118,6 @@ def _check_template(data: str, tokenizer: str, trust: bool) -> None:
     if trained or not get_tokenizer(tokenizer, trust=trust).chat_template:
         which = "a tokenizer that is trained here" if trained else f"the tokenizer of '{tokenizer}'"
         raise ValueError(
-            f"data='{data}' holds chats, but {which} has no chat template: name a chat model in `model`, or its "
-            "tokenizer in `tokenizer`"
+            f"'{data}' holds chats, but {which} has no chat template: name a chat model in `model.name`, or its "
+            "tokenizer in `data.tokenizer`"
         )

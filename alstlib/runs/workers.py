@@ -12,7 +12,7 @@ from typing import Any
 
 from alstlib.config import RunConfig, value_of
 from alstlib.hf.public_models import SHAPES
-from alstlib.options import check_names
+from alstlib.options import check_names, plain_value
 from alstlib.planner import preflight
 from alstlib.runs import packages
 from alstlib.sizing import cores
@@ -57,14 +57,16 @@ def check(run: RunConfig, worker: str) -> None:
         return
     if secret := next(_secrets(run.optim.trainer), None):
         raise ValueError(
-            f"{secret} in trainer is a secret, and a run's settings are written to files that others may read: set "
-            "HF_TOKEN in the environment instead, or log in with: hf auth login"
+            f"{secret} in optim.trainer is a secret, and a run's settings are written to files that others may read: "
+            "set HF_TOKEN in the environment instead, or log in with: hf auth login"
         )
     default = RunConfig()
     (other,) = set(TRAINING) - {worker}
     for name in ONLY[other]:
         if (value := value_of(run, name)) != value_of(default, name):
-            raise ValueError(f"{name}={value!r} is a field of the worker {other}, but this run's worker is {worker}")
+            raise ValueError(
+                f"{name}={plain_value(value)!r} is a field of the worker {other}, but this run's worker is {worker}"
+            )
     if worker == FINETUNE:
         _check_libraries(run)
     packages.check(run, fine_tuning=worker == FINETUNE)
@@ -103,19 +105,21 @@ def _check_libraries(run: RunConfig) -> None:
             )
     if known := [*_fields("trl", "trainer/sft_config.py", "trainer/base_config.py"),
                  *_fields("transformers", "training_args.py")]:  # fmt: skip
-        check_names(run.optim.trainer, known, "field of SFTConfig in trainer")
+        check_names(run.optim.trainer, known, "field of SFTConfig in optim.trainer")
     _check_adapter(run)
     if run.optim.trainer.get("push_to_hub") and not run.output.save_to:
-        raise ValueError("trainer={'push_to_hub': True} needs save_to, the folder where the model is saved first")
+        raise ValueError(
+            "optim.trainer={'push_to_hub': True} needs output.save_to, the folder where the model is saved first"
+        )
 
 
 def _check_adapter(run: RunConfig) -> None:
     if known := list(_fields("peft", "tuners/lora/config.py", "config.py")):
-        check_names(run.model.lora or {}, known, "field of LoraConfig in lora")
+        check_names(run.model.lora or {}, known, "field of LoraConfig in model.lora")
     if run.model.lora is not None and run.output.save_to and run.model.name in SHAPES and not run.output.merge_lora:
         raise ValueError(
             f"model={run.model.name!r} has random weights, and an adapter saved without them is of no use: give "
-            "merge_lora=True, which saves both"
+            "output.merge_lora=True, which saves both"
         )
 
 

@@ -41,7 +41,9 @@ def test_llama_8b_has_its_size() -> None:
 def test_overrides_and_unknown_fields() -> None:
     config = model_config("tiny", {"num_hidden_layers": 5, "rms_norm_eps": 0.1})
     assert (config.num_hidden_layers, config.rms_norm_eps, config.hidden_size) == (5, 0.1, 64)
-    with pytest.raises(ValueError, match="unknown model_config field 'num_hiden_layers'; did you mean 'num_hidden_lay"):
+    with pytest.raises(
+        ValueError, match=r"unknown field of model\.config 'num_hiden_layers'; did you mean 'num_hidden_lay"
+    ):
         model_config("tiny", {"num_hiden_layers": 5})
 
 

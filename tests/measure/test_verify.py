@@ -195,7 +195,7 @@ def test_a_wrong_gradient_is_named(
         ("llama", ["--block", "4K", "--chunk", "4K"], "give only one of them"),
         ("llama", ["--set", "sparse=16"], "sparse attention is an approximation"),
         ("llama", ["--set", "ofload=sync"], "unknown field of Options 'ofload'; did you mean 'offload'?"),
-        ("llama", ["--config", "hidden_sizes=3"], "unknown model_config field 'hidden_sizes'"),
+        ("llama", ["--config", "hidden_sizes=3"], "unknown field of model.config 'hidden_sizes'"),
     ],
 )
 def test_what_is_refused(

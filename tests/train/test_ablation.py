@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import READS_PROC, listening
+from cases import READS_PROC, by_own_names, listening
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -35,6 +35,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 def run_config(**changes: Any) -> RunConfig:
     defaults: dict[str, Any] = {
+        "options": "plain",
         "model.name": "tiny",
         "data.seq_len": 129,
         "engine.world_size": 2,
@@ -46,7 +47,7 @@ def run_config(**changes: Any) -> RunConfig:
         "options.tiles.mlp": True,
         "options.offload": "sync",
     }
-    return RunConfig(**{**defaults, **changes})
+    return RunConfig.from_dict(by_own_names({**defaults, **changes}))
 
 
 # Launches of the real worker
@@ -164,7 +165,9 @@ def own(first: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFac
     out = tmp_path_factory.mktemp("own")
     lines = [json.dumps({"text": f"def f_{i}(x):\n    return x + {i}\n" * 8}) for i in range(60)]
     (out / "data.jsonl").write_text("\n".join(lines + ['{"text": null}'] * 60))
-    run = run_config(model=str(first[0] / "model"), data=str(out / "data.jsonl"), steps=2, zero_stage=2)
+    run = run_config(
+        **{"model.name": str(first[0] / "model"), "data.name": str(out / "data.jsonl")}, steps=2, zero_stage=2
+    )
     return out, run
 
 
@@ -207,7 +210,7 @@ def test_a_nan_loss_is_an_error(ranks2: Any, own: tuple[Path, RunConfig], tmp_pa
 def test_the_search_ends_at_the_budget(tmp_path: Path) -> None:
     budget = 7_500_000
     run = run_config(
-        search=True, device_memory=budget, search_granule=64, seq_len=512, tiles={"mlp": 64, "loss": 64, "norm": True}
+        search={"granule": 64}, device_memory=budget, seq_len=512, tiles={"mlp": 64, "loss": 64, "norm": True}
     )
     m = launch(run, tmp_path, extra_env=OFFLINE)["metrics"]
     tried = {t["seq_len"]: t["device_peak_bytes"] for t in m["tried"]}
@@ -220,33 +223,36 @@ def test_the_search_ends_at_the_budget(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_length_beyond_the_budget_is_out_of_memory(tmp_path: Path) -> None:
+def test_a_length_beyond_the_budget_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_config(seq_len=4096, device_memory="7.5MB")  # the model alone fits
     result = launch(run, tmp_path, extra_env=OFFLINE, force=True)
     assert result["status"] == "oom"
     assert result["error"]["type"] == "DeviceOutOfMemory"
     assert "go beyond the budget of 7,500,000 bytes" in result["error"]["message"]
-    assert launch(run, tmp_path, python="/nowhere/python") == result  # it says all there is to know: not repeated
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    assert launch(run, tmp_path) == result  # it says all there is to know: not repeated
 
 
+@pytest.mark.usefixtures("nothing_starts")
 def test_a_run_that_cannot_fit_is_not_started(tmp_path: Path) -> None:
     run = run_config(seq_len=40_000, device_memory="100MB", tiles={"mlp": True, "norm": True}, offload=False)
     began = time.monotonic()
-    result = launch(run, tmp_path, python="/nowhere/python")
+    result = launch(run, tmp_path)
     assert time.monotonic() - began < 30  # no rank was started
     assert (result["status"], result["error"]["type"]) == ("oom", "WouldNotFit")
     message = result["error"]["message"]
     for text in ("40,000 tokens would take", "MiB of device memory a rank", "predicted, largest parts: loss",
-                 "it would fit with", "tiled_loss=True", "force=True (--force)"):  # fmt: skip
+                 "it would fit with", ": options.tiles.loss=True", "force=True (--force)"):  # fmt: skip
         assert text in message, message
     assert results.read_result(tmp_path / "result.json") == result
 
 
+@pytest.mark.usefixtures("nothing_starts")
 def test_a_cpus_memory_holds_devices_and_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alstlib.planner.machine.host_free", lambda: 23 * GIB)
     run = RunConfig(model={"name": "tiny"}, engine={"world_size": 2, "sp": 2}, data={"seq_len": "20M"})
     assert "does not fit: it needs more host memory than there is" in outlook(run, 0)
-    result = launch(run, tmp_path, python="/nowhere/python")
+    result = launch(run, tmp_path)
     assert (result["status"], result["error"]["type"]) == ("oom", "WouldNotFit")
     assert "a rank's share of the host's free memory is 11.50 GiB" in result["error"]["message"]
     short = run.replace(data={"seq_len": 64})
@@ -282,18 +288,17 @@ def ends(pool: Any, out: Path, run: RunConfig) -> tuple[str, str, dict[str, Any]
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model": "tinny"}, "did you mean 'tiny'?"),
+        ({"model.name": "tinny"}, "did you mean 'tiny'?"),
         (
             {"model.config": {"hidden_sise": 32}},
-            "unknown model_config field 'hidden_sise'; did you mean 'hidden_size'?",
+            "unknown field of model.config 'hidden_sise'; did you mean 'hidden_size'?",
         ),
         ({"model.config": {"attention_dropout": 0.1}}, "config.attention_dropout=0.1 is not supported in attention"),
-        ({"data": "empty.jsonl"}, "empty.jsonl"),
-        ({"data": "nowhere.jsonl"}, "data='nowhere.jsonl' does not exist"),
-        ({"data": "blank.txt"}, "holds no text"),
-        ({"data": "ids.jsonl"}, "has token 9999, but the model's vocab_size is 512"),
-        ({"data": "chats.jsonl"}, "the tokenizer has no chat template"),
-        ({"model.liger": "loss", "options.tiles.loss": True}, "liger='loss' needs a GPU"),
+        ({"data.name": "empty.jsonl"}, "empty.jsonl"),
+        ({"data.name": "nowhere.jsonl"}, "data='nowhere.jsonl' does not exist"),
+        ({"data.name": "blank.txt"}, "holds no text"),
+        ({"data.name": "ids.jsonl"}, "has token 9999, but the model's vocab_size is 512"),
+        ({"data.name": "chats.jsonl"}, "the tokenizer has no chat template"),
         ({"search": True}, "search=True needs device_memory"),
         ({"output.resume_from": "nowhere"}, "resume_from='nowhere': there is no such folder"),
     ],
@@ -306,8 +311,8 @@ def test_bad_input_is_an_error_on_every_rank(
     (tmp_path / "blank.txt").write_text(" ")
     (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [1, 9999, 2] * 100}))
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
-    if str(changes.get("data", "")).partition(".")[0] in ("empty", "blank", "ids", "chats"):
-        changes = {"data": str(tmp_path / changes["data"])}
+    if str(changes.get("data.name", "")).partition(".")[0] in ("empty", "blank", "ids", "chats"):
+        changes = {"data.name": str(tmp_path / changes["data.name"])}
     status, said, _ = ends(ranks2, tmp_path, run_config(**changes))
     assert status == "error"
     assert message in said
@@ -405,7 +410,7 @@ def test_the_same_command_continues_by_itself(ranks2: Any, tmp_path: Path, whole
     more = ranks2(trained, str(tmp_path), resumable(steps=5, sp=1))[0]["metrics"]  # more steps are another matter
     assert more["loss"][:4] == again["metrics"]["loss"]
     assert len(more["loss"]) == 5
-    assert any("sp=2 (here 1): the data go on after the samples" in note for note in more["notes"])
+    assert any("engine.sp=2 (here 1): the data go on after the samples" in note for note in more["notes"])
     longer = ranks2(trained, str(tmp_path), resumable(steps=8))[0]["metrics"]  # with smaller steps: more samples
     assert longer["loss"][:5] == more["loss"]
     assert len(longer["loss"]) == 8
@@ -418,7 +423,7 @@ def test_other_ranks_go_on_with_the_same_losses(pools: Any, tmp_path: Path, whol
     metrics = pools(2)(trained, str(tmp_path), resumable())[0]["metrics"]
     assert metrics["loss"] == pytest.approx(whole, rel=1e-6)
     assert [len(set(metrics["loss"])), len(metrics["step_seconds"])] == [4, 1]
-    assert any("ranks=1 (here 2), sp=1 (here 2): the data go on" in note for note in metrics["notes"])
+    assert any("ranks=1 (here 2), engine.sp=1 (here 2): the data go on" in note for note in metrics["notes"])
 
 
 def test_a_run_that_ended_after_its_last_step_has_no_step_to_do(

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import zoo
-from cases import make_model, make_samples, whole_state, wrap
+from cases import by_own_names, make_model, make_samples, whole_state, wrap
 from deepspeed.accelerator import get_accelerator
 from safetensors import safe_open
 from torch import Tensor
@@ -113,7 +113,7 @@ def one_step(rank: int, world: int, stage: int, changes: dict[str, Any]) -> dict
         "model.dtype": "fp32",
         "optim.learning_rate": 1e-2,
     }
-    run = RunConfig(**{**defaults, **changes})
+    run = RunConfig.from_dict(by_own_names({**defaults, **changes}))
     ctx = alstlib.SPContext.create(2)
     model = make_model()
     alstlib.apply(model, ctx, alstlib.Options())

@@ -18,7 +18,7 @@ import datasets
 import nbformat
 import pytest
 import torch
-from cases import make_model
+from cases import by_own_names, make_model
 from trainers import accelerate_here
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -54,6 +54,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def config(data: str, **changes: Any) -> RunConfig:
     defaults: dict[str, Any] = {
+        "options": "plain",
         "model.name": "tiny",
         "data.name": data,
         "data.eval": 0.2,
@@ -70,7 +71,7 @@ def config(data: str, **changes: Any) -> RunConfig:
         "data.tokenizer": "stdlib-bpe",
         "optim.trainer": {"eval_steps": 3},
     }
-    return RunConfig(**{**defaults, **changes})
+    return RunConfig.from_dict(by_own_names({**defaults, **changes}))
 
 
 def test_tokenizing_and_evaluating_give_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,12 +124,14 @@ def rows_of_every_format(i: int) -> list[dict[str, Any]]:
 
 def test_every_row_of_a_mixed_file_is_read_by_its_own_format(tmp_path: Path) -> None:
     mixed = [row for i in range(64) for row in rows_of_every_format(i)]
-    found, notes = documents(tmp_path, mixed, eval_data=0.1)
+    found, notes = documents(tmp_path, mixed, **{"data.eval": 0.1})
     assert (len(found), notes) == (6 * 64, [])
-    alone = [documents(tmp_path, [row], eval_data=None, seq_len=512)[0][0] for row in rows_of_every_format(7)]
+    alone = [documents(tmp_path, [row], **{"data.eval": None}, seq_len=512)[0][0] for row in rows_of_every_format(7)]
     assert all(one in found for one in alone)
     prompted = {"prompt": [{"role": "user", "content": "Hi."}], "completion": [{"role": "assistant", "content": "Ho."}]}
-    found, notes = documents(tmp_path, [*mixed, prompted, {"text": None, **mixed[1], "prompt": "x"}], eval_data=0.1)
+    found, notes = documents(
+        tmp_path, [*mixed, prompted, {"text": None, **mixed[1], "prompt": "x"}], **{"data.eval": 0.1}
+    )
     assert (len(found), notes) == (6 * 64 + 2, [])
 
 
@@ -136,7 +139,7 @@ def test_what_is_left_out_is_counted_by_format_line_and_reason(tmp_path: Path) -
     good = rows_of_every_format(1) * 50
     asks = {"messages": [{"role": "user", "content": "What?"}]}
     path = str(tmp_path / "d.jsonl")
-    _, notes = documents(tmp_path, [*good[:4], "", asks, *good[4:]], eval_data=None)
+    _, notes = documents(tmp_path, [*good[:4], "", asks, *good[4:]], **{"data.eval": None})
     assert notes == [
         f"1 of 301 rows of '{path}' train nothing and are left out: read as messages, no message of the assistant "
         "(line 7)"
@@ -148,7 +151,7 @@ def test_what_is_left_out_is_counted_by_format_line_and_reason(tmp_path: Path) -
     assert "9 of 309 rows" in str(refused.value)
     assert "2.9%" in str(refused.value)
     assert "allow_dropped: true" in str(refused.value)
-    found, notes = documents(tmp_path, [*good, *bad, long], allow_dropped=True, eval_data=0.2)
+    found, notes = documents(tmp_path, [*good, *bad, long], allow_dropped=True, **{"data.eval": 0.2})
     about = f"309 rows of '{path}' train nothing and are left out:"
     assert (len(found), notes) == (300, [
         f"5 of {about} read as messages, no message of the assistant (lines 302, 306, 307 and 2 more)",
@@ -178,17 +181,19 @@ def test_what_is_left_out_is_counted_by_format_line_and_reason(tmp_path: Path) -
 )
 def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, row: Any, message: str) -> None:
     with pytest.raises(ValueError) as refused:
-        documents(tmp_path, [*rows_of_every_format(1), row], eval_data=None)
+        documents(tmp_path, [*rows_of_every_format(1), row], **{"data.eval": None})
     assert f"d.jsonl', {message}" in str(refused.value) or message in str(refused.value).partition("d.jsonl' ")[2]
 
 
 def test_token_ids_need_no_tokenizer_in_the_models_folder(tmp_path: Path) -> None:
     make_model("llama", num_hidden_layers=1).save_pretrained(tmp_path / "model")
     rows = [{"input_ids": [1, 2, 3]}] * 4
-    found, _ = documents(tmp_path, rows, model=str(tmp_path / "model"), tokenizer="auto", eval_data=None)
+    found, _ = documents(
+        tmp_path, rows, **{"model.name": str(tmp_path / "model")}, tokenizer="auto", **{"data.eval": None}
+    )
     assert len(found) == 4
     with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
-        documents(tmp_path, [*rows, {"text": "a"}], model=str(tmp_path / "model"), tokenizer="auto")
+        documents(tmp_path, [*rows, {"text": "a"}], **{"model.name": str(tmp_path / "model")}, tokenizer="auto")
 
 
 def test_formats_that_begin_late_in_a_long_file(tmp_path: Path) -> None:
@@ -355,19 +360,26 @@ def test_the_same_command_continues_and_another_does_not(
 # Refusals
 
 
+@pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"optim.trainer": {"lerning_rate": 1}}, "unknown field of SFTConfig in trainer 'lerning_rate'; did you mean"),
-        ({"optim.trainer": {"max_length": 4}}, "trainer={'max_length': 4} is set by alstlib: give seq_len instead"),
-        ({"optim.trainer": {"push_to_hub": True}}, "needs save_to"),
-        ({"optim.trainer": {"hub_token": "hf_x"}}, "hub_token in trainer is a secret"),
-        ({"optim.trainer": {"model_init_kwargs": {"token": "hf_x"}}}, "token in trainer is a secret"),
+        (
+            {"optim.trainer": {"lerning_rate": 1}},
+            "unknown field of SFTConfig in optim.trainer 'lerning_rate'; did you mean",
+        ),
+        (
+            {"optim.trainer": {"max_length": 4}},
+            "trainer={'max_length': 4} is set by alstlib: give data.seq_len instead",
+        ),
+        ({"optim.trainer": {"push_to_hub": True}}, "needs output.save_to"),
+        ({"optim.trainer": {"hub_token": "hf_x"}}, "hub_token in optim.trainer is a secret"),
+        ({"optim.trainer": {"model_init_kwargs": {"token": "hf_x"}}}, "token in optim.trainer is a secret"),
         ({"optim.trainer": {"push_to_hub_token": "hf_x"}}, "set HF_TOKEN in the environment"),
-        ({"model.lora": {"rank": 4}}, "unknown field of LoraConfig in lora 'rank'"),
-        ({"model.lora": {"r": 4}, "output.save_to": "x"}, "give merge_lora=True, which saves both"),
-        ({"search": True}, "search=True is a field of the worker alstlib.train.ablation"),
-        ({"model": "tinny"}, "did you mean 'tiny'?"),
+        ({"model.lora": {"rank": 4}}, "unknown field of LoraConfig in model.lora 'rank'"),
+        ({"model.lora": {"r": 4}, "output.save_to": "x"}, "give output.merge_lora=True, which saves both"),
+        ({"search": True}, "search={'granule': 256, 'max': None} is a field of the worker alstlib.train.ablation"),
+        ({"model.name": "tinny"}, "did you mean 'tiny'?"),
         ({"optim.trainer": {"report_to": "absent"}}, "the package gone, which is not installed; to install it: "),
         ({"optim.trainer": {"report_to": ["tensorbord"]}}, "did you mean 'tensorboard'?"),
         (
@@ -382,7 +394,7 @@ def test_wrong_fields_are_refused_before_the_start(
 ) -> None:
     monkeypatch.setitem(packages.TRACKERS, "absent", "gone")
     with pytest.raises(ValueError) as refused:
-        launch(config("stdlib", **changes), tmp_path, worker=FINETUNE, python="/nowhere/python")
+        launch(config("stdlib", **changes), tmp_path, worker=FINETUNE)
     assert message in str(refused.value)
     assert "hf_x" not in str(refused.value)
 
@@ -426,6 +438,7 @@ def test_a_file_that_is_cut_off_is_left_to_its_reader(tmp_path: Path) -> None:
         load_corpus(str(damaged))
 
 
+@pytest.mark.usefixtures("nothing_starts")
 def test_chats_need_a_chat_template_before_the_start(tmp_path: Path, data: str) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text(
@@ -433,31 +446,33 @@ def test_chats_need_a_chat_template_before_the_start(tmp_path: Path, data: str) 
     )
     get_tokenizer("stdlib-bpe", vocab_size=512).save_pretrained(tmp_path / "base")
     for changes, which in (
-        ({"data": str(chats)}, "a tokenizer that is trained here"), ({"data.eval": str(chats)}, "a tokenizer that is"),
+        ({"data.name": str(chats)}, "a tokenizer that is trained here"),
+        ({"data.eval": str(chats)}, "a tokenizer that is"),
         ({"data.name": str(chats), "data.tokenizer": str(tmp_path / "base")}, f"the tokenizer of '{tmp_path}/base'"),
     ):  # fmt: skip
         run = config(data).replace(output={"save_to": str(tmp_path / "saved")}, **changes)
         with pytest.raises(
             ValueError, match=f"chats.jsonl' holds chats, but {which}.* has no chat template: name a ch"
         ):
-            launch(run, tmp_path / "run", worker=FINETUNE, python="/nowhere/python")
+            launch(run, tmp_path / "run", worker=FINETUNE)
         assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(
     "field",
-    [{"model.lora": {"r": 4}}, {"data.eval": 0.1}, {"allow_dropped": True}, {"optim.trainer": {"optim": "sgd"}}],
+    [{"model.lora": {"r": 4}}, {"data.eval": 0.1}, {"data.allow_dropped": True}, {"optim.trainer": {"optim": "sgd"}}],
     ids=str,
 )
 def test_the_ablation_does_not_take_what_it_would_ignore(tmp_path: Path, field: dict[str, Any]) -> None:
     (name,) = field
     with pytest.raises(ValueError, match=f"{name}=.* is a field of the worker alstlib.train.finetune"):
-        launch(RunConfig(model={"name": "tiny"}, **field), tmp_path, python="/nowhere/python")
+        launch(RunConfig.from_dict({"model.name": "tiny", **field}), tmp_path)
 
 
 @pytest.mark.parametrize(
-    "changes, message", [({"data.eval": 1.5}, "eval_data=1.5 must be a share between 0 and 1"),
-                         ({"merge_lora": True}, "give lora too")],
+    "changes, message", [({"data.eval": 1.5}, "data.eval=1.5 must be a share between 0 and 1"),
+                         ({"output.merge_lora": True}, "give model.lora too")],
 )  # fmt: skip
 def test_values_of_the_fields(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as refused:
@@ -476,12 +491,12 @@ def refused(rank: int, world: int, out: str, run: RunConfig) -> str:
 
 def test_what_the_ranks_refuse(ranks2: Any, tmp_path: Path, data: str) -> None:
     (tmp_path / "empty.jsonl").write_text(json.dumps({"input_ids": [1, 2], "labels": [-100, -100]}))
-    silent = config(str(tmp_path / "empty.jsonl"), eval_data=None, save_to=str(tmp_path / "saved" / "model"))
+    silent = config(str(tmp_path / "empty.jsonl"), **{"data.eval": None}, save_to=str(tmp_path / "saved" / "model"))
     (tmp_path / "half.jsonl").write_text('{"text": "a b c"}\n{"text": ""}')
     for run, message in (
         (config(data, dtype="bf16"), "dtype='bf16' needs a GPU"),
         (silent, "has a token with a loss"),
-        (config(str(tmp_path / "half.jsonl"), eval_data=None), "1 of 2 rows of"),
+        (config(str(tmp_path / "half.jsonl"), **{"data.eval": None}), "1 of 2 rows of"),
     ):
         assert all(message in said for said in ranks2(refused, str(tmp_path), run))
     assert not (tmp_path / "saved").exists()

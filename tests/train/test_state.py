@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import make_model, make_samples, whole_state
+from cases import by_own_names, make_model, make_samples, whole_state
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 import alstlib
-from alstlib.config import RunConfig
+from alstlib.config import EQUAL, FIELDS, RunConfig
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf.saving import full_weights
 from alstlib.train import files
@@ -48,7 +48,7 @@ def run_config(stage: int, offload: bool = False, **changes: Any) -> RunConfig:
         "model.dtype": "fp32",
         "optim.steps": 9,
     }
-    return RunConfig(**{**defaults, **changes})
+    return RunConfig.from_dict(by_own_names({**defaults, **changes}))
 
 
 class Training:
@@ -526,6 +526,9 @@ OTHER = {
     "model.random_weights": False,
     "model.dtype": "bf16",
     "contrib.sparse": {"top": 16},
+    "model.lora": {"r": 4},
+    "data.eval": 0.1,
+    "optim.trainer": {"optim": "sgd"},
 }
 """Another value of every field that a state belongs to."""
 
@@ -534,8 +537,8 @@ def configurations(rank: int, world: int, folder: str, changes: list[dict[str, A
     fresh = Training(run_config(2))
     said = []
     for change in changes:
-        run = fresh.run if change.keys() == {"dtype"} else fresh.run.replace(**{"chunk": 64, **change})
-        fresh.engine.bfloat16_enabled = lambda change=change: change.get("dtype") == "bf16"
+        run = fresh.run if change.keys() == {"model.dtype"} else fresh.run.replace(**{"options.chunk": 64, **change})
+        fresh.engine.bfloat16_enabled = lambda change=change: change.get("model.dtype") == "bf16"
         try:
             said.append(str(load_state(fresh.engine, run, folder)["step"]))
         except states.OtherState as e:
@@ -545,8 +548,7 @@ def configurations(rank: int, world: int, folder: str, changes: list[dict[str, A
 
 
 def test_a_state_belongs_to_its_configuration(ranks2: Any, tmp_path: Path) -> None:
-    fields = RunConfig().to_dict()
-    assert fields.keys() >= set(states.EQUAL) == OTHER.keys()
+    assert set(FIELDS) >= set(EQUAL) == OTHER.keys()
     ranks2(write, str(tmp_path), run_config(2), {})
     free = {
         "engine.zero_stage": 3,
