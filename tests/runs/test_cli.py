@@ -532,7 +532,9 @@ def test_check_and_verify_refuse_as_many_ranks_as_run_does(tmp_path, monkeypatch
     monkeypatch.setattr("alstlib.runs.workers.cores", lambda: 2)
     monkeypatch.setattr(devices, "device_count", lambda: 0)
     started = []
-    monkeypatch.setattr(launch, "launch", lambda run, *a, **k: started.append(run.engine.world_size) or {"status": "no"})
+    monkeypatch.setattr(
+        launch, "launch", lambda run, *a, **k: started.append(run.engine.world_size) or {"status": "no"}
+    )
     monkeypatch.setattr(verify, "run_on_ranks", lambda function, ranks, *a: started.append(ranks) or 1 / 0)
     given = command[-1].removeprefix("--")
     assert cli.main([*command, "17"]) == 2

@@ -102,7 +102,9 @@ def test_a_run_that_ends_well(finished_run):
 
 def test_ranks_get_a_clean_environment(finished_run):
     out, result, _ = finished_run
-    ranks = [json.loads((out / f"environ.{r}.json").read_text()) for r in range(result["config"]["engine"]["world_size"])]
+    ranks = [
+        json.loads((out / f"environ.{r}.json").read_text()) for r in range(result["config"]["engine"]["world_size"])
+    ]
     assert [e["RANK"] for e in ranks] == [str(r) for r in range(len(ranks))]
     for env in ranks:
         assert env["WORLD_SIZE"] == str(len(ranks))
