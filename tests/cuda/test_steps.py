@@ -18,7 +18,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "whole, async": {"offload": True, "kept": 0.5},
     "whole, sync, attention kept": {"offload": "sync", "save_attention": True},
     "chunks": {"chunk": 0},
-    "chunks, async": {"chunk": 0, "offload": True, "kept": 0.5, "hidden": "device"},
+    "chunks, async": {"chunk": 0, "offload": True, "kept": 0.5, "on_host": "none"},
     "chunks, host": {"offload": True, "chunk": 0, "on_host": "hidden+kv"},
     "chunks, host, sync": {"offload": "sync", "save_attention": True, "chunk": 0, "on_host": "hidden+kv"},
 }
