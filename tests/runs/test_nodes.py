@@ -123,7 +123,9 @@ def test_gloo_gets_the_interface_that_reaches_the_head(tmp_path, monkeypatch):
     """A node's own name may mean an address that no other node reaches."""
     assert torchrun.interface("127.0.0.1") == "lo"
     assert torchrun.interface("no.such.host.invalid") is None
-    attempt = torchrun.Attempt(id="a", config={"engine": {"world_size": 2}}, out=str(tmp_path), worker="w", nodes=2, port=1)
+    attempt = torchrun.Attempt(
+        id="a", config={"engine": {"world_size": 2}}, out=str(tmp_path), worker="w", nodes=2, port=1
+    )
     for given, used in ((None, "lo"), ("eth7", "eth7")):
         monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
         if given:
@@ -209,7 +211,9 @@ def test_the_grace_can_be_a_variable(monkeypatch, capsys, spec):
 
 def test_parameters_of_the_notebook_are_a_single_run(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("{row: alst, data.seq_len: 4K, config: {model.name: tiny, optim: {steps: 5}}, worker: alstlib.train.ablation}")
+    path.write_text(
+        "{row: alst, data.seq_len: 4K, config: {model.name: tiny, optim: {steps: 5}}, worker: alstlib.train.ablation}"
+    )
     found = cli.load_spec(path, nodes=2)
     run = found.rows["alst"]
     assert (run.model.name, run.data.seq_len, run.optim.steps) == ("tiny", 4000, 5)
@@ -277,7 +281,7 @@ def test_nodes_that_fail_are_named(tmp_path):
 @pytest.mark.usefixtures("two_nodes")
 @pytest.mark.skipif(not READS_PROC, reason="reads Linux's /proc")
 def test_the_ranks_of_both_nodes_say_where_they_are(tmp_path):
-    with pytest.raises(launch.RunFailed, match="Timeout: the run took longer than timeout=25 s") as e:
+    with pytest.raises(launch.RunFailed, match=r"Timeout: the run took longer than limits\.timeout=25 s") as e:
         start("hang", tmp_path, timeout=25, world_size=2)
     assert "ranks 0, 1 were in main (fake_worker.py, line " in e.value.result["error"]["message"]
     assert not of_run(tmp_path)
@@ -294,7 +298,8 @@ def test_who_ends_leaves_nothing_on_any_node(tmp_path, victim, number):
     code = f"""
 from alstlib.config import RunConfig
 from alstlib.runs import launch
-launch.launch(RunConfig(model={{"config": {{"fake": "hang"}}}}, engine={{"world_size": 2}}), {str(out)!r}, worker="fake_worker")"""
+run = RunConfig(model={{"config": {{"fake": "hang"}}}}, engine={{"world_size": 2}})
+launch.launch(run, {str(out)!r}, worker="fake_worker")"""
     variables = cluster.Nodes(count=2, launcher=tuple(shlex.split(TWICE))).variables()
     started = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **PATHS, **variables})
     try:
