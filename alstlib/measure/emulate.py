@@ -3,7 +3,7 @@ DIR`.
 
 Real tensors of one rank's real sizes, real kernels, and a process group that sends nothing (`emulate` ranks of which
 this process is one): a real device peak and real seconds, of a run that nobody has the GPUs for. What this rank
-sends stands for what it would receive, so values and loss mean nothing. Few layers are built (`model_config:
+sends stands for what it would receive, so values and loss mean nothing. Few layers are built (`model.config:
 {num_hidden_layers: 1}`); *ballast* stands on the device for the rest. There is no engine: ZeRO-3 would gather garbage,
 so its states and buffers are ballast, by the formulas of `ballast`.
 """

@@ -119,22 +119,22 @@ def time_limit(run: RunConfig, nodes: int, gpus: int, trains: bool = True) -> tu
     run that does not train."""
     if run.limits.timeout is not None:
         return (
-            (run.limits.timeout, f"timeout={run.limits.timeout:g} s")
+            (run.limits.timeout, f"limits.timeout={run.limits.timeout:g} s")
             if run.limits.timeout
-            else (math.inf, "no time limit (timeout=0)")
+            else (math.inf, "no time limit (limits.timeout=0)")
         )
     seconds = limits(run, nodes, gpus)[0] if trains else DAY
     reasons = {HOUR: "the shortest default", DAY: "no time is predicted"}
     why = reasons.get(seconds, f"{FACTOR} times the prediction")
-    return seconds, f"the time limit of {format_seconds(seconds)} ({why}; timeout=SECONDS sets another, 0 none)"
+    return seconds, f"the time limit of {format_seconds(seconds)} ({why}; limits.timeout=SECONDS sets another, 0 none)"
 
 
 def step_limit(run: RunConfig, nodes: int, gpus: int, trains: bool = True) -> tuple[float, str]:
     """Seconds without a step or a message after which the launcher ends a resolved run, and which limit this is."""
     if run.limits.step_timeout is not None:
-        return run.limits.step_timeout or math.inf, f"step_timeout={run.limits.step_timeout:g} s"
+        return run.limits.step_timeout or math.inf, f"limits.step_timeout={run.limits.step_timeout:g} s"
     seconds = limits(run, nodes, gpus)[1] if trains else DAY
-    return seconds, f"{format_seconds(seconds)} (step_timeout=SECONDS sets another limit, 0 none)"
+    return seconds, f"{format_seconds(seconds)} (limits.step_timeout=SECONDS sets another limit, 0 none)"
 
 
 def outlook(run: RunConfig, gpus: int, nodes: int = 1) -> str:

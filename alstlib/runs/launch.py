@@ -79,15 +79,21 @@ def resolve(config: RunConfig, nnodes: int | None = None, gpus: int | None = Non
     world = config.engine.world_size or (gpus or 2) * nnodes
     if world % nnodes:
         nearest = max(1, round(world / nnodes)) * nnodes
-        raise ValueError(f"world_size={world} ranks do not divide evenly over {nnodes} nodes; nearest: {nearest}")
+        raise ValueError(
+            f"engine.world_size={world} ranks do not divide evenly over {nnodes} nodes; nearest: {nearest}"
+        )
     if gpus and world // nnodes > gpus:
         raise ValueError(
-            f"world_size={world} needs more GPUs than there are ({gpus} on each node); use at most {gpus * nnodes}"
+            f"engine.world_size={world} needs more GPUs than there are ({gpus} on each node); use at most "
+            f"{gpus * nnodes}"
         )
     sp = config.engine.sp or world
     if world % sp:
         fitting = max(d for d in range(1, world + 1) if world % d == 0 and d <= sp)
-        raise ValueError(f"sp={sp} does not divide world_size={world}; use sp={fitting}, or world_size={sp}")
+        raise ValueError(
+            f"engine.sp={sp} does not divide engine.world_size={world}; use engine.sp={fitting}, or "
+            f"engine.world_size={sp}"
+        )
     return config.replace(engine={"world_size": world, "sp": sp})
 
 
@@ -329,7 +335,9 @@ def launch(
         limit, which = time_limit(foreseen, nodes.count, gpus, trains)
         if (rest := cluster.job_seconds()) is not None and rest < limit:
             nothing = (
-                "" if config.output.checkpoint_every or not trains else " (without checkpoint_every no state is saved)"
+                ""
+                if config.output.checkpoint_every or not trains
+                else " (without output.checkpoint_every no state is saved)"
             )
             limit, which = rest, f"its job allows, {format_seconds(rest)}{nothing}"
         patience, which_step = step_limit(foreseen, nodes.count, gpus, trains)

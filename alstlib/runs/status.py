@@ -132,9 +132,9 @@ def _ended(result: Mapping[str, Any]) -> str:
 def _stale(result: Mapping[str, Any], config: RunConfig) -> str:
     """Why a result is not that of today."""
     then, now = flat(result["config"]), flat(config.to_dict())
-    if set(then) != set(now):
+    if set(result["config"]) != set(config.to_dict()):
         return "with another set of fields of RunConfig"
-    changed = ", ".join(f"{n}={then[n]!r} (now {v!r})" for n, v in now.items() if then[n] != v)
+    changed = ", ".join(f"{n}={then.get(n)!r} (now {v!r})" for n, v in now.items() if then.get(n) != v)
     return f"with {changed}" if changed else f"at another commit, {str(result['git'].get('sha'))[:10]}"
 
 

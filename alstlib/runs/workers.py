@@ -80,7 +80,7 @@ def _secrets(fields: Mapping[str, Any]) -> Iterator[str]:
             yield from _secrets(value)
 
 
-def check_ranks(ranks: int, nodes: int, gpus: int, given: str = "world_size") -> None:
+def check_ranks(ranks: int, nodes: int, gpus: int, given: str = "engine.world_size") -> None:
     """Refuse to start many more ranks, on so many nodes, than this machine has cores; `gpus` are those of a node, and
     `given` is what the number was given as.
 

@@ -38,7 +38,7 @@ def ending(out: Path, seconds: float, device: Any) -> type[Exception] | None:
 
 def ended(why: type[Exception], run: RunConfig, step: int, folder: Path) -> Exception:
     """What is raised after the state of the last step is in `folder`."""
-    limit = f"timeout={run.limits.timeout:g} s" if run.limits.timeout else "the run's time limit"
+    limit = f"limits.timeout={run.limits.timeout:g} s" if run.limits.timeout else "the run's time limit"
     first = "the run was told to end" if why is Warned else f"{limit} leaves no time for a step"
     return why(
         f"{first} after step {step} of {run.optim.steps}; the training state is saved in {folder}, and the same "

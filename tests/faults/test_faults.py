@@ -80,7 +80,9 @@ def continued(out: Path) -> bool:
 def test_a_stopped_rank(tmp_path: Path, expected: list[float]) -> None:
     error = fails(tmp_path, RUN.replace(limits={"step_timeout": 60}), "stop")["error"]
     assert error["type"] == "Stalled"
-    says = "no step ended for step_timeout=60 s: the last step was 2 of 4; rank 1: stopped (SIGSTOP, or a debugger)"
+    says = (
+        "no step ended for limits.step_timeout=60 s: the last step was 2 of 4; rank 1: stopped (SIGSTOP, or a debugger)"
+    )
     assert error["message"].startswith(says)
     assert "; rank 0: waited in " in error["message"]
     *_, last = (e["time"] for e in launch.ProgressReader(tmp_path / "progress.jsonl").read() if e["event"] == "step")

@@ -439,7 +439,7 @@ def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, capsys):
         ({"rows": ["ulyses"]}, "unknown row 'ulyses'; did you mean 'ulysses'?"),
         ({"rows": [{"name": "x", "options.tils": True}]}, "unknown field of Options 'tils'; did you mean 'tiles'?"),
         ({"rows": [{"name": "../x"}]}, "row='../x' must be a folder's name"),
-        ({"rows": [{"name": "x", "engine.sp": 3}]}, "sp=3 does not divide world_size=2; use sp=2"),
+        ({"rows": [{"name": "x", "engine.sp": 3}]}, "engine.sp=3 does not divide engine.world_size=2; use engine.sp=2"),
         ({"rows": ["alst", "alst"]}, "row 'alst' is named twice"),
         ({"rows": [{"name": "sweep.json"}]}, "row 'sweep.json' has the name of a file or folder of the sweep itself"),
         ({"rows": [{"name": "logs"}]}, "row 'logs' has the name"),
@@ -468,7 +468,7 @@ def test_unknown_names_are_refused_before_anything_starts(tmp_path, monkeypatch,
 def test_many_more_ranks_than_cores_are_refused_unless_forced(tmp_path, monkeypatch, capsys):
     """A typing error would start 100,000 processes."""
     monkeypatch.setattr("alstlib.runs.workers.cores", lambda: 2)
-    says = "world_size=100000 would start 100,000 processes on a machine with 2 cores; give at most 16"
+    says = "engine.world_size=100000 would start 100,000 processes on a machine with 2 cores; give at most 16"
     run = RunConfig(model={"name": "tiny"}, engine={"world_size": 100_000}, data={"seq_len": 100_000})
     with pytest.raises(ValueError, match=says):
         launch.launch(run, tmp_path / "run")

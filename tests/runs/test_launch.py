@@ -183,7 +183,9 @@ def test_a_rank_that_is_killed_is_the_one_that_is_named(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not READS_PROC, reason="reads /proc")
 def test_a_rank_that_is_stopped_ends_the_run_within_the_limit_and_is_named(tmp_path):
-    with pytest.raises(launch.RunFailed, match="Stalled: no step ended for step_timeout=40 s: the last step was 2 of"):
+    with pytest.raises(
+        launch.RunFailed, match=r"Stalled: no step ended for limits\.step_timeout=40 s: the last step was 2 of"
+    ):
         start("stopped", tmp_path, timeout=None, step_timeout=40)
     events = launch.ProgressReader(tmp_path / "progress.jsonl").read()
     *_, last = (e["time"] for e in events if e["event"] == "step")
@@ -204,7 +206,7 @@ def test_timeout_and_one_run_a_folder(tmp_path):
     assert wait_for(lambda: raised)
     assert raised[0].result["status"] == "timeout"
     message = raised[0].result["error"]["message"]
-    assert "timeout=40 s: the last step was 2 of 2; ranks 0, 1: in main (fake_worker.py, line " in message
+    assert "limits.timeout=40 s: the last step was 2 of 2; ranks 0, 1: in main (fake_worker.py, line " in message
     assert results.read_result(tmp_path / "result.json")["status"] == "timeout"
     assert not processes_of(tmp_path)
 
@@ -357,7 +359,9 @@ def test_resolve(monkeypatch):
     monkeypatch.setattr(devices, "device_count", lambda: 0)
     resolved = launch.resolve(RunConfig(engine={"sp": 0}))
     assert (resolved.engine.world_size, resolved.engine.sp) == (2, 2)
-    with pytest.raises(ValueError, match=r"sp=3 does not divide world_size=2; use sp=2, or world_size=3"):
+    with pytest.raises(
+        ValueError, match=r"engine.sp=3 does not divide engine.world_size=2; use engine.sp=2, or engine.world_size=3"
+    ):
         launch.resolve(RunConfig(engine={"sp": 3}))
     with pytest.raises(ValueError, match=r"world_size=3 ranks do not divide evenly over 2 nodes; nearest: 4"):
         launch.resolve(RunConfig(engine={"world_size": 3}), nnodes=2)
@@ -484,16 +488,16 @@ def test_the_rows_of_the_paper_end_within_their_time_limit(monkeypatch):
         seconds, which = preflight.time_limit(run, 1, 8)
         assert 5 * run.optim.steps * stated["step_seconds"] < seconds < 7 * 86400
         assert preflight.limits(run, 1, 8)[1] > 5 * stated["step_seconds"]
-    assert "(10 times the prediction; timeout=SECONDS sets another, 0 none)" in which
+    assert "(10 times the prediction; limits.timeout=SECONDS sets another, 0 none)" in which
     assert preflight.time_limit(run.replace(search=True), 1, 8)[0] > 2 * seconds
     assert preflight.time_limit(run.replace(data={"seq_len": 1024}, output={"checkpoint_every": 0}), 1, 8)[
         1
     ].startswith("the time limit of 1:00:00 (the shortest default")
     assert preflight.time_limit(run.replace(limits={"timeout": 0}), 1, 8) == (
         math.inf,
-        "no time limit (timeout=0)",
+        "no time limit (limits.timeout=0)",
     )
-    assert preflight.time_limit(run.replace(limits={"timeout": 300}), 1, 8) == (300, "timeout=300 s")
+    assert preflight.time_limit(run.replace(limits={"timeout": 300}), 1, 8) == (300, "limits.timeout=300 s")
     on_cpu = preflight.time_limit(RunConfig(engine={"world_size": 2, "sp": 2}), 1, 0)
     assert on_cpu[0] == 86400
     assert "24:00:00 (no time is predicted" in on_cpu[1]
