@@ -174,7 +174,8 @@ def pinned_buffers(rank: int, world: int, stage: int, changes: dict[str, Any]) -
 
     with mock.patch.object(engines, "engine_config", pinning), mock.patch.object(get_accelerator(), "pin_memory", pin):
         wrapped = initialize(run, model, True)
-        for batch in SPDataLoader(make_samples(2), ctx, replicated=True):
+        micro = run.optim.accumulation
+        for batch in SPDataLoader(make_samples(2 * micro), ctx, micro, replicated=True):
             wrapped.backward(alstlib.causal_lm_loss(wrapped, batch).loss)
             wrapped.step()
         pinned = [nbytes for nbytes, storage in made if not storage.expired()]
