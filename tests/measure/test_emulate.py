@@ -105,14 +105,14 @@ def test_emulate_takes_one_rank() -> None:
         RunConfig(emulate=4, engine={"world_size": 2})
 
 
-def test_ligers_kernels_come_without_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ligers_kernels_are_put_in_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a real run: on a GPU where Liger is installed, its norm, RoPE and SwiGLU, and our tiled loss."""
     put: list[Any] = []
     monkeypatch.setattr(worker, "this_device", lambda: (torch.device("cpu"), True))
     monkeypatch.setattr(models, "liger_knows", lambda: ("llama",))
     monkeypatch.setattr(models, "liger_kernels", put.append)
     made = emulate.Emulation(RunConfig.from_dict({**RUN, "emulate": 1, "model.liger": "auto"}), tmp_path)
-    assert put.pop() is made.model
+    assert put == [made.model]
     assert made.handle.head is not None
 
 

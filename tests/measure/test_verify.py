@@ -193,7 +193,6 @@ def test_a_wrong_gradient_is_named(
         ("gpt2", [], "config.attn_pdrop=0.1 is not supported in attention; set it to 0 or None"),
         ("llama", ["--attention", "flash"], "attention='flash' does not run on cpu"),
         ("llama", ["--block", "4K", "--chunk", "4K"], "give only one of them"),
-        ("llama", ["--set", "sparse=16"], "sparse attention is an approximation"),
         ("llama", ["--set", "ofload=sync"], "unknown field of Options 'ofload'; did you mean 'offload'?"),
         ("llama", ["--config", "hidden_sizes=3"], "unknown field of model.config 'hidden_sizes'"),
     ],

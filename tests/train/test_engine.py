@@ -155,11 +155,8 @@ def test_offloaded_state_is_on_the_host_before_the_first_step(ranks2: Any, stage
 
 def pinned_buffers(rank: int, world: int, stage: int, changes: dict[str, Any]) -> list[int]:
     """Bytes that DeepSpeed pins and keeps over two steps in bf16, where the CPU's accelerator takes note of them."""
-    run = RunConfig(
-        engine={"zero_stage": stage, "offload_optimizer": True},
-        optim={"learning_rate": 1e-2},
-        **changes,
-    )
+    fields = {"engine.zero_stage": stage, "engine.offload_optimizer": True, "optim.learning_rate": 1e-2}
+    run = RunConfig.from_dict({**fields, **changes})
     ctx, made, configure = alstlib.SPContext.create(2), [], engines.engine_config
     model = make_model(dtype=torch.bfloat16)
     alstlib.apply(model, ctx, alstlib.Options())
@@ -177,7 +174,8 @@ def pinned_buffers(rank: int, world: int, stage: int, changes: dict[str, Any]) -
 
     with mock.patch.object(engines, "engine_config", pinning), mock.patch.object(get_accelerator(), "pin_memory", pin):
         wrapped = initialize(run, model, True)
-        for batch in SPDataLoader(make_samples(2), ctx, replicated=True):
+        micro = run.optim.accumulation
+        for batch in SPDataLoader(make_samples(2 * micro), ctx, micro, replicated=True):
             wrapped.backward(alstlib.causal_lm_loss(wrapped, batch).loss)
             wrapped.step()
         pinned = [nbytes for nbytes, storage in made if not storage.expired()]
@@ -193,7 +191,7 @@ def test_the_plan_knows_what_deepspeed_pins(ranks2: Any, stage: int, changes: di
     parts = list(make_model().parameters())
     embedding = max(p.numel() for p in parts)
     sizes = Sizes(parameters=sum(p.numel() for p in parts), layer=0, embedding=embedding, largest=embedding)
-    run = RunConfig(engine={"zero_stage": stage, "offload_optimizer": True}, **changes)
+    run = RunConfig.from_dict({"engine.zero_stage": stage, "engine.offload_optimizer": True, **changes})
     exact, rounded = (sum(model_states(run, sizes, 2, 2, rounded=r).host.values()) for r in (False, True))
     for pinned in ranks2(pinned_buffers, stage, changes):
         assert exact - sum(pinned) == pytest.approx((12 if stage == 3 else 8) * sizes.parameters / 2, abs=4096)
