@@ -234,6 +234,7 @@ def visit(address: str, folder: Path, shots: Path) -> dict[str, Any]:
             window.show("Training on very long")
             page.screenshot(path=shots / "lab-landing.png")
             seen["figure"] = window.slide(0, "ArrowRight", ".widget-html-content")
+            page.locator("#jp-main-statusbar").get_by_text("| Idle").wait_for()  # the figure is drawn anew
             window.panel.locator(".widget-slider").first.evaluate("e => e.scrollIntoView()")
             page.wait_for_timeout(400)
             page.screenshot(path=shots / "lab-slider.png")

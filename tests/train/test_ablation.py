@@ -299,7 +299,7 @@ def ends(pool: Any, out: Path, run: RunConfig) -> tuple[str, str, dict[str, Any]
         ({"data.name": "blank.txt"}, "holds no text"),
         ({"data.name": "ids.jsonl"}, "has token 9999, but the model's vocab_size is 512"),
         ({"data.name": "chats.jsonl"}, "the tokenizer has no chat template"),
-        ({"search": True}, "search=True needs device_memory"),
+        ({"search": True}, "search=True needs limits.device_memory"),
         ({"output.resume_from": "nowhere"}, "resume_from='nowhere': there is no such folder"),
     ],
     ids=str,
@@ -453,7 +453,7 @@ def test_a_state_of_another_configuration_is_kept(ranks2: Any, tmp_path: Path) -
     assert step_of(tmp_path / "state.kept2") == 2
     result = ranks2(trained, str(tmp_path), resumable(learning_rate=1e-4, steps=1, checkpoint_every=0))[0]
     (note,) = [n for n in result["metrics"]["notes"] if "not continued" in n]
-    assert "belongs to another configuration: learning_rate=0.001 (here 0.0001)" in note
+    assert "belongs to another configuration: optim.learning_rate=0.001 (here 0.0001)" in note
     assert step_of(tmp_path / "state") == 2  # nothing was saved: it stays
 
 

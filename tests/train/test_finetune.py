@@ -524,8 +524,9 @@ def test_the_planner_is_asked_about_the_engine_and_the_adapter() -> None:
 def test_the_notebook(tmp_path: Path, data: str) -> None:
     output = tmp_path / "out.ipynb"
     parameters = {
-        "data": data, "eval_data": 0.2, "lora": {"r": 4}, "merge_lora": True, "seq_len": 96, "steps": 4,
-        "save_to": str(tmp_path / "model"), "out": str(tmp_path / "run"), "trainer": {"eval_steps": 2},
+        "data": {"name": data, "eval": 0.2, "seq_len": 96}, "model": {"lora": {"r": 4}},
+        "optim": {"steps": 4, "trainer": {"eval_steps": 2}},
+        "output": {"save_to": str(tmp_path / "model"), "merge_lora": True}, "out": str(tmp_path / "run"),
     }  # fmt: skip
     command = [sys.executable, "-m", "papermill", str(ROOT / "notebooks" / "finetune.ipynb"), str(output)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
