@@ -169,7 +169,7 @@ def test_a_type_checker_knows_the_signatures(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mypy", "--config-file=", "--ignore-missing-imports", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     said = [line.partition("program.py:")[2] for line in done.stdout.splitlines() if "program.py" in line]
-    assert re.search("2: note: .*options: alstlib.hf.handle.Options.* -> alstlib.hf.handle.Handle", said[0])
+    assert re.search("2: note: .*options: alstlib.options.Options.* -> alstlib.hf.handle.Handle", said[0])
     assert re.search("3: note: .*sp: .*int.* -> alstlib.mesh.SPContext", said[1])
     assert 'error: Module has no attribute "aply"; maybe "apply"?' in said[2]
 

@@ -191,7 +191,7 @@ def test_other_numbers_of_ranks(ranks2: Any, ranks4: Any, tmp_path: Path, stage:
     want = ranks2(write, str(tmp_path), two, odd)[0]
     for result in ranks4(read, str(tmp_path), four, odd):
         assert differing(want, result["values"]) == []
-        assert "saved under ranks=2 (here 4), sp=2 (here 1)" in result["found"]["note"]
+        assert "saved under ranks=2 (here 4), engine.sp=2 (here 1)" in result["found"]["note"]
     want = ranks4(write, str(tmp_path), four, odd)[0]
     assert all(differing(want, result["values"]) == [] for result in ranks2(read, str(tmp_path), two, odd))
 
