@@ -283,7 +283,7 @@ def test_nodes_that_fail_are_named(tmp_path):
 def test_the_ranks_of_both_nodes_say_where_they_are(tmp_path):
     with pytest.raises(launch.RunFailed, match=r"Timeout: the run took longer than limits\.timeout=25 s") as e:
         start("hang", tmp_path, timeout=25, world_size=2)
-    assert "ranks 0, 1 were in main (fake_worker.py, line " in e.value.result["error"]["message"]
+    assert "ranks 0, 1: in main (fake_worker.py, line " in e.value.result["error"]["message"]
     assert not of_run(tmp_path)
 
 
