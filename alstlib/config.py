@@ -27,6 +27,7 @@ from alstlib.options import (
     Name,
     Natural,
     Options,
+    Part,
     Rate,
     Seconds,
     Settings,
@@ -342,7 +343,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
         within = before if isinstance(before, Mapping) else {}
         if inside.startswith("tiles."):  # one of the parts that `tiles` counts for
             tiles = within.get("tiles", Options().tiles)
-            each = tiles if isinstance(tiles, Mapping) else dict.fromkeys(("mlp", "loss", "norm"), tiles)
+            each = tiles if isinstance(tiles, Mapping) else dict.fromkeys(typing.get_args(Part), tiles)
             inside, value = "tiles", {**each, inside.removeprefix("tiles."): value}
         if inside:
             value = {inside: value}
@@ -382,19 +383,13 @@ EQUAL = tuple(
 """Fields that must be equal in the run that saved a training state and in the one that loads it: what is trained, on
 what, and how. The rest is free: on which ranks and how the same numbers are computed, and how many steps there are."""
 
-FEATURES = ("tiled_loss", "sp", "tiled_mlp", "offload")
-"""What the rows of the paper's Table 1 switch on, in its order."""
-
-_PAPER: dict[str, dict[str, Any]] = {
+ROWS: dict[str, dict[str, Any]] = {
     "baseline": {},
     "tiled_loss": {"options": {"tiles": {"loss": True}}},
     "ulysses": {"options": {"tiles": {"loss": True}}, "engine": {"sp": 0}},
     "ulysses+tiled_mlp": {"options": {"tiles": {"loss": True, "mlp": True}}, "engine": {"sp": 0}},
     "ulysses+offload": {"options": {"tiles": {"loss": True}, "offload": "sync"}, "engine": {"sp": 0}},
     "alst": {"options": {"tiles": {"loss": True, "mlp": True}, "offload": "sync"}, "engine": {"sp": 0}},
-}
-ROWS: dict[str, dict[str, Any]] = {
-    **_PAPER,
     "ours": {
         "options": {"tiles": True, "offload": True, "save_attention": "auto", "chunk": 16_384}, "engine": {"sp": 0}
     },

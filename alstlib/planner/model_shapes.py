@@ -164,7 +164,7 @@ class Shape:
 
     @property
     def dense_parameters(self) -> int:
-        """What multiplies each token: the layers' matrices and the head (as `results.flos` counts)."""
+        """What multiplies each token: the layers' matrices and the head (as `hf.models.flos` counts)."""
         return self.mixing + self.mlp_of_token + self.embedding
 
     def pairs(self, seq_len: int) -> float:

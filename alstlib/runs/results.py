@@ -249,21 +249,6 @@ def environment(device: str | None = None, device_count: int | None = None) -> d
     }
 
 
-def flos(seq_len: int, tokens: int, dense_params: int, heads: int, head_dim: int, layers: int) -> dict[str, float]:
-    """Floating-point operations of one training step over `tokens` tokens in samples of `seq_len`, both conventions.
-
-    A token's forward costs 2 N in the `dense_params` N (summed over the layers, with the head, without the embedding
-    lookup), and a sample's 4 S^2 head_dim heads a layer in QK^T and PV.
-
-    - paper: Megatron style, forward counted 4 times (with the recompute), full attention matrix:
-      `8 N T + 16 S^2 head_dim heads layers` a sample (ALST paper, section 5.1).
-    - model: forward counted 3 times, only the causal half of the attention: `6 N T + 6 S^2 head_dim heads layers`.
-    """
-    attention = float(seq_len) * tokens * head_dim * heads * layers  # S^2 a sample, times tokens / S samples
-    dense = float(dense_params) * tokens
-    return {"paper": 8 * dense + 16 * attention, "model": 6 * dense + 6 * attention}
-
-
 # Many results
 
 
