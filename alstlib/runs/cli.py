@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from alstlib.config import not_default
 from alstlib.hf.configs import check_model
-from alstlib.planner import command, devices, preflight
+from alstlib.planner import command, devices
 from alstlib.planner.command import fields_of
 from alstlib.runs import (
     check,
@@ -34,42 +33,13 @@ from alstlib.runs.notebooks import execute
 from alstlib.runs.processes import WARNED, allow_open_files, warnings_call
 from alstlib.runs.progress import Plain, Printer, ProgressReader
 from alstlib.runs.sweeps import Spec, check_parameters, load_spec, papermill_line, select, shown, write_record
-from alstlib.units import format_seconds
 
 # Commands
 
 
-class Rest:
-    """Time left for the rows of a sweep: the seconds that the spec states for them, times how much longer than stated
-    the rows took that have ended."""
-
-    def __init__(self, spec: Spec, names: Sequence[str]) -> None:
-        self.seconds, self.rows = spec.seconds, list(names)
-        self.took = self.said = 0.0
-        self.since = time.monotonic()
-
-    def begin(self) -> None:
-        self.since = time.monotonic()
-
-    def end(self, row: str) -> None:
-        self.rows.remove(row)
-        self.took += time.monotonic() - self.since
-        self.said += self.seconds.get(row, 0.0)
-
-    def __str__(self) -> str:
-        if not all(row in self.seconds for row in self.rows) or len(self.rows) == 1:
-            return ""
-        pace = self.took / self.said if self.said else 1.0
-        left = pace * sum(self.seconds[row] for row in self.rows) - (time.monotonic() - self.since)
-        return f"all rows: about {format_seconds(max(1.0, left))} left"
-
-
-def run_row(
-    spec: Spec, row: str, *, force: bool = False, also: Callable[[], str] = lambda: "",
-    warned: Callable[[], bool] = lambda: False,
-) -> dict[str, Any]:  # fmt: skip
-    """Execute the run template for a row and return its result, which says how it ended (also of a dead kernel). What
-    `also` gives is said in each line of progress. When `warned` says so, the run is told to save its state and end.
+def run_row(spec: Spec, row: str, *, force: bool = False, warned: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+    """Execute the run template for a row and return its result, which says how it ended (also of a dead kernel). When
+    `warned` says so, the run is told to save its state and end.
 
     Raises:
         ValueError: another process runs in the row's folder; nothing there was touched.
@@ -81,36 +51,33 @@ def run_row(
     path = folder / "result.json"
     before = results.version(path)
     (folder / "progress.jsonl").unlink(missing_ok=True)
-    reader, show = ProgressReader(folder / "progress.jsonl"), Printer(also)
+    reader, show = ProgressReader(folder / "progress.jsonl"), Printer()
     show({"event": "load", "row": row, "time": time.time(), "message": "starting the notebook"})
 
     def watch() -> None:
         if warned():
             (folder / WARNED).touch()
-        for event in (events := reader.read()):
+        for event in reader.read():
             show(event)
-        if not events:
-            show.tick()
+        show.tick()
 
-    def settle(status: str, kind: str, message: str) -> dict[str, Any]:
-        if results.version(path) not in (None, before):
-            return results.read_result(path)
-        error = {"type": kind, "message": message}
-        results.write_result(path, result := results.new_result(config, status, error=error))
-        return result
-
-    parameters = {**spec.parameters, "config": config.to_dict(), "out": str(folder)}
-    if force:
-        parameters["force"] = True
+    ended, error = "cancelled", {"type": "KeyboardInterrupt"}  # what an interrupted notebook did not write itself
     try:
-        raised = execute(spec.notebook, folder / spec.notebook.name, parameters, watch)
-    except KeyboardInterrupt:
-        settle("cancelled", "KeyboardInterrupt", "")
-        raise
+        raised = execute(spec.notebook, folder / spec.notebook.name, _parameters(spec, row, force), watch)
+        kind, message = type(raised).__name__ if raised else "NoResult", str(raised or "no result.json")
+        ended, error = "error", {"type": kind, "message": message[-4000:]}
     finally:
         watch()
         show.close()
-    return settle("error", type(raised).__name__ if raised else "NoResult", str(raised or "no result.json")[-4000:])
+        if results.version(path) in (None, before):
+            results.write_result(path, results.new_result(config, ended, error=error))
+    return results.read_result(path)
+
+
+def _parameters(spec: Spec, row: str, force: bool) -> dict[str, Any]:
+    """What the notebook of a row is given."""
+    given = {**spec.parameters, "config": spec.rows[row].to_dict(), "out": str(spec.out / row)}
+    return {**given, "force": True} if force else given
 
 
 def run(args: argparse.Namespace) -> int:
@@ -120,18 +87,17 @@ def run(args: argparse.Namespace) -> int:
     nodes = cluster.Nodes(count=args.nodes) if submits else cluster.here(args.nodes, args.launcher, args.head)
     if nodes.launcher:
         torchrun.free_port(nodes.head)  # refuses an address that other nodes cannot reach
-    changes: dict[str, Any] = {"changes": fields_of(args.set, "--set")} if args.set else {}
-    spec = load_spec(args.spec, args.out, nodes=nodes.count, **changes)
+    changes = fields_of(args.set, "--set")
+    if args.allow_dropped:
+        changes["data.allow_dropped"] = True
+    spec = load_spec(args.spec, args.out, nodes=nodes.count, changes=changes)
     names = select(spec, args.rows)
     allow_open_files()
-    if args.allow_dropped:
-        rows = {row: config.replace(data={"allow_dropped": True}) for row, config in spec.rows.items()}
-        spec = dataclasses.replace(spec, rows=rows)
     _check(spec, names, args.force, submits)
     print(f"{spec.name}: {len(names)} row{'s' * (len(names) != 1)}, results in {shown(spec.out)}", flush=True)
     if args.dry_run:
         for row in names:
-            print("\n".join(_would(spec, row, args, nodes)), flush=True)
+            print(_left_alone(spec, row, args) or _would(spec, row, args.force), flush=True)
         return 0
     if submits:
         return _submit(spec, args)
@@ -143,17 +109,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(spec: Spec, names: Sequence[str], force: bool, elsewhere: bool) -> None:
     """Refuse a spec whose rows cannot run; those that run elsewhere may have more ranks than this machine has cores."""
-    check_parameters(spec.notebook, [*spec.parameters, "config", "out", *(["force"] if force else [])])
+    check_parameters(spec.notebook, _parameters(spec, names[0], force))
     if spec.report:
         check_parameters(spec.report, ["results"])
     for row in names:
-        workers.check(spec.rows[row], spec.worker)
-    if spec.worker in workers.TRAINING:
-        for model in {spec.rows[row].model.name for row in names}:
-            check_model(model)
-    for row in () if force or elsewhere else names:
-        count = launch.node_count(spec.rows[row], spec.nodes)
-        workers.check_ranks(spec.rows[row].engine.world_size, count, devices.device_count())
+        config = spec.rows[row]
+        workers.check(config, spec.worker)
+        if spec.worker in workers.TRAINING:
+            check_model(config.model.name)
+        if not (force or elsewhere):
+            nodes = launch.node_count(config, spec.nodes)
+            workers.check_ranks(config.engine.world_size, nodes, devices.device_count())
 
 
 def _submit(spec: Spec, args: argparse.Namespace) -> int:
@@ -162,20 +128,19 @@ def _submit(spec: Spec, args: argparse.Namespace) -> int:
     _job_options(about_job)
     job = cluster.submit(about_job.parse_known_args(args.words)[1], spec.out, args.nodes, args.sbatch)
     log = shlex.quote(shown(spec.out / f"slurm-{job}.log"))
-    lines = (f"see its log    tail -F {log}", f"see its state  {spec.typed('status')}", f"end it         scancel {job}")
-    print("\n  ".join([f"submitted job {job} on {args.nodes} nodes", *lines]))
+    print(f"submitted job {job} on {args.nodes} nodes")
+    print(f"  see its log    tail -F {log}\n  see its state  {spec.typed('status')}\n  end it         scancel {job}")
     return 0
 
 
 def _left_alone(spec: Spec, row: str, args: argparse.Namespace) -> str:
     """Why a row is not run; empty when it is."""
-    stands = status.look(spec.out / row, spec.rows[row])
-    if args.retry and stands.state not in status.FAILED:
-        return f"its state is {stands.state!r}, which --retry error does not repeat"
-    done = launch.finished(spec.rows[row], spec.out / row)
-    if not done or args.force:
-        return ""
-    return f"it finished already: {done['status']} (run {done['run_id']}); --force runs it again"
+    state = status.look(spec.out / row, spec.rows[row]).state
+    if args.retry and state not in status.FAILED:
+        return f"{row}: its state is {state!r}, which --retry error does not repeat"
+    if state in results.FINISHED and not args.force:
+        return f"{row}: it finished already: {state}; --force runs it again"
+    return ""
 
 
 class TimeIsUp:
@@ -193,37 +158,34 @@ class TimeIsUp:
 
 def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: Callable[..., None]) -> int:
     bad: list[str] = []
-    alone = {row: why for row in names if (why := _left_alone(spec, row, args))}
-    rest, warning, ran = Rest(spec, [row for row in names if row not in alone]), TimeIsUp(), 0
+    warning, ran = TimeIsUp(), 0
     with warnings_call(warning, args.grace):
-        for i, row in enumerate(names):
-            if row in alone:
-                print(f"{row}: {alone[row]}")
+        for i, row in enumerate(names, 1):
+            if why := _left_alone(spec, row, args):
+                print(why)
                 continue
             if warning and (ran or warning.told):
                 return _again(spec, row)
-            rest.begin()
             ran, before = ran + 1, _saved(spec.out / row)
-            print(f"{row}: starting run {results.run_id(spec.rows[row])}, row {i + 1} of {len(names)}", flush=True)
+            print(f"{row}: starting run {results.run_id(spec.rows[row])}, row {i} of {len(names)}", flush=True)
             note(row=row, row_since=time.time())
             try:
-                result = run_row(spec, row, force=args.force, also=lambda: str(rest), warned=lambda: warning.told)
+                result = run_row(spec, row, force=args.force, warned=lambda: warning.told)
             except ValueError as e:
                 print(f"alst: {e}", file=sys.stderr)
                 bad.append(row)
                 continue
-            finally:
-                rest.end(row)
-            error = result.get("error") or {}
-            print(": ".join(part for part in (row, result["status"], results.why(result)) if part), flush=True)
-            if result["status"] in status.FAILED:
-                saved = _saved(spec.out / row) > before
-                if warning and result["status"] in ("timeout", "cancelled") and (saved or ran > 1):
-                    return _again(spec, row)
-                print(error.get("log_tail", ""), file=sys.stderr)
-                bad.append(row)
-                if args.fail_fast or error.get("type") == "LauncherFailed":
-                    break
+            print(": ".join(filter(None, (row, result["status"], results.why(result)))), flush=True)
+            if result["status"] in results.FINISHED:
+                continue
+            saved = _saved(spec.out / row) > before
+            if warning and result["status"] in ("timeout", "cancelled") and (saved or ran > 1):
+                return _again(spec, row)
+            bad.append(row)
+            error = result["error"] or {}
+            print(error.get("log_tail", ""), file=sys.stderr)
+            if args.fail_fast or error.get("type") == "LauncherFailed":
+                break
         return _report(spec, bad, args, note)
 
 
@@ -239,27 +201,21 @@ def _again(spec: Spec, row: str) -> int:
 
 
 def _report(spec: Spec, bad: list[str], args: argparse.Namespace, note: Callable[..., None]) -> int:
-    """The end of a sweep: the table, the report, the page, and what failed."""
+    """The end of a sweep: the report notebook, the table, the page, and what failed."""
     note(row="the report", row_since=time.time())
-    found = results.collect(spec.out)
-    print()
-    report.show(results.table(report.in_order(found, spec.out, spec)))
-    print()
     if spec.report and not (bad and args.fail_fast):
-        output = spec.out / spec.report.name
-        show = Printer()
-        show({"event": "load", "row": "report", "time": time.time(), "message": f"running {spec.report.name}"})
+        output, show = spec.out / spec.report.name, Printer()
+        show({"row": "report", "time": time.time(), "message": f"running {spec.report.name}"})
         # where a reader would run it, because it may import and read what lies there
         raised = execute(spec.report, output, {"results": str(spec.out.resolve())}, show.tick, spec.report.parent)
         show.close()
+        print(f"report: {shown(output)}")
         if raised:
-            print(f"the report notebook failed (it is in {shown(output)}): {raised}", file=sys.stderr)
+            print(f"the report notebook failed: {raised}", file=sys.stderr)
             bad.append("report")
-        else:
-            print(f"report: {shown(output)}")
     try:
-        if found:
-            print(f"page: {shown(report.write_page(spec.out, found, spec))}")
+        print()
+        report.tell(spec.out, spec)
     except (ValueError, OSError) as e:  # the results are there
         print(f"the page of the report was not written: {e}", file=sys.stderr)
     if bad:
@@ -267,40 +223,21 @@ def _report(spec: Spec, bad: list[str], args: argparse.Namespace, note: Callable
     return 1 if bad else 0
 
 
-def _would(spec: Spec, row: str, args: argparse.Namespace, nodes: cluster.Nodes) -> list[str]:
-    """What `--dry-run` says of a row: its fields, what the planner expects, its folder, the command that runs it by
-    itself, and the one that the launcher would start in turn."""
-    config, folder = spec.rows[row], spec.out / row
-    if why := _left_alone(spec, row, args):
-        return [f"{row}: {why}"]
-    fields, sets = not_default(config), spec.sets[row]
-    of_row = {n: v for n, v in fields.items() if n in sets and n != "row"}
-    others = {n: v for n, v in fields.items() if n not in sets and n != "row"}
-    gpus, count = devices.device_count(), launch.node_count(config, spec.nodes)
-    ours, foreseen = spec.worker in workers.TRAINING, workers.planned(config, spec.worker, gpus)
-    expected = workers.outlook(config, spec.worker, gpus, count)
-    parameters = {**spec.parameters, "out": str(folder), **({"force": True} if args.force else {})}
-    where, output = shlex.join(["mkdir", "-p", shown(folder)]), shown(folder / spec.notebook.name)
-    alone = papermill_line(shown(spec.notebook), output, parameters, fields)
-    attempt = torchrun.Attempt(
-        id=results.run_id(config), config=config.to_dict(), out=str(folder), worker=spec.worker, nodes=count,
-        head=nodes.head,
-    )  # fmt: skip
-    launcher = nodes.launcher if count > 1 else ()
-    return [
+def _would(spec: Spec, row: str, force: bool) -> str:
+    """What `--dry-run` says of a row: its fields, what the planner expects, its folder, and the command that runs it by
+    itself."""
+    config, folder = spec.rows[row], shown(spec.out / row)
+    fields, parameters = not_default(config), _parameters(spec, row, force)
+    del parameters["config"]
+    count, output = launch.node_count(config, spec.nodes), f"{folder}/{spec.notebook.name}"
+    return "\n".join([
         f"{row}: would run as {results.run_id(config)}",
-        f"  the row sets  {_fields(of_row)}",
-        f"  the base sets {_fields(others)}",
-        f"  predicted     {expected}",
-        f"  ends after    {preflight.time_limit(foreseen, count, gpus, ours)[1]}",
-        f"  folder        {shown(folder)}",
-        f"  by itself     {where} && {alone}",
-        f"  which starts  {shlex.join([*launcher, *attempt.command()])}",
-    ]
-
-
-def _fields(fields: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in fields.items()) or "nothing"
+        f"  sets       {', '.join(f'{name}={value}' for name, value in fields.items())}",
+        f"  predicted  {workers.outlook(config, spec.worker, devices.device_count(), count)}",
+        f"  folder     {folder}",
+        f"  by itself  mkdir -p {shlex.quote(folder)} && "
+        + papermill_line(shown(spec.notebook), output, parameters, fields),
+    ])  # fmt: skip
 
 
 def _job_options(parser: argparse._ActionsContainer) -> None:
@@ -349,9 +286,9 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="a spec, or a folder with results")
+    parser.add_argument("source", type=Path, help="a spec, or a folder with results")
     parser.add_argument(
-        "--html", metavar="PATH",
+        "--html", type=Path, metavar="PATH",
         help="write the page to this file, instead of report.html in the folder of the results",
     )  # fmt: skip
 

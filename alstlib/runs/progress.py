@@ -28,8 +28,9 @@ from rich.table import Table
 from rich.text import Text
 
 from alstlib.runs.results import strict
-from alstlib.units import format_seconds, format_tokens, printable
+from alstlib.units import format_seconds, printable
 
+Event = Mapping[str, Any]
 TAIL_CHARACTERS = 4000
 TRACEBACK = "Traceback (most recent call last)"
 SEARCHED_BYTES = 100_000
@@ -43,23 +44,21 @@ FAILURES = "failures.json"
 class Progress:
     """Writer for the worker: `emit` appends one line. Ranks other than 0 write nothing.
 
-    Progress is not worth a run: a line that cannot be written (a full disk) is dropped, with one warning.
+    Progress is not worth a run: a line that cannot be written (a full disk) is dropped, with a warning.
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int = 0) -> None:
-        self.path, self.rank, self.warned = Path(path), rank, False
+        self.path, self.rank = Path(path), rank
 
     def emit(self, event: str, **fields: Any) -> None:
         if self.rank:
             return
-        line = json.dumps(strict({"time": round(time.time(), 3), "event": event, **fields})) + "\n"
+        line = json.dumps(strict({"time": round(time.time(), 3), "event": event, **fields}))
         try:
             with open(self.path, "a", encoding="utf-8") as file:
-                file.write(line)
+                file.write(f"{line}\n")
         except OSError as e:
-            if not self.warned:
-                warnings.warn(f"progress is not recorded: {e}", stacklevel=2)
-            self.warned = True
+            warnings.warn(f"progress is not recorded: {e}", stacklevel=1)  # Python shows it once
 
 
 class ProgressReader:
@@ -68,26 +67,26 @@ class ProgressReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self.offset = Path(path), 0
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[Event]:
         try:
             with open(self.path, "rb") as file:
-                if self.offset > os.fstat(file.fileno()).st_size:
+                if self.offset > self.path.stat().st_size:
                     self.offset = 0  # a new run began
                 file.seek(self.offset)
                 whole, newline, _ = file.read().rpartition(b"\n")
         except OSError:
             return []
-        self.offset += len(whole) + len(newline)
+        self.offset += len(whole + newline)
         events = []
         for line in whole.splitlines():
             with contextlib.suppress(ValueError):  # half a line, from when the disk was full
                 events.append(json.loads(line))
-        return [e for e in events if isinstance(e, dict)]
+        return events
 
 
 class Pace:
-    """Says how far a long piece of work is and how long it will take on: nothing in its first second, then ever less
-    often. Called with what is done of `total`; `emit` gets `message` and `eta_seconds`."""
+    """Says at most once a second how far a long piece of work is and how long it will still take. Called with what is
+    done of `total`; `emit` gets `message` and `eta_seconds`."""
 
     def __init__(self, emit: Callable[..., Any], message: str, total: float) -> None:
         self.emit, self.message, self.total = emit, message, total
@@ -95,46 +94,41 @@ class Pace:
 
     def __call__(self, done: float) -> None:
         now = time.monotonic()
-        passed = now - self.began
-        if now - self.said >= max(1.0, passed / 50) and 0 < done <= self.total:
+        if now - self.said >= 1.0 and 0 < done <= self.total:
             self.said = now
-            left = passed * (self.total - done) / done
+            left = (now - self.began) * (self.total - done) / done
             self.emit(message=f"{self.message}, {done / self.total:.0%}", eta_seconds=left)
 
 
 # One line about an event
 
-SAID: dict[str, Callable[[Any], str]] = {
-    "seq_len": lambda n: f"length {format_tokens(int(n))}", "step": "step {}".format,
-    "tokens_per_second": "{:,.0f} tokens/s".format, "loss": "loss {:.4f}".format, "message": str,
-}  # fmt: skip
+SAID = {
+    "seq_len": "length {seq_len:,}",
+    "step": "step {step}/{steps}",
+    "tokens_per_second": "{tokens_per_second:,.0f} tokens/s",
+    "loss": "loss {loss:.4f}",
+    "message": "{message}",
+    "status": "{status}",
+}
 """The fields of an event that are shown, in their order, with their format."""
 
 
-def describe(event: Mapping[str, Any], now: float = 0.0) -> str:
-    """One line: row, length tried, step, tokens/s, loss, message, time left (at `now`, seconds since the epoch)."""
-    row = event.get("row") or "run"
-    if event.get("event") == "end":
-        return f"{row}  {event.get('status', 'ended')}"
-    step = {"step": f"{event['step']}/{event['steps']}"} if event.get("steps") and "step" in event else {}
-    known = {name: value for name, value in {**event, **step}.items() if value not in (None, "")}
-    parts = [said(known[name]) for name, said in SAID.items() if name in known] or [str(event.get("event", ""))]
-    left = time_left(event, now)
+def describe(event: Event, now: float = 0.0) -> str:
+    """One line: length tried, step, tokens/s, loss, message, how it ended; and the time left, or how long it has been
+    so, at `now` (seconds since the epoch)."""
+    parts = [text.format(**{"steps": "?", **event}) for name, text in SAID.items() if event.get(name) not in (None, "")]
+    waited, left = now - event.get("time", now), time_left(event, now)
     if left is not None:
-        over = left <= -5
-        parts.append(f"{format_seconds(-left)} over the estimate" if over else f"{format_seconds(max(0.0, left))} left")
-    elif (waited := _waited(event, now)) >= 5:
+        parts.append(f"{format_seconds(left)} left")
+    elif waited >= 5:
         parts.append(f"for {format_seconds(waited)}")
-    return "  ".join([row, *parts])
+    return "  ".join(parts)
 
 
-def time_left(event: Mapping[str, Any], now: float = 0.0) -> float | None:
-    """Remaining seconds of what an event names, at `now`; negative when it should have ended; None when unknown."""
-    return None if event.get("eta_seconds") is None else event["eta_seconds"] - _waited(event, now)
-
-
-def _waited(event: Mapping[str, Any], now: float) -> float:
-    return max(0.0, now - (event.get("time") or now))
+def time_left(event: Event, now: float = 0.0) -> float | None:
+    """Remaining seconds of what an event names, at `now`; None when unknown."""
+    eta = event.get("eta_seconds")
+    return None if eta is None else max(0.0, eta - max(0.0, now - event.get("time", now)))
 
 
 # The ranks' logs and errors
@@ -220,25 +214,25 @@ def _by_signal(number: int, oom_kills: int | None) -> str:
 def whereabouts(progress: Path, logs: Path, stopped: Sequence[int] = ()) -> str:
     """The last step that ended, the ranks that are stopped or gave no answer, and where each of the others was when it
     wrote that down (`processes.ask_where`): first the ranks that did not wait for others."""
-    steps = [e for e in ProgressReader(progress).read() if e.get("step") is not None]
-    told = [f"the last step was {steps[-1]['step']} of {steps[-1].get('steps', '?')}" if steps else "it ended no step"]
-    places: dict[tuple[int, str], list[str]] = {}
+    steps = [event for event in ProgressReader(progress).read() if "step" in event]
+    told = ["the last step was {step} of {steps}".format(**steps[-1]) if steps else "it ended no step"]
+    ranks_at: dict[tuple[int, str], list[str]] = {}
     for file in sorted(logs.glob("**/attempt_*/*/stderr.log"), key=rank_of):
-        rank, said = rank_of(file), _tail(file).rpartition("(most recent call first)")[2]
-        frames = re.findall(
-            r'File "(.*)", line (\d+) in (\S+)', said
-        )  # Python's faulthandler writes the innermost first
-        where = (1, "gave no answer (not started, or hanging in a driver or on a disk)")
-        if frames:
-            path, line, name = next((f for f in frames if "/alstlib/" in f[0]), frames[0])
-            waits = "/torch/distributed/" in frames[0][0]
-            where = (2 + waits, f"{'waited ' if waits else ''}in {name} ({Path(path).name}, line {line})")
-        if rank in stopped:
-            where = (0, "stopped (SIGSTOP, or a debugger)")
-        places.setdefault(where, []).append(str(rank))
-    for (_, place), ranks in sorted(places.items())[:6]:
-        told.append(f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}: {place}")
-    return "; ".join(told)
+        rank = rank_of(file)
+        place = (0, "stopped (SIGSTOP, or a debugger)") if rank in stopped else _place(_tail(file))
+        ranks_at.setdefault(place, []).append(str(rank))
+    return "; ".join(told + [f"rank {', '.join(ranks)}: {place}" for (_, place), ranks in sorted(ranks_at.items())])
+
+
+def _place(log: str) -> tuple[int, str]:
+    """Where a rank was by what Python's faulthandler wrote, the innermost frame first; ranks that wait for others sort
+    last."""
+    frames = re.findall(r'File "(.*)", line (\d+) in (\S+)', log.rpartition("(most recent call first)")[2])
+    if not frames:
+        return 1, "gave no answer (not started, or hanging in a driver or on a disk)"
+    path, line, name = next((frame for frame in frames if "/alstlib/" in frame[0]), frames[0])
+    where = f"in {name} ({Path(path).name}, line {line})"
+    return (3, f"waited {where}") if "/torch/distributed/" in frames[0][0] else (2, where)
 
 
 # What a person sees
@@ -310,25 +304,24 @@ class Printer:
 
     LOG_SECONDS = 600.0
 
-    def __init__(self, also: Callable[[], str] = lambda: "") -> None:
-        """`also` is said at the end of each line."""
-        self.also, self.event = also, dict[str, Any]()
+    def __init__(self) -> None:
+        self.event: Event = {}
         self.display, self.live, self.log = None, None, None
-        terminal = console()
+        screen = console()
         if in_kernel():
             from IPython.display import display
 
             self.display, self.log = display(Text("starting"), display_id=True), _papermill_log()
-        elif terminal.is_terminal and not terminal.is_dumb_terminal:
-            self.live = Live(console=terminal, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        elif screen.is_terminal and not screen.is_dumb_terminal:
+            self.live = Live(console=screen, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         else:
             self.log = sys.stdout
         self.began = time.monotonic()
         self.shown = self.logged = -math.inf
-        self.line, self.tenth = "", 0
+        self.tenth = 0
 
-    def __call__(self, event: Mapping[str, Any]) -> None:
-        self.event = dict(event)
+    def __call__(self, event: Event) -> None:
+        self.event = event
         self.tick()
         if event.get("event") == "end":
             self.close()
@@ -338,15 +331,16 @@ class Printer:
         if not self.event:
             return
         now, ends = time.monotonic(), self.event.get("event") == "end"
-        line = printable(f"{describe(self.event, time.time())}  {self.also()}").strip().replace("\n", " ")
+        row, said = self.event.get("row") or "run", describe(self.event, time.time())
+        line = printable(f"{row}  {said}").replace("\n", " ")
         step, steps = self.event.get("step") or 0, self.event.get("steps") or 0
         if ends or now - self.shown >= 1.0:
             self.shown = now
             self._show(line, step, steps)
         every = min(self.LOG_SECONDS, max(1.0, self.logged - self.began))
         tenth = 10 * step // steps if steps else 0
-        if self.log and line != self.line and (ends or now - self.logged >= every or tenth > self.tenth):
-            self.logged, self.tenth, self.line = now, tenth, line
+        if self.log and (ends or now - self.logged >= every or tenth > self.tenth):
+            self.logged, self.tenth = now, tenth
             bar = self.display is not None and self.log.isatty()  # papermill's, which it draws again
             print(f"\r\x1b[2K{line}" if bar else line, file=self.log, flush=True)
 

@@ -73,9 +73,7 @@ def replace_text(path: Path, text: str) -> None:
         os.replace(temporary, path)
     except OSError as e:
         temporary.unlink(missing_ok=True)
-        why = "the disk is full" if e.errno in (errno.ENOSPC, errno.EDQUOT) else e.strerror
-        kept = "; the previous file is intact" if path.exists() else ""
-        raise OSError(e.errno, f"could not write {path.name}: {why}{kept}", str(path)) from e
+        raise OSError(e.errno, f"could not write {path.name}: {e.strerror}; what was there is intact", str(path)) from e
 
 
 # One result
@@ -111,9 +109,9 @@ def new_result(
 
 def why(result: Mapping[str, Any]) -> str:
     """What a result says went wrong: the error's type, whose rank it is, and its message; empty without an error."""
-    error = result.get("error") or {}
+    error = result.get("error") or {"type": "", "message": ""}
     whose = f" on rank {error['rank']}" if error.get("rank") is not None else ""
-    return ": ".join(filter(None, [f"{error.get('type', '')}{whose}", f"{error.get('message') or ''}"]))
+    return ": ".join(filter(None, [f"{error['type']}{whose}", error["message"]]))
 
 
 # What a result.json may hold. JSON has no infinities and no NaN: they are null.
@@ -143,7 +141,7 @@ class Metrics(BaseModel):
     eval_steps: Numbers = None
     device_peak_bytes: Numbers = None
     host_peak_bytes: Numbers = None
-    flos: dict[str, Number] | None = None
+    tflops: dict[str, Number] | None = None
     predicted: Predicted | None = None
     notes: list[Any] | None = None
     tried: list[dict[str, Any]] | None = None
@@ -230,22 +228,22 @@ def git_state(folder: str | os.PathLike[str] | None = None) -> dict[str, Any]:
 
 
 @functools.cache
-def _installed() -> tuple[dict[str, str], str]:
-    found = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions() if d.name}
-    lines = "\n".join(f"{name}=={version}" for name, version in sorted(found.items()))
-    return found, hashlib.sha256(lines.encode()).hexdigest()[:12]
+def _installed() -> dict[str, str]:
+    """The version of every installed distribution."""
+    return {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions() if d.name}
 
 
 def environment(device: str | None = None, device_count: int | None = None) -> dict[str, Any]:
     """Versions of what decides a run. `lock_hash` covers every installed distribution and its version."""
-    found, lock_hash = _installed()
+    found = _installed()
+    lock = json.dumps(found, sort_keys=True).encode()
     return {
         "python": platform.python_version(),
         **{name: found.get(name) for name in ("torch", "transformers", "deepspeed")},
         "liger": found.get("liger-kernel"),
         "device": device,
         "device_count": device_count,
-        "lock_hash": lock_hash,
+        "lock_hash": hashlib.sha256(lock).hexdigest()[:12],
     }
 
 
@@ -253,94 +251,35 @@ def environment(device: str | None = None, device_count: int | None = None) -> d
 
 
 def collect(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Every result below `folder`, in the order of the ablation, each with its `folder`.
-
-    Of several results of a row (or, without a row, of a run id) in neighbouring folders, only the newest is taken.
-    Unreadable ones are left out with a warning.
-    """
-    newest: dict[tuple[Path, str], dict[str, Any]] = {}
+    """Every result below `folder`, in the order of the ablation, each with its `folder` and its `label`: the path below
+    `folder`, which no other has. Unreadable ones are left out with a warning."""
+    found = []
     for path in sorted(Path(folder).rglob("result.json")):
         try:
-            result = {**read_result(path), "folder": str(path.parent)}
+            result = read_result(path)
         except (OSError, ValueError) as e:
             warnings.warn(f"left out: {e}", stacklevel=2)
             continue
-        key = path.parent.parent, result["row"] or result["run_id"]
-        newest[key] = max(result, newest.get(key, result), key=lambda one: one["finished"])
+        label = path.parent.relative_to(folder).as_posix()
+        found.append({**result, "folder": path.parent, "label": label if label != "." else row_or_id(result)})
     place = {row: i for i, row in enumerate(ROWS)}
-    return sorted(newest.values(), key=lambda one: (place.get(one["row"], len(place)), one["row"] or ""))
+    return sorted(found, key=lambda result: place.get(result["row"], len(place)))
 
 
-def step_seconds(metrics: Mapping[str, Any]) -> float | None:
-    """Median seconds of an optimizer step (the worker leaves out those whose memory is watched)."""
-    times = _known(metrics.get("step_seconds"))
-    return statistics.median(times) if times else None
+def row_or_id(result: Mapping[str, Any]) -> str:
+    return result["row"] or result["run_id"]
 
 
 SWEPT = 6
 """Runs that differ in more fields than these are not shown as a sweep over them."""
 
 
-def swept(results: Iterable[Mapping[str, Any]]) -> list[str]:
+def swept(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """The fields of RunConfig in which results differ; none where their rows are those of the ablation, whose names say
     it, or where they differ in too many."""
-    results = [r for r in results if r["config"]]
-    configs = [flat(r["config"]) for r in results]
-    values = {n: {json.dumps(c.get(n), sort_keys=True) for c in configs} for n in FIELDS if n != "row"}
-    names = [n for n, different in values.items() if len(different) > 1]
+    configs = [flat(r["config"]) for r in results if r["config"]]
+    names = [n for n in FIELDS if n != "row" and len({str(config.get(n)) for config in configs}) > 1]
     return [] if len(names) > SWEPT or all(r["row"] in ROWS for r in results) else names
-
-
-def _setting(value: Any) -> str:
-    """A field's value in a table."""
-    return ", ".join(f"{n}={v}" for n, v in value.items()) if isinstance(value, Mapping) else str(value)
-
-
-def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One dictionary for each result: what was measured (bytes, seconds, tokens, TFLOPS of a rank), what was predicted,
-    and the paper's row.
-
-    `loss` is that of the last step, `device_peak_bytes` that of the fullest rank, `host_peak_bytes` the sum over the
-    ranks. `row` is the result's `label` where it was given one. `fields` are those in which the results differ.
-    """
-    results = list(results)
-    fields = [name for name in swept(results) if name != "data.seq_len"]
-    return [
-        _measured(result) | {"fields": {n: _setting(flat(result["config"]).get(n)) for n in fields}}
-        for result in results
-    ]
-
-
-def _measured(result: Mapping[str, Any]) -> dict[str, Any]:
-    m, row = result["metrics"], result.get("row") or ""
-    seconds, tokens = step_seconds(m), m.get("tokens_per_step")
-    paper, predicted = PAPER_ROWS.get(row, {}), m.get("predicted") or {}
-    device, host, losses = (_known(m.get(name)) for name in ("device_peak_bytes", "host_peak_bytes", "loss"))
-    ranks = flat(result["config"]).get("engine.world_size") or len(device) or 1
-    tflops = {name: flos / seconds / ranks / 1e12 for name, flos in (m.get("flos") or {}).items()} if seconds else {}
-    predicted_host = predicted.get("host_peak_bytes")
-    return {
-        "row": result.get("label") or row or result["run_id"],
-        "status": result["status"],
-        "mode": result["mode"],
-        "seq_len": m.get("seq_len"),
-        "loss": losses[-1] if losses else None,
-        "step_seconds": seconds,
-        "tokens_per_second": tokens / seconds if tokens and seconds else None,
-        "device_peak_bytes": max(device, default=None),
-        "host_peak_bytes": sum(host) if host else None,
-        "predicted_step_seconds": predicted.get("step_seconds"),
-        "predicted_device_peak_bytes": predicted.get("device_peak_bytes"),
-        "predicted_host_peak_bytes": None if predicted_host is None else predicted_host * ranks,
-        "tflops_paper": tflops.get("paper"),
-        "tflops_model": tflops.get("model"),
-        **{f"paper_{name}": paper.get(name) for name in ("seq_len", "step_seconds", "tflops")},
-        "notes": [str(note) for note in m.get("notes") or []],
-    }
-
-
-def _known(numbers: Sequence[float | None] | None) -> list[float]:
-    return [x for x in numbers or [] if x is not None]
 
 
 def _number(x: float) -> str:
@@ -348,7 +287,6 @@ def _number(x: float) -> str:
 
 
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "row": ("row", str), "status": ("status", str), "mode": ("mode", str),
     "seq_len": ("length", format_tokens), "loss": ("last loss", "{:.4g}".format),
     "step_seconds": ("step", format_seconds), "predicted_step_seconds": ("predicted step", format_seconds),
     "tokens_per_second": ("tokens/s", _number),
@@ -360,27 +298,73 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "paper_seq_len": ("paper: length", format_tokens), "paper_step_seconds": ("paper: step", format_seconds),
     "paper_tflops": ("paper: TFLOPS", _number),
 }  # fmt: skip
-"""Heading and format of each column of `table`."""
+"""Heading and format of each column of `table` that has not its name for a heading."""
+
+
+def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One dictionary for each result, in the order of a table's columns: the fields in which the results differ, what
+    was measured (bytes, seconds, tokens, TFLOPS of a rank), what was predicted, and the paper's row; and `notes`.
+
+    `loss` is that of the last step, `device_peak_bytes` that of the fullest rank, `host_peak_bytes` the sum over the
+    ranks. `row` is the result's `label` where it has one.
+    """
+    results = list(results)
+    fields = [name for name in swept(results) if name != "data.seq_len"]
+    made = []
+    for result in results:
+        config = flat(result["config"])
+        about = {"row": result.get("label") or row_or_id(result), "status": result["status"], "mode": result["mode"]}
+        measured = _measured(result["metrics"], config.get("engine.world_size"))
+        paper = {f"paper_{name}": value for name, value in PAPER_ROWS.get(result["row"], {}).items()}
+        numbers = {name: measured.get(name, paper.get(name)) for name in COLUMNS}
+        notes = result["metrics"].get("notes") or []
+        made.append({**about, **{name: config.get(name) for name in fields}, **numbers, "notes": notes})
+    return made
+
+
+def _measured(metrics: Mapping[str, Any], world_size: int | None) -> dict[str, Any]:
+    """A row's numbers, by the names of the columns."""
+    device, host, losses = (_known(metrics.get(name)) for name in ("device_peak_bytes", "host_peak_bytes", "loss"))
+    seconds, tokens = step_seconds(metrics), metrics.get("tokens_per_step")
+    predicted = dict(metrics.get("predicted") or {})
+    if predicted.get("host_peak_bytes") is not None:
+        predicted["host_peak_bytes"] *= world_size or len(device) or 1  # the prediction is of a rank
+    return {
+        "seq_len": metrics.get("seq_len"),
+        "loss": losses[-1] if losses else None,
+        "step_seconds": seconds,
+        "tokens_per_second": tokens / seconds if tokens and seconds else None,
+        "device_peak_bytes": max(device, default=None),
+        "host_peak_bytes": sum(host) if host else None,
+        **{f"predicted_{name}": value for name, value in predicted.items()},
+        **{f"tflops_{name}": value for name, value in (metrics.get("tflops") or {}).items()},
+    }
+
+
+def step_seconds(metrics: Mapping[str, Any]) -> float | None:
+    """Median seconds of an optimizer step (the worker leaves out those whose memory is watched)."""
+    times = _known(metrics.get("step_seconds"))
+    return statistics.median(times) if times else None
+
+
+def _known(numbers: Sequence[float | None] | None) -> list[float]:
+    return [x for x in numbers or [] if x is not None]
 
 
 def cells(
     rows: Sequence[Mapping[str, Any]], columns: Iterable[str] | None = None
 ) -> tuple[dict[str, str], list[list[str]]]:
     """Of `table`'s rows: the heading of each column, by its name, and the texts of each row. What was not measured is
-    `-`, and columns that are all so are left out. Without `columns`, the fields in which the rows differ come after the
-    mode."""
-    fields = {name: (name, str) for name in rows[0]["fields"]} if rows else {}
-    known: dict[str, tuple[str, Callable[[Any], str]]]
-    known = {**{name: COLUMNS[name] for name in ("row", "status", "mode")}, **fields, **COLUMNS}
-    rows = [{**row["fields"], **row} for row in rows]
-    names = list(columns or (name for name in known if any(row.get(name) is not None for row in rows)))
-    texts = [["-" if row.get(name) is None else known[name][1](row[name]) for name in names] for row in rows]
-    return {name: known[name][0] for name in names}, texts
+    `-`, and columns that are all so are left out."""
+    names = columns or [n for n in rows[0] if n != "notes" and any(row[n] is not None for row in rows)]
+    known = {name: COLUMNS.get(name, (name, str)) for name in names}
+    texts = [["-" if row[n] is None else show(row[n]) for n, (_, show) in known.items()] for row in rows]
+    return {name: heading for name, (heading, _) in known.items()}, texts
 
 
-def to_markdown(rows: Iterable[Mapping[str, Any]], columns: Iterable[str] | None = None) -> str:
+def to_markdown(rows: Sequence[Mapping[str, Any]], columns: Iterable[str] | None = None) -> str:
     """`table`'s rows as a Markdown table; see `cells`."""
-    heads, texts = cells(list(rows), columns)
+    heads, texts = cells(rows, columns)
     lines = [[*heads.values()], ["---"] * len(heads), *([text.replace("|", "\\|") for text in row] for row in texts)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -17,28 +17,48 @@ A file with none of notebook, base and rows holds the parameters of notebooks/ru
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from pydantic import Field
 
-from alstlib.config import FIELDS, ROWS, RunConfig, flat, merged, nearest_path, row_config
-from alstlib.options import FOLDER_NAME, check_names
+from alstlib.config import FIELDS, ROWS, RunConfig, merged, nearest_path, row_config
+from alstlib.options import Fields, Name, Settings, Text, Works, check_names
 from alstlib.planner import devices
 from alstlib.runs import launch, locks, results, workers
 from alstlib.runs.launch import OUT
 
 RECORD = "sweep.json"
-"""Left in a sweep's folder by `alst run`: which spec it is of, its rows, and how many GPUs the machine had."""
-TAKEN = (RECORD, "report.html", "logs")
-"""Names in a sweep's folder that no row may have."""
+"""Left in a sweep's folder by `alst run`: which spec it is of, and what its rows were resolved for."""
+
+Rows = Annotated[
+    list[str | Fields], Field(min_length=1), Works("a list of at least one row: names, or mappings with a name")
+]
+
+
+class SpecFile(Settings):
+    """What a spec may say."""
+
+    name: Name = ""
+    notebook: Text = "notebooks/run.ipynb"
+    base: Fields | None = None
+    rows: Rows
+    parameters: Fields | None = None
+    report: Text | None = None
+
+    @classmethod
+    def called(cls) -> str:
+        return "field of a spec"
+
+    @classmethod
+    def elsewhere(cls) -> dict[str, str]:
+        return {name.split(".")[-1]: f"base: {{{name}: ...}}" for name in FIELDS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +74,10 @@ class Spec:
     notebook: Path
     parameters: Mapping[str, Any]
     rows: Mapping[str, RunConfig]
-    sets: Mapping[str, frozenset[str]]
-    """Names of the fields that each row sets, beyond the base."""
-    seconds: Mapping[str, float]
-    """What rows took where the spec was written, of those that say so: from it the rest of a sweep is estimated."""
     report: Path | None
     out: Path
-    nodes: int = 1
-    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    nodes: int
+    changes: Mapping[str, Any]
     """What `--set` changed in every row."""
 
     @property
@@ -76,11 +92,6 @@ class Spec:
         sets = [word for name, value in self.changes.items() for word in ("--set", f"{name}={_yaml(value)}")]
         where = [] if usual else ["--out", out]
         return shlex.join(["alst", verb, path, *where, *(sets if verb == "run" else []), *flags])
-
-    @property
-    def command(self) -> str:
-        """What runs it, typed in `root`."""
-        return self.typed("run", at=self.root)
 
 
 def load_spec(
@@ -98,101 +109,62 @@ def load_spec(
     Raises:
         ValueError: what cannot be read, unknown names (with the nearest known one), or values RunConfig refuses.
     """
-    path, spec = _read(path)
-    name = str(spec.get("name") or path.stem)
-    _check_folder_name("name", name)
-    notebook, root = _locate(spec.get("notebook") or "notebooks/run.ipynb", path)
+    path = Path(os.path.realpath(path))  # Path.resolve fails on a link that leads back to itself
+    given = _read(path)
+    name = given.name or path.stem
+    notebook, root = _locate(given.notebook, path)
     home = root if path.is_relative_to(root) else launch.default_home()
     folder = Path(out).resolve() if out else home / OUT / name
-    record = read_record(folder) if as_run else {}
-    gpus = record["gpus"] if isinstance(record.get("gpus"), int) else devices.device_count()
-    nodes = record["nodes"] if isinstance(record.get("nodes"), int) else nodes
-    changes = record["changes"] if isinstance(record.get("changes"), dict) else changes or {}
-    device = "cuda" if gpus else "cpu"
-    base = RunConfig.from_dict(_for_device(spec.get("base") or {}, device))
+    ran: dict[str, Any] = {"gpus": devices.device_count(), "nodes": nodes, "changes": changes or {}}
+    ran |= read_record(folder) if as_run else {}
+    device = "cuda" if ran["gpus"] else "cpu"
+    base = RunConfig.from_dict(_for_device(given.base or {}, device))
     rows: dict[str, RunConfig] = {}
-    sets: dict[str, frozenset[str]] = {}
-    of_base = flat(base.to_dict())
-    seconds: dict[str, float] = {}
-    for given in spec.get("rows") or []:
-        row, fields = _row(given)
-        if row in rows:
-            raise ValueError(f"row '{row}' is named twice in {path}")
-        fields = _for_device(fields, device)
-        if (took := fields.pop("seconds", None)) is not None:
-            if not isinstance(took, int | float) or isinstance(took, bool) or took <= 0:
-                raise ValueError(f"row '{row}': seconds={took!r} must be a number above 0")
-            seconds[row] = float(took)
+    for one in given.rows:
+        fields = _for_device({"name": one} if isinstance(one, str) else one, device)
+        row = str(fields.pop("name", ""))
+        fields.pop("expect", None)
+        if row in rows or not row:
+            raise ValueError(f"row '{row}' of {path} must have a name that no other row has")
+        if isinstance(one, str):
+            check_names([row], ROWS, "row")
         config = row_config(row, base) if row in ROWS else base.replace(row=row)
-        config = config.replace(**fields).replace(**changes)
-        changed = {name for name, value in flat(config.to_dict()).items() if of_base.get(name, ...) != value}
-        sets[row] = frozenset(changed | set(flat(merged({}, fields))))
-        rows[row] = launch.resolve(config, launch.node_count(config, nodes), gpus)
-    if not rows:
-        raise ValueError(f"the spec {path} has no rows; list at least one under 'rows'")
-    report = _locate(spec["report"], path)[0] if spec.get("report") else None
-    parameters = dict(spec.get("parameters") or {})
+        config = config.replace(**fields).replace(**ran["changes"])
+        rows[row] = launch.resolve(config, launch.node_count(config, ran["nodes"]), ran["gpus"])
     return Spec(
-        name=name, path=path, root=root, home=home, notebook=notebook, parameters=parameters, rows=rows, sets=sets,
-        seconds=seconds, report=report, out=folder, nodes=nodes, changes=changes,
+        name=name, path=path, root=root, home=home, notebook=notebook, parameters=given.parameters or {}, rows=rows,
+        report=_locate(given.report, path)[0] if given.report else None, out=folder, nodes=ran["nodes"],
+        changes=ran["changes"],
     )  # fmt: skip
 
 
-def _read(given: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
-    """The whole path of a spec and what is in it, or in the parameters of a single run."""
-    path = Path(os.path.realpath(Path(given).absolute()))  # Path.resolve fails on a link that leads back to itself
+def _read(path: Path) -> SpecFile:
+    """What is in a spec, or in the parameters of a single run."""
     if not path.exists():
-        asked = Path(given).absolute()
-        raise ValueError(f"the spec {shown(asked)} does not exist; {nearest_path(asked)}")
+        raise ValueError(f"the spec {shown(path)} does not exist; {nearest_path(path)}")
     try:
         spec = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
         raise ValueError(f"the spec {path} cannot be read: {e}") from e
     if not isinstance(spec, dict):
         raise ValueError(f"the spec {path} must be a mapping with the keys name, notebook, base and rows")
-    if not {"rows", "base", "notebook"} & set(spec):
-        spec = _one_run(spec, path)
-    known = ["name", "notebook", "base", "rows", "parameters", "report"]
-    check_names(spec, known, "field of a spec", {name.split(".")[-1]: f"base: {{{name}: ...}}" for name in FIELDS})
-    return path, spec
+    return SpecFile(**spec if {"rows", "base", "notebook"} & set(spec) else _one_run(spec))
 
 
-def _row(given: Any) -> tuple[str, dict[str, Any]]:
-    """The name of a row, and the fields that it sets."""
-    fields = dict(given) if isinstance(given, Mapping) else {"name": given}
-    row = str(fields.pop("name", ""))
-    fields.pop("expect", None)
-    _check_folder_name("row", row)
-    if row in TAKEN:
-        raise ValueError(f"row '{row}' has the name of a file or folder of the sweep itself: give it another name")
-    if not isinstance(given, Mapping):
-        check_names([row], ROWS, "row")
-    return row, fields
-
-
-def _check_folder_name(what: str, text: str) -> None:
-    if not re.fullmatch(FOLDER_NAME, text):
-        raise ValueError(
-            f"{what}={text!r} must be a folder's name, such as 'baseline': letters, digits and _ . + - only"
-        )
-
-
-def _one_run(parameters: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _one_run(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The spec of a single run, from parameters of notebooks/run.ipynb: `row`, the run's groups, `config`, `worker`.
     As in the notebook, what is given wins over what the row turns on, and `config` over all."""
     own = {n: v for n, v in parameters.items() if n not in ("row", "worker", "out", "force", "config")}
     named = {"worker": parameters["worker"]} if "worker" in parameters else {}
     if parameters.get("row"):
-        check_names([str(parameters["row"])], ROWS, "row")
+        check_names([parameters["row"]], ROWS, "row")
     row = {"name": parameters.get("row") or "run", **merged(merged({}, own), parameters.get("config") or {})}
-    return {"name": path.stem, "rows": [row], "parameters": named}
+    return {"rows": [row], "parameters": named}
 
 
 def _for_device(fields: Mapping[str, Any], device: str) -> dict[str, Any]:
     """`fields` with the section of this device merged in and both sections gone."""
-    if not isinstance(fields, Mapping):
-        raise ValueError(f"base={fields!r} must be a mapping of RunConfig's fields to values")
-    plain = {k: v for k, v in fields.items() if k not in ("cpu", "cuda")}
+    plain = {name: value for name, value in fields.items() if name not in ("cpu", "cuda")}
     return merged(plain, fields.get(device) or {})
 
 
@@ -223,8 +195,7 @@ def check_parameters(notebook: Path, names: Iterable[str]) -> None:
         known = papermill.inspect_notebook(str(notebook))
     except Exception:  # of whatever file it is; its text is nobody's here
         raise ValueError(f"notebook={str(notebook)!r} is not a Jupyter notebook that can be read") from None
-    elsewhere = {n.split(".")[-1]: n for n in FIELDS if n.split(".")[0] in known}
-    check_names(names, known, f"parameter of {notebook.name}", elsewhere)
+    check_names(names, known, f"parameter of {notebook.name}", RunConfig.elsewhere())
 
 
 def select(spec: Spec, rows: str | None) -> list[str]:
@@ -239,10 +210,7 @@ def select(spec: Spec, rows: str | None) -> list[str]:
 
 def shown(path: Path) -> str:
     """A path as one would type it here: relative to the working folder where it lies in it."""
-    try:
-        return os.fspath(path.relative_to(Path.cwd()))
-    except ValueError:
-        return os.fspath(path)
+    return os.fspath(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _yaml(value: Any) -> str:
@@ -254,19 +222,33 @@ def write_record(spec: Spec) -> None:
     """Say in the sweep's folder which spec it is of, for how many GPUs its rows are resolved and what `--set` changed
     in them, so that a report or `alst status` finds it and judges its rows as they were run. The spec is relative to
     the folder behind symlinks."""
-    results.write_json(
-        spec.out / RECORD,
-        {"name": spec.name, "spec": os.path.relpath(spec.path, spec.out.resolve()), "rows": list(spec.rows),
-         "command": spec.command,
-         "notebook": Path(os.path.relpath(spec.notebook, spec.root)).as_posix(),
-         "parameters": results.strict(spec.parameters),
-         "gpus": devices.device_count(), "nodes": spec.nodes, "changes": results.strict(spec.changes)},
-    )  # fmt: skip
+    path = os.path.relpath(spec.path, spec.out.resolve())
+    about = {"spec": path, "gpus": devices.device_count(), "nodes": spec.nodes, "changes": spec.changes}
+    results.write_json(spec.out / RECORD, results.strict(about))
 
 
 def read_record(folder: Path) -> dict[str, Any]:
     """What `write_record` left in a folder; empty where it left nothing."""
     return locks.read_object(folder / RECORD) or {}
+
+
+def opened(source: Path, out: str | Path | None) -> tuple[Path, Spec | None, str]:
+    """A sweep that ran, by its spec or by its folder: the folder, the spec, where `alst run` left it named, and why it
+    cannot be used.
+
+    Raises:
+        ValueError: a spec that cannot be used, or `out` beside a folder.
+    """
+    if not source.is_dir():
+        spec = load_spec(source, out, as_run=True)
+        return spec.out, spec, ""
+    if out:
+        raise ValueError(f"--out {out} needs a spec, and {source} is a folder")
+    try:
+        name = read_record(source).get("spec")
+        return source, name and load_spec(source.resolve() / name, source, as_run=True), ""
+    except ValueError as e:
+        return source, None, f"its spec cannot be read, so it is not known which rows are stale: {e}"
 
 
 def sweeps() -> list[Path]:

@@ -36,7 +36,6 @@ import yaml
 from alstlib.runs import status
 from alstlib.runs.processes import processes, sigterm_interrupts
 from alstlib.runs.results import read_result
-from alstlib.runs.sweeps import load_spec
 from alstlib.train.operators import FOLDER_VARIABLE
 
 MARK = "ALST_KILLS"
@@ -208,7 +207,7 @@ class Chain:
                 until(lambda: process.poll() is not None and not self.processes())
                 left = self.processes()
             seconds, code = time.monotonic() - began, process.poll()
-        row = status.of_spec(load_spec(self.folder / "spec.yaml", self.folder / "out", as_run=True)).rows[0]
+        row = status.look_at(self.folder / "spec.yaml", self.folder / "out").rows[0]
         wrong = [f"{len(left)} processes are left: {'; '.join(left.values())}"] if left else []
         wrong += ["the command goes on"] if code is None else []
         if row.state not in (*status.FAILED, "never run", "ok"):

@@ -51,7 +51,7 @@ def fails(out: Path, run: RunConfig = RUN, fault: str = "") -> dict[str, Any]:
         start(out, run, fault)
     result = results.read_result(out / "result.json")
     assert result == raised.value.result
-    row = status.of_folder(out).rows[0]
+    row = status.look_at(out).rows[0]
     assert row.state == result["status"]
     assert row.what == results.why(result).splitlines()[0]
     return result
@@ -187,7 +187,7 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
         subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
         with pytest.raises(ValueError, match=r"cannot be written to \(Read-only file system\); name another folder"):
             start(out)
-        assert status.of_folder(out).rows[0].what == "Earlier"
+        assert status.look_at(out).rows[0].what == "Earlier"
         assert locks.holder(out) is None
 
 

@@ -444,12 +444,12 @@ def test_one_line_says_it_all(capsys):
     event = {"event": "step", "row": "alst", "seq_len": 3072, "step": 1, "steps": 3, "tokens_per_second": 1234.5}
     event |= {"loss": 2.25, "eta_seconds": 75, "message": "searching"}
     line = progress.describe(event)
-    assert line == "alst  length 3,072  step 1/3  1,234 tokens/s  loss 2.2500  searching  0:01:15 left"
+    assert line == "length 3,072  step 1/3  1,234 tokens/s  loss 2.2500  searching  0:01:15 left"
     show = launch.progress_printer()
     for _ in range(1000):
         show(event)
     show({"event": "end", "row": "alst", "status": "ok"})
-    assert capsys.readouterr().out.splitlines() == [line, "alst  ok"]
+    assert capsys.readouterr().out.splitlines() == [f"alst  {line}", "alst  ok"]
 
 
 def test_log_tail_fits_and_starts_with_the_first_traceback(tmp_path):

@@ -39,17 +39,13 @@ def event(clock, step=1, **fields):
     return {"time": clock.now, "event": "step", "row": "r", "step": step, "steps": 9000, "eta_seconds": 60.0, **fields}
 
 
-def test_time_left_counts_down_and_says_when_it_is_over(clock):
+def test_time_left_counts_down(clock):
     e = event(clock)
     assert progress.describe(e, clock.now).endswith("0:01:00 left")
     assert progress.describe(e, clock.now + 45).endswith("15.0 s left")
     assert progress.describe(e, clock.now + 62).endswith("0 ms left")
-    assert progress.describe(e, clock.now + 90).endswith("30.0 s over the estimate")
-    assert progress.time_left(e, clock.now + 90) == -30
-    assert (
-        progress.describe({"time": clock.now, "row": "r", "message": "loading"}, clock.now + 7)
-        == "r  loading  for 7.0 s"
-    )
+    assert progress.time_left(e, clock.now + 90) == 0
+    assert progress.describe({"time": clock.now, "message": "loading"}, clock.now + 7) == "loading  for 7.0 s"
 
 
 def test_a_log_gets_lines_at_growing_intervals(clock, capsys):
@@ -148,7 +144,7 @@ print("next")
     assert said.count(b"\x1b[?25h") >= said.count(b"\x1b[?25l") > 0, "the cursor is shown again"
 
 
-def test_pace_is_silent_at_first_and_then_says_less_and_less(clock):
+def test_pace_is_silent_at_first_and_then_says_it_once_a_second(clock):
     said = []
     pace = progress.Pace(lambda **fields: said.append((clock.now - 1000, fields)), "saving", 1000)
     for done in range(1, 1001):
@@ -157,7 +153,7 @@ def test_pace_is_silent_at_first_and_then_says_less_and_less(clock):
     assert said[0][0] == 1.0
     assert said[0][1]["message"] == "saving, 0%"
     assert said[0][1]["eta_seconds"] == pytest.approx(499)
-    assert len(said) < 160  # 500 seconds
+    assert len(said) == 500  # seconds
     assert all(fields["eta_seconds"] == pytest.approx(500 - at) for at, fields in said)
 
 
@@ -272,10 +268,10 @@ def test_after_a_timeout_the_rank_that_others_wait_for_comes_first(tmp_path):
     (tmp_path / "logs" / "attempt_0" / "3" / "stderr.log").write_text("nothing of it")
     assert progress.whereabouts(tmp_path / "progress.jsonl", tmp_path) == (
         "the last step was 7 of 9; rank 3: gave no answer (not started, or hanging in a driver or on a disk); "
-        "rank 2: in read (prefetch.py, line 60); ranks 0, 1: waited in _all_reduce (loader.py, line 190)"
+        "rank 2: in read (prefetch.py, line 60); rank 0, 1: waited in _all_reduce (loader.py, line 190)"
     )
     assert progress.whereabouts(tmp_path / "progress.jsonl", tmp_path, [1, 3]) == (
-        "the last step was 7 of 9; ranks 1, 3: stopped (SIGSTOP, or a debugger); rank 2: in read "
+        "the last step was 7 of 9; rank 1, 3: stopped (SIGSTOP, or a debugger); rank 2: in read "
         "(prefetch.py, line 60); rank 0: waited in _all_reduce (loader.py, line 190)"
     )
 
