@@ -137,15 +137,14 @@ def time_left(event: Event, now: float = 0.0) -> float | None:
 def _tails(logs: Path) -> list[tuple[Path, str]]:
     """The ranks' logs and what they end with: first those with a traceback, in the order in which they ended. Where the
     ranks said nothing, the agent's log."""
-    for pattern in (f"**/{RANK_LOGS}", "agent.log"):
-        if tails := [(file, text) for file in logs.glob(pattern) if (text := _tail(file))]:
-            break
+    files = [*logs.glob(f"**/{RANK_LOGS}")] or [*logs.glob("agent.log")]
+    tails = [(file, text) for file in files if (text := _tail(file))]
     return sorted(tails, key=lambda tail: (TRACEBACK not in tail[1], tail[0].stat().st_mtime))
 
 
 def _tail(file: Path) -> str:
     with open(file, "rb") as log:
-        log.seek(max(0, os.fstat(log.fileno()).st_size - SEARCHED_BYTES))
+        log.seek(max(0, file.stat().st_size - SEARCHED_BYTES))
         return log.read().decode(errors="replace").strip()
 
 
@@ -165,7 +164,7 @@ def log_tail(logs: Path, limit: int = TAIL_CHARACTERS) -> str:
     """The last `limit` characters of the ranks' logs: half of them are of `first_failed`, half of the next."""
     parts, tails = [], _tails(logs)[:2]
     for file, text in tails:
-        head = f"--- rank {rank_of(file)}, {file.stem} ---\n" if file.name != "agent.log" else "--- torchrun ---\n"
+        head = f"--- {'torchrun' if file.name == 'agent.log' else f'rank {rank_of(file)}, {file.stem}'} ---\n"
         parts.append(head + text[len(head) + 1 - limit // len(tails) :])
     return "\n".join(parts)
 
@@ -178,14 +177,14 @@ def root_cause(logs: Path, oom_kills: int | None = None) -> tuple[str, str]:
     A rank that was killed comes before ranks that ended by themselves, because these lost the connection to it.
     """
     try:
-        failures = json.loads((logs / FAILURES).read_text())
+        failures = [f for f in json.loads((logs / FAILURES).read_text()) if not f["by_agent"]]
     except (OSError, ValueError):
         return "RankFailed", ""
     for failure in failures:
         number = -failure["exitcode"]
-        if number > 0 and number != signal.SIGABRT and not failure["by_agent"]:  # a library aborts when others are gone
+        if number > 0 and number != signal.SIGABRT:  # a library aborts when others are gone
             return "RankKilled", f"rank {failure['rank']} was ended by {_by_signal(number, oom_kills)}"
-    first = min((f for f in failures if not f["by_agent"]), key=lambda f: f["time"])
+    first = min(failures, key=lambda failure: failure["time"])
     said = first["error"] or _last_error(logs, first["rank"])
     error = f": {said.splitlines()[0]}" if said else ""
     return "RankFailed", f"rank {first['rank']} ended with exit status {first['exitcode']}{error}"
@@ -203,36 +202,34 @@ def _by_signal(number: int, oom_kills: int | None) -> str:
     if number == signal.SIGKILL and oom_kills:
         return f"SIGKILL: the host ran out of memory, and its kernel ended {oom_kills} processes meanwhile"
     counted = ", but this host's kernel counts none during the run" if oom_kills == 0 else ""
-    senders: dict[int, str] = {
+    senders = {
         signal.SIGKILL: f"as the kernel does when the host's memory runs out{counted}; else a person or a scheduler",
         signal.SIGSEGV: "a crash in compiled code", signal.SIGBUS: "often a full /dev/shm or disk",
     }  # fmt: skip
-    names = {int(known): known.name for known in signal.Signals}
-    return f"{names.get(number, f'signal {number}')} ({senders.get(number, 'from outside the run')})"
+    known = {int(one): (one.name, senders.get(one, "from outside the run")) for one in signal.Signals}
+    name, sender = known.get(number, (f"signal {number}", "from outside the run"))
+    return f"{name} ({sender})"
 
 
 def whereabouts(progress: Path, logs: Path, stopped: Sequence[int] = ()) -> str:
-    """The last step that ended, the ranks that are stopped or gave no answer, and where each of the others was when it
-    wrote that down (`processes.ask_where`): first the ranks that did not wait for others."""
+    """The last step that ended, and where the ranks were that the others waited for: stopped, without an answer, or at
+    the place that they wrote down (`processes.ask_where`). Where all waited for each other, all places."""
     steps = [event for event in ProgressReader(progress).read() if "step" in event]
     told = ["the last step was {step} of {steps}".format(**steps[-1]) if steps else "it ended no step"]
-    ranks_at: dict[tuple[int, str], list[str]] = {}
-    for file in sorted(logs.glob("**/attempt_*/*/stderr.log"), key=rank_of):
-        rank = rank_of(file)
-        place = (0, "stopped (SIGSTOP, or a debugger)") if rank in stopped else _place(_tail(file))
-        ranks_at.setdefault(place, []).append(str(rank))
-    return "; ".join(told + [f"rank {', '.join(ranks)}: {place}" for (_, place), ranks in sorted(ranks_at.items())])
+    found = {rank_of(file): _place(_tail(file)) for file in logs.glob("**/attempt_*/*/stderr.log")}
+    found |= dict.fromkeys(stopped, "stopped (SIGSTOP, or a debugger)")
+    awaited = {rank: place for rank, place in found.items() if not place.startswith("waited ")}
+    return "; ".join(told + [f"rank {rank}: {place}" for rank, place in sorted((awaited or found).items())])
 
 
-def _place(log: str) -> tuple[int, str]:
-    """Where a rank was by what Python's faulthandler wrote, the innermost frame first; ranks that wait for others sort
-    last."""
+def _place(log: str) -> str:
+    """Where a rank was by what Python's faulthandler wrote, the innermost frame first."""
     frames = re.findall(r'File "(.*)", line (\d+) in (\S+)', log.rpartition("(most recent call first)")[2])
     if not frames:
-        return 1, "gave no answer (not started, or hanging in a driver or on a disk)"
+        return "gave no answer (not started, or hanging in a driver or on a disk)"
     path, line, name = next((frame for frame in frames if "/alstlib/" in frame[0]), frames[0])
-    where = f"in {name} ({Path(path).name}, line {line})"
-    return (3, f"waited {where}") if "/torch/distributed/" in frames[0][0] else (2, where)
+    waited = "waited " if "/torch/distributed/" in frames[0][0] else ""
+    return f"{waited}in {name} ({Path(path).name}, line {line})"
 
 
 # What a person sees

@@ -267,13 +267,17 @@ def test_after_a_timeout_the_rank_that_others_wait_for_comes_first(tmp_path):
         log.write_text("a warning\n" + DUMP.format(stack))
     (tmp_path / "logs" / "attempt_0" / "3" / "stderr.log").write_text("nothing of it")
     assert progress.whereabouts(tmp_path / "progress.jsonl", tmp_path) == (
-        "the last step was 7 of 9; rank 3: gave no answer (not started, or hanging in a driver or on a disk); "
-        "rank 2: in read (prefetch.py, line 60); rank 0, 1: waited in _all_reduce (loader.py, line 190)"
+        "the last step was 7 of 9; rank 2: in read (prefetch.py, line 60); "
+        "rank 3: gave no answer (not started, or hanging in a driver or on a disk)"
     )
     assert progress.whereabouts(tmp_path / "progress.jsonl", tmp_path, [1, 3]) == (
-        "the last step was 7 of 9; rank 1, 3: stopped (SIGSTOP, or a debugger); rank 2: in read "
-        "(prefetch.py, line 60); rank 0: waited in _all_reduce (loader.py, line 190)"
+        "the last step was 7 of 9; rank 1: stopped (SIGSTOP, or a debugger); rank 2: in read (prefetch.py, line 60); "
+        "rank 3: stopped (SIGSTOP, or a debugger)"
     )
+    for rank in (2, 3):
+        (tmp_path / "logs" / "attempt_0" / str(rank) / "stderr.log").write_text(DUMP.format(WAITS))
+    where = progress.whereabouts(tmp_path / "progress.jsonl", tmp_path)
+    assert where.count(": waited in _all_reduce (loader.py, line 190)") == 4
 
 
 def failed(logs, *ended, error_file=""):
