@@ -81,7 +81,7 @@ def check(args: argparse.Namespace) -> int:
 
 def findings(metrics: Mapping[str, Any]) -> Iterator[str]:
     """What looks wrong, each in a sentence that says what to look at."""
-    places, known = metrics["places"], rates_named(metrics["device_name"])
+    places, known, links = metrics["places"], rates_named(metrics["device_name"]), metrics["links"]
     nodes = [place.split()[0] for place in places]
     for name, (what, _, _) in SHOWN.items():
         if not (by_rank := metrics["rates"].get(name)):
@@ -99,14 +99,12 @@ def findings(metrics: Mapping[str, Any]) -> Iterator[str]:
                 f"{what}: {_rate(name, middle)} is {middle / table:.0%} of the {_rate(name, table)} that the planner's "
                 f"table has for {metrics['device_name']}"
             )
-    links = metrics["links"]
     for rank, rate in enumerate(links):
-        middle, to = statistics.median(links), (rank + 1) % len(links)
-        if rate < SLOW_LINK * middle:
+        if rate < SLOW_LINK * statistics.median(links):
+            to = (rank + 1) % len(links)
             yield (
-                f"link: rank {rank} on {nodes[rank]} sends to rank {to} on {nodes[to]} at {rate / 1e9:.1f} GB/s, the "
-                f"median of such links is {middle / 1e9:.1f} GB/s. Look at cables, NCCL_SOCKET_IFNAME and whether both "
-                "GPUs have NVLink"
+                f"link: rank {rank} on {nodes[rank]} sends to rank {to} on {nodes[to]} at {_rate('link', rate)}, less "
+                "than half of the links' median. Look at cables, NCCL_SOCKET_IFNAME and whether both GPUs have NVLink"
             )
     pinned, paged = (metrics["rates"].get(n) for n in ("from_host", "from_host_not_pinned"))
     if pinned and paged and min(pinned) < 1.2 * min(paged):
@@ -121,44 +119,33 @@ def findings(metrics: Mapping[str, Any]) -> Iterator[str]:
                 f"NUMA: rank {rank}'s GPU is at node {gpu} and its cores are at node {cores}: copies to the host cross "
                 "sockets. Bind ranks to the node of their GPU"
             )
-    gpu_memory, host = metrics["gpu_memory"], metrics["host_memory"]
-    share = host / metrics["ranks_of_node"] if host else 0.0
-    if gpu_memory and 0 < share < gpu_memory:
+    gpu_memory, share = metrics["gpu_memory"] or 0, (metrics["host_memory"] or 0) / metrics["ranks_of_node"]
+    if 0 < share < gpu_memory:
         yield (
-            f"host memory: {format_bytes(share)} for each GPU is less than the GPU's own "
-            f"{format_bytes(gpu_memory)}. Optimizer states and checkpoints are kept on the host, so that it will be "
-            "the limit"
+            f"host memory: {format_bytes(share)} for each GPU is less than the GPU's own {format_bytes(gpu_memory)}. "
+            "Optimizer states and checkpoints are kept on the host, so that it will be the limit"
         )
     if (gone := sum(metrics["overheads"].values())) > CROWDED:
         yield (
-            f"device memory: {format_bytes(gone)} are in use before any tensor is "
-            "allocated. Look for other processes on the GPU (nvidia-smi)"
+            f"device memory: {format_bytes(gone)} are in use before any tensor is allocated. Look for other processes "
+            "on the GPU (nvidia-smi)"
         )
 
 
 def tell(metrics: Mapping[str, Any], wrong: list[str]) -> None:
     """Print what was measured, and what looks wrong."""
-    rates, ranks, nodes = metrics["rates"], metrics["ranks"], metrics["nodes"]
-    print(
-        f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}, {metrics['device_name']}, "
-        f"{metrics['dtype']}; measured in {metrics['seconds']:.0f} s\n"
-    )
+    about = ("device_name", "ranks", "nodes", "dtype", "torch", "cuda", "driver", "cores")
+    print(f"measured in {metrics['seconds']:.0f} s:", ", ".join(f"{name} {metrics[name]}" for name in about), "\n")
+    rates = {name: by_rank for name in SHOWN if (by_rank := metrics["rates"].get(name))}
     table = [
-        [what, _rate(name, min(rates[name])), _rate(name, statistics.median(rates[name]))]
-        for name, (what, _, _) in SHOWN.items() if rates.get(name)
-    ]  # fmt: skip
+        [SHOWN[name][0], _rate(name, min(by_rank)), _rate(name, statistics.median(by_rank))]
+        for name, by_rank in rates.items()
+    ]
     console().print(listed(["all ranks at the same time", "slowest rank", "median"], table), "")
-    lengths = sorted(int(name.rpartition("_")[2]) for name in rates if name.startswith("attention_forward_"))
-    for way in ("forward", "backward"):
-        each = (f"{min(rates[f'attention_{way}_{n}']) / 1e12:.3g} at {n:,}" for n in lengths)
-        print(f"attention, {way}, TFLOPS by tokens: {', '.join(each)}")
-    if gpu := metrics["gpu_memory"]:
-        gone = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in metrics["overheads"].items())
-        print(f"each GPU has {format_bytes(gpu)}; in use before any tensor is allocated: {gone}")
-    if host := metrics["host_memory"]:
-        print(f"host memory that is free for the ranks of each node: {format_bytes(host)}")
-    driver = f", CUDA {metrics['cuda']}, driver {metrics['driver']}" if metrics["cuda"] else ""
-    print(f"PyTorch {metrics['torch']}{driver}, {metrics['cores']} cores for rank 0\n")
+    free = {"each GPU": metrics["gpu_memory"], "host, for the ranks of a node": metrics["host_memory"]}
+    gone = {f"in use before any tensor: {name}": nbytes for name, nbytes in metrics["overheads"].items()}
+    memory = [[name, format_bytes(nbytes)] for name, nbytes in {**free, **gone}.items() if nbytes]
+    console().print(listed(["memory", ""], memory), "")
     print("\n".join(f"! {text}." for text in wrong) or "nothing looks wrong")
 
 

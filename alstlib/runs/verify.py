@@ -108,34 +108,32 @@ def together(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for case in zip(*(rank["cases"] for rank in ranks)):
         worst = max(case, key=lambda one: (order.index(one["result"]), one.get("gradient", 0.0)))
         found = [one["first"] for one in case if one.get("first")]
-        cases.append({**worst, **({"first": min(found, key=lambda f: f["order"])} if found else {})})
+        cases.append({**worst, "first": min(found, key=lambda first: first["order"], default=None)})
     return {**ranks[0], "cases": cases}
 
 
 def verdict(answer: dict[str, Any]) -> tuple[str, str]:
     """In a word, and why."""
-    cases = answer["cases"]
-    by = {case["result"]: case for case in reversed(cases)}
     if "failed" in answer:
         return "fails", answer["failed"]
-    stopped = by.get("refused") or by.get("not built") or by.get("crash") or {}
-    if why := answer.get("refused") or stopped.get("reason"):
-        if stopped.get("result") == "crash" and not why.startswith("ValueError: "):  # those refuse a call
-            return "fails", f"sp {stopped['sp']}, {stopped['sample']}: {why}"
-        return "refused", why.removeprefix("ValueError: ")
-    wrong = [case for case in cases if case["result"] == "wrong"]
-    if wrong:
-        first = next((case for case in wrong if case.get("first")), wrong[0])
-        return "differs", f"{len(wrong)} of {len(cases)} cases; {'first ' if 'first' in first else ''}{said(first)}"
-    worst = max(max(case["loss"], case["gradient"]) for case in cases)
+    if "refused" in answer:
+        return "refused", answer["refused"]
+    first = {case["result"]: case for case in reversed(answer["cases"])}
+    if case := first.get("refused") or first.get("not built") or first.get("crash"):
+        if case["result"] == "crash" and not case["reason"].startswith("ValueError: "):  # those refuse a call
+            return "fails", f"sp {case['sp']}, {case['sample']}: {case['reason']}"
+        return "refused", case["reason"].removeprefix("ValueError: ")
+    if "wrong" in first:
+        count = sum(case["result"] == "wrong" for case in answer["cases"])
+        return "differs", f"{count} of {len(answer['cases'])} cases; first {said(first['wrong'])}"
+    worst = max(max(case["loss"], case["gradient"]) for case in answer["cases"])
     return "equal", f"loss and every gradient are those of plain transformers, to {worst:.1e}"
 
 
 def said(case: dict[str, Any]) -> str:
     """What is wrong in a case: in which module, where that is known."""
-    if not (first := case.get("first")):
-        return case.get("reason", "")
-    return f"in {first['module']} ({first['kind']}): its {first['what']} is off by {first['error']:.1e} of its norm"
+    text = "in {module} ({kind}): its {what} is off by {error:.1e} of its norm"
+    return text.format(**case["first"]) if case["first"] else case["reason"]
 
 
 def show(answer: dict[str, Any]) -> None:
@@ -143,21 +141,20 @@ def show(answer: dict[str, Any]) -> None:
     about = []
     if small := answer.get("small"):
         (found, whole), (heads, kv_heads) = small["layer_kinds"], small["heads"]
-        kinds = "one kind of layer" if whole == 1 else f"{found} of {whole} kinds of layers in their order"
-        kinds += f", {heads} query and {kv_heads} key/value heads" if heads else ""
         about.append(["shrunk", ", ".join(f"{name} {a} -> {b}" for name, (a, b) in small["changes"].items())])
-        about.append(["kept", f"{kinds}, all other fields"])
-    if answer["cases"]:
-        options = ", ".join(f"{name} {value}" for name, value in answer["options"].items()) or "as by default"
-        tiles = ", ".join(f"{name} {here}" for name, (_, here) in answer["tiles"].items())
-        about.append(["options", f"{options}{f'; in tokens here: {tiles}' if tiles else ''}"])
+        kinds = f"{found} of {whole} kinds of layers in their order"
+        about.append(["kept", f"{kinds}, {heads} query and {kv_heads} key/value heads, all other fields"])
+    options = (f"{name} {value}" for name, value in answer["options"].items())
+    about.append(["options", ", ".join(options) or "as by default"])
+    tiles = (f"{name} {here}" for name, (_, here) in answer.get("tiles", {}).items())
+    about.append(["in tokens here", ", ".join(tiles)])
     notes = [note for one in (answer, *answer["cases"]) for note in one.get("notes", ())]
     about += [["note", note] for note in dict.fromkeys(re.sub(r"^layer \d+:? ", "", note) for note in notes)]
-    console().print(listed(["", ""], about), "")
     cases = []
     for case in answer["cases"]:
-        numbers = [f"{case['loss']:.1e}", f"{case['gradient']:.1e}", case["dtype"][6:]] if "loss" in case else [""] * 3
+        numbers = [f"{case[name]:.1e}" if name in case else "" for name in ("loss", "gradient")]
         why = said(case) if case["result"] in ("wrong", "crash") else ""
         cases.append([str(case["sp"]), case["sample"], WORDS.get(case["result"], case["result"]), *numbers, why])
-    console().print(listed(["sp", "sample", "", "loss", "gradients", "dtype", ""], cases))
+    console().print(listed(["", ""], about), "")
+    console().print(listed(["sp", "sample", "", "loss", "gradients", ""], cases))
     print(f"{answer['verdict']}: {answer['reason']} ({answer['seconds']:.0f} s)")

@@ -123,8 +123,8 @@ def test_the_pages_command(here: None, tmp_path: Path, capsys: pytest.CaptureFix
     first, *lines, last = capsys.readouterr().out.splitlines()
     assert first == f"{path}: a step of a small model on 2 CPU ranks is compared with plain transformers"
     shown = " ".join(" ".join(lines).split())
-    for text in ("hidden_size 4096 -> 256", "one kind of layer, 32 query and 8 key/value heads", "chunk 4",
-                 "offload True", "1 whole equal ", "2 packed equal ", " float32"):  # fmt: skip
+    for text in ("hidden_size 4096 -> 256", "1 of 1 kinds of layers in their order, 32 query and 8 key/value heads",
+                 "chunk 4", "offload True", "1 whole equal ", "2 packed equal "):  # fmt: skip
         assert text in shown, text
     assert re.fullmatch(
         r"equal: loss and every gradient are those of plain transformers, to \d\.\de-0[67] \(\d+ s\)", last
