@@ -10,20 +10,21 @@ import datetime
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from alstlib.config import RunConfig, flat
 from alstlib.runs import results
 from alstlib.runs.progress import console, listed
+from alstlib.runs.results import Json
 from alstlib.runs.sweeps import Spec, opened, papermill_line, shown
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 NEVER = "never run"
 
-Rows = Sequence[Mapping[str, Any]]
+Rows = Sequence[Json]
 
 
 def report(args: argparse.Namespace) -> int:
@@ -87,7 +88,7 @@ def write_page(rows: Rows, folder: Path, page: Path, spec: Spec | None = None) -
     about = {
         "title": spec.name if spec else folder.resolve().name,
         "written": datetime.datetime.now().astimezone().isoformat(" ", timespec="minutes"),
-        "command": spec and spec.typed("run", at=spec.root),
+        "command": spec and spec.typed("run"),
         "counts": Counter(row["status"] for row in rows), "heads": heads, "table": list(zip(rows, texts)),
         "figures": list(figures(ran)), "rows": [_about(row, spec) for row in ran], "never": NEVER,
         "notebooks": sorted(folder.glob("*.ipynb")),
@@ -99,13 +100,12 @@ def write_page(rows: Rows, folder: Path, page: Path, spec: Spec | None = None) -
     results.replace_text(page, template.render(**about))
 
 
-def _about(result: Mapping[str, Any], spec: Spec | None) -> dict[str, Any]:
+def _about(result: Json, spec: Spec | None) -> Json:
     """One result, with why it failed, what lies in its folder, and the command that repeats it alone."""
     default, command = flat(RunConfig().to_dict()), ""
     fields = {n: value for n, value in flat(result["config"]).items() if value != default.get(n)}
     if spec:
-        notebook = os.path.relpath(spec.notebook, spec.root)
-        command = papermill_line(notebook, "out.ipynb", spec.parameters, fields)
+        command = papermill_line(shown(spec.notebook), "out.ipynb", spec.parameters, fields)
     files = [*sorted(result["folder"].glob("*.ipynb")), result["folder"] / "result.json"]
     return {**result, "why": results.why(result), "fields": fields, "files": files, "command": command}
 
@@ -166,14 +166,6 @@ def _over(column: str, ylabel: str, unit: float, plots: Any, rows: Rows) -> Draw
     return plots.versus({"": dict(sorted(points.items()))}, fields[0], ylabel), what
 
 
-def _predicted(plots: Any, rows: Rows) -> Drawn:
-    pairs = {row["label"]: (row["device_peak_bytes"], row["predicted_device_peak_bytes"]) for row in rows}
-    pairs = {label: (a / 2**20, b / 2**20) for label, (a, b) in pairs.items() if a and b}
-    kinds, ylabel = ("measured", "predicted"), "device peak of the fullest rank [MiB]"
-    what = "The two bars of a row match where the prediction is right."
-    return (plots.paired(pairs, kinds, ylabel, log=False, show="{:,.1f}".format), what) if pairs else None
-
-
 def _losses(plots: Any, rows: Rows) -> Drawn:
     curves = {row["label"]: by_step(row["metrics"], "loss", "loss_steps") for row in rows}
     curves = {label: points for label, points in curves.items() if len(points) >= 3}
@@ -186,7 +178,7 @@ def _losses(plots: Any, rows: Rows) -> Drawn:
     return (plots.training(curves, evaluation=evaluation), what) if curves else None
 
 
-def by_step(metrics: Mapping[str, Any], losses: str, steps: str) -> dict[int, float]:
+def by_step(metrics: Json, losses: str, steps: str) -> dict[int, float]:
     """Losses by optimizer step; the worker of the ablation has one a step."""
     found = metrics.get(losses) or []
     at = metrics.get(steps) or range(1, len(found) + 1)
@@ -199,7 +191,6 @@ FIGURES: dict[str, Callable[[Any, Rows], Drawn]] = {
     "Step over the swept field": functools.partial(_over, "step_seconds", "time of a step [s]", 1),
     "Device peak over the swept field": functools.partial(_over, "device_peak_bytes", "device peak [MiB]", 2**20),
     "Last loss over the swept field": functools.partial(_over, "loss", "loss of the last step", 1),
-    "Device peak, measured and predicted": _predicted,
     "Losses": _losses,
 }
 """The figures of a page, by their titles; each is drawn of rows of the table with their results, where these allow."""

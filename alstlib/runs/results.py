@@ -17,7 +17,7 @@ import platform
 import statistics
 import subprocess
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -28,6 +28,8 @@ from alstlib.config import FIELDS, PAPER_ROWS, ROWS, RunConfig, flat
 from alstlib.runs.processes import MORE_FILES
 from alstlib.units import format_bytes, format_seconds, format_tokens
 
+Json = dict[str, Any]
+"""A JSON object: a result, its metrics or its error, or a row of a table."""
 SCHEMA_VERSION = 1
 Status = Literal["ok", "oom", "timeout", "cancelled", "error"]
 STATUSES: tuple[str, ...] = get_args(Status)
@@ -80,9 +82,9 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def new_result(
-    config: RunConfig, status: str, *, mode: str = "real", metrics: Mapping[str, Any] | None = None,
-    error: Mapping[str, Any] | None = None, device: str | None = None, device_count: int | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    config: RunConfig, status: str, *, mode: str = "real", metrics: Json | None = None,
+    error: Json | None = None, device: str | None = None, device_count: int | None = None,
+) -> Json:  # fmt: skip
     """A complete `result.json` as a dictionary.
 
     `metrics` holds seq_len, tokens_per_step, step_seconds[], loss[], device_peak_bytes[] and host_peak_bytes[] (one a
@@ -107,7 +109,7 @@ def new_result(
     }
 
 
-def why(result: Mapping[str, Any]) -> str:
+def why(result: Json) -> str:
     """What a result says went wrong: the error's type, whose rank it is, and its message; empty without an error."""
     error = result.get("error") or {"type": "", "message": ""}
     whose = f" on rank {error['rank']}" if error.get("rank") is not None else ""
@@ -144,7 +146,7 @@ class Metrics(BaseModel):
     tflops: dict[str, Number] | None = None
     predicted: Predicted | None = None
     notes: list[Any] | None = None
-    tried: list[dict[str, Any]] | None = None
+    tried: list[Json] | None = None
 
 
 class Result(BaseModel):
@@ -157,11 +159,11 @@ class Result(BaseModel):
     status: Status
     mode: Literal["real", "simulated", "emulated"]
     finished: Annotated[str, AfterValidator(datetime.datetime.fromisoformat)]
-    config: dict[str, Any]
-    git: dict[str, Any]
-    environment: dict[str, Any]
+    config: Json
+    git: Json
+    environment: Json
     metrics: Metrics
-    error: dict[str, Any] | None
+    error: Json | None
 
 
 def check(text: str | bytes, source: str) -> None:
@@ -170,12 +172,11 @@ def check(text: str | bytes, source: str) -> None:
         Result.model_validate_json(text)
     except ValidationError as e:
         wrong = e.errors()[0]
-        field = ".".join(part for part in wrong["loc"] if isinstance(part, str))
-        found = f"{field}={wrong['input']!r:.60}: " if field else ""
-        raise ValueError(f"{source} is no result that this alstlib reads: {found}{wrong['msg']}") from None
+        found = f"{'.'.join(map(str, wrong['loc']))}={wrong['input']!r:.60}"
+        raise ValueError(f"{source} is no result that this alstlib reads: {found}: {wrong['msg']}") from None
 
 
-def write_result(path: str | os.PathLike[str], result: Mapping[str, Any]) -> None:
+def write_result(path: str | os.PathLike[str], result: Json) -> None:
     """Write `result.json` atomically. NaN and infinities become null.
 
     Raises:
@@ -187,7 +188,7 @@ def write_result(path: str | os.PathLike[str], result: Mapping[str, Any]) -> Non
     write_json(Path(path), plain)
 
 
-def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_result(path: str | os.PathLike[str]) -> Json:
     """Read and check a `result.json`.
 
     Raises:
@@ -211,7 +212,7 @@ def run_id(config: RunConfig) -> str:
     return config.digest(git_state()["sha"])
 
 
-def git_state(folder: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+def git_state(folder: str | os.PathLike[str] | None = None) -> Json:
     """`{"sha", "dirty"}` of the commit that `folder` (default: this package) is at; sha 'unknown' outside git.
 
     Only changes below `folder` make it dirty, so that a sweep that writes reports does not.
@@ -233,7 +234,7 @@ def _installed() -> dict[str, str]:
     return {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions() if d.name}
 
 
-def environment(device: str | None = None, device_count: int | None = None) -> dict[str, Any]:
+def environment(device: str | None = None, device_count: int | None = None) -> Json:
     """Versions of what decides a run. `lock_hash` covers every installed distribution and its version."""
     found = _installed()
     lock = json.dumps(found, sort_keys=True).encode()
@@ -250,7 +251,7 @@ def environment(device: str | None = None, device_count: int | None = None) -> d
 # Many results
 
 
-def collect(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def collect(folder: str | os.PathLike[str]) -> list[Json]:
     """Every result below `folder`, in the order of the ablation, each with its `folder` and its `label`: the path below
     `folder`, which no other has. Unreadable ones are left out with a warning."""
     found = []
@@ -266,7 +267,7 @@ def collect(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda result: place.get(result["row"], len(place)))
 
 
-def row_or_id(result: Mapping[str, Any]) -> str:
+def row_or_id(result: Json) -> str:
     return result["row"] or result["run_id"]
 
 
@@ -274,7 +275,7 @@ SWEPT = 6
 """Runs that differ in more fields than these are not shown as a sweep over them."""
 
 
-def swept(results: Sequence[Mapping[str, Any]]) -> list[str]:
+def swept(results: Sequence[Json]) -> list[str]:
     """The fields of RunConfig in which results differ; none where their rows are those of the ablation, whose names say
     it, or where they differ in too many."""
     configs = [flat(r["config"]) for r in results if r["config"]]
@@ -301,7 +302,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 """Heading and format of each column of `table` that has not its name for a heading."""
 
 
-def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def table(results: Iterable[Json]) -> list[Json]:
     """One dictionary for each result, in the order of a table's columns: the fields in which the results differ, what
     was measured (bytes, seconds, tokens, TFLOPS of a rank), what was predicted, and the paper's row; and `notes`.
 
@@ -322,7 +323,7 @@ def table(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
-def _measured(metrics: Mapping[str, Any], world_size: int | None) -> dict[str, Any]:
+def _measured(metrics: Json, world_size: int | None) -> Json:
     """A row's numbers, by the names of the columns."""
     device, host, losses = (_known(metrics.get(name)) for name in ("device_peak_bytes", "host_peak_bytes", "loss"))
     seconds, tokens = step_seconds(metrics), metrics.get("tokens_per_step")
@@ -341,7 +342,7 @@ def _measured(metrics: Mapping[str, Any], world_size: int | None) -> dict[str, A
     }
 
 
-def step_seconds(metrics: Mapping[str, Any]) -> float | None:
+def step_seconds(metrics: Json) -> float | None:
     """Median seconds of an optimizer step (the worker leaves out those whose memory is watched)."""
     times = _known(metrics.get("step_seconds"))
     return statistics.median(times) if times else None
@@ -351,9 +352,7 @@ def _known(numbers: Sequence[float | None] | None) -> list[float]:
     return [x for x in numbers or [] if x is not None]
 
 
-def cells(
-    rows: Sequence[Mapping[str, Any]], columns: Iterable[str] | None = None
-) -> tuple[dict[str, str], list[list[str]]]:
+def cells(rows: Sequence[Json], columns: Iterable[str] | None = None) -> tuple[dict[str, str], list[list[str]]]:
     """Of `table`'s rows: the heading of each column, by its name, and the texts of each row. What was not measured is
     `-`, and columns that are all so are left out."""
     names = columns or [n for n in rows[0] if n != "notes" and any(row[n] is not None for row in rows)]
@@ -362,18 +361,18 @@ def cells(
     return {name: heading for name, (heading, _) in known.items()}, texts
 
 
-def to_markdown(rows: Sequence[Mapping[str, Any]], columns: Iterable[str] | None = None) -> str:
+def to_markdown(rows: Sequence[Json], columns: Iterable[str] | None = None) -> str:
     """`table`'s rows as a Markdown table; see `cells`."""
     heads, texts = cells(rows, columns)
     lines = [[*heads.values()], ["---"] * len(heads), *([text.replace("|", "\\|") for text in row] for row in texts)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+def notes(rows: Iterable[Json]) -> list[str]:
     """A line of Markdown for each thing that must be known of `table`'s rows, such as data that were repeated."""
     return [f"- {row['row']}: {note}" for row in rows for note in row["notes"]]
 
 
-def with_notes(rows: Sequence[Mapping[str, Any]]) -> str:
+def with_notes(rows: Sequence[Json]) -> str:
     """`to_markdown` of `table`'s rows, and their `notes` below it."""
     return "\n".join([to_markdown(rows), "", *notes(rows)]).rstrip("\n")

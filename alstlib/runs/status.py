@@ -17,11 +17,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from alstlib.config import RunConfig, flat
 from alstlib.runs import launch, locks, results
 from alstlib.runs.progress import ProgressReader, console, describe, first_failed, listed, time_left
+from alstlib.runs.results import Json
 from alstlib.runs.sweeps import Spec, opened, shown, sweeps
 from alstlib.units import format_seconds, format_tokens
 
@@ -58,7 +58,7 @@ class Row:
         return first_failed(attempts[-1]) if self.state in FAILED and began and attempts else None
 
 
-def look(folder: Path, config: RunConfig | None, sweep: Mapping[str, Any] | None = None) -> Row:
+def look(folder: Path, config: RunConfig | None, sweep: Json | None = None) -> Row:
     """How the row in a folder stands; `config` is what it should have run (resolved), `sweep` who runs its sweep."""
     now, running = time.time(), sweep or {}
     events = ProgressReader(folder / "progress.jsonl").read()
@@ -86,7 +86,7 @@ def look(folder: Path, config: RunConfig | None, sweep: Mapping[str, Any] | None
     return row(state=result["status"], what=_ended(result), seconds=took)
 
 
-def _ended(result: Mapping[str, Any]) -> str:
+def _ended(result: Json) -> str:
     """A line: what was measured, or why it failed."""
     length, seconds = result["metrics"].get("seq_len"), results.step_seconds(result["metrics"])
     measured = [f"{format_tokens(length)} tokens"] if length else []
@@ -94,7 +94,7 @@ def _ended(result: Mapping[str, Any]) -> str:
     return results.why(result).partition("\n")[0] or ", ".join(measured)
 
 
-def _stale(result: Mapping[str, Any], config: RunConfig) -> str:
+def _stale(result: Json, config: RunConfig) -> str:
     """Why a result is not that of today."""
     then, now = flat(result["config"]), flat(config.to_dict())
     changed = [f"{n}={then.get(n)!r} (now {now.get(n)!r})" for n in {**now, **then} if then.get(n) != now.get(n)]
@@ -111,7 +111,7 @@ class Sweep:
     name: str
     folder: Path
     spec: Path | None
-    holder: Mapping[str, Any] | None
+    holder: Json | None
     """What is known of the `alst run` that is at it."""
     problem: str
     """Why its spec cannot be used."""
@@ -146,27 +146,21 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("config.json", "result.json"))
 
 
-def _following(
-    folder: Path, spec: Spec | None, rows: Sequence[Row], holder: Mapping[str, Any] | None
-) -> dict[str, str]:
+def _following(folder: Path, spec: Spec | None, rows: Sequence[Row], holder: Json | None) -> dict[str, str]:
     def typed(verb: str, *flags: str) -> str:
         return spec.typed(verb, *flags) if spec else shlex.join(["alst", verb, shown(folder), *flags])
 
-    failed, waiting, running = (
-        [row for row in rows if row.state in states] for states in (FAILED, ("stale", "never run"), ("running",))
+    failed, states = [row for row in rows if row.state in FAILED], {row.state for row in rows}
+    log = failed[0].log() if failed else None
+    runs, reported = spec and not holder, any((row.folder / "result.json").exists() for row in rows)
+    possible = (
+        (log, shlex.join(["less", shown(log or folder)]), "see why the first of them failed"),
+        (runs and failed, typed("run", "--retry", "error"), "repeat what failed"),
+        (runs and states & {"stale", "never run"}, typed("run"), "run all that is not finished"),
+        ("running" in states, shlex.join(["watch", "-n", "5", typed("status")]), "follow the progress"),
+        (reported, typed("report"), "see the table and write a page"),
     )
-    commands = {}
-    if failed and (log := failed[0].log()):
-        commands[shlex.join(["less", shown(log)])] = f"see why {failed[0].row} failed"
-    if spec and failed and not holder:
-        commands[typed("run", "--retry", "error")] = "repeat what failed"
-    if spec and waiting and not holder:
-        commands[typed("run")] = "run all that is not finished"
-    if running:
-        commands[shlex.join(["watch", "-n", "5", typed("status")])] = "follow the progress"
-    if any((row.folder / "result.json").exists() for row in rows):
-        commands[typed("report")] = "see the table and write a page"
-    return commands
+    return {command: why for when, command, why in possible if when}
 
 
 # What people read

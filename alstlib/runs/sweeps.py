@@ -11,8 +11,6 @@ A spec is a mapping of
                 base; `expect` says what should come out (env/gpu.py reads it)
     parameters  optional: more parameters of the notebook
     report      optional: a notebook that is executed at the end with the parameter `results`, the sweep's folder
-
-A file with none of notebook, base and rows holds the parameters of notebooks/run.ipynb, for a single run.
 """
 
 from __future__ import annotations
@@ -67,8 +65,6 @@ class Spec:
 
     name: str
     path: Path
-    root: Path
-    """The folder that its notebook's name begins at: the repository, for a spec outside of it too."""
     home: Path
     """The folder with papermill_runs/out, where its results go if nothing else is said."""
     notebook: Path
@@ -84,14 +80,15 @@ class Spec:
     def worker(self) -> str:
         return str(self.parameters.get("worker", workers.ABLATION))
 
-    def typed(self, verb: str, *flags: str, at: Path | None = None) -> str:
-        """`alst VERB SPEC [--out FOLDER] FLAGS` for a shell, as typed in the folder `at`; without one, here. `run` gets
-        the `--set` of this sweep again; the other commands read it in the folder."""
-        usual = self.out.resolve() == ((at or self.home) / OUT / self.name).resolve()
-        path, out = (os.path.relpath(p, at) if at else shown(p) for p in (self.path, self.out))
-        sets = [word for name, value in self.changes.items() for word in ("--set", f"{name}={_yaml(value)}")]
-        where = [] if usual else ["--out", out]
-        return shlex.join(["alst", verb, path, *where, *(sets if verb == "run" else []), *flags])
+    def typed(self, verb: str, *flags: str) -> str:
+        """`alst VERB SPEC [--out FOLDER] FLAGS` for a shell, as typed here. `run` gets the `--set` of this sweep again;
+        the other commands read it in the folder."""
+        words = ["alst", verb, shown(self.path)]
+        if self.out.resolve() != (self.home / OUT / self.name).resolve():
+            words += ["--out", shown(self.out)]
+        for name, value in self.changes.items() if verb == "run" else ():
+            words += ["--set", f"{name}={_yaml(value)}"]
+        return shlex.join([*words, *flags])
 
 
 def load_spec(
@@ -132,14 +129,14 @@ def load_spec(
         config = config.replace(**fields).replace(**ran["changes"])
         rows[row] = launch.resolve(config, launch.node_count(config, ran["nodes"]), ran["gpus"])
     return Spec(
-        name=name, path=path, root=root, home=home, notebook=notebook, parameters=given.parameters or {}, rows=rows,
+        name=name, path=path, home=home, notebook=notebook, parameters=given.parameters or {}, rows=rows,
         report=_locate(given.report, path)[0] if given.report else None, out=folder, nodes=ran["nodes"],
         changes=ran["changes"],
     )  # fmt: skip
 
 
 def _read(path: Path) -> SpecFile:
-    """What is in a spec, or in the parameters of a single run."""
+    """What is in a spec."""
     if not path.exists():
         raise ValueError(f"the spec {shown(path)} does not exist; {nearest_path(path)}")
     try:
@@ -148,18 +145,7 @@ def _read(path: Path) -> SpecFile:
         raise ValueError(f"the spec {path} cannot be read: {e}") from e
     if not isinstance(spec, dict):
         raise ValueError(f"the spec {path} must be a mapping with the keys name, notebook, base and rows")
-    return SpecFile(**spec if {"rows", "base", "notebook"} & set(spec) else _one_run(spec))
-
-
-def _one_run(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec of a single run, from parameters of notebooks/run.ipynb: `row`, the run's groups, `config`, `worker`.
-    As in the notebook, what is given wins over what the row turns on, and `config` over all."""
-    own = {n: v for n, v in parameters.items() if n not in ("row", "worker", "out", "force", "config")}
-    named = {"worker": parameters["worker"]} if "worker" in parameters else {}
-    if parameters.get("row"):
-        check_names([parameters["row"]], ROWS, "row")
-    row = {"name": parameters.get("row") or "run", **merged(merged({}, own), parameters.get("config") or {})}
-    return {"rows": [row], "parameters": named}
+    return SpecFile(**spec)
 
 
 def _for_device(fields: Mapping[str, Any], device: str) -> dict[str, Any]:

@@ -193,11 +193,9 @@ def test_nodes_are_submitted_as_a_job(tmp_path, monkeypatch, capsys, spec):
     assert cluster.TEMPLATE.read_text().startswith("#!/usr/bin/env bash\n#SBATCH")
 
 
-def test_a_dry_run_shows_the_launcher_and_a_wrong_one_is_refused(capsys, spec):
+def test_a_wrong_launcher_is_refused(capsys, spec):
     several = ["run", str(spec), "--dry-run", "--nodes", "2", "--head", "127.0.0.1", "--launcher"]
     assert cli.main([*several, "true -n 2"]) == 0
-    agent = "-m alstlib.train.agent --nnodes 2 --rdzv-endpoint 127.0.0.1:0 --rdzv-id"
-    assert f"which starts  true -n 2 {sys.executable} {agent}" in capsys.readouterr().out
     assert cli.main([*several, "no-such-launcher"]) == 2
     assert "--launcher no-such-launcher: there is no command 'no-such-launcher'" in capsys.readouterr().err
 
@@ -209,26 +207,15 @@ def test_the_grace_can_be_a_variable(monkeypatch, capsys, spec):
     assert "argument --grace: invalid float value: 'soon'" in capsys.readouterr().err
 
 
-def test_parameters_of_the_notebook_are_a_single_run(tmp_path):
+def test_a_spec_of_a_single_run(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text(
-        "{row: alst, data.seq_len: 4K, config: {model.name: tiny, optim: {steps: 5}}, worker: alstlib.train.ablation}"
-    )
-    found = cli.load_spec(path, nodes=2)
-    run = found.rows["alst"]
-    assert (run.model.name, run.data.seq_len, run.optim.steps) == ("tiny", 4000, 5)
-    assert run.options.tile("mlp") is True
+    path.write_text("rows: [{name: alst, data.seq_len: 4K, model.name: tiny, options: {offload: false}}]")
+    run = cli.load_spec(path, nodes=2).rows["alst"]
+    assert (run.model.name, run.data.seq_len, run.options.tile("mlp")) == ("tiny", 4000, True)
     assert run.engine.world_size == run.engine.sp == 2 * (devices.device_count() or 2)
-    path.write_text("{row: alst, engine: {sp: 1}, options: {offload: false}}")
-    run = cli.load_spec(path).rows["alst"]
-    assert (run.engine.sp, run.options.offload) == (1, False), "what is given wins over the row, as in the notebook"
-    path.write_text("{row: alts}")
-    with pytest.raises(ValueError, match="unknown row 'alts'; did you mean 'alst'"):
-        cli.load_spec(path)
-    path.write_text("{model: {name: tiny}}")
-    assert list(cli.load_spec(path).rows) == ["run"]
+    assert run.options.offload is False, "what is given wins over the row, as in the notebook"
     path.write_text("{name: x, base: {}}")
-    with pytest.raises(ValueError, match="has no rows"):
+    with pytest.raises(ValueError, match="must be a list of at least one row"):
         cli.load_spec(path)
 
 
@@ -283,7 +270,8 @@ def test_nodes_that_fail_are_named(tmp_path):
 def test_the_ranks_of_both_nodes_say_where_they_are(tmp_path):
     with pytest.raises(launch.RunFailed, match=r"Timeout: the run took longer than limits\.timeout=25 s") as e:
         start("hang", tmp_path, timeout=25, world_size=2)
-    assert "ranks 0, 1: in main (fake_worker.py, line " in e.value.result["error"]["message"]
+    message = e.value.result["error"]["message"]
+    assert all(f"rank {rank}: in main (fake_worker.py, line " in message for rank in (0, 1))
     assert not of_run(tmp_path)
 
 
@@ -453,7 +441,7 @@ def test_a_sweep_whose_time_is_up_can_be_repeated(tmp_path, monkeypatch, capsys,
     if saved == "before":
         state.touch()
 
-    def run_row(spec, row, force, also, warned):
+    def run_row(spec, row, force, warned):
         ran.append(row)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert warned()
