@@ -66,8 +66,8 @@ def test_what_is_given_wins_over_the_row():
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("options.chunks = 3", r"unknown field of options 'chunks'; did you mean 'chunk'\?"),
-        ("options.tiles.mpl = 3", r"unknown field of options.tiles 'mpl'; did you mean 'mlp'\?"),
+        ("options.chunks = 3", r"unknown field of Options 'chunks'; did you mean 'chunk'\?"),
+        ("options.tiles.mpl = 3", r"options.tiles=.*'mpl'.* must be .*'mlp', 'loss' and 'norm'"),
         ("options = {'chunks': 3}", r"unknown field of Options 'chunks'; did you mean 'chunk'\?"),
         ("seq_len = 4", r"unknown parameter 'seq_len'; did you mean 'data.seq_len'\?"),
         ("name = 'tiny'", r"unknown parameter 'name'; did you mean 'model.name'\?"),
