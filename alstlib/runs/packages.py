@@ -20,7 +20,7 @@ from alstlib.planner import devices
 
 TRACKERS = {
     "azure_ml": "azureml", "clearml": "clearml", "codecarbon": "codecarbon", "comet_ml": "comet_ml",
-    "dagshub": "dagshub", "dvclive": "dvclive", "flyte": "flytekit", "kubeflow": "", "mlflow": "mlflow",
+    "dagshub": "dagshub", "dvclive": "dvclive", "flyte": "flytekit", "kubeflow": "transformers", "mlflow": "mlflow",
     "neptune": "neptune", "swanlab": "swanlab", "tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb",
 }  # fmt: skip
 """What the Trainer's `report_to` may name, and the module that each needs."""
@@ -68,13 +68,11 @@ def _installed(module: str) -> bool:
 def _needed(run: RunConfig, fine_tuning: bool) -> Iterator[tuple[str, str]]:
     """Fields of the run, and the module that each needs."""
     trainer, gpus = run.optim.trainer, devices.device_count()
-    told = trainer.get("report_to") or []
-    trackers = [told] if isinstance(told, str) else list(told)
-    trackers = [] if trackers in (["none"], ["all"]) else trackers  # all that are installed
-    check_names(dict.fromkeys(trackers), TRACKERS, "tracker in optim.trainer={'report_to': ...}:")
-    for name in filter(TRACKERS.get, trackers):
-        if name != "tensorboard" or not _installed("tensorboardX"):
-            yield f"optim.trainer={{'report_to': {told!r}}}", TRACKERS[name]
+    trackers = trainer.get("report_to") or []
+    for name in [trackers] if isinstance(trackers, str) else trackers:
+        if name not in ("none", "all"):
+            check_names([name], TRACKERS, "tracker in optim.trainer={'report_to': ...}:")
+            yield f"optim.trainer={{'report_to': {trackers!r}}}", TRACKERS[name]
     optimizer = str(trainer.get("optim", ""))
     if module := next((module for names, module in OPTIMIZERS if re.match(names, optimizer)), None):
         yield f"optim.trainer={{'optim': {optimizer!r}}}", module
