@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from alstlib.config import Engine, Model, RunConfig
 from alstlib.planner import devices
 from alstlib.planner.gpus import rates_named
 from alstlib.runs import launch, workers
 from alstlib.runs.progress import console, listed
+from alstlib.runs.results import Json
 from alstlib.units import GIB, format_bytes
 
 HELP = "measure this machine's rates and memory and say what looks wrong; `alst plan --machine` uses the result"
@@ -79,7 +79,7 @@ def check(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def findings(metrics: Mapping[str, Any]) -> Iterator[str]:
+def findings(metrics: Json) -> Iterator[str]:
     """What looks wrong, each in a sentence that says what to look at."""
     places, known, links = metrics["places"], rates_named(metrics["device_name"]), metrics["links"]
     nodes = [place.split()[0] for place in places]
@@ -132,7 +132,7 @@ def findings(metrics: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def tell(metrics: Mapping[str, Any], wrong: list[str]) -> None:
+def tell(metrics: Json, wrong: list[str]) -> None:
     """Print what was measured, and what looks wrong."""
     about = ("device_name", "ranks", "nodes", "dtype", "torch", "cuda", "driver", "cores")
     print(f"measured in {metrics['seconds']:.0f} s:", ", ".join(f"{name} {metrics[name]}" for name in about), "\n")

@@ -32,12 +32,13 @@ from alstlib.runs import (
 from alstlib.runs.notebooks import execute
 from alstlib.runs.processes import WARNED, allow_open_files, warnings_call
 from alstlib.runs.progress import Plain, Printer, ProgressReader
+from alstlib.runs.results import Json
 from alstlib.runs.sweeps import Spec, check_parameters, load_spec, papermill_line, select, shown, write_record
 
 # Commands
 
 
-def run_row(spec: Spec, row: str, *, force: bool = False, warned: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+def run_row(spec: Spec, row: str, *, force: bool = False, warned: Callable[[], bool] = lambda: False) -> Json:
     """Execute the run template for a row and return its result, which says how it ended (also of a dead kernel). When
     `warned` says so, the run is told to save its state and end.
 
@@ -74,7 +75,7 @@ def run_row(spec: Spec, row: str, *, force: bool = False, warned: Callable[[], b
     return results.read_result(path)
 
 
-def _parameters(spec: Spec, row: str, force: bool) -> dict[str, Any]:
+def _parameters(spec: Spec, row: str, force: bool) -> Json:
     """What the notebook of a row is given."""
     given = {**spec.parameters, "config": spec.rows[row].to_dict(), "out": str(spec.out / row)}
     return {**given, "force": True} if force else given

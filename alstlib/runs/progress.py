@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,10 +27,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from alstlib.runs.results import strict
+from alstlib.runs.results import Json, strict
 from alstlib.units import format_seconds, printable
 
-Event = Mapping[str, Any]
 TAIL_CHARACTERS = 4000
 TRACEBACK = "Traceback (most recent call last)"
 SEARCHED_BYTES = 100_000
@@ -67,7 +66,7 @@ class ProgressReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self.offset = Path(path), 0
 
-    def read(self) -> list[Event]:
+    def read(self) -> list[Json]:
         try:
             with open(self.path, "rb") as file:
                 if self.offset > self.path.stat().st_size:
@@ -113,7 +112,7 @@ SAID = {
 """The fields of an event that are shown, in their order, with their format."""
 
 
-def describe(event: Event, now: float = 0.0) -> str:
+def describe(event: Json, now: float = 0.0) -> str:
     """One line: length tried, step, tokens/s, loss, message, how it ended; and the time left, or how long it has been
     so, at `now` (seconds since the epoch)."""
     parts = [text.format(**{"steps": "?", **event}) for name, text in SAID.items() if event.get(name) not in (None, "")]
@@ -125,7 +124,7 @@ def describe(event: Event, now: float = 0.0) -> str:
     return "  ".join(parts)
 
 
-def time_left(event: Event, now: float = 0.0) -> float | None:
+def time_left(event: Json, now: float = 0.0) -> float | None:
     """Remaining seconds of what an event names, at `now`; None when unknown."""
     eta = event.get("eta_seconds")
     return None if eta is None else max(0.0, eta - max(0.0, now - event.get("time", now)))
@@ -302,7 +301,7 @@ class Printer:
     LOG_SECONDS = 600.0
 
     def __init__(self) -> None:
-        self.event: Event = {}
+        self.event: Json = {}
         self.display, self.live, self.log = None, None, None
         screen = console()
         if in_kernel():
@@ -317,7 +316,7 @@ class Printer:
         self.shown = self.logged = -math.inf
         self.tenth = 0
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: Json) -> None:
         self.event = event
         self.tick()
         if event.get("event") == "end":

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 from pydantic_core import to_json
 
 from alstlib.config import FIELDS, PAPER_ROWS, ROWS, RunConfig, flat
@@ -121,19 +121,17 @@ Number = float | None
 Numbers = list[Number] | None
 
 
-class Predicted(BaseModel):
+class Predicted(BaseModel, strict=True):
     """What the planner said, in bytes of a rank and seconds; `unknown` says why it said nothing."""
 
-    model_config = ConfigDict(strict=True)
     step_seconds: Number = None
     device_peak_bytes: Number = None
     host_peak_bytes: Number = None
 
 
-class Metrics(BaseModel):
+class Metrics(BaseModel, strict=True):
     """What tables and figures take of the metrics; there are more."""
 
-    model_config = ConfigDict(strict=True)
     seq_len: Number = None
     tokens_per_step: Number = None
     step_seconds: Numbers = None
@@ -149,10 +147,9 @@ class Metrics(BaseModel):
     tried: list[Json] | None = None
 
 
-class Result(BaseModel):
+class Result(BaseModel, strict=True):
     """A result.json."""
 
-    model_config = ConfigDict(strict=True)
     schema_version: Literal[1]
     run_id: str
     row: str | None

@@ -31,6 +31,7 @@ from alstlib.options import Fields, Name, Settings, Text, Works, check_names
 from alstlib.planner import devices
 from alstlib.runs import launch, locks, results, workers
 from alstlib.runs.launch import OUT
+from alstlib.runs.results import Json
 
 RECORD = "sweep.json"
 """Left in a sweep's folder by `alst run`: which spec it is of, and what its rows were resolved for."""
@@ -68,12 +69,12 @@ class Spec:
     home: Path
     """The folder with papermill_runs/out, where its results go if nothing else is said."""
     notebook: Path
-    parameters: Mapping[str, Any]
+    parameters: Json
     rows: Mapping[str, RunConfig]
     report: Path | None
     out: Path
     nodes: int
-    changes: Mapping[str, Any]
+    changes: Json
     """What `--set` changed in every row."""
 
     @property
@@ -93,7 +94,7 @@ class Spec:
 
 def load_spec(
     path: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, as_run: bool = False, nodes: int = 1,
-    changes: Mapping[str, Any] | None = None,
+    changes: Json | None = None,
 ) -> Spec:  # fmt: skip
     """Read and check a spec.
 
@@ -112,7 +113,7 @@ def load_spec(
     notebook, root = _locate(given.notebook, path)
     home = root if path.is_relative_to(root) else launch.default_home()
     folder = Path(out).resolve() if out else home / OUT / name
-    ran: dict[str, Any] = {"gpus": devices.device_count(), "nodes": nodes, "changes": changes or {}}
+    ran: Json = {"gpus": devices.device_count(), "nodes": nodes, "changes": changes or {}}
     ran |= read_record(folder) if as_run else {}
     device = "cuda" if ran["gpus"] else "cpu"
     base = RunConfig.from_dict(_for_device(given.base or {}, device))
@@ -148,7 +149,7 @@ def _read(path: Path) -> SpecFile:
     return SpecFile(**spec)
 
 
-def _for_device(fields: Mapping[str, Any], device: str) -> dict[str, Any]:
+def _for_device(fields: Json, device: str) -> Json:
     """`fields` with the section of this device merged in and both sections gone."""
     plain = {name: value for name, value in fields.items() if name not in ("cpu", "cuda")}
     return merged(plain, fields.get(device) or {})
@@ -166,7 +167,7 @@ def _locate(name: str, spec: Path) -> tuple[Path, Path]:
     )
 
 
-def papermill_line(notebook: str, output: str, parameters: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
+def papermill_line(notebook: str, output: str, parameters: Json, fields: Json) -> str:
     """What runs a row by itself, for a shell: the template with a sweep's parameters, and with these fields of a
     run, by their names with the group. They go under `config`: the parameter `row` is a row of the ablation only."""
     given = json.dumps({**parameters, "config": merged({}, fields)}, default=str)
@@ -186,7 +187,7 @@ def check_parameters(notebook: Path, names: Iterable[str]) -> None:
 
 def select(spec: Spec, rows: str | None) -> list[str]:
     """The rows named in a list with commas; all without one."""
-    names = [r.strip() for r in rows.split(",") if r.strip()] if rows else list(spec.rows)
+    names = rows.split(",") if rows else list(spec.rows)
     check_names(names, spec.rows, "row")
     return names
 
@@ -213,7 +214,7 @@ def write_record(spec: Spec) -> None:
     results.write_json(spec.out / RECORD, results.strict(about))
 
 
-def read_record(folder: Path) -> dict[str, Any]:
+def read_record(folder: Path) -> Json:
     """What `write_record` left in a folder; empty where it left nothing."""
     return locks.read_object(folder / RECORD) or {}
 

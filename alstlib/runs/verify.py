@@ -8,11 +8,11 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from alstlib.hf.configs import check_model
 from alstlib.planner.command import fields_of
 from alstlib.runs.progress import console, listed
+from alstlib.runs.results import Json
 from alstlib.runs.spawn import run_on_ranks
 from alstlib.runs.workers import check_ranks
 from alstlib.units import parse_quantity
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 WORKER = "alstlib.measure.verify"
 
 
-def on_rank(worker: str, question: dict[str, Any]) -> dict[str, Any]:
+def on_rank(worker: str, question: Json) -> Json:
     """What a rank does; it needs torch."""
     import importlib
 
@@ -101,7 +101,7 @@ def verify(args: argparse.Namespace) -> int:
     return {"equal": 0, "differs": 1, "fails": 1, "refused": 2}[answer["verdict"]]
 
 
-def together(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def together(ranks: Sequence[Json]) -> Json:
     """One answer of all ranks': of each case the worst, with the module that is the first to differ on any rank."""
     order = ["exact", "not built", "refused", "wrong", "crash"]
     cases = []
@@ -112,7 +112,7 @@ def together(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**ranks[0], "cases": cases}
 
 
-def verdict(answer: dict[str, Any]) -> tuple[str, str]:
+def verdict(answer: Json) -> tuple[str, str]:
     """In a word, and why."""
     if "failed" in answer:
         return "fails", answer["failed"]
@@ -130,13 +130,13 @@ def verdict(answer: dict[str, Any]) -> tuple[str, str]:
     return "equal", f"loss and every gradient are those of plain transformers, to {worst:.1e}"
 
 
-def said(case: dict[str, Any]) -> str:
+def said(case: Json) -> str:
     """What is wrong in a case: in which module, where that is known."""
     text = "in {module} ({kind}): its {what} is off by {error:.1e} of its norm"
     return text.format(**case["first"]) if case["first"] else case["reason"]
 
 
-def show(answer: dict[str, Any]) -> None:
+def show(answer: Json) -> None:
     """Print the answer for people."""
     about = []
     if small := answer.get("small"):
