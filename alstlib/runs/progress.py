@@ -201,13 +201,12 @@ def _by_signal(number: int, oom_kills: int | None) -> str:
     if number == signal.SIGKILL and oom_kills:
         return f"SIGKILL: the host ran out of memory, and its kernel ended {oom_kills} processes meanwhile"
     counted = ", but this host's kernel counts none during the run" if oom_kills == 0 else ""
-    senders = {
+    senders: dict[int, str] = {
         signal.SIGKILL: f"as the kernel does when the host's memory runs out{counted}; else a person or a scheduler",
         signal.SIGSEGV: "a crash in compiled code", signal.SIGBUS: "often a full /dev/shm or disk",
     }  # fmt: skip
-    known = {int(one): (one.name, senders.get(one, "from outside the run")) for one in signal.Signals}
-    name, sender = known.get(number, (f"signal {number}", "from outside the run"))
-    return f"{name} ({sender})"
+    names = {one.value: one.name for one in signal.Signals}
+    return f"{names.get(number, f'signal {number}')} ({senders.get(number, 'from outside the run')})"
 
 
 def whereabouts(progress: Path, logs: Path, stopped: Sequence[int] = ()) -> str:

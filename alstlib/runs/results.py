@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
 import functools
 import hashlib
 import importlib.metadata
@@ -25,7 +24,6 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 from pydantic_core import to_json
 
 from alstlib.config import FIELDS, PAPER_ROWS, ROWS, RunConfig, flat
-from alstlib.runs.processes import MORE_FILES
 from alstlib.units import format_bytes, format_seconds, format_tokens
 
 Json = dict[str, Any]
@@ -92,8 +90,6 @@ def new_result(
     `error` holds type, message and log_tail, and `rank` where the error is that of one rank. `device` is the device's
     name.
     """
-    if error and os.strerror(errno.EMFILE) in str(error.get("message")):
-        error = {**error, "message": f"{error['message']}: {MORE_FILES}"}
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": run_id(config),

@@ -153,8 +153,7 @@ def show(answer: Json) -> None:
     cases = []
     for case in answer["cases"]:
         numbers = [f"{case[name]:.1e}" if name in case else "" for name in ("loss", "gradient")]
-        why = said(case) if case["result"] in ("wrong", "crash") else ""
-        cases.append([str(case["sp"]), case["sample"], WORDS.get(case["result"], case["result"]), *numbers, why])
+        cases.append([str(case["sp"]), case["sample"], WORDS.get(case["result"], case["result"]), *numbers])
     console().print(listed(["", ""], about), "")
-    console().print(listed(["sp", "sample", "", "loss", "gradients", ""], cases))
+    console().print(listed(["sp", "sample", "", "loss", "gradients"], cases))
     print(f"{answer['verdict']}: {answer['reason']} ({answer['seconds']:.0f} s)")

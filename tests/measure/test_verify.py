@@ -164,7 +164,7 @@ def test_a_module_that_mixes_tokens_is_named(
     out = capsys.readouterr().out
     shown = " ".join(out.split())
     assert "1 whole differs " in shown
-    assert "in model.layers.0.mlp.gate_proj (Linear): its output is off" in shown
+    assert "first in model.layers.0.mlp.gate_proj (Linear): its output is off" in shown
     assert out.splitlines()[-1].startswith("differs: 2 of 2 cases; first in model.layers.0.mlp.gate_proj")
 
 

@@ -766,12 +766,3 @@ def test_too_few_open_files_are_refused_with_what_to_type(tmp_path):
         capture_output=True, text=True, cwd=tmp_path,
     )  # fmt: skip
     assert "allow more with `ulimit -n 4096`" in done.stderr
-
-
-def test_a_result_says_how_to_allow_more_open_files():
-    error = {"type": "RankFailed", "message": "rank 0 ended: OSError: [Errno 24] Too many open files"}
-    assert results.why(results.new_result(RunConfig(), "error", error=error)).endswith(
-        "Too many open files: allow more with `ulimit -n 4096`"
-    )
-    error["message"] = "another"
-    assert results.why(results.new_result(RunConfig(), "error", error=error)) == "RankFailed: another"
