@@ -27,7 +27,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from alstlib.runs.results import Json, strict
+from alstlib.runs.results import Json, as_json
 from alstlib.units import format_seconds, printable
 
 TAIL_CHARACTERS = 4000
@@ -52,7 +52,7 @@ class Progress:
     def emit(self, event: str, **fields: Any) -> None:
         if self.rank:
             return
-        line = json.dumps(strict({"time": round(time.time(), 3), "event": event, **fields}))
+        line = as_json({"time": round(time.time(), 3), "event": event, **fields})
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
@@ -214,10 +214,11 @@ def whereabouts(progress: Path, logs: Path, stopped: Sequence[int] = ()) -> str:
     the place that they wrote down (`processes.ask_where`). Where all waited for each other, all places."""
     steps = [event for event in ProgressReader(progress).read() if "step" in event]
     told = ["the last step was {step} of {steps}".format(**steps[-1]) if steps else "it ended no step"]
-    found = {rank_of(file): _place(_tail(file)) for file in logs.glob("**/attempt_*/*/stderr.log")}
-    found |= dict.fromkeys(stopped, "stopped (SIGSTOP, or a debugger)")
+    found = dict.fromkeys(stopped, "stopped (SIGSTOP, or a debugger)")
+    for file in sorted(logs.glob("**/attempt_*/*/stderr.log"), key=rank_of):
+        found.setdefault(rank_of(file), _place(_tail(file)))
     awaited = {rank: place for rank, place in found.items() if not place.startswith("waited ")}
-    return "; ".join(told + [f"rank {rank}: {place}" for rank, place in sorted((awaited or found).items())])
+    return "; ".join(told + [f"rank {rank}: {place}" for rank, place in (awaited or found).items()])
 
 
 def _place(log: str) -> str:

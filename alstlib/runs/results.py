@@ -38,13 +38,13 @@ FINISHED = ("ok", "oom")
 # Strict JSON, written atomically
 
 
-def strict(value: Any) -> Any:
-    """`value` as plain JSON types: tensors become lists, NaN and infinities null.
+def as_json(value: Any, indent: int | None = None) -> str:
+    """`value` as strict JSON: tensors become lists, NaN and infinities null.
 
     Raises:
         ValueError: it holds something that JSON cannot.
     """
-    return json.loads(to_json(value, inf_nan_mode="null", fallback=_plain))
+    return to_json(value, indent=indent, inf_nan_mode="null", fallback=_plain).decode()
 
 
 def _plain(value: Any) -> Any:
@@ -55,7 +55,7 @@ def _plain(value: Any) -> Any:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` by `value`, as `replace_text` does."""
-    replace_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+    replace_text(path, f"{as_json(value, 1)}\n")
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -176,9 +176,8 @@ def write_result(path: str | os.PathLike[str], result: Json) -> None:
         ValueError: the result lacks a field or holds something JSON cannot.
         OSError: the disk is full or not writable; an earlier result at `path` is intact.
     """
-    plain = strict(result)
-    check(json.dumps(plain), "this")
-    write_json(Path(path), plain)
+    check(as_json(result), "this")
+    write_json(Path(path), result)
 
 
 def read_result(path: str | os.PathLike[str]) -> Json:

@@ -211,7 +211,7 @@ def write_record(spec: Spec) -> None:
     the folder behind symlinks."""
     path = os.path.relpath(spec.path, spec.out.resolve())
     about = {"spec": path, "gpus": devices.device_count(), "nodes": spec.nodes, "changes": spec.changes}
-    results.write_json(spec.out / RECORD, results.strict(about))
+    results.write_json(spec.out / RECORD, about)
 
 
 def read_record(folder: Path) -> Json:

@@ -271,8 +271,8 @@ def test_after_a_timeout_the_rank_that_others_wait_for_comes_first(tmp_path):
         "rank 3: gave no answer (not started, or hanging in a driver or on a disk)"
     )
     assert progress.whereabouts(tmp_path / "progress.jsonl", tmp_path, [1, 3]) == (
-        "the last step was 7 of 9; rank 1: stopped (SIGSTOP, or a debugger); rank 2: in read (prefetch.py, line 60); "
-        "rank 3: stopped (SIGSTOP, or a debugger)"
+        "the last step was 7 of 9; rank 1: stopped (SIGSTOP, or a debugger); rank 3: stopped (SIGSTOP, or a debugger); "
+        "rank 2: in read (prefetch.py, line 60)"
     )
     for rank in (2, 3):
         (tmp_path / "logs" / "attempt_0" / str(rank) / "stderr.log").write_text(DUMP.format(WAITS))
