@@ -205,12 +205,10 @@ def _report(spec: Spec, bad: list[str], args: argparse.Namespace, note: Callable
     """The end of a sweep: the report notebook, the table, the page, and what failed."""
     note(row="the report", row_since=time.time())
     if spec.report and not (bad and args.fail_fast):
-        output, show = spec.out / spec.report.name, Printer()
-        show({"row": "report", "time": time.time(), "message": f"running {spec.report.name}"})
+        output = spec.out / spec.report.name
+        print(f"report: running {shown(output)}", flush=True)
         # where a reader would run it, because it may import and read what lies there
-        raised = execute(spec.report, output, {"results": str(spec.out.resolve())}, show.tick, spec.report.parent)
-        show.close()
-        print(f"report: {shown(output)}")
+        raised = execute(spec.report, output, {"results": str(spec.out.resolve())}, folder=spec.report.parent)
         if raised:
             print(f"the report notebook failed: {raised}", file=sys.stderr)
             bad.append("report")

@@ -69,10 +69,9 @@ def holder(folder: Path) -> dict[str, Any] | None:
 
 def describe(about: Mapping[str, Any]) -> str:
     """`process 123 on node7 since 2026-01-31 12:00:00+01:00`: with the zone, as machines may differ."""
-    if "pid" not in about:
-        return "process unknown"
-    where = "" if about.get("host") == socket.gethostname() else f" on {about.get('host')}"
-    return f"process {about['pid']}{where} since {str(about.get('since', '')).replace('T', ' ')}"
+    known = {"pid": "unknown", "host": "unknown", "since": "unknown", **about}
+    where = "" if known["host"] == socket.gethostname() else f" on {known['host']}"
+    return f"process {known['pid']}{where} since {known['since'].replace('T', ' ')}"
 
 
 def _opened(folder: Path) -> Any:

@@ -16,15 +16,15 @@ from typing import Any
 
 from alstlib.runs import launch, torchrun
 from alstlib.runs.processes import sigterm_interrupts
-from alstlib.runs.sweeps import check_parameters
 
 KERNEL_START_SECONDS = 600  # papermill's 60 are short where many processes share the cores
 KERNEL_SECONDS = 60.0  # for an interrupted notebook: longer than the launcher's own grace
 
 
 def execute(
-    notebook: Path, output: Path, parameters: Mapping[str, Any], watch: Callable[[], None], folder: Path = Path()
-) -> Exception | None:
+    notebook: Path, output: Path, parameters: Mapping[str, Any], watch: Callable[[], None] = lambda: None,
+    folder: Path = Path(),
+) -> Exception | None:  # fmt: skip
     """Execute `notebook` with papermill in a kernel of the running Python, in `folder`; returns what it raised.
 
     `watch` is called about once a second meanwhile. On KeyboardInterrupt (and SIGTERM) the kernel is interrupted, so
@@ -34,7 +34,6 @@ def execute(
     from jupyter_client.kernelspec import KernelSpec
     from jupyter_client.manager import AsyncKernelManager
 
-    check_parameters(notebook, parameters)
     kernels: list[AsyncKernelManager] = []
     raised: list[Exception] = []
     done = threading.Event()  # not Thread.join: interrupted, it takes a living thread for dead (Python < 3.13)

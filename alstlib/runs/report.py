@@ -145,11 +145,11 @@ def _longest(plots: Any, rows: Rows) -> Drawn:
 
 
 def _trials(plots: Any, rows: Rows) -> Drawn:
-    points = {}
-    for row in rows:
-        tried = {t["seq_len"]: t["device_peak_bytes"] for t in row["metrics"].get("tried") or []}
-        points[row["label"]] = sorted((length, peak) for length, peak in tried.items() if peak is not None)
-    points = {label: line for label, line in points.items() if line}
+    tried = {row["label"]: row["metrics"].get("tried") or [] for row in rows}
+    points = {
+        label: sorted((one["seq_len"], one["device_peak_bytes"]) for one in trials if one["device_peak_bytes"])
+        for label, trials in tried.items() if trials
+    }  # fmt: skip
     budgets = {flat(row["config"]).get("limits.device_memory") for row in rows}
     what = "The device peak of each length that a search tried. The search ends where the peak reaches the budget."
     return (plots.peaks(points, budgets.pop() if len(budgets) == 1 else None), what) if points else None

@@ -90,7 +90,7 @@ def test_what_is_run_again(sweep, monkeypatch, capsys):
         return results.new_result(spec.rows[row], "ok")
 
     monkeypatch.setattr(cli, "run_row", run_row)
-    monkeypatch.setattr(cli, "execute", lambda *a: None)
+    monkeypatch.setattr(cli, "execute", lambda *a, **k: None)
     for arguments, expected in (
         ([], [("bad", False)]),
         (["--retry", "error"], [("bad", False)]),
@@ -585,7 +585,7 @@ def test_dropped_rows_are_allowed_by_a_switch_that_starts_no_other_run(tmp_path,
     monkeypatch.setattr(
         cli, "run_row", lambda spec, row, **_: ran.append(spec) or results.new_result(spec.rows[row], "ok")
     )
-    monkeypatch.setattr(cli, "execute", lambda *a: None)
+    monkeypatch.setattr(cli, "execute", lambda *a, **k: None)
     path = write_spec(tmp_path, rows=[{"name": "good", "model.name": "tiny"}])
     assert cli.main(["run", str(path), "--allow-dropped"]) == 0
     allowed, plain = ran[0].rows["good"], cli.load_spec(path).rows["good"]
