@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shlex
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from alstlib.config import not_default
+from alstlib.config import merged, not_default
 from alstlib.hf.configs import check_model
 from alstlib.planner import command, devices
 from alstlib.planner.command import fields_of
@@ -33,7 +34,7 @@ from alstlib.runs.notebooks import execute
 from alstlib.runs.processes import WARNED, allow_open_files, warnings_call
 from alstlib.runs.progress import Plain, Printer, ProgressReader
 from alstlib.runs.results import Json
-from alstlib.runs.sweeps import Spec, check_parameters, load_spec, papermill_line, select, shown, write_record
+from alstlib.runs.sweeps import Spec, check_parameters, load_spec, select, shown, write_record
 
 # Commands
 
@@ -226,16 +227,15 @@ def _would(spec: Spec, row: str, force: bool) -> str:
     """What `--dry-run` says of a row: its fields, what the planner expects, its folder, and the command that runs it by
     itself."""
     config, folder = spec.rows[row], shown(spec.out / row)
-    fields, parameters = not_default(config), _parameters(spec, row, force)
-    del parameters["config"]
-    count, output = launch.node_count(config, spec.nodes), f"{folder}/{spec.notebook.name}"
+    fields, count = not_default(config), launch.node_count(config, spec.nodes)
+    parameters = json.dumps({**_parameters(spec, row, force), "config": merged({}, fields)}, default=str)
+    papermill = ["papermill", shown(spec.notebook), f"{folder}/{spec.notebook.name}", "-y", parameters]
     return "\n".join([
         f"{row}: would run as {results.run_id(config)}",
         f"  sets       {', '.join(f'{name}={value}' for name, value in fields.items())}",
         f"  predicted  {workers.outlook(config, spec.worker, devices.device_count(), count)}",
         f"  folder     {folder}",
-        f"  by itself  mkdir -p {shlex.quote(folder)} && "
-        + papermill_line(shown(spec.notebook), output, parameters, fields),
+        f"  by itself  {shlex.join(['mkdir', '-p', folder])} && {shlex.join(papermill)}",
     ])  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from alstlib.config import RunConfig, flat
 from alstlib.runs import results
 from alstlib.runs.progress import console, listed
 from alstlib.runs.results import Json
-from alstlib.runs.sweeps import Spec, opened, papermill_line, shown
+from alstlib.runs.sweeps import Spec, opened, shown
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -102,12 +102,14 @@ def write_page(rows: Rows, folder: Path, page: Path, spec: Spec | None = None) -
 
 def _about(result: Json, spec: Spec | None) -> Json:
     """One result, with why it failed, what lies in its folder, and the command that repeats it alone."""
-    default, command = flat(RunConfig().to_dict()), ""
-    fields = {n: value for n, value in flat(result["config"]).items() if value != default.get(n)}
-    if spec:
-        command = papermill_line(shown(spec.notebook), "out.ipynb", spec.parameters, fields)
-    files = [*sorted(result["folder"].glob("*.ipynb")), result["folder"] / "result.json"]
-    return {**result, "why": results.why(result), "fields": fields, "files": files, "command": command}
+    default = flat(RunConfig().to_dict())
+    return {
+        **result,
+        "why": results.why(result),
+        "fields": {n: value for n, value in flat(result["config"]).items() if value != default.get(n)},
+        "files": [*sorted(result["folder"].glob("*.ipynb")), result["folder"] / "result.json"],
+        "command": spec.typed("run", "--rows", row, "--force") if spec and (row := result["row"]) in spec.rows else "",
+    }
 
 
 # Figures

@@ -15,7 +15,6 @@ A spec is a mapping of
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Iterable, Mapping
@@ -165,13 +164,6 @@ def _locate(name: str, spec: Path) -> tuple[Path, Path]:
     raise ValueError(
         f"notebook={name!r} of {spec} was found neither in a folder above the spec nor in {clone}; give its whole path"
     )
-
-
-def papermill_line(notebook: str, output: str, parameters: Json, fields: Json) -> str:
-    """What runs a row by itself, for a shell: the template with a sweep's parameters, and with these fields of a
-    run, by their names with the group. They go under `config`: the parameter `row` is a row of the ablation only."""
-    given = json.dumps({**parameters, "config": merged({}, fields)}, default=str)
-    return shlex.join(["papermill", notebook, output, "-y", given])
 
 
 def check_parameters(notebook: Path, names: Iterable[str]) -> None:

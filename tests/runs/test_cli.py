@@ -165,28 +165,27 @@ def test_status_of_what_ended(sweep, capsys):
 
 
 def test_the_commands_of_a_dry_run_and_of_the_page_run_a_row(sweep, tmp_path, monkeypatch, capsys):
-    """As typed: the dry run's is this very run, in its folder; the page's has the sweep's notebook and parameters."""
+    """As typed: the dry run's is this very run, in its folder; the page's runs the row of the spec again."""
     spec, out, _ = sweep
     monkeypatch.chdir(spec.parent)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(REPOSITORY), str(TESTS))))
     monkeypatch.setenv("PATH", os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
     cli.main(["report", str(spec)])
     page = html.unescape((out / "report.html").read_text())
-    paged = re.search(r"<pre>(papermill .*good.*)</pre>", page)[1]
-    notebook, output, parameters = (shlex.split(paged)[i] for i in (1, 2, 4))
-    assert (notebook, output) == ("run.ipynb", "out.ipynb")
-    assert json.loads(parameters)["worker"] == "fake_worker"
-    assert json.loads(parameters)["config"] == {
-        "row": "good",
-        "model": {"config": {"fake": "ok"}},
-        "limits": {"timeout": 60},
-        "engine": {"world_size": devices.device_count() or 2},
-    }
+    assert "<pre>alst run spec.yaml --rows good --force</pre>" in page
     capsys.readouterr()
     other = tmp_path / "an other"
     assert cli.main(["run", str(spec), "--rows", "good", "--out", str(other), "--dry-run"]) == 0
     shown = capsys.readouterr().out
     line = re.search(r"by itself +(.*)", shown)[1]
+    parameters = json.loads(shlex.split(line)[-1])
+    assert parameters["worker"] == "fake_worker"
+    assert parameters["config"] == {
+        "row": "good",
+        "model": {"config": {"fake": "ok"}},
+        "limits": {"timeout": 60},
+        "engine": {"world_size": devices.device_count() or 2},
+    }
     assert not other.exists()
     assert subprocess.run(line, shell=True, capture_output=True).returncode == 0, line
     assert results.read_result(other / "good" / "result.json")["status"] == "ok"
