@@ -17,8 +17,8 @@ from typing import Any
 
 from alstlib.config import FIELDS, RunConfig, flat
 from alstlib.runs import results
-from alstlib.runs.progress import console, listed
 from alstlib.runs.sweeps import Spec, load_spec, papermill_line, read_record, shown
+from alstlib.tables import console, listed
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_name("report.html.j2")
