@@ -36,8 +36,9 @@ def listed(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collecti
     columns of `numbers` are flush right."""
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(head))
     for name in head:
-        justify = "right" if name in numbers else "left"
-        table.add_column(name, no_wrap=name != head[-1], overflow="fold", justify=justify)
+        table.add_column(
+            name, no_wrap=name != head[-1], overflow="fold", justify="right" if name in numbers else "left"
+        )
     for row in rows:
         table.add_row(*(Text(printable(cell), COLORS.get(cell, "")) for cell in row))
     return table

@@ -415,9 +415,11 @@ def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, capsys):
         "engine.sp=2\n" in shown
     )
     assert "the base sets model.name=tiny, data.seq_len=256, engine.world_size=2, optim.steps=2\n" in shown
-    assert "predicted     fits; device" in shown
-    assert "predicted     does not fit: it needs more device memory than there is; device" in shown
-    assert "of 96.00 MiB for each rank" in shown
+    assert "predicted     fits: " in shown
+    assert "predicted     does not fit: " in shown
+    assert " short on the device and " in shown
+    assert re.search(r"\n {16}device, each rank +[\d.]+ MiB  of 96\.00 MiB\n", shown)
+    assert re.search(r"\n {16}a step +not predicted  rates are known for GPUs only\n", shown)
     config = out_of(tmp_path) / "alst" / "config.json"
     assert "-m alstlib.train.agent --nnodes 1 --rdzv-endpoint 127.0.0.1:0 --rdzv-id" in shown
     assert f"-m alstlib.train.ablation --config {config}" in shown
