@@ -86,7 +86,7 @@ def table(found: Prediction, machine: Machine, speed: str | None = "", parts: bo
         add("loading", sized(found.loading.host, found), f"{there}the host of the first node")
     if speed is None:
         return made
-    if not rates_known(machine):
+    if not (speed or rates_known(machine)):
         add("a step", "not predicted", "rates are known for GPUs only")
         return made
     if parts:
