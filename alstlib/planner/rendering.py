@@ -242,7 +242,10 @@ def describe_remedies(question: Question, found: Prediction, nothing: bool) -> I
         yield "\nWhat works:\n"
         yield listed(head, rows, head[:3])
     else:
-        yield "\nNothing that was tried makes it fit: other options, LoRA, more host memory, more nodes."
+        yield (
+            "\nNothing that was tried makes it fit: other options, LoRA, more host memory, more nodes of this kind. "
+            "--seq-len without --gpus says which machines hold a length."
+        )
     if nothing and question.run.model.lora is None:
         yield "QLoRA (LoRA on weights in 4 bits) takes less memory still. It runs, but is not planned."
 
@@ -261,7 +264,8 @@ def describe_ways(ways: Sequence[Way]) -> Iterator[Any]:
             marks += ["the fastest"] * (w.at.seconds["step"] == min(timed)) + ["slowed by copies to the host"] * w.link
         what = w.what + (f" ({changes})" if changes else "") + "".join(f", {mark}" for mark in marks)
         best = (f"{w.best.seq_len:,}", format_seconds(w.best.seconds["step"])) if w.best else ("none", "")
-        rows.append((*best, w.limit, format_seconds(w.at.seconds["step"]) if w.at else "", what))
+        limit = limit_in_short(w.beyond) if w.beyond else ""
+        rows.append((*best, limit, format_seconds(w.at.seconds["step"]) if w.at else "", what))
     length = next((w.at.seq_len for w in ways if w.at is not None), 0)
     head = ["longest", "its step", "limit", f"at {format_tokens(length)}" if length else "", "way"]
     yield "\nWays to run the model:\n"

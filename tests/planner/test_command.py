@@ -242,6 +242,16 @@ def test_a_full_host_is_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     main(args)
     out = " ".join(capsys.readouterr().out.split())
     assert "tokens; host memory limits it: the host is full with one layer's input in 2 (k=2)" in out
+    assert re.search(r"[\d:]+ host, k=2 [\d:]+ layers whole", out)
+    assert {one["what"]: one["limit"] for one in made["ways"]}["layers whole"] == "host"
+
+
+def test_where_nothing_works_it_says_how_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", "--model", "deepseek-ai/DeepSeek-V3", "--gpus", "1", "--gpu", "A100-40GB"]
+    assert main(args) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Nothing that was tried makes it fit" in out
+    assert "--seq-len without --gpus says which machines hold a length" in out
 
 
 @pytest.mark.parametrize("name, args, works", [
