@@ -191,6 +191,15 @@ def test_what_is_assumed_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(f"{text} ({option})" in out for option, text in assumed.items())
 
 
+@pytest.mark.parametrize("gpu, gpus, each", [("H100", 16, 1900e9), ("H100", 4, 950e9), ("GH200", 4, 432 * GIB)])
+def test_the_assumed_host_is_that_of_one_node(gpu: str, gpus: int, each: float) -> None:
+    machine = (
+        command.read(parser().parse_args(["--gpus", str(gpus), "--gpu", gpu])).question(rates_of(gpu), gpus).machine
+    )
+    assert machine.host_memory == each
+    assert machine.nodes == (gpus if gpu == "GH200" else -(-gpus // 8))
+
+
 def test_each_length_has_its_own_step(capsys: pytest.CaptureFixture[str]) -> None:
     made = as_json(capsys)[1]
     shape = read_shape(EIGHT[2])
