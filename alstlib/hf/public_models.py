@@ -153,3 +153,18 @@ PUBLIC: dict[str, dict[str, Any]] = {
     "openai-community/gpt2-xl": _public("gpt2", 50_257, 1600, 6400, 48, 25, 25, n_positions=1024, **_TIED),
 }  # fmt: skip
 """Published shapes by hub name (their variants for instructions are alike)."""
+
+TRAINED: dict[str, int] = {
+    **dict.fromkeys(("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.2-1B",
+                     "meta-llama/Llama-3.2-3B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-32B", "openai/gpt-oss-20b",
+                     "openai/gpt-oss-120b", "ibm-granite/granite-3.1-8b"), 131_072),
+    **dict.fromkeys(("Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B",
+                     "Qwen/Qwen3-235B-A22B"), 40_960),
+    **dict.fromkeys(("mistralai/Mistral-7B-v0.3", "mistralai/Mistral-7B-v0.1", "mistralai/Mixtral-8x7B-v0.1",
+                     "google/gemma-3-1b"), 32_768),
+    **dict.fromkeys(("google/gemma-2-9b", "google/gemma-2-27b", "CohereLabs/aya-23-8B"), 8192),
+    "Qwen/Qwen3-Next-80B-A3B": 262_144, "deepseek-ai/DeepSeek-V3": 163_840, "HuggingFaceTB/SmolLM3-3B": 65_536,
+    "microsoft/phi-4": 16_384, "bigcode/starcoder2-7b": 16_384, "allenai/OLMo-2-1124-7B": 4096,
+    "EleutherAI/pythia-6.9b": 2048,
+}  # fmt: skip
+"""`max_position_embeddings` of published models, as their configs have it: a shape does not depend on it."""

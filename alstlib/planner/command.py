@@ -1,12 +1,14 @@
-"""`alst plan` says what fits, what limits it, what would help and what that costs. It imports neither torch nor
-transformers."""
+"""`alst plan` says what fits, what limits it, what would help and what that costs; and which machines hold a length. It
+imports neither torch nor transformers."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +16,20 @@ import yaml
 
 from alstlib.config import Engine, Model, RunConfig, not_default, row_config
 from alstlib.planner import devices
-from alstlib.planner.gpus import GPUS, label_bytes, rates_of, with_measured
-from alstlib.planner.hybrids import NOTE
+from alstlib.planner.gpus import GPUS, Rates, label_bytes, rates_of, with_measured
 from alstlib.planner.machine import Machine, Overheads, read_machine
 from alstlib.planner.model_shapes import Shape, read_shape
-from alstlib.planner.prediction import (
-    Help,
-    Loading,
-    Prediction,
-    advice,
-    changed,
-    changes_of,
-    loads_with,
-    longest,
-    nearest_that_fits,
-    predict,
-    settings,
+from alstlib.planner.prediction import HELP, Prediction, with_degree
+from alstlib.planner.question import NEEDED, Answer, Question, trained_length
+from alstlib.planner.rendering import describe, describe_machines, say
+from alstlib.planner.ways import WAYS
+from alstlib.tables import console
+from alstlib.units import GIB, parse_quantity
+
+EXIT = (
+    "exit status: 0 the length fits (without --seq-len: some length does; of several machines: one of them holds it), "
+    "1 it does not fit, 2 the question cannot be answered"
 )
-from alstlib.planner.ways import Way, compare
-from alstlib.units import GIB, format_seconds, parse_quantity
 
 PRESETS = {"ours": "ours", "paper": "alst"}
 """Rows of the ablation that the presets begin from."""
@@ -47,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     what.add_argument(
         "--seq-len", metavar="TOKENS",
-        help="the tokens of one sample, such as 500K or 3.7M (default: the longest sample that fits is found)",
+        help="the tokens of one sample, such as 500K or 3.7M (default: the longest sample that fits is found); "
+        "without --gpus: the smallest machines that hold it",
     )  # fmt: skip
     what.add_argument(
         "--preset", choices=PRESETS, default="ours",
@@ -64,19 +62,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     where.add_argument(
         "--gpus", type=int, metavar="NUMBER",
-        help="the number of GPUs on all nodes together (default: 8); 0 takes those of this machine",
+        help="the number of GPUs on all nodes together (default: 8, or with --seq-len the smallest number that holds "
+        "it); 0 takes those of this machine",
     )  # fmt: skip
     where.add_argument(
-        "--gpus-per-node", type=int, metavar="NUMBER", help="the number of GPUs of each node (default: 8)"
+        "--gpus-per-node", type=int, metavar="NUMBER", help="the number of GPUs of each node (default: 8; 1 of GH200)"
     )
-    where.add_argument("--gpu", help=f"the GPU whose speed is assumed: {', '.join(GPUS)} (default: H100)")
+    where.add_argument(
+        "--gpu", metavar="NAMES",
+        help=f"the GPU, or several with commas between them, to compare: {', '.join(GPUS)} (default: H100)",
+    )  # fmt: skip
     where.add_argument(
         "--gpu-memory", metavar="BYTES",
         help="the memory of each GPU: as on its label, such as 80GB, or exact, such as 79GiB (default: that of --gpu)",
     )  # fmt: skip
     where.add_argument(
         "--host-memory", metavar="BYTES",
-        help="the host memory of each node, such as 1.9TB or 1.9TiB (default: no limit)",
+        help="the host memory of each node, such as 1.9TB or 1.9TiB (default: what clouds have with such GPUs)",
     )  # fmt: skip
     where.add_argument(
         "--rates", type=Path, metavar="PATH",
@@ -95,96 +97,85 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is asked about: a model, a run, a machine, and whose stack it is."""
+class Request:
+    """What the options describe: questions about one machine or about several."""
 
+    args: argparse.Namespace
     shape: Shape
     run: RunConfig
-    machine: Machine
-    preset: str
-    understood: dict[str, str]
-    """Quantities as they were understood."""
+    rates: tuple[Rates, ...]
+    """Of each GPU that was named; of all that are known where machines are searched for and none was."""
+    measured: Machine | None
+    gpus: int | None
+    """None: the smallest number that holds the asked length."""
+    seq_len: int | None
+    terms: dict[str, Any]
+    """Fields of `Overheads` that were given."""
 
-    @property
-    def shortest(self) -> int:
-        return 8 * (self.run.engine.sp or self.machine.gpus)
-
-    def at(self, seq_len: int) -> Prediction:
-        return predict(self.shape, self.run, self.machine, seq_len, self.preset)
-
-    def longest(self) -> Prediction | None:
-        return longest(self.shape, self.run, self.machine, preset=self.preset)
-
-    def advice(self) -> list[Help]:
-        """Of ours: the reference's options are those of its paper."""
-        return advice(self.shape, self.run, self.machine) if self.preset == "ours" else []
-
-    def ways(self, seq_len: int | None) -> list[Way]:
-        """Of ours."""
-        return compare(self.shape, self.run, self.machine, seq_len) if self.preset == "ours" else []
-
-    @property
-    def notes(self) -> list[str]:
-        """What else to know of this plan."""
-        return [NOTE] if self.shape.states and self.machine.device != "cpu" else []
-
-    @property
-    def loading(self) -> Loading:
-        """The same for every length."""
-        return self.at(self.shortest).loading
-
-    def cannot_load(self) -> str:
-        """Why the model cannot be loaded and the nearest thing that works, in a sentence; nothing where it can."""
-        why = self.loading.why
-        return why and f"{why[0].upper()}{why[1:]}; it can be loaded {loads_with(self.shape, self.run, self.machine)}."
-
-    def limit(self, best: Prediction | None, found: Prediction | None) -> str:
-        """What a length goes beyond; for the longest, what a longer one would."""
-        if found is not None and not found.fits:
-            return found.limit
-        if best is None:
-            return self.at(self.shortest).limit
-        return self.at(int(1.02 * best.seq_len) + self.shortest).limit
-
-
-def command(args: argparse.Namespace) -> int:
-    """`alst plan`: its exit status is 0 where the asked length fits (without one, where any does), and 1 where not."""
-    question = read(args)
-    run, machine = question.run, question.machine
-    wanted = parse_quantity(args.seq_len, "seq-len") if args.seq_len else None
-    if wanted is not None and wanted < (run.engine.sp or machine.gpus):
-        raise ValueError(f"seq-len={wanted} must be at least {run.engine.sp or machine.gpus}: one token for each rank")
-    best = question.longest()
-    found = best if wanted is None else question.at(wanted)
-    helps = question.advice()
-    fits = found is not None and found.fits
-    if args.json:
-        print(json.dumps(as_json(question, best, found, helps), indent=2))
-        return 0 if fits else 1
-    print("\n".join(describe(question, best, found, helps)))
-    if found is not None and not fits and question.preset == "ours":
-        print("\n".join(remedy(question, found)))
-    return 0 if fits else 1
+    def question(self, rates: Rates, gpus: int) -> Question:
+        """The question about so many of one kind of GPU."""
+        args, measured, assumed = self.args, self.measured, dict[str, str]()
+        per_node = args.gpus_per_node or (measured.per_node if measured else rates.node_gpus)
+        ranks, terms = min(gpus, per_node), self.terms
+        memory = label_bytes(args.gpu_memory) if args.gpu_memory else int(rates.usable) or None
+        host = parse_quantity(args.host_memory, "host-memory") if args.host_memory else None
+        if args.gpus is None and self.gpus is not None and not measured:
+            assumed["--gpus"] = f"{gpus} GPUs"
+        if not args.gpu and not measured and len(self.rates) == 1:
+            assumed["--gpu"] = f"the speed of {rates.name}" if args.gpu_memory else rates.name
+        if measured:
+            beside = {} if host else {"process": measured.overheads.process}
+            host = host or measured.host_memory
+            terms = {"context": measured.overheads.context, "nccl": measured.overheads.nccl, **beside, **terms}
+        elif host is None and rates.node_host:
+            host = ranks * rates.node_host
+            assumed["--host-memory"] = f"{host / 1e9:,.0f} GB on each node, as clouds have with {ranks} x {rates.name}"
+        machine = Machine(
+            gpus=gpus, per_node=per_node, gpu_memory=memory, host_memory=host, rates=rates,
+            device=measured.device if measured else "cuda", overheads=Overheads(**terms),
+        )  # fmt: skip
+        run = with_degree(self.shape, self.run, machine, args.preset)
+        ranks = run.engine.sp or gpus
+        if self.seq_len is not None and self.seq_len < ranks:
+            raise ValueError(f"seq-len={self.seq_len} must be at least {ranks}: one token for each rank")
+        named = args.gpu_memory or (f"measured in {args.machine}" if measured else rates.name)
+        understood = {
+            "gpu_memory": f"{named}: {memory / GIB:.1f} GiB that PyTorch finds on a GPU" if memory else "no limit",
+            "host_memory": f"{args.host_memory or ('free as measured' if measured else 'assumed')}: "
+            f"{host / GIB:,.0f} GiB on each node" if host else "no limit",
+        }  # fmt: skip
+        if self.seq_len:
+            understood["seq_len"] = f"{args.seq_len}: {self.seq_len:,} tokens"
+        if gpus > 1:
+            chosen = "" if self.run.engine.sp else ", chosen as the largest that works"
+            share = "all GPUs share each sample" if ranks == gpus else f"{ranks} of the {gpus} GPUs share each sample"
+            understood["sp"] = f"{ranks}: {share}{chosen}"
+        return Question(self.shape, run, machine, args.preset, understood, assumed)
 
 
-def read(args: argparse.Namespace) -> Question:
+def read(args: argparse.Namespace) -> Request:
     """What the options describe."""
     measured = read_machine(args.machine) if args.machine else None
     if measured and (args.gpu or args.rates):
         raise ValueError("--machine brings measured rates: leave out --gpu and --rates")
-    of_node = args.gpus_per_node if args.gpus_per_node is not None else measured.per_node if measured else 8
-    gpus = args.gpus if args.gpus is not None else measured.gpus if measured else 8
-    if gpus < 0 or of_node < 1:
-        raise ValueError(f"gpus={gpus} must be at least 0, and gpus-per-node={of_node} at least 1")
+    wanted = parse_quantity(args.seq_len, "seq-len") if args.seq_len else None
+    gpus, per_node = args.gpus, args.gpus_per_node
+    if gpus is None:
+        gpus = measured.gpus if measured else None if wanted else 8
+    if (gpus is not None and gpus < 0) or (per_node is not None and per_node < 1):
+        raise ValueError(f"gpus={gpus} must be at least 0, and gpus-per-node={per_node} at least 1")
     if gpus == 0 and not (gpus := devices.device_count()):
         raise ValueError("gpus=0 means the GPUs of this machine, and it has none; give the number of GPUs to plan for")
     base = RunConfig(model=Model(name=args.model, dtype="bf16"), engine=Engine(sp=0))
     whole = {"options.chunk": None}  # row chunks are one of the ways that the answer compares with whole layers
     run = row_config(PRESETS[args.preset], base).replace(**{**whole, **fields_of(args.set, "--set")})
-    shape = read_shape(args.model, run.model.config)
-    rates = measured.rates if measured else rates_of(args.gpu or "H100")
+    names = [name for name in (args.gpu or "").split(",") if name.strip()]
+    every = gpus is None and not args.gpu_memory and not args.rates
+    rates = [measured.rates] if measured else [rates_of(name) for name in names or (GPUS if every else ["H100"])]
+    if len(rates) > 1 and (args.gpu_memory or args.rates):
+        raise ValueError("--gpu-memory and --rates are those of one kind of GPU: name one with --gpu")
     if args.rates:
-        rates = with_measured(rates, args.rates)
+        rates = [with_measured(rates[0], args.rates)]
     terms: dict[str, Any] = {
         n: parse_quantity(v, n) for n in ("context", "nccl", "process") if (v := getattr(args, n)) is not None
     }
@@ -192,26 +183,27 @@ def read(args: argparse.Namespace) -> Question:
         if not 0 <= args.fragmentation < 1:
             raise ValueError(f"fragmentation={args.fragmentation} must be a share of at least 0 and below 1")
         terms["fragmentation"] = args.fragmentation
-    memory = label_bytes(args.gpu_memory) if args.gpu_memory else int(rates.usable) or None
-    host = parse_quantity(args.host_memory, "host-memory") if args.host_memory else None
-    if measured:
-        beside = {} if host else {"process": measured.overheads.process}
-        host = host or measured.host_memory
-        terms = {"context": measured.overheads.context, "nccl": measured.overheads.nccl, **beside, **terms}
-    machine = Machine(
-        gpus=gpus, per_node=of_node, gpu_memory=memory, host_memory=host, rates=rates,
-        device=measured.device if measured else "cuda", overheads=Overheads(**terms),
-    )  # fmt: skip
-    named = args.gpu_memory or (f"measured in {args.machine}" if measured else args.gpu or "H100")
-    understood = {
-        "gpu_memory": f"{named}: {memory / GIB:.1f} GiB that PyTorch finds on a GPU" if memory else "no limit",
-        "host_memory": f"{args.host_memory or 'free as measured'}: {host / GIB:,.0f} GiB on each node"
-        if host
-        else "no limit",
-    }
-    if args.seq_len:
-        understood["seq_len"] = f"{args.seq_len}: {parse_quantity(args.seq_len, 'seq-len'):,} tokens"
-    return Question(shape, run, machine, args.preset, understood)
+    return Request(args, read_shape(args.model, run.model.config), run, tuple(rates), measured, gpus, wanted, terms)
+
+
+def command(args: argparse.Namespace) -> int:
+    """`alst plan`; its exit status is EXIT's."""
+    request = read(args)
+    if request.gpus is None or len(request.rates) > 1:
+        return machines(request)
+    question, wanted = request.question(request.rates[0], request.gpus), request.seq_len
+    say("looking for the longest sequence that fits")
+    began = time.monotonic()
+    best = question.longest()
+    found = best if wanted is None else question.at(wanted)
+    each, fits = time.monotonic() - began, found is not None and found.fits
+    if args.json:
+        say("looking at what would help, and at the ways to run the model", each * len([*HELP, *WAYS]))
+        print(json.dumps(as_json(question, best, found), indent=2))
+    else:
+        for shown in describe(question, best, found, each):
+            console().print(shown)
+    return 0 if fits else 1
 
 
 def fields_of(texts: Sequence[str], option: str) -> dict[str, Any]:
@@ -225,143 +217,107 @@ def fields_of(texts: Sequence[str], option: str) -> dict[str, Any]:
     return made
 
 
-def as_json(question: Question, best: Prediction | None, found: Prediction | None, helps: list[Help]) -> dict[str, Any]:
-    """What programs read. Bytes, tokens and seconds; memory is each GPU's, and its share of the host's."""
+def as_json(question: Question, best: Prediction | None, found: Prediction | None) -> dict[str, Any]:
+    """What programs read: the question, and its predictions as `Prediction.to_dict` has them."""
     shape, run, machine = question.shape, question.run, question.machine
+    found = found or question.at(question.shortest)
     made: dict[str, Any] = {
         "mode": "predicted",
         "preset": question.preset,
-        "model": {"name": shape.name, "family": shape.family, "parameters": shape.parameters},
-        "notes": question.notes,
-        "gpus": machine.gpus, "nodes": machine.nodes, "understood": question.understood,
-        "fits": found is not None and found.fits,
+        "model": {"name": shape.name, "family": shape.family, "parameters": shape.parameters,
+                  "trained_length": trained_length(run)},
+        "notes": question.notes(found.seq_len),
+        "gpus": machine.gpus, "nodes": machine.nodes, "sp": question.ranks,
+        "understood": question.understood, "assumed": question.assumed,
         "longest_sequence": best.seq_len if best else 0,
-        "limit": question.limit(best, found),
-        "loading": {**asdict(question.loading), "why": question.cannot_load()},
+        "longest_step_seconds": best.seconds["step"] if best else None, **speeds(question, found),
     }  # fmt: skip
-    if found is not None:
-        made |= {
-            "seq_len": found.seq_len,
-            "device": {"peak": found.device_peak, "limit": found.device_limit, "by_category": found.device,
-                       "peak_place": found.activations.place},
-            "host": {"peak": found.host_peak, "limit": found.host_limit, "by_category": found.host,
-                     "attention_kept": found.activations.attention_kept,
-                     "inputs_kept_every": found.activations.inputs_kept_every},
-            "kernel": found.activations.kernel,
-            "step_seconds": found.seconds,
-        }  # fmt: skip
+    made["limit"] = (question.beyond(best) if found.fits else found).reason
+    made["loading"]["why"] = question.cannot_load()
     made["help"] = [
-        {"what": h.what, "changes": h.changes, "longest_sequence": h.longest, "step_seconds": h.seconds} for h in helps
-    ]
+        {
+            "what": h.what, "changes": h.changes, "longest_sequence": h.longest,
+            "longest_step_seconds": h.then.seconds["step"], "step_seconds": h.seconds,
+        }
+        for h in question.advice()
+    ]  # fmt: skip
     made["ways"] = [
         {
             "what": w.what, "changes": w.changes, "longest_sequence": w.best.seq_len if w.best else 0, "limit": w.limit,
+            "longest_step_seconds": w.best.seconds["step"] if w.best else None,
             "seq_len": w.at.seq_len if w.at else None, "step_seconds": w.at.seconds["step"] if w.at else None,
             "waits_for_link": w.link,
         }
-        for w in question.ways(found.seq_len if found is not None else None)
+        for w in question.ways(found.seq_len if best else None)
+    ]  # fmt: skip
+    made["works_with"] = [] if found.fits else [
+        {
+            "what": one.what, "changes": one.changes, "gpus": one.machine.gpus, "nodes": one.machine.nodes,
+            "host_memory": one.machine.host_memory, "seq_len": at.seq_len, "step_seconds": at.seconds["step"],
+        }
+        for one, at in question.remedies(found.seq_len if best else None)
     ]  # fmt: skip
     made["options"] = not_default(run)
     return made
 
 
-def describe(question: Question, best: Prediction | None, found: Prediction | None, helps: list[Help]) -> list[str]:
-    """What people read."""
-    shape, run, machine = question.shape, question.run, question.machine
-    nodes = f"{machine.nodes} node{'s' if machine.nodes > 1 else ''}"
-    whose = "" if question.preset == "ours" else ", as the ALST paper ran it"
-    name = f"{shape.name} ({shape.family}, {shape.parameters / 1e9:.2f}B parameters)"
-    lines = [f"{name} on {machine.gpus} x {machine.rates.name}, {nodes}{whose}; predicted, nothing was run"]
-    lines += [f"  {key}: {text}" for key, text in question.understood.items()]
-    limit = question.limit(best, best)
-    if best is None:
-        short_of = "the model cannot be loaded" if limit.startswith("loading") else f"{limit} memory"
-        lines += ["", f"Not even a short sequence fits: {short_of}."]
-        lines += [cannot_load] if (cannot_load := question.cannot_load()) else []
+def speeds(question: Question, found: Prediction) -> dict[str, Any]:
+    """A prediction with what it means for each GPU."""
+    rate, share = question.tokens_per_second(found), question.mfu(found)
+    return {**found.to_dict(), "tokens_per_second_per_gpu": rate, "mfu": share}
+
+
+MOST = 1024
+"""GPUs of the largest machine that is tried."""
+
+
+def answer(request: Request, rates: Rates, gpus: int) -> Answer:
+    """The first of `NEEDED` with which so many GPUs hold the asked length, or without one any length; else the last."""
+    question, answers = request.question(rates, gpus), list[Answer]()
+    given = question.preset != "ours" or question.run.options.chunk or question.run.block
+    for needs, changes in NEEDED.items() if not given else [("", {})]:
+        other = replace(question, run=question.run.replace(**changes))
+        found = other.at(request.seq_len) if request.seq_len else other.longest() or other.at(other.shortest)
+        answers.append(Answer(other, needs, found))
+        if found.fits:
+            break
+    return answers[-1]
+
+
+def smallest(request: Request, rates: Rates) -> Answer:
+    """The smallest machine of this kind of GPU that holds the asked length: a power of two of them."""
+    assert request.seq_len is not None
+    counts = [1 << n for n in range(MOST.bit_length()) if 1 << n <= request.seq_len]
+    place = bisect_left(counts, True, key=lambda gpus: answer(request, rates, gpus).found.fits)
+    return answer(request, rates, counts[min(place, len(counts) - 1)])
+
+
+def machines(request: Request) -> int:
+    """The question about several machines: which hold a length, or how far each reaches."""
+    answers = []
+    for rates in request.rates:
+        say(f"looking at {rates.name}")
+        answers.append(smallest(request, rates) if request.gpus is None else answer(request, rates, request.gpus))
+    if request.args.json:
+        print(json.dumps(machines_as_json(request, answers), indent=2))
     else:
-        lines += ["", f"Longest sequence: {best.seq_len:,} tokens; {limited_by(limit)}."]
-    if found is None:
-        found = question.at(question.shortest)
-    if found is not best:
-        lines.append(f"{found.seq_len:,} tokens: {verdict(found)}")
-    lines += ["", f"At {found.seq_len:,} tokens, each GPU takes:", ""]
-    lines += table(found.device, found.device_limit, "device")
-    lines += [f"  (peak in {found.activations.place})", ""]
-    if found.host:
-        lines += table(found.host, found.host_limit, "host, for each GPU")
-        kept = found.activations
-        if run.options.save_attention:
-            lines.append(f"  (the attention outputs of {kept.attention_kept:.0%} of the layers are kept)")
-        if kept.inputs_kept_every > 1:
-            lines.append(f"  (the inputs of one layer in {kept.inputs_kept_every} are kept: the host lacks room)")
-        lines.append("")
-    parts = ", ".join(f"{n} {format_seconds(s)}" for n, s in found.seconds.items() if n != "step" and s >= 0.05)
-    lines.append(f"A step: {format_seconds(found.seconds['step'])} ({parts})")
-    if helps:
-        priced = f", and the change in the time of a step of {best.seq_len:,} tokens" if best else ""
-        lines += ["", f"What would help (the longest sequence with it{priced}):"]
-        for h in helps[:5]:
-            cost = f", {h.seconds / best.seconds['step'] - 1:+.0%}" if best else ""
-            lines.append(f"  {h.what}: {h.longest:,} tokens{cost}  ({settings(changed(run, h.changes))})")
-    lines += describe_ways(question.ways(found.seq_len))
-    return [*lines, "", *(f"Note: {note}" for note in question.notes)] if question.notes else lines
+        most = MOST if request.gpus is None else None
+        for shown in describe_machines(answers, request.seq_len, most):
+            console().print(shown)
+    return 0 if any(one.found.fits for one in answers) else 1
 
 
-def describe_ways(ways: list[Way]) -> list[str]:
-    """How far each way of running the model reaches, and which is fastest where several do."""
-    reached = [w for w in ways if w.best is not None]
-    if not reached:
-        return []
-    lengths = [w.at.seq_len for w in ways if w.at is not None]
-    timed = f" (the longest sequence, and the time of a step at {lengths[0]:,} tokens)" if lengths else ""
-    lines = ["", f"Ways to run the model{timed}:"]
-    farthest = max(reached, key=lambda w: w.best.seq_len if w.best else 0)
-    fastest = min((w for w in ways if w.at), key=lambda w: w.at.seconds["step"] if w.at else 0.0, default=None)
-    for w in ways:
-        reach = f"{w.best.seq_len:>13,} tokens, {limited_by(w.limit)}" if w.best else "not even a short sequence fits"
-        step = "" if w.at is None else f"; {format_seconds(w.at.seconds['step'])}"
-        step += ", slowed by the link to the host" if w.link and w.at is not None else ""
-        best = " and ".join(["longest"] * (w is farthest) + ["fastest"] * (w is fastest))
-        lines.append(f"  {w.what:28} {reach}{step}{f'  <- {best}' if best else ''}")
-        lines.append(
-            f"  {'':28} ({settings({n: v for n, v in w.changes.items() if v not in (None, 'auto')}) or 'no chunk'})"
-        )
-    return lines
-
-
-def limited_by(limit: str) -> str:
-    """The limit of a longest sequence, as it is printed."""
-    return f"{f'{limit} memory' if limit else 'nothing known'} limits it"
-
-
-def verdict(found: Prediction) -> str:
-    """Does it fit, and by how much?"""
-    spare = [
-        f"{abs(limit - needs) / GIB:.1f} GiB {'spare' if limit >= needs else 'short'} on the {where}"
-        for where, needs, limit in found.sides
-        if limit is not None
-    ]
-    if found.loading.why:
-        spare.insert(0, "the model cannot be loaded")
-    return f"{'fits' if found.fits else 'does not fit'} ({', '.join(spare) or 'no limits were given'})"
-
-
-def remedy(question: Question, found: Prediction) -> list[str]:
-    """The nearest configuration under which this length fits."""
-    near = nearest_that_fits(question.shape, question.run, question.machine, found.seq_len)
-    if near is None and question.loading.why:
-        return ["", "No options make it fit here, because the model cannot be loaded."]
-    if near is None:
-        return ["", "No options make it fit here. Use fewer tokens, or more GPUs."]
-    what = near[0]
-    return ["", f"It fits with {' and '.join(what)} ({settings(changed(question.run, changes_of(what)))})."]
-
-
-def table(parts: dict[str, int], limit: int | None, title: str) -> list[str]:
-    """Categories in GiB, the largest first."""
-    rows = sorted(parts.items(), key=lambda item: -item[1])
-    total = sum(parts.values())
-    lines = [f"  {title:24} {'GiB':>9}"]
-    lines += [f"  {name:24} {nbytes / GIB:9.2f}" for name, nbytes in rows if nbytes]
-    of = f" of {limit / GIB:.2f}" if limit is not None else ""
-    return [*lines, f"  {'total':24} {total / GIB:9.2f}{of}"]
+def machines_as_json(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:
+    """What programs read of several machines."""
+    return {
+        "mode": "predicted", "preset": request.args.preset, "seq_len": request.seq_len,
+        "model": {"name": request.shape.name, "family": request.shape.family, "parameters": request.shape.parameters},
+        "machines": [
+            {
+                "gpu": one.question.machine.rates.name, "gpus": one.question.machine.gpus,
+                "nodes": one.question.machine.nodes, "understood": one.question.understood,
+                "assumed": one.question.assumed, "changes": NEEDED[one.needs], **speeds(one.question, one.found),
+            }
+            for one in answers
+        ],
+    }  # fmt: skip

@@ -8,9 +8,10 @@ Without torch and transformers: a plan takes milliseconds.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from alstlib.config import RunConfig, value_of
@@ -108,6 +109,38 @@ class Prediction:
     @property
     def fits(self) -> bool:
         return not self.limit
+
+    @property
+    def reason(self) -> str:
+        """`limit`, or `host` where the device's memory is exceeded because the host is full: it keeps one layer's input
+        in k (`activations.inputs_kept_every`), and during backward the device holds the others."""
+        full = self.activations.inputs_kept_every > 1 and not self.activations.hidden_on_host
+        over = self.device_peak - (self.device_limit or 0)
+        return "host" if self.limit == "device" and full and over <= self.device.get("checkpoints", 0) else self.limit
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """Bytes that are missing in a step: of the `device`, and of this rank's share of the `host`."""
+        return {where: needs - has for where, needs, has in self.sides if has is not None and needs > has}
+
+    @property
+    def shortfall(self) -> int:
+        """Bytes that are missing in a step and while the model is loaded."""
+        loads = sum(max(0, needs - has) for _, needs, has in self.loading.sides if has is not None)
+        return sum(self.missing.values()) + loads
+
+    def to_dict(self) -> dict[str, Any]:
+        """For programs: bytes of one rank, tokens, seconds."""
+        kept = self.activations
+        return {
+            "seq_len": self.seq_len, "fits": self.fits, "limit": self.reason,
+            "device": {"peak": self.device_peak, "limit": self.device_limit, "by_category": self.device,
+                       "peak_place": kept.place},
+            "host": {"peak": self.host_peak, "limit": self.host_limit, "by_category": self.host,
+                     "attention_kept": kept.attention_kept, "inputs_kept_every": kept.inputs_kept_every},
+            "kernel": kept.kernel, "step_seconds": self.seconds,
+            "loading": {**asdict(self.loading), "why": self.loading.why},
+        }  # fmt: skip
 
 
 def states(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours") -> States:
@@ -251,6 +284,7 @@ HELP: dict[str, dict[str, Any]] = {
     },
     "attention outputs not kept": {"options.save_attention": False},
     "optimizer on the host": {"engine.offload_optimizer": True},
+    "optimizer on the devices": {"engine.offload_optimizer": False},
     "ZeRO-3": {"engine.zero_stage": 3},
     "weights on the host": {"engine.zero_stage": 3, "engine.offload_params": True},
 }
@@ -265,9 +299,14 @@ class Help:
 
     what: str
     changes: dict[str, Any]
-    longest: int
+    then: Prediction
+    """The longest sequence that fits with it."""
     seconds: float
     """Of a step at the longest that fits now (or, where nothing does, at the longest that then fits)."""
+
+    @property
+    def longest(self) -> int:
+        return self.then.seq_len
 
 
 def advice(shape: Shape, run: RunConfig, machine: Machine) -> list[Help]:
@@ -285,7 +324,7 @@ def advice(shape: Shape, run: RunConfig, machine: Machine) -> list[Help]:
             continue
         if then is not None and then.seq_len > 1.01 * (now.seq_len if now else 0):
             at = predict(shape, other, machine, now.seq_len) if now else then
-            found.append(Help(what, changes, then.seq_len, at.seconds["step"]))
+            found.append(Help(what, changes, then, at.seconds["step"]))
     return sorted(found, key=lambda h: -h.longest)
 
 
@@ -303,17 +342,78 @@ def nearest_that_fits(
             except ValueError:
                 continue
             if other != now:
-                peak = max(found.device_peak, found.loading.device)
-                options.append((not found.fits, peak, found.seconds["step"], what, other))
+                options.append((found.shortfall, found.device_peak, found.seconds["step"], what, other))
         if not options:
             return None
         fitting = [o for o in options if not o[0]]
-        best = min(fitting, key=lambda o: o[2]) if fitting else min(options, key=lambda o: o[1])
+        best = min(fitting, key=lambda o: o[2]) if fitting else min(options, key=lambda o: o[:2])
         seen.append(best[3])
         now = best[4]
         if fitting:
             return seen, now
     return None
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Something else with which a length fits that does not fit now."""
+
+    what: str
+    changes: dict[str, Any]
+    """Of fields of the run."""
+    run: RunConfig
+    machine: Machine
+
+
+LORA: dict[str, Any] = {"model.lora": {"r": 16}}
+
+
+def remedies(shape: Shape, run: RunConfig, machine: Machine, seq_len: int) -> Iterator[Remedy]:
+    """The nearest things with which this length fits: other options, an adapter, more host memory, more nodes."""
+    if near := nearest_that_fits(shape, run, machine, seq_len):
+        yield Remedy(" and ".join(near[0]), changed(run, changes_of(near[0])), near[1], machine)
+    if run.model.lora is None:
+        adapter = run.replace(**LORA)
+        if predict(shape, adapter, machine, seq_len).fits:
+            yield Remedy("LoRA", LORA, adapter, machine)
+        elif near := nearest_that_fits(shape, adapter, machine, seq_len):
+            changes = LORA | changed(adapter, changes_of(near[0]))
+            yield Remedy(" and ".join(["LoRA", *near[0]]), changes, near[1], machine)
+    found, ranks = predict(shape, run, machine, seq_len), machine.ranks_of_node
+    host = -(-max(found.host_needed * ranks, found.loading.host) // GIB)
+    more = {f"{host:,} GiB of host memory on each node": replace(machine, host_memory=host * GIB)}
+    if machine.host_memory is None or host * GIB <= machine.host_memory:
+        more = {}
+    nodes = {
+        f"{n * machine.nodes} nodes": replace(machine, gpus=n * machine.gpus, per_node=ranks)
+        for n in (2, 4, 8, 16, 32, 64)
+    }
+    for others in (more, nodes):
+        fitting = (Remedy(what, {}, run, on) for what, on in others.items() if predict(shape, run, on, seq_len).fits)
+        yield from itertools.islice(fitting, 1)
+
+
+def with_degree(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours") -> RunConfig:
+    """The run with its sequence parallel degree; where it names none, with the largest that its heads can be shared
+    over and that divides the GPUs (0 where that is all of them).
+
+    Raises:
+        ValueError: no degree works.
+    """
+    if run.engine.sp:
+        return run
+    refused: list[ValueError] = []
+    for ranks in range(machine.gpus, 0, -1):
+        if machine.gpus % ranks:
+            continue
+        degree = run.replace(engine={"sp": 0 if ranks == machine.gpus else ranks})
+        try:
+            predict(shape, degree, machine, 8 * ranks, preset)
+        except ValueError as e:
+            refused.append(e)
+        else:
+            return degree
+    raise refused[0]
 
 
 def changed(run: RunConfig, changes: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from typing import Any
 
 from alstlib.config import RunConfig
@@ -19,6 +20,7 @@ from alstlib.planner.prediction import (
     predict,
     settings,
 )
+from alstlib.planner.rendering import as_text, table, verdict
 from alstlib.units import format_bytes, format_seconds
 
 CERTAIN = 1.1
@@ -138,8 +140,8 @@ def step_limit(run: RunConfig, nodes: int, gpus: int, trains: bool = True) -> tu
 
 
 def outlook(run: RunConfig, gpus: int, nodes: int = 1) -> str:
-    """What the planner says of a resolved run on this machine before it starts: whether it fits (of a search:
-    the longest sequence), bytes of a rank, seconds of a step."""
+    """What the planner says of a resolved run on this machine before it starts, in lines: whether it fits (of a search:
+    the longest sequence), and a table of bytes of a rank and seconds of a step."""
     if run.emulate or run.peers:
         return "not predicted: it is not a training run"
     machine = machine_of(run, nodes, gpus)
@@ -147,21 +149,9 @@ def outlook(run: RunConfig, gpus: int, nodes: int = 1) -> str:
         found = _expected(run, machine)[1]
     except (ValueError, KeyError) as e:
         return f"not predicted: {e}"
-    seconds = found.seconds["step"] if rates_known(machine) else None
-    parts = [f"the longest that fits is {found.seq_len:,} tokens" if run.search and found.fits else _verdict(found)]
-    for where, needs, has in found.sides:
-        where += ", which holds the device's part too," if where == "host" and machine.device == "cpu" else ""
-        parts.append(f"{where} {format_bytes(needs)}{f' of {format_bytes(has)}' if has else ''} for each rank")
-    parts.append(f"loading takes {format_bytes(found.loading.host)} of the first node's host")
-    slow = "the time of a step is not predicted, because rates are known for GPUs only"
-    parts.append(f"a step takes {format_seconds(seconds)}" if seconds else slow)
-    return "; ".join(parts)
-
-
-def _verdict(found: Prediction) -> str:
-    if not found.fits and found.limit.startswith("loading"):
-        return f"does not fit: {found.loading.why}"
-    return "fits" if found.fits else f"does not fit: it needs more {found.limit} memory than there is"
+    longest_fits = f"the longest that fits is {found.seq_len:,} tokens"
+    said = longest_fits if run.search and found.fits else verdict(found, machine)
+    return f"{said}\n{textwrap.indent(as_text(table(found, machine, parts=False)), ' ' * 13)}"
 
 
 def largest(found: Prediction, where: str, machine: Machine) -> str:

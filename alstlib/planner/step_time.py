@@ -32,6 +32,15 @@ def linear_flops(shape: Shape, tokens: int) -> dict[str, float]:
     }  # fmt: skip
 
 
+def model_flops(shape: Shape, run: RunConfig, seq_len: int) -> float:
+    """Of one optimizer step over one sample on each replica: forwards and backwards of the causal half, and nothing
+    that is computed twice. An MFU compares them with the GPU's peak."""
+    states = 0.0 if shape.states is None else shape.states.stateful * shape.states.flops * seq_len
+    linear = sum(linear_flops(shape, seq_len).values()) * (1 + _backwards(run))
+    samples = run.data.batch_size * run.optim.accumulation
+    return samples * (linear + 3 * (attention_flops(shape, seq_len) + states))
+
+
 def exchange_bytes(shape: Shape, ranks: int, seq_len: int, element: int, forwards: float, saved: float) -> float:
     """Bytes that one rank sends for attention in a step, all layers, where ranks have whole heads or share one.
 
@@ -72,9 +81,10 @@ def step_seconds(
     """Seconds of one optimizer step over one sample on each replica, by part; `step` is the time that passes.
 
     Layers run forward, again for their backward unless everything is kept, and backward: twice a forward, or once where
-    an adapter is trained, because frozen weights have no gradients (the adapter's own products are left out). Attention
-    runs forward once where its outputs are kept, and its backward is 2.5 forwards. The exchange is waited for. ZeRO's
-    traffic and asynchronous offload hide behind the computing, as far as that lasts.
+    an adapter is trained, because frozen weights have no gradients (the adapter's own products are left out). Where one
+    input in k is kept, the layers of the others run forward once more. Attention runs forward once where its outputs
+    are kept, and its backward is 2.5 forwards. The exchange is waited for. ZeRO's traffic and asynchronous offload hide
+    behind the computing, as far as that lasts.
     """
     element, rates = element_bytes(run, "cuda"), machine.rates
     again = 1.0 if run.options.checkpoint else 0.0
@@ -83,20 +93,23 @@ def step_seconds(
     attention = attention_flops(shape, seq_len, found.attention_share) * run.data.batch_size
     first = _before_blocks(run, ranks, seq_len)  # forward without a graph
     once = 1 + _backwards(run)
+    remade, kept = _made_again(shape, found), found.attention_kept
     passes = {
-        "projections": once + again + first + _chunk_again(run), "mlp": once + again + first + _thrice(run, preset),
-        "head": once + first,
+        "projections": once + again + remade + first + _chunk_again(run),
+        "mlp": once + again + remade + first + _thrice(run, preset), "head": once + first,
     }  # fmt: skip
     matmul = sum(linear[name] * times for name, times in passes.items()) / rates.matmul / ranks
-    kept = found.attention_kept
-    core = attention * ((1 + again * (1 - kept) + first) / forward + 2.5 / backward) / ranks
+    core = attention * ((1 + (again + remade) * (1 - kept) + first) / forward + 2.5 / backward) / ranks
     network = rates.link if ranks <= machine.per_node else rates.network
-    wire = exchange_bytes(shape, ranks, seq_len * run.data.batch_size, element, 1 + again, kept)
+    forwards = 1 + again + remade * (1 - kept)
+    wire = exchange_bytes(shape, ranks, seq_len * run.data.batch_size, element, forwards, kept)
     exchange = wire / network
     if shape.states is not None:
-        sent, recurrence = states_seconds(shape.states, run, machine, ranks, seq_len, 1 + again + first)
+        sent, recurrence = states_seconds(shape.states, run, machine, ranks, seq_len, 1 + again + remade + first)
         exchange, core = exchange + sent, core + recurrence
-    zero = _zero_seconds(shape, run, machine) * (-(-seq_len // (run.block * ranks)) if run.block and first else 1)
+    zero = _zero_seconds(shape, run, machine, remade) * (
+        -(-seq_len // (run.block * ranks)) if run.block and first else 1
+    )
     offload = found.copied / rates.host
     shard = _trained(shape, run) / (machine.gpus if run.engine.zero_stage else 1)
     optimizer = (
@@ -136,6 +149,11 @@ def _before_blocks(run: RunConfig, ranks: int, seq_len: int) -> float:
     return 1.0 if run.block is not None and run.block * ranks < seq_len else 0.0
 
 
+def _made_again(shape: Shape, found: Activations) -> float:
+    """Share of the layers whose input is not kept: a forward of the layer before makes it for backward."""
+    return 1 - -(-shape.layers // found.inputs_kept_every) / shape.layers
+
+
 def _backwards(run: RunConfig) -> float:
     """Matrix products of a backward, compared with a forward: of inputs' gradients, and of trained weights'."""
     return 2.0 if run.model.lora is None else 1.0
@@ -153,10 +171,10 @@ def _thrice(run: RunConfig, preset: str) -> float:
     return 1.0 if preset == "paper" and run.options.tile("mlp") else 0.0  # its tiles run again in backward
 
 
-def _zero_seconds(shape: Shape, run: RunConfig, machine: Machine) -> float:
+def _zero_seconds(shape: Shape, run: RunConfig, machine: Machine, remade: float) -> float:
     rates, world = machine.rates, machine.gpus
     share = rates.link if world <= machine.per_node else rates.network
-    gathers, reduces = {3: (2, 1), 2: (0, 1), 1: (0, 2), 0: (0, 2)}[run.engine.zero_stage]
+    gathers, reduces = {3: (2 + remade, 1), 2: (0, 1), 1: (0, 2), 0: (0, 2)}[run.engine.zero_stage]
     element = element_bytes(run, "cuda")
     moved = gathers * shape.parameters + reduces * _trained(shape, run)
     zero = moved * element * (world - 1) / world / share * run.optim.accumulation
@@ -189,7 +207,8 @@ class Span:
 def layer_spans(
     shape: Shape, run: RunConfig, machine: Machine, ranks: int, seq_len: int, found: Activations, preset: str = "ours"
 ) -> dict[str, list[Span]]:
-    """The parts of `step_seconds` for one of many layers, in `forward` and in `backward` (with its recompute).
+    """The parts of `step_seconds` for one of many layers, in `forward` and in `backward` (with its recompute, and where
+    one input in k is kept with the layer's share of the forwards that make the others).
 
     Computing and the exchange take turns. Copies to the host, and ZeRO's traffic, begin with the pass and run beside
     it: what has not ended with the computing is waited for. The layer's attention output is kept if most layers' are.
@@ -219,6 +238,10 @@ def layer_spans(
         back = [(COMPUTE, "projections again", projections), (COMPUTE, "MLP again", mlp)]
     elif run.options.checkpoint:
         back = [(lane, f"{what} again" if lane == COMPUTE else what, seconds) for lane, what, seconds in there]
+    remade = _made_again(shape, found)
+    back = [
+        (lane, f"{what} for an input" if lane == COMPUTE else what, seconds * remade) for lane, what, seconds in back
+    ] + back
     sent = query + kept * (query + 2 * kv + row_sums)  # outputs' gradients; and what kept outputs did not need again
     times = _backwards(run)
     back += [
@@ -230,8 +253,8 @@ def layer_spans(
     ]  # fmt: skip
     copy = found.copied / 2 / shape.layers / rates.host
     of_layer = shape.layer_parameters / shape.parameters / run.optim.accumulation
-    states = _zero_seconds(shape, run, machine) * of_layer
-    gathers = 2 + _trained(shape, run) / shape.parameters  # forward gathers once, backward gathers and reduces
+    states = _zero_seconds(shape, run, machine, remade) * of_layer
+    gathers = 2 + remade + _trained(shape, run) / shape.parameters  # forward gathers once, backward gathers and reduces
     gathered = states / gathers if run.engine.zero_stage == 3 else 0.0
     beside = {
         "forward": [(COPIES, "kept for backward", copy), (STATES, "gather", gathered)],

@@ -120,8 +120,8 @@ def copied_bytes(
 def least_chunk(shape: Shape, rates: Rates, ranks: int = 1, element: int = 2) -> int:
     """Tokens of a rank in the shortest chunk with which copies of keys and values hide behind attention: a page comes
     from the host for each chunk of queries, in backward with the sums of its gradients, which go back too."""
-    pair = 2 * shape.heads * (shape.head_dim + shape.value_dim)  # FLOPs of a query and a key
-    row = shape.kv_heads * (shape.head_dim + shape.value_dim)
+    pair = 2 * shape.heads * (shape.head_dim + shape.value_dim)  # FLOPs of a query and a key, of all ranks together
+    row = max(kv_needed(shape.heads, shape.kv_heads, ranks)) * (shape.head_dim + shape.value_dim)  # of one rank
     forward = row * element / rates.host * rates.attention_forward / pair
     backward = row * (element + 4) / rates.host * rates.attention_backward / (2.5 * pair)
-    return math.ceil(max(forward, backward) / ranks)
+    return math.ceil(max(forward, backward))

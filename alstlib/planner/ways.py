@@ -34,10 +34,15 @@ class Way:
     changes: dict[str, Any]
     best: Prediction | None
     """The longest sequence that fits; None where none does."""
-    limit: str
-    """What a longer one goes beyond: the device's memory or the host's."""
+    beyond: Prediction | None
+    """A little longer than the longest, so that it does not fit."""
     at: Prediction | None
     """At a length that was asked for, where it fits."""
+
+    @property
+    def limit(self) -> str:
+        """What stops a longer sequence: the device's memory or the host's."""
+        return self.beyond.reason if self.beyond else ""
 
     @property
     def link(self) -> bool:
@@ -61,7 +66,7 @@ def compare(shape: Shape, run: RunConfig, machine: Machine, seq_len: int | None 
         tiles = {"options.tiles.loss": run.options.tile("loss") or True}
         other = run.replace(**{**needed, **tiles, **own})
         best = longest(shape, other, machine)
-        beyond = "" if best is None else predict(shape, other, machine, int(1.02 * best.seq_len) + machine.gpus).limit
+        beyond = predict(shape, other, machine, int(1.02 * best.seq_len) + machine.gpus) if best else None
         found.append((what, own, other, best, beyond))
     reached = [best.seq_len for *_, best, _ in found if best is not None]
     length = seq_len or min(reached, default=0)

@@ -14,8 +14,8 @@ from alstlib.config import Engine, Model, RunConfig
 from alstlib.planner import devices
 from alstlib.planner.gpus import rates_named
 from alstlib.runs import launch, workers
-from alstlib.runs.progress import console, listed
 from alstlib.runs.results import Json
+from alstlib.tables import console, listed
 from alstlib.units import GIB, format_bytes
 
 HELP = "measure this machine's rates and memory and say what looks wrong; `alst plan --machine` uses the result"

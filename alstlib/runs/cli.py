@@ -310,7 +310,7 @@ COMMANDS: dict[str, tuple[Callable[[Any], int], Callable[[argparse.ArgumentParse
     ),
     "plan": (
         command.command, command.add_arguments,
-        "predict which length fits on which GPUs and how long a step takes; run nothing", "",
+        "predict which length fits on which GPUs and how long a step takes; run nothing", command.EXIT,
     ),
     "verify": (verify.verify, verify.add_arguments, verify.HELP, verify.EXIT),
     "check": (check.check, check.add_arguments, check.HELP, check.EXIT),
@@ -320,7 +320,7 @@ COMMANDS: dict[str, tuple[Callable[[Any], int], Callable[[argparse.ArgumentParse
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 a row failed or could not be written, 2 refused before it started, 75 the time was up and
-    the same command continues, 130 interrupted; of `status`, `verify` and `check`: their EXIT."""
+    the same command continues, 130 interrupted; of `status`, `plan`, `verify` and `check`: their EXIT."""
     parser = argparse.ArgumentParser(
         prog="alst",
         description="Train on very long sequences (Arctic Long Sequence Training, ALST). A YAML file, the spec, "

@@ -16,18 +16,18 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import psutil
-from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from alstlib.runs.results import Json, as_json
+from alstlib.tables import console
 from alstlib.units import format_seconds, printable
 
 TAIL_CHARACTERS = 4000
@@ -246,34 +246,6 @@ class Plain:
 
     def write(self, text: str) -> int:
         return self.stream.write(printable(text))
-
-
-def console(width: int | None = None) -> Console:
-    """rich's console on standard output, also where that is `Plain`: what it prints must be `printable`. Where standard
-    output is no terminal it writes plain lines of up to 100 columns. It takes nothing in a text for markup."""
-    stream = getattr(sys.stdout, "stream", sys.stdout)
-    terminal = stream.isatty()
-    return Console(
-        file=stream, markup=False, highlight=False, emoji=False, force_terminal=terminal, force_jupyter=False,
-        width=width or (None if terminal else 100),
-    )  # fmt: skip
-
-
-COLORS = {
-    **dict.fromkeys(("ok", "equal"), "green"), **dict.fromkeys(("oom", "stale", "timeout", "cancelled"), "yellow"),
-    **dict.fromkeys(("error", "interrupted", "unreadable", "differs", "crash"), "red"), "running": "cyan",
-}  # fmt: skip
-"""The colors of words in tables."""
-
-
-def listed(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table of texts without lines between them. Its last column takes the room that is left, and is folded there."""
-    table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(head))
-    for name in head:
-        table.add_column(name, no_wrap=name != head[-1], overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(printable(cell), COLORS.get(cell, "")) for cell in row))
-    return table
 
 
 def in_kernel() -> bool:

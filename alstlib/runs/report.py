@@ -16,9 +16,9 @@ from typing import Any
 
 from alstlib.config import RunConfig, flat
 from alstlib.runs import results
-from alstlib.runs.progress import console, listed
 from alstlib.runs.results import Json
 from alstlib.runs.sweeps import Spec, opened, shown
+from alstlib.tables import console, listed
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_name("report.html.j2")

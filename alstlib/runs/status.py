@@ -20,9 +20,10 @@ from pathlib import Path
 
 from alstlib.config import RunConfig, flat
 from alstlib.runs import launch, locks, results
-from alstlib.runs.progress import ProgressReader, console, describe, first_failed, listed, time_left
+from alstlib.runs.progress import ProgressReader, describe, first_failed, time_left
 from alstlib.runs.results import Json
 from alstlib.runs.sweeps import Spec, opened, shown, sweeps
+from alstlib.tables import console, listed
 from alstlib.units import format_seconds, format_tokens
 
 FAILED = (*(s for s in results.STATUSES if s not in results.FINISHED), "interrupted", "unreadable")

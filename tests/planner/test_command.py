@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from alstlib.hf.public_models import PUBLIC
-from alstlib.planner.machine import read_machine
+from alstlib import tables
+from alstlib.config import RunConfig, row_config
+from alstlib.hf.models import flos
+from alstlib.hf.public_models import PUBLIC, TRAINED
+from alstlib.planner import command, rendering
+from alstlib.planner.gpus import rates_of
+from alstlib.planner.machine import Machine, read_machine
+from alstlib.planner.model_shapes import read_shape
+from alstlib.planner.prediction import predict
 from alstlib.runs.cli import main
-from alstlib.units import GIB
+from alstlib.units import GIB, format_bytes, format_seconds
 
 EIGHT = ["plan", "--model", "meta-llama/Llama-3.1-8B", "--gpus", "8", "--gpu-memory", "80GB", "--host-memory", "1.9TB"]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser()
+    command.add_arguments(made)
+    return made
 
 
 def as_json(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, Any]]:
@@ -28,8 +44,26 @@ def test_a_plan_says_what_fits_and_why(capsys: pytest.CaptureFixture[str]) -> No
     assert main(EIGHT) == 0
     out = capsys.readouterr().out
     for text in ("Longest sequence:", "limits it", "80GB: 79.1 GiB", "1.9TB: 1,770 GiB on each node", "What would help",
-                 "A step:", "predicted, nothing was run", "peak in model.layers"):  # fmt: skip
+                 "A step of it takes", "predicted, nothing was run", "highest in model.layers"):  # fmt: skip
         assert text in out, text
+
+
+def test_what_is_computed_is_said_before_it(capsys: pytest.CaptureFixture[str]) -> None:
+    main(EIGHT)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" (about ")[0] for line in said] == [
+        "alst: looking for the longest sequence that fits", "alst: looking at what would help",
+        "alst: comparing the ways to run the model",
+    ]  # fmt: skip
+
+
+def test_lines_are_short(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alstlib.planner.command.console", lambda: tables.console(80))
+    for args in (EIGHT, [*EIGHT, "--gpus", "2", "--seq-len", "6M"], [*EIGHT[:3], "--seq-len", "2M"]):
+        main(args)
+        lines = capsys.readouterr().out.splitlines()
+        assert max(len(line) for line in lines) <= 80
+        assert not [line for line in lines if line.endswith("...")]
 
 
 def test_programs_read_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,9 +98,12 @@ def test_a_length_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert made["seq_len"] == 6_000_000 > made["longest_sequence"]
     assert main([*EIGHT, *args]) == 1
     out = capsys.readouterr().out
-    assert "does not fit (" in out
+    assert "6,000,000 tokens: does not fit: " in out
     assert "short on the device" in out
-    assert "It fits with layers in chunks of 16K tokens" in out
+    assert "What works:" in out
+    assert "layers in chunks of 16K tokens" in out
+    assert "2 nodes" in out
+    assert {one["seq_len"] for one in made["works_with"]} == {6_000_000}
 
 
 def test_a_model_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,9 +117,10 @@ def test_a_model_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) -> No
     for asked in ([], ["--seq-len", "64K"]):
         assert main([*args, *asked]) == 1
         out = capsys.readouterr().out
-        assert f"Not even a short sequence fits: the model cannot be loaded.\n{why}\n" in out
-        assert "tokens: does not fit (the model cannot be loaded, 4" in out
-        assert ("No options make it fit here, because the model cannot be loaded." in out) == bool(asked)
+        assert "Nothing fits, not even 512 tokens: the model cannot be loaded." in out
+        assert why in " ".join(out.split())
+        assert ("64,000 tokens: does not fit: loading the model would take 165.37 GiB" in out) == bool(asked)
+        assert "What works:" in out
         assert main([*args, *asked, "--json"]) == 1
         made = json.loads(capsys.readouterr().out)
         assert (made["fits"], made["limit"], made["longest_sequence"]) == (False, "loading: host", 0)
@@ -111,8 +149,199 @@ def test_the_reference_as_the_paper_ran_it(capsys: pytest.CaptureFixture[str]) -
     assert paper["help"] == []
     assert main([*EIGHT, "--preset", "paper", "--seq-len", "3.7M"]) == 0
     assert "as the ALST paper ran it" in capsys.readouterr().out
-    assert main([*EIGHT, "--preset", "paper", "--gpus", "24"]) == 2
+    shared = ["--preset", "paper", "--gpus", "24", "--set", "engine.sp=24"]
+    assert main([*EIGHT, *shared]) == 2
     assert "preset 'paper' cannot share 32/8 heads over sp=24 ranks" in capsys.readouterr().err
+
+
+def test_the_sequence_parallel_degree_is_chosen_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours shares any number of heads over any number of ranks; the reference needs whole heads."""
+    for more, sp, said in (
+        ([], 12, "12: all GPUs share each sample, chosen as the largest that works"),
+        (["--preset", "paper"], 4, "4: 4 of the 12 GPUs share each sample, chosen as the largest that works"),
+        (["--set", "engine.sp=3"], 3, "3: 3 of the 12 GPUs share each sample"),
+    ):
+        made = as_json(capsys, "--gpus", "12", "--seq-len", "100K", *more)[1]
+        assert (made["sp"], made["understood"]["sp"]) == (sp, said)
+    alone = as_json(capsys, "--gpus", "12", "--seq-len", "100K", "--preset", "paper")[1]
+    of_four = as_json(capsys, "--gpus", "4", "--seq-len", "100K", "--preset", "paper")[1]
+    for part in ("attention", "hidden states", "loss"):  # three samples at a time, one on each four
+        assert alone["device"]["by_category"][part] == of_four["device"]["by_category"][part]
+
+
+def test_what_is_assumed_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    node = "1,900 GB on each node, as clouds have with 8 x H100"
+    for args, assumed in (
+        ([], {"--gpus": "8 GPUs", "--gpu": "H100", "--host-memory": node}),
+        (["--gpus", "8"], {"--gpu": "H100", "--host-memory": node}),
+        (["--gpus", "8", "--gpu", "h100", "--host-memory", "1TB"], {}),
+        (["--gpus", "1", "--gpu-memory", "24GB", "--host-memory", "64GB"], {"--gpu": "the speed of H100"}),
+        (
+            ["--gpus", "2", "--gpu", "rtx 4090"],
+            {"--host-memory": "96 GB on each node, as clouds have with 2 x RTX4090"},
+        ),
+    ):
+        main(["plan", "--model", "meta-llama/Llama-3.2-1B", *args, "--json"])
+        made = json.loads(capsys.readouterr().out)
+        assert made["assumed"] == assumed
+        assert made["longest_sequence"] < 100_000_000
+        main(["plan", "--model", "meta-llama/Llama-3.2-1B", *args])
+        out = " ".join(capsys.readouterr().out.split())
+        assert ("Assumed: " in out) == bool(assumed)
+        assert all(f"{text} ({option})" in out for option, text in assumed.items())
+
+
+@pytest.mark.parametrize("gpu, gpus, each", [("H100", 16, 1900e9), ("H100", 4, 950e9), ("GH200", 4, 432 * GIB)])
+def test_the_assumed_host_is_that_of_one_node(gpu: str, gpus: int, each: float) -> None:
+    machine = (
+        command.read(parser().parse_args(["--gpus", str(gpus), "--gpu", gpu])).question(rates_of(gpu), gpus).machine
+    )
+    assert machine.host_memory == each
+    assert machine.nodes == (gpus if gpu == "GH200" else -(-gpus // 8))
+
+
+def test_each_length_has_its_own_step(capsys: pytest.CaptureFixture[str]) -> None:
+    made = as_json(capsys)[1]
+    shape = read_shape(EIGHT[2])
+    machine = Machine(gpus=8, host_memory=1_900_000_000_000)
+    run = row_config("ours", RunConfig(model={"name": EIGHT[2], "dtype": "bf16"}, engine={"sp": 0}))
+    run = run.replace(options={"chunk": None})
+    assert made["longest_step_seconds"] == made["step_seconds"]["step"]
+    assert made["help"]
+    for one in (*made["help"], *made["ways"]):
+        how = {"options.checkpoint": True, **one["changes"]}
+        at = predict(shape, run.replace(**how), machine, one["longest_sequence"])
+        assert one["longest_step_seconds"] == pytest.approx(at.seconds["step"]), one["what"]
+    main(EIGHT)
+    out = " ".join(capsys.readouterr().out.split())
+    for one in (*made["help"], *made["ways"]):
+        assert f"{one['longest_sequence']:,} {format_seconds(one['longest_step_seconds'])}" in out
+
+
+def test_tokens_for_each_gpu_and_mfu(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a result counts the model's FLOPs; of an adapter, no gradients of the frozen weights."""
+    made = as_json(capsys, "--seq-len", "1M")[1]
+    step = made["step_seconds"]["step"]
+    assert made["tokens_per_second_per_gpu"] == pytest.approx(1e6 / 8 / step)
+    shape = read_shape(EIGHT[2])
+    counted = flos(10**6, 10**6, shape.dense_parameters, 32, 128, 32)["model"]
+    assert made["mfu"] == pytest.approx(counted / 8 / step / 989e12)
+    assert 0.3 < made["mfu"] < 0.6
+    halved = as_json(capsys, "--seq-len", "1M", "--set", "engine.sp=4")[1]  # two samples at a time
+    assert halved["tokens_per_second_per_gpu"] == pytest.approx(1e6 / 4 / halved["step_seconds"]["step"])
+    adapter = as_json(capsys, "--seq-len", "1M", "--set", "model.lora={r: 16}")[1]
+    products = 2 * shape.dense_parameters * 10**6
+    saved = made["mfu"] * step - adapter["mfu"] * adapter["step_seconds"]["step"]
+    assert saved * 8 * 989e12 == pytest.approx(products)
+    main([*EIGHT, "--seq-len", "1M"])
+    said = f"{made['tokens_per_second_per_gpu']:,.0f} tokens/s for each GPU, MFU {made['mfu']:.0%}"
+    assert said in capsys.readouterr().out
+
+
+def test_a_full_host_is_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """One input in k is kept, the device has to hold the others and has no room for them."""
+    args = [*EIGHT, "--gpu", "H200", "--gpu-memory", "141GB"]
+    main([*args, "--json"])
+    made = json.loads(capsys.readouterr().out)
+    question = command.read(parser().parse_args(args[1:])).question(rates_of("H200"), 8)
+    beyond = question.beyond(question.longest())
+    assert (made["limit"], beyond.limit, beyond.activations.inputs_kept_every) == ("host", "device", 2)
+    plenty = replace(question, machine=replace(question.machine, host_memory=None))
+    assert plenty.at(beyond.seq_len).fits  # so it is the host
+    main(args)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "tokens; host memory limits it: the host is full with one layer's input in 2 (k=2)" in out
+    assert re.search(r"[\d:]+ host, k=2 [\d:]+ layers whole", out)
+    assert {one["what"]: one["limit"] for one in made["ways"]}["layers whole"] == "host"
+
+
+def test_where_nothing_works_it_says_how_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", "--model", "deepseek-ai/DeepSeek-V3", "--gpus", "1", "--gpu", "A100-40GB"]
+    assert main(args) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Nothing that was tried makes it fit" in out
+    assert "--seq-len without --gpus says which machines hold a length" in out
+
+
+@pytest.mark.parametrize("name, args, works", [
+    ("Qwen/Qwen3-32B", ["--gpus", "4", "--gpu", "A100-40GB", "--host-memory", "500GB"],
+     ["LoRA", "566 GiB of host memory on each node", "2 nodes"]),
+    ("microsoft/phi-4", ["--gpus", "1", "--gpu", "RTX4090", "--host-memory", "64GB"],
+     ["LoRA and weights on the host", "8 nodes"]),
+    ("meta-llama/Llama-3.1-8B", ["--gpus", "8", "--gpu", "H100", "--host-memory", "60GB"],
+     ["optimizer on the devices", "LoRA", "167 GiB of host memory on each node", "8 nodes"]),
+])  # fmt: skip
+def test_where_nothing_fits_it_says_what_is_missing_and_what_works(
+    name: str, args: list[str], works: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["plan", "--model", name, *args]
+    assert main([*args, "--json"]) == 1
+    made = json.loads(capsys.readouterr().out)
+    assert [one["what"] for one in made["works_with"]] == works
+    assert all(one["seq_len"] > 1000 for one in made["works_with"])
+    assert main(args) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    for where in ("device", "host"):
+        has, needs = made[where]["limit"], made[where]["peak"]
+        said = f"{format_bytes(needs - has)} of {where} memory for each GPU"
+        assert (said in out) == (needs > has), where
+    for one in made["works_with"]:
+        assert f"{one['seq_len']:,} {format_seconds(one['step_seconds'])}" in out
+        more = [f"--set={n}={json.dumps(v)}" for n, v in one["changes"].items()]
+        nodes = ["--gpus", str(one["gpus"]), "--gpus-per-node", str(one["gpus"] // one["nodes"])]
+        assert main([*args, *more, *nodes, f"--host-memory={one['host_memory']}", f"--seq-len={one['seq_len']}"]) == 0
+        capsys.readouterr()
+
+
+def test_every_category_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = set()
+    for name, more in (
+        ("meta-llama/Llama-3.1-8B", []), ("Qwen/Qwen3-Next-80B-A3B", []), ("openai/gpt-oss-20b", []),
+        ("meta-llama/Llama-3.1-8B", ["--set", "engine.zero_stage=2"]),
+        ("meta-llama/Llama-3.1-8B", ["--preset", "paper"]),
+        ("meta-llama/Llama-3.1-8B", ["--set", "options.offload=false", "--set", "options.chunk=16384"]),
+        ("meta-llama/Llama-3.1-8B", ["--set", "options.attention=flash_attention_2"]),
+    ):  # fmt: skip
+        made = as_json(capsys, "--model", name, "--seq-len", "1M", *more)[1]
+        seen |= {*made["device"]["by_category"], *made["host"]["by_category"]}
+        assert {*made["step_seconds"]} - {"step"} <= {*rendering.TIMES}
+    assert seen <= {*rendering.MEANING}
+    assert len(seen) > 12
+
+
+def test_host_and_device_are_those_of_a_gpu_and_the_nodes_total_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    made, _ = as_json(capsys)[1], main(EIGHT)
+    out = capsys.readouterr().out
+    for where in ("device", "host"):
+        peak, limit = (f"{made[where][n] / GIB:,.2f} GiB" for n in ("peak", "limit"))
+        assert re.search(rf"{where}, each GPU +{peak}  of {limit}", out)
+    assert f"a node's 8: {8 * made['host']['peak'] / GIB:,.0f} of 1,770 GiB" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("config, trained", [
+    ({}, 40_960), ({"max_position_embeddings": 1000}, 1000),
+    ({"max_position_embeddings": 40_960, "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+      "original_max_position_embeddings": 32_768}}, 131_072),
+])  # fmt: skip
+def test_lengths_beyond_the_trained_are_remarked(
+    config: dict[str, Any], trained: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["--model", "Qwen/Qwen3-4B", "--set", f"model.config={json.dumps(config)}"]
+    for length, said in ((trained, False), (2 * trained, True)):
+        made = as_json(capsys, *args, "--seq-len", str(length))[1]
+        assert made["model"]["trained_length"] == trained
+        assert any(f"up to {trained:,} tokens" in note and "2.0 times" in note for note in made["notes"]) == said
+
+
+def test_published_models_have_a_trained_length() -> None:
+    assert {*TRAINED} <= {*PUBLIC}
+    assert len(TRAINED) >= 25
+
+
+def test_help_says_what_the_exit_status_means(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert command.EXIT in " ".join(capsys.readouterr().out.split())
 
 
 def test_terms_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:

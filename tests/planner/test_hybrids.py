@@ -17,11 +17,13 @@ from alstlib.hf import state_ways
 from alstlib.hf.public_models import PUBLIC
 from alstlib.measure import plan_table
 from alstlib.measure.simulate import fake_ranks, shard_of
-from alstlib.planner.command import add_arguments, as_json, describe, read
+from alstlib.planner.command import add_arguments, as_json, read
+from alstlib.planner.gpus import rates_of
 from alstlib.planner.hybrids import NOTE
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape, shape_of
 from alstlib.planner.prediction import predict
+from alstlib.planner.rendering import describe
 from alstlib.planner.state_ways import RECURRENCE, StateLayer, state_costs
 from alstlib.planner.step_time import linear_flops, states_seconds
 
@@ -135,12 +137,12 @@ def test_some_of_them_simulated_again(seed: int) -> None:
 def test_a_plan_says_whose_kernels_it_is_of() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    hybrid, plain = (read(parser.parse_args(["--model", name])) for name in (OURS.model.name, "Qwen/Qwen3-4B"))
-    assert plain.notes == []
-    assert hybrid.notes == [NOTE]
+    named = (parser.parse_args(["--model", name]) for name in (OURS.model.name, "Qwen/Qwen3-4B"))
+    hybrid, plain = (read(args).question(rates_of("H100"), 8) for args in named)
+    assert plain.notes(10_000) == []
     found = hybrid.at(100_000)
-    assert describe(hybrid, found, found, [])[-1] == f"Note: {NOTE}"
-    assert as_json(hybrid, found, found, [])["notes"] == [NOTE]
+    assert hybrid.notes(100_000) == as_json(hybrid, found, found)["notes"] == [NOTE]
+    assert f"\nNote: {NOTE}" in list(describe(hybrid, found, found, 0.0))
 
 
 def test_longer_sequences_fit_a_hybrid_than_a_decoder_of_its_parameters_that_attends_everywhere() -> None:

@@ -22,6 +22,7 @@ from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.prediction import Loading, advice, loading, loads_with, longest, nearest_that_fits, predict, states
 from alstlib.planner.preflight import foretell, why_not
 from alstlib.planner.step_time import attention_flops, exchange_bytes, linear_flops
+from alstlib.planner.streaming import least_chunk
 from alstlib.runs import results
 from alstlib.runs.sweeps import load_spec
 from alstlib.sizing import kv_needed
@@ -335,6 +336,22 @@ def test_measured_rates_take_the_tables_place(tmp_path: Any) -> None:
     (tmp_path / "result.json").write_text("{}")
     with pytest.raises(ValueError, match="has no measured kernel"):
         with_measured(rates_of("H100"), tmp_path / "result.json")
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 8, 16, 32, 12, 64])
+def test_the_least_chunk_hides_the_copies_of_a_page(ranks: int) -> None:
+    """Attention of a chunk's queries over a page takes as long as the page of the rank's own key/value heads, of which
+    each rank has at least one."""
+    rates, heads, widths = rates_of("H100"), max(kv_needed(32, 8, ranks)), 2 * 128
+    pairs = 2 * 32 / ranks * widths * ranks * least_chunk(EIGHT_B, rates, ranks)  # FLOPs of a key with the chunk
+    copies = {"forward": heads * widths * 2 / rates.host, "backward": heads * widths * 6 / rates.host}
+    seconds = {"forward": pairs / rates.attention_forward, "backward": 2.5 * pairs / rates.attention_backward}
+    assert all(seconds[part] >= copies[part] for part in copies)
+    fewer = pairs * (1 - 1 / least_chunk(EIGHT_B, rates, ranks))
+    assert (
+        fewer / rates.attention_forward < copies["forward"]
+        or 2.5 * fewer / rates.attention_backward < copies["backward"]
+    )
 
 
 def test_ranks_with_parts_of_heads_need_whole_keys() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from alstlib.planner.step_time import (
     STATES,
     Span,
     attention_flops,
+    exchange_bytes,
     layer_spans,
     linear_flops,
     step_seconds,
@@ -37,6 +39,8 @@ RUNS: dict[str, RunConfig] = {
     "chunks": OURS.replace(options={"chunk": 16_384}),
     "copies first": OURS.replace(options={"offload": "sync"}),
     "ZeRO-2": OURS.replace(engine={"zero_stage": 2, "offload_optimizer": False}),
+    "one input in k": OURS.replace(options={"host_memory": "20GiB"}),
+    "one input in k, outputs kept": OURS.replace(options={"host_memory": "60GiB", "save_attention": True}),
     "two micro-batches of two": OURS.replace(data={"batch_size": 2}, optim={"accumulation": 2}),
 }
 
@@ -52,8 +56,9 @@ def total(spans: dict[str, list[Span]], lane: str) -> float:
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 32])
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_all_layers_together_are_the_step(run: RunConfig, ranks: int) -> None:
+@pytest.mark.parametrize("name", RUNS)
+def test_all_layers_together_are_the_step(name: str, ranks: int) -> None:
+    run = RUNS[name]
     spans, step, found = both(run, ranks, 512_000)
     times = SHAPE.layers * run.optim.accumulation
     head = (
@@ -61,11 +66,13 @@ def test_all_layers_together_are_the_step(run: RunConfig, ranks: int) -> None:
     )
     assert total(spans, COMPUTE) * times == pytest.approx(step["matrix products"] - head + step["attention"], rel=1e-9)
     assert total(spans, EXCHANGE) * times == pytest.approx(step["exchange"], rel=1e-9)
+    made_again = 1 - -(-SHAPE.layers // found.inputs_kept_every) / SHAPE.layers
+    assert (made_again > 0) == ("input in k" in name)
     assert total(spans, COPIES) * SHAPE.layers == pytest.approx(found.copied / RATES.host, rel=1e-9)
     if not found.hidden_on_host:  # what is kept leaves once and comes back once
         assert found.copied == (2 * found.host if bool(run.options.offload) else 0)
     if ranks == 8 and run.engine.zero_stage == 3:  # gathered twice and reduced once, over NVLink
-        want = 3 * SHAPE.layer_parameters * 2 * 7 / 8 / RATES.link
+        want = (3 + made_again) * SHAPE.layer_parameters * 2 * 7 / 8 / RATES.link
         assert total(spans, STATES) == pytest.approx(want, rel=1e-9)
 
 
@@ -82,6 +89,28 @@ def test_computing_and_the_exchange_take_turns(run: RunConfig) -> None:
         else:
             assert turns[0].start == 0
             assert all(span.start == 0 for span in copies)
+
+
+@pytest.mark.parametrize("k", [2, 3, 32])
+@pytest.mark.parametrize("kept", [0.0, 1.0])
+def test_inputs_that_are_made_again_cost_a_forward(k: int, kept: float) -> None:
+    """Of the layers whose input is not kept: their products, their attention and its exchange where outputs are not
+    kept, and one more gathering of their weights."""
+    run, tokens, share = RUNS["attention twice"], 512_000, 1 - -(-32 // k) / 32
+    given: Any = (SHAPE, run, Machine(gpus=8, rates=RATES), 8, tokens)
+    once = replace(both(run, 8, tokens)[2], attention_kept=kept)
+    before, after = (step_seconds(*given, replace(once, inputs_kept_every=every)) for every in (1, k))
+    linear = linear_flops(SHAPE, tokens)
+    products = (linear["projections"] + linear["mlp"]) / RATES.matmul / 8
+    assert after["matrix products"] - before["matrix products"] == pytest.approx(share * products)
+    core = attention_flops(SHAPE, tokens) / RATES.attention_forward / 8
+    assert after["attention"] - before["attention"] == pytest.approx(share * (1 - kept) * core)
+    forward = exchange_bytes(SHAPE, 8, tokens, 2, 2, 0) - exchange_bytes(SHAPE, 8, tokens, 2, 1, 0)
+    assert after["exchange"] - before["exchange"] == pytest.approx(share * (1 - kept) * forward / RATES.link)
+    slow: Any = (SHAPE, run, Machine(gpus=8, rates=replace(RATES, link=1e6)), 8, tokens)
+    waits = [step_seconds(*slow, replace(once, inputs_kept_every=every)) for every in (1, k)]
+    late = [one["waiting for memory and network"] + one["matrix products"] + one["attention"] for one in waits]
+    assert late[1] - late[0] == pytest.approx(share * SHAPE.parameters * 2 * 7 / 8 / 1e6)
 
 
 def test_attention_is_run_again_only_where_it_is_not_kept() -> None:

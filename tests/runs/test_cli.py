@@ -416,9 +416,11 @@ def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, capsys):
         "  sets       row=alst, model.name=tiny, data.seq_len=256, options.tiles={'loss': True, 'mlp': True}, "
         "options.offload=sync, options.save_attention=False, engine.world_size=2, engine.sp=2, optim.steps=2\n" in shown
     )
-    assert "  predicted  fits; device" in shown
-    assert "  predicted  does not fit: it needs more device memory than there is; device" in shown
-    assert "of 96.00 MiB for each rank" in shown
+    assert "  predicted  fits: " in shown
+    assert "  predicted  does not fit: " in shown
+    assert " short on the device and " in shown
+    assert re.search(r"\n +device, each rank +[\d.]+ MiB  of 96\.00 MiB\n", shown)
+    assert re.search(r"\n +a step +not predicted  rates are known for GPUs only\n", shown)
     assert f"  folder     {out_of(tmp_path) / 'alst'}\n" in shown
     assert not (tmp_path / "papermill_runs").exists()
     spec = write_spec(tmp_path, rows=[{"name": "k"}], parameters={"worker": "alstlib.measure.time_kernels"})

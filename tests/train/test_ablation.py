@@ -251,7 +251,9 @@ def test_a_run_that_cannot_fit_is_not_started(tmp_path: Path) -> None:
 def test_a_cpus_memory_holds_devices_and_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alstlib.planner.machine.host_free", lambda: 23 * GIB)
     run = RunConfig(model={"name": "tiny"}, engine={"world_size": 2, "sp": 2}, data={"seq_len": "20M"})
-    assert "does not fit: it needs more host memory than there is" in outlook(run, 0)
+    assert "does not fit: " in (said := outlook(run, 0))
+    assert "short on the host for each rank" in said
+    assert "of 11.50 GiB; with what is on the device" in said
     result = launch(run, tmp_path)
     assert (result["status"], result["error"]["type"]) == ("oom", "WouldNotFit")
     assert "a rank's share of the host's free memory is 11.50 GiB" in result["error"]["message"]

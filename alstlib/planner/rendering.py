@@ -1,0 +1,321 @@
+"""What people read of predictions: one table for a prediction, in the terminal and before a run starts; and the answers
+of `alst plan`. Without torch."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from alstlib.planner import model_states
+from alstlib.planner.gpus import Rates
+from alstlib.planner.machine import Machine, rates_known
+from alstlib.planner.model_shapes import Shape
+from alstlib.planner.prediction import HELP, Help, Prediction, changed, settings
+from alstlib.planner.question import NEEDED, Answer, Question
+from alstlib.planner.ways import WAYS, Way
+from alstlib.tables import listed
+from alstlib.units import GIB, format_bytes, format_seconds, format_tokens, printable
+
+MEANING = {
+    "CUDA context": "the driver's own, before the first tensor",
+    "NCCL": "buffers for what GPUs send to each other",
+    "fragments": "gaps that the allocator cannot use",
+    model_states.WEIGHTS: "the model's weights that stay here",
+    model_states.GATHERED: "weights of other GPUs, while a layer needs them",
+    model_states.GRADIENTS: "gradients of the weights",
+    model_states.OPTIMIZER: "weights in fp32 and AdamW's two moments",
+    model_states.BUCKETS: "gradients while they are summed over the GPUs",
+    model_states.COPIES: "copies of buckets while DeepSpeed sums them",
+    "hidden states": "residuals, norms, embeddings and their gradients",
+    "attention": "queries, keys, values, outputs, their gradients",
+    "exchange": "what attention sends to and gets from other GPUs",
+    "kernel workspace": "what the attention kernel takes for itself",
+    "states": "layers with a state (linear attention, Mamba)",
+    "mlp": "what one tile of the MLP or of the experts makes",
+    "loss": "the head, one tile of logits, the loss",
+    "checkpoints": "inputs of layers, kept for backward",
+    "process": "Python and libraries of one rank's process",
+}
+"""What is counted in each category of memory."""
+TIMES = {
+    "matrix products": ("matrix products", "projections, MLPs and the head"),
+    "attention": ("attention", "queries with keys, weights with values"),
+    "exchange": ("exchange", "the all-to-all of attention, waited for"),
+    "waiting for memory and network": ("waiting", "for copies to the host, and weights from others"),
+    "optimizer": ("optimizer", "AdamW's step"),
+}
+"""How each part of a step's time is called, and what is counted in it."""
+
+
+def table(found: Prediction, machine: Machine, speed: str | None = "", parts: bool = True) -> Table:
+    """Memory of each GPU and of its share of the host, and the time of a step: in parts with a few words on each, or
+    (`parts=False`) the totals.
+
+    Args:
+        speed: what else to say of the time; None: nothing is said of it.
+    """
+    made = Table.grid(padding=(0, 2))
+    made.add_column(no_wrap=True)
+    made.add_column(no_wrap=True, justify="right")
+    made.add_column(overflow="fold")
+
+    def add(name: str, value: str = "", text: str = "", style: str = "bold" if parts else "") -> None:
+        made.add_row(*(Text(printable(cell), style) for cell in (name, value, text)))
+
+    each = "rank" if machine.device == "cpu" else "GPU"
+    kinds = {"device": found.device, "host": found.host}
+    for where, needs, has in found.sides:
+        if parts and kinds[where]:
+            add(f"{where} memory")
+            for name, nbytes in sorted(kinds[where].items(), key=lambda item: -item[1]):
+                if nbytes > found.device_peak // 1000:
+                    add(f"  {name}", sized(nbytes, found), _meaning(name, where, found), "")
+        shared = where == "host" and machine.device == "cpu"  # with the device
+        total = needs if shared else sum(kinds[where].values())
+        add(f"{where}, each {each}", sized(total, found), _of(where, total, has, found, machine, parts))
+        if parts and speed is not None:
+            made.add_row()
+    if found.loading.host and (not parts or found.loading.why):
+        there = "" if found.loading.host_limit is None else f"of {sized(found.loading.host_limit, found)}; "
+        add("loading", sized(found.loading.host, found), f"{there}the host of the first node")
+    if speed is None:
+        return made
+    if not (speed or rates_known(machine)):
+        add("a step", "not predicted", "rates are known for GPUs only")
+        return made
+    if parts:
+        add("time")
+        for name, seconds in found.seconds.items():
+            if name != "step" and seconds > found.seconds["step"] / 1000:
+                shown, text = TIMES.get(name, (name, ""))
+                add(f"  {shown}", format_seconds(seconds), text, "")
+    add("a step", format_seconds(found.seconds["step"]), speed)
+    return made
+
+
+def _of(where: str, total: int, has: int | None, found: Prediction, machine: Machine, parts: bool) -> str:
+    """What a total is a part of, and what else to say of it."""
+    notes, ranks = [f"of {sized(has, found)}"] if has is not None else [], machine.ranks_of_node
+    if where == "device" and parts:
+        notes.append(f"highest in {found.activations.place}")
+    if where == "host" and machine.device == "cpu":
+        notes.append("with what is on the device")
+    elif where == "host" and ranks > 1:
+        there = "" if has is None else f" of {has * ranks / GIB:,.0f}"
+        notes.append(f"a node's {ranks}: {total * ranks / GIB:,.0f}{there} GiB")
+    return "; ".join(notes)
+
+
+def as_text(shown: Table, width: int = 80) -> str:
+    """A table as plain lines of this width."""
+    file = io.StringIO()
+    Console(file=file, width=width, color_system=None).print(shown)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def sized(nbytes: int, found: Prediction) -> str:
+    """Bytes in GiB, so that the numbers of a prediction can be compared; of a small one, in the unit that they need."""
+    return f"{nbytes / GIB:,.2f} GiB" if found.device_peak >= GIB else format_bytes(nbytes)
+
+
+def _meaning(name: str, where: str, found: Prediction) -> str:
+    kept = found.activations
+    if name != "checkpoints" or where != "host":
+        return MEANING.get(name, "")
+    outputs = f", attention outputs of {kept.attention_kept:.0%} of layers" if kept.attention_kept else ""
+    if kept.inputs_kept_every > 1:
+        return f"one layer's input in {kept.inputs_kept_every}{outputs}; there is no room for more"
+    return f"each layer's input{outputs}"
+
+
+def verdict(found: Prediction, machine: Machine) -> str:
+    """Whether it fits, and by how much: of each GPU, and of its share of the host."""
+    each = "rank" if machine.device == "cpu" else "GPU"
+    spare = [
+        f"{format_bytes(abs(has - needs))} {'spare' if has >= needs else 'short'} on the {where}"
+        for where, needs, has in found.sides
+        if has is not None
+    ]
+    fits = "fits" if found.fits else "does not fit"
+    loads = f"{found.loading.why}; in a step " if found.loading.why else ""
+    return f"{fits}: {loads}{' and '.join(spare)} for each {each}" if spare else f"{fits}: no limits were given"
+
+
+def limited_by(beyond: Prediction) -> str:
+    """What limits the longest sequence: what a longer one, which does not fit, goes beyond."""
+    every = beyond.activations.inputs_kept_every
+    if beyond.limit == "device" and beyond.reason == "host":
+        return (
+            f"host memory limits it: the host is full with one layer's input in {every} (k={every}), and the device "
+            "has no room for the others"
+        )
+    return f"{f'{beyond.reason} memory' if beyond.reason else 'nothing known'} limits it"
+
+
+def limit_in_short(beyond: Prediction) -> str:
+    """The same in a word or two: `device`; `host, k=4`."""
+    every = beyond.activations.inputs_kept_every
+    return f"host, k={every}" if beyond.reason == "host" and every > 1 else beyond.reason or "nothing known"
+
+
+def say(what: str, seconds: float = 0.0) -> None:
+    """What is computed now and about how long it takes, on standard error, for who waits."""
+    about = f" (about {format_seconds(seconds)})" if seconds >= 1 else ""
+    sys.stdout.flush()
+    print(f"alst: {what}{about}", file=sys.stderr, flush=True)
+
+
+def heading(shape: Shape, preset: str) -> str:
+    whose = "" if preset == "ours" else ", as the ALST paper ran it"
+    return f"{shape.name} ({shape.family}, {shape.parameters / 1e9:.2f}B parameters){whose}; predicted, nothing was run"
+
+
+def describe(question: Question, best: Prediction | None, found: Prediction | None, each: float) -> Iterator[Any]:
+    """The answer to a question, as it is computed. `each` is how long one search for a longest sequence takes."""
+    machine, nodes, ours = question.machine, question.machine.nodes, question.preset == "ours"
+    yield heading(question.shape, question.preset)
+    yield f"{question.name}, {nodes} node{'s' if nodes > 1 else ''}"
+    yield from (f"  {key}: {text}" for key, text in question.understood.items())
+    if question.assumed:
+        yield f"Assumed: {'; '.join(f'{text} ({option})' for option, text in question.assumed.items())}."
+    yield ""
+    if best is not None:
+        yield f"Longest sequence: {best.seq_len:,} tokens; {limited_by(question.beyond(best))}."
+        yield f"A step of it takes {format_seconds(best.seconds['step'])}: {question.speed(best)}."
+    else:
+        short = question.at(question.shortest)
+        yield f"Nothing fits, not even {short.seq_len:,} tokens: {lacks(short, machine)}."
+        yield from ([cannot_load] if (cannot_load := question.cannot_load()) else [])
+    if found is not None and found is not best:
+        yield f"{found.seq_len:,} tokens: {verdict(found, machine)}."
+    found = found or question.at(question.shortest)
+    yield f"\nAt {found.seq_len:,} tokens:\n"
+    yield table(found, machine, None if best is None else question.speed(found))
+    if ours and not found.fits:
+        say("looking for what works", each * len(HELP))
+        yield from describe_remedies(question, found, nothing=best is None)
+    if ours and best is not None:
+        say("looking at what would help", each * len(HELP))
+        yield from describe_help(question, best, question.advice())
+        say("comparing the ways to run the model", each * len(WAYS))
+        yield from describe_ways(question.ways(found.seq_len))
+    yield from (f"\nNote: {note}" for note in question.notes(found.seq_len))
+
+
+def lacks(found: Prediction, machine: Machine) -> str:
+    """What is missing, and how much of it."""
+    ranks, missing = machine.ranks_of_node, []
+    for where, nbytes in found.missing.items():
+        node = f" ({format_bytes(nbytes * ranks)} on each node)" if where == "host" and ranks > 1 else ""
+        missing.append(f"{format_bytes(nbytes)} of {where} memory for each GPU{node}")
+    return f"{' and '.join(missing)} are missing" if missing else "the model cannot be loaded"
+
+
+def describe_help(question: Question, best: Prediction, helps: Sequence[Help]) -> Iterator[Any]:
+    """Single changes, the longest sequence with each, and what each changes at the length that fits now."""
+    if not helps:
+        return
+    head = ["longest", "its step", f"at {format_tokens(best.seq_len)}", "with"]
+    yield "\nWhat would help:\n"
+    yield listed(head, [
+        (f"{h.longest:,}", format_seconds(h.then.seconds["step"]), f"{h.seconds / best.seconds['step'] - 1:+.0%}",
+         f"{h.what} ({settings(changed(question.run, h.changes))})")
+        for h in helps[:5]
+    ], head[:3])  # fmt: skip
+
+
+def describe_remedies(question: Question, found: Prediction, nothing: bool) -> Iterator[Any]:
+    """What works where the asked length does not fit, or `nothing` does."""
+    rows = []
+    for remedy, at in question.remedies(None if nothing else found.seq_len):
+        changes = f" ({settings(remedy.changes)})" if remedy.changes else ""
+        speed = question.on(remedy).tokens_per_second(at)
+        rows.append((f"{at.seq_len:,}", format_seconds(at.seconds["step"]), f"{speed:,.0f}", remedy.what + changes))
+    if rows:
+        head = ["longest" if nothing else "tokens", "its step", "tokens/s/GPU", "with"]
+        yield "\nWhat works:\n"
+        yield listed(head, rows, head[:3])
+    else:
+        yield (
+            "\nNothing that was tried makes it fit: other options, LoRA, more host memory, more nodes of this kind. "
+            "--seq-len without --gpus says which machines hold a length."
+        )
+    if nothing and question.run.model.lora is None:
+        yield "QLoRA (LoRA on weights in 4 bits) takes less memory still. It runs, but is not planned."
+
+
+def describe_ways(ways: Sequence[Way]) -> Iterator[Any]:
+    """How far each way of running the model reaches, and which is fastest where several do."""
+    reached = [w.best.seq_len for w in ways if w.best is not None]
+    timed = [w.at.seconds["step"] for w in ways if w.at is not None]
+    if not reached:
+        return
+    rows = []
+    for w in ways:
+        changes = settings({n: v for n, v in w.changes.items() if v not in (None, "auto")})
+        marks = ["the longest"] * (w.best is not None and w.best.seq_len == max(reached))
+        if w.at is not None:
+            marks += ["the fastest"] * (w.at.seconds["step"] == min(timed)) + ["slowed by copies to the host"] * w.link
+        what = w.what + (f" ({changes})" if changes else "") + "".join(f", {mark}" for mark in marks)
+        best = (f"{w.best.seq_len:,}", format_seconds(w.best.seconds["step"])) if w.best else ("none", "")
+        limit = limit_in_short(w.beyond) if w.beyond else ""
+        rows.append((*best, limit, format_seconds(w.at.seconds["step"]) if w.at else "", what))
+    length = next((w.at.seq_len for w in ways if w.at is not None), 0)
+    head = ["longest", "its step", "limit", f"at {format_tokens(length)}" if length else "", "way"]
+    yield "\nWays to run the model:\n"
+    yield listed(head, rows, ["longest", "its step", head[3]])
+
+
+def describe_machines(answers: Sequence[Answer], wanted: int | None, most: int | None) -> Iterator[Any]:
+    """Several machines: which hold the wanted length, or how far each reaches. `most`: the smallest of up to so many
+    GPUs were looked for."""
+    first = answers[0].question
+    yield heading(first.shape, first.preset)
+    if most:
+        yield f"The smallest machines that hold {wanted:,} tokens (GPUs: powers of two up to {most:,}):\n"
+    else:
+        yield f"{f'{wanted:,} tokens on each machine' if wanted else 'The longest sequence of each machine'}:\n"
+    rows = [_machine(one, wanted) for one in answers]
+    head = [name for name in rows[0] if name != ("longest" if wanted else "nodes")]
+    yield listed(head, [[row[name] for name in head] for row in rows], head[1:-1])
+    yield "\nGPU and host: GiB that one GPU and its share of the host take, of those that are there."
+    for needs in sorted({one.needs for one in answers if one.found.fits} - {""}):
+        yield f"{needs}: {' '.join(f'--set {name}={value}' for name, value in NEEDED[needs].items())}"
+    yield from _assumed(answers)
+    longest = max((one.found.seq_len for one in answers if one.found.fits), default=None)
+    yield from (f"Note: {note}" for note in first.notes(longest))
+    yield "Give --gpu and --gpus of one line for its memory in parts and other ways to run the model."
+
+
+def _machine(one: Answer, wanted: int | None) -> dict[str, str]:
+    question, found = one.question, one.found
+    row = {"GPUs": question.name, "nodes": f"{question.machine.nodes:,}"}
+    names = ("GPU", "host", "longest", "step", "tok/s/GPU", "MFU", "needs" if wanted else "limit")
+    if not found.fits:
+        lacking = " and ".join(f"{format_bytes(nbytes)} of {where}" for where, nbytes in found.missing.items())
+        return row | dict.fromkeys(names, "") | {"step": "-", names[-1]: f"lacks {lacking or 'memory to load it'}"}
+    sides = ((found.device_peak, found.device_limit), (found.host_peak, found.host_limit))
+    share = question.mfu(found)
+    needs = one.needs if wanted else ", ".join(filter(None, [limit_in_short(question.beyond(found)), one.needs]))
+    values = (
+        *(f"{n / GIB:,.0f}{f'/{has / GIB:,.0f}' if has else ''}" for n, has in sides), format_tokens(found.seq_len),
+        format_seconds(found.seconds["step"]), f"{question.tokens_per_second(found):,.0f}",
+        f"{share:.0%}" if share else "", needs,
+    )  # fmt: skip
+    return row | dict(zip(names, values))
+
+
+def _assumed(answers: Sequence[Answer]) -> Iterator[str]:
+    """What was not given, of all machines together."""
+    others = {o: text for one in answers for o, text in one.question.assumed.items() if o != "--host-memory"}
+    yield from (f"Assumed: {text} ({option})." for option, text in others.items())
+    rates: list[Rates] = [one.question.machine.rates for one in answers if "--host-memory" in one.question.assumed]
+    if rates:
+        each = ", ".join(f"{r.name} {r.node_host / 1e9:,.0f} GB" for r in rates)
+        yield f"Assumed: host memory for each GPU, as clouds have it (--host-memory): {each}."
