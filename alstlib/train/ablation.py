@@ -35,7 +35,8 @@ from alstlib.offload.ledger import Ledger, ran_out
 from alstlib.runs.progress import Pace, Progress, ProgressReader
 from alstlib.runs.workers import ABLATION
 from alstlib.train.engine import host_tensors, initialize, take_step
-from alstlib.train.resume import RunStates, of_first
+from alstlib.train.resume import of_first
+from alstlib.train.state import RunStates
 from alstlib.train.worker import Job, run_worker
 
 WATCHED = 2

@@ -39,8 +39,7 @@ from alstlib.runs.progress import Pace
 from alstlib.runs.workers import FINETUNE
 from alstlib.train.engine import host_tensors, reserve_adam_state
 from alstlib.train.files import move_aside
-from alstlib.train.resume import ended, ending, fields, finished, of_first
-from alstlib.train.state import count, differences, seconds_to_save
+from alstlib.train.resume import count, differences, ended, ending, fields, finished, of_first, seconds_to_save
 from alstlib.train.worker import Job, run_worker, wait_for
 
 MOST_LOST = 0.01
@@ -185,13 +184,13 @@ class FineTune(Job):
         return last
 
     def _look(self) -> tuple[str | None, list[str]]:
-        folder, bound, notes = self.out / "checkpoints", fields(self.run, BOUND), []
-        before = locks.read_object(folder / "run.json") or {}
-        if folder.exists() and (before != bound or self.run.output.resume == "never" or finished(self.out, bound)):
-            why = ", ".join(differences(before, bound, before)) or "an earlier run"
+        folder, notes = self.out / "checkpoints", []
+        differ = differences(locks.read_object(folder / "run.json") or {}, fields(self.run), BOUND)
+        if folder.exists() and (differ or self.run.output.resume == "never" or finished(self.out, self.run, BOUND)):
+            why = ", ".join(differ) or "an earlier run"
             notes.append(f"checkpoints of {why} are kept in {move_aside(folder).name} and not continued")
         folder.mkdir(parents=True, exist_ok=True)
-        results.write_json(folder / "run.json", bound)
+        results.write_json(folder / "run.json", fields(self.run))
         # what is cut off lacks the file that is written last
         whole = [file.parent for file in folder.glob("checkpoint-*/trainer_state.json")]
         if not whole:
