@@ -6,9 +6,8 @@ the checksums of these files and a checksum of its own in `state.checksum`. Noth
 
 from __future__ import annotations
 
-import errno
+import copy
 import hashlib
-import itertools
 import json
 import shutil
 from collections.abc import Mapping
@@ -33,14 +32,16 @@ class OtherState(ValueError):
 
 def states_in(folder: Path) -> list[Path]:
     """The folders of states, sound or not, from the newest on: of a run, of its states, or this one itself."""
-    places = (STATE, f"step-*/{STATE}", f"state/step-*/{STATE}")
+    places = (CHECKSUM, f"step-*/{CHECKSUM}", f"state/step-*/{CHECKSUM}")
     return sorted((file.parent for place in places for file in folder.glob(place)), reverse=True)
 
 
 def move_aside(folder: Path) -> Path:
     """Move a folder to a free name next to it, which is returned."""
-    names = (folder.with_name(f"{folder.name}.kept{i}") for i in itertools.count(1))
-    return folder.rename(next(name for name in names if not name.exists()))
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.kept{number}")).exists():
+        number += 1
+    return folder.rename(aside)
 
 
 class Writer(checkpoint.FileSystemWriter):
@@ -54,7 +55,7 @@ class Writer(checkpoint.FileSystemWriter):
 
     def __init__(self, folder: Path, common: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
         self.place = folder / f"step-{common['step']:08}"
-        self.common, self.mine = json.dumps(common), json.dumps(mine)  # as they are now: the training goes on
+        self.common, self.mine = copy.deepcopy((common, mine))  # as they are now: the training goes on
         super().__init__(folder.with_name(f"{folder.name}.tmp"), per_thread_copy_ahead=0)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -72,11 +73,8 @@ class Writer(checkpoint.FileSystemWriter):
                 raise e.__context__ from None
             raise
         path = Path(self.path, f"{plan.storage_data.prefix}0.distcp")  # the one file of this rank
-        pieces = []
-        for one in written:
-            (name, start, size), where = one.index.fqn.split("@"), one.storage_data
-            pieces.append([name, int(start), int(size), where.offset, where.length])
-        mine = {"file": path.name, "checksum": _checksum(path), "pieces": pieces, **json.loads(self.mine)}
+        pieces = [[one.index.fqn, one.storage_data.offset, one.storage_data.length] for one in written]
+        mine = {"file": path.name, "checksum": _checksum(path), "pieces": pieces, **self.mine}
         told = torch.futures.Future[list[WriteResult]]()
         told.set_result([WriteResult(meta.MetadataIndex(path.name), 0, mine)])
         return told
@@ -84,9 +82,9 @@ class Writer(checkpoint.FileSystemWriter):
     def finish(self, metadata: meta.Metadata, results: list[list[WriteResult]]) -> None:
         """On the first rank, when all have written."""
         new, by_rank = Path(self.path), [rank.storage_data for (rank,) in results]
-        if gone := [rank["file"] for rank in by_rank if not (new / rank["file"]).exists()]:
-            raise OSError(errno.ENOENT, "missing here: do all nodes share this folder?", str(new / gone[0]))
-        write_json(new / STATE, {**json.loads(self.common), "by_rank": by_rank})
+        if not all((new / rank["file"]).exists() for rank in by_rank):
+            raise OSError(f"files of other ranks are missing in {new}: do all nodes share this folder?")
+        write_json(new / STATE, {**self.common, "by_rank": by_rank})
         replace_text(new / CHECKSUM, _checksum(new / STATE))
         shutil.rmtree(self.place, ignore_errors=True)
         self.place.parent.mkdir(exist_ok=True)
@@ -112,8 +110,7 @@ def read_state(folder: Path) -> tuple[Path, dict[str, Any]]:
             "DeepSpeed's is not read, because that is to unpickle it: turn it into a model with its script "
             "zero_to_fp32.py (and --safe_serialization) and the model's config.json, and give that folder as the model"
         )
-    checksum = found[0] / CHECKSUM
-    check(found[0] / STATE, checksum.read_text(errors="replace") if checksum.exists() else "")
+    check(found[0] / STATE, (found[0] / CHECKSUM).read_text(errors="replace"))
     return found[0], json.loads((found[0] / STATE).read_text())
 
 

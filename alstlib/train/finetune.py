@@ -37,9 +37,9 @@ from alstlib.offload.ledger import Ledger
 from alstlib.runs import locks, results
 from alstlib.runs.progress import Pace
 from alstlib.runs.workers import FINETUNE
-from alstlib.train.engine import host_tensors, reserve_adam_state
+from alstlib.train.engine import count, host_tensors, reserve_adam_state
 from alstlib.train.files import move_aside
-from alstlib.train.resume import count, differences, ended, ending, fields, finished, of_first, seconds_to_save
+from alstlib.train.resume import differences, ended, ending, fields, finished, of_first, seconds_to_save
 from alstlib.train.worker import Job, run_worker, wait_for
 
 MOST_LOST = 0.01

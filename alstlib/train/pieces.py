@@ -51,6 +51,9 @@ class HeldState:
             for name, p in self.parameters.items()
             for key in (("weight", "exp_avg", "exp_avg_sq") if p.requires_grad else ("weight",))
         }
+        self.steps = max(int(self.adam.state[master]["step"]) for master in self.flat)  # 0 of a frozen one
+        """AdamW's count of steps. It is one for all: DeepSpeed makes zeros of gradients that a step has not."""
+        self.shapes = {name: list(piece.whole) for name, piece in self.pieces.items()}
 
     def _piece(self, p: Any, key: str) -> Piece:
         whole = tuple(getattr(p, "ds_shape", p.shape))
@@ -84,18 +87,14 @@ class HeldState:
             if len(piece.held) and (not piece.shared or number % world == rank)
         }
 
-    @property
-    def steps(self) -> int:
-        """AdamW's count of steps. It is one for all: DeepSpeed makes zeros of gradients that a step has not."""
-        return max(int(self.adam.state[master]["step"]) for master in self.flat)  # 0 of a frozen one
-
     @torch.no_grad()
     def load(self, place: Path, state: Mapping[str, Any]) -> None:
         """Take from a state's files what this rank holds, and set what the forward reads (a collective)."""
         for rank in state["by_rank"]:
             with open(place / rank["file"], "rb") as file:
-                for name, start, size, offset, length in rank["pieces"]:
-                    piece = self.pieces[name]
+                for key, offset, length in rank["pieces"]:
+                    name, *span = key.split("@")
+                    piece, (start, size) = self.pieces[name], map(int, span)
                     first, end = max(start, piece.start), min(start + size, piece.start + len(piece.held))
                     if first < end:
                         file.seek(offset)

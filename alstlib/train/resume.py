@@ -12,6 +12,7 @@ from alstlib.mesh import gather_text
 from alstlib.planner.preflight import SLOW_DISK
 from alstlib.runs import results
 from alstlib.runs.processes import WARNED, seconds_left
+from alstlib.train.engine import count
 
 
 class Timeout(TimeoutError):
@@ -20,11 +21,6 @@ class Timeout(TimeoutError):
 
 class Warned(InterruptedError):
     """The run was told to end (`processes.WARNED`); its state is saved."""
-
-
-def count(parameters: Iterable[Any]) -> int:
-    """Elements of parameters, of those that ZeRO-3 partitions too."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
 
 
 def seconds_to_save(model: Any) -> float:
@@ -41,8 +37,7 @@ def ending(out: Path, seconds: float, device: Any) -> type[Exception] | None:
 
 def ended(why: type[Exception], run: RunConfig, step: int, folder: Path) -> Exception:
     """What is raised after the state of the last step is in `folder`."""
-    limit = f"limits.timeout={run.limits.timeout:g} s" if run.limits.timeout else "the run's time limit"
-    first = "the run was told to end" if why is Warned else f"{limit} leaves no time for a step"
+    first = "the run was told to end" if why is Warned else "the time limit leaves no time for a step"
     return why(
         f"{first} after step {step} of {run.optim.steps}; the training state is saved in {folder}, and the same "
         "command continues from there"

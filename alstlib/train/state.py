@@ -96,12 +96,12 @@ class RunStates:
         """
         self.wait()
         began, held = time.monotonic(), HeldState(self.engine)
-        own, shapes = held.own(), {name: piece.whole for name, piece in held.pieces.items()}
         common = {
-            "step": step, "config": self.config, "history": history, "adam_steps": held.steps, "tensors": shapes,
+            "step": step, "config": self.config, "history": history, "adam_steps": held.steps, "shapes": held.shapes,
             "scheduler_step": getattr(self.engine.lr_scheduler, "last_epoch", None),
         }  # fmt: skip
         rng = [of.get_rng_state().numpy().tobytes().hex() for of in self.generators]
+        own = held.own()
         waits = sum(piece.nbytes for piece in own.values()) > host_available() // 2
         self.writer = Writer(self.folder, common, {"loader": loader_state, "rng": rng})
         self._clear()
@@ -125,10 +125,8 @@ class RunStates:
             self._clear()
             dist.barrier()  # there is room again for what a rank says of its error
             error = e.failures[min(e.failures)][0]
-            if isinstance(error, OSError | FloatingPointError):
-                what = f"could not save the training state in {self.folder} (one saved before is intact): {error}"
-                raise type(error)(what) from None
-            raise
+            what = f"could not save the training state in {self.folder} (one saved before is intact): {error}"
+            raise type(error)(what) from e
 
     def _clear(self) -> None:
         """Remove what is there of a state that was not finished."""
@@ -175,44 +173,40 @@ class RunStates:
             ValueError: on every rank: no state there, or a damaged one.
         """
         self.say(f"reading the training state in {folder}")
-        held, problem = HeldState(self.engine), {}
+        held, problem = HeldState(self.engine), None
         try:
             place, state = read_state(folder)
             self._check(state, held, equal)
             for rank in state["by_rank"][dist.get_rank() :: dist.get_world_size()]:
                 check(place / rank["file"], rank["checksum"])
         except ValueError as e:
-            problem = {"what": f"the training state in {folder}: {e}", "other": isinstance(e, OtherState)}
-        for told in map(json.loads, gather_text(json.dumps(problem), self.device)):
-            if told:
-                raise (OtherState if told["other"] else ValueError)(told["what"])
+            problem = [f"the training state in {folder}: {e}", isinstance(e, OtherState)]
+        for text in gather_text(json.dumps(problem), self.device):
+            if told := json.loads(text):
+                raise (OtherState if told[1] else ValueError)(told[0])
         held.load(place, state)
         if (scheduler := self.engine.lr_scheduler) is not None:
             scheduler.last_epoch = state["scheduler_step"] - 1
             scheduler.step()
-        then, now = len(state["by_rank"]), dist.get_world_size()
-        mine, self.begun = state["by_rank"][dist.get_rank() % then], state["step"]
+        mine, self.begun = state["by_rank"][dist.get_rank() % len(state["by_rank"])], state["step"]
         self.notes.append(f"continued after step {self.begun} from {place}")
-        differ = differences({**state["config"], "ranks": then}, {**self.config, "ranks": now}, ("ranks", "engine.sp"))
-        if differ:
+        if differ := differences(state["config"], self.config, ("engine.world_size", "engine.sp")):
             self.notes.append(
                 f"the training state was saved under {', '.join(differ)}: the data go on after the samples seen then. "
                 "With another number of groups of ranks a step takes other samples, and with other ranks random "
                 "numbers, such as dropout's, begin anew"
             )
-        if then == now:
+        if len(state["by_rank"]) == dist.get_world_size():
             for of, saved in zip(self.generators, mine["rng"]):
                 of.set_rng_state(torch.frombuffer(bytearray.fromhex(saved), dtype=torch.uint8))
         return {**state, **mine}
 
     def _check(self, state: Mapping[str, Any], held: HeldState, equal: tuple[str, ...]) -> None:
         """Raise OtherState unless the state is of this configuration and model, and of no later step than the last."""
-        then = {**fields(RunConfig()), **state["config"]}  # what saved it may not know a field
         step, steps = state["step"], self.run.optim.steps
-        if differ := differences(then, self.config, ("schema_version", *EQUAL, *equal)):
+        if differ := differences(state["config"], self.config, ("schema_version", *EQUAL, *equal)):
             raise OtherState(f"step {step} belongs to another configuration: {', '.join(differ)}")
-        was, here = state["tensors"], {name: list(piece.whole) for name, piece in held.pieces.items()}
-        if differ := differences(was, here, sorted(was.keys() | here.keys())):
+        if differ := differences(state["shapes"], held.shapes, {**state["shapes"], **held.shapes}):
             raise OtherState(f"it is of another model, or others are frozen: {len(differ)} tensors differ, {differ[0]}")
         if step > steps:
             raise OtherState(f"optim.steps={steps} counts all steps, and it has done {step} already")

@@ -425,7 +425,9 @@ def test_other_ranks_go_on_with_the_same_losses(pools: Any, tmp_path: Path, whol
     metrics = pools(2)(trained, str(tmp_path), resumable())[0]["metrics"]
     assert metrics["loss"] == pytest.approx(whole, rel=1e-6)
     assert [len(set(metrics["loss"])), len(metrics["step_seconds"])] == [4, 1]
-    assert any("ranks=1 (here 2), engine.sp=1 (here 2): the data go on" in note for note in metrics["notes"])
+    assert any(
+        "engine.world_size=1 (here 2), engine.sp=1 (here 2): the data go on" in note for note in metrics["notes"]
+    )
 
 
 def test_a_run_that_ended_after_its_last_step_has_no_step_to_do(
