@@ -117,18 +117,12 @@ def ask_where(agent: int, run: str) -> list[int]:
     return sorted(stopped)
 
 
-def oom_kills() -> int | None:
-    """Processes that the kernel of this machine has ended since it started because memory ran out; None if unknown."""
+def oom_kills(before: int | None = 0) -> int | None:
+    """Processes that the kernel of this machine has ended because memory ran out, more than before; None if unknown."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/vmstat").read_text().splitlines()
-        return int(next(line.split()[1] for line in lines if line.startswith("oom_kill ")))
+        return int(next(line.split()[1] for line in lines if line.startswith("oom_kill "))) - (before or 0)
     return None
-
-
-def kills_since(before: int | None) -> int | None:
-    """How many more `oom_kills` there are than before; None if unknown."""
-    now = oom_kills()
-    return None if before is None or now is None else now - before
 
 
 def _found(value: str, variable: str = RUN_ID_VARIABLE) -> Iterator[psutil.Process]:

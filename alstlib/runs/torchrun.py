@@ -13,7 +13,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,11 @@ class Attempt:
         logs = Path(self.out, "logs", self.id)
         return logs / f"node{node}.rank{node * self.ranks}" if node else logs
 
+    @property
+    def launcher_log(self) -> Path:
+        """What the launcher of several nodes and their agents said; no file on one node."""
+        return self.logs() / LAUNCHER_LOG
+
     def arguments(self, node: int = 0, config: str = "") -> list[str]:
         """The arguments of torchrun on a node."""
         meets = ["--nnodes", str(self.nodes), "--rdzv-endpoint", f"{self.head}:{self.port}", "--rdzv-id", self.id]
@@ -158,7 +163,7 @@ class Attempt:
         if not launcher:
             return start(self.command(), self.environment(temporary), self.logs() / AGENT_LOG)
         env = environment(self.id, self.ranks, self.env, self.nodes)
-        return start(self.command(launcher), env, self.logs() / LAUNCHER_LOG)
+        return start(replace(self, port=free_port(self.head)).command(launcher), env, self.launcher_log)
 
 
 def read_attempt(text: str) -> Attempt:
