@@ -31,7 +31,7 @@ from alstlib.runs import (
     workers,
 )
 from alstlib.runs.notebooks import execute
-from alstlib.runs.processes import WARNED, allow_open_files, warnings_call
+from alstlib.runs.processes import WARNED, warnings_call
 from alstlib.runs.progress import Plain, Printer, ProgressReader
 from alstlib.runs.sweeps import Spec, check_parameters, load_spec, papermill_line, select, shown, write_record
 from alstlib.units import format_seconds
@@ -123,7 +123,6 @@ def run(args: argparse.Namespace) -> int:
     changes: dict[str, Any] = {"changes": fields_of(args.set, "--set")} if args.set else {}
     spec = load_spec(args.spec, args.out, nodes=nodes.count, **changes)
     names = select(spec, args.rows)
-    allow_open_files()
     if args.allow_dropped:
         rows = {row: config.replace(data={"allow_dropped": True}) for row, config in spec.rows.items()}
         spec = dataclasses.replace(spec, rows=rows)

@@ -30,7 +30,6 @@ from alstlib.runs.node_reports import LOST, cause, failures, lost, read_reports
 from alstlib.runs.processes import (
     GRACE_SECONDS,
     WARNED,
-    allow_open_files,
     ask_where,
     die_with_parent,
     oom_kills,
@@ -290,7 +289,6 @@ def launch(
     out, config = Path(out).resolve(), resolve(config, nodes.count)
     if not force and (done := finished(config, out)):
         return done
-    allow_open_files()
     workers.check(config, worker)
     if trains := worker in workers.TRAINING:
         check_model(config.model.name)

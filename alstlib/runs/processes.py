@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import faulthandler
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -31,8 +30,6 @@ WARNED = "warned"
 ANSWER_SECONDS = 1.0
 """Seconds that a rank has to write down where it is."""
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-OPEN_FILES = 256
-"""Files that a process must be allowed to open: a kernel that may open 40 ends without a word, and with 60 it hangs."""
 MORE_FILES = "allow more with `ulimit -n 4096`"
 GRACE_SECONDS = 35.0  # longer than the 30 s that torchrun gives its ranks
 
@@ -76,22 +73,6 @@ def die_with_parent() -> None:
     if run and os.getppid() not in processes(run):  # torchrun ended before the line above
         print("torchrun is gone; this rank ends", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def allow_open_files() -> None:
-    """Let this process, and all that it starts, have `OPEN_FILES` open at least.
-
-    Raises:
-        ValueError: that is more than it may allow.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= hard < OPEN_FILES:  # no limit is -1, or a very large number
-        raise ValueError(
-            f"a process may have {soft} files open here, and a run needs {OPEN_FILES}: {MORE_FILES}, where "
-            "`ulimit -Hn` says that a shell may"
-        )
-    if 0 <= soft < OPEN_FILES:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, hard))
 
 
 def seconds_left() -> float:

@@ -166,20 +166,10 @@ class AblationRun(Job):
             raise
 
     def measure(self, seq_len: int) -> dict[str, Any]:
-        """Train the run's steps: memory and budget are watched in the first `WATCHED`, time is taken in those after, or
-        where there are none in the last."""
+        """Train the run's steps: on a CPU, memory and budget are watched in the first `WATCHED`. Time is taken in those
+        after, or where there are none in the last."""
         run, handle, ranks = self.run, self.handle, self.ctx.world_size
         watched = 1 if run.search else min(WATCHED, run.optim.steps)  # a search has made steps already
-        peaks: list[list[int]] = []
-        reserved: dict[str, int] = {}
-
-        def unwatch() -> None:
-            peaks.extend(self.gather(self.ledger.device_peak, self.ledger.host_peak))
-            if (here := accelerator(self.device)) is not None:
-                reserved["reserved"] = here.max_memory_reserved(self.device)
-            if self.device.type == "cpu":
-                self.ledger.close()
-
         self.ledger.start()
         loader = self.loader(seq_len, run.optim.steps)
         self.states = states = RunStates(self.engine, run, seq_len, self.out, self.say)
@@ -194,20 +184,17 @@ class AblationRun(Job):
             for name, value in step.items():
                 made.setdefault(name, []).append(value)
             own.append(step["step_seconds"])
-            if len(own) == watched:
-                unwatch()
+            if len(own) == watched and self.device.type == "cpu":
+                self.ledger.close()
             states.after_step(loader, number, max(own[-10:]), made)
-        if not peaks:  # a continued run had fewer steps to do
-            unwatch()
         timed = own[watched:] or made["step_seconds"][-1:]
         untimed = [] if own[watched:] else [WATCHED_TIME if own else NO_STEP]
         seconds = statistics.median(timed)
         flos = models.flos(seq_len, tokens, **self.flops)
-        devices, hosts = zip(*peaks)
+        devices, hosts = zip(*self.gather(self.ledger.device_peak, self.ledger.host_peak))
         predicted = self.predicted(ABLATION, self.ctx, seq_len)
         if planned := predicted.get("allocated_bytes"):  # by how much it is above what the allocator says
-            said = {"allocated": max(devices), **reserved}
-            predicted |= {f"{name}_percent": 100 * (planned / nbytes - 1) for name, nbytes in said.items()}
+            predicted["allocated_percent"] = 100 * (planned / max(devices) - 1)
         return {
             "predicted": predicted,
             "seq_len": seq_len,
@@ -217,7 +204,7 @@ class AblationRun(Job):
             "loss": made["loss"],
             "valid_tokens": made["valid_tokens"],
             "device_peak_bytes": list(devices),
-            "device_reserved_bytes": list(reserved.values()),
+            "device_reserved_bytes": [of.max_memory_reserved() for of in filter(None, [accelerator(self.device)])],
             "host_peak_bytes": list(hosts),
             "wire_bytes": made["wire_bytes"][-1],
             "flos": flos,

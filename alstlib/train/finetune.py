@@ -96,7 +96,8 @@ class FineTune(Job):
         self.vocabulary = config.get_text_config().vocab_size
         self.say(f"reading data '{run.data.name}' and the tokenizer")
         data, others, self.tokenizer = self._documents()
-        self.checkpoint = self._last_checkpoint()
+        self.checkpoint, notes = of_first(None if self.rank else self._last_checkpoint(), self.device)
+        self.notes += notes
         self.trainer = self._trainer(data, others)
         self.watch = Watch(self)
         self.trainer.add_callback(self.watch)
@@ -177,13 +178,8 @@ class FineTune(Job):
 
     # ----- checkpoints
 
-    def _last_checkpoint(self) -> str | None:
-        """The last whole checkpoint of this configuration, on every rank. Others are moved aside."""
-        last, notes = of_first(self._look() if self.rank == 0 else None, self.device)
-        self.notes += notes
-        return last
-
-    def _look(self) -> tuple[str | None, list[str]]:
+    def _last_checkpoint(self) -> tuple[str | None, list[str]]:
+        """The last whole checkpoint of this configuration, and notes about it. Others are moved aside."""
         folder, notes = self.out / "checkpoints", []
         differ = differences(locks.read_object(folder / "run.json") or {}, fields(self.run), BOUND)
         if folder.exists() and (differ or self.run.output.resume == "never" or finished(self.out, self.run, BOUND)):
@@ -206,7 +202,7 @@ class FineTune(Job):
         try:
             trainer.train(resume_from_checkpoint=self.checkpoint)
         finally:
-            watch.close()
+            watch.ledger.close()
         state = trainer.state
         if watch.ending is not None:
             raise ended(watch.ending, self.run, state.global_step, self.out / "checkpoints")
@@ -216,7 +212,7 @@ class FineTune(Job):
         run, trainer, watch = self.run, self.trainer, self.watch
         first = WATCHED if len(watch.seconds) > WATCHED else 0
         seconds, tokens = watch.seconds[first:], watch.tokens[first:]
-        peaks, handle = self.gather(*watch.peaks), trainer.handle
+        peaks, handle = self.gather(watch.ledger.device_peak, watch.ledger.host_peak), trainer.handle
         parameters = list(trainer.model.parameters())
 
         def logged(name: str, of: str = "loss") -> list[Any]:
@@ -272,8 +268,7 @@ class Watch(TrainerCallback):
         self.job = job
         self.seconds: list[float] = []
         self.tokens: list[int] = []
-        self.ledger: Ledger | None = None
-        self.peaks = (0, 0)
+        self.ledger = Ledger(job.device, budget=job.run.limits.device_memory)
         self.ending: type[Exception] | None = None
         """Why the training ends before its last step."""
         self.saving = seconds_to_save(job.trainer.model)
@@ -283,7 +278,8 @@ class Watch(TrainerCallback):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         job, self.started = self.job, time.perf_counter()
-        self.ledger = Ledger(job.device, [job.trainer.handle.store], job.run.limits.device_memory).__enter__()
+        self.ledger.stores = [job.trainer.handle.store]  # the model is attached by now
+        self.ledger.__enter__()
         engine = getattr(job.trainer, "deepspeed", None)
         if engine is not None and isinstance(getattr(engine.optimizer, "optimizer", None), torch.optim.AdamW):
             reserve_adam_state(engine)
@@ -299,7 +295,7 @@ class Watch(TrainerCallback):
         self.seconds.append(self.ended - self.began)
         self.tokens.append(job.trainer._total_train_tokens - self.seen)
         if len(self.seconds) == WATCHED and not job.gpu:
-            self.close()
+            self.ledger.close()
         if state.global_step >= state.max_steps:
             control.should_evaluate = control.should_evaluate or job.run.data.eval is not None
         elif job.run.output.checkpoint_every:
@@ -314,13 +310,11 @@ class Watch(TrainerCallback):
         self.saving = time.perf_counter() - self.ended
 
     def on_prediction_step(self, *_: Any, **given: Any) -> None:
-        if not self.evaluated:
-            self.pace = Pace(self.job.say, "evaluating", len(given["eval_dataloader"]))
-        self.evaluated += 1
+        batches = len(given["eval_dataloader"])
+        self.evaluated = self.evaluated % batches + 1
+        if self.evaluated == 1:
+            self.pace = Pace(self.job.say, "evaluating", batches)
         self.pace(self.evaluated)
-
-    def on_evaluate(self, *_: Any, **__: Any) -> None:
-        self.evaluated = 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" in logs:
@@ -338,13 +332,6 @@ class Watch(TrainerCallback):
             steps=state.max_steps, eta_seconds=(state.max_steps - state.global_step) * usual,
             tokens_per_second=self.tokens[-1] / self.seconds[-1], **fields,
         )  # fmt: skip
-
-    def close(self) -> None:
-        """Watch the memory no longer."""
-        if self.ledger is not None:
-            self.peaks = (self.ledger.device_peak, self.ledger.host_peak)
-            self.ledger.close()
-            self.ledger = None
 
 
 def main() -> None:

@@ -84,12 +84,10 @@ def test_tokenizing_and_evaluating_give_signs_of_life(monkeypatch: pytest.Monkey
     job._tokens(datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 4}), None, "d")
     assert said == ["tokenizing 4 documents of 'd'", *(f"tokenizing 'd', {part}%" for part in (25, 50, 75, 100))]
     said.clear()
-    job.trainer = SimpleNamespace(model=torch.nn.Linear(1, 1))
+    job.trainer, job.device = SimpleNamespace(model=torch.nn.Linear(1, 1)), torch.device("cpu")
     watch = finetune.Watch(job)
-    for _ in range(2):
-        for _ in range(2):
-            watch.on_prediction_step(eval_dataloader=range(2))
-        watch.on_evaluate()
+    for _ in range(4):
+        watch.on_prediction_step(eval_dataloader=range(2))
     assert said == ["evaluating, 50%", "evaluating, 100%"] * 2
 
 
