@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader
 import alstlib
 from alstlib.config import RunConfig
 from alstlib.contrib.sparse import Sparse, select_pages
-from alstlib.data.corpus import load_corpus
 from alstlib.data.loader import SampleOrder
 from alstlib.data.samples import collate, make_samples
 from alstlib.hf import models
@@ -37,7 +36,7 @@ from alstlib.runs.workers import ABLATION
 from alstlib.train.engine import host_tensors, initialize, take_step
 from alstlib.train.resume import of_first
 from alstlib.train.state import RunStates
-from alstlib.train.worker import Job, run_worker
+from alstlib.train.worker import Training, run_worker
 
 WATCHED = 2
 """Steps whose memory is watched: from the second on ZeRO-3 gathers weights ahead."""
@@ -48,21 +47,16 @@ WATCHED_TIME = (
 NO_STEP = "no step was left to do: the time is that of the last step of the earlier run, and the memory that of loading"
 
 
-class AblationRun(Job):
+class AblationRun(Training):
     """One rank of a run: model, engine, data and ledger."""
 
     def __init__(self, run: RunConfig, out: Path) -> None:
         super().__init__(run, out)
-        self.check_writable()
         self.say(f"loading {run.model.name}")
         self.ctx = alstlib.SPContext.create(run.engine.sp)
         arrival = load_on_first(run, self.dtype, self.device)
         model = arrival.model
         self.flops = flop_dimensions(model)
-        self.say(f"reading data '{run.data.name}' and the tokenizer")
-        self.corpus = load_corpus(run.data.name)
-        self.vocabulary = model.config.get_text_config().vocab_size
-        self.tokenizer = self.tokenizer_for(self.corpus, self.vocabulary)
         put_liger(run, model, self.gpu)
         self.handle = alstlib.apply(model, self.ctx, run.options)
         if run.contrib.sparse is not None:
@@ -79,7 +73,7 @@ class AblationRun(Job):
 
     def _collate(self, samples: Any) -> dict[str, Any]:
         batch = collate(samples)
-        self.check_tokens(int(batch["input_ids"].max()), self.vocabulary)
+        self.check_tokens(int(batch["input_ids"].max()))
         return batch
 
     def loader(self, seq_len: int, steps: int) -> Any:
@@ -204,7 +198,6 @@ class AblationRun(Job):
             "loss": made["loss"],
             "valid_tokens": made["valid_tokens"],
             "device_peak_bytes": list(devices),
-            "device_reserved_bytes": [of.max_memory_reserved() for of in filter(None, [accelerator(self.device)])],
             "host_peak_bytes": list(hosts),
             "wire_bytes": made["wire_bytes"][-1],
             "flos": flos,

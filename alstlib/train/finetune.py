@@ -31,7 +31,7 @@ from alstlib.data.account import Account
 from alstlib.data.corpus import get_tokenizer, load_corpus, places
 from alstlib.data.samples import tokenize_row
 from alstlib.hf.loading import load_on_first, place
-from alstlib.hf.models import load_model, model_config, put_liger
+from alstlib.hf.models import load_model, put_liger
 from alstlib.hf.zero_config import engine_config
 from alstlib.offload.ledger import Ledger
 from alstlib.runs import locks, results
@@ -40,7 +40,7 @@ from alstlib.runs.workers import FINETUNE
 from alstlib.train.engine import count, host_tensors, reserve_adam_state
 from alstlib.train.files import move_aside
 from alstlib.train.resume import differences, ended, ending, fields, finished, of_first, seconds_to_save
-from alstlib.train.worker import Job, run_worker, wait_for
+from alstlib.train.worker import Training, run_worker, wait_for
 
 MOST_LOST = 0.01
 """The share of rows that may be left out without `allow_dropped`."""
@@ -82,7 +82,7 @@ def settings(run: RunConfig, engine: str, bf16: bool, folder: Path, deepspeed: d
     return {**made, **run.optim.trainer}
 
 
-class FineTune(Job):
+class FineTune(Training):
     """One rank of a fine-tuning."""
 
     def __init__(self, run: RunConfig, out: Path) -> None:
@@ -90,47 +90,41 @@ class FineTune(Job):
         self.engine = engine_of(run, self.gpu)
         if self.engine == "ddp" and self.bf16:
             raise ValueError("dtype='bf16' needs a GPU: on a CPU fine-tuning is in fp32 (dtype='auto')")
-        self.check_writable()
         self.notes = [] if self.gpu else [ON_CPU]
-        config = model_config(run.model.name, run.model.config, run.model.trust_remote_code)
-        self.vocabulary = config.get_text_config().vocab_size
-        self.say(f"reading data '{run.data.name}' and the tokenizer")
-        data, others, self.tokenizer = self._documents()
+        data, others = self._documents()
+        # of data that are tokens only the padding token is needed
+        self.tokenizer = self.tokenizer or get_tokenizer("stdlib-bpe", vocab_size=min(self.vocabulary, 8192))
         self.checkpoint, notes = of_first(None if self.rank else self._last_checkpoint(), self.device)
         self.notes += notes
         self.trainer = self._trainer(data, others)
         self.watch = Watch(self)
         self.trainer.add_callback(self.watch)
 
-    def _documents(self) -> tuple[Any, Any, Any]:
-        """Documents to train on and to evaluate on as token ids and labels, and the tokenizer."""
-        run = self.run
-        corpus, others = load_corpus(run.data.name), None
-        tokenizer = self.tokenizer_for(corpus, self.vocabulary)
-        made = self._tokens(corpus, tokenizer, run.data.name)
+    def _documents(self) -> tuple[Any, Any]:
+        """Documents to train on and to evaluate on as token ids and labels."""
+        run, others = self.run, None
+        made = self._tokens(self.corpus, run.data.name)
         if isinstance(run.data.eval, str):
-            others = self._tokens(load_corpus(run.data.eval), tokenizer, run.data.eval)
+            others = self._tokens(load_corpus(run.data.eval), run.data.eval)
         elif run.data.eval is not None:
             if len(made) < 2:
                 raise ValueError(f"data.eval={run.data.eval} keeps back a share of '{run.data.name}', one document")
             parts = made.train_test_split(test_size=run.data.eval, seed=run.optim.seed)
             made, others = parts["train"], parts["test"]
-        # of data that are tokens only the padding token is needed
-        stand_in = tokenizer or get_tokenizer("stdlib-bpe", vocab_size=min(self.vocabulary, 8192))
-        return made, others, stand_in
+        return made, others
 
-    def _tokens(self, corpus: Any, tokenizer: Any, name: str) -> Any:
+    def _tokens(self, corpus: Any, name: str) -> Any:
         limit, rows = self.run.data.seq_len, len(corpus)
         self.say(f"tokenizing {rows:,} documents of '{name}'")
         pace = Pace(self.say, f"tokenizing '{name}'", rows)
         split = self.run.optim.trainer.get("packing_strategy") in ("bfd_split", "wrapped")
-        read = functools.partial(tokenize_row, tokenizer=tokenizer)
+        read = functools.partial(tokenize_row, tokenizer=self.tokenizer)
         account = Account(read, f" of '{name}'", None if split else limit, functools.partial(places, name, rows))
 
         def tokens(row: dict[str, Any], number: int) -> dict[str, Any]:
             pace(number + 1)
             document = account(row, number)
-            self.check_tokens(int(document.ids.max(initial=0)), self.vocabulary)
+            self.check_tokens(int(document.ids.max(initial=0)))
             size = len(document.ids) if account.trains(document) else 0
             return {"input_ids": document.ids, "labels": document.labels, "size": size}
 

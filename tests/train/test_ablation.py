@@ -488,9 +488,6 @@ def save_fails(rank: int, world: int, out: str, run: RunConfig) -> dict[str, Any
     from alstlib.train import ablation
 
     def full(*_: Any) -> None:
-        seen = results.read_result(Path(out) / "result.json")
-        assert (seen["status"], seen["error"]["type"]) == ("error", "Unfinished")
-        assert len(seen["metrics"]["loss"]) == 2
         raise OSError(28, "No space left on device")
 
     original, ablation.save_model = ablation.save_model, full
