@@ -39,7 +39,7 @@ from alstlib.runs.processes import (
 )
 from alstlib.runs.progress import Printer as progress_printer
 from alstlib.runs.progress import Progress, ProgressReader, log_tail, root_cause, whereabouts
-from alstlib.runs.torchrun import Attempt, bound
+from alstlib.runs.torchrun import Attempt
 from alstlib.units import format_seconds
 
 __all__ = ["Progress", "RunFailed", "die_with_parent", "finished", "launch", "progress_printer", "resolve"]
@@ -306,8 +306,6 @@ def launch(
             try:
                 if not force and trains and (why := why_not(foreseen, nodes.count, gpus)):
                     return run.end("oom", "WouldNotFit", why)
-                if why := bound(config.engine.world_size // nodes.count):
-                    run.say("load", why)
                 step = step_limit(foreseen, nodes.count, gpus, trains)
                 ended = run.outcome(limit, step, temporary)
                 while ended[0] == "error" and run.searches_on():

@@ -79,16 +79,6 @@ def interface(head: str) -> str | None:
     return None
 
 
-def bound(ranks: int) -> str:
-    """Why ranks on GPUs would have few threads for AdamW on the host; empty where nothing binds this launcher."""
-    if not devices.device_count() or cores() // ranks > 1 or (os.cpu_count() or 1) < 2 * cores():
-        return ""
-    return (
-        f"this process may use only {cores()} of {os.cpu_count()} cores, so AdamW on the host will be slow for the "
-        f"{ranks} ranks: ask the scheduler for more cores (Slurm: --cpus-per-task)"
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
     """One start of a run's ranks, on one node or on several."""

@@ -67,8 +67,9 @@ class AblationRun(Training):
         if budget is None and self.gpu and run.search:
             # a margin for what the allocator does not count: context, communication buffers, fragments
             budget = int(0.93 * accelerator(self.device).get_device_properties(self.device).total_memory)
-        self.ledger = Ledger(self.device, [self.handle.store], budget)
-        self.samples: dict[int, Any] = {}
+        self.budget = budget
+        """Bytes of a rank's device that decide what fits. They are enforced where nothing is searched for."""
+        self.ledger = Ledger(self.device, [self.handle.store], None if run.search else budget)
         self.known = Trials(of_first(ProgressReader(self.progress.path).read() if run.search else [], self.device))
 
     def _collate(self, samples: Any) -> dict[str, Any]:
@@ -80,18 +81,16 @@ class AblationRun(Training):
         """Batches of `steps` optimizer steps: every rank has its own samples, as under a distributed sampler."""
         run, sp = self.run, self.ctx.sp
         samples = steps * run.optim.accumulation * self.ctx.dp * run.data.batch_size
-        if (dataset := self.samples.get(seq_len)) is None or len(dataset) < samples:
-            dataset = make_samples(
-                self.corpus, self.tokenizer, seq_len, packed=run.data.packed, seed=run.optim.seed, limit=samples,
-                pace=lambda tokens: Pace(self.say, f"tokenizing {tokens:,} tokens", tokens),
-            )  # fmt: skip
-            self.samples = {seq_len: dataset}
+        self.samples = make_samples(
+            self.corpus, self.tokenizer, seq_len, packed=run.data.packed, seed=run.optim.seed, limit=samples,
+            pace=lambda tokens: Pace(self.say, f"tokenizing {tokens:,} tokens", tokens),
+        )  # fmt: skip
         if run.optim.accumulation % sp:
             sp = 1  # the ranks of a group cannot take turns within a step: they share one stream of samples
         replicas = self.ctx.dp * sp
         place = self.ctx.rank if sp > 1 else self.ctx.dp_rank
-        sampler: Any = SampleOrder(dataset, replicas, place, shuffle=False)
-        batches = DataLoader(dataset, batch_size=run.data.batch_size, sampler=sampler, collate_fn=self._collate)
+        sampler: Any = SampleOrder(self.samples, replicas, place, shuffle=False)
+        batches = DataLoader(self.samples, batch_size=run.data.batch_size, sampler=sampler, collate_fn=self._collate)
         return alstlib.SPDataLoader(
             batches, self.ctx, run.optim.accumulation, replicated=sp == 1 and self.ctx.sp > 1, device=self.device
         )
@@ -134,15 +133,13 @@ class AblationRun(Training):
         return seq_len * self.run.data.batch_size * self.run.optim.accumulation * self.ctx.dp
 
     def peaks(self, seq_len: int) -> int:
-        """Largest device peak of any rank in one optimizer step at this length (no budget is enforced)."""
-        if (known := self.known.peak(seq_len, self.ledger.budget or 0)) is not None:
+        """Largest device peak of any rank in one optimizer step at this length."""
+        if (known := self.known.peak(seq_len, self.budget or 0)) is not None:
             return known
-        budget, self.ledger.budget = self.ledger.budget, None
         self.progress.emit("search", row=self.run.row, seq_len=seq_len, message="a trial of the search")
         self.ledger.start()
         with self._noting(seq_len):
             self._trial(seq_len, 1)
-        self.ledger.budget = budget
         peak = max(self.gather(self.ledger.device_peak))[0]
         self.progress.emit("tried", row=self.run.row, seq_len=seq_len, peak=peak, message="tried")
         return peak
@@ -170,7 +167,7 @@ class AblationRun(Training):
         made: dict[str, list[Any]] = states.resume(loader)
         tokens, begun = self.tokens_per_step(seq_len), states.begun
         left = (run.optim.steps - begun) * tokens // seq_len
-        self.samples[seq_len].lengthen(loader.state_dict()["samples"] + left)  # after a step of other groups
+        self.samples.lengthen(loader.state_dict()["samples"] + left)  # after a step of other groups
         for message in (*states.notes, f"step {begun + 1} of {run.optim.steps}, which warms up"):
             self.say(message, seq_len=seq_len)
         numbers, own = range(begun + 1, run.optim.steps + 1), []
@@ -207,30 +204,29 @@ class AblationRun(Training):
             "attention_kept": handle.attention_kept,
             "inputs_kept_every": handle.inputs_kept_every,
             "kv_on_host": handle.kv_on_host,
-            "notes": [*states.notes, *handle.notes, *self.samples[seq_len].notes(), *untimed],
+            "notes": [*states.notes, *handle.notes, *self.samples.notes(), *untimed],
         }
 
     def __call__(self) -> dict[str, Any]:
-        length, budget = max(self.run.data.seq_len, self.ctx.sp), self.ledger.budget
+        length = max(self.run.data.seq_len, self.ctx.sp)
         tried: list[tuple[int, int]] = []
         with self.ledger:
             self.ledger.mark_host(host_tensors(self.engine, self.run))
             if self.run.search:
                 length, tried = self._search(length)
-                self.ledger.budget = None
             with self._noting(length):
                 metrics = self.measure(length)
         if self.run.search:
             lost = self.known.lost
             metrics["tried"] = [{"seq_len": n, "device_peak_bytes": None if n in lost else p} for n, p in tried]
-            if max(metrics["device_peak_bytes"]) > (budget or 0):
+            if max(metrics["device_peak_bytes"]) > (self.budget or 0):
                 metrics["notes"].append("the measured step took more than the budget, which two others kept")
         return metrics
 
     def _search(self, length: int) -> tuple[int, list[tuple[int, int]]]:
         """The longest length that fits the budget, from a first one, and all that were tried with their peaks."""
         assert self.run.search is not None
-        granule, budget = self.run.search.granule, self.ledger.budget
+        granule, budget = self.run.search.granule, self.budget
         if budget is None:
             raise ValueError(
                 "search=True needs limits.device_memory, the memory budget of each rank that decides what fits"

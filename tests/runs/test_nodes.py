@@ -475,10 +475,3 @@ def test_ranks_are_bound_next_to_their_gpus(tmp_path, monkeypatch):
     assert "--numa-binding" in agent.run.get_args_parser().format_help()
     monkeypatch.setattr(agent, "cores", lambda: 1)  # as a scheduler has it
     assert agent.numa_binding(tmp_path) == []
-    monkeypatch.setattr(torchrun, "cores", lambda: 1)
-    monkeypatch.setattr(torchrun.os, "cpu_count", lambda: 64)
-    assert "only 1 of 64 cores" in torchrun.bound(8)
-    monkeypatch.setattr(torchrun, "cores", lambda: 8)  # one for each rank
-    assert "only 8 of 64 cores" in torchrun.bound(8)
-    monkeypatch.setattr(torchrun, "cores", lambda: 64)
-    assert torchrun.bound(8) == ""

@@ -330,7 +330,7 @@ def test_too_little_host_memory_is_out_of_memory(ranks2: Any, tmp_path: Path) ->
 def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path: Path, search: bool) -> None:
     trainer: Any = object.__new__(AblationRun)
     trainer.run, trainer.progress, trainer.known = RunConfig(search=search), Progress(tmp_path / "p", 1), Trials([])
-    trainer.ledger = SimpleNamespace(budget=100, start=lambda: None)
+    trainer.ledger, trainer.budget = SimpleNamespace(start=lambda: None), 100
 
     def steps(*args: Any) -> None:
         raise RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
@@ -338,7 +338,7 @@ def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path:
     trainer.steps, trainer.loader = steps, lambda *_: None
     with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
         trainer.peaks(1024)
-    trainer.known, trainer.ledger.budget = Trials(ProgressReader(tmp_path / "p").read()), 100  # of the next process
+    trainer.known = Trials(ProgressReader(tmp_path / "p").read())  # of the next process
     if search:
         assert trainer.peaks(1024) > 100  # it does not run
     else:
