@@ -206,7 +206,8 @@ class FineTune(Training):
         run, trainer, watch = self.run, self.trainer, self.watch
         first = WATCHED if len(watch.seconds) > WATCHED else 0
         seconds, tokens = watch.seconds[first:], watch.tokens[first:]
-        peaks, handle = self.gather(watch.ledger.device_peak, watch.ledger.host_peak), trainer.handle
+        devices, hosts = zip(*self.gather(watch.ledger.device_peak, watch.ledger.host_peak))
+        handle = trainer.handle
         parameters = list(trainer.model.parameters())
 
         def logged(name: str, of: str = "loss") -> list[Any]:
@@ -223,8 +224,8 @@ class FineTune(Training):
             "learning_rate": logged("learning_rate"),
             "eval_loss": logged("eval_loss", of="eval_loss"),
             "eval_steps": logged("step", of="eval_loss"),
-            "device_peak_bytes": [device for device, _ in peaks],
-            "host_peak_bytes": [host for _, host in peaks],
+            "device_peak_bytes": list(devices),
+            "host_peak_bytes": list(hosts),
             "engine": self.engine,
             "parameters": count(parameters),
             "trained_parameters": count(p for p in parameters if p.requires_grad),
