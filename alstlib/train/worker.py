@@ -98,12 +98,11 @@ class Job:
     def predicted(self, worker: str, ctx: SPContext, seq_len: int) -> dict[str, Any]:
         """What the planner says of this run, for comparison with the measurement."""
         gpus = ctx.world_size if self.gpu else 0
-        run = self.run.replace(engine={"world_size": ctx.world_size, "sp": ctx.sp})
-        if why := workers.unpredicted(run, worker, gpus):
+        if why := workers.unpredicted(self.run, worker, gpus):
             return {"unknown": why}
         try:
-            machine = machine_of(run, node_count(ctx.world_size), gpus)
-            return as_metrics(foretell(run, machine, seq_len)[1], machine)
+            machine = machine_of(self.run, node_count(ctx.world_size), gpus)
+            return as_metrics(foretell(self.run, machine, seq_len)[1], machine)
         except (ValueError, KeyError) as e:
             return {"unknown": str(e)}
 
