@@ -75,7 +75,7 @@ class Writer(checkpoint.FileSystemWriter):
         path = Path(self.path, f"{plan.storage_data.prefix}0.distcp")  # the one file of this rank
         pieces = [[one.index.fqn, one.storage_data.offset, one.storage_data.length] for one in written]
         mine = {"file": path.name, "checksum": _checksum(path), "pieces": pieces, **self.mine}
-        told = torch.futures.Future[list[WriteResult]]()
+        told: Any = torch.futures.Future()
         told.set_result([WriteResult(meta.MetadataIndex(path.name), 0, mine)])
         return told
 

@@ -42,7 +42,7 @@ class HeldState:
         reserve_adam_state(engine)
         self.zero, self.stage = engine.optimizer, engine.zero_optimization_stage()
         self.flat, self.adam = masters(engine), adam_of(engine)
-        self.parameters: dict[str, Any] = dict(engine.module.named_parameters())
+        self.parameters = dict(engine.module.named_parameters())
         # under stage 0 the optimizer steps on a parameter itself, or on an fp32 copy
         stepped = [p for group in getattr(self.zero, "fp16_groups", [self.flat]) for p in group]
         self.master = {id(p): master for p, master in zip(stepped, self.flat)}
