@@ -176,8 +176,6 @@ class Output(Group):
     """auto: continue from a training state in the run's folder; never: begin anew."""
     checkpoint_every: Natural = 0
     """The training state is saved every so many steps; 0: never."""
-    checkpoint_local: Text | None = None
-    """A folder on each machine's own disk, where training states are written first."""
 
 
 class Search(Group):

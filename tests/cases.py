@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ipaddress
+import math
 import os
 import sys
 import time
@@ -369,8 +370,8 @@ def whole_state(engine: Any) -> dict[str, Tensor]:
 
     values = {}
     for name, piece in HeldState(engine).pieces.items():
-        own = piece.own()
-        values[name] = torch.zeros(own.size())
-        values[name][own.start : own.start + len(own)] = own
+        values[name] = torch.zeros(math.prod(piece.whole))
+        if not piece.shared or not torch.distributed.get_rank():
+            values[name][piece.start : piece.start + len(piece.held)] = piece.held
         torch.distributed.all_reduce(values[name])
     return values

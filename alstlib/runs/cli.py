@@ -31,7 +31,7 @@ from alstlib.runs import (
     workers,
 )
 from alstlib.runs.notebooks import execute
-from alstlib.runs.processes import WARNED, allow_open_files, warnings_call
+from alstlib.runs.processes import WARNED, warnings_call
 from alstlib.runs.progress import Plain, Printer, ProgressReader
 from alstlib.runs.results import Json
 from alstlib.runs.sweeps import Spec, check_parameters, load_spec, select, shown, write_record
@@ -94,7 +94,6 @@ def run(args: argparse.Namespace) -> int:
         changes["data.allow_dropped"] = True
     spec = load_spec(args.spec, args.out, nodes=nodes.count, changes=changes)
     names = select(spec, args.rows)
-    allow_open_files()
     _check(spec, names, args.force, submits)
     print(f"{spec.name}: {len(names)} row{'s' * (len(names) != 1)}, results in {shown(spec.out)}", flush=True)
     if args.dry_run:

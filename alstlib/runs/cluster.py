@@ -7,7 +7,6 @@ command, the launcher: `srun` in a Slurm job, and elsewhere what `--launcher` na
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import re
 import shlex
@@ -118,16 +117,12 @@ def _srun(count: int, env: Mapping[str, str]) -> tuple[str, ...]:
 def _slurm_address(env: Mapping[str, str]) -> str:
     """The address by which Slurm itself reaches this node; its name where Slurm does not say."""
     name = env.get("SLURMD_NODENAME") or socket.gethostname()
-    return _ask("node", name).get("NodeAddr", name)
-
-
-def _ask(what: str, name: str) -> dict[str, str]:
-    """The fields that `scontrol show` prints; none where it cannot be asked."""
-    command = ["scontrol", "show", what, "--oneliner", name]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["scontrol", "show", "node", "--oneliner", name]
         said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-        return dict(re.findall(r"(\w+)=(\S+)", said))
-    return {}
+        if address := re.search(r"NodeAddr=(\S+)", said):
+            return address[1]
+    return name
 
 
 def job_end(env: Mapping[str, str] = os.environ) -> float | None:
@@ -135,9 +130,6 @@ def job_end(env: Mapping[str, str] = os.environ) -> float | None:
     for name in (JOB_END_VARIABLE, "SLURM_JOB_END_TIME"):
         with contextlib.suppress(KeyError, ValueError):
             return float(env[name])
-    if job := env.get("SLURM_JOB_ID"):
-        with contextlib.suppress(KeyError, ValueError):
-            return datetime.datetime.fromisoformat(_ask("job", job)["EndTime"]).timestamp()
     return None
 
 

@@ -7,6 +7,7 @@ Imports neither torch nor transformers: a kernel that launches must not hold a G
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import signal
@@ -29,10 +30,8 @@ from alstlib.runs.node_reports import LOST, cause, failures, lost, read_reports
 from alstlib.runs.processes import (
     GRACE_SECONDS,
     WARNED,
-    allow_open_files,
     ask_where,
     die_with_parent,
-    kills_since,
     oom_kills,
     sigterm_interrupts,
     stop,
@@ -40,7 +39,7 @@ from alstlib.runs.processes import (
 )
 from alstlib.runs.progress import Printer as progress_printer
 from alstlib.runs.progress import Progress, ProgressReader, log_tail, root_cause, whereabouts
-from alstlib.runs.torchrun import LAUNCHER_LOG, Attempt, bound, free_port
+from alstlib.runs.torchrun import Attempt
 from alstlib.units import format_seconds
 
 __all__ = ["Progress", "RunFailed", "die_with_parent", "finished", "launch", "progress_printer", "resolve"]
@@ -52,6 +51,9 @@ SETTLE_SECONDS = 5.0
 """Seconds after one node failed, in which others may say that they failed too: the first is not always heard first."""
 ASKED_SECONDS = 4.0
 """Seconds that several nodes have to say where their ranks are."""
+
+Limit = tuple[float, str]
+"""Seconds, and which limit this is."""
 
 
 class RunFailed(RuntimeError):
@@ -135,48 +137,38 @@ class _Run:
     """One run: what was in the folder before it, its attempts, and what came of it."""
 
     def __init__(
-        self, config: RunConfig, out: Path, on_progress: Callable[..., None] | None, nodes: Nodes = ONE_NODE,
-        limit: float = math.inf, patience: float = math.inf,
+        self, config: RunConfig, out: Path, worker: str = "", on_progress: Callable[..., None] | None = None,
+        nodes: Nodes = ONE_NODE, env: Mapping[str, str] | None = None, limit: float = math.inf,
     ) -> None:  # fmt: skip
-        self.config, self.out, self.on_progress, self.nodes = config, out, on_progress, nodes
-        self.deadline, self.patience, self.lost = time.monotonic() + limit, patience, 0
-        self.heard, self.stalled, self.stopped = time.monotonic(), False, list[int]()
-        self.oom_kills = oom_kills()
+        self.config, self.out, self.on_progress, self.launcher = config, out, on_progress, nodes.launcher
+        self.attempt = Attempt(
+            id=f"{results.run_id(config)}-{uuid.uuid4().hex[:8]}", config=config.to_dict(), out=str(out), worker=worker,
+            nodes=nodes.count, head=nodes.head, env=env or {}, deadline=time.time() + limit,
+        )  # fmt: skip
         self.agent: subprocess.Popen[bytes] | None = None
         """torchrun on one node; on several nodes the launcher, such as srun."""
-        self.program = nodes.launcher[0] if nodes.launcher else "torchrun"
-        self.over = ""
-        """How it ended by itself; empty where it did not."""
-        self.whole_id = self.id = f"{results.run_id(config)}-{uuid.uuid4().hex[:8]}"
+        self.lost, self.oom_kills = 0, oom_kills()
         self.reader = ProgressReader(out / "progress.jsonl")
         self.before = results.version(out / "result.json")
-        self.logs.mkdir(parents=True, exist_ok=True)
         results.write_json(out / "config.json", config.to_dict())
         for old in (self.reader.path, out / WARNED, *out.glob("failed.*")):
             old.unlink(missing_ok=True)
         ranks = f"{config.engine.world_size} rank{'s' if config.engine.world_size > 1 else ''}"
         on = f" on {nodes.count} nodes" if nodes.count > 1 else ""
         ends = f"; the time limit is {format_seconds(limit)}" if limit < math.inf else ""
-        self.say("start", f"starting {ranks}{on}{ends}", run_id=self.id)
+        self.say("start", f"starting {ranks}{on}{ends}", run_id=self.attempt.id)
 
     def say(self, event: str, message: str, **fields: Any) -> None:
         Progress(self.reader.path).emit(event, row=self.config.row, message=message, **fields)
 
-    @property
-    def logs(self) -> Path:
-        """Log folder of the newest attempt."""
-        return self.out / "logs" / self.id
+    def reports(self) -> list[dict[str, Any]]:
+        """What the agents of several nodes said."""
+        return read_reports(self.attempt.launcher_log)
 
-    @property
-    def launcher_log(self) -> Path:
-        """What the launcher of several nodes and their agents said; no file on one node."""
-        return self.logs / LAUNCHER_LOG
-
-    def follow(self, *more: dict[str, Any]) -> None:
-        """Hand on what the ranks said, or that time passes to a callback that has `tick`. One that fails is not worth a
-        run: it is dropped with a warning."""
+    def follow(self, *more: dict[str, Any]) -> bool:
+        """Hand on what the ranks said, or that time passes to a callback that has `tick`; whether they said something.
+        A callback that fails is not worth a run: it is dropped with a warning."""
         events = [*self.reader.read(), *more]
-        self.heard = time.monotonic() if events else self.heard
         try:
             for event in events if self.on_progress else ():
                 self.on_progress(event)  # type: ignore[misc]
@@ -185,115 +177,89 @@ class _Run:
         except Exception as e:
             warnings.warn(f"on_progress failed and is not called again: {e!r}", stacklevel=2)
             self.on_progress = None
-
-    def begin(self, worker: str, temporary: str, env: Mapping[str, str]) -> None:
-        """Start an attempt on every node; what is left of the one before is ended."""
-        self.stop()
-        attempt = Attempt(
-            id=self.id, config=self.config.to_dict(), out=str(self.out), worker=worker, nodes=self.nodes.count,
-            head=self.nodes.head, port=free_port(self.nodes.head) if self.nodes.launcher else 0,
-            deadline=time.time() + self.deadline - time.monotonic(), env=env,
-        )  # fmt: skip
-        self.agent = attempt.begin(self.nodes.launcher, temporary)
+        return bool(events)
 
     def stop(self) -> None:
         """End the ranks of every node. SIGTERM would have srun kill them at once; SIGUSR2 it hands on, and the agents
         take it for SIGTERM. Launchers that do not know this signal end by it, and then their agents end too."""
         try:
-            if self.nodes.launcher and self.agent is not None and self.agent.poll() is None:
+            if self.launcher and self.agent is not None and self.agent.poll() is None:
                 self.agent.send_signal(signal.SIGUSR2)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.agent.wait(GRACE_SECONDS)
         finally:
-            stop(self.agent, self.id)
+            stop(self.agent, self.attempt.id)
 
-    def wait(self) -> int | None:
-        """The exit status of torchrun, or of the launcher; 1 where a node failed, and the launcher waits for others.
-        None when the time limit came first, or that of a step."""
-        assert self.agent is not None
-        self.heard, self.over, settled = time.monotonic(), "", math.inf
-        while True:
-            left = min(self.deadline, self.heard + self.patience, settled) - time.monotonic()
+    def outcome(self, limit: Limit, step_limit: Limit, temporary: str) -> tuple[str, str, str]:
+        """Start the ranks and wait for their end; returns the status, and the kind and the words of the error where the
+        worker wrote no result."""
+        attempt, heard = self.attempt, time.monotonic()
+        self.agent = agent = attempt.begin(self.launcher, temporary)
+        while agent.poll() is None and not failures(self.reports()):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.agent.wait(max(0.01, min(POLL_SECONDS, left)))
-            self.follow()
-            failed = bool(failures(read_reports(self.launcher_log)))
-            if (code := self.agent.returncode) is not None:
-                self.over = f"{self.program} ended with exit status {code}"
-                return code or int(failed)
-            if failed:
-                if left <= 0 and settled < math.inf:
-                    return 1
-                settled = min(settled, time.monotonic() + SETTLE_SECONDS)
-            elif left <= 0:
-                self.stalled = time.monotonic() < self.deadline
-                self.stopped = self.ask_where(self.agent)
-                return None
-
-    def ask_where(self, agent: subprocess.Popen[bytes]) -> list[int]:
-        """Have all ranks write down where they are; returns those that are stopped."""
-        if not self.nodes.launcher:
-            return ask_where(agent.pid, self.id)
-        agent.send_signal(signal.SIGUSR1)  # srun and mpirun hand it on
-        time.sleep(ASKED_SECONDS)
-        return sorted(rank for report in read_reports(self.launcher_log) for rank in report.get("stopped", ()))
-
-    def late(self, limit: str, step_limit: str) -> dict[str, Any]:
-        """The result of a run for which `wait` gave None."""
-        where = whereabouts(self.reader.path, self.logs, self.stopped)
-        if self.stalled:
-            return self.end("timeout", "Stalled", f"no step ended for {step_limit}: {where}")
-        return self.end("timeout", "Timeout", f"the run took longer than {limit}: {where}")
-
-    def ended(self, code: int, worker: str) -> dict[str, Any]:
-        """The result of a run whose agent or launcher ended with this exit status."""
-        reports = read_reports(self.launcher_log)
+                agent.wait(POLL_SECONDS)
+            now = time.monotonic()
+            heard = now if self.follow() else heard
+            if time.time() > attempt.deadline:
+                return "timeout", "Timeout", f"the run took longer than {limit[1]}: {self.whereabouts(agent)}"
+            if now > heard + step_limit[0]:
+                return "timeout", "Stalled", f"no step ended for {step_limit[1]}: {self.whereabouts(agent)}"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            agent.wait(SETTLE_SECONDS)
+        self.follow()
+        program = self.launcher[0] if self.launcher else "torchrun"
+        ended = "" if agent.returncode is None else f"{program} ended with exit status {agent.returncode}"
+        reports = self.reports()
+        code = agent.returncode or len(failures(reports))
         if code == 0:
-            return self.end("ok", "NoResult", f"{worker} ended without writing result.json")
+            return "ok", "NoResult", f"{attempt.worker} ended without writing result.json"
         if code < 0 or (code > 128 and not failures(reports) and not lost(reports)):
-            number = -code if code < 0 else code - 128
-            return self.end("cancelled", "Cancelled", f"{self.program} was ended by signal {number}")
-        if self.nodes.launcher:
-            return self.end("error", *cause(self.launcher_log, self.nodes.count, self.over))
-        kind, why = root_cause(self.logs, kills_since(self.oom_kills))
-        return self.end("error", kind, why or f"torchrun ended with exit status {code}")
+            return "cancelled", "Cancelled", f"{program} was ended by signal {code - 128 if code > 0 else -code}"
+        if self.launcher:
+            return "error", *cause(attempt.launcher_log, attempt.nodes, ended)
+        kind, why = root_cause(attempt.logs(), oom_kills(self.oom_kills))
+        return "error", kind, why or ended
 
-    def searches_on(self, code: int | None) -> bool:
+    def whereabouts(self, agent: subprocess.Popen[bytes]) -> str:
+        """Where all ranks are: they are asked to write it down."""
+        if self.launcher:
+            agent.send_signal(signal.SIGUSR1)  # srun and mpirun hand it on
+            time.sleep(ASKED_SECONDS)
+            stopped = [rank for report in self.reports() for rank in report.get("stopped", ())]
+        else:
+            stopped = ask_where(agent.pid, self.attempt.id)
+        return whereabouts(self.reader.path, self.attempt.logs(), stopped)
+
+    def searches_on(self) -> bool:
         """Whether ranks ended because memory ran out at a new length of a search: new ones go on with shorter ones."""
-        if not self.config.search or code != 1:
-            return False
         tried = [event for event in ProgressReader(self.reader.path).read() if event.get("event") == "tried"]
         lost = {event["seq_len"] for event in tried if event.get("peak") is None}
-        new, self.lost = len(lost) > self.lost, len(lost)
-        if new:
-            self.stop()
-            self.before, self.id = results.version(self.out / "result.json"), f"{self.whole_id}.{len(lost)}"
-            self.logs.mkdir(parents=True, exist_ok=True)
-        return new
+        if not self.config.search or len(lost) == self.lost:
+            return False
+        self.lost, self.before = len(lost), results.version(self.out / "result.json")
+        self.attempt = dataclasses.replace(self.attempt, id=f"{self.attempt.id.partition('.')[0]}.{self.lost}")
+        return True
 
     def end(self, status: str, kind: str = "", message: str = "") -> dict[str, Any]:
         """The worker's result. Where it wrote none, or `ok` and something failed after it, or an error because the run
-        was ended (ranks that lose each other): one that says so.
-
-        An error that the worker wrote gets the end of the logs.
+        was ended (ranks that lose each other): one that says so. An error gets the end of the logs.
         """
         result: Any = None
-        written = None
         with contextlib.suppress(OSError, ValueError):
             open(self.out / "result.json").close()  # a shared file system asks its server at an open, and not before
             if results.version(self.out / "result.json") != self.before:
-                result = written = results.read_result(self.out / "result.json")
-        alone = status == "error" and kind not in LOST
-        ended = () if status == "ok" else ("ok",) if alone else ("ok", "error")
-        if result is None or result["status"] in ended:
-            if kind in LOST and result and result["error"]:
-                message += f"; after that, {results.why(result)}"
-            error = {"type": kind, "message": message, "log_tail": log_tail(self.logs)}
+                result = results.read_result(self.out / "result.json")
+        if kind in LOST and result and result["error"]:
+            message += f"; after that, {results.why(result)}"
+        overruled = ("ok",) if status == "error" and kind not in LOST else ("ok", "error")
+        if result is None or (status != "ok" and result["status"] in overruled):
             status = "error" if status == "ok" else status
+            error = {"type": kind, "message": message, "log_tail": log_tail(self.attempt.logs())}
             result = results.new_result(self.config, status, error=error, metrics=result and result["metrics"])
-        elif result["status"] == "error" and not (result["error"] or {}).get("log_tail"):
-            result = {**result, "error": {**(result["error"] or {}), "log_tail": log_tail(self.logs)}}
-        if result is not written:
+        elif result["status"] == "error":
+            error = {**(result["error"] or {}), "log_tail": log_tail(self.attempt.logs())}
+            result = {**result, "error": error}
+        if result["status"] != "ok":
             results.write_result(self.out / "result.json", result)
         self.follow({"time": time.time(), "event": "end", "row": self.config.row, "status": result["status"]})
         return result
@@ -323,7 +289,6 @@ def launch(
     out, config = Path(out).resolve(), resolve(config, nodes.count)
     if not force and (done := finished(config, out)):
         return done
-    allow_open_files()
     workers.check(config, worker)
     if trains := worker in workers.TRAINING:
         check_model(config.model.name)
@@ -332,34 +297,27 @@ def launch(
         workers.check_ranks(config.engine.world_size, nodes.count, gpus)
     foreseen = workers.planned(config, worker, gpus)
     with locks.hold(out), warnings_call((out / WARNED).touch), sigterm_interrupts():
-        limit, which = time_limit(foreseen, nodes.count, gpus, trains)
-        if (rest := cluster.job_seconds()) is not None and rest < limit:
-            nothing = (
-                ""
-                if config.output.checkpoint_every or not trains
-                else " (without output.checkpoint_every no state is saved)"
-            )
-            limit, which = rest, f"its job allows, {format_seconds(rest)}{nothing}"
-        patience, which_step = step_limit(foreseen, nodes.count, gpus, trains)
-        run = _Run(config, out, on_progress, nodes, limit, patience)
-        code = None
+        limit = time_limit(foreseen, nodes.count, gpus, trains)
+        if (rest := cluster.job_seconds()) is not None and rest < limit[0]:
+            limit = rest, f"its job allows, {format_seconds(rest)}"
+        run = _Run(config, out, worker, on_progress, nodes, extra_env, limit[0])
         # ranks end without tidying up, or are killed
         with tempfile.TemporaryDirectory(prefix="alst-", ignore_cleanup_errors=True) as temporary:
             try:
                 if not force and trains and (why := why_not(foreseen, nodes.count, gpus)):
                     return run.end("oom", "WouldNotFit", why)
-                if why := bound(config.engine.world_size // nodes.count):
-                    run.say("load", why)
-                while run.agent is None or run.searches_on(code):
-                    run.begin(worker, temporary, extra_env or {})
-                    code = run.wait()
+                step = step_limit(foreseen, nodes.count, gpus, trains)
+                ended = run.outcome(limit, step, temporary)
+                while ended[0] == "error" and run.searches_on():
+                    run.stop()
+                    ended = run.outcome(limit, step, temporary)
             except BaseException as e:
                 with contextlib.suppress(OSError):  # the result first: a kernel that shuts down gives little time
                     run.end("cancelled" if isinstance(e, KeyboardInterrupt) else "error", type(e).__name__, str(e))
                 raise
             finally:
                 run.stop()
-        result = run.late(which, which_step) if code is None else run.ended(code, worker)
+        result = run.end(*ended)
     if result["status"] not in results.FINISHED:
         raise RunFailed(result, out)
     return result

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import faulthandler
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -31,8 +30,6 @@ WARNED = "warned"
 ANSWER_SECONDS = 1.0
 """Seconds that a rank has to write down where it is."""
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-OPEN_FILES = 256
-"""Files that a process must be allowed to open: a kernel that may open 40 ends without a word, and with 60 it hangs."""
 MORE_FILES = "allow more with `ulimit -n 4096`"
 GRACE_SECONDS = 35.0  # longer than the 30 s that torchrun gives its ranks
 
@@ -78,22 +75,6 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def allow_open_files() -> None:
-    """Let this process, and all that it starts, have `OPEN_FILES` open at least.
-
-    Raises:
-        ValueError: that is more than it may allow.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= hard < OPEN_FILES:  # no limit is -1, or a very large number
-        raise ValueError(
-            f"a process may have {soft} files open here, and a run needs {OPEN_FILES}: {MORE_FILES}, where "
-            "`ulimit -Hn` says that a shell may"
-        )
-    if 0 <= soft < OPEN_FILES:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, hard))
-
-
 def seconds_left() -> float:
     """Seconds until the launcher ends this rank's run; infinite where none does."""
     return float(os.environ.get(DEADLINE_VARIABLE, "inf")) - time.time()
@@ -117,18 +98,12 @@ def ask_where(agent: int, run: str) -> list[int]:
     return sorted(stopped)
 
 
-def oom_kills() -> int | None:
-    """Processes that the kernel of this machine has ended since it started because memory ran out; None if unknown."""
+def oom_kills(before: int | None = 0) -> int | None:
+    """Processes that the kernel of this machine has ended because memory ran out, more than before; None if unknown."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/vmstat").read_text().splitlines()
-        return int(next(line.split()[1] for line in lines if line.startswith("oom_kill ")))
+        return int(next(line.split()[1] for line in lines if line.startswith("oom_kill "))) - (before or 0)
     return None
-
-
-def kills_since(before: int | None) -> int | None:
-    """How many more `oom_kills` there are than before; None if unknown."""
-    now = oom_kills()
-    return None if before is None or now is None else now - before
 
 
 def _found(value: str, variable: str = RUN_ID_VARIABLE) -> Iterator[psutil.Process]:

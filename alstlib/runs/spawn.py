@@ -15,7 +15,6 @@ import sys
 import tempfile
 import textwrap
 import time
-import traceback
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +34,7 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: 
 
     Raises:
         ValueError: no rank at all, or a function without a source or with variables of an enclosing function.
-        RuntimeError: a rank failed (with its traceback) or none was done after `timeout` seconds; all are ended.
+        RuntimeError: ranks failed (with their last lines) or none was done after `timeout` seconds; all are ended.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
@@ -58,26 +57,25 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: 
                 place |= {f"LOCAL_{name}": value for name, value in place.items()}
                 command = [sys.executable, "-m", "alstlib.runs.spawn", folder]
                 started.append(start(command, env | place, out / f"log.{rank}"))
-            _wait(started, out, time.monotonic() + timeout, timeout)
+            _wait(started, out, timeout)
             return [pickle.loads((out / f"result.{rank}").read_bytes()) for rank in range(ranks)]
         finally:
             for process in started:
                 stop(process, run)
 
 
-def _wait(started: list[subprocess.Popen[bytes]], out: Path, deadline: float, timeout: float) -> None:
-    codes: list[int | None] = [None]
-    while None in codes and not any(codes) and time.monotonic() < deadline:
+def _wait(started: list[subprocess.Popen[bytes]], out: Path, timeout: float) -> None:
+    deadline, codes = time.monotonic() + timeout, [process.poll() for process in started]
+    while None in codes and not any(codes):
+        if time.monotonic() > deadline:
+            late = [rank for rank, code in enumerate(codes) if code is None]
+            raise RuntimeError(f"ranks {late} were not done after timeout={timeout:g} s")
         time.sleep(POLL_SECONDS)
         codes = [process.poll() for process in started]
-    if first := sorted(out.glob("failed.*"), key=lambda p: p.stat().st_mtime):
-        raise RuntimeError(f"rank {first[0].suffix[1:]} failed:\n{first[0].read_text()}")
-    for rank, code in enumerate(codes):
-        if code:
-            log = (out / f"log.{rank}").read_text(errors="replace")[-2000:]
-            raise RuntimeError(f"rank {rank} ended with exit status {code}:\n{log}")
-    if late := [rank for rank, code in enumerate(codes) if code is None]:
-        raise RuntimeError(f"ranks {late} were not done after timeout={timeout:g} s")
+    failed = [rank for rank, code in enumerate(codes) if code]
+    logs = [(out / f"log.{rank}").read_text(errors="replace")[-2000:] for rank in failed]
+    if failed:
+        raise RuntimeError(f"ranks {failed} failed; their last lines:\n" + "\n".join(logs))
 
 
 def main() -> None:
@@ -87,15 +85,11 @@ def main() -> None:
     out, rank, world = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
     source, name, args = pickle.loads((out / "job").read_bytes())
-    try:
-        dist.init_process_group("gloo", init_method=f"file://{out / 'store'}", rank=rank, world_size=world)
-        space: dict[str, Any] = {"__name__": "ranks"}
-        exec(compile(source, f"<{name}>", "exec"), space)
-        result = pickle.dumps(space[name](*args))
-        dist.barrier()
-    except BaseException:
-        (out / f"failed.{rank}").write_text(traceback.format_exc())
-        raise
+    dist.init_process_group("gloo", init_method=f"file://{out / 'store'}", rank=rank, world_size=world)
+    space: dict[str, Any] = {"__name__": "ranks"}
+    exec(compile(source, f"<{name}>", "exec"), space)
+    result = pickle.dumps(space[name](*args))
+    dist.barrier()
     (out / f"result.{rank}").write_bytes(result)
     sys.stdout.flush()
     sys.stderr.flush()

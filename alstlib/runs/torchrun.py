@@ -13,7 +13,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +79,6 @@ def interface(head: str) -> str | None:
     return None
 
 
-def bound(ranks: int) -> str:
-    """Why ranks on GPUs would have few threads for AdamW on the host; empty where nothing binds this launcher."""
-    if not devices.device_count() or cores() // ranks > 1 or (os.cpu_count() or 1) < 2 * cores():
-        return ""
-    return (
-        f"this process may use only {cores()} of {os.cpu_count()} cores, so AdamW on the host will be slow for the "
-        f"{ranks} ranks: ask the scheduler for more cores (Slurm: --cpus-per-task)"
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
     """One start of a run's ranks, on one node or on several."""
@@ -120,6 +110,11 @@ class Attempt:
         """The folder of a node's logs. Its name says which rank is the first of another node (`progress.rank_of`)."""
         logs = Path(self.out, "logs", self.id)
         return logs / f"node{node}.rank{node * self.ranks}" if node else logs
+
+    @property
+    def launcher_log(self) -> Path:
+        """What the launcher of several nodes and their agents said; no file on one node."""
+        return self.logs() / LAUNCHER_LOG
 
     def arguments(self, node: int = 0, config: str = "") -> list[str]:
         """The arguments of torchrun on a node."""
@@ -158,7 +153,7 @@ class Attempt:
         if not launcher:
             return start(self.command(), self.environment(temporary), self.logs() / AGENT_LOG)
         env = environment(self.id, self.ranks, self.env, self.nodes)
-        return start(self.command(launcher), env, self.logs() / LAUNCHER_LOG)
+        return start(replace(self, port=free_port(self.head)).command(launcher), env, self.launcher_log)
 
 
 def read_attempt(text: str) -> Attempt:

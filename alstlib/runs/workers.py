@@ -26,7 +26,7 @@ ONLY = {
         "data.eval", "data.allow_dropped", "model.lora", "output.merge_lora", "engine.fsdp", "optim.trainer",
     ),
     ABLATION: (
-        "block", "search", "emulate", "peers", "output.resume_from", "output.checkpoint_local", "contrib.sparse",
+        "block", "search", "emulate", "peers", "output.resume_from", "contrib.sparse",
     ),
 }  # fmt: skip
 """Fields that one worker has and the other has not."""

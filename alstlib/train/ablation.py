@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader
 import alstlib
 from alstlib.config import RunConfig
 from alstlib.contrib.sparse import Sparse, select_pages
-from alstlib.data.corpus import load_corpus
 from alstlib.data.loader import SampleOrder
 from alstlib.data.samples import collate, make_samples
 from alstlib.hf import models
@@ -35,8 +34,9 @@ from alstlib.offload.ledger import Ledger, ran_out
 from alstlib.runs.progress import Pace, Progress, ProgressReader
 from alstlib.runs.workers import ABLATION
 from alstlib.train.engine import host_tensors, initialize, take_step
-from alstlib.train.resume import RunStates, of_first
-from alstlib.train.worker import Job, run_worker
+from alstlib.train.resume import of_first
+from alstlib.train.state import RunStates
+from alstlib.train.worker import Training, run_worker
 
 WATCHED = 2
 """Steps whose memory is watched: from the second on ZeRO-3 gathers weights ahead."""
@@ -47,21 +47,16 @@ WATCHED_TIME = (
 NO_STEP = "no step was left to do: the time is that of the last step of the earlier run, and the memory that of loading"
 
 
-class AblationRun(Job):
+class AblationRun(Training):
     """One rank of a run: model, engine, data and ledger."""
 
     def __init__(self, run: RunConfig, out: Path) -> None:
         super().__init__(run, out)
-        self.check_writable()
         self.say(f"loading {run.model.name}")
         self.ctx = alstlib.SPContext.create(run.engine.sp)
         arrival = load_on_first(run, self.dtype, self.device)
         model = arrival.model
         self.flops = flop_dimensions(model)
-        self.say(f"reading data '{run.data.name}' and the tokenizer")
-        self.corpus = load_corpus(run.data.name)
-        self.vocabulary = model.config.get_text_config().vocab_size
-        self.tokenizer = self.tokenizer_for(self.corpus, self.vocabulary)
         put_liger(run, model, self.gpu)
         self.handle = alstlib.apply(model, self.ctx, run.options)
         if run.contrib.sparse is not None:
@@ -72,31 +67,30 @@ class AblationRun(Job):
         if budget is None and self.gpu and run.search:
             # a margin for what the allocator does not count: context, communication buffers, fragments
             budget = int(0.93 * accelerator(self.device).get_device_properties(self.device).total_memory)
-        self.ledger = Ledger(self.device, [self.handle.store], budget)
-        self.samples: dict[int, Any] = {}
+        self.budget = budget
+        """Bytes of a rank's device that decide what fits. They are enforced where nothing is searched for."""
+        self.ledger = Ledger(self.device, [self.handle.store], None if run.search else budget)
         self.known = Trials(of_first(ProgressReader(self.progress.path).read() if run.search else [], self.device))
 
     def _collate(self, samples: Any) -> dict[str, Any]:
         batch = collate(samples)
-        self.check_tokens(int(batch["input_ids"].max()), self.vocabulary)
+        self.check_tokens(int(batch["input_ids"].max()))
         return batch
 
     def loader(self, seq_len: int, steps: int) -> Any:
         """Batches of `steps` optimizer steps: every rank has its own samples, as under a distributed sampler."""
         run, sp = self.run, self.ctx.sp
         samples = steps * run.optim.accumulation * self.ctx.dp * run.data.batch_size
-        if (dataset := self.samples.get(seq_len)) is None or len(dataset) < samples:
-            dataset = make_samples(
-                self.corpus, self.tokenizer, seq_len, packed=run.data.packed, seed=run.optim.seed, limit=samples,
-                pace=lambda tokens: Pace(self.say, f"tokenizing {tokens:,} tokens", tokens),
-            )  # fmt: skip
-            self.samples = {seq_len: dataset}
+        self.samples = make_samples(
+            self.corpus, self.tokenizer, seq_len, packed=run.data.packed, seed=run.optim.seed, limit=samples,
+            pace=lambda tokens: Pace(self.say, f"tokenizing {tokens:,} tokens", tokens),
+        )  # fmt: skip
         if run.optim.accumulation % sp:
             sp = 1  # the ranks of a group cannot take turns within a step: they share one stream of samples
         replicas = self.ctx.dp * sp
         place = self.ctx.rank if sp > 1 else self.ctx.dp_rank
-        sampler: Any = SampleOrder(dataset, replicas, place, shuffle=False)
-        batches = DataLoader(dataset, batch_size=run.data.batch_size, sampler=sampler, collate_fn=self._collate)
+        sampler: Any = SampleOrder(self.samples, replicas, place, shuffle=False)
+        batches = DataLoader(self.samples, batch_size=run.data.batch_size, sampler=sampler, collate_fn=self._collate)
         return alstlib.SPDataLoader(
             batches, self.ctx, run.optim.accumulation, replicated=sp == 1 and self.ctx.sp > 1, device=self.device
         )
@@ -139,15 +133,13 @@ class AblationRun(Job):
         return seq_len * self.run.data.batch_size * self.run.optim.accumulation * self.ctx.dp
 
     def peaks(self, seq_len: int) -> int:
-        """Largest device peak of any rank in one optimizer step at this length (no budget is enforced)."""
-        if (known := self.known.peak(seq_len, self.ledger.budget or 0)) is not None:
+        """Largest device peak of any rank in one optimizer step at this length."""
+        if (known := self.known.peak(seq_len, self.budget or 0)) is not None:
             return known
-        budget, self.ledger.budget = self.ledger.budget, None
         self.progress.emit("search", row=self.run.row, seq_len=seq_len, message="a trial of the search")
         self.ledger.start()
         with self._noting(seq_len):
             self._trial(seq_len, 1)
-        self.ledger.budget = budget
         peak = max(self.gather(self.ledger.device_peak))[0]
         self.progress.emit("tried", row=self.run.row, seq_len=seq_len, peak=peak, message="tried")
         return peak
@@ -165,27 +157,17 @@ class AblationRun(Job):
             raise
 
     def measure(self, seq_len: int) -> dict[str, Any]:
-        """Train the run's steps: memory and budget are watched in the first `WATCHED`, time is taken in those after, or
-        where there are none in the last."""
+        """Train the run's steps: on a CPU, memory and budget are watched in the first `WATCHED`. Time is taken in those
+        after, or where there are none in the last."""
         run, handle, ranks = self.run, self.handle, self.ctx.world_size
         watched = 1 if run.search else min(WATCHED, run.optim.steps)  # a search has made steps already
-        peaks: list[list[int]] = []
-        reserved: dict[str, int] = {}
-
-        def unwatch() -> None:
-            peaks.extend(self.gather(self.ledger.device_peak, self.ledger.host_peak))
-            if (here := accelerator(self.device)) is not None:
-                reserved["reserved"] = here.max_memory_reserved(self.device)
-            if self.device.type == "cpu":
-                self.ledger.close()
-
         self.ledger.start()
         loader = self.loader(seq_len, run.optim.steps)
         self.states = states = RunStates(self.engine, run, seq_len, self.out, self.say)
         made: dict[str, list[Any]] = states.resume(loader)
         tokens, begun = self.tokens_per_step(seq_len), states.begun
         left = (run.optim.steps - begun) * tokens // seq_len
-        self.samples[seq_len].lengthen(loader.state_dict()["samples"] + left)  # after a step of other groups
+        self.samples.lengthen(loader.state_dict()["samples"] + left)  # after a step of other groups
         for message in (*states.notes, f"step {begun + 1} of {run.optim.steps}, which warms up"):
             self.say(message, seq_len=seq_len)
         numbers, own = range(begun + 1, run.optim.steps + 1), []
@@ -193,20 +175,17 @@ class AblationRun(Job):
             for name, value in step.items():
                 made.setdefault(name, []).append(value)
             own.append(step["step_seconds"])
-            if len(own) == watched:
-                unwatch()
+            if len(own) == watched and self.device.type == "cpu":
+                self.ledger.close()
             states.after_step(loader, number, max(own[-10:]), made)
-        if not peaks:  # a continued run had fewer steps to do
-            unwatch()
         timed = own[watched:] or made["step_seconds"][-1:]
         untimed = [] if own[watched:] else [WATCHED_TIME if own else NO_STEP]
         seconds = statistics.median(timed)
         flos = models.flos(seq_len, tokens, **self.flops)
-        devices, hosts = zip(*peaks)
+        devices, hosts = zip(*self.gather(self.ledger.device_peak, self.ledger.host_peak))
         predicted = self.predicted(ABLATION, self.ctx, seq_len)
         if planned := predicted.get("allocated_bytes"):  # by how much it is above what the allocator says
-            said = {"allocated": max(devices), **reserved}
-            predicted |= {f"{name}_percent": 100 * (planned / nbytes - 1) for name, nbytes in said.items()}
+            predicted["allocated_percent"] = 100 * (planned / max(devices) - 1)
         return {
             "predicted": predicted,
             "seq_len": seq_len,
@@ -216,7 +195,6 @@ class AblationRun(Job):
             "loss": made["loss"],
             "valid_tokens": made["valid_tokens"],
             "device_peak_bytes": list(devices),
-            "device_reserved_bytes": list(reserved.values()),
             "host_peak_bytes": list(hosts),
             "wire_bytes": made["wire_bytes"][-1],
             "flos": flos,
@@ -226,30 +204,29 @@ class AblationRun(Job):
             "attention_kept": handle.attention_kept,
             "inputs_kept_every": handle.inputs_kept_every,
             "kv_on_host": handle.kv_on_host,
-            "notes": [*states.notes, *handle.notes, *self.samples[seq_len].notes(), *untimed],
+            "notes": [*states.notes, *handle.notes, *self.samples.notes(), *untimed],
         }
 
     def __call__(self) -> dict[str, Any]:
-        length, budget = max(self.run.data.seq_len, self.ctx.sp), self.ledger.budget
+        length = max(self.run.data.seq_len, self.ctx.sp)
         tried: list[tuple[int, int]] = []
         with self.ledger:
             self.ledger.mark_host(host_tensors(self.engine, self.run))
             if self.run.search:
                 length, tried = self._search(length)
-                self.ledger.budget = None
             with self._noting(length):
                 metrics = self.measure(length)
         if self.run.search:
             lost = self.known.lost
             metrics["tried"] = [{"seq_len": n, "device_peak_bytes": None if n in lost else p} for n, p in tried]
-            if max(metrics["device_peak_bytes"]) > (budget or 0):
+            if max(metrics["device_peak_bytes"]) > (self.budget or 0):
                 metrics["notes"].append("the measured step took more than the budget, which two others kept")
         return metrics
 
     def _search(self, length: int) -> tuple[int, list[tuple[int, int]]]:
         """The longest length that fits the budget, from a first one, and all that were tried with their peaks."""
         assert self.run.search is not None
-        granule, budget = self.run.search.granule, self.ledger.budget
+        granule, budget = self.run.search.granule, self.budget
         if budget is None:
             raise ValueError(
                 "search=True needs limits.device_memory, the memory budget of each rank that decides what fits"

@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from alstlib.planner import devices
 from alstlib.runs import results, torchrun
-from alstlib.runs.processes import ask_where, kills_since, oom_kills, signal_with_parent
+from alstlib.runs.processes import ask_where, oom_kills, signal_with_parent
 from alstlib.runs.progress import FAILURES, root_cause
 from alstlib.sizing import cores
 
@@ -138,7 +138,7 @@ def take_part(attempt: torchrun.Attempt) -> int:
             end = {"code": 128 + e.sigval}
         except ChildFailedError:
             traceback.print_exc()
-            kind, why = root_cause(logs, kills_since(kills))
+            kind, why = root_cause(logs, oom_kills(kills))
             end = {"code": 1, "kind": kind, "why": why}
         except Exception as e:
             traceback.print_exc()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -58,6 +58,11 @@ def take_step(engine: Any) -> bool:
 def adam_of(engine: Any) -> Any:
     """PyTorch's optimizer inside the engine's."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
+def count(parameters: Iterable[Any]) -> int:
+    """Elements of parameters, of those that ZeRO-3 partitions too."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
 
 
 def masters(engine: Any) -> list[Tensor]:

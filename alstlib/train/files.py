@@ -1,134 +1,96 @@
-"""The folder of a training state: `state.json` and a file for each rank, which are written completely or not at all,
-and checked."""
+"""Training states on disk: `state/step-00000010` and the like below a run's folder, the last two of them.
+
+Each has a file of every rank's pieces, which PyTorch's `torch.distributed.checkpoint` writes, and `state.json`, with
+the checksums of these files and a checksum of its own in `state.checksum`. Nothing but tensors is unpickled.
+"""
 
 from __future__ import annotations
 
-import errno
+import copy
 import hashlib
-import itertools
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint import planner as plans
 from torch.distributed.checkpoint.storage import WriteResult
 
-SCHEMA_VERSION = 4
-CHECKSUMS = "checksums.json"
-OF_DEEPSPEED = ("latest", "latest_universal", "*_states.pt", "*/*_states.pt")
-"""Files of a checkpoint of DeepSpeed's own, or of a universal one."""
+from alstlib.runs.results import replace_text, write_json
+
+SCHEMA_VERSION = 5
+STATE, CHECKSUM = "state.json", "state.checksum"
 
 
 class OtherState(ValueError):
     """A state of another configuration, model or alstlib, or one with more steps than the run asks for."""
 
 
-def before(folder: Path) -> Path:
-    """Where the state before the one in `folder` is kept."""
-    return folder.with_name(folder.name + ".old")
-
-
-def find_state(folder: str | Path) -> Path | None:
-    """The place that `load_state` would read, sound or not: `folder`, its `state`, or after a crash between two
-    renamings the state before."""
-    folder = Path(folder)
-    places = (folder, before(folder), folder / "state", before(folder / "state"))
-    return next((place for place in places if (place / "state.json").is_file()), None)
+def states_in(folder: Path) -> list[Path]:
+    """The folders of states, sound or not, from the newest on: of a run, of its states, or this one itself."""
+    places = (CHECKSUM, f"step-*/{CHECKSUM}", f"state/step-*/{CHECKSUM}")
+    return sorted((file.parent for place in places for file in folder.glob(place)), reverse=True)
 
 
 def move_aside(folder: Path) -> Path:
-    """Move a folder, and the state before it, to a free name next to it, which is returned."""
-    names = (folder.with_name(f"{folder.name}.kept{i}") for i in itertools.count(1))
-    aside = next(name for name in names if not (name.exists() or before(name).exists()))
-    for place, kept in ((before(folder), before(aside)), (folder, aside)):
-        if place.exists():
-            place.rename(kept)
-    return aside
+    """Move a folder to a free name next to it, which is returned."""
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.kept{number}")).exists():
+        number += 1
+    return folder.rename(aside)
 
 
 class Writer(checkpoint.FileSystemWriter):
-    """Writes a new state's files: each rank its own, and the first rank state.json, which begins with `content` (JSON).
+    """Writes a new state next to the folder of a run's states. It gets its place there when all of it is on disk.
 
-    A file is written to the folder `local` first, where there is one. What lies at `folder` becomes the state before.
+    Args:
+        folder: the run's states.
+        common: what state.json says besides the ranks' parts.
+        mine: what it says of this rank.
     """
 
-    def __init__(self, folder: Path, local: str | None, content: str) -> None:
-        self.folder, self.content = folder, content
-        self.new, self.old = folder.with_name(folder.name + ".tmp"), before(folder)
-        self.local = Path(local, *folder.resolve().parts[1:]) if local else None  # a folder for each state's
-        super().__init__(self.local or self.new, per_thread_copy_ahead=0)
+    def __init__(self, folder: Path, common: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+        self.place = folder / f"step-{common['step']:08}"
+        self.common, self.mine = copy.deepcopy((common, mine))  # as they are now: the training goes on
+        super().__init__(folder.with_name(f"{folder.name}.tmp"), per_thread_copy_ahead=0)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The pieces as they are given: they are copies already, or the ranks wait."""
+        """The tensors as they are given: they are copies already, or this rank waits."""
         return state_dict
-
-    def prepare_global_plan(self, plans: list[plans.SavePlan]) -> list[plans.SavePlan]:
-        """On the first rank, before any writes."""
-        if self.old.exists() and not self.folder.exists():  # a crash between the two renamings
-            self.old.rename(self.folder)
-        shutil.rmtree(self.new, ignore_errors=True)
-        self.new.mkdir(parents=True)
-        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: plans.SavePlan, planner: plans.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         for item in plan.items:
             if not planner.resolve_data(item).isfinite().all():  # type: ignore[union-attr]
-                raise FloatingPointError(f"{item.index.fqn} is not finite")
-        path = Path(self.path, f"{plan.storage_data.prefix}0.distcp")  # the one file of this rank
+                raise FloatingPointError(f"{item.index.fqn.partition('@')[0]} is not finite")
         try:
-            written = super().write_data(plan, planner)
-            written.value().append(WriteResult(meta.MetadataIndex(path.name), 0, _checksum(path)))
-            if self.local:
-                shutil.move(path, self.new / path.name)
-                _sync(self.new / path.name)
+            written = super().write_data(plan, planner).value()
         except RuntimeError as e:
             if isinstance(e.__context__, OSError):  # PyTorch's serializer says only that it has written too little
                 raise e.__context__ from None
             raise
-        finally:
-            if self.local:
-                path.unlink(missing_ok=True)
-        return written
+        path = Path(self.path, f"{plan.storage_data.prefix}0.distcp")  # the one file of this rank
+        pieces = [[one.index.fqn, one.storage_data.offset, one.storage_data.length] for one in written]
+        mine = {"file": path.name, "checksum": _checksum(path), "pieces": pieces, **self.mine}
+        told: Any = torch.futures.Future()
+        told.set_result([WriteResult(meta.MetadataIndex(path.name), 0, mine)])
+        return told
 
     def finish(self, metadata: meta.Metadata, results: list[list[WriteResult]]) -> None:
         """On the first rank, when all have written."""
-        files: dict[str, str] = {}
-        pieces: list[list[Any]] = []
-        for result in itertools.chain(*results):
-            name, where = result.index.fqn, result.storage_data
-            if isinstance(where, str):  # a file's checksum
-                files[name] = where
-                if not (self.new / name).exists():
-                    raise OSError(errno.ENOENT, "missing here: do all nodes share this folder?", str(self.new / name))
-            else:
-                chunk = metadata.state_dict_metadata[name].chunks[result.index.index]  # type: ignore[union-attr, index]
-                pieces.append([name, *chunk.offsets, *chunk.sizes, where.relative_path, where.offset, where.length])
-        state = self.new / "state.json"
-        state.write_text(json.dumps({**json.loads(self.content), "pieces": pieces}))
-        checksums = self.new / CHECKSUMS
-        checksums.write_text(json.dumps({**files, state.name: _checksum(state)}))
-        for path in (state, checksums, self.new):
-            _sync(path)
-        shutil.rmtree(self.old, ignore_errors=True)
-        if self.folder.exists():
-            self.folder.rename(self.old)
-        self.new.rename(self.folder)
-        _sync(self.folder.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        new, by_rank = Path(self.path), [rank.storage_data for (rank,) in results]
+        if not all((new / rank["file"]).exists() for rank in by_rank):
+            raise OSError(f"files of other ranks are missing in {new}: do all nodes share this folder?")
+        write_json(new / STATE, {**self.common, "by_rank": by_rank})
+        replace_text(new / CHECKSUM, _checksum(new / STATE))
+        shutil.rmtree(self.place, ignore_errors=True)
+        self.place.parent.mkdir(exist_ok=True)
+        new.rename(self.place)
+        for old in states_in(self.place.parent)[2:]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _checksum(path: Path) -> str:
@@ -136,48 +98,26 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(content, "blake2b").hexdigest()
 
 
-def read_state(folder: str | Path) -> tuple[Path, dict[str, Any]]:
-    """The state's place, and its state.json if that is what was written.
+def read_state(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The folder of the newest state, and its state.json.
 
     Raises:
-        OtherState: another alstlib wrote it.
         ValueError: there is none, or it is damaged.
     """
-    if (place := find_state(folder)) is None:
-        raise ValueError(_nothing(Path(folder)))
-    check_file(place, "state.json")
-    state = json.loads((place / "state.json").read_text())
-    if (version := state["schema_version"]) != SCHEMA_VERSION:
-        raise OtherState(f"{place} has schema_version={version!r}; this alstlib reads {SCHEMA_VERSION}")
-    return place, state
-
-
-def _nothing(folder: Path) -> str:
-    if not folder.exists():
-        return "there is no such folder; name the folder of a run with checkpoint_every"
-    if any(next(folder.glob(pattern), None) for pattern in OF_DEEPSPEED):
-        return (
-            "it is a checkpoint of DeepSpeed's. To read it is to unpickle it, which runs whatever is in it, and a "
-            "universal one gives the settings of one group of parameters to all of them. To train on from the weights "
-            "alone, turn the checkpoint that DeepSpeed saved into a model with its script zero_to_fp32.py (and "
-            "--safe_serialization), put the model's config.json next to them, and give that folder as the model"
+    if not (found := states_in(folder)):
+        raise ValueError(
+            "there is no training state (state.json); name the folder of a run with checkpoint_every. A checkpoint of "
+            "DeepSpeed's is not read, because that is to unpickle it: turn it into a model with its script "
+            "zero_to_fp32.py (and --safe_serialization) and the model's config.json, and give that folder as the model"
         )
-    return "it has no training state (state.json); name the folder of a run with checkpoint_every"
+    check(found[0] / STATE, (found[0] / CHECKSUM).read_text(errors="replace"))
+    return found[0], json.loads((found[0] / STATE).read_text())
 
 
-def check_files(place: Path, state: Mapping[str, Any]) -> None:
-    """Check the files of the pieces, each on one rank."""
-    files = sorted({file for _, _, _, file, *_ in state["pieces"]})
-    for name in files[dist.get_rank() :: dist.get_world_size()]:
-        check_file(place, name)
-
-
-def check_file(place: Path, name: str) -> None:
-    """Raise ValueError unless a file is what was written."""
-    try:
-        if json.loads((place / CHECKSUMS).read_text())[name] != _checksum(place / name):
-            raise ValueError("its checksum is not the one that was recorded")
-    except (OSError, ValueError, LookupError, TypeError) as e:
-        remedy = f"; the state saved before it is in {before(place)}" if find_state(before(place)) else ""
-        why = f"{type(e).__name__}: {e}{remedy}"
-        raise ValueError(f"{place / name} or {CHECKSUMS} next to it is damaged: {why}") from e
+def check(path: Path, checksum: str) -> None:
+    """Raise ValueError unless a state's file is what was written."""
+    if not path.exists() or _checksum(path) != checksum:
+        raise ValueError(
+            f"{path} is damaged, its checksum is not the one that was recorded. output.resume='never' keeps it and "
+            "begins at step 1, or where output.resume_from names the step before it"
+        )

@@ -31,17 +31,16 @@ from alstlib.data.account import Account
 from alstlib.data.corpus import get_tokenizer, load_corpus, places
 from alstlib.data.samples import tokenize_row
 from alstlib.hf.loading import load_on_first, place
-from alstlib.hf.models import load_model, model_config, put_liger
+from alstlib.hf.models import load_model, put_liger
 from alstlib.hf.zero_config import engine_config
 from alstlib.offload.ledger import Ledger
 from alstlib.runs import locks, results
 from alstlib.runs.progress import Pace
 from alstlib.runs.workers import FINETUNE
-from alstlib.train.engine import host_tensors, reserve_adam_state
+from alstlib.train.engine import count, host_tensors, reserve_adam_state
 from alstlib.train.files import move_aside
-from alstlib.train.resume import ended, ending, fields, finished, of_first
-from alstlib.train.state import count, differences, seconds_to_save
-from alstlib.train.worker import Job, run_worker, wait_for
+from alstlib.train.resume import differences, ended, ending, fields, finished, of_first, seconds_to_save
+from alstlib.train.worker import Training, run_worker, wait_for
 
 MOST_LOST = 0.01
 """The share of rows that may be left out without `allow_dropped`."""
@@ -83,7 +82,7 @@ def settings(run: RunConfig, engine: str, bf16: bool, folder: Path, deepspeed: d
     return {**made, **run.optim.trainer}
 
 
-class FineTune(Job):
+class FineTune(Training):
     """One rank of a fine-tuning."""
 
     def __init__(self, run: RunConfig, out: Path) -> None:
@@ -91,46 +90,41 @@ class FineTune(Job):
         self.engine = engine_of(run, self.gpu)
         if self.engine == "ddp" and self.bf16:
             raise ValueError("dtype='bf16' needs a GPU: on a CPU fine-tuning is in fp32 (dtype='auto')")
-        self.check_writable()
         self.notes = [] if self.gpu else [ON_CPU]
-        config = model_config(run.model.name, run.model.config, run.model.trust_remote_code)
-        self.vocabulary = config.get_text_config().vocab_size
-        self.say(f"reading data '{run.data.name}' and the tokenizer")
-        data, others, self.tokenizer = self._documents()
-        self.checkpoint = self._last_checkpoint()
+        data, others = self._documents()
+        # of data that are tokens only the padding token is needed
+        self.tokenizer = self.tokenizer or get_tokenizer("stdlib-bpe", vocab_size=min(self.vocabulary, 8192))
+        self.checkpoint, notes = of_first(None if self.rank else self._last_checkpoint(), self.device)
+        self.notes += notes
         self.trainer = self._trainer(data, others)
         self.watch = Watch(self)
         self.trainer.add_callback(self.watch)
 
-    def _documents(self) -> tuple[Any, Any, Any]:
-        """Documents to train on and to evaluate on as token ids and labels, and the tokenizer."""
-        run = self.run
-        corpus, others = load_corpus(run.data.name), None
-        tokenizer = self.tokenizer_for(corpus, self.vocabulary)
-        made = self._tokens(corpus, tokenizer, run.data.name)
+    def _documents(self) -> tuple[Any, Any]:
+        """Documents to train on and to evaluate on as token ids and labels."""
+        run, others = self.run, None
+        made = self._tokens(self.corpus, run.data.name)
         if isinstance(run.data.eval, str):
-            others = self._tokens(load_corpus(run.data.eval), tokenizer, run.data.eval)
+            others = self._tokens(load_corpus(run.data.eval), run.data.eval)
         elif run.data.eval is not None:
             if len(made) < 2:
                 raise ValueError(f"data.eval={run.data.eval} keeps back a share of '{run.data.name}', one document")
             parts = made.train_test_split(test_size=run.data.eval, seed=run.optim.seed)
             made, others = parts["train"], parts["test"]
-        # of data that are tokens only the padding token is needed
-        stand_in = tokenizer or get_tokenizer("stdlib-bpe", vocab_size=min(self.vocabulary, 8192))
-        return made, others, stand_in
+        return made, others
 
-    def _tokens(self, corpus: Any, tokenizer: Any, name: str) -> Any:
+    def _tokens(self, corpus: Any, name: str) -> Any:
         limit, rows = self.run.data.seq_len, len(corpus)
         self.say(f"tokenizing {rows:,} documents of '{name}'")
         pace = Pace(self.say, f"tokenizing '{name}'", rows)
         split = self.run.optim.trainer.get("packing_strategy") in ("bfd_split", "wrapped")
-        read = functools.partial(tokenize_row, tokenizer=tokenizer)
+        read = functools.partial(tokenize_row, tokenizer=self.tokenizer)
         account = Account(read, f" of '{name}'", None if split else limit, functools.partial(places, name, rows))
 
         def tokens(row: dict[str, Any], number: int) -> dict[str, Any]:
             pace(number + 1)
             document = account(row, number)
-            self.check_tokens(int(document.ids.max(initial=0)), self.vocabulary)
+            self.check_tokens(int(document.ids.max(initial=0)))
             size = len(document.ids) if account.trains(document) else 0
             return {"input_ids": document.ids, "labels": document.labels, "size": size}
 
@@ -178,20 +172,15 @@ class FineTune(Job):
 
     # ----- checkpoints
 
-    def _last_checkpoint(self) -> str | None:
-        """The last whole checkpoint of this configuration, on every rank. Others are moved aside."""
-        last, notes = of_first(self._look() if self.rank == 0 else None, self.device)
-        self.notes += notes
-        return last
-
-    def _look(self) -> tuple[str | None, list[str]]:
-        folder, bound, notes = self.out / "checkpoints", fields(self.run, BOUND), []
-        before = locks.read_object(folder / "run.json") or {}
-        if folder.exists() and (before != bound or self.run.output.resume == "never" or finished(self.out, bound)):
-            why = ", ".join(differences(before, bound, before)) or "an earlier run"
+    def _last_checkpoint(self) -> tuple[str | None, list[str]]:
+        """The last whole checkpoint of this configuration, and notes about it. Others are moved aside."""
+        folder, notes = self.out / "checkpoints", []
+        differ = differences(locks.read_object(folder / "run.json") or {}, fields(self.run), BOUND)
+        if folder.exists() and (differ or self.run.output.resume == "never" or finished(self.out, self.run, BOUND)):
+            why = ", ".join(differ) or "an earlier run"
             notes.append(f"checkpoints of {why} are kept in {move_aside(folder).name} and not continued")
         folder.mkdir(parents=True, exist_ok=True)
-        results.write_json(folder / "run.json", bound)
+        results.write_json(folder / "run.json", fields(self.run))
         # what is cut off lacks the file that is written last
         whole = [file.parent for file in folder.glob("checkpoint-*/trainer_state.json")]
         if not whole:
@@ -207,7 +196,7 @@ class FineTune(Job):
         try:
             trainer.train(resume_from_checkpoint=self.checkpoint)
         finally:
-            watch.close()
+            watch.ledger.close()
         state = trainer.state
         if watch.ending is not None:
             raise ended(watch.ending, self.run, state.global_step, self.out / "checkpoints")
@@ -217,7 +206,8 @@ class FineTune(Job):
         run, trainer, watch = self.run, self.trainer, self.watch
         first = WATCHED if len(watch.seconds) > WATCHED else 0
         seconds, tokens = watch.seconds[first:], watch.tokens[first:]
-        peaks, handle = self.gather(*watch.peaks), trainer.handle
+        devices, hosts = zip(*self.gather(watch.ledger.device_peak, watch.ledger.host_peak))
+        handle = trainer.handle
         parameters = list(trainer.model.parameters())
 
         def logged(name: str, of: str = "loss") -> list[Any]:
@@ -234,8 +224,8 @@ class FineTune(Job):
             "learning_rate": logged("learning_rate"),
             "eval_loss": logged("eval_loss", of="eval_loss"),
             "eval_steps": logged("step", of="eval_loss"),
-            "device_peak_bytes": [device for device, _ in peaks],
-            "host_peak_bytes": [host for _, host in peaks],
+            "device_peak_bytes": list(devices),
+            "host_peak_bytes": list(hosts),
             "engine": self.engine,
             "parameters": count(parameters),
             "trained_parameters": count(p for p in parameters if p.requires_grad),
@@ -273,8 +263,7 @@ class Watch(TrainerCallback):
         self.job = job
         self.seconds: list[float] = []
         self.tokens: list[int] = []
-        self.ledger: Ledger | None = None
-        self.peaks = (0, 0)
+        self.ledger = Ledger(job.device, budget=job.run.limits.device_memory)
         self.ending: type[Exception] | None = None
         """Why the training ends before its last step."""
         self.saving = seconds_to_save(job.trainer.model)
@@ -284,7 +273,8 @@ class Watch(TrainerCallback):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         job, self.started = self.job, time.perf_counter()
-        self.ledger = Ledger(job.device, [job.trainer.handle.store], job.run.limits.device_memory).__enter__()
+        self.ledger.stores = [job.trainer.handle.store]  # the model is attached by now
+        self.ledger.__enter__()
         engine = getattr(job.trainer, "deepspeed", None)
         if engine is not None and isinstance(getattr(engine.optimizer, "optimizer", None), torch.optim.AdamW):
             reserve_adam_state(engine)
@@ -300,7 +290,7 @@ class Watch(TrainerCallback):
         self.seconds.append(self.ended - self.began)
         self.tokens.append(job.trainer._total_train_tokens - self.seen)
         if len(self.seconds) == WATCHED and not job.gpu:
-            self.close()
+            self.ledger.close()
         if state.global_step >= state.max_steps:
             control.should_evaluate = control.should_evaluate or job.run.data.eval is not None
         elif job.run.output.checkpoint_every:
@@ -315,13 +305,11 @@ class Watch(TrainerCallback):
         self.saving = time.perf_counter() - self.ended
 
     def on_prediction_step(self, *_: Any, **given: Any) -> None:
-        if not self.evaluated:
-            self.pace = Pace(self.job.say, "evaluating", len(given["eval_dataloader"]))
-        self.evaluated += 1
+        batches = len(given["eval_dataloader"])
+        self.evaluated = self.evaluated % batches + 1
+        if self.evaluated == 1:
+            self.pace = Pace(self.job.say, "evaluating", batches)
         self.pace(self.evaluated)
-
-    def on_evaluate(self, *_: Any, **__: Any) -> None:
-        self.evaluated = 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" in logs:
@@ -339,13 +327,6 @@ class Watch(TrainerCallback):
             steps=state.max_steps, eta_seconds=(state.max_steps - state.global_step) * usual,
             tokens_per_second=self.tokens[-1] / self.seconds[-1], **fields,
         )  # fmt: skip
-
-    def close(self) -> None:
-        """Watch the memory no longer."""
-        if self.ledger is not None:
-            self.peaks = (self.ledger.device_peak, self.ledger.host_peak)
-            self.ledger.close()
-            self.ledger = None
 
 
 def main() -> None:

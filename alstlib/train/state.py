@@ -1,21 +1,21 @@
-"""Training states on disk: weights, optimizer and position in the data. They are written while training continues.
+"""The training states of one run: weights, optimizer and position in the data. They are written while it trains.
 
-PyTorch's `torch.distributed.checkpoint` writes and reads them: every rank saves the pieces of fp32 weights and moments
-that it holds, flat and by parameter name, and loading takes what it needs from any number of ranks' files under any
-ZeRO stage. Nothing is gathered. What else is known is JSON, `state.json`, and nothing but tensors is unpickled.
+Every rank saves the pieces of fp32 weights and moments that it holds, flat and by parameter name, and loading takes
+what it needs from any number of ranks' files under any ZeRO stage. Nothing is gathered. What else is known is JSON.
 
 A state belongs to a configuration (the fields in `EQUAL`), every byte of it is under a checksum, it is there when all
-of it is there, and the state before it is kept next to it, in `.old`.
+of it is there, and the state before it is kept. The same command continues by itself: a state of the same configuration
+in the run's own folder comes before `resume_from`. States there that are not continued are moved aside before the run
+saves its own, unless they are those of this run, which ended well.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -24,50 +24,70 @@ import torch.distributed as dist
 from torch.distributed import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-from alstlib.config import EQUAL, RunConfig, flat
+from alstlib.config import EQUAL, RunConfig
 from alstlib.mesh import accelerator, gather_text
 from alstlib.offload.host_store import host_available
-from alstlib.planner.preflight import SLOW_DISK
-from alstlib.train.files import SCHEMA_VERSION, OtherState, Writer, check_files, find_state, read_state
-from alstlib.train.pieces import HeldState, Reader
-
-log = logging.getLogger(__name__)
+from alstlib.train.files import SCHEMA_VERSION, OtherState, Writer, check, move_aside, read_state, states_in
+from alstlib.train.pieces import HeldState
+from alstlib.train.resume import differences, ended, ending, fields, finished, of_first, seconds_to_save
 
 
-def count(parameters: Iterable[Any]) -> int:
-    """Elements of parameters, of those that ZeRO-3 partitions too."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+class RunStates:
+    """What a run continues from and saves, in `state` below its folder `out`. Every rank calls the methods, at the end
+    of the same step.
 
+    The ranks stand still while their pieces are copied into host memory, and a thread of each writes them. A rank whose
+    host has no room for the copies waits until its pieces are written.
 
-def seconds_to_save(model: torch.nn.Module) -> float:
-    """About how long it takes to write a model's fp32 weights and moments, for want of a measurement."""
-    return 12 * count(model.parameters()) / SLOW_DISK
-
-
-class Saver:
-    """Saves training states of an engine, one at a time. Every rank calls the methods, at the end of the same step.
-
-    The ranks stand still while their pieces are copied into host memory. A thread of each writes them: to the folder
-    `checkpoint_local` of its machine first, where the run names one, and from there next to the state's folder, which
-    is renamed when all ranks' parts are whole: whatever happens, the state before is intact. That one is kept in the
-    folder + `.old`, and the one that was there is removed. Where the host has no room for the copies, the ranks wait.
-
-    Every method may raise what went wrong with the state that was being written, on every rank: OSError (a full disk),
-    or FloatingPointError (a weight or a moment is not finite).
+    `after_step`, `save` and `wait` may raise what went wrong with the state that was being written, on every rank:
+    OSError (a full disk), or FloatingPointError (a weight or a moment is not finite).
 
     Args:
         engine: a DeepSpeed engine with AdamW.
-        run: the run that the states belong to.
+        run: the run as it was asked for.
+        seq_len: the length that it trains at, which a search may have found.
+        say: hears what takes long.
     """
 
-    def __init__(self, engine: Any, run: RunConfig) -> None:
-        self.engine, self.run = engine, run
-        self.group: Any = None
-        self.pending: Any = None
+    def __init__(self, engine: Any, run: RunConfig, seq_len: int, out: Path, say: Callable[[str], None]) -> None:
+        self.engine, self.run, self.out, self.folder, self.say = engine, run, out, out / "state", say
+        self.config = {**fields(run), "data.seq_len": seq_len, "schema_version": SCHEMA_VERSION}
+        self.config["model.dtype"] = "bf16" if engine.bfloat16_enabled() else "fp32"
+        self.device = engine.device
+        self.generators = [torch, *filter(None, [accelerator(engine.device)])]
+        """Modules whose `get_rng_state` and `set_rng_state` are of the CPU's random numbers and of the device's."""
         self.seconds = seconds_to_save(engine.module)
         """How long it took to write the last state; a guess before the first."""
+        self.begun = 0
+        """Optimizer steps that were done before this attempt."""
+        self.notes: list[str] = []
+        self.group: Any = None
+        self.pending: Any = None
 
-    def start(self, folder: str | Path, *, step: int, loader_state: Any, history: Any = None) -> None:
+    # Saving
+
+    def after_step(self, loader: Any, step: int, seconds: float, history: Any) -> None:
+        """Save the state of every `checkpoint_every`th step, and of the last one that there is time for. It is written
+        while the training goes on, but for the last one: this returns when that is on disk.
+
+        Raises:
+            Timeout: another step of so many `seconds` might not leave the time to save a state.
+            Warned: the run was told to end.
+        """
+        if not (every := self.run.output.checkpoint_every):
+            return
+        last, ends = step == self.run.optim.steps, None
+        if not last:
+            ends = ending(self.out, 1.2 * seconds + 2 * self.seconds + 1, self.device)
+        if ends or step % every == 0:
+            self.save(step, loader.state_dict(), history)
+        if ends or last:
+            self.say("saving the training state")
+            self.wait()
+        if ends:
+            raise ended(ends, self.run, step, self.folder)
+
+    def save(self, step: int, loader_state: Any, history: Any = None) -> None:
         """Save the state after optimizer step `step`: copied when this returns, on disk when `wait` does.
 
         Args:
@@ -76,32 +96,24 @@ class Saver:
         """
         self.wait()
         began, held = time.monotonic(), HeldState(self.engine)
-        pieces = {name: piece.own() for name, piece in held.pieces.items()}
-        lacks = sum(piece.nbytes for piece in pieces.values()) > host_available() // 2
-        rng = [of.get_rng_state().numpy().tobytes().hex() for of in _generators(self.engine.device)]
-        mine = json.dumps({"loader": loader_state, "rng": rng, "lacks_memory": lacks})
-        by_rank = [json.loads(text) for text in gather_text(mine, self.engine.device)]
-        content = {
-            "schema_version": SCHEMA_VERSION,
-            "step": step,
-            "config": _configuration(self.engine, self.run),
-            "history": history,
+        common = {
+            "step": step, "config": self.config, "history": history, "adam_steps": held.steps, "shapes": held.shapes,
             "scheduler_step": getattr(self.engine.lr_scheduler, "last_epoch", None),
-            "tensors": {name: piece.whole for name, piece in held.pieces.items()},
-            "adam_steps": held.steps,
-            "by_rank": by_rank,
-        }
-        self.writer = Writer(Path(folder), self.run.output.checkpoint_local, json.dumps(content))
+        }  # fmt: skip
+        rng = [of.get_rng_state().numpy().tobytes().hex() for of in self.generators]
+        own = held.own()
+        waits = sum(piece.nbytes for piece in own.values()) > host_available() // 2
+        self.writer = Writer(self.folder, common, {"loader": loader_state, "rng": rng})
+        self._clear()
         self.group = self.group or dist.new_group(backend="gloo")  # the thread's own: the training uses the others
-        waits = any(rank["lacks_memory"] for rank in by_rank)
         with _disable_current_modes():  # a ledger would take copies on the host for the device's
             if not waits:
-                pieces = {name: piece.copied() for name, piece in pieces.items()}
-            self.pending = checkpoint.async_save(pieces, storage_writer=self.writer, process_group=self.group)
+                own = {name: piece.to("cpu", copy=True) for name, piece in own.items()}
+            self.pending = checkpoint.async_save(own, storage_writer=self.writer, process_group=self.group)
         self.pending.add_done_callback(lambda _: setattr(self, "seconds", time.monotonic() - began))
         if waits:
-            log.warning("host memory has no room for a copy of the training state: the ranks wait until it is written")
-            self.wait()
+            self.say("the host has no room for a copy of the training state: waiting until it is written")
+            futures.wait([self.pending])
 
     def wait(self) -> None:
         """Return when the state that is being written is whole."""
@@ -110,94 +122,91 @@ class Saver:
             if pending is not None:
                 pending.result()
         except checkpoint.CheckpointException as e:
-            if dist.get_rank() == 0:
-                shutil.rmtree(self.writer.new, ignore_errors=True)
+            self._clear()
             dist.barrier()  # there is room again for what a rank says of its error
-            folder, error = self.writer.folder, e.failures[min(e.failures)][0]
-            intact = "; the state saved before is intact" if find_state(folder) else ""
-            for kind in (OSError, FloatingPointError):
-                if isinstance(error, kind):
-                    raise kind(f"could not save the training state in {folder}: {error}{intact}") from None
-            raise
+            error = e.failures[min(e.failures)][0]
+            what = f"could not save the training state in {self.folder} (one saved before is intact): {error}"
+            raise type(error)(what) from e
 
+    def _clear(self) -> None:
+        """Remove what is there of a state that was not finished."""
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.writer.path, ignore_errors=True)
 
-def load_state(engine: Any, run: RunConfig, folder: str | Path, *, own: bool = False) -> dict[str, Any]:
-    """Put a saved state into an engine of the same model, on any number of ranks, at any sp and under any ZeRO stage.
+    # Continuing
 
-    A collective. Everything is checked before the engine is touched.
+    def resume(self, loader: Any) -> dict[str, Any]:
+        """Put engine and loader where an earlier attempt was; returns the `history` that it saved."""
+        output, found, begins = self.run.output, None, "output.resume_from"
+        again = finished(self.out, self.run, (*EQUAL, "optim.steps", begins))
+        left, again = of_first([bool(states_in(self.folder)), again], self.device)
+        if left and not again and output.resume == "auto":
+            try:
+                found, left = self.load(self.folder, begins), False
+            except OtherState as e:
+                self.notes.append(f"it is kept, but not continued: {e}")
+        if found is None and output.resume_from:
+            found = self.load(Path(output.resume_from))
+        if left and output.checkpoint_every and dist.get_rank() == 0:
+            if again:
+                shutil.rmtree(self.folder)
+            else:
+                self.notes.append(f"what was in {self.folder} is now in {move_aside(self.folder)}")
+        if found is None:
+            return {}
+        loader.load_state_dict(found["loader"])
+        return found["history"] or {}
 
-    Args:
-        folder: what `Saver.start` was given, or the folder of a run, which has it in `state`.
-        own: the run continues itself: it must have begun from the same `resume_from`, and may be at its last step.
+    def load(self, folder: Path, *equal: str) -> dict[str, Any]:
+        """Put a saved state into the engine, from any number of ranks, at any sp and under any ZeRO stage.
 
-    Returns: `step` (optimizer steps done), `loader` (a loader's state, this rank's if there are as many ranks), `note`
-        (what other ranks change), `history` and `place` (the state's folder).
+        A collective. Everything is checked before the engine is touched.
 
-    Raises:
-        OtherState: on every rank: the state is of another configuration or model, or has more steps than the run.
-        ValueError: on every rank: no state there, or a damaged one.
-    """
-    held, device, problem = HeldState(engine), engine.device, {}
-    try:
-        place, state = read_state(folder)
-        _check_fits(state, _configuration(engine, run), held, own)
-        check_files(place, state)
-    except ValueError as e:
-        problem = {"what": str(e), "other": isinstance(e, OtherState)}
-    for told in map(json.loads, gather_text(json.dumps(problem), device)):
-        if told:
-            raise (OtherState if told["other"] else ValueError)(told["what"])
-    checkpoint.load(held.pieces, storage_reader=Reader(place, state["pieces"]))
-    held.use()
-    held.steps = state["adam_steps"]
-    if engine.lr_scheduler is not None:
-        engine.lr_scheduler.last_epoch = state["scheduler_step"] - 1
-        engine.lr_scheduler.step()
-    then = {"ranks": len(state["by_rank"]), **state["config"]}
-    now = {"ranks": dist.get_world_size(), **flat(run.to_dict())}
-    mine, note = state["by_rank"][dist.get_rank() % then["ranks"]], ""
-    if differ := differences(then, now, ("ranks", "engine.sp")):
-        note = (
-            f"the training state was saved under {', '.join(differ)}: the data go on after the samples seen then. With "
-            "another number of groups of ranks a step takes other samples, and with other ranks random numbers, such "
-            "as dropout's, begin anew"
-        )
-    if then["ranks"] == now["ranks"]:
-        for of, saved in zip(_generators(device), mine["rng"]):
-            of.set_rng_state(torch.frombuffer(bytearray.fromhex(saved), dtype=torch.uint8))
-    return {"step": state["step"], "history": state["history"], "place": place, "loader": mine["loader"], "note": note}
+        Args:
+            folder: that of a state, or of a run, of which it takes the newest.
+            equal: fields that must be equal in the run that saved it, besides those in `EQUAL`.
 
+        Returns: what state.json says of all ranks and of this one, or, with other ranks, of one that stands for it.
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """In words, under which of these names the two say different things."""
-    return [f"{n}={then.get(n)!r} (here {now.get(n)!r})" for n in names if then.get(n) != now.get(n)]
+        Raises:
+            OtherState: on every rank: the state is of another configuration or model, or has more steps than the run.
+            ValueError: on every rank: no state there, or a damaged one.
+        """
+        self.say(f"reading the training state in {folder}")
+        held, problem = HeldState(self.engine), None
+        try:
+            place, state = read_state(folder)
+            self._check(state, held, equal)
+            for rank in state["by_rank"][dist.get_rank() :: dist.get_world_size()]:
+                check(place / rank["file"], rank["checksum"])
+        except ValueError as e:
+            problem = [f"the training state in {folder}: {e}", isinstance(e, OtherState)]
+        for text in gather_text(json.dumps(problem), self.device):
+            if told := json.loads(text):
+                raise (OtherState if told[1] else ValueError)(told[0])
+        held.load(place, state)
+        if (scheduler := self.engine.lr_scheduler) is not None:
+            scheduler.last_epoch = state["scheduler_step"] - 1
+            scheduler.step()
+        mine, self.begun = state["by_rank"][dist.get_rank() % len(state["by_rank"])], state["step"]
+        self.notes.append(f"continued after step {self.begun} from {place}")
+        if differ := differences(state["config"], self.config, ("engine.world_size", "engine.sp")):
+            self.notes.append(
+                f"the training state was saved under {', '.join(differ)}: the data go on after the samples seen then. "
+                "With another number of groups of ranks a step takes other samples, and with other ranks random "
+                "numbers, such as dropout's, begin anew"
+            )
+        if len(state["by_rank"]) == dist.get_world_size():
+            for of, saved in zip(self.generators, mine["rng"]):
+                of.set_rng_state(torch.frombuffer(bytearray.fromhex(saved), dtype=torch.uint8))
+        return {**state, **mine}
 
-
-def _check_fits(state: Mapping[str, Any], now: Mapping[str, Any], held: HeldState, own: bool) -> None:
-    """Raise OtherState unless the state is of this configuration and model, and leaves the run a step to do."""
-    then = {**flat(RunConfig().to_dict()), **state["config"]}  # what saved it may not know a field
-    step = state["step"]
-    if differ := differences(then, now, (*EQUAL, "output.resume_from") if own else EQUAL):
-        raise OtherState(f"its state of step {step} belongs to another configuration: {', '.join(differ)}")
-    was, here = state["tensors"], {name: list(piece.whole) for name, piece in held.pieces.items()}
-    if differ := differences(was, here, sorted(was.keys() | here.keys())):
-        raise OtherState(f"it is of another model, or others are frozen: {len(differ)} tensors differ, {differ[0]}")
-    if (least := step + (not own)) > now["optim.steps"]:
-        raise OtherState(
-            f"optim.steps={now['optim.steps']} counts all steps, and it has done {step} already; use at least {least}"
-        )
-
-
-def _generators(device: torch.device) -> list[Any]:
-    """Modules whose `get_rng_state` and `set_rng_state` are of the random generators: the CPU's and the device's."""
-    here = accelerator(device)
-    return [torch] if here is None else [torch, here]
-
-
-def _configuration(engine: Any, run: RunConfig) -> dict[str, Any]:
-    """The run's fields by their names with the group, as JSON gives them back, with `auto` as it was resolved and whole
-    paths."""
-    given = {**flat(run.to_dict()), "model.dtype": "bf16" if engine.bfloat16_enabled() else "fp32"}
-    named = {name: given[name] for name in ("model.name", "data.name", "data.tokenizer", "output.resume_from")}
-    paths = {name: os.path.abspath(path) for name, path in named.items() if path and os.path.exists(path)}
-    return json.loads(json.dumps({**given, **paths}))
+    def _check(self, state: Mapping[str, Any], held: HeldState, equal: tuple[str, ...]) -> None:
+        """Raise OtherState unless the state is of this configuration and model, and of no later step than the last."""
+        step, steps = state["step"], self.run.optim.steps
+        if differ := differences(state["config"], self.config, ("schema_version", *EQUAL, *equal)):
+            raise OtherState(f"step {step} belongs to another configuration: {', '.join(differ)}")
+        if differ := differences(state["shapes"], held.shapes, {**state["shapes"], **held.shapes}):
+            raise OtherState(f"it is of another model, or others are frozen: {len(differ)} tensors differ, {differ[0]}")
+        if step > steps:
+            raise OtherState(f"optim.steps={steps} counts all steps, and it has done {step} already")

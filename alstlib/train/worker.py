@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from alstlib.config import RunConfig
-from alstlib.data.corpus import get_tokenizer, has_tokenizer
+from alstlib.data.corpus import get_tokenizer, has_tokenizer, load_corpus
 from alstlib.data.formats import only_tokens
+from alstlib.hf.models import model_config
 from alstlib.mesh import SPContext, accelerator, gather_text, join, join_fake, own_device, take_device
 from alstlib.offload.ledger import ran_out
 from alstlib.planner import devices
@@ -94,6 +95,30 @@ class Job:
         """Every rank's `values`, in the order of ranks."""
         return [json.loads(text) for text in gather_text(json.dumps(values), self.device)]
 
+    def predicted(self, worker: str, ctx: SPContext, seq_len: int) -> dict[str, Any]:
+        """What the planner says of this run, for comparison with the measurement."""
+        gpus = ctx.world_size if self.gpu else 0
+        if why := workers.unpredicted(self.run, worker, gpus):
+            return {"unknown": why}
+        try:
+            machine = machine_of(self.run, node_count(ctx.world_size), gpus)
+            return as_metrics(foretell(self.run, machine, seq_len)[1], machine)
+        except (ValueError, KeyError) as e:
+            return {"unknown": str(e)}
+
+
+class Training(Job):
+    """One rank of a run that trains: its data and tokenizer."""
+
+    def __init__(self, run: RunConfig, out: Path) -> None:
+        super().__init__(run, out)
+        self.check_writable()
+        self.say(f"reading data '{run.data.name}' and the tokenizer")
+        self.corpus = load_corpus(run.data.name)
+        config = model_config(run.model.name, run.model.config, run.model.trust_remote_code)
+        self.vocabulary = config.get_text_config().vocab_size
+        self.tokenizer = self._tokenizer()
+
     def check_writable(self) -> None:
         """Raise OSError on every rank if rank 0 cannot write to `save_to`: told before the steps, not after. A folder
         that is not there is not made yet: a run that fails leaves none."""
@@ -102,33 +127,21 @@ class Job:
         if not of_first(there.is_dir() and os.access(there, os.W_OK), self.device):
             raise OSError(f"save_to='{self.run.output.save_to}' cannot be written to")
 
-    def tokenizer_for(self, corpus: Any, vocabulary: int) -> Any:
+    def _tokenizer(self) -> Any:
         """The run's tokenizer; None where the data are tokens already."""
         run, name = self.run, tokenizer_name(self.run)
         own = name != run.data.tokenizer  # the model's
-        if run.data.tokenizer == "auto" and only_tokens(corpus) and not (own and has_tokenizer(name)):
+        if run.data.tokenizer == "auto" and only_tokens(self.corpus) and not (own and has_tokenizer(name)):
             return None
-        given = None if run.data.name == "stdlib" else corpus
-        return get_tokenizer(name, corpus=given, vocab_size=min(vocabulary, 8192), trust=run.model.trust_remote_code)
+        corpus, size = None if run.data.name == "stdlib" else self.corpus, min(self.vocabulary, 8192)
+        return get_tokenizer(name, corpus=corpus, vocab_size=size, trust=run.model.trust_remote_code)
 
-    def check_tokens(self, largest: int, vocabulary: int) -> None:
-        if largest >= vocabulary:
+    def check_tokens(self, largest: int) -> None:
+        if largest >= self.vocabulary:
             raise ValueError(
-                f"data='{self.run.data.name}' has token {largest}, but the model's vocab_size is {vocabulary}: take "
-                "the model's own tokenizer, or model.config={'vocab_size': ...} with random weights"
+                f"data='{self.run.data.name}' has token {largest}, but the model's vocab_size is {self.vocabulary}: "
+                "take the model's own tokenizer, or model.config={'vocab_size': ...} with random weights"
             )
-
-    def predicted(self, worker: str, ctx: SPContext, seq_len: int) -> dict[str, Any]:
-        """What the planner says of this run, for comparison with the measurement."""
-        gpus = ctx.world_size if self.gpu else 0
-        run = self.run.replace(engine={"world_size": ctx.world_size, "sp": ctx.sp})
-        if why := workers.unpredicted(run, worker, gpus):
-            return {"unknown": why}
-        try:
-            machine = machine_of(run, node_count(ctx.world_size), gpus)
-            return as_metrics(foretell(run, machine, seq_len)[1], machine)
-        except (ValueError, KeyError) as e:
-            return {"unknown": str(e)}
 
 
 def begin() -> torch.device:
@@ -167,8 +180,7 @@ def run_worker(doc: str | None, job: Callable[[RunConfig, Path], Any]) -> None:
 def work(run: RunConfig, out: Path, job: Callable[[RunConfig, Path], Any]) -> None:
     """One rank of the run: `job(run, out)()` gives the metrics, and with `save_to` its `finish` saves the model.
 
-    Writes result.json, and raises what went wrong after that. Metrics are written before the model is saved: a run that
-    ends meanwhile has them, and is no finished one.
+    Writes result.json, and raises what went wrong after that.
     """
     here = accelerator(own_device())
     device = "cpu" if here is None else here.get_device_name()
@@ -179,15 +191,10 @@ def work(run: RunConfig, out: Path, job: Callable[[RunConfig, Path], Any]) -> No
         about: Any = {"device": device, "device_count": ranks, "mode": mode, "metrics": metrics, "error": error}
         results.write_result(out / "result.json", results.new_result(run, status, **about))
 
-    first = dist.get_rank() == 0 or bool(run.emulate)
     try:
         working = job(run, out)
         metrics = working()
         if run.output.save_to and hasattr(working, "finish"):
-            if first:
-                unsaved = f"the steps are done, but the model was not saved to '{run.output.save_to}'"
-                write("error", type="Unfinished", message=unsaved)
-            dist.barrier()  # another rank's error comes after this, and stays
             working.finish()
     except BaseException as e:
         kinds: dict[type, str] = {Timeout: "timeout", Warned: "cancelled"}
@@ -197,14 +204,14 @@ def work(run: RunConfig, out: Path, job: Callable[[RunConfig, Path], Any]) -> No
             whose = {} if ranks == 1 or shared else {"rank": dist.get_rank()}
             write(status, type=type(e).__name__, message=str(e), **whose)
         raise
-    if first:
+    if run.emulate or dist.get_rank() == 0:
         write("ok")
 
 
 def claim(out: Path) -> bool:
     """True for the first rank that fails: the others fail because of it, and their errors say less."""
     try:
-        os.close(os.open(out / f"failed.{os.environ['TORCHELASTIC_RUN_ID']}", os.O_CREAT | os.O_EXCL))
+        (out / f"failed.{os.environ['TORCHELASTIC_RUN_ID']}").touch(exist_ok=False)
     except FileExistsError:
         return False
     return True

@@ -29,7 +29,7 @@ from alstlib.offload.host_store import HostStore
 from alstlib.offload.ledger import Ledger, ran_out
 from alstlib.train import worker
 from alstlib.train.engine import initialize
-from alstlib.train.state import Saver, load_state
+from alstlib.train.state import RunStates
 
 MIB = 2**20
 
@@ -249,12 +249,12 @@ def continued(rank: int, world: int, folder: Path) -> None:
 
     engine = started()
     torch.rand(7, device=device())  # so that both generators are at other places
-    saver = Saver(engine, run)
-    saver.start(folder, step=1, loader_state={})
-    saver.wait()
+    states = RunStates(engine, run, 0, folder, print)
+    states.save(1, {})
+    states.wait()
     want = drawn()
     assert not torch.equal(*want)
-    found = load_state(started(), run, folder)
+    found = RunStates(started(), run, 0, folder, print).load(folder)
     assert found["step"] == 1
     assert all(torch.equal(a, b) for a, b in zip(drawn(), want))
 

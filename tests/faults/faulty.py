@@ -33,7 +33,7 @@ class Faulty(ablation.AblationRun):
             nonlocal done
             done += 1
             if done == AT + 1 and self.rank == RANK:
-                futures.wait([self.states.saver.pending])
+                futures.wait([self.states.pending])
                 loss = struck(os.environ["FAULT"], loss)
             return backward(loss)
 

@@ -748,22 +748,3 @@ def test_the_ablations_report_needs_no_row_but_the_first(tmp_path):
     given, output = {"results": str(tmp_path)}, tmp_path / "report.ipynb"
     assert cli.execute(lesson, output, given, lambda: None, lesson.parent) is None
     assert output.exists()
-
-
-def test_too_few_open_files_are_refused_with_what_to_type(tmp_path):
-    """A kernel that may open 40 files ends without a word, and with 60 it hangs."""
-    spec = write_spec(tmp_path, notebook=str(REPOSITORY / "notebooks" / "run.ipynb"))
-    command = shlex.join([sys.executable, "-m", "alstlib.runs", "run", str(spec), "--dry-run"])
-    for limit, code, says in (("-n 40", 2, "a process may have 40 files open here, and a run needs 256: allow more"),
-                              ("-Sn 40", 0, "would run as")):  # fmt: skip
-        done = subprocess.run(["bash", "-c", f"ulimit {limit}; {command}"], capture_output=True, text=True)
-        assert done.returncode == code, done.stderr
-        assert says in done.stdout + done.stderr
-    run = (
-        'import sys; from alstlib import RunConfig; from alstlib.runs import launch; launch.launch(RunConfig(), "run")'
-    )
-    done = subprocess.run(
-        ["bash", "-c", f"ulimit -n 40; {shlex.join([sys.executable, '-c', run])}"],
-        capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    assert "allow more with `ulimit -n 4096`" in done.stderr

@@ -431,7 +431,7 @@ def test_only_rank_0_writes(tmp_path):
 
 
 def test_a_callback_that_fails_is_dropped(tmp_path):
-    run = launch._Run(fake("ok"), tmp_path, lambda event: 1 / 0)
+    run = launch._Run(fake("ok"), tmp_path, on_progress=lambda event: 1 / 0)
     launch.Progress(tmp_path / "progress.jsonl").emit("step")
     with pytest.warns(UserWarning, match="on_progress failed"):
         run.follow()

@@ -26,7 +26,8 @@ from alstlib.runs.launch import launch
 from alstlib.runs.processes import DEADLINE_VARIABLE, WARNED
 from alstlib.runs.progress import Progress, ProgressReader
 from alstlib.train.ablation import AblationRun
-from alstlib.train.resume import RunStates
+from alstlib.train.files import states_in
+from alstlib.train.state import RunStates
 from alstlib.train.worker import work
 from alstlib.units import GIB
 
@@ -146,15 +147,15 @@ def test_progress_tells_rows_steps_and_time(first: tuple[Path, dict[str, Any]]) 
 @pytest.mark.slow
 def test_a_run_is_resumed_where_it_was(ranks2: Any, first: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out, result = first
-    files = ["__0_0.distcp", "__1_0.distcp", "checksums.json", "state.json"]
-    assert sorted(p.name for p in (out / "state").iterdir()) == files
+    files = ["__0_0.distcp", "__1_0.distcp", "state.checksum", "state.json"]
+    assert sorted(p.name for p in (out / "state" / "step-00000003").iterdir()) == files
     run = run_config(row="alst", steps=5, accumulation=2, warmup_steps=2, resume_from=str(out), zero_stage=1)
     again = ranks2(trained, str(tmp_path), run)[0]["metrics"]
     assert again["loss"][:3] == result["metrics"]["loss"][:3]
     assert again["loss"] == pytest.approx(result["metrics"]["loss"], rel=1e-6)
     assert again["valid_tokens"] == [256] * 5
     assert len(again["step_seconds"]) == 1  # of its own two steps the one that took longest to be watched
-    assert f"continued after step 3 from {out / 'state'}" in again["notes"]
+    assert f"continued after step 3 from {out / 'state' / 'step-00000003'}" in again["notes"]
     events = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["event"] == "step"] == [4, 5]
 
@@ -302,7 +303,7 @@ def ends(pool: Any, out: Path, run: RunConfig) -> tuple[str, str, dict[str, Any]
         ({"data.name": "ids.jsonl"}, "has token 9999, but the model's vocab_size is 512"),
         ({"data.name": "chats.jsonl"}, "the tokenizer has no chat template"),
         ({"search": True}, "search=True needs limits.device_memory"),
-        ({"output.resume_from": "nowhere"}, "resume_from='nowhere': there is no such folder"),
+        ({"output.resume_from": "nowhere"}, "the training state in nowhere: there is no training state (state.json)"),
     ],
     ids=str,
 )
@@ -331,7 +332,7 @@ def test_too_little_host_memory_is_out_of_memory(ranks2: Any, tmp_path: Path) ->
 def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path: Path, search: bool) -> None:
     trainer: Any = object.__new__(AblationRun)
     trainer.run, trainer.progress, trainer.known = RunConfig(search=search), Progress(tmp_path / "p", 1), Trials([])
-    trainer.ledger = SimpleNamespace(budget=100, start=lambda: None)
+    trainer.ledger, trainer.budget = SimpleNamespace(start=lambda: None), 100
 
     def steps(*args: Any) -> None:
         raise RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
@@ -339,7 +340,7 @@ def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path:
     trainer.steps, trainer.loader = steps, lambda *_: None
     with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
         trainer.peaks(1024)
-    trainer.known, trainer.ledger.budget = Trials(ProgressReader(tmp_path / "p").read()), 100  # of the next process
+    trainer.known = Trials(ProgressReader(tmp_path / "p").read())  # of the next process
     if search:
         assert trainer.peaks(1024) > 100  # it does not run
     else:
@@ -360,7 +361,7 @@ def trained(rank: int, world: int, out: str, run: RunConfig, dies_after: int = 0
             os.environ[DEADLINE_VARIABLE] = str(time.time() + seconds)
         original(self, loader, step, took, history)
         if step == dies_after:
-            self.saver.wait()  # as the interpreter does at its end
+            self.wait()  # as the interpreter does at its end
             raise KeyboardInterrupt
 
     RunStates.after_step = after_step  # type: ignore[method-assign]
@@ -378,8 +379,9 @@ def trained(rank: int, world: int, out: str, run: RunConfig, dies_after: int = 0
     return {**result, "said": said}
 
 
-def step_of(folder: Path) -> int:
-    return json.loads((folder / "state.json").read_text())["step"]
+def steps_in(folder: Path) -> list[int]:
+    """The steps of a run's states, from the newest on."""
+    return [json.loads((place / "state.json").read_text())["step"] for place in states_in(folder)]
 
 
 def resumable(**changes: Any) -> RunConfig:
@@ -397,18 +399,18 @@ def whole(ranks2: Any, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.slow
 def test_the_same_command_continues_by_itself(ranks2: Any, tmp_path: Path, whole: list[float]) -> None:
     assert ranks2(trained, str(tmp_path), resumable(), 2)[0]["status"] == "error"
-    assert (step_of(tmp_path / "state"), step_of(tmp_path / "state.old")) == (2, 1)
+    assert steps_in(tmp_path) == [2, 1]
     result = ranks2(trained, str(tmp_path), resumable())[0]
     assert result["status"] == "ok"
-    assert f"continued after step 2 from {tmp_path / 'state'}" in result["metrics"]["notes"]
+    assert f"continued after step 2 from {tmp_path / 'state' / 'step-00000002'}" in result["metrics"]["notes"]
     assert result["metrics"]["loss"] == pytest.approx(whole, rel=1e-6)
-    assert (step_of(tmp_path / "state"), step_of(tmp_path / "state.old")) == (4, 3)
-    assert sorted(p.name for p in tmp_path.glob("state*")) == ["state", "state.old"]
+    assert steps_in(tmp_path) == [4, 3]
+    assert [p.name for p in tmp_path.glob("state*")] == ["state"]
 
     again = ranks2(trained, str(tmp_path), resumable())[0]  # finished: repeated, and its states with it
     assert again["metrics"]["loss"] == pytest.approx(whole, rel=1e-6)
     assert not any("continued" in note for note in again["metrics"]["notes"])
-    assert sorted(p.name for p in tmp_path.glob("state*")) == ["state", "state.old"]
+    assert [p.name for p in tmp_path.glob("state*")] == ["state"]
     more = ranks2(trained, str(tmp_path), resumable(steps=5, sp=1))[0]["metrics"]  # more steps are another matter
     assert more["loss"][:4] == again["metrics"]["loss"]
     assert len(more["loss"]) == 5
@@ -425,7 +427,9 @@ def test_other_ranks_go_on_with_the_same_losses(pools: Any, tmp_path: Path, whol
     metrics = pools(2)(trained, str(tmp_path), resumable())[0]["metrics"]
     assert metrics["loss"] == pytest.approx(whole, rel=1e-6)
     assert [len(set(metrics["loss"])), len(metrics["step_seconds"])] == [4, 1]
-    assert any("ranks=1 (here 2), engine.sp=1 (here 2): the data go on" in note for note in metrics["notes"])
+    assert any(
+        "engine.world_size=1 (here 2), engine.sp=1 (here 2): the data go on" in note for note in metrics["notes"]
+    )
 
 
 def test_a_run_that_ended_after_its_last_step_has_no_step_to_do(
@@ -447,16 +451,15 @@ def test_a_state_of_another_configuration_is_kept(ranks2: Any, tmp_path: Path) -
     ranks2(trained, str(tmp_path), resumable(), 3)
     other = ranks2(trained, str(tmp_path), resumable(learning_rate=1e-3), 2)[0]
     assert other["status"] == "error"
-    assert step_of(tmp_path / "state.kept1") == 3
-    assert step_of(tmp_path / "state.kept1.old") == 2
+    assert steps_in(tmp_path / "state.kept1") == [3, 2]
     result = ranks2(trained, str(tmp_path), resumable(learning_rate=1e-3, resume="never", steps=2))[0]
     assert len(result["metrics"]["loss"]) == 2
-    assert f"it is now in {tmp_path / 'state.kept2'}" in result["metrics"]["notes"]
-    assert step_of(tmp_path / "state.kept2") == 2
+    assert f"what was in {tmp_path / 'state'} is now in {tmp_path / 'state.kept2'}" in result["metrics"]["notes"]
+    assert steps_in(tmp_path / "state.kept2") == [2, 1]
     result = ranks2(trained, str(tmp_path), resumable(learning_rate=1e-4, steps=1, checkpoint_every=0))[0]
     (note,) = [n for n in result["metrics"]["notes"] if "not continued" in n]
     assert "belongs to another configuration: optim.learning_rate=0.001 (here 0.0001)" in note
-    assert step_of(tmp_path / "state") == 2  # nothing was saved: it stays
+    assert steps_in(tmp_path) == [2, 1]  # nothing was saved: it stays
 
 
 def test_a_run_whose_time_is_up_saves_its_state_first(ranks2: Any, tmp_path: Path, whole: list[float]) -> None:
@@ -465,7 +468,7 @@ def test_a_run_whose_time_is_up_saves_its_state_first(ranks2: Any, tmp_path: Pat
     result = ranks2(trained, str(tmp_path), run, 0, 1.0)[0]
     assert (result["status"], result["error"]["type"]) == ("timeout", "Timeout")
     assert "leaves no time for a step after step 1 of 4; the training state is saved" in result["error"]["message"]
-    assert step_of(tmp_path / "state") == 1
+    assert steps_in(tmp_path) == [1]
     (tmp_path / WARNED).touch()
     result = ranks2(trained, str(tmp_path), run, 0, 1e6)[0]
     assert (result["status"], result["error"]["type"]) == ("cancelled", "Warned")
@@ -487,9 +490,6 @@ def save_fails(rank: int, world: int, out: str, run: RunConfig) -> dict[str, Any
     from alstlib.train import ablation
 
     def full(*_: Any) -> None:
-        seen = results.read_result(Path(out) / "result.json")
-        assert (seen["status"], seen["error"]["type"]) == ("error", "Unfinished")
-        assert len(seen["metrics"]["loss"]) == 2
         raise OSError(28, "No space left on device")
 
     original, ablation.save_model = ablation.save_model, full

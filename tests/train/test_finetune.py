@@ -79,17 +79,15 @@ def test_tokenizing_and_evaluating_give_signs_of_life(monkeypatch: pytest.Monkey
     clock = itertools.count(1000.0, 2.0)
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     job, said = finetune.FineTune.__new__(finetune.FineTune), []
-    job.run, job.vocabulary, job.notes = RunConfig(data={"seq_len": 8}), 10, []
+    job.run, job.vocabulary, job.notes, job.tokenizer = RunConfig(data={"seq_len": 8}), 10, [], None
     job.say = lambda message, **_: said.append(message)
-    job._tokens(datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 4}), None, "d")
+    job._tokens(datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 4}), "d")
     assert said == ["tokenizing 4 documents of 'd'", *(f"tokenizing 'd', {part}%" for part in (25, 50, 75, 100))]
     said.clear()
-    job.trainer = SimpleNamespace(model=torch.nn.Linear(1, 1))
+    job.trainer, job.device = SimpleNamespace(model=torch.nn.Linear(1, 1)), torch.device("cpu")
     watch = finetune.Watch(job)
-    for _ in range(2):
-        for _ in range(2):
-            watch.on_prediction_step(eval_dataloader=range(2))
-        watch.on_evaluate()
+    for _ in range(4):
+        watch.on_prediction_step(eval_dataloader=range(2))
     assert said == ["evaluating, 50%", "evaluating, 100%"] * 2
 
 
@@ -106,7 +104,9 @@ def documents(tmp_path: Path, rows: list[Any], **changes: Any) -> tuple[list[Any
     job = finetune.FineTune.__new__(finetune.FineTune)
     job.run = config(str(tmp_path / "d.jsonl"), **{"data.tokenizer": str(tmp_path / "tokenizer"), **changes})
     job.vocabulary, job.notes, job.say = 512, [], lambda *_, **__: None
-    data, others, _ = job._documents()
+    job.corpus = load_corpus(job.run.data.name)
+    job.tokenizer = job._tokenizer()
+    data, others = job._documents()
     return [(row["input_ids"], row["labels"]) for part in (data, others) if part for row in part], job.notes
 
 
