@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alstlib.hf.handle import Handle
-from alstlib.measure.scope import ATTENTION, Places, category
-from alstlib.measure.simulate import watch
+from alstlib.planner.scope import ATTENTION, Places, category
+from alstlib.planner.simulate import watch
 from alstlib.offload.ledger import Ledger, _CpuInstrument
 from alstlib.planner.model_states import GRADIENTS, OPTIMIZER, WEIGHTS
 

@@ -16,7 +16,7 @@ from alstlib.config import RunConfig
 from alstlib.hf import state_ways
 from alstlib.hf.public_models import PUBLIC
 from alstlib.measure import plan_table
-from alstlib.measure.simulate import fake_ranks, shard_of
+from alstlib.planner.simulate import fake_ranks, shard_of
 from alstlib.planner.command import add_arguments, as_json, describe, read
 from alstlib.planner.hybrids import NOTE
 from alstlib.planner.machine import Machine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from alstlib.measure.scope import ATTENTION, EXCHANGE, HIDDEN, LOSS, MLP, ROOT, Places, category
+from alstlib.planner.scope import ATTENTION, EXCHANGE, HIDDEN, LOSS, MLP, ROOT, Places, category
 from alstlib.offload.ledger import Ledger
 
 
