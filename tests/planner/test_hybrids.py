@@ -16,12 +16,12 @@ from alstlib.config import RunConfig
 from alstlib.hf import state_ways
 from alstlib.hf.public_models import PUBLIC
 from alstlib.measure import plan_table
-from alstlib.planner.simulate import fake_ranks, shard_of
 from alstlib.planner.command import add_arguments, as_json, describe, read
 from alstlib.planner.hybrids import NOTE
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape, shape_of
 from alstlib.planner.prediction import predict
+from alstlib.planner.simulate import fake_ranks, shard_of
 from alstlib.planner.state_ways import RECURRENCE, StateLayer, state_costs
 from alstlib.planner.step_time import linear_flops, states_seconds
 
