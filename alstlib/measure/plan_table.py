@@ -17,8 +17,9 @@ from typing import Any
 from alstlib.config import Data, Model, RunConfig, not_default
 from alstlib.hf.public_models import PUBLIC
 from alstlib.options import Options
-from alstlib.planner.activations import activations, families, heads_way
+from alstlib.planner.activations import activations, heads_way
 from alstlib.planner.model_shapes import read_shape
+from alstlib.planner.moments import families
 from alstlib.runs.results import git_state
 
 FILE = Path("papermill_runs/results/planner/simulated.json")

@@ -11,14 +11,16 @@ from typing import Any
 from alstlib.config import RunConfig
 from alstlib.planner.attention_bytes import beside_form, kernel_workspace, latent_sizes
 from alstlib.planner.experts import in_one_tile, tile_of_experts
-from alstlib.planner.fits import Question, moments_at
-from alstlib.planner.hybrids import BOTH, DENSE_GRANITE, FULL, LINEAR, MOE, counts, mixed, sizes_of, way_of
+from alstlib.planner.fits import Question, lines_at
+from alstlib.planner.hybrids import BOTH, FULL, LINEAR, MOE, counts, mixed, sizes_of, way_of
 from alstlib.planner.model_shapes import SQUARE, Shape
 from alstlib.planner.moments import (
+    DENSE_GRANITE,
     KERNEL,
     REFERENCE,
     SAME,
     Kinds,
+    families,
     forms,
     frozen,
     in_layer,
@@ -37,12 +39,6 @@ from alstlib.sizing import (
     sdpa_kernel,
     tile_for,
 )  # fmt: skip
-
-
-def families() -> list[str]:
-    """Decoders that have a form."""
-    made = {name.partition(".")[0] for name in forms()["tiles"]} - {REFERENCE, DENSE_GRANITE}
-    return sorted([*made, *SAME])
 
 
 def form_of(shape: Shape) -> str:
@@ -253,13 +249,12 @@ def _simulated(
     whole = (
         -(-rows // chunk) * chunk if rows > 3 * chunk else rows
     )  # a last chunk that is shorter counts as a whole one
-    kept = [True] * (outputs > 0) + [False] * (outputs < shape.attending)
+    kept = [True] * (outputs > 0) + [False] * (outputs < max(1, shape.attending))
+    lines = [lines_at(_asked(run, ranks, device, capability, streaming, save), whole) for save in kept]
+    if every == len(lines) == 1:  # all layers are alike, as they were simulated
+        needed, host = needed + lines[0].host_at(whole) - host, lines[0].host_at(whole)
     best, where, most = dict[str, float](), "", 0.0
-    for moment in (
-        m
-        for save in kept or [False]
-        for m in moments_at(_asked(run, ranks, device, capability, streaming, save), whole)
-    ):
+    for moment in (moment for one in lines for moment in one.moments):
         found = moment.at(whole)
         if moment.kernel:
             found["kernel workspace"] = taken

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,19 +69,33 @@ class Question:
         return cls(**{**fields, "run": RunConfig.from_dict(fields["run"])})
 
 
-def moments_at(question: Question, rows: int) -> list[Moment]:
-    """The moments of a step with so many rows on a rank.
+@dataclass(frozen=True)
+class Lines:
+    """What a step takes within a range of rows."""
+
+    moments: Sequence[Moment]
+    host: tuple[float, float]
+    """Bytes that wait on the host, without any rows and for each row."""
+
+    def host_at(self, rows: float) -> int:
+        return round(self.host[0] + self.host[1] * rows)
+
+
+def lines_at(question: Question, rows: int) -> Lines:
+    """The lines that hold for steps with so many rows on a rank.
 
     Raises:
         ValueError: the model or an option is refused by `apply`; the message is its own.
     """
-    known = _known(_digest(question.text))
-    for span in known:
-        if span["from"] <= rows <= span["to"]:
-            return [Moment(place, kernel, line) for place, kernel, line in span["moments"]]
-    known.append(_ask("spans", {"question": question.to_dict(), "rows": rows}))
-    _keep(_digest(question.text), known)
-    return moments_at(question, rows)
+    digest = _digest(question.text)
+    known = _known(digest)
+    for found in known:
+        if found["from"] <= rows <= found["to"]:
+            moments = [Moment(place, kernel, line) for place, kernel, line in found["moments"]]
+            return Lines(moments, tuple(found["host"]))
+    known.append(_ask("span", {"question": question.to_dict(), "rows": rows}))
+    _keep(digest, known)
+    return lines_at(question, rows)
 
 
 def facts_of(name: str, overrides: Mapping[str, Any], trust_remote_code: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Where configs are found: `configs`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from alstlib.hf.configs import find_config, overridden
 from alstlib.planner.fits import facts_of
 from alstlib.planner.hybrids import BOTH, DELTA, HYBRIDS, MLP, MOE, States, completed, states_of
+from alstlib.planner.moments import families
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -250,16 +252,12 @@ def read_shape(name: str, overrides: Mapping[str, Any] | None = None, *, trust_r
         ValueError: an unknown model (with the nearest known one), or one that `apply` refuses.
     """
     config = overridden(find_config(name), overrides or {})
-    try:
-        return shape_of(config, name)
-    except ValueError as e:
-        if not config.get("model_type"):
-            raise
-        refused = e
-    try:
-        return CountedShape(**facts_of(name, overrides or {}, trust_remote_code))
-    except ValueError as e:
-        raise e from refused
+    if config.get("model_type") in (None, *families()):
+        with contextlib.suppress(ValueError):
+            return shape_of(config, name)
+    if not config.get("model_type"):
+        return shape_of(config, name)  # which says what is missing
+    return CountedShape(**facts_of(name, overrides or {}, trust_remote_code))
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> Shape:

@@ -221,7 +221,7 @@ class _Recorder(_CpuInstrument):
 
 
 WARM = 128
-"""Half the rows of a first step without chunks: in 18 ways of 6 models the second took the same as after a whole one."""
+"""Half the rows of a first step without chunks."""
 
 
 class _Recording(Ledger):
@@ -360,15 +360,15 @@ class Deep:
             more[kind] = self._shallow([first, i, *rest], seq_len)
         moments: dict[str, dict[str, int]] = {}
         for key, base in few.moments.items():
-            layer = re.search(r"\.(\d+)", key.partition("|")[0])
-            before = int(layer[1]) if layer else len(self.layers)
+            before = _layer_of(key, len(self.layers))
             here: Counter[str] = Counter(base)
             for kind, one in more.items():
                 count = sum(k == kind and i < before for i, k in self.left)
                 for name in {*base, *one.moments.get(key, {})} if count and key in one.moments else ():
                     here[name] += count * (one.moments[key].get(name, 0) - base.get(name, 0))
             moments[key] = {name: nbytes for name, nbytes in sorted(here.items()) if nbytes}
-        place = max(moments, key=lambda key: sum(moments[key].values()))
+        # of moments that take the same the first is in the last layer, where backward begins
+        place = max(moments, key=lambda key: (sum(moments[key].values()), _layer_of(key, 0)))
 
         def deeper(name: str) -> int:
             own = getattr(few, name)
@@ -405,8 +405,7 @@ class Deep:
             return re.sub(r"(?<=\.)\d+", lambda at: str(which[int(at[0])]), place, count=1) + bar + operation
 
         moments = {named(key): at for key, at in found.moments.items()}
-        inside = [re.search(r"\.(\d+)", key.partition("|")[0]) for key in moments]
-        kept = {k: m for (k, m), at in zip(moments.items(), inside) if at is None or int(at[1]) in self.chosen}
+        kept = {key: at for key, at in moments.items() if _layer_of(key, self.chosen[0]) in self.chosen}
         return replace(found, moments=kept)
 
     def _with(self, which: Sequence[int]) -> Any:
@@ -432,11 +431,17 @@ class Deep:
         return model
 
 
+def _layer_of(key: str, outside: int) -> int:
+    """The number of the layer that a moment is in."""
+    found = re.search(r"\.(\d+)", key.partition("|")[0])
+    return int(found[1]) if found else outside
+
+
 # Answers for `fits`
 
 
 def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What `fits` asks for: the moments between two lengths (`spans`), or the sizes of a model (`facts`)."""
+    """What `fits` asks for: the moments between two lengths (`span`), or the sizes of a model (`facts`)."""
     if what == "facts":
         return count(asked["name"], asked["overrides"], asked["trust"])
     return span(Question.from_dict(asked["question"]), asked["rows"])
@@ -458,14 +463,15 @@ def span(question: Question, rows: int) -> dict[str, Any]:
     tiles = sorted(deep.tiles(min(rows, PROBE)) | ({chunk} if chunk else set()))
     low = max((tile for tile in tiles if tile <= rows), default=0)
     high = min((tile for tile in tiles if tile > low), default=FARTHEST)
-    lengths = (2 * low, 3 * low) if 3 * low < high and low else (low + (high - low) // 3, low + 2 * (high - low) // 3)
-    if rows < LEAST or lengths[0] < LEAST:
+    least = max(low, LEAST)
+    lengths = (2 * least, 3 * least) if 3 * least < high else (low + (high - low) // 3, low + 2 * (high - low) // 3)
+    if rows < min(2 * least, lengths[0]) or rows < LEAST:  # a second tile that is shorter, or a kernel's own blocks
         return _points(deep, [rows])
-    return {**_points(deep, lengths), "from": max(low, LEAST), "to": high - 1}
+    return {**_points(deep, lengths), "to": high - 1}
 
 
 LEAST = 64
-"""Rows below which sizes of kernels' own blocks show: such steps are simulated at their length."""
+"""Rows below which the blocks of kernels show: such steps are simulated at their length."""
 PROBE = 512
 """Rows of a step that shows which tiles there are."""
 FARTHEST = 2**50
@@ -473,29 +479,34 @@ FARTHEST = 2**50
 
 def _points(deep: Deep, lengths: Sequence[int]) -> dict[str, Any]:
     """The moments at one length, or the lines through those at two."""
-    first, *others = (deep.at(rows * deep.ranks).moments for rows in lengths)
-    lines: dict[str, dict[str, tuple[float, float]]] = {}
-    for key, here in first.items():
-        if not others:
-            lines[key] = {name: (nbytes, 0.0) for name, nbytes in here.items()}
-        elif (there := others[0].get(key)) is not None:
-            slopes = {n: (there.get(n, 0) - here.get(n, 0)) / (lengths[1] - lengths[0]) for n in {*here, *there}}
-            lines[key] = {n: (here.get(n, 0) - slope * lengths[0], slope) for n, slope in sorted(slopes.items())}
-    kept = _without_smaller(lines, lengths[0], bool(others))
+    first, *others = (deep.at(rows * deep.ranks) for rows in lengths)
+    further = lengths[-1] - lengths[0]
+
+    def line(here: float, there: float) -> tuple[float, float]:
+        slope = (there - here) / further if further else 0.0
+        return here - slope * lengths[0], slope
+
+    then = others[0] if others else first
+    lines = {
+        key: {n: line(here.get(n, 0), then.moments[key].get(n, 0)) for n in sorted({*here, *then.moments[key]})}
+        for key, here in first.moments.items()
+        if key in then.moments
+    }
+    kept = _without_smaller(lines, lengths[0])
     return {
-        "from": lengths[0], "to": lengths[0],
-        "moments": [[key.partition("|")[0].removesuffix(KERNEL), KERNEL in key, line] for key, line in kept.items()],
+        "from": lengths[0], "to": lengths[0], "host": line(first.host_peak, then.host_peak),
+        "moments": [[key.partition("|")[0].removesuffix(KERNEL), KERNEL in key, of] for key, of in kept.items()],
     }  # fmt: skip
 
 
 def _without_smaller(
-    lines: Mapping[str, dict[str, tuple[float, float]]], rows: int, grows: bool
+    lines: Mapping[str, dict[str, tuple[float, float]]], rows: int
 ) -> dict[str, dict[str, tuple[float, float]]]:
     """Without moments than which another one of the same part of the model is larger at every length."""
 
     def size(key: str) -> tuple[float, float]:
         bases, slopes = zip(*lines[key].values()) if lines[key] else ((0.0,), (0.0,))
-        return sum(bases) + rows * sum(slopes), sum(slopes) if grows else 0.0
+        return sum(bases) + rows * sum(slopes), sum(slopes)
 
     groups: dict[tuple[str, bool], list[tuple[tuple[float, float], str]]] = {}
     for key in lines:

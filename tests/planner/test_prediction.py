@@ -15,10 +15,11 @@ from alstlib.hf.models import flos
 from alstlib.measure import plan_table
 from alstlib.options import Options
 from alstlib.planner import devices
-from alstlib.planner.activations import activations, families
+from alstlib.planner.activations import activations
 from alstlib.planner.gpus import label_bytes, rates_of, with_measured
 from alstlib.planner.machine import Machine, Overheads, machine_of
 from alstlib.planner.model_shapes import read_shape
+from alstlib.planner.moments import families
 from alstlib.planner.prediction import Loading, advice, loading, loads_with, longest, nearest_that_fits, predict, states
 from alstlib.planner.preflight import foretell, why_not
 from alstlib.planner.step_time import attention_flops, exchange_bytes, linear_flops
