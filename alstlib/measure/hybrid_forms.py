@@ -24,8 +24,9 @@ from typing import Any
 from transformers import AutoConfig
 
 from alstlib.measure.pruning import plausible, with_experts
-from alstlib.planner.hybrids import BOTH, CONVOLUTION, DENSE_GRANITE, FULL, GROUPED, LINEAR, MLP, MOE, States
+from alstlib.planner.hybrids import BOTH, CONVOLUTION, FULL, GROUPED, LINEAR, MLP, MOE, States
 from alstlib.planner.hybrids import sizes_of as sizes_at
+from alstlib.planner.moments import DENSE_GRANITE
 from alstlib.planner.state_ways import Sent, StateLayer
 
 DELTA = {"F": 67, "W": 281, "Y": 283, "Z": 47, "O": 73, "Q": 165_553}

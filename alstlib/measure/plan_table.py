@@ -17,8 +17,9 @@ from typing import Any
 from alstlib.config import Data, Model, RunConfig, not_default
 from alstlib.hf.public_models import PUBLIC
 from alstlib.options import Options
-from alstlib.planner.activations import activations, families, heads_way
+from alstlib.planner.activations import activations, heads_way
 from alstlib.planner.model_shapes import read_shape
+from alstlib.planner.moments import families
 from alstlib.runs.results import git_state
 
 FILE = Path("papermill_runs/results/planner/simulated.json")
@@ -125,7 +126,7 @@ def _draw_hybrid(pick: random.Random) -> tuple[RunConfig, int, str]:
 
 def compare(seed: int) -> dict[str, Any]:
     """One configuration, planned and simulated. Bytes over the weights, of the last rank."""
-    from alstlib.measure.simulate import simulate_deep
+    from alstlib.planner.simulate import simulate_deep
 
     run, ranks, device = draw(seed)
     began = time.perf_counter()

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 VOCAB = 96
 WINDOW = 7
@@ -155,27 +154,6 @@ def _rope(rope: Mapping[str, Any]) -> dict[str, Any]:
         if name in made:
             made[name] = made[name][:: max(1, len(made[name]) // pairs)][:pairs]
     return made
-
-
-def kinds_of_layers(model: PreTrainedModel) -> list[Any]:
-    """What each decoder layer is, in order: the classes and the settings of its modules. Numbers that differ from layer
-    to layer throughout, such as the layer's own, are not counted."""
-    layers = [m for m in model.get_decoder().modules() if isinstance(m, GradientCheckpointingLayer)]
-    seen: list[dict[tuple[str, str], Any]] = [
-        {
-            (path, name): value
-            for path, m in layer.named_modules()
-            for name, value in [("class", type(m).__name__), *vars(m).items()]
-            if isinstance(value, bool | int | float | str | None) and not name.startswith("_")
-        }
-        for layer in layers
-    ]
-    values: dict[tuple[str, str], list[Any]] = {}
-    for one in seen:
-        for key, value in one.items():
-            values.setdefault(key, []).append(value)
-    own = {key for key, found in values.items() if type(found[0]) in (int, float) and len({*found}) == len(found) > 1}
-    return [frozenset(item for item in one.items() if item[0] not in own) for one in seen]
 
 
 def first_of_each(kinds: Sequence[Any]) -> int:

@@ -25,8 +25,9 @@ from alstlib import sizing
 from alstlib.data.shard import shard_batch
 from alstlib.hf.models import model_config
 from alstlib.hf.support import check_model, heads_of
-from alstlib.measure.small import LONGEST, VOCAB, build, first_of_each, kinds_in_lists, kinds_of_layers, shrunk
+from alstlib.measure.small import LONGEST, VOCAB, build, first_of_each, kinds_in_lists, shrunk
 from alstlib.options import Part
+from alstlib.planner.simulate import decoder_layers, kinds_of_layers
 from alstlib.units import IGNORE
 
 REFUSALS = (ValueError, NotImplementedError)
@@ -283,7 +284,7 @@ def _at_full_size(config: Any, options: alstlib.Options, trust: bool) -> list[An
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
-        kinds = kinds_of_layers(model)
+        kinds = kinds_of_layers(decoder_layers(model))
     except Exception:  # a model that computes with values while it is built; the small one is checked
         return kinds_in_lists(config.get_text_config())
     check_model(model, alstlib.SPContext(), options.attention)
@@ -321,7 +322,7 @@ def verify(question: Mapping[str, Any]) -> dict[str, Any]:
         first = build(small, trust_remote_code=trust)
         made["small"] = {
             "changes": _differences(config.get_text_config(), text), "heads": heads_of(text)[:2],
-            "layer_kinds": [len({*kinds_of_layers(first)}), len({*kinds})],
+            "layer_kinds": [len({*kinds_of_layers(decoder_layers(first))}), len({*kinds})],
         }  # fmt: skip
     except Exception as e:
         reason = str(e) if isinstance(e, ValueError) else f"a small model cannot be built: {why(e)}"

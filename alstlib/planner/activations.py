@@ -11,13 +11,16 @@ from typing import Any
 from alstlib.config import RunConfig
 from alstlib.planner.attention_bytes import beside_form, kernel_workspace, latent_sizes
 from alstlib.planner.experts import in_one_tile, tile_of_experts
-from alstlib.planner.hybrids import BOTH, DENSE_GRANITE, FULL, LINEAR, MOE, counts, mixed, sizes_of, way_of
+from alstlib.planner.fits import Question, lines_at
+from alstlib.planner.hybrids import BOTH, FULL, LINEAR, MOE, counts, mixed, sizes_of, way_of
 from alstlib.planner.model_shapes import SQUARE, Shape
 from alstlib.planner.moments import (
+    DENSE_GRANITE,
     KERNEL,
     REFERENCE,
     SAME,
     Kinds,
+    families,
     forms,
     frozen,
     in_layer,
@@ -36,12 +39,6 @@ from alstlib.sizing import (
     sdpa_kernel,
     tile_for,
 )  # fmt: skip
-
-
-def families() -> list[str]:
-    """Decoders that have a form."""
-    made = {name.partition(".")[0] for name in forms()["tiles"]} - {REFERENCE, DENSE_GRANITE}
-    return sorted([*made, *SAME])
 
 
 def form_of(shape: Shape) -> str:
@@ -127,13 +124,9 @@ def activations(
     run = run.for_width(shape.width)
     if run.block is not None and run.block * ranks < seq_len:
         return _by_blocks(shape, run, ranks, seq_len, device, room, workspace, capability, free, held)
+    if shape.family not in families() or ranks > shape.heads:
+        return _simulated(shape, run, ranks, seq_len, device, room, workspace, capability, free, held)
     made = forms()
-    if shape.family not in families():
-        raise ValueError(
-            f"model='{shape.name}' is a {shape.family or 'decoder of no model_type'}, which has no form; there are "
-            f"forms of {', '.join(families())}. Add it to alstlib/measure/forms.py and run "
-            "python -m alstlib.measure.calibrate"
-        )
     family = form_of(shape)
     element = element_bytes(run, device)
     rows = -(-seq_len // ranks) * run.data.batch_size
@@ -237,6 +230,62 @@ def activations(
         copied_bytes(run, shape.layers, every, row, outputs * output, streaming, rows / sizes["C"], shape.attending),
         streaming.attention_share(rows / sizes["C"]) if run.contrib.sparse and chunked else 1.0,
     )  # fmt: skip
+
+
+def _simulated(
+    shape: Shape, run: RunConfig, ranks: int, seq_len: int, device: str, room: int | None, workspace: bool,
+    capability: int, free: int | None, held: Callable[[str], float],
+) -> Activations:  # fmt: skip
+    """A step as the real code takes it (`fits`): of decoders without a form, and of more ranks than heads."""
+    element, rows = element_bytes(run, device), -(-seq_len // ranks) * run.data.batch_size
+    chunk = min(rows, run.chunk or rows)
+    row, output = rows * shape.width * element, output_bytes(shape, rows, element)
+    streaming = streaming_of(shape, run, ranks, rows, element, free, room) if chunk < rows else Streaming()
+    every, outputs, host, needed = _kept(run, shape, row, output, room, streaming)
+    kernel, gpu = kernel_of(shape, run, device, capability), workspace and device == "cuda"
+    taken = kernel_workspace(shape, kernel, chunk, run.data.packed) if gpu else 0.0
+    ahead = gpu and streaming.kv  # copies run ahead of the computation
+    pages = streaming.keys * (streaming.on_device(True) - streaming.on_device(False)) if ahead else 0.0
+    whole = (
+        -(-rows // chunk) * chunk if rows > 3 * chunk else rows
+    )  # a last chunk that is shorter counts as a whole one
+    kept = [True] * (outputs > 0) + [False] * (outputs < max(1, shape.attending))
+    lines = [lines_at(_asked(run, ranks, device, capability, streaming, save), whole) for save in kept]
+    if every == len(lines) == 1:  # all layers are alike, as they were simulated
+        needed, host = needed + lines[0].host_at(whole) - host, lines[0].host_at(whole)
+    best, where, most = dict[str, float](), "", 0.0
+    for moment in (moment for one in lines for moment in one.moments):
+        found = moment.at(whole)
+        if moment.kernel:
+            found["kernel workspace"] = taken
+        if "attention" in found:
+            found["attention"] += pages
+        if streaming.hidden and gpu and in_layer(moment.place):  # chunks on their way
+            found["hidden states"] = found.get("hidden states", 0.0) + 2 * element * chunk * shape.width
+        if (total := sum(found.values()) + held(part_of(moment.place))) > most:
+            best, where, most = found, moment.place, total
+    if every > 1 and not streaming.hidden:  # a segment's inputs, made again, are on the device, with their outputs
+        best["checkpoints"] = best.get("checkpoints", 0.0) + (every - 1) * (row + output)
+    peak = {kind: round(nbytes) for kind, nbytes in best.items() if nbytes >= 0.5}
+    return Activations(
+        peak, where, host, needed, outputs / max(1, shape.attending), every, kernel, streaming.hidden, streaming.kv,
+        copied_bytes(run, shape.layers, every, row, outputs * output, streaming, rows / chunk, shape.attending),
+        streaming.attention_share(rows / chunk) if run.contrib.sparse and chunk < rows else 1.0,
+    )  # fmt: skip
+
+
+def _asked(run: RunConfig, ranks: int, device: str, capability: int, streaming: Streaming, save: bool) -> Question:
+    """The question with what a run decides from its memory decided, and without what a simulated step does not see."""
+    options = run.options
+    place = "none" if not streaming.hidden else "hidden+kv" if streaming.kv else "hidden"
+    decided = {
+        "save_attention": save and options.checkpoint, "offload": bool(options.offload), "host_memory": None,
+        "on_host": place if run.chunk is not None else "auto",
+        "attention": options.attention if options.attention in ("blockwise", "efficient") else "auto",
+        "chunk": run.chunk,
+    }  # fmt: skip
+    own = RunConfig(model=run.model, options=options.replace(**decided))
+    return Question(own, ranks, device, capability)
 
 
 def tiles_of(family: str) -> dict[str, str]:

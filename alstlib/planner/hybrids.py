@@ -23,8 +23,6 @@ state and attention."""
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Decoders whose states follow the gated delta rule; their attention has a gate."""
 MAMBA2 = ("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h")
-DENSE_GRANITE = "granitemoehybrid-dense"
-"""What forms call Granite 4 without experts."""
 GROUPED = ("nemotron_h",)
 """Those with as many groups of heads as ranks, or more."""
 HYBRIDS = (*DELTA, *MAMBA2, "lfm2")

@@ -5,12 +5,15 @@ Where configs are found: `configs`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from alstlib.hf.configs import find_config, overridden
+from alstlib.planner.fits import facts_of
 from alstlib.planner.hybrids import BOTH, DELTA, HYBRIDS, MLP, MOE, States, completed, states_of
+from alstlib.planner.moments import families
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -194,13 +197,67 @@ class Latent:
         return made + width * (self.keys + self.positions) + apart + heads * self.values * width
 
 
-def read_shape(name: str, overrides: Mapping[str, Any] | None = None) -> Shape:
-    """The shape of a built-in or public model, of a folder or config.json here, or of a model in the hub's cache.
+@dataclass(frozen=True, kw_only=True)
+class CountedShape(Shape):
+    """A model that no formula here knows: its elements are counted on the model itself (`simulate.count`)."""
+
+    counted: Mapping[str, Any]
+    """`model_states.Sizes` by name."""
+    attend: int
+    values: int
+    mixing_of_token: int
+    mlps_of_token: int
+    linear: Mapping[str, int]
+    """Widths of what goes into linear modules and comes out of them, all together, by the modules' names."""
+
+    def adapter_parameters(self, lora: Mapping[str, Any]) -> int:
+        targets = lora.get("target_modules")
+        named = set(targets) if isinstance(targets, list | tuple) else set(self.linear)
+        return int(lora.get("r", 8)) * sum(widths for name, widths in self.linear.items() if name in named)
+
+    @property
+    def attending(self) -> int:
+        return self.attend
+
+    @property
+    def value_dim(self) -> int:
+        return self.values
+
+    @property
+    def mixing(self) -> int:
+        return self.mixing_of_token
+
+    @property
+    def mlp_of_token(self) -> int:
+        return self.mlps_of_token
+
+    @property
+    def layer_parameters(self) -> int:
+        return int(self.counted["layer"])
+
+    @property
+    def largest_tensor(self) -> int:
+        return int(self.counted["largest"])
+
+    @property
+    def parameters(self) -> int:
+        return int(self.counted["parameters"])
+
+
+def read_shape(name: str, overrides: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False) -> Shape:
+    """The shape of a built-in or public model, of a folder or config.json here, or of a model in the hub's cache. One
+    that no formula knows is counted on the model itself.
 
     Raises:
-        ValueError: an unknown model (with the nearest known one), or a config that lacks a size.
+        ValueError: an unknown model (with the nearest known one), or one that `apply` refuses.
     """
-    return shape_of(overridden(find_config(name), overrides or {}), name)
+    config = overridden(find_config(name), overrides or {})
+    if config.get("model_type") in (None, *families()):
+        with contextlib.suppress(ValueError):
+            return shape_of(config, name)
+    if not config.get("model_type"):
+        return shape_of(config, name)  # which says what is missing
+    return CountedShape(**facts_of(name, overrides or {}, trust_remote_code))
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> Shape:

@@ -14,6 +14,8 @@ FILE = Path(__file__).with_name("forms.json")
 KERNEL = "#kernel"
 """Marks a moment within attention's backward."""
 REFERENCE = "reference"
+DENSE_GRANITE = "granitemoehybrid-dense"
+"""What forms call Granite 4 without experts."""
 SAME = {"mistral": "llama", "smollm3": "llama"}
 """Decoders whose step is the same as that of another decoder (`tests/measure/test_forms.py`)."""
 
@@ -43,6 +45,12 @@ def forms() -> dict[str, Any]:
 
     found["moments"] = [(place, {kind: terms(t) for kind, t in kinds.items()}) for place, kinds in found["moments"]]
     return found
+
+
+def families() -> list[str]:
+    """Decoders that have a form."""
+    made = {name.partition(".")[0] for name in forms()["tiles"]} - {REFERENCE, DENSE_GRANITE}
+    return sorted([*made, *SAME])
 
 
 Kinds = Mapping[str, list[tuple[float, str]]]

@@ -18,6 +18,7 @@ from cases import worst_error
 from transformers.models.llama import modeling_llama
 
 from alstlib.measure import small, verify
+from alstlib.planner.simulate import decoder_layers, kinds_of_layers
 from alstlib.runs import cli
 from alstlib.runs import verify as command
 
@@ -255,7 +256,7 @@ def test_the_first_layers_keep_their_order() -> None:
     assert (made.num_hidden_layers, made.sliding_window) == (6, small.WINDOW)
     routed = transformers.DeepseekV3Config(first_k_dense_replace=3)
     with torch.device("meta"):
-        kinds = small.kinds_of_layers(transformers.AutoModelForCausalLM.from_config(routed))
+        kinds = kinds_of_layers(decoder_layers(transformers.AutoModelForCausalLM.from_config(routed)))
     assert small.first_of_each(kinds) == 4
     assert len(set(kinds)) == 2
 

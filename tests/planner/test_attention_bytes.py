@@ -11,10 +11,11 @@ import pytest
 from alstlib.config import RunConfig, row_config
 from alstlib.measure import plan_table
 from alstlib.options import Options
-from alstlib.planner.activations import families, kernel_of
+from alstlib.planner.activations import kernel_of
 from alstlib.planner.attention_bytes import beside_form
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape
+from alstlib.planner.moments import families
 from alstlib.planner.prediction import longest, predict
 from alstlib.planner.step_time import attention_flops
 

@@ -17,9 +17,9 @@ from alstlib.hf.configs import find_config
 from alstlib.hf.models import flop_dimensions, model_config
 from alstlib.hf.public_models import PUBLIC, SHAPES
 from alstlib.measure.plan_table import OLDER
-from alstlib.planner.activations import families
 from alstlib.planner.hybrids import HYBRIDS
 from alstlib.planner.model_shapes import read_shape, shape_of
+from alstlib.planner.moments import families
 
 TINY = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

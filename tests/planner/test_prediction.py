@@ -15,10 +15,11 @@ from alstlib.hf.models import flos
 from alstlib.measure import plan_table
 from alstlib.options import Options
 from alstlib.planner import devices
-from alstlib.planner.activations import activations, families
+from alstlib.planner.activations import activations
 from alstlib.planner.gpus import label_bytes, rates_of, with_measured
 from alstlib.planner.machine import Machine, Overheads, machine_of
 from alstlib.planner.model_shapes import read_shape
+from alstlib.planner.moments import families
 from alstlib.planner.prediction import Loading, advice, loading, loads_with, longest, nearest_that_fits, predict, states
 from alstlib.planner.preflight import foretell, why_not
 from alstlib.planner.step_time import attention_flops, exchange_bytes, linear_flops
@@ -274,7 +275,7 @@ def test_flops_are_those_of_a_result() -> None:
 @pytest.mark.parametrize("ranks", [2, 8, 16])
 @pytest.mark.parametrize("how", [{"save_attention": True}, {"save_attention": False}, {"checkpoint": False}], ids=str)
 def test_the_exchange_is_that_of_a_simulated_step(how: dict[str, Any], ranks: int) -> None:
-    from alstlib.measure.simulate import simulate
+    from alstlib.planner.simulate import simulate
 
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32, "num_hidden_layers": 2}
     run = RunConfig(

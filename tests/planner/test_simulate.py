@@ -13,11 +13,11 @@ from cases import by_own_names
 import alstlib
 from alstlib.config import ROWS, RunConfig, row_config
 from alstlib.hf.models import load_model
-from alstlib.measure.simulate import drop_gradients, extend, simulate, simulate_deep, step
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.moments import part_of
 from alstlib.planner.prediction import predict, states
+from alstlib.planner.simulate import drop_gradients, simulate, simulate_deep, step
 
 RUN: dict[str, Any] = {
     "options": "plain",
@@ -172,11 +172,3 @@ def test_a_large_model_on_a_laptop() -> None:
     rows = 1_000_000 // 8
     assert found.layers == 32
     assert found.host_peak == pytest.approx(32 * rows * (2 * 4096 * 2 + 32 * 4), rel=1e-3)
-
-
-def test_what_cannot_be_extended() -> None:
-    one, other = simulate(run_of(2), 1, "cpu"), simulate(run_of(3, seq_len=256), 1, "cpu")
-    with pytest.raises(ValueError, match="two simulations of one length on as many ranks"):
-        extend(one, other, 5)
-    with pytest.raises(ValueError, match="unequal numbers of layers"):
-        extend(one, one, 5)

@@ -1,0 +1,165 @@
+"""What a step takes at any length, fitted to simulations of the real code (`simulate`) and kept in the user's cache.
+
+For a model, options, a number of ranks and a kind of device, the bytes that are alive at a moment of a step are linear
+in the rows of a rank, as long as the same tiles are whole. So a step is simulated at two lengths between two sizes of a
+tile (or at whole chunks), and at no other length there. Without torch, unless something has to be simulated.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from alstlib.config import RunConfig, not_default
+from alstlib.hf.configs import find_config, overridden
+
+CACHE_VARIABLE = "ALST_CACHE"
+"""Names another folder for what was simulated."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is alive where memory stops growing for a while."""
+
+    place: str
+    """The module, as the whole model names it."""
+    kernel: bool
+    """Whether it is in attention's backward, where a GPU's kernel has a workspace of its own."""
+    line: Mapping[str, tuple[float, float]]
+    """By category: bytes without any rows, and for each row."""
+
+    def at(self, rows: float) -> dict[str, float]:
+        return {name: max(0.0, base + each * rows) for name, (base, each) in self.line.items()}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is simulated: a run whose places and kept outputs are decided, and whose one rank of how many."""
+
+    run: RunConfig
+    ranks: int
+    device: str
+    capability: int
+
+    @property
+    def text(self) -> str:
+        """All that the answer depends on but the rows; a model by its config, wherever that lies."""
+        model = self.run.model
+        config = overridden(find_config(model.name), model.config)
+        fields = {name: value for name, value in not_default(self.run).items() if not name.startswith("model.")}
+        own = {"dtype": model.dtype, "lora": model.lora, "code": model.name if model.trust_remote_code else ""}
+        asked = {"config": config, "model": own, "run": fields, "on": [self.ranks, self.device, self.capability]}
+        return json.dumps(asked, sort_keys=True, default=str)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "run": self.run.to_dict()}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Question:
+        return cls(**{**fields, "run": RunConfig.from_dict(fields["run"])})
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What a step takes within a range of rows."""
+
+    moments: Sequence[Moment]
+    host: tuple[float, float]
+    """Bytes that wait on the host, without any rows and for each row."""
+
+    def host_at(self, rows: float) -> int:
+        return round(self.host[0] + self.host[1] * rows)
+
+
+def lines_at(question: Question, rows: int) -> Lines:
+    """The lines that hold for steps with so many rows on a rank.
+
+    Raises:
+        ValueError: the model or an option is refused by `apply`; the message is its own.
+    """
+    digest = _digest(question.text)
+    known = _known(digest)
+    for found in known:
+        if found["from"] <= rows <= found["to"]:
+            moments = [Moment(place, kernel, line) for place, kernel, line in found["moments"]]
+            return Lines(moments, tuple(found["host"]))
+    known.append(_ask("span", {"question": question.to_dict(), "rows": rows}))
+    _keep(digest, known)
+    return lines_at(question, rows)
+
+
+def facts_of(name: str, overrides: Mapping[str, Any], trust_remote_code: bool) -> dict[str, Any]:
+    """The fields of a `model_shapes.CountedShape` of any model, counted on the model itself."""
+    config = overridden(find_config(name), overrides)
+    digest = _digest(json.dumps(["facts", config, name if trust_remote_code else ""], sort_keys=True, default=str))
+    if not (known := _known(digest)):
+        known.append(_ask("facts", {"name": name, "overrides": dict(overrides), "trust": trust_remote_code}))
+        _keep(digest, known)
+    return dict(known[0])
+
+
+def _ask(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Simulate in this process, or beside it where ranks are joined already."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        from alstlib.planner import simulate
+
+        return simulate.answer(what, asked)
+    command = [sys.executable, "-m", "alstlib.planner.simulate", what]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"the step could not be simulated: {(done.stderr.strip().splitlines() or [''])[-1]}")
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "refused" in answer:
+        raise ValueError(answer["refused"])
+    return answer
+
+
+# The cache
+
+
+@functools.cache
+def _known(digest: str) -> list[dict[str, Any]]:
+    """What this process or an earlier one found; the caller adds to it."""
+    with suppress(OSError, ValueError):
+        return list(json.loads((_folder() / f"{digest}.json").read_text()))
+    return []
+
+
+def _keep(digest: str, found: list[dict[str, Any]]) -> None:
+    with suppress(OSError):  # a cache that cannot be written is not worth a plan
+        _folder().mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=_folder(), delete=False) as file:
+            json.dump(found, file)
+        os.replace(file.name, _folder() / f"{digest}.json")
+
+
+def _folder() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(CACHE_VARIABLE) or Path(home) / "alst")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(f"{_sources()}{text}".encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _sources() -> str:
+    """What a simulation runs: the package's own code, and the versions of what it stands on."""
+    from importlib import metadata
+
+    own = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in own if path.parent.name not in ("runs", "train")))
+    versions = {name: metadata.version(name) for name in ("torch", "transformers")}
+    return json.dumps([code.hexdigest(), versions])

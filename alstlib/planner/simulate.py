@@ -1,0 +1,581 @@
+"""Simulate one rank of many without GPUs: the real model, exchange, tiles, checkpoints and offload run under fake
+tensors.
+
+A fake tensor has a shape, a dtype and a device and no memory, so that a laptop runs one rank's step of any model at any
+length, and the byte ledger counts what would be alive. The process group is fake too. What an engine holds besides
+(shards of weights, gradients and optimizer, buffers) is not run: it is a formula (`planner.model_states`). Tiles and
+kernels are those of the device that is simulated; workspaces that a GPU's kernels take are not seen.
+
+Most layers are alike, so a deep model is found from shallow ones (`simulate_deep`): one with its first layer and the
+last one of each kind, and one more for each kind, with another layer of it. What a layer adds to those after it is the
+same for all layers of its kind.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+import alstlib
+from alstlib.config import Model, RunConfig
+from alstlib.hf.models import load_model
+from alstlib.hf.support import check_model
+from alstlib.mesh import join_fake
+from alstlib.offload.ledger import Ledger, _CpuInstrument
+from alstlib.options import Part
+from alstlib.planner.activations import element_bytes
+from alstlib.planner.fits import Question
+from alstlib.planner.fused_states import fused_states
+from alstlib.planner.model_states import Sizes, States, model_states
+from alstlib.planner.moments import KERNEL, part_of
+from alstlib.planner.scope import ATTENTION, CHECKPOINTS, EXCHANGE, MLP, ROOT, STATES, Places, category
+from alstlib.sizing import kernels_as_on, page_rows, tile_for
+from alstlib.tiled.compute import TileRule, as_on
+
+PLENTY = 2**60
+"""Host bytes where a run names none: what this machine has free says nothing about the one that is simulated."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """One rank's step. Bytes."""
+
+    seq_len: int
+    ranks: int
+    layers: int
+    device_peak: int
+    """Largest number of bytes alive over the weights, without gradients, which an engine takes as they come."""
+    host_peak: int
+    """Of the checkpoints that wait on the host."""
+    wire_bytes: int
+    """Sent by this rank for attention."""
+    categories: dict[str, int]
+    """What the device peak consists of (`scope`); the sum is `device_peak`."""
+    peak_place: str
+    """The module in whose forward, recompute or backward the device peak was reached."""
+    peak_operation: str
+    """The operation that reached it."""
+    run: RunConfig
+    sizes: Sizes
+    kernel: str = ""
+    """Of attention (`backends.BACKENDS`)."""
+    notes: tuple[str, ...] = ()
+    moments: Mapping[str, Mapping[str, int]] = field(default_factory=dict, compare=False, repr=False)
+    """What is alive, by category, where memory stops growing for a while: of each place and operation the most. The
+    largest of them is the device peak; an engine's states or a kernel's workspace can make another one the largest."""
+
+    @property
+    def states(self) -> States:
+        """Model states and ZeRO's buffers of a rank, by formula: of `run.world_size` ranks, at least those of the
+        sample."""
+        element = element_bytes(self.run, "cuda")
+        return model_states(self.run, self.sizes, max(self.ranks, self.run.engine.world_size), element)
+
+    @property
+    def device(self) -> dict[str, int]:
+        """Everything on the device at its peak, by category."""
+        return {**self.states.at(part_of(self.peak_place)), **self.categories}
+
+    @property
+    def host(self) -> dict[str, int]:
+        """Everything on the host, by category, but the process itself."""
+        return {**self.states.host, **({"checkpoints": self.host_peak} if self.host_peak else {})}
+
+
+@contextmanager
+def fake_ranks(ranks: int) -> Iterator[alstlib.SPContext]:
+    """The last of `ranks` ranks that share a sample, over a process group that sends nothing.
+
+    Raises:
+        RuntimeError: a process group is there already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("simulate needs a process without a process group: it makes a fake one")
+    if ranks == 1:
+        yield alstlib.SPContext()
+        return
+    join_fake(ranks)
+    try:
+        yield alstlib.SPContext.create(ranks)
+    finally:
+        dist.destroy_process_group()
+
+
+def simulate(run: RunConfig, ranks: int, device: str = "cuda", fake: bool = True, capability: int = 9) -> Simulated:
+    """One step of one of `ranks` ranks that share a sample of `run.seq_len` tokens, with the run's model and options.
+
+    Args:
+        run: its engine is not run.
+        ranks: the SP degree.
+        device: whose tiles and kernels are taken, `cuda` or `cpu`.
+        fake: False runs real tensors on the CPU, which must have room: to hold the simulation against.
+        capability: the first number of the GPU's compute capability.
+
+    Raises:
+        ValueError: sparse pages, which are chosen by values, or a model or option that `apply` refuses.
+    """
+    run = _roomy(run)
+    with torch.device("meta" if fake else "cpu"):
+        model = whole_model(run, device)
+    return run_model(model, run, ranks, device, fake, capability)
+
+
+def whole_model(run: RunConfig, device: str) -> Any:
+    """The run's model with the weights that train, made on the device of the context."""
+    if run.contrib.sparse is not None:
+        raise ValueError(
+            f"contrib.sparse={run.contrib.sparse} cannot be simulated: fake tensors have no values to choose pages by. "
+            "`alst plan` knows what it takes; simulate without it, which takes the same memory"
+        )
+    with torch.random.fork_rng(devices=[]):  # a plan in a notebook changes no random numbers of it
+        model = load_model(run, torch.bfloat16 if run.bf16(device == "cuda") else torch.float32, shape_only=True)
+    if run.model.lora is not None:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        fields = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", **run.model.lora}
+        inject_adapter_in_model(LoraConfig(**fields), model)
+    return model
+
+
+def run_model(
+    model: Any, run: RunConfig, ranks: int, device: str, fake: bool, capability: int, tiles: TileRule | None = None
+) -> Simulated:
+    """A step of a model on meta (or, not `fake`, with real weights), with tiles as on the device, or by a rule."""
+    with fake_ranks(ranks) as ctx, as_on(tiles or device):
+        kernels = kernels_as_on(device, capability) if fake else nullcontext()
+        states = fused_states(model) if fake and device == "cuda" else nullcontext()
+        with kernels, states, alstlib.apply(model, ctx, run.options) as handle:
+            if not fake:
+                drop_gradients(model)
+                return step(run, model, handle, ctx)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                drop_gradients(model.to_empty(device="cpu"))  # which makes new weights, without hooks
+                return step(run, model, handle, ctx)
+
+
+def _roomy(run: RunConfig) -> RunConfig:
+    return run.replace(options={"host_memory": PLENTY if run.options.host_memory is None else run.options.host_memory})
+
+
+def drop_gradients(model: nn.Module) -> None:
+    """Weights' gradients go as they come, as an engine takes them."""
+    for p in (p for p in model.parameters() if p.requires_grad):
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
+
+def shard_of(ctx: alstlib.SPContext, rows: int) -> dict[str, Any]:
+    """A rank's slice of a sample, of `rows` tokens: the token 0 everywhere."""
+    first = ctx.sp_rank * rows
+    ids = torch.zeros(1, rows, dtype=torch.long)
+    at = torch.arange(first, first + rows)[None]
+    return {"input_ids": ids, "position_ids": at, "shift_labels": ids.clone(), "cu_documents": [0, rows * ctx.sp]}
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+class _Recorder(_CpuInstrument):
+    """Keeps what is alive where memory stops growing for a while, and after each attention's backward."""
+
+    def __init__(self, budget: int | None, record: bool) -> None:
+        super().__init__(budget, record)
+        self.moments: dict[str, tuple[int, dict[str, int]]] = {}
+        self.rising = ""
+
+    def note(self, key: str) -> None:
+        if self.bytes > self.moments.get(key, (0,))[0]:
+            self.moments[key] = (self.bytes, dict(self.places))
+
+    def see(self, tensor: torch.Tensor, operation: str = "") -> None:
+        before = self.bytes
+        super().see(tensor, operation)
+        if self.place is not None and self.bytes > before:
+            self.rising = f"{self.place()}|{operation}"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.place is not None and "attention" in str(func) and "backward" in str(func):
+            self.note(f"{self.place()}{KERNEL}|{func}")
+        return out
+
+    def _drop(self, key: int) -> None:
+        if self.rising:
+            self.note(self.rising)
+            self.rising = ""
+        super()._drop(key)
+
+
+WARM = 128
+"""Half the rows of a first step without chunks."""
+
+
+class _Recording(Ledger):
+    instrument = _Recorder
+
+
+def step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPContext) -> Simulated:
+    """What one step of an attached model takes, whose gradients are dropped."""
+    rows, sizes = run.data.seq_len // ctx.sp, sizes_of(model)
+    # a checkpoint knows its layer from a first step, which may be short
+    for batch in (shard_of(ctx, min(rows, 2 * (run.chunk or WARM))), shard_of(ctx, rows)):
+        gc.collect()
+        sent = handle.wire_bytes
+        with Places(model) as places, _Recording(stores=[handle.store], place=places.now) as ledger:
+            watch(handle, places, ledger)
+            start = ledger.device_bytes
+            alstlib.causal_lm_loss(model, batch).loss.backward()
+    recorder: Any = ledger._cpu
+    return Simulated(
+        seq_len=batch["cu_documents"][1], ranks=ctx.sp, layers=len(decoder_layers(model)),
+        device_peak=ledger.device_peak - start, host_peak=handle.store.peak_nbytes,
+        wire_bytes=handle.wire_bytes - sent, categories=_by_category(ledger.peak_places, start),
+        peak_place=ledger.peak_place.removeprefix(f"{ROOT}."), peak_operation=ledger.peak_operation,
+        run=run, sizes=sizes, kernel=handle.attention.backend_name, notes=tuple(handle.notes),
+        moments={key.removeprefix(f"{ROOT}."): _by_category(at, start) for key, (_, at) in recorder.moments.items()},
+    )  # fmt: skip
+
+
+def sizes_of(model: Any) -> Sizes:
+    """Elements of a model."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    parameters = sum(p.numel() for p in model.parameters())
+    return Sizes(
+        parameters=parameters, layer=max(sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)),
+        embedding=model.get_input_embeddings().weight.numel(),
+        largest=max(p.numel() for p in model.parameters()) if trained == parameters else 0,
+        trainable=None if trained == parameters else trained,
+    )  # fmt: skip
+
+
+def _by_category(places: Mapping[str, int], start: int) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for place, nbytes in places.items():
+        found[category(place) if place else "before"] += nbytes
+    found["before"] -= start
+    return {name: nbytes for name, nbytes in sorted(found.items()) if nbytes}
+
+
+def watch(handle: alstlib.Handle, places: Places, ledger: Ledger) -> None:
+    """Tell apart what the exchange makes, and what checkpoints keep, from what the module makes that they run in."""
+    for method in ("to_heads", "to_seq", "shared_to_heads", "shared_to_seq", "swap_unequal"):
+        places.wrap(handle.attention.exchange, method, EXCHANGE)
+    put = handle.store.put
+
+    def kept(ticket: Any, x: torch.Tensor) -> None:
+        put(ticket, x)
+        ledger.move(x, f"<{CHECKPOINTS}>")
+
+    handle.store.put = kept  # type: ignore[method-assign]
+    places.finally_do(lambda: delattr(handle.store, "put"))
+
+
+# Deep models from shallow ones
+
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""What configs call the number of layers."""
+
+
+def simulate_deep(run: RunConfig, ranks: int, device: str = "cuda", capability: int = 9) -> Simulated:
+    """`simulate` with only some of the layers run, and what the others add (`Deep`). A host budget is for all layers
+    together: with one, all are run."""
+    if run.options.host_memory is not None:
+        return simulate(run, ranks, device, capability=capability)
+    return Deep(run, ranks, device, capability).at(run.data.seq_len)
+
+
+def kinds_of_layers(layers: Sequence[nn.Module]) -> list[Any]:
+    """What each decoder layer is, in order: the classes and the settings of its modules. Numbers that differ from layer
+    to layer throughout, such as the layer's own, are not counted."""
+    seen: list[dict[tuple[str, str], Any]] = [
+        {
+            (path, name): value
+            for path, m in layer.named_modules()
+            for name, value in [("class", type(m).__name__), *vars(m).items()]
+            if isinstance(value, bool | int | float | str | None) and not name.startswith("_")
+        }
+        for layer in layers
+    ]
+    values: dict[tuple[str, str], list[Any]] = {}
+    for one in seen:
+        for key, value in one.items():
+            values.setdefault(key, []).append(value)
+    own = {key for key, found in values.items() if type(found[0]) in (int, float) and len({*found}) == len(found) > 1}
+    return [frozenset(item for item in one.items() if item[0] not in own) for one in seen]
+
+
+class Deep:
+    """Simulates shallow models at any length, and gives what the whole model takes.
+
+    A moment inside a layer also holds what the layers before it keep for their backward; one outside the layers, what
+    all of them keep. The last layer of a kind has the most before it, so that no layer between can take more.
+    """
+
+    def __init__(self, run: RunConfig, ranks: int, device: str = "cuda", capability: int = 9) -> None:
+        self.run, self.how = _roomy(run), (ranks, device, True, capability)
+        self.ranks = ranks
+        with torch.device("meta"):
+            self.model = whole_model(self.run, device)
+        self.layers = decoder_layers(self.model)
+        self.list = next(
+            (
+                (parent, name)
+                for parent in self.model.modules()
+                for name, m in parent.named_children()
+                if isinstance(m, nn.ModuleList) and list(m) == self.layers
+            ),
+            None,
+        )
+        kinds = kinds_of_layers(self.layers)
+        last = {kind: i for i, kind in enumerate(kinds)}
+        self.chosen = sorted({0, *last.values()})
+        """Layers of the shallowest model."""
+        left = [(i, kind) for i, kind in enumerate(kinds) if i not in self.chosen]
+        self.further = [(kind, next(i for i, k in left if k == kind)) for kind in {kind for _, kind in left}]
+        """For each kind that the whole model has more layers of: one of them."""
+        self.left = left
+        if self.list is None:  # layers in several lists: all are run
+            self.chosen, self.further, self.left = list(range(len(self.layers))), [], []
+
+    def at(self, seq_len: int) -> Simulated:
+        """The whole model at this length."""
+        few = self._shallow(self.chosen, seq_len)
+        more = {}
+        for kind, i in self.further:
+            first, *rest = self.chosen
+            more[kind] = self._shallow([first, i, *rest], seq_len)
+        moments: dict[str, dict[str, int]] = {}
+        for key, base in few.moments.items():
+            before = _layer_of(key, len(self.layers))
+            here: Counter[str] = Counter(base)
+            for kind, one in more.items():
+                count = sum(k == kind and i < before for i, k in self.left)
+                for name in {*base, *one.moments.get(key, {})} if count and key in one.moments else ():
+                    here[name] += count * (one.moments[key].get(name, 0) - base.get(name, 0))
+            moments[key] = {name: nbytes for name, nbytes in sorted(here.items()) if nbytes}
+        # of moments that take the same the first is in the last layer, where backward begins
+        place = max(moments, key=lambda key: (sum(moments[key].values()), _layer_of(key, 0)))
+
+        def deeper(name: str) -> int:
+            own = getattr(few, name)
+            return own + sum(
+                (getattr(one, name) - own) * sum(k == kind for _, k in self.left) for kind, one in more.items()
+            )
+
+        where, _, operation = place.partition("|")
+        return replace(
+            few, layers=len(self.layers), device_peak=sum(moments[place].values()), host_peak=deeper("host_peak"),
+            wire_bytes=deeper("wire_bytes"), categories=moments[place], peak_place=where.removesuffix(KERNEL),
+            peak_operation=operation, sizes=sizes_of(self.model), moments=moments,
+        )  # fmt: skip
+
+    def tiles(self, rows: int) -> set[int]:
+        """Sizes of the tiles that a step of the shallowest model asks for."""
+        found = {size for part in get_args(Part) if (size := self.run.options.tile(part)) and size is not True}
+
+        def rule(width: int, element: int) -> int:
+            found.add(tile := tile_for(width, element, self.how[1]))
+            return tile
+
+        self._shallow(self.chosen, rows * self.ranks, rule)
+        return found
+
+    def _shallow(self, which: Sequence[int], seq_len: int, tiles: TileRule | None = None) -> Simulated:
+        """A model with these layers of the whole one. Its moments name layers as the whole one does; those of a layer
+        beside the chosen are left out."""
+        model, run = self._with(which), self.run.replace(data={"seq_len": seq_len})
+        found = run_model(model, run, *self.how, tiles)
+
+        def named(key: str) -> str:
+            place, bar, operation = key.partition("|")
+            return re.sub(r"(?<=\.)\d+", lambda at: str(which[int(at[0])]), place, count=1) + bar + operation
+
+        moments = {named(key): at for key, at in found.moments.items()}
+        kept = {key: at for key, at in moments.items() if _layer_of(key, self.chosen[0]) in self.chosen}
+        return replace(found, moments=kept)
+
+    def _with(self, which: Sequence[int]) -> Any:
+        if self.list is None:
+            return copy.deepcopy(self.model)
+        (parent, name), depth = self.list, len(self.layers)
+        setattr(parent, name, nn.ModuleList([self.layers[i] for i in which]))
+        try:
+            model = copy.deepcopy(self.model)
+        finally:
+            setattr(parent, name, nn.ModuleList(self.layers))
+        configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+        for config in [*configs.values(), model.config.get_text_config()]:
+            for field_, value in list(vars(config).items()):
+                if isinstance(value, list | tuple) and len(value) == depth:  # one for each layer
+                    setattr(config, field_, [value[i] for i in which])
+                elif field_ in DEPTHS and value == depth:
+                    setattr(config, field_, len(which))
+        for i, layer in enumerate(decoder_layers(model)):
+            for m in layer.modules():
+                if isinstance(vars(m).get("layer_idx"), int):
+                    vars(m)["layer_idx"] = i
+        return model
+
+
+def _layer_of(key: str, outside: int) -> int:
+    """The number of the layer that a moment is in."""
+    found = re.search(r"\.(\d+)", key.partition("|")[0])
+    return int(found[1]) if found else outside
+
+
+# Answers for `fits`
+
+
+def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What `fits` asks for: the moments between two lengths (`span`), or the sizes of a model (`facts`)."""
+    if what == "facts":
+        return count(asked["name"], asked["overrides"], asked["trust"])
+    return span(Question.from_dict(asked["question"]), asked["rows"])
+
+
+def span(question: Question, rows: int) -> dict[str, Any]:
+    """The moments of steps with about so many rows on a rank: `from` and `to` rows, for which the lines hold.
+
+    In row chunks they hold from three pages on, and else between two sizes of a tile, from twice the smaller one on.
+    """
+    deep = Deep(question.run, question.ranks, question.device, question.capability)
+    chunk = question.run.chunk
+    if chunk is not None and rows > chunk:
+        page = page_rows(chunk * question.ranks, 2**40) // question.ranks
+        lengths = (page * max(2, 3 * chunk // page), page * (max(2, 3 * chunk // page) + 1))
+        if rows < lengths[0]:
+            return _points(deep, [rows])
+        return {**_points(deep, lengths), "to": FARTHEST}
+    tiles = sorted(deep.tiles(min(rows, PROBE)) | ({chunk} if chunk else set()))
+    low = max((tile for tile in tiles if tile <= rows), default=0)
+    high = min((tile for tile in tiles if tile > low), default=FARTHEST)
+    least = max(low, LEAST)
+    lengths = (2 * least, 3 * least) if 3 * least < high else (low + (high - low) // 3, low + 2 * (high - low) // 3)
+    if rows < min(2 * least, lengths[0]) or rows < LEAST:  # a second tile that is shorter, or a kernel's own blocks
+        return _points(deep, [rows])
+    return {**_points(deep, lengths), "to": high - 1}
+
+
+LEAST = 64
+"""Rows below which the blocks of kernels show: such steps are simulated at their length."""
+PROBE = 512
+"""Rows of a step that shows which tiles there are."""
+FARTHEST = 2**50
+
+
+def _points(deep: Deep, lengths: Sequence[int]) -> dict[str, Any]:
+    """The moments at one length, or the lines through those at two."""
+    first, *others = (deep.at(rows * deep.ranks) for rows in lengths)
+    further = lengths[-1] - lengths[0]
+
+    def line(here: float, there: float) -> tuple[float, float]:
+        slope = (there - here) / further if further else 0.0
+        return here - slope * lengths[0], slope
+
+    then = others[0] if others else first
+    lines = {
+        key: {n: line(here.get(n, 0), then.moments[key].get(n, 0)) for n in sorted({*here, *then.moments[key]})}
+        for key, here in first.moments.items()
+        if key in then.moments
+    }
+    kept = _without_smaller(lines, lengths[0])
+    return {
+        "from": lengths[0], "to": lengths[0], "host": line(first.host_peak, then.host_peak),
+        "moments": [[key.partition("|")[0].removesuffix(KERNEL), KERNEL in key, of] for key, of in kept.items()],
+    }  # fmt: skip
+
+
+def _without_smaller(
+    lines: Mapping[str, dict[str, tuple[float, float]]], rows: int
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """Without moments than which another one of the same part of the model is larger at every length."""
+
+    def size(key: str) -> tuple[float, float]:
+        bases, slopes = zip(*lines[key].values()) if lines[key] else ((0.0,), (0.0,))
+        return sum(bases) + rows * sum(slopes), sum(slopes)
+
+    groups: dict[tuple[str, bool], list[tuple[tuple[float, float], str]]] = {}
+    for key in lines:
+        place = key.partition("|")[0]
+        groups.setdefault((part_of(place), KERNEL in place), []).append((size(key), key))
+    kept: dict[str, dict[str, tuple[float, float]]] = {}
+    for found in groups.values():
+        steepest = -1.0
+        for (_, slope), key in sorted(found, reverse=True):
+            if slope > steepest:
+                kept[key], steepest = lines[key], slope
+    return kept
+
+
+def count(name: str, overrides: Mapping[str, Any], trust: bool) -> dict[str, Any]:
+    """The fields of a `CountedShape`, from the model itself on meta."""
+    run = RunConfig(model=Model(name=name, config=dict(overrides), trust_remote_code=trust, dtype="bf16"))
+    with torch.device("meta"):
+        model: Any = whole_model(run, "cuda")
+    facts, config, sizes = (
+        check_model(model, alstlib.SPContext(), "auto"),
+        model.config.get_text_config(),
+        sizes_of(model),
+    )
+    mixing = mlps = 0.0
+    for path, p in model.named_parameters():
+        if p.ndim < 2 or (kind := category(path.rpartition(".")[0])) not in (ATTENTION, STATES, MLP):
+            continue
+        if kind == MLP:
+            mlps += p.numel() * _share(model, path, p)
+        else:
+            mixing += p.numel()
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = list(getattr(config, "layer_types", None) or ())
+    windowed = kinds.count("sliding_attention") if kinds else len(facts.layers) * bool(window)
+    head, linear = model.get_output_embeddings().weight, Counter[str]()
+    for path, m in model.named_modules():
+        if isinstance(m, nn.Linear) and m.weight is not head:
+            linear[path.rpartition(".")[2]] += m.in_features + m.out_features
+    return {
+        "name": name, "family": config.model_type, "vocab": head.shape[0], "width": head.shape[1], "mlp": 0,
+        "layers": len(facts.layers), "heads": facts.heads, "kv_heads": facts.kv_heads or facts.heads,
+        "head_dim": facts.kv_widths - facts.value_width, "tied": head is model.get_input_embeddings().weight,
+        "window": window, "windowed": windowed,
+        "softcap": getattr(config, "attn_logit_softcapping", None) is not None,
+        "counted": asdict(sizes), "attend": len(facts.attending), "values": facts.value_width,
+        "mixing_of_token": round(mixing), "mlps_of_token": round(mlps), "linear": dict(linear),
+    }  # fmt: skip
+
+
+def _share(model: Any, path: str, p: torch.Tensor) -> float:
+    """The share of a matrix of an MLP that multiplies each token: of experts, those that it goes to."""
+    names = path.split(".")
+    blocks = [model.get_submodule(".".join(names[:i])) for i in range(1, len(names))]
+    each = [k for m in blocks for n in ("top_k", "num_experts_per_tok") if isinstance(k := getattr(m, n, None), int)]
+    listed = [len(m) for m, name in zip(blocks, names) if name == "experts" and isinstance(m, nn.ModuleList)]
+    experts = listed[-1] if listed else p.shape[0] if p.ndim > 2 else 0
+    chosen = max(each, default=getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1)
+    return min(1.0, chosen / experts) if experts else 1.0
+
+
+def main() -> None:
+    """Answer the question on standard input; the answer is the last line that is printed."""
+    try:
+        found = answer(sys.argv[1], json.load(sys.stdin))
+    except ValueError as e:
+        found = {"refused": str(e)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

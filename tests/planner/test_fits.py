@@ -1,0 +1,159 @@
+"""Any model that `apply` takes is planned, by simulations of its own code at few lengths, once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from alstlib.config import RunConfig
+from alstlib.measure.small import shrunk
+from alstlib.planner import fits, simulate
+from alstlib.planner.activations import activations
+from alstlib.planner.fits import Question, lines_at
+from alstlib.planner.machine import Machine
+from alstlib.planner.model_shapes import CountedShape, read_shape
+from alstlib.planner.prediction import longest, predict
+from alstlib.planner.simulate import Deep
+
+TILES = {"mlp": 128, "loss": 64, "norm": 256}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(fits.CACHE_VARIABLE, str(tmp_path / "cache"))
+    fits._known.cache_clear()
+    return tmp_path / "cache"
+
+
+def folder(at: Path, kind: str, layers: int, **fields: Any) -> str:
+    """A small model's config of a type that no formula knows."""
+    config = transformers.AutoConfig.for_model(kind).get_text_config()
+    shrunk(config, layers, {"num_hidden_layers": layers, **fields}).save_pretrained(at / kind)
+    return str(at / kind)
+
+
+def run_of(name: str, **options: Any) -> RunConfig:
+    fields = {"tiles": TILES, "offload": True, "save_attention": False, **options}
+    return RunConfig(model={"name": name, "dtype": "bf16"}, options=fields)
+
+
+UNKNOWN = {
+    "opt": (4, {}), "glm4_moe": (5, {"first_k_dense_replace": 1}), "stablelm": (4, {}),
+    "cohere2": (8, {}), "mamba": (3, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_a_model_without_a_form_is_planned(kind: str, tmp_path: Path) -> None:
+    """Its parameters are counted, and a plan is what the whole model takes."""
+    layers, fields = UNKNOWN[kind]
+    name = folder(tmp_path, kind, layers, **fields)
+    shape = read_shape(name)
+    assert isinstance(shape, CountedShape)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(name))
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    run = run_of(name).replace(data={"seq_len": 2 * 1500})
+    planned = activations(shape, run, 2, 2 * 1500, "cuda", workspace=False)
+    whole = simulate.simulate(run, 2)
+    assert planned.peak == pytest.approx(whole.device_peak, rel=0.01)
+    assert planned.host == pytest.approx(whole.host_peak, rel=0.01)
+
+
+def test_lines_meet_whole_steps_between_two_tiles() -> None:
+    """One span serves all lengths between two sizes of a tile, however many layers there are."""
+    run = run_of("tiny", tiles={"mlp": 128, "loss": 64, "norm": 64})
+    question = Question(run, 2, "cuda", 9)
+    for rows in (200, 1777):
+        found = max(lines_at(question, rows).moments, key=lambda m: sum(m.at(rows).values()))
+        whole = simulate.simulate(run.replace(data={"seq_len": 2 * rows}), 2)
+        assert sum(found.at(rows).values()) == pytest.approx(whole.device_peak, rel=0.005), rows
+
+
+def test_chunks_are_a_line_from_three_pages_on(tmp_path: Path) -> None:
+    run = run_of("tiny", chunk=256, on_host="hidden")
+    question = Question(run, 2, "cuda", 9)
+    for rows in (2 * 256, 7 * 256):
+        found = max(lines_at(question, rows).moments, key=lambda m: sum(m.at(rows).values()))
+        whole = simulate.simulate(run.replace(data={"seq_len": 2 * rows}), 2)
+        assert sum(found.at(rows).values()) == pytest.approx(whole.device_peak, rel=0.02), rows
+
+
+def test_more_ranks_than_heads() -> None:
+    """What a rank with part of a head takes is simulated; as if it had whole heads it was three quarters more."""
+    shape, run = read_shape("tiny"), run_of("tiny", tiles=False).replace(data={"seq_len": 16 * 512})
+    assert shape.heads < 16
+    planned = activations(shape, run, 16, 16 * 512, "cuda", workspace=False)
+    assert planned.peak == pytest.approx(simulate.simulate(run, 16).device_peak, rel=0.01)
+
+
+def test_layers_of_several_kinds_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    """Of each kind the last, and what the others before it keep, to the byte."""
+    name = folder(tmp_path, "glm4_moe", 6, first_k_dense_replace=2)
+    for fields in ({"offload": False}, {"checkpoint": False, "offload": False}, {}):
+        run = run_of(name, **fields).replace(data={"seq_len": 2 * 640})
+        few, whole = Deep(run, 2).at(2 * 640), simulate.simulate(run, 2)
+        assert (few.device_peak, few.host_peak, few.wire_bytes) == (
+            whole.device_peak,
+            whole.host_peak,
+            whole.wire_bytes,
+        )
+        assert few.categories == whole.categories
+
+
+def test_a_second_answer_simulates_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From this process, from the user's cache, and not where the code is another."""
+    question = Question(run_of("tiny"), 1, "cuda", 9)
+    first = lines_at(question, 700)
+    assert len(list(cache.glob("*.json"))) == 1
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("it was simulated again")
+
+    monkeypatch.setattr(simulate, "answer", refuse)
+    assert lines_at(question, 701) == first
+    fits._known.cache_clear()
+    assert json.dumps([m.line for m in lines_at(question, 700).moments]) == json.dumps([m.line for m in first.moments])
+    fits._known.cache_clear()
+    monkeypatch.setattr(fits, "_sources", lambda: "other code")
+    with pytest.raises(AssertionError, match="again"):
+        lines_at(question, 700)
+
+
+def test_a_cache_that_cannot_be_read_or_written_is_no_matter(cache: Path) -> None:
+    question = Question(run_of("tiny"), 1, "cuda", 9)
+    cache.parent.mkdir(exist_ok=True)
+    cache.write_text("a file where the folder should be")
+    assert lines_at(question, 300)
+
+
+def test_what_apply_refuses_the_planner_refuses(tmp_path: Path) -> None:
+    name = folder(tmp_path, "opt", 2, attention_dropout=0.0)
+    config = json.loads((Path(name) / "config.json").read_text())
+    (Path(name) / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}))
+    with pytest.raises(ValueError, match=r"attention_dropout=0\.1 is not supported"):
+        read_shape(name)
+
+
+def test_adapters_train_what_they_add(tmp_path: Path) -> None:
+    """As peft makes them."""
+    name = folder(tmp_path, "stablelm", 2)
+    lora = run_of(name).replace(model={"lora": {"r": 4}})
+    with torch.device("meta"):
+        sizes = simulate.sizes_of(simulate.whole_model(lora, "cuda"))
+    assert read_shape(name).adapter_parameters({"r": 4}) == sizes.trainable
+
+
+def test_the_longest_of_an_unknown_model(tmp_path: Path) -> None:
+    name = folder(tmp_path, "stablelm", 2)
+    shape, run = read_shape(name), run_of(name).replace(engine={"sp": 2})
+    machine = Machine(gpus=2, gpu_memory=6 * 2**30, host_memory=2**36)
+    best = longest(shape, run, machine)
+    assert best is not None
+    assert best.fits
+    assert not predict(shape, run, machine, round(1.02 * best.seq_len)).fits
