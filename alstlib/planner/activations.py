@@ -211,7 +211,7 @@ def activations(
     if not all(way in made["ways"] for way in ways) and not chunked and not shape.states:
         ways = ["/".join([family, dtype, heads, keep, ""]) for keep in keeps]
     if not all(way in made["ways"] for way in ways):
-        raise ValueError(f"model='{shape.name}': {family} has no form of {ways[0]}; {_nearest(family, chunked)}")
+        return _simulated(shape, run, ranks, seq_len, device, room, workspace, capability, free, held)
     moments: Iterable[tuple[str, Kinds]] = (moment for one in ways for moment in moments_of(one))
     if shape.states:
         moments = mixed(way, keeps, shape.states)
@@ -302,13 +302,6 @@ def _traced(family: str, dtype: str, heads: str, chunked: bool) -> bool:
     """Is there a form of this way to share heads?"""
     some = f"{family}/{dtype}/{heads}/{'device/mlp+loss+chunk' if chunked else 'device/mlp+norm+loss'}"
     return some in forms()["ways"]
-
-
-def _nearest(family: str, chunked: bool) -> str:
-    """What a decoder has forms of, where one is missing."""
-    if chunked and any(way.startswith(f"{family}/bf16") for way in forms()["ways"]):
-        return "in row chunks there are those in bf16 with a tiled loss"
-    return "there are those in bf16"
 
 
 def _by_blocks(

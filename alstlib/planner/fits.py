@@ -14,8 +14,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -108,8 +109,23 @@ def facts_of(name: str, overrides: Mapping[str, Any], trust_remote_code: bool) -
     return dict(known[0])
 
 
+_SIMULATES: ContextVar[bool] = ContextVar("simulates", default=True)
+
+
+@contextmanager
+def known_only() -> Iterator[None]:
+    """Simulate nothing in this block or function: what starts a run does not wait for it, and a rank has other work."""
+    token = _SIMULATES.set(False)
+    try:
+        yield
+    finally:
+        _SIMULATES.reset(token)
+
+
 def _ask(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Simulate in this process, or beside it where ranks are joined already."""
+    if not _SIMULATES.get():
+        raise ValueError("its steps are simulated, which `alst plan` does and a run does not wait for")
     import torch.distributed as dist
 
     if not dist.is_initialized():

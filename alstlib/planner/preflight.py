@@ -7,6 +7,7 @@ import textwrap
 from typing import Any
 
 from alstlib.config import RunConfig
+from alstlib.planner.fits import known_only
 from alstlib.planner.machine import Machine, machine_of, rates_known
 from alstlib.planner.model_shapes import Shape, read_shape
 from alstlib.planner.prediction import (
@@ -35,6 +36,7 @@ SLOW_DISK = 2e8
 """Bytes a second of a disk that nothing is known of."""
 
 
+@known_only()
 def foretell(run: RunConfig, machine: Machine, seq_len: int | None = None) -> tuple[Shape, Prediction]:
     """The prediction for a resolved run.
 
@@ -57,6 +59,7 @@ def as_metrics(found: Prediction, machine: Machine) -> dict[str, Any]:
     }
 
 
+@known_only()
 def why_not(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_free: int | None = None) -> str | None:
     """Why a resolved run cannot fit this machine (`machine_of`), and what would; None where it may. Runs that search
     for a length, or that the planner does not know, are not judged."""
@@ -86,6 +89,7 @@ def why_not(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_
     return f"{text}. force=True (--force) runs it all the same"
 
 
+@known_only()
 def _expected(run: RunConfig, machine: Machine) -> tuple[Shape, Prediction]:
     """The prediction for a resolved run, that of a search at the length that it should find."""
     shape, found = foretell(run, machine)

@@ -30,7 +30,7 @@ WARNED = "warned"
 ANSWER_SECONDS = 1.0
 """Seconds that a rank has to write down where it is."""
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-MORE_FILES = "allow more with `ulimit -n 4096`"
+
 GRACE_SECONDS = 35.0  # longer than the 30 s that torchrun gives its ranks
 
 # Runs before torchrun, in its process: `preexec_fn` would run Python between fork and exec of a threaded kernel.

@@ -381,9 +381,9 @@ def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "config.json").write_text(json.dumps(PUBLIC["meta-llama/Llama-3.1-8B"]))
     own, public = as_json(capsys, "--model", str(tmp_path))[1], as_json(capsys)[1]
     assert own["longest_sequence"] == public["longest_sequence"]
-    (tmp_path / "config.json").write_text(json.dumps({**PUBLIC["meta-llama/Llama-3.1-8B"], "model_type": "rwkv"}))
+    (tmp_path / "config.json").write_text(json.dumps({**PUBLIC["meta-llama/Llama-3.1-8B"], "model_type": "bert"}))
     assert main([*EIGHT, "--model", str(tmp_path)]) == 2
-    assert "has no form" in capsys.readouterr().err
+    assert "is not a decoder-only causal language model" in capsys.readouterr().err
 
 
 def test_a_plan_is_quick() -> None:

@@ -12,10 +12,10 @@ import transformers
 
 from alstlib.config import RunConfig
 from alstlib.measure.small import shrunk
-from alstlib.planner import fits, simulate
+from alstlib.planner import fits, preflight, simulate
 from alstlib.planner.activations import activations
 from alstlib.planner.fits import Question, lines_at
-from alstlib.planner.machine import Machine
+from alstlib.planner.machine import Machine, machine_of
 from alstlib.planner.model_shapes import CountedShape, read_shape
 from alstlib.planner.prediction import longest, predict
 from alstlib.planner.simulate import Deep
@@ -138,6 +138,16 @@ def test_what_apply_refuses_the_planner_refuses(tmp_path: Path) -> None:
     (Path(name) / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}))
     with pytest.raises(ValueError, match=r"attention_dropout=0\.1 is not supported"):
         read_shape(name)
+
+
+def test_the_start_of_a_run_does_not_wait_for_a_simulation(tmp_path: Path) -> None:
+    """It is started without a prediction, unless one is in the cache."""
+    name = folder(tmp_path, "stablelm", 2)
+    run = run_of(name).replace(data={"seq_len": 640}, engine={"sp": 1, "world_size": 1})
+    assert "which `alst plan` does" in preflight.outlook(run, 0)
+    assert preflight.why_not(run, 1, 0) is None
+    predict(read_shape(name), run, machine_of(run, 1, 0), 640)
+    assert preflight.outlook(run, 0).startswith("fits")
 
 
 def test_adapters_train_what_they_add(tmp_path: Path) -> None:
