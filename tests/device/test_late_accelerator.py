@@ -277,7 +277,7 @@ def trained(rank: int, world: int, out: Path, budget: int) -> dict[str, Any]:
     accelerator.install()
     run = RunConfig(
         model={"name": "tiny", "dtype": "fp32"},
-        engine={"zero_stage": 1, "offload_optimizer": False, "sp": 1},
+        engine={"zero_stage": 1, "offload_optimizer": False, "world_size": 1, "sp": 1},
         optim={"steps": 3},
         data={"seq_len": 128},
         options=alstlib.Options.plain(tiles={"mlp": 64, "loss": 64}),
