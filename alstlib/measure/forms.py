@@ -31,15 +31,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import alstlib
 from alstlib.measure import hybrid_forms as hybrids
+from alstlib.measure.fused_states import fused_states
 from alstlib.measure.pruning import Term, prune, with_experts
+from alstlib.measure.scope import Places, category
+from alstlib.measure.simulate import PLENTY, drop_gradients, fake_ranks, shard_of, watch
 from alstlib.offload.ledger import Ledger, _CpuInstrument
-from alstlib.planner.fused_states import fused_states
 from alstlib.planner.model_shapes import EXPERTS as SPARSE
 from alstlib.planner.model_shapes import LATENT as LATENTS
 from alstlib.planner.model_shapes import SQUARE
 from alstlib.planner.moments import KERNEL, of_tokens
-from alstlib.planner.scope import Places, category
-from alstlib.planner.simulate import PLENTY, drop_gradients, fake_ranks, shard_of, watch
 from alstlib.streaming import chunked
 from alstlib.tiled.compute import as_on
 

@@ -126,7 +126,7 @@ def _draw_hybrid(pick: random.Random) -> tuple[RunConfig, int, str]:
 
 def compare(seed: int) -> dict[str, Any]:
     """One configuration, planned and simulated. Bytes over the weights, of the last rank."""
-    from alstlib.planner.simulate import simulate_deep
+    from alstlib.measure.simulate import simulate_deep
 
     run, ranks, device = draw(seed)
     began = time.perf_counter()

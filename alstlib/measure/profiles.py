@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alstlib.hf.handle import Handle
+from alstlib.measure.scope import ATTENTION, Places, category
+from alstlib.measure.simulate import watch
 from alstlib.offload.ledger import Ledger, _CpuInstrument
 from alstlib.planner.model_states import GRADIENTS, OPTIMIZER, WEIGHTS
-from alstlib.planner.scope import ATTENTION, Places, category
-from alstlib.planner.simulate import watch
 
 PHASES = ("forward", "loss", "backward", "optimizer")
 """Of a training step, in order; `loss` is the head and the loss in forward."""

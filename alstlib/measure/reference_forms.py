@@ -33,9 +33,9 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from alstlib.measure import forms
 from alstlib.measure.baselines import _checkpoint
 from alstlib.measure.pruning import Term, plausible, prune
+from alstlib.measure.scope import CHECKPOINTS, EXCHANGE, Places
+from alstlib.measure.simulate import fake_ranks, shard_of
 from alstlib.offload.ledger import Ledger
-from alstlib.planner.scope import CHECKPOINTS, EXCHANGE, Places
-from alstlib.planner.simulate import fake_ranks, shard_of
 from alstlib.sizing import reference_tiles
 
 TILES = 7

@@ -124,7 +124,7 @@ def activations(
     run = run.for_width(shape.width)
     if run.block is not None and run.block * ranks < seq_len:
         return _by_blocks(shape, run, ranks, seq_len, device, room, workspace, capability, free, held)
-    if shape.family not in families() or ranks > shape.heads:
+    if shape.family not in families():
         return _simulated(shape, run, ranks, seq_len, device, room, workspace, capability, free, held)
     made = forms()
     family = form_of(shape)
@@ -236,7 +236,7 @@ def _simulated(
     shape: Shape, run: RunConfig, ranks: int, seq_len: int, device: str, room: int | None, workspace: bool,
     capability: int, free: int | None, held: Callable[[str], float],
 ) -> Activations:  # fmt: skip
-    """A step as the real code takes it (`fits`): of decoders without a form, and of more ranks than heads."""
+    """A step as the real code takes it (`fits`): where there is no form."""
     element, rows = element_bytes(run, device), -(-seq_len // ranks) * run.data.batch_size
     chunk = min(rows, run.chunk or rows)
     row, output = rows * shape.width * element, output_bytes(shape, rows, element)

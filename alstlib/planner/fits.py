@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -24,6 +25,8 @@ from typing import Any
 from alstlib.config import RunConfig, not_default
 from alstlib.hf.configs import find_config, overridden
 
+SIMULATOR = "alstlib.measure.simulate"
+"""Named, as it imports torch and what the planner predicts."""
 CACHE_VARIABLE = "ALST_CACHE"
 """Names another folder for what was simulated."""
 
@@ -129,10 +132,8 @@ def _ask(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        from alstlib.planner import simulate
-
-        return simulate.answer(what, asked)
-    command = [sys.executable, "-m", "alstlib.planner.simulate", what]
+        return dict(importlib.import_module(SIMULATOR).answer(what, asked))
+    command = [sys.executable, "-m", SIMULATOR, what]
     done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"the step could not be simulated: {(done.stderr.strip().splitlines() or [''])[-1]}")

@@ -14,7 +14,7 @@ from torch import Tensor
 import alstlib
 from alstlib.config import RunConfig
 from alstlib.hf.models import load_model
-from alstlib.planner.simulate import drop_gradients, fake_ranks, shard_of
+from alstlib.measure.simulate import drop_gradients, fake_ranks, shard_of
 
 
 class Steps:

@@ -18,7 +18,7 @@ from cases import worst_error
 from transformers.models.llama import modeling_llama
 
 from alstlib.measure import small, verify
-from alstlib.planner.simulate import decoder_layers, kinds_of_layers
+from alstlib.measure.simulate import decoder_layers, kinds_of_layers
 from alstlib.runs import cli
 from alstlib.runs import verify as command
 

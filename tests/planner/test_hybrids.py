@@ -16,6 +16,7 @@ from alstlib.config import RunConfig
 from alstlib.hf import state_ways
 from alstlib.hf.public_models import PUBLIC
 from alstlib.measure import plan_table
+from alstlib.measure.simulate import fake_ranks, shard_of
 from alstlib.planner.command import add_arguments, as_json, read
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.hybrids import NOTE
@@ -23,7 +24,6 @@ from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape, shape_of
 from alstlib.planner.prediction import predict
 from alstlib.planner.rendering import describe
-from alstlib.planner.simulate import fake_ranks, shard_of
 from alstlib.planner.state_ways import RECURRENCE, StateLayer, state_costs
 from alstlib.planner.step_time import linear_flops, states_seconds
 

@@ -267,7 +267,7 @@ def test_flops_are_those_of_a_result() -> None:
 @pytest.mark.parametrize("ranks", [2, 8, 16])
 @pytest.mark.parametrize("how", [{"save_attention": True}, {"save_attention": False}, {"checkpoint": False}], ids=str)
 def test_the_exchange_is_that_of_a_simulated_step(how: dict[str, Any], ranks: int) -> None:
-    from alstlib.planner.simulate import simulate
+    from alstlib.measure.simulate import simulate
 
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32, "num_hidden_layers": 2}
     run = RunConfig(

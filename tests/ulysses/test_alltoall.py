@@ -12,7 +12,7 @@ from operators import counted, error_of, gradients, leaf, nan_memory, randn, str
 from torch import Tensor
 
 from alstlib import reference
-from alstlib.planner.simulate import fake_ranks
+from alstlib.measure.simulate import fake_ranks
 from alstlib.ulysses.alltoall import Exchange, heads_to_seq, seq_to_heads, stripe, whole_head_degrees
 
 ROWS, WIDTH = 3, 5

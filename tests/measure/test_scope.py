@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from alstlib.measure.scope import ATTENTION, EXCHANGE, HIDDEN, LOSS, MLP, ROOT, Places, category
 from alstlib.offload.ledger import Ledger
-from alstlib.planner.scope import ATTENTION, EXCHANGE, HIDDEN, LOSS, MLP, ROOT, Places, category
 
 
 def test_categories_of_paths() -> None:

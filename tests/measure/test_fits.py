@@ -11,14 +11,15 @@ import torch
 import transformers
 
 from alstlib.config import RunConfig
+from alstlib.measure import simulate
+from alstlib.measure.simulate import Deep
 from alstlib.measure.small import shrunk
-from alstlib.planner import fits, preflight, simulate
+from alstlib.planner import fits, preflight
 from alstlib.planner.activations import activations
 from alstlib.planner.fits import Question, lines_at
 from alstlib.planner.machine import Machine, machine_of
 from alstlib.planner.model_shapes import CountedShape, read_shape
 from alstlib.planner.prediction import longest, predict
-from alstlib.planner.simulate import Deep
 
 TILES = {"mlp": 128, "loss": 64, "norm": 256}
 
@@ -82,14 +83,6 @@ def test_chunks_are_a_line_from_three_pages_on(tmp_path: Path) -> None:
         found = max(lines_at(question, rows).moments, key=lambda m: sum(m.at(rows).values()))
         whole = simulate.simulate(run.replace(data={"seq_len": 2 * rows}), 2)
         assert sum(found.at(rows).values()) == pytest.approx(whole.device_peak, rel=0.02), rows
-
-
-def test_more_ranks_than_heads() -> None:
-    """What a rank with part of a head takes is simulated; as if it had whole heads it was three quarters more."""
-    shape, run = read_shape("tiny"), run_of("tiny", tiles=False).replace(data={"seq_len": 16 * 512})
-    assert shape.heads < 16
-    planned = activations(shape, run, 16, 16 * 512, "cuda", workspace=False)
-    assert planned.peak == pytest.approx(simulate.simulate(run, 16).device_peak, rel=0.01)
 
 
 def test_layers_of_several_kinds_are_those_of_the_whole_model(tmp_path: Path) -> None:

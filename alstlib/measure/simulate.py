@@ -34,15 +34,15 @@ import alstlib
 from alstlib.config import Model, RunConfig
 from alstlib.hf.models import load_model
 from alstlib.hf.support import check_model
+from alstlib.measure.fused_states import fused_states
+from alstlib.measure.scope import ATTENTION, CHECKPOINTS, EXCHANGE, MLP, ROOT, STATES, Places, category
 from alstlib.mesh import join_fake
 from alstlib.offload.ledger import Ledger, _CpuInstrument
 from alstlib.options import Part
 from alstlib.planner.activations import element_bytes
 from alstlib.planner.fits import Question
-from alstlib.planner.fused_states import fused_states
 from alstlib.planner.model_states import Sizes, States, model_states
 from alstlib.planner.moments import KERNEL, part_of
-from alstlib.planner.scope import ATTENTION, CHECKPOINTS, EXCHANGE, MLP, ROOT, STATES, Places, category
 from alstlib.sizing import kernels_as_on, page_rows, tile_for
 from alstlib.tiled.compute import TileRule, as_on
 

@@ -12,8 +12,8 @@ from transformers.models.bamba import modeling_bamba
 from transformers.models.jamba import modeling_jamba
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from alstlib.measure import fused_states
 from alstlib.offload.ledger import Ledger
-from alstlib.planner import fused_states
 
 ROWS, HEADS, KEYS = 256, 4, 16
 

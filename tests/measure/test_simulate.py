@@ -13,11 +13,11 @@ from cases import by_own_names
 import alstlib
 from alstlib.config import ROWS, RunConfig, row_config
 from alstlib.hf.models import load_model
+from alstlib.measure.simulate import drop_gradients, simulate, simulate_deep, step
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.moments import part_of
 from alstlib.planner.prediction import predict, states
-from alstlib.planner.simulate import drop_gradients, simulate, simulate_deep, step
 
 RUN: dict[str, Any] = {
     "options": "plain",
