@@ -255,18 +255,14 @@ def longest(
     def fits(seq_len: int) -> bool:
         return predict(shape, run, machine, seq_len, preset).fits
 
-    # from the longest down: where lengths are long, a simulation of two of them serves all
-    low, high = 0, LONGEST
+    if not fits(step):
+        return None
+    low, high = step, 2 * step
+    while high < LONGEST and fits(high):
+        low, high = high, 2 * high
     while high - low > max(step, 0 if granule else low // 2000):
-        middle = (
-            math.isqrt(max(low, step) * high) // step * step
-            if high > 4 * max(low, step)
-            else (low + high) // 2 // step * step
-        )
-        middle = max(step, middle)
+        middle = (low + high) // 2 // step * step
         low, high = (middle, high) if fits(middle) else (low, middle)
-        if high <= step:
-            return None
     if granule is None and low > 1000:
         unit = 10 ** (int(math.log10(low)) - 2)
         low = low // unit * unit

@@ -39,7 +39,7 @@ RUNS: dict[str, RunConfig] = {
     "chunks": OURS.replace(options={"chunk": 16_384}),
     "copies first": OURS.replace(options={"offload": "sync"}),
     "ZeRO-2": OURS.replace(engine={"zero_stage": 2, "offload_optimizer": False}),
-    "one input in k": OURS.replace(options={"host_memory": "20GiB"}),
+    "one input in k": OURS.replace(options={"host_memory": "20GiB", "save_attention": False}),
     "one input in k, outputs kept": OURS.replace(options={"host_memory": "60GiB", "save_attention": True}),
     "two micro-batches of two": OURS.replace(data={"batch_size": 2}, optim={"accumulation": 2}),
 }
@@ -67,7 +67,7 @@ def test_all_layers_together_are_the_step(name: str, ranks: int) -> None:
     assert total(spans, COMPUTE) * times == pytest.approx(step["matrix products"] - head + step["attention"], rel=1e-9)
     assert total(spans, EXCHANGE) * times == pytest.approx(step["exchange"], rel=1e-9)
     made_again = 1 - -(-SHAPE.layers // found.inputs_kept_every) / SHAPE.layers
-    assert (made_again > 0) == ("input in k" in name)
+    assert (made_again > 0) == ("input in k" in name and ranks == 1)  # more ranks have more hosts
     assert total(spans, COPIES) * SHAPE.layers == pytest.approx(found.copied / RATES.host, rel=1e-9)
     if not found.hidden_on_host:  # what is kept leaves once and comes back once
         assert found.copied == (2 * found.host if bool(run.options.offload) else 0)
