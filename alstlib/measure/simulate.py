@@ -14,6 +14,7 @@ same for all layers of its kind.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import json
 import re
@@ -40,7 +41,7 @@ from alstlib.mesh import join_fake
 from alstlib.offload.ledger import Ledger, _CpuInstrument
 from alstlib.options import Part
 from alstlib.planner.activations import element_bytes
-from alstlib.planner.fits import Question
+from alstlib.planner.fits import StepQuestion
 from alstlib.planner.model_states import Sizes, States, model_states
 from alstlib.planner.moments import KERNEL, part_of
 from alstlib.sizing import kernels_as_on, page_rows, tile_for
@@ -220,19 +221,14 @@ class _Recorder(_CpuInstrument):
         super()._drop(key)
 
 
-WARM = 128
-"""Half the rows of a first step without chunks."""
-
-
 class _Recording(Ledger):
     instrument = _Recorder
 
 
 def step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPContext) -> Simulated:
     """What one step of an attached model takes, whose gradients are dropped."""
-    rows, sizes = run.data.seq_len // ctx.sp, sizes_of(model)
-    # a checkpoint knows its layer from a first step, which may be short
-    for batch in (shard_of(ctx, min(rows, 2 * (run.chunk or WARM))), shard_of(ctx, rows)):
+    batch, sizes = shard_of(ctx, run.data.seq_len // ctx.sp), sizes_of(model)
+    for _ in range(2):  # a checkpoint knows its layer from the first
         gc.collect()
         sent = handle.wire_bytes
         with Places(model) as places, _Recording(stores=[handle.store], place=places.now) as ledger:
@@ -331,7 +327,7 @@ class Deep:
         with torch.device("meta"):
             self.model = whole_model(self.run, device)
         self.layers = decoder_layers(self.model)
-        self.list = next(
+        self.holder = next(
             (
                 (parent, name)
                 for parent in self.model.modules()
@@ -348,7 +344,7 @@ class Deep:
         self.further = [(kind, next(i for i, k in left if k == kind)) for kind in {kind for _, kind in left}]
         """For each kind that the whole model has more layers of: one of them."""
         self.left = left
-        if self.list is None:  # layers in several lists: all are run
+        if self.holder is None:  # layers in several lists: all are run
             self.chosen, self.further, self.left = list(range(len(self.layers))), [], []
 
     def at(self, seq_len: int) -> Simulated:
@@ -383,7 +379,8 @@ class Deep:
             peak_operation=operation, sizes=sizes_of(self.model), moments=moments,
         )  # fmt: skip
 
-    def tiles(self, rows: int) -> set[int]:
+    @functools.cached_property
+    def tiles(self) -> set[int]:
         """Sizes of the tiles that a step of the shallowest model asks for."""
         found = {size for part in get_args(Part) if (size := self.run.options.tile(part)) and size is not True}
 
@@ -391,7 +388,7 @@ class Deep:
             found.add(tile := tile_for(width, element, self.how[1]))
             return tile
 
-        self._shallow(self.chosen, rows * self.ranks, rule)
+        self._shallow(self.chosen, min(PROBE, self.run.chunk or PROBE) * self.ranks, rule)
         return found
 
     def _shallow(self, which: Sequence[int], seq_len: int, tiles: TileRule | None = None) -> Simulated:
@@ -409,21 +406,21 @@ class Deep:
         return replace(found, moments=kept)
 
     def _with(self, which: Sequence[int]) -> Any:
-        if self.list is None:
+        if self.holder is None:
             return copy.deepcopy(self.model)
-        (parent, name), depth = self.list, len(self.layers)
-        setattr(parent, name, nn.ModuleList([self.layers[i] for i in which]))
+        (parent, held), depth = self.holder, len(self.layers)
+        setattr(parent, held, nn.ModuleList([self.layers[i] for i in which]))
         try:
             model = copy.deepcopy(self.model)
         finally:
-            setattr(parent, name, nn.ModuleList(self.layers))
+            setattr(parent, held, nn.ModuleList(self.layers))
         configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
         for config in [*configs.values(), model.config.get_text_config()]:
-            for field_, value in list(vars(config).items()):
+            for name, value in list(vars(config).items()):
                 if isinstance(value, list | tuple) and len(value) == depth:  # one for each layer
-                    setattr(config, field_, [value[i] for i in which])
-                elif field_ in DEPTHS and value == depth:
-                    setattr(config, field_, len(which))
+                    setattr(config, name, [value[i] for i in which])
+                elif name in DEPTHS and value == depth:
+                    setattr(config, name, len(which))
         for i, layer in enumerate(decoder_layers(model)):
             for m in layer.modules():
                 if isinstance(vars(m).get("layer_idx"), int):
@@ -444,23 +441,30 @@ def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     """What `fits` asks for: the moments between two lengths (`span`), or the sizes of a model (`facts`)."""
     if what == "facts":
         return count(asked["name"], asked["overrides"], asked["trust"])
-    return span(Question.from_dict(asked["question"]), asked["rows"])
+    return span(json.dumps(asked["question"], sort_keys=True), asked["rows"])
 
 
-def span(question: Question, rows: int) -> dict[str, Any]:
+@functools.lru_cache(maxsize=4)
+def _deep(question: str) -> Deep:
+    """A search asks about many lengths of one model, which is built once for all of them."""
+    asked = StepQuestion.from_dict(json.loads(question))
+    return Deep(asked.run, asked.ranks, asked.device, asked.capability)
+
+
+def span(question: str, rows: int) -> dict[str, Any]:
     """The moments of steps with about so many rows on a rank: `from` and `to` rows, for which the lines hold.
 
     In row chunks they hold from three pages on, and else between two sizes of a tile, from twice the smaller one on.
     """
-    deep = Deep(question.run, question.ranks, question.device, question.capability)
-    chunk = question.run.chunk
+    deep = _deep(question)
+    chunk = deep.run.chunk
     if chunk is not None and rows > chunk:
-        page = page_rows(chunk * question.ranks, 2**40) // question.ranks
+        page = page_rows(chunk * deep.ranks, 2**40) // deep.ranks
         lengths = (page * max(2, 3 * chunk // page), page * (max(2, 3 * chunk // page) + 1))
         if rows < lengths[0]:
             return _points(deep, [rows])
         return {**_points(deep, lengths), "to": FARTHEST}
-    tiles = sorted(deep.tiles(min(rows, PROBE)) | ({chunk} if chunk else set()))
+    tiles = deep.tiles | ({chunk} if chunk else set())
     low = max((tile for tile in tiles if tile <= rows), default=0)
     high = min((tile for tile in tiles if tile > low), default=FARTHEST)
     least = max(low, LEAST)
@@ -526,11 +530,7 @@ def count(name: str, overrides: Mapping[str, Any], trust: bool) -> dict[str, Any
     run = RunConfig(model=Model(name=name, config=dict(overrides), trust_remote_code=trust, dtype="bf16"))
     with torch.device("meta"):
         model: Any = whole_model(run, "cuda")
-    facts, config, sizes = (
-        check_model(model, alstlib.SPContext(), "auto"),
-        model.config.get_text_config(),
-        sizes_of(model),
-    )
+    facts, config = check_model(model, alstlib.SPContext(), "auto"), model.config.get_text_config()
     mixing = mlps = 0.0
     for path, p in model.named_parameters():
         if p.ndim < 2 or (kind := category(path.rpartition(".")[0])) not in (ATTENTION, STATES, MLP):
@@ -552,7 +552,7 @@ def count(name: str, overrides: Mapping[str, Any], trust: bool) -> dict[str, Any
         "head_dim": facts.kv_widths - facts.value_width, "tied": head is model.get_input_embeddings().weight,
         "window": window, "windowed": windowed,
         "softcap": getattr(config, "attn_logit_softcapping", None) is not None,
-        "counted": asdict(sizes), "attend": len(facts.attending), "values": facts.value_width,
+        "counted": asdict(sizes_of(model)), "attend": len(facts.attending), "values": facts.value_width,
         "mixing_of_token": round(mixing), "mlps_of_token": round(mlps), "linear": dict(linear),
     }  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Any
 from alstlib.config import RunConfig
 from alstlib.planner.attention_bytes import beside_form, kernel_workspace, latent_sizes
 from alstlib.planner.experts import in_one_tile, tile_of_experts
-from alstlib.planner.fits import Question, lines_at
+from alstlib.planner.fits import StepQuestion, lines_at
 from alstlib.planner.hybrids import BOTH, FULL, LINEAR, MOE, counts, mixed, sizes_of, way_of
 from alstlib.planner.model_shapes import SQUARE, Shape
 from alstlib.planner.moments import (
@@ -221,15 +221,9 @@ def activations(
     largest = sum(best.values()) + held(part_of(where))
     if streaming.hidden and dtype == "fp32" and norm + held("outside") > largest:  # a tile as long as the slice
         best, where = {"loss": norm}, "model.norm"
-    if every > 1 and not streaming.hidden:  # a segment's inputs, made again, are on the device, with their outputs
-        best["checkpoints"] = best.get("checkpoints", 0.0) + (every - 1) * (row + output)
-    peak = {kind: round(nbytes) for kind, nbytes in best.items() if nbytes >= 0.5}
-    return Activations(
-        peak, _last_layer(where, shape), host, needed, outputs / max(1, shape.attending), every, kernel,
-        streaming.hidden, streaming.kv,
-        copied_bytes(run, shape.layers, every, row, outputs * output, streaming, rows / sizes["C"], shape.attending),
-        streaming.attention_share(rows / sizes["C"]) if run.contrib.sparse and chunked else 1.0,
-    )  # fmt: skip
+    kept = (every, outputs, host, needed)
+    last = _last_layer(where, shape)
+    return _found(shape, run, best, last, kept, (row, output), kernel, streaming, rows / sizes["C"])
 
 
 def _simulated(
@@ -246,9 +240,8 @@ def _simulated(
     taken = kernel_workspace(shape, kernel, chunk, run.data.packed) if gpu else 0.0
     ahead = gpu and streaming.kv  # copies run ahead of the computation
     pages = streaming.keys * (streaming.on_device(True) - streaming.on_device(False)) if ahead else 0.0
-    whole = (
-        -(-rows // chunk) * chunk if rows > 3 * chunk else rows
-    )  # a last chunk that is shorter counts as a whole one
+    # a last chunk that is shorter counts as a whole one
+    whole = -(-rows // chunk) * chunk if rows > 3 * chunk else rows
     kept = [True] * (outputs > 0) + [False] * (outputs < max(1, shape.attending))
     lines = [lines_at(_asked(run, ranks, device, capability, streaming, save), whole) for save in kept]
     if every == len(lines) == 1:  # all layers are alike, as they were simulated
@@ -264,17 +257,28 @@ def _simulated(
             found["hidden states"] = found.get("hidden states", 0.0) + 2 * element * chunk * shape.width
         if (total := sum(found.values()) + held(part_of(moment.place))) > most:
             best, where, most = found, moment.place, total
+    decided = (every, outputs, host, needed)
+    return _found(shape, run, best, where, decided, (row, output), kernel, streaming, rows / chunk)
+
+
+def _found(
+    shape: Shape, run: RunConfig, best: dict[str, float], where: str, kept: tuple[int, int, int, int],
+    sizes: tuple[int, int], kernel: str, streaming: Streaming, chunks: float,
+) -> Activations:  # fmt: skip
+    """The largest moment, with what it leaves open. `kept` is as `_kept` gives it; `sizes` are the bytes of a layer's
+    input and of its attention output."""
+    (every, outputs, host, needed), (row, output) = kept, sizes
     if every > 1 and not streaming.hidden:  # a segment's inputs, made again, are on the device, with their outputs
         best["checkpoints"] = best.get("checkpoints", 0.0) + (every - 1) * (row + output)
-    peak = {kind: round(nbytes) for kind, nbytes in best.items() if nbytes >= 0.5}
     return Activations(
-        peak, where, host, needed, outputs / max(1, shape.attending), every, kernel, streaming.hidden, streaming.kv,
-        copied_bytes(run, shape.layers, every, row, outputs * output, streaming, rows / chunk, shape.attending),
-        streaming.attention_share(rows / chunk) if run.contrib.sparse and chunk < rows else 1.0,
+        {kind: round(nbytes) for kind, nbytes in best.items() if nbytes >= 0.5}, where, host, needed,
+        outputs / max(1, shape.attending), every, kernel, streaming.hidden, streaming.kv,
+        copied_bytes(run, shape.layers, every, row, outputs * output, streaming, chunks, shape.attending),
+        streaming.attention_share(chunks) if run.contrib.sparse and chunks > 1 else 1.0,
     )  # fmt: skip
 
 
-def _asked(run: RunConfig, ranks: int, device: str, capability: int, streaming: Streaming, save: bool) -> Question:
+def _asked(run: RunConfig, ranks: int, device: str, capability: int, streaming: Streaming, save: bool) -> StepQuestion:
     """The question with what a run decides from its memory decided, and without what a simulated step does not see."""
     options = run.options
     place = "none" if not streaming.hidden else "hidden+kv" if streaming.kv else "hidden"
@@ -285,7 +289,7 @@ def _asked(run: RunConfig, ranks: int, device: str, capability: int, streaming: 
         "chunk": run.chunk,
     }  # fmt: skip
     own = RunConfig(model=run.model, options=options.replace(**decided))
-    return Question(own, ranks, device, capability)
+    return StepQuestion(own, ranks, device, capability)
 
 
 def tiles_of(family: str) -> dict[str, str]:

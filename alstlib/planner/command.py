@@ -183,7 +183,8 @@ def read(args: argparse.Namespace) -> Request:
         if not 0 <= args.fragmentation < 1:
             raise ValueError(f"fragmentation={args.fragmentation} must be a share of at least 0 and below 1")
         terms["fragmentation"] = args.fragmentation
-    return Request(args, read_shape(args.model, run.model.config), run, tuple(rates), measured, gpus, wanted, terms)
+    shape = read_shape(args.model, run.model.config, trust_remote_code=run.model.trust_remote_code)
+    return Request(args, shape, run, tuple(rates), measured, gpus, wanted, terms)
 
 
 def command(args: argparse.Namespace) -> int:

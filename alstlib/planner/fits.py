@@ -47,7 +47,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Question:
+class StepQuestion:
     """What is simulated: a run whose places and kept outputs are decided, and whose one rank of how many."""
 
     run: RunConfig
@@ -69,7 +69,7 @@ class Question:
         return {**asdict(self), "run": self.run.to_dict()}
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Question:
+    def from_dict(cls, fields: Mapping[str, Any]) -> StepQuestion:
         return cls(**{**fields, "run": RunConfig.from_dict(fields["run"])})
 
 
@@ -85,7 +85,7 @@ class Lines:
         return round(self.host[0] + self.host[1] * rows)
 
 
-def lines_at(question: Question, rows: int) -> Lines:
+def lines_at(question: StepQuestion, rows: int) -> Lines:
     """The lines that hold for steps with so many rows on a rank.
 
     Raises:

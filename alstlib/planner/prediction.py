@@ -196,7 +196,7 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
     """What a run of this length takes. The preset `paper` is the reference stack as the ALST paper ran it.
 
     Raises:
-        ValueError: a decoder without a form, or an SP degree that does not divide the GPUs.
+        ValueError: a model or an option that `apply` refuses, or an SP degree that does not divide the GPUs.
     """
     ranks = run.engine.sp or machine.gpus
     if machine.gpus % ranks:
@@ -320,7 +320,7 @@ def advice(shape: Shape, run: RunConfig, machine: Machine) -> list[Help]:
         try:
             other = run.replace(**changes)
             then = longest(shape, other, machine)
-        except ValueError:  # options that exclude each other, or a way that has no form
+        except ValueError:  # options that exclude each other, or that `apply` refuses
             continue
         if then is not None and then.seq_len > 1.01 * (now.seq_len if now else 0):
             at = predict(shape, other, machine, now.seq_len) if now else then

@@ -43,7 +43,7 @@ def foretell(run: RunConfig, machine: Machine, seq_len: int | None = None) -> tu
     Raises:
         ValueError: the planner does not know its model.
     """
-    shape = read_shape(run.model.name, run.model.config)
+    shape = read_shape(run.model.name, run.model.config, trust_remote_code=run.model.trust_remote_code)
     return shape, predict(shape, run, machine, seq_len or max(run.data.seq_len, run.engine.sp))
 
 

@@ -16,7 +16,7 @@ from alstlib.measure.simulate import Deep
 from alstlib.measure.small import shrunk
 from alstlib.planner import fits, preflight
 from alstlib.planner.activations import activations
-from alstlib.planner.fits import Question, lines_at
+from alstlib.planner.fits import StepQuestion, lines_at
 from alstlib.planner.machine import Machine, machine_of
 from alstlib.planner.model_shapes import CountedShape, read_shape
 from alstlib.planner.prediction import longest, predict
@@ -69,7 +69,7 @@ def test_a_model_without_a_form_is_planned(kind: str, tmp_path: Path) -> None:
 def test_lines_meet_whole_steps_between_two_tiles() -> None:
     """One span serves all lengths between two sizes of a tile, however many layers there are."""
     run = run_of("tiny", tiles={"mlp": 128, "loss": 64, "norm": 64})
-    question = Question(run, 2, "cuda", 9)
+    question = StepQuestion(run, 2, "cuda", 9)
     for rows in (200, 1777):
         found = max(lines_at(question, rows).moments, key=lambda m: sum(m.at(rows).values()))
         whole = simulate.simulate(run.replace(data={"seq_len": 2 * rows}), 2)
@@ -78,7 +78,7 @@ def test_lines_meet_whole_steps_between_two_tiles() -> None:
 
 def test_chunks_are_a_line_from_three_pages_on(tmp_path: Path) -> None:
     run = run_of("tiny", chunk=256, on_host="hidden")
-    question = Question(run, 2, "cuda", 9)
+    question = StepQuestion(run, 2, "cuda", 9)
     for rows in (2 * 256, 7 * 256):
         found = max(lines_at(question, rows).moments, key=lambda m: sum(m.at(rows).values()))
         whole = simulate.simulate(run.replace(data={"seq_len": 2 * rows}), 2)
@@ -101,7 +101,7 @@ def test_layers_of_several_kinds_are_those_of_the_whole_model(tmp_path: Path) ->
 
 def test_a_second_answer_simulates_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From this process, from the user's cache, and not where the code is another."""
-    question = Question(run_of("tiny"), 1, "cuda", 9)
+    question = StepQuestion(run_of("tiny"), 1, "cuda", 9)
     first = lines_at(question, 700)
     assert len(list(cache.glob("*.json"))) == 1
 
@@ -119,7 +119,7 @@ def test_a_second_answer_simulates_nothing(cache: Path, monkeypatch: pytest.Monk
 
 
 def test_a_cache_that_cannot_be_read_or_written_is_no_matter(cache: Path) -> None:
-    question = Question(run_of("tiny"), 1, "cuda", 9)
+    question = StepQuestion(run_of("tiny"), 1, "cuda", 9)
     cache.parent.mkdir(exist_ok=True)
     cache.write_text("a file where the folder should be")
     assert lines_at(question, 300)

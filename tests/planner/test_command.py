@@ -383,7 +383,7 @@ def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert own["longest_sequence"] == public["longest_sequence"]
     (tmp_path / "config.json").write_text(json.dumps({**PUBLIC["meta-llama/Llama-3.1-8B"], "model_type": "bert"}))
     assert main([*EIGHT, "--model", str(tmp_path)]) == 2
-    assert "is not a decoder-only causal language model" in capsys.readouterr().err
+    assert "attention_probs_dropout_prob=0.1 is not supported in attention" in capsys.readouterr().err
 
 
 def test_a_plan_is_quick() -> None:
