@@ -176,7 +176,7 @@ def starts(place: Place, whole: bool) -> None:
     out = str(place.mine / "out")
     would = place.alst("run", SPEC, "--dry-run", "--out", out)
     rows = yaml.safe_load((ROOT / SPEC).read_text())["rows"]
-    assert would.count("would run as") == would.count("predicted     the longest that fits is") == len(rows), would
+    assert would.count("would run as") == would.count("predicted  the longest that fits is") == len(rows), would
     if place.memory:
         assert f"of {place.memory}; with what is on the device" in would
     if whole:
