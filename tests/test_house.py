@@ -47,10 +47,6 @@ UPWARD = {
         "alstlib.measure.baselines -> alstlib.train.engine",
         "alstlib.measure.baselines -> alstlib.train.operators",
     ),
-    "Programs that write the planner's files show how far they are, and the commit": (
-        "alstlib.measure.calibrate -> alstlib.runs.progress",
-        "alstlib.measure.plan_table -> alstlib.runs.results",
-    ),
     "Widgets predict while a slider moves": (
         "alstlib.figures.widgets -> alstlib.planner.machine",
         "alstlib.figures.widgets -> alstlib.planner.model_shapes",

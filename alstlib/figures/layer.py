@@ -46,7 +46,6 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sparse": ("attention to some of the pages", ("attention", "pages")),
     "recurrence": ("attention, which layers with a state replace", ("exchange", "attention")),
     "states": ("weights, gradients and optimizer states", ("states", "host states")),
-    "capstone": ("everything, planned for one machine", _ALL),
 }  # fmt: skip
 """For each part of the course: what is highlighted in words, and the elements of the picture."""
 

@@ -84,6 +84,8 @@ class Handle:
         """The decoder layer that a module belongs to."""
         self.keys: list[Keys] = []
         """What each layer's attention keeps of a token."""
+        self.recurrences: dict[Any, None] = {}
+        """What layers with a state compute (`StateLayer`), as far as ranks chose a way for them; in order."""
         self.not_by_blocks = ""
         """Why the model cannot run block by block, if it cannot."""
         self.longest_matters = False

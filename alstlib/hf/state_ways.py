@@ -76,6 +76,7 @@ class StateWays:
             keys=keys.shape[3], values=values.shape[3], inputs=tuple(sent(t) for t in tokens), output=sent(values),
             matrix=isinstance(rule, GatedDeltaRule), block=block,
         )  # fmt: skip
+        self.handle.recurrences[layer] = None
         options, call, rows = self.handle.options, self.handle.call, tokens[0].shape[1]
         chunks, blocks = (call.piece, call.blocks) if call is not None else (None, None)
         if chunks is not None:  # the rows of a whole chunk: the last one chooses alike

@@ -1,9 +1,9 @@
-"""Measure, simulate and emulate runs, and make the planner's closed forms from simulated ones.
+"""Measure, simulate and emulate runs.
 
 In the order in which to read it: `simulate` drives the real code at full size with fake tensors (`fused_states` stands
-in for kernels), and answers the planner where it has no form; `emulate` is one rank of many on one GPU; `search` finds
-the longest sequence that fits; `peers` trains side by side with the `baselines`; `time_kernels` and `time_layouts` time
-attention. `verify` compares a `small` model of any architecture with plain transformers. `profiles` and `scope` say
-what memory belongs to; `forms` (with `pruning`) reads closed forms off a traced step, `reference_forms` those of the
-reference, and `calibrate` writes forms.json.
+in for kernels, `scope` says what memory belongs to), `reference_stack` does so with the programs of the ALST paper;
+`answers` answers the planner with them, `public_fits` writes the answers that come with the library, and `plan_table`
+holds them against whole steps. `emulate` is one rank of many on one GPU; `search` finds the longest sequence that fits;
+`peers` trains side by side with the `baselines`; `time_kernels` and `time_layouts` time attention. `verify` compares a
+`small` model of any architecture with plain transformers. `profiles` says what memory belongs to on a GPU.
 """

@@ -16,14 +16,13 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,18 +31,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import alstlib
-from alstlib.config import Model, RunConfig
+from alstlib.config import RunConfig
 from alstlib.hf.models import load_model
-from alstlib.hf.support import check_model
+from alstlib.kernels import blockwise
 from alstlib.measure.fused_states import fused_states
-from alstlib.measure.scope import ATTENTION, CHECKPOINTS, EXCHANGE, MLP, ROOT, STATES, Places, category
+from alstlib.measure.scope import CHECKPOINTS, EXCHANGE, ROOT, Places, category
 from alstlib.mesh import join_fake
 from alstlib.offload.ledger import Ledger, _CpuInstrument
 from alstlib.options import Part
-from alstlib.planner.activations import element_bytes
-from alstlib.planner.fits import StepQuestion
+from alstlib.planner.fits import KERNEL, element_bytes, part_of
 from alstlib.planner.model_states import Sizes, States, model_states
-from alstlib.planner.moments import KERNEL, part_of
+from alstlib.planner.state_ways import StateLayer
 from alstlib.sizing import kernels_as_on, page_rows, tile_for
 from alstlib.tiled.compute import TileRule, as_on
 
@@ -75,6 +73,8 @@ class Simulated:
     kernel: str = ""
     """Of attention (`backends.BACKENDS`)."""
     notes: tuple[str, ...] = ()
+    recurrences: tuple[StateLayer, ...] = ()
+    """What layers with a state compute, where ranks choose a way for them."""
     moments: Mapping[str, Mapping[str, int]] = field(default_factory=dict, compare=False, repr=False)
     """What is alive, by category, where memory stops growing for a while: of each place and operation the most. The
     largest of them is the device peak; an engine's states or a kernel's workspace can make another one the largest."""
@@ -158,14 +158,26 @@ def run_model(
     """A step of a model on meta (or, not `fake`, with real weights), with tiles as on the device, or by a rule."""
     with fake_ranks(ranks) as ctx, as_on(tiles or device):
         kernels = kernels_as_on(device, capability) if fake else nullcontext()
+        alike = mock.patch.object(blockwise, "_blocks", _some_blocks) if fake else nullcontext()
         states = fused_states(model) if fake and device == "cuda" else nullcontext()
-        with kernels, states, alstlib.apply(model, ctx, run.options) as handle:
+        with kernels, alike, states, alstlib.apply(model, ctx, run.options) as handle:
             if not fake:
                 drop_gradients(model)
                 return step(run, model, handle, ctx)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 drop_gradients(model.to_empty(device="cpu"))  # which makes new weights, without hooks
                 return step(run, model, handle, ctx)
+
+
+def _some_blocks(*how: Any) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
+    """The first and the last blocks of blockwise attention: those between take as much, and there are 65,000 of 500K
+    keys and two heads."""
+    rows = list(_all_blocks(*how))
+    for at, parts in rows if len(rows) < 4 else [*rows[:2], *rows[-2:]]:
+        yield at, parts if len(parts) < 4 else [*parts[:2], *parts[-2:]]
+
+
+_all_blocks = blockwise._blocks
 
 
 def _roomy(run: RunConfig) -> RunConfig:
@@ -221,28 +233,38 @@ class _Recorder(_CpuInstrument):
         super()._drop(key)
 
 
-class _Recording(Ledger):
+class Recording(Ledger):
     instrument = _Recorder
 
 
 def step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPContext) -> Simulated:
     """What one step of an attached model takes, whose gradients are dropped."""
-    batch, sizes = shard_of(ctx, run.data.seq_len // ctx.sp), sizes_of(model)
-    for _ in range(2):  # a checkpoint knows its layer from the first
-        gc.collect()
-        sent = handle.wire_bytes
-        with Places(model) as places, _Recording(stores=[handle.store], place=places.now) as ledger:
-            watch(handle, places, ledger)
-            start = ledger.device_bytes
-            alstlib.causal_lm_loss(model, batch).loss.backward()
+    batch = shard_of(ctx, run.data.seq_len // ctx.sp)
+    gc.collect()
+    sent = handle.wire_bytes
+    with Places(model) as places, Recording(stores=[handle.store], place=places.now) as ledger:
+        watch(handle, places, ledger)
+        start = ledger.device_bytes
+        alstlib.causal_lm_loss(model, batch).loss.backward()
+    return of_step(
+        run, model, ctx, ledger, start, host_peak=handle.store.peak_nbytes, wire_bytes=handle.wire_bytes - sent,
+        kernel=handle.attention.backend_name, notes=tuple(handle.notes), recurrences=tuple(handle.recurrences),
+    )  # fmt: skip
+
+
+def of_step(
+    run: RunConfig, model: Any, ctx: alstlib.SPContext, ledger: Ledger, start: int, host_peak: int = 0,
+    wire_bytes: int = 0, **more: Any,
+) -> Simulated:  # fmt: skip
+    """What a ledger recorded of a step that began with so many bytes."""
     recorder: Any = ledger._cpu
     return Simulated(
-        seq_len=batch["cu_documents"][1], ranks=ctx.sp, layers=len(decoder_layers(model)),
-        device_peak=ledger.device_peak - start, host_peak=handle.store.peak_nbytes,
-        wire_bytes=handle.wire_bytes - sent, categories=_by_category(ledger.peak_places, start),
-        peak_place=ledger.peak_place.removeprefix(f"{ROOT}."), peak_operation=ledger.peak_operation,
-        run=run, sizes=sizes, kernel=handle.attention.backend_name, notes=tuple(handle.notes),
+        seq_len=run.data.seq_len // ctx.sp * ctx.sp, ranks=ctx.sp, layers=len(decoder_layers(model)),
+        device_peak=ledger.device_peak - start, host_peak=host_peak, wire_bytes=wire_bytes,
+        categories=_by_category(ledger.peak_places, start), peak_place=ledger.peak_place.removeprefix(f"{ROOT}."),
+        peak_operation=ledger.peak_operation, run=run, sizes=sizes_of(model),
         moments={key.removeprefix(f"{ROOT}."): _by_category(at, start) for key, (_, at) in recorder.moments.items()},
+        **more,
     )  # fmt: skip
 
 
@@ -282,6 +304,13 @@ def watch(handle: alstlib.Handle, places: Places, ledger: Ledger) -> None:
 
 # Deep models from shallow ones
 
+LEAST = 64
+"""Rows below which the blocks of kernels show: such steps are simulated at their length."""
+SHORT = 1024
+"""Rows below which a second tile that is shorter is simulated at its length too: it shows, and takes no time."""
+PROBE = 512
+"""Rows of a step that shows which tiles there are."""
+FARTHEST = 2**50
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 """What configs call the number of layers."""
 
@@ -322,10 +351,9 @@ class Deep:
     """
 
     def __init__(self, run: RunConfig, ranks: int, device: str = "cuda", capability: int = 9) -> None:
-        self.run, self.how = _roomy(run), (ranks, device, True, capability)
-        self.ranks = ranks
+        self.run, self.ranks, self.device, self.capability = _roomy(run), ranks, device, capability
         with torch.device("meta"):
-            self.model = whole_model(self.run, device)
+            self.model = self.whole()
         self.layers = decoder_layers(self.model)
         self.holder = next(
             (
@@ -347,13 +375,21 @@ class Deep:
         if self.holder is None:  # layers in several lists: all are run
             self.chosen, self.further, self.left = list(range(len(self.layers))), [], []
 
+    def whole(self) -> Any:
+        """The model that trains."""
+        return whole_model(self.run, self.device)
+
+    def run_step(self, model: Any, run: RunConfig, tiles: TileRule | None) -> Simulated:
+        """A step of a shallow model."""
+        return run_model(model, run, self.ranks, self.device, True, self.capability, tiles)
+
     def at(self, seq_len: int) -> Simulated:
         """The whole model at this length."""
-        few = self._shallow(self.chosen, seq_len)
+        few = self.shallow(self.chosen, seq_len)
         more = {}
         for kind, i in self.further:
             first, *rest = self.chosen
-            more[kind] = self._shallow([first, i, *rest], seq_len)
+            more[kind] = self.shallow([first, i, *rest], seq_len)
         moments: dict[str, dict[str, int]] = {}
         for key, base in few.moments.items():
             before = _layer_of(key, len(self.layers))
@@ -384,18 +420,49 @@ class Deep:
         """Sizes of the tiles that a step of the shallowest model asks for."""
         found = {size for part in get_args(Part) if (size := self.run.options.tile(part)) and size is not True}
 
+        whole = tile_for(self.model.get_input_embeddings().weight.shape[1], 2, self.device)
+
         def rule(width: int, element: int) -> int:
-            found.add(tile := tile_for(width, element, self.how[1]))
+            tile = tile_for(width, element, self.device)
+            if tile < 8 * whole:  # what is that narrow takes nothing, and twice its tile is long to simulate
+                found.add(tile)
             return tile
 
-        self._shallow(self.chosen, min(PROBE, self.run.chunk or PROBE) * self.ranks, rule)
+        self.shallow(self.chosen, min(PROBE, self.run.chunk or PROBE) * self.ranks, rule)
         return found
 
-    def _shallow(self, which: Sequence[int], seq_len: int, tiles: TileRule | None = None) -> Simulated:
+    def lengths(self, rows: int) -> tuple[Sequence[int], int, int]:
+        """(lengths to simulate, from, to): the rows whose memory is a line through these lengths, with `rows` among
+        them; one length where it holds for itself alone.
+
+        In row chunks it is one from four chunks on, and else between two sizes of a tile, from twice the smaller one
+        on.
+        """
+        chunk = self.run.chunk
+        if chunk is not None and rows > chunk:
+            page = page_rows(chunk * self.ranks, 2**40) // self.ranks
+            first = page * max(3, 4 * chunk // page)
+            return ((rows,), rows, rows) if rows < first else ((first, first + page), first, FARTHEST)
+        tiles = self.tiles | ({chunk} if chunk else set())
+        low = max((tile for tile in tiles if tile <= rows), default=0)
+        high = min((tile for tile in tiles if tile > low), default=FARTHEST)
+        if rows < LEAST or rows < min(2 * low, SHORT):
+            return (rows,), rows, rows
+        if low < LEAST:
+            return _between(LEAST, high)
+        # up to twice a tile the second one is shorter
+        return _between(low, min(high, 2 * low)) if rows < 2 * low else _between(2 * low, high)
+
+    def shallow(self, which: Sequence[int], seq_len: int, tiles: TileRule | None = None) -> Simulated:
         """A model with these layers of the whole one. Its moments name layers as the whole one does; those of a layer
         beside the chosen are left out."""
-        model, run = self._with(which), self.run.replace(data={"seq_len": seq_len})
-        found = run_model(model, run, *self.how, tiles)
+        run = self.run.replace(data={"seq_len": seq_len})
+        gc.collect()
+        gc.freeze()  # what is there already is not searched for tensors again: half of the time of an 8B's step
+        try:
+            found = self.run_step(self._with(which), run, tiles)
+        finally:
+            gc.unfreeze()
 
         def named(key: str) -> str:
             place, bar, operation = key.partition("|")
@@ -428,154 +495,13 @@ class Deep:
         return model
 
 
+def _between(low: int, high: int) -> tuple[tuple[int, int], int, int]:
+    """Two lengths from `low` on, and before `high`; the shorter ones are simulated faster."""
+    part = min(low, (high - low) // 3)
+    return (low + part // 2, low + part // 2 + part), low, high - 1
+
+
 def _layer_of(key: str, outside: int) -> int:
     """The number of the layer that a moment is in."""
     found = re.search(r"\.(\d+)", key.partition("|")[0])
     return int(found[1]) if found else outside
-
-
-# Answers for `fits`
-
-
-def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What `fits` asks for: the moments between two lengths (`span`), or the sizes of a model (`facts`)."""
-    if what == "facts":
-        return count(asked["name"], asked["overrides"], asked["trust"])
-    return span(json.dumps(asked["question"], sort_keys=True), asked["rows"])
-
-
-@functools.lru_cache(maxsize=4)
-def _deep(question: str) -> Deep:
-    """A search asks about many lengths of one model, which is built once for all of them."""
-    asked = StepQuestion.from_dict(json.loads(question))
-    return Deep(asked.run, asked.ranks, asked.device, asked.capability)
-
-
-def span(question: str, rows: int) -> dict[str, Any]:
-    """The moments of steps with about so many rows on a rank: `from` and `to` rows, for which the lines hold.
-
-    In row chunks they hold from three pages on, and else between two sizes of a tile, from twice the smaller one on.
-    """
-    deep = _deep(question)
-    chunk = deep.run.chunk
-    if chunk is not None and rows > chunk:
-        page = page_rows(chunk * deep.ranks, 2**40) // deep.ranks
-        lengths = (page * max(2, 3 * chunk // page), page * (max(2, 3 * chunk // page) + 1))
-        if rows < lengths[0]:
-            return _points(deep, [rows])
-        return {**_points(deep, lengths), "to": FARTHEST}
-    tiles = deep.tiles | ({chunk} if chunk else set())
-    low = max((tile for tile in tiles if tile <= rows), default=0)
-    high = min((tile for tile in tiles if tile > low), default=FARTHEST)
-    least = max(low, LEAST)
-    lengths = (2 * least, 3 * least) if 3 * least < high else (low + (high - low) // 3, low + 2 * (high - low) // 3)
-    if rows < min(2 * least, lengths[0]) or rows < LEAST:  # a second tile that is shorter, or a kernel's own blocks
-        return _points(deep, [rows])
-    return {**_points(deep, lengths), "to": high - 1}
-
-
-LEAST = 64
-"""Rows below which the blocks of kernels show: such steps are simulated at their length."""
-PROBE = 512
-"""Rows of a step that shows which tiles there are."""
-FARTHEST = 2**50
-
-
-def _points(deep: Deep, lengths: Sequence[int]) -> dict[str, Any]:
-    """The moments at one length, or the lines through those at two."""
-    first, *others = (deep.at(rows * deep.ranks) for rows in lengths)
-    further = lengths[-1] - lengths[0]
-
-    def line(here: float, there: float) -> tuple[float, float]:
-        slope = (there - here) / further if further else 0.0
-        return here - slope * lengths[0], slope
-
-    then = others[0] if others else first
-    lines = {
-        key: {n: line(here.get(n, 0), then.moments[key].get(n, 0)) for n in sorted({*here, *then.moments[key]})}
-        for key, here in first.moments.items()
-        if key in then.moments
-    }
-    kept = _without_smaller(lines, lengths[0])
-    return {
-        "from": lengths[0], "to": lengths[0], "host": line(first.host_peak, then.host_peak),
-        "moments": [[key.partition("|")[0].removesuffix(KERNEL), KERNEL in key, of] for key, of in kept.items()],
-    }  # fmt: skip
-
-
-def _without_smaller(
-    lines: Mapping[str, dict[str, tuple[float, float]]], rows: int
-) -> dict[str, dict[str, tuple[float, float]]]:
-    """Without moments than which another one of the same part of the model is larger at every length."""
-
-    def size(key: str) -> tuple[float, float]:
-        bases, slopes = zip(*lines[key].values()) if lines[key] else ((0.0,), (0.0,))
-        return sum(bases) + rows * sum(slopes), sum(slopes)
-
-    groups: dict[tuple[str, bool], list[tuple[tuple[float, float], str]]] = {}
-    for key in lines:
-        place = key.partition("|")[0]
-        groups.setdefault((part_of(place), KERNEL in place), []).append((size(key), key))
-    kept: dict[str, dict[str, tuple[float, float]]] = {}
-    for found in groups.values():
-        steepest = -1.0
-        for (_, slope), key in sorted(found, reverse=True):
-            if slope > steepest:
-                kept[key], steepest = lines[key], slope
-    return kept
-
-
-def count(name: str, overrides: Mapping[str, Any], trust: bool) -> dict[str, Any]:
-    """The fields of a `CountedShape`, from the model itself on meta."""
-    run = RunConfig(model=Model(name=name, config=dict(overrides), trust_remote_code=trust, dtype="bf16"))
-    with torch.device("meta"):
-        model: Any = whole_model(run, "cuda")
-    facts, config = check_model(model, alstlib.SPContext(), "auto"), model.config.get_text_config()
-    mixing = mlps = 0.0
-    for path, p in model.named_parameters():
-        if p.ndim < 2 or (kind := category(path.rpartition(".")[0])) not in (ATTENTION, STATES, MLP):
-            continue
-        if kind == MLP:
-            mlps += p.numel() * _share(model, path, p)
-        else:
-            mixing += p.numel()
-    window = getattr(config, "sliding_window", None) or 0
-    kinds = list(getattr(config, "layer_types", None) or ())
-    windowed = kinds.count("sliding_attention") if kinds else len(facts.layers) * bool(window)
-    head, linear = model.get_output_embeddings().weight, Counter[str]()
-    for path, m in model.named_modules():
-        if isinstance(m, nn.Linear) and m.weight is not head:
-            linear[path.rpartition(".")[2]] += m.in_features + m.out_features
-    return {
-        "name": name, "family": config.model_type, "vocab": head.shape[0], "width": head.shape[1], "mlp": 0,
-        "layers": len(facts.layers), "heads": facts.heads, "kv_heads": facts.kv_heads or facts.heads,
-        "head_dim": facts.kv_widths - facts.value_width, "tied": head is model.get_input_embeddings().weight,
-        "window": window, "windowed": windowed,
-        "softcap": getattr(config, "attn_logit_softcapping", None) is not None,
-        "counted": asdict(sizes_of(model)), "attend": len(facts.attending), "values": facts.value_width,
-        "mixing_of_token": round(mixing), "mlps_of_token": round(mlps), "linear": dict(linear),
-    }  # fmt: skip
-
-
-def _share(model: Any, path: str, p: torch.Tensor) -> float:
-    """The share of a matrix of an MLP that multiplies each token: of experts, those that it goes to."""
-    names = path.split(".")
-    blocks = [model.get_submodule(".".join(names[:i])) for i in range(1, len(names))]
-    each = [k for m in blocks for n in ("top_k", "num_experts_per_tok") if isinstance(k := getattr(m, n, None), int)]
-    listed = [len(m) for m, name in zip(blocks, names) if name == "experts" and isinstance(m, nn.ModuleList)]
-    experts = listed[-1] if listed else p.shape[0] if p.ndim > 2 else 0
-    chosen = max(each, default=getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1)
-    return min(1.0, chosen / experts) if experts else 1.0
-
-
-def main() -> None:
-    """Answer the question on standard input; the answer is the last line that is printed."""
-    try:
-        found = answer(sys.argv[1], json.load(sys.stdin))
-    except ValueError as e:
-        found = {"refused": str(e)}
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -22,7 +22,7 @@ def device_memory(device: torch.device) -> tuple[int, int, int] | None:
 
 
 class Headroom:
-    """Device memory left over in a training step, measured: forms foretell few decoders, and no engine of others.
+    """Device memory left over in a training step, measured: the planner does not see engines of others.
 
     `begin` is called with each forward's rows, `look` in each backward, when the first layer is recomputed: what is
     alive at a step's highest point has been alive by then. The first step keeps nothing, and later ones what the first

@@ -1,4 +1,5 @@
-"""What a step takes at any length, fitted to simulations of the real code (`simulate`) and kept in the user's cache.
+"""What a step takes at any length, fitted to simulations of the real code (`simulate`), and kept: of public models in
+fits.json, which comes with the library (`alstlib.measure.public_fits` writes it), of others in the user's cache.
 
 For a model, options, a number of ranks and a kind of device, the bytes that are alive at a moment of a step are linear
 in the rows of a rank, as long as the same tiles are whole. So a step is simulated at two lengths between two sizes of a
@@ -12,6 +13,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,10 +27,28 @@ from typing import Any
 from alstlib.config import RunConfig, not_default
 from alstlib.hf.configs import find_config, overridden
 
-SIMULATOR = "alstlib.measure.simulate"
+SIMULATOR = "alstlib.measure.answers"
 """Named, as it imports torch and what the planner predicts."""
 CACHE_VARIABLE = "ALST_CACHE"
 """Names another folder for what was simulated."""
+FILE = Path(__file__).with_name("fits.json")
+KERNEL = "#kernel"
+"""Marks a moment within attention's backward."""
+
+
+def in_layer(place: str) -> bool:
+    """Does a module's path lie in a decoder layer?"""
+    return re.search(r"\.\d", place) is not None
+
+
+def part_of(place: str) -> str:
+    """Where in the model a module lies: `layer`, `mlp` (a layer's) or `outside`."""
+    return "outside" if not in_layer(place) else "mlp" if re.search(r"\.\d+\.mlp", place) else "layer"
+
+
+def element_bytes(run: RunConfig, device: str) -> int:
+    """Of a weight and an activation."""
+    return 2 if run.bf16(device == "cuda") else 4
 
 
 @dataclass(frozen=True)
@@ -53,7 +73,9 @@ class StepQuestion:
     run: RunConfig
     ranks: int
     device: str
-    capability: int
+    capability: int = 9
+    preset: str = "ours"
+    """Whose stack: `ours` or that of the `paper`."""
 
     @property
     def text(self) -> str:
@@ -62,7 +84,12 @@ class StepQuestion:
         config = overridden(find_config(model.name), model.config)
         fields = {name: value for name, value in not_default(self.run).items() if not name.startswith("model.")}
         own = {"dtype": model.dtype, "lora": model.lora, "code": model.name if model.trust_remote_code else ""}
-        asked = {"config": config, "model": own, "run": fields, "on": [self.ranks, self.device, self.capability]}
+        asked = {
+            "config": config,
+            "model": own,
+            "run": fields,
+            "on": [self.ranks, self.device, self.capability, self.preset],
+        }
         return json.dumps(asked, sort_keys=True, default=str)
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,24 +118,26 @@ def lines_at(question: StepQuestion, rows: int) -> Lines:
     Raises:
         ValueError: the model or an option is refused by `apply`; the message is its own.
     """
-    digest = _digest(question.text)
-    known = _known(digest)
+    text = question.text
+    known = _known(text)
     for found in known:
         if found["from"] <= rows <= found["to"]:
             moments = [Moment(place, kernel, line) for place, kernel, line in found["moments"]]
             return Lines(moments, tuple(found["host"]))
-    known.append(_ask("span", {"question": question.to_dict(), "rows": rows}))
-    _keep(digest, known)
+    asked = question.to_dict()
+    known.append(_ask("span", {"question": asked, "rows": rows}))
+    _keep(text, {"span": {**asked, "run": not_default(question.run)}, "found": known})
     return lines_at(question, rows)
 
 
 def facts_of(name: str, overrides: Mapping[str, Any], trust_remote_code: bool) -> dict[str, Any]:
-    """The fields of a `model_shapes.CountedShape` of any model, counted on the model itself."""
+    """The fields of a `model_shapes.Shape`, counted on the model itself."""
     config = overridden(find_config(name), overrides)
-    digest = _digest(json.dumps(["facts", config, name if trust_remote_code else ""], sort_keys=True, default=str))
-    if not (known := _known(digest)):
-        known.append(_ask("facts", {"name": name, "overrides": dict(overrides), "trust": trust_remote_code}))
-        _keep(digest, known)
+    text = json.dumps(["facts", config, name if trust_remote_code else ""], sort_keys=True, default=str)
+    if not (known := _known(text)):
+        asked = {"name": name, "overrides": dict(overrides), "trust": trust_remote_code}
+        known.append(_ask("facts", asked))
+        _keep(text, {"facts": asked, "found": known})
     return dict(known[0])
 
 
@@ -143,32 +172,45 @@ def _ask(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     return answer
 
 
-# The cache
+# What is known
 
 
 @functools.cache
-def _known(digest: str) -> list[dict[str, Any]]:
-    """What this process or an earlier one found; the caller adds to it."""
+def _known(text: str) -> list[dict[str, Any]]:
+    """What comes with the library, and what this process or an earlier one found; the caller adds to it."""
+    found = list(public().get(digest(text), {}).get("found", ()))
     with suppress(OSError, ValueError):
-        return list(json.loads((_folder() / f"{digest}.json").read_text()))
-    return []
+        kept = json.loads(_file(text).read_text())["found"]
+        found += [one for one in kept if one not in found]
+    return found
 
 
-def _keep(digest: str, found: list[dict[str, Any]]) -> None:
+@functools.cache
+def public() -> dict[str, Any]:
+    """What comes with the library, by `digest`: what was asked (`span` or `facts`), and what was `found`."""
+    return dict(json.loads(FILE.read_text())) if FILE.exists() else {}
+
+
+def digest(text: str) -> str:
+    """What a question is kept by."""
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _keep(text: str, made: Mapping[str, Any]) -> None:
     with suppress(OSError):  # a cache that cannot be written is not worth a plan
         _folder().mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=_folder(), delete=False) as file:
-            json.dump(found, file)
-        os.replace(file.name, _folder() / f"{digest}.json")
+            json.dump({"text": text, **made}, file)
+        os.replace(file.name, _file(text))
+
+
+def _file(text: str) -> Path:
+    return _folder() / f"{digest(_sources() + text)}.json"
 
 
 def _folder() -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get(CACHE_VARIABLE) or Path(home) / "alst")
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(f"{_sources()}{text}".encode()).hexdigest()[:32]
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """Predict the device and host memory of a run, the longest sequence that fits, and what would help, before anything is
 started.
 
-Activations come from closed forms (`activations`), model states from DeepSpeed ZeRO's rules, step time from rates
+Activations come from simulated steps (`activations`), model states from DeepSpeed ZeRO's rules, step time from rates
 (`step_time`); what none of these sees (CUDA context, NCCL, fragments) are named terms (`Overheads`) that can be set.
-Without torch and transformers: a plan takes milliseconds.
+What was simulated before is answered in milliseconds, without torch and transformers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from alstlib.config import RunConfig, value_of
-from alstlib.planner.activations import Activations, activations, element_bytes, reference_activations
+from alstlib.planner.activations import Activations, activations, reference_activations, shared_by_reference
 from alstlib.planner.devices import pins_exactly
-from alstlib.planner.hybrids import way_of
+from alstlib.planner.fits import element_bytes, part_of
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.model_states import ZERO_DEFAULT, Sizes, States, model_states
-from alstlib.planner.moments import part_of
+from alstlib.planner.state_ways import added
 from alstlib.planner.step_time import step_seconds
 from alstlib.units import GIB, format_bytes
 
@@ -219,11 +219,9 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
         if machine.device != "cpu" and machine.gpu_memory is not None:
             free = max(0, machine.gpu_memory - sum(machine.overhead().values()) - of_states("layer"))
         known = run
-        if shape.states is not None:  # which way is cheaper depends on the machine's rates
-            rates, nodes = machine.rates, ranks > machine.per_node
-            known = run.replace(
-                options={"linear_attention": way_of(shape.states, run, ranks, -(-seq_len // ranks), rates, nodes)}
-            )
+        if shape.recurrence is not None and shape.recurrence.layer is not None:  # whose way depends on the rates
+            how = (ranks, -(-seq_len // ranks), machine.rates, ranks > machine.per_node)
+            known = run.replace(options={"linear_attention": added(shape.recurrence.layer, run, *how)[0]})
         found = activations(
             shape, known, ranks, seq_len, machine.device, room, capability=machine.rates.capability, free=free,
             held=of_states,
@@ -255,11 +253,17 @@ def longest(
     def fits(seq_len: int) -> bool:
         return predict(shape, run, machine, seq_len, preset).fits
 
-    if not fits(step):
-        return None
-    low, high = step, 2 * step
-    while high < LONGEST and fits(high):
-        low, high = high, 2 * high
+    # ours from the long end: a line holds for all lengths beyond the largest tile; the reference's tiles double
+    low = step << ((LONGEST if preset == "ours" else 8192 * ranks) // step).bit_length() - 1
+    if fits(low):
+        while low < LONGEST and fits(2 * low):
+            low *= 2
+    else:
+        while low > step and not fits(low := low // 2 // step * step):
+            pass
+        if not fits(low):
+            return None
+    high = 2 * low
     while high - low > max(step, 0 if granule else low // 2000):
         middle = (low + high) // 2 // step * step
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -395,25 +399,13 @@ def remedies(shape: Shape, run: RunConfig, machine: Machine, seq_len: int) -> It
 
 def with_degree(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours") -> RunConfig:
     """The run with its sequence parallel degree; where it names none, with the largest that its heads can be shared
-    over and that divides the GPUs (0 where that is all of them).
-
-    Raises:
-        ValueError: no degree works.
-    """
+    over and that divides the GPUs (0 where that is all of them): ours over any number of ranks."""
     if run.engine.sp:
         return run
-    refused: list[ValueError] = []
     for ranks in range(machine.gpus, 0, -1):
-        if machine.gpus % ranks:
-            continue
-        degree = run.replace(engine={"sp": 0 if ranks == machine.gpus else ranks})
-        try:
-            predict(shape, degree, machine, 8 * ranks, preset)
-        except ValueError as e:
-            refused.append(e)
-        else:
-            return degree
-    raise refused[0]
+        if machine.gpus % ranks == 0 and (preset == "ours" or shared_by_reference(shape, ranks)):
+            return run.replace(engine={"sp": 0 if ranks == machine.gpus else ranks})
+    raise ValueError(f"model='{shape.name}' has no heads")
 
 
 def changed(run: RunConfig, changes: dict[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,17 @@
-"""What the planner says about a run on this machine: before it starts, and for comparison with what was measured."""
+"""What the planner says about a run on this machine: before it starts, and for comparison with what was measured.
+
+A step that was not simulated yet takes seconds: it is simulated before runs on GPUs and long ones (`_patience`).
+"""
 
 from __future__ import annotations
 
 import math
 import textwrap
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from alstlib.config import RunConfig
+from alstlib.hf.configs import find_config, overridden
 from alstlib.planner.fits import known_only
 from alstlib.planner.machine import Machine, machine_of, rates_known
 from alstlib.planner.model_shapes import Shape, read_shape
@@ -27,6 +32,8 @@ from alstlib.units import format_bytes, format_seconds
 CERTAIN = 1.1
 """A run is refused when it would take this many times what there is: the planner is right within a few percent."""
 
+SMALL = 0.01
+"""Of the memory: a run on a CPU that has less hidden states than that fits, and is not simulated."""
 FACTOR = 10
 """A run may take this many times what is predicted."""
 HOUR, DAY = 3600.0, 86400.0
@@ -36,7 +43,6 @@ SLOW_DISK = 2e8
 """Bytes a second of a disk that nothing is known of."""
 
 
-@known_only()
 def foretell(run: RunConfig, machine: Machine, seq_len: int | None = None) -> tuple[Shape, Prediction]:
     """The prediction for a resolved run.
 
@@ -45,6 +51,18 @@ def foretell(run: RunConfig, machine: Machine, seq_len: int | None = None) -> tu
     """
     shape = read_shape(run.model.name, run.model.config, trust_remote_code=run.model.trust_remote_code)
     return shape, predict(shape, run, machine, seq_len or max(run.data.seq_len, run.engine.sp))
+
+
+def _patience(run: RunConfig, machine: Machine) -> AbstractContextManager[None]:
+    """What is not known is simulated, unless the run is so small that it is not worth the wait: it is on a CPU, and its
+    hidden states are less than `SMALL` of the memory."""
+    limits = [has for has in (machine.gpu_memory, machine.host_memory) if has is not None]
+    config = overridden(find_config(run.model.name), run.model.config)
+    width, layers = (int(config.get(name) or 1) for name in ("hidden_size", "num_hidden_layers"))
+    hidden = 4 * width * layers * run.data.seq_len * run.data.batch_size
+    processes = machine.ranks_of_node * machine.overheads.process
+    waits = machine.device != "cpu" or max(hidden / SMALL, processes) > min(limits, default=math.inf)
+    return nullcontext() if waits else known_only()
 
 
 def as_metrics(found: Prediction, machine: Machine) -> dict[str, Any]:
@@ -59,7 +77,6 @@ def as_metrics(found: Prediction, machine: Machine) -> dict[str, Any]:
     }
 
 
-@known_only()
 def why_not(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_free: int | None = None) -> str | None:
     """Why a resolved run cannot fit this machine (`machine_of`), and what would; None where it may. Runs that search
     for a length, or that the planner does not know, are not judged."""
@@ -67,7 +84,8 @@ def why_not(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_
         return None
     machine = machine_of(run, nodes, gpus, host, gpu_free)
     try:
-        shape, found = foretell(run, machine)
+        with _patience(run, machine):
+            shape, found = foretell(run, machine)
     except (ValueError, KeyError):
         return None
     if (over := first_beyond(found.sides, CERTAIN)) is None:
@@ -89,7 +107,6 @@ def why_not(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_
     return f"{text}. force=True (--force) runs it all the same"
 
 
-@known_only()
 def _expected(run: RunConfig, machine: Machine) -> tuple[Shape, Prediction]:
     """The prediction for a resolved run, that of a search at the length that it should find."""
     shape, found = foretell(run, machine)
@@ -110,7 +127,8 @@ def limits(run: RunConfig, nodes: int, gpus: int) -> tuple[float, float]:
     try:
         if run.emulate or run.peers:
             raise ValueError("no training run")
-        shape, found = _expected(run, machine)
+        with _patience(run, machine):
+            shape, found = _expected(run, machine)
     except (ValueError, KeyError):
         return DAY, DAY
     step, disk = found.seconds["step"], shape.parameters / SLOW_DISK  # a byte of each parameter

@@ -9,7 +9,6 @@ from typing import Any
 from alstlib.config import RunConfig
 from alstlib.hf.configs import find_config, overridden
 from alstlib.hf.public_models import PUBLIC, TRAINED
-from alstlib.planner.hybrids import NOTE
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.prediction import (
@@ -25,6 +24,12 @@ from alstlib.planner.prediction import (
 )
 from alstlib.planner.step_time import model_flops
 from alstlib.planner.ways import CHUNK, Way, compare
+
+NOTE = (
+    "layers with a state are planned with the memory of the fused kernels (flash-linear-attention, mamba-ssm, "
+    "causal-conv1d), as their published source has it; no GPU has run it, and what a kernel takes for itself is not "
+    "known. Without these packages transformers' PyTorch code runs, which is slower and takes more."
+)
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ class Question:
 
     def notes(self, seq_len: int | None = None) -> list[str]:
         """What else to know of this plan, and of this length."""
-        made = [NOTE] if self.shape.states and self.machine.device != "cpu" else []
+        made = [NOTE] if self.shape.recurrence and self.machine.device != "cpu" else []
         trained = trained_length(self.run)
         if seq_len and trained and seq_len > trained:
             made.append(

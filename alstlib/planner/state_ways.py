@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from alstlib.config import RunConfig
 from alstlib.planner.gpus import Rates, rates_of
 from alstlib.sizing import groups_of
 
@@ -159,3 +160,24 @@ def state_seconds(layer: StateLayer, rows: int, ranks: int, **how: Any) -> dict[
 def cheapest(costs: Mapping[str, Cost]) -> str:
     """The way that adds least; `pass` of two that add the same."""
     return min(costs, key=lambda way: costs[way].seconds)
+
+
+def added(
+    layer: StateLayer, run: RunConfig, ranks: int, rows: int, rates: Rates | None = None, nodes: bool = False
+) -> tuple[str, Cost]:
+    """The way that a run takes, as `hf.state_ways` chooses it, and what it adds to a layer in a chunk, or in a block,
+    or in a step.
+
+    Args:
+        rows: of the sequence, on each rank.
+    """
+    chunks = run.chunk is not None and run.chunk < rows
+    blocks = run.block is not None and run.block < rows
+    rows = min(rows, run.block or rows, run.chunk or rows)
+    forwards, pairs = passes_of(run.options.checkpoint, chunks=chunks, blocks=blocks)
+    costs = state_costs(
+        layer, rows, ranks, batch=run.data.batch_size, forwards=forwards, pairs=pairs, rates=rates, nodes=nodes
+    )
+    way = cheapest(costs) if run.options.linear_attention == "auto" else run.options.linear_attention
+    way = way if way in costs and ranks > 1 else "pass"  # heads of fewer than ranks are not shared
+    return way, costs[way]

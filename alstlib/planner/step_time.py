@@ -6,19 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from alstlib.config import RunConfig
-from alstlib.planner.activations import Activations, element_bytes
-from alstlib.planner.attention_bytes import FLASH_2
+from alstlib.planner.activations import FLASH_2, Activations
+from alstlib.planner.fits import element_bytes
 from alstlib.planner.gpus import Rates
-from alstlib.planner.hybrids import States, added
 from alstlib.planner.machine import Machine
-from alstlib.planner.model_shapes import Shape
-from alstlib.planner.state_ways import RECURRENCE, passes_of
+from alstlib.planner.model_shapes import Recurrence, Shape
+from alstlib.planner.state_ways import RECURRENCE, Cost, added, passes_of
 
 
 def attention_flops(shape: Shape, seq_len: int, share: float = 1.0) -> float:
     """Of one forward over a sample, all layers: QK^T and PV of the causal half, or of what lies in a sliding window.
     `share` is that of the pairs which layers without a window compute."""
-    windows = replace(shape, layers=shape.windowed).pairs(seq_len)
+    windows = replace(shape, attending=shape.windowed).pairs(seq_len)
     pairs = share * (shape.pairs(seq_len) - windows) + windows
     return 2.0 * pairs * shape.heads * (shape.head_dim + shape.value_dim)
 
@@ -35,7 +34,7 @@ def linear_flops(shape: Shape, tokens: int) -> dict[str, float]:
 def model_flops(shape: Shape, run: RunConfig, seq_len: int) -> float:
     """Of one optimizer step over one sample on each replica: forwards and backwards of the causal half, and nothing
     that is computed twice. An MFU compares them with the GPU's peak."""
-    states = 0.0 if shape.states is None else shape.states.stateful * shape.states.flops * seq_len
+    states = 0.0 if shape.recurrence is None else shape.recurrence.layers * shape.recurrence.flops * seq_len
     linear = sum(linear_flops(shape, seq_len).values()) * (1 + _backwards(run))
     samples = run.data.batch_size * run.optim.accumulation
     return samples * (linear + 3 * (attention_flops(shape, seq_len) + states))
@@ -61,18 +60,18 @@ def exchange_bytes(shape: Shape, ranks: int, seq_len: int, element: int, forward
 
 
 def states_seconds(
-    states: States, run: RunConfig, machine: Machine, ranks: int, seq_len: int, forwards: float
+    of: Recurrence, run: RunConfig, machine: Machine, ranks: int, seq_len: int, forwards: float
 ) -> tuple[float, float]:
     """(exchange, computing) of all layers with a state in a step over one sample: a backward is twice a forward, and
-    `hybrids.added` says what the way over ranks adds. Each pass sends the last tokens of a slice or chunk besides."""
+    `state_ways.added` says what the way over ranks adds. Each pass sends the last tokens of a slice or chunk too."""
     rates, nodes, rows = machine.rates, ranks > machine.per_node, -(-seq_len // ranks)
     _, passes = passes_of(run.options.checkpoint, chunks=bool(run.chunk), blocks=bool(run.block))
     pieces = -(-rows // min(rows, run.chunk or rows, run.block or rows))
     network = rates.network if nodes else rates.link
-    tails = (passes + 1.0) * (ranks - 1) * run.data.batch_size * element_bytes(run, "cuda") * states.tail / network
-    one = states.flops * seq_len * run.data.batch_size * (2 + forwards) / (RECURRENCE * rates.matmul) / ranks
-    _, more = added(states, run, ranks, rows, rates, nodes)
-    return states.stateful * pieces * (more.wire + tails), states.stateful * (one + pieces * more.work)
+    tails = (passes + 1.0) * (ranks - 1) * run.data.batch_size * element_bytes(run, "cuda") * of.tail / network
+    one = of.flops * seq_len * run.data.batch_size * (2 + forwards) / (RECURRENCE * rates.matmul) / ranks
+    more = added(of.layer, run, ranks, rows, rates, nodes)[1] if of.layer else Cost(0.0, 0.0)
+    return of.layers * pieces * (more.wire + tails), of.layers * (one + pieces * more.work)
 
 
 def step_seconds(
@@ -104,8 +103,8 @@ def step_seconds(
     forwards = 1 + again + remade * (1 - kept)
     wire = exchange_bytes(shape, ranks, seq_len * run.data.batch_size, element, forwards, kept)
     exchange = wire / network
-    if shape.states is not None:
-        sent, recurrence = states_seconds(shape.states, run, machine, ranks, seq_len, 1 + again + remade + first)
+    if shape.recurrence is not None:
+        sent, recurrence = states_seconds(shape.recurrence, run, machine, ranks, seq_len, 1 + again + remade + first)
         exchange, core = exchange + sent, core + recurrence
     zero = _zero_seconds(shape, run, machine, remade) * (
         -(-seq_len // (run.block * ranks)) if run.block and first else 1

@@ -95,7 +95,7 @@ class _TiledCompute(torch.autograd.Function):
                     first = grads.pop(0)
                     put_part(xs, grad_x, rows, torch.zeros_like(leaf) if first is None else first)
                 sums.add(grads, last=rows is tiles[-1])
-                grads = grads[-1:]  # alive during the next tile, as the planner's forms count it
+                grads = grads[-1:]  # alive during the next tile
         if courier is not None:
             courier.finish()
         done = iter(sums.done())
@@ -272,8 +272,7 @@ class TiledMLP(TiledModule):
     """
 
     narrow = False
-    """Are the gradients of a single tile left in the weights' precision? A dense MLP's are small, and counted so by the
-    planner's forms."""
+    """Are the gradients of a single tile left in the weights' precision? A dense MLP's are small."""
     further = 0
     """Outputs besides the first, as the last forward had them."""
     further_unread = False

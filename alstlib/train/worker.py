@@ -22,6 +22,7 @@ from alstlib.hf.models import model_config
 from alstlib.mesh import SPContext, accelerator, gather_text, join, join_fake, own_device, take_device
 from alstlib.offload.ledger import ran_out
 from alstlib.planner import devices
+from alstlib.planner.fits import known_only
 from alstlib.planner.machine import machine_of
 from alstlib.planner.preflight import as_metrics, foretell, step_limit
 from alstlib.runs import results, workers
@@ -102,7 +103,8 @@ class Job:
             return {"unknown": why}
         try:
             machine = machine_of(self.run, node_count(ctx.world_size), gpus)
-            return as_metrics(foretell(self.run, machine, seq_len)[1], machine)
+            with known_only():  # the launcher had it simulated
+                return as_metrics(foretell(self.run, machine, seq_len)[1], machine)
         except (ValueError, KeyError) as e:
             return {"unknown": str(e)}
 
@@ -167,7 +169,8 @@ def run_worker(doc: str | None, job: Callable[[RunConfig, Path], Any]) -> None:
     else:
         world = int(os.environ["WORLD_SIZE"])
         resolved = run.replace(engine={"world_size": world, "sp": run.engine.sp or world})
-        patience = step_limit(resolved, node_count(world), 0 if device.type == "cpu" else world)[0]
+        with known_only():
+            patience = step_limit(resolved, node_count(world), 0 if device.type == "cpu" else world)[0]
         join(device, min(patience, LONGEST_SECONDS) + 60)  # the launcher ends the run before, and says why
     work(run, args.out, job)
     dist.barrier()

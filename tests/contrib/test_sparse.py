@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from alstlib.contrib.sparse import PageChoices, Sparse, select_pages
 from alstlib.kernels.paged import Choice
 from alstlib.measure.verify import in_full
 from alstlib.mesh import SPContext
-from alstlib.planner.model_shapes import shape_of
+from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.streaming import streaming_of
 from alstlib.reference import attention, seen_pages
 
@@ -205,7 +206,7 @@ def test_pages_that_no_head_chose_are_not_fetched(monkeypatch: pytest.MonkeyPatc
     assert handle.store.nbytes == sum(s.bytes.numel() for s in handle.store.free)
 
 
-def test_the_planner_counts_the_pages_that_a_run_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planner_counts_the_pages_that_a_run_sees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made, model, sample = watched(monkeypatch), make_model("gqa"), batch(61)
     run = RunConfig.from_dict(
         {"options": {"chunk": CHUNK, **HOST}, "contrib.sparse": {"top": SPARSE.top, "page": SPARSE.page}}
@@ -213,7 +214,8 @@ def test_the_planner_counts_the_pages_that_a_run_sees(monkeypatch: pytest.Monkey
     with attach(model, Sparse(**run.contrib.sparse or {}), **HOST):
         step(model, sample)
     seen = [int(c.seen[0, head].sum()) for choices in made for c in choices.made.values() for head in (0, 1)]
-    shape = shape_of(model.config.to_dict(), "gqa")
+    model.config.save_pretrained(tmp_path)
+    shape = read_shape(str(tmp_path))
     plan = streaming_of(shape, run, 1, 61, 4, None)
     chunks = 61 / CHUNK
     assert sum(seen) == 2 * len(made) * plan.visits(chunks, plan.pages_of_head)

@@ -17,7 +17,7 @@ from alstlib.config import RunConfig
 from alstlib.hf.support import check_model
 from alstlib.kernels.backends import choose_backend
 from alstlib.measure.simulate import simulate
-from alstlib.planner.attention_bytes import kernel_workspace
+from alstlib.planner.activations import kernel_workspace
 from alstlib.planner.gpus import GPUS, rates_of
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape

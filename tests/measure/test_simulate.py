@@ -14,9 +14,9 @@ import alstlib
 from alstlib.config import ROWS, RunConfig, row_config
 from alstlib.hf.models import load_model
 from alstlib.measure.simulate import drop_gradients, simulate, simulate_deep, step
+from alstlib.planner.fits import part_of
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape
-from alstlib.planner.moments import part_of
 from alstlib.planner.prediction import predict, states
 
 RUN: dict[str, Any] = {

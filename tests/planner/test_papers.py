@@ -9,6 +9,8 @@ import pytest
 from alstlib.config import PAPER_ROWS
 from alstlib.planner import papers
 
+pytestmark = pytest.mark.simulates
+
 
 def test_what_is_committed_is_what_comes_out() -> None:
     committed = json.loads(papers.FILE.read_text())

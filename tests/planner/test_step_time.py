@@ -10,7 +10,7 @@ import pytest
 
 from alstlib.config import RunConfig, row_config
 from alstlib.figures import step_plots
-from alstlib.planner.activations import activations
+from alstlib.planner.activations import activations, kernel_of
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape
@@ -136,3 +136,26 @@ def test_the_optimizer_steps_on_what_is_trained() -> None:
     whole, adapter = both(OURS, 8, 512_000)[1], both(OURS.replace(model={"lora": {"r": 16}}), 8, 512_000)[1]
     trained = SHAPE.adapter_parameters({"r": 16})
     assert adapter["optimizer"] == pytest.approx(whole["optimizer"] * trained / SHAPE.parameters, rel=1e-9)
+
+
+def test_capped_scores_are_slow_and_told_so() -> None:
+    """Gemma 2 runs no fused kernel without flash-attn's packages."""
+    shape = read_shape("google/gemma-2-9b")
+    run = OURS.replace(model={"name": shape.name})
+    assert kernel_of(shape, run, "cuda") == "blockwise"
+    found = activations(shape, run, 8, 2**17, "cuda")
+    machine = Machine(gpus=8)
+    slow, fast = (
+        step_seconds(shape, run, machine, 8, 2**17, replace(found, kernel=kernel))["attention"]
+        for kernel in (found.kernel, "cudnn")
+    )
+    assert slow > 5 * fast
+
+
+def test_pairs_of_full_and_sliding_layers() -> None:
+    """One layer in two of Gemma 2 sees everything."""
+    shape = read_shape("google/gemma-2-9b")
+    assert (shape.windowed, shape.layers) == (21, 42)
+    whole = attention_flops(replace(shape, windowed=0), 10**6)
+    assert attention_flops(shape, 10**6) == pytest.approx(whole / 2 + whole / 2 * 2 * 4096 / 10**6, rel=0.01)
+    assert attention_flops(shape, 10**6, 0.5) == pytest.approx(whole / 4 + whole / 2 * 2 * 4096 / 10**6, rel=0.01)

@@ -1,4 +1,4 @@
-"""The closed form of the memory of the paper's programs, as the ALST paper ran them: `forms` for other people's code.
+"""The programs that the ALST paper ran, simulated: `simulate` for other people's code.
 
 Its own code runs wherever it can without a GPU: transformers' models, loss and layers' checkpoints, PyTorch's reentrant
 `CheckpointFunction`, and DeepSpeed's `UlyssesSPAttentionHF` and `TiledMLP`. Kernels cannot, so functions with the same
@@ -6,18 +6,18 @@ allocations, in the same order, stand in for them, read off the sources of the p
 
 What the paper switched on with its fused loss were all of Liger's Llama features, but SwiGLU not with a tiled MLP; its
 baseline has none of them. Gradients of weights are dropped as DeepSpeed takes them: those of a tiled MLP after its last
-tile, so that its `2 H I` each are among the moments.
-
-Names are those of `forms`. Tiles have rules of their own, `sizing.reference_tiles`: M tokens of the MLP, U of the loss.
+tile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
-import random
-from dataclasses import dataclass
+import io
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
 from types import MethodType
 from typing import Any
 from unittest import mock
@@ -30,51 +30,15 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from alstlib.measure import forms
+from alstlib.config import RunConfig
+from alstlib.hf.models import model_config
 from alstlib.measure.baselines import _checkpoint
-from alstlib.measure.pruning import Term, plausible, prune
 from alstlib.measure.scope import CHECKPOINTS, EXCHANGE, Places
-from alstlib.measure.simulate import fake_ranks, shard_of
-from alstlib.offload.ledger import Ledger
+from alstlib.measure.simulate import Deep, Recording, Simulated, fake_ranks, of_step, shard_of
 from alstlib.sizing import reference_tiles
+from alstlib.tiled.compute import TileRule
 
-TILES = 7
-SIZES = {**forms.SIZES, "R": 1877, "M": 269, "U": 271}
-"""`torch.chunk` cuts R tokens into this many tiles of M, and its tail, and U's, are primes that `forms.TAILS` knows."""
 FLASH = "reference"
-
-
-@dataclass(frozen=True)
-class Way:
-    """What a form of the reference depends on besides sizes. Always bf16 and checkpointed."""
-
-    family: str
-    heads: str = "one"
-    mlp: bool = True
-    loss: bool = True
-    """Liger's kernels, its fused loss among them."""
-    offload: bool = False
-
-    @property
-    def name(self) -> str:
-        on = [name for name in ("mlp", "loss") if getattr(self, name)]
-        return "/".join(
-            ["reference", self.family, "bf16", self.heads, "host" if self.offload else "device", "+".join(on)]
-        )
-
-
-class _Recorder(forms._Recorder):
-    def once(self, tensor: Tensor) -> None:
-        """However many layers there are, there is one such tensor: an input that no checkpoint keeps on the device."""
-        key = tensor.untyped_storage()._cdata
-        if (made := self.made.get(key)) is not None:
-            self.alive[made] -= 1
-            self.made[key] = made = (made[0], False, made[2])
-            self.alive[made] += 1
-
-
-class _Recording(Ledger):
-    instrument = _Recorder
 
 
 class _Flash(Function):
@@ -159,7 +123,8 @@ class _Loss(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         dw, dx = torch.zeros_like(weight), torch.zeros_like(x)
         losses = x.new_zeros(len(x), dtype=torch.float32)
-        for rows, into in zip(x.split(SIZES["U"]), dx.split(SIZES["U"])):
+        tile = reference_tiles(len(x), x.shape[1], len(weight))["U"]
+        for rows, into in zip(x.split(tile), dx.split(tile)):
             logits = rows @ weight.t()  # and their gradient, in place
             into[:] = logits @ weight
             torch.addmm(dw, logits.t(), rows, out=dw)
@@ -181,26 +146,29 @@ def _swiglu_forward(mlp: Any, x: Tensor) -> Tensor:
 
 
 def _tiled_forward(mlp: Any, x: Tensor) -> Tensor:
-    """ArcticTraining's `tiled_mlp_forward_common`, except for its number of tiles (`TILES`)."""
+    """ArcticTraining's `tiled_mlp_forward_common`."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
     def forward(mlp: Any, part: Tensor) -> Tensor:
         return mlp.down_proj(mlp.act_fn(mlp.gate_proj(part)) * mlp.up_proj(part))
 
-    return TiledMLP.apply(forward, mlp, x, TILES, [mlp.down_proj.weight, mlp.gate_proj.weight, mlp.up_proj.weight])
+    tiles = math.ceil(x.shape[1] / x.shape[2])
+    return TiledMLP.apply(forward, mlp, x, tiles, [mlp.down_proj.weight, mlp.gate_proj.weight, mlp.up_proj.weight])
 
 
-def _kernels(model: Any, way: Way) -> Any:
-    """Put the stand-ins of Liger's kernels, and the tiled MLP, into a model. RoPE is one for as long as what this
-    returns is entered."""
+@contextlib.contextmanager
+def _kernels(model: Any, run: RunConfig) -> Iterator[None]:
+    """With the stand-ins of Liger's kernels, and the tiled MLP, in a model."""
+    tiled, fused = run.options.tile("mlp"), run.options.tile("loss")
     for module in model.modules():
         kind = type(module).__name__
-        if kind.endswith("RMSNorm") and way.loss:
+        if kind.endswith("RMSNorm") and fused:
             module.forward = MethodType(_norm_forward, module)
-        if kind.endswith("MLP") and (way.mlp or way.loss):
-            module.forward = MethodType(_tiled_forward if way.mlp else _swiglu_forward, module)
+        if kind.endswith("MLP") and (tiled or fused):
+            module.forward = MethodType(_tiled_forward if tiled else _swiglu_forward, module)
     rope = f"{type(model).__module__}.apply_rotary_pos_emb"
-    return mock.patch(rope, _Rope.apply) if way.loss else contextlib.nullcontext()
+    with mock.patch(rope, _Rope.apply) if fused else contextlib.nullcontext():
+        yield
 
 
 def _ulysses(model: Any) -> Any:
@@ -219,6 +187,22 @@ def _ulysses(model: Any) -> Any:
     )  # fmt: skip
 
 
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Without what DeepSpeed, and a linker that it starts, say of the machine when it is imported."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def _keep(layer: Any, ledger: Any, offload: bool) -> None:
     """Say where a layer's checkpoint waits. On the host as with ArcticTraining's `CheckpointFunctionWithCPUOffload`:
     nothing of it stays on the device, and backward makes it anew there."""
@@ -228,7 +212,6 @@ def _keep(layer: Any, ledger: Any, offload: bool) -> None:
         if not offload:
             ledger.move(x, f"<{CHECKPOINTS}>")
             return checkpoint(function, x, *rest)
-        ledger._cpu.once(x)
         with saved_tensors_hooks(lambda t: (t.shape, t.dtype), lambda kept: torch.empty(kept[0], dtype=kept[1])):
             return checkpoint(function, x, *rest)
 
@@ -241,56 +224,53 @@ def _take(p: Any) -> None:
         p.grad = None
 
 
-def _loss(model: Any, way: Way, ids: Tensor, at: Tensor) -> Tensor:
+def _loss(model: Any, fused: bool, ids: Tensor, at: Tensor) -> Tensor:
     """transformers' `ForCausalLM.forward` with its `ForCausalLMLoss`, or Liger's `lce_forward`."""
-    if not way.loss:
+    if not fused:
         return model(input_ids=ids, position_ids=at, labels=ids, shift_labels=ids, use_cache=False).loss
     hidden = model.model(input_ids=ids, position_ids=at, use_cache=False).last_hidden_state
     return _Loss.apply(hidden.view(-1, hidden.shape[-1]), model.lm_head.weight)
 
 
-def trace(way: Way) -> tuple[dict[frozenset[Any], str], dict[str, int], str]:
-    """One simulated step at prime sizes: its moments, the primes, and the names of query heads."""
-    primes, ranks, query = forms.HEADS[way.heads]
-    sizes = {**SIZES, **primes}
-    config = forms.prime_config(way.family, sizes, ranks)
-    AttentionInterface.register(FLASH, _flash)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=FLASH).train()
-    with fake_ranks(ranks) as ctx, _kernels(model, way), FakeTensorMode(allow_non_fake_inputs=True):
-        model.to_empty(device="cpu")
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(_take)
-        _checkpoint(model)
-        shard = shard_of(ctx, sizes["R"])
-        gc.collect()
-        with Places(model) as places, _Recording(place=places.now) as ledger:
-            recorder: Any = ledger._cpu
-            if ranks > 1:
-                ulysses = _ulysses(model)
-                AttentionInterface.register(FLASH, lambda *args, **kwargs: ulysses(*args, **kwargs))
-                places.wrap(ulysses, "_combine_local_sequences", EXCHANGE)
-                places.wrap(ulysses, "_partition_global_sequence", EXCHANGE)
-            for layer in model.model.layers:
-                _keep(layer, ledger, way.offload)
-            _loss(model, way, shard["input_ids"], shard["position_ids"]).backward()
-    return recorder.moments, sizes, query
+class ReferenceStack(Deep):
+    """A model under the reference, in bf16 and with checkpoints, and with a tiled MLP, a fused loss and checkpoints on
+    the host as the run's options say."""
 
+    def whole(self) -> Any:
+        AttentionInterface.register(FLASH, _flash)
+        config = model_config(self.run.model.name, self.run.model.config, shape_only=True)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=FLASH).train()
 
-def moments(way: Way) -> tuple[list[tuple[str, dict[Term, float]]], dict[str, Any]]:
-    """The moments of a step as `forms.moments` gives them; what decides the tiles is `sizing.reference_tiles`."""
-    tiles = {"M": ("1 I", 2)} if way.mlp else {}
-    found = prune(forms.sums(*trace(way)), sizes=_plausible)
-    return found, {**tiles, **({"U": ("1 V", 2)} if way.loss else {})}
+    def run_step(self, model: Any, run: RunConfig, tiles: TileRule | None) -> Simulated:
+        AttentionInterface.register(FLASH, _flash)
+        with fake_ranks(self.ranks) as ctx, _kernels(model, run), FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(_take)
+            _checkpoint(model)
+            shard = shard_of(ctx, run.data.seq_len // ctx.sp)
+            gc.collect()
+            with Places(model) as places, Recording(place=places.now) as ledger:
+                start = ledger.device_bytes
+                if self.ranks > 1:
+                    with _silent():
+                        ulysses = _ulysses(model)
+                    AttentionInterface.register(FLASH, lambda *args, **kwargs: ulysses(*args, **kwargs))
+                    places.wrap(ulysses, "_combine_local_sequences", EXCHANGE)
+                    places.wrap(ulysses, "_partition_global_sequence", EXCHANGE)
+                for layer in model.model.layers:
+                    _keep(layer, ledger, bool(run.options.offload))
+                fused = bool(run.options.tile("loss"))
+                _loss(model, fused, shard["input_ids"], shard["position_ids"]).backward()
+            return of_step(run, model, ctx, ledger, start)
 
-
-def _plausible(draw: random.Random) -> dict[str, float]:
-    sizes = plausible(draw)
-    return sizes | reference_tiles(int(sizes["R"]), int(sizes["H"]), int(sizes["V"]))
-
-
-def ways() -> list[Way]:
-    """Every way of the reference that is calibrated."""
-    switches = (True, False)
-    how = itertools.product(("llama", "qwen3"), ("one", "whole", "shared"), switches, switches, switches)
-    return [Way(family, heads, mlp, loss, offload) for family, heads, mlp, loss, offload in how]
+    def lengths(self, rows: int) -> tuple[Sequence[int], int, int]:
+        """Between two of Liger's tiles, which double with the rows; of an MLP's tiles, all whole."""
+        vocab, width = self.model.get_input_embeddings().weight.shape
+        tile = reference_tiles(rows, width, vocab)["U"]
+        longest = tile * -(-vocab // width)
+        if rows <= width:
+            return (rows,), rows, rows
+        low, whole = max(width + 1, longest // 2 + 1), max(tile, width)
+        first = -(-low // whole) * whole
+        return (first, first + whole), low, longest

@@ -1,0 +1,160 @@
+"""Answers for `planner.fits`: the sizes of any model, and what its step takes at any length, from simulated steps.
+`python -m alstlib.measure.answers span` answers the question on standard input."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+import alstlib
+from alstlib.config import Model, RunConfig
+from alstlib.hf.mixers import mixers_of
+from alstlib.hf.support import check_model
+from alstlib.measure.reference_stack import ReferenceStack
+from alstlib.measure.scope import ATTENTION, STATES, category
+from alstlib.measure.simulate import PROBE, Deep, sizes_of, whole_model
+from alstlib.planner.fits import KERNEL, StepQuestion, part_of
+
+
+def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What `fits` asks for: the moments between two lengths (`span`), or the sizes of a model (`facts`)."""
+    if what == "facts":
+        return count(asked["name"], asked["overrides"], asked["trust"])
+    return span(json.dumps(asked["question"], sort_keys=True), asked["rows"])
+
+
+@functools.lru_cache(maxsize=4)
+def _deep(question: str) -> Deep:
+    """A search asks about many lengths of one model, which is built once for all of them."""
+    asked = StepQuestion.from_dict(json.loads(question))
+    stack = Deep if asked.preset == "ours" else ReferenceStack
+    return stack(asked.run, asked.ranks, asked.device, asked.capability)
+
+
+def span(question: str, rows: int) -> dict[str, Any]:
+    """The moments of steps with about so many rows on a rank: `from` and `to` rows, for which the lines hold
+    (`Deep.lengths`)."""
+    deep = _deep(question)
+    lengths, low, high = deep.lengths(rows)
+    first, *others = (deep.at(rows * deep.ranks) for rows in lengths)
+    then, further = others[0] if others else first, lengths[-1] - lengths[0]
+
+    def line(here: float, there: float) -> tuple[float, float]:
+        slope = (there - here) / further if further else 0.0
+        return here - slope * lengths[0], slope
+
+    lines = {
+        key: {n: line(here.get(n, 0), then.moments[key].get(n, 0)) for n in sorted({*here, *then.moments[key]})}
+        for key, here in first.moments.items()
+        if key in then.moments
+    }
+    return {
+        "from": low, "to": high, "host": line(first.host_peak, then.host_peak),
+        "moments": [
+            [key.partition("|")[0].removesuffix(KERNEL), KERNEL in key, of]
+            for key, of in _without_smaller(lines, low).items()
+        ],
+    }  # fmt: skip
+
+
+def _without_smaller(
+    lines: Mapping[str, dict[str, tuple[float, float]]], rows: int
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """Without moments than which another one of the same part of the model is larger at every length."""
+
+    def size(key: str) -> tuple[float, float]:
+        bases, slopes = zip(*lines[key].values()) if lines[key] else ((0.0,), (0.0,))
+        return sum(bases) + rows * sum(slopes), sum(slopes)
+
+    groups: dict[tuple[str, bool], list[tuple[tuple[float, float], str]]] = {}
+    for key in lines:
+        place = key.partition("|")[0]
+        groups.setdefault((part_of(place), KERNEL in place), []).append((size(key), key))
+    kept: dict[str, dict[str, tuple[float, float]]] = {}
+    for found in groups.values():
+        steepest = -1.0
+        for (_, slope), key in sorted(found, reverse=True):
+            if slope > steepest:
+                kept[key], steepest = lines[key], slope
+    return kept
+
+
+def count(name: str, overrides: Mapping[str, Any], trust: bool) -> dict[str, Any]:
+    """The fields of a `Shape`, from the model itself on meta."""
+    run = RunConfig(model=Model(name=name, config=dict(overrides), trust_remote_code=trust, dtype="bf16"))
+    with torch.device("meta"):
+        model: Any = whole_model(run, "cuda")
+    facts, config = check_model(model, alstlib.SPContext(), "auto"), model.config.get_text_config()
+    mixing = mlps = 0.0
+    for i, layer in enumerate(facts.layers):
+        mixes = i in facts.attending or mixers_of(layer)
+        for path, p in layer.named_parameters():
+            if p.ndim > 1 and mixes and category(f".{i}.{path.rpartition('.')[0]}") in (ATTENTION, STATES):
+                mixing += p.numel()
+            elif p.ndim > 1:
+                mlps += p.numel() * _share(model, layer, path, p)
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = list(getattr(config, "layer_types", None) or ())
+    windowed = kinds.count("sliding_attention") if kinds else len(facts.layers) * bool(window)
+    head, linear = model.get_output_embeddings().weight, Counter[str]()
+    for path, m in model.named_modules():
+        if isinstance(m, nn.Linear) and m.weight is not head:
+            linear[path.rpartition(".")[2]] += m.in_features + m.out_features
+    sizes, mlp = sizes_of(model), getattr(config, "intermediate_size", 0)
+    return {
+        "family": config.model_type, "vocab": head.shape[0], "width": head.shape[1],
+        "mlp": mlp if isinstance(mlp, int) else 0,
+        "layers": len(facts.layers), "heads": facts.heads, "kv_heads": facts.kv_heads or facts.heads,
+        "head_dim": facts.kv_widths - facts.value_width, "value_dim": facts.value_width,
+        "window": window if windowed else 0, "windowed": windowed,
+        "softcap": getattr(config, "attn_logit_softcapping", None) is not None, "attending": len(facts.attending),
+        "parameters": sizes.parameters, "layer_parameters": sizes.layer, "largest_tensor": sizes.largest,
+        "mixing": round(mixing), "mlp_of_token": round(mlps), "linear": dict(linear),
+        "recurrence": _recurrence(run, [mixers for layer in facts.layers if (mixers := mixers_of(layer))]),
+    }  # fmt: skip
+
+
+def _recurrence(run: RunConfig, layers: Sequence[Sequence[nn.Module]]) -> dict[str, Any] | None:
+    """The fields of a `Recurrence`, from the mixers of the layers that have some, and from a step of two ranks."""
+    if not layers:
+        return None
+    convolutions = [m for mixer in layers[0] for m in mixer.modules() if isinstance(m, nn.Conv1d)]
+    deep = Deep(run, 2)
+    met = deep.shallow(deep.chosen, 2 * PROBE).recurrences
+    return {
+        "layers": len(layers),
+        "tail": sum(m.in_channels * (m.kernel_size[0] - 1) for m in convolutions),
+        "layer": asdict(met[0]) if met else None,
+    }
+
+
+def _share(model: Any, layer: nn.Module, path: str, p: torch.Tensor) -> float:
+    """The share of a matrix of an MLP that multiplies each token: of experts, those that it goes to."""
+    names = path.split(".")
+    blocks = [layer.get_submodule(".".join(names[:i])) for i in range(1, len(names))]
+    each = [k for m in blocks for n in ("top_k", "num_experts_per_tok") if isinstance(k := getattr(m, n, None), int)]
+    listed = [len(m) for m, name in zip(blocks, names) if name == "experts" and isinstance(m, nn.ModuleList)]
+    experts = listed[-1] if listed else p.shape[0] if p.ndim > 2 else 0
+    chosen = max(each, default=getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1)
+    return min(1.0, chosen / experts) if experts else 1.0
+
+
+def main() -> None:
+    """Answer the question on standard input; the answer is the last line that is printed."""
+    try:
+        found = answer(sys.argv[1], json.load(sys.stdin))
+    except ValueError as e:
+        found = {"refused": str(e)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

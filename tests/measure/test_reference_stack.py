@@ -1,0 +1,41 @@
+"""The reference stack's code under fake tensors makes what it makes with real ones."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+
+from alstlib.config import RunConfig
+from alstlib.measure import reference_stack
+from alstlib.measure.reference_stack import ReferenceStack
+from alstlib.options import Options
+
+SMALL = {
+    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 97, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "head_dim": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "mlp", "loss", "offload"),
+    [(2, 1, False, False, False), (2, 2, False, True, False), (2, 2, True, True, True), (1, 4, True, True, True)],
+)
+def test_real_tensors_at_small_sizes(
+    heads: int, ranks: int, mlp: bool, loss: bool, offload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same moments, to the byte and the category."""
+    options = Options.plain(tiles={"mlp": mlp, "loss": loss, "norm": False}, offload=offload)
+    model = {"name": "tiny", "config": {**SMALL, "num_key_value_heads": heads}, "dtype": "bf16"}
+    stack = ReferenceStack(RunConfig(model=model, options=options), ranks)
+    fake = stack.at(77 * ranks)
+    monkeypatch.setattr(reference_stack, "FakeTensorMode", lambda **_: contextlib.nullcontext())
+    real = stack.at(77 * ranks)
+    assert (real.device_peak, real.categories) == (fake.device_peak, fake.categories)
+    assert _moments(real) == _moments(fake)
+    assert len(fake.moments) > 20
+
+
+def _moments(found: Any) -> set[tuple[str, frozenset[Any]]]:
+    return {(key.partition("|")[0], frozenset(at.items())) for key, at in found.moments.items()}

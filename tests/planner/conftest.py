@@ -1,0 +1,78 @@
+"""Steps that no simulation made: the planner's answers are tested without waiting for any.
+
+What a real step takes is tested in tests/measure and against real ranks; here it only has to grow with what it grows
+with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from alstlib.config import RunConfig
+from alstlib.planner import fits
+from alstlib.planner.model_shapes import read_shape
+from alstlib.sizing import kv_needed
+
+TILE = {"loss": 1024, "mlp": 16_384}
+
+
+def step(question: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """The moments of a step in attention's backward, in an MLP and at the head, as `answers.span` gives them."""
+    run, ranks = RunConfig.from_dict(question["run"]), question["ranks"]
+    shape = read_shape(run.model.name, run.model.config)
+    options, offload, places = run.options, bool(run.options.offload), run.options.on_host
+    chunk = run.chunk if run.chunk is not None and rows > run.chunk else None
+    hidden, inside = 2.0 * shape.width, 2.0 * max(shape.mlp, shape.width)
+    heads = 2.0 * shape.heads * shape.head_dim
+    keys = 2.0 * max(kv_needed(shape.heads, shape.kv_heads, ranks)) * 2 * shape.head_dim * ranks
+
+    def part(each: float, of: int | None = chunk) -> tuple[float, float]:
+        """Bytes without any rows and for each row: of a chunk's rows, or of all."""
+        return (0.0, each) if of is None else (each * of, 0.0)
+
+    travels = chunk is not None and places in ("hidden", "hidden+kv")
+    waits = part(6 * hidden, chunk if travels else None)
+    pages = part(3 * keys, chunk if chunk and places == "hidden+kv" else None)
+    kept = 0.0
+    if not options.checkpoint:
+        kept = shape.layers * (12 * hidden + 2 * heads + 3 * inside)
+    elif not offload:
+        kept = shape.layers * (hidden + (heads if options.save_attention else 0))
+    every = {"hidden states": waits, "checkpoints": (0.0, kept)}
+    logits, tiles = 8.0 * shape.vocab, {name: options.tile(name) for name in ("loss", "mlp")}
+    weights = 0.0 if run.model.lora else 4.0 * shape.width * shape.mlp
+    mlp = part(4 * inside, min(TILE["mlp"], rows) if tiles["mlp"] else chunk)
+    last = f"model.layers.{shape.layers - 1}"
+    moments = [
+        [f"{last}.self_attn", True, {**every, "attention": _sum(part(2 * heads), pages),
+                                     "exchange": part(2 * heads if ranks > 1 else 0.0)}],
+        [f"{last}.mlp", False, {**every, "mlp": _sum(mlp, (weights, 0.0))}],
+        ["lm_head", False, {**every, "loss": part(logits, min(TILE["loss"], rows) if tiles["loss"] else None)}],
+    ]  # fmt: skip
+    saved = heads + 4 * shape.heads if options.save_attention else 0.0
+    host = shape.layers * (hidden + saved) * (offload and options.checkpoint)
+    return {"from": rows, "to": rows, "host": (0.0, host), "moments": moments}
+
+
+def _sum(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+    return one[0] + other[0], one[1] + other[1]
+
+
+@pytest.fixture(autouse=True)
+def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such steps in place of simulated ones, unless a test is marked `simulates`; sizes of models are real."""
+    if request.node.get_closest_marker("simulates"):
+        return
+    ask, known = fits._ask, fits._known
+
+    def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+        return step(asked["question"], asked["rows"]) if what == "span" else ask(what, asked)
+
+    found: dict[str, list[dict[str, Any]]] = {}
+    monkeypatch.setattr(fits, "_ask", answer)
+    monkeypatch.setattr(
+        fits, "_known", lambda text: known(text) if text.startswith('["facts"') else found.setdefault(text, [])
+    )
+    monkeypatch.setattr(fits, "_keep", lambda *_: None)
