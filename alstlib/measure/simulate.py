@@ -19,7 +19,7 @@ import gc
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 from unittest import mock
@@ -43,6 +43,7 @@ from alstlib.planner.fits import KERNEL, element_bytes, part_of
 from alstlib.planner.model_states import Sizes, States, model_states
 from alstlib.planner.state_ways import StateLayer
 from alstlib.sizing import kernels_as_on, page_rows, tile_for
+from alstlib.tiled import compute, logits
 from alstlib.tiled.compute import TileRule, as_on
 
 PLENTY = 2**60
@@ -158,7 +159,7 @@ def run_model(
     """A step of a model on meta (or, not `fake`, with real weights), with tiles as on the device, or by a rule."""
     with fake_ranks(ranks) as ctx, as_on(tiles or device):
         kernels = kernels_as_on(device, capability) if fake else nullcontext()
-        alike = mock.patch.object(blockwise, "_blocks", _some_blocks) if fake else nullcontext()
+        alike = some_of_many() if fake else nullcontext()
         states = fused_states(model) if fake and device == "cuda" else nullcontext()
         with kernels, alike, states, alstlib.apply(model, ctx, run.options) as handle:
             if not fake:
@@ -169,15 +170,30 @@ def run_model(
                 return step(run, model, handle, ctx)
 
 
-def _some_blocks(*how: Any) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
-    """The first and the last blocks of blockwise attention: those between take as much, and there are 65,000 of 500K
-    keys and two heads."""
-    rows = list(_all_blocks(*how))
-    for at, parts in rows if len(rows) < 4 else [*rows[:2], *rows[-2:]]:
-        yield at, parts if len(parts) < 4 else [*parts[:2], *parts[-2:]]
+@contextmanager
+def some_of_many() -> Iterator[None]:
+    """Of many tiles, and of many blocks of blockwise attention, run the first and the last: those between take as much.
+    A step of an 8B with 98K rows takes 0.9 s instead of 1.9 s; 500K keys of two heads are 65,000 blocks."""
+    tiles, blocks = compute.tiles_of, blockwise._blocks
+
+    def ends(of: list[Any]) -> list[Any]:
+        return of if len(of) < 2 * ENDS else [*of[:ENDS], *of[-ENDS:]]
+
+    def some_tiles(rows: int, tile: int) -> list[slice]:
+        return ends(tiles(rows, tile))
+
+    def some_blocks(*how: Any) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
+        return ((at, ends(parts)) for at, parts in ends(list(blocks(*how))))
+
+    with ExitStack() as stack:
+        for module in (compute, logits):
+            stack.enter_context(mock.patch.object(module, "tiles_of", some_tiles))
+        stack.enter_context(mock.patch.object(blockwise, "_blocks", some_blocks))
+        yield
 
 
-_all_blocks = blockwise._blocks
+ENDS = 2
+"""Of tiles and blocks that are run, at each end: the second one meets what the first one leaves."""
 
 
 def _roomy(run: RunConfig) -> RunConfig:
