@@ -27,7 +27,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import alstlib
@@ -225,12 +226,15 @@ class _Recorder(_CpuInstrument):
         super().__init__(budget, record)
         self.moments: dict[str, tuple[int, dict[str, int]]] = {}
         self.rising = ""
+        self.fake = detect_fake_mode() is not None
 
     def note(self, key: str) -> None:
         if self.bytes > self.moments.get(key, (0,))[0]:
             self.moments[key] = (self.bytes, dict(self.places))
 
     def see(self, tensor: torch.Tensor, operation: str = "") -> None:
+        if operation and self.fake and not isinstance(tensor, FakeTensor):
+            return  # indices with values, which a run copies to the device and lets go
         before = self.bytes
         super().see(tensor, operation)
         if self.place is not None and self.bytes > before:

@@ -182,12 +182,12 @@ def test_what_comes_with_the_library_is_what_is_simulated_today() -> None:
         assert json.loads(json.dumps(public_fits._plain(fresh))) == found, entry
 
 
-def test_blocks_that_are_alike_are_not_all_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Soft caps run block by block: some of the blocks take as much as all."""
+def test_blocks_and_tiles_that_are_alike_are_not_all_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Soft caps run block by block: some of the blocks, and of the tiles, take as much as all."""
     name = folder(tmp_path, "gemma2", 2)
     run = run_of(name, attention="blockwise").replace(data={"seq_len": 6000})
     some = simulate.simulate(run, 1)
-    monkeypatch.setattr(simulate, "_some_blocks", simulate._all_blocks)
+    monkeypatch.setattr(simulate, "ENDS", 10**6)
     whole = simulate.simulate(run, 1)
     assert (some.device_peak, some.categories) == (whole.device_peak, whole.categories)
     assert some.moments == whole.moments
