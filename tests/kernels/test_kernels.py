@@ -290,14 +290,12 @@ HALF = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("documents", [None, [0, 1, 130, 257, 258, 300, 514]], ids=["rows", "documents"])
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("cpu", torch.bfloat16), *(pytest.param(*case, marks=pytest.mark.gpu) for case in HALF)]
+BATCHES = pytest.mark.parametrize(
+    ("kv", "documents"), list(itertools.product([4, 2, 1], [None, [0, 1, 130, 257, 258, 300, 514]]))
 )
-@pytest.mark.parametrize("kv", [4, 2, 1])
-def test_half_precision_is_as_good_as_torchs(
-    name: str, dtype: torch.dtype, kv: int, documents: list[int] | None
-) -> None:
+
+
+def as_good_as_torchs(name: str, dtype: torch.dtype, kv: int, documents: list[int] | None) -> None:
     """The error is at most 1.5 times that of PyTorch's own; and, in chunks of rows, that of one call."""
     device = torch.device("cpu" if name == "cpu" else "cuda")
     try:
@@ -314,3 +312,15 @@ def test_half_precision_is_as_good_as_torchs(
     assert worst(whole[1:2], want[1:2]) < 1e-3
     for part in parts:
         compare(part, list(whole), want)
+
+
+@BATCHES
+def test_half_precision_is_as_good_as_torchs(kv: int, documents: list[int] | None) -> None:
+    as_good_as_torchs("cpu", torch.bfloat16, kv, documents)
+
+
+@pytest.mark.gpu
+@BATCHES
+@pytest.mark.parametrize(("name", "dtype"), HALF)
+def test_gpu_kernel_is_as_good_as_torchs(name: str, dtype: torch.dtype, kv: int, documents: list[int] | None) -> None:
+    as_good_as_torchs(name, dtype, kv, documents)

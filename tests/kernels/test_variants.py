@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -57,16 +58,23 @@ ON_GPU = [(name, key) for name in ("cudnn", "flash", "efficient", "blockwise") f
           if runs(name, VARIANTS[key])]  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", ["gqa, odd", "more than a block", "one-token documents"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("name", "variant", "device"),
-    [("cpu", "all but softcap", "cpu"), ("blockwise", "all", "cpu")]
-    + [pytest.param(*case, "cuda", marks=pytest.mark.gpu) for case in ON_GPU],
+HALF = list(
+    itertools.product(("gqa, odd", "more than a block", "one-token documents"), (torch.bfloat16, torch.float16))
 )
-def test_variants_in_half_precision(name: str, variant: str, device: str, dtype: torch.dtype, shape: str) -> None:
+
+
+@pytest.mark.parametrize(("shape", "dtype"), HALF)
+@pytest.mark.parametrize(("name", "variant"), [("cpu", "all but softcap"), ("blockwise", "all")])
+def test_variants_in_half_precision(name: str, variant: str, dtype: torch.dtype, shape: str) -> None:
     """To the rounding of the inputs; compared with plain transformers in the same precision by the models' tests."""
-    check(name, SHAPES[shape], dtype, VARIANTS[variant], tolerance=0.02, device=device)
+    check(name, SHAPES[shape], dtype, VARIANTS[variant], tolerance=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("shape", "dtype"), HALF)
+@pytest.mark.parametrize(("name", "variant"), ON_GPU)
+def test_variants_on_a_gpu(name: str, variant: str, dtype: torch.dtype, shape: str) -> None:
+    check(name, SHAPES[shape], dtype, VARIANTS[variant], tolerance=0.02, device="cuda")
 
 
 # ----- what a window is made of

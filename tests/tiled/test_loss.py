@@ -173,10 +173,11 @@ def test_a_weight_that_is_used_twice_and_a_second_backward(kind: Kind) -> None:
     assert worst([t.grad for t in own], [2 * g for g in want[1:]]) < 1e-12
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("transform", [PLAIN, ALL], ids=["plain", "both"])
 @BOTH
-def test_bf16_does_not_lose_with_the_number_of_tiles(kind: Kind, transform: LogitTransform, device: str) -> None:
+def test_bf16_does_not_lose_with_the_number_of_tiles(
+    kind: Kind, transform: LogitTransform, device: str = "cpu"
+) -> None:
     """The weight's gradient over 64 tiles is as good as that of one product."""
     rows = 1024
     labels = labels_of(1, rows).to(device)
@@ -187,6 +188,13 @@ def test_bf16_does_not_lose_with_the_number_of_tiles(kind: Kind, transform: Logi
     assert [g.dtype for g in got] == [torch.float32, *[torch.bfloat16] * 3] == [u.dtype for u in untiled]
     for i, (g, u, w) in enumerate(zip(got, untiled, want)):
         assert worst([g], [w]) <= (2e-3 if kind is LOSS and i == 0 else 1.5 * worst([u], [w])), i
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transform", [PLAIN, ALL], ids=["plain", "both"])
+@BOTH
+def test_gpu_bf16(kind: Kind, transform: LogitTransform) -> None:
+    test_bf16_does_not_lose_with_the_number_of_tiles(kind, transform, "cuda")
 
 
 @BOTH

@@ -350,14 +350,18 @@ class Masked(nn.Module):
         return self.inner(x) * self.mask
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_dropout_inside_an_mlp_is_replayed(device: str) -> None:
+def test_dropout_inside_an_mlp_is_replayed(device: str = "cpu") -> None:
     """GPT-2's dropout is the last thing its MLP does, so that the mask shows in the output."""
     x, upstream = X.detach().to(device).requires_grad_(), UPSTREAM.to(device)
     got = run(TiledMLP(gpt2(dropout=0.3).to(device), 4), x, upstream)
     mask = (got[0] != 0).double() / 0.7  # type: ignore[union-attr]
     assert 0 < (mask == 0).sum() < mask.numel() / 2
     assert worst(got, run(Masked(gpt2().to(device), mask), x, upstream)) < 1e-12
+
+
+@pytest.mark.gpu
+def test_gpu_dropout_is_replayed() -> None:
+    test_dropout_inside_an_mlp_is_replayed("cuda")
 
 
 def test_bf16_weight_gradients_do_not_lose_with_the_number_of_tiles() -> None:

@@ -11,7 +11,7 @@ from operators import EXACT, counted, gradients, leaf, nan_memory, randn, stride
 from torch import Tensor
 
 from alstlib import SPContext, reference
-from alstlib.offload.checkpoints import Saved, checkpoint
+from alstlib.offload.checkpoints import Saved
 from alstlib.ulysses.attention import UlyssesAttention
 
 WIDTH = 8
@@ -79,7 +79,7 @@ def check(pool: Any, case: dict[str, Any]) -> list[dict[str, Any]]:
     return results
 
 
-HEADS = [*((world, *heads) for world in (2, 4) for heads in ((4, 4), (4, 2), (4, 1), (8, 2))), (5, 4, 1), (6, 9, 3),
+HEADS = [*((world, *heads) for world in (2, 4) for heads in ((4, 4), (4, 2), (4, 1), (8, 2))), (4, 3, 1),
          (2, 3, 3), (2, 6, 3), (2, 5, 1), (3, 4, 2), (3, 7, 1), (3, 8, 8), (4, 9, 3), (4, 7, 7)]  # fmt: skip
 """Ranks, query heads, key/value heads: a whole number of heads for each rank, and none."""
 
@@ -147,33 +147,6 @@ def test_bytes_on_the_wire(pools: Any, world: int, kv: int) -> None:
             assert result["all bytes"] == expected
     if (world, kv) == (2, 2):
         assert expected == (52 + 8 / WIDTH) * rows * WIDTH * 8 * (world - 1) / world
-
-
-def test_two_calls_share_one_saved() -> None:
-    """A layer with two attentions under one checkpoint takes its outputs back in order."""
-    op, saved = UlyssesAttention(SPContext.create(1)), Saved()
-
-    def twice(x: Tensor, keep: Saved | None) -> Tensor:
-        x = op(x, x, x, saved=keep)
-        return op(x * 2, x, x, saved=keep)
-
-    x, y = (leaf(randn(1, 2, 5, WIDTH)) for _ in range(2))
-    upstream = randn(1, 2, 5, WIDTH, seed=1)
-    out = checkpoint(twice, x, saved, saved=saved)
-    out.backward(upstream)
-    assert op.forward_calls == 2
-    twice(y, None).backward(upstream)
-    assert worst([x.grad], [y.grad]) < 1e-12
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("documents", [None, [0, 3, 7, 8, 14]])
-def test_one_rank_without_torch_distributed(attention: str, documents: list[int] | None) -> None:
-    result = one_call(
-        0, 1, {"heads": 4, "kv": 2, "rows": 7, "batch": 2, "documents": documents, "attention": attention}
-    )
-    assert result["error"] < 1e-12
-    assert (*result["calls"], result["all bytes"]) == (0, 0, 0)
 
 
 def test_without_grad_nothing_is_kept() -> None:
