@@ -173,11 +173,10 @@ def test_a_weight_that_is_used_twice_and_a_second_backward(kind: Kind) -> None:
     assert worst([t.grad for t in own], [2 * g for g in want[1:]]) < 1e-12
 
 
+@pytest.mark.parametrize("device", ["cpu"])
 @pytest.mark.parametrize("transform", [PLAIN, ALL], ids=["plain", "both"])
 @BOTH
-def test_bf16_does_not_lose_with_the_number_of_tiles(
-    kind: Kind, transform: LogitTransform, device: str = "cpu"
-) -> None:
+def test_bf16_does_not_lose_with_the_number_of_tiles(kind: Kind, transform: LogitTransform, device: str) -> None:
     """The weight's gradient over 64 tiles is as good as that of one product."""
     rows = 1024
     labels = labels_of(1, rows).to(device)

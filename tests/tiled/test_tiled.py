@@ -350,7 +350,8 @@ class Masked(nn.Module):
         return self.inner(x) * self.mask
 
 
-def test_dropout_inside_an_mlp_is_replayed(device: str = "cpu") -> None:
+@pytest.mark.parametrize("device", ["cpu"])
+def test_dropout_inside_an_mlp_is_replayed(device: str) -> None:
     """GPT-2's dropout is the last thing its MLP does, so that the mask shows in the output."""
     x, upstream = X.detach().to(device).requires_grad_(), UPSTREAM.to(device)
     got = run(TiledMLP(gpt2(dropout=0.3).to(device), 4), x, upstream)
