@@ -272,11 +272,6 @@ def test_packed_documents_are_those_one_by_one(model: Any, how: str) -> None:
     assert relative_error(logits, torch.cat([model(p).logits for p in pieces], 1)) < 1e-5
 
 
-def test_documents_must_rise(model: Any) -> None:
-    with attach(model), pytest.raises(ValueError, match=r"cu_documents=\[0, 8, 5, 12\] must rise from 0"):
-        model(ids(), position_ids=ARANGE, cu_documents=[0, 8, 5, 12])
-
-
 def test_embeddings_in_place_of_tokens(model: Any) -> None:
     tokens = ids(2)
     embedded = model.get_input_embeddings()(tokens).detach()

@@ -21,7 +21,6 @@ from alstlib.offload.host_store import HostStore
 from alstlib.offload.ledger import Ledger
 from alstlib.reference import attention
 from alstlib.streaming.chunked import RowChunk, Stream
-from alstlib.ulysses.alltoall import stripe
 from alstlib.ulysses.attention import UlyssesAttention
 
 HEADS, KV, WIDTH = 4, 2, 4
@@ -118,47 +117,6 @@ def test_two_streamed_layers_are_whole_layers(case: dict[str, Any], dtype: torch
     assert worst(found[0], want) < EXACT[dtype]
     for way, got in zip(WHERE, found):
         assert all(torch.equal(a, b) if a is not None else b is None for a, b in zip(got, found[0])), way
-
-
-def rank_layers(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
-    rows, documents, chunk = case["rows"], case.get("documents"), case["chunk"]
-    ctx, length = SPContext.create(world), rows * world
-    x, upstream = leaf(randn(1, length, E)), randn(1, length, E, seed=1, scale=3.0)
-    want = gradients(functools.partial(whole_layers, documents=documents), [x, *toy_weights()], upstream)
-    mine = stripe([torch.arange(length)[None, rank * rows : (rank + 1) * rows]], chunk or rows, ctx)[0][0]
-    op, where = UlyssesAttention(ctx), WHERE[3 if case["host"] and chunk else 0]
-    how = {**where, "chunk": chunk, "keep": case["keep"], "documents": documents, "ranks": world, "op": op}
-    with small_pages(), nan_memory():
-        run = functools.partial(streamed_layers, store=HostStore("sync"), **how)
-        got = gradients(run, [leaf(x[:, mine]), *toy_weights()], upstream[:, mine])
-    for grad in got[2:]:
-        if grad is not None:
-            torch.distributed.all_reduce(grad)
-    error = worst(got, [*(t[:, mine] for t in want[:2]), *want[2:]])
-    return {"error": error, "rows": mine.tolist(), "bytes": op.exchange.bytes_sent, "calls": op.forward_calls}
-
-
-@pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])
-@pytest.mark.parametrize("case", [{"rows": 12, "chunk": 4}, {"rows": 11, "chunk": 4}, {"rows": 3, "chunk": 1},
-                                  {"rows": 11, "chunk": 3, "documents": [0, 5, 6, 20, 22]},
-                                  {"rows": 4, "chunk": None, "documents": [0, 6, 7, 8]}], ids=str)  # fmt: skip
-@pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_streamed_ranks(pools: Any, world: int, host: bool, case: dict[str, Any], keep: bool) -> None:
-    """Exact on every rank, in chunks or under checkpoints; bytes on the wire are those of the layer as a whole, by the
-    formula; and attention runs forward once or twice."""
-    if "documents" in case:
-        case = {**case, "documents": [*case["documents"][:-1], world * case["rows"]]}
-    results = pools(world)(rank_layers, {**case, "keep": keep, "host": host})
-    assert sorted(i for r in results for i in r["rows"]) == list(range(world * case["rows"]))
-    head = case["rows"] * WIDTH * 8 * (world - 1)  # bytes of a P-th of a head's rows, for each of P - 1 ranks
-    q, k = HEADS / world, max(1, KV // world)
-    forward, again = (q + 2 * k) + q, (q / WIDTH + 2 * k + q) if keep else 2 * k + q + q
-    expected = 2 * (forward + again + (q + q + 2 * k)) * head  # of two layers
-    for result in results:
-        assert result["error"] < 1e-12, result
-        assert result["bytes"] == expected, result
-        assert result["calls"] == (2 if keep else 4)
 
 
 # ----- a whole model
