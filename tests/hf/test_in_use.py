@@ -79,20 +79,6 @@ def test_half_precision_is_as_good_as_plain(
 # ----- compilation
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["on", "chunk", "off"])
-def test_a_compiled_model_has_the_right_gradients(how: str) -> None:
-    """torch.compile of an attached model: dynamo meets what it cannot trace and leaves it as it is."""
-    model = make_model()
-    want = plain_step(model, SAMPLE)
-    with attach(model, **HOW[how]):
-        compiled = torch.compile(model, backend="eager")
-        for _ in range(2):
-            mean, _ = step(compiled, SAMPLE)
-            check_step((mean, gradients(model)), want)
-    torch._dynamo.reset()
-
-
 # ----- generation
 
 
