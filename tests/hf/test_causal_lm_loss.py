@@ -116,10 +116,12 @@ def test_no_valid_token_anywhere(tiled_loss: int | bool, step_tokens: int | None
     """A finite loss of zero and gradients of exactly zero, on every weight."""
     model = make_model()
     with attach(model, tiles={"mlp": 5, "loss": tiled_loss, "norm": True}):
-        out = alstlib.causal_lm_loss(model, {**batch(masked=LENGTH), "step_tokens": step_tokens})
+        data = {**batch(masked=LENGTH), "step_tokens": step_tokens}
+        out: Any = alstlib.causal_lm_loss(model, data, statistics=True)
         out.loss.backward()
     got = gradients(model)
     assert (out.loss.item(), out.mean.item(), out.tokens.item()) == (0, 0, 0)
+    assert (out.entropy.item(), out.accuracy.item()) == (0, 0)
     assert len(got) == len(list(model.parameters()))
     assert not any(g.any() for g in got.values())
 

@@ -27,8 +27,8 @@ WHOLE: Any = [[[144]]]
 PACKED: Any = [[[3, 1, 20, 48, 30, 1, 41]]]
 """Documents that begin inside, at and across the slices of two and three ranks."""
 CASES: dict[str, tuple[Any, int, Fields]] = {
-    "packed-1": (PACKED, 1, {}), "whole-2": (WHOLE, 2, {"save_attention": True}), "packed-3": (PACKED, 3, {}),
-    "packed-3, in chunks": (PACKED, 3, {"chunk": 11}), "whole-2, by blocks": (WHOLE, 2, {"block": 19}),
+    "packed-3": (PACKED, 3, {"save_attention": True}), "packed-3, in chunks": (PACKED, 3, {"chunk": 11}),
+    "whole-2, by blocks": (WHOLE, 2, {"block": 19}),
 }  # fmt: skip
 BY_HEADS = ["qwen3_next", "kimi_linear", "falcon_h1", "minimax"]
 """One model of each family whose recurrence has heads: four of them, in two groups where there are groups."""

@@ -207,60 +207,53 @@ def test_bad_documents(documents: list[int]) -> None:
         run("cpu", tensors, 0.3, documents)
 
 
-def test_choose_on_cpu() -> None:
-    cpu = torch.device("cpu")
-    assert choose_backend("sdpa", cpu, torch.float32, 64).name == "cpu"
-    assert choose_backend("eager", cpu, torch.float64, 64).name == "eager"
-    refused = [("fast", cpu, "attention='fast' is unknown; known: sdpa, auto, cpu, cudnn")]
-    refused += [(n, cpu, f"'{n}' does not run on cpu; attention='sdpa'") for n in ("cudnn", "flash", "efficient")]
-    for name, device, says in [*refused, ("cpu", torch.device("cuda"), "'cpu' does not run on cuda")]:
-        assert says in error_of(choose_backend, name, device, torch.bfloat16, 64)
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+CHOICES: list[tuple[str, int, torch.dtype, int, str, str]] = [
+    # asked for, compute capability (0: a CPU), dtype, head width, installed package, and what is chosen or said
+    ("sdpa", 0, FP32, 64, "", "cpu"), ("eager", 0, FP64, 64, "", "eager"), ("auto", 0, FP32, 128, "cute", "cpu"),
+    ("fast", 0, BF16, 64, "", "attention='fast' is unknown; known: sdpa, auto, cpu, cudnn"),
+    *((name, 0, BF16, 64, "", f"'{name}' does not run on cpu; attention='sdpa'")
+      for name in ("cudnn", "flash", "efficient")),
+    ("cpu", 9, BF16, 64, "", "'cpu' does not run on cuda"),
+    ("sdpa", 9, BF16, 128, "", "cudnn"), ("sdpa", 9, FP16, 64, "", "cudnn"), ("sdpa", 9, BF16, 256, "", "cudnn"),
+    ("sdpa", 10, BF16, 128, "", "cudnn"), ("sdpa", 10, BF16, 136, "", "flash"), ("sdpa", 8, BF16, 256, "", "flash"),
+    ("sdpa", 9, BF16, 160, "", "cudnn"), ("sdpa", 9, BF16, 252, "", "flash"), ("sdpa", 12, BF16, 256, "", "flash"),
+    ("sdpa", 9, BF16, 36, "", "flash"), ("sdpa", 8, BF16, 128, "", "flash"), ("sdpa", 9, FP32, 128, "", "efficient"),
+    ("sdpa", 9, BF16, 512, "", "efficient"),
+    ("auto", 9, BF16, 512, "", "efficient"), ("auto", 9, BF16, 128, "cute", "flash_attention_4"),
+    *((name, least - more, dtype, width, package, says)
+      for name, (_, _, least) in PACKAGES.items()
+      for more, dtype, width, package, says in (
+          (0, BF16, 64, "", "needs the package flash-attn.*; 'sdpa' needs nothing"),
+          (0, BF16, 64, "flash", name),
+          (0, FP32, 64, "flash", r"needs CUDA and fp16 or bf16, not cuda and torch\.float32"),
+          (least, BF16, 64, "flash", "not cpu and"),
+          (0, BF16, 36, "flash", "width up to 256 that divides by 8, not 36"),
+          (1, BF16, 64, "flash", f"compute capability {least} or newer"))),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype", "head_dim", "name"),
-    [
-        (9, torch.bfloat16, 128, "cudnn"), (9, torch.float16, 64, "cudnn"), (9, torch.bfloat16, 256, "cudnn"),
-        (10, torch.bfloat16, 128, "cudnn"), (10, torch.bfloat16, 136, "flash"), (8, torch.bfloat16, 256, "flash"),
-        (9, torch.bfloat16, 160, "cudnn"), (9, torch.bfloat16, 252, "flash"), (12, torch.bfloat16, 256, "flash"),
-        (9, torch.bfloat16, 36, "flash"), (8, torch.bfloat16, 128, "flash"), (9, torch.float32, 128, "efficient"),
-        (9, torch.bfloat16, 512, "efficient"),
-    ],
-)  # fmt: skip
-def test_choose_on_cuda(
-    monkeypatch: pytest.MonkeyPatch, capability: int, dtype: torch.dtype, head_dim: int, name: str
+@pytest.mark.parametrize(("name", "capability", "dtype", "width", "package", "found"), CHOICES)
+def test_choice_of_a_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    capability: int,
+    dtype: torch.dtype,
+    width: int,
+    package: str,
+    found: str,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    assert choose_backend("sdpa", torch.device("cuda"), dtype, head_dim).name == name
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_flash_attn_needs_its_package_a_gpu_and_16_bits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    cuda, least = torch.device("cuda"), PACKAGES[name][2]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (least, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-
-    def refused(says: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, width: int = 64) -> bool:
-        return re.search(says, error_of(choose_backend, name, torch.device(device), dtype, width)) is not None
-
-    assert refused("needs the package flash-attn.*; 'sdpa' needs nothing")
-    assert choose_backend("auto", cuda, torch.bfloat16, 512).name == "efficient"
     spec = importlib.machinery.ModuleSpec("flash_attn", None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
-    assert choose_backend(name, cuda, torch.bfloat16, 64).name == name
-    assert refused(r"needs CUDA and fp16 or bf16, not cuda and torch\.float32", dtype=torch.float32)
-    assert refused("not cpu and", "cpu")
-    assert refused("width up to 256 that divides by 8, not 36", width=36)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (least - 1, 0))
-    assert refused(f"compute capability {least} or newer")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: spec if package and package in n else None)
+    device = torch.device("cuda" if capability else "cpu")
+    if found in BACKENDS:
+        assert choose_backend(name, device, dtype, width).name == found
+    else:
+        assert re.search(found, error_of(choose_backend, name, device, dtype, width))
 
 
-def test_auto_prefers_an_installed_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, spec = torch.device("cuda"), importlib.machinery.ModuleSpec("flash_attn", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if "cute" in name else None)
-    assert choose_backend("auto", cuda, torch.bfloat16, 128).name == "flash_attention_4"
-    assert choose_backend("auto", torch.device("cpu"), torch.float32, 128).name == "cpu"
+def test_options_name_every_kernel() -> None:
     assert set(get_args(Kernel)) == {"sdpa", "auto", *BACKENDS}
 
 
