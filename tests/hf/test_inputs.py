@@ -98,6 +98,10 @@ REFUSED: dict[str, tuple[Fields, str]] = {
         r"cu_documents ends at 11, but 1 x 12 tokens on each of 1 ranks are 12",
     ),
     "no documents": ({"cu_documents": []}, "cu_documents ends at None"),
+    "documents that fall": (
+        {"position_ids": ARANGE, "cu_documents": [0, 8, 5, 12]},
+        r"\[0, 8, 5, 12\] must rise from 0",
+    ),
     "left padding": (
         {"attention_mask": (ARANGE > 2).long()},
         r"attention_mask has zeros .*pad on the right with labels -100",

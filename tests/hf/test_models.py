@@ -160,6 +160,8 @@ def test_weights_that_do_not_fit_or_were_cut_off(tmp_path: Path) -> None:
     run = RunConfig(model={"name": str(tmp_path)})
     with pytest.raises(ValueError, match=r"its weights have other sizes than model.config asks for \(vocab_size=300\)"):
         load_model(run.replace(model={"config": {"vocab_size": 300}}), torch.float32)
+    with pytest.raises(ValueError, match=r"has no weights for model\.layers\.\d\..* and \d+ more, which"):
+        load_model(run.replace(model={"config": {"num_hidden_layers": 6}}), torch.float32)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged or was cut off"):
