@@ -1,4 +1,5 @@
-"""Blocks of experts in tiles: exact with their router's loss, left as they are where they mix tokens, O(tile)."""
+"""Blocks of experts in tiles: their router's outputs and loss, left as they are where they mix tokens, O(tile). The net
+of whole steps (tests/matrix.py) has their gradients."""
 
 from __future__ import annotations
 

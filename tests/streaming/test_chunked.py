@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import alstlib
 from alstlib.kernels import paged
 from alstlib.mesh import SPContext
-from alstlib.offload.checkpoints import Saved, checkpoint
 from alstlib.offload.host_store import HostStore
 from alstlib.offload.ledger import Ledger
 from alstlib.reference import attention
@@ -49,16 +48,11 @@ def whole_layers(x: Tensor, *weights: Tensor, sinks: bool = False, **rule: Any) 
 
 
 def streamed_layers(
-    x: Tensor, *weights: Tensor, op: UlyssesAttention, store: HostStore, chunk: int | None, keep: bool,
-    documents: list[int] | None = None, ranks: int = 1, **how: Any,
+    x: Tensor, *weights: Tensor, op: UlyssesAttention, store: HostStore, chunk: int, keep: bool,
+    documents: list[int] | None = None, **how: Any,
 ) -> Tensor:  # fmt: skip
-    """The same in row chunks or, without a chunk, each layer under a checkpoint."""
+    """The same in row chunks."""
     for *ws, _ in zip(*[iter(weights)] * 4):
-        if chunk is None:
-            saved = Saved() if keep else None
-            attend = functools.partial(op, documents=documents, saved=saved)
-            x = checkpoint(lambda x, *ws, a=attend: toy(x, ws, a), x, *ws, store=store, saved=saved)
-            continue
 
         def run(part: Tensor, piece: RowChunk, ws: Any = ws) -> Tensor:
             return toy(part, ws, functools.partial(piece.attend, op, documents=documents))
@@ -66,7 +60,7 @@ def streamed_layers(
         def trains(ws: Any = ws) -> list[Tensor]:
             return [w for w in ws if w.requires_grad]
 
-        x = Stream(run=run, chunk=chunk, ranks=ranks, store=store, keep=keep, params=trains, **how)(x)
+        x = Stream(run=run, chunk=chunk, ranks=1, store=store, keep=keep, params=trains, **how)(x)
     return x
 
 

@@ -1,4 +1,5 @@
-"""What a head finds of each token, against the whole logits; test_loss.py has the log-probabilities themselves."""
+"""What statistics of each token cost, and which of equal logits counts; test_loss.py compares them with the whole
+logits."""
 
 from __future__ import annotations
 
