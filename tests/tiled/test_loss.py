@@ -94,18 +94,6 @@ def test_tiles_are_untiled(
     assert kind is LOSS or not got[0][labels == -100].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-@pytest.mark.parametrize("kind", [LOSS, LOGPS, (*LOGPS[:2], {"temperature": 0.7})], ids=["loss", "logps", "colder"])
-def test_bias_scale_softcap_and_temperature(
-    kind: Kind, transform: LogitTransform, bias: bool, dtype: torch.dtype
-) -> None:
-    labels, inputs = labels_of(2, 13), inputs_of(2, 13, bias=bias)
-    ours, theirs = tiled(labels, 5, transform, kind), oracle(labels, transform, kind)
-    agree(ours, theirs, inputs, upstream_of(kind, labels, -2.0), dtype)
-
-
 def test_logits_of_hundreds_do_not_overflow() -> None:
     labels, inputs = labels_of(1, 13), [leaf(t * 100) for t in inputs_of(1, 13)]
     got = gradients(tiled(labels, 4), inputs, number(1.0), torch.float32)
@@ -298,8 +286,8 @@ HEADS = {"linear": linear, "linear with bias": lambda: linear(True), "deep": Dee
 
 @pytest.mark.parametrize("temperature", [None, 0.7])
 @pytest.mark.parametrize("frozen", ["", "body", "head"])
-@pytest.mark.parametrize("tile", [1, 4, 100, None])
-@pytest.mark.parametrize("transform", [PLAIN, ALL], ids=["plain", "both"])
+@pytest.mark.parametrize("tile", [1, 4, None])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
 def test_head_is_untiled(
     make: Any, transform: LogitTransform, tile: int | None, frozen: str, temperature: float | None
