@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import alstlib
 from alstlib.mesh import SPContext
 from alstlib.offload import headroom
+from alstlib.offload.host_store import HostOutOfMemory
 from alstlib.recompute import check_thread
 from alstlib.sizing import share_travelling
 
@@ -160,6 +161,15 @@ def test_what_fails_in_the_middle_leaves_a_model_that_trains_on() -> None:
         gc.collect()
         assert handle.store.leased == 0
         assert same(step(model, sample)[1], want)
+
+
+def test_a_host_that_is_too_small_is_refused_before_anything_starts() -> None:
+    model, runs = make_model("gqa", num_hidden_layers=LAYERS), list[Any]()
+    with alstlib.apply(model, None, options(host_memory=5 * ROW)):
+        model.model.layers[0].mlp.register_forward_hook(lambda *_: runs.append(1))
+        with pytest.raises(HostOutOfMemory, match="use a shorter sequence, more ranks"):
+            step(model, batch(LENGTH))
+    assert not runs
 
 
 @pytest.mark.parametrize(

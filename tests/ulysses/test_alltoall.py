@@ -135,3 +135,4 @@ def test_from_emulated_ranks_comes_what_is_sent() -> None:
         assert exchange.swap_unequal(sent, [2, 1, 1, 1], [3, 3, 3, 3]).tolist() == [*range(5), *range(5), 0, 1]
         ids = torch.arange(10)[None]
         assert torch.equal(stripe([ids], 2, ctx)[0].sort()[0], ids)
+        assert torch.equal(stripe([ids], 10, ctx)[0], ids)
