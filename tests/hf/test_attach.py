@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import pickle
 from collections import Counter
@@ -35,6 +36,7 @@ from cases import (
     step,
     worst_error,
 )
+from operators import counted
 from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
@@ -49,6 +51,7 @@ from alstlib.tiled.compute import TiledMLP
 from alstlib.tiled.logits import LogitTransform
 
 LENGTH = 20
+STREAMED = {**ALL_ON, "chunk": 5}
 BATCH = batch_of(LENGTH)
 IDS = BATCH["input_ids"]
 SAMPLE = sample_of(LENGTH)
@@ -75,7 +78,7 @@ def anatomy(model: PreTrainedModel) -> Fields:
 # ----- attach and detach
 
 
-@pytest.mark.parametrize("options", [{}, ALL_ON, ALL_OFF], ids=["default", "all on", "all off"])
+@pytest.mark.parametrize("options", [{}, ALL_ON, ALL_OFF, STREAMED], ids=["default", "all on", "all off", "chunk"])
 @pytest.mark.parametrize("kind", ["gqa", "gemma2", "gpt2"])
 def test_detach_restores_the_model_exactly(kind: str, options: Fields) -> None:
     """Outputs bit for bit; every module, attribute, hook and registration as before."""
@@ -96,23 +99,15 @@ def test_detach_restores_the_model_exactly(kind: str, options: Fields) -> None:
     assert anatomy(model) == before
 
 
-def test_context_manager_detaches_after_an_error() -> None:
+def test_an_error_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the context, and late in `apply`."""
     model = make_model()
     before = anatomy(model)
     with pytest.raises(KeyError), attach(model):
         raise KeyError
     assert anatomy(model) == before
-
-
-def test_failed_apply_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model()
-    before = anatomy(model)
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("late")
-
-    monkeypatch.setattr(attaching, "_attach_calls", fail)
-    with pytest.raises(RuntimeError, match="late"):
+    monkeypatch.setattr(attaching, "_attach_calls", lambda *_: {}["late"])
+    with pytest.raises(KeyError, match="late"):
         attach(model)
     assert anatomy(model) == before
 
@@ -160,30 +155,25 @@ def test_gradient_checkpointing_that_is_switched_on_later() -> None:
         attach(model.train(), checkpoint=False)
 
 
-def test_train_and_eval_reach_what_was_swapped_out() -> None:
-    model = make_model("gpt2", resid_pdrop=0.5)
-    with attach(model):
-        model.eval()
-    assert not any(m.training for m in model.modules())
-    with attach(model):
-        model.train()
-    assert all(m.training for m in model.modules())
-
-
-def test_two_models_in_one_process() -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["two kinds", "one config"])
+def test_two_models_in_one_process(shared: bool) -> None:
     """Interleaved, with different options; one is detached between the other's forward and backward."""
     models = [make_model("gqa"), make_model("gpt2", seed=1)]
+    if shared:
+        models[1] = type(models[0])(models[0].config)
     wants = [plain_step(m, BATCH) for m in models]
-    handles = [attach(m, **o) for m, o in zip(models, (ALL_ON, {"tiles": {"mlp": 3, "loss": True, "norm": True}}))]
+    first = attach(models[0], **ALL_ON)
+    assert models[1](input_ids=IDS, labels=IDS).loss.item() == pytest.approx(wants[1][0], rel=1e-6)
+    second = attach(models[1], tiles={"mlp": 3, "loss": True, "norm": True})
     losses = [alstlib.causal_lm_loss(m, BATCH).loss for m in models]
     losses[1].backward()
-    handles[1].detach()
+    second.detach()
     losses[0].backward()
     for model, loss, want in zip(models, losses, wants):
         check_step((loss.item(), gradients(model)), want)
     check_step(step(models[0], BATCH), wants[0])
-    assert handles[1].attention.forward_calls == 2 * 2
-    handles[0].detach()
+    assert second.attention.forward_calls == 2 * 2
+    first.detach()
 
 
 AFTER: dict[str, tuple[Fields, bool]] = {
@@ -192,7 +182,7 @@ AFTER: dict[str, tuple[Fields, bool]] = {
     "offload": ({"offload": "sync", "save_attention": False}, True),
     "segments": ({**ALL_ON, "host_memory": 6000, "save_attention": "auto"}, True),
     "chunk": ({"chunk": 5}, True),
-    "chunk, all on": ({**ALL_ON, "chunk": 5}, True),
+    "chunk, all on": (STREAMED, True),
     "tiles": ({"tiles": {"mlp": 5, "loss": 7, "norm": 6}, "checkpoint": False}, False),
     "all off": (ALL_OFF, False),
 }
@@ -221,66 +211,41 @@ def test_backward_after_detach_is_right_or_refused(kind: str, options: Fields, r
                 assert worst_error(gradients(model), want)[0] < 1e-6
 
 
-def test_two_models_of_one_config_are_attached_by_themselves() -> None:
-    config = make_model().config
-    models = [transformers.LlamaForCausalLM(config) for _ in range(2)]
-    one, other = (plain_step(model, BATCH) for model in models)
-    with alstlib.apply(models[0]):
-        assert models[1](input_ids=IDS, labels=IDS).loss.item() == other[0]
-        with alstlib.apply(models[1]):
-            check_step(step(models[0], BATCH), one)
-            check_step(step(models[1], BATCH), other)
-
-
 # ----- names and files
 
 
-@pytest.mark.parametrize("kind, tied", [("gqa", False), ("gqa", True), ("gpt2", True)])
+@pytest.mark.parametrize("kind, tied", [("gqa", False), ("gqa", True), ("gpt2", True), ("gemma2", True)])
 def test_names_and_saved_form_stay(tmp_path: Path, kind: str, tied: bool) -> None:
-    """Parameters keep names and storage; what the attached model saves is the model."""
+    """Parameters keep names and storage; the config is the model's own, and copies of it build plain models; what the
+    attached model, or its body, saves is the model."""
     model = make_model(kind, tie_word_embeddings=tied)
     names = [(n, p.data_ptr()) for n, p in model.named_parameters()]
     state = {n: t.data_ptr() for n, t in model.state_dict().items()}
+    own, config, attention = model.config, model.config.to_dict(), model.config._attn_implementation
     with attach(model):
         assert [(n, p.data_ptr()) for n, p in model.named_parameters()] == names
         assert {n: t.data_ptr() for n, t in model.state_dict().items()} == state
-        model.save_pretrained(tmp_path)
-        text = (tmp_path / "config.json").read_text()
-        assert "alst" not in text
-        assert not any("attn_implementation" in key for key in json.loads(text))
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-        other = make_model(kind, seed=3, tie_word_embeddings=tied)
-        model.load_state_dict(other.state_dict())
-    assert torch.equal(loaded(IDS).logits, make_model(kind, tie_word_embeddings=tied).eval()(IDS).logits)
-    assert torch.equal(model(IDS).logits, other(IDS).logits)
-
-
-@pytest.mark.parametrize("kind", ["gqa", "gemma2", "gpt2"])
-def test_the_config_of_an_attached_model_is_the_models_own(tmp_path: Path, kind: str) -> None:
-    """It is saved, copied and built from as ever; what is changed in it reaches the parts of the model."""
-    model = make_model(kind)
-    own, config, attention = model.config, model.config.to_dict(), model.config._attn_implementation
-    body = model.base_model
-    with attach(model):
         assert model.config is own
         assert (own._attn_implementation, own.to_dict()) == (attention, config)
-        for made_from in (model.config, copy.deepcopy(model.config), copy.deepcopy(body.config)):
+        for made_from in (own, copy.deepcopy(own), copy.deepcopy(model.base_model.config)):
             fresh = AutoModelForCausalLM.from_config(made_from)
-            assert type(fresh.config) is type(own)
-            assert fresh.config._attn_implementation == attention
+            assert (type(fresh.config), fresh.config._attn_implementation) == (type(own), attention)
             fresh(IDS)
-        for part, folder in ((model, tmp_path / "whole"), (body, tmp_path / "body")):
+        for part, folder in ((model, tmp_path / "whole"), (model.base_model, tmp_path / "body")):
             part.save_pretrained(folder)
             assert "alst" not in "".join(f.read_text() for f in folder.glob("*.json"))
-        saved = json.loads((tmp_path / "whole" / "config.json").read_text())
-        body.config.marked = 1
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+        other = make_model(kind, seed=3, tie_word_embeddings=tied)
+        model.load_state_dict(other.state_dict())
+        model.base_model.config.marked = 1
         assert own.marked == 1
-        own.marked = 2
-        assert body.config.marked == 2
     del own.marked
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "whole").config._attn_implementation == attention
+    assert torch.equal(loaded(IDS).logits, make_model(kind, tie_word_embeddings=tied).eval()(IDS).logits)
+    assert torch.equal(model(IDS).logits, other(IDS).logits)
     model.save_pretrained(tmp_path / "after")
-    assert json.loads((tmp_path / "after" / "config.json").read_text()) == saved
+    saved = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("whole", "after")]
+    assert saved[0] == saved[1]
+    assert not any("attn_implementation" in key for key in saved[0])
 
 
 def test_a_composite_config_is_saved_as_it_was(tmp_path: Path) -> None:
@@ -295,14 +260,6 @@ def test_a_composite_config_is_saved_as_it_was(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "while")
     texts = [(tmp_path / name / "config.json").read_text() for name in ("before", "while")]
     assert texts[0] == texts[1]
-
-
-def test_a_weight_replaced_while_attached_is_the_models() -> None:
-    model = make_model()
-    with attach(model, **ALL_ON):
-        model.model.layers[0].mlp.up_proj.weight = nn.Parameter(model.model.layers[0].mlp.up_proj.weight * 2)
-        got = step(model, BATCH)
-    check_step(got, plain_step(model, BATCH))
 
 
 # ----- how often things run
@@ -321,26 +278,16 @@ def counted_step(monkeypatch: pytest.MonkeyPatch, kind: str, options: Fields) ->
     return {name: tokens / LENGTH / 2 for name, tokens in count.items()}
 
 
-@pytest.mark.parametrize(
-    "kind, options, attention, others",
-    [
-        *(
-            (kind, {**options, "save_attention": True}, 1, 2)
-            for kind in ("gqa", "qwen3", "gpt2", "gemma2")
-            for options in (
-                {"tiles": {"mlp": 7, "loss": True, "norm": True}},
-                {"tiles": {"loss": True, "norm": True}},
-                ALL_ON,
-            )
-        ),
-        *(
-            ("gqa", {"tiles": {"mlp": tile, "loss": True, "norm": True}, "save_attention": False}, 2, 2)
-            for tile in (7, False)
-        ),
-        ("gqa", ALL_OFF, 1, 1),
-    ],
-    ids=str,
-)
+CONTRACT: list[tuple[str, Fields, int, int]] = [
+    *((kind, {**tiles, "save_attention": True}, 1, 2) for kind in ("gqa", "qwen3", "gpt2", "gemma2")
+      for tiles in ({"tiles": {"mlp": 7, "loss": True, "norm": True}}, {"tiles": {"loss": True}}, ALL_ON)),
+    *(("gqa", {"tiles": {"mlp": tile, "loss": True, "norm": True}, "save_attention": False}, 2, 2)
+      for tile in (7, False)),
+    ("gqa", ALL_OFF, 1, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, options, attention, others", CONTRACT, ids=str)
 def test_recompute_contract(
     monkeypatch: pytest.MonkeyPatch, kind: str, options: Fields, attention: int, others: int
 ) -> None:
@@ -350,41 +297,30 @@ def test_recompute_contract(
     assert counted_step(monkeypatch, kind, options) == want
 
 
-def exchanges(rank: int, world: int, save_attention: bool) -> tuple[float, Counter[str]]:
-    """Collectives per layer of a training step on this rank."""
-    count = Counter[str]()
-    originals = {n: getattr(dist, n) for n in ("all_to_all_single", "all_to_all", "all_gather", "all_reduce")}
-
-    def counting(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            count[name] += 1
-            return originals[name](*args, **kwargs)
-
-        return call
-
+def exchanges(rank: int, world: int, save_attention: bool, **more: Any) -> tuple[float, Counter[str], int]:
+    """Loss, collectives and bytes of a training step on this rank."""
     ctx, model, data = SPContext.create(world), make_model("gqa"), shard_batch(SAMPLE, world, rank)
-    with attach(model, ctx, **{**ALL_ON, "save_attention": save_attention}):
+    with attach(model, ctx, **{**ALL_ON, "save_attention": save_attention}, **more) as handle:
         alstlib.causal_lm_loss(model, data).loss.backward()  # asks for host memory
-        try:
-            for name in originals:
-                setattr(dist, name, counting(name))
+        before = handle.wire_bytes
+        with counted(dist, "all_to_all_single", "all_to_all", "all_gather", "all_reduce") as count:
             out = alstlib.causal_lm_loss(model, data)
             out.loss.backward()
-        finally:
-            for name, original in originals.items():
-                setattr(dist, name, original)
-    return out.mean.item(), count
+    return out.mean.item(), count, handle.wire_bytes - before
 
 
 @pytest.mark.parametrize("save_attention, per_layer", [(True, 5), (False, 6)])
 def test_few_exchanges(ranks2: Any, save_attention: bool, per_layer: int) -> None:
     """Per layer and step 5 exchanges with saved outputs and 6 without (the reference: 12, and 2 gathers of positions);
     three reductions of numbers: whether all ranks make the same call, what all ranks' hosts have room for (samples
-    differ from step to step, so that both are agreed in each), and the loss."""
+    differ from step to step, so that both are agreed in each), and the loss. In chunks of rows a layer sends the same
+    bytes."""
     want, _ = plain_step(make_model("gqa"), SAMPLE)
-    for mean, count in ranks2(exchanges, save_attention):
+    in_chunks = ranks2(functools.partial(exchanges, chunk=4), save_attention)
+    for (mean, count, sent), (_, _, same) in zip(ranks2(exchanges, save_attention), in_chunks):
         assert mean == pytest.approx(want, rel=1e-6)
         assert count == {"all_to_all_single": 2 * per_layer, "all_reduce": 3}
+        assert sent == same
 
 
 # ----- dropout
@@ -404,12 +340,17 @@ def test_dropout_is_that_of_plain_transformers() -> None:
             check_step(step(model, BATCH, seed=7), want)
 
 
-@pytest.mark.parametrize("options", [{"checkpoint": False}, {"save_attention": True}], ids=str)
-def test_gradient_with_dropout_is_the_derivative(options: Fields) -> None:
+@pytest.mark.parametrize(
+    "options, block",
+    [({"checkpoint": False}, None), ({"save_attention": True}, None), ({"chunk": 6}, None),
+     ({"chunk": 6, "tiles": {"mlp": 4, "loss": True, "norm": True}}, None), ({}, 6)],
+    ids=str,
+)  # fmt: skip
+def test_gradient_with_dropout_is_the_derivative(options: Fields, block: int | None) -> None:
     """With a fixed seed the loss is a function of the weights: its gradient against a central difference, in fp64."""
     model = make_model("gpt2", dtype=torch.float64, **DROPOUT)
-    with attach(model, **options, tiles={"mlp": 6, "loss": 6, "norm": True}):
-        slope, numerical = slopes(model, BATCH)
+    with attach(model, **{"tiles": {"mlp": 6, "loss": 6, "norm": True}, **options}):
+        slope, numerical = slopes(model, BATCH, block)
     assert slope == pytest.approx(numerical, rel=1e-5)
 
 
@@ -417,7 +358,7 @@ def test_gradient_with_dropout_is_the_derivative(options: Fields) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gqa", "gemma2", "gpt2"])
-@pytest.mark.parametrize("options", [ALL_OFF, ALL_ON], ids=["all off", "all on"])
+@pytest.mark.parametrize("options", [ALL_OFF, ALL_ON, STREAMED], ids=["all off", "all on", "chunk"])
 def test_evaluation_is_plain(kind: str, options: Fields) -> None:
     """Without gradients: Hugging Face's loss from its own labels, and the logits when there are no labels."""
     model = make_model(kind, **(DROPOUT if kind == "gpt2" else {})).eval()
@@ -426,7 +367,7 @@ def test_evaluation_is_plain(kind: str, options: Fields) -> None:
         with attach(model, **options) as handle:
             got = model(IDS, labels=IDS)
             logits = model(IDS).logits
-            assert handle.store.nbytes == 0
+            assert handle.store.nbytes == handle.store.unused
     assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-6)
     assert torch.allclose(logits, want.logits, rtol=1e-5, atol=1e-5)
     assert isinstance(got.logits, torch.Tensor) != bool(options["tiles"])
@@ -576,47 +517,36 @@ def test_models_that_cannot_be_exact_are_refused(make: Any, message: str) -> Non
     assert [(n, id(m), len(m.__dict__)) for n, m in model.named_modules()] == modules
 
 
-def test_a_soft_cap_needs_a_kernel_that_computes_it() -> None:
+def test_an_attention_that_cannot_be_had_is_refused() -> None:
     model = make_model("gemma2", attn_logit_softcapping=50.0)
-    message = r"layer 0 of Gemma2ForCausalLM \(Gemma2DecoderLayer\): attention='cpu' does not compute a soft cap"
-    with pytest.raises(ValueError, match=message):
-        attach(model, attention="cpu")
+    for name, message in (
+        ("cpu", r"layer 0 of Gemma2ForCausalLM \(Gemma2DecoderLayer\): attention='cpu' does not compute a soft cap"),
+        ("flashy", "attention='flashy' must be one of 'auto', 'sdpa', .*'blockwise', 'eager', or a function"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attach(model, attention=name)
     attach(model).detach()
 
 
-def test_unknown_attention_names_what_there_is() -> None:
-    with pytest.raises(
-        ValueError, match=r"attention='flashy' must be one of 'auto', 'sdpa', .*'blockwise', 'eager', or a function"
-    ):
-        attach(make_model(), attention="flashy")
-    with pytest.raises(ValueError, match=r"attention='cudnn' does not run on cpu; attention='sdpa' chooses"):
-        attach(make_model(), attention="cudnn")
+CONTRADICT: list[tuple[Fields, str]] = [
+    ({"offload": "disk"}, "offload='disk' must be True or False, or 'sync'"),
+    ({"save_attention": "maybe"}, "save_attention='maybe' must be True, False or 'auto'"),
+    (
+        {"checkpoint": False, "offload": "sync"},
+        "offload='sync' moves checkpoints to the host: it needs checkpoint=True",
+    ),
+    ({"save_attention": True, "checkpoint": False}, "save_attention=True .* needs checkpoint=True"),
+    ({"chunk": 0}, "chunk=0 must be a whole number of at least 1, such as 2048 or 3.7M, or 'auto', or None"),
+    ({"chunk": 2.5}, r"chunk=2\.5 must be a whole number"),
+    ({"chunk": 64, "checkpoint": False}, "chunk=64 recomputes layers .* needs checkpoint=True"),
+    ({"tiles": {"mlp": 0}}, "tiles={'mlp': 0.* must be True, False or a tile of at least 1 token"),
+    ({"tiles": {"norm": 2.5}}, "tiles={.*2.5.* must be"),
+    ({"checkpoint": "perhaps"}, "checkpoint='perhaps' must be True or False"),
+    ({"host_memory": -1}, "host_memory=-1 must be a whole number of at least 1, such as 80GB"),
+]
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"offload": "disk"}, "offload='disk' must be True or False, or 'sync'"),
-        ({"save_attention": "maybe"}, "save_attention='maybe' must be True, False or 'auto'"),
-        (
-            {"checkpoint": False, "offload": "sync"},
-            "offload='sync' moves checkpoints to the host: it needs checkpoint=True",
-        ),
-        ({"save_attention": True, "checkpoint": False}, "save_attention=True .* needs checkpoint=True"),
-        ({"chunk": 0}, "chunk=0 must be a whole number of at least 1, such as 2048 or 3.7M, or 'auto', or None"),
-        ({"chunk": 2.5}, r"chunk=2\.5 must be a whole number"),
-        ({"chunk": 64, "checkpoint": False}, "chunk=64 recomputes layers .* needs checkpoint=True"),
-        (
-            {"tiles": {"mlp": 0, "loss": True, "norm": True}},
-            "tiles={'mlp': 0, .* must be True, False or a tile of at least 1 token",
-        ),
-        ({"tiles": {"mlp": True, "loss": -3, "norm": True}}, "tiles={.*'loss': -3.* must be"),
-        ({"tiles": {"mlp": True, "loss": True, "norm": 2.5}}, "tiles={.*2.5} must be"),
-        ({"checkpoint": "perhaps"}, "checkpoint='perhaps' must be True or False"),
-        ({"host_memory": -1}, "host_memory=-1 must be a whole number of at least 1, such as 80GB"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options, message", CONTRADICT, ids=str)
 def test_options_that_contradict(options: Fields, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         alstlib.Options(**options)
@@ -644,13 +574,3 @@ def test_dropout_or_noncausal_attention_in_a_layer_is_refused() -> None:
         model.model.layers[0].self_attn.is_causal = False
         with pytest.raises(ValueError, match=r"layer 0 \(LlamaAttention\) is not causal"):
             model(IDS)
-
-
-def test_default_options_swap_what_they_say() -> None:
-    model = make_model()
-    with attach(copy.deepcopy(model)) as handle:
-        assert [type(m) for m in handle.mlps] == [TiledMLP, TiledMLP]
-        assert handle.model.lm_head is handle.head
-        assert handle.notes == []
-        assert handle.store.mode == "none"
-        assert handle.wire_bytes == 0

@@ -17,7 +17,6 @@ from cases import (
     make_samples,
     plain_step,
     sample_of,
-    slopes,
     step,
     worst_error,
 )
@@ -53,18 +52,13 @@ RUNS: list[tuple[Fields, Any, list[int]]] = [
 
 
 @pytest.mark.parametrize("options, blocks, documents", RUNS, ids=str)
-@pytest.mark.parametrize(
-    ("name", "world"),
-    [("llama, 9 heads on 3", 1), ("llama, 9 heads on 3", 2), ("llama, 9 heads on 3", 3), ("deepseek_v3", 1),
-     ("deepseek_v3", 2), ("gemma2", 3), ("gpt_oss", 1)],
-)  # fmt: skip
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_gradients_of_plain_transformers(
-    pools: Any, name: str, world: int, options: Fields, blocks: Any, documents: list[int]
+    pools: Any, world: int, options: Fields, blocks: Any, documents: list[int]
 ) -> None:
-    """Uneven heads, MLA, windows with soft caps, sinks."""
-    case = Case(name, f"{world}x1", tiles="default")
-    fields = {"output_router_logits": False} if name == "gpt_oss" else {}
-    more = More(options, fields, [[documents]], accumulation=1, blocks=blocks)
+    """What the net has not: blocks of a token, of all and of more than all tokens, and several in turn."""
+    case = Case("llama, 9 heads on 3", f"{world}x1", tiles="default")
+    more = More(options, data=[[documents]], accumulation=1, blocks=blocks)
     check(pools(world)(run, case, more), case, (1e-12, 1e-12))
 
 
@@ -76,8 +70,7 @@ LENGTHS: Any = [[[32]], [[9]], [[17]], [[40]]]
     ("engine", "model", "data"),
     [*((engine, "llama", [[[16, 16]]]) for engine in ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3")),
      *((engine, "llama", LENGTHS) for engine in ("fsdp2", "zero1", "zero2", "zero3")),
-     ("ddp", "lfm2", LENGTHS), ("fsdp2", "qwen3_next", LENGTHS), ("zero1", "kimi_linear", LENGTHS),
-     ("zero3", "qwen3_5", LENGTHS)],
+     ("ddp", "lfm2", LENGTHS), ("zero3", "qwen3_5", LENGTHS)],
 )  # fmt: skip
 def test_engines(pools: Any, engine: str, model: str, data: Any) -> None:
     """Three optimizer steps of two micro-batches, two block by block and one whole: each gradient is reduced once and
@@ -129,13 +122,6 @@ def test_what_runs_how_often(save: bool) -> None:
     with attach(make_model("gqa"), save_attention=save) as handle:
         step(handle.model, sample(), block=5)
         assert handle.attention.forward_calls == 2 * (2 if save else 3)
-
-
-def test_dropout_is_replayed() -> None:
-    model = make_model("gpt2", dtype=torch.float64, resid_pdrop=0.1, embd_pdrop=0.1)
-    with attach(model, tiles={"mlp": 4, "loss": True, "norm": True}):
-        slope, numerical = slopes(model, whole(sample()), block=6)
-    assert slope == pytest.approx(numerical, rel=1e-5)
 
 
 def wide_states(**overrides: Any) -> Any:

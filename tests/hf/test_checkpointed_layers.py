@@ -128,42 +128,22 @@ def test_inputs_of_some_layers(monkeypatch: pytest.MonkeyPatch, every: int, save
         assert sum(slab.bytes.numel() for slab in handle.store.free) == handle.store.nbytes
 
 
-@pytest.mark.parametrize("save, needed", [(False, INPUT), (True, INPUT + LAYERS * OUTPUT), ("auto", INPUT)])
-def test_a_host_that_cannot_hold_one_input(save: bool | str, needed: int) -> None:
-    """Said before anything is taken, with what would help; a shorter sequence goes on afterwards."""
-    model = model_of()
-    with with_room(model, needed - 1, save) as handle:
-        with pytest.raises(HostOutOfMemory, match=rf"needs {needed:,} bytes.* {needed - 1:,} are left.*host_memory"):
-            loss(model)
-        assert (handle.store.nbytes, handle.store.peak_nbytes) == (0, 0)
-        loss(model, length=LENGTH - 1).backward()
-        assert handle.inputs_kept_every == LAYERS
-
-
-def test_nothing_changes_without_offload() -> None:
-    model = model_of()
-    with attach(model, save_attention=True, host_memory=1) as handle:
-        train(model)
-        assert (handle.inputs_kept_every, handle.attention_kept, handle.store.nbytes) == (1, 1, 0)
-        assert handle.notes == []
-
-
-def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_said_once_whatever_the_lengths(caplog: pytest.LogCaptureFixture) -> None:
     model = model_of()
     with (
         caplog.at_level(logging.WARNING, "alstlib"),
         with_room(model, budget_for(2)) as handle,
     ):
         assert handle.notes == []
-        for _ in range(3):
-            train(model)
+        for length in (64, 64, 30, 63, 29, 64):
+            loss(model, length=length).backward()
     assert handle.notes == [r.message for r in caplog.records if r.name == "alstlib.hf.handle"]
     (note,) = handle.notes
     assert "inputs of all 5 layers: one in 2 is kept; backward runs one more forward" in note
     assert f"holds up to 2 ({2 * INPUT:,} bytes) on the device" in note
 
 
-@pytest.mark.parametrize("mode", [False, "sync", True])
+@pytest.mark.parametrize("mode", [False, True])
 @pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize("every", EVERY)
 def test_dropout_is_replayed_by_each_layer(every: int, save: bool, mode: str) -> None:
@@ -256,40 +236,6 @@ def test_a_forward_between_a_forward_and_its_backward(how: str, between: Any) ->
         got = gradients(wrapped)
         assert all(torch.equal(got[n], want[n]) for n in want)
         assert wrapped.training == (between is not evaluate)
-
-
-@pytest.mark.parametrize("how", PASSES)
-def test_two_forwards_in_two_modes(how: str) -> None:
-    """One with dropout, one without, then their backwards in either order."""
-    wrapped = with_lora()
-
-    def loss(seed: int) -> Tensor:
-        wrapped.train(seed == 0)
-        torch.manual_seed(seed)
-        return alstlib.causal_lm_loss(wrapped, batch(seed)).loss
-
-    with attach(wrapped.get_base_model(), **PASSES[how]):
-        loss(0).backward()
-        loss(1).backward()
-        want = gradients(wrapped)
-        for order in (1, -1):
-            wrapped.zero_grad()
-            for one in [loss(0), loss(1)][::order]:
-                one.backward()
-            assert worst_error(gradients(wrapped), want)[0] < 1e-6
-
-
-@pytest.mark.parametrize("frozen", [["embed", "layers.0.", "layers.1."], ["layers.1."], ["mlp"], ["layers."]], ids=str)
-def test_frozen_parts(frozen: list[str]) -> None:
-    """Layers in front that keep nothing, in the middle, everywhere but the head."""
-    model = model_of()
-    for name, p in model.named_parameters():
-        p.requires_grad_(not any(part in name for part in frozen))
-    want = plain_step(model, batch())
-    with with_room(model, budget_for(2)) as handle:
-        for _ in range(2):
-            check_step(train(model), want)
-        assert handle.store.nbytes <= budget_for(2)
 
 
 @pytest.mark.parametrize("change", ["new tensor", "in place"])
@@ -425,11 +371,10 @@ def test_a_weight_that_the_layer_does_not_own() -> None:
 def test_second_order_gradients_are_refused(how: str) -> None:
     model = model_of()
     with attach(model, **HOW[how]):
-        made = loss(model)
-        with pytest.raises(NotImplementedError, match=r"create_graph=True: .* first order only"):
-            torch.autograd.grad(made, [model.model.embed_tokens.weight], create_graph=True)
-        with pytest.raises(NotImplementedError, match=r"create_graph=True: .* first order only"):
-            loss(model).backward(create_graph=True)
+        for second in (lambda x: torch.autograd.grad(x, [model.model.embed_tokens.weight], create_graph=True),
+                       lambda x: x.backward(create_graph=True)):  # fmt: skip
+            with pytest.raises(NotImplementedError, match=r"create_graph=True: .* first order only"):
+                second(loss(model))
 
 
 @pytest.mark.parametrize("how", ["layers", "tiles", "chunks"])
@@ -466,10 +411,7 @@ def test_changes_in_place_of_an_input_are_refused(how: str, part: str) -> None:
     {"mlp": layer.mlp, "layer": layer.input_layernorm, "norm": layer.input_layernorm}[part].register_forward_pre_hook(
         lambda module, args: (args[0].mul_(1.5),)
     )
-    tiles = HOW[how].get("tiles", True)
-    kept = dict.fromkeys(("mlp", "loss"), True) if tiles is True else {**tiles, "norm": False}
-    options = {**HOW[how], "tiles": kept}
-    with attach(model, **options):
+    with attach(model, **{**HOW[how], "tiles": {"mlp": 16, "loss": 16}}):
         with pytest.raises(ValueError, match=r"(LlamaMLP|LlamaDecoderLayer) changes its input in place"):
             loss(model)
         with torch.inference_mode():
@@ -537,11 +479,3 @@ def test_what_is_granted_is_not_asked_for_again() -> None:
         handle.store.room = lambda: room - 2 * handle.store.nbytes  # type: ignore[method-assign]
         train(model)
         assert (handle.attention_kept, handle.store.nbytes) == (1, room)
-
-
-def test_lengths_that_change_are_noted_once_each() -> None:
-    model = model_of()
-    with with_room(model, budget_for(2)) as handle:
-        for length in (64, 30, 63, 29, 62, 28):
-            loss(model, length=length).backward()
-        assert len(handle.notes) == 1

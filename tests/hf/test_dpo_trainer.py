@@ -22,7 +22,6 @@ CASES: dict[str, tuple[str, Fields]] = {
     "a reference model": ("ddp", {**PAIRS, **EVALUATED}),
     "LoRA": ("ddp", {"what": "pairs", "lora": True, **EVALUATED}),
     "several losses": ("ddp", {**PAIRS, **MIXED}),
-    "ZeRO-2": ("zero2", {**PAIRS, **EVALUATED}),
     "ZeRO-2, LoRA": ("zero2", {"what": "pairs", "lora": True, **EVALUATED}),
     "ZeRO-3": ("zero3", {**PAIRS, **EVALUATED}),
     "FSDP2": ("fsdp2", {**PAIRS, **EVALUATED}),

@@ -15,48 +15,10 @@ from torch import nn
 from transformers import AttentionInterface
 
 import alstlib
-from alstlib.hf.edits import Edits
 
 HOW: dict[str, dict[str, Any]] = {"default": {}, "all on": ALL_ON, "chunk": {**ALL_ON, "chunk": 5}}
 BATCH = batch_of(20)
 IDS = BATCH["input_ids"]
-
-
-# ----- by themselves
-
-
-def test_what_others_put_over_a_change_stays() -> None:
-    module, edits = nn.Sequential(nn.Linear(2, 2)), Edits()
-    edits.set(module, "mine", 1)
-    edits.set(module, "other", 1)
-    edits.swap(module, "0", nn.Identity())
-    module.other, module[0] = 2, nn.Tanh()  # type: ignore[assignment]
-    edits.close()
-    assert module.other == 2
-    assert isinstance(module[0], nn.Tanh)
-    assert "mine" not in module.__dict__
-
-
-def test_a_copy_is_as_the_module_was_and_the_module_stays_changed() -> None:
-    module, edits = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Edits()
-    module.kept = lambda: "before"  # type: ignore[assignment]
-    first, own = module[0], module.register_forward_hook(lambda *_: None)
-    edits.set(module, "kept", lambda: "after")
-    edits.set(first, "forward", lambda x: x)
-    edits.swap(module, "1", nn.Identity())
-    edits.hook(module, module.register_forward_pre_hook(lambda *_: None, with_kwargs=True))
-    twin = copy.deepcopy(module)
-    assert twin.kept() == "before"  # type: ignore[operator]
-    assert [type(m) for m in twin] == [nn.Linear, nn.Linear]
-    assert twin[0].weight is not first.weight
-    assert "forward" not in twin[0].__dict__
-    assert "__deepcopy__" not in twin.__dict__
-    assert not twin._forward_pre_hooks
-    assert not twin._forward_pre_hooks_with_kwargs
-    assert [*twin._forward_hooks] == [own.id]
-    assert isinstance(module[1], nn.Identity)
-    assert module.kept() == "after"  # type: ignore[operator]
-    assert len(module._forward_pre_hooks) == 1
 
 
 # ----- copies of an attached model

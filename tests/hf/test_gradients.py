@@ -33,16 +33,11 @@ def step(pools: Any, case: Case, **more: Any) -> list[Fields]:
         {"checkpoint": True, "offload": True, "save_attention": "auto"},
         {"attention": "eager"},
         {"attention": "blockwise"},
-        *(
-            {"checkpoint": True, "offload": offload, "save_attention": True, "chunk": chunk}
-            for offload in (False, "sync")
-            for chunk in (1, 4, 16, 100)
-        ),
+        {"checkpoint": True, "save_attention": True, "chunk": 4},
     ],
     ids=str,
 )
 def test_an_option_alone(pools: Any, options: Fields) -> None:
-    """Chunks that divide the slice and do not, of one row, and longer than the sequence."""
     step(pools, Case("llama", data="rows", way="plain", tiles="off"), options=options)
 
 
@@ -107,16 +102,18 @@ ROOM = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", ROOM.values(), ids=ROOM)
-@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
-def test_replicas_in_which_all_that_is_local_differs(pools: Any, engine: str, memory: Any) -> None:
+@pytest.mark.parametrize(
+    ("engine", "memory"),
+    [("fsdp2", "both short"), ("fsdp2", "one limited"), ("zero3", "plenty"), ("zero3", "second short")],
+)
+def test_replicas_in_which_all_that_is_local_differs(pools: Any, engine: str, memory: str) -> None:
     """Rows, lengths, documents and room on the host, from replica to replica and from micro-batch to micro-batch: the
     engine gathers weights, so all replicas must run the same layers in the same order."""
     case = Case("gemma2", "1x2", way="kept", engine=engine)
-    room = tuple(n and n * case.dtype.itemsize // 4 for n in memory)
+    room = tuple(n and n * case.dtype.itemsize // 4 for n in ROOM[memory])
     kept = [(r["every"], r["kept"]) for r in step(pools, case, **FIVE, data=UNEVEN, accumulation=5, host_memory=room)]
     assert kept[0] == kept[1]
-    assert kept[0][0] > 1 or memory == (None, None)
+    assert kept[0][0] > 1 or memory == "plenty"
 
 
 @pytest.mark.slow
@@ -183,9 +180,8 @@ def shared(name: str, model: Any) -> Callable[[], None]:
     return lambda: None
 
 
-@pytest.mark.parametrize("way", ["kept", "chunks, kept"])
+@pytest.mark.parametrize("engine, way", [("zero1", "kept"), ("zero1", "chunks, kept"), ("zero3", "kept")])
 @pytest.mark.parametrize("name", ["mlp", "input_layernorm.weight"])
-@pytest.mark.parametrize("engine", ["zero1", "zero3"])
 def test_weights_that_layers_share(pools: Any, engine: str, name: str, way: str) -> None:
     """Each layer's recompute has a gradient of its own for them, of which ZeRO-3 keeps one."""
     more: Fields = {"prepare": functools.partial(shared, name), "bucket": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -123,34 +124,35 @@ def test_flos_count_every_matrix_multiplication(kind: str, tied: bool) -> None:
     assert made["paper"] == (dense + attention) * 4 / 3
 
 
-def test_liger_is_asked_for_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.util
+LIGER: list[tuple[bool | str, bool, bool, str | None, bool | str]] = [
+    # asked for, tiles, a GPU, the architecture that an installed package knows, and what happens
+    ("auto", True, True, None, False), (False, True, True, None, False),
+    (True, True, True, None, "liger=True needs the package liger-kernel, which is not ins"),
+    (True, True, False, None, "liger=True needs a GPU"),
+    ("auto", True, True, "qwen2", False), (True, True, True, "qwen2", "does not know the model_type llama"),
+    ("auto", True, False, "llama", False), ("auto", True, True, "llama", True), (True, True, True, "llama", True),
+    ("auto", False, True, "llama", False), (True, False, True, "llama", True),  # the paper's baseline has none
+]  # fmt: skip
 
+
+@pytest.mark.parametrize("asked, tiles, gpu, knows, outcome", LIGER, ids=str)
+def test_liger_is_asked_for_clearly(
+    monkeypatch: pytest.MonkeyPatch, asked: bool | str, tiles: bool, gpu: bool, knows: Any, outcome: bool | str
+) -> None:
     model, put = make_model("llama"), []
     monkeypatch.setattr(models, "liger_kernels", put.append)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    tiled = RunConfig(model={"name": "tiny"}, options=Options.plain(tiles={"loss": True}))
-    for run in (tiled, tiled.replace(model={"liger": False})):
-        put_liger(run, model, gpu=True)
-    asked = tiled.replace(model={"liger": True})
-    with pytest.raises(ValueError, match="liger=True needs the package liger-kernel, which is not ins"):
-        put_liger(asked, model, gpu=True)
-    with pytest.raises(ValueError, match="liger=True needs a GPU"):
-        put_liger(asked, model, gpu=False)
-    assert not put
-    monkeypatch.setattr(models, "liger_knows", lambda: ("qwen2",))
-    put_liger(tiled, model, gpu=True)
-    assert not put
-    with pytest.raises(ValueError, match="which does not know the model_type llama"):
-        put_liger(tiled.replace(model={"liger": True}), model, gpu=True)
-    monkeypatch.setattr(models, "liger_knows", lambda: ("llama",))
-    put_liger(tiled, model, gpu=False)
-    put_liger(tiled.replace(options={"tiles": False}), model, gpu=True)  # the paper's baseline has none of them
-    assert not put
-    for wanted in ("auto", True):
-        put_liger(tiled.replace(model={"liger": wanted}), model, gpu=True)
-    put_liger(tiled.replace(options={"tiles": False}, model={"liger": True}), model, gpu=True)
-    assert put == [model] * 3
+    if knows:
+        monkeypatch.setattr(models, "liger_knows", lambda: (knows,))
+    else:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    options = Options.plain(tiles={"loss": True} if tiles else False)
+    run = RunConfig(model={"name": "tiny", "liger": asked}, options=options)
+    if isinstance(outcome, str):
+        with pytest.raises(ValueError, match=outcome):
+            put_liger(run, model, gpu=gpu)
+    else:
+        put_liger(run, model, gpu=gpu)
+    assert put == [model] * (outcome is True)
 
 
 def test_weights_that_do_not_fit_or_were_cut_off(tmp_path: Path) -> None:
@@ -158,15 +160,9 @@ def test_weights_that_do_not_fit_or_were_cut_off(tmp_path: Path) -> None:
     run = RunConfig(model={"name": str(tmp_path)})
     with pytest.raises(ValueError, match=r"its weights have other sizes than model.config asks for \(vocab_size=300\)"):
         load_model(run.replace(model={"config": {"vocab_size": 300}}), torch.float32)
+    with pytest.raises(ValueError, match=r"has no weights for model\.layers\.\d\..* and \d+ more, which"):
+        load_model(run.replace(model={"config": {"num_hidden_layers": 6}}), torch.float32)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged or was cut off"):
         load_model(run, torch.float32)
-
-
-def test_weights_that_are_missing_are_refused_and_not_made_up(tmp_path: Path) -> None:
-    make_model("llama", num_hidden_layers=2, tie_word_embeddings=True).save_pretrained(tmp_path)
-    run = RunConfig(model={"name": str(tmp_path)})
-    assert load_model(run, torch.float32).config.num_hidden_layers == 2  # a tied head is not missing
-    with pytest.raises(ValueError, match=r"has no weights for model\.layers\.2\..* and \d+ more, which"):
-        load_model(run.replace(model={"config": {"num_hidden_layers": 3}}), torch.float32)

@@ -28,7 +28,6 @@ CASES: dict[str, Fields] = {
 }
 ENGINES: dict[str, tuple[str, Fields]] = {
     "DDP, packing": ("ddp", PACKING),
-    "ZeRO-1, chat, LoRA": ("zero1", CHAT),
     "ZeRO-2, Qwen3, packing, LoRA": ("zero2", QWEN),
     "ZeRO-3, Qwen3, packing, LoRA": ("zero3", QWEN),
     "FSDP2, packing": ("fsdp2", PACKING),

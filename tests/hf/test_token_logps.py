@@ -1,17 +1,17 @@
-"""Log-probabilities and statistics of whole models, over ranks and engines, against plain transformers."""
+"""Log-probabilities and statistics of whole models, over ranks, against plain transformers; the trainers' tests have
+them under engines."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-import matrix
 import pytest
 import torch
 import zoo
 from cases import ALL_OFF, Fields, attach, gradients, make_model, on_ranks, worst_error
 from operators import randn
-from test_block_step import LENGTH, PACKED, sample
+from test_block_step import PACKED, sample
 from torch import Tensor, nn
 
 import alstlib
@@ -84,77 +84,6 @@ def test_values_and_gradients_of_plain_transformers(
     on_ranks(pools, world, exact, name, data, temperature)
 
 
-# ----- sums under engines
-
-
-def pairs(seed: int, packed: bool) -> Fields:
-    """A chosen and a rejected sample, of unequal length: two rows, or two documents of a row; a prompt counts not."""
-    ids = torch.randint(3, zoo.VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
-    labels = ids.clone()
-    labels[:, :5] = -100
-    if not packed:
-        mask = torch.ones_like(ids)
-        mask[1, 14:], labels[1, 14:] = 0, -100
-        return {"input_ids": ids, "labels": labels, "attention_mask": mask}
-    ids, labels = (torch.cat([t[:1], t[1:, :14]], 1) for t in (ids, labels))
-    return {"input_ids": ids, "labels": labels, "document_lengths": [[LENGTH, 14]]}
-
-
-def preference(sums: Tensor) -> Tensor:
-    """A loss that is no sum over tokens, as DPO's is none."""
-    return -nn.functional.logsigmoid(0.3 * (sums[0] - sums[1] + 0.5))
-
-
-def plain_sums(model: Any, data: Fields) -> Tensor:
-    """[2], of a chosen and a rejected sample."""
-    logps = plain(model, data)[0]
-    return torch.stack([t.sum() for t in logps.split(data["document_lengths"][0], 1)]) if "document_lengths" in data \
-        else logps.sum(1)  # fmt: skip
-
-
-def engine_step(rank: int, world: int, kind: str, sp: int, tied: bool) -> None:
-    """Gradients of a preference loss, against one process; and statistics of the loss under the same engine."""
-    ctx, model = alstlib.SPContext.create(sp), make_model("gqa", tie_word_embeddings=tied)
-    model.model.layers[0].mlp.requires_grad_(False)
-    samples = [pairs(i, packed=i == 1) for i in range(ctx.dp)] if ctx.dp > 1 else [pairs(1, packed=True)]
-    twin = copy.deepcopy(model)
-    sums = [plain_sums(twin, s) for s in samples]
-    (sum(preference(s) for s in sums) / ctx.dp).backward()  # type: ignore[union-attr]
-    want = gradients(twin)
-    batch = shard_batch(samples[ctx.dp_rank], sp, ctx.sp_rank)
-    attach(model, ctx, tiles={"mlp": True, "loss": 4, "norm": True})
-    engine = matrix.engine_of(model, kind, 1)
-    got_sums = alstlib.sequence_logps(alstlib.token_logps(engine, batch), batch, ctx)
-    loss = preference(got_sums)
-    engine.backward(loss) if kind == "zero3" else loss.backward()
-    got = matrix.gradients(model, kind)
-    with torch.no_grad():
-        out = alstlib.causal_lm_loss(engine, batch, statistics=True)
-        every = [plain(twin, s) for s in samples]
-    if kind == "zero3":
-        engine.destroy()
-    valid = sum(int(logps.ne(0).sum()) for logps, *_ in every)
-    assert valid == int(out.tokens)
-    assert got_sums.dtype == torch.float64
-    assert relative_error(got_sums, sums[ctx.dp_rank]) < 1e-6
-    error, name = worst_error(got, want)
-    assert error < 1e-5, name
-    logged = [-out.mean.item(), out.entropy.item(), out.accuracy.item()]  # type: ignore[union-attr]
-    assert logged == pytest.approx(
-        [sum(float(t.sum()) for t in kind) / valid for kind in list(zip(*every))[:3]], rel=1e-5
-    )
-    assert logged[1] > 0
-
-
-@pytest.mark.parametrize(
-    ("kind", "sp", "tied"),
-    [("ddp", 2, True), ("ddp", 1, False), ("fsdp2", 2, False), ("zero3", 2, False), ("zero3", 1, False)],
-)
-def test_sums_and_statistics_under_engines(ranks2: Any, kind: str, sp: int, tied: bool) -> None:
-    """After the engine's average, gradients are those of the mean over replicas of the loss of the sums."""
-    ranks2(engine_step, kind, sp, tied)
-
-
 # ----- statistics of the loss
 
 
@@ -191,31 +120,7 @@ def test_statistics_are_those_of_all_valid_tokens(pools: Any, world: int) -> Non
             assert got == pytest.approx(want, rel=1e-6)
 
 
-def test_statistics_without_a_valid_token() -> None:
-    model, data = make_model("gqa"), sample()
-    data["labels"][:] = -100
-    with attach(model):
-        out = alstlib.causal_lm_loss(model, shard_batch(data, 1, 0), statistics=True)
-    assert (out.entropy.item(), out.accuracy.item(), out.mean.item()) == (0, 0, 0)  # type: ignore[union-attr]
-
-
 # ----- one process
-
-
-@pytest.mark.parametrize("options", [{}, {"offload": "sync"}, HOST], ids=str)
-def test_two_forwards_before_a_backward(options: Fields) -> None:
-    """Chosen and rejected one after the other; and an evaluation in between."""
-    model, batches = make_model("gqa"), [shard_batch(sample(), 1, 0), shard_batch(sample(PACKED), 1, 0)]
-    twin = copy.deepcopy(model)
-    (plain(twin, sample())[0].sum() - 2 * plain(twin, sample(PACKED))[0].sum()).backward()
-    with attach(model, **options) as handle:
-        first, second = (alstlib.token_logps(model, b) for b in batches)
-        with torch.no_grad():
-            assert torch.equal(alstlib.token_logps(model, batches[0]), first)
-        (first.sum() - 2 * second.sum()).backward()
-        del first, second
-        assert handle.store.leased == 0
-    assert worst_error(gradients(model), gradients(twin))[0] < 1e-5
 
 
 def test_sums_of_documents() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import attach, make_model, sample_of
+from cases import ALL_ON, attach, make_model, sample_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,9 +48,6 @@ class Waits(TorchDispatchMode):
 
 def shard(rank: int, world: int, length: int = 24) -> dict[str, Any]:
     return shard_batch(sample_of(length), world, rank)
-
-
-ALL_ON: dict[str, Any] = {"tiles": {"mlp": 5, "loss": 7, "norm": True}, "offload": True, "save_attention": True}
 
 
 def places(rank: int, world: int, chunk: int | None) -> set[tuple[str, str]]:

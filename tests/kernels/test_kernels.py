@@ -71,12 +71,13 @@ def run(name: str, tensors: list[Tensor], scale: float, documents: Any, chunk: i
 
 def check(
     name: str, shape: Any, dtype: torch.dtype = torch.float64, variant: dict[str, Any] | None = None,
-    chunk: int | None = None, buffer: bool = False, tolerance: float = 0.0,
+    chunk: int | None = None, buffer: bool = False, tolerance: float = 0.0, device: str = "cpu",
 ) -> None:  # fmt: skip
     """A kernel is the oracle, of this attention: its window, soft cap, sinks, or width of values."""
     rule = {n: v for n, v in (variant or {}).items() if n in ("window", "softcap")}
     tensors, documents = make(shape, dtype, buffer, (variant or {}).get("width")), shape[-1]
-    sinks = randn(shape[1], seed=9, dtype=dtype) if (variant or {}).get("sinks") else None
+    tensors = [t.to(device) for t in tensors]
+    sinks = randn(shape[1], seed=9, dtype=dtype).to(device) if (variant or {}).get("sinks") else None
     before = [t.clone() for t in tensors]
     got = attend(BACKENDS[name], tensors, Rule(0.3, **rule), documents, sinks, chunk)
     if sinks is not None:
@@ -88,20 +89,16 @@ def check(
     assert all(torch.equal(a, b) for a, b in zip(tensors, before)), "an input was changed"
 
 
-@pytest.mark.parametrize("buffer", [False, True], ids=["contiguous", "exchanged"])
+@pytest.mark.parametrize(
+    ("chunk", "buffer"), [(None, False), *((chunk, True) for chunk in (None, 1, 5, 12, 600))], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", ON_CPU)
-def test_kernel_is_the_oracle(name: str, shape: Any, dtype: torch.dtype, buffer: bool) -> None:
-    check(name, shape, dtype, buffer=buffer)
-
-
-@pytest.mark.parametrize("chunk", [1, 5, 12, 600])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("name", ON_CPU)
-def test_chunks_of_rows_are_the_oracle(name: str, shape: Any, dtype: torch.dtype, chunk: int) -> None:
-    check(name, shape, dtype, chunk=97 if chunk < 5 and shape[3] > 100 else chunk, buffer=True)
+def test_kernel_is_the_oracle(name: str, shape: Any, dtype: torch.dtype, chunk: int | None, buffer: bool) -> None:
+    """In one call and in chunks of rows."""
+    chunk = 97 if chunk in (1, 5) and shape[3] > 100 else chunk
+    check(name, shape, dtype, chunk=chunk, buffer=buffer)
 
 
 @pytest.mark.parametrize("buffer", [False, True], ids=["contiguous", "exchanged"])
@@ -157,12 +154,6 @@ def test_a_ragged_length_of_a_kernel_that_is_built_for_each_shape_is_the_oracle(
     assert seen == [(length - length % 32, length - length % 32)]
 
 
-def test_chunks_in_bf16_are_as_good_as_one_call() -> None:
-    tensors = make((1, 4, 2, 531, 16, None), torch.bfloat16, True)
-    want = oracle(tensors, 0.25, None)
-    compare(run("cpu", tensors, 0.25, None, 100), list(run("cpu", tensors, 0.25, None)), want)
-
-
 def test_merge_with_a_set_without_keys_changes_nothing() -> None:
     out, lse = randn(1, 2, 5, 4), randn(1, 2, 5, seed=1)
     got = merge(out.clone(), lse, randn(1, 2, 5, 4, seed=2), torch.full_like(lse, float("-inf")))
@@ -193,16 +184,6 @@ def test_scores_of_hundreds_do_not_overflow(name: str) -> None:
     assert worst(run(name, tensors, 1.0, None), oracle(tensors, 1.0, None)) < 1e-4
 
 
-@pytest.mark.parametrize("documents", [None, [0, 1, 40, 67]])
-def test_bf16_is_as_good_as_torchs(documents: list[int] | None) -> None:
-    tensors = make((1, 4, 2, 67, 16, None), torch.bfloat16, True)
-    got, want = run("cpu", tensors, 0.25, documents), oracle(tensors, 0.25, documents)
-    assert got[1].dtype == torch.float32
-    if documents is None:
-        compare(got, torch_sdpa(tensors, 0.25), want)
-    assert worst(got, want) < 0.02
-
-
 def test_nothing_of_sequence_times_sequence() -> None:
     """The oracle shows that the reading can fail: it makes the scores."""
     tensors = make((1, 1, 1, 1024, 8, None), torch.float32)
@@ -226,60 +207,53 @@ def test_bad_documents(documents: list[int]) -> None:
         run("cpu", tensors, 0.3, documents)
 
 
-def test_choose_on_cpu() -> None:
-    cpu = torch.device("cpu")
-    assert choose_backend("sdpa", cpu, torch.float32, 64).name == "cpu"
-    assert choose_backend("eager", cpu, torch.float64, 64).name == "eager"
-    refused = [("fast", cpu, "attention='fast' is unknown; known: sdpa, auto, cpu, cudnn")]
-    refused += [(n, cpu, f"'{n}' does not run on cpu; attention='sdpa'") for n in ("cudnn", "flash", "efficient")]
-    for name, device, says in [*refused, ("cpu", torch.device("cuda"), "'cpu' does not run on cuda")]:
-        assert says in error_of(choose_backend, name, device, torch.bfloat16, 64)
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+CHOICES: list[tuple[str, int, torch.dtype, int, str, str]] = [
+    # asked for, compute capability (0: a CPU), dtype, head width, installed package, and what is chosen or said
+    ("sdpa", 0, FP32, 64, "", "cpu"), ("eager", 0, FP64, 64, "", "eager"), ("auto", 0, FP32, 128, "cute", "cpu"),
+    ("fast", 0, BF16, 64, "", "attention='fast' is unknown; known: sdpa, auto, cpu, cudnn"),
+    *((name, 0, BF16, 64, "", f"'{name}' does not run on cpu; attention='sdpa'")
+      for name in ("cudnn", "flash", "efficient")),
+    ("cpu", 9, BF16, 64, "", "'cpu' does not run on cuda"),
+    ("sdpa", 9, BF16, 128, "", "cudnn"), ("sdpa", 9, FP16, 64, "", "cudnn"), ("sdpa", 9, BF16, 256, "", "cudnn"),
+    ("sdpa", 10, BF16, 128, "", "cudnn"), ("sdpa", 10, BF16, 136, "", "flash"), ("sdpa", 8, BF16, 256, "", "flash"),
+    ("sdpa", 9, BF16, 160, "", "cudnn"), ("sdpa", 9, BF16, 252, "", "flash"), ("sdpa", 12, BF16, 256, "", "flash"),
+    ("sdpa", 9, BF16, 36, "", "flash"), ("sdpa", 8, BF16, 128, "", "flash"), ("sdpa", 9, FP32, 128, "", "efficient"),
+    ("sdpa", 9, BF16, 512, "", "efficient"),
+    ("auto", 9, BF16, 512, "", "efficient"), ("auto", 9, BF16, 128, "cute", "flash_attention_4"),
+    *((name, least - more, dtype, width, package, says)
+      for name, (_, _, least) in PACKAGES.items()
+      for more, dtype, width, package, says in (
+          (0, BF16, 64, "", "needs the package flash-attn.*; 'sdpa' needs nothing"),
+          (0, BF16, 64, "flash", name),
+          (0, FP32, 64, "flash", r"needs CUDA and fp16 or bf16, not cuda and torch\.float32"),
+          (least, BF16, 64, "flash", "not cpu and"),
+          (0, BF16, 36, "flash", "width up to 256 that divides by 8, not 36"),
+          (1, BF16, 64, "flash", f"compute capability {least} or newer"))),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype", "head_dim", "name"),
-    [
-        (9, torch.bfloat16, 128, "cudnn"), (9, torch.float16, 64, "cudnn"), (9, torch.bfloat16, 256, "cudnn"),
-        (10, torch.bfloat16, 128, "cudnn"), (10, torch.bfloat16, 136, "flash"), (8, torch.bfloat16, 256, "flash"),
-        (9, torch.bfloat16, 160, "cudnn"), (9, torch.bfloat16, 252, "flash"), (12, torch.bfloat16, 256, "flash"),
-        (9, torch.bfloat16, 36, "flash"), (8, torch.bfloat16, 128, "flash"), (9, torch.float32, 128, "efficient"),
-        (9, torch.bfloat16, 512, "efficient"),
-    ],
-)  # fmt: skip
-def test_choose_on_cuda(
-    monkeypatch: pytest.MonkeyPatch, capability: int, dtype: torch.dtype, head_dim: int, name: str
+@pytest.mark.parametrize(("name", "capability", "dtype", "width", "package", "found"), CHOICES)
+def test_choice_of_a_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    capability: int,
+    dtype: torch.dtype,
+    width: int,
+    package: str,
+    found: str,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    assert choose_backend("sdpa", torch.device("cuda"), dtype, head_dim).name == name
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_flash_attn_needs_its_package_a_gpu_and_16_bits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    cuda, least = torch.device("cuda"), PACKAGES[name][2]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (least, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-
-    def refused(says: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, width: int = 64) -> bool:
-        return re.search(says, error_of(choose_backend, name, torch.device(device), dtype, width)) is not None
-
-    assert refused("needs the package flash-attn.*; 'sdpa' needs nothing")
-    assert choose_backend("auto", cuda, torch.bfloat16, 512).name == "efficient"
     spec = importlib.machinery.ModuleSpec("flash_attn", None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
-    assert choose_backend(name, cuda, torch.bfloat16, 64).name == name
-    assert refused(r"needs CUDA and fp16 or bf16, not cuda and torch\.float32", dtype=torch.float32)
-    assert refused("not cpu and", "cpu")
-    assert refused("width up to 256 that divides by 8, not 36", width=36)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (least - 1, 0))
-    assert refused(f"compute capability {least} or newer")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: spec if package and package in n else None)
+    device = torch.device("cuda" if capability else "cpu")
+    if found in BACKENDS:
+        assert choose_backend(name, device, dtype, width).name == found
+    else:
+        assert re.search(found, error_of(choose_backend, name, device, dtype, width))
 
 
-def test_auto_prefers_an_installed_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, spec = torch.device("cuda"), importlib.machinery.ModuleSpec("flash_attn", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if "cute" in name else None)
-    assert choose_backend("auto", cuda, torch.bfloat16, 128).name == "flash_attention_4"
-    assert choose_backend("auto", torch.device("cpu"), torch.float32, 128).name == "cpu"
+def test_options_name_every_kernel() -> None:
     assert set(get_args(Kernel)) == {"sdpa", "auto", *BACKENDS}
 
 
@@ -302,56 +276,44 @@ def compare(got: list[Tensor], theirs: Sequence[Tensor | None], want: list[Tenso
             assert ours <= 1.5 * max(reference.relative_error(t, w), floor), name
 
 
-ON_CUDA = pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("cudnn", torch.bfloat16), ("cudnn", torch.float16), ("flash", torch.bfloat16), ("flash", torch.float16),
-        ("efficient", torch.bfloat16), ("efficient", torch.float16), ("efficient", torch.float32),
-        ("flash_attention_2", torch.bfloat16), ("flash_attention_3", torch.bfloat16),
-        ("flash_attention_4", torch.bfloat16),
-    ],
-)  # fmt: skip
+HALF = [
+    ("cudnn", torch.bfloat16), ("cudnn", torch.float16), ("flash", torch.bfloat16), ("flash", torch.float16),
+    ("efficient", torch.bfloat16), ("efficient", torch.float16), ("efficient", torch.float32),
+    ("flash_attention_2", torch.bfloat16), ("flash_attention_3", torch.bfloat16), ("flash_attention_4", torch.bfloat16),
+]  # fmt: skip
 
 
-def on_cuda(name: str, dtype: torch.dtype, kv: int) -> list[Tensor]:
-    """Batch 2, odd length, views of one exchanged buffer, for a kernel that can run here."""
+BATCHES = pytest.mark.parametrize(
+    ("kv", "documents"), list(itertools.product([4, 2, 1], [None, [0, 1, 130, 257, 258, 300, 514]]))
+)
+
+
+def as_good_as_torchs(name: str, dtype: torch.dtype, kv: int, documents: list[int] | None) -> None:
+    """The error is at most 1.5 times that of PyTorch's own; and, in chunks of rows, that of one call."""
+    device = torch.device("cpu" if name == "cpu" else "cuda")
     try:
-        choose_backend(name, torch.device("cuda"), dtype, 64)
+        choose_backend(name, device, dtype, 64)
     except ValueError as e:
         pytest.skip(str(e))
-    major, _ = torch.cuda.get_device_capability()
-    if dtype != torch.float32 and major < 8:
-        pytest.skip("this GPU is older than these kernels")
-    return [t.cuda() for t in make((2, 4, kv, 257, 64, None), dtype, True)]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("documents", [None, [0, 1, 130, 257, 258, 300, 514]], ids=["rows", "documents"])
-@ON_CUDA
-@pytest.mark.parametrize("kv", [4, 1])
-def test_gpu_chunks_are_as_good_as_one_call(
-    name: str, dtype: torch.dtype, kv: int, documents: list[int] | None
-) -> None:
-    tensors = on_cuda(name, dtype, kv)
-    want = oracle([t.cpu() for t in tensors], 0.125, documents)
-    whole = [t.cpu() for t in run(name, tensors, 0.125, documents)]
-    for chunk in (100, 64):
-        got = [t.cpu() for t in run(name, tensors, 0.125, documents, chunk)]
-        compare(got, list(whole), want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("documents", [None, [0, 1, 130, 257, 258, 300, 514]], ids=["rows", "documents"])
-@ON_CUDA
-@pytest.mark.parametrize("kv", [4, 2, 1])
-def test_gpu_kernel_is_as_good_as_torchs(name: str, dtype: torch.dtype, kv: int, documents: list[int] | None) -> None:
-    """The error is at most 1.5 times that of PyTorch's own."""
-    tensors = on_cuda(name, dtype, kv)
-    got, want = run(name, tensors, 0.125, documents), oracle([t.cpu() for t in tensors], 0.125, documents)
-    got = [t.cpu() for t in got]
-    assert got[1].dtype == torch.float32
-    assert reference.relative_error(got[1], want[1]) < 1e-3
+    given = make((2, 4, kv, 257, 64, None), dtype, True)
+    tensors, want = [t.to(device) for t in given], oracle(given, 0.125, documents)
+    whole, *parts = ([t.cpu() for t in run(name, tensors, 0.125, documents, chunk)] for chunk in (None, 100, 64))
+    assert whole[1].dtype == torch.float32
     if documents is None:
-        theirs = torch_sdpa(tensors, 0.125)
-        compare(got, [None if t is None else t.cpu() for t in theirs], want)
-    assert worst(got, want) < (1e-4 if dtype == torch.float32 else 0.02)
+        compare(whole, [None if t is None else t.cpu() for t in torch_sdpa(tensors, 0.125)], want)
+    assert worst(whole, want) < (1e-4 if dtype == torch.float32 else 0.02)
+    assert worst(whole[1:2], want[1:2]) < 1e-3
+    for part in parts:
+        compare(part, list(whole), want)
+
+
+@BATCHES
+def test_half_precision_is_as_good_as_torchs(kv: int, documents: list[int] | None) -> None:
+    as_good_as_torchs("cpu", torch.bfloat16, kv, documents)
+
+
+@pytest.mark.gpu
+@BATCHES
+@pytest.mark.parametrize(("name", "dtype"), HALF)
+def test_gpu_kernel_is_as_good_as_torchs(name: str, dtype: torch.dtype, kv: int, documents: list[int] | None) -> None:
+    as_good_as_torchs(name, dtype, kv, documents)

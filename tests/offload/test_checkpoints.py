@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import batch, make_model, same, step, train, worst_error
+from cases import batch, make_model, train
 from operators import worst
 from torch import Tensor, nn
 
@@ -81,69 +81,32 @@ def test_checkpoint_equals_the_plain_function(mode: str, dropout: float) -> None
         assert worst(got, want) < 1e-6
     assert block.calls == 2 * (1 + 2)
     assert (store.nbytes > 0) == (mode != "none")
+    with torch.no_grad():  # the function is simply run
+        leased, out = store.leased, kept_by(store)(block, *tensors[:2], scale=tensors[2])
+    assert block.calls == 2 * (1 + 2) + 1
+    assert not out[0].requires_grad
+    assert store.leased == leased
 
 
-def test_only_the_input_is_kept() -> None:
-    """The graph between forward and backward holds x on the host and no activation."""
-    block, (x, other, scale) = Block(), inputs(4096)
-    sizes: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
-        block(x, other, scale=scale)
-        without = sum(sizes)
-        sizes.clear()
-        checkpoint(block, x, other, scale=scale, store=HostStore("sync"))
-    assert without > 10 * x.numel() / 8
-    assert sum(sizes) <= other.numel() + 1
-
-
-def test_stacked_layers_and_a_frozen_body() -> None:
-    """Two checkpoints in a row on one store; an input without gradient still trains the weights; a frozen one costs
-    nothing."""
-    x, _, scale = inputs()
-    x, ones, store, grads = x.detach(), torch.ones(8), HostStore("sync"), []
-    for run in (kept_by(store), Block.__call__):
-        blocks, out = [Block(), Block()], x
-        blocks[0].first.requires_grad_(False)
-        for block in blocks:
-            out = run(block, out, ones, scale=scale)[0]
-        out.sin().sum().backward()
-        assert blocks[0].first.weight.grad is None
-        grads.append([p.grad for b in blocks for p in b.parameters() if p.requires_grad])
-    assert worst(*grads) < 1e-6
-    assert x.grad is None
-
-    frozen = Block().requires_grad_(False)
-    out = checkpoint(frozen, x, ones, scale=scale, store=store, trains=False)[0]
+def test_a_frozen_function_costs_nothing() -> None:
+    frozen, (x, other, scale) = Block().requires_grad_(False), inputs()
+    out = checkpoint(frozen, x.detach(), other.detach(), scale=scale, store=HostStore("sync"), trains=False)[0]
     assert not out.requires_grad
     assert frozen.calls == 1
 
 
-def test_without_gradients_the_function_is_simply_run() -> None:
-    block, tensors, store = Block(), inputs(), HostStore("sync")
-    with torch.no_grad():
-        out = checkpoint(block, tensors[0], tensors[1], scale=tensors[2], store=store)
-    assert torch.equal(out[0], block(tensors[0], tensors[1], scale=tensors[2])[0])
-    assert not out[0].requires_grad
-    assert store.nbytes == 0
-
-
-def test_autocast_is_replayed() -> None:
-    """The recompute runs in bf16 though backward is called outside autocast."""
-    block, tensors = Block(), inputs(strided=False)  # in bf16 the order of sums would show
-    dtypes: list[torch.dtype] = []
-    block.first.register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
-
-    def cast(run: Any) -> Any:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with torch.autocast("cpu", torch.bfloat16):
-                return run(*args, **kwargs)
-
-        return forward
-
-    want = gradients(block, *tensors, cast(Block.__call__))
-    got = gradients(block, *tensors, cast(kept_by(HostStore("sync"))))
-    assert dtypes == [torch.bfloat16] * 3
-    assert worst(got, want) < 1e-6
+def test_stacked_layers() -> None:
+    """Two checkpoints in a row on one store; an input without gradient, and a frozen part, still train the weights."""
+    x, _, scale = inputs()
+    store, grads = HostStore("sync"), []
+    for run in (kept_by(store), Block.__call__):
+        blocks, out = [Block(), Block()], x.detach()
+        blocks[0].first.requires_grad_(False)
+        for block in blocks:
+            out = run(block, out, torch.ones(8), scale=scale)[0]
+        out.sin().sum().backward()
+        grads.append([p.grad for b in blocks for p in b.parameters()])
+    assert worst(*grads) < 1e-6
 
 
 def test_backward_twice_is_refused() -> None:
@@ -242,7 +205,7 @@ def test_slabs_are_reused_and_trimmed() -> None:
 
 def test_no_slab_is_made_after_the_longest_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever lengths follow: pinning slabs anew takes longer than the copies."""
-    lengths = torch.randint(9, 60, (50,), generator=torch.Generator().manual_seed(0)).tolist()
+    lengths = torch.randint(9, 60, (15,), generator=torch.Generator().manual_seed(0)).tolist()
     chunks: dict[str, Any] = {"chunk": 8, "on_host": "hidden+kv"}
     made, init = [], host_store._Slab.__init__
     monkeypatch.setattr(host_store._Slab, "__init__", lambda self, n, pin: (made.append(n), init(self, n, pin))[1])
@@ -254,18 +217,6 @@ def test_no_slab_is_made_after_the_longest_sample(monkeypatch: pytest.MonkeyPatc
                     assert made
                     made.clear()
         assert not made, how
-
-
-def test_a_dropped_graph_returns_its_slabs() -> None:
-    store = HostStore("sync")
-    with no_gc():
-        x = torch.randn(1, 10, 8, requires_grad=True)
-        y = checkpoint(torch.sin, checkpoint(torch.sin, x, store=store), store=store)
-        assert store.free == []
-        del y
-        assert len(store.free) == 2
-    run_step(store, 10, layers=2)
-    assert store.nbytes == 2 * 10 * 8 * 4
 
 
 def test_what_is_kept_is_a_copy() -> None:
@@ -320,9 +271,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "async": {"tiles": {"mlp": 16, "loss": 16, "norm": True}, "offload": True, "save_attention": True},
     "eager": {"attention": "eager", "tiles": {"mlp": 16, "loss": 16, "norm": True}, "offload": "sync"},
 }
-LENGTH, WIDTH, LAYERS, HEADS = 64, 32, 2, 4
-INPUT = LENGTH * WIDTH * 4
-OUTPUT = LENGTH * HEADS * (WIDTH // HEADS * 4 + 4)
+LENGTH = 64
 
 
 @pytest.mark.parametrize("kind, options", [*(("gqa", o) for o in OPTIONS), ("gemma2", "async"), ("gpt2", "saved")])
@@ -341,38 +290,6 @@ def test_no_reference_cycle_keeps_a_step_alive(kind: str, options: str) -> None:
             alstlib.causal_lm_loss(model, data)  # a graph dropped without a backward
             assert ledger.device_bytes - start == gradients
         assert sum(slab.bytes.numel() for slab in handle.store.free) == handle.store.nbytes
-
-
-def model_step(options: dict[str, Any], steps: int = 1) -> tuple[Any, dict[str, Tensor]]:
-    model = make_model("gqa")
-    with alstlib.apply(model, None, alstlib.Options(**options)) as handle:
-        for _ in range(steps):
-            _, grads = step(model, batch(LENGTH))
-            handle.nbytes = handle.store.nbytes  # type: ignore[attr-defined]
-    return handle, grads
-
-
-def test_async_is_sync_on_a_cpu() -> None:
-    assert same(*(model_step({"offload": mode, "save_attention": True}, 2)[1] for mode in ("sync", True)))
-
-
-@pytest.mark.parametrize(
-    "budget, kept",
-    [(None, 2), (LAYERS * (INPUT + OUTPUT), 2), (LAYERS * (INPUT + OUTPUT) - 1, 1), (LAYERS * INPUT + OUTPUT, 1),
-     (LAYERS * INPUT + OUTPUT - 1, 0), (LAYERS * INPUT, 0)],
-)  # fmt: skip
-def test_auto_gives_up_outputs_before_inputs(budget: int | None, kept: int) -> None:
-    """`auto` keeps as many layers' outputs as fit beside all inputs, in every step, and says how many."""
-    handle, got = model_step({"offload": "sync", "save_attention": "auto", "host_memory": budget}, steps=3)
-    _, want = model_step(OPTIONS["nothing"])
-    assert handle.attention_kept == kept / LAYERS
-    assert handle.nbytes == LAYERS * INPUT + kept * OUTPUT
-    assert worst_error(got, want)[0] < 1e-5
-
-
-def test_auto_keeps_nothing_on_the_device() -> None:
-    assert model_step({"save_attention": "auto"})[0].attention_kept == 0
-    assert model_step({"save_attention": True})[0].attention_kept == 1
 
 
 # ----- slabs of host memory

@@ -36,7 +36,9 @@ LENGTHS: dict[str, tuple[int, int, Sequence[int] | None]] = {
 def test_heads_and_states_give_what_one_rank_gives(
     pools: Any, name: str, heads: int, groups: int, case: Any, world: int
 ) -> None:
-    for how in ({"ways": WAYS}, {"ways": WAYS, "frozen": 0}):
+    """Also where an input is frozen, and from chunk to chunk with a state of a rank's own heads."""
+    in_chunks = [{"ways": (by_heads,), "chunk": 2}] * (world == 3)
+    for how in ({"ways": WAYS}, {"ways": WAYS, "frozen": 0}, *in_chunks):
         for rank, result in enumerate(everywhere(pools, world, on_rank, name, case, (heads, groups), **how)):
             assert result["error"] < TOLERANCE, (rank, how, result)
 
@@ -57,15 +59,6 @@ def test_bytes_on_the_wire_are_those_of_the_formula(pools: Any, name: str, heads
         # in fp64 here; a layer that makes every gradient sends pairs twice, and tokens there and back
         assert result["sent"][0][1] == 2 * 2 * layer.pair_bytes(2) * 2, (rank, result["sent"])
         assert result["sent"][1][1] == rows * (layer.there(3, rank) + layer.back(3, rank)), (rank, result["sent"])
-
-
-@pytest.mark.parametrize("case", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("name, heads, groups", SHARED)
-def test_a_state_of_own_heads_goes_from_chunk_to_chunk(
-    pools: Any, name: str, heads: int, groups: int, case: Any
-) -> None:
-    for result in everywhere(pools, 3, on_rank, name, case, (heads, groups), chunk=2, ways=(by_heads,)):
-        assert result["error"] < TOLERANCE, result
 
 
 def in_half(rank: int, world: int) -> tuple[list[torch.dtype], float]:
@@ -113,11 +106,3 @@ def test_seconds_of_the_ways() -> None:
     assert slow == {"pass": 8 * pair + 10 * 2 * (3 * pairs + 2 * forward), "heads": 2 * 10 * 4 * there}
     assert state_seconds(layer, 10, 3, rates=rates).keys() == {"pass"}
     assert state_seconds(layer, 10, 1, rates=rates) == {"pass": 0, "heads": 0}
-
-
-def test_across_nodes_long_slices_pass_states() -> None:
-    """Of the shape of Qwen3-Next: pairs cost too much for short slices, tokens for long ones."""
-    inputs = [Sent(16, 128, 2), Sent(16, 128, 2), Sent(32, 128, 2), Sent(32, 1, 4), Sent(32, 1, 2)]
-    layer = StateLayer(keys=128, values=128, inputs=inputs, output=Sent(32, 128, 2))
-    found = [state_seconds(layer, rows, 16, nodes=True) for rows in (1024, 131_072)]
-    assert [min(one, key=lambda way: one[way]) for one in found] == ["heads", "pass"]

@@ -11,7 +11,7 @@ from operators import EXACT, counted, gradients, leaf, nan_memory, randn, stride
 from torch import Tensor
 
 from alstlib import SPContext, reference
-from alstlib.offload.checkpoints import Saved, checkpoint
+from alstlib.offload.checkpoints import Saved
 from alstlib.ulysses.attention import UlyssesAttention
 
 WIDTH = 8
@@ -20,57 +20,46 @@ WIDTH = 8
 def one_call(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     """One attention call on this rank's rows; `replay` runs it as a checkpoint does: without a graph, then again."""
     h, kv, batch, rows = case["heads"], case["kv"], case.get("batch", 1), case.get("rows", 5)
-    dtype, documents, size = case.get("dtype", torch.float64), case.get("documents"), rows * world
-    widths = (WIDTH, WIDTH, case.get("values", WIDTH), case.get("values", WIDTH))
-    whole = [randn(batch, n, size, d, seed=i, dtype=dtype) for i, (n, d) in enumerate(zip((h, kv, kv, h), widths))]
-    how = {n: case.get(n) for n in ("window", "softcap", "scale")} | {"documents": documents}
+    dtype, size = case.get("dtype", torch.float64), rows * world
+    whole = [randn(batch, n, size, WIDTH, seed=i, dtype=dtype) for i, n in enumerate((h, kv, kv, h))]
+    how = {n: case.get(n) for n in ("window", "scale", "documents")}
     whole[3][:, :, case.get("zero_rows", [])] = 0
-    sinks = [leaf(randn(h, seed=9, dtype=dtype))] * bool(case.get("sinks"))
     needs = case.get("needs", (True, True, True))
 
-    def exact(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return reference.attention(q, k, v, sinks=sinks, **{**how, "scale": how["scale"] or WIDTH**-0.5})
+    def exact(*qkv: Tensor) -> Tensor:
+        return reference.attention(*qkv, **{**how, "scale": how["scale"] or WIDTH**-0.5})[0]
 
-    inputs = [*(leaf(t, needs=n) for t, n in zip(whole, needs)), *sinks]
-    want = gradients(lambda *ts: exact(*ts)[0], inputs, whole[3], torch.float64)
+    inputs = [leaf(t, needs=n) for t, n in zip(whole, needs)]
+    want = gradients(exact, inputs, whole[3], torch.float64)
     mine = slice(rank * rows, (rank + 1) * rows)
-    oracle = [*(None if t is None else t[:, :, mine] for t in want[:4]), *want[4:]]
-
     op = UlyssesAttention(SPContext.create(world), case.get("attention", "sdpa"))
     *qkv, dout = (strided(t[:, :, mine]) for t in whole)
     qkv = [leaf(t, needs=n) for t, n in zip(qkv, needs)]
     before, result = [t.detach().clone() for t in (*qkv, dout)], dict[str, Any]()
-    more = {**how, "sinks": sinks[0] if sinks else None}
     with nan_memory(), counted(dist, "all_to_all", "all_to_all_single") as calls:
         saved = None
         if case.get("replay"):
             saved = Saved()
             with torch.no_grad():
-                op(*qkv, saved=saved, **more)
-            ((out, kept_lse),) = saved.tensors
-            heads = slice(rank * h // world, (rank + 1) * h // world)
-            lse = exact(*(t.double() for t in (*whole[:3], *sinks)))[1][:, heads]
-            result["lse"] = worst([kept_lse], [lse]) if kept_lse.shape == lse.shape and h % world == 0 else 0.0
-            saved.rewind([out.clone(), kept_lse])
+                op(*qkv, saved=saved, **how)
+            saved.rewind([t.clone() for t in saved.tensors[0]])
             result["first"] = calls.total(), op.exchange.bytes_sent
-        out = op(*qkv, saved=saved, **more)
+        out = op(*qkv, saved=saved, **how)
         result["calls"] = calls.total(), op.exchange.bytes_sent
         out.backward(dout)
-    for sink in sinks if world > 1 else ():
-        dist.all_reduce(sink.grad)  # each rank has its heads' share
-    got = [out, *(t.grad for t in (*qkv, *sinks))]
-    return {**result, "error": worst(got, oracle, want), "all bytes": op.exchange.bytes_sent,
-            "forward calls": op.forward_calls, "dtypes": {t.dtype for t in got if t is not None},
+    got = [out, *(t.grad for t in qkv)]
+    return {**result, "error": worst(got, [None if t is None else t[:, :, mine] for t in want], want),
+            "all bytes": op.exchange.bytes_sent, "forward calls": op.forward_calls,
+            "dtypes": {t.dtype for t in got if t is not None},
             "untouched": all(torch.equal(a, b) for a, b in zip(before, (*qkv, dout)))}  # fmt: skip
 
 
 def check(pool: Any, case: dict[str, Any]) -> list[dict[str, Any]]:
     dtype = case.get("dtype", torch.float64)
-    tolerance = {torch.bfloat16: 0.02, **EXACT}[dtype]
     results = pool(one_call, case)
     for rank, result in enumerate(results):
         # the stand-in output is made in fp64 or fp32: as exact as the rest
-        assert max(result["error"], result.get("lse", 0.0)) < tolerance, (rank, result)
+        assert result["error"] < {torch.bfloat16: 0.02, **EXACT}[dtype], (rank, result)
         assert result["forward calls"] == 1, (rank, result)
         assert result["dtypes"] == {dtype}, (rank, result)
         assert result["untouched"], rank
@@ -79,7 +68,7 @@ def check(pool: Any, case: dict[str, Any]) -> list[dict[str, Any]]:
     return results
 
 
-HEADS = [*((world, *heads) for world in (2, 4) for heads in ((4, 4), (4, 2), (4, 1), (8, 2))), (5, 4, 1), (6, 9, 3),
+HEADS = [*((world, *heads) for world in (2, 4) for heads in ((4, 4), (4, 2), (4, 1), (8, 2))), (4, 3, 1),
          (2, 3, 3), (2, 6, 3), (2, 5, 1), (3, 4, 2), (3, 7, 1), (3, 8, 8), (4, 9, 3), (4, 7, 7)]  # fmt: skip
 """Ranks, query heads, key/value heads: a whole number of heads for each rank, and none."""
 
@@ -149,33 +138,6 @@ def test_bytes_on_the_wire(pools: Any, world: int, kv: int) -> None:
         assert expected == (52 + 8 / WIDTH) * rows * WIDTH * 8 * (world - 1) / world
 
 
-def test_two_calls_share_one_saved() -> None:
-    """A layer with two attentions under one checkpoint takes its outputs back in order."""
-    op, saved = UlyssesAttention(SPContext.create(1)), Saved()
-
-    def twice(x: Tensor, keep: Saved | None) -> Tensor:
-        x = op(x, x, x, saved=keep)
-        return op(x * 2, x, x, saved=keep)
-
-    x, y = (leaf(randn(1, 2, 5, WIDTH)) for _ in range(2))
-    upstream = randn(1, 2, 5, WIDTH, seed=1)
-    out = checkpoint(twice, x, saved, saved=saved)
-    out.backward(upstream)
-    assert op.forward_calls == 2
-    twice(y, None).backward(upstream)
-    assert worst([x.grad], [y.grad]) < 1e-12
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("documents", [None, [0, 3, 7, 8, 14]])
-def test_one_rank_without_torch_distributed(attention: str, documents: list[int] | None) -> None:
-    result = one_call(
-        0, 1, {"heads": 4, "kv": 2, "rows": 7, "batch": 2, "documents": documents, "attention": attention}
-    )
-    assert result["error"] < 1e-12
-    assert (*result["calls"], result["all bytes"]) == (0, 0, 0)
-
-
 def test_without_grad_nothing_is_kept() -> None:
     op = UlyssesAttention(SPContext.create(1))
     x = randn(1, 2, 5, WIDTH)
@@ -194,23 +156,6 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
         op(q[:, :3], k, k)
     with pytest.raises(ValueError, match="attention='fast' is unknown"):
         UlyssesAttention(SPContext.create(1), "fast")(q, k, k)
-
-
-VARIANTS = [
-    {"window": 4}, {"window": 1, "sinks": True}, {"softcap": 1.5}, {"sinks": True}, {"values": 12}, {"values": 3},
-    {"window": 4, "sinks": True, "values": 3, "scale": 0.6}, {"window": 4, "softcap": 1.5, "sinks": True},
-]  # fmt: skip
-
-
-@REPLAY
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("documents", [None, [0, 1, 7, 8, 13, 30, 40]], ids=["one", "documents"])
-@pytest.mark.parametrize(("world", "heads", "kv"), [(2, 4, 2), (4, 4, 2), (2, 3, 1), (4, 6, 3)])
-def test_variants_on_ranks(
-    pools: Any, world: int, heads: int, kv: int, documents: list[int] | None, variant: dict[str, Any], replay: bool
-) -> None:
-    rows = 40 // world
-    check(pools(world), {"heads": heads, "kv": kv, "rows": rows, "documents": documents, "replay": replay, **variant})
 
 
 def test_bytes_of_uneven_heads(pools: Any) -> None:
