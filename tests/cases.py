@@ -331,6 +331,11 @@ def wrap(model: Any, kind: str, world: int, run: RunConfig) -> Any:
     return initialize(run, model, False)
 
 
+def lines_of(table: str, between: str = " -> ") -> list[tuple[str, ...]]:
+    """The lines of a table in a text, each cut into its cells."""
+    return [tuple(cell.strip() for cell in line.split(between)) for line in table.strip().splitlines()]
+
+
 def wait_for(condition: Callable[[], bool], seconds: float = 200) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():

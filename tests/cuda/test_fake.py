@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from fake import fake_cuda, python_engine
+from mutate import mutated
 
 from alstlib.offload.courier import Courier
-from alstlib.offload.host_store import HostStore
+from alstlib.offload.host_store import HostStore, Ticket
 
 
 def test_a_read_on_another_stream_without_waiting_is_found() -> None:
@@ -91,6 +93,22 @@ def test_what_is_kept_comes_back_without_waiting_for_what_left_after_it() -> Non
         assert (out.clock[out.number], back.clock[out.number]) == (3, 2)
         store.get(tickets[0], device)
         assert watch.problems == []
+
+
+@pytest.mark.parametrize("mistake", [False, True])
+def test_a_slab_that_is_used_again_while_it_is_read_is_found(mistake: bool) -> None:
+    """Some checkpoints are dropped while they are on their way back. (Further mistakes: tests/device/README.md.)"""
+    change = [("accelerator(device).current_stream(device).wait_event(self.fetched[1])", "pass")] if mistake else []
+    with mutated(Ticket.release, *change), fake_cuda() as watch:
+        store, device = HostStore("async", budget=2**30), torch.device("cuda:0")
+        for left in (3, 0):
+            tickets = [store.ticket() for _ in range(5)]
+            for ticket in tickets:
+                store.put(ticket, torch.empty(16, device=device).add_(1))
+            while len(tickets) > left:
+                store.get(tickets.pop(), device)[0].add_(1)
+            del tickets, ticket
+    assert bool(watch.problems) == mistake
 
 
 def test_the_backward_pass_in_python_is_pytorchs() -> None:

@@ -18,7 +18,7 @@ from mutate import changed, mutated
 import alstlib
 from alstlib import recompute
 from alstlib.data.loader import SPDataLoader
-from alstlib.hf import block_calls, block_step, causal_lm_loss, checkpointed_layers, chunked_layers
+from alstlib.hf import block_calls, block_step, causal_lm_loss, checkpointed_layers, chunked_layers, hidden_states
 from alstlib.hf import states as hf_states
 from alstlib.offload import checkpoints, courier, host_store
 from alstlib.streaming import blocks, chunked, pages
@@ -53,6 +53,7 @@ FROZEN = Case("llama", weights="frozen embeddings", way="chunks", engine="zero3"
 THREADS = Case("llama", way="host", engine="ddp", device="late")
 ARRIVAL, COURIER, STORE, LAYER_PAGES = courier.Arrival, courier.Courier, host_store.HostStore, pages.LayerPages
 OVER_RANKS, AROUND, EXCHANGE = states._OverRanks, convolution._TokensAround, alltoall.Exchange
+ROOM = "self.parts = [_room_for(part, courier.device) for part in parts]"
 SHARE = "ctx.world_size * engine_divides_by / step_tokens"
 
 MUTATIONS = {
@@ -67,10 +68,16 @@ MUTATIONS = {
     "fetch: an event of the wrong stream": Mutation(
         ARRIVAL.__init__, "back.record_event()", "compute.record_event()", ALONE
     ),
+    "fetch: the buffers are those of the side stream": Mutation(
+        ARRIVAL.__init__, ROOM, f"with here.stream(back):\n            {ROOM}", ALONE
+    ),
     "send: out does not wait": Mutation(COURIER.send, "out.wait_stream(compute)", "pass", ALONE),
     "send: x is freed": Mutation(COURIER.send, "append((x, done))", "append((None, done))", ALONE),
     "send: x is freed without a wait": Mutation(COURIER.send, "compute.wait_event(done_before)", "pass", ALONE),
     "finish: the host does not wait": Mutation(COURIER.finish, "stream.synchronize()", "pass", ALONE),
+    "finish: rotary tables are not there yet": Mutation(
+        hidden_states._rotary, "courier.finish()", "pass", ALONE
+    ),
     "put: out does not wait": Mutation(STORE.put, "out.wait_stream(compute)", "pass", ALONE_KEPT),
     "put: x is freed": Mutation(STORE.put, "append((x, ticket", "append((None, ticket", ALONE_KEPT),
     "put: x is freed without a wait": Mutation(STORE.put, "compute.wait_event(done)", "pass", ALONE_KEPT),
