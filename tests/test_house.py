@@ -136,7 +136,8 @@ def test_the_check_of_imports_sees_those_that_hide(tmp_path: Path) -> None:
 
 
 def loaded(statement: str) -> set[str]:
-    code = f"import sys; {statement}; print(*[m for m in sys.modules if m in ('torch', 'transformers', 'deepspeed')])"
+    heavy = {"torch", "transformers", "deepspeed", "papermill"}
+    code = f"import sys; {statement}; print(*{heavy} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
