@@ -53,7 +53,6 @@ FROZEN = Case("llama", weights="frozen embeddings", way="chunks", engine="zero3"
 THREADS = Case("llama", way="host", engine="ddp", device="late")
 ARRIVAL, COURIER, STORE, LAYER_PAGES = courier.Arrival, courier.Courier, host_store.HostStore, pages.LayerPages
 OVER_RANKS, AROUND, EXCHANGE = states._OverRanks, convolution._TokensAround, alltoall.Exchange
-ROOM = "self.parts = [_room_for(part, courier.device) for part in parts]"
 SHARE = "ctx.world_size * engine_divides_by / step_tokens"
 
 MUTATIONS = {
@@ -67,9 +66,6 @@ MUTATIONS = {
     ),
     "fetch: an event of the wrong stream": Mutation(
         ARRIVAL.__init__, "back.record_event()", "compute.record_event()", ALONE
-    ),
-    "fetch: the buffers are those of the side stream": Mutation(
-        ARRIVAL.__init__, ROOM, f"with here.stream(back):\n            {ROOM}", ALONE
     ),
     "send: out does not wait": Mutation(COURIER.send, "out.wait_stream(compute)", "pass", ALONE),
     "send: x is freed": Mutation(COURIER.send, "append((x, done))", "append((None, done))", ALONE),
