@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ipaddress
 import math
-import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -331,6 +331,11 @@ def wrap(model: Any, kind: str, world: int, run: RunConfig) -> Any:
     return initialize(run, model, False)
 
 
+def lines_of(table: str, between: str = " -> ") -> list[tuple[str, ...]]:
+    """The lines of a table in a text, each cut into its cells."""
+    return [tuple(cell.strip() for cell in line.split(between)) for line in table.strip().splitlines()]
+
+
 def wait_for(condition: Callable[[], bool], seconds: float = 200) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -344,23 +349,14 @@ READS_PROC = sys.platform.startswith("linux") and sys.byteorder == "little"
 
 
 def listening(out: Path) -> dict[int, set[str]]:
-    """Addresses on which each process of the newest attempt in `out` listens (TCP) or receives (UDP), from /proc."""
+    """Addresses on which each process of the newest attempt in `out` listens (TCP) or receives (UDP)."""
     run = max((out / "logs").iterdir(), key=lambda p: p.stat().st_mtime).name
-    tables: dict[str, str] = {}
-    for kind, state in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
-        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
-            fields = line.split()
-            words = bytes.fromhex(fields[1].partition(":")[0])
-            words = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
-            if fields[3] == state:
-                tables[f"socket:[{fields[9]}]"] = str(ipaddress.ip_address(words))
     found: dict[int, set[str]] = {}
     for pid in processes.processes(run):
-        with contextlib.suppress(OSError):
-            for name in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError, KeyError):
-                    address = tables[os.readlink(f"/proc/{pid}/fd/{name}")]
-                    found.setdefault(pid, set()).add(address)
+        with contextlib.suppress(psutil.Error):
+            for one in psutil.Process(pid).net_connections("inet"):
+                if one.status == psutil.CONN_LISTEN or (one.type == socket.SOCK_DGRAM and not one.raddr):
+                    found.setdefault(pid, set()).add(one.laddr.ip)
     return found
 
 

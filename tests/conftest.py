@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import queue
+import shlex
 import signal
 import socket
 import sys
@@ -203,6 +204,21 @@ def slurm() -> Iterator[Any]:
     finally:
         cluster.__exit__()
     assert not cluster.left, f"these had to be killed: {cluster.left}"
+
+
+@pytest.fixture
+def alst(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command line of `alst` in this process: all that it prints. It must end with that exit status."""
+    from alstlib.runs import cli
+
+    def command(line: str, status: int = 0) -> str:
+        capsys.readouterr()
+        ended = cli.main(shlex.split(line))
+        said = "".join(capsys.readouterr())
+        assert ended == status, f"{line}: {ended}\n{said}"
+        return said
+
+    return command
 
 
 @pytest.fixture

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from cases import lines_of
+from operators import error_of
 from pydantic import ValidationError
 
 from alstlib.config import (
@@ -27,15 +30,12 @@ from alstlib.options import Options
 from alstlib.units import parse_quantity
 
 
-@pytest.mark.parametrize(
-    "text, value",
-    [
-        ("3.7M", 3_700_000), ("500K", 500_000), ("80GB", 80_000_000_000), ("64GiB", 64 * 2**30), ("1.5 TiB", 3 * 2**39),
-        ("2_048", 2048), ("12", 12), ("12B", 12), (".5k", 500), (7, 7), (7.0, 7), ("1gb", 10**9),
-    ],
-)  # fmt: skip
-def test_quantities(text: Any, value: int) -> None:
-    assert parse_quantity(text) == value
+def test_quantities() -> None:
+    values = {
+        "3.7M": 3_700_000, "500K": 500_000, "80GB": 80 * 10**9, "64GiB": 64 * 2**30, "1.5 TiB": 3 * 2**39,
+        "2_048": 2048, "12": 12, "12B": 12, ".5k": 500, "1gb": 10**9, 7: 7, 7.5e3: 7500,
+    }  # fmt: skip
+    assert {text: parse_quantity(text) for text in values} == values
 
 
 @pytest.mark.parametrize("text", ["", "many", "12 XB", "1e6", "-5", "5 5", True, "GB", 7.9, "7.9", None])
@@ -50,116 +50,126 @@ def test_quantities_are_read_in_a_config() -> None:
         "optim.steps": "2",
     })  # fmt: skip
     assert (run.data.seq_len, run.limits.device_memory) == (3_700_000, 80 * 10**9)
+    assert RunConfig(output={"save_to": Path("x")}).output.save_to == "x"
     assert (run.options.host_memory, run.search and run.search.max, run.optim.steps) == (1_900 * 10**9, 10_000_000, 2)
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"data.seq_len": 0}, "data.seq_len=0 must be a whole number of at least 1, such as 2048 or 3.7M"),
-        ({"optim.steps": 0}, "optim.steps=0 must be a whole number of at least 1"),
-        ({"optim.steps": 2.7}, "optim.steps=2.7 must be a whole number of at least 1"),
-        ({"optim.steps": True}, "optim.steps=True must be a whole number of at least 1"),
-        ({"optim.steps": None}, "optim.steps=None must be a whole number of at least 1"),
-        ({"optim.warmup_steps": -1}, "optim.warmup_steps=-1 must be a whole number of at least 0"),
-        ({"limits.device_memory": "much"},
-         "limits.device_memory='much' must be a whole number of at least 1, such as 80GB or 64GiB"),
-        ({"engine.zero_stage": 4}, "engine.zero_stage=4 must be one of 0, 1, 2, 3"),
-        ({"engine.zero_stage": True}, "engine.zero_stage=True must be one of 0, 1, 2, 3"),
-        ({"options.offload": "disk"}, "options.offload='disk' must be True or False, or 'sync'"),
-        ({"options.attention": "fast"}, "options.attention='fast' must be one of 'auto', 'sdpa', 'cpu'"),
-        ({"options.attention": int}, "options.attention=int is a class; give a function, or an instance"),
-        ({"model.dtype": "fp16"}, "model.dtype='fp16' must be one of"),
-        ({"model.liger": "loss"}, "model.liger='loss' must be True, False or 'auto'"),
-        ({"options.save_attention": "some"}, "options.save_attention='some' must be True, False or 'auto'"),
-        ({"data.packed": "perhaps"}, "data.packed='perhaps' must be True or False"),
-        ({"options.tiles": 0}, "options.tiles=0 must be True, False or a tile of at least 1 token, or a mapping of"),
-        ({"options.tiles.mlp": 1.5}, "'mlp': 1.5"),
-        ({"options.tiles.mpl": 1}, "must be True, False or a tile of at least 1 token, or a mapping of 'mlp', 'loss'"),
-        ({"options.chunk": 0}, "options.chunk=0 must be a whole number of at least 1, such as 2048 or 3.7M, or 'auto'"),
-        ({"options.chunk": 64, "options.checkpoint": False}, "options.chunk=64 recomputes layers chunk by chunk"),
-        ({"options.offload": "sync", "options.checkpoint": False}, "it needs checkpoint=True"),
-        ({"options.save_attention": True, "options.checkpoint": False}, "it needs checkpoint=True"),
-        ({"options.on_host": "hidden"}, "options.on_host='hidden' moves tensors to the host: it needs offload=True"),
-        ({"options.on_host": "hidden", "options.offload": True}, "works on layers that run in chunks: give chunk too"),
-        ({"options.on_host": "hidden+kv", "options.offload": True}, "give options.chunk too, such as 'auto', or block"),
-        ({"options.on_host": "hidden", "options.offload": True, "options.chunk": 4, "options.tiles.loss": False},
-         "needs the loss in tiles"),
-        ({"contrib.sparse": {"top": 4}}, "works on layers that run in chunks: give options.chunk too"),
-        ({"contrib.sparse": {"tops": 4}, "options.chunk": 64}, "unknown field of sparse 'tops'; did you mean 'top'?"),
-        ({"contrib.sparse": {"last": 4}, "options.chunk": 64}, "needs top, the number of pages chosen by their scores"),
-        ({"engine.sp": -1}, "engine.sp=-1 must be a whole number of at least 0"),
-        ({"engine.world_size": 4, "engine.sp": 3}, "engine.sp=3 does not divide world_size=4"),
-        ({"engine.offload_params": True, "engine.zero_stage": 2}, "needs zero_stage=3, not 2"),
-        ({"engine.offload_optimizer": True, "engine.zero_stage": 0}, "needs zero_stage 1, 2 or 3"),
-        ({"data.packed": True, "data.batch_size": 2}, "data.batch_size=2 must be 1"),
-        ({"block": 4, "options.chunk": 4}, "exclude each other"),
-        ({"emulate": 4, "engine.world_size": 2}, "engine.world_size=2 must be 1"),
-        ({"output.merge_lora": True}, "give model.lora too"),
-        ({"optim.learning_rate": float("nan")}, "optim.learning_rate=nan must be a number of at least 0"),
-        ({"optim.learning_rate": "fast"}, "optim.learning_rate='fast' must be a number of at least 0, such as 1e-4"),
-        ({"optim.learning_rate": True}, "optim.learning_rate=True must be a number"),
-        ({"optim.weight_decay": float("inf")}, "optim.weight_decay=inf must be a number of at least 0"),
-        ({"limits.timeout": -1}, "limits.timeout=-1 must be a number of at least 0, such as 3600, or None"),
-        ({"model.name": 7}, "model.name=7 must be a text"),
-        ({"data.name": None}, "data.name=None must be a text"),
-        ({"model.config": [1]}, "model.config=[1] must be a mapping"),
-        ({"model": "tiny"}, "model='tiny' must be a mapping with fields of Model"),
-        ({"search": 5}, "search=5 must be a mapping with fields of Search, or None"),
-        ({"search.granule": 0}, "search.granule=0 must be a whole number of at least 1"),
-        ({"peers": 5}, "peers=5 must be a list of texts"),
-        ({"output.save_to": 5}, "output.save_to=5 must be a text, or None"),
-        ({"row": "../../x"}, "row='../../x' must be the name of a folder: letters, digits and _ . + - only"),
-        ({"row": ".."}, "row='..' must be the name of a folder"),
-        ({"data.seqlen": 5}, "unknown field of data 'seqlen'; did you mean 'seq_len'?"),
-        ({"seq_len": 5}, "unknown parameter 'seq_len'; did you mean 'data.seq_len'?"),
-        ({"chunk": 5}, "unknown parameter 'chunk'; did you mean 'options.chunk'?"),
-        ({"optims": {}}, "unknown parameter 'optims'; did you mean 'optim'?"),
-        ({"qqq": 5}, "unknown parameter 'qqq'; known: row, model"),
-    ],
-)  # fmt: skip
-def test_refusals(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as refused:
-        RunConfig.from_dict(changes)
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
+REFUSED = """
+data.seq_len: 0                  -> data.seq_len=0 must be a whole number of at least 1, such as 2048 or 3.7M
+optim.steps: 0                   -> optim.steps=0 must be a whole number of at least 1
+optim.steps: 2.7                 -> optim.steps=2.7 must be a whole number of at least 1
+optim.steps: true                -> optim.steps=True must be a whole number of at least 1
+optim.steps: null                -> optim.steps=None must be a whole number of at least 1
+optim.warmup_steps: -1           -> optim.warmup_steps=-1 must be a whole number of at least 0
+limits.device_memory: much -> limits.device_memory='much' must be a whole number of at least 1, such as 80GB or 64GiB
+engine.zero_stage: 4             -> engine.zero_stage=4 must be one of 0, 1, 2, 3
+engine.zero_stage: true          -> engine.zero_stage=True must be one of 0, 1, 2, 3
+options.offload: disk            -> options.offload='disk' must be True or False, or 'sync'
+options.attention: fast          -> options.attention='fast' must be one of 'auto', 'sdpa', 'cpu'
+model.dtype: fp16                -> model.dtype='fp16' must be one of
+model.liger: loss                -> model.liger='loss' must be True, False or 'auto'
+options.save_attention: some     -> options.save_attention='some' must be True, False or 'auto'
+data.packed: perhaps             -> data.packed='perhaps' must be True or False
+options.tiles: 0                 -> options.tiles=0 must be True, False or a tile of at least 1 token, or a mapping of
+options.tiles.mlp: 1.5           -> 'mlp': 1.5
+options.tiles.mpl: 1             -> must be True, False or a tile of at least 1 token, or a mapping of 'mlp', 'loss'
+options.chunk: 0 -> options.chunk=0 must be a whole number of at least 1, such as 2048 or 3.7M, or 'auto'
+{options.checkpoint: false, options.chunk: 64} -> options.chunk=64 recomputes layers chunk by chunk
+{options.checkpoint: false, options.offload: sync} -> it needs checkpoint=True
+{options.checkpoint: false, options.save_attention: true} -> it needs checkpoint=True
+options.on_host: hidden          -> options.on_host='hidden' moves tensors to the host: it needs offload=True
+{options.offload: true, options.on_host: hidden} -> works on layers that run in chunks: give chunk too
+{options.offload: true, options.on_host: hidden+kv} -> give options.chunk too, such as 'auto', or block
+{options.chunk: 4, options.offload: true, options.on_host: hidden, options.tiles.loss: false} -> needs the loss in tiles
+contrib.sparse: {top: 4}         -> works on layers that run in chunks: give options.chunk too
+{contrib.sparse: {tops: 4}, options.chunk: 64} -> unknown field of sparse 'tops'; did you mean 'top'?
+{contrib.sparse: {last: 4}, options.chunk: 64} -> needs top, the number of pages chosen by their scores
+engine.sp: -1                    -> engine.sp=-1 must be a whole number of at least 0
+{engine.sp: 3, engine.world_size: 4} -> engine.sp=3 does not divide world_size=4
+{engine.offload_params: true, engine.zero_stage: 2} -> needs zero_stage=3, not 2
+{engine.offload_optimizer: true, engine.zero_stage: 0} -> needs zero_stage 1, 2 or 3
+{data.batch_size: 2, data.packed: true} -> data.batch_size=2 must be 1
+{block: 4, options.chunk: 4}     -> exclude each other
+{emulate: 4, engine.world_size: 2} -> engine.world_size=2 must be 1
+output.merge_lora: true          -> give model.lora too
+data.eval: 1.5                   -> data.eval=1.5 must be a share between 0 and 1
+optim.learning_rate: .nan        -> optim.learning_rate=nan must be a number of at least 0
+optim.learning_rate: fast        -> optim.learning_rate='fast' must be a number of at least 0, such as 1e-4
+optim.learning_rate: true        -> optim.learning_rate=True must be a number
+optim.weight_decay: .inf         -> optim.weight_decay=inf must be a number of at least 0
+limits.timeout: -1               -> limits.timeout=-1 must be a number of at least 0, such as 3600, or None
+model.name: 7                    -> model.name=7 must be a text
+data.name: null                  -> data.name=None must be a text
+model.config: [1]                -> model.config=[1] must be a mapping
+model: tiny                      -> model='tiny' must be a mapping with fields of Model
+search: 5                        -> search=5 must be a mapping with fields of Search, or None
+search.granule: 0                -> search.granule=0 must be a whole number of at least 1
+peers: 5                         -> peers=5 must be a list of texts
+output.save_to: 5                -> output.save_to=5 must be a text, or None
+row: ../../x                     -> row='../../x' must be the name of a folder: letters, digits and _ . + - only
+row: ..                          -> row='..' must be the name of a folder
+data.seqlen: 5                   -> unknown field of data 'seqlen'; did you mean 'seq_len'?
+seq_len: 5                       -> unknown parameter 'seq_len'; did you mean 'data.seq_len'?
+chunk: 5                         -> unknown parameter 'chunk'; did you mean 'options.chunk'?
+optims: {}                       -> unknown parameter 'optims'; did you mean 'optim'?
+qqq: 5                           -> unknown parameter 'qqq'; known: row, model
+"""
+
+
+@pytest.mark.parametrize("changes, message", lines_of(REFUSED))
+def test_refusals(changes: str, message: str) -> None:
+    refused = error_of(RunConfig.from_dict, yaml.safe_load(changes))
+    assert message in refused
+    assert "\n" not in refused
 
 
 def test_options_are_refused_by_their_own_names() -> None:
-    with pytest.raises(ValueError, match=r"^chunk=0 must be a whole number"):
-        Options(chunk=0)
-    with pytest.raises(ValueError, match=r"^unknown field of Options 'chunks'; did you mean 'chunk'\?"):
-        Options(chunks=3)  # type: ignore[call-arg]
+    assert error_of(Options, chunk=0).startswith("chunk=0 must be a whole number")
+    assert error_of(Options, chunks=3).startswith("unknown field of Options 'chunks'; did you mean 'chunk'?")
+    assert error_of(Options, attention=int).startswith("attention=int is a class; give a function, or an instance")
 
 
-@pytest.mark.parametrize(
-    "given, name, value",
-    [
-        ("1e-4", "optim.learning_rate", 1e-4), ("0.5", "optim.max_grad_norm", 0.5), (0, "optim.learning_rate", 0),
-        ("false", "data.packed", False), ("no", "model.trust_remote_code", False), ("True", "engine.prefetch", True),
-        ("false", "options.tiles", False), ("true", "options.tiles", True), (1, "options.tiles", 1),
-        ("4K", "options.tiles.norm", 4000), ("auto", "model.liger", "auto"), ("false", "model.liger", False),
-        (1, "options.save_attention", True), ("8", "optim.seed", 8), ("2", "engine.zero_stage", 2),
-        ("600", "limits.timeout", 600), (2.0, "optim.steps", 2), ("16K", "options.chunk", 16_000),
-        (None, "options.chunk", None), ("auto", "options.chunk", "auto"), (Path("x"), "output.save_to", "x"),
-        ("true", "options.offload", True), ("sync", "options.offload", "sync"), (2, "engine.sp", 2),
-        ("alst", "peers", ("alst",)), (["alst", "ref"], "peers", ("alst", "ref")), ("a.b+c-d", "row", "a.b+c-d"),
-    ],
-)  # fmt: skip
-def test_values_are_converted_by_their_fields_type(given: Any, name: str, value: Any) -> None:
-    found = value_of(RunConfig.from_dict({name: given}), name)
-    assert (found, type(found)) == (value, type(value))
+VALUES = """
+optim.learning_rate: '1e-4'       -> 1e-4
+optim.max_grad_norm: '0.5'        -> 0.5
+optim.learning_rate: 0            -> 0
+data.packed: 'false'              -> False
+model.trust_remote_code: 'no'     -> False
+engine.prefetch: 'True'           -> True
+options.tiles: 'false'            -> False
+options.tiles: 'true'             -> True
+options.tiles: 1                  -> 1
+options.tiles.norm: 4K            -> 4000
+model.liger: auto                 -> 'auto'
+model.liger: 'false'              -> False
+options.save_attention: 1         -> True
+optim.seed: '8'                   -> 8
+engine.zero_stage: '2'            -> 2
+limits.timeout: '600'             -> 600
+optim.steps: 2.0                  -> 2
+options.chunk: 16K                -> 16_000
+options.chunk: null               -> None
+options.chunk: auto               -> 'auto'
+options.offload: 'true'           -> True
+options.offload: sync             -> 'sync'
+engine.sp: 2                      -> 2
+peers: alst                       -> ('alst',)
+peers: [alst, ref]                -> ('alst', 'ref')
+row: a.b+c-d                      -> 'a.b+c-d'
+"""
 
 
-@pytest.mark.parametrize(
-    "given, on", [(True, True), ("true", True), (1, None), (False, False), (None, False), ({}, True)]
-)
-def test_a_search_is_a_flag_or_a_mapping(given: Any, on: bool | None) -> None:
-    if on is None:
-        with pytest.raises(ValueError, match="search=1 must be"):
-            RunConfig(search=given)
-    else:
-        assert (RunConfig(search=given).search is not None) == on
+@pytest.mark.parametrize("given, value", lines_of(VALUES))
+def test_values_are_converted_by_their_fields_type(given: str, value: str) -> None:
+    (name,) = fields = yaml.safe_load(given)
+    found, want = value_of(RunConfig.from_dict(fields), name), ast.literal_eval(value)
+    assert (found, type(found)) == (want, type(want))
+
+
+def test_a_search_is_a_flag_or_a_mapping() -> None:
+    given: list[Any] = [True, "true", {}, False, None]
+    assert [RunConfig(search=one).search is not None for one in given] == [True, True, True, False, False]
+    assert "search=1 must be" in error_of(RunConfig, search=1)
 
 
 def test_what_yaml_writes_is_read() -> None:

@@ -295,31 +295,6 @@ def test_the_pictures_of_the_pages_show_what_is_there() -> None:
     assert set(made) - {"shown"} == set(re.findall(r"images/(lab-[\w-]+\.png)", pages))
 
 
-@pytest.mark.parametrize("change", ["lesson", "cell", "table", "figure"])
-def test_what_a_picture_shows_changes_with_the_notebooks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
-    before = shown()
-    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks", ignore=shutil.ignore_patterns("images", "solutions"))
-    files = [tmp_path / p.relative_to(ROOT) for p in repository_files() if ROOT / "notebooks" in p.parents]
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    monkeypatch.setattr(sys.modules[__name__], "repository_files", lambda: files)
-    assert shown() == before
-    path = tmp_path / LESSON
-    notebook = json.loads(path.read_text(encoding="utf-8"))
-    cells = {c["id"]: c for c in notebook["cells"]}
-    if change == "lesson":
-        files.append(tmp_path / "notebooks" / "99_more.ipynb")
-    elif change == "cell":
-        cells["d6360579"]["source"] += ["More."]
-    elif change == "table":
-        cells["c036f572"]["outputs"][-1]["data"]["text/markdown"] += ["more"]
-    else:  # a picture that is drawn anew, with other fonts
-        cells["d18d5e5f"]["outputs"][0]["data"]["image/png"] = "AAAA"
-    path.write_text(json.dumps(notebook), encoding="utf-8")
-    assert (shown() == before) == (change == "figure")
-
-
 @pytest.mark.browser
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 def test_a_user_runs_the_landing_notebook_and_a_lesson_in_jupyterlab(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from cases import lines_of
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -24,19 +25,7 @@ from alstlib.runs import results
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = sorted((ROOT / "env").glob("*-py*.txt"))
 SITE = ROOT / "env" / "site.txt"
-SHARED = (
-    "torch",
-    "transformers",
-    "datasets",
-    "deepspeed",
-    "papermill",
-    "jupyterlab",
-    "peft",
-    "trl",
-    "pytest",
-    "ruff",
-    "mypy",
-)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def pins(lock: Path) -> dict[str, str]:
@@ -57,58 +46,44 @@ def repository_files() -> list[Path]:
 # Environments
 
 
-def test_there_is_a_lock_for_each_target() -> None:
+def test_locks_are_exact_and_agree() -> None:
+    """There is one for each target, sorted, and what the site needs besides is not in it."""
     assert [p.stem for p in LOCKS] == [f"{device}-py3{minor}" for device in ("cpu", "cuda") for minor in range(11, 15)]
-
-
-@pytest.mark.parametrize("lock", [*LOCKS, SITE], ids=lambda p: p.stem)
-def test_lock_lines_are_exact_and_sorted(lock: Path) -> None:
-    lines = [line for line in lock.read_text().splitlines() if not line.startswith("#")]
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in lines)
-    names = [canonicalize_name(line.split("==")[0]) for line in lines]
-    assert names == sorted(set(names))
-
-
-def test_locks_agree() -> None:
-    found = {lock.stem: pins(lock) for lock in LOCKS}
-    reference = found["cpu-py311"]
-    assert set(SHARED) <= set(reference)
-    for name, versions in found.items():
-        assert set(SHARED) <= set(versions), name
-        assert {k: v for k, v in versions.items() if k in reference and reference[k] != v} == {}, name
+    reference = pins(ROOT / "env" / "cpu-py311.txt")
+    for lock in (*LOCKS, SITE):
+        lines = [line for line in lock.read_text().splitlines() if not line.startswith("#")]
+        assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in lines), lock
+        found = pins(lock)
+        assert [canonicalize_name(line.split("==")[0]) for line in lines] == sorted(found), lock
+        assert {k: v for k, v in found.items() if k in reference and reference[k] != v} == {}, lock
+        assert lock == SITE or not found.keys() & pins(SITE).keys()
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda p: p.stem)
 def test_lock_has_what_pyproject_asks_for(lock: Path) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    if lock.stem.startswith("cpu"):
-        del extras["qlora"]  # for GPUs
-    asked = [*project["dependencies"], *(r for extra in extras.values() for r in extra)]
+    extras = PROJECT["optional-dependencies"]
+    named = [extra for extra in extras if extra != "qlora" or lock.stem.startswith("cuda")]  # that is for GPUs
     versions = pins(lock) | pins(SITE)
-    for requirement in map(Requirement, asked):
+    for requirement in map(Requirement, [*PROJECT["dependencies"], *(r for name in named for r in extras[name])]):
         version = versions.get(canonicalize_name(requirement.name), "absent")
         assert version != "absent", requirement
         assert requirement.specifier.contains(version), f"{requirement} against {version}"
 
 
-@pytest.mark.parametrize("lock", LOCKS, ids=lambda p: p.stem)
-def test_the_site_changes_nothing_that_is_locked(lock: Path) -> None:
-    assert pins(lock).keys() & pins(SITE).keys() == set()
+def pip_of(path: str) -> tuple[list[str], dict[str, str]]:
+    """What pip is given by a conda file: its options, and the versions of packages."""
+    (pip,) = [d["pip"] for d in yaml.safe_load((ROOT / path).read_text())["dependencies"] if isinstance(d, dict)]
+    return [line for line in pip if line.startswith("-")], dict(line.split("==") for line in pip if "==" in line)
 
 
 def test_environment_yml_has_the_versions_of_the_lock() -> None:
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     assert "pytorch" not in environment["channels"]
-    plain = [d for d in environment["dependencies"] if isinstance(d, str)]
-    assert "python=3.11" in plain
-    (pip,) = [d["pip"] for d in environment["dependencies"] if isinstance(d, dict)]
-    included = [line.split()[1] for line in pip if line.startswith("-r ")]
-    assert included == ["env/cpu-py311.txt"]
-    lock = pins(ROOT / included[0])
-    named = dict(line.split("==") for line in pip if "==" in line)
-    assert named["torch"] == lock["torch"]
-    assert {name: lock[canonicalize_name(name)] for name in named} == named
+    assert "python=3.11" in environment["dependencies"]
+    options, named = pip_of("environment.yml")
+    assert "-r env/cpu-py311.txt" in options
+    lock = pins(ROOT / "env" / "cpu-py311.txt")
+    assert {name: lock[canonicalize_name(name)] for name in ("torch", *named)} == named
 
 
 CARD = ("torch", "deepspeed", "transformers", "datasets", "jupyterlab", "papermill", "ipywidgets", "matplotlib")
@@ -117,27 +92,32 @@ ON_GPU = ("liger-kernel", "flash-attn-4")
 
 def test_the_conda_file_for_gpus_enables_the_block_of_the_other() -> None:
     """Every package of the project's card is named in both, with its version."""
-    plain, cuda = (ROOT / name for name in ("environment.yml", "env/environment-cuda.yml"))
-    (pip,) = [d["pip"] for d in yaml.safe_load(cuda.read_text())["dependencies"] if isinstance(d, dict)]
-    named = dict(line.split("==") for line in pip if "==" in line)
+    options, named = pip_of("env/environment-cuda.yml")
     lock = pins(ROOT / "env" / "cuda-py311.txt")
     assert set(named) == {*CARD, *ON_GPU}
     assert {name: lock.get(name, "4.0.0b36") for name in named} == named
-    assert [line for line in pip if line.startswith("-")] == ["-r cuda-py311.txt", "-e .."]
-    lines = [line.strip() for line in plain.read_text().splitlines()]
+    assert options == ["-r cuda-py311.txt", "-e .."]
+    lines = [line.strip() for line in (ROOT / "environment.yml").read_text().splitlines()]
     enabled = [line.removeprefix("# ") if line.startswith("# - ") else line for line in lines]
-    assert [line for line in enabled if "==" in line] == [f"- {line}" for line in pip if "==" in line]
+    assert [line for line in enabled if "==" in line] == [f"- {name}=={version}" for name, version in named.items()]
     assert {line.split()[2].split("==")[0] for line in lines if line.startswith("# - ")} == set(ON_GPU)
-    assert "flash-attn 2" in plain.read_text()
 
 
 def test_packages_that_are_installed_by_hand_have_a_version() -> None:
-    text = (ROOT / "env" / "README.md").read_text()
-    lines = [line for line in re.findall(r"(?m)^    (.*)$", text) if "pip install" in line]
-    found = [m for line in lines for m in re.findall(r"\b(flash-attn(?:-\d)?)(?:\[\w+\])?==([\w.]+)", line)]
+    lines = [
+        line for line in (ROOT / "env" / "README.md").read_text().splitlines() if re.match("    .*pip install", line)
+    ]
+    found = dict(m for line in lines for m in re.findall(r"\b(flash-attn(?:-\d)?)(?:\[\w+\])?==([\w.]+)", line))
     assert len(lines) == 3
-    assert [name for name, _ in found] == ["flash-attn", "flash-attn-3", "flash-attn-4"]
-    assert dict(found)["flash-attn-4"] in (ROOT / "env" / "environment-cuda.yml").read_text()
+    assert list(found) == ["flash-attn", "flash-attn-3", "flash-attn-4"]
+    assert found["flash-attn-4"] in (ROOT / "env" / "environment-cuda.yml").read_text()
+
+
+def program(path: Path, script: str) -> Path:
+    """A program that runs this script."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
 
 
 def plan(tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -149,45 +129,30 @@ def fake_python(folder: Path, version: str, name: str = "python") -> Path:
     """A script that answers the installer's questions as a Python of this version would."""
     major, minor = version.split(".")
     code = int((int(major), int(minor)) < (3, 11))
-    path = folder / name
-    path.write_text(
-        f'#!/bin/sh\ncase "$2" in *base_executable*) echo "$0" ;; *) echo "{major} {minor}"; exit {code} ;; esac\n'
-    )
-    path.chmod(0o755)
-    return path
+    answers = f'case "$2" in *base_executable*) echo "$0" ;; *) echo "{major} {minor}"; exit {code} ;; esac'
+    return program(folder / name, answers)
 
 
-@pytest.mark.parametrize(
-    "version, lock",
-    [("3.11", "py311"), ("3.12", "py312"), ("3.13", "py313"), ("3.14", "py314"), ("3.15", "py314")],
-)
+@pytest.mark.parametrize("version, lock", [("3.11", "py311"), ("3.14", "py314"), ("3.15", "py314"), ("3.10", "")])
 def test_installer_picks_the_lock_of_the_python(tmp_path: Path, version: str, lock: str) -> None:
     done = plan(tmp_path, PYTHON=str(fake_python(tmp_path, version)), ALST_DEVICE="cpu")
-    assert done.returncode == 0, done.stderr
-    assert f"lock=env/cpu-{lock}.txt" in done.stdout
-    assert ("newer than the locks" in done.stderr) == (version > "3.14")
-
-
-def test_installer_refuses_an_old_python(tmp_path: Path) -> None:
-    done = plan(tmp_path, PYTHON=str(fake_python(tmp_path, "3.10")))
-    assert done.returncode == 1
-    assert "Python 3.10, not a Python >= 3.11" in done.stderr
+    assert done.returncode == (not lock), done.stderr
+    assert ("Python 3.10, not a Python >= 3.11" in done.stderr) == (not lock)
+    assert (f"lock=env/cpu-{lock}.txt" in done.stdout) == bool(lock)
+    assert ("newer than the locks" in done.stderr) == (version == "3.15")
 
 
 def test_installer_skips_an_old_python_on_the_path(tmp_path: Path) -> None:
-    fake_python(tmp_path, "3.9", "python3")
-    for newer in ("3.14", "3.13"):  # a locked one is taken before one that is newer than the locks
-        fake_python(tmp_path, newer, f"python{newer}")
-    fake_python(tmp_path, "3.15", "python")
+    """One that is locked is taken before one that is newer than the locks."""
+    for version, name in (("3.9", "python3"), ("3.14", "python3.14"), ("3.13", "python3.13"), ("3.15", "python")):
+        fake_python(tmp_path, version, name)
     done = plan(tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}", PYTHON="", ALST_DEVICE="cpu")
     assert f"python={tmp_path}/python3.13 lock=env/cpu-py313.txt" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("output, lock", [("GPU 0: a GPU (UUID: GPU-1)", "cuda-py312"), ("", "cpu-py312")])
 def test_installer_picks_the_device(tmp_path: Path, output: str, lock: str) -> None:
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(f'#!/bin/sh\necho "{output}"\n')
-    smi.chmod(0o755)
+    program(tmp_path / "nvidia-smi", f'echo "{output}"')
     path = f"{tmp_path}:{os.environ['PATH']}"
     python = str(fake_python(tmp_path, "3.12"))
     assert f"lock=env/{lock}.txt" in plan(tmp_path, PATH=path, PYTHON=python, ALST_DEVICE="").stdout
@@ -196,42 +161,36 @@ def test_installer_picks_the_device(tmp_path: Path, output: str, lock: str) -> N
     assert "not one of cpu, cuda" in done.stderr
 
 
-def copy_of_the_installer(folder: Path) -> Path:
-    """Where it may run: it would remake the checkout's .venv."""
-    (folder / "env").mkdir(parents=True)
-    for path in (ROOT / "env").iterdir():
-        shutil.copytree(path, folder / "env" / path.name) if path.is_dir() else shutil.copy(path, folder / "env")
-    shutil.copy(ROOT / "pyproject.toml", folder)
-    return folder / "env" / "install.sh"
-
-
 def install(tmp_path: Path, driver: str, **env: str) -> tuple[subprocess.CompletedProcess[str], Path]:
     """What the installer does with a GPU of this driver and a Python that only notes what it is asked."""
-    installer, tools = copy_of_the_installer(tmp_path / "checkout"), tmp_path / "tools"
+    tools, checkout = tmp_path / "tools", tmp_path / "checkout"  # it would remake this checkout's .venv
     tools.mkdir()
-    for name, text in {
-        "nvidia-smi": f'case "$*" in *driver_version*) echo {driver} ;; *) echo "GPU 0: a GPU (UUID: GPU-1)" ;; esac',
-        "python": f"""echo "$@" >> {tmp_path}/asked
+    shutil.copytree(ROOT / "env", checkout / "env")
+    shutil.copy(ROOT / "pyproject.toml", checkout)
+    program(
+        tools / "nvidia-smi",
+        f'case "$*" in *driver_version*) echo {driver} ;; *) echo "GPU 0: a GPU (UUID: GPU-1)" ;; esac',
+    )
+    program(
+        tools / "python",
+        f"""echo "$@" >> {tmp_path}/asked
 case "$*" in
     "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
     *base_executable*) echo "$0" ;;
     *ensurepip*) echo "3 12" ;;
 esac""",
-    }.items():
-        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tools / name).chmod(0o755)
+    )
     env = {"ALST_DEVICE": "", "TORCH_INDEX_URL": "", "WHEELHOUSE": "", **env}
     env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": str(tools / "python"), **env}
-    done = subprocess.run(["bash", str(installer)], env=env, capture_output=True, text=True)
-    return done, tmp_path / "checkout" / ".venv"
+    done = subprocess.run(["bash", checkout / "env" / "install.sh"], env=env, capture_output=True, text=True)
+    return done, checkout / ".venv"
 
 
 def test_the_installer_names_an_old_driver_before_it_downloads(tmp_path: Path) -> None:
     done, venv = install(tmp_path, "550.90.07")
     assert done.returncode == 1
-    assert "the NVIDIA driver is 550.90.07" in done.stderr
-    assert "needs 580 or newer" in done.stderr
-    assert "TORCH_INDEX_URL" in done.stderr
+    for says in ("the NVIDIA driver is 550.90.07", "needs 580 or newer", "TORCH_INDEX_URL"):
+        assert says in done.stderr
     assert not venv.exists()
     assert " pip " not in (tmp_path / "asked").read_text()
 
@@ -274,41 +233,42 @@ def test_the_check_leaves_out_what_another_torch_brings(tmp_path: Path, monkeypa
 # Continuous integration
 
 
-@pytest.mark.parametrize(
-    "broken, output, fails",
-    [
-        ("", "3 passed, 1 skipped in 0.10s", False),
-        ("", "300 passed in 400.10s (0:06:40)", False),
-        ("test-all", "no tests ran in 0.01s", True),
-        ("", "4 skipped in 0.01s", True),
-        ("", "10 deselected in 0.01s", True),
-        ("test-all", "1 failed, 3 passed in 0.10s", True),
-        ("test-all", "3 passed, 1 error in 0.10s", True),
-        ("lint", "3 passed in 0.10s", True),
-        ("check-lessons", "3 passed in 0.10s", True),
-        ("site", "3 passed in 0.10s", True),
-        ("test-elsewhere", "3 passed in 0.10s", True),
-        ("test-compat", "3 passed in 0.10s", True),
-        ("", "nothing", True),
-    ],
-)
+CI = """
+               | 3 passed, 1 skipped in 0.10s       |
+               | 300 passed in 400.10s (0:06:40)    |
+test-all       | no tests ran in 0.01s              | fails
+               | 4 skipped in 0.01s                 | fails
+               | 10 deselected in 0.01s             | fails
+test-all       | 1 failed, 3 passed in 0.10s        | fails
+test-all       | 3 passed, 1 error in 0.10s         | fails
+lint           | 3 passed in 0.10s                  | fails
+check-lessons  | 3 passed in 0.10s                  | fails
+site           | 3 passed in 0.10s                  | fails
+test-elsewhere | 3 passed in 0.10s                  | fails
+test-compat    | 3 passed in 0.10s                  | fails
+               | nothing                            | fails
+"""
+"""The target that breaks, what the suite says last, and what follows."""
+
+
+@pytest.mark.parametrize("broken, output, fails", lines_of(CI, "|"))
 def test_ci_fails_with_the_suite_and_the_lessons_and_ends_with_the_suites_summary(
-    tmp_path: Path, broken: str, output: str, fails: bool
+    tmp_path: Path, broken: str, output: str, fails: str
 ) -> None:
-    make = tmp_path / "make"
-    make.write_text(
-        f'#!/bin/sh\necho "$1" >> {tmp_path}/called\ncase "$1" in\n'
-        f'test-all) echo "{output}" ;;\n'
-        'test-elsewhere | test-compat | check-lessons) echo "1 failed in 9.9s, says $1" ;;\n'
-        f'esac\n[ "$1" != "{broken}" ] || exit 2\n'
+    make = program(
+        tmp_path / "make",
+        f"""echo "$1" >> {tmp_path}/called
+case "$1" in
+test-all) echo "{output}" ;;
+test-elsewhere | test-compat | check-lessons) echo "1 failed in 9.9s, says $1" ;;
+esac
+[ "$1" != "{broken}" ] || exit 2""",
     )
-    make.chmod(0o755)
     (tmp_path / "chromium").symlink_to(make)  # or it would be installed
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run([str(ROOT / ".ci/run")], env=env, capture_output=True, text=True)
-    assert (done.returncode != 0) == fails, done.stdout
-    last = done.stdout.splitlines()[-1]
-    assert last == ("pytest gave no summary" if output == "nothing" else output)
+    assert (done.returncode != 0) == bool(fails), done.stdout
+    assert done.stdout.splitlines()[-1] == ("pytest gave no summary" if output == "nothing" else output)
     first, *rest = (tmp_path / "called").read_text().split()
     assert (first, sorted(rest[:2])) == ("site-tools", ["lint", "site"])
     assert rest[2:] == ["test-all", "test-elsewhere", "test-compat", "check-lessons"]
@@ -327,19 +287,16 @@ def test_make_help_lists_every_target() -> None:
 
 
 def test_make_targets_in_the_pages_exist() -> None:
-    readmes = [p for p in repository_files() if p.name == "README.md" or p.parent == ROOT / "notebooks"]
-    readmes = [p for p in readmes if p.suffix == ".md"]
-    if ROOT / "README.md" not in readmes:
-        pytest.skip("no README.md yet")
-    for readme in readmes:
-        text = readme.read_text()
-        code = [
-            *re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL),
-            *re.findall(r"(?m)^    (.*)$", text),
-        ]
-        code += re.findall(r"`([^`\n]+)`", text)
-        named = re.findall(r"^ *(?:\$ )?(?:[A-Z_]+=\S+ )*make ([a-z-]+)\b", "\n".join(code), re.MULTILINE)
-        assert set(named) <= make_targets(), readme
+    pages = [
+        p for p in repository_files() if p.suffix == ".md" and (p.stem == "README" or p.parent.name == "notebooks")
+    ]
+    assert ROOT / "README.md" in pages
+    for page in pages:
+        text = page.read_text()
+        code = re.findall(r"(?ms)^```\w*\n(.*?)^```|^    ([^\n]*)$|`([^`\n]+)`", text)
+        lines = "\n".join("".join(one) for one in code)
+        named = re.findall(r"^ *(?:\$ )?(?:[A-Z_]+=\S+ )*make ([a-z-]+)\b", lines, re.MULTILINE)
+        assert set(named) <= make_targets(), page
 
 
 def test_jupyterlab_keeps_its_token() -> None:
@@ -359,20 +316,12 @@ FORBIDDEN = {
 NO_ADDRESS = re.compile(r"\w+://")
 
 
-@pytest.mark.parametrize(
-    "text, caught",
-    [
-        ("see " + "/".join(["", "root", "x"]), True),
-        ('"' + "/".join(["", "home", "me", "x"]) + '"', True),
-        ("../work/x and ~/root/x", False),
-        ("files." + "python" + "hosted.org", True),
-        ("py" + "pi.org/simple", True),
-        ("https://d.example/" + "whl/cpu", True),
-        ("the paper's arxiv.org page", False),
-    ],
-)
-def test_the_patterns_catch(text: str, caught: bool) -> None:
-    assert any(pattern.search(text) for pattern in FORBIDDEN.values()) == caught
+def test_the_patterns_catch() -> None:
+    parts = {"/ root /x": 1, '"/ home /me/x"': 1, "../ work/x and ~/ root/x": 0, "files.python hosted.org": 1,
+             "py pi.org/simple": 1, "https://d.example/ whl/cpu": 1, "the paper's arxiv .org page": 0}  # fmt: skip
+    for text, caught in parts.items():  # in parts, because this file is searched too
+        found = [pattern for pattern in FORBIDDEN.values() if pattern.search(text.replace(" ", ""))]
+        assert len(found) == caught, text
 
 
 def test_no_machine_path_and_no_registry() -> None:
@@ -385,14 +334,6 @@ def test_no_machine_path_and_no_registry() -> None:
         if configures:
             found += [f"{name}: an address: {m[0]}" for m in NO_ADDRESS.finditer(text)]
     assert found == []
-
-
-def test_git_ignores_what_is_made_here() -> None:
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout")
-    made = [".venv/x", "papermill_runs/out/x", "alstlib/__pycache__/x", "alstlib.egg-info/x", ".mypy_cache/x"]
-    done = subprocess.run(["git", "check-ignore", *made], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == made
 
 
 # Size and form
@@ -456,24 +397,14 @@ def test_a_table_of_the_page_on_training_is_what_was_measured(name: str) -> None
     assert importlib.import_module(name).table() in page
 
 
-def test_the_top_level_is_complete_and_nothing_else() -> None:
-    named = {p.relative_to(ROOT).parts[0] for p in repository_files()}
-    assert named - {".ci", ".gitignore"} == {
-        "notebooks", "alstlib", "papermill_runs", "env", "tests", "environment.yml", "pyproject.toml", "Makefile",
-        "README.md", "LICENSE", "CITATION.cff", "CONTRIBUTING.md", "CHANGELOG.md",
-    }  # fmt: skip
-
-
 def test_the_licence_the_citation_and_the_package_agree() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     licence = (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert hashlib.sha256(licence.encode()).hexdigest().startswith("cfc7749b96f63bd3")  # Apache's text, unchanged
-    assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert (citation["cff-version"], citation["license"]) == ("1.2.0", project["license"])
-    assert citation["version"] == project["version"]
-    assert {"message", "title", "authors"} <= set(citation)  # what the format requires
-    assert f"## {project['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert citation["license"] == PROJECT["license"] == "Apache-2.0"
+    assert citation["version"] == PROJECT["version"]
+    assert {"message", "title", "authors", "cff-version"} <= set(citation)  # what the format requires
+    assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_the_readme_says_early_what_was_measured_where() -> None:
@@ -484,18 +415,13 @@ def test_the_readme_says_early_what_was_measured_where() -> None:
     on_gpu = [r["folder"] for r in found if "cpu" not in str(r["environment"]["device"]).lower()]
     assert ("nothing on a GPU" in third) == (not on_gpu), on_gpu
     assert "[LICENSE](LICENSE)" in text
-
-
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 200
+    assert len(text.splitlines()) < 200
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_wheelhouse_takes_wheels_for_every_libc_of_a_lock(tmp_path: Path, device: str) -> None:
     """pip takes a tag at its word: a wheel for manylinux_2_27 alone is not found under 2_28."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
-    python.chmod(0o755)
+    python = program(tmp_path / "python", f'echo "$@" >> {tmp_path}/asked')
     command = [ROOT / "env/wheelhouse.sh", "download", tmp_path / "wheels", device, "3.11"]
     environment = {**os.environ, "PYTHON": str(python), "ARCH": "x86_64", "TORCH_INDEX_URL": ""}
     subprocess.run(command, env=environment, check=True, capture_output=True)

@@ -247,7 +247,11 @@ def errors(got: Run, want: Run, after: int = 0) -> dict[str, float]:
         for name in line.keys() - {"step"}:
             error = abs(other[name] - line[name]) / max(abs(line[name]), 1e-9)
             found[name] = max(found.get(name, 0.0), error)
+    return {**found, "weights": weights_error(got, want)}
+
+
+def weights_error(got: Run, want: Run) -> float:
+    """The relative error of all weights together."""
     assert got["weights"].keys() == want["weights"].keys()
-    both = [(got["weights"][n].double() - w.double(), w.double()) for n, w in want["weights"].items()]
-    square = sum(float(d.square().sum()) for d, _ in both) / sum(float(w.square().sum()) for _, w in both)
-    return {**found, "weights": square**0.5}
+    mine, theirs = (torch.cat([run["weights"][n].double().flatten() for n in want["weights"]]) for run in (got, want))
+    return float((mine - theirs).norm() / theirs.norm())

@@ -11,7 +11,7 @@ import torch
 from cases import VOCAB, make_model
 from datasets import Dataset, load_from_disk
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trainers import OPTIONS, SETTINGS, Run, accelerate_here, engine_settings, made_of, weights
+from trainers import OPTIONS, SETTINGS, Run, accelerate_here, engine_settings, made_of, weights, weights_error
 from transformers import MixtralConfig, PreTrainedTokenizerFast
 
 import alstlib
@@ -128,10 +128,7 @@ def errors(got: Run, want: Run, after: int = 0) -> dict[str, float]:
         for name in (n for n in line if not n.endswith(NOT_COMPARED)):
             least = 1.0 if "rewards/" in name or "logits/" in name else 1e-9
             found[name] = max(found.get(name, 0.0), abs(mine[name] - line[name]) / max(abs(line[name]), least))
-    assert got["weights"].keys() == want["weights"].keys()
-    both = [(got["weights"][n].double() - w.double(), w.double()) for n, w in want["weights"].items()]
-    square = sum(float(d.square().sum()) for d, _ in both) / sum(float(w.square().sum()) for _, w in both)
-    return {**found, "weights": square**0.5}
+    return {**found, "weights": weights_error(got, want)}
 
 
 def check_runs(

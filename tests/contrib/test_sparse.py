@@ -144,23 +144,6 @@ def test_all_ranks_see_the_same_pages(ranks2: Any, name: str, documents: list[in
         assert max(errors) < 1e-12, errors
 
 
-def alone(rank: int, world: int) -> bool:
-    """One key/value head whose query heads lie on several ranks: the choice is that of one rank."""
-    found: list[list[Choice]] = []
-    for ctx, chunk in ((SPContext(), 2 * world), (SPContext.create(world), 2)):
-        model = make_model("mqa", dtype=torch.float64)
-        with pytest.MonkeyPatch.context() as patch:
-            made = watched(patch)
-            with attach(model, Sparse(top=1, page=8), ctx, chunk):
-                step(model, batch(48, world=ctx.sp, rank=ctx.sp_rank))
-        found.append([choice for choices in made for choice in choices.made.values()])
-    return len(found[0]) == 2 * 12 == len(found[1]) and all(torch.equal(a.seen, b.seen) for a, b in zip(*found))
-
-
-def test_the_choice_does_not_depend_on_the_ranks(ranks2: Any) -> None:
-    assert all(ranks2(alone))
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("llama", {"rows": 2}), ("gpt_oss", {"documents": [2, 28, 3, 12]})],

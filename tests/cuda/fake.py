@@ -2,16 +2,15 @@
 
 `fake_cuda` gives fake tensors that say `cuda:0`: PyTorch checks shapes, dtypes and devices of every operator, as its
 kernels for CUDA have meta implementations. `Watch` sees every operation: it holds each attention kernel's arguments
-against what the kernel needs, counts cuDNN's graphs, and finds data races between streams. `python_engine` is a
-backward pass in Python, because PyTorch's own wants a device for CUDA's queue.
+against what the kernel needs, and counts cuDNN's graphs. Whether streams wait for each other is seen on the device on
+a CPU (tests/device). `python_engine` is a backward pass in Python, because PyTorch's own wants a device for CUDA's
+queue.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 # ----- a device
 
@@ -39,7 +37,7 @@ def _lend_device_guard() -> None:
 
 @contextlib.contextmanager
 def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Watch]:
-    """Fake tensors may be on `cuda:0`, a GPU of this compute capability; streams and events log their order."""
+    """Fake tensors may be on `cuda:0`, a GPU of this compute capability."""
     from alstlib.offload import host_store
 
     _lend_device_guard()
@@ -59,8 +57,8 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Watch]:
     with contextlib.ExitStack() as stack:
         for name, stand_in in {
             "get_device_capability": lambda *_: capability, "get_rng_state": lambda *_: state,
-            "set_rng_state": lambda *_: None, "Stream": watch.stream, "current_stream": watch.current_stream,
-            "stream": watch.on,
+            "set_rng_state": lambda *_: None, "Stream": Stream, "current_stream": Stream,
+            "stream": contextlib.nullcontext,
         }.items():  # fmt: skip
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         stack.enter_context(mock.patch("torch.random.fork_rng", return_value=contextlib.nullcontext()))
@@ -71,41 +69,23 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Watch]:
         yield watch
 
 
-# ----- streams, and what runs on them
-
-
-Clock = Counter[int]
-"""Operations of each stream that have happened before."""
-
-
 class Stream:
-    """A stream of a device, or the host, which waits for one in `synchronize`."""
+    """A stream on which nothing runs."""
 
-    def __init__(self, number: int, host: Stream | None = None) -> None:
-        self.number, self.clock, self.host = number, Clock(), host
+    def __init__(self, device: Any = None) -> None:
+        pass
 
     def synchronize(self) -> None:
-        assert self.host is not None
-        self.host.clock |= self.clock
+        pass
 
     def wait_stream(self, other: Stream) -> None:
-        self.clock |= other.clock
+        pass
 
-    def wait_event(self, event: Clock) -> None:
-        self.clock |= event
+    def wait_event(self, event: object) -> None:
+        pass
 
-    def record_event(self) -> Clock:
-        return self.clock.copy()
-
-
-class _Memory:
-    """Who wrote a storage last, and who has read it since: (stream, its count then)."""
-
-    def __init__(self, owner: Stream | None) -> None:
-        self.owner = owner
-        """The stream in whose order the allocator gives the memory out again; None for host memory."""
-        self.written: tuple[int, int] | None = None
-        self.read: dict[int, int] = {}
+    def record_event(self) -> object:
+        return object()
 
 
 class Watch(TorchDispatchMode):
@@ -113,10 +93,6 @@ class Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers = itertools.count()
-        self.host = Stream(next(self.numbers))
-        self.streams = [self.stream()]
-        self.memory: dict[int, _Memory] = {}
         self.kernels: Counter[str] = Counter()
         """Calls of each attention kernel."""
         self.graphs: dict[Any, set[Any]] = defaultdict(set)
@@ -126,20 +102,6 @@ class Watch(TorchDispatchMode):
         """Tensors that were copied to the device."""
         self.problems: list[str] = []
 
-    def stream(self, device: Any = None) -> Stream:
-        return Stream(next(self.numbers), self.host)
-
-    def current_stream(self, device: Any = None) -> Stream:
-        return self.streams[-1]
-
-    @contextlib.contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        self.streams.append(stream)
-        try:
-            yield
-        finally:
-            self.streams.pop()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
@@ -148,64 +110,7 @@ class Watch(TorchDispatchMode):
             check(*args, **kwargs)
         out = func(*args, **kwargs)
         self.uploads += name == "_to_copy" and out.is_cuda and not args[0].is_cuda
-        self._order(func, args, kwargs, out, name)
         return out
-
-    # ----- races
-
-    def _order(self, func: Any, args: Any, kwargs: Any, out: Any, name: str) -> None:
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        on_device = any(t.is_cuda for t in (*given, *made))
-        touched = [t for t in (*given, *made) if t.untyped_storage()._cdata in self.memory]
-        if func.is_view or name.startswith("prim::") or not (on_device or touched):
-            return
-        if allocates := name.startswith(("empty", "new_empty")):
-            given = []
-        stream = self.current_stream() if on_device else self.host
-        stream.clock |= self.host.clock  # what the host has done or waited for comes first
-        stream.clock[stream.number] += 1
-        written = {t.untyped_storage()._cdata for t in made}
-        written |= {
-            t.untyped_storage()._cdata
-            for a, s in zip(args, func._schema.arguments) if s.alias_info is not None and s.alias_info.is_write
-            for t in tree_leaves(a) if isinstance(t, Tensor)
-        }  # fmt: skip
-        for t in (*given, *made):
-            self._see(t, stream)
-        for key in {t.untyped_storage()._cdata for t in given} - written:
-            self._after(stream, self.memory[key].written, f"{name} reads what")
-            self.memory[key].read[stream.number] = stream.clock[stream.number]
-        for key in written if not allocates else ():
-            memory = self.memory[key]
-            for access in (memory.written, *memory.read.items()):
-                self._after(stream, access, f"{name} writes over what")
-            memory.written, memory.read = (stream.number, stream.clock[stream.number]), {}
-        if allocates:  # until now the memory may be in use, by an operation that the owner's stream has been given
-            for key in written:
-                self.memory[key].written = stream.number, stream.clock[stream.number]
-        beside = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
-        if on_device and not beside and any(t.device.type == "cpu" for t in made):
-            self.host.clock |= stream.clock  # the host has waited for it
-
-    def _after(self, stream: Stream, access: tuple[int, int] | None, what: str) -> None:
-        if access is not None and stream.clock[access[0]] < access[1]:
-            self.problems.append(f"{what} stream {access[0]} uses, without waiting for it (stream {stream.number})")
-
-    def _see(self, tensor: Tensor, stream: Stream) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self.memory:
-            self.memory[key] = _Memory(stream if tensor.is_cuda else None)
-            weakref.finalize(storage, self._freed, key)
-
-    def _freed(self, key: int) -> None:
-        """The allocator may give the memory to its stream's next operation: all others must be done in its order."""
-        if (memory := self.memory.pop(key, None)) is None or memory.owner is None:
-            return
-        memory.owner.clock |= self.host.clock  # who takes it next is told so by the host
-        for access in (memory.written, *memory.read.items()):
-            self._after(memory.owner, access, "memory is freed that")
 
     # ----- what kernels need
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from cases import make_model, make_samples, plain_run, small_pages, worst_error
 from device import module
 from device.module import NEVER, device, late
+from mutate import mutated
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,8 +25,9 @@ from alstlib import mesh
 from alstlib.config import RunConfig
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf.zero_config import zero_config
+from alstlib.offload.courier import Courier
 from alstlib.offload.headroom import SHARE, device_memory
-from alstlib.offload.host_store import HostStore
+from alstlib.offload.host_store import HostStore, Ticket
 from alstlib.offload.ledger import Ledger, ran_out
 from alstlib.train import worker
 from alstlib.train.engine import initialize
@@ -223,6 +225,52 @@ def pins(rank: int, world: int) -> None:
 
 def test_memory_is_pinned_without_cudas_runtime(late1: Any) -> None:
     late1(pins)
+
+
+# ----- what the host keeps
+
+
+def dropped(rank: int, world: int, mistake: bool) -> bool:
+    """Whether memory stays as it is when a checkpoint is dropped while it is on its way there."""
+    change = [("accelerator(device).current_stream(device).wait_event(self.fetched[1])", "pass")] if mistake else []
+    with mutated(Ticket.release, *change), late(NEVER):
+        store, right = HostStore("async", budget=2**30), True
+        tickets = [store.ticket() for _ in range(3)]
+        for i, ticket in enumerate(tickets):
+            store.put(ticket, torch.full((16,), float(i), device=device()))
+        store.get(tickets.pop(), device())  # and the one before it is fetched
+        del ticket
+        while tickets:
+            tickets.pop()
+            others = [torch.full((16,), 7.0, device=device()) for _ in range(4)]  # one takes its memory
+            torch.get_device_module(device()).synchronize()
+            right &= all(bool(other.eq(7).all()) for other in others)
+    return right
+
+
+@pytest.mark.parametrize("mistake", [False, True])
+def test_a_checkpoint_may_be_dropped_while_it_is_fetched(late1: Any, mistake: bool) -> None:
+    assert late1(dropped, mistake) == [not mistake]
+
+
+def kept_before(rank: int, world: int) -> None:
+    with late(NEVER):
+        store = HostStore("async", budget=2**30)
+        tickets, courier = [store.ticket(), store.ticket()], Courier(store, device())
+        for ticket in tickets:
+            store.put(ticket, torch.ones(16, device=device()))
+        host = courier.empty((16,), torch.float32).fill_(float("nan"))
+        courier.send(host, torch.ones(16, device=device()))
+        for ticket in reversed(tickets):
+            assert store.get(ticket, device())[0].eq(1).all()
+        assert host.isnan().all()
+        courier.finish()
+        assert host.eq(1).all()
+
+
+def test_what_is_kept_comes_back_without_waiting_for_what_left_after_it(late1: Any) -> None:
+    """The sums of a page, for example: behind them a checkpoint would come late."""
+    late1(kept_before)
 
 
 # ----- random states

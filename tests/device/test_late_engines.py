@@ -4,24 +4,17 @@ collectives on all ranks; and whether gradients are there when an engine's hook 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import matrix
 import pytest
 import torch
-from cases import make_model, make_samples, plain_run, small_pages, worst_error
-from device import group, module
-from device.module import NEVER, device, late
+from device.module import device
 from torch import Tensor, nn
 
-import alstlib
-from alstlib.data.loader import SPDataLoader
-from alstlib.measure.verify import in_full
 from alstlib.offload.host_store import HostStore
 from alstlib.streaming.chunked import Stream
 
@@ -137,143 +130,3 @@ def refused(rank: int, world: int) -> None:
 
 def test_two_threads_are_refused(late1: Any) -> None:
     late1(refused)
-
-
-# ----- whole steps
-
-WAYS: dict[str, dict[str, Any]] = {
-    "whole": {"tiles": {"mlp": 5, "loss": 7, "norm": True}, "offload": True, "save_attention": True},
-    "plain": {"tiles": False, "checkpoint": False},
-    "chunks": {"tiles": {"mlp": True, "loss": 7, "norm": True}, "offload": True, "chunk": 5, "on_host": "none"},
-    "host": {"tiles": {"mlp": True, "loss": 7, "norm": True}, "offload": True, "chunk": 5, "on_host": "hidden+kv"},
-    "host, sync": {
-        "tiles": {"mlp": True, "loss": 7, "norm": True},
-        "offload": "sync",
-        "chunk": 5,
-        "on_host": "hidden+kv",
-    },
-}
-ENGINES = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
-
-
-def zero_config(stage: int, accumulation: int) -> dict[str, Any]:
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 100_000}
-    zero |= {f"stage3_{n}": 100_000 for n in ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")}
-    return {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation, "zero_optimization": zero,
-        "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-3}},
-        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-    }  # fmt: skip
-
-
-def engine_of(model: Any, kind: str, world: int, accumulation: int) -> Any:
-    if kind == "none":
-        return model
-    if kind == "ddp":
-        return nn.parallel.DistributedDataParallel(model)
-    if kind == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh(module.NAME, (world,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-    from device import accelerator
-
-    accelerator.install()
-    import deepspeed
-
-    return deepspeed.initialize(model=model, config=zero_config(int(kind[4:]), accumulation))[0]
-
-
-def gradients(model: Any, deep: bool) -> dict[str, Tensor]:
-    found = {}
-    for name, p in model.named_parameters():
-        if deep:
-            from deepspeed.utils import safe_get_full_grad
-
-            grad = safe_get_full_grad(p)
-        else:
-            grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-        found[name] = grad.to("cpu", copy=True)
-    return found
-
-
-@contextlib.contextmanager
-def delayed(delay: int, seed: int) -> Iterator[None]:
-    """Copies come late, and ranks come to their collectives at different times."""
-    group.delay(2000)
-    try:
-        with late(delay, seed):
-            yield
-    finally:
-        group.delay(0)
-
-
-def step(rank: int, world: int, kind: str, way: str, delay: int) -> tuple[float, str, list[tuple[str, int]]]:
-    """Two micro-batches' gradients on the device: the largest error against plain transformers on the CPU, whose it
-    is, and the collectives of the device in their order."""
-    deep, accumulation = kind.startswith("zero"), 2
-    ctx = alstlib.SPContext.create(2)
-    model = make_model("gqa")
-    samples = make_samples(accumulation)
-    _, want = plain_run(model, samples)
-    model = model.to(device())
-    handle = alstlib.apply(model, ctx, alstlib.Options(**WAYS[way]))
-    engine = engine_of(model, kind, world, accumulation)
-    group.calls()
-    threads = set()
-    with small_pages(), delayed(delay, seed=rank):
-        for i, batch in enumerate(SPDataLoader(samples, ctx, accumulation, replicated=True, device=device())):
-            last = i == accumulation - 1
-            if kind == "fsdp2":
-                engine.set_requires_gradient_sync(last)
-            with engine.no_sync() if kind == "ddp" and not last else contextlib.nullcontext():
-                out = alstlib.causal_lm_loss(engine, batch)
-                if not deep:
-                    out.loss.backward()
-                    continue
-                engine.backward(out.loss)
-                if not last:
-                    engine.step()
-        calls = [call for call in group.calls() if call.device]
-        threads = {call.thread for call in calls}
-        error, name = worst_error(gradients(model, deep), want)
-    if "host" in way:
-        assert threads == {threading.get_native_id()}
-    if deep:
-        engine.step()
-        engine.destroy()
-    handle.detach()
-    return error, name, [(call.op, call.nbytes) for call in calls]
-
-
-@pytest.mark.parametrize("way, delay", [*((way, NEVER) for way in WAYS), ("host", 1000)])
-@pytest.mark.parametrize("kind", ENGINES)
-def test_steps_under_engines(late2: Any, kind: str, way: str, delay: int) -> None:
-    results = late2(step, kind, way, delay)
-    for error, name, _ in results:
-        assert error < 1e-5, (error, name)
-    assert results[0][2] == results[1][2]  # one order on all ranks, or NCCL hangs
-    assert len(results[0][2]) > 10
-
-
-def trained_alone(rank: int, world: int, way: str, delay: int) -> tuple[float, str]:
-    """One rank without an engine, in fp64, with pages of few keys: hidden states and keys come and go many times."""
-    model = make_model("gqa", dtype=torch.float64)
-    samples, ctx = make_samples(1, length=41), alstlib.SPContext()
-    with in_full():
-        _, want = plain_run(model, samples)
-    model = model.to(device())
-    with alstlib.apply(model, options=alstlib.Options(**WAYS[way])), in_full(), small_pages(), late(delay, seed=3):
-        for batch in SPDataLoader(samples, ctx, device=device()):
-            alstlib.causal_lm_loss(model, batch).loss.backward()
-    return worst_error({n: p.grad.cpu() for n, p in model.named_parameters()}, want)
-
-
-@pytest.mark.parametrize("delay", [0, 1000, NEVER], ids=["at once", "late", "at the latest"])
-@pytest.mark.parametrize("way", WAYS)
-def test_steps_alone(late1: Any, way: str, delay: int) -> None:
-    ((error, name),) = late1(trained_alone, way, delay)
-    assert error < 1e-12, (error, name)

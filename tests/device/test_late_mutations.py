@@ -18,7 +18,7 @@ from mutate import changed, mutated
 import alstlib
 from alstlib import recompute
 from alstlib.data.loader import SPDataLoader
-from alstlib.hf import block_calls, block_step, causal_lm_loss, checkpointed_layers, chunked_layers
+from alstlib.hf import block_calls, block_step, causal_lm_loss, checkpointed_layers, chunked_layers, hidden_states
 from alstlib.hf import states as hf_states
 from alstlib.offload import checkpoints, courier, host_store
 from alstlib.streaming import blocks, chunked, pages
@@ -71,6 +71,9 @@ MUTATIONS = {
     "send: x is freed": Mutation(COURIER.send, "append((x, done))", "append((None, done))", ALONE),
     "send: x is freed without a wait": Mutation(COURIER.send, "compute.wait_event(done_before)", "pass", ALONE),
     "finish: the host does not wait": Mutation(COURIER.finish, "stream.synchronize()", "pass", ALONE),
+    "finish: rotary tables are not there yet": Mutation(
+        hidden_states._rotary, "courier.finish()", "pass", ALONE
+    ),
     "put: out does not wait": Mutation(STORE.put, "out.wait_stream(compute)", "pass", ALONE_KEPT),
     "put: x is freed": Mutation(STORE.put, "append((x, ticket", "append((None, ticket", ALONE_KEPT),
     "put: x is freed without a wait": Mutation(STORE.put, "compute.wait_event(done)", "pass", ALONE_KEPT),

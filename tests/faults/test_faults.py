@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,22 +213,6 @@ def test_a_damaged_state_file(tmp_path: Path, with_state: Path, expected: list[f
     if damage == "flipped":
         finishes(out, expected, RUN.replace(output={"resume": "never"}))
         assert not continued(out)
-
-
-def test_two_launchers_in_one_folder(tmp_path: Path) -> None:
-    """The second is told of the first, and does not disturb it."""
-    run = Chain(tmp_path / "run")
-    losses: list[list[float]] = []
-    thread = threading.Thread(target=lambda: losses.append(run.finish()))
-    thread.start()
-    while locks.holder(run.folder / "out") is None:
-        time.sleep(0.1)
-    command = [sys.executable, "-m", "alstlib.runs.cli", "run", str(run.folder / "spec.yaml"), "--out"]
-    second = subprocess.run([*command, str(run.folder / "out")], env=run.env, capture_output=True, text=True)
-    thread.join()
-    assert second.returncode == 2
-    assert "is in use by another run: process" in second.stderr
-    assert len(losses[0]) == SPEC["base"]["optim.steps"]
 
 
 def test_three_sweeps_at_once(tmp_path: Path) -> None:

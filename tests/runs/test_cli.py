@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from cases import lines_of, wait_for
 
 from alstlib.config import ROWS, RunConfig
 from alstlib.planner import devices
@@ -24,6 +25,8 @@ from alstlib.runs import cli, launch, locks, notebooks, processes, progress, res
 TESTS = Path(__file__).parent
 REPOSITORY = TESTS.parents[1]
 ABLATION = REPOSITORY / "papermill_runs" / "specs" / "ablation.yaml"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(TESTS)))}
+HANGS = [{"name": "one", "model.config": {"fake": "hang"}}]
 
 
 def write_spec(folder: Path, **changes) -> Path:
@@ -40,24 +43,47 @@ def out_of(folder: Path) -> Path:
     return folder / "papermill_runs" / "out" / "sweep"
 
 
-def recorder(ran: list, status: str):
-    """A stand-in for `cli.run_row` that notes the row."""
-    return lambda spec, row, force, warned: ran.append(row) or results.new_result(spec.rows[row], status)
+def put(folder: Path, config: RunConfig, ended="", began=0.0, **changes) -> None:
+    """What a run leaves: its configuration, a step, and its result where it has `ended`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    results.write_json(folder / "config.json", config.to_dict())
+    event = {"time": began or time.time() - 100, "event": "step", "step": 3, "steps": 9}
+    (folder / "progress.jsonl").write_text(json.dumps(event) + "\n")
+    if ended:
+        results.write_result(folder / "result.json", {**results.new_result(config, ended), **changes})
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list:
+    """The rows that are run, each with its Spec and whether it is forced; they end as `ran.status` says."""
+
+    class Ran(list):
+        status = "ok"
+
+    made = Ran()
+    monkeypatch.setattr(cli, "execute", lambda *a, **k: None)
+    monkeypatch.setattr(
+        cli,
+        "run_row",
+        lambda spec, row, force, warned: (
+            made.append((row, force, spec)) or results.new_result(spec.rows[row], made.status)
+        ),
+    )
+    return made
 
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
     """A sweep of a row that works and one that fails, run once."""
     folder = tmp_path_factory.mktemp("cli")
+    code = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
+    reported = "(Path(results) / 'reported').write_text(sys.executable)"
     report = {
         "nbformat": 4, "nbformat_minor": 5,
         "metadata": {"kernelspec": {"name": "gone", "language": "python", "display_name": "a kernel nobody has"}},
         "cells": [
-            {"cell_type": "code", "id": "p", "metadata": {"tags": ["parameters"]}, "source": "results = ''",
-             "outputs": [], "execution_count": None},
-            {"cell_type": "code", "id": "r", "metadata": {}, "outputs": [], "execution_count": None,
-             "source": "import sys\nfrom pathlib import Path\nimport beside\n"
-                       "(Path(results) / 'reported').write_text(sys.executable)"},
+            {**code, "id": "p", "metadata": {"tags": ["parameters"]}, "source": "results = ''"},
+            {**code, "id": "r", "source": f"import sys\nfrom pathlib import Path\nimport beside\n{reported}"},
         ],
     }  # fmt: skip
     (folder / "report.ipynb").write_text(json.dumps(report))
@@ -70,114 +96,82 @@ def sweep(tmp_path_factory):
 
 
 def test_a_failed_row_fails_the_sweep_and_the_others_still_run(sweep):
+    """Notebooks run in the running Python, whatever kernel they name."""
     _, out, code = sweep
     assert code == 1
     assert [results.read_result(out / row / "result.json")["status"] for row in ("good", "bad")] == ["ok", "error"]
     assert (out / "good" / "run.ipynb").exists()
     assert "RunFailed" in (out / "bad" / "run.ipynb").read_text()
+    assert (out / "reported").read_text() == sys.executable
 
 
-def test_notebooks_run_in_the_running_python_whatever_kernel_they_name(sweep):
-    assert (sweep[1] / "reported").read_text() == sys.executable
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [("", "bad"), ("--retry error", "bad"), ("--rows good", ""), ("--force", "good! bad!"), ("--dry-run", "")],
+)
+def test_what_is_run_again(sweep, ran, alst, arguments, expected):
+    said = alst(f"run {sweep[0]} {arguments}")
+    assert [row + "!" * force for row, force, _ in ran] == expected.split()
+    assert ("good: it finished already: ok" in said) == (arguments in ("", "--rows good", "--dry-run"))
 
 
-def test_what_is_run_again(sweep, monkeypatch, capsys):
-    spec, _, _ = sweep
-    ran = []
-
-    def run_row(spec, row, force, warned):
-        ran.append((row, force))
-        return results.new_result(spec.rows[row], "ok")
-
-    monkeypatch.setattr(cli, "run_row", run_row)
-    monkeypatch.setattr(cli, "execute", lambda *a, **k: None)
-    for arguments, expected in (
-        ([], [("bad", False)]),
-        (["--retry", "error"], [("bad", False)]),
-        (["--rows", "good"], []),
-        (["--force"], [("good", True), ("bad", True)]),
-        (["--dry-run"], []),
-    ):
-        ran.clear()
-        assert cli.main(["run", str(spec), *arguments]) == 0
-        assert ran == expected, arguments
-    assert "good: it finished already: ok" in capsys.readouterr().out
+def test_retry_and_fail_fast(tmp_path, ran, alst):
+    """A retry leaves alone what never ran, and takes what was killed."""
+    spec, ran.status = write_spec(tmp_path), "timeout"
+    alst(f"run {spec} --fail-fast", 1)
+    alst(f"run {spec}", 1)
+    put(out_of(tmp_path) / "bad", RunConfig())
+    ran.status = "oom"
+    alst(f"run {spec} --retry error")
+    assert [row for row, *_ in ran] == ["good", "good", "bad", "bad"]
 
 
-def test_retry_leaves_alone_what_never_ran_and_takes_what_was_killed(tmp_path, monkeypatch):
-    spec, out = write_spec(tmp_path), out_of(tmp_path)
-    (out / "bad").mkdir(parents=True)
-    (out / "bad" / "config.json").write_text("{}")
-    ran = []
-    monkeypatch.setattr(cli, "run_row", recorder(ran, "oom"))
-    assert cli.main(["run", str(spec), "--retry", "error"]) == 0
-    assert ran == ["bad"]
-
-
-def test_fail_fast(tmp_path, monkeypatch):
-    spec, ran = write_spec(tmp_path), []
-    monkeypatch.setattr(cli, "run_row", recorder(ran, "timeout"))
-    assert cli.main(["run", str(spec), "--fail-fast"]) == 1
-    assert ran == ["good"]
-    assert cli.main(["run", str(spec)]) == 1
-    assert ran == ["good", "good", "bad"]
-
-
-def test_a_row_that_does_not_fit_says_why_and_fails_nothing(tmp_path, monkeypatch, capsys):
+def test_a_row_that_does_not_fit_says_why_and_fails_nothing(tmp_path, monkeypatch, alst):
     error = {"type": "WouldNotFit", "message": "20,000,000 tokens would take 71 GiB"}
     found = results.new_result(RunConfig(), "oom", error=error)
     monkeypatch.setattr(cli, "run_row", lambda *a, **k: found)
-    assert cli.main(["run", str(write_spec(tmp_path)), "--rows", "good"]) == 0
-    assert "good: oom: WouldNotFit: 20,000,000 tokens would take 71 GiB\n" in capsys.readouterr().out
+    said = alst(f"run {write_spec(tmp_path)} --rows good")
+    assert "good: oom: WouldNotFit: 20,000,000 tokens would take 71 GiB\n" in said
 
 
-def test_report_prints_a_table_and_writes_a_page(sweep, capsys):
+def test_report_prints_a_table_and_writes_a_page(sweep, alst):
     spec, out, _ = sweep
-    assert (out / "report.html").exists()  # alst run wrote it
-    (out / "report.html").unlink()
-    assert cli.main(["report", str(out)]) == 0
-    table = capsys.readouterr().out
+    (out / "report.html").unlink()  # alst run wrote it
+    table = alst(f"report {out}")
     assert "| good | ok | real | {'fake': 'ok'} | 2,048 |" in table
     assert "| bad | error |" in table
     assert (out / "report.html").exists()
-    assert cli.main(["report", str(spec)]) == 0
-    assert capsys.readouterr().out == table
+    assert alst(f"report {spec}") == table
 
 
-def test_status_of_what_ended(sweep, capsys):
+def test_status_of_what_ended(sweep, alst):
     spec = sweep[0]
-    assert cli.main(["status", str(spec)]) == 1
-    shown = capsys.readouterr().out
-    lines = [line.split() for line in shown.splitlines()]
-    assert next(line for line in lines if line[:1] == ["good"])[:2] == ["good", "ok"]
-    bad = next(line for line in shown.splitlines() if line.startswith("bad"))
-    assert "RankFailed: rank 1 ended with exit status 1" in bad
+    shown = alst(f"status {spec}", 1)
+    lines = {line.split()[0]: line for line in shown.splitlines() if line.strip()}
+    assert lines["good"].split()[1] == "ok"
+    assert "RankFailed: rank 1 ended with exit status 1" in lines["bad"]
     assert all(len(line) <= 100 for line in shown.partition("next:")[0].splitlines())
     assert f"alst run {spec} --retry error" in shown
     log = re.search(r"less (\S+)", shown)[1]
     assert "rank one is broken" in Path(log).read_text()
-    assert cli.main(["status", str(spec), "--json"]) == 1
-    made = json.loads(capsys.readouterr().out)
+    made = json.loads(alst(f"status {spec} --json", 1))
     assert made["counts"] == {"ok": 1, "error": 1}
     assert [(r["row"], r["state"]) for r in made["rows"]] == [("good", "ok"), ("bad", "error")]
     assert made["rows"][0]["seconds"] > 0
     assert made["rows"][1]["log"] == log
 
 
-def test_the_commands_of_a_dry_run_and_of_the_page_run_a_row(sweep, tmp_path, monkeypatch, capsys):
+def test_the_commands_of_a_dry_run_and_of_the_page_run_a_row(sweep, tmp_path, monkeypatch, alst):
     """As typed: the dry run's is this very run, in its folder; the page's runs the row of the spec again."""
     spec, out, _ = sweep
     monkeypatch.chdir(spec.parent)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(REPOSITORY), str(TESTS))))
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
     monkeypatch.setenv("PATH", os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
-    cli.main(["report", str(spec)])
-    page = html.unescape((out / "report.html").read_text())
-    assert "<pre>alst run spec.yaml --rows good --force</pre>" in page
-    capsys.readouterr()
+    alst(f"report {spec}")
+    assert "<pre>alst run spec.yaml --rows good --force</pre>" in html.unescape((out / "report.html").read_text())
     other = tmp_path / "an other"
-    assert cli.main(["run", str(spec), "--rows", "good", "--out", str(other), "--dry-run"]) == 0
-    shown = capsys.readouterr().out
-    line = re.search(r"by itself +(.*)", shown)[1]
+    dry_run = f"run {spec} --rows good --out '{other}' --dry-run"
+    line = re.search(r"by itself +(.*)", alst(dry_run))[1]
     parameters = json.loads(shlex.split(line)[-1])
     assert parameters["worker"] == "fake_worker"
     assert parameters["config"] == {
@@ -189,54 +183,44 @@ def test_the_commands_of_a_dry_run_and_of_the_page_run_a_row(sweep, tmp_path, mo
     assert not other.exists()
     assert subprocess.run(line, shell=True, capture_output=True).returncode == 0, line
     assert results.read_result(other / "good" / "result.json")["status"] == "ok"
-    assert cli.main(["run", str(spec), "--rows", "good", "--out", str(other), "--dry-run"]) == 0
-    assert "good: it finished already: ok" in capsys.readouterr().out
+    assert "good: it finished already: ok" in alst(dry_run)
 
 
-def test_status_of_what_was_changed_or_cut_off(tmp_path, monkeypatch, capsys):
-    rows = [
-        {"name": n, "model.config": {"fake": "ok"}} for n in ("changed", "committed", "cut", "again", "never", "torn")
-    ]
-    spec, out = write_spec(tmp_path, rows=rows), out_of(tmp_path)
-    configs = cli.load_spec(spec).rows
+STATES = """
+changed    stale         oom with data.seq_len=77 (now 2048)
+committed  ok at another commit, 0123456789
+cut        interrupted   after: step 3/9
+again      interrupted
+never      never run
+torn       unreadable
+"""
 
-    def put(row, config, began=0.0, **changes):
-        (out / row).mkdir(parents=True)
-        results.write_json(out / row / "config.json", config.to_dict())
-        event = {"time": began or time.time() - 100, "event": "step", "step": 3, "steps": 9}
-        (out / row / "progress.jsonl").write_text(json.dumps(event) + "\n")
-        if changes:
-            results.write_result(out / row / "result.json", {**results.new_result(config, "ok"), **changes})
 
-    put("changed", configs["changed"].replace(data={"seq_len": 77}), status="oom")
-    put("committed", configs["committed"], run_id="another", git={"sha": "0123456789abcdef", "dirty": False})
-    put("cut", configs["cut"])
-    put("again", configs["again"].replace(optim={"steps": 5}), began=time.time() + 50, status="ok")
-    put("torn", configs["torn"])
+def test_status_of_what_was_changed_or_cut_off(tmp_path, monkeypatch, alst):
+    """`again` has a newer attempt than its result, which is not of this configuration."""
+    states = {row: says for row, *says in (re.split("  +", line) for line in STATES.strip().splitlines())}
+    spec, out = write_spec(tmp_path, rows=[{"name": n, "model.config": {"fake": "ok"}} for n in states]), None
+    configs, out = cli.load_spec(spec).rows, out_of(tmp_path)
+    put(out / "changed", configs["changed"].replace(data={"seq_len": 77}), "oom")
+    at_commit = {"run_id": "another", "git": {"sha": "0123456789abcdef", "dirty": False}}
+    put(out / "committed", configs["committed"], "ok", **at_commit)
+    put(out / "cut", configs["cut"])
+    put(out / "again", configs["again"].replace(optim={"steps": 5}), "ok", began=time.time() + 50)
+    put(out / "torn", configs["torn"])
     (out / "torn" / "result.json").write_text("{")
-    assert cli.main(["status", str(spec)]) == 1
-    shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line[:1].isalpha()}
-    assert "stale" in shown["changed"]
-    assert "oom with data.seq_len=77 (now 2048)" in shown["changed"]
-    assert "ok at another commit, 0123456789" in shown["committed"]
-    assert "interrupted" in shown["cut"]
-    assert "after: step 3/9" in shown["cut"]
-    assert "interrupted" in shown["again"]  # a newer attempt than the result, which is not of this configuration
-    assert "never run" in shown["never"]
-    assert "unreadable" in shown["torn"]
+    shown = {line.split()[0]: line for line in alst(f"status {spec}", 1).splitlines() if line[:1].isalpha()}
+    for row, says in states.items():
+        assert all(part in shown[row] for part in says), shown[row]
     for row in ("cut", "again", "torn"):
         shutil.rmtree(out / row)
-    assert cli.main(["status", str(spec)]) == 3
+    alst(f"status {spec}", 3)
     monkeypatch.chdir(tmp_path)
-    capsys.readouterr()
     cli.write_record(cli.load_spec(spec))
-    assert cli.main(["status"]) == 3
-    assert re.search(
-        r"^sweep +2 stale, 4 never run +alst status papermill_runs/out/sweep *$", capsys.readouterr().out, re.MULTILINE
-    )
+    line = r"^sweep +2 stale, 4 never run +alst status papermill_runs/out/sweep *$"
+    assert re.search(line, alst("status", 3), re.MULTILINE)
 
 
-def test_status_judges_rows_as_the_machine_that_ran_them(tmp_path, monkeypatch, capsys):
+def test_status_judges_rows_as_the_machine_that_ran_them(tmp_path, monkeypatch, alst):
     """A login node without GPUs, and a machine with fewer of them, look at a sweep that ran on eight."""
     base = {"cpu": {"data.seq_len": 1000}, "cuda": {"data.seq_len": "8K"}}
     rows = ["alst", {"name": "all", "engine.world_size": 8, "optim.steps": 3}]
@@ -244,150 +228,117 @@ def test_status_judges_rows_as_the_machine_that_ran_them(tmp_path, monkeypatch, 
     monkeypatch.setattr(devices, "device_count", lambda: 8)
     loaded = cli.load_spec(spec)
     for name, config in loaded.rows.items():
-        (out / name).mkdir(parents=True)
-        results.write_json(out / name / "config.json", config.to_dict())
-        results.write_result(out / name / "result.json", results.new_result(config, "ok"))
+        put(out / name, config, "ok")
     cli.write_record(loaded)
-    for gpus in (0, 2, 8):
+    for gpus in (8, 2, 0):
         monkeypatch.setattr(devices, "device_count", lambda gpus=gpus: gpus)
-        assert cli.main(["status", str(spec)]) == 0, gpus
-        shown = capsys.readouterr().out
-        assert "stale" not in shown
-        assert "alst run" not in shown
-        assert cli.main(["report", str(spec)]) == 0
-    monkeypatch.setattr(devices, "device_count", lambda: 0)
+        assert not {"stale", "alst run"} & set(re.findall("stale|alst run", alst(f"status {spec}"))), gpus
+        alst(f"report {spec}")
     assert cli.load_spec(spec).rows["alst"].engine.world_size == 2  # what `alst run` would run here
-    write_spec(tmp_path, base=base, rows=["alst", {"name": "all", "engine.world_size": 8, "optim.steps": 4}])
-    capsys.readouterr()
-    assert cli.main(["status", str(spec)]) == 3
-    assert "ok with optim.steps=3 (now 4)" in capsys.readouterr().out
+    write_spec(tmp_path, base=base, rows=["alst", {**rows[1], "optim.steps": 4}])
+    assert "ok with optim.steps=3 (now 4)" in alst(f"status {spec}", 3)
 
 
-def test_commands_to_type_next_can_be_typed(tmp_path, monkeypatch, capsys):
+def test_commands_to_type_next_can_be_typed(tmp_path, monkeypatch, ran, alst):
     """They name the folder of the results where it is not the usual one, and quote what a shell would take apart."""
-    home = tmp_path / "my sweeps"
-    home.mkdir()
+    (home := tmp_path / "my sweeps").mkdir()
     spec, out = write_spec(home), tmp_path / "other results"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "run_row", recorder([], "error"))
-    assert cli.main(["run", str(spec), "--out", str(out), "--rows", "bad"]) == 1
-    where = ["my sweeps/spec.yaml", "--out", "other results"]
-    again = capsys.readouterr().err.partition("repeat them with: ")[2]
-    assert shlex.split(again) == ["alst", "run", *where, "--retry", "error"]
+    ran.status, where = "error", "'my sweeps/spec.yaml' --out 'other results'"
+    said = alst(f"run '{spec}' --out '{out}' --rows bad", 1)
+    assert f"repeat them with: alst run {where} --retry error\n" in said
     log = out / "bad" / "logs" / "one" / "agent.log"
     log.parent.mkdir(parents=True)
     log.write_text("ended")
-    (out / "bad" / "progress.jsonl").write_text(json.dumps({"time": time.time(), "event": "start"}) + "\n")
-    results.write_result(out / "bad" / "result.json", results.new_result(cli.load_spec(spec).rows["bad"], "error"))
+    put(out / "bad", cli.load_spec(spec).rows["bad"], "error", began=time.time())
+
+    def typed() -> list[str]:
+        return list(json.loads(alst(f"status '{spec}' --out '{out}' --json", 1))["next"])
+
     with locks.hold(out) as note:
-        assert cli.main(["status", str(spec), "--out", str(out), "--json"]) == 1
-        typed = [shlex.split(command) for command in json.loads(capsys.readouterr().out)["next"]]
-        assert typed == [["less", "other results/bad/logs/one/agent.log"], ["alst", "report", *where]]
+        assert typed() == ["less 'other results/bad/logs/one/agent.log'", f"alst report {where}"]
         note(row="good")
-        assert cli.main(["status", str(spec), "--out", str(out), "--json"]) == 1
-        typed = [shlex.split(command) for command in json.loads(capsys.readouterr().out)["next"]]
-        assert [shlex.split(words[3]) for words in typed if words[0] == "watch"] == [["alst", "status", *where]]
-    assert cli.main(["status", str(spec), "--out", str(out), "--json"]) == 1
-    typed = [shlex.split(command) for command in json.loads(capsys.readouterr().out)["next"]]
-    assert ["alst", "run", *where, "--retry", "error"] in typed
-    assert ["alst", "run", *where] in typed
+        watched = [shlex.split(line)[3] for line in typed() if line.startswith("watch")]
+        assert watched == [f"alst status {where}"]
+    assert {f"alst run {where} --retry error", f"alst run {where}"} <= set(typed())
 
 
-def test_status_of_a_folder_and_out_without_a_spec(sweep, tmp_path, capsys):
+def test_status_of_a_folder_and_out_without_a_spec(sweep, tmp_path, alst):
     spec, out, _ = sweep
-    assert cli.main(["status", str(spec)]) == 1
-    shown = capsys.readouterr().out
-    assert cli.main(["status", str(out)]) == 1
-    assert capsys.readouterr().out == shown  # it knows its spec
+    assert alst(f"status {out}", 1) == alst(f"status {spec}", 1)  # it knows its spec
     for row, code in (("good", 0), ("bad", 1)):  # a run's own folder
-        assert cli.main(["status", str(out / row)]) == code
-        told = capsys.readouterr().out
-        assert [line.split()[:2] for line in told.splitlines() if line.startswith(("good ", "bad "))] == [
-            [row, "ok" if row == "good" else "error"]
-        ]
+        told = re.findall(r"(?m)^(good|bad) +(\w+)", alst(f"status {out / row}", code))
+        assert told == [(row, "ok" if row == "good" else "error")]
     alone = tmp_path / "other" / "alone"
     shutil.copytree(out / "bad", alone)
-    assert cli.main(["status", str(alone)]) == 1
-    assert "alone  error" in capsys.readouterr().out
-    assert cli.main(["status", str(tmp_path)]) == 2
-    assert f"{tmp_path} has no runs" in capsys.readouterr().err
-    for arguments in (["status"], ["status", str(out)], ["report", str(out)]):
-        assert cli.main([*arguments, "--out", str(tmp_path)]) == 2, arguments
-        assert "needs a spec" in capsys.readouterr().err
+    assert "alone  error" in alst(f"status {alone}", 1)
+    assert f"{tmp_path} has no runs" in alst(f"status {tmp_path}", 2)
+    for arguments in ("status", f"status {out}", f"report {out}"):
+        assert "needs a spec" in alst(f"{arguments} --out {tmp_path}", 2)
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_sweep_behind_a_symlink_knows_its_spec_and_says_when_that_became_invalid(tmp_path, monkeypatch, capsys):
+def test_a_sweep_behind_a_symlink_knows_its_spec_and_says_when_that_became_invalid(tmp_path, monkeypatch, ran, alst):
     home, scratch = tmp_path / "home", tmp_path / "a" / "deep" / "scratch"
     (home / "papermill_runs").mkdir(parents=True)
     scratch.mkdir(parents=True)
     (home / "papermill_runs" / "out").symlink_to(scratch)
     monkeypatch.chdir(home)
-    spec = write_spec(home)
-    monkeypatch.setattr(cli, "run_row", recorder([], "oom"))
-    assert cli.main(["run", str(spec)]) == 0
-    capsys.readouterr()
-    assert cli.main(["status"]) == 3  # both never ran
-    assert "alst status papermill_runs/out/sweep\n" in capsys.readouterr().out
+    spec, ran.status = write_spec(home), "oom"
+    alst(f"run {spec}")
+    assert "alst status papermill_runs/out/sweep\n" in alst("status", 3)  # both never ran
     spec.write_text(spec.read_text().replace("timeout", "tiemout"))
-    for arguments in ([], [str(out_of(home))]):
-        cli.main(["status", *arguments])
-        shown = capsys.readouterr()
-        assert "unknown field of limits 'tiemout'; did you mean 'timeout'?" in shown.out + shown.err, arguments
+    for arguments in ("", f" {out_of(home)}"):
+        assert "unknown field of limits 'tiemout'; did you mean 'timeout'?" in alst(f"status{arguments}")
 
 
 def test_the_log_to_look_at_exists_and_is_of_the_newest_attempt(tmp_path):
-    def put(path, text, age):
+    def write(attempt, name, text, age):
+        path = tmp_path / "logs" / attempt / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         os.utime(path, (time.time() - age,) * 2)
+        return path
 
     def log():
         return status.Row(row="r", folder=tmp_path, state="error").log()
 
-    old, new = tmp_path / "logs" / "old", tmp_path / "logs" / "new"
-    put(old / "x" / "attempt_0" / "0" / "stderr.log", "Traceback (most recent call last)", 100)
+    first, second, traceback = (
+        "x/attempt_0/0/stderr.log",
+        "x/attempt_0/1/stderr.log",
+        "Traceback (most recent call last)",
+    )
+    write("old", first, traceback, 100)
     assert log() is None  # this attempt did not come to start ranks
     (tmp_path / "progress.jsonl").write_text(json.dumps({"time": time.time() - 50, "event": "start"}) + "\n")
-    new.mkdir()
+    write("new", "agent.log", "", 40)
     assert log() is None
-    put(new / "agent.log", "", 40)
-    assert log() is None
-    put(new / "agent.log", "torchrun says", 40)
-    assert log() == new / "agent.log"
-    put(new / "x" / "attempt_0" / "0" / "stderr.log", "waited", 30)
-    broken = new / "x" / "attempt_0" / "1" / "stderr.log"
-    put(broken, "Traceback (most recent call last)" + "frames\n" * 2000, 20)  # longer than what a result keeps
-    put(old / "x" / "attempt_0" / "0" / "stderr.log", "Traceback (most recent call last)", 100)
+    agent = write("new", "agent.log", "torchrun says", 40)
+    assert log() == agent
+    write("new", first, "waited", 30)
+    broken = write("new", second, traceback + "frames\n" * 2000, 20)  # longer than what a result keeps
     assert log() == broken
-    assert progress.log_tail(new).startswith("--- rank 1, stderr ---")
+    assert progress.log_tail(tmp_path / "logs" / "new").startswith("--- rank 1, stderr ---")
 
 
-def test_what_runs_and_that_it_runs_once(tmp_path, capsys):
+def test_what_runs_and_that_it_runs_once(tmp_path, alst):
     """Status follows a running sweep; a second one says who runs and touches nothing; killed, it is interrupted."""
-    spec, out = write_spec(tmp_path, rows=[{"name": "one", "model.config": {"fake": "hang"}}]), out_of(tmp_path)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(TESTS)))}
+    spec, out = write_spec(tmp_path, rows=HANGS), out_of(tmp_path)
     command = [sys.executable, "-m", "alstlib.runs.cli", "run", str(spec)]
-    sweep = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    sweep = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     kernel = None
     try:
-        deadline = time.monotonic() + 120
-        while not (out / "one" / "started.0").exists() or not (out / "one" / "started.1").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        assert cli.main(["status", str(spec), "--json"]) == 3
-        made = json.loads(capsys.readouterr().out)
+        assert wait_for(lambda: all((out / "one" / f"started.{rank}").exists() for rank in (0, 1)), 120)
+        made = json.loads(alst(f"status {spec} --json", 3))
         row = made["rows"][0]
         assert (row["state"], row["step"], row["steps"]) == ("running", 2, 2)
         assert row["seconds"] > 0
         assert made["holder"]["pid"] == sweep.pid
-        assert cli.main(["status", str(spec)]) == 3
-        shown = capsys.readouterr().out
+        shown = alst(f"status {spec}", 3)
         assert f"run by process {sweep.pid} since" in shown
         assert re.search(r"^one +running .*step 2/2 ", shown, re.MULTILINE)
         before = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file() and p.suffix != ".ipynb"}
-        assert cli.main(["run", str(spec), "--force"]) == 2
-        assert f"in use by another run: process {sweep.pid} since" in capsys.readouterr().err
+        assert f"in use by another run: process {sweep.pid} since" in alst(f"run {spec} --force", 2)
         assert {p: p.stat().st_mtime_ns for p in before} == before
         with pytest.raises(ValueError, match="its folder is in use by process"):
             cli.run_row(cli.load_spec(spec), "one")
@@ -397,75 +348,64 @@ def test_what_runs_and_that_it_runs_once(tmp_path, capsys):
         sweep.wait()
         if kernel:
             os.kill(kernel, signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while (state := status.look(out / "one", None).state) == "running":
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert state == "interrupted"
+    assert wait_for(lambda: status.look(out / "one", None).state == "interrupted", 20)
     assert locks.holder(out) is None
 
 
-def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, capsys):
+def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, alst):
     monkeypatch.setattr(devices, "device_count", lambda: 0)
     base = {"model.name": "tiny", "data.seq_len": 256, "optim.steps": 2}
     rows = ["alst", {"name": "long", "engine.sp": 2, "data": {"seq_len": "100K"}, "limits.device_memory": "96MiB"}]
     spec = write_spec(tmp_path, base=base, rows=rows, parameters=None)
-    assert cli.main(["run", str(spec), "--dry-run"]) == 0
-    shown = capsys.readouterr().out
-    assert (
+    shown = alst(f"run {spec} --dry-run")
+    for part in (
         "  sets       row=alst, model.name=tiny, data.seq_len=256, options.tiles={'loss': True, 'mlp': True}, "
-        "options.offload=sync, options.save_attention=False, engine.world_size=2, engine.sp=2, optim.steps=2\n" in shown
-    )
-    assert "  predicted  fits: " in shown
-    assert "  predicted  does not fit: " in shown
-    assert " short on the device and " in shown
+        "options.offload=sync, options.save_attention=False, engine.world_size=2, engine.sp=2, optim.steps=2\n",
+        "  predicted  fits: ", "  predicted  does not fit: ", " short on the device and ",
+        f"  folder     {out_of(tmp_path) / 'alst'}\n",
+    ):  # fmt: skip
+        assert part in shown
     assert re.search(r"\n +device, each rank +[\d.]+ MiB  of 96\.00 MiB\n", shown)
     assert re.search(r"\n +a step +not predicted  rates are known for GPUs only\n", shown)
-    assert f"  folder     {out_of(tmp_path) / 'alst'}\n" in shown
     assert not (tmp_path / "papermill_runs").exists()
     spec = write_spec(tmp_path, rows=[{"name": "k"}], parameters={"worker": "alstlib.measure.time_kernels"})
-    assert cli.main(["run", str(spec), "--dry-run"]) == 0
-    assert "not predicted: the worker is alstlib.measure.time_kernels" in capsys.readouterr().out
+    assert "not predicted: the worker is alstlib.measure.time_kernels" in alst(f"run {spec} --dry-run")
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"bases": {}}, "unknown field of a spec 'bases'; did you mean 'base'?"),
-        ({"base": {"seq_length": 1}}, "unknown parameter 'seq_length'; did you mean 'data.seq_len'?"),
-        ({"base": {"data": {"seq_length": 1}}}, "unknown field of data 'seq_length'; did you mean 'seq_len'?"),
-        ({"base": {"seq_len": 1}}, "unknown parameter 'seq_len'; did you mean 'data.seq_len'?"),
-        ({"base": {"cuda": {}, "cpu": {"modle": "tiny"}}}, "unknown parameter 'modle'; did you mean 'model'?"),
-        ({"rows": ["ulyses"]}, "unknown row 'ulyses'; did you mean 'ulysses'?"),
-        ({"rows": [{"name": "x", "options.tils": True}]}, "unknown field of Options 'tils'; did you mean 'tiles'?"),
-        ({"rows": [{"name": "../x"}]}, "row='../x' must be the name of a folder"),
-        ({"rows": [{"name": "x", "engine.sp": 3}]}, "engine.sp=3 does not divide engine.world_size=2; use engine.sp=2"),
-        ({"rows": ["alst", "alst"]}, "must have a name that no other row has"),
-        ({"rows": [{"model.name": "tiny"}]}, "must have a name that no other row has"),
-        ({"rows": []}, "rows=[] must be a list of at least one row"),
-        ({"rows": None, "base": {}}, "must be a list of at least one row"),
-        ({"notebook": "spec.yaml"}, "spec.yaml' is not a Jupyter notebook that can be read\n"),
-        (
-            {"base": {"data.allow_dropped": True}, "parameters": {}},
-            "data.allow_dropped=True is a field of the worker alstlib.train.f",
-        ),
-        ({"notebook": "rnu.ipynb"}, "notebook='rnu.ipynb'"),
-        ({"parameters": {"wroker": "w"}}, "unknown parameter of run.ipynb 'wroker'; did you mean 'worker'?"),
-        ({"seq_len": 4}, "unknown field of a spec 'seq_len'; did you mean 'base: {data.seq_len: ...}'?"),
-        ({"parameters": {"seq_len": 4}}, "unknown parameter of run.ipynb 'seq_len'; did you mean 'data.seq_len'?"),
-        ({"parameters": {"tilse": 1}}, "'tilse'; did you mean 'options.tiles'?"),
-        ({"report": "run.ipynb"}, "unknown parameter of run.ipynb 'results'"),
-    ],
-)
-def test_unknown_names_are_refused_before_anything_starts(tmp_path, monkeypatch, capsys, changes, message):
+REFUSED = """
+bases: {}                         -> unknown field of a spec 'bases'; did you mean 'base'?
+base: {seq_length: 1}             -> unknown parameter 'seq_length'; did you mean 'data.seq_len'?
+base: {data: {seq_length: 1}}     -> unknown field of data 'seq_length'; did you mean 'seq_len'?
+base: {seq_len: 1}                -> unknown parameter 'seq_len'; did you mean 'data.seq_len'?
+base: {cuda: {}, cpu: {modle: a}} -> unknown parameter 'modle'; did you mean 'model'?
+rows: [ulyses]                    -> unknown row 'ulyses'; did you mean 'ulysses'?
+rows: [{name: x, options.tils: 1}] -> unknown field of Options 'tils'; did you mean 'tiles'?
+rows: [{name: ../x}]              -> row='../x' must be the name of a folder
+rows: [{name: x, engine.sp: 3}]   -> engine.sp=3 does not divide engine.world_size=2; use engine.sp=2
+rows: [alst, alst]                -> must have a name that no other row has
+rows: [{model.name: tiny}]        -> must have a name that no other row has
+rows: []                          -> rows=[] must be a list of at least one row
+{rows: null, base: {}}            -> must be a list of at least one row
+notebook: spec.yaml               -> spec.yaml' is not a Jupyter notebook that can be read
+{base: {data.allow_dropped: true}, parameters: {}} -> data.allow_dropped=True is a field of the worker alstlib.train.f
+notebook: rnu.ipynb               -> notebook='rnu.ipynb'
+parameters: {wroker: w}           -> unknown parameter of run.ipynb 'wroker'; did you mean 'worker'?
+seq_len: 4                        -> unknown field of a spec 'seq_len'; did you mean 'base: {data.seq_len: ...}'?
+parameters: {seq_len: 4}          -> unknown parameter of run.ipynb 'seq_len'; did you mean 'data.seq_len'?
+parameters: {tilse: 1}            -> 'tilse'; did you mean 'options.tiles'?
+report: run.ipynb                 -> unknown parameter of run.ipynb 'results'
+"""
+
+
+@pytest.mark.parametrize("changes, message", lines_of(REFUSED))
+def test_unknown_names_are_refused_before_anything_starts(tmp_path, monkeypatch, alst, changes, message):
     monkeypatch.setattr(devices, "device_count", lambda: 0)
     monkeypatch.setattr(cli, "execute", lambda *a: pytest.fail("a notebook was executed"))
-    assert cli.main(["run", str(write_spec(tmp_path, **changes))]) == 2
-    assert message in capsys.readouterr().err
+    assert message in alst(f"run {write_spec(tmp_path, **yaml.safe_load(changes))}", 2)
     assert not (tmp_path / "papermill_runs").exists()
 
 
-def test_many_more_ranks_than_cores_are_refused_unless_forced(tmp_path, monkeypatch, capsys):
+def test_many_more_ranks_than_cores_are_refused_unless_forced(tmp_path, monkeypatch, alst):
     """A typing error would start 100,000 processes."""
     monkeypatch.setattr("alstlib.runs.workers.cores", lambda: 2)
     says = "engine.world_size=100000 would start 100,000 processes on a machine with 2 cores; give at most 16"
@@ -473,62 +413,41 @@ def test_many_more_ranks_than_cores_are_refused_unless_forced(tmp_path, monkeypa
     with pytest.raises(ValueError, match=says):
         launch.launch(run, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    spec = str(write_spec(tmp_path, base={"engine.world_size": 100_000}))
-    for flags in ([], ["--dry-run"]):
-        assert cli.main(["run", spec, *flags]) == 2
-        assert says in capsys.readouterr().err
-    for flags in (["--force"], ["--nodes=2"]):  # such a job has other machines
-        assert cli.main(["run", spec, "--dry-run", *flags]) == 0
-        assert "would run as" in capsys.readouterr().out
+    spec = write_spec(tmp_path, base={"engine.world_size": 100_000})
+    for flags in ("", "--dry-run"):
+        assert says in alst(f"run {spec} {flags}", 2)
+    for flags in ("--force", "--nodes=2"):  # such a job has other machines
+        assert "would run as" in alst(f"run {spec} --dry-run {flags}")
     workers.check_ranks(100_000, 6250, 0)
     workers.check_ranks(100_000, 1, 100_000)
 
 
-def test_set_changes_fields_of_all_rows(tmp_path, monkeypatch, capsys):
-    """Values are YAML's; how a spec takes them is its own affair."""
-    given, load_spec, spec = [], cli.load_spec, str(write_spec(tmp_path))
-    monkeypatch.setattr(cli, "load_spec", lambda *a, changes, **k: given.append(changes) or load_spec(*a, **k))
-    words = ["--set", "options.chunk=16384", "--set=optim.trainer={seed: 3}", "--set", "model.name=a=b"]
-    assert cli.main(["run", spec, "--dry-run", *words]) == 0
-    assert given == [{"options.chunk": 16384, "optim.trainer": {"seed": 3}, "model.name": "a=b"}]
-    assert cli.main(["run", spec, "--dry-run", "--set", "chunk"]) == 2
-    assert "--set chunk must have the form FIELD=VALUE" in capsys.readouterr().err
-
-
-def test_set_is_repeated_in_what_is_typed_next_and_status_knows_it(tmp_path, monkeypatch, capsys):
-    spec, ran = write_spec(tmp_path), []
+def test_set_is_repeated_in_what_is_typed_next_and_status_knows_it(tmp_path, monkeypatch, ran, alst):
+    """It changes fields of all rows; values are YAML's."""
+    spec, ran.status = write_spec(tmp_path), "error"
     sets = ["options.chunk=64", "optim.learning_rate=1e-5", "optim.trainer={seed: 3}", "model.name='7'"]
-    typed = [word for text in sets for word in ("--set", text)]
     changed = {"options.chunk": 64, "optim.learning_rate": 1e-5, "optim.trainer": {"seed": 3}, "model.name": "7"}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "run_row", recorder(ran, "error"))
-    assert cli.main(["run", "spec.yaml", *typed, "--rows", "bad"]) == 1
-    again = capsys.readouterr().err.partition("repeat them with: ")[2]
-    (out_of(tmp_path) / "bad").mkdir()
-    (out_of(tmp_path) / "bad" / "config.json").write_text("{}")  # it began
-    assert cli.main(shlex.split(again)[1:]) == 1
-    assert capsys.readouterr().err.partition("repeat them with: ")[2] == again
-    assert ran == ["bad", "bad"]
+    said = alst(f"run spec.yaml {shlex.join(w for text in sets for w in ('--set', text))} --rows bad", 1)
+    again = said.partition("repeat them with: alst ")[2]
+    put(out_of(tmp_path) / "bad", RunConfig())  # it began
+    assert alst(again, 1).endswith(again)
+    assert [row for row, *_ in ran] == ["bad", "bad"]
     as_run = cli.load_spec(spec, as_run=True)
     assert as_run.rows["bad"] == cli.load_spec(spec, changes=changed).rows["bad"] != cli.load_spec(spec).rows["bad"]
     for row, config in as_run.rows.items():
-        (as_run.out / row).mkdir(parents=True, exist_ok=True)
-        (as_run.out / row / "config.json").write_text("{}")
-        results.write_result(as_run.out / row / "result.json", results.new_result(config, "ok"))
-    for argument in ("spec.yaml", str(as_run.out)):
-        assert cli.main(["status", argument]) == 0, capsys.readouterr().out
+        put(as_run.out / row, config, "ok")
+    for argument in ("spec.yaml", as_run.out):
+        alst(f"status {argument}")
     shutil.rmtree(as_run.out / "good")
-    capsys.readouterr()
-    assert cli.main(["status", "spec.yaml", "--json"]) == 3
-    (command, *_) = map(shlex.split, json.loads(capsys.readouterr().out)["next"])
-    assert cli.main([*command[1:], "--dry-run"]) == 0
-    assert "bad: it finished already: ok" in capsys.readouterr().out
-    assert cli.main(["run", "spec.yaml", "--dry-run"]) == 0
-    assert "it finished already" not in capsys.readouterr().out
+    command, *_ = json.loads(alst("status spec.yaml --json", 3))["next"]
+    assert "bad: it finished already: ok" in alst(f"{command.removeprefix('alst ')} --dry-run")
+    assert "it finished already" not in alst("run spec.yaml --dry-run")
+    assert "--set chunk must have the form FIELD=VALUE" in alst("run spec.yaml --dry-run --set chunk", 2)
 
 
-@pytest.mark.parametrize("command", [["check", "--ranks"], ["verify", "tiny", "--sp"]])
-def test_check_and_verify_refuse_as_many_ranks_as_run_does(tmp_path, monkeypatch, capsys, command):
+@pytest.mark.parametrize("command", ["check --ranks", "verify tiny --sp"])
+def test_check_and_verify_refuse_as_many_ranks_as_run_does(monkeypatch, alst, command):
     monkeypatch.setattr("alstlib.runs.workers.cores", lambda: 2)
     monkeypatch.setattr(devices, "device_count", lambda: 0)
     started = []
@@ -536,60 +455,50 @@ def test_check_and_verify_refuse_as_many_ranks_as_run_does(tmp_path, monkeypatch
         launch, "launch", lambda run, *a, **k: started.append(run.engine.world_size) or {"status": "no"}
     )
     monkeypatch.setattr(verify, "run_on_ranks", lambda function, ranks, *a: started.append(ranks) or 1 / 0)
-    given = command[-1].removeprefix("--")
-    assert cli.main([*command, "17"]) == 2
-    assert f"{given}=17 would start 17 processes on a machine with 2 cores; give at most 16" in capsys.readouterr().err
+    given = command.partition("--")[2]
+    says = f"{given}=17 would start 17 processes on a machine with 2 cores; give at most 16"
+    assert says in alst(f"{command} 17", 2)
     assert started == []
-    for argv in ([*command, "16"], [*command, "17", "--force"]):
+    for argv in ("16", "17 --force"):
         with contextlib.suppress(ZeroDivisionError, KeyError):
-            cli.main(argv)
+            alst(f"{command} {argv}")
     assert started == [16, 17]
 
 
-def test_a_spec_outside_of_the_clone_runs_its_notebook(tmp_path, monkeypatch, capsys):
+def test_a_spec_outside_of_the_clone_runs_its_notebook(tmp_path, monkeypatch, alst):
     monkeypatch.setattr(devices, "device_count", lambda: 0)
     path = tmp_path / "mine.yaml"
     path.write_text("{rows: [{name: one, model.name: tiny}]}")
-    deep = tmp_path / "deep"
-    deep.mkdir()
-    for here, out in ((deep, deep), (REPOSITORY, REPOSITORY), (REPOSITORY / "tests", REPOSITORY)):
+    (deep := tmp_path / "deep").mkdir()
+    for here, out in ((REPOSITORY, REPOSITORY), (REPOSITORY / "tests", REPOSITORY), (deep, deep)):
         monkeypatch.chdir(here)
         spec = cli.load_spec(path)
         assert spec.notebook == REPOSITORY / "notebooks" / "run.ipynb"
         assert spec.out == out / "papermill_runs" / "out" / "mine"
         assert "--out" not in spec.typed("run")
         assert launch.default_folder(RunConfig()).parent == out / "papermill_runs" / "out" / "single"
-    monkeypatch.chdir(deep)
-    assert cli.main(["run", str(path), "--dry-run"]) == 0
-    first, second, *_ = capsys.readouterr().out.splitlines()
+    first, second, *_ = alst(f"run {path} --dry-run").splitlines()
     assert first == "mine: 1 row, results in papermill_runs/out/mine"
     assert second.startswith("one: would run as")
-    assert cli.main(["run", str(path), "--out", str(tmp_path / "out"), "--dry-run"]) == 0
-    assert f"results in {tmp_path / 'out'}\n" in capsys.readouterr().out
-    assert cli.main(["status"]) == 0
-    assert f"no runs below {deep / 'papermill_runs' / 'out'}" in capsys.readouterr().out
+    assert f"results in {tmp_path / 'out'}\n" in alst(f"run {path} --out {tmp_path / 'out'} --dry-run")
+    assert f"no runs below {deep / 'papermill_runs' / 'out'}" in alst("status")
 
 
-def test_rows_that_are_not_in_the_spec_and_specs_that_do_not_exist(tmp_path, capsys):
-    assert cli.main(["run", str(write_spec(tmp_path)), "--rows", "good,bda"]) == 2
-    assert "unknown row 'bda'; did you mean 'bad'?" in capsys.readouterr().err
-    assert cli.main(["status", str(tmp_path / "no.yaml")]) == 2
-    assert "no.yaml does not exist; " in capsys.readouterr().err
+def test_rows_that_are_not_in_the_spec_and_specs_that_do_not_exist(tmp_path, alst):
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
-    assert cli.main(["run", str(tmp_path / "loop.yaml")]) == 2
-    assert "loop.yaml does not exist; it is a symbolic link to loop.yaml" in capsys.readouterr().err
-    assert cli.main(["report", str(tmp_path)]) == 2
+    for line, says in (
+        (f"run {write_spec(tmp_path)} --rows good,bda", "unknown row 'bda'; did you mean 'bad'?"),
+        (f"status {tmp_path}/no.yaml", "no.yaml does not exist; "),
+        (f"run {tmp_path}/loop.yaml", "loop.yaml does not exist; it is a symbolic link to loop.yaml"),
+        (f"report {tmp_path}", ""),
+    ):
+        assert says in alst(line, 2)
 
 
-def test_dropped_rows_are_allowed_by_a_switch_that_starts_no_other_run(tmp_path, monkeypatch):
-    ran = []
-    monkeypatch.setattr(
-        cli, "run_row", lambda spec, row, **_: ran.append(spec) or results.new_result(spec.rows[row], "ok")
-    )
-    monkeypatch.setattr(cli, "execute", lambda *a, **k: None)
+def test_dropped_rows_are_allowed_by_a_switch_that_starts_no_other_run(tmp_path, ran, alst):
     path = write_spec(tmp_path, rows=[{"name": "good", "model.name": "tiny"}])
-    assert cli.main(["run", str(path), "--allow-dropped"]) == 0
-    allowed, plain = ran[0].rows["good"], cli.load_spec(path).rows["good"]
+    alst(f"run {path} --allow-dropped")
+    allowed, plain = ran[0][2].rows["good"], cli.load_spec(path).rows["good"]
     assert (allowed.data.allow_dropped, plain.data.allow_dropped) == (True, False)
     assert allowed.digest() == plain.digest()
 
@@ -597,32 +506,24 @@ def test_dropped_rows_are_allowed_by_a_switch_that_starts_no_other_run(tmp_path,
 def test_nothing_unprintable_reaches_a_terminal(tmp_path, capsys):
     """Of results that others made, of names in a spec, of what a run says."""
     evil = "\x1b]0;owned\x07\x1b[2J\rgone\x9b31m\u202e"
-    folder = tmp_path / "sweep" / "row"
-    folder.mkdir(parents=True)
+    folder = tmp_path / "sweep"
     error = {"type": f"{evil}E", "message": f"{evil}first\nsecond"}
-    results.write_result(folder / "result.json", results.new_result(RunConfig(row="row"), "error", error=error))
-    (folder / "config.json").write_text("{}")
-    typed = ["status {}", "report {}", "status --json {}"]
-    for arguments in (*([*line.split()[:-1], str(folder.parent)] for line in typed), ["run", evil]):
-        cli.main(arguments)
+    put(folder / "row", RunConfig(row="row"), "error", error={**error, "log_tail": ""})
+    for arguments in (["status"], ["report"], ["status", "--json"], ["run", evil]):
+        cli.main([*arguments, *([str(folder)] if evil not in arguments else [])])
         shown = "".join(capsys.readouterr())
         assert shown
         assert all(c.isprintable() or c == "\n" for c in shown), arguments
-    show = progress.Printer()
-    show({"event": "load", "row": "r", "message": f"{evil}x\ny"})
+    progress.Printer()({"event": "load", "row": "r", "message": f"{evil}x\ny"})
     assert capsys.readouterr().out == f"r  {''.join(c if c.isprintable() else ' ' for c in evil)}x y\n"
 
 
-def test_a_result_that_is_none_is_one_unreadable_row(tmp_path, capsys):
+@pytest.mark.parametrize("name, value", [("metrics", []), ("config", "x"), ("error", ["x"]), ("git", None)])
+def test_a_result_that_is_none_is_one_unreadable_row(tmp_path, alst, name, value):
+    put(tmp_path / "row", RunConfig(row="row"))
     made = results.new_result(RunConfig(row="row"), "error", error={"type": "E"})
-    for name, value in (("metrics", []), ("config", "x"), ("error", ["x"]), ("git", None)):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-        (folder / "result.json").write_text(json.dumps({**made, name: value}))
-        assert cli.main(["status", str(tmp_path)]) == 1
-        said = capsys.readouterr().out
-        assert re.search(rf"{name} +unreadable", said), said
+    (tmp_path / "row" / "result.json").write_text(json.dumps({**made, name: value}))
+    assert re.search("row +unreadable", alst(f"status {tmp_path}", 1))
 
 
 def test_the_hardware_chooses_its_section(tmp_path, monkeypatch):
@@ -631,10 +532,8 @@ def test_the_hardware_chooses_its_section(tmp_path, monkeypatch):
     for gpus, length, steps, sp in ((0, 1000, 5, 2), (4, 8000, 7, 4)):
         monkeypatch.setattr(devices, "device_count", lambda gpus=gpus: gpus)
         rows = cli.load_spec(spec).rows
-        assert all(
-            (c.data.seq_len, c.optim.steps, c.engine.sp, c.engine.world_size) == (length, steps, sp, sp)
-            for c in rows.values()
-        )
+        for c in rows.values():
+            assert (c.data.seq_len, c.optim.steps, c.engine.sp, c.engine.world_size) == (length, steps, sp, sp)
         assert rows["ours"].options.tile("mlp") == 64
         assert rows["ours"].options.save_attention == "auto"
         assert rows["alst"].options.offload == "sync"
@@ -649,26 +548,20 @@ def test_the_ablation_is_the_seven_rows():
 
 
 def test_a_dead_kernel_is_an_error_in_the_result(tmp_path, monkeypatch):
-    path = write_spec(tmp_path)
+    spec, folder = cli.load_spec(write_spec(tmp_path)), out_of(tmp_path) / "good"
     monkeypatch.setattr(cli, "execute", lambda *a: RuntimeError("Kernel died"))
-    old = out_of(tmp_path) / "good" / "result.json"
-    old.parent.mkdir(parents=True)
-    results.write_result(old, results.new_result(RunConfig(), "ok"))
-    result = cli.run_row(cli.load_spec(path), "good")
-    assert result["status"] == "error"
-    assert result["error"]["message"] == "Kernel died"
-    assert results.read_result(old) == result
+    put(folder, RunConfig(), "ok")
+    result = cli.run_row(spec, "good")
+    assert (result["status"], result["error"]["message"]) == ("error", "Kernel died")
+    assert results.read_result(folder / "result.json") == result
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupting_the_sweep_stops_it_and_leaves_nothing(tmp_path, number):
-    rows = [{"name": "one", "model.config": {"fake": "hang"}}, {"name": "two", "model.config": {"fake": "ok"}}]
-    spec, out = write_spec(tmp_path, rows=rows), out_of(tmp_path)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(TESTS)))}
-    sweep = subprocess.Popen(
-        [sys.executable, "-m", "alstlib.runs.cli", "run", str(spec)], env=env, stdout=subprocess.PIPE, text=True
-    )
+    spec = write_spec(tmp_path, rows=[*HANGS, {"name": "two", "model.config": {"fake": "ok"}}])
+    command, out = [sys.executable, "-m", "alstlib.runs.cli", "run", str(spec)], out_of(tmp_path)
+    sweep = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     try:
         text = ""
         while "/2  loss" not in text and "step 1/2" not in text:  # progress of the row reaches the terminal
@@ -691,24 +584,23 @@ def test_interrupting_the_sweep_stops_it_and_leaves_nothing(tmp_path, number):
 @pytest.mark.parametrize("when", ["importing", "the kernel starts"])
 def test_ctrl_c_in_the_first_seconds_is_two_lines(tmp_path, when):
     """A terminal sends it to every process that was started from it, the notebook's kernel too."""
-    spec = write_spec(tmp_path, rows=[{"name": "one", "model.config": {"fake": "hang"}}])
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(TESTS)))}
+    spec = write_spec(tmp_path, rows=HANGS)
     command = [sys.executable, "-X", "importtime", "-m", "alstlib.runs", "run", str(spec)]
     if when != "importing":
         command[1:3] = []
-    sweep = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    sweep = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    def kernel_starts() -> bool:
+        assert sweep.poll() is None
+        lines = [_read(Path(f"/proc/{p.pid}/cmdline")) for p in psutil.Process(sweep.pid).children()]
+        return any(b"ipykernel_launcher" in line for line in lines)
+
     try:
         if when == "importing":  # which reports each module as it has been imported
             while "pydantic" not in (line := sweep.stderr.readline()):
                 assert line
         else:
-            kernel, end = f"{sys.executable} -m ipykernel_launcher".encode(), time.monotonic() + 60
-            while not any(_read(Path(f"/proc/{p.pid}/cmdline")).replace(b"\0", b" ").startswith(kernel)
-                          for p in psutil.Process(sweep.pid).children()):  # fmt: skip
-                assert sweep.poll() is None
-                assert time.monotonic() < end
-                time.sleep(0.02)
-            time.sleep(0.1)  # it imports
+            assert wait_for(kernel_starts, 60)  # it imports
         os.killpg(sweep.pid, signal.SIGINT)
         said = [line for line in sweep.communicate(timeout=60)[1].splitlines() if not line.startswith("import time:")]
     finally:
@@ -720,31 +612,25 @@ def test_ctrl_c_in_the_first_seconds_is_two_lines(tmp_path, when):
 
 
 def _read(path: Path) -> bytes:
-    try:
+    with contextlib.suppress(OSError):
         return path.read_bytes()
-    except OSError:
-        return b""
+    return b""
 
 
 def test_a_kernel_has_minutes_to_start(tmp_path, monkeypatch):
     """papermill's own limit of a minute was met on a busy machine, as "Kernel didn't respond in 60 seconds"."""
-    import papermill
-
     given = {}
-    monkeypatch.setattr(papermill, "execute_notebook", lambda *a, **kw: given.update(kw))
-    assert (
-        cli.execute(Path(__file__).parents[2] / "notebooks" / "run.ipynb", tmp_path / "o.ipynb", {}, lambda: None)
-        is None
-    )
+    monkeypatch.setattr("papermill.execute_notebook", lambda *a, **kw: given.update(kw))
+    notebook = REPOSITORY / "notebooks" / "run.ipynb"
+    assert cli.execute(notebook, tmp_path / "o.ipynb", {}, lambda: None) is None
     assert given["start_timeout"] >= 600
 
 
 @pytest.mark.slow
 def test_the_ablations_report_needs_no_row_but_the_first(tmp_path):
     """A sweep may have been given some rows only: the lesson that is its report leaves out what it cannot show."""
-    root = Path(__file__).parents[2]
-    shutil.copytree(root / "papermill_runs" / "results" / "ablation-cpu" / "baseline", tmp_path / "baseline")
-    lesson = root / "notebooks" / "09_ablation.ipynb"
-    given, output = {"results": str(tmp_path)}, tmp_path / "report.ipynb"
-    assert cli.execute(lesson, output, given, lambda: None, lesson.parent) is None
+    committed = REPOSITORY / "papermill_runs" / "results" / "ablation-cpu" / "baseline"
+    shutil.copytree(committed, tmp_path / "baseline")
+    lesson, output = REPOSITORY / "notebooks" / "09_ablation.ipynb", tmp_path / "report.ipynb"
+    assert cli.execute(lesson, output, {"results": str(tmp_path)}, lambda: None, lesson.parent) is None
     assert output.exists()

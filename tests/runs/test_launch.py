@@ -20,6 +20,7 @@ from cases import READS_PROC, by_own_names, wait_for
 from alstlib.config import PAPER_ROWS, RunConfig, row_config
 from alstlib.planner import devices, preflight
 from alstlib.runs import launch, processes, progress, results, torchrun
+from alstlib.runs.cluster import JOB_END_VARIABLE, MARGIN_SECONDS
 from alstlib.runs.progress import ProgressReader
 
 TESTS = Path(__file__).parent
@@ -68,18 +69,10 @@ def in_thread(what: str, out: Path, **fields) -> list[launch.RunFailed]:
 def finished_run(tmp_path_factory):
     """One run that ends well, with what another launcher would have left in the environment."""
     out, events = tmp_path_factory.mktemp("launch") / "environ", []
-    left = {
-        "RANK": "7",
-        "WORLD_SIZE": "9",
-        "MASTER_PORT": "1",
-        "TORCHELASTIC_RUN_ID": "x",
-        "PET_NNODES": "4",
-        "MPLBACKEND": "?",
-        "GLOO_SOCKET_IFNAME": "eth7",
-    }
+    left = "RANK=7 WORLD_SIZE=9 MASTER_PORT=1 TORCHELASTIC_RUN_ID=x PET_NNODES=4 MPLBACKEND=? GLOO_SOCKET_IFNAME=eth7"
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in left.items():
-            patch.setenv(name, value)
+        for setting in left.split():
+            patch.setenv(*setting.split("="))
         patch.delenv("OMP_NUM_THREADS", raising=False)
         result = start("environ", out, on_progress=events.append)
     return out, result, events
@@ -154,20 +147,23 @@ def test_out_of_memory_is_a_result(tmp_path):
     assert launch.finished(fake("oom", timeout=200), tmp_path) == result
 
 
-def test_an_error_that_the_worker_explains_gets_the_logs(tmp_path):
-    with pytest.raises(launch.RunFailed, match="error: Explained: too long"):
-        start("explained", tmp_path)
-    result = results.read_result(tmp_path / "result.json")
-    assert "rank 0 says: explained" in result["error"]["log_tail"]
-    assert result["metrics"]["step_seconds"] == [3.0, 1.0, 2.0]
-
-
-def test_a_failure_after_the_result_is_an_error_that_keeps_the_metrics(tmp_path):
-    with pytest.raises(launch.RunFailed):
-        start("ok_then_fail", tmp_path)
+@pytest.mark.parametrize(
+    "what, says", [("explained", "error: Explained: too long"), ("ok_then_fail", "rank 1"), ("silent", "without")]
+)
+def test_a_run_that_ends_with_an_error(tmp_path, what, says):
+    """One that the worker explains gets the logs; one after the result keeps its metrics; and an `ok` that an earlier
+    run left is not taken for that of a worker which wrote none."""
+    if what == "silent":
+        results.write_result(tmp_path / "result.json", results.new_result(fake("other"), "ok"))
+    with pytest.raises(launch.RunFailed, match=says):
+        start(what, tmp_path)
     result = results.read_result(tmp_path / "result.json")
     assert result["status"] == "error"
+    if what == "silent":
+        assert "without writing result.json" in result["error"]["message"]
+        return
     assert result["metrics"]["step_seconds"] == [3.0, 1.0, 2.0]
+    assert f"rank 0 says: {what}" in result["error"]["log_tail"]
 
 
 @pytest.mark.skipif(not READS_PROC, reason="reads /proc")
@@ -184,13 +180,13 @@ def test_a_rank_that_is_killed_is_the_one_that_is_named(tmp_path):
 @pytest.mark.skipif(not READS_PROC, reason="reads /proc")
 def test_a_rank_that_is_stopped_ends_the_run_within_the_limit_and_is_named(tmp_path):
     with pytest.raises(
-        launch.RunFailed, match=r"Stalled: no step ended for limits\.step_timeout=40 s: the last step was 2 of"
+        launch.RunFailed, match=r"Stalled: no step ended for limits\.step_timeout=30 s: the last step was 2 of"
     ):
-        start("stopped", tmp_path, timeout=None, step_timeout=40)
+        start("stopped", tmp_path, timeout=None, step_timeout=30)
     events = launch.ProgressReader(tmp_path / "progress.jsonl").read()
     *_, last = (e["time"] for e in events if e["event"] == "step")
     ended = (tmp_path / "result.json").stat().st_mtime
-    assert ended - last < 40 + processes.GRACE_SECONDS, "SIGTERM waits for SIGCONT"
+    assert ended - last < 30 + processes.GRACE_SECONDS, "SIGTERM waits for SIGCONT"
     message = results.read_result(tmp_path / "result.json")["error"]["message"]
     assert "; rank 1: stopped (SIGSTOP, or a debugger); rank 0: in " in message
     assert not processes_of(tmp_path)
@@ -198,7 +194,7 @@ def test_a_rank_that_is_stopped_ends_the_run_within_the_limit_and_is_named(tmp_p
 
 @pytest.mark.slow
 def test_timeout_and_one_run_a_folder(tmp_path):
-    raised = in_thread("hang", tmp_path, timeout=40)
+    raised = in_thread("hang", tmp_path, timeout=30)
     assert wait_for((tmp_path / "started.1").exists)
     with pytest.raises(ValueError, match="in use by another run"):
         start("ok", tmp_path)
@@ -206,18 +202,10 @@ def test_timeout_and_one_run_a_folder(tmp_path):
     assert wait_for(lambda: raised)
     assert raised[0].result["status"] == "timeout"
     message = raised[0].result["error"]["message"]
-    assert "limits.timeout=40 s: the last step was 2 of 2; rank 0: in main (fake_worker.py, line " in message
+    assert "limits.timeout=30 s: the last step was 2 of 2; rank 0: in main (fake_worker.py, line " in message
     assert "; rank 1: in main (fake_worker.py, line " in message
     assert results.read_result(tmp_path / "result.json")["status"] == "timeout"
     assert not processes_of(tmp_path)
-
-
-def test_a_worker_without_a_result(tmp_path):
-    """An `ok` that an earlier run left is not taken for this one's."""
-    results.write_result(tmp_path / "result.json", results.new_result(fake("other"), "ok"))
-    with pytest.raises(launch.RunFailed, match=r"without writing result\.json"):
-        start("silent", tmp_path)
-    assert results.read_result(tmp_path / "result.json")["status"] == "error"
 
 
 def pids_of(out: Path, program: str) -> list[int]:
@@ -275,18 +263,7 @@ def test_torchrun_that_is_ended_from_outside(tmp_path, number):
     assert not processes_of(tmp_path)
 
 
-def test_papermill_fails_with_a_failing_rank(tmp_path):
-    command = [sys.executable, "-m", "papermill", str(NOTEBOOK), str(tmp_path / "o.ipynb"), "--no-progress-bar"]
-    command += ["-p", "out", str(tmp_path), "-p", "worker", "fake_worker", "-y", "config: {model.config: {fake: fail}}"]
-    ran = subprocess.run(command, env={**os.environ, **PATHS}, capture_output=True, text=True)
-    assert ran.returncode != 0
-    assert "RunFailed: error: RankFailed" in ran.stderr
-    assert "rank one is broken" in ran.stderr
-    assert results.read_result(tmp_path / "result.json")["status"] == "error"
-
-
-@pytest.mark.parametrize("given", [["-p", "seq_length", "4096"], ["-y", "config: {seq_length: 4096}"]])
-def test_the_notebook_refuses_unknown_names_in_two_lines(tmp_path, given):
+def test_the_notebook_refuses_unknown_names_in_two_lines(tmp_path):
     project = tomllib.loads((TESTS.parents[1] / "pyproject.toml").read_text())["project"]
     engines = project["entry-points"]["papermill.engine"]
     installed = tmp_path / "as_installed-0.dist-info"  # whatever pyproject.toml this environment was made from
@@ -295,7 +272,7 @@ def test_the_notebook_refuses_unknown_names_in_two_lines(tmp_path, given):
     (installed / "entry_points.txt").write_text(f"[papermill.engine]\n{lines}")
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{PATHS['PYTHONPATH']}"}
     command = [sys.executable, "-m", "papermill", str(NOTEBOOK), str(tmp_path / "o.ipynb"), "--no-progress-bar"]
-    command += ["-p", "out", str(tmp_path / "run"), "--log-level", "ERROR", *given]
+    command += ["-p", "out", str(tmp_path / "run"), "--log-level", "ERROR", "-p", "seq_length", "4096"]
     ran = subprocess.run(command, env=env, capture_output=True, text=True)
     assert ran.returncode != 0
     noise = "IPKernelApp"  # which env/jupyter turns off
@@ -473,37 +450,32 @@ def test_a_model_that_is_not_there_starts_no_rank(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "out").exists()
 
 
-def test_the_rows_of_the_paper_end_within_their_time_limit(monkeypatch):
-    """ALST's longest row takes 6,455 s for a step."""
+def test_the_longest_row_of_the_paper_ends_within_its_time_limit(monkeypatch):
+    """Its step takes 6,455 s."""
     monkeypatch.setattr("alstlib.planner.devices.first_gpu", lambda: ("NVIDIA H100 80GB HBM3", 80 * 2**30))
-    for row, stated in PAPER_ROWS.items():
-        base = RunConfig(
-            model={"name": "llama-3.1-8b"},
-            data={"seq_len": stated["seq_len"]},
-            optim={"steps": 3},
-            output={"checkpoint_every": 1},
-        )
-        run = launch.resolve(row_config(row, base), gpus=8)
-        seconds, which = preflight.time_limit(run, 1, 8)
-        assert 5 * run.optim.steps * stated["step_seconds"] < seconds < 7 * 86400
-        assert preflight.limits(run, 1, 8)[1] > 5 * stated["step_seconds"]
+    fields = {"model.name": "llama-3.1-8b", "data.seq_len": "3.7M", "optim.steps": 3, "output.checkpoint_every": 1}
+    run = launch.resolve(row_config("alst", RunConfig.from_dict(fields)), gpus=8)
+    seconds, which = preflight.time_limit(run, 1, 8)
+    assert 5 * 3 * PAPER_ROWS["alst"]["step_seconds"] < seconds < 7 * 86400
+    assert preflight.limits(run, 1, 8)[1] > 5 * PAPER_ROWS["alst"]["step_seconds"]
     assert "(10 times the prediction; limits.timeout=SECONDS sets another, 0 none)" in which
     assert preflight.time_limit(run.replace(search=True), 1, 8)[0] > 2 * seconds
-    assert preflight.time_limit(run.replace(data={"seq_len": 1024}, output={"checkpoint_every": 0}), 1, 8)[
-        1
-    ].startswith("the time limit of 1:00:00 (the shortest default")
-    assert preflight.time_limit(run.replace(limits={"timeout": 0}), 1, 8) == (
-        math.inf,
-        "no time limit (limits.timeout=0)",
-    )
-    assert preflight.time_limit(run.replace(limits={"timeout": 300}), 1, 8) == (300, "limits.timeout=300 s")
-    on_cpu = preflight.time_limit(RunConfig(engine={"world_size": 2, "sp": 2}), 1, 0)
-    assert on_cpu[0] == 86400
-    assert "24:00:00 (no time is predicted" in on_cpu[1]
+    short = run.replace(data={"seq_len": 1024}, output={"checkpoint_every": 0})
+    assert "the time limit of 1:00:00 (the shortest default" in preflight.time_limit(short, 1, 8)[1]
+    for timeout, limit in ((0, (math.inf, "no time limit (limits.timeout=0)")), (300, (300, "limits.timeout=300 s"))):
+        assert preflight.time_limit(run.replace(limits={"timeout": timeout}), 1, 8) == limit
+    seconds, which = preflight.time_limit(RunConfig(engine={"world_size": 2, "sp": 2}), 1, 0)
+    assert seconds == 86400
+    assert "24:00:00 (no time is predicted" in which
 
 
-@pytest.mark.parametrize("timeout, seconds", [(None, 86400), (0, math.inf), (300, 300)])
-def test_ranks_are_told_the_time_limit(tmp_path, monkeypatch, timeout, seconds):
+@pytest.mark.parametrize(
+    "timeout, job, seconds",
+    [(None, 0, 86400), (0, 0, math.inf), (300, 0, 300), (None, 1000, 1000 - MARGIN_SECONDS),
+     (5000, 1000, 1000 - MARGIN_SECONDS), (300, 1000, 300)],
+)  # fmt: skip
+def test_ranks_are_told_the_time_limit(tmp_path, monkeypatch, timeout, job, seconds):
+    """That of the run, or the end of its job."""
     given = []
 
     def refuse(command, env, log):
@@ -511,6 +483,8 @@ def test_ranks_are_told_the_time_limit(tmp_path, monkeypatch, timeout, seconds):
         raise OSError("not now")
 
     monkeypatch.setattr(torchrun, "start", refuse)
+    if job:
+        monkeypatch.setenv(JOB_END_VARIABLE, str(time.time() + job))
     with pytest.raises(OSError, match="not now"):
         launch.launch(RunConfig(limits={"timeout": timeout}), tmp_path)
     deadline = float(given[0]["ALST_DEADLINE"])

@@ -21,7 +21,6 @@ from cases import READS_PROC, listening, wait_for
 from test_launch import PATHS, in_thread, processes_of, start
 
 from alstlib import sizing
-from alstlib.config import RunConfig
 from alstlib.planner import devices
 from alstlib.runs import cli, cluster, launch, node_reports, processes, results, torchrun
 
@@ -140,21 +139,6 @@ def test_what_other_nodes_get_is_one_argument_that_any_shell_leaves_alone(tmp_pa
     assert torchrun.read_attempt(text) == attempt
 
 
-def test_ranks_know_when_the_job_ends(tmp_path, monkeypatch):
-    given = []
-
-    def refuse(argv, env, log):
-        given.append(float(env["ALST_DEADLINE"]))
-        raise OSError("not now")
-
-    monkeypatch.setattr(torchrun, "start", refuse)
-    monkeypatch.setenv(cluster.JOB_END_VARIABLE, str(time.time() + 1000))
-    for timeout, seconds in ((5000, 1000 - cluster.MARGIN_SECONDS), (None, 1000 - cluster.MARGIN_SECONDS), (300, 300)):
-        with pytest.raises(OSError, match="not now"):
-            launch.launch(RunConfig(model={"name": "tiny"}, limits={"timeout": timeout}), tmp_path)
-        assert given[-1] - time.time() == pytest.approx(seconds, abs=30)
-
-
 # The command
 
 
@@ -166,20 +150,17 @@ def spec(tmp_path):
     return path
 
 
-def test_nodes_are_submitted_as_a_job(tmp_path, monkeypatch, capsys, spec):
+def test_nodes_are_submitted_as_a_job(tmp_path, monkeypatch, alst, spec):
     for name in (*SLURM, *cluster.Nodes().variables()):
         monkeypatch.delenv(name, raising=False)
-    argv = ["run", str(spec), "--out", str(tmp_path / "out"), "--nodes", "2", "--sbatch", "--time=60 --partition='a b'"]
+    command = f"""run {spec} --out {tmp_path}/out --nodes 2 --sbatch "--time=60 --partition='a b'" --retry=error"""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert cli.main([*argv, "--retry=error"]) == 2
-    assert "--nodes 2 needs --launcher CMD outside of a Slurm job" in capsys.readouterr().err
+    assert "--nodes 2 needs --launcher CMD outside of a Slurm job" in alst(command, 2)
     (tmp_path / "sbatch").write_text(f'#!/bin/sh\necho "$ALST_PYTHON $@" > {tmp_path / "given"}\necho "42;cluster"\n')
     (tmp_path / "sbatch").chmod(0o755)
-    assert cli.main([*argv, "--retry=error", "--rows", "alst", "--fail-fast"]) == 0
-    said = capsys.readouterr().out
-    assert "job 42 on 2 nodes" in said
-    assert f"tail -F {tmp_path / 'out' / 'slurm-42.log'}" in said
-    assert "scancel 42" in said
+    said = alst(f"{command} --rows alst --fail-fast")
+    for part in ("job 42 on 2 nodes", f"tail -F {tmp_path / 'out' / 'slurm-42.log'}", "scancel 42"):
+        assert part in said
     given = (tmp_path / "given").read_text()
     assert given.startswith(
         f"{sys.executable} --parsable --nodes=2 --job-name=alst-out --output={tmp_path}/out/slurm-%j"
@@ -189,11 +170,11 @@ def test_nodes_are_submitted_as_a_job(tmp_path, monkeypatch, capsys, spec):
     assert cluster.TEMPLATE.read_text().startswith("#!/usr/bin/env bash\n#SBATCH")
 
 
-def test_a_wrong_launcher_is_refused(capsys, spec):
-    several = ["run", str(spec), "--dry-run", "--nodes", "2", "--head", "127.0.0.1", "--launcher"]
-    assert cli.main([*several, "true -n 2"]) == 0
-    assert cli.main([*several, "no-such-launcher"]) == 2
-    assert "--launcher no-such-launcher: there is no command 'no-such-launcher'" in capsys.readouterr().err
+def test_a_wrong_launcher_is_refused(alst, spec):
+    several = f"run {spec} --dry-run --nodes 2 --head 127.0.0.1 --launcher"
+    alst(f"{several} 'true -n 2'")
+    says = "--launcher no-such-launcher: there is no command 'no-such-launcher'"
+    assert says in alst(f"{several} no-such-launcher", 2)
 
 
 def test_the_grace_can_be_a_variable(monkeypatch, capsys, spec):
@@ -271,37 +252,42 @@ def test_the_ranks_of_both_nodes_say_where_they_are(tmp_path):
     assert not of_run(tmp_path)
 
 
+VICTIMS = {
+    "interrupted": signal.SIGINT, "command": signal.SIGKILL, "launcher": signal.SIGKILL, "head": signal.SIGKILL,
+}  # fmt: skip
+
+
 @pytest.mark.launch
+@pytest.mark.usefixtures("two_nodes")
 @pytest.mark.skipif(not READS_PROC, reason="reads Linux's /proc")
-@pytest.mark.parametrize("victim, number", [
-    ("command", signal.SIGINT), ("command", signal.SIGKILL), ("launcher", signal.SIGKILL), ("head", signal.SIGKILL),
-])  # fmt: skip
-def test_who_ends_leaves_nothing_on_any_node(tmp_path, victim, number):
-    """Agents end with their launcher, also where that could not tell them."""
-    out = tmp_path / "out"
-    code = f"""
+def test_who_ends_leaves_nothing_on_any_node(tmp_path):
+    """Four runs at once, in each of which another one ends. Agents end with their launcher, also where that could not
+    tell them."""
+    code = """
+import sys
 from alstlib.config import RunConfig
 from alstlib.runs import launch
-run = RunConfig(model={{"config": {{"fake": "hang"}}}}, engine={{"world_size": 2}})
-launch.launch(run, {str(out)!r}, worker="fake_worker")"""
-    variables = cluster.Nodes(count=2, launcher=tuple(shlex.split(TWICE))).variables()
-    started = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **PATHS, **variables})
+run = RunConfig(model={"config": {"fake": "hang"}}, engine={"world_size": 2})
+launch.launch(run, sys.argv[1], worker="fake_worker")"""
+    runs, env = {}, {**os.environ, **PATHS}
+    for victim in VICTIMS:
+        runs[victim] = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / victim)], env=env)
     try:
-        assert wait_for(lambda: all((out / f"started.{rank}").exists() for rank in (0, 1)))
-        if victim == "command":
-            started.send_signal(number)
-        else:
-            found = {"launcher": lambda: agent_of(out, 0).parent(), "head": lambda: agent_of(out, 0)}
-            found[victim]().send_signal(number)
-        assert started.wait(120) != 0
-        assert wait_for(lambda: not of_run(out), 60), of_run(out)
-        if number == signal.SIGINT:
-            assert results.read_result(out / "result.json")["status"] == "cancelled"
+        assert wait_for(lambda: len(list(tmp_path.glob("*/started.[01]"))) == 2 * len(runs))
+        for victim, number in VICTIMS.items():
+            agents = {"launcher": lambda out: agent_of(out, 0).parent(), "head": lambda out: agent_of(out, 0)}
+            ends = agents[victim](tmp_path / victim) if victim in agents else runs[victim]
+            ends.send_signal(number)
+        for victim, started in runs.items():
+            assert started.wait(120) != 0, victim
+            assert wait_for(lambda out=tmp_path / victim: not of_run(out), 60), victim
+        assert results.read_result(tmp_path / "interrupted" / "result.json")["status"] == "cancelled"
     finally:
-        started.kill()
-        started.wait()
-        for process in of_run(out):
-            process.kill()
+        for victim, started in runs.items():
+            started.kill()
+            started.wait()
+            for process in of_run(tmp_path / victim):
+                process.kill()
 
 
 @pytest.mark.launch
@@ -427,7 +413,7 @@ def test_a_warning_is_heard_and_sigterm_ends_after_the_grace(number, grace, told
     "status, saved, code",
     [("cancelled", "now", cluster.AGAIN), ("cancelled", "", 1), ("cancelled", "before", 1), ("ok", "", cluster.AGAIN)],
 )
-def test_a_sweep_whose_time_is_up_can_be_repeated(tmp_path, monkeypatch, capsys, status, saved, code):
+def test_a_sweep_whose_time_is_up_can_be_repeated(tmp_path, monkeypatch, alst, status, saved, code):
     """In the first of two rows: its state is saved, or not, or only an earlier attempt left one; or it ends well and
     the next does not begin."""
     path = tmp_path / "spec.yaml"
@@ -446,9 +432,9 @@ def test_a_sweep_whose_time_is_up_can_be_repeated(tmp_path, monkeypatch, capsys,
         return results.new_result(spec.rows[row], status)
 
     monkeypatch.setattr(cli, "run_row", run_row)
-    assert cli.main(["run", str(path), "--out", str(tmp_path / "out"), "--fail-fast"]) == code
+    said = alst(f"run {path} --out {tmp_path}/out --fail-fast", code)
     assert ran == ["baseline"]
-    assert ("the time is up; this command continues it: alst run" in capsys.readouterr().out) == (code == cluster.AGAIN)
+    assert ("the time is up; this command continues it: alst run" in said) == (code == cluster.AGAIN)
 
 
 def test_ranks_are_bound_next_to_their_gpus(tmp_path, monkeypatch):

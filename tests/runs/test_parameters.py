@@ -1,6 +1,7 @@
 """Parameters of the notebooks `run` and `finetune`: a run's groups, as papermill's command line assigns to them."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -105,11 +106,15 @@ def test_papermills_command_line_runs_it(tmp_path):
     for name, value in {**given, "optim.steps": "1", "out": str(tmp_path / "run")}.items():
         command += ["-p", name, value]
     command += ["-y", "limits: {timeout: 300}"]
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}  # a kernel reads it
+    env |= {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(command, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert "unknown parameter" not in ran.stderr
     assert "Unable to parse" not in ran.stderr  # papermill, of a line of the parameters cell
+    assert "starting 2 ranks" in ran.stdout
+    assert re.search(r"step 1/1 .*\n", ran.stdout), "how far the run is, and not only which share of the cells is done"
+    assert ran.stdout.splitlines()[-1] == "run  ok"
     result = read_result(tmp_path / "run" / "result.json")
     said = RunConfig.from_dict(result["config"])
     assert (said.model.name, said.data.seq_len, said.options.chunk, said.options.tile("mlp")) == ("tiny", 256, 64, 32)

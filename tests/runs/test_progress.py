@@ -72,20 +72,6 @@ def test_a_log_gets_a_line_for_each_tenth_of_the_steps(clock, capsys):
     assert steps == [str(n) for n in range(6, 61, 6)]
 
 
-def test_papermills_output_says_how_far_a_run_is(tmp_path):
-    """And not only which share of the cells is done. (A kernel that is told of pytest leaves its outputs alone.)"""
-    env = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    ran = subprocess.run(
-        [sys.executable, "-m", "papermill", str(REPOSITORY / "notebooks" / "run.ipynb"), str(tmp_path / "o.ipynb"),
-         "-p", "out", str(tmp_path / "run"), "-p", "worker", "fake_worker", "-y", "config: {model.config: {fake: ok}}"],
-        env={**env, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(Path(__file__).parent)))},
-        stdout=subprocess.PIPE, text=True, check=True,
-    )  # fmt: skip
-    assert "starting 2 ranks" in ran.stdout
-    assert re.search(r"step 2/2 .*\n", ran.stdout)
-    assert ran.stdout.splitlines()[-1] == "run  ok"
-
-
 def test_a_notebook_has_one_display_updated_once_a_second(clock, monkeypatch, capsys):
     IPython = pytest.importorskip("IPython")
     shown = []

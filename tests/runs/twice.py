@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-WAIT = 8.0
+WAIT = 4.0
 ranks = os.environ.get("ALST_TEST_RANKS", "0 1").split() or [None, None]
 started = []
 for node, rank in enumerate(ranks):
