@@ -197,18 +197,19 @@ def published(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[st
 
 
 def published_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Stated lengths and the planned ones, with why a limit is more than 15% off the plan of its own stack."""
+    """Stated lengths and the planned ones; below, by number, why a limit is more than 15% off the plan of its own
+    stack."""
     lines = [
-        "| stated by | stated | stated: its step | predicted, own stack | predicted, own stack: step as stated | "
-        "predicted, ours: layers whole | predicted, ours: the longest way | predicted, ours: step as stated, MFU | "
-        "remarks |",
+        "| stated by | stated | stated: its step | predicted, own stack | predicted, own stack: its step | "
+        "predicted, ours: layers whole | predicted, ours: the longest way | predicted, ours: its step, MFU | "
+        "remark |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    before = ""
+    remarks: list[str] = []
     for r in rows:
         own, limit = r.get("own") or {}, r.get("kind") != "point"
         why = "" if own and limit and abs(own["error"]) <= 0.15 else r.get("why") or own.get("why", "")
-        shown, before = "as above" if why and why == before else why, why
+        remarks += [why] * (why not in ("", *remarks))
         stated = f"{'up to' if limit else 'ran'} {r['stated']:,}"
         planned = f"{own['predicted']:,}" + f" ({own['error']:+.0%})" * limit if own else ""
         if peak := r.get("stated_peak_gib"):
@@ -220,9 +221,9 @@ def published_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
         took, takes, would = ("" if n is None else format_seconds(n) for n in times)
         lines.append(
             f"| {r['row']} | {stated} | {took} | {planned} | {takes} | {r['by_way']['layers whole']:,} | "
-            f"{r['predicted']:,} ({r['way']}) | {would}, {r['mfu'] or 0:.0%} | {shown} |"
+            f"{r['predicted']:,} | {would}, {r['mfu'] or 0:.0%} | {remarks.index(why) + 1 if why else ''} |"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *(f"{n}. {why}" for n, why in enumerate(remarks, 1))])
 
 
 def to_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
