@@ -23,8 +23,8 @@ from alstlib.config import RunConfig
 from alstlib.runs import workers
 from alstlib.train import operators
 
-PAGES = ("README.md", "notebooks/training.md", "notebooks/runs.md", "env/README.md", "notebooks/run.ipynb",
-         "notebooks/finetune.ipynb")  # fmt: skip
+PAGES = ("README.md", "notebooks/training.md", "notebooks/runs.md", "notebooks/what_fits.md", "env/README.md",
+         "notebooks/run.ipynb", "notebooks/finetune.ipynb")  # fmt: skip
 ALL = os.environ.get("ALST_PAGES") == "all"
 SPEC = "papermill_runs/specs/finetune.yaml"
 BLOCK = re.compile(r"(?ms)^```\w*\n(.*?)^```|(?<=\n\n)((?:    [^\n]*\n(?:\n(?=    ))?)+)")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_lab import CHROMIUM, FLAGS
 
 import alstlib
 
@@ -282,6 +283,77 @@ def test_a_build_that_is_interrupted_leaves_the_old_site_whole(
     assert (out / "index.html").read_text() == ("new" if ends == 0 else "old")
     assert (out / "old.html").exists() == (ends != 0)
     assert [p.name for p in out.parent.iterdir()] == ["site"]
+
+
+# The page that says what fits
+
+
+@pytest.fixture
+def table() -> dict[str, Any]:
+    about = {
+        "version": "7.8.9", "command": "alst plan --model {model} --gpu {gpu} --gpus {gpus} --host-memory {host}",
+        "trained": {"all": "", "LoRA": " --set 'model.lora={r: 16}'"}, "chunks": " --set options.chunk=4",
+        "ways": ["whole", "chunks"], "hosts": ["half", "usual"], "longest": {"a/b": 900},
+        "gpus": {"H100": [79.1, 8], "GH200": [95.0, 1]},
+        "memory": {"H100": [["1GB", "2GB"]] * 3 + [["4GB", "8GB"]], "GH200": [["3GB", "6GB"]]},
+    }  # fmt: skip
+    fits = [[1000, "0:01:00", 5.5, "device"], [2_000_000, "0:07:00", 1.5, "host, k=4", "hidden states on the host"]]
+    row = [[fits, [[0, "2 GiB </script><b> are missing"], None]], [fits, "why it is refused"]]
+    return {"about": about, "a/b on 4": {"H100": row, "GH200": row}}
+
+
+def page_that_says_what_fits(folder: Path, table: dict[str, Any]) -> Path:
+    page, data = folder / "page.html", folder / "table.json"
+    page.write_text("<h1>before</h1>\n<!-- table -->\nwithout a site\n<!-- /table -->\n<p>after</p>")
+    data.write_text(json.dumps(table))
+    builder.with_table(page, data)
+    return page
+
+
+def test_the_page_holds_the_form_and_the_table(tmp_path: Path, table: dict[str, Any]) -> None:
+    text = page_that_says_what_fits(tmp_path, table).read_text()
+    assert "without a site" not in text
+    assert re.fullmatch(r"<h1>before</h1>\n````{raw} html\n<form.*</script>\n````\n\n<p>after</p>", text, re.DOTALL)
+    held = re.findall(r'type="application/json"[^>]*>(.*?)</script>', text, re.DOTALL)
+    assert [json.loads(one) for one in held] == [table]
+    labels = re.findall(r'<label for="([^"]*)">', text)
+    assert labels == re.findall(r'<select id="([^"]*)"', text)
+    assert len(labels) == 5
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium (Debian: apt-get install chromium)")
+def test_a_browser_shows_the_machine_of_the_address(tmp_path: Path, table: dict[str, Any]) -> None:
+    playwright = pytest.importorskip("playwright.sync_api")
+    page_of = page_that_says_what_fits(tmp_path, table).as_uri()
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        page, errors = browser.new_page(), list[str]()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+
+        def answer() -> str:
+            return re.sub(r"\s+", " ", page.locator("#what-fits-answer").inner_text())
+
+        page.goto(f"{page_of}#model=a/b&gpu=GH200&gpus=4&host=0&trained=0")
+        assert "a/b on 4 GH200, 4 nodes of 3GB, all" in answer()
+        assert (
+            "whole 1,000 device 0:01:00 5.5 chunks, hidden states on the host 2,000,000 host, k=4 0:07:00" in answer()
+        )
+        assert "trained on up to 900 tokens" in answer()
+        assert (
+            ".venv/bin/alst plan --model a/b --gpu GH200 --gpus 4 --host-memory 3GB --set options.chunk=4" in answer()
+        )
+        page.get_by_label("What is trained").select_option("LoRA")
+        assert "whole none 2 GiB </script><b> are missing chunks not planned yet" in answer()
+        page.get_by_label("Host memory of a node").select_option("1")
+        assert "refused. why it is refused" in answer()
+        assert page.url.endswith("#model=a%2Fb&gpu=GH200&gpus=4&host=1&trained=1")
+        page.locator("#what-fits-all a").first.press("Enter")
+        assert page.get_by_label("GPU", exact=True).input_value() == "H100"
+        assert "on 4 H100, one node of 8GB, LoRA" in answer()
+        assert "--host-memory 8GB --set 'model.lora={r: 16}'" in answer()
+        assert page.evaluate("document.activeElement.getAttribute('aria-current')") == "true"
+        assert not errors
+        browser.close()
 
 
 # The real one

@@ -141,6 +141,10 @@ def facts_of(name: str, overrides: Mapping[str, Any], trust_remote_code: bool) -
     return dict(known[0])
 
 
+class NotSimulated(ValueError):
+    """The answer is not known, and nothing may be simulated now."""
+
+
 _SIMULATES: ContextVar[bool] = ContextVar("simulates", default=True)
 
 
@@ -157,7 +161,7 @@ def known_only() -> Iterator[None]:
 def _ask(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Simulate in this process, or beside it where ranks are joined already."""
     if not _SIMULATES.get():
-        raise ValueError("its steps are simulated, which `alst plan` does and a run does not wait for")
+        raise NotSimulated("its steps are simulated, which `alst plan` does and a run does not wait for")
     import torch.distributed as dist
 
     if not dist.is_initialized():

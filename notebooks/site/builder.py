@@ -24,6 +24,8 @@ INDEX = "notebooks/index.ipynb"
 LESSONS = "notebooks/[0-9][0-9]_*.ipynb"
 SOLUTIONS = "notebooks/solutions/*.ipynb"
 IMAGES = "notebooks/images"
+WHAT_FITS = "notebooks/what_fits.md"
+TABLE = "papermill_runs/results/planner/what_fits.json"
 REFERENCE = {
     "api.rst": "Public API",
     "notebooks/run.ipynb": "The run template",
@@ -31,6 +33,7 @@ REFERENCE = {
     "README.md": "The project",
     "notebooks/training.md": "Training with this library",
     "notebooks/runs.md": "Planning and running",
+    WHAT_FITS: "What fits?",
     "env/README.md": "Environments",
     "papermill_runs/results/LOG.md": "What was tried",
 }
@@ -74,6 +77,15 @@ def copy(source: Path, target: Path, title: str = "") -> None:
 FIGURE = re.compile(r"\"image/|<(svg|img|canvas)\b")
 
 
+def with_table(page: Path, table: Path) -> None:
+    """Put the form and the table that it reads in the place of what the page says without a site."""
+    before, _, rest = page.read_text(encoding="utf-8").partition("<!-- table -->")
+    form = (HERE / "what_fits.html").read_text(encoding="utf-8")
+    form = form.replace("TABLE", table.read_text(encoding="utf-8").replace("</", "<\\/"))
+    after = rest.partition("<!-- /table -->")[2]
+    page.write_text(f"{before}````{{raw}} html\n{form}````\n{after}", encoding="utf-8")
+
+
 def without_figures(page: Path) -> list[str]:
     """Cells that have an alternative text and no stored image: the lesson was not run before it was stored."""
     cells = json.loads(page.read_text(encoding="utf-8"))["cells"]
@@ -94,6 +106,8 @@ def stage(root: Path, work: Path) -> None:
         shutil.copytree(root / IMAGES, work / IMAGES)
     for page in (*lessons, *solutions, *(root / name for name in others)):
         copy(page, work / page.relative_to(root), "Solutions: " * (page in solutions))
+    if WHAT_FITS in others:
+        with_table(work / WHAT_FITS, root / TABLE)
     if (root / "alstlib").is_dir():
         copy(HERE / "api.rst", work / "api.rst")
         others.insert(0, "api.rst")

@@ -36,3 +36,18 @@ def test_what_the_paper_ran_fits() -> None:
     """At the length that the paper reached, its stack must fit by our account too."""
     for r in papers.table_1():
         assert r["predicted"] >= 0.95 * r["stated"], r
+
+
+def test_the_page_shows_every_published_length_and_why_a_limit_is_far_off() -> None:
+    rows = json.loads(papers.FILE.read_text())["tables"]["Published lengths"]
+    page = papers.PAGE.read_text()
+    assert page.partition("<!-- published -->\n")[2].partition("\n<!-- /published -->")[0] == papers.published_markdown(
+        rows
+    )
+    names = " ".join(r["row"] for r in rows)
+    assert all(who in names for who in ("ALST", "TRL", "UPipe", "SuperOffload", "FPDT", "OOMB"))
+    assert len({(r["row"], r["stated"]) for r in rows}) == len(rows)
+    for r in rows:
+        assert r["stated"] > 0 < r["predicted"]
+        if (own := r.get("own")) and r.get("kind") != "point" and abs(own["error"]) > 0.15:
+            assert r.get("why") or own["why"], r["row"]

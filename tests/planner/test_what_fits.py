@@ -1,0 +1,97 @@
+"""The table of the page: what `alst plan` answers, kept where it is there, and small enough for a page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alstlib.measure import what_fits
+from alstlib.planner import command, fits
+from alstlib.planner.gpus import GPUS
+from alstlib.units import format_seconds
+
+SMALL = "meta-llama/Llama-3.2-1B"
+
+
+def test_its_command_says_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu, trained = "RTX4090", "an adapter (LoRA, r=16)"
+    monkeypatch.setattr(what_fits, "GPUS", {gpu: GPUS[gpu]})
+    whole, chunked = what_fits.plan(SMALL, 4, {})[gpu][0][[*what_fits.TRAINED].index(trained)]
+    host = what_fits.hosts(GPUS[gpu], 4)[0]
+    asked = what_fits.COMMAND.format(model=SMALL, gpu=gpu, gpus=4, host=host) + what_fits.TRAINED[trained]
+    assert host == "96GB"
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    for more, (tokens, step, rate, limit, *way) in (("", whole), (f" --set options.chunk={what_fits.CHUNK}", chunked)):
+        capsys.readouterr()
+        assert command.command(parser.parse_args([*shlex.split(asked + more)[2:], "--json"])) == 0
+        said = json.loads(capsys.readouterr().out)
+        one = next((w for w in said["ways"] if [w["what"]] == way), said)
+        assert said["options"]["model.lora"] == {"r": 16}
+        assert (one["longest_sequence"], format_seconds(one["longest_step_seconds"])) == (tokens, step)
+        if not way:
+            assert said["tokens_per_second_per_gpu"] == pytest.approx(rate, rel=0.01)
+        assert limit.startswith(one["limit"])
+
+
+def test_it_goes_on_and_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu, planned = "H100", list[str]()
+    monkeypatch.setattr(what_fits, "FILE", tmp_path / "table.json")
+    monkeypatch.setattr(what_fits, "GPUS", {gpu: GPUS[gpu]})
+
+    def cells(asked: str) -> list[Any] | str:
+        planned.append(asked)
+        return (
+            [[5, "1 s", 1.0, "host"], None] if len(planned) < 3 else "refused: why" if len(planned) < 7 else [None] * 2
+        )
+
+    monkeypatch.setattr(what_fits, "cells", cells)
+    monkeypatch.setattr("sys.argv", ["what_fits", "--models", SMALL, "--gpus", "8"])
+    what_fits.main()
+    assert len(planned) == len(what_fits.HOSTS) * len(what_fits.TRAINED)
+    what_fits.main()
+    assert planned[6:] == planned[:2]  # the two whose chunks were not known; a refusal stays
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr(what_fits, "FILE", tmp_path / "other" / "table.json")
+    what_fits.main()
+    assert not what_fits.FILE.exists()  # nothing is known of it
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_does_not_fit_is_refused_or_unknown_is_said(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
+    asked = what_fits.COMMAND.format(model="meta-llama/Llama-3.1-70B", gpu="RTX4090", gpus=1, host="48GB")
+    (none, why), chunked = what_fits.cells(asked)
+    assert none == chunked[0] == 0
+    assert "of device memory for each GPU" in why
+
+    def lines_at(*_: Any) -> None:
+        raise ValueError("why not") if refused else fits.NotSimulated("not yet")
+
+    monkeypatch.setattr("alstlib.planner.activations.lines_at", lines_at)
+    assert what_fits.cells(asked) == ("why not" if refused else [None, None])
+
+
+@pytest.mark.simulates
+def test_what_is_committed_comes_out_again() -> None:
+    """Rows that are drawn anew each time, from what comes with the library."""
+    table = json.loads(what_fits.FILE.read_text())
+    assert table.pop("about")["mode"] == "predicted"
+    assert what_fits.FILE.stat().st_size < 1_000_000
+    assert all([*on] == [*GPUS] for on in table.values())
+    with fits.known_only():
+        for _ in range(5):
+            key, on = random.choice([*table.items()])
+            name, gpus = key.split(" on ")
+            gpu, host, what = random.choice([*GPUS]), random.randrange(3), random.choice([*what_fits.TRAINED])
+            text = what_fits.hosts(GPUS[gpu], int(gpus))[host]
+            asked = what_fits.COMMAND.format(model=name, gpu=gpu, gpus=gpus, host=text) + what_fits.TRAINED[what]
+            kept = on[gpu][host][[*what_fits.TRAINED].index(what)]
+            if isinstance(kept, list):
+                again = what_fits.cells(asked)
+                assert [a for a, k in zip(again, kept, strict=True) if k] == [k for k in kept if k], asked
