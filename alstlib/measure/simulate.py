@@ -219,6 +219,10 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
+INDICES = "aten.cat.default"
+"""What makes the indices of a plan (`ulysses.head_split.Plan`), which have values in a simulation too."""
+
+
 class _Recorder(_CpuInstrument):
     """Keeps what is alive where memory stops growing for a while, and after each attention's backward."""
 
@@ -233,8 +237,8 @@ class _Recorder(_CpuInstrument):
             self.moments[key] = (self.bytes, dict(self.places))
 
     def see(self, tensor: torch.Tensor, operation: str = "") -> None:
-        if operation and self.fake and not isinstance(tensor, FakeTensor):
-            return  # indices with values, which a run copies to the device and lets go
+        if self.fake and operation == INDICES and not isinstance(tensor, FakeTensor):
+            return  # the copy on the device counts
         before = self.bytes
         super().see(tensor, operation)
         if self.place is not None and self.bytes > before:
