@@ -3,6 +3,7 @@ of whole steps (tests/matrix.py) has their gradients."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -147,6 +148,7 @@ def test_the_default_tile_takes_no_more_than_the_block_untiled(dtype: torch.dtyp
     def peak(rows: int, module: nn.Module) -> int:
         x = torch.randn(1, rows, 32, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
         block.zero_grad()
+        gc.collect()  # models of earlier tests, which would be freed in between
         return peak_of_step(module, x)
 
     ours = alone(block, None)
