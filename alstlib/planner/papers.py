@@ -201,9 +201,8 @@ def published_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     stack."""
     lines = [
         "| stated by | stated | stated: its step | predicted, own stack | predicted, own stack: its step | "
-        "predicted, ours: layers whole | predicted, ours: the longest way | predicted, ours: its step, MFU | "
-        "remark |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "predicted, ours: layers whole | predicted, ours: the longest way | predicted, ours: its step, MFU |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     remarks: list[str] = []
     for r in rows:
@@ -219,9 +218,10 @@ def published_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
             )
         times = own.get("stated_seconds"), own.get("predicted_seconds"), r["fastest"]
         took, takes, would = ("" if n is None else format_seconds(n) for n in times)
+        remark = f" (remark {remarks.index(why) + 1})" if why else ""
         lines.append(
-            f"| {r['row']} | {stated} | {took} | {planned} | {takes} | {r['by_way']['layers whole']:,} | "
-            f"{r['predicted']:,} | {would}, {r['mfu'] or 0:.0%} | {remarks.index(why) + 1 if why else ''} |"
+            f"| {r['row']}{remark} | {stated} | {took} | {planned} | {takes} | {r['by_way']['layers whole']:,} | "
+            f"{r['predicted']:,} | {would}, {r['mfu'] or 0:.0%} |"
         )
     return "\n".join([*lines, "", *(f"{n}. {why}" for n, why in enumerate(remarks, 1))])
 
