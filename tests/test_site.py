@@ -330,28 +330,25 @@ def test_a_browser_shows_the_machine_of_the_address(tmp_path: Path, table: dict[
         page, errors = browser.new_page(), list[str]()
         page.on("pageerror", lambda error: errors.append(str(error)))
 
-        def answer() -> str:
-            return re.sub(r"\s+", " ", page.locator("#what-fits-answer").inner_text())
+        expect, now = playwright.expect, page.get_by_label
+
+        def says(*texts: str) -> None:
+            for text in texts:
+                expect(page.locator("#what-fits-answer")).to_contain_text(text, use_inner_text=True)
 
         page.goto(f"{page_of}#model=a/b&gpu=GH200&gpus=4&host=0&trained=0")
-        assert "a/b on 4 GH200, 4 nodes of 3GB, all" in answer()
-        assert (
-            "whole 1,000 device 0:01:00 5.5 chunks, hidden states on the host 2,000,000 host, k=4 0:07:00" in answer()
-        )
-        assert "trained on up to 900 tokens" in answer()
-        assert (
-            ".venv/bin/alst plan --model a/b --gpu GH200 --gpus 4 --host-memory 3GB --set options.chunk=4" in answer()
-        )
-        page.get_by_label("What is trained").select_option("LoRA")
-        assert "whole none 2 GiB </script><b> are missing chunks not planned yet" in answer()
-        page.get_by_label("Host memory of a node").select_option("1")
-        assert "refused. why it is refused" in answer()
+        says("a/b on 4 GH200, 4 nodes of 3GB, all", "whole 1,000 device 0:01:00 5.5")
+        says("chunks, hidden states on the host 2,000,000 host, k=4 0:07:00", "trained on up to 900 tokens")
+        says(".venv/bin/alst plan --model a/b --gpu GH200 --gpus 4 --host-memory 3GB --set options.chunk=4")
+        now("What is trained").select_option("LoRA")
+        says("whole none 2 GiB </script><b> are missing chunks not planned yet")
+        now("Host memory of a node").select_option("1")
+        says("refused. why it is refused")
         assert page.url.endswith("#model=a%2Fb&gpu=GH200&gpus=4&host=1&trained=1")
         page.locator("#what-fits-all a").first.press("Enter")
-        assert page.get_by_label("GPU", exact=True).input_value() == "H100"
-        assert "on 4 H100, one node of 8GB, LoRA" in answer()
-        assert "--host-memory 8GB --set 'model.lora={r: 16}'" in answer()
-        assert page.evaluate("document.activeElement.getAttribute('aria-current')") == "true"
+        says("on 4 H100, one node of 8GB, LoRA", "--host-memory 8GB --set 'model.lora={r: 16}'")
+        assert now("GPU", exact=True).input_value() == "H100"
+        expect(page.locator("#what-fits-all [aria-current]")).to_be_focused()
         assert not errors
         browser.close()
 

@@ -35,7 +35,10 @@ def test_its_command_says_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         one = next((w for w in said["ways"] if [w["what"]] == way), said)
         assert said["options"]["model.lora"] == {"r": 16}
         assert (one["longest_sequence"], format_seconds(one["longest_step_seconds"])) == (tokens, step)
-        if not way:
+        if way:
+            chunks = what_fits.WAYS_TOLD["layers in chunks"]
+            assert tokens == max(w["longest_sequence"] for w in said["ways"] if w["what"] in chunks)
+        else:
             assert said["tokens_per_second_per_gpu"] == pytest.approx(rate, rel=0.01)
         assert limit.startswith(one["limit"])
 
