@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quick_steps import quick  # noqa: F401
 
 from alstlib import tables
 from alstlib.config import RunConfig, row_config

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick_steps import quick  # noqa: F401
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 

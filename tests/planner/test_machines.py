@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import pytest
+from quick_steps import quick  # noqa: F401
 
 from alstlib.planner import command
 from alstlib.planner.gpus import GPUS, OTHER_NAMES, label_bytes, rates_named, rates_of

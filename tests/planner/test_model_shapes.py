@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick_steps import quick  # noqa: F401
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from alstlib.hf.configs import find_config

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quick_steps import quick  # noqa: F401
 
 from alstlib.config import PAPER_ROWS, ROWS, RunConfig, row_config
 from alstlib.hf.models import flos

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from quick_steps import quick  # noqa: F401
 
 from alstlib.config import RunConfig, row_config
 from alstlib.figures import step_plots

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quick_steps import quick  # noqa: F401
 
 from alstlib.measure import what_fits
 from alstlib.planner import command, fits
