@@ -169,6 +169,7 @@ def test_what_is_left_out_is_counted_by_format_line_and_reason(tmp_path: Path) -
         ({"prompt": 5, "completion": 6}, "line 8, read as prompt and completion: a row's prompt and completion must"),
         ({"messages": ["hello"]}, "line 8, read as messages: a message is 'hello'; it must have 'role' and 'content'"),
         ({"conversations": [{"from": "narrator"}]}, "line 8, read as conversations: a message is from 'narrator'"),
+        ({"messages": [{"by": "a"}]}, "line 8, read as messages: a message has the keys ['by']; it must have"),
         (
             {"input_ids": [1, 2**40]},
             "line 8, read as input_ids: input_ids and labels must be lists of whole numbers of at most 32 bits",
