@@ -100,7 +100,9 @@ def test_what_is_expected_is_what_the_planner_says(path: Path, spec: dict[str, A
     whole = read_shape(run.model.name, {}) if run.emulate else read_shape(run.model.name, run.model.config)
     found = predict(
         whole,
-        run.replace(emulate=0, engine={"world_size": gpus, "sp": gpus}),
+        run.replace(
+            emulate=0, engine={"world_size": gpus, "sp": gpus}, **({"model.config": {}} if run.emulate else {})
+        ),
         Machine(gpus=gpus),
         run.data.seq_len,
     )
