@@ -18,9 +18,10 @@ import alstlib
 from alstlib.config import Model, RunConfig
 from alstlib.hf.mixers import mixers_of
 from alstlib.hf.support import check_model
+from alstlib.measure.deep import PROBE, Deep
 from alstlib.measure.reference_stack import ReferenceStack
 from alstlib.measure.scope import ATTENTION, STATES, category
-from alstlib.measure.simulate import PROBE, Deep, sizes_of, whole_model
+from alstlib.measure.simulate import sizes_of, whole_model
 from alstlib.planner.fits import KERNEL, StepQuestion, part_of
 
 

@@ -16,13 +16,14 @@ from typing import Any
 from alstlib.config import Data, Model, RunConfig, not_default
 from alstlib.hf.configs import find_config
 from alstlib.hf.public_models import PUBLIC
+from alstlib.measure.deep import DEPTHS
+from alstlib.measure.simulate import simulate
 from alstlib.options import Options
 from alstlib.planner.activations import activations
 from alstlib.planner.model_shapes import read_shape
 
 FILE = Path("papermill_runs/results/planner/simulated.json")
 COUNT = 100
-DEPTHS = ("num_hidden_layers", "n_layer")
 LAYERS = 6
 
 
@@ -65,8 +66,6 @@ def draw(seed: int) -> tuple[RunConfig, int, str]:
 
 def compare(seed: int) -> dict[str, Any]:
     """One configuration, planned and simulated whole. Bytes over the weights, of the last rank."""
-    from alstlib.measure.simulate import simulate
-
     run, ranks, device = draw(seed)
     began = time.perf_counter()
     whole = simulate(run, ranks, device)

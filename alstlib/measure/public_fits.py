@@ -1,37 +1,20 @@
 """Write fits.json, with which the planner answers for public models at once: `python -m alstlib.measure.public_fits`.
 
-It simulates what was asked of each entry anew, which takes hours for all of them; `--models` asks for more public
-models as `alst plan` does, and `--add FOLDER` takes what a cache holds of them (`ALST_CACHE`). What is done is kept in
-the cache, so that the next call goes on.
+It simulates what was asked of each entry anew: most take seconds, some minutes. `--add FOLDER` takes what a cache
+(`ALST_CACHE`) holds of public models, because `alst plan` or `alstlib.measure.what_fits` asked for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import Engine, Model, RunConfig, row_config
+from alstlib.config import RunConfig
 from alstlib.hf.public_models import PUBLIC, SHAPES
 from alstlib.planner import fits
-from alstlib.planner.gpus import rates_of
-from alstlib.planner.machine import Machine
-from alstlib.planner.model_shapes import read_shape
-from alstlib.planner.prediction import longest
-
-
-def plan(name: str, gpus: int, **changes: Any) -> None:
-    """Ask for the longest sequence, in whole layers, on H100s with the host that clouds have."""
-    rates = rates_of("H100")
-    machine = Machine(
-        gpus=gpus, per_node=min(8, gpus), gpu_memory=int(rates.usable), host_memory=min(8, gpus) * rates.node_host,
-        rates=rates,
-    )  # fmt: skip
-    run = row_config("ours", RunConfig(model=Model(name=name, dtype="bf16"), engine=Engine(sp=0)))
-    longest(read_shape(name), run.replace(**{"options.chunk": None, **changes}), machine)
 
 
 def again(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,7 +25,7 @@ def again(entry: Mapping[str, Any]) -> dict[str, Any]:
         found = [answer("facts", asked)]
     else:
         question = {**entry["span"], "run": RunConfig.from_dict(entry["span"]["run"]).to_dict()}
-        found = [answer("span", {"question": question, "rows": one["from"]}) for one in entry["found"]]
+        found = [answer("span", {"question": question, "rows": one["to"]}) for one in entry["found"]]
     return {**entry, "found": found}
 
 
@@ -69,18 +52,9 @@ def _plain(value: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="*", help="plan these public models (all, if none is named)")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[8], help="on so many GPUs (default: 8)")
-    parser.add_argument("--lora", action="store_true", help="with an adapter")
     parser.add_argument("--add", type=Path, metavar="FOLDER", help="take what this cache holds of public models")
     args = parser.parse_args()
     entries = dict(fits.public())
-    if args.models is not None:
-        for name in args.models or PUBLIC:
-            for gpus in args.gpus:
-                print(f"{name} on {gpus}", flush=True)
-                plan(name, gpus, **({"model.lora": {"r": 16}} if args.lora else {}))
-        args.add = Path(os.environ[fits.CACHE_VARIABLE])
     if args.add:
         for path in args.add.glob("*.json"):
             one = json.loads(path.read_text())

@@ -33,8 +33,9 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from alstlib.config import RunConfig
 from alstlib.hf.models import model_config
 from alstlib.measure.baselines import _checkpoint
+from alstlib.measure.deep import Deep
 from alstlib.measure.scope import CHECKPOINTS, EXCHANGE, Places
-from alstlib.measure.simulate import Deep, Recording, Simulated, fake_ranks, of_step, shard_of
+from alstlib.measure.simulate import Recording, Simulated, fake_ranks, of_step, shard_of
 from alstlib.sizing import reference_tiles
 from alstlib.tiled.compute import TileRule
 

@@ -5,23 +5,16 @@ A fake tensor has a shape, a dtype and a device and no memory, so that a laptop 
 length, and the byte ledger counts what would be alive. The process group is fake too. What an engine holds besides
 (shards of weights, gradients and optimizer, buffers) is not run: it is a formula (`planner.model_states`). Tiles and
 kernels are those of the device that is simulated; workspaces that a GPU's kernels take are not seen.
-
-Most layers are alike, so a deep model is found from shallow ones (`simulate_deep`): one with its first layer and the
-last one of each kind, and one more for each kind, with another layer of it. What a layer adds to those after it is the
-same for all layers of its kind.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
 import gc
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import torch
@@ -39,11 +32,10 @@ from alstlib.measure.fused_states import fused_states
 from alstlib.measure.scope import CHECKPOINTS, EXCHANGE, ROOT, Places, category
 from alstlib.mesh import join_fake
 from alstlib.offload.ledger import Ledger, _CpuInstrument
-from alstlib.options import Part
 from alstlib.planner.fits import KERNEL, element_bytes, part_of
 from alstlib.planner.model_states import Sizes, States, model_states
 from alstlib.planner.state_ways import StateLayer
-from alstlib.sizing import kernels_as_on, page_rows, tile_for
+from alstlib.sizing import kernels_as_on
 from alstlib.tiled import compute, logits
 from alstlib.tiled.compute import TileRule, as_on
 
@@ -131,7 +123,7 @@ def simulate(run: RunConfig, ranks: int, device: str = "cuda", fake: bool = True
     Raises:
         ValueError: sparse pages, which are chosen by values, or a model or option that `apply` refuses.
     """
-    run = _roomy(run)
+    run = roomy(run)
     with torch.device("meta" if fake else "cpu"):
         model = whole_model(run, device)
     return run_model(model, run, ranks, device, fake, capability)
@@ -197,7 +189,7 @@ ENDS = 2
 """Of tiles and blocks that are run, at each end: the second one meets what the first one leaves."""
 
 
-def _roomy(run: RunConfig) -> RunConfig:
+def roomy(run: RunConfig) -> RunConfig:
     return run.replace(options={"host_memory": PLENTY if run.options.host_memory is None else run.options.host_memory})
 
 
@@ -324,208 +316,3 @@ def watch(handle: alstlib.Handle, places: Places, ledger: Ledger) -> None:
 
     handle.store.put = kept  # type: ignore[method-assign]
     places.finally_do(lambda: delattr(handle.store, "put"))
-
-
-# Deep models from shallow ones
-
-LEAST = 64
-"""Rows below which the blocks of kernels show: such steps are simulated at their length."""
-SHORT = 1024
-"""Rows below which a second tile that is shorter is simulated at its length too: it shows, and takes no time."""
-PROBE = 512
-"""Rows of a step that shows which tiles there are."""
-FARTHEST = 2**50
-DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""What configs call the number of layers."""
-
-
-def simulate_deep(run: RunConfig, ranks: int, device: str = "cuda", capability: int = 9) -> Simulated:
-    """`simulate` with only some of the layers run, and what the others add (`Deep`). A host budget is for all layers
-    together: with one, all are run."""
-    if run.options.host_memory is not None:
-        return simulate(run, ranks, device, capability=capability)
-    return Deep(run, ranks, device, capability).at(run.data.seq_len)
-
-
-def kinds_of_layers(layers: Sequence[nn.Module]) -> list[Any]:
-    """What each decoder layer is, in order: the classes and the settings of its modules. Numbers that differ from layer
-    to layer throughout, such as the layer's own, are not counted."""
-    seen: list[dict[tuple[str, str], Any]] = [
-        {
-            (path, name): value
-            for path, m in layer.named_modules()
-            for name, value in [("class", type(m).__name__), *vars(m).items()]
-            if isinstance(value, bool | int | float | str | None) and not name.startswith("_")
-        }
-        for layer in layers
-    ]
-    values: dict[tuple[str, str], list[Any]] = {}
-    for one in seen:
-        for key, value in one.items():
-            values.setdefault(key, []).append(value)
-    own = {key for key, found in values.items() if type(found[0]) in (int, float) and len({*found}) == len(found) > 1}
-    return [frozenset(item for item in one.items() if item[0] not in own) for one in seen]
-
-
-class Deep:
-    """Simulates shallow models at any length, and gives what the whole model takes.
-
-    A moment inside a layer also holds what the layers before it keep for their backward; one outside the layers, what
-    all of them keep. The last layer of a kind has the most before it, so that no layer between can take more.
-    """
-
-    def __init__(self, run: RunConfig, ranks: int, device: str = "cuda", capability: int = 9) -> None:
-        self.run, self.ranks, self.device, self.capability = _roomy(run), ranks, device, capability
-        with torch.device("meta"):
-            self.model = self.whole()
-        self.layers = decoder_layers(self.model)
-        self.holder = next(
-            (
-                (parent, name)
-                for parent in self.model.modules()
-                for name, m in parent.named_children()
-                if isinstance(m, nn.ModuleList) and list(m) == self.layers
-            ),
-            None,
-        )
-        kinds = kinds_of_layers(self.layers)
-        last = {kind: i for i, kind in enumerate(kinds)}
-        self.chosen = sorted({0, *last.values()})
-        """Layers of the shallowest model."""
-        left = [(i, kind) for i, kind in enumerate(kinds) if i not in self.chosen]
-        self.further = [(kind, next(i for i, k in left if k == kind)) for kind in {kind for _, kind in left}]
-        """For each kind that the whole model has more layers of: one of them."""
-        self.left = left
-        if self.holder is None:  # layers in several lists: all are run
-            self.chosen, self.further, self.left = list(range(len(self.layers))), [], []
-
-    def whole(self) -> Any:
-        """The model that trains."""
-        return whole_model(self.run, self.device)
-
-    def run_step(self, model: Any, run: RunConfig, tiles: TileRule | None) -> Simulated:
-        """A step of a shallow model."""
-        return run_model(model, run, self.ranks, self.device, True, self.capability, tiles)
-
-    def at(self, seq_len: int) -> Simulated:
-        """The whole model at this length."""
-        few = self.shallow(self.chosen, seq_len)
-        more = {}
-        for kind, i in self.further:
-            first, *rest = self.chosen
-            more[kind] = self.shallow([first, i, *rest], seq_len)
-        moments: dict[str, dict[str, int]] = {}
-        for key, base in few.moments.items():
-            before = _layer_of(key, len(self.layers))
-            here: Counter[str] = Counter(base)
-            for kind, one in more.items():
-                count = sum(k == kind and i < before for i, k in self.left)
-                for name in {*base, *one.moments.get(key, {})} if count and key in one.moments else ():
-                    here[name] += count * (one.moments[key].get(name, 0) - base.get(name, 0))
-            moments[key] = {name: nbytes for name, nbytes in sorted(here.items()) if nbytes}
-        # of moments that take the same the first is in the last layer, where backward begins
-        place = max(moments, key=lambda key: (sum(moments[key].values()), _layer_of(key, 0)))
-
-        def deeper(name: str) -> int:
-            own = getattr(few, name)
-            return own + sum(
-                (getattr(one, name) - own) * sum(k == kind for _, k in self.left) for kind, one in more.items()
-            )
-
-        where, _, operation = place.partition("|")
-        return replace(
-            few, layers=len(self.layers), device_peak=sum(moments[place].values()), host_peak=deeper("host_peak"),
-            wire_bytes=deeper("wire_bytes"), categories=moments[place], peak_place=where.removesuffix(KERNEL),
-            peak_operation=operation, sizes=sizes_of(self.model), moments=moments,
-        )  # fmt: skip
-
-    @functools.cached_property
-    def tiles(self) -> set[int]:
-        """Sizes of the tiles that a step of the shallowest model asks for."""
-        found = {size for part in get_args(Part) if (size := self.run.options.tile(part)) and size is not True}
-
-        whole = tile_for(self.model.get_input_embeddings().weight.shape[1], 2, self.device)
-
-        def rule(width: int, element: int) -> int:
-            tile = tile_for(width, element, self.device)
-            if tile < 8 * whole:  # what is that narrow takes nothing, and twice its tile is long to simulate
-                found.add(tile)
-            return tile
-
-        self.shallow(self.chosen, min(PROBE, self.run.chunk or PROBE) * self.ranks, rule)
-        return found
-
-    def lengths(self, rows: int) -> tuple[Sequence[int], int, int]:
-        """(lengths to simulate, from, to): the rows whose memory is a line through these lengths, with `rows` among
-        them; one length where it holds for itself alone.
-
-        In row chunks it is one from four chunks on, and else between two sizes of a tile, from twice the smaller one
-        on.
-        """
-        chunk = self.run.chunk
-        if chunk is not None and rows > chunk:
-            page = page_rows(chunk * self.ranks, 2**40) // self.ranks
-            first = page * max(3, 4 * chunk // page)
-            return ((rows,), rows, rows) if rows < first else ((first, first + page), first, FARTHEST)
-        tiles = self.tiles | ({chunk} if chunk else set())
-        low = max((tile for tile in tiles if tile <= rows), default=0)
-        high = min((tile for tile in tiles if tile > low), default=FARTHEST)
-        if rows < LEAST or rows < min(2 * low, SHORT):
-            return (rows,), rows, rows
-        if low < LEAST:
-            return _between(LEAST, high)
-        # up to twice a tile the second one is shorter
-        return _between(low, min(high, 2 * low)) if rows < 2 * low else _between(2 * low, high)
-
-    def shallow(self, which: Sequence[int], seq_len: int, tiles: TileRule | None = None) -> Simulated:
-        """A model with these layers of the whole one. Its moments name layers as the whole one does; those of a layer
-        beside the chosen are left out."""
-        run = self.run.replace(data={"seq_len": seq_len})
-        gc.collect()
-        gc.freeze()  # what is there already is not searched for tensors again: half of the time of an 8B's step
-        try:
-            found = self.run_step(self._with(which), run, tiles)
-        finally:
-            gc.unfreeze()
-
-        def named(key: str) -> str:
-            place, bar, operation = key.partition("|")
-            return re.sub(r"(?<=\.)\d+", lambda at: str(which[int(at[0])]), place, count=1) + bar + operation
-
-        moments = {named(key): at for key, at in found.moments.items()}
-        kept = {key: at for key, at in moments.items() if _layer_of(key, self.chosen[0]) in self.chosen}
-        return replace(found, moments=kept)
-
-    def _with(self, which: Sequence[int]) -> Any:
-        if self.holder is None:
-            return copy.deepcopy(self.model)
-        (parent, held), depth = self.holder, len(self.layers)
-        setattr(parent, held, nn.ModuleList([self.layers[i] for i in which]))
-        try:
-            model = copy.deepcopy(self.model)
-        finally:
-            setattr(parent, held, nn.ModuleList(self.layers))
-        configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-        for config in [*configs.values(), model.config.get_text_config()]:
-            for name, value in list(vars(config).items()):
-                if isinstance(value, list | tuple) and len(value) == depth:  # one for each layer
-                    setattr(config, name, [value[i] for i in which])
-                elif name in DEPTHS and value == depth:
-                    setattr(config, name, len(which))
-        for i, layer in enumerate(decoder_layers(model)):
-            for m in layer.modules():
-                if isinstance(vars(m).get("layer_idx"), int):
-                    vars(m)["layer_idx"] = i
-        return model
-
-
-def _between(low: int, high: int) -> tuple[tuple[int, int], int, int]:
-    """Two lengths from `low` on, and before `high`; the shorter ones are simulated faster."""
-    part = min(low, (high - low) // 3)
-    return (low + part // 2, low + part // 2 + part), low, high - 1
-
-
-def _layer_of(key: str, outside: int) -> int:
-    """The number of the layer that a moment is in."""
-    found = re.search(r"\.(\d+)", key.partition("|")[0])
-    return int(found[1]) if found else outside

@@ -25,7 +25,8 @@ from alstlib import sizing
 from alstlib.data.shard import shard_batch
 from alstlib.hf.models import model_config
 from alstlib.hf.support import check_model, heads_of
-from alstlib.measure.simulate import decoder_layers, kinds_of_layers
+from alstlib.measure.deep import kinds_of_layers
+from alstlib.measure.simulate import decoder_layers
 from alstlib.measure.small import LONGEST, VOCAB, build, first_of_each, kinds_in_lists, shrunk
 from alstlib.options import Part
 from alstlib.units import IGNORE

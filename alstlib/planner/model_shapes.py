@@ -1,4 +1,4 @@
-"""What the planner knows of a model: its sizes, counted on the model itself (`simulate.count`)."""
+"""What the planner knows of a model: its sizes, counted on the model itself (`measure.answers.count`)."""
 
 from __future__ import annotations
 

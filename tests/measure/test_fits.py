@@ -13,7 +13,7 @@ import transformers
 
 from alstlib.config import RunConfig
 from alstlib.measure import answers, public_fits, simulate
-from alstlib.measure.simulate import Deep
+from alstlib.measure.deep import Deep
 from alstlib.measure.small import shrunk
 from alstlib.planner import fits, preflight
 from alstlib.planner.activations import activations

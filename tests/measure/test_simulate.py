@@ -13,7 +13,8 @@ from cases import by_own_names
 import alstlib
 from alstlib.config import ROWS, RunConfig, row_config
 from alstlib.hf.models import load_model
-from alstlib.measure.simulate import drop_gradients, simulate, simulate_deep, step
+from alstlib.measure.deep import simulate_deep
+from alstlib.measure.simulate import drop_gradients, simulate, step
 from alstlib.planner.fits import part_of
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape

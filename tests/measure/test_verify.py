@@ -18,7 +18,8 @@ from cases import worst_error
 from transformers.models.llama import modeling_llama
 
 from alstlib.measure import small, verify
-from alstlib.measure.simulate import decoder_layers, kinds_of_layers
+from alstlib.measure.deep import kinds_of_layers
+from alstlib.measure.simulate import decoder_layers
 from alstlib.runs import cli
 from alstlib.runs import verify as command
 
