@@ -195,11 +195,12 @@ class Window:
         read = "e => e.innerText + [...e.querySelectorAll('img')].map(i => i.src).join()"
         handle = self.panel.locator(".widget-slider .noUi-handle, .widget-slider [role=slider]").nth(number)
         text = self.panel.locator(shown).last
-        handle.scroll_into_view_if_needed()
         end = time.monotonic() + 60
-        while not (before := text.evaluate(read)):
+        while not text.evaluate("e => e.innerText"):  # JupyterLab renders what is in view, and cells above it grow
             assert time.monotonic() < end, f"slider {number} shows nothing"
+            handle.evaluate("e => e.scrollIntoView({block: 'center'})")
             self.page.wait_for_timeout(100)
+        before = text.evaluate(read)
         handle.focus()
         handle.press(key)
         while (after := text.evaluate(read)) == before:

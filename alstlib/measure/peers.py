@@ -9,7 +9,6 @@ each stack's longest sequence in an equal budget instead (`device_memory`, over 
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import statistics
@@ -107,7 +106,6 @@ def peak_over_start(step: Callable[[], Any], device: torch.device, stores: Seque
     Not by the profiler's allocation events on a CPU: it misses what gloo's threads release, which adds tens of MiB, in
     one step more than in the next.
     """
-    gc.collect()
     with Ledger(device, stores) as ledger:
         start = ledger.device_bytes
         step()

@@ -7,7 +7,6 @@ memory of its own: neither is counted.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,7 +95,6 @@ def memory_profile(
         optimizer: None for no step.
         handle: of `alstlib.apply`, where it is attached: what waits in its store on the host is not the device's.
     """
-    gc.collect()
     stores = [handle.store] if handle is not None else []
     with Places(model) as places, _Ledger(stores=stores, place=lambda: category(places.now())) as ledger:
         recorder: Any = ledger._cpu

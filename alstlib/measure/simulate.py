@@ -9,7 +9,6 @@ kernels are those of the device that is simulated; workspaces that a GPU's kerne
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -256,7 +255,6 @@ class Recording(Ledger):
 def step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPContext) -> Simulated:
     """What one step of an attached model takes, whose gradients are dropped."""
     batch = shard_of(ctx, run.data.seq_len // ctx.sp)
-    gc.collect()
     sent = handle.wire_bytes
     with Places(model) as places, Recording(stores=[handle.store], place=places.now) as ledger:
         watch(handle, places, ledger)

@@ -173,6 +173,7 @@ class Ledger:
         self._engine_host: list[Tensor] = []
 
     def __enter__(self) -> Ledger:
+        gc.collect()  # what only dead cycles hold would be freed inside: a peak over the start would be too small
         if self._cpu is None:
             self.start()
             return self
