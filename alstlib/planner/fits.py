@@ -1,5 +1,6 @@
 """What a step takes at any length, fitted to simulations of the real code (`simulate`), and kept: of public models in
-fits.json, which comes with the library (`alstlib.measure.public_fits` writes it), of others in the user's cache.
+fits.json, which comes with the library (papermill_runs/planner/public_fits.py writes it), of others in the user's
+cache.
 
 For a model, options, a number of ranks and a kind of device, the bytes that are alive at a moment of a step are linear
 in the rows of a rank, as long as the same tiles are whole. So a step is simulated at two lengths between two sizes of a
@@ -209,7 +210,7 @@ def _keep(text: str, made: Mapping[str, Any]) -> None:
 
 
 def _file(text: str) -> Path:
-    return _folder() / f"{digest(_sources() + text)}.json"
+    return _folder() / f"{digest(sources() + text)}.json"
 
 
 def _folder() -> Path:
@@ -218,7 +219,7 @@ def _folder() -> Path:
 
 
 @functools.cache
-def _sources() -> str:
+def sources() -> str:
     """What a simulation runs: the package's own code, and the versions of what it stands on."""
     from importlib import metadata
 

@@ -7,12 +7,13 @@ import random
 from pathlib import Path
 from typing import Any
 
+import public_fits
 import pytest
 import torch
 import transformers
 
 from alstlib.config import RunConfig
-from alstlib.measure import answers, public_fits, simulate
+from alstlib.measure import answers, simulate
 from alstlib.measure.deep import Deep
 from alstlib.measure.small import shrunk
 from alstlib.planner import fits, preflight
@@ -113,7 +114,7 @@ def test_a_second_answer_simulates_nothing(cache: Path, monkeypatch: pytest.Monk
     fits._known.cache_clear()
     assert json.dumps([m.line for m in lines_at(question, 700).moments]) == json.dumps([m.line for m in first.moments])
     fits._known.cache_clear()
-    monkeypatch.setattr(fits, "_sources", lambda: "other code")
+    monkeypatch.setattr(fits, "sources", lambda: "other code")
     with pytest.raises(AssertionError, match="again"):
         lines_at(question, 700)
 

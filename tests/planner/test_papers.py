@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
+import papers
 import pytest
 
 from alstlib.config import PAPER_ROWS
-from alstlib.planner import papers
 
 pytestmark = pytest.mark.simulates
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import what_fits
 from quick_steps import quick  # noqa: F401
 
-from alstlib.measure import what_fits
 from alstlib.planner import command, fits
 from alstlib.planner.gpus import GPUS
 from alstlib.units import format_seconds

@@ -1,4 +1,4 @@
-"""What papers state, compared with what the planner predicts for their programs: `python -m alstlib.planner.papers`.
+"""What papers state, compared with what the planner predicts for their programs.
 
 Nothing is fitted to these rows: the steps are simulated (`measure.reference_stack`), buckets are DeepSpeed's defaults,
 the rest are the named terms of `machine.Overheads`. Where a prediction is off by more than 10%, `WHY` says what may be

@@ -1,7 +1,8 @@
-"""Write fits.json, with which the planner answers for public models at once: `python -m alstlib.measure.public_fits`.
+"""Write fits.json, with which the planner answers for public models at once.
 
-It simulates what was asked of each entry anew: most take seconds, some minutes. `--add FOLDER` takes what a cache
-(`ALST_CACHE`) holds of public models, because `alst plan` or `alstlib.measure.what_fits` asked for it.
+It simulates what was asked of each entry anew: most take seconds, some minutes. Stopped, it goes on where it was, as
+long as the sources are the same. `--add FOLDER` takes what a cache (`ALST_CACHE`) holds of public models, because
+`alst plan` or `what_fits.py` asked for it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any
 from alstlib.config import RunConfig
 from alstlib.hf.public_models import PUBLIC, SHAPES
 from alstlib.planner import fits
+
+PROGRESS = Path("papermill_runs/out/public_fits.json")
+"""What was simulated anew, by the sources that did."""
 
 
 def again(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,9 +65,15 @@ def main() -> None:
             if of_public(one):
                 entries[fits.digest(one.pop("text"))] = one
     else:
+        done: dict[str, Any] = json.loads(PROGRESS.read_text()) if PROGRESS.exists() else {}
+        done = done.get(fits.sources(), {})
         for n, (key, entry) in enumerate(entries.items()):
             print(f"{n + 1} of {len(entries)}", flush=True)
-            entries[key] = again(entry)
+            if key not in done:
+                done[key] = again(entry)
+                PROGRESS.parent.mkdir(parents=True, exist_ok=True)
+                PROGRESS.write_text(json.dumps({fits.sources(): done}))
+            entries[key] = done[key]
     write(entries)
 
 

@@ -1,4 +1,4 @@
-"""The table of the page that says what fits: `python -m alstlib.measure.what_fits`.
+"""The table of the page that says what fits.
 
 Each public model on each kind of GPU, on few and many of them, with little and much host memory, all weights or LoRA:
 what `alst plan` answers. The command goes on where it stopped; `--again` plans anew what the file has.
@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from public_fits import write
+
 import alstlib
 from alstlib.config import Model, RunConfig
 from alstlib.hf.public_models import PUBLIC
-from alstlib.measure.public_fits import write
 from alstlib.planner import fits
 from alstlib.planner.command import add_arguments, read
 from alstlib.planner.gpus import GPUS, Rates

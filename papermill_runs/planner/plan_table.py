@@ -1,4 +1,4 @@
-"""The planner compared with whole simulated steps at random configurations: `python -m alstlib.measure.plan_table`.
+"""The planner compared with whole simulated steps at random configurations.
 
 Models are public ones with few layers, so that a whole step takes seconds. It appends to
 papermill_runs/results/planner/simulated.json, and goes on where it stopped.
