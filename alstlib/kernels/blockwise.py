@@ -12,7 +12,6 @@ block [T, T] at a time, in fp32 (fp64 for fp64); everything is summed there. The
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -30,16 +29,17 @@ def _block(q: Tensor) -> int:
     return max(64, min(1024, side - side % 64))
 
 
-def _blocks(rows: int, keys: int, step: int, causal: bool) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
-    """Queries of a block, and (keys of a block, whether some queries must not attend to some of them). Aligned at the
+def _spans(end: int, step: int) -> list[slice]:
+    """0 to `end` in steps."""
+    return [slice(lo, min(lo + step, end)) for lo in range(0, end, step)]
+
+
+def _keys(at: slice, rows: int, keys: int, step: int, causal: bool) -> list[tuple[slice, bool]]:
+    """For a block of queries: (keys of a block, whether some queries must not attend to some of them). Aligned at the
     end."""
     ahead = keys - rows
-    for lo in range(0, rows, step):
-        hi = min(lo + step, rows)
-        seen = min(keys, hi + ahead) if causal else keys
-        parts = [(slice(k, min(k + step, seen)), causal and min(k + step, seen) > lo + ahead + 1)
-                 for k in range(0, seen, step)]  # fmt: skip
-        yield slice(lo, hi), parts
+    seen = min(keys, at.stop + ahead) if causal else keys
+    return [(ks, causal and ks.stop > at.start + ahead + 1) for ks in _spans(seen, step)]
 
 
 def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
@@ -75,10 +75,10 @@ def forward(
     grouped = q.unflatten(1, (kv, heads // kv))
     out = q.new_empty(b, kv, heads // kv, rows, v.shape[-1])
     lse = q.new_empty(out.shape[:4], dtype=wide)
-    for at, parts in _blocks(rows, keys, _block(q), causal):
+    for at in _spans(rows, step := _block(q)):
         mine = grouped[:, :, :, at]
         total = top = norm = None
-        for ks, masked in parts:
+        for ks, masked in _keys(at, rows, keys, step, causal):
             s = _scores(mine, k[:, :, ks], scale, softcap, wide, at, ks, keys - rows, masked)
             high = s.amax(-1, keepdim=True)
             if total is None:
@@ -114,12 +114,12 @@ def backward(
     lses = lse.unflatten(1, (kv, heads // kv)).to(wide)
     dq = torch.empty_like(grouped)
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    for at, parts in _blocks(rows, keys, _block(q), causal):
+    for at in _spans(rows, step := _block(q)):
         mine, grad = grouped[:, :, :, at], douts[:, :, :, at].flatten(2, 3)
         delta = (grad.to(wide) * outs[:, :, :, at].flatten(2, 3)).sum(-1, keepdim=True)
         norm = lses[:, :, :, at].flatten(2, 3)[..., None]
         total = torch.zeros(*grad.shape[:3], q.shape[-1], dtype=wide, device=q.device)
-        for ks, masked in parts:
+        for ks, masked in _keys(at, rows, keys, step, causal):
             s = _scores(mine, k[:, :, ks], scale, softcap, wide, at, ks, keys - rows, masked)
             slope = None if softcap is None else 1 - (s / softcap).square().nan_to_num_(posinf=1.0)
             p = s.sub_(norm).exp_()

@@ -9,8 +9,9 @@ kernels are those of the device that is simulated; workspaces that a GPU's kerne
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -166,22 +167,16 @@ def run_model(
 def some_of_many() -> Iterator[None]:
     """Of many tiles, and of many blocks of blockwise attention, run the first and the last: those between take as much.
     A step of an 8B with 98K rows takes 0.9 s instead of 1.9 s; 500K keys of two heads are 65,000 blocks."""
-    tiles, blocks = compute.tiles_of, blockwise._blocks
-
-    def ends(of: list[Any]) -> list[Any]:
-        return of if len(of) < 2 * ENDS else [*of[:ENDS], *of[-ENDS:]]
-
-    def some_tiles(rows: int, tile: int) -> list[slice]:
-        return ends(tiles(rows, tile))
-
-    def some_blocks(*how: Any) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
-        return ((at, ends(parts)) for at, parts in ends(list(blocks(*how))))
-
     with ExitStack() as stack:
-        for module in (compute, logits):
-            stack.enter_context(mock.patch.object(module, "tiles_of", some_tiles))
-        stack.enter_context(mock.patch.object(blockwise, "_blocks", some_blocks))
+        for module, name in ((compute, "tiles_of"), (logits, "tiles_of"), (blockwise, "_spans")):
+            every = getattr(module, name)
+            stack.enter_context(mock.patch.object(module, name, functools.partial(_ends, every)))
         yield
+
+
+def _ends(every: Callable[[int, int], list[slice]], rows: int, size: int) -> list[slice]:
+    of = every(rows, size)
+    return of if len(of) < 2 * ENDS else [*of[:ENDS], *of[-ENDS:]]
 
 
 ENDS = 2
