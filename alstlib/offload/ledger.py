@@ -59,6 +59,8 @@ class _CpuInstrument(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if not isinstance(out, Tensor | list | tuple):  # most calls under fake tensors ask for a device
+            return out
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if self.hosted and self._on_host(args):
             for leaf in made:
