@@ -205,7 +205,9 @@ class Deep:
         configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
         for config in [*configs.values(), model.config.get_text_config()]:
             for name, value in list(vars(config).items()):
-                if isinstance(value, list | tuple) and len(value) == depth:  # one for each layer
+                # one for each layer; of a model made shallow there may be more kinds than layers
+                longer = name == "layer_types" and value is not None and len(value) > depth
+                if longer or (isinstance(value, list | tuple) and len(value) == depth):
                     setattr(config, name, [value[i] for i in which])
                 elif name in DEPTHS and value == depth:
                     setattr(config, name, len(which))

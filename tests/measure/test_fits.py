@@ -100,6 +100,15 @@ def test_layers_of_several_kinds_are_those_of_the_whole_model(tmp_path: Path) ->
         assert few.categories == whole.categories
 
 
+def test_a_config_may_name_more_kinds_than_there_are_layers() -> None:
+    """As where a user changed the number of layers alone."""
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 4, "vocab_size": 512, "head_dim": 16}
+    run = RunConfig(model={"name": "openai/gpt-oss-20b", "dtype": "bf16", "config": {**small, "num_hidden_layers": 5}})
+    whole, deep = simulate.simulate(run.replace(data={"seq_len": 500}), 1), Deep(run, 1)
+    assert len(deep.model.config.layer_types) > len(deep.layers) > len(deep.chosen)
+    assert deep.at(500).device_peak == whole.device_peak
+
+
 def test_a_second_answer_simulates_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From this process, from the user's cache, and not where the code is another."""
     question = StepQuestion(run_of("tiny"), 1, "cuda", 9)
