@@ -11,64 +11,14 @@ import pytest
 import torch
 import zoo
 from cases import batch, make_model, plain_step, step, train, worst_error
-from operators import leaf, randn
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GPT2Config, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
-from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
-from transformers.models.llama.modeling_llama import LlamaMLP
 
 import alstlib
-from alstlib.tiled.compute import Pass, TiledMLP, TiledNorm, entered
-from alstlib.tiled.skip import output_unread
 
-WIDTH, LENGTH = 6, 20
-
-
-def llama() -> LlamaMLP:
-    torch.manual_seed(0)
-    return LlamaMLP(LlamaConfig(hidden_size=WIDTH, intermediate_size=10, num_attention_heads=1)).double()
-
-
-def gpt2(dropout: float) -> GPT2MLP:
-    torch.manual_seed(0)
-    return GPT2MLP(10, GPT2Config(n_embd=WIDTH, n_head=2, resid_pdrop=dropout)).double()
-
-
-# ----- which layers read their MLP's output
-
-
-LAYERS: dict[str, tuple[bool, Callable[..., Tensor]]] = {
-    "pre-norm": (True, lambda x, norm, mlp, _: x + mlp(norm(x))),
-    "pre-norm, dropout in the MLP": (True, lambda x, norm, _, other: x + other(norm(x))),
-    "dropout after it": (True, lambda x, norm, mlp, _: x + F.dropout(mlp(norm(x)), 0.2)),
-    "reshaped": (True, lambda x, norm, mlp, _: x + mlp(norm(x).view(1, 7, -1)).view(7, -1).view(1, 7, -1)),
-    "a tiled norm before it": (True, lambda x, norm, mlp, _: x + mlp(TiledNorm(norm)(x))),
-    "a tiled norm after it": (False, lambda x, norm, mlp, _: x + TiledNorm(norm)(mlp(norm(x)))),
-    "post-norm": (False, lambda x, norm, mlp, _: norm(x + mlp(x))),
-    "sandwich norm": (False, lambda x, norm, mlp, _: x + norm(mlp(norm(x)))),
-    "learned scale": (False, lambda x, norm, mlp, _: x + leaf(randn(WIDTH, seed=3)) * mlp(norm(x))),
-    "gated output": (False, lambda x, norm, mlp, _: x + torch.sigmoid(x) * mlp(norm(x))),
-    "squared": (False, lambda x, norm, mlp, _: x + mlp(norm(x)) ** 2),
-    "another MLP after it": (False, lambda x, norm, mlp, other: (y := x + mlp(norm(x))) + other(norm(y))),
-    "a projection after it": (False, lambda x, norm, mlp, _: x + F.linear(mlp(norm(x)), leaf(randn(WIDTH, WIDTH)))),
-    "a constant": (True, lambda *_: randn(1, 2, WIDTH)),
-}
-"""Whether a layer leaves its MLP's output unread, and the layer."""
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_output_unread(kind: str) -> None:
-    """On an input that needs a gradient; the MLPs are tiled, their outputs skipped."""
-    unread, layer = LAYERS[kind]
-    mlps = TiledMLP(llama(), 4), TiledMLP(gpt2(0.2 if kind == "pre-norm, dropout in the MLP" else 0.0), 4)
-    with entered(Pass(skip=True)):
-        out = layer(leaf(randn(1, 7, WIDTH)), nn.LayerNorm(WIDTH, dtype=torch.float64), *mlps)
-    assert output_unread(out) is unread
-
-
-# ----- a norm's work in the MLP's tiles
+LENGTH = 20
 
 
 class Layer(Gemma2DecoderLayer):
@@ -113,6 +63,13 @@ class Dropout(nn.Module):
 
 # what a layer does with its MLP's output, and how often the MLP runs then
 FINISHES: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
+    "nothing": (lambda s, m: m, 2),
+    "scaled and reshaped": (lambda s, m: (0.22 * m).flatten(0, 1).unflatten(0, m.shape[:2]), 2),
+    "learned scale": (lambda s, m: s.post_feedforward_layernorm.weight * m, 3),
+    "squared": (lambda s, m: m**2, 3),
+    "gated": (lambda s, m: torch.sigmoid(m) * m, 3),
+    "a projection": (lambda s, m: m @ s.self_attn.o_proj.weight, 3),
+    "the MLP again": (lambda s, m: s.mlp(m), 6),  # three times each
     "norm": (lambda s, m: s.post_feedforward_layernorm(m), 2),
     "norm, used twice": (lambda s, m: (n := s.post_feedforward_layernorm(m)) + n.transpose(1, 2).transpose(1, 2), 2),
     "norm and itself": (lambda s, m: s.post_feedforward_layernorm(m) + m, 3),
