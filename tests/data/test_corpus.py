@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import multiprocessing
-import os
 import pickle
-import sys
 
 import datasets
 import numpy as np
@@ -111,17 +108,19 @@ def test_local_jsonl_and_parquet(tmp_path):
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "y.json").write_text(json.dumps(rows))
     datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "z.parquet"))
-    for name in ("x.jsonl", "y.json", "z.parquet"):
-        corpus = load_corpus(str(tmp_path / name))
-        assert corpus.column_names == ["text"]
-        assert corpus["text"] == ["one", "two"]
-    assert load_corpus(str(tmp_path / "x.jsonl"), split="train[:1]")["text"] == ["one"]
     folder = tmp_path / "data [1]*"
     folder.mkdir()
     (folder / "x[2].jsonl").write_text('{"text": "in brackets"}')
-    assert load_corpus(str(folder))["text"] == ["in brackets"]
-    streamed = load_corpus(str(tmp_path / "z.parquet"), streaming=True)
-    assert [row["text"] for row in streamed] == ["one", "two"]
+    for name, how, texts_of_rows in (
+        ("x.jsonl", {}, ["one", "two"]),
+        ("y.json", {}, ["one", "two"]),
+        ("z.parquet", {}, ["one", "two"]),
+        ("x.jsonl", {"split": "train[:1]"}, ["one"]),
+        ("z.parquet", {"streaming": True}, ["one", "two"]),
+        (folder.name, {}, ["in brackets"]),
+    ):
+        found = list(load_corpus(str(tmp_path / name), **how))
+        assert found == [{"text": text} for text in texts_of_rows]
 
 
 def test_columns():
@@ -131,14 +130,14 @@ def test_columns():
     assert canonical_columns(many, "body")["text"] == ["b"]
     with pytest.raises(ValueError, match="text_column='n' is no column of text"):
         canonical_columns(many, "n")
-    chats = datasets.Dataset.from_dict({"conversations": [CHAT], "text": ["rendered"]})
-    assert canonical_columns(chats).column_names == ["conversations", "text"]
-    alone = datasets.Dataset.from_dict({"conversations": [CHAT], "rendered": ["x"]})
-    assert canonical_columns(alone).column_names == ["conversations"]
-    tokens = datasets.Dataset.from_dict({"input_ids": [[1]], "labels": [[1]], "text": ["x"]})
-    assert canonical_columns(tokens).column_names == ["input_ids", "labels"]
-    mixed = datasets.Dataset.from_dict({"input_ids": [[1], None], "text": [None, "x"]})
-    assert canonical_columns(mixed).column_names == ["input_ids", "text"]
+    for columns, kept in (
+        ({"conversations": [CHAT], "text": ["rendered"]}, ["conversations", "text"]),
+        ({"conversations": [CHAT], "rendered": ["x"]}, ["conversations"]),
+        ({"input_ids": [[1]], "labels": [[1]], "text": ["x"]}, ["input_ids", "labels"]),
+        ({"input_ids": [[1], None], "text": [None, "x"]}, ["input_ids", "text"]),
+    ):
+        mixed = datasets.Dataset.from_dict(columns)
+        assert canonical_columns(mixed).column_names == kept
     with pytest.raises(ValueError, match="has its own tokenizer: name it"):
         get_tokenizer("auto", corpus=mixed)
     with pytest.raises(ValueError, match="list"):
@@ -210,17 +209,14 @@ def test_hub_names_are_passed_on(monkeypatch):
 # ---- tokenizers
 
 
-def test_trained_tokenizer(tokenizer, stdlib, caches):
-    assert type(tokenizer).__name__ == "PreTrainedTokenizerFast" or tokenizer.is_fast
+def test_trained_tokenizer(tokenizer, stdlib):
+    assert tokenizer.is_fast
     assert len(tokenizer) == 1024
     assert tokenizer.eos_token_id is not None
     text = "def f(x):\n    return 'äöü ∀' + str(x)  # naïve\n"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     source = stdlib[10]["text"]
     assert len(tokenizer(source, verbose=False)["input_ids"]) < len(source.encode()) / 2
-    (kept,) = (caches / "alst").iterdir()
-    assert "1024" in kept.name
-    assert ".".join(map(str, sys.version_info[:3])) in kept.name
 
 
 def test_training_is_deterministic_and_the_cache_is_used(tmp_path, tokenizer, monkeypatch):
@@ -255,23 +251,26 @@ def test_damaged_and_unwritable_caches(tmp_path, caplog):
 
 
 def test_bad_tokenizers(tmp_path):
-    with pytest.raises(ValueError, match="vocab_size=256 must be at least 257"):
-        get_tokenizer("auto", vocab_size=256)
-    with pytest.raises(ValueError, match="cannot be loaded"):
-        get_tokenizer(str(tmp_path / "nothing"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
 
+    def refused(name, message, **more):
+        with pytest.raises(ValueError, match=message):
+            get_tokenizer(str(name), **more)
 
-def test_a_saved_tokenizer_is_loaded_by_path(tmp_path, tokenizer):
-    tokenizer.save_pretrained(tmp_path)
-    assert get_tokenizer(str(tmp_path)).get_vocab() == tokenizer.get_vocab()
+    refused("auto", "vocab_size=256 must be at least 257", vocab_size=256)
+    refused(tmp_path / "nothing", "cannot be loaded")
+    refused(folder, r"has no tokenizer\.json; save a tokenizer there")
+    (folder / "tokenizer.json").write_text("{broken")
+    refused(folder, r"cannot be loaded: (?!the folder has no)")
 
 
 # ---- samples
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("seq_len", [100, 3000, 20_000])
-def test_samples_of_the_stdlib(stdlib, tokenizer, packed, seq_len):
+@pytest.mark.parametrize("seq_len, packed", [(100, False), (3000, True), (20_000, False)])
+def test_samples_of_the_stdlib(stdlib, tokenizer, seq_len, packed):
     samples = make_samples(stdlib, tokenizer, seq_len, packed=packed, limit=3)
     assert len(samples) == 3
     for sample in (samples[2], samples[0], samples[-2]):
@@ -289,19 +288,11 @@ def test_samples_are_reproducible_and_seeded(stdlib, tokenizer):
     assert not torch.equal(first, other)
 
 
-def test_one_text_a_sample_ends_documents_with_eos(tokenizer):
-    corpus = datasets.Dataset.from_dict({"text": ["one two", "three", ""]})
-    (sample,) = make_samples(corpus, tokenizer, len(tokenizer("one two three").input_ids) + 1)
-    assert set(sample) == {"input_ids", "labels"}
-    text = tokenizer.decode(sample["input_ids"])
-    assert text.count(tokenizer.eos_token) >= 1
-    assert torch.equal(sample["input_ids"], sample["labels"])
-
-
 def test_one_text_keeps_every_token_once(tokenizer):
     corpus = texts(7, 30, 3, 12)
     samples = make_samples(corpus, tokenizer, 13, repeat=False)
     assert len(samples) == 52 // 13
+    assert set(samples[0]) == {"input_ids", "labels"}
     seen = torch.cat([s["input_ids"] for s in samples])
     assert sorted(seen.tolist()) == sorted(t for row in corpus["input_ids"] for t in row)
     alone = [s for s in samples if (s["input_ids"].diff() == 1).all()]
@@ -341,20 +332,14 @@ def test_too_few_tokens(tokenizer, caplog):
         make_samples(datasets.Dataset.from_dict({"text": [""]}), tokenizer, 8)
     with pytest.raises(ValueError, match="seq_len=0"):
         make_samples(texts(5), tokenizer, 0)
-    assert not caplog.records
     for packed in (False, True):
-        caplog.clear()
+        assert len(make_samples(texts(20, 10), tokenizer, 20, packed=packed)) == 1  # a pass is enough
+        assert not caplog.records
         samples = make_samples(texts(5, 7), tokenizer, 50, limit=3, packed=packed)
         assert [len(s["input_ids"]) for s in samples] == [50] * 3
-        assert [r.levelno for r in caplog.records] == [logging.WARNING]  # once
-        assert "12 tokens" in caplog.text
-        assert len(make_samples(texts(5, 7), tokenizer, 50, packed=packed)) == 1
-
-
-def test_a_pass_that_is_enough_is_not_repeated(tokenizer, caplog):
-    for packed in (False, True):
-        assert len(make_samples(texts(20, 10), tokenizer, 20, packed=packed)) == 1
-    assert not caplog.records
+        (record,) = caplog.records  # once
+        assert "12 tokens" in record.message
+        caplog.clear()
 
 
 def test_streamed_corpus(tokenizer):
@@ -401,36 +386,18 @@ def test_only_the_assistant_is_labelled(tokenizer, template):
 
 def test_chats_and_texts_in_one_file(tokenizer, tmp_path):
     """Row by row: messages where there are some, text otherwise; a row with both is its messages."""
-    rows = [
-        {"text": "plain words"},
-        {"messages": CHAT[:2]},
-        {"text": "rendered", "messages": CHAT[:2]},
-        {"text": "end"},
-    ]
+    both = {"text": "rendered", "messages": CHAT[:2]}
+    rows = [{"text": "plain words"}, {"messages": CHAT[:2]}, both, {"text": "end"}]
     (tmp_path / "mixed.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     corpus = load_corpus(str(tmp_path / "mixed.jsonl"))
     tokenizer = with_template(tokenizer, MARKED)
     chat = tokenizer.apply_chat_template(CHAT[:2], tokenize=False)
-    (sample,) = make_samples(
-        corpus, tokenizer, sum(len(tokenize_row(row, tokenizer).ids) for row in corpus), packed=True, repeat=False
-    )
-    documents = [tokenizer.decode(ids) for ids in sample["input_ids"].split(sample["document_lengths"])]
-    assert sorted(documents) == sorted([f"plain words{EOS}", chat, chat, f"end{EOS}"])
-    labelled = tokenizer.decode(sample["labels"][sample["labels"] != -100])
-    assert labelled.count("It is four.") == 2
-    assert "What is" not in labelled
-    assert "plain words" in labelled
+    found = [tokenize_row(row, tokenizer) for row in corpus]
+    assert [tokenizer.decode(one.ids) for one in found] == [f"plain words{EOS}", chat, chat, f"end{EOS}"]
+    labelled = [tokenizer.decode(one.ids[one.labels != -100]) for one in found]
+    assert labelled == [f"plain words{EOS}", SAID, SAID, f"end{EOS}"]
     trained = get_tokenizer("auto", corpus=corpus, vocab_size=300, cache_dir=tmp_path)
     assert len(trained("It is four.").input_ids) < 11  # its merges come from the chats too
-
-
-def test_a_folder_without_tokenizer(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ValueError, match=r"has no tokenizer\.json; save a tokenizer there"):
-        get_tokenizer(str(tmp_path))
-    (tmp_path / "tokenizer.json").write_text("{broken")
-    with pytest.raises(ValueError, match=r"cannot be loaded: (?!the folder has no)"):
-        get_tokenizer(str(tmp_path))
 
 
 def test_templates_that_cannot_be_followed_are_refused(tokenizer):
@@ -510,8 +477,7 @@ def test_a_prompt_of_one_kind_with_a_completion_of_another(tokenizer):
 # ---- what a result says of its data
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("limit", [None, 2, 50])
+@pytest.mark.parametrize("packed, limit", [(False, None), (True, 2), (False, 50)])
 def test_a_corpus_without_a_loss_is_refused(tokenizer, packed, limit):
     tokenizer = chat_sample(tokenizer, CHATML)[0]
     asked = datasets.Dataset.from_dict({"messages": [CHAT[:1]] * 6})
@@ -561,15 +527,3 @@ def test_collate():
     assert set(plain) == {"input_ids", "labels"}
     with pytest.raises(ValueError, match="1 of 2 samples of a batch have 'position_ids'"):
         collate([{**short, "position_ids": [0, 0, 1]}, long])
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_samples_through_loader_workers(stdlib, tokenizer):
-    from torch.utils.data import DataLoader
-
-    from alstlib.data.loader import SPDataLoader
-    from alstlib.mesh import SPContext
-
-    samples = make_samples(stdlib, tokenizer, 65, limit=4, packed=True)
-    got = list(SPDataLoader(DataLoader(samples, collate_fn=collate, num_workers=1), SPContext.create()))
-    assert [torch.equal(b["input_ids"][0], s["input_ids"]) for b, s in zip(got, samples)] == [True] * 4

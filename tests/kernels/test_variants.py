@@ -19,9 +19,7 @@ SHAPES = {name: ALL_SHAPES[name] for name in ("gqa, odd", "batch 2", "more than 
                                               "documents of batch 2", "document over a row's end")}  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "window 1": {"window": 1, "sinks": True},  # without a sink its scores have no gradient
-    "window 2": {"window": 2},
     "window 5": {"window": 5},
-    "window 12": {"window": 12},
     "window, whole": {"window": 37},
     "sinks": {"sinks": True},
     "wide values": {"width": 12},
@@ -40,22 +38,17 @@ def runs(name: str, variant: dict[str, Any]) -> bool:
 CASES = [(name, key) for name in ON_CPU for key, variant in VARIANTS.items() if runs(name, variant)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(("name", "variant"), CASES)
-def test_variants_are_the_oracle(name: str, variant: str, shape: Any, dtype: torch.dtype) -> None:
-    check(name, shape, dtype, VARIANTS[variant])
+def test_variants_are_the_oracle(name: str, variant: str, shape: Any) -> None:
+    check(name, shape, variant=VARIANTS[variant])
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 7, 16])
+@pytest.mark.parametrize("chunk", [1, 7])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(("name", "variant"), [c for c in CASES if c[0] != "eager"])
 def test_variants_in_chunks_of_rows(name: str, variant: str, shape: Any, chunk: int) -> None:
     check(name, shape, variant=VARIANTS[variant], chunk=chunk * 29 if shape[3] > 100 else chunk)
-
-
-ON_GPU = [(name, key) for name in ("cudnn", "flash", "efficient", "blockwise") for key in VARIANTS
-          if runs(name, VARIANTS[key])]  # fmt: skip
 
 
 HALF = list(
@@ -72,9 +65,11 @@ def test_variants_in_half_precision(name: str, variant: str, dtype: torch.dtype,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "dtype"), HALF)
-@pytest.mark.parametrize(("name", "variant"), ON_GPU)
+@pytest.mark.parametrize("name", ["cudnn", "flash", "efficient", "blockwise"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_on_a_gpu(name: str, variant: str, dtype: torch.dtype, shape: str) -> None:
-    check(name, SHAPES[shape], dtype, VARIANTS[variant], tolerance=0.02, device="cuda")
+    if runs(name, VARIANTS[variant]):
+        check(name, SHAPES[shape], dtype, VARIANTS[variant], tolerance=0.02, device="cuda")
 
 
 # ----- what a window is made of
@@ -118,10 +113,10 @@ def test_a_window_costs_only_what_it_sees() -> None:
 
 
 def test_a_soft_cap_chooses_a_kernel_that_computes_it() -> None:
-    cpu = torch.device("cpu")
-    assert choose_backend("sdpa", cpu, torch.float32, 64, softcap=True).name == "blockwise"
-    assert choose_backend("eager", cpu, torch.float32, 64, softcap=True).name == "eager"
+    how = (torch.device("cpu"), torch.float32, 64)
+    for asked, found in (("sdpa", "blockwise"), ("eager", "eager")):
+        assert choose_backend(asked, *how, softcap=True).name == found
     with pytest.raises(
         ValueError, match=r"attention='cpu' does not compute a soft cap .* 'sdpa' chooses .*_4, blockwise, eager"
     ):
-        choose_backend("cpu", cpu, torch.float32, 64, softcap=True)
+        choose_backend("cpu", *how, softcap=True)

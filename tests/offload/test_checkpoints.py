@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from cases import batch, make_model, train
-from operators import worst
+from operators import counted, worst
 from torch import Tensor, nn
 
 import alstlib
@@ -95,23 +95,8 @@ def test_a_frozen_function_costs_nothing() -> None:
     assert frozen.calls == 1
 
 
-def test_stacked_layers() -> None:
-    """Two checkpoints in a row on one store; an input without gradient, and a frozen part, still train the weights."""
-    x, _, scale = inputs()
-    store, grads = HostStore("sync"), []
-    for run in (kept_by(store), Block.__call__):
-        blocks, out = [Block(), Block()], x.detach()
-        blocks[0].first.requires_grad_(False)
-        for block in blocks:
-            out = run(block, out, torch.ones(8), scale=scale)[0]
-        out.sin().sum().backward()
-        grads.append([p.grad for b in blocks for p in b.parameters()])
-    assert worst(*grads) < 1e-6
-
-
 def test_backward_twice_is_refused() -> None:
-    block, (x, other, scale) = Block(), inputs()
-    out = checkpoint(block, x, other, scale=scale, store=HostStore("sync"))[0].sum()
+    out = checkpoint(torch.sin, inputs()[0], store=HostStore("sync")).sum()
     out.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward ran a second time"):
         out.backward()
@@ -137,24 +122,19 @@ def test_a_refused_recompute_runs_once_more() -> None:
 def test_saved_tensors_come_back_in_order() -> None:
     """What the function leaves in `saved` lies in the store, not on the device, and is there for the recompute."""
     x, store, saved = inputs()[0], HostStore("sync"), Saved()
-    passes: list[bool] = []
+    kept = [(x.detach() + i, torch.full((3,), float(i))) for i in range(2)]
 
     def fn(x: Tensor) -> Tensor:
-        passes.append(saved.replaying)
-        for i in range(2):
-            if saved.replaying:
-                out, lse = saved.take()
-                assert torch.equal(out, x.detach() + i)
-                assert torch.equal(lse, torch.full((3,), float(i)))
-            else:
-                saved.tensors.append((x.detach() + i, torch.full((3,), float(i))))
+        if saved.replaying:
+            assert all(torch.equal(a, b) for pair in kept for a, b in zip(saved.take(), pair, strict=True))
+        else:
+            saved.tensors.extend(tuple(t.clone() for t in pair) for pair in kept)
         return x.sin()
 
     out = checkpoint(fn, x, store=store, saved=saved)
     assert saved.tensors == []
     assert store.nbytes == 3 * x.numel() * 4 + 2 * 3 * 4
     out.sum().backward()
-    assert passes == [False, True]
     assert saved.tensors == []
     assert torch.allclose(x.grad, x.cos())
 
@@ -183,40 +163,28 @@ def run_step(store: HostStore, length: int, layers: int = 3) -> None:
 def test_slabs_are_reused_and_trimmed() -> None:
     store, made = HostStore("sync"), []
     store.on_slab = lambda slab: made.append(slab.data_ptr())
-    run_step(store, 10)
-    assert store.nbytes == store.peak_nbytes == 3 * 10 * 8 * 4
-    for _ in range(3):
-        run_step(store, 10)
-    assert len(made) == 3
-    for length in (9, 4, 1):  # a shorter sequence fits the same slabs
-        run_step(store, length)
-    assert len(made) == 3
-    run_step(store, 11)  # a longer one gives them back
-    assert len(made) == 6
-    assert store.nbytes == store.peak_nbytes == 3 * 11 * 8 * 4
+    for length, slabs, holds in ((10, 3, 10), (10, 3, 10), (9, 3, 10), (1, 3, 10), (11, 6, 11)):
+        run_step(store, length)  # a shorter sequence fits the same slabs, a longer one gives them back
+        assert (len(made), store.nbytes, store.peak_nbytes) == (slabs, *[3 * holds * 8 * 4] * 2)
     store.budget = store.nbytes  # and so does a shorter one that may take no more than it needs
     store.reserve(3 * 4 * 8 * 4, 3 * 4 * 8 * 4)
     run_step(store, 4)
-    assert len(made) == 9
-    assert store.nbytes == 3 * 4 * 8 * 4
+    assert (len(made), store.nbytes) == (9, 3 * 4 * 8 * 4)
     store.trim()
     assert (store.nbytes, store.free) == (0, [])
 
 
-def test_no_slab_is_made_after_the_longest_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_slab_is_made_after_the_longest_sample() -> None:
     """Whatever lengths follow: pinning slabs anew takes longer than the copies."""
     lengths = torch.randint(9, 60, (15,), generator=torch.Generator().manual_seed(0)).tolist()
-    chunks: dict[str, Any] = {"chunk": 8, "on_host": "hidden+kv"}
-    made, init = [], host_store._Slab.__init__
-    monkeypatch.setattr(host_store._Slab, "__init__", lambda self, n, pin: (made.append(n), init(self, n, pin))[1])
-    for how in ({}, {**chunks, "on_host": "none"}, chunks):
+    for how in ({}, {"chunk": 8, "on_host": "none"}, {"chunk": 8, "on_host": "hidden+kv"}):
         with alstlib.apply(make_model("gqa"), None, alstlib.Options(**how, offload="sync")) as handle:
-            for length in [60, *lengths]:
-                train(handle.model, batch(length))
-                if length == 60:
-                    assert made
-                    made.clear()
-        assert not made, how
+            train(handle.model, batch(60))
+            with counted(host_store._Slab, "__init__") as made:
+                for length in lengths:
+                    train(handle.model, batch(length))
+            assert handle.store.free
+            assert not made, how
 
 
 def test_what_is_kept_is_a_copy() -> None:
@@ -235,22 +203,9 @@ def test_budget_stops_before_anything_is_taken() -> None:
         run_step(store, 10, layers=1)
     assert (store.nbytes, store.peak_nbytes) == (0, 0)
     run_step(store, 9, layers=1)
-    assert store.nbytes == 9 * 8 * 4
-
-
-def test_reserve_counts_what_is_free_but_taken() -> None:
-    store = HostStore("sync", budget=1000)
-    run_step(store, 10, layers=3)
-    store.reserve(1000)
-    with pytest.raises(HostOutOfMemory, match=r"needs 1,001 .* 1,000 are left.*offload=False"):
-        store.reserve(1001)
-    with pytest.raises(HostOutOfMemory):
-        HostStore("sync").reserve(2**60)
-
-
-def test_unknown_mode() -> None:
-    with pytest.raises(ValueError, match="offload='later' is not one of none, sync, async"):
-        HostStore("later")  # type: ignore[arg-type]
+    store.reserve(319)  # what is free but taken counts
+    with pytest.raises(HostOutOfMemory, match=r"needs 320 .* 319 are left.*offload=False"):
+        store.reserve(320)
 
 
 def test_host_available_is_shared_by_the_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,24 +337,20 @@ def test_tensors_come_back_with_their_strides(mode: str) -> None:
 @pytest.mark.gpu
 def test_async_offload_is_exact_on_a_gpu() -> None:
     """Three steps of a 6-layer chain, bit for bit those of no offload, and the previous input is on its way back."""
-    results = {}
-    for mode in MODES:
-        store = HostStore(mode)  # type: ignore[arg-type]
-        torch.manual_seed(0)
-        layers = [nn.Linear(256, 256, device="cuda") for _ in range(6)]
-        grads = []
-        for seed in range(3):
-            x = torch.randn(4096, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
-            y = x.requires_grad_()
+    torch.manual_seed(0)
+    layers = [nn.Linear(256, 256, device="cuda") for _ in range(6)]
+    stores = {mode: HostStore(mode) for mode in MODES}  # type: ignore[arg-type]
+    for _ in range(3):
+        x, results = torch.randn(4096, 256, device="cuda", requires_grad=True), []
+        for store in stores.values():
+            y = x
             for layer in layers:
                 y = checkpoint(lambda t, layer=layer: t + layer(t).tanh(), y, store=store)
-            y.square().mean().backward()
-            grads += [x.grad.clone(), *(layer.weight.grad.clone() for layer in layers)]
-        results[mode] = grads
-        assert store.nbytes == (0 if mode == "none" else 6 * 4096 * 256 * 4)
+            results.append(torch.autograd.grad(y.square().mean(), [x, *(layer.weight for layer in layers)]))
+        assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0]))
+    for mode, store in stores.items():
+        assert store.nbytes == (mode != "none") * 6 * 4096 * 256 * 4
         assert all(slab.pinned for slab in store.free)
-    for mode in ("sync", "async"):
-        assert all(torch.equal(a, b) for a, b in zip(results[mode], results["none"]))
 
 
 @pytest.mark.gpu

@@ -1,123 +1,44 @@
-"""Attention block by block: exact against whole layers, the same bits wherever pages lie, and no byte in vain."""
+"""Keys and values block by block: no byte in vain, and which rows later blocks see. The net of whole steps
+(tests/matrix.py) has the gradients."""
 
 from __future__ import annotations
 
-import functools
-import gc
 import itertools
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
-from operators import EXACT, gradients, leaf, nan_memory, randn, worst
-from test_chunked import HEADS, KV, WIDTH, E, toy, toy_weights, whole_layers
-from torch import Tensor
+import zoo
+from cases import attach, batch, step
+from operators import randn
 
 from alstlib.mesh import SPContext
-from alstlib.offload.checkpoints import Saved
-from alstlib.offload.courier import Courier
-from alstlib.offload.host_store import HostStore
 from alstlib.streaming.blocks import Blocks, first_seen
 from alstlib.ulysses.attention import UlyssesAttention
 
-
-def by_blocks(
-    x: Tensor, upstream: Tensor, weights: list[Tensor], how: dict[str, Any], block: int,
-    store: HostStore | None = None, save: bool = False,
-) -> list[Tensor]:  # fmt: skip
-    """Output, gradient of the input and of the weights, with pages on the host where a store is given."""
-    op, weights = UlyssesAttention(SPContext()), [leaf(w) for w in weights]
-    layers = [*zip(*[iter(weights)] * 4)]
-    blocks = Blocks(len(layers), x.shape[1], block, 1)
-    blocks.courier = None if store is None else Courier(store, x.device)
-
-    def run(part: Tensor, notes: list[Saved]) -> Tensor:
-        for i, ws in enumerate(layers):
-            rule = {**how, "sinks": ws[3] if how.get("sinks") else None, "saved": notes[i] if notes else None}
-            part = toy(part, ws, functools.partial(blocks.attend, i, op, **rule))
-        return part
-
-    outs, grads = [], []
-    with torch.no_grad():
-        for i in range(blocks.count):
-            blocks.begin(i, making=True)
-            outs.append(run(x[:, blocks.rows], []))
-    for i in reversed(range(blocks.count)):
-        blocks.begin(i, making=False)
-        part = leaf(x[:, blocks.rows])
-        notes = [Saved() for _ in layers] if save else []
-        if save:  # as a checkpoint does: a pass without a graph, whose attention outputs the recompute takes
-            with torch.no_grad():
-                run(part, notes)
-            for one in notes:
-                one.rewind(one.leave())
-        run(part, notes).backward(upstream[:, blocks.rows])
-        held = [pages.held[i] for pages in blocks.pages]  # gone with each layer's backward, before the block's end
-        assert not any(page.device or page.sums or page.host or page.host_sums for page in held)
-        blocks.done()
-        assert part.grad is not None
-        grads.insert(0, part.grad)
-    blocks.close()
-    return [torch.cat(outs, 1), torch.cat(grads, 1), *(w.grad for w in weights)]  # type: ignore[list-item]
+LENGTH, BLOCK, LAYERS, HEADS, KV, WIDTH = 14, 4, 2, 4, 2, 8
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "even": {"rows": 12, "block": 4},
-    "the last block shorter": {"rows": 13, "block": 5},
-    "blocks of one row": {"rows": 6, "block": 1},
-    "batch": {"rows": 9, "block": 4, "batch": 2},
-    "documents": {"rows": 13, "block": 5, "documents": [0, 1, 6, 13]},
-    "documents of a batch": {"rows": 8, "block": 3, "batch": 2, "documents": [0, 5, 8, 9, 16]},
-    "window": {"rows": 17, "block": 4, "window": 3},
-    "window over blocks": {"rows": 17, "block": 3, "window": 8, "sinks": True},
-    "window of one key": {"rows": 7, "block": 3, "window": 1},
-    "window and documents": {"rows": 19, "block": 4, "window": 6, "documents": [0, 7, 16, 19], "softcap": 2.0},
-}
-
-
-@pytest.mark.parametrize("save", [False, True], ids=["recomputed", "kept"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_two_layers_by_blocks_are_whole_layers(case: dict[str, Any], save: bool) -> None:
-    case = dict(case)
-    rows, block, batch = case.pop("rows"), case.pop("block"), case.pop("batch", 1)
-    x, upstream = randn(batch, rows, E), randn(batch, rows, E, seed=1, scale=3.0)
-    weights, store = toy_weights(), HostStore("sync")
-    want = gradients(functools.partial(whole_layers, **case), [leaf(x), *weights], upstream)
-    with nan_memory():
-        found = [by_blocks(x, upstream, weights, case, block, s, save) for s in (None, store)]
-    assert worst(found[0], want) < EXACT[torch.float64]
-    assert all(torch.equal(a, b) if a is not None else b is None for a, b in zip(*found))
-    gc.collect()
-    assert store.nbytes == store.unused, "a page was not given back"
-
-
-def test_bytes_that_travel() -> None:
-    """A page goes to the host once, and its sums once for each later block; it comes back for each later block's
-    forward, recompute and backward, with sums that are there already, and these once more for its own backward."""
-    rows, block, layers = 14, 4, 3
-    x, n = randn(1, rows, E, dtype=torch.float32), -(-rows // block)
-    page = block * KV * 2 * WIDTH * 4  # fp32 keys and values, and so their sums
-    later = sum(n - 1 - j for j in range(n - 1))
-    for save in (False, True):
-        store = HostStore("sync")
-        by_blocks(x, x, toy_weights(layers, x.dtype), {}, block, store, save)
-        assert store.bytes_sent == layers * page * (n - 1 + later)
-        assert store.bytes_fetched == layers * page * (3 * later + later)
-
-
+@pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize(
-    ("how", "kept"), [({"window": 3}, 2), ({"window": 1}, 0), ({"documents": [0, 4, 8, 12]}, 0),
-                      ({"documents": [0, 3, 6, 11, 12], "window": 4}, 1)], ids=str,
+    ("window", "documents", "kept", "visits"),
+    [(None, (), 12, 4 * (3 + 2 + 1)), (3, (), 2 * 3, 2 * 3), (1, (), 0, 0), (None, (4, 4, 4, 2), 0, 0),
+     (4, (3, 3, 5, 3), 1 + 2 + 1, 1 + 2 + 1)],
+    ids=str,
 )  # fmt: skip
-def test_pages_keep_what_later_blocks_see(how: dict[str, Any], kept: int) -> None:
-    """Blocks of 4 rows: under a window of 3 the next block alone sees two rows of a page; documents that end with
-    their blocks, or a window of a row, leave nothing. (The last case: one row of page 0, two of page 1.)"""
-    x, store = randn(1, 12, E, dtype=torch.float32), HostStore("sync")
-    by_blocks(x, x, toy_weights(1, x.dtype), how, 4, store)
-    rows = 2 * kept if "documents" not in how or not kept else 1 + 2
-    row = KV * 2 * WIDTH * 4
-    assert (store.bytes_sent, store.bytes_fetched) == (2 * rows * row, 4 * rows * row)
-    assert Blocks(1, 12, 4, 1).kept_rows(how.get("window")) == 2 * min(4, how.get("window", 5) - 1)
+def test_bytes_that_travel(window: int | None, documents: Sequence[int], kept: int, visits: int, save: bool) -> None:
+    """Of a page those rows go to the host that a later block sees, once, and their sums once for each such block. They
+    come back for each one's forward, two passes without a kept attention output, and backward, with sums that are there
+    already, and these once more for the page's own backward."""
+    model = zoo.build("mistral", num_hidden_layers=LAYERS, sliding_window=window)
+    with attach(model, offload="sync", on_host="hidden+kv", save_attention=save) as handle:
+        step(model, batch(LENGTH, documents), block=BLOCK)
+        sent, fetched = handle.store.bytes_sent, handle.store.bytes_fetched
+        assert handle.store.leased == 0
+    row = KV * 2 * WIDTH * 4  # keys and values in fp32, and so their sums
+    checkpoints = LAYERS * LENGTH * 4 * (HEADS * WIDTH + save * HEADS * (WIDTH + 1))
+    assert sent == checkpoints + LAYERS * row * (kept + visits)
+    assert fetched == checkpoints + LAYERS * row * visits * (4 if save else 5)
 
 
 def test_first_row_that_is_seen() -> None:
@@ -136,8 +57,7 @@ def test_first_row_that_is_seen() -> None:
 def test_attention_twice_in_a_layer() -> None:
     """In forward it would take the place of the first call's keys: the dry run refuses such a layer before that."""
     blocks, op = Blocks(1, 4, 2, 1), UlyssesAttention(SPContext())
-    q = randn(1, HEADS, 2, WIDTH)
-    k = randn(1, KV, 2, WIDTH)
+    q, k = randn(1, HEADS, 2, WIDTH), randn(1, KV, 2, WIDTH)
     with torch.no_grad():
         blocks.begin(0, making=True)
         blocks.attend(0, op, q, k, k)
