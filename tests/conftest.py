@@ -112,23 +112,16 @@ class RankPool:
         values: dict[int, Any] = {}
         deadline = time.monotonic() + timeout
         try:
-            while len(values) < self.world:
+            while missing := sorted(set(range(self.world)) - set(values)):
                 gone = [f"{r}: {p.exitcode}" for r, p in enumerate(self.processes) if not p.is_alive()]
                 try:
                     rank, ok, value = self.results.get(timeout=2)
                 except queue.Empty:
                     assert not gone, f"ranks ended, with these exit codes: {', '.join(gone)}"
-                    if time.monotonic() < deadline:
-                        continue
-                    raise
-                if not ok:
-                    raise AssertionError(f"rank {rank} of {self.world} failed:\n{value}")
+                    assert time.monotonic() < deadline, f"ranks {missing} gave no answer in {timeout} s"
+                    continue
+                assert ok, f"rank {rank} of {self.world} failed:\n{value}"
                 values[rank] = value
-        except queue.Empty:
-            self.stop()
-            raise AssertionError(
-                f"ranks {sorted(set(range(self.world)) - set(values))} gave no answer in {timeout} s"
-            ) from None
         except AssertionError:
             self.stop()
             raise
@@ -147,14 +140,18 @@ def pools() -> Iterator[Callable[[int], RankPool]]:
         pool.stop()
 
 
-@pytest.fixture(scope="session")
-def ranks2(pools: Callable[[int], RankPool]) -> RankPool:
-    return pools(2)
+def _pool(world: int, pools: str) -> Any:
+    """A fixture: the pool of so many ranks."""
+
+    @pytest.fixture(scope="session")
+    def pool(request: pytest.FixtureRequest) -> RankPool:
+        return request.getfixturevalue(pools)(world)
+
+    return pool
 
 
-@pytest.fixture(scope="session")
-def ranks4(pools: Callable[[int], RankPool]) -> RankPool:
-    return pools(4)
+ranks2, ranks4 = _pool(2, "pools"), _pool(4, "pools")
+late1, late2 = _pool(1, "late_pools"), _pool(2, "late_pools")
 
 
 @pytest.fixture(scope="session")
@@ -168,16 +165,6 @@ def late_pools() -> Iterator[Callable[[int], RankPool]]:
     yield lambda world: made.setdefault(world, RankPool(world, group.backend))
     for pool in made.values():
         pool.stop()
-
-
-@pytest.fixture(scope="session")
-def late1(late_pools: Callable[[int], RankPool]) -> RankPool:
-    return late_pools(1)
-
-
-@pytest.fixture(scope="session")
-def late2(late_pools: Callable[[int], RankPool]) -> RankPool:
-    return late_pools(2)
 
 
 @pytest.fixture
@@ -195,14 +182,11 @@ def slurm() -> Iterator[Any]:
     from cluster import Absent, Cluster
 
     cluster = Cluster()
-    try:
-        cluster.__enter__()
-    except Absent as e:
-        pytest.skip(str(e))
-    try:
-        yield cluster
-    finally:
-        cluster.__exit__()
+    with contextlib.ExitStack() as stack:
+        try:
+            yield stack.enter_context(cluster)
+        except Absent as e:
+            pytest.skip(str(e))
     assert not cluster.left, f"these had to be killed: {cluster.left}"
 
 
@@ -245,6 +229,11 @@ LAUNCH = (
     "test_lab.py",
     "faults",
 )
+ASKED = {
+    "faults": "takes many minutes", "elsewhere": "mounts, and runs as other users",
+    "slurm": "installs and starts a Slurm here",
+}  # fmt: skip
+"""Tests that are run with an option of that name, and why not always."""
 QUICK = 4
 """Cases of one parametrized test that `make test` runs, spread over all of them; the others are slow."""
 
@@ -254,13 +243,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    faults = parser.getgroup("faults", "of tests/faults")
-    faults.addoption("--faults", action="store_true", help="run them, as make test-faults does")
-    parser.addoption("--elsewhere", action="store_true", help="run tests/elsewhere, as make test-elsewhere does")
+    for name in ASKED:
+        parser.addoption(f"--{name}", action="store_true", help=f"run tests/{name}, as make test-{name} does")
     parser.addoption("--whole", action="store_true", help="of tests/elsewhere: whole commands, and installations")
-    parser.addoption("--slurm", action="store_true", help="run tests/slurm, as make test-slurm does")
-    faults.addoption("--kills", type=int, default=8, help="number of random kills")
-    faults.addoption("--seed", type=int, help="of the random kills; without it, one that is printed")
+    parser.addoption("--kills", type=int, default=8, help="of tests/faults: number of random kills")
+    parser.addoption("--seed", type=int, help="of the random kills; without it, one that is printed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -274,18 +261,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("launch")
         if set(SLOW) & places:
             item.add_marker("slow")
-        if "faults" in places:
-            item.add_marker("faults")
-            if not config.getoption("--faults"):
-                item.add_marker(pytest.mark.skip(reason="takes many minutes: make test-faults"))
-        if "elsewhere" in places:
-            item.add_marker("elsewhere")
-            if not config.getoption("--elsewhere"):
-                item.add_marker(pytest.mark.skip(reason="mounts, and runs as other users: make test-elsewhere"))
-        if "slurm" in getattr(item, "fixturenames", ()):
-            item.add_marker("slurm")
-            if not config.getoption("--slurm"):
-                item.add_marker(pytest.mark.skip(reason="installs and starts a Slurm here: make test-slurm"))
+        for name in ASKED.keys() & {*places, *getattr(item, "fixturenames", ())}:
+            item.add_marker(name)
+            if not config.getoption(f"--{name}"):
+                item.add_marker(pytest.mark.skip(reason=f"{ASKED[name]}: make test-{name}"))
     for some in cases.values():
         quick = {round(i * (len(some) - 1) / (QUICK - 1)) for i in range(QUICK)}
         if any("drawn" in item.keywords for item in some):  # a table that says which of its cases are the sample

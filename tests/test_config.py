@@ -44,16 +44,6 @@ def test_what_is_no_quantity(text: Any) -> None:
         parse_quantity(text, "seq_len")
 
 
-def test_quantities_are_read_in_a_config() -> None:
-    run = RunConfig.from_dict({
-        "data.seq_len": "3.7M", "limits.device_memory": "80GB", "options.host_memory": "1.9TB", "search.max": "10M",
-        "optim.steps": "2",
-    })  # fmt: skip
-    assert (run.data.seq_len, run.limits.device_memory) == (3_700_000, 80 * 10**9)
-    assert RunConfig(output={"save_to": Path("x")}).output.save_to == "x"
-    assert (run.options.host_memory, run.search and run.search.max, run.optim.steps) == (1_900 * 10**9, 10_000_000, 2)
-
-
 REFUSED = """
 data.seq_len: 0                  -> data.seq_len=0 must be a whole number of at least 1, such as 2048 or 3.7M
 optim.steps: 0                   -> optim.steps=0 must be a whole number of at least 1
@@ -156,6 +146,13 @@ engine.sp: 2                      -> 2
 peers: alst                       -> ('alst',)
 peers: [alst, ref]                -> ('alst', 'ref')
 row: a.b+c-d                      -> 'a.b+c-d'
+optim.learning_rate: 1e-4         -> 1e-4
+data.seq_len: 3.7M                -> 3_700_000
+limits.device_memory: 80GB        -> 80_000_000_000
+options.host_memory: 1.9TB        -> 1_900_000_000_000
+search.max: 10M                   -> 10_000_000
+options.tiles: {mlp: true}        -> {'mlp': True}
+output.save_to: x                 -> 'x'
 """
 
 
@@ -170,18 +167,6 @@ def test_a_search_is_a_flag_or_a_mapping() -> None:
     given: list[Any] = [True, "true", {}, False, None]
     assert [RunConfig(search=one).search is not None for one in given] == [True, True, True, False, False]
     assert "search=1 must be" in error_of(RunConfig, search=1)
-
-
-def test_what_yaml_writes_is_read() -> None:
-    text = """
-        options: {chunk: 16K, tiles: {mlp: true}}
-        data: {packed: 'false'}
-        optim: {learning_rate: 1e-4, steps: 4}
-        limits: {timeout: 300}"""
-    run = RunConfig.from_dict(yaml.safe_load(text))
-    assert (run.optim.learning_rate, run.optim.steps, run.data.packed, run.limits.timeout) == (1e-4, 4, False, 300)
-    assert (run.options.chunk, run.options.tile("mlp"), run.options.tile("loss")) == (16_000, True, False)
-    assert RunConfig.from_dict(yaml.safe_load("options: plain")).options == Options.plain()
 
 
 def test_options_have_one_set_of_defaults() -> None:
@@ -242,8 +227,6 @@ def test_a_config_is_frozen_and_survives_json() -> None:
 def test_the_digest_names_a_config() -> None:
     run = RunConfig.from_dict({"model.name": "tiny"})
     assert run.digest() == RunConfig.from_dict({"model": {"name": "tiny"}}).digest()
-    assert len(run.digest()) == 12
-    assert int(run.digest(), 16) >= 0
     changes = {"data.seq_len": 4096, "row": "alst", "optim.seed": 1, "options.tiles.mlp": 64}
     digests = {run.replace(**{k: v}).digest() for k, v in changes.items()} | {run.digest(), run.digest("commit")}
     assert len(digests) == len(changes) + 2
@@ -303,6 +286,3 @@ def test_rows_are_those_of_the_paper_and_ours() -> None:
         assert run.engine.offload_optimizer
     lengths = [PAPER_ROWS[row]["seq_len"] for row in PAPER_ROWS]
     assert lengths == sorted(lengths)
-    assert (lengths[0], lengths[-1]) == (32_000, 3_700_000)
-    with pytest.raises(ValueError, match=r"unknown row 'ulises'; did you mean 'ulysses'\?"):
-        row_config("ulises")

@@ -35,12 +35,11 @@ def pins(lock: Path) -> dict[str, str]:
 
 def repository_files() -> list[Path]:
     """What git tracks or would track; without git (an unpacked archive), what is not hidden."""
+    if not (ROOT / ".git").exists():
+        return [p for p in ROOT.rglob("[!.]*") if p.is_file() and "/." not in f"/{p.relative_to(ROOT)}"]
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    if (ROOT / ".git").exists():
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-        return [p for name in listed if name and (p := ROOT / name).is_file()]
-    hidden = [p for p in ROOT.rglob("*") if p.is_file()]
-    return [p for p in hidden if not any(part[0] == "." for part in p.relative_to(ROOT).parts)]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    return [p for name in listed if name and (p := ROOT / name).is_file()]
 
 
 # Environments
@@ -70,43 +69,30 @@ def test_lock_has_what_pyproject_asks_for(lock: Path) -> None:
         assert requirement.specifier.contains(version), f"{requirement} against {version}"
 
 
-def pip_of(path: str) -> tuple[list[str], dict[str, str]]:
-    """What pip is given by a conda file: its options, and the versions of packages."""
-    (pip,) = [d["pip"] for d in yaml.safe_load((ROOT / path).read_text())["dependencies"] if isinstance(d, dict)]
-    return [line for line in pip if line.startswith("-")], dict(line.split("==") for line in pip if "==" in line)
-
-
-def test_environment_yml_has_the_versions_of_the_lock() -> None:
-    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
-    assert "pytorch" not in environment["channels"]
-    assert "python=3.11" in environment["dependencies"]
-    options, named = pip_of("environment.yml")
-    assert "-r env/cpu-py311.txt" in options
-    lock = pins(ROOT / "env" / "cpu-py311.txt")
-    assert {name: lock[canonicalize_name(name)] for name in ("torch", *named)} == named
-
-
+ON_GPU = {"liger-kernel", "flash-attn-4"}
 CARD = ("torch", "deepspeed", "transformers", "datasets", "jupyterlab", "papermill", "ipywidgets", "matplotlib")
-ON_GPU = ("liger-kernel", "flash-attn-4")
 
 
-def test_the_conda_file_for_gpus_enables_the_block_of_the_other() -> None:
-    """Every package of the project's card is named in both, with its version."""
-    options, named = pip_of("env/environment-cuda.yml")
-    lock = pins(ROOT / "env" / "cuda-py311.txt")
-    assert set(named) == {*CARD, *ON_GPU}
-    assert {name: lock.get(name, "4.0.0b36") for name in named} == named
-    assert options == ["-r cuda-py311.txt", "-e .."]
-    lines = [line.strip() for line in (ROOT / "environment.yml").read_text().splitlines()]
-    enabled = [line.removeprefix("# ") if line.startswith("# - ") else line for line in lines]
-    assert [line for line in enabled if "==" in line] == [f"- {name}=={version}" for name, version in named.items()]
-    assert {line.split()[2].split("==")[0] for line in lines if line.startswith("# - ")} == set(ON_GPU)
+@pytest.mark.parametrize("path, lock, options", [
+    ("environment.yml", "cpu-py311", ["-r env/cpu-py311.txt", "-e ."]),
+    ("env/environment-cuda.yml", "cuda-py311", ["-r cuda-py311.txt", "-e .."]),
+])  # fmt: skip
+def test_a_conda_file_has_the_versions_of_its_lock(path: str, lock: str, options: list[str]) -> None:
+    """Every package of the project's card is named with its version; those for a GPU are comments without one."""
+    text = (ROOT / path).read_text()
+    (pip,) = [d["pip"] for d in yaml.safe_load(text)["dependencies"] if isinstance(d, dict)]
+    named = dict(line.split("==") for line in pip if "==" in line)
+    found = dict(re.findall(r"^ *(?:# )?- ([\w-]+)==(\S+)$", text, re.M))
+    assert [line for line in pip if line.startswith("-")] == options
+    assert {name: pins(ROOT / "env" / f"{lock}.txt").get(name, "4.0.0b36") for name in named} == named
+    assert set(found) - set(named) == (ON_GPU if lock.startswith("cpu") else set())
+    assert {*CARD, *ON_GPU} <= set(found)
+    assert found == dict(re.findall(r"- ([\w-]+)==(\S+)", (ROOT / "env/environment-cuda.yml").read_text()))
+    assert "pytorch" not in yaml.safe_load(text)["channels"]
 
 
 def test_packages_that_are_installed_by_hand_have_a_version() -> None:
-    lines = [
-        line for line in (ROOT / "env" / "README.md").read_text().splitlines() if re.match("    .*pip install", line)
-    ]
+    lines = re.findall(r"^    .*pip install.*$", (ROOT / "env" / "README.md").read_text(), re.M)
     found = dict(m for line in lines for m in re.findall(r"\b(flash-attn(?:-\d)?)(?:\[\w+\])?==([\w.]+)", line))
     assert len(lines) == 3
     assert list(found) == ["flash-attn", "flash-attn-3", "flash-attn-4"]
@@ -133,13 +119,20 @@ def fake_python(folder: Path, version: str, name: str = "python") -> Path:
     return program(folder / name, answers)
 
 
-@pytest.mark.parametrize("version, lock", [("3.11", "py311"), ("3.14", "py314"), ("3.15", "py314"), ("3.10", "")])
-def test_installer_picks_the_lock_of_the_python(tmp_path: Path, version: str, lock: str) -> None:
-    done = plan(tmp_path, PYTHON=str(fake_python(tmp_path, version)), ALST_DEVICE="cpu")
-    assert done.returncode == (not lock), done.stderr
-    assert ("Python 3.10, not a Python >= 3.11" in done.stderr) == (not lock)
-    assert (f"lock=env/cpu-{lock}.txt" in done.stdout) == bool(lock)
-    assert ("newer than the locks" in done.stderr) == (version == "3.15")
+@pytest.mark.parametrize("version, device, driver, says", [
+    ("3.11", "cpu", "", "lock=env/cpu-py311.txt"), ("3.15", "cpu", "", "newer than the locks"),
+    ("3.15", "cpu", "", "lock=env/cpu-py314.txt"), ("3.10", "cpu", "", "Python 3.10, not a Python >= 3.11"),
+    ("3.12", "", "GPU 0: a GPU (UUID: GPU-1)", "lock=env/cuda-py312.txt"), ("3.12", "", "", "lock=env/cpu-py312.txt"),
+    ("3.12", "tpu", "", "not one of cpu, cuda"),
+])  # fmt: skip
+def test_installer_picks_the_lock_of_the_python_and_of_the_device(
+    tmp_path: Path, version: str, device: str, driver: str, says: str
+) -> None:
+    program(tmp_path / "nvidia-smi", f'echo "{driver}"')
+    path, python = f"{tmp_path}:{os.environ['PATH']}", str(fake_python(tmp_path, version))
+    done = plan(tmp_path, PATH=path, PYTHON=python, ALST_DEVICE=device)
+    assert says in done.stdout + done.stderr
+    assert (done.returncode != 0) == ("not " in says)
 
 
 def test_installer_skips_an_old_python_on_the_path(tmp_path: Path) -> None:
@@ -150,39 +143,24 @@ def test_installer_skips_an_old_python_on_the_path(tmp_path: Path) -> None:
     assert f"python={tmp_path}/python3.13 lock=env/cpu-py313.txt" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("output, lock", [("GPU 0: a GPU (UUID: GPU-1)", "cuda-py312"), ("", "cpu-py312")])
-def test_installer_picks_the_device(tmp_path: Path, output: str, lock: str) -> None:
-    program(tmp_path / "nvidia-smi", f'echo "{output}"')
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    python = str(fake_python(tmp_path, "3.12"))
-    assert f"lock=env/{lock}.txt" in plan(tmp_path, PATH=path, PYTHON=python, ALST_DEVICE="").stdout
-    done = plan(tmp_path, PATH=path, PYTHON=python, ALST_DEVICE="tpu")
-    assert done.returncode == 1
-    assert "not one of cpu, cuda" in done.stderr
-
-
 def install(tmp_path: Path, driver: str, **env: str) -> tuple[subprocess.CompletedProcess[str], Path]:
     """What the installer does with a GPU of this driver and a Python that only notes what it is asked."""
     tools, checkout = tmp_path / "tools", tmp_path / "checkout"  # it would remake this checkout's .venv
     tools.mkdir()
     shutil.copytree(ROOT / "env", checkout / "env")
     shutil.copy(ROOT / "pyproject.toml", checkout)
-    program(
-        tools / "nvidia-smi",
-        f'case "$*" in *driver_version*) echo {driver} ;; *) echo "GPU 0: a GPU (UUID: GPU-1)" ;; esac',
-    )
-    program(
-        tools / "python",
-        f"""echo "$@" >> {tmp_path}/asked
+    gpu = f'case "$*" in *driver_version*) echo {driver} ;; *) echo "GPU 0: a GPU (UUID: GPU-1)" ;; esac'
+    program(tools / "nvidia-smi", gpu)
+    asks = f"""echo "$@" >> {tmp_path}/asked
 case "$*" in
     "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
     *base_executable*) echo "$0" ;;
     *ensurepip*) echo "3 12" ;;
-esac""",
-    )
-    env = {"ALST_DEVICE": "", "TORCH_INDEX_URL": "", "WHEELHOUSE": "", **env}
-    env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": str(tools / "python"), **env}
-    done = subprocess.run(["bash", checkout / "env" / "install.sh"], env=env, capture_output=True, text=True)
+esac"""
+    python, path = program(tools / "python", asks), f"{tools}:{os.environ['PATH']}"
+    given = {"ALST_DEVICE": "", "TORCH_INDEX_URL": "", "WHEELHOUSE": "", "PATH": path, "PYTHON": str(python), **env}
+    command = ["bash", checkout / "env" / "install.sh"]
+    done = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True)
     return done, checkout / ".venv"
 
 
@@ -288,20 +266,14 @@ def test_make_help_lists_every_target() -> None:
 
 def test_make_targets_in_the_pages_exist() -> None:
     pages = [
-        p for p in repository_files() if p.suffix == ".md" and (p.stem == "README" or p.parent.name == "notebooks")
+        p for p in repository_files() if p.name == "README.md" or (p.parent.name, p.suffix) == ("notebooks", ".md")
     ]
     assert ROOT / "README.md" in pages
     for page in pages:
-        text = page.read_text()
-        code = re.findall(r"(?ms)^```\w*\n(.*?)^```|^    ([^\n]*)$|`([^`\n]+)`", text)
-        lines = "\n".join("".join(one) for one in code)
+        code = re.findall(r"(?ms)^```\w*\n(.*?)^```|^    ([^\n]*)$|`([^`\n]+)`", page.read_text())
+        lines = "\n".join(map("".join, code))
         named = re.findall(r"^ *(?:\$ )?(?:[A-Z_]+=\S+ )*make ([a-z-]+)\b", lines, re.MULTILINE)
         assert set(named) <= make_targets(), page
-
-
-def test_jupyterlab_keeps_its_token() -> None:
-    pattern = re.compile(r"(token|password)\s*=\s*(''|\"\"|\s|$)", re.MULTILINE)
-    assert not pattern.search((ROOT / "Makefile").read_text())
 
 
 # Nothing of one machine
@@ -342,27 +314,24 @@ def test_no_machine_path_and_no_registry() -> None:
 def test_exceptions_of_complexity_are_needed() -> None:
     """What a file is allowed in pyproject.toml, it needs: the list only shrinks."""
     allowed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["per-file-ignores"]
-    rules = ",".join(sorted({rule for of_file in allowed.values() for rule in of_file}))
+    rules = ",".join({rule for of_file in allowed.values() for rule in of_file})
     command = [sys.executable, "-m", "ruff", "check", "--output-format", "json", "--select", rules]
     command += ["--config", "lint.per-file-ignores={}", "."]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    found: dict[str, set[str]] = {}
-    for one in json.loads(done.stdout):
-        found.setdefault(Path(one["filename"]).relative_to(ROOT).as_posix(), set()).add(one["code"])
-    assert {name: sorted(of_file) for name, of_file in found.items()} == allowed
+    found = {(Path(one["filename"]).relative_to(ROOT).as_posix(), one["code"]) for one in json.loads(done.stdout)}
+    assert found == {(name, rule) for name, of_file in allowed.items() for rule in of_file}
 
 
 @pytest.mark.parametrize("name", ["run", "finetune"])
 def test_a_template_is_small_takes_parameters_and_holds_no_outputs(name: str) -> None:
     """The lessons' rules are in test_lessons.py."""
     path = ROOT / "notebooks" / f"{name}.ipynb"
-    assert path.stat().st_size < 1_000_000
     notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     assert "widgets" not in notebook["metadata"]
     assert notebook["metadata"]["kernelspec"]["name"] == "python3"
     code = [c for c in notebook["cells"] if c["cell_type"] == "code"]
     assert sum("parameters" in c["metadata"].get("tags", []) for c in code) == 1
-    assert all(c["outputs"] == [] and c["execution_count"] is None for c in code)
+    assert not any(c["outputs"] or c["execution_count"] for c in code)
 
 
 CHECK = (
@@ -398,8 +367,7 @@ def test_a_table_of_the_page_on_training_is_what_was_measured(name: str) -> None
 
 
 def test_the_licence_the_citation_and_the_package_agree() -> None:
-    licence = (ROOT / "LICENSE").read_text(encoding="utf-8")
-    assert hashlib.sha256(licence.encode()).hexdigest().startswith("cfc7749b96f63bd3")  # Apache's text, unchanged
+    assert hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest().startswith("cfc7749b96f63bd3")  # Apache's text
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["license"] == PROJECT["license"] == "Apache-2.0"
     assert citation["version"] == PROJECT["version"]
@@ -414,8 +382,6 @@ def test_the_readme_says_early_what_was_measured_where() -> None:
     found = results.collect(ROOT / "papermill_runs" / "results")
     on_gpu = [r["folder"] for r in found if "cpu" not in str(r["environment"]["device"]).lower()]
     assert ("nothing on a GPU" in third) == (not on_gpu), on_gpu
-    assert "[LICENSE](LICENSE)" in text
-    assert len(text.splitlines()) < 200
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

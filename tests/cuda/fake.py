@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from threading import get_ident
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -88,6 +91,14 @@ class Stream:
         return object()
 
 
+KERNELS = {
+    "_scaled_dot_product_cudnn_attention": "cudnn", "_scaled_dot_product_cudnn_attention_backward": "cudnn backward",
+    "_flash_attention_forward": "flash", "_flash_attention_backward": "flash backward",
+    "_scaled_dot_product_efficient_attention": "efficient",
+}  # fmt: skip
+"""Operators whose calls are held against what they need, and what problems call them."""
+
+
 class Watch(TorchDispatchMode):
     """Sees every operation under fake tensors."""
 
@@ -103,11 +114,11 @@ class Watch(TorchDispatchMode):
         self.problems: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name.removeprefix("aten::")
-        if (check := getattr(self, f"_check{name}", None)) is not None:
+        kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
+        if name in KERNELS:
             self.kernels[name] += 1
-            check(*args, **kwargs)
+            given = {argument.name: argument.default_value for argument in func._schema.arguments}
+            self._check(KERNELS[name], SimpleNamespace(**{**given, **dict(zip(given, args)), **kwargs}))
         out = func(*args, **kwargs)
         self.uploads += name == "_to_copy" and out.is_cuda and not args[0].is_cuda
         return out
@@ -138,66 +149,37 @@ class Watch(TorchDispatchMode):
         self._need(not causal or rows == keys, kernel, f"causal with {rows} rows over {keys} keys")
         self._need(q.shape[-1] % 8 == 0 == v.shape[-1] % 8, kernel, f"head widths of {q.shape[-1]}, {v.shape[-1]}")
 
-    def _check_scaled_dot_product_cudnn_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Any, lse: bool, dropout: float = 0.0, causal: bool = False,
-        debug: bool = False, *, scale: float | None = None,
-    ) -> None:  # fmt: skip
-        self._tensors("cudnn", q=q, k=k, v=v)
-        self._heads("cudnn", q, k, v, causal, 2)
-        self._need(k.shape[2] > 1, "cudnn", "a single key")
-        self._need(lse and bias is None, "cudnn", "no logsumexp is asked for")
-        self.graphs["forward", get_ident(), _key(q, k, v, causal)].add(None)
-
-    def _check_scaled_dot_product_cudnn_attention_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor, offset: Tensor,
-        bias: Any, cu_q: Any, cu_k: Any, rows: int, keys: int, dropout: float, causal: bool, *,
-        scale: float | None = None,
-    ) -> None:  # fmt: skip
-        self._tensors("cudnn backward", dout=dout, q=q, k=k, v=v, out=out)
-        self._heads("cudnn backward", q, k, v, causal, 2)
-        self._need(k.shape[2] > 1, "cudnn backward", "a single key")
-        self._need(lse.dtype == torch.float32 and lse.is_contiguous(), "cudnn backward", "lse is not fp32, contiguous")
-        self._need(lse.storage_offset() % 4 == 0, "cudnn backward", "lse is not aligned to 16 bytes")
-        self._need(seed.is_cuda and offset.is_cuda, "cudnn backward", "the seed is not on the device")
-        self.graphs["backward", get_ident(), _key(q, k, v, causal)].add((_strides(out), _strides(dout)))
-
-    def _check_flash_attention_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, longest: int, longest_k: int,
-        dropout: float, causal: bool, debug: bool, *, scale: float | None = None, **window: Any,
-    ) -> None:  # fmt: skip
-        self._flash("flash", cu_q, longest, causal, q=q, k=k, v=v)
-
-    def _check_flash_attention_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None,
-        cu_k: Tensor | None, longest: int, longest_k: int, dropout: float, causal: bool, seed: Tensor, unused: Tensor,
-        *, scale: float | None = None, **window: Any,
-    ) -> None:  # fmt: skip
-        self._flash("flash backward", cu_q, longest, causal, dout=dout, q=q, k=k, v=v, out=out)
-        self._need(lse.dtype == torch.float32 and lse.is_contiguous(), "flash backward", "lse is not fp32, contiguous")
-        tokens = q.shape[:-2] if cu_q is None else q.shape[:1]
-        shape = (tokens[0], q.shape[-2], *tokens[1:]) if cu_q is None else (q.shape[1], *tokens)
-        self._need(tuple(lse.shape) == shape, "flash backward", f"lse {list(lse.shape)} is not {list(shape)}")
-
-    def _flash(self, kernel: str, offsets: Tensor | None, longest: int, causal: bool, **tensors: Tensor) -> None:
-        self._tensors(kernel, **tensors)
-        q, k, v = tensors["q"], tensors["k"], tensors["v"]
-        self._need(q.shape[-1] == v.shape[-1], kernel, f"head widths of {q.shape[-1]} and {v.shape[-1]}")
-        self._need(not 128 < q.shape[-1] < 192, kernel, f"a head width of {q.shape[-1]}, for which backward is wrong")
-        if offsets is None:
-            self._heads(kernel, q, k, v, causal, 1)
-            return
-        self._heads(kernel, q[None], k[None], v[None], causal, 1)
-        right = offsets.dtype == torch.int32 and offsets.is_cuda
-        self._need(right, kernel, f"offsets {offsets.dtype} {offsets.device}")
-        self._need(0 < longest <= q.shape[0], kernel, f"the longest document is {longest} of {q.shape[0]}")
-
-    def _check_scaled_dot_product_efficient_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Any, lse: bool, dropout: float = 0.0, causal: bool = False, *,
-        scale: float | None = None,
-    ) -> None:  # fmt: skip
-        self._tensors("efficient", q=q, k=k, v=v)
-        self._need(q.shape[1] == k.shape[1] == v.shape[1], "efficient", "it takes no groups of heads")
-        self._need(not causal or q.shape[2] == k.shape[2], "efficient", "causal and not square")
+    def _check(self, kernel: str, a: Any) -> None:
+        """`a` has the arguments by PyTorch's names."""
+        need, (kind, _, backward) = functools.partial(self._need, kernel=kernel), kernel.partition(" ")
+        q, k, v = a.query, a.key, a.value
+        self._tensors(kernel, q=q, k=k, v=v, **({"dout": a.grad_out, "out": a.out} if backward else {}))
+        packed = kind == "flash" and a.cum_seq_q is not None
+        if packed:
+            q, k, v, offsets = q[None], k[None], v[None], a.cum_seq_q
+            right = offsets.dtype == torch.int32 and offsets.is_cuda
+            need(right, message=f"offsets {offsets.dtype} {offsets.device}")
+            need(0 < a.max_q <= q.shape[1], message=f"the longest document is {a.max_q} of {q.shape[1]}")
+        self._heads(kernel, q, k, v, a.is_causal, 1 if kind == "flash" else 2)
+        if backward:
+            lse = a.logsumexp
+            need(lse.dtype == torch.float32 and lse.is_contiguous(), message="lse is not fp32, contiguous")
+        if kind == "flash":
+            need(q.shape[-1] == v.shape[-1], message=f"head widths of {q.shape[-1]} and {v.shape[-1]}")
+            need(not 128 < q.shape[-1] < 192, message=f"a head width of {q.shape[-1]}, for which backward is wrong")
+            shape = (q.shape[0], q.shape[2], q.shape[1])[packed:]
+            need(not backward or tuple(a.logsumexp.shape) == shape, message=f"lse is not {list(shape)}")
+        elif kind == "efficient":
+            need(q.shape[1] == k.shape[1] == v.shape[1], message="it takes no groups of heads")
+            need(not a.is_causal or q.shape[2] == k.shape[2], message="causal and not square")
+        else:
+            need(k.shape[2] > 1, message="a single key")
+            need(backward or (a.compute_log_sumexp and a.attn_bias is None), message="no logsumexp is asked for")
+            if backward:
+                need(a.logsumexp.storage_offset() % 4 == 0, message="lse is not aligned to 16 bytes")
+                need(a.philox_seed.is_cuda and a.philox_offset.is_cuda, message="the seed is not on the device")
+            layouts = (_strides(a.out), _strides(a.grad_out)) if backward else None
+            self.graphs[backward or "forward", get_ident(), _key(q, k, v, a.is_causal)].add(layouts)
 
 
 def _strides(t: Tensor) -> tuple[int, ...]:
@@ -213,61 +195,43 @@ def _key(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
 
 
 def _run(outputs: list[Tensor], grads: list[Any], inputs: list[Tensor] | None = None) -> dict[int, Tensor]:
-    """Back-propagate; gradients of leaves go to `.grad`, or those of `inputs` alone are returned by their id."""
+    """Back-propagate, a node that was made later first; gradients of leaves go to `.grad`, or those of `inputs` alone
+    are returned by their id."""
     pending: dict[Any, dict[int, Tensor]] = {}
-    wanted = {id(i) for i in inputs or ()}
-    nodes = {(i.grad_fn, i.output_nr): id(i) for i in inputs or () if i.grad_fn is not None}
+    order: list[Any] = []
+    nodes = {(i.grad_fn or i, i.output_nr): id(i) for i in inputs or ()}
     found: dict[int, Tensor] = {}
 
     def give(node: Any, number: int, g: Tensor) -> None:
-        slots = pending.setdefault(node, {})
+        if node not in pending:
+            pending[node] = {}
+            heapq.heappush(order, (-node._sequence_nr(), id(node), node))
+        slots = pending[node]
         slots[number] = g if number not in slots else slots[number] + g
 
-    roots = []
     for o, g in zip(outputs, grads):
         if o.grad_fn is not None:
             give(o.grad_fn, o.output_nr, torch.ones_like(o) if g is None else g)
-            roots.append(o.grad_fn)
-    count: Counter[Any] = Counter()
-    seen, stack = set(roots), list(dict.fromkeys(roots))
-    while stack:
-        for child, _ in stack.pop().next_functions:
-            if child is not None:
-                count[child] += 1
-                if child not in seen:
-                    seen.add(child)
-                    stack.append(child)
-    ready = [n for n in seen if not count[n]]
-    while ready:
-        node = ready.pop()
-        got = pending.pop(node, {})
-        for (at, number), key in nodes.items():
-            if at is node and number in got:
-                found[key] = got[number]
-        for child, number, g in _through(node, got, wanted if inputs is not None else None, found):
-            give(child, number, g)
-        for child, _ in node.next_functions:
-            if child is not None:
-                count[child] -= 1
-                if not count[child]:
-                    ready.append(child)
+    while order:
+        *_, node = heapq.heappop(order)
+        got = pending.pop(node)
+        found.update({key: got[number] for (at, number), key in nodes.items() if at is node and number in got})
+        for child, number, g in _through(node, got):
+            leaf = getattr(child, "variable", None)
+            if leaf is None:
+                give(child, number, g)
+            elif inputs is not None:
+                if key := nodes.get((leaf, 0)):
+                    found[key] = g if key not in found else found[key] + g
+            else:
+                leaf.grad = g if leaf.grad is None else leaf.grad + g
+                for hook in (leaf._post_accumulate_grad_hooks or {}).values():
+                    hook(leaf)
     return found
 
 
-def _through(node: Any, got: dict[int, Tensor], wanted: set[int] | None, found: dict[int, Tensor]) -> list[Any]:
+def _through(node: Any, got: dict[int, Tensor]) -> list[Any]:
     """One node's backward -> (child, its output's number, gradient)."""
-    if not got:
-        return []
-    if type(node).__name__ == "AccumulateGrad":
-        leaf, g = node.variable, got[0]
-        assert (g.shape, g.device) == (leaf.shape, leaf.device)
-        if wanted is None:
-            leaf.grad = g if leaf.grad is None else leaf.grad + g
-            for hook in (leaf._post_accumulate_grad_hooks or {}).values():
-                hook(leaf)
-        elif id(leaf) in wanted:
-            found[id(leaf)] = g if id(leaf) not in found else found[id(leaf)] + g
-        return []
     metadata = getattr(node, "_input_metadata", None)
     given: list[Any] = [got.get(i) for i in range(len(metadata) if metadata else max(got) + 1)]
     edges = list(node.next_functions)
@@ -293,17 +257,14 @@ def _through(node: Any, got: dict[int, Tensor], wanted: set[int] | None, found: 
     return made
 
 
-def _backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None:
-    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    _run(tensors, [None] * len(tensors) if grad_tensors is None else list(grad_tensors))
+def _grad(outputs: Any, inputs: Any, grads: Any = None, *_: Any, **__: Any) -> tuple[Any, ...]:
+    tensors, leaves, given = ([x] if isinstance(x, Tensor) else list(x or ()) for x in (outputs, inputs, grads))
+    found = _run(tensors, given or [None] * len(tensors), leaves or None)
+    return tuple(found.get(id(i)) for i in leaves)
 
 
-def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *_: Any, **__: Any) -> tuple[Any, ...]:
-    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    grads = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs or [None] * len(outputs))
-    found = _run(outputs, grads, inputs)
-    return tuple(found.get(id(i)) for i in inputs)
+def _backward(tensors: Any, grads: Any = None, *_: Any, **__: Any) -> None:
+    _grad(tensors, None, grads)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from alstlib.figures.layer import _ALL, PARTS, draw_layer, save_svg
+from alstlib.figures.layer import PARTS, draw_layer, save_svg
 
 SVG = Path(__file__).resolve().parents[2] / "notebooks" / "images" / "layer.svg"
 
@@ -19,12 +19,6 @@ def inks(part: str) -> dict[str, str]:
 def test_an_unknown_part_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(ValueError, match="part='mpl' must be one of memory, logits, mlp, all_to_all, adapter"):
         draw_layer("mpl")
-
-
-def test_each_part_names_elements_of_the_picture_and_says_so() -> None:
-    assert all(set(bright) <= set(_ALL) and bright for _, bright in PARTS.values())
-    assert all(words for part, (words, _) in PARTS.items() if part)
-    assert f"This lesson: {PARTS['chunks'][0]}" in inks("chunks")
 
 
 def test_what_a_part_names_is_bright_and_the_rest_is_pale() -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
-from matplotlib.colors import to_hex
+from typing import Any
 
-from alstlib.figures import lines as lines_of
+import pytest
+
 from alstlib.figures import plots
 
 
+def texts_of(axes: Any) -> list[str]:
+    return [text.get_text().strip() for text in axes.texts]
+
+
 def test_a_training_curve_draws_every_step_of_every_run() -> None:
-    (axes,) = plots.training({"after": {3: 2.0, 4: 1.5}, "before": {1: 4.0, 2: 3.0, 3: 2.0}}, {"saved": 2}).axes
-    lines = {line.get_label(): line for line in axes.lines}
-    assert list(zip(*lines["after"].get_data())) == [(3, 2.0), (4, 1.5)]
-    assert list(zip(*lines["before"].get_data())) == [(1, 4.0), (2, 3.0), (3, 2.0)]
-    assert (lines["after"].get_linestyle(), lines["before"].get_linestyle()) == ("-", "None")
-    assert lines["before"].get_marker() in lines_of.MARKERS
-    assert [text.get_text().strip() for text in axes.texts] == ["saved"]
+    runs = {"after": {3: 2.0, 4: 1.5}, "before": {1: 4.0, 2: 3.0, 3: 2.0}}
+    (axes,) = plots.training(runs, {"saved": 2}).axes
+    drawn = {line.get_label(): dict(zip(*line.get_data())) for line in axes.lines}
+    assert {name: drawn[name] for name in runs} == runs
+    assert texts_of(axes) == ["saved"]
     assert axes.get_ylim()[0] > 1.0  # losses fill the axis: it does not begin at 0
     assert "nats" in axes.get_ylabel()
 
@@ -24,22 +26,20 @@ def test_a_training_curve_draws_every_step_of_every_run() -> None:
 def test_bars_have_names_numbers_and_colours_that_differ() -> None:
     (axes,) = plots.bars({"a": 1000.0, "b": 2.5, "c": 0.0}, "sent [MiB]", "title").axes
     assert [bar.get_width() for bar in axes.patches] == [1000.0, 2.5, 0.0]
-    assert [text.get_text().strip() for text in axes.texts] == ["1,000.0", "2.5", "0.0"]
+    assert texts_of(axes) == ["1,000.0", "2.5", "0.0"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b", "c"]
-    assert [to_hex(bar.get_facecolor()).upper() for bar in axes.patches] == list(plots.PALETTE[:3])
-    assert len({bar.get_hatch() for bar in axes.patches}) == 3
+    assert len({(bar.get_facecolor(), bar.get_hatch()) for bar in axes.patches}) == 3
     assert axes.get_xlabel() == "sent [MiB]"
 
 
 def test_pairs_of_bars_are_of_tokens_on_a_log_axis_or_of_anything_from_zero() -> None:
     (axes,) = plots.paired({"a": (32_000, 64_000)}, ("stated", "predicted"), "longest sequence [tokens]").axes
-    assert (axes.get_xscale(), axes.get_xlabel()) == ("log", "longest sequence [tokens]")
-    assert [text.get_text().strip() for text in axes.texts] == ["32K", "64K"]
+    assert (axes.get_xscale(), texts_of(axes)) == ("log", ["32K", "64K"])
     assert not axes.patches  # no bars: where a log axis begins is arbitrary
     rows = {"a": (1234.56, 2.0), "b": (3.0, 4.0)}
     (axes,) = plots.paired(rows, ("measured", "predicted"), "peak [MiB]", log=False, show="{:,.1f}".format).axes
     assert (axes.get_xscale(), axes.get_xlim()[0]) == ("linear", 0)
-    assert [text.get_text().strip() for text in axes.texts] == ["1,234.6", "3.0", "2.0", "4.0"]
+    assert texts_of(axes) == ["1,234.6", "3.0", "2.0", "4.0"]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["measured", "predicted"]
 
 
@@ -69,10 +69,7 @@ def test_a_wide_grid_stays_on_the_page_and_its_texts_can_be_read() -> None:
 
 def test_lines_of_memory_name_their_peaks_and_begin_at_zero() -> None:
     (axes,) = plots.memory_curves({"whole": [0, 2**21, 0], "tiles": [0, 2**20, 2**20]}).axes
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
-        "whole: peak 2.00 MiB",
-        "tiles: peak 1.00 MiB",
-    ]
-    assert not axes.texts  # a number in the plot would lie on another line
+    said = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert said == ["whole: peak 2.00 MiB", "tiles: peak 1.00 MiB"]
     tried = {"a": [(1000, 2**29), (2000, 2**30)]}
     assert plots.peaks(tried).axes[0].get_ylim()[0] == 0 < plots.peaks(tried, zero=False).axes[0].get_ylim()[0]

@@ -24,9 +24,7 @@ def test_controls_draw_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ALST_STATIC", raising=False)
     ranks, heads, shown = widgets.follow(draw, ranks=([2, 4], 4), heads=([1, 8], 8)).children
     first = shown.value
-    assert ">32<" in first
-    assert '<td style="text-align: left">a&lt;b</td><td style="text-align: right">32</td>' in first
-    assert 'alt="figure for ranks 4, heads 8' in first
+    assert all(part in first for part in (">32<", ">a&lt;b<", 'alt="figure for ranks 4, heads 8'))
     ranks.value = 2
     assert ">16<" in shown.value
     heads.value = 1

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -22,17 +22,10 @@ GIB = 2**30
 def measure(rank: int, world: int, out: str) -> dict[str, Any]:
     from alstlib.measure import machine_rates
 
-    small: Mapping[str, Any] = {"LENGTHS": (32, 64), "ROWS": 16, "MESSAGE": 4096, "WEIGHTS": 1000}
-    before = {name: getattr(machine_rates, name) for name in small}
-    try:
-        for name, value in small.items():
-            setattr(machine_rates, name, {"cpu": value})
-        return machine_rates.Rates(
-            RunConfig(model={"name": "tiny"}, engine={"world_size": world, "sp": world}), Path(out)
-        )()
-    finally:
-        for name, value in before.items():
-            setattr(machine_rates, name, value)
+    small = {"LENGTHS": {"cpu": (32, 64)}, "ROWS": {"cpu": 16}, "MESSAGE": {"cpu": 4096}, "WEIGHTS": {"cpu": 1000}}
+    run = RunConfig(model={"name": "tiny"}, engine={"world_size": world, "sp": world})
+    with mock.patch.multiple(machine_rates, **small):
+        return machine_rates.Rates(run, Path(out))()
 
 
 def test_two_ranks_measure_and_a_plan_reads_it(ranks2: Any, tmp_path: Path, capsys: Any, alst: Any) -> None:
@@ -67,48 +60,32 @@ def test_what_is_no_machine_is_refused(tmp_path: Path) -> None:
         read_machine(tmp_path)
 
 
-def eight(**changes: Any) -> dict[str, Any]:
-    """A node of eight H100 on which nothing is wrong."""
+@pytest.mark.parametrize("changes, says", [
+    ({}, ""),
+    ({"matmul": 3}, "matrix products: rank 3 on node-a reaches 50% of the ranks' median"),
+    ({"link": [1e11] * 8}, "all-to-all in a node: 100 GB/s is 22% of the 450 GB/s that the planner's table has"),
+    ({"links": [4e11] * 7 + [2e10]}, "link: rank 7 on node-a sends to rank 0 on node-a at 20 GB/s"),
+    ({"from_host_not_pinned": [49e9] * 8}, "pinned memory is no faster than other memory"),
+    ({"places": ["node-a 0/1", *["node-a 0/0"] * 7]}, "NUMA: rank 0's GPU is at node 0 and its cores are at"),
+    ({"host_memory": 400 * GIB}, "host memory: 50.00 GiB for each GPU is less than the GPU's own 79.00 GiB"),
+    ({"overheads": {"context": 30 * GIB, "nccl": 0}}, "device memory: 30.00 GiB are in use before any"),
+])  # fmt: skip
+def test_what_looks_wrong_is_named(changes: dict[str, Any], says: str) -> None:
+    """In a node of eight H100; a rate of a rank is halved where its number is given."""
     known = rates_of("H100")
     names = ("matmul", "attention_forward", "attention_backward", "host", "host_memory", "link")
     rates = {name: [getattr(known, name)] * 8 for name in names}
     rates |= {"to_host": [50e9] * 8, "from_host": [50e9] * 8, "from_host_not_pinned": [20e9] * 8}
-    return {
+    node = {
         "device_name": "NVIDIA H100 80GB HBM3", "capability": 9, "ranks": 8, "ranks_of_node": 8, "nodes": 1,
         "gpu_memory": 79 * GIB, "host_memory": 1800 * GIB, "overheads": {"context": GIB, "nccl": 2 * GIB},
-        "rates": rates, "links": [400e9] * 8, "places": [f"node-a {i // 4}/{i // 4}" for i in range(8)], **changes,
+        "rates": rates, "links": [400e9] * 8, "places": [f"node-a {i // 4}/{i // 4}" for i in range(8)],
     }  # fmt: skip
-
-
-def with_rate(name: str, rank: int, share: float) -> dict[str, Any]:
-    node = eight()
-    node["rates"][name][rank] *= share
-    return node
-
-
-@pytest.mark.parametrize(
-    "node, says",
-    [
-        (eight(), []),
-        (with_rate("matmul", 3, 0.5), ["matrix products: rank 3 on node-a reaches 50% of the ranks' median"]),
-        (
-            eight(rates={**eight()["rates"], "link": [100e9] * 8}),
-            ["all-to-all in a node: 100 GB/s is 22% of the 450 GB/s that the planner's table has"],
-        ),
-        (eight(links=[400e9] * 7 + [20e9]), ["link: rank 7 on node-a sends to rank 0 on node-a at 20 GB/s"]),
-        (
-            eight(rates={**eight()["rates"], "from_host_not_pinned": [49e9] * 8}),
-            ["pinned memory is no faster than other memory"],
-        ),
-        (
-            eight(places=["node-a 0/1", *eight()["places"][1:]]),
-            ["NUMA: rank 0's GPU is at node 0 and its cores are at"],
-        ),
-        (eight(host_memory=400 * GIB), ["host memory: 50.00 GiB for each GPU is less than the GPU's own 79.00 GiB"]),
-        (eight(overheads={"context": 30 * GIB, "nccl": 0}), ["device memory: 30.00 GiB are in use before any"]),
-    ],
-)
-def test_what_looks_wrong_is_named(node: dict[str, Any], says: list[str]) -> None:
+    for name, value in changes.items():
+        if name == "matmul":
+            rates[name][value] *= 0.5
+        else:
+            (rates if name in rates and isinstance(value, list) else node)[name] = value
     found = list(check.findings(node))
-    assert len(found) == len(says)
-    assert all(one.startswith(text) for one, text in zip(found, says))
+    assert len(found) == bool(says)
+    assert "".join(found).startswith(says)
