@@ -19,18 +19,18 @@ if TYPE_CHECKING:  # "as" says that a name is public
     from alstlib.hf.block_step import block_step as block_step
     from alstlib.hf.causal_lm_loss import Loss as Loss
     from alstlib.hf.causal_lm_loss import causal_lm_loss as causal_lm_loss
-    from alstlib.hf.dpo_trainer import DPOTrainerMixin as DPOTrainerMixin
     from alstlib.hf.handle import Handle as Handle
     from alstlib.hf.saving import save_model as save_model
     from alstlib.hf.token_logps import sequence_logps as sequence_logps
     from alstlib.hf.token_logps import token_logps as token_logps
-    from alstlib.hf.trainer import TrainerMixin as TrainerMixin
     from alstlib.hf.zero_config import zero_config as zero_config
     from alstlib.mesh import SPContext as SPContext
     from alstlib.offload.host_store import HostOutOfMemory as HostOutOfMemory
     from alstlib.offload.ledger import DeviceOutOfMemory as DeviceOutOfMemory
     from alstlib.options import Options as Options
     from alstlib.runs.launch import RunFailed as RunFailed
+    from alstlib.trainers.dpo_trainer import DPOTrainerMixin as DPOTrainerMixin
+    from alstlib.trainers.trainer import TrainerMixin as TrainerMixin
 else:
     _MODULE_OF = {
         "ROWS": "config",
@@ -41,18 +41,18 @@ else:
         "block_step": "hf.block_step",
         "Loss": "hf.causal_lm_loss",
         "causal_lm_loss": "hf.causal_lm_loss",
-        "DPOTrainerMixin": "hf.dpo_trainer",
         "Handle": "hf.handle",
         "save_model": "hf.saving",
         "sequence_logps": "hf.token_logps",
         "token_logps": "hf.token_logps",
-        "TrainerMixin": "hf.trainer",
         "zero_config": "hf.zero_config",
         "SPContext": "mesh",
         "HostOutOfMemory": "offload.host_store",
         "DeviceOutOfMemory": "offload.ledger",
         "Options": "options",
         "RunFailed": "runs.launch",
+        "DPOTrainerMixin": "trainers.dpo_trainer",
+        "TrainerMixin": "trainers.trainer",
     }
     __all__ = sorted(_MODULE_OF)
 

@@ -33,8 +33,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl_runs import mixture
 
 import alstlib
-from alstlib.hf import trainer as trainer_module
 from alstlib.offload.ledger import Ledger
+from alstlib.trainers import trainer as trainer_module
 
 ENGINES = ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 EVALUATED = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 5}

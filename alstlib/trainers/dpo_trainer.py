@@ -30,8 +30,8 @@ from alstlib.data.shard import Batch
 from alstlib.hf.attach import apply
 from alstlib.hf.handle import Handle
 from alstlib.hf.token_logps import OverRanks, token_logps
-from alstlib.hf.trainer import TrainerMixin, without_adapters
-from alstlib.hf.trainer_checks import check_preferences, check_slice
+from alstlib.trainers.trainer import TrainerMixin, without_adapters
+from alstlib.trainers.trainer_checks import check_preferences, check_slice
 from alstlib.units import IGNORE
 
 PAIRS = "pairs"

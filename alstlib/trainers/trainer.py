@@ -36,10 +36,13 @@ from alstlib.data.shard import KEYS, SLICED, Batch
 from alstlib.hf.attach import apply
 from alstlib.hf.causal_lm_loss import causal_lm_loss
 from alstlib.hf.handle import Handle
-from alstlib.hf.predictions import Shown
-from alstlib.hf.sampling import SharedOrder, spread_neftune
 from alstlib.hf.token_logps import OverRanks
-from alstlib.hf.trainer_checks import (
+from alstlib.mesh import SPContext
+from alstlib.options import Options
+from alstlib.tiled.loss import Look
+from alstlib.trainers.predictions import Shown
+from alstlib.trainers.sampling import SharedOrder, spread_neftune
+from alstlib.trainers.trainer_checks import (
     Slice,
     check_arguments,
     check_class,
@@ -48,9 +51,6 @@ from alstlib.hf.trainer_checks import (
     check_seeds,
     check_slice,
 )
-from alstlib.mesh import SPContext
-from alstlib.options import Options
-from alstlib.tiled.loss import Look
 from alstlib.units import IGNORE
 
 if TYPE_CHECKING:
