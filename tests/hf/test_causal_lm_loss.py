@@ -19,6 +19,7 @@ from cases import (
     sample_of,
     wrap,
 )  # fmt: skip
+from operators import error_of
 
 import alstlib
 from alstlib.config import RunConfig
@@ -58,56 +59,45 @@ def test_a_model_that_is_not_attached_is_refused() -> None:
 def accumulated(rank: int, world: int, stage: int) -> list[Any]:
     """What is said where the loader and the engine are told different numbers of micro-batches; and sums of losses as
     the engine divides them, and without a division."""
-    ctx, model = SPContext.create(world), make_model()
-    samples = make_samples(4)
+    ctx, model, samples = SPContext.create(world), make_model(), make_samples(4)
     attach(model, ctx, **OPTIONS)
-    run = RunConfig.from_dict(
-        by_own_names({"zero_stage": stage, "offload_optimizer": False, "dtype": "fp32", "accumulation": 2})
-    )
-    engine = wrap(model, f"zero{stage}", world, run)
+    fields = {"zero_stage": stage, "offload_optimizer": False, "dtype": "fp32", "accumulation": 2}
+    engine = wrap(model, f"zero{stage}", world, RunConfig.from_dict(by_own_names(fields)))
     steps = engine.gradient_accumulation_steps()
-    batches = list(alstlib.SPDataLoader(samples, ctx, accumulation=4, replicated=True))
-    with pytest.raises(ValueError) as e:
-        alstlib.causal_lm_loss(engine, batches[0])
-    with pytest.raises(ValueError, match="the engine accumulates gradients over 2 micro-batches"):
-        alstlib.block_step(engine, batches[0], 4)
+    wrong = next(iter(alstlib.SPDataLoader(samples, ctx, accumulation=4, replicated=True)))
+    said = [error_of(alstlib.causal_lm_loss, engine, wrong), error_of(alstlib.block_step, engine, wrong, 4)]
     loader = alstlib.SPDataLoader(samples, ctx, accumulation=steps, replicated=True)
     share = [float(alstlib.causal_lm_loss(engine, b).loss) * int(b["step_tokens"]) / steps for b in loader]
     once = [float(alstlib.causal_lm_loss(engine, b, engine_divides_by=1).loss) * int(b["step_tokens"]) for b in loader]
     engine.destroy()
-    return [str(e.value), share, once]
+    return [said, share, once]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_number_of_micro_batches_is_asked_of_the_engine(ranks2: Any, stage: int) -> None:
+    message = (
+        "the engine accumulates gradients over 2 micro-batches, but the loader counted the tokens of 4: give "
+        "SPDataLoader(accumulation=2), or zero_config(accumulation=4)"
+    )
     for said, share, once in ranks2(accumulated, stage):
-        assert said == (
-            "the engine accumulates gradients over 2 micro-batches, but the loader counted the tokens of 4: give "
-            "SPDataLoader(accumulation=2), or zero_config(accumulation=4)"
-        )
+        assert said == [message] * 2
         assert share == pytest.approx(once, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", [int, float, torch.tensor], ids=["int", "float", "tensor"])
 @pytest.mark.parametrize("divides", [1, 4])
 def test_factors_of_one_rank(kind: Any, divides: int) -> None:
-    """loss = sum / step_tokens * engine_divides_by; mean and tokens are this micro-batch's."""
+    """loss = sum / step_tokens * engine_divides_by; mean and tokens are this micro-batch's. Without step_tokens the
+    micro-batch is the step."""
     model, data = make_model(), batch(masked=3)
     want = plain_step(model, data)
     with attach(model, **OPTIONS):
         out = alstlib.causal_lm_loss(model, {**data, "step_tokens": kind(50)}, engine_divides_by=divides)
         out.loss.backward()
+        alone = alstlib.causal_lm_loss(model, {**data, "step_tokens": None}).loss.item()
     check_step((out.loss.item(), gradients(model)), times(8 * divides / 50, want))
-    assert out.mean.item() == pytest.approx(want[0], rel=1e-6)
-    assert (out.tokens.item(), out.tokens.dtype) == (8, torch.int64)
-    assert not out.mean.requires_grad
-
-
-def test_without_step_tokens_the_micro_batch_is_the_step() -> None:
-    model, data = make_model(), batch(masked=3)
-    with attach(model, **OPTIONS):
-        out = alstlib.causal_lm_loss(model, data)
-    assert out.loss.item() == pytest.approx(out.mean.item(), rel=1e-6)
+    assert [out.mean.item(), alone] == pytest.approx([want[0]] * 2, rel=1e-6)
+    assert (out.tokens.item(), out.tokens.dtype, out.mean.requires_grad) == (8, torch.int64, False)
 
 
 @pytest.mark.parametrize("step_tokens", [None, 0, 7])
@@ -141,23 +131,3 @@ def nothing_to_learn(rank: int, world: int, sp: int) -> None:
 @pytest.mark.parametrize("sp", [1, 2])
 def test_no_valid_token_on_any_rank(ranks2: Any, sp: int) -> None:
     ranks2(nothing_to_learn, sp)
-
-
-def alone_with_labels(rank: int, world: int) -> tuple[float, float]:
-    """Loss and mean of a sample whose only labels count on the last rank, in a step of more labels."""
-    ctx, model = SPContext.create(world), make_model()
-    data = sample_of(LENGTH, ignored=slice(LENGTH - 2))
-    want = plain_step(model, data)
-    with attach(model, ctx, **OPTIONS):
-        batch = {**shard_batch(data, world, rank), "step_tokens": 40}
-        out = alstlib.causal_lm_loss(model, batch, engine_divides_by=3)
-        out.loss.backward()
-    check_step((out.mean.item(), times(40 / 2 / 3, (0, gradients(model, world)))[1]), want)
-    return out.loss.item(), out.mean.item()
-
-
-def test_a_rank_without_labels_contributes_zero(ranks2: Any) -> None:
-    """The mean is that of all ranks, and the average of their losses that of the step."""
-    (nothing, mean), (loss, same) = ranks2(alone_with_labels)
-    assert (nothing, mean) == (0, same)
-    assert loss / 2 == pytest.approx(mean * 2 / 40 * 3, rel=1e-6)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import zoo
 from cases import ALL_OFF, Fields, attach, gradients, make_model, on_ranks, worst_error
-from operators import randn
+from operators import error_of, randn
 from test_block_step import PACKED, sample
 from torch import Tensor, nn
 
@@ -91,8 +91,7 @@ def loss_statistics(rank: int, world: int) -> list[list[float]]:
     """Entropy and accuracy for several options, of the loss and block by block; then those of plain transformers."""
     ctx, model, data = alstlib.SPContext.create(world), make_model("gemma2"), sample()
     logits = model(data["input_ids"], use_cache=False).logits.detach()
-    best = logits.argmax(-1)
-    data["labels"][:, 1:8] = best[:, :7]  # some are right
+    data["labels"][:, 1:8] = logits.argmax(-1)[:, :7]  # some are right
     labels = reference.shift(data["labels"])
     entropy, correct, _ = reference.head_statistics(logits, labels)
     valid = int((labels != -100).sum())
@@ -100,10 +99,9 @@ def loss_statistics(rank: int, world: int) -> list[list[float]]:
     batch, found = shard_batch(data, world, rank), []
     for options in OPTIONS:
         with attach(model, ctx, **options):
-            out = alstlib.causal_lm_loss(model, batch, statistics=True)
-            found.append(out)
+            found.append(alstlib.causal_lm_loss(model, batch, statistics=True))
             assert alstlib.causal_lm_loss(model, batch).entropy is None
-            out.loss.backward()
+            found[-1].loss.backward()
             if "chunk" not in options:
                 found += [alstlib.block_step(model, batch, n, statistics=True) for n in (4, 64)]
                 assert alstlib.block_step(model, batch, 4).accuracy is None
@@ -125,37 +123,34 @@ def test_statistics_are_those_of_all_valid_tokens(pools: Any, world: int) -> Non
 
 def test_sums_of_documents() -> None:
     """Padding of a packed batch is none; without offsets each row is one; whatever is summed keeps its gradient."""
-    ids = torch.ones(2, 10, dtype=torch.long)
+    ids, ctx = torch.ones(2, 10, dtype=torch.long), alstlib.SPContext()
     mask = torch.ones_like(ids)
     mask[0, 7:] = 0
     data = {"input_ids": ids, "labels": ids, "attention_mask": mask, "document_lengths": [[3, 4], [10]]}
-    batch, ctx = shard_batch(data, 1, 0, pad_to=12), alstlib.SPContext()
     values = torch.arange(24.0).view(2, 12).requires_grad_()
+    batch = shard_batch(data, 1, 0, pad_to=12)
     assert alstlib.sequence_logps(values, batch, ctx).tolist() == [3, 18, sum(range(12, 22))]
     sums = alstlib.sequence_logps(values, {}, ctx)
     assert sums.tolist() == [sum(range(12)), sum(range(12, 24))]
     (sums * torch.tensor([2.0, -1.0])).sum().backward()
-    assert torch.equal(values.grad, torch.tensor([2.0, -1.0])[:, None].expand(2, 12))  # type: ignore[arg-type]
-    whole = {**data, "attention_mask": torch.ones_like(ids), "document_lengths": [[3, 7], [10]]}
-    batch = shard_batch(whole, 1, 0)  # no padding: a row's end is the next row's start
-    assert alstlib.sequence_logps(values[:, :10], batch, ctx).numel() == 3
+    assert values.grad.unique(dim=1).tolist() == [[2.0], [-1.0]]  # type: ignore[union-attr]
+    batch = shard_batch({"input_ids": ids, "labels": ids, "document_lengths": [[3, 7], [10]]}, 1, 0)
+    assert alstlib.sequence_logps(values[:, :10], batch, ctx).numel() == 3  # a row's end is the next row's start
     assert alstlib.sequence_logps(torch.tensor([[2.0**24, 1.0, 1.0, 1.0]]), {}, ctx).item() == 2**24 + 3
 
 
 def test_refusals() -> None:
-    batch, model = shard_batch(sample(), 1, 0), make_model("gqa")
-    with pytest.raises(ValueError, match=r"attach the model with alstlib\.apply first"):
-        alstlib.token_logps(model, batch)
+    batch, model, experts = shard_batch(sample(), 1, 0), make_model("gqa"), zoo.build("mixtral")
+    assert "attach the model with alstlib.apply first" in error_of(alstlib.token_logps, model, batch)
     with attach(model):
-        with pytest.raises(ValueError, match="the batch has no shift_labels"):
-            alstlib.token_logps(model, {**batch, "shift_labels": None})
-        with pytest.raises(ValueError, match=r"temperature=0 must be a number above 0; 1\.0 leaves"):
-            alstlib.token_logps(model, batch, temperature=0)
-    experts = zoo.build("mixtral")
-    experts.config.output_router_logits = True
+        assert "the batch has no shift_labels" in error_of(alstlib.token_logps, model, {**batch, "shift_labels": None})
+        assert "temperature=0 must be a number above 0; 1.0 leaves" in error_of(
+            alstlib.token_logps, model, batch, temperature=0
+        )
     with attach(experts) as handle:
-        with pytest.raises(ValueError, match="have no load-balancing loss: use output_router_logits=False"):
-            alstlib.token_logps(experts, batch)
+        assert "have no load-balancing loss: use output_router_logits=False" in error_of(
+            alstlib.token_logps, experts, batch
+        )
         assert handle.call is None
         experts.config.output_router_logits = False
         assert alstlib.token_logps(experts, batch).shape == batch["shift_labels"].shape

@@ -90,9 +90,11 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("chunk", "buffer"), [(None, False), *((chunk, True) for chunk in (None, 1, 5, 12, 600))], ids=str
-)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    ("dtype", "chunk", "buffer"),
+    [(torch.float64, None, False), (torch.float32, None, True), (torch.float64, 1, True), (torch.float32, 5, True),
+     (torch.float64, 12, True), (torch.float64, 600, True)],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", ON_CPU)
 def test_kernel_is_the_oracle(name: str, shape: Any, dtype: torch.dtype, chunk: int | None, buffer: bool) -> None:
@@ -142,16 +144,16 @@ def test_a_ragged_length_of_a_kernel_that_is_built_for_each_shape_is_the_oracle(
     monkeypatch: pytest.MonkeyPatch, length: int, batch: int
 ) -> None:
     """The kernel gets a length that many share, and another kernel the last rows."""
-    seen = []
+    seen, forward = [], BACKENDS["cpu"].forward
 
-    def forward(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        seen.append((q.shape[2], k.shape[2]))
-        return BACKENDS["cpu"].forward(q, k, *rest)
+    def built(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        seen.extend((q.shape[2], k.shape[2]))
+        return forward(q, k, *rest)
 
     monkeypatch.setattr(calls, "LONG", 64)
-    monkeypatch.setitem(BACKENDS, "built", replace(BACKENDS["cpu"], forward=forward, granule=32, packed_by="cpu"))
+    monkeypatch.setitem(BACKENDS, "built", replace(BACKENDS["cpu"], forward=built, granule=32, packed_by="cpu"))
     check("built", (batch, 4, 2, length, 8, None), buffer=True)
-    assert seen == [(length - length % 32, length - length % 32)]
+    assert seen == [length - length % 32] * 2
 
 
 def test_merge_with_a_set_without_keys_changes_nothing() -> None:
@@ -180,31 +182,25 @@ def test_oracle_is_torchs_attention(documents: list[int] | None) -> None:
 def test_scores_of_hundreds_do_not_overflow(name: str) -> None:
     tensors = make(SHAPES["gqa, odd"], torch.float32)
     tensors[0] *= 100
-    assert float(oracle(tensors, 1.0, None)[1].max()) > 200  # its exponential is beyond fp32
-    assert worst(run(name, tensors, 1.0, None), oracle(tensors, 1.0, None)) < 1e-4
+    want = oracle(tensors, 1.0)
+    assert float(want[1].max()) > 200  # its exponential is beyond fp32
+    assert worst(run(name, tensors, 1.0, None), want) < 1e-4
 
 
-def test_nothing_of_sequence_times_sequence() -> None:
+@pytest.mark.parametrize("name", ON_CPU)
+def test_nothing_of_sequence_times_sequence(name: str) -> None:
     """The oracle shows that the reading can fail: it makes the scores."""
     tensors = make((1, 1, 1, 1024, 8, None), torch.float32)
-    growth = {}
-    for name in ON_CPU:
-        with Ledger() as ledger:
-            start = ledger.device_bytes
-            run(name, tensors, 0.3, [0, 100, 1024])
-            growth[name] = ledger.device_peak - start
-    assert growth["cpu"] < 1024 * 1024 // 2 < 4 * 900 * 900 < growth["eager"]
+    with Ledger() as ledger:
+        start = ledger.device_bytes
+        run(name, tensors, 0.3, [0, 100, 1024])
+        assert (ledger.device_peak - start > 4 * 900 * 900) == (name == "eager")
 
 
-BAD = {"not from 0": [1, 26], "not to the end": [0, 25], "beyond": [0, 27], "falling": [0, 20, 10, 26], "one": [0],
-       "none": []}  # fmt: skip
-
-
-@pytest.mark.parametrize("documents", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("documents", [[1, 26], [0, 25], [0, 27], [0, 20, 10, 26], [0], []], ids=str)
 def test_bad_documents(documents: list[int]) -> None:
     tensors = make((2, 2, 1, 13, 8, None), torch.float32)
-    with pytest.raises(ValueError, match=r"must rise from 0 to batch \* sequence = 26"):
-        run("cpu", tensors, 0.3, documents)
+    assert "must rise from 0 to batch * sequence = 26" in error_of(run, "cpu", tensors, 0.3, documents)
 
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -215,10 +211,10 @@ CHOICES: list[tuple[str, int, torch.dtype, int, str, str]] = [
     *((name, 0, BF16, 64, "", f"'{name}' does not run on cpu; attention='sdpa'")
       for name in ("cudnn", "flash", "efficient")),
     ("cpu", 9, BF16, 64, "", "'cpu' does not run on cuda"),
-    ("sdpa", 9, BF16, 128, "", "cudnn"), ("sdpa", 9, FP16, 64, "", "cudnn"), ("sdpa", 9, BF16, 256, "", "cudnn"),
-    ("sdpa", 10, BF16, 128, "", "cudnn"), ("sdpa", 10, BF16, 136, "", "flash"), ("sdpa", 8, BF16, 256, "", "flash"),
-    ("sdpa", 9, BF16, 160, "", "cudnn"), ("sdpa", 9, BF16, 252, "", "flash"), ("sdpa", 12, BF16, 256, "", "flash"),
-    ("sdpa", 9, BF16, 36, "", "flash"), ("sdpa", 8, BF16, 128, "", "flash"), ("sdpa", 9, FP32, 128, "", "efficient"),
+    ("sdpa", 9, BF16, 128, "", "cudnn"), ("sdpa", 9, BF16, 256, "", "cudnn"),
+    ("sdpa", 10, BF16, 136, "", "flash"), ("sdpa", 8, BF16, 256, "", "flash"),
+    ("sdpa", 9, BF16, 252, "", "flash"), ("sdpa", 12, BF16, 256, "", "flash"),
+    ("sdpa", 9, BF16, 36, "", "flash"), ("sdpa", 9, FP32, 128, "", "efficient"),
     ("sdpa", 9, BF16, 512, "", "efficient"),
     ("auto", 9, BF16, 512, "", "efficient"), ("auto", 9, BF16, 128, "cute", "flash_attention_4"),
     *((name, least - more, dtype, width, package, says)
@@ -260,20 +256,10 @@ def test_options_name_every_kernel() -> None:
 # ----- against torch's own attention in the same precision
 
 
-def torch_sdpa(tensors: list[Tensor], scale: float) -> list[Tensor | None]:
-    """PyTorch's own choice; K and V repeated, as not every kernel of it takes fewer heads. No logsumexp."""
-    q, k, v = (t.detach().requires_grad_() for t in tensors[:3])
-    groups = q.shape[1] // k.shape[1]
-    kr, vr = (t.repeat_interleave(groups, 1) for t in (k, v))
-    out = scaled_dot_product_attention(q, kr, vr, is_causal=True, scale=scale)
-    return [out.detach(), None, *torch.autograd.grad(out, [q, k, v], tensors[3])]
-
-
-def compare(got: list[Tensor], theirs: Sequence[Tensor | None], want: list[Tensor]) -> None:
-    for name, g, t, w in zip(("out", "lse", "dq", "dk", "dv"), got, theirs, want):
-        if t is not None:
-            ours, floor = reference.relative_error(g, w), torch.finfo(g.dtype).eps / 4
-            assert ours <= 1.5 * max(reference.relative_error(t, w), floor), name
+def compare(got: Sequence[Tensor], theirs: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    for i, (g, t, w) in enumerate(zip(got, theirs, want)):
+        floor = torch.finfo(g.dtype).eps / 4
+        assert reference.relative_error(g, w) <= 1.5 * max(reference.relative_error(t, w), floor), i
 
 
 HALF = [
@@ -300,11 +286,14 @@ def as_good_as_torchs(name: str, dtype: torch.dtype, kv: int, documents: list[in
     whole, *parts = ([t.cpu() for t in run(name, tensors, 0.125, documents, chunk)] for chunk in (None, 100, 64))
     assert whole[1].dtype == torch.float32
     if documents is None:
-        compare(whole, [None if t is None else t.cpu() for t in torch_sdpa(tensors, 0.125)], want)
+        q, k, v = (t.detach().requires_grad_() for t in tensors[:3])
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.125, enable_gqa=True)
+        theirs = [out.detach(), *torch.autograd.grad(out, [q, k, v], tensors[3])]
+        compare([whole[0], *whole[2:]], [t.cpu() for t in theirs], [want[0], *want[2:]])
     assert worst(whole, want) < (1e-4 if dtype == torch.float32 else 0.02)
     assert worst(whole[1:2], want[1:2]) < 1e-3
     for part in parts:
-        compare(part, list(whole), want)
+        compare(part, whole, want)
 
 
 @BATCHES
