@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +193,24 @@ def _known(text: str) -> list[dict[str, Any]]:
 
 @functools.cache
 def public() -> dict[str, Any]:
-    """What comes with the library, by `digest`: what was asked (`span` or `facts`), and what was `found`."""
+    """What comes with the library, by `digest`: what was asked (`span` or `facts`), and what was `found`. Its entry
+    VERSIONS says by what it was simulated."""
     return dict(json.loads(FILE.read_text())) if FILE.exists() else {}
+
+
+VERSIONS = "versions"
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a simulation runs."""
+    return {name: metadata.version(name).partition("+")[0] for name in ("torch", "transformers")}
+
+
+def other_versions() -> str:
+    """A remark where what comes with the library was simulated by other versions than are here."""
+    was, now = public().get(VERSIONS, {}), versions()
+    told = (" and ".join(f"{name} {version}" for name, version in of.items()) for of in (was, now))
+    return "" if was == now else "steps of public models were simulated with {}; {} are here.".format(*told)
 
 
 def digest(text: str) -> str:
@@ -221,9 +238,6 @@ def _folder() -> Path:
 @functools.cache
 def sources() -> str:
     """What a simulation runs: the package's own code, and the versions of what it stands on."""
-    from importlib import metadata
-
     own = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
     code = hashlib.sha256(b"".join(path.read_bytes() for path in own if path.parent.name not in ("runs", "train")))
-    versions = {name: metadata.version(name) for name in ("torch", "transformers")}
-    return json.dumps([code.hexdigest(), versions])
+    return json.dumps([code.hexdigest(), versions()])

@@ -9,6 +9,7 @@ from typing import Any
 from alstlib.config import RunConfig
 from alstlib.hf.configs import find_config, overridden
 from alstlib.hf.public_models import PUBLIC, TRAINED
+from alstlib.planner.fits import other_versions
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.prediction import (
@@ -109,6 +110,8 @@ class Question:
     def notes(self, seq_len: int | None = None) -> list[str]:
         """What else to know of this plan, and of this length."""
         made = [NOTE] if self.shape.recurrence and self.machine.device != "cpu" else []
+        if find_config(self.run.model.name) in PUBLIC.values() and (remark := other_versions()):
+            made.append(remark)
         trained = trained_length(self.run)
         if seq_len and trained and seq_len > trained:
             made.append(

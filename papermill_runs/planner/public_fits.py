@@ -58,7 +58,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--add", type=Path, metavar="FOLDER", help="take what this cache holds of public models")
     args = parser.parse_args()
-    entries = dict(fits.public())
+    before = fits.public().get(fits.VERSIONS, fits.versions())
+    if args.add and before != fits.versions():
+        parser.error(f"those that are there were simulated with {before}; simulate all anew first")
+            f"what is there was simulated with {before}, and here is {fits.versions()}: simulate all anew first"
+        )
+    entries = {key: entry for key, entry in fits.public().items() if key != fits.VERSIONS}
     if args.add:
         for path in args.add.glob("*.json"):
             one = json.loads(path.read_text())
@@ -74,7 +79,7 @@ def main() -> None:
                 PROGRESS.parent.mkdir(parents=True, exist_ok=True)
                 PROGRESS.write_text(json.dumps({fits.sources(): done}))
             entries[key] = done[key]
-    write(entries)
+    write({**entries, fits.VERSIONS: fits.versions()})
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ def test_the_longest_of_an_own_model(tmp_path: Path) -> None:
 
 def test_what_comes_with_the_library_is_what_is_simulated_today() -> None:
     """Two answers for public models, drawn anew each time."""
-    for entry in random.Random().sample(list(fits.public().values()), 2):
+    for entry in random.Random().sample([e for key, e in fits.public().items() if key != fits.VERSIONS], 2):
         found = random.Random().choice(entry["found"])
         (fresh,) = public_fits.again({**entry, "found": [found]})["found"]
         assert json.loads(json.dumps(public_fits._plain(fresh))) == found, entry

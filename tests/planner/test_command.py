@@ -19,7 +19,7 @@ from alstlib import tables
 from alstlib.config import RunConfig, row_config
 from alstlib.hf.models import flos
 from alstlib.hf.public_models import PUBLIC, TRAINED
-from alstlib.planner import command, rendering
+from alstlib.planner import command, fits, rendering
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.machine import Machine, read_machine
 from alstlib.planner.model_shapes import read_shape
@@ -333,6 +333,16 @@ def test_lengths_beyond_the_trained_are_remarked(
         made = as_json(capsys, *args, "--seq-len", str(length))[1]
         assert made["model"]["trained_length"] == trained
         assert any(f"up to {trained:,} tokens" in note and "2.0 times" in note for note in made["notes"]) == said
+
+
+def test_other_versions_than_those_of_the_simulation_are_remarked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "simulated with torch {torch} and transformers {transformers};".format(**fits.public()[fits.VERSIONS])
+    for here in (fits.public()[fits.VERSIONS], {"torch": "2.11.0", "transformers": "5.17.0"}):
+        monkeypatch.setattr(fits, "versions", lambda here=here: here)
+        notes = as_json(capsys, "--seq-len", "1M")[1]["notes"]
+        assert any(said in note for note in notes) == (here["torch"] == "2.11.0")
 
 
 def test_published_models_have_a_trained_length() -> None:
