@@ -61,8 +61,6 @@ def main() -> None:
     before = fits.public().get(fits.VERSIONS, fits.versions())
     if args.add and before != fits.versions():
         parser.error(f"those that are there were simulated with {before}; simulate all anew first")
-            f"what is there was simulated with {before}, and here is {fits.versions()}: simulate all anew first"
-        )
     entries = {key: entry for key, entry in fits.public().items() if key != fits.VERSIONS}
     if args.add:
         for path in args.add.glob("*.json"):
