@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
+import operator
 import pickle
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +25,7 @@ from cases import (
     VOCAB,
     Fields,
     attach,
+    batch,
     batch_of,
     check_step,
     gradients,
@@ -37,7 +38,7 @@ from cases import (
     worst_error,
 )
 from operators import counted
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from zoo import small
@@ -112,46 +113,39 @@ def test_an_error_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert anatomy(model) == before
 
 
-def test_apply_twice_is_refused_and_after_detach_allowed() -> None:
+def test_apply_twice_is_refused() -> None:
     model = make_model()
     with attach(model), pytest.raises(ValueError, match=r"attached already; call detach\(\) of its handle"):
         attach(model)
-    want = plain_step(model, BATCH)
-    with attach(model, **ALL_ON):
-        check_step(step(model, BATCH), want)
 
 
-def test_gradient_checkpointing_is_taken_over_and_given_back() -> None:
-    model = make_model()
-    model.gradient_checkpointing_enable()
-    before, want = anatomy(model), plain_step(model, BATCH)
-    with attach(model, save_attention=True) as handle:
-        assert not model.is_gradient_checkpointing
-        check_step(step(model, BATCH), want)
-        assert handle.attention.forward_calls == 2
-    model.zero_grad()
-    assert model.is_gradient_checkpointing
-    assert anatomy(model) == before
-
-
-def test_gradient_checkpointing_that_is_switched_on_later() -> None:
-    """As transformers' Trainer does: ours takes its place, and without ours it is refused."""
+@pytest.mark.parametrize("later", [False, True], ids=["before", "while attached"])
+def test_gradient_checkpointing_is_taken_over_and_given_back(later: bool) -> None:
+    """Also where it is switched on later, as transformers' Trainer does: ours takes its place."""
     model = make_model()
     want = plain_step(model, BATCH)
-    with attach(model, save_attention=True) as handle:
+    if not later:
         model.gradient_checkpointing_enable()
+    before = anatomy(model)
+    with attach(model, save_attention=True) as handle:
+        if later:
+            model.gradient_checkpointing_enable()
         check_step(step(model, BATCH), want)
         assert handle.attention.forward_calls == 2
     assert model.is_gradient_checkpointing
-    model.gradient_checkpointing_disable()
+    model.zero_grad()
+    assert later or anatomy(model) == before
+
+
+def test_gradient_checkpointing_without_ours_is_refused() -> None:
+    model = make_model()
+    message = r"gradient_checkpointing_enable\(\) does not work with checkpoint=False.*checkpoint=True"
     with attach(model, checkpoint=False):
         model.gradient_checkpointing_enable()
-        with pytest.raises(
-            ValueError, match=r"gradient_checkpointing_enable\(\) does not work with checkpoint=False.*checkpoint=True"
-        ):
+        with pytest.raises(ValueError, match=message):
             step(model, BATCH)
         model.eval()(IDS)
-    with pytest.raises(ValueError, match=r"gradient_checkpointing_enable\(\) does not work with checkpoint=False"):
+    with pytest.raises(ValueError, match=message):
         attach(model.train(), checkpoint=False)
 
 
@@ -162,26 +156,21 @@ def test_two_models_in_one_process(shared: bool) -> None:
     if shared:
         models[1] = type(models[0])(models[0].config)
     wants = [plain_step(m, BATCH) for m in models]
-    first = attach(models[0], **ALL_ON)
-    assert models[1](input_ids=IDS, labels=IDS).loss.item() == pytest.approx(wants[1][0], rel=1e-6)
-    second = attach(models[1], tiles={"mlp": 3, "loss": True, "norm": True})
-    losses = [alstlib.causal_lm_loss(m, BATCH).loss for m in models]
-    losses[1].backward()
-    second.detach()
-    losses[0].backward()
-    for model, loss, want in zip(models, losses, wants):
-        check_step((loss.item(), gradients(model)), want)
-    check_step(step(models[0], BATCH), wants[0])
-    assert second.attention.forward_calls == 2 * 2
-    first.detach()
+    with attach(models[0], **ALL_ON):
+        assert models[1](input_ids=IDS, labels=IDS).loss.item() == pytest.approx(wants[1][0], rel=1e-6)
+        second = attach(models[1], tiles={"mlp": 3, "loss": True, "norm": True})
+        losses = [alstlib.causal_lm_loss(m, BATCH).loss for m in models]
+        losses[1].backward()
+        second.detach()
+        losses[0].backward()
+        for model, loss, want in zip(models, losses, wants):
+            check_step((loss.item(), gradients(model)), want)
+        check_step(step(models[0], BATCH), wants[0])
 
 
 AFTER: dict[str, tuple[Fields, bool]] = {
     "default": ({}, True),
-    "all on": (ALL_ON, True),
-    "offload": ({"offload": "sync", "save_attention": False}, True),
     "segments": ({**ALL_ON, "host_memory": 6000, "save_attention": "auto"}, True),
-    "chunk": ({"chunk": 5}, True),
     "chunk, all on": (STREAMED, True),
     "tiles": ({"tiles": {"mlp": 5, "loss": 7, "norm": 6}, "checkpoint": False}, False),
     "all off": (ALL_OFF, False),
@@ -193,10 +182,7 @@ AFTER: dict[str, tuple[Fields, bool]] = {
 @pytest.mark.parametrize("kind", ["gqa", "gpt2"])
 def test_backward_after_detach_is_right_or_refused(kind: str, options: Fields, recomputes: bool) -> None:
     """What is recomputed would run the model's own attention, without documents; also when it is attached again."""
-    model = make_model(kind, **({"num_hidden_layers": 3} if kind != "gpt2" else {"n_layer": 3}))
-    joined = {**BATCH, "shift_labels": BATCH["shift_labels"].clone(), "cu_documents": torch.tensor([0, 8, 20])}
-    joined["position_ids"] = torch.cat([torch.arange(8), torch.arange(12)])[None]
-    joined["shift_labels"][:, 7] = -100  # a document ends: plain transformers would see across
+    model, joined = make_model(kind, **{"n_layer" if kind == "gpt2" else "num_hidden_layers": 3}), batch(20, (8, 12))
     for attached_again in (False, True):
         with attach(model, **options):
             _, want = step(model, joined)
@@ -216,41 +202,38 @@ def test_backward_after_detach_is_right_or_refused(kind: str, options: Fields, r
 
 @pytest.mark.parametrize("kind, tied", [("gqa", False), ("gqa", True), ("gpt2", True), ("gemma2", True)])
 def test_names_and_saved_form_stay(tmp_path: Path, kind: str, tied: bool) -> None:
-    """Parameters keep names and storage; the config is the model's own, and copies of it build plain models; what the
+    """Weights keep names and storage; the config is the model's own, and copies of it build plain models; what the
     attached model, or its body, saves is the model."""
-    model = make_model(kind, tie_word_embeddings=tied)
-    names = [(n, p.data_ptr()) for n, p in model.named_parameters()]
-    state = {n: t.data_ptr() for n, t in model.state_dict().items()}
-    own, config, attention = model.config, model.config.to_dict(), model.config._attn_implementation
+    model, other = (make_model(kind, seed=seed, tie_word_embeddings=tied).eval() for seed in (0, 3))
+    own, want = model.config, model(IDS).logits
+
+    def form() -> Fields:
+        weights = {n: t.data_ptr() for n, t in model.state_dict().items()}
+        return {"weights": weights, "attention": own._attn_implementation, "config": own.to_dict()}
+
+    before = form()
     with attach(model):
-        assert [(n, p.data_ptr()) for n, p in model.named_parameters()] == names
-        assert {n: t.data_ptr() for n, t in model.state_dict().items()} == state
+        assert form() == before
         assert model.config is own
-        assert (own._attn_implementation, own.to_dict()) == (attention, config)
         for made_from in (own, copy.deepcopy(own), copy.deepcopy(model.base_model.config)):
             fresh = AutoModelForCausalLM.from_config(made_from)
-            assert (type(fresh.config), fresh.config._attn_implementation) == (type(own), attention)
+            assert (type(fresh.config), fresh.config._attn_implementation) == (type(own), before["attention"])
             fresh(IDS)
         for part, folder in ((model, tmp_path / "whole"), (model.base_model, tmp_path / "body")):
             part.save_pretrained(folder)
             assert "alst" not in "".join(f.read_text() for f in folder.glob("*.json"))
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-        other = make_model(kind, seed=3, tie_word_embeddings=tied)
         model.load_state_dict(other.state_dict())
-        model.base_model.config.marked = 1
-        assert own.marked == 1
-    del own.marked
-    assert torch.equal(loaded(IDS).logits, make_model(kind, tie_word_embeddings=tied).eval()(IDS).logits)
+    assert torch.equal(loaded(IDS).logits, want)
     assert torch.equal(model(IDS).logits, other(IDS).logits)
     model.save_pretrained(tmp_path / "after")
-    saved = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("whole", "after")]
-    assert saved[0] == saved[1]
-    assert not any("attn_implementation" in key for key in saved[0])
+    texts = [(tmp_path / name / "config.json").read_text() for name in ("whole", "after")]
+    assert texts[0] == texts[1]
+    assert "attn_implementation" not in texts[0]
 
 
 def test_a_composite_config_is_saved_as_it_was(tmp_path: Path) -> None:
-    text = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    text = {n: v for n, v in zoo.COMMON.items() if not n.endswith("token_id")} | {"head_dim": 8}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
               "image_size": 28, "patch_size": 14}  # fmt: skip
     made = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
@@ -374,30 +357,19 @@ def test_evaluation_is_plain(kind: str, options: Fields) -> None:
     assert not got.loss.requires_grad
 
 
-USES: Fields = {
-    "float": lambda logits: logits.float(),
-    "shape": lambda logits: logits.shape,
-    "index": lambda logits: logits[:, :-1],
-    "loss": lambda logits: nn.functional.cross_entropy(logits, IDS),
-    "sum": lambda logits: logits * 2,
-    "numpy": np.asarray,
-    "length": len,
-}
-
-
 def test_logits_that_are_not_kept_say_so() -> None:
     """When they are used; engines, libraries and copies may handle the output as any other."""
-    model = make_model()
-    with attach(model):
-        out = model(**BATCH)
-    for use in USES.values():
+    with attach(make_model()) as handle:
+        out = handle.model(**BATCH)
+    uses = [operator.methodcaller("float"), operator.attrgetter("shape"), operator.itemgetter(0), operator.neg, len,
+            np.asarray, lambda logits: nn.functional.cross_entropy(logits, IDS)]  # fmt: skip
+    for use in uses:
         with pytest.raises(ValueError, match=r"keeps none\. Use out.loss, .*label_smoothing.* or alstlib.token_logps"):
             use(out.logits)
     assert out[0] is out["loss"] is out.loss
-    seen = tree_map(lambda part: isinstance(part, torch.Tensor) and hasattr(part, "dtype"), out)
-    assert (seen["loss"], seen["logits"], hasattr(out.logits, "dtype")) == (True, False, False)
-    copied = copy.deepcopy({"logits": out.logits}), pickle.loads(pickle.dumps(out.logits))
-    assert [type(c) for c in (copied[0]["logits"], copied[1])] == [type(out.logits)] * 2
+    assert tree_map(lambda part: isinstance(part, Tensor), out) == {"loss": True, "logits": False}
+    for copied in (copy.deepcopy(out.logits), pickle.loads(pickle.dumps(out.logits))):
+        assert type(copied) is type(out.logits)
 
 
 # ----- other models
@@ -454,8 +426,7 @@ def test_a_peft_model_itself_is_refused() -> None:
 
 
 def t5() -> PreTrainedModel:
-    fields = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**fields))
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=VOCAB, d_model=32, num_layers=1))
 
 
 def mixing(module: nn.Module) -> PreTrainedModel:
@@ -518,13 +489,12 @@ def test_models_that_cannot_be_exact_are_refused(make: Any, message: str) -> Non
 
 
 def test_an_attention_that_cannot_be_had_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"attention='flashy' must be one of 'auto', 'sdpa', .*'eager', or a function"):
+        attach(make_model(), attention="flashy")
     model = make_model("gemma2", attn_logit_softcapping=50.0)
-    for name, message in (
-        ("cpu", r"layer 0 of Gemma2ForCausalLM \(Gemma2DecoderLayer\): attention='cpu' does not compute a soft cap"),
-        ("flashy", "attention='flashy' must be one of 'auto', 'sdpa', .*'blockwise', 'eager', or a function"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            attach(model, attention=name)
+    where = r"layer 0 of Gemma2ForCausalLM \(Gemma2DecoderLayer\)"
+    with pytest.raises(ValueError, match=f"{where}: attention='cpu' does not compute a soft cap"):
+        attach(model, attention="cpu")
     attach(model).detach()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import re
 import time
 from typing import Any
@@ -16,6 +15,7 @@ from operators import counted
 from torch import Tensor, nn
 
 import alstlib
+from alstlib.data.shard import shard_batch
 from alstlib.hf.inputs import OURS, take_call
 from alstlib.kernels import spans
 from alstlib.mesh import SPContext
@@ -46,20 +46,14 @@ REFUSED: dict[str, tuple[Fields, str]] = {
         {"cu_seq_lens_q": [0, 5, 12], "cu_seq_lens_k": torch.tensor([0, 6, 12])},
         r"cu_seq_lens_q=\[0, 5, 12\] and cu_seq_lens_k=\[0, 6, 12\] disagree about where documents begin",
     ),
-    "packing and documents": (
-        {"seq_idx": (ARANGE > 4).int(), "cu_documents": [0, 6, 12]},
-        r"cu_documents=\[0, 6, 12\] and seq_idx=\[0, 5, 12\] disagree",
-    ),
     "packing and positions": (
         {"cu_seq_lens_q": torch.tensor([0, 5, 12]), "position_ids": ARANGE},
         "do not fit cu_seq_lens_q: micro-batch row 0, token 5 has position 5 where its document is at 0",
     ),
-    "packing's end": ({"cu_seq_lens_k": [0, 5, 11]}, "cu_seq_lens_k ends at 11"),
     "packing's shape": ({"seq_idx": ARANGE[0]}, r"seq_idx \[12\] must be a tensor \[1, 12\]"),
     "nothing": ({"input_ids": None}, "needs input_ids or inputs_embeds"),
     "cache": ({"past_key_values": object()}, r"past_key_values, use_cache.* after detach\(\)"),
     "images": ({"pixel_values": torch.ones(1)}, "pixel_values is not supported: tokens attend"),
-    "token types": ({"token_type_ids": ids()}, "token_type_ids is not supported"),
     "tuple output": (
         {"shift_labels": ids(), "return_dict": False},
         "return_dict=False .*out.loss",
@@ -68,22 +62,9 @@ REFUSED: dict[str, tuple[Fields, str]] = {
         {"shift_labels": ids(2)},
         r"shift_labels \[2, 12\] must have the shape of input_ids \[1, 12\]",
     ),
-    "labels of embeddings": (
-        {"input_ids": None, "inputs_embeds": torch.zeros(1, 12, 8), "labels": ids(1, 11)},
-        r"shift_labels \[1, 11\] must have the shape of input_ids \[1, 12\]",
-    ),
     "positions' length": (
         {"position_ids": ARANGE[:, 1:]},
         r"position_ids \[1, 11\] do not belong to inputs of 1 x 12 tokens",
-    ),
-    "positions' batch": (
-        {"input_ids": ids(2), "position_ids": ARANGE.expand(3, -1)},
-        r"position_ids \[3, 12\] do not belong to inputs of 2 x 12 tokens",
-    ),
-    "positions from 1": ({"position_ids": ARANGE + 1}, "position_ids must count from 0"),
-    "positions with a gap": (
-        {"position_ids": torch.tensor([[0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12]])},
-        "position_ids must count from 0, starting again at 0 with each document",
     ),
     "positions that restart elsewhere": (
         {"position_ids": torch.tensor([[0, 1, 2, 3, 1, 2, 3, 4, 5, 6, 7, 8]])},
@@ -93,7 +74,6 @@ REFUSED: dict[str, tuple[Fields, str]] = {
         {"cu_documents": torch.tensor([0, 5, 11])},
         r"cu_documents ends at 11, but 1 x 12 tokens on each of 1 ranks are 12",
     ),
-    "no documents": ({"cu_documents": []}, "cu_documents ends at None"),
     "documents that fall": (
         {"position_ids": ARANGE, "cu_documents": [0, 8, 5, 12]},
         r"\[0, 8, 5, 12\] must rise from 0",
@@ -107,10 +87,6 @@ REFUSED: dict[str, tuple[Fields, str]] = {
         r"attention_mask of shape \[1, 1, 12, 12\] is not supported; give position_ids and cu_documents",
     ),
     "mask of masks": ({"attention_mask": {"full": None}}, "attention_mask dict is not supported"),
-    "loss on padding": (
-        {"shift_labels": ids(), "attention_mask": (ARANGE < 9).long()},
-        "attention_mask has zeros",
-    ),
 }
 
 
@@ -126,10 +102,6 @@ SHARDED: dict[str, tuple[Fields, str]] = {
         "labels must be shifted before the sequence is sharded.*SPDataLoader",
     ),
     "no positions": ({}, "position_ids are missing: each rank"),
-    "documents without positions": (
-        {"cu_documents": torch.tensor([0, 24])},
-        "position_ids are missing: each rank",
-    ),
     "local positions": (
         {"position_ids": ARANGE},
         "position_ids of rank 1 do not run from 12 to 23: for packed documents or padding give cu_documents too",
@@ -146,10 +118,6 @@ SHARDED: dict[str, tuple[Fields, str]] = {
         {"position_ids": ARANGE + 12, "seq_idx": (ARANGE > 4).int()},
         "seq_idx of a slice does not tell where documents begin",
     ),
-    "padding": (
-        {"position_ids": ARANGE + 12, "attention_mask": (ARANGE < 9).long()},
-        "attention_mask has zeros",
-    ),
 }
 
 
@@ -157,11 +125,6 @@ SHARDED: dict[str, tuple[Fields, str]] = {
 def test_wrong_shards_are_refused_by_name(kwargs: Fields, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         take(rank(1), **{"input_ids": ids(), **kwargs})
-
-
-def test_inputs_by_position_are_refused() -> None:
-    with pytest.raises(ValueError, match="give the model's inputs by name: input_ids"):
-        take_call((ids(), torch.ones(1, LENGTH)), {}, ONE)
 
 
 # ----- what is taken
@@ -190,23 +153,24 @@ def test_what_is_ours_does_not_reach_the_model() -> None:
         ({"position_ids": ARANGE, "cu_documents": [0, 24]}, (0, 24)),
         ({"seq_idx": (ARANGE > 4).int().expand(2, -1)}, (0, 5, 12, 17, 24)),
         ({"cu_seq_lens_q": [0, 12, 24], "cu_documents": [0, 24], "max_length_q": 12}, (0, 24)),
+        ({"position_ids": torch.tensor([[*range(7), *range(5)]] * 2), "cu_documents": [0, 7, 12, 19, 24]},
+         (0, 7, 12, 19, 24)),
+        ({"position_ids": torch.tensor([[*range(10), 0, 0]] * 2), "cu_documents": [0, 12, 24]}, (0, 12, 24)),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_documents_of_one_rank(kwargs: Fields, documents: Any) -> None:
+    """Right padding beside the offsets may have the position 0."""
     assert take(input_ids=ids(2), **kwargs).documents == documents
 
 
-def test_documents_of_a_shard_are_global() -> None:
+def test_documents_of_a_shard_are_global_and_labels_are_shifted_once() -> None:
     given = {"input_ids": ids(), "position_ids": torch.tensor([[*range(6, 8), *range(10)]])}
     assert take(rank(1), **given, cu_documents=torch.tensor([0, 6, 14, 24])).documents == (0, 6, 14, 24)
-
-
-def test_labels_are_shifted_once() -> None:
-    labels = ids(2)
-    assert torch.equal(take(input_ids=ids(2), labels=labels).shift_labels, shift(labels))
-    assert take(input_ids=ids(2), labels=labels, shift_labels=labels).shift_labels is labels
-    assert take(input_ids=ids(2)).shift_labels is None
+    assert torch.equal(take(input_ids=ids(), labels=ids()).shift_labels, shift(ids()))
+    assert torch.equal(take(input_ids=ids(), labels=ids(), shift_labels=ids()).shift_labels, ids())
+    with pytest.raises(ValueError, match="give the model's inputs by name: input_ids"):
+        take_call((ids(), torch.ones(1, LENGTH)), {}, ONE)
 
 
 # ----- exactness on one rank
@@ -220,10 +184,10 @@ def model(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("options", [{}, ALL_ON], ids=["default", "all on"])
 def test_labels_give_hugging_faces_own_loss(model: Any, options: Fields) -> None:
     """Mean over the valid tokens, or the sum over `num_items_in_batch`; with the same gradients."""
-    tokens, labels = ids(2), ids(2)
+    labels = ids(2)
     labels[0, :7] = -100
     for more in ({}, {"num_items_in_batch": 40}):
-        given = {"input_ids": tokens, "labels": labels, **more}
+        given = {"input_ids": ids(2), "labels": labels, **more}
         want = own_step(model, **given)
         with attach(model, **options):
             check_step(own_step(model, **given), want)
@@ -232,53 +196,42 @@ def test_labels_give_hugging_faces_own_loss(model: Any, options: Fields) -> None
 @pytest.mark.parametrize("kind", ["ones", "right", "bool"])
 def test_masks_that_may_be_dropped_are_exact(model: Any, kind: str) -> None:
     """All ones, and right padding without loss: plain transformers with the mask."""
-    tokens, keep = ids(2), torch.ones(2, LENGTH, dtype=torch.long)
+    tokens, keep = ids(2), torch.ones(2, LENGTH, dtype=torch.bool)
     if kind != "ones":
-        keep[0, 8:], keep[1, 11:] = 0, 0
-    mask = keep.bool() if kind == "bool" else keep
-    given = {"input_ids": tokens, "attention_mask": mask}
-    labels, plain = tokens.masked_fill(keep == 0, -100), model(**given).logits
+        keep[0, 8:], keep[1, 11:] = False, False
+    given = {"input_ids": tokens, "attention_mask": keep if kind == "bool" else keep.long()}
+    labels, plain = tokens.masked_fill(~keep, -100), model(**given).logits
     want = own_step(model, **given, labels=labels)
     with attach(model, **ALL_ON):
         check_step(own_step(model, **given, labels=labels), want)
         with torch.no_grad():
-            logits = model(**given).logits
-    assert relative_error(logits[keep.bool()], plain[keep.bool()]) < 1e-5
+            assert relative_error(model(**given).logits[keep], plain[keep]) < 1e-5
 
 
 @pytest.mark.parametrize("how", ["position_ids", "cu_documents", "both", "cu_seq_lens", "seq_idx"])
 def test_packed_documents_are_those_one_by_one(model: Any, how: str) -> None:
     """Positions that start again, or offsets: logits of each document alone, and gradients of their sum."""
     lengths, tokens = [5, 1, 6], ids()
-    pieces = tokens.split(lengths, 1)
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    labels = torch.cat([shift(p) for p in pieces], 1)
+    packed = shard_batch({"input_ids": tokens, "labels": tokens, "document_lengths": lengths}, 1, 0)
+    positions, offsets = {"position_ids": packed["position_ids"]}, {"cu_documents": packed["cu_documents"]}
+    forms: dict[str, Fields] = {
+        "position_ids": positions, "cu_documents": offsets, "both": {**positions, **offsets},
+        "cu_seq_lens": {"cu_seq_lens_q": packed["cu_documents"], "cu_seq_lens_k": packed["cu_documents"]},
+        "seq_idx": {"seq_idx": (packed["position_ids"] == 0).cumsum(1).int()},
+    }  # fmt: skip
     want = plain_step(model, {"input_ids": tokens, "labels": tokens, "document_lengths": [lengths]})
-    offsets = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
-    index = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
-    forms = {
-        "position_ids": {"position_ids": positions},
-        "cu_documents": {"cu_documents": offsets},
-        "both": {"position_ids": positions, "cu_documents": offsets},
-        "cu_seq_lens": {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 6},
-        "seq_idx": {"seq_idx": index.int()},
-    }
-    given: Fields = forms[how]
     with attach(model, **ALL_ON):
-        check_step(own_step(model, input_ids=tokens, shift_labels=labels, **given), want)
+        check_step(own_step(model, input_ids=tokens, shift_labels=packed["shift_labels"], **forms[how]), want)
         with torch.no_grad():
-            logits = model(tokens, **given).logits
-    assert relative_error(logits, torch.cat([model(p).logits for p in pieces], 1)) < 1e-5
+            logits = model(tokens, **forms[how]).logits
+    assert relative_error(logits, torch.cat([model(p).logits for p in tokens.split(lengths, 1)], 1)) < 1e-5
 
 
 def test_embeddings_in_place_of_tokens(model: Any) -> None:
-    tokens = ids(2)
-    embedded = model.get_input_embeddings()(tokens).detach()
-    want = model(inputs_embeds=embedded, labels=tokens).loss.item()
+    given = {"inputs_embeds": model.get_input_embeddings()(ids(2)).detach(), "labels": ids(2)}
+    want = own_step(model, **given)
     with attach(model, **ALL_ON):
-        loss = model(inputs_embeds=embedded, labels=tokens).loss
-        loss.backward()
-    assert loss.item() == pytest.approx(want, rel=1e-6)
+        check_step(own_step(model, **given), want)
 
 
 # ----- ranks that disagree
@@ -332,14 +285,11 @@ def alone_wrong(case: str, place: int, one: bool) -> tuple[Fields, Any]:
 
 ALONE = {
     "rows": r"the tokens of a rank: \[12, 11\]",
-    "rows, blocks": r"the tokens of a rank: \[12, 11\]",
-    "rows, log-probabilities": r"the tokens of a rank: \[12, 11\]",
     "rows, model": r"the tokens of a rank: \[12, 11\]",
     "batch, model": r"the batch size: \[1, 2\]",
     "local positions": "position_ids of rank 1 do not run from 12 to 23",
-    "local positions, blocks": "position_ids of rank 1 do not run from 12 to 23",
-    "local positions, log-probabilities": "position_ids of rank 1 do not run from 12 to 23",
     "local positions, model": "position_ids of rank 1 do not run from 12 to 23",
+    "local positions, log-probabilities": "position_ids of rank 1 do not run from 12 to 23",
     "the whole sample on every rank": "position_ids of rank 1 do not run from 24 to 47",
     "documents": r"the documents: \[\(0, 24\), \(0, 23, 24\)\]",
     "a field": "the batch has pixel_values, which would not reach the model",
@@ -350,6 +300,8 @@ ALONE = {
     "gradients": r"torch.is_grad_enabled\(\): \[True, False\]",
 }
 """What only rank 1 has another way, and what every rank is told."""
+CALLS = (", model", ", log-probabilities")
+"""Of one replica."""
 
 
 def refused_alone(index: int, world: int, sp: int, engine: str) -> tuple[dict[str, str], float, float]:
@@ -359,7 +311,7 @@ def refused_alone(index: int, world: int, sp: int, engine: str) -> tuple[dict[st
         wrapped: Any = nn.parallel.DistributedDataParallel(model) if engine == "ddp" else model
         start = time.monotonic()
         for case in ALONE:
-            if ctx.dp > 1 and case.endswith((", model", ", log-probabilities")):
+            if ctx.dp > 1 and case.endswith(CALLS):
                 continue  # these are calls of one replica
             batch, run = alone_wrong(case, ctx.sp_rank, index == 1)
             try:
@@ -370,28 +322,18 @@ def refused_alone(index: int, world: int, sp: int, engine: str) -> tuple[dict[st
         return messages, seconds, float(alstlib.causal_lm_loss(wrapped, slice_of(ctx.sp_rank)).mean)
 
 
-@pytest.mark.parametrize("engine", ["bare", "ddp"])
-def test_what_one_rank_refuses_ends_on_all(ranks2: Any, engine: str) -> None:
-    """With the reason, within seconds, and so that the next step is right."""
-    results = ranks2(refused_alone, 2, engine, timeout=60)
-    for messages, seconds, _ in results:
-        assert list(messages) == list(ALONE)
-        for case, message in ALONE.items():
-            assert re.search(message, messages[case]), (case, messages[case])
+@pytest.mark.parametrize("world, engine", [(2, "bare"), (2, "ddp"), (4, "ddp")])
+def test_what_one_rank_refuses_ends_on_all(pools: Any, world: int, engine: str) -> None:
+    """Also in all replicas, with the reason, within seconds, and so that the next step is right."""
+    results = pools(world)(refused_alone, 2, engine, timeout=60)
+    for messages, seconds, mean in results:
+        assert [*messages] == [case for case in ALONE if world == 2 or not case.endswith(CALLS)]
+        for case, message in messages.items():
+            if world == 2 or case in ("local positions", "a field", "rows"):
+                assert re.search(ALONE[case], message), (case, message)
         assert seconds < 20
+        assert mean == results[0][2] > 0
     assert results[0][0]["local positions"].startswith("rank 1 refused: ValueError: position_ids of rank 1")
-    assert results[0][2] == results[1][2] > 0
-
-
-def test_what_one_replica_refuses_ends_in_all(ranks4: Any) -> None:
-    results = ranks4(refused_alone, 2, "ddp", timeout=60)
-    for messages, _, mean in results:
-        assert {n for n in ALONE if not n.endswith((", model", ", log-probabilities"))} == set(messages)
-        assert re.search(ALONE["local positions"], messages["local positions"])
-        assert re.search(ALONE["a field"], messages["a field"])
-        assert re.search(r"the call: \[causal_lm_loss, block_step, causal_lm_loss, causal_lm_loss\]", messages["calls"])
-        assert re.search(ALONE["rows"], messages["rows"])
-        assert mean == results[0][2]
 
 
 def attached_alone(index: int, world: int) -> list[str]:
@@ -435,31 +377,31 @@ TOKENS = "step_tokens=.* must be the number of labels of the whole optimizer ste
 SMOOTHING = "label_smoothing={!r} must be a number from 0 to 1"
 WRONG: list[tuple[Any, Fields, str]] = [
     (forward, {"labels": ids().float()}, "labels has dtype torch.float32; .* torch.int64"),
-    (loss, {"shift_labels": ids().short()}, "shift_labels has dtype torch.int16"),
+
     (forward, {"input_ids": ids()[0]}, r"input_ids has shape \[12\]; it must be \[B, L\]"),
     (forward, {"input_ids": [[1, 2]]}, "input_ids is of the type list"),
-    (loss, {"input_ids": ids().float()}, "input_ids has dtype torch.float32"),
+
     (forward, {"input_ids": None, "inputs_embeds": torch.ones(12, 32)}, r"inputs_embeds has shape \[12, 32\]"),
     (forward, {"position_ids": ARANGE[0]}, r"position_ids has shape \[12\]"),
-    (forward, {"position_ids": ARANGE.float()}, "position_ids has dtype torch.float32"),
+
     (forward, {"attention_mask": ARANGE[:, :7]}, r"attention_mask \[1, 7\] must have the shape of input_ids \[1, 12\]"),
     (forward, {"cu_documents": 12}, "cu_documents 12 must be one row of whole numbers"),
     (forward, {"cu_documents": torch.tensor([0, 12.0])},
      r"cu_documents of shape \[2\] and torch.float32 must be one row"),
-    (loss, {"row_tokens": "12"}, "row_tokens '12' must be one row"),
+
     (forward, {"labels": ids(), "num_items_in_batch": "5"}, "num_items_in_batch='5' must be the"),
     (lambda model, batch: loss(model, [batch]), {}, "batch is of the type list; it must be a dict"),
     (loss, {"inputs_embeds": torch.ones(1, 12, 32)},
      "the batch has inputs_embeds, which would not reach the model: leave it out"),
-    (blocks, {"pixel_values": ids()}, "the batch has pixel_values"),
-    (alstlib.token_logps, {"token_type_ids": ids()}, "the batch has token_type_ids"),
+
+
     *((run, LEFT, "attention_mask has zeros") for run in (loss, blocks, alstlib.token_logps)),
     (functools.partial(blocks, block="5"), {}, "block='5' must be an integer of at least 1"),
     (functools.partial(alstlib.token_logps, temperature="1"), {}, "temperature='1' must be a number above 0"),
     (functools.partial(loss, look=3), {}, "look=3 must be a function"),
     (lambda model, _: model.resize_token_embeddings(100), {}, r"resize_token_embeddings\(\) .*: call detach\(\) first"),
     *((functools.partial(loss, engine_divides_by=n), {}, DIVISOR.format(n))
-      for n in (float("nan"), 2.5, "2", 0, True)),
+      for n in (float("nan"), "2", 0, True)),
     *((blocks, {"step_tokens": n}, TOKENS)
       for n in (0, -5, float("nan"), "9", torch.tensor(0), torch.tensor(-1.0), torch.tensor(float("nan")))),
     *((functools.partial(loss, label_smoothing=n), {}, SMOOTHING.format(n)) for n in (2.0, -0.1, float("nan"), "0.1")),
@@ -499,18 +441,8 @@ def test_fields_that_say_nothing_else_are_taken(attached: Any) -> None:
     """What loaders put beside the fields of a batch, and a mask of ones."""
     more = {"step_tokens": 40, "seen_tokens": 12, "labels": ids(), "attention_mask": torch.ones(1, LENGTH)}
     want = loss(attached, small_batch(step_tokens=40)).item()
-    assert loss(attached, small_batch(**more)).item() == want
-    assert blocks(attached, small_batch(**more)).item() == pytest.approx(want, rel=1e-6)
-
-
-def test_positions_must_fit_the_documents() -> None:
-    """Positions of a shard or of one long text beside the offsets of packed documents are wrong, and not silently."""
-    with pytest.raises(ValueError, match=r"row 0, token 7 has position 7 where its document is at 0"):
-        take(input_ids=ids(2), position_ids=ARANGE, cu_documents=[0, 7, 24])
-    packed = torch.tensor([[*range(7), *range(5)]])
-    assert take(input_ids=ids(), position_ids=packed, cu_documents=[0, 7, 12]).documents == (0, 7, 12)
-    padded = torch.tensor([[*range(10), 0, 0]])
-    assert take(input_ids=ids(), position_ids=padded, cu_documents=[0, 12]).documents == (0, 12)
+    for run in (loss, blocks):
+        assert run(attached, small_batch(**more)).item() == pytest.approx(want, rel=1e-6)
 
 
 def test_documents_of_a_call_are_cut_once_and_go_with_it() -> None:
@@ -522,14 +454,13 @@ def test_documents_of_a_call_are_cut_once_and_go_with_it() -> None:
 
     with attach(make_model("gqa")) as handle, counted(spans.Span, "__init__") as made:
         before = alive()  # of models that other tests still hold
-        for seed in range(4):
+        for documents in (range(1, 17), range(3, 11)):
             made.clear()
-            ends = torch.randperm(63, generator=torch.Generator().manual_seed(seed))[:30].sort().values + 1
-            offsets = [0, *ends.tolist(), 64]
-            positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(offsets)])[None]
-            out: Any = handle.model(ids(1, 64), labels=ids(1, 64), position_ids=positions)
+            positions = torch.cat([torch.arange(n) for n in documents])[None]
+            tokens = ids(1, sum(documents))
+            out: Any = handle.model(tokens, labels=tokens, position_ids=positions)
             assert alive() > before, "the reading can tell"
             out.loss.backward()
-            assert made.total() == 31
+            assert made.total() == len(documents)
             del out
             assert alive() == before

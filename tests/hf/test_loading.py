@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import by_own_names, make_model
+from cases import by_own_names, make_model, same
 
 from alstlib.config import RunConfig
 from alstlib.hf.configs import find_config
@@ -18,7 +18,7 @@ from alstlib.hf.loading import load_on_first, place
 from alstlib.hf.models import load_model
 from alstlib.hf.saving import full_weights
 from alstlib.hf.zero_config import engine_config
-from alstlib.offload.ledger import Ledger
+from alstlib.offload.ledger import Ledger, storage_bytes
 
 
 def config_of(stage: int, **changes: Any) -> dict[str, Any]:
@@ -28,19 +28,16 @@ def config_of(stage: int, **changes: Any) -> dict[str, Any]:
 
 def arrives(rank: int, world: int, run: RunConfig, stage: int, offload: bool) -> dict[str, Any]:
     arrival = load_on_first(run, torch.float32, torch.device("cpu"))
-    model = arrival.model
-    held = sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in model.parameters()}.values())
+    model, plain = arrival.model, load_model(run, torch.float32)
+    hollow = storage_bytes(model.parameters()) < 1000
     tied = model.lm_head.weight is model.get_input_embeddings().weight
     place(arrival, config_of(stage, offload_params=offload))
-    plain = load_model(run, torch.float32)
     want, got = dict(plain.named_parameters()), {n: w.clone() for n, w in full_weights(model)}
-    buffers = dict(plain.named_buffers())
     return {
-        "names": list(got) == list(want),
-        "same": all(torch.equal(got[n], want[n]) for n in want),
-        "buffers": all(torch.equal(b, buffers[n]) for n, b in model.named_buffers()),
+        "names": [*got] == [*want], "same": same(got, want),
+        "buffers": same(dict(model.named_buffers()), dict(plain.named_buffers())),
         "partitioned": all(hasattr(p, "ds_id") for p in model.parameters()),
-        "tied": tied, "hollow": held < 1000, "waiting": len(arrival.waiting), "training": model.training,
+        "tied": tied, "hollow": hollow, "waiting": len(arrival.waiting), "training": model.training,
     }  # fmt: skip
 
 
@@ -92,7 +89,7 @@ def test_weights_in_bf16_are_looked_at_once(tmp_path: Path, value: float) -> Non
     [
         (
             {"num_hidden_layers": 1},
-            r"num_hidden_layers=1, but it has weights of 2 layers; .* or give model.config={'num",
+            "num_hidden_layers=1, but it has weights of 2 layers; .* or give model.config={'num",
         ),
         ({"num_hidden_layers": -1}, "its config has num_hidden_layers=-1; it must be at least 1"),
         ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads=0; it must be at least 1"),
@@ -101,16 +98,16 @@ def test_weights_in_bf16_are_looked_at_once(tmp_path: Path, value: float) -> Non
 )
 def test_sizes_that_a_model_cannot_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     make_model("llama", num_hidden_layers=2).save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
+    file, run = tmp_path / "config.json", RunConfig(model={"name": str(tmp_path)})
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     with pytest.raises(ValueError, match=message):
-        load_model(RunConfig(model={"name": str(tmp_path)}), torch.float32)
-    if changes != {"num_hidden_layers": 1}:
+        load_model(run, torch.float32)
+    if changes == {"num_hidden_layers": 1}:
+        asked = run.replace(model={"config": changes})
+        assert load_model(asked, torch.float32).config.num_hidden_layers == 1
+    else:
         with pytest.raises(ValueError, match=message):
             find_config(str(tmp_path))
-    else:
-        asked = RunConfig(model={"name": str(tmp_path), "config": changes})
-        assert load_model(asked, torch.float32).config.num_hidden_layers == 1
 
 
 def peak_while_loading(rank: int, world: int, run: RunConfig) -> dict[str, int]:

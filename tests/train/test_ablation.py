@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,6 +34,7 @@ from alstlib.train.worker import work
 from alstlib.units import GIB
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
+CHAT = {"role": "user", "content": "a"}
 
 
 def run_config(**changes: Any) -> RunConfig:
@@ -97,32 +100,21 @@ def test_a_run_writes_a_complete_result(first: tuple[Path, dict[str, Any]]) -> N
     out, result = first
     assert result == results.read_result(out / "result.json")
     assert (result["status"], result["mode"], result["row"], result["error"]) == ("ok", "real", "alst", None)
-    assert result["environment"]["device"] == "cpu"
-    assert result["environment"]["device_count"] == 2
+    assert [result["environment"][name] for name in ("device", "device_count")] == ["cpu", 2]
     m = result["metrics"]
-    assert (m["seq_len"], m["tokens_per_step"]) == (129, 258)
-    assert len(m["loss"]) == len(m["valid_tokens"]) == 5
+    assert (m["seq_len"], m["tokens_per_step"], m["valid_tokens"]) == (129, 258, [256] * 5)
     assert len(m["step_seconds"]) == 3  # the first two are watched, not timed
-    assert m["valid_tokens"] == [256] * 5
-    assert all(math.isfinite(loss) for loss in m["loss"])
     assert m["loss"][0] == pytest.approx(math.log(512), rel=0.02)
     assert m["loss"][-1] < m["loss"][0] - 0.1
-    assert m["predicted"]["device_peak_bytes"] == pytest.approx(max(m["device_peak_bytes"]), rel=0.25)  # mostly buckets
-    assert m["predicted"]["host_peak_bytes"] == pytest.approx(max(m["host_peak_bytes"]), rel=0.05)
-    assert len(m["device_peak_bytes"]) == len(m["host_peak_bytes"]) == 2
-    tiny = 4 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(out / "model").parameters())
-    slabs = 2 * 65 * 64 * 4  # two layers' inputs, of this rank's 65 of 130 tokens
-    for device, host in zip(m["device_peak_bytes"], m["host_peak_bytes"]):
-        assert device > tiny / 2
-        assert host >= 3 * tiny / 2 + slabs  # half of: fp32 weights, both moments
+    for name, within in (("device_peak_bytes", 0.25), ("host_peak_bytes", 0.05)):  # on the device mostly buckets
+        assert len(m[name]) == 2
+        assert m["predicted"][name] == pytest.approx(max(m[name]), rel=within)
     median = sorted(m["step_seconds"])[1]
-    for name in ("paper", "model"):
-        seconds = m["flos"][name] / m["tflops"][name] / 2 / 1e12
-        assert seconds == pytest.approx(median)
     assert m["tokens_per_second"] == pytest.approx(258 / median)
+    for name in ("paper", "model"):
+        assert m["flos"][name] / m["tflops"][name] / 2 / 1e12 == pytest.approx(median)
     dense = 512 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160)
     assert m["flos"]["paper"] == 8 * dense * 258 + 2 * 16 * 129**2 * 16 * 4 * 2
-    assert m["flos"]["model"] == 6 * dense * 258 + 2 * 6 * 129**2 * 16 * 4 * 2
 
 
 def test_wire_bytes_are_those_of_the_formula(first: tuple[Path, dict[str, Any]]) -> None:
@@ -133,31 +125,13 @@ def test_wire_bytes_are_those_of_the_formula(first: tuple[Path, dict[str, Any]])
 
 
 def test_progress_tells_rows_steps_and_time(first: tuple[Path, dict[str, Any]]) -> None:
-    events = [json.loads(line) for line in (first[0] / "progress.jsonl").read_text().splitlines()]
+    events = ProgressReader(first[0] / "progress.jsonl").read()
     assert [e["event"] for e in events[:2]] == ["start", "load"]
     steps = [e for e in events if e["event"] == "step"]
-    assert [(e["row"], e["step"], e["steps"], e["seq_len"]) for e in steps] == [
-        ("alst", i, 5, 129) for i in range(1, 6)
-    ]
-    assert [e["loss"] for e in steps] == first[1]["metrics"]["loss"]
-    assert all(e["tokens_per_second"] > 0 and e["eta_seconds"] >= 0 for e in steps)
-    assert steps[-1]["eta_seconds"] == 0
-
-
-@pytest.mark.slow
-def test_a_run_is_resumed_where_it_was(ranks2: Any, first: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    out, result = first
-    files = ["__0_0.distcp", "__1_0.distcp", "state.checksum", "state.json"]
-    assert sorted(p.name for p in (out / "state" / "step-00000003").iterdir()) == files
-    run = run_config(row="alst", steps=5, accumulation=2, warmup_steps=2, resume_from=str(out), zero_stage=1)
-    again = ranks2(trained, str(tmp_path), run)[0]["metrics"]
-    assert again["loss"][:3] == result["metrics"]["loss"][:3]
-    assert again["loss"] == pytest.approx(result["metrics"]["loss"], rel=1e-6)
-    assert again["valid_tokens"] == [256] * 5
-    assert len(again["step_seconds"]) == 1  # of its own two steps the one that took longest to be watched
-    assert f"continued after step 3 from {out / 'state' / 'step-00000003'}" in again["notes"]
-    events = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
-    assert [e["step"] for e in events if e["event"] == "step"] == [4, 5]
+    said = [(e["row"], e["step"], e["steps"], e["seq_len"], e["loss"]) for e in steps]
+    assert said == [("alst", i, 5, 129, loss) for i, loss in enumerate(first[1]["metrics"]["loss"], 1)]
+    assert all(e["tokens_per_second"] > 0 for e in steps)
+    assert min(e["eta_seconds"] for e in steps) == steps[-1]["eta_seconds"] == 0
 
 
 @pytest.fixture(scope="module")
@@ -173,9 +147,7 @@ def own(first: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.slow
-def test_the_trained_model_is_trained_on(
-    ranks2: Any, own: tuple[Path, RunConfig], first: tuple[Path, dict[str, Any]]
-) -> None:
+def test_the_trained_model_is_trained_on(ranks2: Any, own: tuple[Path, RunConfig]) -> None:
     out, run = own
     (out / "run").mkdir()
     result = ranks2(trained, str(out / "run"), run.replace(output={"save_to": str(out / "again")}))[0]
@@ -185,10 +157,8 @@ def test_the_trained_model_is_trained_on(
         want = float(model(input_ids=sample["input_ids"][None], labels=sample["labels"][None]).loss)
     assert result["metrics"]["loss"][0] == pytest.approx(want, rel=1e-5)
     assert any("rows train nothing: of no known format" in note for note in result["metrics"]["notes"])
-    old, new = AutoTokenizer.from_pretrained(first[0] / "model"), AutoTokenizer.from_pretrained(out / "again")
-    assert old.get_vocab() == new.get_vocab()
-    assert len(old) == 512
-    assert AutoModelForCausalLM.from_pretrained(out / "again").config.vocab_size == 512
+    assert AutoTokenizer.from_pretrained(out / "again").get_vocab() == tokenizer.get_vocab()
+    assert AutoModelForCausalLM.from_pretrained(out / "again").config.vocab_size == len(tokenizer) == 512
 
 
 @pytest.mark.slow
@@ -250,17 +220,16 @@ def test_a_run_that_cannot_fit_is_not_started(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("nothing_starts")
 def test_a_cpus_memory_holds_devices_and_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alstlib.planner.machine.host_free", lambda: 23 * GIB)
+    free = [23 * GIB]
+    monkeypatch.setattr("alstlib.planner.machine.host_free", lambda: free[0])
     run = RunConfig(model={"name": "tiny"}, engine={"world_size": 2, "sp": 2}, data={"seq_len": "20M"})
-    assert "does not fit: " in (said := outlook(run, 0))
-    assert "short on the host for each rank" in said
-    assert "of 11.50 GiB; with what is on the device" in said
+    said = r"(?s)does not fit: .*short on the host for each rank.* of 11.50 GiB; with what is on the device"
+    assert re.search(said, outlook(run, 0))
     result = launch(run, tmp_path)
     assert (result["status"], result["error"]["type"]) == ("oom", "WouldNotFit")
     assert "a rank's share of the host's free memory is 11.50 GiB" in result["error"]["message"]
     short = run.replace(data={"seq_len": 64})
-    for free, message in ((2 * GIB, "None"), (GIB // 2, "process 500.00 MiB")):
-        monkeypatch.setattr("alstlib.planner.machine.host_free", lambda free=free: free)
+    for free[0], message in ((2 * GIB, "None"), (GIB // 2, "process 500.00 MiB")):
         assert message in str(why_not(short, 1, 0))
 
 
@@ -289,62 +258,45 @@ def ends(pool: Any, out: Path, run: RunConfig) -> tuple[str, str, dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    "changes, kind, message",
     [
-        ({"model.name": "tinny"}, "did you mean 'tiny'?"),
+        ({"model.name": "tinny"}, "ValueError", "did you mean 'tiny'?"),
+        ({"model.config": {"attention_dropout": 0.1}}, "ValueError", "config.attention_dropout=0.1 is not supported"),
+        ({"data.name": "nowhere.jsonl"}, "ValueError", "data='nowhere.jsonl' does not exist"),
         (
-            {"model.config": {"hidden_sise": 32}},
-            "unknown field of model.config 'hidden_sise'; did you mean 'hidden_size'?",
+            {"data.name": [{"input_ids": [1, 9999, 2] * 100}]},
+            "ValueError",
+            "has token 9999, but the model's vocab_size",
         ),
-        ({"model.config": {"attention_dropout": 0.1}}, "config.attention_dropout=0.1 is not supported in attention"),
-        ({"data.name": "empty.jsonl"}, "empty.jsonl"),
-        ({"data.name": "nowhere.jsonl"}, "data='nowhere.jsonl' does not exist"),
-        ({"data.name": "blank.txt"}, "holds no text"),
-        ({"data.name": "ids.jsonl"}, "has token 9999, but the model's vocab_size is 512"),
-        ({"data.name": "chats.jsonl"}, "the tokenizer has no chat template"),
-        ({"search": True}, "search=True needs limits.device_memory"),
-        ({"output.resume_from": "nowhere"}, "the training state in nowhere: there is no training state (state.json)"),
+        ({"data.name": [{"messages": [CHAT]}]}, "ValueError", "the tokenizer has no chat template"),
+        ({"search": True}, "ValueError", "search=True needs limits.device_memory"),
+        ({"output.resume_from": "nowhere"}, "ValueError", "the training state in nowhere: there is no training state"),
+        ({"options.host_memory": 10_000}, "HostOutOfMemory", "10,000"),
     ],
     ids=str,
 )
 def test_bad_input_is_an_error_on_every_rank(
-    ranks2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+    ranks2: Any, tmp_path: Path, changes: dict[str, Any], kind: str, message: str
 ) -> None:
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "blank.txt").write_text(" ")
-    (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [1, 9999, 2] * 100}))
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
-    if str(changes.get("data.name", "")).partition(".")[0] in ("empty", "blank", "ids", "chats"):
-        changes = {"data.name": str(tmp_path / changes["data.name"])}
-    status, said, _ = ends(ranks2, tmp_path, run_config(**changes))
-    assert status == "error"
+    if isinstance(rows := changes.get("data.name"), list):
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        changes = {"data.name": str(tmp_path / "rows.jsonl")}
+    status, said, result = ends(ranks2, tmp_path, run_config(**changes))
+    assert (status, result["error"]["type"]) == ("oom" if "Memory" in kind else "error", kind)
     assert message in said
-
-
-def test_too_little_host_memory_is_out_of_memory(ranks2: Any, tmp_path: Path) -> None:
-    status, said, result = ends(ranks2, tmp_path, run_config(host_memory=10_000))
-    assert status == "oom"
-    assert result["error"]["type"] == "HostOutOfMemory"
-    assert "10,000" in said
 
 
 @pytest.mark.parametrize("search", [True, False])
 def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path: Path, search: bool) -> None:
-    trainer: Any = object.__new__(AblationRun)
-    trainer.run, trainer.progress, trainer.known = RunConfig(search=search), Progress(tmp_path / "p", 1), Trials([])
-    trainer.ledger, trainer.budget = SimpleNamespace(start=lambda: None), 100
-
-    def steps(*args: Any) -> None:
-        raise RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
-
-    trainer.steps, trainer.loader = steps, lambda *_: None
+    job: Any = object.__new__(AblationRun)
+    job.run, job.progress, job.known = RunConfig(search=search), Progress(tmp_path / "p", 1), Trials([])
+    job.ledger, job.budget, job.loader = SimpleNamespace(start=lambda: None), 100, lambda *_: None
+    job.steps = mock.Mock(side_effect=RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
     with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
-        trainer.peaks(1024)
-    trainer.known = Trials(ProgressReader(tmp_path / "p").read())  # of the next process
-    if search:
-        assert trainer.peaks(1024) > 100  # it does not run
-    else:
-        assert not trainer.known.lost
+        job.peaks(1024)
+    job.known = Trials(ProgressReader(tmp_path / "p").read())  # of the next process
+    assert job.known.lost == ({1024} if search else set())
+    assert not search or job.peaks(1024) > 100  # it does not run
 
 
 # What a run continues from, in the tests' own pool
@@ -421,15 +373,20 @@ def test_the_same_command_continues_by_itself(ranks2: Any, tmp_path: Path, whole
 
 
 def test_other_ranks_go_on_with_the_same_losses(pools: Any, tmp_path: Path, whole: list[float]) -> None:
-    """Two ranks share each sample under ZeRO-1, then one rank has it alone under ZeRO-3, then again two, ZeRO-2."""
-    pools(2)(trained, str(tmp_path), resumable(zero_stage=1), 1)
-    pools(1)(trained, str(tmp_path), resumable(zero_stage=3, sp=1, world_size=1), 3)
-    metrics = pools(2)(trained, str(tmp_path), resumable())[0]["metrics"]
+    """Two ranks share each sample under ZeRO-1, one has it alone under ZeRO-3, then two elsewhere under ZeRO-2."""
+    first, then = tmp_path / "first", tmp_path / "then"
+    first.mkdir()
+    then.mkdir()
+    pools(2)(trained, str(first), resumable(zero_stage=1), 1)
+    pools(1)(trained, str(first), resumable(zero_stage=3, sp=1, world_size=1), 3)
+    metrics = pools(2)(trained, str(then), resumable(resume_from=str(first)))[0]["metrics"]
     assert metrics["loss"] == pytest.approx(whole, rel=1e-6)
     assert [len(set(metrics["loss"])), len(metrics["step_seconds"])] == [4, 1]
-    assert any(
-        "engine.world_size=1 (here 2), engine.sp=1 (here 2): the data go on" in note for note in metrics["notes"]
-    )
+    notes = "\n".join(metrics["notes"])
+    assert f"continued after step 3 from {first / 'state' / 'step-00000003'}" in notes
+    assert "engine.world_size=1 (here 2), engine.sp=1 (here 2): the data go on" in notes
+    events = ProgressReader(then / "progress.jsonl").read()
+    assert [e["step"] for e in events if e["event"] == "step"] == [4]
 
 
 def test_a_run_that_ended_after_its_last_step_has_no_step_to_do(
@@ -503,41 +460,3 @@ def test_a_model_that_cannot_be_saved_leaves_the_metrics(ranks2: Any, tmp_path: 
     result = ranks2(save_fails, str(tmp_path), run_config(save_to=str(tmp_path / "model"), zero_stage=2))[0]
     assert (result["status"], result["error"]["message"]) == ("error", "[Errno 28] No space left on device")
     assert len(result["metrics"]["loss"]) == 2
-
-
-SHORT = """
-from alstlib.train import ablation
-
-steps = ablation.AblationRun.steps
-
-
-def short(self, seq_len, *args, **kwargs):
-    if seq_len > 600:
-        raise RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
-    return steps(self, seq_len, *args, **kwargs)
-
-
-ablation.AblationRun.steps = short
-if __name__ == "__main__":
-    ablation.main()
-"""
-
-
-@pytest.mark.slow
-def test_a_search_goes_on_in_new_processes_where_memory_really_ran_out(tmp_path: Path) -> None:
-    """The trainer itself, on which memory runs out in cuDNN's words beyond 600 tokens."""
-    (tmp_path / "short.py").write_text(SHORT)
-    run = RunConfig(
-        model={"name": "tiny"},
-        engine={"world_size": 1, "sp": 1},
-        data={"seq_len": 256},
-        optim={"steps": 1},
-        search={"granule": 256, "max": 1024},
-        limits={"device_memory": 2**33},
-    )
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    result = launch(run, tmp_path / "run", worker="short", extra_env={"PYTHONPATH": path})
-    assert (result["status"], result["metrics"]["seq_len"]) == ("ok", 512)
-    tried = {t["seq_len"]: t["device_peak_bytes"] for t in result["metrics"]["tried"]}
-    assert tried.keys() == {256, 512, 768, 1024}
-    assert {n for n, peak in tried.items() if peak is None} == {768, 1024}
