@@ -42,7 +42,6 @@ UPWARD = {
         "alstlib.measure.time_layouts -> alstlib.runs.progress",
         "alstlib.measure.timeline -> alstlib.train.worker",
     ),
-    "`run_options` makes Options of a RunConfig's fields: it goes when RunConfig contains Options": (),
     "The stacks that are compared use the engine of our runs": (
         "alstlib.measure.baselines -> alstlib.train.engine",
         "alstlib.measure.baselines -> alstlib.train.operators",

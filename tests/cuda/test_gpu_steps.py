@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,67 +114,49 @@ def test_what_is_expected_is_what_the_planner_says(path: Path, spec: dict[str, A
         device -= found.device.get("checkpoints", 0) * (whole.layers - built) // whole.layers
         low, high = gpu.bounds(expect.get("emulated.projected.step_seconds", "0..1e9"))
         assert low < found.seconds["step"] < high
+        if high < 1e9:  # a time is judged: the first step pins the host's memory, unless there is no time for two
+            assert run.optim.steps >= 2 or 2 * high * built / whole.layers > (run.limits.timeout or 0)
     low, high = gpu.bounds(expect["device_peak_bytes.0"])
     assert low < device < high < 1.6 * low
 
 
-@pytest.mark.parametrize("path, spec, row", rows())
-def test_a_time_that_is_judged_is_not_that_of_pinning(path: Path, spec: dict[str, Any], row: dict[str, Any]) -> None:
-    """The first step pins the host's memory. Only where two do not fit into the row's time is there one."""
-    if (expected := row.get("expect", {}).get("emulated.projected.step_seconds")) is not None:
-        run = run_of(spec, row)
-        whole, built = read_shape(run.model.name, {}).layers, run.model.config["num_hidden_layers"]
-        assert run.optim.steps >= 2 or 2 * gpu.bounds(expected)[1] * built / whole > (run.limits.timeout or 0)
-
-
-BAD = {
-    "exits": "import sys; print('cannot'); sys.exit(3)",
-    "dies": "import os; os.abort()",
-    "hangs": "import time; time.sleep(60)",
-    "other": "",
-    "good": "",
+WRITES = """import os, sys
+os.makedirs(os.path.dirname(sys.argv[1]))
+metrics = {"kernels": {"flash": {"runs": True}}, "device_peak_bytes": [int(sys.argv[2])]}
+open(sys.argv[1], "w").write(__import__("json").dumps({"status": "ok", "metrics": metrics}))"""
+STEPS = {
+    "exits": ("import sys; print('cannot'); sys.exit(3)", 0, "FAILED: exit 3"),
+    "dies": ("import os; os.abort()", 0, "FAILED: exit -6"),
+    "hangs": ("import time; time.sleep(60)", 0, "FAILED: no end in 3.0 s"),
+    "other": (WRITES, 2**32, "OTHER: device_peak_bytes.0"),
+    "good": (WRITES, 5 * 2**29, "as expected"),
 }
-EXPECTED = {"kernels.flash.runs": True, "device_peak_bytes.0": "2GiB..3GiB"}
+"""What a step runs, the peak that it measures, and the verdict."""
 
 
 def test_no_step_can_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that fails, crashes, hangs or cannot be started is one line of the page, and all others are run."""
-    result = tmp_path / "result.json"
+    expect = {"kernels.flash.runs": True, "device_peak_bytes.0": "2GiB..3GiB"}
 
     def steps_of(names: Any, out: Path, dry: bool) -> list[Any]:
         steps = [gpu.Step(name="nowhere", command=[str(tmp_path / "nowhere")], limit=5)]
-        for name, code in BAD.items():
-            peak = 5 * 2**29 if name == "good" else 2**32
-            metrics = f'{{"kernels": {{"flash": {{"runs": true}}}}, "device_peak_bytes": [{peak}]}}'
-            path = tmp_path / name / "result.json"
-            if not code:
-                code = f"import os; os.makedirs('{path.parent}'); open('{path}', 'w').write("
-                code += repr(f'{{"status": "ok", "metrics": {metrics}}}') + ")"
-            command = [sys.executable, "-c", code]
-            steps.append(gpu.Step(name=name, command=command, limit=3, expect=EXPECTED, result=path))
+        for name, (code, peak, _) in STEPS.items():
+            command = [sys.executable, "-c", code, str(result := tmp_path / name / "result.json"), str(peak)]
+            steps.append(gpu.Step(name=name, command=command, limit=3, expect=expect, result=result))
         return [*steps, gpu.Step(name="tests/x", command=[sys.executable, "-c", "print('3 passed')"], limit=5)]
 
     monkeypatch.setattr(gpu, "steps_of", steps_of)
     assert gpu.main([str(tmp_path)]) == 1
     page = (tmp_path / "page.md").read_text()
-    verdicts = {c[1].strip(): c[4].strip() for line in page.splitlines() if len(c := line.split("|")) > 6}
-    assert verdicts.pop("nowhere").startswith("FAILED: FileNotFoundError")
-    assert verdicts == {
-        "step": "verdict", "---": "---", "exits": "FAILED: exit 3", "dies": "FAILED: exit -6",
-        "hangs": "FAILED: no end in 3.0 s", "other": "OTHER: device_peak_bytes.0", "good": "as expected",
+    for name, verdict in {
+        "nowhere": "FAILED: FileNotFoundError",
         "tests/x": "as expected",
-    }  # fmt: skip
+        **{name: verdict for name, (*_, verdict) in STEPS.items()},
+    }.items():
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
+        assert line.split("|")[4].strip().startswith(verdict)
     assert "kernels.flash.runs True; device_peak_bytes.0 2.50GiB" in page
     assert "2 of 7 steps as expected, 0 not run." in page
-    assert not result.exists()
-
-
-def test_a_page_says_what_was_not_run() -> None:
-    steps = [gpu.Step(name=name, command=[], limit=1) for name in ("a", "b")]
-    done = {"a": {"found": "x | y", "verdict": "as expected", "seconds": 1.0, "log": "logs/a.log"}}
-    page = gpu.page(steps, done, "an H100")
-    assert "| a | passes | x / y | as expected | 1.0 s | [log](logs/a.log) |" in page
-    assert "| b | passes | | not run | | |" in " ".join(page.split())
 
 
 @pytest.mark.slow
@@ -190,18 +173,14 @@ def test_the_first_steps_answer_on_a_cpu_too(tmp_path: Path) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
     page = (out / "page.md").read_text()
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "H100" in page
     assert "4 of 5 steps as expected, 0 not run." in page
-    assert "| gpu-1m/1M | passes | error | FAILED: " in " ".join(page.split())
-    results = {path.parent.name: json.loads(path.read_text())["metrics"] for path in out.rglob("result.json")}
-    for found in results["4K"]["gradients"].values():
-        assert found["result"] == "exact"
-    assert results["4K"]["gradients"]["float32"]["gradient"] < 1e-5
-    assert f"gradients.bfloat16.times_plain {gpu.shown(results['4K']['gradients']['bfloat16']['times_plain'])}" in page
+    assert re.search(r"\| gpu-1m/1M +\| passes +\| error +\| FAILED: ", page)
+    found = {path.parent.name: json.loads(path.read_text())["metrics"] for path in out.rglob("result.json")}
+    gradients = found["4K"]["gradients"]
+    assert {one["result"] for one in gradients.values()} == {"exact"}
+    assert gradients["float32"]["gradient"] < 1e-5
+    assert f"gradients.bfloat16.times_plain {gpu.shown(gradients['bfloat16']['times_plain'])}" in page
     for row in ("device", "host"):
-        assert abs(results[row]["predicted"]["allocated_percent"]) < 10
-    timeline = page.partition("## gpu-timeline/64K")[2]
-    assert "There are no copies on a side stream" in timeline
-    assert "kernels |" in timeline
-    for line in results["64K"]["page"]:
-        assert line in done.stdout
+        assert abs(found[row]["predicted"]["allocated_percent"]) < 10
+    assert "There are no copies on a side stream" in page.partition("## gpu-timeline/64K")[2]
+    assert all(line in done.stdout for line in found["64K"]["page"])

@@ -1,7 +1,7 @@
 """A worker for tests of the launcher, run by torchrun with `-m fake_worker`: imports nothing heavy.
 
 `model_config.fake` says what to do: ok, fail (rank 1 only), oom, hang, hang_then_explain (an error when it is ended),
-silent (no result), ok_then_fail, explained (a result with an error), environ, shrink (memory runs out once),
+silent (no result), ok_then_fail, environ, shrink (memory runs out once),
 shrink_then_hang (rank 1 at once), stuck (memory runs out at the same length again), killed (rank 1, and rank 0 says
 that it lost it), stopped (rank 1).
 """
@@ -88,8 +88,8 @@ def main() -> None:
             "host_peak_bytes": [10, 20],
             "flos": {"paper": 4e12, "model": 2e12},
         }
-        status = {"oom": "oom", "explained": "error"}.get(what, "ok")
-        error = None if status == "ok" else {"type": "Explained", "message": "too long"}
+        status = "oom" if what == "oom" else "ok"
+        error = {"type": "Explained", "message": "too long"} if status == "oom" else None
         results.write_result(args.out / "result.json", results.new_result(config, status, metrics=metrics, error=error))
         if status != "ok":
             sys.exit(1)

@@ -13,10 +13,13 @@ import sys
 import time
 from pathlib import Path
 
+import nbformat
 import psutil
 import pytest
 import yaml
 from cases import lines_of, wait_for
+from nbformat.v4 import new_code_cell, new_notebook
+from test_launch import PATHS, processes_of
 
 from alstlib.config import ROWS, RunConfig
 from alstlib.planner import devices
@@ -25,7 +28,6 @@ from alstlib.runs import cli, launch, locks, notebooks, processes, progress, res
 TESTS = Path(__file__).parent
 REPOSITORY = TESTS.parents[1]
 ABLATION = REPOSITORY / "papermill_runs" / "specs" / "ablation.yaml"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(TESTS)))}
 HANGS = [{"name": "one", "model.config": {"fake": "hang"}}]
 
 
@@ -58,7 +60,7 @@ def ran(monkeypatch) -> list:
     """The rows that are run, each with its Spec and whether it is forced; they end as `ran.status` says."""
 
     class Ran(list):
-        status = "ok"
+        status, error = "ok", None
 
     made = Ran()
     monkeypatch.setattr(cli, "execute", lambda *a, **k: None)
@@ -66,7 +68,7 @@ def ran(monkeypatch) -> list:
         cli,
         "run_row",
         lambda spec, row, force, warned: (
-            made.append((row, force, spec)) or results.new_result(spec.rows[row], made.status)
+            made.append((row, force, spec)) or results.new_result(spec.rows[row], made.status, error=made.error)
         ),
     )
     return made
@@ -74,19 +76,14 @@ def ran(monkeypatch) -> list:
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
-    """A sweep of a row that works and one that fails, run once."""
+    """A sweep of a row that works and one that fails, run once; its report names a kernel that nobody has."""
     folder = tmp_path_factory.mktemp("cli")
-    code = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
-    reported = "(Path(results) / 'reported').write_text(sys.executable)"
-    report = {
-        "nbformat": 4, "nbformat_minor": 5,
-        "metadata": {"kernelspec": {"name": "gone", "language": "python", "display_name": "a kernel nobody has"}},
-        "cells": [
-            {**code, "id": "p", "metadata": {"tags": ["parameters"]}, "source": "results = ''"},
-            {**code, "id": "r", "source": f"import sys\nfrom pathlib import Path\nimport beside\n{reported}"},
-        ],
-    }  # fmt: skip
-    (folder / "report.ipynb").write_text(json.dumps(report))
+    reported = (
+        "import sys\nfrom pathlib import Path\nimport beside\n(Path(results) / 'reported').write_text(sys.executable)"
+    )
+    cells = [new_code_cell("results = ''", metadata={"tags": ["parameters"]}), new_code_cell(reported)]
+    kernel = {"kernelspec": {"name": "gone", "language": "python", "display_name": "gone"}}
+    nbformat.write(new_notebook(cells=cells, metadata=kernel), folder / "report.ipynb")
     (folder / "beside.py").touch()  # lessons that are reports import what lies beside them
     spec = write_spec(folder, report="report.ipynb")
     with pytest.MonkeyPatch.context() as patch:
@@ -116,58 +113,43 @@ def test_what_is_run_again(sweep, ran, alst, arguments, expected):
 
 
 def test_retry_and_fail_fast(tmp_path, ran, alst):
-    """A retry leaves alone what never ran, and takes what was killed."""
+    """A retry leaves alone what never ran, and takes what was killed. A row that does not fit says why and fails
+    nothing."""
     spec, ran.status = write_spec(tmp_path), "timeout"
     alst(f"run {spec} --fail-fast", 1)
     alst(f"run {spec}", 1)
     put(out_of(tmp_path) / "bad", RunConfig())
-    ran.status = "oom"
-    alst(f"run {spec} --retry error")
+    ran.status, ran.error = "oom", {"type": "WouldNotFit", "message": "1M tokens would take 71 GiB"}
+    assert "bad: oom: WouldNotFit: 1M tokens would take 71 GiB\n" in alst(f"run {spec} --retry error")
     assert [row for row, *_ in ran] == ["good", "good", "bad", "bad"]
-
-
-def test_a_row_that_does_not_fit_says_why_and_fails_nothing(tmp_path, monkeypatch, alst):
-    error = {"type": "WouldNotFit", "message": "20,000,000 tokens would take 71 GiB"}
-    found = results.new_result(RunConfig(), "oom", error=error)
-    monkeypatch.setattr(cli, "run_row", lambda *a, **k: found)
-    said = alst(f"run {write_spec(tmp_path)} --rows good")
-    assert "good: oom: WouldNotFit: 20,000,000 tokens would take 71 GiB\n" in said
-
-
-def test_report_prints_a_table_and_writes_a_page(sweep, alst):
-    spec, out, _ = sweep
-    (out / "report.html").unlink()  # alst run wrote it
-    table = alst(f"report {out}")
-    assert "| good | ok | real | {'fake': 'ok'} | 2,048 |" in table
-    assert "| bad | error |" in table
-    assert (out / "report.html").exists()
-    assert alst(f"report {spec}") == table
 
 
 def test_status_of_what_ended(sweep, alst):
     spec = sweep[0]
-    shown = alst(f"status {spec}", 1)
-    lines = {line.split()[0]: line for line in shown.splitlines() if line.strip()}
-    assert lines["good"].split()[1] == "ok"
-    assert "RankFailed: rank 1 ended with exit status 1" in lines["bad"]
+    shown, made = alst(f"status {spec}", 1), json.loads(alst(f"status {spec} --json", 1))
+    good, bad = (re.search(rf"(?m)^{row} .*", shown)[0] for row in ("good", "bad"))
+    assert good.split()[1] == "ok"
+    assert "RankFailed: rank 1 ended with exit status 1" in bad
     assert all(len(line) <= 100 for line in shown.partition("next:")[0].splitlines())
     assert f"alst run {spec} --retry error" in shown
-    log = re.search(r"less (\S+)", shown)[1]
-    assert "rank one is broken" in Path(log).read_text()
-    made = json.loads(alst(f"status {spec} --json", 1))
     assert made["counts"] == {"ok": 1, "error": 1}
     assert [(r["row"], r["state"]) for r in made["rows"]] == [("good", "ok"), ("bad", "error")]
     assert made["rows"][0]["seconds"] > 0
-    assert made["rows"][1]["log"] == log
+    assert f"less {(log := made['rows'][1]['log'])}" in shown
+    assert "rank one is broken" in Path(log).read_text()
 
 
-def test_the_commands_of_a_dry_run_and_of_the_page_run_a_row(sweep, tmp_path, monkeypatch, alst):
+def test_the_commands_of_a_dry_run_and_of_the_report_run_a_row(sweep, tmp_path, monkeypatch, alst):
     """As typed: the dry run's is this very run, in its folder; the page's runs the row of the spec again."""
     spec, out, _ = sweep
     monkeypatch.chdir(spec.parent)
-    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
+    monkeypatch.setenv("PYTHONPATH", PATHS["PYTHONPATH"])
     monkeypatch.setenv("PATH", os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
-    alst(f"report {spec}")
+    (out / "report.html").unlink()  # alst run wrote it
+    table = alst(f"report {spec}")
+    assert "| good | ok | real | {'fake': 'ok'} | 2,048 |" in table
+    assert "| bad | error |" in table
+    assert alst(f"report {out}") == table
     assert "<pre>alst run spec.yaml --rows good --force</pre>" in html.unescape((out / "report.html").read_text())
     other = tmp_path / "an other"
     dry_run = f"run {spec} --rows good --out '{other}' --dry-run"
@@ -199,23 +181,26 @@ torn       unreadable
 def test_status_of_what_was_changed_or_cut_off(tmp_path, monkeypatch, alst):
     """`again` has a newer attempt than its result, which is not of this configuration."""
     states = {row: says for row, *says in (re.split("  +", line) for line in STATES.strip().splitlines())}
-    spec, out = write_spec(tmp_path, rows=[{"name": n, "model.config": {"fake": "ok"}} for n in states]), None
-    configs, out = cli.load_spec(spec).rows, out_of(tmp_path)
-    put(out / "changed", configs["changed"].replace(data={"seq_len": 77}), "oom")
+    spec, out = (
+        write_spec(tmp_path, rows=[{"name": n, "model.config": {"fake": "ok"}} for n in states]),
+        out_of(tmp_path),
+    )
+    loaded = cli.load_spec(spec)
+    put(out / "changed", loaded.rows["changed"].replace(data={"seq_len": 77}), "oom")
     at_commit = {"run_id": "another", "git": {"sha": "0123456789abcdef", "dirty": False}}
-    put(out / "committed", configs["committed"], "ok", **at_commit)
-    put(out / "cut", configs["cut"])
-    put(out / "again", configs["again"].replace(optim={"steps": 5}), "ok", began=time.time() + 50)
-    put(out / "torn", configs["torn"])
+    put(out / "committed", loaded.rows["committed"], "ok", **at_commit)
+    put(out / "cut", loaded.rows["cut"])
+    put(out / "again", loaded.rows["again"].replace(optim={"steps": 5}), "ok", began=time.time() + 50)
+    put(out / "torn", loaded.rows["torn"])
     (out / "torn" / "result.json").write_text("{")
-    shown = {line.split()[0]: line for line in alst(f"status {spec}", 1).splitlines() if line[:1].isalpha()}
+    shown = alst(f"status {spec}", 1)
     for row, says in states.items():
-        assert all(part in shown[row] for part in says), shown[row]
+        line = re.search(rf"(?m)^{row} .*", shown)[0]
+        assert all(part in line for part in says), line
     for row in ("cut", "again", "torn"):
         shutil.rmtree(out / row)
-    alst(f"status {spec}", 3)
     monkeypatch.chdir(tmp_path)
-    cli.write_record(cli.load_spec(spec))
+    cli.write_record(loaded)
     line = r"^sweep +2 stale, 4 never run +alst status papermill_runs/out/sweep *$"
     assert re.search(line, alst("status", 3), re.MULTILINE)
 
@@ -266,12 +251,11 @@ def test_commands_to_type_next_can_be_typed(tmp_path, monkeypatch, ran, alst):
 def test_status_of_a_folder_and_out_without_a_spec(sweep, tmp_path, alst):
     spec, out, _ = sweep
     assert alst(f"status {out}", 1) == alst(f"status {spec}", 1)  # it knows its spec
-    for row, code in (("good", 0), ("bad", 1)):  # a run's own folder
-        told = re.findall(r"(?m)^(good|bad) +(\w+)", alst(f"status {out / row}", code))
-        assert told == [(row, "ok" if row == "good" else "error")]
     alone = tmp_path / "other" / "alone"
     shutil.copytree(out / "bad", alone)
-    assert "alone  error" in alst(f"status {alone}", 1)
+    for folder, line in ((out / "good", "good  ok"), (out / "bad", "bad  error"), (alone, "alone  error")):
+        rows = re.findall(r"(?m)^(?:good|bad|alone) +\w+", alst(f"status {folder}", int("error" in line)))
+        assert rows == [line]
     assert f"{tmp_path} has no runs" in alst(f"status {tmp_path}", 2)
     for arguments in ("status", f"status {out}", f"report {out}"):
         assert "needs a spec" in alst(f"{arguments} --out {tmp_path}", 2)
@@ -293,41 +277,42 @@ def test_a_sweep_behind_a_symlink_knows_its_spec_and_says_when_that_became_inval
 
 
 def test_the_log_to_look_at_exists_and_is_of_the_newest_attempt(tmp_path):
-    def write(attempt, name, text, age):
-        path = tmp_path / "logs" / attempt / name
+    """Each of these is written, and is the log then or leaves it as it was."""
+    traceback, log = "Traceback (most recent call last)", None
+    for name, text, age, shown in (
+        ("old/x/attempt_0/0/stderr.log", traceback, 100, False),  # the newest did not come to start ranks
+        ("new/agent.log", "", 40, False),
+        ("new/agent.log", "torchrun says", 40, True),
+        ("new/x/attempt_0/1/stderr.log", traceback + "frames\n" * 2000, 20, True),  # longer than what a result keeps
+        ("new/x/attempt_0/0/stderr.log", "waited", 30, False),
+    ):
+        path = tmp_path / "logs" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         os.utime(path, (time.time() - age,) * 2)
-        return path
-
-    def log():
-        return status.Row(row="r", folder=tmp_path, state="error").log()
-
-    first, second, traceback = (
-        "x/attempt_0/0/stderr.log",
-        "x/attempt_0/1/stderr.log",
-        "Traceback (most recent call last)",
-    )
-    write("old", first, traceback, 100)
-    assert log() is None  # this attempt did not come to start ranks
-    (tmp_path / "progress.jsonl").write_text(json.dumps({"time": time.time() - 50, "event": "start"}) + "\n")
-    write("new", "agent.log", "", 40)
-    assert log() is None
-    agent = write("new", "agent.log", "torchrun says", 40)
-    assert log() == agent
-    write("new", first, "waited", 30)
-    broken = write("new", second, traceback + "frames\n" * 2000, 20)  # longer than what a result keeps
-    assert log() == broken
-    assert progress.log_tail(tmp_path / "logs" / "new").startswith("--- rank 1, stderr ---")
+        log = path if shown else log
+        assert status.Row(row="r", folder=tmp_path, state="error").log() == log
+        (tmp_path / "progress.jsonl").touch()  # the next one starts ranks
 
 
-def test_what_runs_and_that_it_runs_once(tmp_path, alst):
-    """Status follows a running sweep; a second one says who runs and touches nothing; killed, it is interrupted."""
-    spec, out = write_spec(tmp_path, rows=HANGS), out_of(tmp_path)
-    command = [sys.executable, "-m", "alstlib.runs.cli", "run", str(spec)]
-    sweep = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    kernel = None
+@contextlib.contextmanager
+def program(spec, *interpreter, **how):
+    """`alst run` as a program, which is killed in the end where it still runs."""
+    command = [sys.executable, *interpreter, "-m", "alstlib.runs", "run", str(spec)]
+    sweep = subprocess.Popen(command, env={**os.environ, **PATHS}, text=True, **how)
     try:
+        yield sweep
+    finally:
+        sweep.kill()
+        sweep.wait()
+
+
+def test_what_runs_runs_once_and_ends_with_its_sweep(tmp_path, alst):
+    """Status follows a running sweep; a second one says who runs and touches nothing; SIGTERM leaves nothing behind."""
+    spec, out = write_spec(tmp_path, rows=[*HANGS, {"name": "two", "model.config": {"fake": "ok"}}]), out_of(tmp_path)
+    with program(spec, stdout=subprocess.PIPE) as sweep:
+        while "/2  loss" not in (line := sweep.stdout.readline()):  # progress of the row reaches the terminal
+            assert line
         assert wait_for(lambda: all((out / "one" / f"started.{rank}").exists() for rank in (0, 1)), 120)
         made = json.loads(alst(f"status {spec} --json", 3))
         row = made["rows"][0]
@@ -342,13 +327,13 @@ def test_what_runs_and_that_it_runs_once(tmp_path, alst):
         assert {p: p.stat().st_mtime_ns for p in before} == before
         with pytest.raises(ValueError, match="its folder is in use by process"):
             cli.run_row(cli.load_spec(spec), "one")
-        kernel = locks.holder(out / "one")["pid"]
-    finally:
-        sweep.kill()
-        sweep.wait()
-        if kernel:
-            os.kill(kernel, signal.SIGKILL)
-    assert wait_for(lambda: status.look(out / "one", None).state == "interrupted", 20)
+        sweep.terminate()
+        sweep.communicate(timeout=notebooks.KERNEL_SECONDS + processes.GRACE_SECONDS)
+    assert sweep.returncode == 130
+    assert results.read_result(out / "one" / "result.json")["status"] == "cancelled"
+    assert "KeyboardInterrupt" in (out / "one" / "run.ipynb").read_text()  # the cell itself cleaned up
+    assert not (out / "two").exists()
+    assert not processes_of(out)
     assert locks.holder(out) is None
 
 
@@ -406,19 +391,27 @@ def test_unknown_names_are_refused_before_anything_starts(tmp_path, monkeypatch,
 
 
 def test_many_more_ranks_than_cores_are_refused_unless_forced(tmp_path, monkeypatch, alst):
-    """A typing error would start 100,000 processes."""
+    """A typing error would start 100,000 processes. With --nodes they are on other machines."""
     monkeypatch.setattr("alstlib.runs.workers.cores", lambda: 2)
-    says = "engine.world_size=100000 would start 100,000 processes on a machine with 2 cores; give at most 16"
-    run = RunConfig(model={"name": "tiny"}, engine={"world_size": 100_000}, data={"seq_len": 100_000})
-    with pytest.raises(ValueError, match=says):
-        launch.launch(run, tmp_path / "run")
+    spec, says = write_spec(tmp_path, base={"engine.world_size": 18}), "=18 would start 18 processes on a machine with"
+    with pytest.raises(ValueError, match=f"engine.world_size{says} 2 cores; give at most 16"):
+        launch.launch(RunConfig(engine={"world_size": 18}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    spec = write_spec(tmp_path, base={"engine.world_size": 100_000})
+    started = []
+    monkeypatch.setattr(
+        launch, "launch", lambda run, *a, **k: started.append(run.engine.world_size) or {"status": "no"}
+    )
+    monkeypatch.setattr(verify, "run_on_ranks", lambda function, ranks, *a: started.append(ranks) or 1 / 0)
+    for command in ("check --ranks", "verify tiny --sp"):
+        assert command.partition(" --")[2] + says in alst(f"{command} 18", 2)
+        for argv in ("16", "18 --force"):
+            with contextlib.suppress(ZeroDivisionError, KeyError):
+                alst(f"{command} {argv}")
+    assert started == [16, 18, 16, 18]
     for flags in ("", "--dry-run"):
-        assert says in alst(f"run {spec} {flags}", 2)
-    for flags in ("--force", "--nodes=2"):  # such a job has other machines
+        assert f"engine.world_size{says}" in alst(f"run {spec} {flags}", 2)
+    for flags in ("--force", "--nodes=2"):
         assert "would run as" in alst(f"run {spec} --dry-run {flags}")
-    workers.check_ranks(100_000, 6250, 0)
     workers.check_ranks(100_000, 1, 100_000)
 
 
@@ -446,25 +439,6 @@ def test_set_is_repeated_in_what_is_typed_next_and_status_knows_it(tmp_path, mon
     assert "--set chunk must have the form FIELD=VALUE" in alst("run spec.yaml --dry-run --set chunk", 2)
 
 
-@pytest.mark.parametrize("command", ["check --ranks", "verify tiny --sp"])
-def test_check_and_verify_refuse_as_many_ranks_as_run_does(monkeypatch, alst, command):
-    monkeypatch.setattr("alstlib.runs.workers.cores", lambda: 2)
-    monkeypatch.setattr(devices, "device_count", lambda: 0)
-    started = []
-    monkeypatch.setattr(
-        launch, "launch", lambda run, *a, **k: started.append(run.engine.world_size) or {"status": "no"}
-    )
-    monkeypatch.setattr(verify, "run_on_ranks", lambda function, ranks, *a: started.append(ranks) or 1 / 0)
-    given = command.partition("--")[2]
-    says = f"{given}=17 would start 17 processes on a machine with 2 cores; give at most 16"
-    assert says in alst(f"{command} 17", 2)
-    assert started == []
-    for argv in ("16", "17 --force"):
-        with contextlib.suppress(ZeroDivisionError, KeyError):
-            alst(f"{command} {argv}")
-    assert started == [16, 17]
-
-
 def test_a_spec_outside_of_the_clone_runs_its_notebook(tmp_path, monkeypatch, alst):
     monkeypatch.setattr(devices, "device_count", lambda: 0)
     path = tmp_path / "mine.yaml"
@@ -477,10 +451,7 @@ def test_a_spec_outside_of_the_clone_runs_its_notebook(tmp_path, monkeypatch, al
         assert spec.out == out / "papermill_runs" / "out" / "mine"
         assert "--out" not in spec.typed("run")
         assert launch.default_folder(RunConfig()).parent == out / "papermill_runs" / "out" / "single"
-    first, second, *_ = alst(f"run {path} --dry-run").splitlines()
-    assert first == "mine: 1 row, results in papermill_runs/out/mine"
-    assert second.startswith("one: would run as")
-    assert f"results in {tmp_path / 'out'}\n" in alst(f"run {path} --out {tmp_path / 'out'} --dry-run")
+    assert "mine: 1 row, results in papermill_runs/out/mine\none: would run as" in alst(f"run {path} --dry-run")
     assert f"no runs below {deep / 'papermill_runs' / 'out'}" in alst("status")
 
 
@@ -495,12 +466,10 @@ def test_rows_that_are_not_in_the_spec_and_specs_that_do_not_exist(tmp_path, als
         assert says in alst(line, 2)
 
 
-def test_dropped_rows_are_allowed_by_a_switch_that_starts_no_other_run(tmp_path, ran, alst):
+def test_dropped_rows_are_allowed_by_a_switch(tmp_path, ran, alst):
     path = write_spec(tmp_path, rows=[{"name": "good", "model.name": "tiny"}])
     alst(f"run {path} --allow-dropped")
-    allowed, plain = ran[0][2].rows["good"], cli.load_spec(path).rows["good"]
-    assert (allowed.data.allow_dropped, plain.data.allow_dropped) == (True, False)
-    assert allowed.digest() == plain.digest()
+    assert ran[0][2].rows["good"].data.allow_dropped
 
 
 def test_nothing_unprintable_reaches_a_terminal(tmp_path, capsys):
@@ -518,14 +487,6 @@ def test_nothing_unprintable_reaches_a_terminal(tmp_path, capsys):
     assert capsys.readouterr().out == f"r  {''.join(c if c.isprintable() else ' ' for c in evil)}x y\n"
 
 
-@pytest.mark.parametrize("name, value", [("metrics", []), ("config", "x"), ("error", ["x"]), ("git", None)])
-def test_a_result_that_is_none_is_one_unreadable_row(tmp_path, alst, name, value):
-    put(tmp_path / "row", RunConfig(row="row"))
-    made = results.new_result(RunConfig(row="row"), "error", error={"type": "E"})
-    (tmp_path / "row" / "result.json").write_text(json.dumps({**made, name: value}))
-    assert re.search("row +unreadable", alst(f"status {tmp_path}", 1))
-
-
 def test_the_hardware_chooses_its_section(tmp_path, monkeypatch):
     base = {"optim": {"steps": 5}, "cpu": {"data.seq_len": 1000}, "cuda": {"data.seq_len": "8K", "optim.steps": 7}}
     spec = write_spec(tmp_path, base=base, rows=["alst", {"name": "ours", "options": {"tiles": {"mlp": 64}}}])
@@ -539,12 +500,12 @@ def test_the_hardware_chooses_its_section(tmp_path, monkeypatch):
         assert rows["alst"].options.offload == "sync"
 
 
-def test_the_ablation_is_the_seven_rows():
-    text = yaml.safe_load(ABLATION.read_text())
-    assert [row["name"] for row in text["rows"]] == list(ROWS)
-    base = {k: v for k, v in text["base"].items() if k not in ("cpu", "cuda")}
-    for section in ("cpu", "cuda"):
-        assert RunConfig.from_dict({**base, **text["base"][section]}).search
+def test_the_ablation_is_the_seven_rows(monkeypatch):
+    for gpus in (0, 8):
+        monkeypatch.setattr(devices, "device_count", lambda gpus=gpus: gpus)
+        rows = cli.load_spec(ABLATION).rows
+        assert list(rows) == list(ROWS)
+        assert all(row.search for row in rows.values())
 
 
 def test_a_dead_kernel_is_an_error_in_the_result(tmp_path, monkeypatch):
@@ -556,65 +517,28 @@ def test_a_dead_kernel_is_an_error_in_the_result(tmp_path, monkeypatch):
     assert results.read_result(folder / "result.json") == result
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupting_the_sweep_stops_it_and_leaves_nothing(tmp_path, number):
-    spec = write_spec(tmp_path, rows=[*HANGS, {"name": "two", "model.config": {"fake": "ok"}}])
-    command, out = [sys.executable, "-m", "alstlib.runs.cli", "run", str(spec)], out_of(tmp_path)
-    sweep = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
-    try:
-        text = ""
-        while "/2  loss" not in text and "step 1/2" not in text:  # progress of the row reaches the terminal
-            line = sweep.stdout.readline()
-            assert line, text
-            text += line
-        sweep.send_signal(number)
-        sweep.communicate(timeout=notebooks.KERNEL_SECONDS + processes.GRACE_SECONDS)
-    finally:
-        sweep.kill()
-        sweep.wait()
-    assert sweep.returncode == 130
-    assert results.read_result(out / "one" / "result.json")["status"] == "cancelled"
-    assert "KeyboardInterrupt" in (out / "one" / "run.ipynb").read_text()  # the cell itself cleaned up
-    assert not (out / "two").exists()
-    left = [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(out).encode() in _read(p)]
-    assert left == []
-
-
 @pytest.mark.parametrize("when", ["importing", "the kernel starts"])
 def test_ctrl_c_in_the_first_seconds_is_two_lines(tmp_path, when):
     """A terminal sends it to every process that was started from it, the notebook's kernel too."""
-    spec = write_spec(tmp_path, rows=HANGS)
-    command = [sys.executable, "-X", "importtime", "-m", "alstlib.runs", "run", str(spec)]
-    if when != "importing":
-        command[1:3] = []
-    sweep = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    shown = ["-X", "importtime"] if when == "importing" else []  # which reports each module as it has been imported
+    with program(write_spec(tmp_path, rows=HANGS), *shown, stderr=subprocess.PIPE, start_new_session=True) as sweep:
 
-    def kernel_starts() -> bool:
-        assert sweep.poll() is None
-        lines = [_read(Path(f"/proc/{p.pid}/cmdline")) for p in psutil.Process(sweep.pid).children()]
-        return any(b"ipykernel_launcher" in line for line in lines)
+        def kernel_starts() -> bool:
+            assert sweep.poll() is None
+            with contextlib.suppress(psutil.Error):
+                return any("ipykernel_launcher" in p.cmdline() for p in psutil.Process(sweep.pid).children())
+            return False
 
-    try:
-        if when == "importing":  # which reports each module as it has been imported
+        if shown:
             while "pydantic" not in (line := sweep.stderr.readline()):
                 assert line
         else:
             assert wait_for(kernel_starts, 60)  # it imports
         os.killpg(sweep.pid, signal.SIGINT)
         said = [line for line in sweep.communicate(timeout=60)[1].splitlines() if not line.startswith("import time:")]
-    finally:
-        sweep.kill()
-        sweep.wait()
     assert sweep.returncode == 130
     assert len([line for line in said if line]) <= 2, said
     assert "alst: interrupted" in said[-1]
-
-
-def _read(path: Path) -> bytes:
-    with contextlib.suppress(OSError):
-        return path.read_bytes()
-    return b""
 
 
 def test_a_kernel_has_minutes_to_start(tmp_path, monkeypatch):
