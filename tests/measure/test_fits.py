@@ -156,8 +156,10 @@ def test_the_start_of_a_short_run_on_a_cpu_does_not_wait_for_a_simulation(
     assert preflight.outlook(run, 0).startswith("fits")
 
 
-def test_a_long_run_on_a_cpu_is_simulated_before_it_starts(tmp_path: Path) -> None:
+def test_a_long_run_on_a_cpu_is_simulated_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would not fit, and is not started."""
+    for helps in ("nearest_that_fits", "longest"):  # which are asked about many lengths
+        monkeypatch.setattr(preflight, helps, lambda *_: None)
     name = folder(tmp_path, "stablelm", 2)
     run = run_of(name).replace(
         data={"seq_len": 200_000}, engine={"sp": 1, "world_size": 1}, limits={"device_memory": "16MiB"}
