@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from alstlib.hf.edits import Edits
 from alstlib.hf.inputs import Call
-from alstlib.hf.mixers import mixers_of
 from alstlib.hf.support import Facts
+from alstlib.linear.mixers import mixers_of
 from alstlib.mesh import SPContext
 from alstlib.offload import headroom
 from alstlib.offload.courier import Courier, Travel

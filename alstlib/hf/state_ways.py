@@ -12,11 +12,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from alstlib.hf.handle import Handle
+from alstlib.linear.by_heads import by_heads
+from alstlib.linear.pass_state import GatedDeltaRule, Recurrence, over_ranks
 from alstlib.planner.gpus import Rates, rates_named, rates_of
 from alstlib.planner.state_ways import PER_NODE, Cost, Sent, StateLayer, cheapest, passes_of, state_costs
 from alstlib.ulysses.alltoall import emulated
-from alstlib.ulysses.state_heads import by_heads
-from alstlib.ulysses.states import GatedDeltaRule, Recurrence, over_ranks
 
 log = logging.getLogger(__name__)
 

@@ -1,10 +1,11 @@
 """The layers with a state of an attached model: their convolution and their recurrence run over the tokens of all
 ranks.
 
-A mixer's own forward runs, with other functions in the place of those by which it mixes tokens (`mixers`): a copy of
-the function whose globals differ in these names. So projections, gates and norms are transformers' own, in every
-version, and so is each kernel on one device: `causal-conv1d`, `flash-linear-attention` or PyTorch, as transformers
-chooses. Kernels that keep packed documents apart (they name `cu_seqlens` or `seq_idx`) get them in one call.
+A mixer's own forward runs, with other functions in the place of those by which it mixes tokens (`linear.mixers`): a
+copy of the function whose globals differ in these names. So projections, gates and norms are transformers' own, in
+every version, and so is each kernel on one device: `causal-conv1d`, `flash-linear-attention` or PyTorch, as
+transformers chooses. Kernels that keep packed documents apart (they name `cu_seqlens` or `seq_idx`) get them in one
+call.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from alstlib.hf.handle import Handle
-from alstlib.hf.mixers import (
+from alstlib.hf.state_ways import StateWays
+from alstlib.linear.convolution import causal_convolution
+from alstlib.linear.documents import Packed
+from alstlib.linear.mixers import (
     CONVOLUTION,
     GATED_DELTA,
     KDA,
@@ -34,12 +38,9 @@ from alstlib.hf.mixers import (
     plain_forward,
     takes,
 )
-from alstlib.hf.state_ways import StateWays
+from alstlib.linear.pass_state import GatedDeltaRule, Recurrence, SelectiveScan, decayed_attention, over_ranks
 from alstlib.planner.state_ways import BLOCK
 from alstlib.ulysses.alltoall import Exchange
-from alstlib.ulysses.convolution import causal_convolution
-from alstlib.ulysses.document_calls import Packed
-from alstlib.ulysses.states import GatedDeltaRule, Recurrence, SelectiveScan, decayed_attention, over_ranks
 
 
 def attach_states(handle: Handle) -> None:

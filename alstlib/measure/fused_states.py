@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alstlib.hf.mixers import CONVOLUTION, GATED_DELTA, KDA, MAMBA1, MAMBA2, family_of, plain_forward
+from alstlib.linear.mixers import CONVOLUTION, GATED_DELTA, KDA, MAMBA1, MAMBA2, family_of, plain_forward
 from alstlib.planner.state_ways import BLOCK
 
 SCAN = 2048
@@ -228,4 +228,4 @@ def mamba1(
 STAND_INS: dict[str, Callable[..., Any]] = {
     CONVOLUTION: convolution, GATED_DELTA: gated_delta_rule, KDA: gated_delta_rule, MAMBA2: mamba2, MAMBA1: mamba1,
 }  # fmt: skip
-"""In the place of each function of transformers (`hf.mixers`)."""
+"""In the place of each function of transformers (`linear.mixers`)."""

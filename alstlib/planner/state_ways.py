@@ -1,6 +1,6 @@
 """Which way a layer with a state takes over ranks: its state passed from rank to rank, or its heads dealt out.
 
-Both give the same result (`ulysses.states`, `ulysses.state_heads`). Passing sends a pair for each head, whatever the
+Both give the same result (`linear.pass_state`, `linear.by_heads`). Passing sends a pair for each head, whatever the
 length, and computes twice what the slice does to the state. Heads send all tokens and compute nothing twice. For L
 tokens of each of P ranks, with `forwards` passes over the layer before its backward (2 under a checkpoint) and `pairs`
 of them that make pairs (1 under a checkpoint, whose recompute knows the state that comes in):

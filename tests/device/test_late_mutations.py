@@ -20,9 +20,10 @@ from alstlib import recompute
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf import block_calls, block_step, causal_lm_loss, checkpointed_layers, chunked_layers, hidden_states
 from alstlib.hf import states as hf_states
+from alstlib.linear import by_heads, convolution, pass_state
 from alstlib.offload import checkpoints, courier, host_store
 from alstlib.streaming import blocks, chunked, pages
-from alstlib.ulysses import alltoall, attention, convolution, head_layouts, state_heads, states
+from alstlib.ulysses import alltoall, attention, head_layouts
 
 
 class Mutation(NamedTuple):
@@ -52,7 +53,7 @@ ZERO3 = Case("llama", engine="zero3")
 FROZEN = Case("llama", weights="frozen embeddings", way="chunks", engine="zero3")
 THREADS = Case("llama", way="host", engine="ddp", device="late")
 ARRIVAL, COURIER, STORE, LAYER_PAGES = courier.Arrival, courier.Courier, host_store.HostStore, pages.LayerPages
-OVER_RANKS, AROUND, EXCHANGE = states._OverRanks, convolution._TokensAround, alltoall.Exchange
+OVER_RANKS, AROUND, EXCHANGE = pass_state._OverRanks, convolution._TokensAround, alltoall.Exchange
 SHARE = "ctx.world_size * engine_divides_by / step_tokens"
 
 MUTATIONS = {
@@ -172,7 +173,7 @@ MUTATIONS = {
         OVER_RANKS.backward, "in reversed(_pairs(exchange, ctx.m, w))", "in _pairs(exchange, ctx.m, w)", STATES
     ),
     "states: gradients of shared groups of one rank": Mutation(
-        state_heads._to_tokens, "there.add_(parts[k].transpose(0, 1)) if shared",
+        by_heads._to_tokens, "there.add_(parts[k].transpose(0, 1)) if shared",
         "there.copy_(parts[k].transpose(0, 1)) if shared", GROUPS,
     ),
     "convolution: tokens before another rank": Mutation(

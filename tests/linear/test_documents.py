@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from alstlib.kernels.spans import Offsets
-from alstlib.ulysses.document_calls import LONGER, PADDED, SIDE_BY_SIDE, Run, runs_of
+from alstlib.linear.documents import LONGER, PADDED, SIDE_BY_SIDE, Run, runs_of
 
 CPU = torch.device("cpu")
 

@@ -4,10 +4,10 @@ Shape legend: B batch, S sequence, P ranks, L = S / P tokens of this rank, H hea
 heads (those of keys and queries, or of Mamba-2's B and C), K and V widths of keys and values.
 
 The heads of a recurrence are independent, as those of attention are. So a rank can have the tokens of all ranks for
-some heads and run its kernel once over the whole sequence: it makes no pair and runs nothing twice, as `states` does,
-but what it sends grows with the sequence. Both ways give the same result. Whole heads are dealt out as evenly as they
-can be (H need not be a multiple of P, but must not be less), and of each group a rank gets what its heads need; the
-gradients of a group that several ranks need are summed in fp32. A recompute exchanges again: under checkpoints the
+some heads and run its kernel once over the whole sequence: it makes no pair and runs nothing twice, as `pass_state`
+does, but what it sends grows with the sequence. Both ways give the same result. Whole heads are dealt out as evenly as
+they can be (H need not be a multiple of P, but must not be less), and of each group a rank gets what its heads need;
+the gradients of a group that several ranks need are summed in fp32. A recompute exchanges again: under checkpoints the
 tokens travel twice forward and once backward, without them once and once.
 
 The convolution before the recurrence stays with the slices (`convolution`): it exchanges W - 1 tokens of all channels,
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from alstlib.kernels.spans import Documents
+from alstlib.linear.pass_state import Recurrence, over_ranks
 from alstlib.recompute import first_order
 from alstlib.sizing import groups_of, own_heads
 from alstlib.ulysses.alltoall import Exchange
-from alstlib.ulysses.states import Recurrence, over_ranks
 
 
 def by_heads(

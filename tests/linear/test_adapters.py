@@ -20,12 +20,12 @@ from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from alstlib import SPContext, reference
-from alstlib.hf.mixers import takes
 from alstlib.hf.states import _gated_delta_rule, _mamba2
 from alstlib.kernels.spans import Offsets
+from alstlib.linear.by_heads import by_heads
+from alstlib.linear.mixers import takes
+from alstlib.linear.pass_state import over_ranks
 from alstlib.ulysses.alltoall import Exchange
-from alstlib.ulysses.state_heads import by_heads
-from alstlib.ulysses.states import over_ranks
 
 HEADS, KEYS, VALUES, LENGTH, TOLERANCE = 3, 2, 4, 48, 1e-11
 DOCUMENTS = (0, 2, 5, 7, 10, 12, 13, 15, 18, 20, 22, 25, 27, 30, 31, 33, 36, 38, 41, 42, 44, 46, 48)

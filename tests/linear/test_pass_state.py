@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from alstlib import SPContext, reference
 from alstlib.kernels.spans import Offsets
+from alstlib.linear.convolution import causal_convolution
+from alstlib.linear.pass_state import GatedDeltaRule, Recurrence, SelectiveScan, decayed_attention, over_ranks
 from alstlib.ulysses.alltoall import Exchange
-from alstlib.ulysses.convolution import causal_convolution
-from alstlib.ulysses.states import GatedDeltaRule, Recurrence, SelectiveScan, decayed_attention, over_ranks
 
 KEYS, VALUES = 3, 4
 TOLERANCE = 1e-11

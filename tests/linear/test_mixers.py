@@ -17,8 +17,8 @@ from transformers.models.jamba import modeling_jamba
 
 import alstlib
 from alstlib.data.shard import shard_batch
-from alstlib.hf.mixers import family_of, mixers_of
 from alstlib.hf.support import check_model
+from alstlib.linear.mixers import family_of, mixers_of
 from alstlib.measure import verify
 from alstlib.offload.ledger import Ledger
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from operators import gradients, leaf, randn, worst
-from test_states import KEYS, RULES, TOLERANCE, VALUES, everywhere, gated, gated_inputs, mamba_inputs, on_rank
+from test_pass_state import KEYS, RULES, TOLERANCE, VALUES, everywhere, gated, gated_inputs, mamba_inputs, on_rank
 from torch import Tensor
 
 from alstlib import SPContext
+from alstlib.linear.by_heads import by_heads
+from alstlib.linear.pass_state import GatedDeltaRule, over_ranks
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.state_ways import Sent, StateLayer, state_seconds
 from alstlib.ulysses.alltoall import Exchange
-from alstlib.ulysses.state_heads import by_heads
-from alstlib.ulysses.states import GatedDeltaRule, over_ranks
 
 WAYS = (over_ranks, by_heads)
 SHARED = [("gated delta rule", 6, 2), ("gated delta rule", 5, 5), ("Kimi delta attention", 5, 5), ("Mamba-2", 4, 2),

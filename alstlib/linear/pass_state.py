@@ -8,7 +8,7 @@ does not grow with the slice. So each rank makes its pair, from a state of zeros
 state that comes in is the composition of the pairs of the ranks before; and the slice runs once more, with it. Backward
 is the same in the other order: the gradient g of the state that goes out comes from the ranks after, as g_in = M^T
 g_out + W, where W is what the slice's own outputs contribute. A document begins with zeros: where one begins in a
-slice, M is zero. Documents that begin and end inside a slice need none of this, and share calls (`document_calls`).
+slice, M is zero. Documents that begin and end inside a slice need none of this, and share calls (`documents`).
 
 (Sequence parallelism for linear attention: LASP-2, arXiv 2502.07563; the gated delta rule: arXiv 2412.06464.)
 """
@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from alstlib.kernels.spans import Documents
+from alstlib.linear.documents import Packed, Run, runs_of
 from alstlib.recompute import GradientSums, first_order
 from alstlib.tiled.compute import tiled_compute
 from alstlib.ulysses.alltoall import Exchange
-from alstlib.ulysses.document_calls import Packed, Run, runs_of
 
 Kernel = Callable[..., tuple[Tensor, Tensor]]
 """Runs some tokens on one device, given a state or None for zeros -> their output and the state after them."""
