@@ -11,6 +11,7 @@ call.
 from __future__ import annotations
 
 import functools
+import logging
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from alstlib.hf.handle import Handle
-from alstlib.hf.state_ways import StateWays
+from alstlib.linear.by_heads import by_heads
 from alstlib.linear.convolution import causal_convolution
 from alstlib.linear.documents import Packed
 from alstlib.linear.mixers import (
@@ -39,26 +40,26 @@ from alstlib.linear.mixers import (
     takes,
 )
 from alstlib.linear.pass_state import GatedDeltaRule, Recurrence, SelectiveScan, decayed_attention, over_ranks
-from alstlib.planner.state_ways import BLOCK
+from alstlib.linear.ways import BLOCK, Sent, StateLayer, way_of
 from alstlib.ulysses.alltoall import Exchange
+
+log = logging.getLogger(__name__)
 
 
 def attach_states(handle: Handle) -> None:
     """Give each known mixer of the decoder layers the functions that work over ranks and restart at documents."""
     found = [mixer for layer in handle.facts.layers for mixer in mixers_of(layer)]
-    if found:
-        ways = StateWays(handle)
-        for mixer in found:
-            _attach(handle, mixer, ways)
+    for mixer in found:
+        _attach(handle, mixer)
 
 
-def _attach(handle: Handle, mixer: nn.Module, ways: StateWays) -> None:
+def _attach(handle: Handle, mixer: nn.Module) -> None:
     own, original = plain_forward(mixer), mixer.forward
     if family_of(mixer) == LIGHTNING_ATTENTION:
-        over: Any = functools.partial(_lightning, _Part(handle, (mixer, ""), ways))
+        over: Any = functools.partial(_lightning, _Part(handle, (mixer, "")))
     else:
         names = {
-            name: functools.partial(OURS[name], _Part(handle, (mixer, name), ways), own.__globals__[name])
+            name: functools.partial(OURS[name], _Part(handle, (mixer, name)), own.__globals__[name])
             for name in called_by(own) & OURS.keys()
         }
         over = types.FunctionType(
@@ -78,7 +79,6 @@ class _Part:
 
     handle: Handle
     key: tuple[nn.Module, str]
-    ways: StateWays
 
     @property
     def exchange(self) -> Exchange:
@@ -95,9 +95,34 @@ class _Part:
         block: int = BLOCK,
     ) -> Tensor:  # fmt: skip
         """The output of a recurrence with heads, whose kernel works on so many tokens at a time, by the way that the
-        layer takes (`StateWays.of`)."""
-        way = self.ways.of(family_of(self.key[0]) or "", rule, tokens, keys, values, block)
+        layer takes (`linear.ways`).
+
+        Args:
+            tokens: inputs of the recurrence, [B, L, heads or groups, ..].
+            keys, values: those of them whose widths the state has, and whose heads the layer has.
+        """
+
+        def sent(x: Tensor) -> Sent:
+            return Sent(x.shape[2], x.shape[3] if x.ndim == 4 else 1, x.element_size())
+
+        layer = StateLayer(
+            keys=keys.shape[3], values=values.shape[3], inputs=[sent(t) for t in tokens], output=sent(values),
+            matrix=isinstance(rule, GatedDeltaRule), block=block,
+        )  # fmt: skip
+        self.handle.recurrences[layer] = None
+        way = by_heads if self._way(layer.heads) == "heads" else over_ranks
         return self.run((*tokens, *weights), functools.partial(way, rule, tokens, weights, self.exchange))
+
+    def _way(self, heads: int) -> str:
+        """The way over ranks of a layer with so many heads, noted once where the option does not say it."""
+        option, ranks, notes = self.handle.options.linear_attention, self.exchange.ranks, self.handle.notes
+        way = way_of(option, heads, ranks)
+        does = "tokens are exchanged for heads" if way == "heads" else "states are passed"
+        note = f"{family_of(self.key[0])}: {heads} heads for {ranks} ranks: {does} (linear_attention={option!r})"
+        if ranks > 1 and way != option and note not in notes:
+            notes.append(note)
+            log.log(logging.INFO if option == "auto" else logging.WARNING, note)
+        return way
 
     def run(self, inputs: Sequence[Tensor], over: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
         """The output of `over` (documents, start=, first=, length=) for the rows that run now."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from alstlib.linear.mixers import CONVOLUTION, GATED_DELTA, KDA, MAMBA1, MAMBA2, family_of, plain_forward
-from alstlib.planner.state_ways import BLOCK
+from alstlib.linear.ways import BLOCK
 
 SCAN = 2048
 """Tokens of a block of Mamba-1's."""

@@ -70,7 +70,7 @@ def states_seconds(
     network = rates.network if nodes else rates.link
     tails = (passes + 1.0) * (ranks - 1) * run.data.batch_size * element_bytes(run, "cuda") * of.tail / network
     one = of.flops * seq_len * run.data.batch_size * (2 + forwards) / (RECURRENCE * rates.matmul) / ranks
-    more = added(of.layer, run, ranks, rows, rates, nodes)[1] if of.layer else Cost(0.0, 0.0)
+    more = added(of.layer, run, ranks, rows, rates, nodes) if of.layer else Cost(0.0, 0.0)
     return of.layers * pieces * (more.wire + tails), of.layers * (one + pieces * more.work)
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from alstlib import SPContext
 from alstlib.linear.by_heads import by_heads
 from alstlib.linear.pass_state import GatedDeltaRule, over_ranks
+from alstlib.linear.ways import Sent, StateLayer, way_of
 from alstlib.planner.gpus import rates_of
-from alstlib.planner.state_ways import Sent, StateLayer, state_seconds
+from alstlib.planner.state_ways import state_costs
 from alstlib.ulysses.alltoall import Exchange
 
 WAYS = (over_ranks, by_heads)
@@ -100,9 +101,19 @@ def test_seconds_of_the_ways() -> None:
     layer = StateLayer(keys=2, values=1, inputs=[Sent(1, 2, 2), Sent(2, 1, 2)], output=Sent(2, 1, 2))
     pair, forward, pairs = 2 * (4 + 2) * 4, 6 * 2 + 64 * (5 * 2 + 3), 6 * 2 * 3 + 64 * (5 * 2 + 3 * 3)
     there = (2 * 2 + 1 * 2) + 1 * 2  # a rank's head needs its group and its own input; its output goes back
-    seconds = state_seconds(layer, 10, 2, rates=rates)
-    assert seconds == {"pass": 2 * pair + 10 * 2 * (pairs + 2 * forward), "heads": 10 * 3 * there}
-    slow = state_seconds(layer, 10, 2, rates=rates, nodes=True, pairs=3, forwards=3)
+
+    def seconds(rows: int, ranks: int, **how: Any) -> dict[str, float]:
+        return {way: cost.seconds for way, cost in state_costs(layer, rows, ranks, rates=rates, **how).items()}
+
+    assert seconds(10, 2) == {"pass": 2 * pair + 10 * 2 * (pairs + 2 * forward), "heads": 10 * 3 * there}
+    slow = seconds(10, 2, nodes=True, pairs=3, forwards=3)
     assert slow == {"pass": 8 * pair + 10 * 2 * (3 * pairs + 2 * forward), "heads": 2 * 10 * 4 * there}
-    assert state_seconds(layer, 10, 3, rates=rates).keys() == {"pass"}
-    assert state_seconds(layer, 10, 1, rates=rates) == {"pass": 0, "heads": 0}
+    assert seconds(10, 3).keys() == {"pass"}
+    assert seconds(10, 1) == {"pass": 0, "heads": 0}
+
+
+def test_each_rank_gets_a_head_or_states_are_passed() -> None:
+    ways = {(option, ranks): way_of(option, 4, ranks) for option in ("auto", "heads", "pass") for ranks in (1, 2, 4, 5)}
+    assert {asked for asked, way in ways.items() if way == "heads"} == {
+        ("auto", 2), ("auto", 4), ("heads", 2), ("heads", 4)
+    }  # fmt: skip
