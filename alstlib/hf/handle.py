@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from alstlib.hf.edits import Edits
 from alstlib.hf.inputs import Call
 from alstlib.hf.support import Facts
-from alstlib.linear.mixers import mixers_of
+from alstlib.linear.adapters import mixers_of
 from alstlib.linear.ways import StateLayer
 from alstlib.mesh import SPContext
 from alstlib.offload import headroom

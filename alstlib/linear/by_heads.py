@@ -23,14 +23,15 @@ import torch
 from torch import Tensor
 
 from alstlib.kernels.spans import Documents
-from alstlib.linear.pass_state import Recurrence, over_ranks
+from alstlib.linear.pass_state import over_ranks
+from alstlib.linear.rule import StateRule
 from alstlib.recompute import first_order
 from alstlib.sizing import groups_of, own_heads
 from alstlib.ulysses.alltoall import Exchange
 
 
 def by_heads(
-    rule: Recurrence, tokens: Sequence[Tensor], weights: Sequence[Tensor], exchange: Exchange,
+    rule: StateRule, tokens: Sequence[Tensor], weights: Sequence[Tensor], exchange: Exchange,
     documents: Documents = None, *, start: Tensor | None = None, first: int = 0, length: int | None = None,
     known: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip

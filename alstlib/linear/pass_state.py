@@ -15,177 +15,21 @@ slice, M is zero. Documents that begin and end inside a slice need none of this,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from alstlib.kernels.spans import Documents
-from alstlib.linear.documents import Packed, Run, runs_of
+from alstlib.linear.documents import Run, runs_of
+from alstlib.linear.rule import StateRule
 from alstlib.recompute import GradientSums, first_order
-from alstlib.tiled.compute import tiled_compute
 from alstlib.ulysses.alltoall import Exchange
-
-Kernel = Callable[..., tuple[Tensor, Tensor]]
-"""Runs some tokens on one device, given a state or None for zeros -> their output and the state after them."""
-
-
-class Recurrence:
-    """What one layer does to its state, as the operator over ranks needs to know it. This one multiplies it.
-
-    Args:
-        kernel: (*tokens, *weights, initial_state=) -> (output [b, n, ..], state [b, H, ..]), which autograd can
-            differentiate.
-        decay: (*tokens, *weights) -> the log of what all of these tokens multiply the state by: [b, H, 1, 1] for a
-            number for each head, or the state's own shape for one for each entry.
-        packed: (*tokens [1, n, ..], *weights, documents=) -> output [1, n, ..] of several documents, each from a state
-            of zeros; None: the kernel cannot.
-    """
-
-    def __init__(
-        self, kernel: Kernel, decay: Callable[..., Tensor] | None = None, packed: Callable[..., Tensor] | None = None
-    ) -> None:
-        self.kernel, self.decay, self.packed = kernel, decay, packed
-
-    def whole(self, *tensors: Tensor, documents: Packed | None) -> Tensor:
-        """The output of whole documents: each row is one, or they are packed."""
-        if documents is not None:
-            assert self.packed is not None
-            return self.packed(*tensors, documents=documents)
-        return self.from_zeros(*tensors)
-
-    def from_zeros(self, *tensors: Tensor) -> Tensor:
-        """The output of rows after which nobody needs the state."""
-        return self.kernel(*tensors, initial_state=None)[0]
-
-    def pair(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """(M, U) of these tokens."""
-        assert self.decay is not None
-        state = self.kernel(*tensors, initial_state=None)[1]
-        return self.decay(*tensors).exp().to(state.dtype), state
-
-    def forgets(self, *tensors: Tensor) -> Tensor:
-        """The M of tokens after which nothing is left of the state that comes in."""
-        assert self.decay is not None
-        return torch.zeros_like(self.decay(*tensors))
-
-    def times(self, m: Tensor, state: Tensor) -> Tensor:
-        return m * state
-
-    def transposed(self, m: Tensor, grad: Tensor) -> Tensor:
-        return m * grad
-
-
-class GatedDeltaRule(Recurrence):
-    """A matrix M [K, K] for each head. Its kernel takes q, k, v, g and beta as `reference.gated_delta_rule` does."""
-
-    def pair(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """One pass makes both: each column of the state has its own values, and those of M are zeros."""
-        q, k, v, *gates = tensors
-        width, keys = v.shape[3], k.shape[3]
-        start = torch.eye(keys, dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
-        start = torch.nn.functional.pad(start, (width, 0)).expand(v.shape[0], v.shape[2], -1, -1)
-        both = self.kernel(q, k, torch.nn.functional.pad(v, (0, keys)), *gates, initial_state=start)[1]
-        return both[..., width:], both[..., :width]
-
-    def forgets(self, *tensors: Tensor) -> Tensor:
-        _, k, v, *_ = tensors
-        dtype = torch.promote_types(v.dtype, torch.float32)
-        return torch.zeros(v.shape[0], v.shape[2], k.shape[3], k.shape[3], dtype=dtype, device=v.device)
-
-    def times(self, m: Tensor, state: Tensor) -> Tensor:
-        return m @ state
-
-    def transposed(self, m: Tensor, grad: Tensor) -> Tensor:
-        return m.transpose(-1, -2) @ grad
-
-
-class SelectiveScan(Recurrence):
-    """Mamba-1: a number for each entry of the state. Its kernels begin with zeros, and their backward may leave out the
-    gradient of the state (mamba-ssm's does).
-
-    The output is affine in the state too: token t sees of the state that comes in what the tokens up to t have left,
-    exp(A (dt_1 + ... + dt_t)) of each entry. The state after the last token is read by N further tokens with a step of
-    zero, of which each reads a column: their outputs bring its gradient. That costs N more tokens to scan, and a copy
-    of the scan's inputs.
-
-    Args:
-        scan: (x [b, n, E], dt [b, n, E], B [b, n, N], C [b, n, N], A [E, N], D [E], bias [E]) -> (output [b, n, E],
-            state [b, E, N]), where a step is dt + bias.
-        softplus: or softplus of that.
-        hands_on: does the state go anywhere? Else it needs no gradient.
-    """
-
-    def __init__(self, scan: Callable[..., tuple[Tensor, Tensor]], softplus: bool, hands_on: bool = True) -> None:
-        super().__init__(self._run, self._decay)
-        self.scan, self.softplus, self.hands_on = scan, softplus, hands_on
-
-    def from_zeros(self, *tensors: Tensor) -> Tensor:
-        return self.scan(*tensors)[0]
-
-    def _steps(self, dt: Tensor, A: Tensor, bias: Tensor) -> Tensor:
-        step = dt.to(torch.promote_types(dt.dtype, A.dtype)) + bias
-        return torch.nn.functional.softplus(step) if self.softplus else step
-
-    def _decay(self, *tensors: Tensor) -> Tensor:
-        _, dt, _, _, A, _, bias = tensors
-        return self._steps(dt, A, bias).sum(1)[..., None] * A
-
-    def _run(self, *tensors: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-        _, dt, _, C, A, _, bias = tensors
-        out, state = self._with_state(*tensors)
-        if initial_state is None:
-            return out, state
-        since, width = self._steps(dt, A, bias).cumsum(1), dt.shape[2]
-
-        def seen(x: Tensor) -> Tensor:
-            left = (x[..., :width, None] * A).exp() * initial_state[:, None]
-            return (left * x[..., None, width:]).sum(-1)
-
-        both = torch.cat([since, C.to(since.dtype)], -1)
-        more = tiled_compute(seen, both, [t for t in (A, initial_state) if t.requires_grad], tile=64)
-        return out + more.to(out.dtype), state + (since[:, -1, :, None] * A).exp() * initial_state
-
-    def _with_state(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        if not (self.hands_on and torch.is_grad_enabled()):
-            return self.scan(*tensors)
-        *tokens, A, D, bias = tensors
-        rows, none, columns = tokens[0].shape[1], bias.new_zeros(1), torch.eye(A.shape[1], device=A.device)
-        still = torch.full_like(bias, -1e4) if self.softplus else -bias
-        tokens = [
-            torch.cat([t, more.to(t.dtype).expand(t.shape[0], A.shape[1], t.shape[2])], 1)
-            for t, more in zip(tokens, (none, still, none, columns))
-        ]
-        out, state = self.scan(*tokens, A, D, bias)
-        read = out[:, rows:].transpose(1, 2).to(state.dtype)
-        return out[:, :rows], state.detach() + (read - read.detach())
-
-
-def decayed_attention(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, block: int, initial_state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Linear attention whose past decays by exp(-slope) at each token, in blocks of tokens (lightning attention).
-
-    q, k [B, S, H, K], v [B, S, H, V], slopes [H] -> output [B, S, H, V] and the last state [B, H, K, V], in which the
-    state is h = exp(-slope) h + k v^T and the output q h.
-    """
-    wide = torch.promote_types(v.dtype, torch.float32)
-    state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=wide)
-    state, outs = state if initial_state is None else initial_state, []
-    for q_i, k_i, v_i in zip(*(t.transpose(1, 2).to(wide).split(block, 2) for t in (q, k, v))):
-        at = torch.arange(1, q_i.shape[2] + 1, device=q.device, dtype=wide)
-        slope = slopes.to(wide)[:, None, None]
-        since = torch.where(at[:, None] < at, float("inf"), at[:, None] - at)  # no token sees later ones
-        inside = (q_i @ k_i.transpose(2, 3)) * (-slope * since).exp()
-        outs.append(inside @ v_i + q_i * (-slope * at[:, None]).exp() @ state)
-        ends = k_i * (-slope * (len(at) - at)[:, None]).exp()
-        state = state * (-slope * len(at)).exp() + ends.transpose(2, 3) @ v_i
-    return torch.cat(outs, 2).transpose(1, 2).to(v.dtype), state
 
 
 def over_ranks(
-    rule: Recurrence, tokens: Sequence[Tensor], weights: Sequence[Tensor], exchange: Exchange,
+    rule: StateRule, tokens: Sequence[Tensor], weights: Sequence[Tensor], exchange: Exchange,
     documents: Documents = None, *, start: Tensor | None = None, first: int = 0, length: int | None = None,
     known: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -213,7 +57,7 @@ def over_ranks(
 class _OverRanks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rule: Recurrence, exchange: Exchange, where: tuple[Documents, int, int | None], train: bool,
+        ctx: Any, rule: StateRule, exchange: Exchange, where: tuple[Documents, int, int | None], train: bool,
         count: int, known: dict[str, Tensor] | None, start: Tensor | None, *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         keep, needs = train and any(ctx.needs_input_grad), ctx.needs_input_grad[7:]

@@ -17,7 +17,7 @@ from torch import nn
 import alstlib
 from alstlib.config import Model, RunConfig
 from alstlib.hf.support import check_model
-from alstlib.linear.mixers import mixers_of
+from alstlib.linear.adapters import mixers_of
 from alstlib.measure.deep import PROBE, Deep
 from alstlib.measure.reference_stack import ReferenceStack
 from alstlib.measure.scope import ATTENTION, STATES, category

@@ -19,8 +19,7 @@ import alstlib
 from alstlib import recompute
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf import block_calls, block_step, causal_lm_loss, checkpointed_layers, chunked_layers, hidden_states
-from alstlib.hf import states as hf_states
-from alstlib.linear import by_heads, convolution, pass_state
+from alstlib.linear import adapter, by_heads, convolution, pass_state
 from alstlib.offload import checkpoints, courier, host_store
 from alstlib.streaming import blocks, chunked, pages
 from alstlib.ulysses import alltoall, attention, head_layouts
@@ -184,7 +183,7 @@ MUTATIONS = {
         recompute.backward_in_this_thread, "torch.autograd.set_multithreading_enabled(False)", "pass", THREADS
     ),
     "replicas: gradients come in two orders": Mutation(
-        hf_states._in_order, "[w.view_as(w) for w in weights]", "list(weights)", ZERO2
+        adapter.in_order, "[w.view_as(w) for w in weights]", "list(weights)", ZERO2
     ),
     "blocks: none ends the micro-batch": Mutation(
         block_step.block_step, "last = (part, i) == order[0]", "last = False", DDP

@@ -13,8 +13,9 @@ from test_pass_state import KEYS, RULES, TOLERANCE, VALUES, everywhere, gated, g
 from torch import Tensor
 
 from alstlib import SPContext
+from alstlib.linear.adapters.gated_delta import GatedDeltaRule
 from alstlib.linear.by_heads import by_heads
-from alstlib.linear.pass_state import GatedDeltaRule, over_ranks
+from alstlib.linear.pass_state import over_ranks
 from alstlib.linear.ways import Sent, StateLayer, way_of
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.state_ways import state_costs
@@ -48,9 +49,7 @@ def layer_of(name: str, heads: int, groups: int, element: int = 8) -> StateLayer
     tokens, _ = RULES[name][0](1, 1, heads, groups)
     inputs = [Sent(t.shape[2], t[0, 0, 0].numel(), element) for t in tokens]
     output = Sent(heads, VALUES, element)
-    return StateLayer(
-        keys=KEYS, values=VALUES, inputs=inputs, output=output, matrix=isinstance(RULES[name][2], GatedDeltaRule)
-    )
+    return StateLayer(keys=KEYS, values=VALUES, inputs=inputs, output=output, matrix=RULES[name][2].matrix)
 
 
 @pytest.mark.parametrize("name, heads, groups", SHARED)

@@ -18,7 +18,7 @@ from transformers.models.jamba import modeling_jamba
 import alstlib
 from alstlib.data.shard import shard_batch
 from alstlib.hf.support import check_model
-from alstlib.linear.mixers import family_of, mixers_of
+from alstlib.linear.adapters import adapter_of, mixers_of
 from alstlib.measure import verify
 from alstlib.offload.ledger import Ledger
 
@@ -199,7 +199,7 @@ def test_a_mixer_that_calls_what_is_unknown_is_refused() -> None:
             return stranger(hidden_states)
 
     mixer.__class__ = Strange
-    assert family_of(mixer) is None
+    assert adapter_of(mixer) is None
     with pytest.raises(ValueError, match=r"layer 0 of .*: linear_attn.conv1d \(Conv1d\) is a convolution"):
         check_model(model, alstlib.SPContext(), "sdpa")
 

@@ -14,8 +14,12 @@ from torch import Tensor, nn
 
 from alstlib import SPContext, reference
 from alstlib.kernels.spans import Offsets
+from alstlib.linear.adapters.gated_delta import GatedDeltaRule
+from alstlib.linear.adapters.lightning import decayed_attention
+from alstlib.linear.adapters.mamba1 import SelectiveScan
 from alstlib.linear.convolution import causal_convolution
-from alstlib.linear.pass_state import GatedDeltaRule, Recurrence, SelectiveScan, decayed_attention, over_ranks
+from alstlib.linear.pass_state import over_ranks
+from alstlib.linear.rule import StateRule
 from alstlib.ulysses.alltoall import Exchange
 
 KEYS, VALUES = 3, 4
@@ -89,16 +93,16 @@ def lightning_inputs(batch: int, length: int, heads: int, groups: int) -> Inputs
     ]
 
 
-RULES: dict[str, tuple[Callable[..., Inputs], Callable[..., Any], Recurrence, tuple[int, int]]] = {
+RULES: dict[str, tuple[Callable[..., Inputs], Callable[..., Any], StateRule, tuple[int, int]]] = {
     "gated delta rule": (gated_inputs, gated, GatedDeltaRule(gated), (2, 2)),
     "Kimi delta attention": (kimi_inputs, gated, GatedDeltaRule(gated), (2, 2)),
     "Mamba-1": (mamba1_inputs, mamba1, SelectiveScan(scan, softplus=True), (2, 1)),
     "Mamba-2": (
-        mamba_inputs, mamba, Recurrence(mamba, lambda x, dt, b, c, a, d: (dt * a).sum(1)[..., None, None]), (2, 1)
+        mamba_inputs, mamba, StateRule(mamba, lambda x, dt, b, c, a, d: (dt * a).sum(1)[..., None, None]), (2, 1)
     ),
     "lightning attention": (
         lightning_inputs, reference.lightning,
-        Recurrence(
+        StateRule(
             lambda q, k, v, slopes, initial_state: decayed_attention(q, k, v, slopes, 4, initial_state),
             lambda q, k, v, slopes: (-slopes * q.shape[1]).expand(q.shape[0], -1)[..., None, None],
         ), (2, 2),
