@@ -15,7 +15,7 @@ from alstlib.hf.handle import Handle
 from alstlib.linear.adapter import Adapter
 from alstlib.linear.adapters import adapter_of
 from alstlib.linear.by_heads import by_heads
-from alstlib.linear.pass_state import over_ranks
+from alstlib.linear.pass_state import pass_state
 from alstlib.linear.rule import StateRule
 from alstlib.linear.ways import BLOCK, Sent, StateLayer, way_of
 from alstlib.ulysses.alltoall import Exchange
@@ -71,7 +71,7 @@ class _Part:
             matrix=rule.matrix, block=block,
         )  # fmt: skip
         self.handle.recurrences[layer] = None
-        way = by_heads if self._way(layer.heads) == "heads" else over_ranks
+        way = by_heads if self._way(layer.heads) == "heads" else pass_state
         return self.run((*tokens, *weights), functools.partial(way, rule, tokens, weights, self.exchange))
 
     def _way(self, heads: int) -> str:

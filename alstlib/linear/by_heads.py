@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from alstlib.kernels.spans import Documents
-from alstlib.linear.pass_state import over_ranks
+from alstlib.linear.pass_state import pass_state
 from alstlib.linear.rule import StateRule
 from alstlib.recompute import first_order
 from alstlib.sizing import groups_of, own_heads
@@ -35,7 +35,7 @@ def by_heads(
     documents: Documents = None, *, start: Tensor | None = None, first: int = 0, length: int | None = None,
     known: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What `states.over_ranks` returns, by an exchange of tokens for heads: the output [B, L, H, V] for this rank's
+    """What `pass_state` returns, by an exchange of tokens for heads: the output [B, L, H, V] for this rank's
     tokens, and the state [B, h, ..] of this rank's heads after the tokens of all ranks.
 
     In chunks, `start` is the state of this rank's heads too: each rank carries its own from chunk to chunk.
@@ -43,8 +43,8 @@ def by_heads(
     Args:
         tokens: the kernel's inputs, [B, L, H, ..] or [B, L, G, ..] with a width or none, of this rank's tokens.
         weights: its further inputs, [H, ..]. This rank's gradients of other heads are zero, so that the sum over ranks
-            is the whole gradient, as with `over_ranks`.
-        documents, first, length: as `over_ranks` takes them.
+            is the whole gradient, as with `pass_state`.
+        documents, first, length: as `pass_state` takes them.
         known: not used.
 
     Raises:
@@ -60,7 +60,7 @@ def by_heads(
             [_for_own_heads(t, own, n.shape[2], heads) for t, n in zip(mine, tokens)],
             [w[own] for w in weights],
         )
-    out, state = over_ranks(rule, tokens, weights, Exchange(), documents, start=start, first=first, length=length)
+    out, state = pass_state(rule, tokens, weights, Exchange(), documents, start=start, first=first, length=length)
     return (_ToTokens.apply(exchange, heads, out) if ranks > 1 else out), state
 
 

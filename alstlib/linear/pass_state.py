@@ -4,19 +4,25 @@ Shape legend: B batch, S sequence, P ranks, L = S / P tokens of this rank, H hea
 
 What a rank's slice does to the state that it gets is affine: h_out = M h_in + U, with a matrix M [K, K] for each head
 (gated delta rule), one number (Mamba-2, lightning attention) or one for each entry (Mamba-1), and U [K, V]. The pair
-does not grow with the slice. So each rank makes its pair, from a state of zeros; all ranks exchange their pairs; the
-state that comes in is the composition of the pairs of the ranks before; and the slice runs once more, with it. Backward
-is the same in the other order: the gradient g of the state that goes out comes from the ranks after, as g_in = M^T
-g_out + W, where W is what the slice's own outputs contribute. A document begins with zeros: where one begins in a
-slice, M is zero. Documents that begin and end inside a slice need none of this, and share calls (`documents`).
+does not grow with the slice. So there are three phases:
+
+- summary: each rank makes the pair (M, U) of its slice, from a state of zeros;
+- prefix: all ranks exchange their pairs, and the state that comes in is the composition of those of the ranks before;
+- run: the slice runs once more, with that state.
+
+Backward is the same in the other order: the gradient g of the state that goes out comes from the ranks after, as
+g_in = M^T g_out + W, where W, what the slice's own outputs contribute, takes the place of U. A document begins with
+zeros: where one begins in a slice, M is zero, and its run is its summary too. Documents that begin and end inside a
+slice need none of this, and share calls (`documents`).
 
 (Sequence parallelism for linear attention: LASP-2, arXiv 2502.07563; the gated delta rule: arXiv 2412.06464.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +34,7 @@ from alstlib.recompute import GradientSums, first_order
 from alstlib.ulysses.alltoall import Exchange
 
 
-def over_ranks(
+def pass_state(
     rule: StateRule, tokens: Sequence[Tensor], weights: Sequence[Tensor], exchange: Exchange,
     documents: Documents = None, *, start: Tensor | None = None, first: int = 0, length: int | None = None,
     known: dict[str, Tensor] | None = None,
@@ -50,127 +56,163 @@ def over_ranks(
     """
     if exchange.ranks == 1 and documents is None and start is None:
         return rule.kernel(*tokens, *weights, initial_state=None)
-    train, where = torch.is_grad_enabled(), (documents, first, length)
-    return _OverRanks.apply(rule, exchange, where, train, len(tokens), known, start, *tokens, *weights)
+    batch, rows = tokens[0].shape[:2]
+    runs = runs_of(
+        documents, (batch, rows), first + exchange.rank * rows, rows * exchange.ranks if length is None else length,
+        rule.packed is not None, tokens[0].device,
+    )  # fmt: skip
+    tensors, train = (*tokens, *weights), torch.is_grad_enabled()
+    needs = [train and t.requires_grad for t in tensors]
+    keep = any(needs) or (train and start is not None and start.requires_grad)
+    return _PassState.apply(_Slice(rule, exchange, runs, len(tokens), known, needs, keep), start, *tensors)
 
 
-class _OverRanks(torch.autograd.Function):
+@dataclass(frozen=True)
+class _Slice:
+    """What one call does with this rank's tokens."""
+
+    rule: StateRule
+    exchange: Exchange
+    runs: Sequence[Run]
+    count: int
+    """Of the tensors so many are of tokens, and the others weights."""
+    known: dict[str, Tensor] | None
+    needs: Sequence[bool]
+    """Which of the tensors need a gradient."""
+    keep: bool
+    """Does a backward follow?"""
+
+    def of(self, run: Run, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What a run takes of the tensors."""
+        return [run.of(t) if i < self.count else t for i, t in enumerate(tensors)]
+
+
+class _Ran(NamedTuple):
+    """A run, with its graph where a backward follows."""
+
+    leaves: Sequence[Tensor]
+    before: Tensor | None
+    out: Tensor
+    after: Any
+    """The state; None where no state leaves."""
+
+
+def summary(own: _Slice, tensors: Sequence[Tensor], ran: dict[Run, _Ran]) -> tuple[Tensor, Tensor]:
+    """(M, U) of this rank's slice, [B, H, ..]; `ran` has the runs that begin with zeros."""
+    pairs = []
+    for run in (run for run in own.runs if run.last):
+        inputs = own.of(run, tensors)
+        pairs.append((own.rule.forgets(*inputs), ran[run].after) if run in ran else own.rule.pair(*inputs))
+    u = torch.cat([u.detach() for _, u in pairs])
+    return torch.cat([m.to(u.dtype) for m, _ in pairs]), u
+
+
+def prefix(
+    pairs: Sequence[tuple[Tensor, Tensor]], times: Callable[[Tensor, Tensor], Tensor], start: Tensor
+) -> list[Tensor]:
+    """The state before each slice, in the order of the pairs, and after the last one."""
+    states = [start]
+    with torch.autocast(start.device.type, enabled=False):
+        for m, u in pairs:
+            states.append(times(m, states[-1]) + u)
+    return states
+
+
+def _of_all_ranks(exchange: Exchange, m: Tensor, u: Tensor) -> list[tuple[Tensor, Tensor]]:
+    everyone = exchange.gather(torch.cat([m.flatten(), u.to(m.dtype).flatten()]))
+    return [(row[: m.numel()].view_as(m), row[m.numel() :].view_as(u)) for row in everyone]
+
+
+def run_from(own: _Slice, run: Run, tensors: Sequence[Tensor], before: Tensor | None) -> _Ran:
+    """A run from the state before it, or from zeros (None)."""
+    leaves = [t.detach().requires_grad_(need) for t, need in zip(own.of(run, tensors), own.needs)]
+    before = None if before is None else before.detach().requires_grad_(own.keep)
+    with torch.set_grad_enabled(own.keep):
+        if run.inside:
+            out, after = own.rule.whole(*leaves, documents=run.packed), None
+        else:
+            out, after = own.rule.kernel(*leaves, initial_state=before)
+    return _Ran(leaves if own.keep else (), before, out, after)
+
+
+def run_back(
+    ran: _Ran, dout: Tensor, dafter: Tensor | None, to_before: bool
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """Gradients of a run's leaves and, if wanted, of the state before it."""
+    outs, ups = [ran.out], [dout]
+    if dafter is not None and ran.after.requires_grad:
+        outs, ups = [ran.out, ran.after], [dout, dafter]
+    wanted = [leaf for leaf in ran.leaves if leaf.requires_grad]
+    if to_before and ran.before is not None:
+        wanted.append(ran.before)
+    found = iter(torch.autograd.grad(outs, wanted, ups, allow_unused=True) if wanted else ())
+    return [next(found) if leaf.requires_grad else None for leaf in ran.leaves], next(found, None)
+
+
+class _PassState(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rule: StateRule, exchange: Exchange, where: tuple[Documents, int, int | None], train: bool,
-        count: int, known: dict[str, Tensor] | None, start: Tensor | None, *tensors: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        keep, needs = train and any(ctx.needs_input_grad), ctx.needs_input_grad[7:]
-        batch, rows = tensors[0].shape[:2]
-        documents, first, length = where
-        runs = runs_of(
-            documents, (batch, rows), first + exchange.rank * rows, rows * exchange.ranks if length is None else length,
-            rule.packed is not None, tensors[0].device,
-        )  # fmt: skip
-
-        def of(run: Run) -> list[Tensor]:
-            return [run.tokens.of(t) if i < count else t for i, t in enumerate(tensors)]
-
-        def second_pass(run: Run, before: Tensor | None) -> None:
-            leaves = [t.detach().requires_grad_(keep and need) for t, need in zip(of(run), needs)]
-            run.before = None if before is None else before.detach().requires_grad_(keep)
-            with torch.set_grad_enabled(keep):
-                if run.inside:
-                    run.out = rule.whole(*leaves, documents=run.tokens.packed)
-                else:
-                    run.out, run.after = rule.kernel(*leaves, initial_state=run.before)
-            run.leaves = leaves if keep else ()
-
-        pairs: list[tuple[Tensor, Tensor]] = []
-        alone, again = exchange.ranks == 1, bool(known)
-        for run in runs:
-            if not run.goes_on:
-                second_pass(run, None)
-            if run.last and not alone and not again:
-                pairs.append(rule.pair(*of(run)) if run.goes_on else (rule.forgets(*of(run)), _there(run.after)))
-        m, before, state = None, start, None
-        if again and known is not None:
-            m, before = known["m"], known["before"]
-            state = before.detach()
-        elif not alone:
-            u = torch.cat([u.detach() for _, u in pairs])
-            m = torch.cat([m.to(u.dtype) for m, _ in pairs])
-            state, states = torch.zeros_like(u) if start is None else start.to(u.dtype), []
-            with torch.autocast(u.device.type, enabled=False):
-                for their_m, their_u in _pairs(exchange, m, u):
-                    states.append(state)
-                    state = rule.times(their_m, state) + their_u
-            before = states[exchange.rank]
-            if known is not None:
-                known |= {"m": m, "before": before}
-        for run in runs:
-            if run.goes_on:
-                second_pass(run, _there(before)[run.rows])
-        if state is None:
-            state = torch.cat([_there(run.after).detach() for run in runs if run.last])
-        out = _there(runs[0].out).detach()
+    def forward(ctx: Any, own: _Slice, start: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        exchange, runs = own.exchange, own.runs
+        ran = {run: run_from(own, run, tensors, None) for run in runs if not run.goes_on}
+        m, before, end = None, start, None
+        if exchange.ranks > 1 and own.known:
+            m, before = own.known["m"], own.known["before"]
+            end = before.detach()
+        elif exchange.ranks > 1:
+            m, u = summary(own, tensors, ran)
+            begin = torch.zeros_like(u) if start is None else start.to(u.dtype)
+            states = prefix(_of_all_ranks(exchange, m, u), own.rule.times, begin)
+            before, end = states[exchange.rank], states[-1]
+            if own.known is not None:
+                own.known.update(m=m, before=before)
+        for run in (run for run in runs if run.goes_on):
+            assert before is not None
+            ran[run] = run_from(own, run, tensors, before[run.rows])
+        if end is None:
+            end = torch.cat([ran[run].after.detach() for run in runs if run.last])
+        out = ran[runs[0]].out.detach()
         if len(runs) > 1:
-            out = out.new_empty(batch, rows, *out.shape[2:])
+            out = out.new_empty(*tensors[0].shape[:2], *out.shape[2:])
             for run in runs:
-                run.tokens.into(out, _there(run.out).detach())
-        if keep:
-            ctx.rule, ctx.exchange, ctx.needs, ctx.count, ctx.runs, ctx.m = rule, exchange, needs, count, runs, m
+                run.into(out, ran[run].out.detach())
+        if own.keep:
+            ctx.left = own, ran, m
             # shapes and dtypes alone: what a node holds of tensors itself lives as long as somebody holds the loss
             ctx.like = [torch.empty_like(t, device="meta") for t in tensors]
             ctx.start = None if start is None else start.dtype
-        return out, state
+        return out, end
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dout: Tensor, grad: Tensor) -> tuple[Any, ...]:
-        if ctx.runs is None:
+        if ctx.left is None:
             raise RuntimeError(
                 "layer with a state: backward ran a second time, but its graph is freed by the first; run forward again"
             )
-        (rule, exchange, count), runs, ctx.runs = (ctx.rule, ctx.exchange, ctx.count), ctx.runs, None
-        alone, grads, w = exchange.ranks == 1, [grad], torch.zeros_like(grad)
+        (own, ran, m), ctx.left = ctx.left, None
+        exchange, runs, count, w, grads = own.exchange, own.runs, own.count, torch.zeros_like(grad), [grad]
+        alone = exchange.ranks == 1
         if not alone:
-            for run in runs:
-                if run.before is not None:
-                    (w[run.rows],) = torch.autograd.grad(run.out, run.before, run.tokens.of(dout), retain_graph=True)
-            with torch.autocast(w.device.type, enabled=False):
-                for their_m, their_w in reversed(_pairs(exchange, ctx.m, w)):
-                    grads.append(rule.transposed(their_m, grads[-1]) + their_w)
-        after, grad = grads[exchange.ranks - 1 - exchange.rank], w if alone else grads[-1]
+            for run, one in ran.items():
+                if one.before is not None:
+                    (w[run.rows],) = torch.autograd.grad(one.out, one.before, run.of(dout), retain_graph=True)
+            grads = prefix(_of_all_ranks(exchange, m, w)[::-1], own.rule.transposed, grad)
+        after = grads[exchange.ranks - 1 - exchange.rank]
         wholes = [
             torch.zeros_like(t, device=dout.device) if need and len(runs) > 1 else None
-            for t, need in zip(ctx.like[:count], ctx.needs)
+            for t, need in zip(ctx.like[:count], own.needs)
         ]
         sums = GradientSums(ctx.like[count:], narrow=True)
         for run in runs:
-            outs, ups = [run.out], [run.tokens.of(dout)]
-            if run.last and run.after.requires_grad:
-                outs, ups = [run.out, run.after], [ups[0], after[run.rows]]
-            wanted = [i for i, leaf in enumerate(run.leaves) if leaf.requires_grad]
-            leaves = [run.leaves[i] for i in wanted]
-            if alone and run.before is not None:
-                leaves.append(run.before)
-            found = torch.autograd.grad(outs, leaves, ups, allow_unused=True) if leaves else ()
-            if alone and run.before is not None:
-                w[run.rows] = found[-1]
-            of = dict(zip(wanted, found))
-            for i, whole in enumerate(wholes):
+            one = ran.pop(run)
+            dleaves, dbefore = run_back(one, run.of(dout), after[run.rows] if run.last else None, alone)
+            if dbefore is not None:
+                w[run.rows] = dbefore
+            for i, (whole, part) in enumerate(zip(wholes, dleaves)):
                 if whole is None:
-                    wholes[i] = of.get(i)
-                elif of[i] is not None:
-                    run.tokens.into(whole, of[i])
-            sums.add([of.get(i) for i in range(count, len(ctx.like))], last=run is runs[-1])
-            run.leaves, run.before, run.out, run.after = (), None, None, None
-        into = None if ctx.start is None else grad.to(ctx.start)
-        return (None, None, None, None, None, None, into, *wholes, *sums.done())
-
-
-def _there(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x
-
-
-def _pairs(exchange: Exchange, m: Tensor, u: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Every rank's (M, U), in rank order."""
-    everyone = exchange.gather(torch.cat([m.flatten(), u.to(m.dtype).flatten()]))
-    return [(row[: m.numel()].view_as(m), row[m.numel() :].view_as(u)) for row in everyone]
+                    wholes[i] = part
+                elif part is not None:
+                    run.into(whole, part)
+            sums.add(dleaves[count:], last=run is runs[-1])
+        into = None if ctx.start is None else (w if alone else grads[-1]).to(ctx.start)
+        return None, into, *wholes, *sums.done()

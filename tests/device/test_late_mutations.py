@@ -52,7 +52,7 @@ ZERO3 = Case("llama", engine="zero3")
 FROZEN = Case("llama", weights="frozen embeddings", way="chunks", engine="zero3")
 THREADS = Case("llama", way="host", engine="ddp", device="late")
 ARRIVAL, COURIER, STORE, LAYER_PAGES = courier.Arrival, courier.Courier, host_store.HostStore, pages.LayerPages
-OVER_RANKS, AROUND, EXCHANGE = pass_state._OverRanks, convolution._TokensAround, alltoall.Exchange
+PASS_STATE, AROUND, EXCHANGE = pass_state._PassState, convolution._TokensAround, alltoall.Exchange
 SHARE = "ctx.world_size * engine_divides_by / step_tokens"
 
 MUTATIONS = {
@@ -166,10 +166,10 @@ MUTATIONS = {
         "slice(self.exchange.rank * q.shape[1], (self.exchange.rank + 1) * q.shape[1])", "slice(0, q.shape[1])", SINKS,
     ),
     "states: the one before another rank": Mutation(
-        OVER_RANKS.forward, "states[exchange.rank]", "states[exchange.rank - 1]", STATES
+        PASS_STATE.forward, "states[exchange.rank]", "states[exchange.rank - 1]", STATES
     ),
     "states: gradients from the first rank on": Mutation(
-        OVER_RANKS.backward, "in reversed(_pairs(exchange, ctx.m, w))", "in _pairs(exchange, ctx.m, w)", STATES
+        PASS_STATE.backward, "_of_all_ranks(exchange, m, w)[::-1]", "_of_all_ranks(exchange, m, w)", STATES
     ),
     "states: gradients of shared groups of one rank": Mutation(
         by_heads._to_tokens, "there.add_(parts[k].transpose(0, 1)) if shared",

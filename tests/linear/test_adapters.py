@@ -25,7 +25,7 @@ from alstlib.linear.adapter import takes
 from alstlib.linear.adapters.gated_delta import GatedDelta
 from alstlib.linear.adapters.mamba2 import Mamba2
 from alstlib.linear.by_heads import by_heads
-from alstlib.linear.pass_state import over_ranks
+from alstlib.linear.pass_state import pass_state
 from alstlib.ulysses.alltoall import Exchange
 
 HEADS, KEYS, VALUES, LENGTH, TOLERANCE = 3, 2, 4, 48, 1e-11
@@ -154,7 +154,7 @@ FAMILIES: dict[str, tuple[Callable[[], list[Tensor]], Any, Any, Any, int]] = {
 def over(rank: int, world: int, name: str, heads: bool, chunks: int) -> dict[str, Any]:
     (make, run, plain, kernel, count), calls = FAMILIES[name], []
     own = torch.arange(LENGTH).view(chunks, world, -1)[:, rank].flatten()
-    part = Part(by_heads if heads else over_ranks, Exchange(SPContext.create(world).sp_group), (0, world))
+    part = Part(by_heads if heads else pass_state, Exchange(SPContext.create(world).sp_group), (0, world))
     part.chunk = (len(own) // chunks, world)
     whole = [leaf(t) for t in make()]
     dout = randn(1, LENGTH, HEADS, VALUES, seed=9)

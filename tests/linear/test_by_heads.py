@@ -15,13 +15,13 @@ from torch import Tensor
 from alstlib import SPContext
 from alstlib.linear.adapters.gated_delta import GatedDeltaRule
 from alstlib.linear.by_heads import by_heads
-from alstlib.linear.pass_state import over_ranks
+from alstlib.linear.pass_state import pass_state
 from alstlib.linear.ways import Sent, StateLayer, way_of
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.state_ways import state_costs
 from alstlib.ulysses.alltoall import Exchange
 
-WAYS = (over_ranks, by_heads)
+WAYS = (pass_state, by_heads)
 SHARED = [("gated delta rule", 6, 2), ("gated delta rule", 5, 5), ("Kimi delta attention", 5, 5), ("Mamba-2", 4, 2),
           ("Mamba-2", 5, 1), ("lightning attention", 4, 4)]  # fmt: skip
 """Heads and groups that divide by two, three or four ranks, and that do not."""

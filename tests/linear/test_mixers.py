@@ -18,7 +18,7 @@ from transformers.models.jamba import modeling_jamba
 import alstlib
 from alstlib.data.shard import shard_batch
 from alstlib.hf.support import check_model
-from alstlib.linear.adapters import adapter_of, mixers_of
+from alstlib.linear.adapters import ADAPTERS, adapter_of, mixers_of
 from alstlib.measure import verify
 from alstlib.offload.ledger import Ledger
 
@@ -187,6 +187,11 @@ def test_layers_without_an_mlp_are_not_noted_for_it(name: str, noted: int) -> No
     """Some have nothing but a mixer or attention; Zamba2's have an MLP further inside."""
     with attach(zoo.build_hybrid(name)) as handle:
         assert sum("has no MLP module" in note for note in handle.notes) == noted, handle.notes
+
+
+def test_each_adapter_has_a_model_in_the_zoo() -> None:
+    found = {adapter_of(mixer) for name in STATES for mixer in mixers_of(zoo.build_hybrid(name))}
+    assert found == set(ADAPTERS)
 
 
 def test_a_mixer_that_calls_what_is_unknown_is_refused() -> None:

@@ -18,7 +18,7 @@ from alstlib.linear.adapters.gated_delta import GatedDeltaRule
 from alstlib.linear.adapters.lightning import decayed_attention
 from alstlib.linear.adapters.mamba1 import SelectiveScan
 from alstlib.linear.convolution import causal_convolution
-from alstlib.linear.pass_state import over_ranks
+from alstlib.linear.pass_state import pass_state
 from alstlib.linear.rule import StateRule
 from alstlib.ulysses.alltoall import Exchange
 
@@ -127,7 +127,7 @@ def summed(got: Sequence[Tensor | None], count: int, world: int) -> list[Tensor 
 def on_rank(
     rank: int, world: int, name: str, case: Case, sizes: tuple[int, int] | None = None, frozen: int | None = None,
     chunk: int | None = None, filtered: int = 0, again: bool = False,
-    ways: Sequence[Callable[..., Any]] = (over_ranks,),
+    ways: Sequence[Callable[..., Any]] = (pass_state,),
 ) -> dict[str, Any]:  # fmt: skip
     """This rank's part, by each way, against the oracle on the whole sequence and against the first way.
 
@@ -249,14 +249,14 @@ def test_gradients_of_weights_are_summed_over_documents_in_fp32() -> None:
     count = 1024
     x, step, b, c = (torch.ones(1, count, *shape, dtype=torch.bfloat16) for shape in ((1, 1), (1,), (1, 1), (1, 1)))
     a, d = leaf(-torch.ones(1, dtype=torch.bfloat16)), leaf(torch.zeros(1, dtype=torch.bfloat16))
-    out, _ = over_ranks(RULES["Mamba-2"][2], (x, step, b, c), (a, d), Exchange(), Offsets(range(count + 1)))
+    out, _ = pass_state(RULES["Mamba-2"][2], (x, step, b, c), (a, d), Exchange(), Offsets(range(count + 1)))
     out.sum().backward()
     torch.testing.assert_close(d.grad, d.new_full((1,), count), rtol=0, atol=0)
 
 
 def test_a_second_backward_is_refused() -> None:
     tokens, _ = gated_inputs(1, 4, 2, 2)
-    out, _ = over_ranks(RULES["gated delta rule"][2], [leaf(t) for t in tokens], (), Exchange(), Offsets((0, 2, 4)))
+    out, _ = pass_state(RULES["gated delta rule"][2], [leaf(t) for t in tokens], (), Exchange(), Offsets((0, 2, 4)))
     out.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a second time"):
         out.sum().backward()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from alstlib.linear.adapter import Adapter, Part, in_order
-from alstlib.linear.pass_state import over_ranks
+from alstlib.linear.pass_state import pass_state
 from alstlib.linear.rule import StateRule
 from alstlib.tiled.compute import tiled_compute
 
@@ -98,5 +98,5 @@ class Mamba1(Adapter):
 
         tokens, weights = [t.transpose(1, 2) for t in (hidden_states, dt, B, C)], in_order((A, D, delta_bias))
         rule = SelectiveScan(scan, delta_softplus, part.hands_on)
-        out = part.run((*tokens, *weights), functools.partial(over_ranks, rule, tokens, weights, part.exchange))
+        out = part.run((*tokens, *weights), functools.partial(pass_state, rule, tokens, weights, part.exchange))
         return out.transpose(1, 2) * nn.functional.silu(z)
