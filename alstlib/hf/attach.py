@@ -30,10 +30,10 @@ from alstlib.hf.hidden_states import attach_hidden_states, travels
 from alstlib.hf.inputs import Call, deal_out
 from alstlib.hf.logits import NoLogits, find_transform
 from alstlib.hf.routers import attach_routers, refuse_lost_gradients
-from alstlib.hf.states import attach_states
 from alstlib.hf.support import check_model, check_shared, shared_weights
 from alstlib.hf.token_logps import OverRanks
 from alstlib.linear.adapters import adapter_of, is_tokenwise
+from alstlib.linear.attach import attach_states
 from alstlib.mesh import ATTACHED, SPContext
 from alstlib.options import Options
 from alstlib.tiled.compute import TiledMLP, TiledNorm

@@ -128,10 +128,12 @@ def run_from(own: _Slice, run: Run, tensors: Sequence[Tensor], before: Tensor | 
     leaves = [t.detach().requires_grad_(need) for t, need in zip(own.of(run, tensors), own.needs)]
     before = None if before is None else before.detach().requires_grad_(own.keep)
     with torch.set_grad_enabled(own.keep):
-        if run.inside:
-            out, after = own.rule.whole(*leaves, documents=run.packed), None
-        else:
+        if run.goes_on or run.last:
             out, after = own.rule.kernel(*leaves, initial_state=before)
+        elif run.packed is not None and own.rule.packed is not None:
+            out, after = own.rule.packed(*leaves, documents=run.packed), None
+        else:
+            out, after = own.rule.from_zeros(*leaves), None
     return _Ran(leaves if own.keep else (), before, out, after)
 
 

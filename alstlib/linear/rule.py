@@ -10,8 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from alstlib.linear.documents import Packed
-
 Kernel = Callable[..., tuple[Tensor, Tensor]]
 """Runs some tokens on one device, given a state or None for zeros -> their output and the state after them."""
 
@@ -35,13 +33,6 @@ class StateRule:
         self, kernel: Kernel, decay: Callable[..., Tensor] | None = None, packed: Callable[..., Tensor] | None = None
     ) -> None:
         self.kernel, self.decay, self.packed = kernel, decay, packed
-
-    def whole(self, *tensors: Tensor, documents: Packed | None) -> Tensor:
-        """The output of whole documents: each row is one, or they are packed."""
-        if documents is not None:
-            assert self.packed is not None
-            return self.packed(*tensors, documents=documents)
-        return self.from_zeros(*tensors)
 
     def from_zeros(self, *tensors: Tensor) -> Tensor:
         """The output of rows after which nobody needs the state."""

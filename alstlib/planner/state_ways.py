@@ -18,7 +18,6 @@ token that a rank sends to others for a forward (inputs to heads, outputs back),
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 from alstlib.config import RunConfig
 from alstlib.linear.ways import StateLayer, way_of
@@ -30,48 +29,35 @@ sequence wait for each other. A nominal share, not measured."""
 
 
 def passes_of(checkpoint: bool, *, chunks: bool = False, blocks: bool = False) -> tuple[int, int]:
-    """(forwards, pairs) of `state_costs`: under checkpoints a recompute is one more forward, and knows the state that
+    """`passes` of `state_seconds`: under checkpoints a recompute is one more forward, and knows the state that
     comes in; layers in chunks, and samples in blocks, begin with a forward without a graph."""
     if chunks:
         return 3, 3
     return 1 + checkpoint + blocks, 1 + blocks
 
 
-class Cost(NamedTuple):
-    """Seconds that a way adds to what one rank would do."""
-
-    wire: float
-    work: float
-
-    @property
-    def seconds(self) -> float:
-        return self.wire + self.work
-
-
-def state_costs(
-    layer: StateLayer, rows: int, ranks: int, *, batch: int = 1, forwards: int = 2, pairs: int = 1,
+def state_seconds(
+    layer: StateLayer, way: str, rows: int, ranks: int, *, batch: int = 1, passes: tuple[int, int] = (2, 1),
     rates: Rates | None = None, nodes: bool = False,
-) -> dict[str, Cost]:  # fmt: skip
-    """What each way adds in one layer and step: `pass`, and `heads` where there are no more ranks than heads. What runs
-    once in both (the recurrence itself) is in neither.
+) -> tuple[float, float]:  # fmt: skip
+    """(sending, computing): what a way, `pass` or `heads`, adds to one layer and step of one rank. What runs once in
+    both (the recurrence itself) is in neither.
 
     Args:
         rows: L, of the sequence or of a chunk.
         batch: micro-batch rows.
-        forwards: passes over the layer before its backward.
-        pairs: those of them that make and exchange pairs.
+        passes: over the layer before its backward, and those of them that make and exchange pairs.
         rates: of the machine; None: those of an H100.
         nodes: do the ranks lie on several nodes?
     """
-    rates = rates_of("H100") if rates is None else rates
+    rates, (forwards, pairs) = rates_of("H100") if rates is None else rates, passes
     link = rates.network if nodes else rates.link
+    if way == "heads":
+        return batch * rows * _most_sent(layer, ranks, forwards) / link, 0.0
     sent = (pairs + 1) * (ranks - 1) * layer.pair_bytes(batch)
     again = pairs * layer.forward_flops(layer.keys if layer.matrix else 0) + 2 * layer.forward_flops()
     work = 0.0 if ranks == 1 else batch * rows * layer.heads * again
-    found = {"pass": Cost(sent / link, work / (RECURRENCE * rates.matmul))}
-    if ranks <= layer.heads:
-        found["heads"] = Cost(batch * rows * _most_sent(layer, ranks, forwards) / link, 0.0)
-    return found
+    return sent / link, work / (RECURRENCE * rates.matmul)
 
 
 @functools.cache
@@ -81,8 +67,8 @@ def _most_sent(layer: StateLayer, ranks: int, forwards: int) -> int:
     return max(forwards * layer.there(ranks, r) + layer.back(ranks, r) for r in range(ranks))
 
 
-def added(layer: StateLayer, run: RunConfig, ranks: int, rows: int, rates: Rates, nodes: bool = False) -> Cost:
-    """What the way that a run takes adds to a layer in a chunk, or in a block, or in a step.
+def added(layer: StateLayer, run: RunConfig, ranks: int, rows: int, rates: Rates, nodes: bool) -> tuple[float, float]:
+    """`state_seconds` of the way that a run takes, for a layer in a chunk, or in a block, or in a step.
 
     Args:
         rows: of the sequence, on each rank.
@@ -90,8 +76,6 @@ def added(layer: StateLayer, run: RunConfig, ranks: int, rows: int, rates: Rates
     chunks = run.chunk is not None and run.chunk < rows
     blocks = run.block is not None and run.block < rows
     rows = min(rows, run.block or rows, run.chunk or rows)
-    forwards, pairs = passes_of(run.options.checkpoint, chunks=chunks, blocks=blocks)
-    costs = state_costs(
-        layer, rows, ranks, batch=run.data.batch_size, forwards=forwards, pairs=pairs, rates=rates, nodes=nodes
-    )
-    return costs[way_of(run.options.linear_attention, layer.heads, ranks)]
+    passes = passes_of(run.options.checkpoint, chunks=chunks, blocks=blocks)
+    way = way_of(run.options.linear_attention, layer.heads, ranks)
+    return state_seconds(layer, way, rows, ranks, batch=run.data.batch_size, passes=passes, rates=rates, nodes=nodes)

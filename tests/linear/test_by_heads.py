@@ -18,7 +18,7 @@ from alstlib.linear.by_heads import by_heads
 from alstlib.linear.pass_state import pass_state
 from alstlib.linear.ways import Sent, StateLayer, way_of
 from alstlib.planner.gpus import rates_of
-from alstlib.planner.state_ways import state_costs
+from alstlib.planner.state_ways import state_seconds
 from alstlib.ulysses.alltoall import Exchange
 
 WAYS = (pass_state, by_heads)
@@ -101,14 +101,13 @@ def test_seconds_of_the_ways() -> None:
     pair, forward, pairs = 2 * (4 + 2) * 4, 6 * 2 + 64 * (5 * 2 + 3), 6 * 2 * 3 + 64 * (5 * 2 + 3 * 3)
     there = (2 * 2 + 1 * 2) + 1 * 2  # a rank's head needs its group and its own input; its output goes back
 
-    def seconds(rows: int, ranks: int, **how: Any) -> dict[str, float]:
-        return {way: cost.seconds for way, cost in state_costs(layer, rows, ranks, rates=rates, **how).items()}
+    def seconds(**how: Any) -> list[tuple[float, float]]:
+        return [state_seconds(layer, way, 10, 2, rates=rates, **how) for way in ("pass", "heads")]
 
-    assert seconds(10, 2) == {"pass": 2 * pair + 10 * 2 * (pairs + 2 * forward), "heads": 10 * 3 * there}
-    slow = seconds(10, 2, nodes=True, pairs=3, forwards=3)
-    assert slow == {"pass": 8 * pair + 10 * 2 * (3 * pairs + 2 * forward), "heads": 2 * 10 * 4 * there}
-    assert seconds(10, 3).keys() == {"pass"}
-    assert seconds(10, 1) == {"pass": 0, "heads": 0}
+    assert seconds() == [(2 * pair, 10 * 2 * (pairs + 2 * forward)), (10 * 3 * there, 0)]
+    slow = seconds(nodes=True, passes=(3, 3))
+    assert slow == [(8 * pair, 10 * 2 * (3 * pairs + 2 * forward)), (2 * 10 * 4 * there, 0)]
+    assert state_seconds(layer, "pass", 10, 1, rates=rates) == (0, 0)
 
 
 def test_each_rank_gets_a_head_or_states_are_passed() -> None:
