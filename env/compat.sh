@@ -36,7 +36,7 @@ for path in "" "$PWD/$folder"; do
         PYTHONPATH=$path .venv/bin/python -m tests.sweep.drive --keep "${@:2}" || status=$?
     else
         PYTHONPATH=$path .venv/bin/python -m pytest tests/hf/test_support.py tests/hf/test_in_use.py tests/hf/test_attach.py \
-            tests/hf/test_mixers.py::test_hybrids_are_exact "$@" || status=$?
+            tests/linear/test_mixers.py::test_hybrids_are_exact "$@" || status=$?
     fi
 done
 if [ "${1:-}" = sweep ]; then

@@ -52,11 +52,6 @@ UPWARD = {
         "alstlib.figures.widgets -> alstlib.planner.model_states",
         "alstlib.figures.widgets -> alstlib.planner.prediction",
     ),
-    "Layers with a state take the way that the planner finds faster": (
-        "alstlib.hf.state_ways -> alstlib.planner.gpus",
-        "alstlib.hf.state_ways -> alstlib.planner.state_ways",
-        "alstlib.hf.states -> alstlib.planner.state_ways",
-    ),
 }
 """Imports that go upward, by reason. The list only shrinks."""
 

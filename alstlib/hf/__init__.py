@@ -6,6 +6,6 @@ configuration for it. `handle` holds what is attached (`Options`, `Handle`); `at
 `attention`, `checkpointed_layers` or `chunked_layers`, and `routers`; `inputs` takes and checks one call;
 `causal_lm_loss` calls the model, `token_logps` does so for log-probabilities, and `block_step` block by block
 (`block_calls`). What can be run exactly is found by `support`, `dry_run` and `logits`; `edits` are the changes to
-modules that `detach` takes back; `states` gives layers with a state, which `mixers` knows, functions over ranks;
-`experts` has blocks that route tokens, in tiles, and `router_loss` their loss over a sharded sequence.
+modules that `detach` takes back; `experts` has blocks that route tokens, in tiles, and `router_loss` their loss over a
+sharded sequence.
 """

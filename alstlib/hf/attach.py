@@ -29,11 +29,11 @@ from alstlib.hf.handle import Handle
 from alstlib.hf.hidden_states import attach_hidden_states, travels
 from alstlib.hf.inputs import Call, deal_out
 from alstlib.hf.logits import NoLogits, find_transform
-from alstlib.hf.mixers import family_of, is_tokenwise
 from alstlib.hf.routers import attach_routers, refuse_lost_gradients
-from alstlib.hf.states import attach_states
 from alstlib.hf.support import check_model, check_shared, shared_weights
 from alstlib.hf.token_logps import OverRanks
+from alstlib.linear.adapters import adapter_of, is_tokenwise
+from alstlib.linear.attach import attach_states
 from alstlib.mesh import ATTACHED, SPContext
 from alstlib.options import Options
 from alstlib.tiled.compute import TiledMLP, TiledNorm
@@ -156,7 +156,7 @@ def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
 
 def _only_mixes(module: nn.Module) -> bool:
     """Is a layer's child attention or a mixer with a state, in which there is nothing to tile?"""
-    return family_of(module) is not None or type(module).__name__.endswith("Attention")
+    return adapter_of(module) is not None or type(module).__name__.endswith("Attention")
 
 
 def _attach_norms(handle: Handle, layers: Sequence[nn.Module]) -> None:

@@ -17,7 +17,7 @@ from alstlib.hf.causal_lm_loss import fields_of
 from alstlib.hf.dry_run import LayerCall
 from alstlib.hf.handle import Handle, Keys
 from alstlib.hf.inputs import deal_out
-from alstlib.hf.mixers import is_tokenwise, mixers_of
+from alstlib.linear.adapters import is_tokenwise, mixers_of
 from alstlib.recompute import Replay
 from alstlib.streaming.blocks import Blocks
 from alstlib.tiled.logits import Statistics

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from alstlib.hf.checkpointed_layers import run_whole
 from alstlib.hf.dry_run import LayerCall
 from alstlib.hf.handle import Handle
-from alstlib.hf.mixers import is_tokenwise
 from alstlib.hf.support import check_recompute
+from alstlib.linear.adapters import is_tokenwise
 from alstlib.recompute import with_gradient
 from alstlib.streaming.chunked import RowChunk, Stream, StreamSegment
 from alstlib.tiled.compute import Pass, entered

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 
 from alstlib.hf.edits import Edits
 from alstlib.hf.inputs import Call
-from alstlib.hf.mixers import mixers_of
 from alstlib.hf.support import Facts
+from alstlib.linear.adapters import mixers_of
+from alstlib.linear.ways import StateLayer
 from alstlib.mesh import SPContext
 from alstlib.offload import headroom
 from alstlib.offload.courier import Courier, Travel
@@ -84,8 +85,8 @@ class Handle:
         """The decoder layer that a module belongs to."""
         self.keys: list[Keys] = []
         """What each layer's attention keeps of a token."""
-        self.recurrences: dict[Any, None] = {}
-        """What layers with a state compute (`StateLayer`), as far as ranks chose a way for them; in order."""
+        self.recurrences: dict[StateLayer, None] = {}
+        """The sizes of layers with a state and heads that have run, in order."""
         self.not_by_blocks = ""
         """Why the model cannot run block by block, if it cannot."""
         self.longest_matters = False

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alstlib.hf.dry_run import DryRun, LayerCall, dry_run
-from alstlib.hf.mixers import KINDS, is_tokenwise, mixers_of, plain_forward
 from alstlib.kernels.backends import choose_backend, of_user
+from alstlib.linear.adapter import plain_forward
+from alstlib.linear.adapters import KINDS, is_tokenwise, mixers_of
 from alstlib.mesh import ATTACHED, SPContext
 
 

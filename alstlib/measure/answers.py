@@ -16,8 +16,8 @@ from torch import nn
 
 import alstlib
 from alstlib.config import Model, RunConfig
-from alstlib.hf.mixers import mixers_of
 from alstlib.hf.support import check_model
+from alstlib.linear.adapters import mixers_of
 from alstlib.measure.deep import PROBE, Deep
 from alstlib.measure.reference_stack import ReferenceStack
 from alstlib.measure.scope import ATTENTION, STATES, category

@@ -18,8 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alstlib.hf.mixers import CONVOLUTION, GATED_DELTA, KDA, MAMBA1, MAMBA2, family_of, plain_forward
-from alstlib.planner.state_ways import BLOCK
+from alstlib.linear.adapter import CONVOLUTION, plain_forward
+from alstlib.linear.adapters import mixers_of
+from alstlib.linear.adapters.gated_delta import GatedDelta, KimiDelta
+from alstlib.linear.adapters.mamba1 import Mamba1
+from alstlib.linear.adapters.mamba2 import Mamba2
+from alstlib.linear.ways import BLOCK
 
 SCAN = 2048
 """Tokens of a block of Mamba-1's."""
@@ -28,7 +32,7 @@ SCAN = 2048
 @contextlib.contextmanager
 def fused_states(model: nn.Module) -> Iterator[None]:
     """Give the model's mixers these kernels, as on a GPU that has their packages."""
-    spaces = {id(space := plain_forward(m).__globals__): space for m in model.modules() if family_of(m) is not None}
+    spaces = {id(space := plain_forward(m).__globals__): space for m in mixers_of(model)}
     before = [(space, name, space[name]) for space in spaces.values() for name in STAND_INS if name in space]
     for space, name, _ in before:
         space[name] = STAND_INS[name]
@@ -226,6 +230,7 @@ def mamba1(
 
 
 STAND_INS: dict[str, Callable[..., Any]] = {
-    CONVOLUTION: convolution, GATED_DELTA: gated_delta_rule, KDA: gated_delta_rule, MAMBA2: mamba2, MAMBA1: mamba1,
+    CONVOLUTION: convolution, GatedDelta.recurrence: gated_delta_rule, KimiDelta.recurrence: gated_delta_rule,
+    Mamba2.recurrence: mamba2, Mamba1.recurrence: mamba1,
 }  # fmt: skip
-"""In the place of each function of transformers (`hf.mixers`)."""
+"""In the place of each function of transformers (`linear.adapters`)."""

@@ -28,13 +28,13 @@ import alstlib
 from alstlib.config import RunConfig
 from alstlib.hf.models import load_model
 from alstlib.kernels import blockwise
+from alstlib.linear.ways import StateLayer
 from alstlib.measure.fused_states import fused_states
 from alstlib.measure.scope import CHECKPOINTS, EXCHANGE, ROOT, Places, category
 from alstlib.mesh import join_fake
 from alstlib.offload.ledger import Ledger, _CpuInstrument
 from alstlib.planner.fits import KERNEL, element_bytes, part_of
 from alstlib.planner.model_states import Sizes, States, model_states
-from alstlib.planner.state_ways import StateLayer
 from alstlib.sizing import kernels_as_on
 from alstlib.tiled import compute, logits
 from alstlib.tiled.compute import TileRule, as_on
@@ -68,7 +68,7 @@ class Simulated:
     """Of attention (`backends.BACKENDS`)."""
     notes: tuple[str, ...] = ()
     recurrences: tuple[StateLayer, ...] = ()
-    """What layers with a state compute, where ranks choose a way for them."""
+    """The sizes of layers with a state and heads."""
     moments: Mapping[str, Mapping[str, int]] = field(default_factory=dict, compare=False, repr=False)
     """What is alive, by category, where memory stops growing for a while: of each place and operation the most. The
     largest of them is the device peak; an engine's states or a kernel's workspace can make another one the largest."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from alstlib.linear.ways import Sent, StateLayer
 from alstlib.planner.fits import facts_of
-from alstlib.planner.state_ways import Sent, StateLayer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from alstlib.config import RunConfig, value_of
+from alstlib.linear.ways import way_of
 from alstlib.planner.activations import Activations, activations, reference_activations, shared_by_reference
 from alstlib.planner.devices import pins_exactly
 from alstlib.planner.fits import element_bytes, part_of
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.model_states import ZERO_DEFAULT, Sizes, States, model_states
-from alstlib.planner.state_ways import added
 from alstlib.planner.step_time import step_seconds
 from alstlib.units import GIB, format_bytes
 
@@ -219,9 +219,9 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
         if machine.device != "cpu" and machine.gpu_memory is not None:
             free = max(0, machine.gpu_memory - sum(machine.overhead().values()) - of_states("layer"))
         known = run
-        if shape.recurrence is not None and shape.recurrence.layer is not None:  # whose way depends on the rates
-            how = (ranks, -(-seq_len // ranks), machine.rates, ranks > machine.per_node)
-            known = run.replace(options={"linear_attention": added(shape.recurrence.layer, run, *how)[0]})
+        if shape.recurrence is not None and shape.recurrence.layer is not None:
+            way = way_of(run.options.linear_attention, shape.recurrence.layer.heads, ranks)
+            known = run.replace(options={"linear_attention": way})
         found = activations(
             shape, known, ranks, seq_len, machine.device, room, capability=machine.rates.capability, free=free,
             held=of_states,

@@ -11,7 +11,7 @@ from alstlib.planner.fits import element_bytes
 from alstlib.planner.gpus import Rates
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Recurrence, Shape
-from alstlib.planner.state_ways import RECURRENCE, Cost, added, passes_of
+from alstlib.planner.state_ways import RECURRENCE, added, passes_of
 
 
 def attention_flops(shape: Shape, seq_len: int, share: float = 1.0) -> float:
@@ -70,8 +70,8 @@ def states_seconds(
     network = rates.network if nodes else rates.link
     tails = (passes + 1.0) * (ranks - 1) * run.data.batch_size * element_bytes(run, "cuda") * of.tail / network
     one = of.flops * seq_len * run.data.batch_size * (2 + forwards) / (RECURRENCE * rates.matmul) / ranks
-    more = added(of.layer, run, ranks, rows, rates, nodes)[1] if of.layer else Cost(0.0, 0.0)
-    return of.layers * pieces * (more.wire + tails), of.layers * (one + pieces * more.work)
+    sent, work = added(of.layer, run, ranks, rows, rates, nodes) if of.layer else (0.0, 0.0)
+    return of.layers * pieces * (sent + tails), of.layers * (one + pieces * work)
 
 
 def step_seconds(

@@ -1,8 +1,6 @@
-"""Layers that mix tokens, over a sequence of which each rank holds a slice (Ulysses; ALST, section 3.2).
+"""Attention over a sequence of which each rank holds a slice (Ulysses; ALST, section 3.2).
 
 In the order in which to read it: `alltoall` exchanges slices of the sequence for blocks of heads; `attention` is the
 operator, exchange, kernel and exchange back; `head_layouts` lets any number of heads lie on any number of ranks, by the
-plans of `head_split`. Layers with a state have two ways with equal results: `states` carries the state from rank to
-rank, and `state_heads` exchanges tokens for heads as attention does. `convolution` carries the few tokens before a
-slice.
+plans of `head_split`.
 """

@@ -36,11 +36,46 @@ class LateAccelerator(CPU_Accelerator):
     def current_device_name(self) -> str:
         return f"{module.NAME}:0"
 
+    def device(self, device_index: int | None = None) -> Any:
+        return self.here.device(device_index)
+
     def device_count(self) -> int:
         return 1
 
-    Stream = property(lambda self: self.here.Stream)
-    Event = property(lambda self: self.here.Event)
+    def synchronize(self, device_index: Any = None) -> None:
+        self.here.synchronize()
+
+    def set_rng_state(self, new_state: Tensor, device_index: Any = None) -> None:
+        self.here.set_rng_state(new_state)
+
+    def get_rng_state(self, device_index: Any = None) -> Tensor:
+        return self.here.get_rng_state()
+
+    @property
+    def Stream(self) -> Any:
+        return self.here.Stream
+
+    @property
+    def Event(self) -> Any:
+        return self.here.Event
+
+    def stream(self, stream: Any) -> Any:
+        return self.here.stream(stream)
+
+    def current_stream(self, device_index: Any = None) -> Any:
+        return self.here.current_stream()
+
+    def default_stream(self, device_index: Any = None) -> Any:
+        return self.here.default_stream()
+
+    def memory_allocated(self, device_index: Any = None) -> int:
+        return self.here.memory_allocated()
+
+    def max_memory_allocated(self, device_index: Any = None) -> int:
+        return self.here.max_memory_allocated()
+
+    def reset_peak_memory_stats(self, device_index: Any = None) -> None:
+        self.here.reset_peak_memory_stats()
 
     def total_memory(self, device_index: Any = None) -> int:
         return module.TOTAL
@@ -59,17 +94,6 @@ class LateAccelerator(CPU_Accelerator):
 
     def on_accelerator(self, tensor: Tensor) -> bool:
         return tensor.device.type == module.NAME
-
-
-def _same(name: str) -> Any:
-    return lambda self, *args, **how: getattr(self.here, name)(*args, *how.values())
-
-
-for same in (
-    "synchronize", "set_rng_state", "get_rng_state", "stream", "current_stream", "default_stream", "memory_allocated",
-    "max_memory_allocated", "reset_peak_memory_stats", "device",
-):  # fmt: skip
-    setattr(LateAccelerator, same, _same(same))
 
 
 def install() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from device import build
+from torch import Tensor
 
 NAME = "latecpu"
 TOTAL = 2**36
@@ -82,6 +83,34 @@ def _properties(device: Any = None) -> SimpleNamespace:
     return SimpleNamespace(name=NAME, total_memory=TOTAL, major=0, minor=0, multi_processor_count=1)
 
 
+def _generator() -> torch.Generator:
+    return _extension.default_generator()
+
+
+def _get_rng_state(device: Any = NAME) -> Tensor:
+    return _generator().get_state()
+
+
+def _set_rng_state(state: Tensor, device: Any = NAME) -> None:
+    _generator().set_state(state)
+
+
+def _seed(seed: int) -> None:
+    _generator().manual_seed(seed)
+
+
+def _memory(device: Any = None) -> int:
+    return _extension.memory()[0]
+
+
+def _peak(device: Any = None) -> int:
+    return _extension.memory()[1]
+
+
+def _reserved(device: Any = None) -> int:
+    return _extension.memory()[2]
+
+
 def limit(fraction: float, device: Any = None) -> None:
     """As `torch.cuda.set_per_process_memory_fraction`, which takes no device without a number."""
     if device is not None and torch.device(device).index is None:
@@ -113,21 +142,18 @@ def _module() -> ModuleType:
     made.get_device_name = lambda device=None: NAME
     made.get_device_properties = _properties
     made.get_device_capability = lambda device=None: (0, 0)
-    allocated, peak, reserved = (lambda device=None, i=i: _extension.memory()[i] for i in range(3))
-    made.memory_allocated, made.max_memory_allocated = allocated, peak
-    made.memory_reserved = made.max_memory_reserved = reserved
+    made.memory_allocated, made.max_memory_allocated = _memory, _peak
+    made.memory_reserved = made.max_memory_reserved = _reserved
     made.reset_peak_memory_stats = made.reset_max_memory_allocated = lambda device=None: _extension.reset_peak()
-    made.mem_get_info = lambda device=None: (TOTAL - reserved(), TOTAL)
+    made.mem_get_info = lambda device=None: (TOTAL - _reserved(), TOTAL)
     made.empty_cache = lambda: None
     made.set_per_process_memory_fraction = limit
     made.cudart = _Runtime
-    generator = _extension.default_generator()
-    made.get_rng_state = lambda device=None: generator.get_state()
-    made.set_rng_state = lambda state, device=None: generator.set_state(state)
-    made.get_rng_state_all = lambda: [generator.get_state()]
-    made.set_rng_state_all = lambda states: generator.set_state(states[0])
-    made.manual_seed = made.manual_seed_all = generator.manual_seed
-    made.initial_seed = generator.initial_seed
+    made.get_rng_state, made.set_rng_state = _get_rng_state, _set_rng_state
+    made.get_rng_state_all = lambda: [_get_rng_state()]
+    made.set_rng_state_all = lambda states: _set_rng_state(states[0])
+    made.manual_seed = made.manual_seed_all = _seed
+    made.initial_seed = lambda: _generator().initial_seed()
     made._is_in_bad_fork = lambda: False
     made.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     made.is_bf16_supported = lambda *_, **__: True

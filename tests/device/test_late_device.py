@@ -1,7 +1,6 @@
-"""The device on a CPU itself: refusals, memory, copies that are late for the host, and the record of collectives.
+"""The device on a CPU itself: refusals, memory, streams that are late, threads, and the record of collectives.
 
-That its values, random numbers, threads and collectives are right is seen in whole steps (tests/test_matrix.py), and
-that streams are late in those with a mistake (test_late_mutations.py)."""
+That its values, random numbers and collectives are the CPU's is seen in whole steps (tests/test_matrix.py)."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from device import group
 from device.module import NEVER, device, extension, late
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
@@ -78,6 +78,81 @@ def test_pinned_memory_is_known(late1: Any) -> None:
     late1(pinned)
 
 
+class Transfer:
+    """Values that a side stream takes to pinned memory and brings back."""
+
+    def __init__(self, without: str) -> None:
+        here: Any = torch.get_device_module(device())
+        self.without, self.main, self.stream = without, here.current_stream(device()), here.stream
+        self.out, self.back = here.Stream(device()), here.Stream(device())
+
+    def wait(self, what: str) -> bool:
+        return self.without != what
+
+    def __call__(self) -> list[Tensor]:
+        """Copies on the host, and what came back: ten tensors of each."""
+        arrived, returned = [], []
+        for i in range(10):
+            x = torch.full((512,), float(i), device=device())
+            x = x * 2 + 1
+            host = torch.empty(512, pin_memory=True)
+            if self.wait("out waits for compute"):
+                self.out.wait_stream(self.main)
+            with self.stream(self.out):
+                host.copy_(x, non_blocking=True)
+            sent = self.out.record_event()
+            if self.wait("x lives until its copy is done"):
+                self.main.wait_event(sent)
+            del x
+            other = torch.full((512,), -7.0, device=device())  # takes x's memory
+            del other
+            to = torch.empty(512, device=device())  # and this one takes it from there
+            if self.wait("back waits for compute"):
+                self.back.wait_stream(self.main)
+            if self.wait("back waits for out"):
+                self.back.wait_event(sent)
+            with self.stream(self.back):
+                to.copy_(host, non_blocking=True)
+            came = self.back.record_event()
+            if self.wait("compute waits for back"):
+                self.main.wait_event(came)
+            returned.append(to + 0)
+            if self.wait("the host waits for out"):
+                self.out.synchronize()
+            arrived.append(host.clone())
+            del to
+        self.out.synchronize()
+        return [torch.stack(arrived), torch.stack(returned).cpu()]
+
+
+def transfer(rank: int, world: int, without: str, delay: int) -> tuple[bool, bool]:
+    """Whether the values are right, and whether a race was noted."""
+    want, raced = (torch.arange(10.0) * 2 + 1)[:, None].expand(10, 512), False
+    right = True
+    try:
+        with late(delay, seed=rank + 1):
+            for got in Transfer(without)():
+                right &= torch.equal(got, want)
+    except AssertionError:
+        raced = True
+    return right, raced
+
+
+WAITS = ["out waits for compute", "x lives until its copy is done", "back waits for compute", "compute waits for back"]
+
+
+@pytest.mark.parametrize("delay", [0, 300, NEVER])
+def test_copies_that_wait_are_right(late1: Any, delay: int) -> None:
+    assert late1(transfer, "", delay) == [(True, False)]
+
+
+@pytest.mark.parametrize("without", WAITS)
+def test_a_missing_wait_gives_wrong_values(late1: Any, without: str) -> None:
+    ((right, raced),) = late1(transfer, without, NEVER)
+    assert not right
+    assert raced == ("waits for compute" in without)
+
+
 def host_too_early(rank: int, world: int) -> None:
     here: Any = torch.get_device_module(device())
     with late(NEVER):
@@ -101,6 +176,59 @@ def host_too_early(rank: int, world: int) -> None:
 
 def test_the_host_reads_too_early_what_it_did_not_wait_for(late1: Any) -> None:
     late1(host_too_early)
+
+
+def two_streams(rank: int, world: int) -> None:
+    """One side stream waits for another, for what it has brought to the host."""
+    here: Any = torch.get_device_module(device())
+    for waits in (True, False):
+        with late(NEVER):
+            main, out, back = here.current_stream(), here.Stream(), here.Stream()
+            x, y = torch.ones(8, device=device()), torch.empty(8, device=device())
+            host = torch.zeros(8).pin_memory()
+            for side in (out, back):
+                side.wait_stream(main)
+            with here.stream(out):
+                host.copy_(x, non_blocking=True)
+            if waits:
+                back.wait_stream(out)
+            with here.stream(back):
+                y.copy_(host, non_blocking=True)
+                assert here.current_stream() == back
+            main.wait_stream(back)
+            assert y.sum().item() == 8 * waits
+
+
+def test_streams_wait_for_each_other(late1: Any) -> None:
+    late1(two_streams)
+
+
+class Threads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: list[int]) -> Tensor:
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.seen.append(threading.get_native_id())
+        return grad, None
+
+
+def threads(rank: int, world: int, single: bool) -> tuple[bool, bool]:
+    """Whether backward ran in the thread that called it: of a tensor on the CPU, of one on the device."""
+    cpu: list[int] = []
+    own: list[int] = []
+    with torch.autograd.set_multithreading_enabled(not single):
+        x = torch.ones(4).requires_grad_()
+        y = Threads.apply(Threads.apply(x, cpu).to(device()), own)
+        y.sum().backward()
+    return cpu == [threading.get_native_id()], own == [threading.get_native_id()]
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_autograd_has_a_thread_for_it(late1: Any, single: bool) -> None:
+    assert late1(threads, single) == [(True, single)]
 
 
 def recorded(rank: int, world: int, delay: int) -> list[tuple[str, int, bool]]:

@@ -1,22 +1,101 @@
-"""A step on the device on a CPU in one thread and in two; other steps are cases of tests/test_matrix.py."""
+"""Training steps on the device on a CPU: alstlib's ways under engines, with the CPU's gradients and one order of
+collectives on all ranks; and whether gradients are there when an engine's hook looks for them."""
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from typing import Any
 from unittest import mock
 
 import matrix
+import pytest
+import torch
+from device.module import device
+from torch import Tensor, nn
 
-ALONE = matrix.Case("llama", "1x1", way="host", device="late")
+from alstlib.offload.host_store import HostStore
+from alstlib.streaming.chunked import Stream
+
+# ----- are gradients there when a hook looks?
+
+
+class Layer(nn.Module):
+    """A token-wise layer of nine weights in row chunks, its hidden states on the host."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.w = nn.ParameterList([nn.Parameter(torch.randn(width, width).div(4).to(device())) for _ in range(9)])
+        self.store = HostStore("async", budget=2**40)
+
+    def inner(self, part: Tensor, piece: Any) -> Tensor:
+        for w in self.w:
+            part = torch.mm(part[0], w)[None]
+        piece.calls["x"] += 1
+        return part
+
+    def forward(self, x: Tensor) -> Tensor:
+        stream = Stream(
+            run=self.inner, chunk=32, ranks=1, store=self.store, keep=False, params=lambda: list(self.w),
+            device=device(), travels=True, tokenwise=True,
+        )  # fmt: skip
+        return stream(x)
+
+
+class PostBackward(torch.autograd.Function):
+    """As FSDP2's `RegisterPostBackwardFunction` looks for gradients, when the gradient of a layer's input is made."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Layer, seen: Counter[str], x: Tensor) -> Tensor:
+        ctx.layer, ctx.seen = layer, seen
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        _count(ctx.layer, ctx.seen, "post backward")
+        return None, None, grad
+
+
+def _count(layer: Layer, seen: Counter[str], where: str) -> None:
+    seen[where] += sum(w.grad is None for w in layer.w)
+
+
+def missing(rank: int, world: int, single: bool) -> dict[str, int]:
+    """Gradients that were not there yet: when FSDP2 would look, and when DeepSpeed's hook of a leaf module would."""
+    torch.manual_seed(0)
+    layers, seen = nn.ModuleList([Layer() for _ in range(4)]), Counter({"post backward": 0, "leaf hook": 0})
+    for layer in layers:
+        layer.register_full_backward_hook(lambda layer, *_: _count(layer, seen, "leaf hook"))
+        for w in layer.w:
+            w.register_hook(lambda g: time.sleep(0.002))  # in the thread that accumulates: a device is busy
+    with (
+        torch.autograd.set_multithreading_enabled(not single),
+        mock.patch("alstlib.streaming.chunked.check_thread"),  # which refuses the wrong way
+    ):
+        for _ in range(3):
+            h = torch.randn(1, 64, 16).requires_grad_()
+            for layer in layers:
+                h = layer(PostBackward.apply(layer, seen, h))
+            h.sum().backward()
+            assert all(w.grad is not None for w in layers.parameters())  # afterwards they are
+            layers.zero_grad()
+    return dict(seen)
+
+
+@pytest.mark.parametrize("single", [True, False], ids=["one thread", "two threads"])
+def test_gradients_are_there_when_a_hook_looks(late1: Any, single: bool) -> None:
+    """Backward of hidden states on the host runs in the thread that called it, and weights' gradients arrive in that
+    of the device: only in one thread is there an order."""
+    (lost,) = late1(missing, single)
+    assert all(n == 0 for n in lost.values()) if single else all(n > 0 for n in lost.values()), lost
+
+
 ZERO3 = matrix.Case("llama", "1x1", way="host", engine="zero3", device="late")
-ONE_THREAD, CHECK = "hf.hidden_states.backward_in_this_thread", "streaming.chunked.check_thread"
 
 
-def step(rank: int, world: int, case: matrix.Case, *without: str) -> dict[str, Any] | str:
-    """What it gives, or its error, where the device's thread takes its time with each gradient; some functions do
-    nothing."""
+def of_zero3(rank: int, world: int, single: bool) -> dict[str, Any] | str:
+    """What a step of ZeRO-3 gives, or its error, where the device's thread takes its time with each gradient."""
     engine_of = matrix.engine_of
 
     def slow(*args: Any) -> Any:
@@ -27,21 +106,27 @@ def step(rank: int, world: int, case: matrix.Case, *without: str) -> dict[str, A
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(matrix, "engine_of", slow))
-        for name in without:
-            stack.enter_context(mock.patch(f"alstlib.{name}", return_value=None))
+        if not single:
+            stack.enter_context(mock.patch("alstlib.hf.hidden_states.backward_in_this_thread", return_value=None))
+            stack.enter_context(mock.patch("alstlib.streaming.chunked.check_thread"))
         try:
-            return matrix.run(rank, world, case)
+            return matrix.run(rank, world, ZERO3)
         except (RuntimeError, AssertionError) as e:
             return f"{type(e).__name__}: {e}"
 
 
-def test_two_threads_are_refused(late1: Any) -> None:
-    (refused,) = late1(step, ALONE, ONE_THREAD)
-    assert "another thread" in refused
-
-
 def test_zero3_needs_one_thread(late1: Any) -> None:
     """In two threads its hook finds no gradient, puts zeros in its place, and lets the weight go before it arrives."""
-    matrix.check(late1(step, ZERO3), ZERO3)
-    (result,) = late1(step, ZERO3, ONE_THREAD, CHECK)
+    matrix.check(late1(of_zero3, True), ZERO3)
+    (result,) = late1(of_zero3, False)
     assert isinstance(result, str) or result["gradient"] > 1e-3, result
+
+
+def refused(rank: int, world: int) -> None:
+    layer, x = Layer(), torch.randn(1, 64, 16).requires_grad_()
+    with pytest.raises(RuntimeError, match="another thread"):
+        layer(x).sum().backward()
+
+
+def test_two_threads_are_refused(late1: Any) -> None:
+    late1(refused)

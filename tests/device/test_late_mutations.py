@@ -1,10 +1,10 @@
-"""Mistakes made on purpose in what moves tensors between a device and its host and between passes, and in what engines
-are given: each gives wrong gradients in a whole step, or an error. The tests of each operator show mistakes in its own
-numbers."""
+"""Mistakes made on purpose in what moves tensors (between a device and its host, between ranks, between passes) and in
+what engines are given: each gives wrong gradients in a whole step, or an error. README.md has the same table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import matrix
@@ -18,10 +18,11 @@ from mutate import changed, mutated
 import alstlib
 from alstlib import recompute
 from alstlib.data.loader import SPDataLoader
-from alstlib.hf import block_calls, block_step, checkpointed_layers, chunked_layers, hidden_states
-from alstlib.hf import states as hf_states
+from alstlib.hf import block_calls, block_step, causal_lm_loss, checkpointed_layers, chunked_layers, hidden_states
+from alstlib.linear import adapter, by_heads, convolution, pass_state
 from alstlib.offload import checkpoints, courier, host_store
 from alstlib.streaming import blocks, chunked, pages
+from alstlib.ulysses import alltoall, attention, head_layouts
 
 
 class Mutation(NamedTuple):
@@ -42,6 +43,8 @@ SEGMENTS = Case("nemotron_h", way="kept", tiles="default")
 SEGMENTS_HOST = Case("nemotron_h", way="host", tiles="default")
 SEGMENTS_FSDP2 = Case("llama", way="kept", tiles="default", engine="fsdp2")
 SEGMENTS_ZERO3 = Case("llama", way="hidden", tiles="default", engine="zero3")
+TWO, FOUR, PARTS = Case("llama"), Case("llama", "4x1"), Case("llama, 7 heads on 1", "3x1")
+SINKS, STATES, GROUPS = Case("gpt_oss"), Case("bamba"), Case("bamba", "4x1", states="heads")
 DDP = Case("llama", "1x2", data="lengths", way="blocks", engine="ddp")
 ZERO1 = Case("llama", "1x2", data="lengths", way="blocks", engine="zero1")
 ZERO2 = Case("bamba", "2x2", data="lengths", way="blocks", engine="zero2", states="heads")
@@ -49,6 +52,8 @@ ZERO3 = Case("llama", engine="zero3")
 FROZEN = Case("llama", weights="frozen embeddings", way="chunks", engine="zero3")
 THREADS = Case("llama", way="host", engine="ddp", device="late")
 ARRIVAL, COURIER, STORE, LAYER_PAGES = courier.Arrival, courier.Courier, host_store.HostStore, pages.LayerPages
+PASS_STATE, AROUND, EXCHANGE = pass_state._PassState, convolution._TokensAround, alltoall.Exchange
+SHARE = "ctx.world_size * engine_divides_by / step_tokens"
 
 MUTATIONS = {
     # the courier and the store
@@ -123,6 +128,15 @@ MUTATIONS = {
     "segment: a leaf of ZeRO-3 runs": Mutation(
         checkpointed_layers.run_whole, '"_z3_leaf", False)', '"_no_leaf", False)', SEGMENTS_ZERO3
     ),
+    "saved: logsumexp for output": Mutation(
+        checkpoints.Saved.rewind, "zip(tensors[::2], tensors[1::2])", "zip(tensors[1::2], tensors[::2])", SEGMENTS
+    ),
+    "saved: what another part left": Mutation(
+        checkpoints.Saved.left_by, "(part, self._calls[part])", "(0, 1)", SEGMENTS
+    ),
+    "saved: another delta": Mutation(
+        attention._Attention.backward, "out = output_with(delta, dout)", "out = dout", SEGMENTS
+    ),
     "dropout: other masks of the device": Mutation(
         recompute.Replay.__call__,
         "self.here.set_rng_state(self.device_state, self.device)", "pass", "kept",
@@ -136,12 +150,40 @@ MUTATIONS = {
     "dropout: other masks in a chunk": Mutation(
         chunked._recompute, "with replay(), torch.enable_grad()", "with torch.enable_grad()", "host"
     ),
+    # the exchange between ranks
+    "exchange: heads in another order": Mutation(
+        EXCHANGE.to_heads, "t.unflatten(1, (p, -1))", "t.unflatten(1, (-1, p)).transpose(1, 2)", TWO
+    ),
+    "exchange: tokens of another rank": Mutation(EXCHANGE._swap, "return receive", "return receive.flip(0)", TWO),
+    "exchange: gradients of shared keys of one rank": Mutation(
+        EXCHANGE.shared_to_seq, ".sum(1, dtype=wide)", ".select(1, 0)", FOUR
+    ),
+    "parts of heads: gradients of keys of one rank": Mutation(
+        head_layouts.SplitRows._swap_back, "total[:, message.kv] += t", "total[:, message.kv] = t", PARTS
+    ),
+    "sinks: those of the first rank's heads": Mutation(
+        head_layouts.WholeHeads._own,
+        "slice(self.exchange.rank * q.shape[1], (self.exchange.rank + 1) * q.shape[1])", "slice(0, q.shape[1])", SINKS,
+    ),
+    "states: the one before another rank": Mutation(
+        PASS_STATE.forward, "states[exchange.rank]", "states[exchange.rank - 1]", STATES
+    ),
+    "states: gradients from the first rank on": Mutation(
+        PASS_STATE.backward, "_of_all_ranks(exchange, m, w)[::-1]", "_of_all_ranks(exchange, m, w)", STATES
+    ),
+    "states: gradients of shared groups of one rank": Mutation(
+        by_heads._to_tokens, "there.add_(parts[k].transpose(0, 1)) if shared",
+        "there.copy_(parts[k].transpose(0, 1)) if shared", GROUPS,
+    ),
+    "convolution: tokens before another rank": Mutation(
+        AROUND.forward, "at = exchange.rank * given", "at = (exchange.ranks - 1 - exchange.rank) * given", STATES
+    ),
     # what engines are given, and when
     "threads: backward runs in two": Mutation(
         recompute.backward_in_this_thread, "torch.autograd.set_multithreading_enabled(False)", "pass", THREADS
     ),
     "replicas: gradients come in two orders": Mutation(
-        hf_states._in_order, "[w.view_as(w) for w in weights]", "list(weights)", ZERO2
+        adapter.in_order, "[w.view_as(w) for w in weights]", "list(weights)", ZERO2
     ),
     "blocks: none ends the micro-batch": Mutation(
         block_step.block_step, "last = (part, i) == order[0]", "last = False", DDP
@@ -157,6 +199,15 @@ MUTATIONS = {
     ),
     "blocks: one without tokens has a label": Mutation(
         block_calls.without_tokens, "torch.full_like(like, IGNORE)", "torch.full_like(like, 5)", DDP
+    ),
+    "loss: replicas are not counted": Mutation(
+        causal_lm_loss.share_of, f"({SHARE}", f"({SHARE}".replace("world_size", "sp"), DDP
+    ),
+    "loss: the mean of each micro-batch": Mutation(
+        causal_lm_loss.share_of, "tokens if step_tokens is None else step_tokens", "tokens", DDP
+    ),
+    "loss: the engine divides it again": Mutation(
+        causal_lm_loss.share_of, f"({SHARE}", f"({SHARE}".replace(" * engine_divides_by", ""), ZERO1
     ),
     "ZeRO-3: a leaf's input needs no gradient": Mutation(
         chunked_layers._ensure_input_grad, "(with_gradient(args[0], layer), *args[1:]), kwargs", "args, kwargs", FROZEN
@@ -230,3 +281,9 @@ def test_a_mistake_is_seen(on_ranks: Any, name: str) -> None:
     function, old, new, shown_by = MUTATIONS[name]
     changed(function, (old, new))  # raises an error here, where it counts for nothing
     assert on_ranks(shown_by, name)
+
+
+def test_the_readme_has_the_table() -> None:
+    text = Path(__file__).with_name("README.md").read_text()
+    for name, mutation in MUTATIONS.items():
+        assert f"| {name} | `{next(iter(by_name([mutation.shown_by])))}` |" in text

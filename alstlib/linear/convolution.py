@@ -4,7 +4,7 @@ Shape legend: B batch, S sequence, P ranks, L = S / P tokens of this rank, C cha
 
 A token's output needs the W - 1 tokens before it. So each rank gives its last W - 1 tokens to the others, and puts what
 comes before its slice in front of it. A document begins with zeros before its first token, wherever ranks cut. That is
-so too where the recurrence after it exchanges tokens for heads (`state_heads`): W - 1 tokens of all channels are far
+so too where the recurrence after it exchanges tokens for heads (`by_heads`): W - 1 tokens of all channels are far
 less than all tokens.
 """
 

@@ -39,18 +39,32 @@ class Packed:
     """The document of each token: [1, n], int32."""
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Tokens of one call."""
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One call: a document at an end of this rank's slice, whole micro-batch rows, or several documents inside it."""
 
     at: tuple[Any, Any]
-    """Their index in a tensor [B, L, ..]."""
+    """The index of its tokens in a tensor [B, L, ..]."""
     to: tuple[Tensor, Tensor] | None = None
     """Their index in a batch of documents; None: the call takes them as they are stored."""
     shape: tuple[int, int] = (0, 0)
     """(N, T) of that batch."""
     packed: Packed | None = None
     """The documents that they hold; None: each row is one."""
+    goes_on: bool = False
+    """Has its document begun on an earlier rank?"""
+    last: bool = False
+    """Is its last token the last of the slice? Then its state goes to the next rank."""
+
+    @property
+    def inside(self) -> bool:
+        """Does no state enter or leave?"""
+        return not (self.goes_on or self.last)
+
+    @property
+    def rows(self) -> slice:
+        """Of the batch, where a state enters or leaves."""
+        return self.at[0]
 
     def of(self, x: Tensor) -> Tensor:
         """What the call takes of x [B, L, ..]."""
@@ -65,29 +79,6 @@ class Tokens:
         whole[self.at] = part if self.to is None else part[self.to]
 
 
-@dataclass
-class Run:
-    """One call: a document at an end of this rank's slice, whole micro-batch rows, or several documents inside it."""
-
-    tokens: Tokens
-    inside: bool = False
-    """Does no state enter or leave?"""
-    goes_on: bool = False
-    """Has its document begun on an earlier rank?"""
-    last: bool = False
-    """Is its last token the last of the slice? Then its state goes to the next rank."""
-    leaves: Sequence[Tensor] = ()
-    """The graph of its second pass: inputs, the state that came in, output and the state that goes out."""
-    before: Tensor | None = None
-    out: Tensor | None = None
-    after: Tensor | None = None
-
-    @property
-    def rows(self) -> slice:
-        """Of the batch, where a state enters or leaves."""
-        return self.tokens.at[0]
-
-
 def runs_of(
     documents: Documents, shape: tuple[int, int], first: int, length: int, packed: bool, device: torch.device
 ) -> list[Run]:
@@ -100,36 +91,36 @@ def runs_of(
     """
     batch, rows = shape
     if documents is None:
-        return [Run(Tokens((slice(0, batch), slice(0, rows))), goes_on=first > 0, last=True)]
+        return [Run((slice(0, batch), slice(0, rows)), goes_on=first > 0, last=True)]
     known = documents if isinstance(documents, Offsets) else Offsets()
     runs, inside = [], []
     for span in document_spans(documents, batch, length, first, first + rows):
         goes_on, last = span.end - span.rows > span.begin, span.at + span.rows == rows
         if goes_on or last:
-            runs.append(Run(_stored([span]), goes_on=goes_on, last=last))
+            runs.append(_stored([span], goes_on=goes_on, last=last))
         else:
             inside.append(span)
     key = (*shape, first, length, packed, device)
     if key not in known.calls:
         known.calls[key] = list(_packed(inside, device) if packed else _side_by_side(inside, device))
-    return [*runs, *(Run(tokens, inside=True) for tokens in known.calls[key])]
+    return [*runs, *known.calls[key]]
 
 
-def _stored(spans: Sequence[Span], packed: Packed | None = None) -> Tokens:
+def _stored(spans: Sequence[Span], **how: Any) -> Run:
     """Documents of one micro-batch row, of which each begins where the one before ends."""
     b, first, last = spans[0].batch, spans[0].at, spans[-1].at + spans[-1].rows
-    return Tokens((slice(b, b + 1), slice(first, last)), packed=packed)
+    return Run((slice(b, b + 1), slice(first, last)), **how)
 
 
-def _packed(spans: Sequence[Span], device: torch.device) -> Iterator[Tokens]:
+def _packed(spans: Sequence[Span], device: torch.device) -> Iterator[Run]:
     for _, row in groupby(spans, lambda span: span.batch):
         some = list(row)
         offsets = torch.tensor([0, *accumulate(span.rows for span in some)])
         index = torch.cat([torch.full((span.rows,), i, dtype=torch.int32) for i, span in enumerate(some)])
-        yield _stored(some, Packed(offsets.to(device), index[None].to(device)))
+        yield _stored(some, packed=Packed(offsets.to(device), index[None].to(device)))
 
 
-def _side_by_side(spans: Sequence[Span], device: torch.device) -> Iterator[Tokens]:
+def _side_by_side(spans: Sequence[Span], device: torch.device) -> Iterator[Run]:
     alike: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: span.rows, reverse=True):
         longest = alike[-1][0].rows if alike else 0
@@ -147,4 +138,4 @@ def _side_by_side(spans: Sequence[Span], device: torch.device) -> Iterator[Token
             for row, (batch, at, n) in enumerate((span.batch, span.at, span.rows) for span in some)
         ]
         batch, at, row, token = torch.cat(places, 1).to(device)
-        yield Tokens((batch, at), (row, token), (len(some), some[0].rows))
+        yield Run((batch, at), (row, token), (len(some), some[0].rows))

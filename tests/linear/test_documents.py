@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from alstlib.kernels.spans import Offsets
-from alstlib.ulysses.document_calls import LONGER, PADDED, SIDE_BY_SIDE, Run, runs_of
+from alstlib.linear.documents import LONGER, PADDED, SIDE_BY_SIDE, Run, runs_of
 
 CPU = torch.device("cpu")
 
@@ -33,8 +33,8 @@ def test_every_token_is_in_one_call(batch: int, packed: bool) -> None:
         mine, out, seen = x[:, first : first + rows], torch.zeros(batch, rows, dtype=torch.long), 0
         runs = calls(documents, first, rows, batch, packed)
         for run in runs:
-            part = run.tokens.of(mine)
-            run.tokens.into(out, part)
+            part = run.of(mine)
+            run.into(out, part)
             seen += int((part > 0).sum())
             if run.inside and not packed:  # rows are whole documents, and only zeros follow them
                 for row in part:
@@ -44,13 +44,13 @@ def test_every_token_is_in_one_call(batch: int, packed: bool) -> None:
         assert torch.equal(out, mine)
         assert seen == mine.numel()
         assert len(runs) < 90 // 2
-        assert runs_of(documents, (batch, rows), first, 600 // batch, packed, CPU)[-1].tokens is runs[-1].tokens
+        assert runs_of(documents, (batch, rows), first, 600 // batch, packed, CPU)[-1] is runs[-1]
 
 
 def test_two_thousand_documents_make_few_calls() -> None:
     documents = cut(2**20, 2000)
     runs = calls(documents, 0, 2**20)
-    inside = [run.tokens.shape for run in runs if run.tokens.to is not None]
+    inside = [run.shape for run in runs if run.to is not None]
     assert len(runs) < 80
     assert max(n for n, _ in inside) <= SIDE_BY_SIDE
     assert max(n * t for n, t in inside) <= PADDED
@@ -61,8 +61,8 @@ def test_two_thousand_documents_make_few_calls() -> None:
 
 def test_kernels_get_offsets_and_the_document_of_each_token() -> None:
     *_, run = calls(Offsets((0, 3, 4, 6, 9, 12)), 2, 9, packed=True)
-    assert run.tokens.at == (slice(0, 1), slice(1, 7))
-    packed = run.tokens.packed
+    assert run.at == (slice(0, 1), slice(1, 7))
+    packed = run.packed
     assert packed is not None
     assert (packed.offsets.tolist(), packed.offsets.dtype) == ([0, 1, 3, 6], torch.int64)
     assert (packed.index.tolist(), packed.index.dtype) == ([[0, 1, 1, 2, 2, 2]], torch.int32)
@@ -71,12 +71,12 @@ def test_kernels_get_offsets_and_the_document_of_each_token() -> None:
 def test_lengths_of_a_batch_are_alike() -> None:
     lengths = [4, 5, 6, 10, 8, 1, 1, 100, 3]
     runs = calls(Offsets((0, *itertools.accumulate(lengths), 200)), 0, 200)
-    assert [run.tokens.shape for run in runs if run.tokens.to is not None] == [(2, 10), (2, 6), (2, 1)]
+    assert [run.shape for run in runs if run.to is not None] == [(2, 10), (2, 6), (2, 1)]
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_simulation_needs_no_values(packed: bool) -> None:
     with FakeTensorMode():
         x = torch.empty(1, 40, 3)
-        taken = [run.tokens.of(x).shape[:2] for run in calls(Offsets((0, 4, 9, 13, 17, 40)), 0, 40, packed=packed)]
+        taken = [run.of(x).shape[:2] for run in calls(Offsets((0, 4, 9, 13, 17, 40)), 0, 40, packed=packed)]
     assert taken == ([(1, 23), (1, 17)] if packed else [(1, 23), (4, 5)])

@@ -20,12 +20,13 @@ from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from alstlib import SPContext, reference
-from alstlib.hf.mixers import takes
-from alstlib.hf.states import _gated_delta_rule, _mamba2
 from alstlib.kernels.spans import Offsets
+from alstlib.linear.adapter import takes
+from alstlib.linear.adapters.gated_delta import GatedDelta
+from alstlib.linear.adapters.mamba2 import Mamba2
+from alstlib.linear.by_heads import by_heads
+from alstlib.linear.pass_state import pass_state
 from alstlib.ulysses.alltoall import Exchange
-from alstlib.ulysses.state_heads import by_heads
-from alstlib.ulysses.states import over_ranks
 
 HEADS, KEYS, VALUES, LENGTH, TOLERANCE = 3, 2, 4, 48, 1e-11
 DOCUMENTS = (0, 2, 5, 7, 10, 12, 13, 15, 18, 20, 22, 25, 27, 30, 31, 33, 36, 38, 41, 42, 44, 46, 48)
@@ -119,7 +120,7 @@ def delta_inputs(kimi: bool) -> list[Tensor]:
 
 def delta(part: Any, kernel: Any, *tensors: Tensor) -> Tensor:
     q, k, v, g, beta = tensors
-    return _gated_delta_rule(part, kernel, q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
+    return GatedDelta.mix(part, kernel, q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
 
 
 def plain_delta(q: Tensor, k: Tensor, *others: Tensor) -> Tensor:
@@ -135,7 +136,7 @@ def mamba_inputs() -> list[Tensor]:
 
 def mamba(part: Any, kernel: Any, *tensors: Tensor) -> Tensor:
     x, dt, b, c, a, d, bias = tensors
-    return _mamba2(part, kernel, x, dt, a, b, c, chunk_size=16, D=d, dt_bias=bias, dt_softplus=True)
+    return Mamba2.mix(part, kernel, x, dt, a, b, c, chunk_size=16, D=d, dt_bias=bias, dt_softplus=True)
 
 
 def plain_mamba(*tensors: Tensor) -> Tensor:
@@ -153,7 +154,7 @@ FAMILIES: dict[str, tuple[Callable[[], list[Tensor]], Any, Any, Any, int]] = {
 def over(rank: int, world: int, name: str, heads: bool, chunks: int) -> dict[str, Any]:
     (make, run, plain, kernel, count), calls = FAMILIES[name], []
     own = torch.arange(LENGTH).view(chunks, world, -1)[:, rank].flatten()
-    part = Part(by_heads if heads else over_ranks, Exchange(SPContext.create(world).sp_group), (0, world))
+    part = Part(by_heads if heads else pass_state, Exchange(SPContext.create(world).sp_group), (0, world))
     part.chunk = (len(own) // chunks, world)
     whole = [leaf(t) for t in make()]
     dout = randn(1, LENGTH, HEADS, VALUES, seed=9)

@@ -14,9 +14,13 @@ from torch import Tensor, nn
 
 from alstlib import SPContext, reference
 from alstlib.kernels.spans import Offsets
+from alstlib.linear.adapters.gated_delta import GatedDeltaRule
+from alstlib.linear.adapters.lightning import decayed_attention
+from alstlib.linear.adapters.mamba1 import SelectiveScan
+from alstlib.linear.convolution import causal_convolution
+from alstlib.linear.pass_state import pass_state
+from alstlib.linear.rule import StateRule
 from alstlib.ulysses.alltoall import Exchange
-from alstlib.ulysses.convolution import causal_convolution
-from alstlib.ulysses.states import GatedDeltaRule, Recurrence, SelectiveScan, decayed_attention, over_ranks
 
 KEYS, VALUES = 3, 4
 TOLERANCE = 1e-11
@@ -89,16 +93,16 @@ def lightning_inputs(batch: int, length: int, heads: int, groups: int) -> Inputs
     ]
 
 
-RULES: dict[str, tuple[Callable[..., Inputs], Callable[..., Any], Recurrence, tuple[int, int]]] = {
+RULES: dict[str, tuple[Callable[..., Inputs], Callable[..., Any], StateRule, tuple[int, int]]] = {
     "gated delta rule": (gated_inputs, gated, GatedDeltaRule(gated), (2, 2)),
     "Kimi delta attention": (kimi_inputs, gated, GatedDeltaRule(gated), (2, 2)),
     "Mamba-1": (mamba1_inputs, mamba1, SelectiveScan(scan, softplus=True), (2, 1)),
     "Mamba-2": (
-        mamba_inputs, mamba, Recurrence(mamba, lambda x, dt, b, c, a, d: (dt * a).sum(1)[..., None, None]), (2, 1)
+        mamba_inputs, mamba, StateRule(mamba, lambda x, dt, b, c, a, d: (dt * a).sum(1)[..., None, None]), (2, 1)
     ),
     "lightning attention": (
         lightning_inputs, reference.lightning,
-        Recurrence(
+        StateRule(
             lambda q, k, v, slopes, initial_state: decayed_attention(q, k, v, slopes, 4, initial_state),
             lambda q, k, v, slopes: (-slopes * q.shape[1]).expand(q.shape[0], -1)[..., None, None],
         ), (2, 2),
@@ -123,7 +127,7 @@ def summed(got: Sequence[Tensor | None], count: int, world: int) -> list[Tensor 
 def on_rank(
     rank: int, world: int, name: str, case: Case, sizes: tuple[int, int] | None = None, frozen: int | None = None,
     chunk: int | None = None, filtered: int = 0, again: bool = False,
-    ways: Sequence[Callable[..., Any]] = (over_ranks,),
+    ways: Sequence[Callable[..., Any]] = (pass_state,),
 ) -> dict[str, Any]:  # fmt: skip
     """This rank's part, by each way, against the oracle on the whole sequence and against the first way.
 
@@ -245,14 +249,14 @@ def test_gradients_of_weights_are_summed_over_documents_in_fp32() -> None:
     count = 1024
     x, step, b, c = (torch.ones(1, count, *shape, dtype=torch.bfloat16) for shape in ((1, 1), (1,), (1, 1), (1, 1)))
     a, d = leaf(-torch.ones(1, dtype=torch.bfloat16)), leaf(torch.zeros(1, dtype=torch.bfloat16))
-    out, _ = over_ranks(RULES["Mamba-2"][2], (x, step, b, c), (a, d), Exchange(), Offsets(range(count + 1)))
+    out, _ = pass_state(RULES["Mamba-2"][2], (x, step, b, c), (a, d), Exchange(), Offsets(range(count + 1)))
     out.sum().backward()
     torch.testing.assert_close(d.grad, d.new_full((1,), count), rtol=0, atol=0)
 
 
 def test_a_second_backward_is_refused() -> None:
     tokens, _ = gated_inputs(1, 4, 2, 2)
-    out, _ = over_ranks(RULES["gated delta rule"][2], [leaf(t) for t in tokens], (), Exchange(), Offsets((0, 2, 4)))
+    out, _ = pass_state(RULES["gated delta rule"][2], [leaf(t) for t in tokens], (), Exchange(), Offsets((0, 2, 4)))
     out.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a second time"):
         out.sum().backward()

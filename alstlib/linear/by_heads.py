@@ -4,10 +4,10 @@ Shape legend: B batch, S sequence, P ranks, L = S / P tokens of this rank, H hea
 heads (those of keys and queries, or of Mamba-2's B and C), K and V widths of keys and values.
 
 The heads of a recurrence are independent, as those of attention are. So a rank can have the tokens of all ranks for
-some heads and run its kernel once over the whole sequence: it makes no pair and runs nothing twice, as `states` does,
-but what it sends grows with the sequence. Both ways give the same result. Whole heads are dealt out as evenly as they
-can be (H need not be a multiple of P, but must not be less), and of each group a rank gets what its heads need; the
-gradients of a group that several ranks need are summed in fp32. A recompute exchanges again: under checkpoints the
+some heads and run its kernel once over the whole sequence: it makes no pair and runs nothing twice, as `pass_state`
+does, but what it sends grows with the sequence. Both ways give the same result. Whole heads are dealt out as evenly as
+they can be (H need not be a multiple of P, but must not be less), and of each group a rank gets what its heads need;
+the gradients of a group that several ranks need are summed in fp32. A recompute exchanges again: under checkpoints the
 tokens travel twice forward and once backward, without them once and once.
 
 The convolution before the recurrence stays with the slices (`convolution`): it exchanges W - 1 tokens of all channels,
@@ -23,18 +23,19 @@ import torch
 from torch import Tensor
 
 from alstlib.kernels.spans import Documents
+from alstlib.linear.pass_state import pass_state
+from alstlib.linear.rule import StateRule
 from alstlib.recompute import first_order
 from alstlib.sizing import groups_of, own_heads
 from alstlib.ulysses.alltoall import Exchange
-from alstlib.ulysses.states import Recurrence, over_ranks
 
 
 def by_heads(
-    rule: Recurrence, tokens: Sequence[Tensor], weights: Sequence[Tensor], exchange: Exchange,
+    rule: StateRule, tokens: Sequence[Tensor], weights: Sequence[Tensor], exchange: Exchange,
     documents: Documents = None, *, start: Tensor | None = None, first: int = 0, length: int | None = None,
     known: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What `states.over_ranks` returns, by an exchange of tokens for heads: the output [B, L, H, V] for this rank's
+    """What `pass_state` returns, by an exchange of tokens for heads: the output [B, L, H, V] for this rank's
     tokens, and the state [B, h, ..] of this rank's heads after the tokens of all ranks.
 
     In chunks, `start` is the state of this rank's heads too: each rank carries its own from chunk to chunk.
@@ -42,8 +43,8 @@ def by_heads(
     Args:
         tokens: the kernel's inputs, [B, L, H, ..] or [B, L, G, ..] with a width or none, of this rank's tokens.
         weights: its further inputs, [H, ..]. This rank's gradients of other heads are zero, so that the sum over ranks
-            is the whole gradient, as with `over_ranks`.
-        documents, first, length: as `over_ranks` takes them.
+            is the whole gradient, as with `pass_state`.
+        documents, first, length: as `pass_state` takes them.
         known: not used.
 
     Raises:
@@ -59,7 +60,7 @@ def by_heads(
             [_for_own_heads(t, own, n.shape[2], heads) for t, n in zip(mine, tokens)],
             [w[own] for w in weights],
         )
-    out, state = over_ranks(rule, tokens, weights, Exchange(), documents, start=start, first=first, length=length)
+    out, state = pass_state(rule, tokens, weights, Exchange(), documents, start=start, first=first, length=length)
     return (_ToTokens.apply(exchange, heads, out) if ranks > 1 else out), state
 
 

@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 import torch
 from operators import gradients, leaf, randn, worst
-from test_states import KEYS, RULES, TOLERANCE, VALUES, everywhere, gated, gated_inputs, mamba_inputs, on_rank
+from test_pass_state import KEYS, RULES, TOLERANCE, VALUES, everywhere, gated, gated_inputs, mamba_inputs, on_rank
 from torch import Tensor
 
 from alstlib import SPContext
+from alstlib.linear.adapters.gated_delta import GatedDeltaRule
+from alstlib.linear.by_heads import by_heads
+from alstlib.linear.pass_state import pass_state
+from alstlib.linear.ways import Sent, StateLayer, way_of
 from alstlib.planner.gpus import rates_of
-from alstlib.planner.state_ways import Sent, StateLayer, state_seconds
+from alstlib.planner.state_ways import state_seconds
 from alstlib.ulysses.alltoall import Exchange
-from alstlib.ulysses.state_heads import by_heads
-from alstlib.ulysses.states import GatedDeltaRule, over_ranks
 
-WAYS = (over_ranks, by_heads)
+WAYS = (pass_state, by_heads)
 SHARED = [("gated delta rule", 6, 2), ("gated delta rule", 5, 5), ("Kimi delta attention", 5, 5), ("Mamba-2", 4, 2),
           ("Mamba-2", 5, 1), ("lightning attention", 4, 4)]  # fmt: skip
 """Heads and groups that divide by two, three or four ranks, and that do not."""
@@ -47,9 +49,7 @@ def layer_of(name: str, heads: int, groups: int, element: int = 8) -> StateLayer
     tokens, _ = RULES[name][0](1, 1, heads, groups)
     inputs = [Sent(t.shape[2], t[0, 0, 0].numel(), element) for t in tokens]
     output = Sent(heads, VALUES, element)
-    return StateLayer(
-        keys=KEYS, values=VALUES, inputs=inputs, output=output, matrix=isinstance(RULES[name][2], GatedDeltaRule)
-    )
+    return StateLayer(keys=KEYS, values=VALUES, inputs=inputs, output=output, matrix=RULES[name][2].matrix)
 
 
 @pytest.mark.parametrize("name, heads, groups", SHARED)
@@ -100,9 +100,18 @@ def test_seconds_of_the_ways() -> None:
     layer = StateLayer(keys=2, values=1, inputs=[Sent(1, 2, 2), Sent(2, 1, 2)], output=Sent(2, 1, 2))
     pair, forward, pairs = 2 * (4 + 2) * 4, 6 * 2 + 64 * (5 * 2 + 3), 6 * 2 * 3 + 64 * (5 * 2 + 3 * 3)
     there = (2 * 2 + 1 * 2) + 1 * 2  # a rank's head needs its group and its own input; its output goes back
-    seconds = state_seconds(layer, 10, 2, rates=rates)
-    assert seconds == {"pass": 2 * pair + 10 * 2 * (pairs + 2 * forward), "heads": 10 * 3 * there}
-    slow = state_seconds(layer, 10, 2, rates=rates, nodes=True, pairs=3, forwards=3)
-    assert slow == {"pass": 8 * pair + 10 * 2 * (3 * pairs + 2 * forward), "heads": 2 * 10 * 4 * there}
-    assert state_seconds(layer, 10, 3, rates=rates).keys() == {"pass"}
-    assert state_seconds(layer, 10, 1, rates=rates) == {"pass": 0, "heads": 0}
+
+    def seconds(**how: Any) -> list[tuple[float, float]]:
+        return [state_seconds(layer, way, 10, 2, rates=rates, **how) for way in ("pass", "heads")]
+
+    assert seconds() == [(2 * pair, 10 * 2 * (pairs + 2 * forward)), (10 * 3 * there, 0)]
+    slow = seconds(nodes=True, passes=(3, 3))
+    assert slow == [(8 * pair, 10 * 2 * (3 * pairs + 2 * forward)), (2 * 10 * 4 * there, 0)]
+    assert state_seconds(layer, "pass", 10, 1, rates=rates) == (0, 0)
+
+
+def test_each_rank_gets_a_head_or_states_are_passed() -> None:
+    ways = {(option, ranks): way_of(option, 4, ranks) for option in ("auto", "heads", "pass") for ranks in (1, 2, 4, 5)}
+    assert {asked for asked, way in ways.items() if way == "heads"} == {
+        ("auto", 2), ("auto", 4), ("heads", 2), ("heads", 4)
+    }  # fmt: skip

@@ -17,8 +17,8 @@ from transformers.models.jamba import modeling_jamba
 
 import alstlib
 from alstlib.data.shard import shard_batch
-from alstlib.hf.mixers import family_of, mixers_of
 from alstlib.hf.support import check_model
+from alstlib.linear.adapters import ADAPTERS, adapter_of, mixers_of
 from alstlib.measure import verify
 from alstlib.offload.ledger import Ledger
 
@@ -112,20 +112,19 @@ def told(rank: int, world: int, states: str, chunk: int | None, widths: dict[str
 
 
 @pytest.mark.parametrize("chunk", [None, 10])
-@pytest.mark.parametrize("way, keys", [("pass", 2), ("heads", 32)])
-def test_auto_takes_one_way_and_says_so(pools: Callable[[int], Any], way: str, keys: int, chunk: int | None) -> None:
-    auto, one = (pools(3)(told, states, chunk, {"linear_key_head_dim": keys}) for states in ("auto", way))
+@pytest.mark.parametrize("way, heads, does", [("pass", 2, "states are passed"), ("heads", 4, "tokens are exchanged")])
+def test_auto_takes_heads_where_each_rank_gets_one_and_says_so(
+    pools: Callable[[int], Any], way: str, heads: int, does: str, chunk: int | None
+) -> None:
+    auto, one = (pools(3)(told, states, chunk, {"linear_num_value_heads": heads}) for states in ("auto", way))
     for (notes, sent), (silent, same) in zip(auto, one):
         (note,) = notes
-        assert note.startswith(f"gated delta rule: linear_attention='{way}' takes "), note
-        assert notes == auto[0][0]
+        assert note.startswith(f"gated delta rule: {heads} heads for 3 ranks: {does}"), note
         assert (silent, sent) == ([], same)
 
 
 def test_fewer_heads_than_ranks_pass_their_state(pools: Callable[[int], Any]) -> None:
-    note = (
-        "gated delta rule: linear_attention='heads' needs a head for each of 3 ranks, and it has 2: states are passed"
-    )
+    note = "gated delta rule: 2 heads for 3 ranks: states are passed (linear_attention='heads')"
     assert [notes for notes, _ in pools(3)(told, "heads", None, {"linear_num_value_heads": 2})] == [[note]] * 3
 
 
@@ -190,6 +189,11 @@ def test_layers_without_an_mlp_are_not_noted_for_it(name: str, noted: int) -> No
         assert sum("has no MLP module" in note for note in handle.notes) == noted, handle.notes
 
 
+def test_each_adapter_has_a_model_in_the_zoo() -> None:
+    found = {adapter_of(mixer) for name in STATES for mixer in mixers_of(zoo.build_hybrid(name))}
+    assert found == set(ADAPTERS)
+
+
 def test_a_mixer_that_calls_what_is_unknown_is_refused() -> None:
     model = zoo.build_hybrid("qwen3_next")
     mixer = mixers_of(model)[0]
@@ -200,7 +204,7 @@ def test_a_mixer_that_calls_what_is_unknown_is_refused() -> None:
             return stranger(hidden_states)
 
     mixer.__class__ = Strange
-    assert family_of(mixer) is None
+    assert adapter_of(mixer) is None
     with pytest.raises(ValueError, match=r"layer 0 of .*: linear_attn.conv1d \(Conv1d\) is a convolution"):
         check_model(model, alstlib.SPContext(), "sdpa")
 

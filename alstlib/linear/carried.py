@@ -1,6 +1,6 @@
 """What a layer with a state hands from one chunk to the next, and the gradients that come back.
 
-To attention, a chunk needs the keys and values of all rows before it. To a layer with a state (`ulysses.states`) it
+To attention, a chunk needs the keys and values of all rows before it. To a layer with a state (`linear.pass_state`) it
 needs one state, and to its convolution the few tokens before the chunk: their size is constant. Forward hands them on.
 Backward, which goes from the last chunk to the first, needs those before *each* chunk: they are made once more, and
 kept. A chunk is recomputed from what it began with; its backward begins with the gradient of what it handed on, which

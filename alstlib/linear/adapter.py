@@ -1,0 +1,207 @@
+"""What an adapter is: it knows the modules of one kind of layer with a state (mixers), and runs them over ranks.
+
+A mixer's own forward runs, with other functions in the place of those by which it mixes tokens: a copy of the function
+whose globals differ in these names, which are the same in all of transformers' hybrids. So projections, gates and norms
+are transformers' own, in every version, and so is each kernel on one device: `causal-conv1d`, `flash-linear-attention`
+or PyTorch, as transformers chooses. Kernels that keep packed documents apart (they name `cu_seqlens` or `seq_idx`) get
+them in one call. A mixer is known where each function of its own file that its forward calls is; any other is refused
+by its name (`hf.support`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from alstlib.linear.by_heads import by_heads
+from alstlib.linear.convolution import causal_convolution
+from alstlib.linear.pass_state import pass_state
+from alstlib.linear.rule import StateRule
+from alstlib.linear.ways import BLOCK, Sent, StateLayer, way_of
+from alstlib.ulysses.alltoall import Exchange
+
+log = logging.getLogger(__name__)
+
+CONVOLUTION = "causal_conv1d_fn"
+"""The function of the short convolution before a recurrence."""
+HARMLESS = {"apply_mask_to_padding_states", "causal_conv1d_update"}
+"""Functions that work on each token by itself, or only where a cache is given."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The convolution or the recurrence of one mixer: what it hands on goes from rank to rank, and from chunk to
+    chunk."""
+
+    handle: Any
+    """The model's (`hf.handle.Handle`)."""
+    key: tuple[nn.Module, str]
+    family: str
+
+    @property
+    def exchange(self) -> Exchange:
+        return self.handle.attention.exchange
+
+    @property
+    def hands_on(self) -> bool:
+        """Does the state go to another rank, or chunk?"""
+        call = self.handle.call
+        return self.exchange.ranks > 1 or (call is not None and (call.piece or call.blocks) is not None)
+
+    def mix(
+        self, rule: StateRule, tokens: Sequence[Tensor], weights: Sequence[Tensor], keys: Tensor, values: Tensor,
+        block: int = BLOCK,
+    ) -> Tensor:  # fmt: skip
+        """The output of a recurrence with heads, whose kernel works on so many tokens at a time, by one of the `ways`.
+
+        Args:
+            tokens: its inputs, [B, L, heads or groups, ..].
+            keys, values: those of them whose widths the state has, and whose heads the layer has.
+        """
+
+        def sent(x: Tensor) -> Sent:
+            return Sent(x.shape[2], x.shape[3] if x.ndim == 4 else 1, x.element_size())
+
+        layer = StateLayer(
+            keys=keys.shape[3], values=values.shape[3], inputs=[sent(t) for t in tokens], output=sent(values),
+            matrix=rule.matrix, block=block,
+        )  # fmt: skip
+        self.handle.recurrences[layer] = None
+        way = by_heads if self._way(layer.heads) == "heads" else pass_state
+        return self.run((*tokens, *weights), functools.partial(way, rule, tokens, weights, self.exchange))
+
+    def _way(self, heads: int) -> str:
+        """The way over ranks of a layer with so many heads, noted once where the option does not say it."""
+        option, ranks, notes = self.handle.options.linear_attention, self.exchange.ranks, self.handle.notes
+        way = way_of(option, heads, ranks)
+        does = "tokens are exchanged for heads" if way == "heads" else "states are passed"
+        note = f"{self.family}: {heads} heads for {ranks} ranks: {does} (linear_attention={option!r})"
+        if ranks > 1 and way != option and note not in notes:
+            notes.append(note)
+            log.log(logging.INFO if option == "auto" else logging.WARNING, note)
+        return way
+
+    def run(self, inputs: Sequence[Tensor], over: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
+        """The output of `over` (documents, start=, first=, length=, known=) for the rows that run now."""
+        call = self.handle.call
+        if call is None:
+            raise ValueError(
+                "call the model that apply() was given, not a part of it: only the model gets documents and labels"
+            )
+
+        left: dict[str, Any] = {} if call.saved is None else call.saved.left_by(self.key)
+        known = left.setdefault("known", {})
+
+        def step(start: Tensor | None, first: int, length: int | None) -> tuple[Tensor, Tensor]:
+            return over(call.documents, start=start, first=first, length=length, known=known)
+
+        chunks = call.piece or call.blocks
+        if chunks is None:
+            return step(None, 0, None)[0]
+        if "call" not in left:  # a recompute inside a block is that of the first pass
+            chunks.calls[self.key] += 1
+            left["call"] = chunks.calls[self.key]
+        return chunks.carry((*self.key, left["call"]), step, inputs)
+
+
+class Adapter:
+    """The mixers of one family whose forward calls these functions of transformers."""
+
+    family = ""
+    """What notes call it."""
+    recurrence = ""
+    """Its recurrence; none for a convolution alone."""
+    one_token = ""
+    """Its recurrence where a cache is given, which training does not."""
+    fused = ""
+    """Convolution, scan, norm and projection in one kernel: it takes no state, and transformers goes on without it."""
+
+    @classmethod
+    def knows(cls, mixer: nn.Module, calls: set[str]) -> bool:
+        """Is it one of these, whose forward calls these functions (`HARMLESS` left out)?"""
+        return calls - {cls.one_token, cls.fused} == {CONVOLUTION, cls.recurrence} - {""}
+
+    @classmethod
+    def forward(cls, mixer: nn.Module, part: Callable[[str], Part]) -> Callable[..., Any]:
+        """The mixer's forward over ranks; `part` gives its part by the name of a function."""
+        own = plain_forward(mixer)
+        ours: dict[str, Callable[..., Any]] = {CONVOLUTION: _convolution, cls.recurrence: cls.mix, cls.fused: _none}
+        names = {
+            name: functools.partial(function, part(name), own.__globals__[name])
+            for name, function in ours.items()
+            if name in own.__globals__
+        }
+        over = types.FunctionType(
+            own.__code__, {**own.__globals__, **names}, own.__name__, own.__defaults__, own.__closure__
+        )
+        over.__kwdefaults__ = own.__kwdefaults__
+        return functools.partial(over, mixer)
+
+    @staticmethod
+    def mix(part: Part, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `theirs`, the function named `recurrence`, gives for these arguments, over ranks."""
+        raise NotImplementedError
+
+
+def _none(*_: Any, **__: Any) -> None:
+    """In the place of `Adapter.fused`."""
+
+
+def _convolution(
+    part: Part, theirs: Callable[..., Tensor], hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
+    activation: str | None = None, **_: Any,
+) -> Tensor:  # fmt: skip
+    weight, *more = in_order([t for t in (weight, bias) if t is not None])
+    bias = more[0] if more else None
+
+    def convolve(x: Tensor) -> Tensor:
+        return theirs(x, weight, bias, activation=activation)
+
+    over = functools.partial(causal_convolution, convolve, hidden_states, weight.shape[-1], part.exchange)
+    return part.run((hidden_states, weight, *more), over)
+
+
+def in_order(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Views of weights, from which gradients reach the weights in one order, by whichever way the layer runs.
+
+    Replicas may take different ways: one with a single block hands no state on. ZeRO-2 puts gradients into its buckets
+    as they arrive and reduces what lies at the same place on all ranks: where two orders differ, it would add up
+    gradients of different weights. Autograd runs the views' nodes, made here one after the other, in that order.
+    """
+    return [w.view_as(w) for w in weights]
+
+
+def plain_forward(module: nn.Module) -> Any:
+    """The function that the module's class computes with, without what wraps it."""
+    return inspect.unwrap(type(module).forward)
+
+
+def called_by(forward: Any) -> set[str]:
+    """Names of the functions of its own file that a function calls."""
+    code = getattr(forward, "__code__", None)
+    if code is None:
+        return set()
+    known, names = forward.__globals__, {n for c in _codes(code) for n in c.co_names}
+    return {n for n in names if callable(known.get(n)) and not isinstance(known[n], type | types.ModuleType)}
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _codes(inner)
+
+
+@functools.cache
+def takes(function: Any, name: str) -> bool:
+    """Does what runs for this function name this parameter? transformers wraps a package's kernel, or else its own
+    function, in one that takes everything and drops what the other does not name."""
+    wrapped = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return any(name in inspect.signature(f).parameters for f in (function, *wrapped) if inspect.isroutine(f))

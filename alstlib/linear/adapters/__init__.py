@@ -1,0 +1,39 @@
+"""The kinds of layers with a state that are known: each file here has the adapters of one (`linear.adapter`), and all
+of them are found here."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from torch import nn
+
+from alstlib.linear.adapter import HARMLESS, Adapter, called_by, plain_forward
+
+_FILES = [importlib.import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__)]
+ADAPTERS = tuple(
+    one
+    for file in _FILES
+    for one in vars(file).values()
+    if isinstance(one, type) and issubclass(one, Adapter) and one.__module__ == file.__name__
+)
+TOKENWISE = {"mlp", "moe"}
+"""What a hybrid calls layers that hold an MLP or experts alone."""
+KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", *TOKENWISE}
+"""What `config.layer_types` calls layers with a state, and those."""
+
+
+def adapter_of(module: nn.Module) -> type[Adapter] | None:
+    """The adapter of a module that carries a state in a known way, or None for any other module."""
+    calls = called_by(plain_forward(module)) - HARMLESS
+    return next((adapter for adapter in ADAPTERS if adapter.knows(module, calls)), None)
+
+
+def mixers_of(module: nn.Module) -> list[nn.Module]:
+    """The modules inside a module that have an adapter."""
+    return [m for m in module.modules() if adapter_of(m) is not None]
+
+
+def is_tokenwise(layer: nn.Module) -> bool:
+    """Does this layer of a hybrid mix no tokens?"""
+    return getattr(layer, "block_type", None) in TOKENWISE and not mixers_of(layer)

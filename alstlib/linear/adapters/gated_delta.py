@@ -1,0 +1,67 @@
+"""The gated delta rule (Qwen3-Next, arXiv 2412.06464), and Kimi delta attention (arXiv 2510.26692)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alstlib.linear.adapter import Adapter, Part, takes
+from alstlib.linear.documents import Packed
+from alstlib.linear.rule import StateRule
+
+
+class GatedDeltaRule(StateRule):
+    """A matrix M [K, K] for each head. Its kernel takes q, k, v, g and beta as `reference.gated_delta_rule` does."""
+
+    matrix = True
+
+    def pair(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """One pass makes both: each column of the state has its own values, and those of M are zeros."""
+        q, k, v, *gates = tensors
+        width, keys = v.shape[3], k.shape[3]
+        start = torch.eye(keys, dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
+        start = torch.nn.functional.pad(start, (width, 0)).expand(v.shape[0], v.shape[2], -1, -1)
+        both = self.kernel(q, k, torch.nn.functional.pad(v, (0, keys)), *gates, initial_state=start)[1]
+        return both[..., width:], both[..., :width]
+
+    def forgets(self, *tensors: Tensor) -> Tensor:
+        _, k, v, *_ = tensors
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        return torch.zeros(v.shape[0], v.shape[2], k.shape[3], k.shape[3], dtype=dtype, device=v.device)
+
+    def times(self, m: Tensor, state: Tensor) -> Tensor:
+        return m @ state
+
+    def transposed(self, m: Tensor, grad: Tensor) -> Tensor:
+        return m.transpose(-1, -2) @ grad
+
+
+class GatedDelta(Adapter):
+    family = "gated delta rule"
+    recurrence, one_token = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
+
+    @staticmethod
+    def mix(
+        part: Part, theirs: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
+        use_qk_l2norm_in_kernel: bool = False, **_: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        def run(tensors: Sequence[Tensor], **how: Any) -> Any:
+            q, k, v, g, beta = tensors
+            return theirs(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **how)
+
+        def kernel(*tensors: Tensor, initial_state: Tensor | None) -> Any:
+            return run(tensors, initial_state=initial_state, output_final_state=True)
+
+        def packed(*tensors: Tensor, documents: Packed) -> Tensor:
+            return run(tensors, initial_state=None, output_final_state=False, cu_seqlens=documents.offsets)[0]
+
+        rule = GatedDeltaRule(kernel, packed=packed if takes(theirs, "cu_seqlens") else None)
+        return part.mix(rule, (query, key, value, g, beta), (), key, value), None
+
+
+class KimiDelta(GatedDelta):
+    family = "Kimi delta attention"
+    recurrence, one_token = "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"

@@ -1,0 +1,68 @@
+"""Lightning attention (MiniMax-01, arXiv 2501.08313): a number for each head, the same for all tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alstlib.linear.adapter import Adapter, Part
+from alstlib.linear.rule import StateRule
+
+MADE_OF = {"qkv_proj", "act_fn", "norm", "output_gate", "out_proj", "slope_rate", "block_size", "head_dim"}
+"""It calls no function for its recurrence, and is known by these."""
+
+
+class Lightning(Adapter):
+    family = "lightning attention"
+
+    @classmethod
+    def knows(cls, mixer: nn.Module, calls: set[str]) -> bool:
+        return not calls and {*mixer._modules, *mixer._buffers, *mixer.__dict__}.issuperset(MADE_OF)
+
+    @classmethod
+    def forward(cls, mixer: nn.Module, part: Callable[[str], Part]) -> Callable[..., Any]:
+        return functools.partial(_forward, part(""), mixer)
+
+
+def _forward(part: Part, mixer: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """By the mixer's own modules."""
+    qkv = mixer.act_fn(mixer.qkv_proj(hidden_states))
+    qkv = qkv.reshape(*hidden_states.shape[:2], -1, 3 * mixer.head_dim)
+
+    def kernel(*tensors: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, k, v, slopes = tensors
+        return decayed_attention(q, k, v, slopes, mixer.block_size, initial_state)
+
+    def decay(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        return (-slopes * q.shape[1]).expand(q.shape[0], -1)[..., None, None]
+
+    tokens = _, k, v = qkv.split(mixer.head_dim, 3)
+    out = part.mix(StateRule(kernel, decay), tokens, (mixer.slope_rate.flatten(),), k, v, mixer.block_size)
+    out = mixer.norm(out.flatten(2))
+    return mixer.out_proj(torch.sigmoid(mixer.output_gate(hidden_states)) * out), None
+
+
+def decayed_attention(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, block: int, initial_state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Linear attention whose past decays by exp(-slope) at each token, in blocks of tokens (lightning attention).
+
+    q, k [B, S, H, K], v [B, S, H, V], slopes [H] -> output [B, S, H, V] and the last state [B, H, K, V], in which the
+    state is h = exp(-slope) h + k v^T and the output q h.
+    """
+    wide = torch.promote_types(v.dtype, torch.float32)
+    state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=wide)
+    state, outs = state if initial_state is None else initial_state, []
+    for q_i, k_i, v_i in zip(*(t.transpose(1, 2).to(wide).split(block, 2) for t in (q, k, v))):
+        at = torch.arange(1, q_i.shape[2] + 1, device=q.device, dtype=wide)
+        slope = slopes.to(wide)[:, None, None]
+        since = torch.where(at[:, None] < at, float("inf"), at[:, None] - at)  # no token sees later ones
+        inside = (q_i @ k_i.transpose(2, 3)) * (-slope * since).exp()
+        outs.append(inside @ v_i + q_i * (-slope * at[:, None]).exp() @ state)
+        ends = k_i * (-slope * (len(at) - at)[:, None]).exp()
+        state = state * (-slope * len(at)).exp() + ends.transpose(2, 3) @ v_i
+    return torch.cat(outs, 2).transpose(1, 2).to(v.dtype), state

@@ -1,0 +1,47 @@
+"""Mamba-2 (arXiv 2405.21060): a number for each head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alstlib.linear.adapter import Adapter, Part, in_order, takes
+from alstlib.linear.documents import Packed
+from alstlib.linear.rule import StateRule
+
+
+class Mamba2(Adapter):
+    family, fused = "Mamba-2", "mamba2_split_conv1d_scan_combined"
+    recurrence, one_token = "mamba2_chunk_scan", "mamba2_selective_state_update"
+
+    @staticmethod
+    def mix(
+        part: Part, theirs: Callable[..., Any], hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+        chunk_size: int, D: Tensor, dt_bias: Tensor, dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")), **_: Any,
+    ) -> Tensor:  # fmt: skip
+        def run(tensors: Sequence[Tensor], **how: Any) -> Any:
+            x, dt, B, C, A, D, dt_bias = tensors
+            return theirs(
+                x, dt, A, B, C, chunk_size=chunk_size, D=D, z=None, dt_bias=dt_bias, dt_softplus=dt_softplus,
+                dt_limit=dt_limit, **how,
+            )  # fmt: skip
+
+        def kernel(*tensors: Tensor, initial_state: Tensor | None) -> Any:
+            return run(tensors, initial_states=initial_state, return_final_states=True)
+
+        def packed(*tensors: Tensor, documents: Packed) -> Tensor:
+            return run(tensors, initial_states=None, return_final_states=False, seq_idx=documents.index)
+
+        def decay(*tensors: Tensor) -> Tensor:
+            _, dt, _, _, A, _, dt_bias = tensors
+            step = dt + dt_bias.to(dt.dtype)
+            step = (nn.functional.softplus(step) if dt_softplus else step).clamp(*dt_limit)
+            return (step.to(torch.promote_types(step.dtype, A.dtype)) * A).sum(1)[..., None, None]
+
+        tokens, weights = (hidden_states, dt, B, C), in_order((A, D, dt_bias))
+        rule = StateRule(kernel, decay, packed if takes(theirs, "seq_idx") else None)
+        return part.mix(rule, tokens, weights, B, hidden_states, chunk_size)

@@ -1,0 +1,56 @@
+"""What one layer does to its state, as the operators over ranks need to know it.
+
+Shape legend: B batch, n tokens, H heads, K and V widths of keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Kernel = Callable[..., tuple[Tensor, Tensor]]
+"""Runs some tokens on one device, given a state or None for zeros -> their output and the state after them."""
+
+
+class StateRule:
+    """What one layer does to its state, as the operator over ranks needs to know it. This one multiplies it.
+
+    Args:
+        kernel: (*tokens, *weights, initial_state=) -> (output [b, n, ..], state [b, H, ..]), which autograd can
+            differentiate.
+        decay: (*tokens, *weights) -> the log of what all of these tokens multiply the state by: [b, H, 1, 1] for a
+            number for each head, or the state's own shape for one for each entry.
+        packed: (*tokens [1, n, ..], *weights, documents=) -> output [1, n, ..] of several documents, each from a state
+            of zeros; None: the kernel cannot.
+    """
+
+    matrix = False
+    """Is M a matrix for each head?"""
+
+    def __init__(
+        self, kernel: Kernel, decay: Callable[..., Tensor] | None = None, packed: Callable[..., Tensor] | None = None
+    ) -> None:
+        self.kernel, self.decay, self.packed = kernel, decay, packed
+
+    def from_zeros(self, *tensors: Tensor) -> Tensor:
+        """The output of rows after which nobody needs the state."""
+        return self.kernel(*tensors, initial_state=None)[0]
+
+    def pair(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """(M, U) of these tokens."""
+        assert self.decay is not None
+        state = self.kernel(*tensors, initial_state=None)[1]
+        return self.decay(*tensors).exp().to(state.dtype), state
+
+    def forgets(self, *tensors: Tensor) -> Tensor:
+        """The M of tokens after which nothing is left of the state that comes in."""
+        assert self.decay is not None
+        return torch.zeros_like(self.decay(*tensors))
+
+    def times(self, m: Tensor, state: Tensor) -> Tensor:
+        return m * state
+
+    def transposed(self, m: Tensor, grad: Tensor) -> Tensor:
+        return m * grad
