@@ -107,6 +107,7 @@ class Deep:
 
     def at(self, seq_len: int) -> Simulated:
         """The whole model at this length."""
+        gc.collect()  # fake tensors of earlier steps, which a search of an hour would let grow to gigabytes
         few = self.shallow(self.chosen, seq_len)
         more = {}
         for kind, i in self.further:
