@@ -62,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
     "prompts without labels": {"data": prompts()},
     "a micro-batch without labels": {},
     "evaluation": {"data": even(), "evaluate": True, "eval_strategy": "steps", "eval_steps": 5},
-    "LoRA": {"data.name": even(), "model.lora": True},
+    "LoRA": {"data": even(), "lora": True},
     "packed documents": {"data": even(), "collators": (pack, pack)},
     "sliding window": {"data": even(), "kind": WINDOW},
     "label smoothing": {"data": even(), "label_smoothing_factor": 0.1},

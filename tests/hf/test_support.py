@@ -1,8 +1,8 @@
-"""Every supported decoder against plain transformers: loss and every gradient, at SP degrees that split its heads and
-that do not, whole and packed, with everything on and streamed in chunks of rows, with hidden states, keys and
-values on the device and on the host, and block by block.
+"""The table of supported decoders: each against plain transformers at SP degrees that split its heads and that do not,
+with everything on, streamed in chunks of rows, with hidden states, keys and values on the host, and block by block.
 
-`make support` writes what this measured to papermill_runs/results/support and the table in notebooks/training.md.
+`make support` writes what this measured to papermill_runs/results/support and the table in notebooks/training.md. All
+that meets all else is tested by the net of whole steps (tests/matrix.py).
 """
 
 from __future__ import annotations
@@ -18,21 +18,18 @@ import pytest
 import torch
 import transformers
 import zoo
-from cases import ALL_OFF, ALL_ON, Fields, attach, on_ranks, sample_of, small_pages, step, step_errors
+from cases import ALL_ON, Fields, attach, on_ranks, sample_of, small_pages, step, step_errors
 
 import alstlib
 from alstlib.data.shard import shard_batch
 from alstlib.measure.verify import Reference, plain
 from alstlib.runs.results import git_state
 
-TILES = {"tiles": {"mlp": 5, "loss": 7, "norm": 6}}
 OPTIONS: dict[str, Fields] = {
-    "off": ALL_OFF,
     "on": ALL_ON,
-    "twice": {**TILES, "save_attention": False},
     "chunk": {**ALL_ON, "chunk": 4, "on_host": "none"},
-    "blocks": {**TILES, "offload": "sync", "on_host": "hidden+kv"},
     "host": {"tiles": {"mlp": 5, "loss": 7, "norm": True}, "offload": "sync", "chunk": 3, "on_host": "hidden+kv"},
+    "blocks": {"tiles": {"mlp": 5, "loss": 7, "norm": 6}, "offload": "sync", "on_host": "hidden+kv"},
 }
 LENGTH = 26
 PACKED = [3, 1, 9, 13]
@@ -43,7 +40,7 @@ def sample(packed: bool) -> Fields:
     return sample_of(LENGTH, documents=PACKED if packed else [LENGTH], ignored=slice(15, 19))
 
 
-@functools.lru_cache(maxsize=4)  # the cases of a model follow each other
+@functools.lru_cache(maxsize=2)  # the cases of a model follow each other
 def reference(name: str, packed: bool) -> Reference:
     return plain(zoo.build(name), sample(packed))
 
@@ -57,7 +54,7 @@ def attached(rank: int, world: int, name: str, how: str, packed: bool) -> Fields
         for _ in range(2):  # a checkpoint knows its layer better the second time
             got = step(model, data, ctx, block=3 if how == "blocks" else None)
         assert handle.kv_on_host == (how in ("host", "blocks"))
-        assert (handle.store.bytes_fetched > 0) == (bool(handle.options.offload))
+        assert handle.store.bytes_fetched > 0
         model.eval()
         with torch.no_grad():
             mean = alstlib.causal_lm_loss(model, shard_batch(data, world, rank)).mean.item()
@@ -92,23 +89,18 @@ def outcome() -> Iterator[Outcome]:
         path.write_text(json.dumps(text, indent=1, sort_keys=True) + "\n")
 
 
-HOW = ["on", "chunk", "host"]
 CASES = [
-    *((name, world, (world + i) % 2 == 1, how)
-      for name in zoo.MODELS for world in (1, 2, 3) for i, how in enumerate(HOW)),
-    *((name, *case) for name in zoo.MODELS for case in ((3, True, "off"), (3, False, "twice"), (2, True, "blocks"))),
-    *((name, 3, False, "blocks") for name in zoo.MORE),
-    *((name, world, how == "on" and "RoPE" not in name and "NTK" not in name, how)
-      for name in zoo.MORE for world in (2, 3, 4) for how in HOW),
-]  # fmt: skip
+    (name, world, (world + i) % 2 == 1, how)
+    for i, name in enumerate(zoo.MODELS)
+    for world, how in [*((world, [*OPTIONS][(world + i) % 3]) for world in (1, 2, 3)), (2 + i % 2, "blocks")]
+]
 
 
-@pytest.mark.parametrize("name, world, packed, how", sorted(CASES))
+@pytest.mark.parametrize("name, world, packed, how", CASES)
 def test_model(pools: Any, outcome: Outcome, name: str, world: int, packed: bool, how: str) -> None:
     results = on_ranks(pools, world, attached, name, how, packed)
     for result in results:
         assert result["loss"] < 1e-6, result
         assert result["evaluation"] < 1e-6, result
         assert result["gradient"] < 1e-5, result
-    if name in zoo.MODELS:
-        outcome.add(name, world, results)
+    outcome.add(name, world, results)
