@@ -20,8 +20,8 @@ if [ "${1:-}" = trainer ]; then
         mkdir -p .compat && mv "$around.part" "$around"
     fi
     export PYTHONPATH=$PWD/$around OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1
-    exec .venv/bin/python -m pytest -n 2 tests/hf/test_trainer.py tests/hf/test_sft_trainer.py \
-        -k "(test_two_ranks and full) or text" "${@:2}"
+    exec .venv/bin/python -m pytest -n 2 tests/trainers/test_trainer.py tests/trainers/test_sft_trainer.py \
+        -k "test_two_ranks and (ddp or zero3 or text)" "${@:2}"
 fi
 export ALST_SUPPORT_OUT=$PWD/papermill_runs/results/support OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1
 if [ ! -d "$folder/transformers" ]; then
@@ -35,7 +35,7 @@ for path in "" "$PWD/$folder"; do
     if [ "${1:-}" = sweep ]; then
         PYTHONPATH=$path .venv/bin/python -m tests.sweep.drive --keep "${@:2}" || status=$?
     else
-        PYTHONPATH=$path .venv/bin/python -m pytest tests/hf/test_support.py tests/hf/test_in_use.py tests/hf/test_attach.py \
+        PYTHONPATH=$path .venv/bin/python -m pytest tests/test_matrix.py tests/hf/test_support.py tests/hf/test_in_use.py tests/hf/test_attach.py \
             tests/linear/test_mixers.py::test_hybrids_are_exact "$@" || status=$?
     fi
 done
