@@ -12,7 +12,6 @@ from zoo import MODELS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "papermill_runs" / "results" / "support"
-BEGIN, END = "<!-- support -->\n", "<!-- /support -->"
 WHAT = {
     "llama": "llama3 RoPE", "qwen2": "sliding and full layers", "qwen3": "YaRN, normed queries and keys",
     "mistral": "sliding window", "mixtral": "experts, router loss, sliding window",
@@ -29,35 +28,29 @@ WHAT = {
 def table() -> str:
     """One row a decoder: what is particular to it, and the worst errors over everything that was tried."""
     runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    versions = [run["transformers"] for run in runs]
     lines = [
         "| decoder | tested with | gradient error, sp 1 | sp 2 | sp 3 | loss error | left as it was |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name in MODELS:
         found = [run["models"][name] for run in runs]
-        gradient = [max(one["sp"][sp]["gradient"] for one in found) for sp in ("1", "2", "3")]
-        loss = max(one["sp"][sp]["loss"] for one in found for sp in ("1", "2", "3"))
+        errors = [max(one["sp"][sp]["gradient"] for one in found) for sp in ("1", "2", "3")]
+        errors.append(max(one["sp"][sp]["loss"] for one in found for sp in ("1", "2", "3")))
         notes = sorted({n for one in found for n in one["notes"]})
-        cells = [name, WHAT[name], *(f"{g:.1e}" for g in gradient), f"{loss:.1e}", "; ".join(notes) or "-"]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines.append("")
-    lines.append(
-        "Largest over transformers "
-        + " and ".join(versions)
-        + ", whole and packed; tiled, in row chunks with everything "
-        "on the device and on the host, and block by block."
-    )
+        cells = [name, WHAT[name], *(f"{error:.1e}" for error in errors), "; ".join(notes) or "-"]
+        lines.append(f"| {' | '.join(cells)} |")
+    versions = " and ".join(run["transformers"] for run in runs)
+    ways = "tiled, in row chunks with everything on the device and on the host, and block by block"
+    lines += ["", f"Largest over transformers {versions}, whole and packed; {ways}."]
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
+def put_between(begin: str, end: str, text: str) -> None:
+    """Write a text between two marks of notebooks/training.md."""
     page = ROOT / "notebooks" / "training.md"
-    text = page.read_text()
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    page.write_text(before + BEGIN + table() + END + after)
+    before, _, rest = page.read_text().partition(begin)
+    page.write_text(before + begin + text + end + rest.partition(end)[2])
 
 
 if __name__ == "__main__":
-    main()
+    put_between("<!-- support -->\n", "<!-- /support -->", table())

@@ -42,10 +42,8 @@ def test_ranks_of_torchrun_join_by_themselves() -> None:
 def test_one_process_has_no_sequence_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert alstlib.SPContext.create() == alstlib.SPContext()
-    with pytest.raises(
-        ValueError,
-        match="sp=2 needs at least 2 processes, but there is one: start the script with torchrun --nproc-per-node 2",
-    ):
+    says = "sp=2 needs at least 2 processes, but there is one: start the script with torchrun --nproc-per-node 2"
+    with pytest.raises(ValueError, match=says):
         alstlib.SPContext.create(2)
 
 
@@ -70,6 +68,14 @@ def from_meshes(rank: int, world: int) -> None:
     alone = alstlib.SPContext.from_mesh(three["shard"])
     assert alone == alstlib.SPContext.create(1) == alstlib.SPContext(dp=4, dp_rank=rank)
     assert (alone.sp_group, members(alone.world_group)) == (None, [0, 1, 2, 3])
+    for mesh, refused in (
+        (init_device_mesh("cpu", (2, 2)), "has the dimensions 2, and none is named 'sp': give"),
+        (three["replicate", "cp"], r"has the dimensions \('replicate', 'cp'\), and none is named 'sp': give the one"),
+        (DeviceMesh("cpu", [0, 2, 3]), r"the mesh lacks the ranks \[1\]: it must hold all 4 ranks"),
+        ("sp", "mesh='sp' must be a torch.distributed.device_mesh.DeviceMesh"),
+    ):
+        with pytest.raises(ValueError, match=refused):
+            alstlib.SPContext.from_mesh(mesh)
 
 
 def test_a_mesh_of_any_layout_gives_the_ranks(ranks4: Any) -> None:
@@ -93,25 +99,3 @@ def test_ranks_of_a_group_need_not_be_neighbours(ranks4: Any) -> None:
     want = plain_run(make_model(), make_samples(2))
     for got in ranks4(step_on_columns):
         check_step(got, want)
-
-
-def refusals(rank: int, world: int) -> list[str]:
-    said = []
-    for mesh in (
-        init_device_mesh("cpu", (2, 2)),
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")),
-        DeviceMesh("cpu", [0, 2, 3]),
-        "sp",
-    ):
-        with pytest.raises(ValueError) as e:
-            alstlib.SPContext.from_mesh(mesh)
-        said.append(str(e.value))
-    return said
-
-
-def test_a_mesh_that_gives_no_ranks_is_refused(ranks4: Any) -> None:
-    for unnamed, other, few, text in ranks4(refusals):
-        assert "has the dimensions 2, and none is named 'sp': give" in unnamed
-        assert "has the dimensions ('dp', 'cp'), and none is named 'sp': give the one" in other
-        assert few == "the mesh lacks the ranks [1]: it must hold all 4 ranks"
-        assert text == "mesh='sp' must be a torch.distributed.device_mesh.DeviceMesh"

@@ -12,18 +12,16 @@ import re
 import tempfile
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 from conftest import RankPool
+from support_table import ROOT, put_between
 from torch import Tensor
 from trainers import collate, errors, train, with_positions
 from transformers import MistralConfig
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "papermill_runs" / "results" / "trainer" / "table.json"
-BEGIN, END = "<!-- trainer -->\n", "<!-- /trainer -->"
 ENGINE = "zero2"  # one that both have
 BOUND = 1e-5
 WORDS = {"loss": "loss", "eval_loss": "evaluation loss", "grad_norm": "gradient norm", "weights": "weights"}
@@ -136,15 +134,7 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
+if __name__ == "__main__":
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps(measure(), indent=1) + "\n")
-    page = ROOT / "notebooks" / "training.md"
-    text = page.read_text()
-    if BEGIN in text:
-        before, rest = text.split(BEGIN)
-        page.write_text(before + BEGIN + table() + END + rest.split(END)[1])
-
-
-if __name__ == "__main__":
-    main()
+    put_between("<!-- trainer -->\n", "<!-- /trainer -->", table())

@@ -11,7 +11,7 @@ import torch
 from cases import VOCAB, make_model
 from datasets import Dataset, load_from_disk
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trainers import OPTIONS, SETTINGS, Run, accelerate_here, engine_settings, made_of, weights, weights_error
+from trainers import OPTIONS, SETTINGS, Run, accelerate_here, check_runs, engine_settings, made_of, weights
 from transformers import MixtralConfig, PreTrainedTokenizerFast
 
 import alstlib
@@ -112,35 +112,6 @@ def train(
         if how == "ours":
             made.detach()
         return {"logs": [line for line in made.state.log_history if "train_loss" not in line], "weights": found}
-
-
-NOT_COMPARED = ("_runtime", "_per_second", "learning_rate", "epoch")
-
-
-def errors(got: Run, want: Run, after: int = 0) -> dict[str, float]:
-    """Largest relative error of each number that is logged after a step, and of all weights together. Rewards and mean
-    logits are small differences of numbers above 1, which TRL computes in fp32: their errors are absolute."""
-    found: dict[str, float] = {}
-    mine_after, want_after = ([line for line in run["logs"] if line["step"] > after] for run in (got, want))
-    assert len(mine_after) == len(want_after) > 0
-    for mine, line in zip(mine_after, want_after):
-        assert mine.keys() == line.keys()
-        for name in (n for n in line if not n.endswith(NOT_COMPARED)):
-            least = 1.0 if "rewards/" in name or "logits/" in name else 1e-9
-            found[name] = max(found.get(name, 0.0), abs(mine[name] - line[name]) / max(abs(line[name]), least))
-    return {**found, "weights": weights_error(got, want)}
-
-
-def check_runs(
-    runs: list[Run], want: Run, after: int = 0, without: tuple[str, ...] = (), bound: float = 1e-5
-) -> set[str]:
-    """Every rank's run is the other one after a step; returns the names of what was compared."""
-    names: set[str] = set()
-    for got in runs:
-        found = errors(got, want, after)
-        names = {name for name in found if name not in without}
-        assert max(found[name] for name in names) < 1e-5, found
-    return names
 
 
 def run(rank: int, world: int, how: str, trainer: str, engine: str, settings: dict[str, Any]) -> Run:

@@ -8,6 +8,7 @@ import inspect
 import sys
 import types
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,56 +73,48 @@ class Package:
         """With which it was called."""
         self.module = types.ModuleType(PACKAGES[name][0])
         for function, parameters in SIGNATURES[name][1].items():
-            stand_in = self.backward if "dout" in parameters else self.forward
-            setattr(self.module, function, self._taking(parameters, stand_in))
+            bind = eval(f"lambda {parameters}: locals()")
+            setattr(self.module, function, lambda *args, bind=bind, **kwargs: self.call(bind(*args, **kwargs)))
 
-    def _taking(self, parameters: str, stand_in: Any) -> Any:
-        bind = eval(f"lambda {parameters}: locals()")
-        return lambda *args, **kwargs: stand_in(bind(*args, **kwargs))
-
-    def _check(self, given: dict[str, Any], **tensors: torch.Tensor) -> None:
-        q, k, v, offsets = given["q"], given["k"], given["v"], given.get("cu_seqlens_q")
-        need, name = self.watch._need, self.name
-        self.softcaps.add(given["softcap"])
-        self.watch._tensors(name, **tensors)
-        need(q.shape[-1] == k.shape[-1] == v.shape[-1], name, "widths differ")
-        need(q.shape[-2] % k.shape[-2] == 0 and v.shape == k.shape, name, f"keys {k.shape}, values {v.shape}")
-        none = None if name == "flash_attention_4" else -1
-        left, right = given["window_size_left"], given["window_size_right"]
+    def call(self, given: dict[str, Any]) -> Any:
+        """What the function gives back for these arguments, by their names in any of the packages."""
+        same = {"causal": given.get("is_causal"), "lse": given.get("softmax_lse"), "return_lse": True}
+        a = SimpleNamespace(**{"cu_seqlens_q": None, **same, **given})
+        q, k, v, offsets, of_four = a.q, a.k, a.v, a.cu_seqlens_q, self.name == "flash_attention_4"
+        shape = (q.shape[0], q.shape[2], q.shape[1]) if offsets is None else (q.shape[1], q.shape[0])
+        left, right, none = a.window_size_left, a.window_size_right, None if of_four else -1
+        self.softcaps.add(a.softcap)
+        self.packed += offsets is not None
+        right_rank = q.ndim == (4 if offsets is None else 3) and q.shape[0] == k.shape[0]
+        needs = {
+            "widths differ": q.shape[-1] == k.shape[-1] == v.shape[-1],
+            f"keys {k.shape}, values {v.shape}": q.shape[-2] % k.shape[-2] == 0 and v.shape == k.shape,
+            f"queries {q.shape} and keys {k.shape}": right_rank,
+        }
         if offsets is None:
-            need(q.ndim == 4 and q.shape[0] == k.shape[0], name, f"queries {q.shape} and keys {k.shape}")
-            need((left, right) == (none, none), name, "a window without offsets")
-            return
-        self.packed += 1
-        need(q.ndim == 3 and q.shape[0] == k.shape[0], name, f"queries {q.shape} and keys {k.shape}")
-        need(offsets is given["cu_seqlens_k"], name, "offsets of queries and keys differ")
-        need(offsets.dtype == torch.int32 and offsets.is_cuda, name, f"offsets {offsets.dtype} {offsets.device}")
-        longest = given["max_seqlen_q"]
-        need(longest == given["max_seqlen_k"] and 0 < longest <= q.shape[0], name, f"a longest of {longest}")
-        need(bool(given.get("causal", given.get("is_causal"))), name, "documents that are not causal")
-        need(left == none or left >= 0 == (right or 0), name, f"a window of {left} and {right}")
-
-    def _lse_shape(self, q: torch.Tensor) -> tuple[int, ...]:
-        return (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
-
-    def forward(self, given: dict[str, Any]) -> tuple[Any, ...]:
-        q, v = given["q"], given["v"]
-        self._check(given, q=q, k=given["k"], v=v)
-        asked = given.get("return_lse", True)
-        lse = torch.empty(self._lse_shape(q), dtype=torch.float32, device=CUDA) if asked else None
-        return torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=CUDA), lse, None, None
-
-    def backward(self, given: dict[str, Any]) -> Any:
-        q, k, v, lse = given["q"], given["k"], given["v"], given.get("softmax_lse", given.get("lse"))
-        self._check(given, q=q, k=k, v=v, dout=given["dout"], out=given["out"])
-        right = lse.dtype == torch.float32 and lse.is_contiguous() and tuple(lse.shape) == self._lse_shape(q)
-        self.watch._need(right, self.name, f"lse {lse.dtype} {lse.shape}")
-        if self.name == "flash_attention_4":
-            return tuple(torch.empty_like(t) for t in (q, k, v))
-        for grad, like in (("dq", q), ("dk", k), ("dv", v)):
-            made = given[grad]
-            self.watch._need(made.shape == like.shape and made.stride(-1) == 1, self.name, f"{grad} {made.shape}")
-        return None
+            needs["a window without offsets"] = (left, right) == (none, none)
+        else:
+            needs |= {
+                "offsets of queries and keys differ": offsets is a.cu_seqlens_k,
+                f"offsets {offsets.dtype} {offsets.device}": offsets.dtype == torch.int32 and offsets.is_cuda,
+                f"a longest of {a.max_seqlen_q}": 0 < a.max_seqlen_q == a.max_seqlen_k <= q.shape[0],
+                "documents that are not causal": bool(a.causal),
+                f"a window of {left} and {right}": left == none or left >= 0 == (right or 0),
+            }
+        made = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=CUDA)
+        lse = torch.empty(shape, dtype=torch.float32, device=CUDA) if a.return_lse else None
+        out: tuple[Any, ...] | None = (made, lse, None, None)
+        if "dout" in given:
+            right_lse = a.lse.dtype == torch.float32 and a.lse.is_contiguous() and tuple(a.lse.shape) == shape
+            needs[f"lse {a.lse.dtype} {a.lse.shape}"] = right_lse
+            out = tuple(torch.empty_like(t) for t in (q, k, v)) if of_four else None
+            for grad, like in () if of_four else ((a.dq, q), (a.dk, k), (a.dv, v)):
+                needs[f"a gradient {grad.shape}"] = grad.shape == like.shape and grad.stride(-1) == 1
+        tensors = {"dout": a.dout, "out": a.out} if "dout" in given else {}
+        self.watch._tensors(self.name, q=q, k=k, v=v, **tensors)
+        for message, holds in needs.items():
+            self.watch._need(holds, self.name, message)
+        return out
 
 
 @pytest.fixture

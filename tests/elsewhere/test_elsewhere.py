@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_lab import checkout
 
 from alstlib.runs import results
 
@@ -67,24 +68,15 @@ class Place:
         return self.run(str(self.checkout / ".venv/bin/python"), "-m", "alstlib.runs.cli", *arguments, limit=limit)
 
 
-def copy(folder: Path) -> Path:
-    """What runs, with the environment of these tests as its `.venv`."""
-    folder.mkdir(parents=True)
-    for name in ("alstlib", "env", "papermill_runs/specs", "notebooks"):
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "site"))
-    shutil.copy(ROOT / "pyproject.toml", folder)
-    shutil.copy(ROOT / "README.md", folder)
-    (folder / ".venv").symlink_to(sys.prefix)
-    return folder
-
-
 @pytest.fixture
 def place() -> Iterator[Place]:
     """Not in pytest's folder, which another user may not enter."""
     with tempfile.TemporaryDirectory(prefix="alst-elsewhere-", ignore_cleanup_errors=True) as name:
         os.chmod(name, 0o755)
         (Path(name) / "mine").mkdir()
-        yield Place(copy(Path(name) / "checkout"), Path(name) / "mine")
+        checkout(Path(name) / "checkout")
+        (Path(name) / "checkout" / ".venv").symlink_to(sys.prefix)
+        yield Place(Path(name) / "checkout", Path(name) / "mine")
 
 
 def root() -> None:
@@ -152,9 +144,9 @@ def another_user(place: Place) -> None:
 
 
 def plain_c_and_odd_names(place: Place) -> None:
-    for name in ("checkout", "mine"):
-        path: Path = getattr(place, name)
-        setattr(place, name, path.rename(path.with_name(f"größer, and with spaces {name}")))
+    odd = "größer, and with spaces"
+    place.checkout = place.checkout.rename(place.checkout.with_name(f"{odd} checkout"))
+    place.mine = place.mine.rename(place.mine.with_name(f"{odd} mine"))
     place.env |= {"LANG": "C", "LC_ALL": "C"}
 
 

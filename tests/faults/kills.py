@@ -10,7 +10,6 @@ kills come while they are compiled. `make test-faults ARGS='--kills 60 --seed 1'
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -19,15 +18,16 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import yaml
+from cases import wait_for
 
 from alstlib.runs import status
 from alstlib.runs.processes import processes
+from alstlib.runs.progress import ProgressReader
 from alstlib.runs.results import read_result
 from alstlib.train.operators import FOLDER_VARIABLE
 
@@ -104,54 +104,42 @@ class Chain:
             return agents[:1]
         return [pid for pid, line in found.items() if WORDS[victim] in line and pid not in agents]
 
-    def events(self) -> list[dict[str, Any]]:
-        events = []
-        with contextlib.suppress(OSError, ValueError):
-            events = [json.loads(line) for line in (self.row / "progress.jsonl").read_text().splitlines()]
-        return events
-
     def reached(self, moment: str) -> bool:
-        if moment == COMPILING:
-            return any("cc1plus" in line for line in self.processes().values())
-        if moment == "notebook":
-            return any(WORDS["kernel"] in line for line in self.processes().values())
-        events = self.events()
+        if word := {COMPILING: "cc1plus", "notebook": WORDS["kernel"]}.get(moment):
+            return any(word in line for line in self.processes().values())
+        events = ProgressReader(self.row / "progress.jsonl").read()
         if moment.startswith(STEP):
             return any((event.get("step") or 0) >= int(moment.removeprefix(STEP)) for event in events)
-        said = [str(event.get("message")) for event in events]
-        return {
-            "command": lambda: True,
-            "torchrun": lambda: bool(events),
-            "loading": lambda: any(message.startswith("loading") for message in said),
-            "engine": lambda: any(message.startswith("starting DeepSpeed") for message in said),
-        }[moment]()
+        if begins := {"loading": "loading", "engine": "starting DeepSpeed"}.get(moment):
+            return any(str(event.get("message")).startswith(begins) for event in events)
+        return moment == "command" or bool(events)
 
-    def kill(self, moment: str, victim: str, number: int, delay: float, chosen: float = 0.0) -> tuple[str, str] | None:
-        """Start the command, and give the signal `delay` seconds after the moment; None where it had ended. `chosen`,
-        in [0, 1), says which rank is the victim. Returns what is wrong (empty when all is as it must be), and a line of
-        the table."""
+    def kill(self, moment: str, draw: random.Random) -> tuple[str, str] | None:
+        """Start the command, and within a second after the moment give a signal to one of its processes, or to all;
+        None where it had ended. Returns what is wrong (empty when all is as it must be), and a line of the table."""
+        victim, number = draw.choice(VICTIMS), draw.choice(SIGNALS)
         (self.row / "progress.jsonl").unlink(missing_ok=True)
         with self.started() as process:
 
             def over() -> bool:
                 return process.poll() is not None and not self.processes()
 
-            until(lambda: self.reached(moment) or process.poll() is not None, 0.05)
-            time.sleep(delay)
+            wait_for(lambda: self.reached(moment) or process.poll() is not None, PATIENCE_SECONDS)
+            time.sleep(draw.uniform(0.0, 1.0))
             if process.poll() is not None:
                 return None
             pids = self.of(victim, process.pid)
             if victim == "rank" and pids:
-                pids = [pids[int(chosen * len(pids))]]
+                pids = [draw.choice(pids)]
             if not pids:
                 victim, pids = "command", [process.pid]
             began = time.monotonic()
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-            until(over, seconds=LEFT_SECONDS)
+            wait_for(over, LEFT_SECONDS)
             if process.poll() is None and set(pids) <= self.processes().keys() and number != signal.SIGKILL:
-                until(over)  # it was ignored, as an interrupt of a kernel that is not busy: the run goes on
+                wait_for(over, PATIENCE_SECONDS)  # an interrupt of a kernel that is not busy: the run goes on
             left, seconds, code = self.processes(), time.monotonic() - began, process.poll()
         row = status.look_at(self.folder / "spec.yaml", self.folder / "out").rows[0]
         wrong = [f"{len(left)} processes are left: {'; '.join(left.values())}"] if left else []
@@ -172,22 +160,13 @@ class Chain:
     def finish(self) -> list[float]:
         """Give the command once more; the losses of the run that must end well."""
         with self.started() as process:
-            until(lambda: process.poll() is not None)
+            wait_for(lambda: process.poll() is not None, PATIENCE_SECONDS)
             tail = (self.folder / "log").read_text(errors="replace")[-3000:]
             assert process.returncode == 0, f"the command ended with {process.returncode}: {tail}"
         assert not self.processes()
         result = read_result(self.row / "result.json")
         assert result["status"] == "ok", result
         return result["metrics"]["loss"]
-
-
-def until(condition: Callable[[], Any], every: float = 0.2, seconds: float = PATIENCE_SECONDS) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(every)
-    return True
 
 
 def campaign(kills: int, seed: int, folder: Path, chain: int = 4, beside: int = 2) -> list[str]:
@@ -211,8 +190,7 @@ def campaign(kills: int, seed: int, folder: Path, chain: int = 4, beside: int = 
         run = Chain(folder / f"run-{number}", number, folder / f"operators-{number}" if compiles else None)
         while left:
             moment = draw.choice((COMPILING,) if compiles else MOMENTS)
-            how = draw.choice(VICTIMS), draw.choice(SIGNALS), draw.uniform(0.0, 1.0), draw.random()
-            if (killed := run.kill(moment, *how)) is None:  # it was done before it was hit: again, from the beginning
+            if (killed := run.kill(moment, draw)) is None:  # it was done before it was hit: again, from the beginning
                 compare(run, run.losses())
                 shutil.rmtree(run.folder / "out")
                 continue

@@ -16,11 +16,12 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from cases import wait_for
 
 from alstlib.runs.processes import processes
 
@@ -100,14 +101,6 @@ def free_ports(count: int) -> list[int]:
         return [s.getsockname()[1] for s in sockets]
 
 
-def until(condition: Callable[[], Any], seconds: float, every: float = 0.2) -> Any:
-    """The first true value of `condition`; its last value when the time is up."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()) and time.monotonic() < deadline:
-        time.sleep(every)
-    return value
-
-
 class Cluster:
     """The daemons, and what is asked of them. Use it in a `with` block, which ends all of them and all of their jobs.
 
@@ -143,13 +136,13 @@ class Cluster:
         """End the jobs, then the daemons. `left` are the command lines of what had to be killed after that."""
         if {"slurmctld", *NODES} <= set(self.daemons):
             self.run("scancel", f"--user={getpass.getuser()}")
-            until(lambda: not self.run("squeue", "-h").stdout.strip(), STOP_SECONDS)
+            wait_for(lambda: not self.run("squeue", "-h").stdout.strip(), STOP_SECONDS)
         for daemon in reversed(self.daemons.values()):
             daemon.terminate()
         for daemon in self.daemons.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(10)
-        until(lambda: not self.processes(), 5)
+        wait_for(lambda: not self.processes(), 5)
         self.left = tuple(self.processes().values())
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
@@ -196,7 +189,7 @@ class Cluster:
             Broken: it ended, or is not ready after a minute.
         """
         daemon = self.daemons[name]
-        if until(lambda: daemon.poll() is not None or ready(), START_SECONDS) and daemon.poll() is None:
+        if wait_for(lambda: daemon.poll() is not None or ready(), START_SECONDS) and daemon.poll() is None:
             return
         how = f"is not ready after {START_SECONDS:.0f} s" if daemon.poll() is None else f"ended: {daemon.returncode}"
         if name in NODES and daemon.poll() is None:
@@ -220,7 +213,7 @@ class Cluster:
             Broken: it is in none of them in time; says where it is, and how its log ends.
         """
         found: dict[str, str] = {}
-        if until(lambda: found.update(self.show("job", job)) or found.get("JobState") in states.split(), seconds):
+        if wait_for(lambda: found.update(self.show("job", job)) or found.get("JobState") in states.split(), seconds):
             return found
         where = f"{found.get('JobState', 'unknown')} ({found.get('Reason', '')}), not {states}, after {seconds:.0f} s"
         raise Broken(f"job {job} is {where}; the end of its log:\n{tail(Path(found.get('StdOut', '/dev/null')))}")

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -15,7 +14,9 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from cluster import CPU_NODES, GPU_NODES, GPUS, Cluster, tail, until
+from cases import wait_for
+from cluster import CPU_NODES, GPU_NODES, GPUS, Cluster, tail
+from test_lab import checkout as copy
 
 from alstlib.runs import results
 from alstlib.runs.processes import processes
@@ -37,9 +38,7 @@ def line(*words: str, job: str = "JOB") -> str:
 @pytest.fixture
 def checkout(tmp_path: Path, slurm: Cluster) -> Path:
     """A copy of what runs, with the environment of these tests as its `.venv`."""
-    folder = tmp_path / "checkout"
-    for name in ("alstlib", "env", "papermill_runs/specs", "notebooks"):
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "site"))
+    copy(folder := tmp_path / "checkout")
     (folder / ".venv").symlink_to(sys.prefix)
     slurm.env["PYTHONPATH"] = os.pathsep.join([str(folder), str(Path(__file__).parent)])
     slurm.env["OMP_NUM_THREADS"] = "1"
@@ -68,7 +67,7 @@ def reached(slurm: Cluster, job: str, row: Path, step: int) -> None:
         done = [json.loads(line).get("step") or 0 for line in lines if line.endswith("}")]
         return max(done, default=0) >= step
 
-    if not until(lambda: there() or slurm.show("job", job)["JobState"] in ("FAILED", "COMPLETED"), START_SECONDS):
+    if not wait_for(lambda: there() or slurm.show("job", job)["JobState"] in ("FAILED", "COMPLETED"), START_SECONDS):
         raise AssertionError(f"no step {step} after {START_SECONDS:.0f} s:\n{log(slurm, job)}")
     assert slurm.show("job", job)["JobState"] == "RUNNING", log(slurm, job)
 
@@ -79,14 +78,16 @@ def reached(slurm: Cluster, job: str, row: Path, step: int) -> None:
 def test_a_job_gets_whole_nodes_whatever_they_have(slurm: Cluster, tmp_path: Path) -> None:
     """On both nodes: Slurm alone would give a step one core, a hundredth of the memory, and no GPU."""
     said = "node=$SLURM_NODEID cores=$(taskset -pc $$ | sed 's/.*: //') gpus=${SLURM_GPUS_ON_NODE:-0}"
-    (tmp_path / "task").write_text(f'#!/bin/sh\necho "{said} $@"\n')
-    (tmp_path / "task").chmod(0o755)
     code = "import subprocess, sys; from alstlib.runs import cluster; "
     code += "sys.exit(subprocess.run([*cluster.here().launcher, *sys.argv[1:]]).returncode)"
     on_nodes = shlex.join([sys.executable, "-c", code, str(tmp_path / "task")])
-    (tmp_path / "python").write_text(f'#!/bin/sh\nexport CUDA_VISIBLE_DEVICES=\nexec {on_nodes} "$@"\n')
-    (tmp_path / "python").chmod(0o755)
+    for name, script in (
+        ("task", f'echo "{said} $@"'), ("python", f'export CUDA_VISIBLE_DEVICES=\nexec {on_nodes} "$@"'),
+    ):  # fmt: skip
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
     slurm.env |= {"ALST_PYTHON": str(tmp_path / "python"), "PYTHONPATH": str(ROOT)}
+    cores = f"0-{last}" if (last := (os.cpu_count() or 1) - 1) > 1 else ",".join(map(str, range(last + 1)))
     try:
         on_gpus = "--partition=gpu"
         for options, nodes, gpus in (
@@ -94,22 +95,12 @@ def test_a_job_gets_whole_nodes_whatever_they_have(slurm: Cluster, tmp_path: Pat
         ):  # fmt: skip
             job = submit(slurm, f"sbatch {options} {ROOT}/env/cluster/alst.sbatch SPEC --rows a", tmp_path)
             slurm.wait(job, "COMPLETED", START_SECONDS)
-            cores = {f"{i}" for i in range(os.cpu_count() or 1)}
-            found = re.findall(
-                r"node=(\d) cores=(\S+) gpus=(\d) -m alstlib.runs.cli run SPEC --rows a", log(slurm, job)
-            )
-            assert sorted(rank for rank, _, _ in found) == ["0", "1"], log(slurm, job)
-            assert {int(g) for _, _, g in found} == {gpus}
-            assert all(_cores(given) == cores for _, given, _ in found)
+            ran = f"node=(\\d) cores={cores} gpus={gpus} -m alstlib.runs.cli run SPEC --rows a"
+            assert sorted(re.findall(ran, log(slurm, job))) == ["0", "1"], log(slurm, job)
             memory = sum(int(slurm.show("node", node)["RealMemory"]) for node in nodes)
             assert f"mem={memory}M" in slurm.show("job", job)["TRES"]
     finally:
         del slurm.env["ALST_PYTHON"]
-
-
-def _cores(listed: str) -> set[str]:
-    parts = [part.partition("-") for part in listed.split(",")]
-    return {f"{i}" for first, _, last in parts for i in range(int(first), int(last or first) + 1)}
 
 
 def test_the_error_of_the_run_is_the_last_word(slurm: Cluster, checkout: Path) -> None:
@@ -120,28 +111,30 @@ def test_the_error_of_the_run_is_the_last_word(slurm: Cluster, checkout: Path) -
     assert last == "alst: unknown parameter 'seq_lenn'; did you mean 'data.seq_len'?"
 
 
+def clock(checkout: Path, steps: int) -> Path:
+    """The spec `clock` of steps that take a second; the folder of its row."""
+    base = {"model.name": "tiny", "engine.world_size": 2, "optim.steps": steps}
+    spec = {"name": "clock", "base": base, "rows": [{"name": "count"}], "parameters": {"worker": "clock"}}
+    (checkout / "clock.yaml").write_text(yaml.safe_dump(spec))
+    return checkout / "papermill_runs" / "out" / "clock" / "count"
+
+
 def test_a_run_ends_before_its_job_and_the_job_continues(slurm: Cluster, checkout: Path) -> None:
     """A job of three minutes, which Slurm warns after one: the run ends halfway, and another attempt finishes it.
 
     Ranks get two minutes less what it takes to start them, and on a machine that is busy that is one."""
-    base = {"model.name": "tiny", "engine.world_size": 2, "optim.steps": 130}  # of a second
-    spec = {"name": "clock", "base": base, "rows": [{"name": "count"}], "parameters": {"worker": "clock"}}
-    (checkout / "clock.yaml").write_text(yaml.safe_dump(spec))
+    row = clock(checkout, 130)
     job = submit(slurm, ".venv/bin/alst run clock.yaml --nodes 2 --sbatch=--time=3", checkout)
     slurm.wait(job, "COMPLETED", 3 * START_SECONDS)
     assert int(slurm.show("job", job)["Restarts"]) >= 1
-    out = checkout / "papermill_runs" / "out" / "clock"
-    assert results.read_result(out / "count" / "result.json")["metrics"]["begun"] > 0
+    assert results.read_result(row / "result.json")["metrics"]["begun"] > 0
     assert "the time is up; this command continues it: alst run clock.yaml" in log(slurm, job)
 
 
 def test_a_node_that_dies_is_named(slurm: Cluster, checkout: Path) -> None:
     """Its torchrun is killed, and its rank with it. The other rank notices nothing, and srun ends it a minute later."""
-    base = {"model.name": "tiny", "engine.world_size": 2, "optim.steps": 600}
-    spec = {"name": "dies", "base": base, "rows": [{"name": "count"}], "parameters": {"worker": "clock"}}
-    (checkout / "dies.yaml").write_text(yaml.safe_dump(spec))
-    job = submit(slurm, ".venv/bin/alst run dies.yaml --nodes 2", checkout)
-    row = checkout / "papermill_runs" / "out" / "dies" / "count"
+    row = clock(checkout, 600)
+    job = submit(slurm, ".venv/bin/alst run clock.yaml --nodes 2", checkout)
     reached(slurm, job, row, 3)
     (attempt,) = (row / "logs").iterdir()
     (agent,) = [
@@ -194,7 +187,7 @@ def test_a_fine_tuning_that_is_disturbed_ends_with_the_same_losses(slurm: Cluste
     job = submit(slurm, by_hand, checkout)
     reached(slurm, job, row, 13)
     slurm.run("bash", "-c", line("--signal=USR1", job=job))
-    until(lambda: slurm.show("job", job)["Restarts"] == "1", START_SECONDS)
+    wait_for(lambda: slurm.show("job", job)["Restarts"] == "1", START_SECONDS)
     warned = results.read_result(row / "result.json")
     assert (warned["status"], warned["error"]["type"]) == ("cancelled", "Warned")
     saved = {int(p.name.rpartition("-")[2]) for p in (row / "checkpoints").glob("checkpoint-*")}
@@ -202,9 +195,9 @@ def test_a_fine_tuning_that_is_disturbed_ends_with_the_same_losses(slurm: Cluste
 
     reached(slurm, job, row, 33)
     slurm.run("bash", "-c", line("scontrol requeue", job=job))
-    until(lambda: slurm.show("job", job)["Restarts"] == "2", START_SECONDS)
+    wait_for(lambda: slurm.show("job", job)["Restarts"] == "2", START_SECONDS)
 
-    until(lambda: slurm.show("job", job)["JobState"] == "RUNNING", START_SECONDS)
+    wait_for(lambda: slurm.show("job", job)["JobState"] == "RUNNING", START_SECONDS)
     reached(slurm, job, row, 53)
     slurm.run("bash", "-c", line("scancel JOB", job=job))
     slurm.wait(job, "CANCELLED", START_SECONDS)

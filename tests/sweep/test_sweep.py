@@ -1,4 +1,4 @@
-"""A sample of the sweep: two dozen types of every kind, refused ones too, on one rank and on two; and its table."""
+"""A sample of the sweep: types that are in no other test, refused ones too, on one rank and on two; and its table."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import small
 import table
 
 EXACT = [
-    "llama", "gpt2", "qwen3_moe", "gemma3", "gemma4_text", "gpt_oss", "deepseek_v2", "deepseek_v3", "mllama", "afmoe",
-    "jetmoe", "opt", "roberta", "stablelm", "hrm_text", "whisper", "cohere2", "diffllama", "qwen3_next", "mamba",
+    "gemma4_text", "deepseek_v2", "mllama", "afmoe", "jetmoe", "opt", "roberta", "stablelm", "hrm_text", "whisper",
+    "cohere2", "diffllama", "mamba",
 ]  # fmt: skip
 REFUSED = {
     "bart": "numbers its tokens by itself", "bloom": "computes attention by itself", "doge": "makes an attention mask",
@@ -79,15 +79,13 @@ def test_a_sweep_that_was_stopped_goes_on(
 ) -> None:
     """With what is not judged yet, and with what was not as it should be."""
     results = {"llama": "exact", "bart": "refused", "opt": "wrong"}
-
-    def judged(pools: Any, sp: int, kind: str, references: str) -> list[dict[str, Any]]:
-        return [{"result": results[kind], "reason": "a reason"} for _ in judge.CASES]
-
-    monkeypatch.setattr(drive, "judged", judged)
+    outcome = [{"result": result, "reason": "a reason"} for result in results.values()]
+    by_kind = {kind: [one for _ in judge.CASES] for kind, one in zip(results, outcome)}
+    monkeypatch.setattr(drive, "judged", lambda pools, sp, kind, references: by_kind[kind])
     path = tmp_path / "sweep.jsonl"
     drive.sweep(["llama", "opt"], [1], path)
     assert "[2/2" in capsys.readouterr().out
-    found = drive.sweep(["llama", "bart", "opt"], [1], path)
+    found = drive.sweep(list(results), [1], path)
     shown = capsys.readouterr().out
     assert "sp 1 llama" not in shown
     assert "a reason" in shown
@@ -95,12 +93,8 @@ def test_a_sweep_that_was_stopped_goes_on(
     assert len(path.read_text().splitlines()) == 4 * len(judge.CASES)
 
 
-def test_every_type_has_a_config() -> None:
-    assert len(small.TYPES) > 170
-    assert small.small_config("llama").hidden_size == 32
-
-
 def test_small_hybrids_have_every_kind_of_layer() -> None:
+    assert len(small.TYPES) > 170
     for layers, kinds in KINDS.items():
         for kind in set(kinds.split()) & set(small.TYPES):
             assert set(small.small_config(kind).layer_types) == set(layers.split()), kind
