@@ -28,12 +28,11 @@ RECURRENCE = 0.1
 sequence wait for each other. A nominal share, not measured."""
 
 
-def passes_of(checkpoint: bool, *, chunks: bool = False, blocks: bool = False) -> tuple[int, int]:
-    """`passes` of `state_seconds`: under checkpoints a recompute is one more forward, and knows the state that
-    comes in; layers in chunks, and samples in blocks, begin with a forward without a graph."""
-    if chunks:
-        return 3, 3
-    return 1 + checkpoint + blocks, 1 + blocks
+def passes_of(run: RunConfig, rows: int) -> tuple[int, int]:
+    """`passes` of `state_seconds` for a slice of so many rows: under checkpoints a recompute is one more forward, and
+    knows the state that comes in; layers in chunks, and samples in blocks, begin with a forward without a graph."""
+    chunks, blocks = (tokens is not None and tokens < rows for tokens in (run.chunk, run.block))
+    return (3, 3) if chunks else (1 + run.options.checkpoint + blocks, 1 + blocks)
 
 
 def state_seconds(
@@ -73,9 +72,7 @@ def added(layer: StateLayer, run: RunConfig, ranks: int, rows: int, rates: Rates
     Args:
         rows: of the sequence, on each rank.
     """
-    chunks = run.chunk is not None and run.chunk < rows
-    blocks = run.block is not None and run.block < rows
+    passes = passes_of(run, rows)
     rows = min(rows, run.block or rows, run.chunk or rows)
-    passes = passes_of(run.options.checkpoint, chunks=chunks, blocks=blocks)
     way = way_of(run.options.linear_attention, layer.heads, ranks)
     return state_seconds(layer, way, rows, ranks, batch=run.data.batch_size, passes=passes, rates=rates, nodes=nodes)

@@ -65,7 +65,7 @@ def states_seconds(
     """(exchange, computing) of all layers with a state in a step over one sample: a backward is twice a forward, and
     `state_ways.added` says what the way over ranks adds. Each pass sends the last tokens of a slice or chunk too."""
     rates, nodes, rows = machine.rates, ranks > machine.per_node, -(-seq_len // ranks)
-    _, passes = passes_of(run.options.checkpoint, chunks=bool(run.chunk), blocks=bool(run.block))
+    _, passes = passes_of(run, rows)
     pieces = -(-rows // min(rows, run.chunk or rows, run.block or rows))
     network = rates.network if nodes else rates.link
     tails = (passes + 1.0) * (ranks - 1) * run.data.batch_size * element_bytes(run, "cuda") * of.tail / network
