@@ -1,22 +1,18 @@
 """Small models, batches, engines, and the plain single-process run that distributed cases are compared with."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, Qwen3Config
 
 import alstlib
 from alstlib import sizing
@@ -35,12 +31,12 @@ Step = tuple[float, dict[str, Tensor]]
 """The mean loss, and the gradients."""
 
 
-def by_own_names(fields: Fields) -> Fields:
+def by_own_names(fields):
     """Fields of a run that may be named without their group: `{"seq_len": 4}` for `{"data.seq_len": 4}`."""
     return {RunConfig.elsewhere().get(name, name): value for name, value in fields.items()}
 
 
-def config(kind: str = "gqa", **overrides: Any) -> Any:
+def config(kind="gqa", **overrides):
     heads, kv = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1), "wide": (8, 2)}.get(kind, (4, 2))
     common = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
               "num_attention_heads": heads, "num_key_value_heads": kv, "max_position_embeddings": 512,
@@ -56,9 +52,7 @@ def config(kind: str = "gqa", **overrides: Any) -> Any:
     return LlamaConfig(**{**common, **overrides})
 
 
-def make_model(
-    kind: str = "gqa", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
-) -> PreTrainedModel:
+def make_model(kind="gqa", seed=0, dtype=torch.float32, **overrides):
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config(kind, **overrides)).to(dtype)
     with torch.no_grad():  # transformers' init is near zero: make every gradient count
@@ -67,9 +61,7 @@ def make_model(
     return model.train()
 
 
-def make_samples(
-    count: int, length: int = 32, batch: int = 1, seed: int = 0, masked: bool = True
-) -> list[dict[str, Tensor]]:
+def make_samples(count, length=32, batch=1, seed=0, masked=True):
     """Unsharded samples with unequal numbers of valid tokens."""
     g = torch.Generator().manual_seed(seed)
     samples = []
@@ -82,7 +74,7 @@ def make_samples(
     return samples
 
 
-def each_document(sample: Fields) -> list[Fields]:
+def each_document(sample):
     """The documents of all rows of a sample that says their lengths, each a sample of its own; or the sample."""
     if "document_lengths" not in sample:
         return [sample]
@@ -94,7 +86,7 @@ def each_document(sample: Fields) -> list[Fields]:
     ]
 
 
-def plain_run(model: Any, samples: list[Fields], scale: float = 1.0) -> Step:
+def plain_run(model, samples, scale=1.0):
     """The oracle: plain transformers on one process, document by document: loss and gradients of the mean over all
     labels of all samples and, of routers, the balance over all documents."""
     model, total, routed = copy.deepcopy(model), torch.zeros((), dtype=torch.float64), []
@@ -110,7 +102,7 @@ def plain_run(model: Any, samples: list[Fields], scale: float = 1.0) -> Step:
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         experts = getattr(config, "num_local_experts", None) or config.num_experts
-        joined: Any = tuple(torch.cat(parts) for parts in zip(*routed))
+        joined = tuple(torch.cat(parts) for parts in zip(*routed))
         total = total + config.router_aux_loss_coef * load_balancing_loss_func(
             joined, experts, config.num_experts_per_tok
         )
@@ -118,17 +110,15 @@ def plain_run(model: Any, samples: list[Fields], scale: float = 1.0) -> Step:
     return total.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-ALL_ON: Fields = {"tiles": {"mlp": 5, "loss": 7, "norm": 6}, "offload": True, "save_attention": True}  # fmt: skip
-ALL_OFF: Fields = {"tiles": False, "checkpoint": False}
+ALL_ON = {"tiles": {"mlp": 5, "loss": 7, "norm": 6}, "offload": True, "save_attention": True}  # fmt: skip
+ALL_OFF = {"tiles": False, "checkpoint": False}
 
 
-def tokens_of(length: int, rows: int = 1, seed: int = 0) -> Tensor:
+def tokens_of(length, rows=1, seed=0):
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def sample_of(
-    length: int, rows: int = 1, seed: int = 5, documents: list[int] | None = None, ignored: slice = slice(0)
-) -> Fields:
+def sample_of(length, rows=1, seed=5, documents=None, ignored=slice(0)):
     """An unsharded sample of so many rows, with the lengths of its documents; some labels do not count."""
     ids = tokens_of(length, rows, seed)
     labels = ids.clone()
@@ -136,7 +126,7 @@ def sample_of(
     return {"input_ids": ids, "labels": labels, **({"document_lengths": [documents] * rows} if documents else {})}
 
 
-def batch_of(length: int, seed: int = 0, rows: int = 1, ignored: slice = slice(0)) -> Fields:
+def batch_of(length, seed=0, rows=1, ignored=slice(0)):
     """A whole batch of one rank, of one document in each row."""
     ids = tokens_of(length, rows, seed)
     labels = shift(ids)
@@ -144,11 +134,11 @@ def batch_of(length: int, seed: int = 0, rows: int = 1, ignored: slice = slice(0
     return {"input_ids": ids, "position_ids": torch.arange(length)[None], "shift_labels": labels}
 
 
-def attach(model: Any, ctx: alstlib.SPContext | None = None, **options: Any) -> alstlib.Handle:
+def attach(model, ctx=None, **options):
     return alstlib.apply(model, ctx, alstlib.Options(**options))
 
 
-def gradients(model: nn.Module, world: int = 1) -> dict[str, Tensor]:
+def gradients(model, world=1):
     """Copies of every gradient; of several ranks their average, which an engine makes."""
     of = {n: p for n, p in model.named_parameters() if p.grad is not None or (world > 1 and p.requires_grad)}
     found = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in of.items()}
@@ -159,9 +149,9 @@ def gradients(model: nn.Module, world: int = 1) -> dict[str, Tensor]:
 
 
 def step(
-    model: Any, batch: Fields, ctx: alstlib.SPContext | None = None, block: int | None = None,
-    seed: int | None = None,
-) -> Step:  # fmt: skip
+    model, batch, ctx = None, block = None,
+    seed = None,
+):  # fmt: skip
     """A step of an attached model, whole or block by block; of a sample, that of this rank's slice."""
     model.zero_grad()
     if seed is not None:
@@ -176,7 +166,7 @@ def step(
     return out.mean.item(), gradients(model, ctx.world_size if ctx else 1)
 
 
-def own_step(model: Any, **given: Any) -> Step:
+def own_step(model, **given):
     """A step that calls the model itself, attached or not, with what a user gives it."""
     model.zero_grad()
     loss = model(**given).loss
@@ -184,48 +174,46 @@ def own_step(model: Any, **given: Any) -> Step:
     return loss.item(), gradients(model)
 
 
-def plain_step(model: Any, data: Fields, seed: int | None = None) -> Step:
+def plain_step(model, data, seed=None):
     """The same of plain transformers, from a sample or a whole batch."""
     if seed is not None:
         torch.manual_seed(seed)
     return plain_run(model, [data])
 
 
-def step_errors(got: Step, want: Step) -> tuple[float, float, str]:
+def step_errors(got, want):
     """Relative errors of the loss and of the worst gradient, and its name; one that only one has must be zero."""
     both = ((got[1], want[1]), (want[1], got[1]))
     found = worst_error(*({n: g for n, g in one.items() if n in other or g.any()} for one, other in both))
     return abs(got[0] - want[0]) / abs(want[0]), *found
 
 
-def check_step(got: Step, want: Step, loss: float = 1e-6, gradient: float = 1e-5) -> None:
+def check_step(got, want, loss=1e-6, gradient=1e-5):
     loss_error, error, name = step_errors(got, want)
     assert loss_error < loss, (got[0], want[0])
     assert error < gradient, (error, name)
 
 
-def on_ranks(pools: Any, world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+def on_ranks(pools, world, fn, *args):
     """The results of all ranks; of one rank, from this process."""
     return pools(world)(fn, *args) if world > 1 else [fn(0, 1, *args)]
 
 
-def batch(
-    length: int = 20, documents: Sequence[int] = (), rows: int = 1, world: int = 1, rank: int = 0, vocab: int = VOCAB
-) -> dict[str, Tensor]:
+def batch(length=20, documents=(), rows=1, world=1, rank=0, vocab=VOCAB):
     """A rank's slice of samples with every label, whole or packed of documents of these lengths."""
     ids = torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(0))
     lengths = [list(documents or [length])] * rows
     return shard_batch({"input_ids": ids, "labels": ids, "document_lengths": lengths}, world, rank)  # type: ignore[return-value]
 
 
-def train(model: Any, batch: dict[str, Any]) -> Any:
+def train(model, batch):
     """Forward and backward of an attached model; returns what the loss function does."""
     out = alstlib.causal_lm_loss(model, batch)
     out.loss.backward()
     return out
 
 
-def peak(model: Any, batch: dict[str, Any], **options: Any) -> int:
+def peak(model, batch, **options):
     """Device bytes that the third step of an attached model takes at most, besides what is there before it."""
     with alstlib.apply(model, None, alstlib.Options(**options)) as handle, Ledger("cpu", [handle.store]) as ledger:
         ledger.mark_host(())
@@ -237,29 +225,29 @@ def peak(model: Any, batch: dict[str, Any], **options: Any) -> int:
         return ledger.device_peak - start
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+def same(a, b):
     """Whether gradients are the same bits."""
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
-def slopes(model: PreTrainedModel, batch: dict[str, Tensor], block: int | None = None) -> tuple[float, float]:
+def slopes(model, batch, block=None):
     """The derivative of an attached fp64 model's loss along one random direction of its weights, with the seed of its
     dropout fixed: from the gradients, and as a central difference. With a `block`, block by block."""
     torch.manual_seed(1)
     direction = [torch.randn_like(p) for p in model.parameters()]
 
     @torch.no_grad()
-    def move(t: float) -> None:
+    def move(t):
         for p, d in zip(model.parameters(), direction):
             p.add_(d, alpha=t)
 
-    def loss() -> Tensor:
+    def loss():
         torch.manual_seed(7)
         if block is not None:
             return alstlib.block_step(model, batch, block=block).loss
         return alstlib.causal_lm_loss(model, batch).loss
 
-    def loss_at(t: float) -> float:
+    def loss_at(t):
         move(t)
         value = loss().item()
         move(-t)
@@ -273,7 +261,7 @@ def slopes(model: PreTrainedModel, batch: dict[str, Tensor], block: int | None =
     return slope, (loss_at(1e-6) - loss_at(-1e-6)) / 2e-6
 
 
-def passes(patch: pytest.MonkeyPatch, model: Any) -> dict[str, list[int]]:
+def passes(patch, model):
     """Tokens through the MLP, the query's weights and the attention of each layer, added up while the model runs."""
     layers = model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
     found, now, kernel = (
@@ -283,14 +271,14 @@ def passes(patch: pytest.MonkeyPatch, model: Any) -> dict[str, list[int]]:
     )
     for i, layer in enumerate(layers):
 
-        def count(module: nn.Module, args: Any, out: Tensor, i: int = i, mlp: Any = layer.mlp) -> None:
+        def count(module, args, out, i=i, mlp=layer.mlp):
             now[0] = i
             found["mlp" if module is mlp else "query"][i] += out.shape[1]
 
         for module in (layer.mlp, layer.attn.c_attn if hasattr(layer, "attn") else layer.self_attn.q_proj):
             module.register_forward_hook(count)
 
-    def attention_forward(*args: Any, **kwargs: Any) -> Any:
+    def attention_forward(*args, **kwargs):
         found["attention"][now[0]] += args[1].shape[2]
         return kernel(*args, **kwargs)
 
@@ -299,14 +287,14 @@ def passes(patch: pytest.MonkeyPatch, model: Any) -> dict[str, list[int]]:
 
 
 @contextlib.contextmanager
-def small_pages(keys: int = 1) -> Iterator[None]:
+def small_pages(keys=1):
     """Pages of so many keys or a chunk, however short that is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sizing, "LEAST_KEYS", keys)
         yield
 
 
-def worst_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:
+def worst_error(got, want):
     """Largest error of a gradient (`errors_of`), and whose it is; names must agree."""
     assert set(got) == set(want), set(got) ^ set(want)
     errors = errors_of(got, want)
@@ -314,7 +302,7 @@ def worst_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float,
     return errors[name], name
 
 
-def wrap(model: Any, kind: str, world: int, run: RunConfig) -> Any:
+def wrap(model, kind, world, run):
     """The model in an engine: `ddp`, `fsdp2`, or DeepSpeed at the stage of the run."""
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
@@ -331,12 +319,12 @@ def wrap(model: Any, kind: str, world: int, run: RunConfig) -> Any:
     return initialize(run, model, False)
 
 
-def lines_of(table: str, between: str = " -> ") -> list[tuple[str, ...]]:
+def lines_of(table, between=" -> "):
     """The lines of a table in a text, each cut into its cells."""
     return [tuple(cell.strip() for cell in line.split(between)) for line in table.strip().splitlines()]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 200) -> bool:
+def wait_for(condition, seconds=200):
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -348,10 +336,10 @@ def wait_for(condition: Callable[[], bool], seconds: float = 200) -> bool:
 READS_PROC = sys.platform.startswith("linux") and sys.byteorder == "little"
 
 
-def listening(out: Path) -> dict[int, set[str]]:
+def listening(out):
     """Addresses on which each process of the newest attempt in `out` listens (TCP) or receives (UDP)."""
     run = max((out / "logs").iterdir(), key=lambda p: p.stat().st_mtime).name
-    found: dict[int, set[str]] = {}
+    found = {}
     for pid in processes.processes(run):
         with contextlib.suppress(psutil.Error):
             for one in psutil.Process(pid).net_connections("inet"):
@@ -360,7 +348,7 @@ def listening(out: Path) -> dict[int, set[str]]:
     return found
 
 
-def whole_state(engine: Any) -> dict[str, Tensor]:
+def whole_state(engine):
     """fp32 weights and AdamW's moments of an engine, whole, from what each rank would save of them (a collective)."""
     from alstlib.train.pieces import HeldState
 

@@ -12,7 +12,6 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
-def freeze_modules() -> None:
+def freeze_modules():
     """Take everything that is alive, the code of the modules above all, out of the collector's sight for good.
 
     Half a million objects of PyTorch and transformers cost a second of every `gc.collect()` and `gc.get_objects()`, and
@@ -42,11 +41,11 @@ def freeze_modules() -> None:
     gc.freeze()
 
 
-def gloo() -> str:
+def gloo():
     return "gloo"
 
 
-def _serve(rank: int, world: int, port: int, tasks: Any, results: Any, backend: Callable[[], str]) -> None:
+def _serve(rank, world, port, tasks, results, backend):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -79,11 +78,11 @@ class RankPool:
     (the surviving ranks may be stuck in a collective). `backend` returns what `init_process_group` takes.
     """
 
-    def __init__(self, world: int, backend: Callable[[], str] = gloo) -> None:
+    def __init__(self, world, backend=gloo):
         self.world, self.backend = world, backend
         self.processes: list[Any] = []
 
-    def start(self) -> None:
+    def start(self):
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.results = context.Queue()
@@ -98,18 +97,18 @@ class RankPool:
         for process in self.processes:
             process.start()
 
-    def stop(self) -> None:
+    def stop(self):
         for process in self.processes:
             process.kill()
             process.join()
         self.processes = []
 
-    def __call__(self, fn: Callable[..., Any], *args: Any, timeout: float = 400) -> list[Any]:
+    def __call__(self, fn, *args, timeout=400):
         if not self.processes:
             self.start()
         for tasks in self.tasks:
             tasks.put((fn, args))
-        values: dict[int, Any] = {}
+        values = {}
         deadline = time.monotonic() + timeout
         try:
             while missing := sorted(set(range(self.world)) - set(values)):
@@ -129,10 +128,10 @@ class RankPool:
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[Callable[[int], RankPool]]:
-    made: dict[int, RankPool] = {}
+def pools():
+    made = {}
 
-    def get(world: int) -> RankPool:
+    def get(world):
         return made.setdefault(world, RankPool(world))
 
     yield get
@@ -140,11 +139,11 @@ def pools() -> Iterator[Callable[[int], RankPool]]:
         pool.stop()
 
 
-def _pool(world: int, pools: str) -> Any:
+def _pool(world, pools):
     """A fixture: the pool of so many ranks."""
 
     @pytest.fixture(scope="session")
-    def pool(request: pytest.FixtureRequest) -> RankPool:
+    def pool(request):
         return request.getfixturevalue(pools)(world)
 
     return pool
@@ -155,20 +154,20 @@ late1, late2 = _pool(1, "late_pools"), _pool(2, "late_pools")
 
 
 @pytest.fixture(scope="session")
-def late_pools() -> Iterator[Callable[[int], RankPool]]:
+def late_pools():
     """Ranks that have the device on a CPU (tests/device), which a process cannot give back: pools of their own."""
     from device import build, group
 
     if why := build.why_not():
         pytest.skip(f"the device on a CPU {why}")
-    made: dict[int, RankPool] = {}
+    made = {}
     yield lambda world: made.setdefault(world, RankPool(world, group.backend))
     for pool in made.values():
         pool.stop()
 
 
 @pytest.fixture
-def here() -> Iterator[None]:
+def here():
     """Accelerate's state as in a new process, for a Trainer in this one."""
     from trainers import accelerate_here
 
@@ -177,7 +176,7 @@ def here() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def slurm() -> Iterator[Any]:
+def slurm():
     """A Slurm of a few nodes on this machine (tests/slurm)."""
     from cluster import Absent, Cluster
 
@@ -191,11 +190,11 @@ def slurm() -> Iterator[Any]:
 
 
 @pytest.fixture
-def alst(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def alst(capsys):
     """Runs a command line of `alst` in this process: all that it prints. It must end with that exit status."""
     from alstlib.runs import cli
 
-    def command(line: str, status: int = 0) -> str:
+    def command(line, status=0):
         capsys.readouterr()
         ended = cli.main(shlex.split(line))
         said = "".join(capsys.readouterr())
@@ -206,13 +205,13 @@ def alst(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 @pytest.fixture
-def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_starts(monkeypatch):
     """A launcher that starts a process all the same fails: there is no such Python."""
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
 
 
 @pytest.fixture
-def unwritten_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
+def unwritten_is_nan(request):
     """Memory that nobody wrote is NaN during the test (`operators.nan_memory`), except in a test for a GPU."""
     with contextlib.nullcontext() if "gpu" in request.keywords else nan_memory():
         yield
@@ -238,11 +237,11 @@ QUICK = 4
 """Cases of one parametrized test that `make test` runs, spread over all of them; the others are slow."""
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     freeze_modules()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     for name in ASKED:
         parser.addoption(f"--{name}", action="store_true", help=f"run tests/{name}, as make test-{name} does")
     parser.addoption("--whole", action="store_true", help="of tests/elsewhere: whole commands, and installations")
@@ -250,8 +249,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="of the random kills; without it, one that is printed")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    cases: dict[str, list[pytest.Item]] = {}
+def pytest_collection_modifyitems(config, items):
+    cases = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
         if {"pools", "ranks2", "ranks4", "late1", "late2"} & set(getattr(item, "fixturenames", ())):

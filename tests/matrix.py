@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from unittest import mock
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import zoo
 from cases import plain_run, small_pages, worst_error
 from operators import nan_memory
-from torch import Tensor, nn
+from torch import nn
 
 import alstlib
 from alstlib import sizing
@@ -50,23 +50,23 @@ class Case:
     engine: str = "average"
     device: str = "cpu"
 
-    def __str__(self) -> str:
+    def __str__(self):
         return " ".join(value.replace(", ", "+").replace(" ", "_") for value in asdict(self).values())
 
     @property
-    def sp(self) -> int:
+    def sp(self):
         return int(self.ranks[0])
 
     @property
-    def dp(self) -> int:
+    def dp(self):
         return int(self.ranks[2])
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self):
         return torch.float32 if self.engine.startswith("zero") else torch.float64
 
     @property
-    def routed(self) -> bool:
+    def routed(self):
         """Whether the loss has a router's part."""
         return self.model in ROUTED and self.dp == 1
 
@@ -95,7 +95,7 @@ ALL_MODELS = {**zoo.MODELS, **zoo.MORE, **zoo.HYBRIDS, **zoo.MORE_HYBRIDS}
 EXPERTS = [name for name, (_, fields) in ALL_MODELS.items() if any("experts" in field for field in fields)]
 ROUTED = [name for name, (_, fields) in ALL_MODELS.items() if fields.get("output_router_logits")]
 LONGEST = ["llama, LongRoPE", "llama, dynamic NTK"]
-DATA: dict[str, list[list[list[int]]]] = {
+DATA = {
     "whole": [[[33]], [[32]]],
     "packed": [[[3, 17, 1, 12]], [[1, 1, 30]]],
     "rows": [[[31], [31]], [[7], [7], [7]]],
@@ -104,7 +104,7 @@ DATA: dict[str, list[list[list[int]]]] = {
     "few": [[[5]], [[1]], [[2], [2]], [[3]]],
 }
 """The documents of each row of each micro-batch; they are taken in turn by replicas and micro-batches."""
-WEIGHTS: dict[str, list[str]] = {
+WEIGHTS = {
     "all": [], "tied": [], "frozen body": ["layers", ".h."], "frozen embeddings": ["embed", "wte"],
     "frozen MLPs": ["mlp", "feed_forward", "experts"], "MLPs alone": ["attn", "attention", "norm", "embed", "head"],
 }  # fmt: skip
@@ -112,7 +112,7 @@ WEIGHTS: dict[str, list[str]] = {
 MORE_WEIGHTS = {"head alone": ["model."], "frozen MLPs and norms": ["mlp", "input_layernorm"]}
 """That the net does not draw."""
 HOST = {"offload": True, "on_host": "hidden+kv"}
-WAYS: dict[str, dict[str, Any]] = {
+WAYS = {
     "plain": {"checkpoint": False},
     "layers": {},
     "kept": {"offload": True, "save_attention": True},
@@ -125,12 +125,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "blocks, plain": {"block": 5, "checkpoint": False},
 }
 """Options, and the length of a block."""
-TILES: dict[str, dict[str, Any]] = {
+TILES = {
     "small": {"tiles": {"mlp": 5, "loss": 7, "norm": 6}},
     "default": {},
     "off": {"tiles": False},
 }
-AXES: dict[str, list[str]] = {
+AXES = {
     "model": [*ALL_MODELS],
     "ranks": ["2x1", "1x1", "3x1", "1x2", "2x2", "4x1"],
     "data": [*DATA],
@@ -143,7 +143,7 @@ AXES: dict[str, list[str]] = {
 }
 
 
-def why_not(case: Case) -> str:
+def why_not(case):
     """Why the case is refused, which tests of refusals hold; empty where it runs."""
     if case.model in ("zamba", "zamba2") and "chunk" in WAYS[case.way]:
         return "its layers take the embeddings too"
@@ -165,11 +165,11 @@ def why_not(case: Case) -> str:
 # ----- the draw
 
 
-def table(seed: int = 0) -> list[Case]:
+def table(seed=0):
     """Cases in which every two values of two axes that may meet do, each drawn to hold many new pairs."""
     dice, names = random.Random(seed), [*AXES]
 
-    def pairs(values: dict[str, str]) -> set[tuple[str, str, str, str]]:
+    def pairs(values):
         return {(a, values[a], b, values[b]) for a, b in itertools.combinations(names, 2)}
 
     wanted = {(a, x, b, y) for a, b in itertools.combinations(names, 2) for x in AXES[a] for y in AXES[b]}
@@ -186,10 +186,10 @@ def table(seed: int = 0) -> list[Case]:
     return made
 
 
-def sample(cases: list[Case]) -> list[Case]:
+def sample(cases):
     """Few of them, in which every value of every axis is."""
-    made: list[Case] = []
-    seen: set[tuple[str, str]] = set()
+    made = []
+    seen = set()
     for case in sorted(cases, key=lambda case: case.device == "late"):
         if new := set(asdict(case).items()) - seen:
             made.append(case)
@@ -200,9 +200,9 @@ def sample(cases: list[Case]) -> list[Case]:
 # ----- one case
 
 
-def build(case: Case, fields: dict[str, Any] | None = None) -> Any:
+def build(case, fields=None):
     hybrid = case.model in {**zoo.HYBRIDS, **zoo.MORE_HYBRIDS}
-    more: dict[str, Any] = {"tie_word_embeddings": True} if case.weights == "tied" else {}
+    more = {"tie_word_embeddings": True} if case.weights == "tied" else {}
     more |= {"output_router_logits": False} if case.model in ROUTED and not case.routed else {}
     more |= fields or {}
     torch.set_default_dtype(case.dtype)  # for constants that a model works out when it is made
@@ -217,7 +217,7 @@ def build(case: Case, fields: dict[str, Any] | None = None) -> Any:
     return model
 
 
-def samples_of(case: Case, more: More | None = None) -> list[dict[str, Any]]:
+def samples_of(case, more=None):
     """The samples of one optimizer step; in the first one, the first rank has no token that counts."""
     more, made = more or More(), []
     data = more.data or DATA[case.data]
@@ -231,7 +231,7 @@ def samples_of(case: Case, more: More | None = None) -> list[dict[str, Any]]:
     return made
 
 
-def zero_config(stage: int, accumulation: int, bucket: int = 2_000) -> dict[str, Any]:
+def zero_config(stage, accumulation, bucket=2_000):
     """Of DeepSpeed, with buckets that are full and sent many times in a step of a small model."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": bucket}
     zero |= {f"stage3_{n}": bucket for n in ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")}
@@ -245,19 +245,19 @@ def zero_config(stage: int, accumulation: int, bucket: int = 2_000) -> dict[str,
 class Average(nn.Module):
     """The smallest engine: averages gradients over all ranks after backward."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module):
         super().__init__()
         self.module = module
 
-    def forward(self, **kwargs: Any) -> Any:
+    def forward(self, **kwargs):
         return self.module(**kwargs)
 
 
-def decoder_layers(model: Any) -> Any:
+def decoder_layers(model):
     return model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
 
 
-def engine_of(model: Any, kind: str, accumulation: int, bucket: int = 2_000) -> Any:
+def engine_of(model, kind, accumulation, bucket=2_000):
     """The model in an engine of that kind over all ranks, on the model's device."""
     if kind == "average":
         return Average(model)
@@ -284,7 +284,7 @@ def engine_of(model: Any, kind: str, accumulation: int, bucket: int = 2_000) -> 
     return deepspeed.initialize(model=model, config=zero_config(int(kind[4:]), accumulation, bucket))[0]
 
 
-def gradients(model: Any, kind: str) -> dict[str, Tensor]:
+def gradients(model, kind):
     """Every gradient after the backward of an engine of that kind, whole, averaged over ranks, on the CPU."""
     found = {}
     for name, p in model.named_parameters():
@@ -305,7 +305,7 @@ def gradients(model: Any, kind: str) -> dict[str, Tensor]:
     return found
 
 
-def backward(engine: Any, batch: Any, kind: str, block: int | None, last: bool) -> Any:
+def backward(engine, batch, kind, block, last):
     """Forward and backward of one micro-batch as the engine wants them; returns what the loss function does."""
     deep = kind.startswith("zero")
     with engine.no_sync() if kind == "ddp" and not last else contextlib.nullcontext():
@@ -323,7 +323,7 @@ def backward(engine: Any, batch: Any, kind: str, block: int | None, last: bool) 
 
 
 @contextlib.contextmanager
-def full_host() -> Iterator[None]:
+def full_host():
     """What a forward keeps on the host is decided as if the host had no room: few layers keep their inputs."""
     with contextlib.ExitStack() as stack:
         for share in (sizing.share_host, sizing.share_travelling):
@@ -333,7 +333,7 @@ def full_host() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def conditions(case: Case, rank: int) -> Iterator[None]:
+def conditions(case, rank):
     """Short pages, and memory that is NaN until it is written; on the device, copies as late as can be, and ranks that
     come to their collectives at different times. Tiles that are not small stand for larger pages, of several chunks,
     and for a host that keeps the input of one layer in two."""
@@ -352,13 +352,13 @@ def conditions(case: Case, rank: int) -> Iterator[None]:
         yield
 
 
-def run(rank: int, world: int, case: Case, more: More | None = None) -> dict[str, Any]:
+def run(rank, world, case, more=None):
     """The step on this rank: errors of loss and gradients, and the collectives of the device in their order."""
     with in_full() if case.dtype == torch.float64 else contextlib.nullcontext():
         return _run(rank, case, more or More())
 
 
-def _run(rank: int, case: Case, more: More) -> dict[str, Any]:
+def _run(rank, case, more):
     ctx, samples = alstlib.SPContext.create(case.sp), samples_of(case, more)
     accumulation, model = len(samples) // case.dp, build(case, more.fields)
     look = more.prepare(model) if more.prepare else lambda: None
@@ -411,7 +411,7 @@ def _run(rank: int, case: Case, more: More) -> dict[str, Any]:
             "kept": handle.attention_kept, "every": handle.inputs_kept_every}  # fmt: skip
 
 
-def check(results: list[dict[str, Any]], case: Case, bound: tuple[float, float] | None = None) -> None:
+def check(results, case, bound=None):
     """Judges the ranks' results, with bounds of the errors of the loss and of a gradient."""
     loss, gradient = bound or EXACT[case.dtype]
     for rank, result in enumerate(results):

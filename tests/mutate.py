@@ -1,16 +1,12 @@
 """Mistakes made on purpose: a function has other source for as long as a test runs."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
-from collections.abc import Iterator
 from types import CodeType
-from typing import Any
 
 
 @contextlib.contextmanager
-def mutated(function: Any, *changes: tuple[str, str]) -> Iterator[None]:
+def mutated(function, *changes):
     """Inside, the function or method, without what decorates it, runs `changed` code. Only its code is exchanged: who
     has imported the function calls the changed one too."""
     function = inspect.unwrap(function)
@@ -22,7 +18,7 @@ def mutated(function: Any, *changes: tuple[str, str]) -> Iterator[None]:
         function.__code__ = original
 
 
-def changed(function: Any, *changes: tuple[str, str]) -> CodeType:
+def changed(function, *changes):
     """The code of a function in whose source each first piece of `changes` is replaced by the second.
 
     Raises:
@@ -34,7 +30,7 @@ def changed(function: Any, *changes: tuple[str, str]) -> CodeType:
         if source.count(old) != 1:
             raise ValueError(f"{function.__qualname__} has {source.count(old)} times {old!r}: change the mutation")
         source = source.replace(old, new)
-    module: Any = inspect.getmodule(function)
+    module = inspect.getmodule(function)
     codes = [compile(inspect.getsource(module).replace(body, source), f"<changed {module.__name__}>", "exec")]
     for code in codes:  # the module's, and then all that lie inside
         if code.co_qualname == function.__qualname__:

@@ -1,20 +1,14 @@
 """What the operator tests share: uninitialised memory that shows, seeded tensors, layouts, kernels, and
 comparing gradients."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward
-from alstlib.kernels.backends import Backend
-from alstlib.kernels.rule import Attended, Rule
+from alstlib.kernels.rule import Attended
 from alstlib.offload.ledger import Ledger
 from alstlib.reference import relative_error
 
@@ -23,7 +17,7 @@ EXACT = {torch.float64: 1e-12, torch.float32: 3e-6}
 
 
 @contextlib.contextmanager
-def nan_memory() -> Iterator[None]:
+def nan_memory():
     """Memory that nobody wrote is NaN: an output with a forgotten row fails its comparison."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -33,11 +27,11 @@ def nan_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Tensor:
+def randn(*shape, seed=0, dtype=torch.float64, scale=1.0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(scale).to(dtype)
 
 
-def strided(x: Tensor) -> Tensor:
+def strided(x):
     """The same values, the first two dimensions swapped in memory, and (of three or more) a gap after each row."""
     if x.ndim < 3:
         return x.t().contiguous().t()
@@ -48,14 +42,12 @@ def strided(x: Tensor) -> Tensor:
     return view
 
 
-def leaf(x: Tensor, dtype: torch.dtype | None = None, needs: bool = True) -> Tensor:
+def leaf(x, dtype=None, needs=True):
     """A leaf with x's values and strides."""
     return x.detach().to(dtype or x.dtype).requires_grad_(needs)
 
 
-def gradients(
-    fn: Callable[..., Tensor], inputs: Sequence[Tensor], upstream: Tensor, dtype: torch.dtype | None = None
-) -> tuple[Tensor, ...]:
+def gradients(fn, inputs, upstream, dtype=None):
     """fn(*inputs) and its gradient for every input that requires one, None for others; the inputs are copied."""
     own = [leaf(t, dtype, t.requires_grad) if t.is_floating_point() else t for t in inputs]
     out = fn(*own)
@@ -63,7 +55,7 @@ def gradients(
     return (out.detach(), *(t.grad for t in own))  # type: ignore[arg-type]
 
 
-def of_module(module: nn.Module, x: Tensor, upstream: Tensor, *more: Any) -> list[Tensor | None]:
+def of_module(module, x, upstream, *more):
     """A module's output, and its gradients for x (if it requires one) and for every weight."""
     x = leaf(x, needs=x.requires_grad)
     module.zero_grad()
@@ -72,16 +64,14 @@ def of_module(module: nn.Module, x: Tensor, upstream: Tensor, *more: Any) -> lis
     return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
 
 
-def randomised(module: Any, scale: float = 1.0) -> Any:
+def randomised(module, scale=1.0):
     """The module in fp64, with weights that count."""
     for i, p in enumerate(module.parameters()):
         p.data = randn(*p.shape, seed=i, scale=scale)
     return module.double().train()
 
 
-def worst(
-    got: Sequence[Tensor | None], want: Sequence[Tensor | None], whole: Sequence[Tensor | None] | None = None
-) -> float:
+def worst(got, want, whole=None):
     """Largest relative error; shapes agree, and None belongs to None.
 
     `whole` is what the tensors are slices of: a slice that is zero by construction (the gradient of the first row's
@@ -100,11 +90,11 @@ def worst(
 
 
 @contextlib.contextmanager
-def counted(owner: Any, *names: str) -> Iterator[Counter[str]]:
+def counted(owner, *names):
     """Counts the calls of these functions of a module or class."""
     calls = Counter[str]()
 
-    def counting(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def counting(name, fn):
         return lambda *args, **kwargs: (calls.update([name]), fn(*args, **kwargs))[1]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -113,7 +103,7 @@ def counted(owner: Any, *names: str) -> Iterator[Counter[str]]:
         yield calls
 
 
-def peak_of_step(module: Callable[[Tensor], Tensor], x: Tensor) -> int:
+def peak_of_step(module, x):
     """Device bytes that forward and backward of a module take at most, besides what is there before them."""
     with Ledger() as ledger:
         start = ledger.device_bytes
@@ -123,9 +113,9 @@ def peak_of_step(module: Callable[[Tensor], Tensor], x: Tensor) -> int:
 
 
 def agree(
-    ours: Callable[..., Tensor], oracle: Callable[..., Tensor], inputs: Sequence[Tensor], upstream: Tensor,
-    dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    ours, oracle, inputs, upstream,
+    dtype = torch.float64,
+):  # fmt: skip
     """Output and gradients of ours in this dtype, which are the oracle's in that of the inputs."""
     got = gradients(ours, inputs, upstream, dtype)
     assert worst(got, gradients(oracle, inputs, upstream)) < EXACT[dtype]
@@ -133,7 +123,7 @@ def agree(
     return got
 
 
-def exchanged(tensors: Sequence[Tensor]) -> list[Tensor]:
+def exchanged(tensors):
     """Tensors [B, H, S, D] with the same values, as they come out of an all-to-all: views of one [S, B, ..] buffer."""
     whole = torch.cat([t.permute(2, 0, 1, 3).flatten(2) for t in tensors], 2)
     parts = whole.split([t.shape[1] * t.shape[3] for t in tensors], 2)
@@ -141,9 +131,9 @@ def exchanged(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def attend(
-    backend: Backend, tensors: Sequence[Tensor], rule: Rule, documents: Sequence[int] | None = None,
-    sinks: Tensor | None = None, chunk: int | None = None,
-) -> list[Tensor]:  # fmt: skip
+    backend, tensors, rule, documents = None,
+    sinks = None, chunk = None,
+):  # fmt: skip
     """A kernel's output, logsumexp and gradients for q, k, v and the output's gradient, in one call, or as a streamed
     layer calls it: for chunks of rows from the first to the last, and back."""
     q, k, v, dout = tensors
@@ -151,8 +141,8 @@ def attend(
         out, lse = attention_forward(backend, q, k, v, rule=rule, documents=documents, sinks=sinks)
         kept = Attended(q, k, v, out, lse)
         return [out, lse, *attention_backward(backend, dout, kept, rule=rule, documents=documents)]
-    parts: list[tuple[Any, Any, Attended]] = []
-    how: dict[str, Any] = {"rule": rule, "documents": documents, "length": q.shape[2]}
+    parts = []
+    how = {"rule": rule, "documents": documents, "length": q.shape[2]}
     for lo in range(0, q.shape[2], chunk):
         at, seen = ((slice(None), slice(None), slice(first, lo + chunk)) for first in (lo, 0))
         given = q[at], k[seen], v[seen]
@@ -167,7 +157,7 @@ def attend(
     return [out, lse, dq, dk.to(k.dtype), dv.to(v.dtype)]
 
 
-def attend_by_heads(layout: Any, backend: Backend, tensors: Sequence[Tensor], rule: Rule) -> list[Tensor]:
+def attend_by_heads(layout, backend, tensors, rule):
     """Output and gradients of this rank's rows, by a layout that exchanges rows for heads."""
     q, k, v, dout = tensors
     qkv = layout.to_heads(q, k, v)
@@ -177,7 +167,7 @@ def attend_by_heads(layout: Any, backend: Backend, tensors: Sequence[Tensor], ru
     return [layout.to_seq(out), *layout.grads_to_seq(*grads)]
 
 
-def error_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+def error_of(fn, *args, **kwargs):
     """What a call is refused with."""
     try:
         fn(*args, **kwargs)

@@ -3,11 +3,6 @@
 What a real step takes is tested in tests/measure and against real ranks; here it only has to grow with what it grows
 with."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
 
 from alstlib.config import RunConfig
@@ -18,7 +13,7 @@ from alstlib.sizing import kv_needed
 TILE = {"loss": 1024, "mlp": 16_384}
 
 
-def step(question: Mapping[str, Any], rows: int) -> dict[str, Any]:
+def step(question, rows):
     """The moments of a step in attention's backward, in an MLP and at the head, as `answers.span` gives them."""
     run, ranks = RunConfig.from_dict(question["run"]), question["ranks"]
     shape = read_shape(run.model.name, run.model.config)
@@ -28,7 +23,7 @@ def step(question: Mapping[str, Any], rows: int) -> dict[str, Any]:
     heads = 2.0 * shape.heads * shape.head_dim
     keys = 2.0 * max(kv_needed(shape.heads, shape.kv_heads, ranks)) * 2 * shape.head_dim * ranks
 
-    def part(each: float, of: int | None = chunk) -> tuple[float, float]:
+    def part(each, of=chunk):
         """Bytes without any rows and for each row: of a chunk's rows, or of all."""
         return (0.0, each) if of is None else (each * of, 0.0)
 
@@ -56,21 +51,21 @@ def step(question: Mapping[str, Any], rows: int) -> dict[str, Any]:
     return {"from": rows, "to": rows, "host": (0.0, host), "moments": moments}
 
 
-def _sum(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+def _sum(one, other):
     return one[0] + other[0], one[1] + other[1]
 
 
 @pytest.fixture(autouse=True)
-def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(request, monkeypatch):
     """Such steps in place of simulated ones, unless a test is marked `simulates`; sizes of models are real."""
     if request.node.get_closest_marker("simulates"):
         return
     ask, known = fits._ask, fits._known
 
-    def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def answer(what, asked):
         return step(asked["question"], asked["rows"]) if what == "span" else ask(what, asked)
 
-    found: dict[str, list[dict[str, Any]]] = {}
+    found = {}
     monkeypatch.setattr(fits, "_ask", answer)
     monkeypatch.setattr(
         fits, "_known", lambda text: known(text) if text.startswith('["facts"') else found.setdefault(text, [])

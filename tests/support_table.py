@@ -3,8 +3,6 @@
 `python tests/support_table.py` rewrites the table; `tests/test_repository.py` holds it against the results.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -25,7 +23,7 @@ WHAT = {
 }  # fmt: skip
 
 
-def table() -> str:
+def table():
     """One row a decoder: what is particular to it, and the worst errors over everything that was tried."""
     runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     lines = [
@@ -45,7 +43,7 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def put_between(begin: str, end: str, text: str) -> None:
+def put_between(begin, end, text):
     """Write a text between two marks of notebooks/training.md."""
     page = ROOT / "notebooks" / "training.md"
     before, _, rest = page.read_text().partition(begin)

@@ -4,7 +4,6 @@ That they accept the solutions is seen when the lessons run: `make check-lessons
 """
 
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -20,12 +19,12 @@ NAMES = [
 
 
 @pytest.fixture(autouse=True)
-def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+def strict(monkeypatch):
     monkeypatch.setenv("ALST_STRICT", "1")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_usual_mistakes_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_usual_mistakes_are_refused(name, capsys):
     from checks import find, judge
 
     exercise = find(name)
@@ -35,7 +34,7 @@ def test_the_usual_mistakes_are_refused(name: str, capsys: pytest.CaptureFixture
             judge(name, mistake)
         assert str(error.value), "a mistake is refused with a sentence"
 
-    def unwritten(*args: object, **kwargs: object) -> object:
+    def unwritten(*args, **kwargs):
         raise NotImplementedError
 
     judge(name, unwritten)
@@ -43,7 +42,7 @@ def test_the_usual_mistakes_are_refused(name: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_hints_go_on_to_the_last(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hints_go_on_to_the_last(name, capsys):
     from checks import find, hint
 
     hints = find(name).hints
@@ -55,12 +54,10 @@ def test_hints_go_on_to_the_last(name: str, capsys: pytest.CaptureFixture[str]) 
         hint(name, len(hints) + 1)
 
 
-def test_a_value_that_is_not_set_is_not_answered(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_that_is_not_set_is_not_answered(capsys, monkeypatch):
     import checks
 
-    def check(answer: Callable[[], int]) -> str:
+    def check(answer):
         assert answer() == 3, f"{answer()} is not 3"
         return "3"
 
@@ -74,7 +71,7 @@ def test_a_value_that_is_not_set_is_not_answered(
         checks.judge("03.2", lambda: 4)
 
 
-def test_a_reader_sees_a_box_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_sees_a_box_and_no_traceback(monkeypatch):
     import checks
     from IPython.testing.globalipapp import get_ipython
     from IPython.utils.capture import capture_output
@@ -82,7 +79,7 @@ def test_a_reader_sees_a_box_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("ALST_STRICT")
     get_ipython()
 
-    def check(answer: Callable[[], int]) -> str:
+    def check(answer):
         raise AssertionError(f"{answer()} is not <3>")
 
     monkeypatch.setattr(checks, "find", lambda name: checks.Exercise(check, (), ()))

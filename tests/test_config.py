@@ -1,11 +1,8 @@
 """Configurations: units, refusals that say what would work, changes, and rows that differ only in what they name."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -30,7 +27,7 @@ from alstlib.options import Options
 from alstlib.units import parse_quantity
 
 
-def test_quantities() -> None:
+def test_quantities():
     values = {
         "3.7M": 3_700_000, "500K": 500_000, "80GB": 80 * 10**9, "64GiB": 64 * 2**30, "1.5 TiB": 3 * 2**39,
         "2_048": 2048, "12": 12, "12B": 12, ".5k": 500, "1gb": 10**9, 7: 7, 7.5e3: 7500,
@@ -39,7 +36,7 @@ def test_quantities() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "many", "12 XB", "1e6", "-5", "5 5", True, "GB", 7.9, "7.9", None])
-def test_what_is_no_quantity(text: Any) -> None:
+def test_what_is_no_quantity(text):
     with pytest.raises(ValueError, match="seq_len="):
         parse_quantity(text, "seq_len")
 
@@ -107,13 +104,13 @@ qqq: 5                           -> unknown parameter 'qqq'; known: row, model
 
 
 @pytest.mark.parametrize("changes, message", lines_of(REFUSED))
-def test_refusals(changes: str, message: str) -> None:
+def test_refusals(changes, message):
     refused = error_of(RunConfig.from_dict, yaml.safe_load(changes))
     assert message in refused
     assert "\n" not in refused
 
 
-def test_options_are_refused_by_their_own_names() -> None:
+def test_options_are_refused_by_their_own_names():
     assert error_of(Options, chunk=0).startswith("chunk=0 must be a whole number")
     assert error_of(Options, chunks=3).startswith("unknown field of Options 'chunks'; did you mean 'chunk'?")
     assert error_of(Options, attention=int).startswith("attention=int is a class; give a function, or an instance")
@@ -157,26 +154,26 @@ output.save_to: x                 -> 'x'
 
 
 @pytest.mark.parametrize("given, value", lines_of(VALUES))
-def test_values_are_converted_by_their_fields_type(given: str, value: str) -> None:
+def test_values_are_converted_by_their_fields_type(given, value):
     (name,) = fields = yaml.safe_load(given)
     found, want = value_of(RunConfig.from_dict(fields), name), ast.literal_eval(value)
     assert (found, type(found)) == (want, type(want))
 
 
-def test_a_search_is_a_flag_or_a_mapping() -> None:
-    given: list[Any] = [True, "true", {}, False, None]
+def test_a_search_is_a_flag_or_a_mapping():
+    given = [True, "true", {}, False, None]
     assert [RunConfig(search=one).search is not None for one in given] == [True, True, True, False, False]
     assert "search=1 must be" in error_of(RunConfig, search=1)
 
 
-def test_options_have_one_set_of_defaults() -> None:
+def test_options_have_one_set_of_defaults():
     """Code that is copied from a spec runs the same thing."""
     assert RunConfig().options == Options()
     plain = {"attention": "sdpa", "tiles": False, "save_attention": False}
     assert Options.plain() == Options(**plain)
 
 
-def test_changes() -> None:
+def test_changes():
     """A mapping changes the fields of a group that it names, a name with a dot one field."""
     run = RunConfig.from_dict({"options": {"chunk": 64, "tiles": 32}, "model": {"config": {"vocab_size": 300}}})
     assert run.replace(options={"chunk": 128}).options == Options(chunk=128, tiles=32)
@@ -190,7 +187,7 @@ def test_changes() -> None:
     assert merged({"options": "plain"}, {"options.chunk": 4})["options"] == {**Options.plain().to_dict(), "chunk": 4}
 
 
-def test_what_differs_from_the_default() -> None:
+def test_what_differs_from_the_default():
     run = RunConfig.from_dict({"search": True, "data.seq_len": 4, "options": "plain", "row": "x"})
     found = not_default(run)
     assert found["data.seq_len"] == 4
@@ -199,7 +196,7 @@ def test_what_differs_from_the_default() -> None:
     assert not_default(RunConfig()) == {}
 
 
-def test_committed_configurations_are_read_as_they_were_written() -> None:
+def test_committed_configurations_are_read_as_they_were_written():
     """A run's id is a digest of its configuration: checking it must not change it."""
     results = sorted((Path(__file__).parents[1] / "papermill_runs" / "results").rglob("result.json"))
     for path in results:
@@ -209,13 +206,13 @@ def test_committed_configurations_are_read_as_they_were_written() -> None:
     assert len(results) > 20
 
 
-def test_every_field_is_documented() -> None:
+def test_every_field_is_documented():
     for group in (*GROUPS.values(), RunConfig):
         for name, field in group.model_fields.items():
             assert name in GROUPS or len(field.description or "") > 8, (group, name)
 
 
-def test_a_config_is_frozen_and_survives_json() -> None:
+def test_a_config_is_frozen_and_survives_json():
     run = RunConfig.from_dict(
         {"model.config": {"vocab_size": 300}, "options.tiles.mlp": 64, "limits.device_memory": "1GB", "peers": ["a"]}
     )
@@ -224,7 +221,7 @@ def test_a_config_is_frozen_and_survives_json() -> None:
         run.data.seq_len = 5  # type: ignore[misc]
 
 
-def test_the_digest_names_a_config() -> None:
+def test_the_digest_names_a_config():
     run = RunConfig.from_dict({"model.name": "tiny"})
     assert run.digest() == RunConfig.from_dict({"model": {"name": "tiny"}}).digest()
     changes = {"data.seq_len": 4096, "row": "alst", "optim.seed": 1, "options.tiles.mlp": 64}
@@ -233,7 +230,7 @@ def test_the_digest_names_a_config() -> None:
     assert run.replace(**{"data.allow_dropped": True}).digest() == run.digest()
 
 
-def test_a_training_state_belongs_to_model_data_and_optimizer() -> None:
+def test_a_training_state_belongs_to_model_data_and_optimizer():
     free = ("engine.world_size", "options.chunk", "limits.timeout", "optim.steps", "output.save_to", "row")
     kept = ("model.name", "model.config", "data.seq_len", "optim.seed", "contrib.sparse")
     assert set(kept) <= set(EQUAL) < set(FIELDS)
@@ -252,7 +249,7 @@ PAPER = {
 """Table 1 of the paper: the boxes that each row ticks; and ours."""
 
 
-def ticks(run: RunConfig) -> set[str]:
+def ticks(run):
     """What is on."""
     options = run.options
     on = {part for part in ("mlp", "loss", "norm") if options.tile(part)}  # type: ignore[arg-type]
@@ -261,7 +258,7 @@ def ticks(run: RunConfig) -> set[str]:
 
 
 @pytest.mark.parametrize("row", PAPER)
-def test_a_row_differs_from_the_baseline_only_in_the_features_it_names(row: str) -> None:
+def test_a_row_differs_from_the_baseline_only_in_the_features_it_names(row):
     other = {"model.name": "tiny", "options": {"offload": True, "tiles": 5, "save_attention": True}, "engine.sp": 2}
     for base in (RunConfig(), RunConfig.from_dict(other)):
         plain, featured = row_config("baseline", base), row_config(row, base)
@@ -273,7 +270,7 @@ def test_a_row_differs_from_the_baseline_only_in_the_features_it_names(row: str)
         assert featured.model == base.model
 
 
-def test_rows_are_those_of_the_paper_and_ours() -> None:
+def test_rows_are_those_of_the_paper_and_ours():
     assert list(ROWS) == list(PAPER) == [*PAPER_ROWS, "ours"]
     assert set().union(*PAPER.values()) - {"save_attention", "norm", "chunk"} == {"loss", "sp", "mlp", "offload"}
     for row in PAPER_ROWS:  # the paper's options

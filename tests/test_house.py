@@ -1,7 +1,5 @@
 """The rooms of `alstlib/`: imports go down, nothing is hidden, and what needs no torch imports none."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re
@@ -56,7 +54,7 @@ UPWARD = {
 """Imports that go upward, by reason. The list only shrinks."""
 
 
-def modules() -> dict[str, Path]:
+def modules():
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -64,7 +62,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(path: Path, known: dict[str, Path]) -> set[str]:
+def imports(path, known):
     """Every module of ours that a file names in an import: at its top, in a function, or for types alone."""
     taken = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -76,12 +74,12 @@ def imports(path: Path, known: dict[str, Path]) -> set[str]:
     return taken
 
 
-def room(module: str) -> str:
+def room(module):
     """`hf` of alstlib.hf.attach, `mesh` of alstlib.mesh."""
     return module.split(".")[1] if "." in module else module
 
 
-def floors() -> list[str]:
+def floors():
     """The rooms as the README lists them, from the top down."""
     tree = (
         (ROOT / "README.md").read_text(encoding="utf-8").partition("    alstlib/ ")[2].partition("    notebooks/ ")[0]
@@ -89,21 +87,21 @@ def floors() -> list[str]:
     return re.findall(r"^ {6}(\w+)(?:/|\.py) ", tree, re.MULTILINE)
 
 
-def layer_of(name: str) -> int:
+def layer_of(name):
     return next(i for i, rooms in enumerate(LAYERS) if name in rooms)
 
 
-def test_the_readme_lists_every_room() -> None:
+def test_the_readme_lists_every_room():
     known = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
     assert sorted(floors()) == sorted(known - {"__init__"})
 
 
-def test_the_readme_lists_layers_from_the_top_down() -> None:
+def test_the_readme_lists_layers_from_the_top_down():
     places = [layer_of(name) for name in floors()]
     assert places == sorted(places)
 
 
-def test_imports_go_downward_without_a_circle() -> None:
+def test_imports_go_downward_without_a_circle():
     known = modules()
     graph = {name: imports(path, known) for name, path in known.items()}
     order = {name: i for i, name in enumerate(floors())}
@@ -120,7 +118,7 @@ def test_imports_go_downward_without_a_circle() -> None:
     tuple(graphlib.TopologicalSorter(graph).static_order())  # raises with the circle
 
 
-def test_the_check_of_imports_sees_those_that_hide(tmp_path: Path) -> None:
+def test_the_check_of_imports_sees_those_that_hide(tmp_path):
     path = tmp_path / "x.py"
     path.write_text(
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from alstlib.hf import handle\n"
@@ -129,21 +127,21 @@ def test_the_check_of_imports_sees_those_that_hide(tmp_path: Path) -> None:
     assert imports(path, modules()) == {"alstlib.hf.handle", "alstlib.mesh", "alstlib.tiled.loss"}
 
 
-def loaded(statement: str) -> set[str]:
+def loaded(statement):
     heavy = {"torch", "transformers", "deepspeed", "papermill"}
     code = f"import sys; {statement}; print(*{heavy} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
 
-def test_the_public_face_loads_on_first_use() -> None:
+def test_the_public_face_loads_on_first_use():
     assert loaded("import alstlib, alstlib.hf, alstlib.tiled; alstlib.RunConfig; dir(alstlib)") == set()
     assert all(getattr(alstlib, name) is not None for name in alstlib.__all__)
     with pytest.raises(AttributeError, match="module 'alstlib' has no attribute 'gone'"):
         alstlib.gone  # noqa: B018
 
 
-def test_an_editor_knows_every_public_name() -> None:
+def test_an_editor_knows_every_public_name():
     """The imports that type checkers read are those of the table that Python reads."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
@@ -153,6 +151,6 @@ def test_an_editor_knows_every_public_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["runs", "planner"])
-def test_these_rooms_import_no_torch(name: str) -> None:
+def test_these_rooms_import_no_torch(name):
     inside = [module for module in modules() if module.startswith(f"alstlib.{name}.")]
     assert loaded(f"import {', '.join(inside)}") == set()

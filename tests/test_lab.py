@@ -5,8 +5,6 @@ Playwright's Python package; nothing is downloaded. Screenshots are left in pape
 `make screenshots` takes the pictures of the pages anew, and writes down what they show: a test fails when that changed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -19,9 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -41,7 +37,7 @@ SHOWN = {LANDING: ("welcome", "check-text", "wall"), LESSON: ("d6360579", "d18d5
 DECOY = {"argv": ["false"], "display_name": "not this one", "language": "python"}
 
 
-def checkout(folder: Path) -> None:
+def checkout(folder):
     """A copy of this checkout (a browser saves what it runs), its notebooks without outputs."""
     for path in repository_files():
         copy = folder / path.relative_to(ROOT)
@@ -55,7 +51,7 @@ def checkout(folder: Path) -> None:
         path.write_text(json.dumps(notebook), encoding="utf-8")
 
 
-def a_users_machine(home: Path) -> dict[str, str]:
+def a_users_machine(home):
     """A home with a `python3` kernel of its own, another on JUPYTER_PATH, and an active conda with its own jupyter."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("JUPYTER", "CONDA", "XDG", "ALST_"))}
     for data in (home / ".local/share/jupyter", home / "shared"):
@@ -72,7 +68,7 @@ def a_users_machine(home: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def make_lab(folder: Path, args: str) -> str:
+def make_lab(folder, args):
     """The command that `make lab` runs once .venv is there, with this environment's programs."""
     command = ["make", "-s", "-n", "lab", f"BIN={Path(sys.executable).parent}", f"ARGS={args}"]
     lines = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -80,7 +76,7 @@ def make_lab(folder: Path, args: str) -> str:
 
 
 @contextlib.contextmanager
-def jupyterlab(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
+def jupyterlab(folder):
     """The address that `make lab` opens in a browser, and the server. At the end nothing of it is left, or it fails."""
     home = folder / "home"
     env = a_users_machine(home)
@@ -93,7 +89,7 @@ def jupyterlab(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
     server = psutil.Process(shell.pid)
-    family: dict[int, psutil.Process] = {server.pid: server}
+    family = {server.pid: server}
     try:
         end = time.monotonic() + 90
         while not (opened := list((home / "runtime").glob("jpserver-file-to-run-*-open.html"))):
@@ -118,22 +114,22 @@ def jupyterlab(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
     assert not left, f"the server left {left}"
 
 
-def cmdline(process: psutil.Process) -> list[str]:
+def cmdline(process):
     try:
         return process.cmdline()
     except psutil.Error:
         return []
 
 
-def digest(content: bytes) -> str:
+def digest(content):
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def shown() -> str:
+def shown():
     """A digest of what the pictures of the pages show: the files beside the lessons, and of some cells the source and
     the tables that are stored. Not of pixels, which differ with each browser and its fonts."""
     listed = {p.relative_to(ROOT / "notebooks").parts[0] for p in repository_files() if ROOT / "notebooks" in p.parents}
-    parts: list[Any] = [sorted(listed)]
+    parts = [sorted(listed)]
     for name, ids in SHOWN.items():
         cells = {c["id"]: c for c in json.loads((ROOT / name).read_text(encoding="utf-8"))["cells"]}
         for cell in map(cells.__getitem__, ids):
@@ -143,7 +139,7 @@ def shown() -> str:
     return digest(json.dumps(parts).encode())
 
 
-def taken(folder: Path) -> dict[str, str]:
+def taken(folder):
     """What a folder of pictures is of, and which they are: what `screenshots.json` in it says."""
     return {"shown": shown(), **{p.name: digest(p.read_bytes()) for p in sorted(folder.glob("lab-*.png"))}}
 
@@ -151,15 +147,15 @@ def taken(folder: Path) -> dict[str, str]:
 class Window:
     """A browser's page with JupyterLab in it."""
 
-    def __init__(self, page: Any, folder: Path) -> None:
+    def __init__(self, page, folder):
         self.page, self.folder = page, folder
         page.set_default_timeout(60_000)
 
     @property
-    def panel(self) -> Any:
+    def panel(self):
         return self.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
 
-    def menu(self, *names: str) -> None:
+    def menu(self, *names):
         dialog = self.page.locator(".jp-Dialog")
         assert not dialog.count(), f"JupyterLab asks: {dialog.first.inner_text()}"
         bar = self.page.locator("#jp-MainMenu .lm-MenuBar-item")
@@ -168,12 +164,12 @@ class Window:
             found = self.page.locator(".lm-Menu-itemLabel").filter(has_text=re.compile(f"^{name}$"))
             found.last.click()
 
-    def ready(self, seconds: float = 60) -> None:
+    def ready(self, seconds=60):
         """Waits for the notebook, and for its kernel to have nothing to do."""
         self.panel.locator(".jp-Notebook").wait_for()
         self.page.locator("#jp-main-statusbar").get_by_text("| Idle").wait_for(timeout=1000 * seconds)
 
-    def run_all(self, name: str, seconds: float = 150) -> list[dict[str, Any]]:
+    def run_all(self, name, seconds=150):
         """Run, Run All Cells; the code cells as the browser saves them when they have run."""
         self.menu("Run", "Run All Cells")
         end = time.monotonic() + seconds
@@ -190,7 +186,7 @@ class Window:
                 return cells
             assert time.monotonic() < end, f"{name} has not run in {seconds} s"
 
-    def slide(self, number: int, key: str, shown: str) -> tuple[str, str]:
+    def slide(self, number, key, shown):
         """Presses a key on a slider; what was shown before, and after it has changed."""
         read = "e => e.innerText + [...e.querySelectorAll('img')].map(i => i.src).join()"
         handle = self.panel.locator(".widget-slider .noUi-handle, .widget-slider [role=slider]").nth(number)
@@ -208,18 +204,18 @@ class Window:
             self.page.wait_for_timeout(100)
         return before, after
 
-    def show(self, heading: str, scroll: str = "e.scrollIntoView()") -> None:
+    def show(self, heading, scroll="e.scrollIntoView()"):
         """Scrolls a heading to the top of the window, or as `scroll` says of the heading `e`."""
         self.panel.get_by_role("heading", name=heading).first.evaluate(f"e => {scroll}")
         self.page.wait_for_timeout(400)
 
 
-def visit(address: str, folder: Path, shots: Path) -> dict[str, Any]:
+def visit(address, folder, shots):
     """What a new user does first; screenshots on the way. Returns what was seen."""
     from playwright.sync_api import sync_playwright
 
     shots.mkdir(parents=True, exist_ok=True)
-    seen: dict[str, Any] = {}
+    seen = {}
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
         try:
@@ -267,7 +263,7 @@ def visit(address: str, folder: Path, shots: Path) -> dict[str, Any]:
     return seen
 
 
-def why_not() -> str:
+def why_not():
     """Why there is no browser to test with; empty if there is one."""
     try:
         import playwright  # noqa: F401
@@ -279,7 +275,7 @@ def why_not() -> str:
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
-def test_the_printed_address_is_the_landing_notebooks(tmp_path: Path) -> None:
+def test_the_printed_address_is_the_landing_notebooks(tmp_path):
     """What a user opens where `make lab` finds no browser, as root or on another machine."""
     with jupyterlab(tmp_path):
         printed = re.findall(r"http://\S+/lab\S*", (tmp_path / "server.log").read_text())
@@ -287,7 +283,7 @@ def test_the_printed_address_is_the_landing_notebooks(tmp_path: Path) -> None:
     assert all("/lab/tree/notebooks/index.ipynb?token=" in address for address in printed), printed
 
 
-def test_the_pictures_of_the_pages_show_what_is_there() -> None:
+def test_the_pictures_of_the_pages_show_what_is_there():
     made = json.loads((IMAGES / "screenshots.json").read_text(encoding="utf-8"))
     assert made == taken(IMAGES), (
         "the landing notebook, lesson 12 or the lessons' names changed: run `make screenshots`"
@@ -298,7 +294,7 @@ def test_the_pictures_of_the_pages_show_what_is_there() -> None:
 
 @pytest.mark.browser
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
-def test_a_user_runs_the_landing_notebook_and_a_lesson_in_jupyterlab(tmp_path: Path) -> None:
+def test_a_user_runs_the_landing_notebook_and_a_lesson_in_jupyterlab(tmp_path):
     with jupyterlab(tmp_path) as (address, server):
         assert "/lab/tree/notebooks/index.ipynb?token=" in address
         with pytest.raises(urllib.error.HTTPError, match="403"):

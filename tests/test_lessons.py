@@ -1,7 +1,5 @@
 """The lessons as they are stored, and the tool that holds them to their form: each of its checks can fail."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -9,9 +7,6 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import lessons
 import nbformat
@@ -23,11 +18,11 @@ STORED = [*lessons.notebooks(), *lessons.twins()]
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda p: f"{lessons.kind(p)}-{p.stem}")
-def test_stored_notebooks_keep_the_rules(path: Path) -> None:
+def test_stored_notebooks_keep_the_rules(path):
     assert lessons.problems(path) == []
 
 
-def test_no_lesson_is_lost() -> None:
+def test_no_lesson_is_lost():
     assert lessons.miscounted() == []
     assert lessons.stray() == []
 
@@ -71,7 +66,7 @@ CHECKS = """def judge(name, function):
 UNWRITTEN, FIVE = (f"def mine():\n    {what}" for what in ("raise NotImplementedError", "return 5"))
 
 
-def lesson() -> Any:
+def lesson():
     cells = [
         new_markdown_cell(CARD, id="card"),
         new_code_cell("import os\n\nfrom checks import judge", id="imports"),
@@ -86,7 +81,7 @@ def lesson() -> Any:
     return new_notebook(cells=cells)
 
 
-def repository(folder: Path, notebook: Any) -> Path:
+def repository(folder, notebook):
     for name in ("README.md", "alstlib/demo.py", "tests/test_demo.py", "notebooks/01_demo.ipynb"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
@@ -96,7 +91,7 @@ def repository(folder: Path, notebook: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def good(tmp_path_factory):
     """Executed and stored by the tool."""
     path = repository(tmp_path_factory.mktemp("good"), lesson())
     assert lessons.run(root=path.parent.parent) == 0
@@ -104,23 +99,23 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def demo(good: Path, tmp_path: Path) -> Path:
+def demo(good, tmp_path):
     shutil.copytree(good.parent.parent, tmp_path / "copy")
     return tmp_path / "copy" / "notebooks" / "01_demo.ipynb"
 
 
-def changed(path: Path, change: Callable[[Any], None]) -> Path:
+def changed(path, change):
     notebook = nbformat.read(path, as_version=4)
     change(notebook)
     path.write_text(json.dumps(notebook), encoding="utf-8")  # nbformat would mend it
     return path
 
 
-def cell(notebook: Any, name: str) -> Any:
+def cell(notebook, name):
     return next(c for c in notebook.cells if c.id == name)
 
 
-def test_run_stores_the_lesson_and_its_twin(good: Path) -> None:
+def test_run_stores_the_lesson_and_its_twin(good):
     stored, twin = lessons.Notebook(good).nb, lessons.Notebook(lessons.twin_path(good))
     assert lessons.problems(good) == lessons.problems(twin.path) == []
     assert [c.execution_count for c in lessons.Notebook(good).code] == [1, 2, 3, 4, 5, 6]
@@ -137,41 +132,41 @@ def test_run_stores_the_lesson_and_its_twin(good: Path) -> None:
     assert "(../01_demo.ipynb)" in cell(twin.nb, "end").source
 
 
-def put(name: str, **fields: Any) -> Callable[[Any], None]:
+def put(name, **fields):
     return lambda nb: cell(nb, name).update(fields)
 
 
-def about(name: str, **metadata: Any) -> Callable[[Any], None]:
+def about(name, **metadata):
     return lambda nb: cell(nb, name).metadata.update(metadata)
 
 
-def drop(name: str, field: str) -> Callable[[Any], None]:
+def drop(name, field):
     return lambda nb: cell(nb, name).metadata.pop(field)
 
 
-def replace(name: str, old: str, new: str) -> Callable[[Any], None]:
-    def change(nb: Any) -> None:
+def replace(name, old, new):
+    def change(nb):
         assert old in cell(nb, name).source
         cell(nb, name).source = cell(nb, name).source.replace(old, new)
 
     return change
 
 
-def store(name: str, output: Any) -> Callable[[Any], None]:
+def store(name, output):
     return lambda nb: cell(nb, name).outputs.append(output)
 
 
-def text(content: str, stream: str = "stdout") -> Any:
+def text(content, stream="stdout"):
     return new_output("stream", name=stream, text=content)
 
 
-def shows(number: int, mime: str, content: str) -> Callable[[Any], None]:
+def shows(number, mime, content):
     return lambda nb: cell(nb, "figure").outputs[number].data.update({mime: content})
 
 
 ERROR = new_output("error", ename="KeyError", evalue="", traceback=[])
 WIDGET = new_output("display_data", {"application/vnd.jupyter.widget-view+json": {"model_id": "a"}})
-BROKEN: list[tuple[str, Callable[[Any], None]]] = [
+BROKEN = [
     ("well_formed", put("said", id="a-very-long-name-for-a-small-cell")),
     ("well_formed", put("said", id="imports")),
     ("well_formed", lambda nb: nb.metadata.kernelspec.update(name="julia")),
@@ -218,13 +213,13 @@ BROKEN: list[tuple[str, Callable[[Any], None]]] = [
 
 @pytest.mark.filterwarnings("ignore")  # nbformat's, of what is broken on purpose
 @pytest.mark.parametrize("rule, change", BROKEN, ids=[f"{rule}-{i}" for i, (rule, _) in enumerate(BROKEN)])
-def test_each_rule_can_fail(demo: Path, rule: str, change: Callable[[Any], None]) -> None:
+def test_each_rule_can_fail(demo, rule, change):
     assert {rule.__name__ for rule in lessons.RULES["lesson"]} == {rule for rule, _ in BROKEN}
     found = lessons.problems(changed(demo, change))
     assert rule in {line.partition(":")[0] for line in found}, found
 
 
-def test_twins_are_looked_at(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_twins_are_looked_at(demo, monkeypatch):
     """A lost lesson, a twin that is not answered, a lost one and a stray one are seen."""
     root = demo.parent.parent
     monkeypatch.setattr(lessons, "LESSONS", 1)
@@ -255,9 +250,7 @@ def test_twins_are_looked_at(demo: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         (put("said", source="import time; time.sleep(60)"), "cell said: not done after 5 s"),
     ],
 )  # fmt: skip
-def test_a_lesson_that_fails_is_not_stored(
-    demo: Path, change: Any, says: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lesson_that_fails_is_not_stored(demo, change, says, capsys, monkeypatch):
     monkeypatch.setenv("ALST_SLOW", str(5 / lessons.HANG_SECONDS))
     before = changed(demo, change).read_text()
     assert lessons.run(root=demo.parent.parent) == 1
@@ -265,11 +258,11 @@ def test_a_lesson_that_fails_is_not_stored(
     assert demo.read_text() == before
 
 
-def kernels() -> list[Any]:
+def kernels():
     return [p for p in psutil.Process().children(recursive=True) if "ipykernel" in " ".join(p.cmdline())]
 
 
-def test_no_kernel_is_left_behind(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kernel_is_left_behind(demo, monkeypatch):
     lessons.execute(demo)
     assert kernels() == []
     changed(demo, put("said", source="import time; time.sleep(600)"))
@@ -281,7 +274,7 @@ def test_no_kernel_is_left_behind(demo: Path, monkeypatch: pytest.MonkeyPatch) -
     assert kernels() == []
 
 
-def test_check_compares_and_writes_nothing(demo: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_compares_and_writes_nothing(demo, capsys, monkeypatch):
     monkeypatch.setattr(lessons, "LESSONS", 2)
     root = demo.parent.parent
     for path in (demo, lessons.twin_path(demo)):
@@ -310,7 +303,7 @@ def test_check_compares_and_writes_nothing(demo: Path, capsys: Any, monkeypatch:
 
 
 @pytest.mark.slow
-def test_time_is_the_processors_where_the_clocks_is_more(demo: Path) -> None:
+def test_time_is_the_processors_where_the_clocks_is_more(demo):
     """As on a busy machine, where a lesson's processes wait for their turn: this one sleeps."""
     changed(demo, put("said", source="import time; time.sleep(4)"))
     began = time.monotonic()
@@ -318,9 +311,7 @@ def test_time_is_the_processors_where_the_clocks_is_more(demo: Path) -> None:
 
 
 @pytest.mark.parametrize("setting, says", [("SECONDS", "takes "), ("ALL_SECONDS", "all together take ")])
-def test_check_holds_the_time(
-    demo: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, setting: str, says: str
-) -> None:
+def test_check_holds_the_time(demo, capsys, monkeypatch, setting, says):
     done = lessons.Pass(lessons.Notebook(demo).nb, None, 200.0)
     monkeypatch.setattr(lessons, "execute", lambda path: done)
     monkeypatch.setattr(lessons, "LESSONS", 1)
@@ -347,7 +338,7 @@ def test_check_holds_the_time(
         (shows(0, "text/html", ""), ["image/png, text/html, text/plain"]),
     ],
 )  # fmt: skip
-def test_differences_say_where_and_what(good: Path, change: Any, says: list[str]) -> None:
+def test_differences_say_where_and_what(good, change, says):
     stored = lessons.Notebook(good).nb
     fresh = copy.deepcopy(stored)
     change(fresh)
@@ -377,17 +368,17 @@ def test_differences_say_where_and_what(good: Path, change: Any, says: list[str]
         ("", "1", False),
     ],
 )
-def test_texts_are_equal_word_for_word_and_numbers_up_to_rounding(was: str, now: str, same: bool) -> None:
+def test_texts_are_equal_word_for_word_and_numbers_up_to_rounding(was, now, same):
     assert (lessons.reworded(was, now) is None) == same
     assert (lessons.reworded(now, was) is None) == same
 
 
-def test_tables_in_html_are_compared_by_header_and_rows() -> None:
+def test_tables_in_html_are_compared_by_header_and_rows():
     html = "<b>fits</b><table class=x><tr><th>device</th><th>GiB</th></tr><tr><td>a</td><td>1</td></tr></table>"
     assert lessons.tables(html) == ["table <device | GiB> of 2 rows"]
 
 
-def test_what_is_read_has_no_markup_and_nothing_of_a_figure() -> None:
+def test_what_is_read_has_no_markup_and_nothing_of_a_figure():
     html = "<style>td {color: red}</style><table><tr><td>3</td>\n<td>GiB</td></tr></table>"
     outputs = [
         text("a\n"),
@@ -408,11 +399,11 @@ def test_what_is_read_has_no_markup_and_nothing_of_a_figure() -> None:
         ("[p](https://example.org/a) and [h](#remember)", "[p](https://example.org/a) and [h](#remember)"),
     ],
 )
-def test_links_of_a_twin_lead_where_those_of_the_lesson_lead(before: str, after: str) -> None:
+def test_links_of_a_twin_lead_where_those_of_the_lesson_lead(before, after):
     assert lessons.relinked(before) == after
 
 
-def test_lessons_are_chosen_by_number(good: Path) -> None:
+def test_lessons_are_chosen_by_number(good):
     for names in ([], ["01"], ["1"], ["01_demo"]):
         assert lessons.chosen(names, good.parent.parent) == [good]
     with pytest.raises(SystemExit, match="no lesson '7'"):

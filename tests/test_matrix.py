@@ -1,9 +1,5 @@
 """Every case of the net (`matrix`)."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import matrix
 import pytest
 
@@ -14,6 +10,6 @@ SAMPLE = set(matrix.sample(TABLE))
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.drawn] if case in SAMPLE else []) for case in TABLE], ids=str
 )
-def test_a_step_is_that_of_plain_transformers(request: pytest.FixtureRequest, case: matrix.Case) -> None:
-    pools: Any = request.getfixturevalue("late_pools" if case.device == "late" else "pools")
+def test_a_step_is_that_of_plain_transformers(request, case):
+    pools = request.getfixturevalue("late_pools" if case.device == "late" else "pools")
     matrix.check(pools(case.sp * case.dp)(matrix.run, case), case)

@@ -1,11 +1,8 @@
 """SPContext over processes that nothing has joined yet, and from meshes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -22,7 +19,7 @@ print(dist.get_backend(), ctx.sp, ctx.dp, ctx.sp_rank)
 """
 
 
-def test_ranks_of_torchrun_join_by_themselves() -> None:
+def test_ranks_of_torchrun_join_by_themselves():
     """As in the loop of notebooks/training.md, which calls nothing else before."""
     given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
@@ -39,7 +36,7 @@ def test_ranks_of_torchrun_join_by_themselves() -> None:
     assert said == [["gloo", "2", "1", "0"], ["gloo", "2", "1", "1"]]
 
 
-def test_one_process_has_no_sequence_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_has_no_sequence_parallelism(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert alstlib.SPContext.create() == alstlib.SPContext()
     says = "sp=2 needs at least 2 processes, but there is one: start the script with torchrun --nproc-per-node 2"
@@ -47,11 +44,11 @@ def test_one_process_has_no_sequence_parallelism(monkeypatch: pytest.MonkeyPatch
         alstlib.SPContext.create(2)
 
 
-def members(group: Any) -> list[int] | None:
+def members(group):
     return None if group is None else dist.get_process_group_ranks(group)
 
 
-def from_meshes(rank: int, world: int) -> None:
+def from_meshes(rank, world):
     made = alstlib.SPContext.create(2)
     assert (made.mesh.mesh_dim_names, tuple(made.mesh.shape)) == (("dp", "sp"), (2, 2))
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
@@ -78,11 +75,11 @@ def from_meshes(rank: int, world: int) -> None:
             alstlib.SPContext.from_mesh(mesh)
 
 
-def test_a_mesh_of_any_layout_gives_the_ranks(ranks4: Any) -> None:
+def test_a_mesh_of_any_layout_gives_the_ranks(ranks4):
     ranks4(from_meshes)
 
 
-def step_on_columns(rank: int, world: int) -> tuple[float, dict[str, Any]]:
+def step_on_columns(rank, world):
     """One step where a group's ranks are not neighbours: ranks 0 and 2 share a sample, and ranks 1 and 3."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "dp"))
     ctx = alstlib.SPContext.from_mesh(mesh)
@@ -95,7 +92,7 @@ def step_on_columns(rank: int, world: int) -> tuple[float, dict[str, Any]]:
         return out.mean.item(), gradients(handle.model, world)
 
 
-def test_ranks_of_a_group_need_not_be_neighbours(ranks4: Any) -> None:
+def test_ranks_of_a_group_need_not_be_neighbours(ranks4):
     want = plain_run(make_model(), make_samples(2))
     for got in ranks4(step_on_columns):
         check_step(got, want)

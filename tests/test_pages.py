@@ -1,8 +1,6 @@
 """Every command and every block of code that the pages and the templates print is run, or named here with the reason
 why not. What takes minutes runs in `make release` (ALST_PAGES=all); the rest in every run of the tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -10,7 +8,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -67,12 +64,12 @@ HERE = {"meta-llama/Llama-3.1-8B-Instruct": "model", "my_documents.jsonl": "text
 """What stands for something of the reader's, or is too large for this machine, and what is put in its place."""
 
 
-def begins(code: str, known: Any) -> str:
+def begins(code, known):
     """The longest of the known beginnings that this code has; empty for none."""
     return max((one for one in known if code.startswith(one)), key=len, default="")
 
 
-def blocks(page: str) -> list[str]:
+def blocks(page):
     """The blocks of code of a page, or of the first cell of a notebook."""
     text = (ROOT / page).read_text(encoding="utf-8")
     if page.endswith(".ipynb"):
@@ -81,11 +78,11 @@ def blocks(page: str) -> list[str]:
     return [block for block in found if not begins(block, NO_CODE)]
 
 
-def commands(block: str) -> list[str]:
+def commands(block):
     """The commands of a block for a shell, without comments; a block of Python as it is."""
     if re.match(r"import |out = ", block):
         return [block]
-    made: list[str] = []
+    made = []
     for line in block.splitlines():
         if made and made[-1].count('"') % 2:
             made[-1] += f"\n{line}"  # a text in quotes goes on
@@ -99,7 +96,7 @@ SHELL = [(page, command) for page, command in PRINTED if begins(command, (*QUICK
          and begins(command, NOT_HERE) <= begins(command, (*QUICK, *MINUTES))]  # fmt: skip
 
 
-def test_each_block_is_run_or_says_why_not() -> None:
+def test_each_block_is_run_or_says_why_not():
     known = (*NOT_HERE, *QUICK, *MINUTES, *PYTHON, "cd ")
     assert [(page, command) for page, command in PRINTED if not begins(command, known)] == []
     unused = {one for one in known if not any(begins(command, known) == one for _, command in PRINTED)}
@@ -107,14 +104,14 @@ def test_each_block_is_run_or_says_why_not() -> None:
     assert len(PRINTED) >= 30
 
 
-def put(command: str) -> str:
+def put(command):
     for printed, here in HERE.items():
         command = command.replace(printed, here)
     return command
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clone(tmp_path_factory):
     """A copy of the checkout with this environment, a model with its tokenizer, and texts."""
     from alstlib.data.corpus import get_tokenizer
 
@@ -129,14 +126,14 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def papermills(command: str) -> dict[str, Any]:
+def papermills(command):
     """The parameters after -y."""
     words = shlex.split(command)
     return yaml.safe_load(words[words.index("-y") + 1]) if "-y" in words else {}
 
 
 @pytest.mark.parametrize("page, command", SHELL, ids=lambda text: text[:60])
-def test_a_command_runs_as_printed(clone: Path, monkeypatch: pytest.MonkeyPatch, page: str, command: str) -> None:
+def test_a_command_runs_as_printed(clone, monkeypatch, page, command):
     begin = begins(command, (*QUICK, *MINUTES))
     command = put(command)
     if "papermill " in begin:
@@ -153,18 +150,18 @@ def test_a_command_runs_as_printed(clone: Path, monkeypatch: pytest.MonkeyPatch,
     assert "Traceback" not in ran.stderr
 
 
-def loop(rank: int, world: int, code: str) -> list[float]:
+def loop(rank, world, code):
     """The losses of the page's loop on two batches of each rank."""
     operators.load()  # that was built with this environment, as runs load it
     tokens = torch.randint(0, 64, (2, 1, 48), generator=torch.Generator().manual_seed(rank))
     batches = [{"input_ids": t, "labels": t} for t in tokens]
-    names: dict[str, Any] = {"model": make_model("llama"), "dataloader": batches, "seen": []}
+    names = {"model": make_model("llama"), "dataloader": batches, "seen": []}
     exec(code, names)
     return names["seen"]
 
 
 @pytest.mark.parametrize("by_blocks", [False, True], ids=["layers", "blocks"])
-def test_the_loop_runs_as_printed(ranks2: Any, by_blocks: bool) -> None:
+def test_the_loop_runs_as_printed(ranks2, by_blocks):
     """With two ranks for eight, and with the line that the page puts in the place of two."""
     code, step = (next(block for _, block in PRINTED if block.startswith(begin)) for begin in PYTHON)
     assert "sp=8" in code

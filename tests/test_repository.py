@@ -1,7 +1,5 @@
 """The repository itself: locks and environments agree, nothing of one machine is in it, size limits hold."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json
@@ -12,7 +10,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -28,12 +25,12 @@ SITE = ROOT / "env" / "site.txt"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def pins(lock: Path) -> dict[str, str]:
+def pins(lock):
     lines = (line.split("#")[0].strip() for line in lock.read_text().splitlines())
     return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines if line)}
 
 
-def repository_files() -> list[Path]:
+def repository_files():
     """What git tracks or would track; without git (an unpacked archive), what is not hidden."""
     if not (ROOT / ".git").exists():
         return [p for p in ROOT.rglob("[!.]*") if p.is_file() and "/." not in f"/{p.relative_to(ROOT)}"]
@@ -45,7 +42,7 @@ def repository_files() -> list[Path]:
 # Environments
 
 
-def test_locks_are_exact_and_agree() -> None:
+def test_locks_are_exact_and_agree():
     """There is one for each target, sorted, and what the site needs besides is not in it."""
     assert [p.stem for p in LOCKS] == [f"{device}-py3{minor}" for device in ("cpu", "cuda") for minor in range(11, 15)]
     reference = pins(ROOT / "env" / "cpu-py311.txt")
@@ -59,7 +56,7 @@ def test_locks_are_exact_and_agree() -> None:
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda p: p.stem)
-def test_lock_has_what_pyproject_asks_for(lock: Path) -> None:
+def test_lock_has_what_pyproject_asks_for(lock):
     extras = PROJECT["optional-dependencies"]
     named = [extra for extra in extras if extra != "qlora" or lock.stem.startswith("cuda")]  # that is for GPUs
     versions = pins(lock) | pins(SITE)
@@ -77,7 +74,7 @@ CARD = ("torch", "deepspeed", "transformers", "datasets", "jupyterlab", "papermi
     ("environment.yml", "cpu-py311", ["-r env/cpu-py311.txt", "-e ."]),
     ("env/environment-cuda.yml", "cuda-py311", ["-r cuda-py311.txt", "-e .."]),
 ])  # fmt: skip
-def test_a_conda_file_has_the_versions_of_its_lock(path: str, lock: str, options: list[str]) -> None:
+def test_a_conda_file_has_the_versions_of_its_lock(path, lock, options):
     """Every package of the project's card is named with its version; those for a GPU are comments without one."""
     text = (ROOT / path).read_text()
     (pip,) = [d["pip"] for d in yaml.safe_load(text)["dependencies"] if isinstance(d, dict)]
@@ -91,7 +88,7 @@ def test_a_conda_file_has_the_versions_of_its_lock(path: str, lock: str, options
     assert "pytorch" not in yaml.safe_load(text)["channels"]
 
 
-def test_packages_that_are_installed_by_hand_have_a_version() -> None:
+def test_packages_that_are_installed_by_hand_have_a_version():
     lines = re.findall(r"^    .*pip install.*$", (ROOT / "env" / "README.md").read_text(), re.M)
     found = dict(m for line in lines for m in re.findall(r"\b(flash-attn(?:-\d)?)(?:\[\w+\])?==([\w.]+)", line))
     assert len(lines) == 3
@@ -99,19 +96,19 @@ def test_packages_that_are_installed_by_hand_have_a_version() -> None:
     assert found["flash-attn-4"] in (ROOT / "env" / "environment-cuda.yml").read_text()
 
 
-def program(path: Path, script: str) -> Path:
+def program(path, script):
     """A program that runs this script."""
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return path
 
 
-def plan(tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def plan(tmp_path, **env):
     command = ["bash", str(ROOT / "env/install.sh"), "--plan"]
     return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, cwd=tmp_path)
 
 
-def fake_python(folder: Path, version: str, name: str = "python") -> Path:
+def fake_python(folder, version, name="python"):
     """A script that answers the installer's questions as a Python of this version would."""
     major, minor = version.split(".")
     code = int((int(major), int(minor)) < (3, 11))
@@ -125,9 +122,7 @@ def fake_python(folder: Path, version: str, name: str = "python") -> Path:
     ("3.12", "", "GPU 0: a GPU (UUID: GPU-1)", "lock=env/cuda-py312.txt"), ("3.12", "", "", "lock=env/cpu-py312.txt"),
     ("3.12", "tpu", "", "not one of cpu, cuda"),
 ])  # fmt: skip
-def test_installer_picks_the_lock_of_the_python_and_of_the_device(
-    tmp_path: Path, version: str, device: str, driver: str, says: str
-) -> None:
+def test_installer_picks_the_lock_of_the_python_and_of_the_device(tmp_path, version, device, driver, says):
     program(tmp_path / "nvidia-smi", f'echo "{driver}"')
     path, python = f"{tmp_path}:{os.environ['PATH']}", str(fake_python(tmp_path, version))
     done = plan(tmp_path, PATH=path, PYTHON=python, ALST_DEVICE=device)
@@ -135,7 +130,7 @@ def test_installer_picks_the_lock_of_the_python_and_of_the_device(
     assert (done.returncode != 0) == ("not " in says)
 
 
-def test_installer_skips_an_old_python_on_the_path(tmp_path: Path) -> None:
+def test_installer_skips_an_old_python_on_the_path(tmp_path):
     """One that is locked is taken before one that is newer than the locks."""
     for version, name in (("3.9", "python3"), ("3.14", "python3.14"), ("3.13", "python3.13"), ("3.15", "python")):
         fake_python(tmp_path, version, name)
@@ -143,7 +138,7 @@ def test_installer_skips_an_old_python_on_the_path(tmp_path: Path) -> None:
     assert f"python={tmp_path}/python3.13 lock=env/cpu-py313.txt" in done.stdout, done.stderr
 
 
-def install(tmp_path: Path, driver: str, **env: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+def install(tmp_path, driver, **env):
     """What the installer does with a GPU of this driver and a Python that only notes what it is asked."""
     tools, checkout = tmp_path / "tools", tmp_path / "checkout"  # it would remake this checkout's .venv
     tools.mkdir()
@@ -164,7 +159,7 @@ esac"""
     return done, checkout / ".venv"
 
 
-def test_the_installer_names_an_old_driver_before_it_downloads(tmp_path: Path) -> None:
+def test_the_installer_names_an_old_driver_before_it_downloads(tmp_path):
     done, venv = install(tmp_path, "550.90.07")
     assert done.returncode == 1
     for says in ("the NVIDIA driver is 550.90.07", "needs 580 or newer", "TORCH_INDEX_URL"):
@@ -183,9 +178,7 @@ OF_CUDA_13 = {"cuda-bindings", "cuda-pathfinder", "nvidia-nvjitlink"}
         ("550.90.07", {"ALST_DEVICE": "cpu", "TORCH_INDEX_URL": "an index"}, False),
     ],
 )  # fmt: skip
-def test_the_installer_leaves_cudas_pins_to_another_torch(
-    tmp_path: Path, driver: str, env: dict[str, str], left_out: bool
-) -> None:
+def test_the_installer_leaves_cudas_pins_to_another_torch(tmp_path, driver, env, left_out):
     done, venv = install(tmp_path, driver, **env)
     assert done.returncode == 0, done.stderr
     device = env.get("ALST_DEVICE", "cuda")
@@ -197,7 +190,7 @@ def test_the_installer_leaves_cudas_pins_to_another_torch(
     assert ("--index-url an index" in asked) == bool(env)
 
 
-def test_the_check_leaves_out_what_another_torch_brings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_leaves_out_what_another_torch_brings(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "env"))
     check = importlib.import_module("check")
     monkeypatch.setattr(check.sys, "prefix", str(tmp_path))
@@ -230,9 +223,7 @@ test-compat    | 3 passed in 0.10s                  | fails
 
 
 @pytest.mark.parametrize("broken, output, fails", lines_of(CI, "|"))
-def test_ci_fails_with_the_suite_and_the_lessons_and_ends_with_the_suites_summary(
-    tmp_path: Path, broken: str, output: str, fails: str
-) -> None:
+def test_ci_fails_with_the_suite_and_the_lessons_and_ends_with_the_suites_summary(tmp_path, broken, output, fails):
     make = program(
         tmp_path / "make",
         f"""echo "$1" >> {tmp_path}/called
@@ -252,11 +243,11 @@ esac
     assert rest[2:] == ["test-all", "test-elsewhere", "test-compat", "check-lessons"]
 
 
-def make_targets() -> set[str]:
+def make_targets():
     return set(re.findall(r"^([a-z-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-def test_make_help_lists_every_target() -> None:
+def test_make_help_lists_every_target():
     if not shutil.which("make"):
         pytest.skip("make is not installed")
     done = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -264,7 +255,7 @@ def test_make_help_lists_every_target() -> None:
     assert {"ablation", "parity", "lab", "lessons", "check-lessons", "test", "lint", "clean", "help"} <= make_targets()
 
 
-def test_make_targets_in_the_pages_exist() -> None:
+def test_make_targets_in_the_pages_exist():
     pages = [
         p for p in repository_files() if p.name == "README.md" or (p.parent.name, p.suffix) == ("notebooks", ".md")
     ]
@@ -288,7 +279,7 @@ FORBIDDEN = {
 NO_ADDRESS = re.compile(r"\w+://")
 
 
-def test_the_patterns_catch() -> None:
+def test_the_patterns_catch():
     parts = {"/ root /x": 1, '"/ home /me/x"': 1, "../ work/x and ~/ root/x": 0, "files.python hosted.org": 1,
              "py pi.org/simple": 1, "https://d.example/ whl/cpu": 1, "the paper's arxiv .org page": 0}  # fmt: skip
     for text, caught in parts.items():  # in parts, because this file is searched too
@@ -296,7 +287,7 @@ def test_the_patterns_catch() -> None:
         assert len(found) == caught, text
 
 
-def test_no_machine_path_and_no_registry() -> None:
+def test_no_machine_path_and_no_registry():
     found = []
     for path in repository_files():
         text = path.read_bytes().decode("utf-8", errors="replace")
@@ -311,7 +302,7 @@ def test_no_machine_path_and_no_registry() -> None:
 # Size and form
 
 
-def test_exceptions_of_complexity_are_needed() -> None:
+def test_exceptions_of_complexity_are_needed():
     """What a file is allowed in pyproject.toml, it needs: the list only shrinks."""
     allowed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["per-file-ignores"]
     rules = ",".join({rule for of_file in allowed.values() for rule in of_file})
@@ -323,10 +314,10 @@ def test_exceptions_of_complexity_are_needed() -> None:
 
 
 @pytest.mark.parametrize("name", ["run", "finetune"])
-def test_a_template_is_small_takes_parameters_and_holds_no_outputs(name: str) -> None:
+def test_a_template_is_small_takes_parameters_and_holds_no_outputs(name):
     """The lessons' rules are in test_lessons.py."""
     path = ROOT / "notebooks" / f"{name}.ipynb"
-    notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    notebook = json.loads(path.read_text(encoding="utf-8"))
     assert "widgets" not in notebook["metadata"]
     assert notebook["metadata"]["kernelspec"]["name"] == "python3"
     code = [c for c in notebook["cells"] if c["cell_type"] == "code"]
@@ -339,7 +330,7 @@ CHECK = (
 )
 
 
-def test_this_environment_matches_its_lock() -> None:
+def test_this_environment_matches_its_lock():
     """Where `make` set it up: a stale environment must not vouch for the locks."""
     target = Path(sys.prefix) / ".target"
     if not target.exists():
@@ -349,7 +340,7 @@ def test_this_environment_matches_its_lock() -> None:
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
-def test_readme_shows_the_committed_ablation() -> None:
+def test_readme_shows_the_committed_ablation():
     """The README's numbers are those of the committed results, and nothing else."""
     from alstlib.config import ROWS
 
@@ -361,12 +352,12 @@ def test_readme_shows_the_committed_ablation() -> None:
 
 
 @pytest.mark.parametrize("name", ["support_table", "trainer_table"])
-def test_a_table_of_the_page_on_training_is_what_was_measured(name: str) -> None:
+def test_a_table_of_the_page_on_training_is_what_was_measured(name):
     page = (ROOT / "notebooks" / "training.md").read_text(encoding="utf-8")
     assert importlib.import_module(name).table() in page
 
 
-def test_the_licence_the_citation_and_the_package_agree() -> None:
+def test_the_licence_the_citation_and_the_package_agree():
     assert hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest().startswith("cfc7749b96f63bd3")  # Apache's text
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["license"] == PROJECT["license"] == "Apache-2.0"
@@ -375,7 +366,7 @@ def test_the_licence_the_citation_and_the_package_agree() -> None:
     assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_the_readme_says_early_what_was_measured_where() -> None:
+def test_the_readme_says_early_what_was_measured_where():
     """In its third paragraph of text, as long as no result is of a GPU."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     third = [p for p in text.split("\n\n") if re.match(r"[\w*]", p)][2]
@@ -385,7 +376,7 @@ def test_the_readme_says_early_what_was_measured_where() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_wheelhouse_takes_wheels_for_every_libc_of_a_lock(tmp_path: Path, device: str) -> None:
+def test_a_wheelhouse_takes_wheels_for_every_libc_of_a_lock(tmp_path, device):
     """pip takes a tag at its word: a wheel for manylinux_2_27 alone is not found under 2_28."""
     python = program(tmp_path / "python", f'echo "$@" >> {tmp_path}/asked')
     command = [ROOT / "env/wheelhouse.sh", "download", tmp_path / "wheels", device, "3.11"]
@@ -395,6 +386,6 @@ def test_a_wheelhouse_takes_wheels_for_every_libc_of_a_lock(tmp_path: Path, devi
     assert {f"manylinux_2_{minor}_x86_64" for minor in range(5, 40)} <= set(first)
 
 
-def test_one_conftest() -> None:
+def test_one_conftest():
     """`from conftest import ...` and what ranks unpickle mean the first one that was imported."""
     assert list((ROOT / "tests").rglob("conftest.py")) == [ROOT / "tests" / "conftest.py"]

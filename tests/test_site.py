@@ -1,7 +1,5 @@
 """The course's site: nothing is executed, everything it links to or shows is there, and the check finds what is not."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import importlib.util
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_lab import CHROMIUM, FLAGS
@@ -62,7 +59,7 @@ needs_sphinx = pytest.mark.skipif(
         ),
     ],
 )
-def test_the_check_finds(tmp_path: Path, body: str, problem: str) -> None:
+def test_the_check_finds(tmp_path, body, problem):
     site = tmp_path / "site"
     (site / "sub").mkdir(parents=True)
     (tmp_path / "a.html").write_text("outside of the site")
@@ -75,7 +72,7 @@ def test_the_check_finds(tmp_path: Path, body: str, problem: str) -> None:
     assert all(line.startswith("a.html:2: ") for line in found)
 
 
-def test_the_check_reads_style_sheets(tmp_path: Path) -> None:
+def test_the_check_reads_style_sheets(tmp_path):
     text = "a {src: url('https://example.org/f.woff2')}\nb {background: url(here.png), url(gone.png), url(data:x)}"
     (tmp_path / "a.css").write_text(text)
     (tmp_path / "here.png").touch()
@@ -88,7 +85,7 @@ def test_the_check_reads_style_sheets(tmp_path: Path) -> None:
 # A small site
 
 
-def cell(source: str, outputs: list[dict[str, Any]] | None = None, **metadata: Any) -> dict[str, Any]:
+def cell(source, outputs=None, **metadata):
     """A code cell with `outputs`, or a markdown cell."""
     made = {"id": f"c{abs(hash(source)) % 10**8}", "metadata": metadata, "source": source}
     if outputs is None:
@@ -96,18 +93,18 @@ def cell(source: str, outputs: list[dict[str, Any]] | None = None, **metadata: A
     return {**made, "cell_type": "code", "execution_count": None, "outputs": outputs}
 
 
-def shown(**data: str) -> list[dict[str, Any]]:
+def shown(**data):
     data = {kind.replace("_", "/"): value for kind, value in data.items()}
     return [{"output_type": "execute_result", "execution_count": None, "metadata": {}, "data": data}]
 
 
-def write(path: Path, *cells: dict[str, Any]) -> None:
+def write(path, *cells):
     path.parent.mkdir(parents=True, exist_ok=True)
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     path.write_text(json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
 
 
-def repository(root: Path, *links: str) -> Path:
+def repository(root, *links):
     """Two lessons, one solution; a cell that would write `root / executed`."""
     lessons = root / "notebooks"
     more = ", ".join(f"[{link}]({link})" for link in ("02_second.ipynb", *links))
@@ -133,13 +130,13 @@ def repository(root: Path, *links: str) -> Path:
     return root
 
 
-def run(root: Path, *args: str) -> subprocess.CompletedProcess[str]:
+def run(root, *args):
     command = [sys.executable, str(SITE / "builder.py"), "--root", str(root), *args]
     return subprocess.run(command, capture_output=True, text=True, cwd=root)
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     """A small site, built strictly."""
     root = repository(tmp_path_factory.mktemp("repository"))
     done = run(root)
@@ -149,7 +146,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_sphinx
-def test_stored_outputs_are_shown_and_no_cell_is_executed(site: Path) -> None:
+def test_stored_outputs_are_shown_and_no_cell_is_executed(site):
     page = (site / "notebooks" / "01_first.html").read_text()
     ((alt, source),) = re.findall(r'<img alt="([^"]*)" src="([^"]*)"', page)
     assert alt == "One dark dot, and &quot;quotes&quot;"
@@ -163,7 +160,7 @@ def test_stored_outputs_are_shown_and_no_cell_is_executed(site: Path) -> None:
 
 
 @needs_sphinx
-def test_navigation_is_in_the_order_of_the_lessons(site: Path) -> None:
+def test_navigation_is_in_the_order_of_the_lessons(site):
     page = (site / "notebooks" / "index.html").read_text()
     (menu,) = re.findall(r'<nav class="bd-links.*?</nav>', page, re.DOTALL)
     assert re.findall(r'caption-text">([^<]*)<|href="([^"#]*)">([^<]*)</a>', menu) == [
@@ -180,7 +177,7 @@ def test_navigation_is_in_the_order_of_the_lessons(site: Path) -> None:
 
 
 @needs_sphinx
-def test_files_of_the_repository_are_pages_and_lessons_can_be_searched(site: Path) -> None:
+def test_files_of_the_repository_are_pages_and_lessons_can_be_searched(site):
     page, source = (site / "notebooks" / "01_first.html").read_text(), site / "source"
     assert page.count('href="../source/alst/x.py.html"') == 2  # the link and the code span
     assert "A &lt;module&gt;." in (source / "alst" / "x.py.html").read_text()
@@ -198,7 +195,7 @@ def test_files_of_the_repository_are_pages_and_lessons_can_be_searched(site: Pat
 
 
 @needs_sphinx
-def test_broken_links_fail_the_build(tmp_path: Path) -> None:
+def test_broken_links_fail_the_build(tmp_path):
     """And where something else than a site would be replaced, nothing is built."""
     broken = {
         "09_none.ipynb": "notebooks/09_none.ipynb",
@@ -219,7 +216,7 @@ def test_broken_links_fail_the_build(tmp_path: Path) -> None:
     assert (root / "alst" / "x.py").exists()
 
 
-def test_a_lesson_stored_without_its_figures_is_found(tmp_path: Path) -> None:
+def test_a_lesson_stored_without_its_figures_is_found(tmp_path):
     page = tmp_path / "01_first.ipynb"
     write(page, cell("figure", shown(image_png=PNG), alt="One dot"))
     assert builder.without_figures(page) == []
@@ -229,13 +226,11 @@ def test_a_lesson_stored_without_its_figures_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ends", [KeyboardInterrupt, 2, 0])
-def test_a_build_that_is_interrupted_leaves_the_old_site_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Any
-) -> None:
+def test_a_build_that_is_interrupted_leaves_the_old_site_whole(tmp_path, monkeypatch, ends):
     root, old = repository(tmp_path / "repository"), [".buildinfo", "index.html", "old.html"]
     out = root / "build" / "site"
 
-    def sphinx(arguments: list[str]) -> int:
+    def sphinx(arguments):
         made = Path(arguments[-1])
         made.mkdir(parents=True, exist_ok=True)
         for name in old[: 1 if ends else 2]:
@@ -261,7 +256,7 @@ def test_a_build_that_is_interrupted_leaves_the_old_site_whole(
 
 
 @pytest.fixture
-def table() -> dict[str, Any]:
+def table():
     about = {
         "version": "7.8.9", "command": "alst plan --model {model} --gpu {gpu} --gpus {gpus} --host-memory {host}",
         "trained": {"all": "", "LoRA": " --set 'model.lora={r: 16}'"}, "chunks": " --set options.chunk=4",
@@ -274,7 +269,7 @@ def table() -> dict[str, Any]:
     return {"about": about, "a/b on 4": {"H100": row, "GH200": row}}
 
 
-def page_that_says_what_fits(folder: Path, table: dict[str, Any]) -> Path:
+def page_that_says_what_fits(folder, table):
     page, data = folder / "page.html", folder / "table.json"
     page.write_text("<h1>before</h1>\n<!-- table -->\nwithout a site\n<!-- /table -->\n<p>after</p>")
     data.write_text(json.dumps(table))
@@ -282,7 +277,7 @@ def page_that_says_what_fits(folder: Path, table: dict[str, Any]) -> Path:
     return page
 
 
-def test_the_page_holds_the_form_and_the_table(tmp_path: Path, table: dict[str, Any]) -> None:
+def test_the_page_holds_the_form_and_the_table(tmp_path, table):
     text = page_that_says_what_fits(tmp_path, table).read_text()
     assert "without a site" not in text
     assert re.fullmatch(r"<h1>before</h1>\n````{raw} html\n<form.*</script>\n````\n\n<p>after</p>", text, re.DOTALL)
@@ -294,7 +289,7 @@ def test_the_page_holds_the_form_and_the_table(tmp_path: Path, table: dict[str, 
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium (Debian: apt-get install chromium)")
-def test_a_browser_shows_the_machine_of_the_address(tmp_path: Path, table: dict[str, Any]) -> None:
+def test_a_browser_shows_the_machine_of_the_address(tmp_path, table):
     playwright = pytest.importorskip("playwright.sync_api")
     page_of = page_that_says_what_fits(tmp_path, table).as_uri()
     with playwright.sync_playwright() as started:
@@ -304,7 +299,7 @@ def test_a_browser_shows_the_machine_of_the_address(tmp_path: Path, table: dict[
 
         expect, now = playwright.expect, page.get_by_label
 
-        def says(*texts: str) -> None:
+        def says(*texts):
             for text in texts:
                 expect(page.locator("#what-fits-answer")).to_contain_text(text, use_inner_text=True)
 
@@ -328,12 +323,12 @@ def test_a_browser_shows_the_machine_of_the_address(tmp_path: Path, table: dict[
 # The real one
 
 
-def test_the_public_face_is_documented() -> None:
+def test_the_public_face_is_documented():
     named = re.findall(r"alstlib\.(?:config\.)?(\w+)$", (SITE / "api.rst").read_text(), re.MULTILINE)
     assert set(alstlib.__all__) <= set(named)
 
 
-def test_every_lesson_has_a_title_for_the_navigation() -> None:
+def test_every_lesson_has_a_title_for_the_navigation():
     pages = [*ROOT.glob(builder.LESSONS), *ROOT.glob(builder.SOLUTIONS)]
     assert len(pages) >= 10
     for page in pages:

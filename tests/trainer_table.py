@@ -5,19 +5,15 @@
 notebooks/training.md; `tests/test_repository.py` holds the table against the result.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile
 from functools import partial
 from importlib import metadata
-from typing import Any
 
 import torch
 from conftest import RankPool
 from support_table import ROOT, put_between
-from torch import Tensor
 from trainers import collate, errors, train, with_positions
 from transformers import MistralConfig
 
@@ -27,21 +23,21 @@ BOUND = 1e-5
 WORDS = {"loss": "loss", "eval_loss": "evaluation loss", "grad_norm": "gradient norm", "weights": "weights"}
 
 
-def even(count: int = 43) -> list[dict[str, list[int]]]:
+def even(count=43):
     """Samples of 40 tokens, all with labels."""
     g = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, 96, (40,), generator=g).tolist() for _ in range(count)]
     return [{"input_ids": ids, "labels": list(ids)} for ids in rows]
 
 
-def prompts(count: int = 43) -> list[dict[str, list[int]]]:
+def prompts(count=43):
     """Samples of 40 tokens, of which 1 to 36 at the beginning have no label."""
     return [
         {**s, "labels": [-100] * (1 + 5 * i % 36) + s["labels"][1 + 5 * i % 36 :]} for i, s in enumerate(even(count))
     ]
 
 
-def pack(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+def pack(batch):
     """Each sample as two documents of 16 and 24 tokens."""
     made = collate(batch)
     positions = torch.cat([torch.arange(16), torch.arange(24)]).expand(len(batch), -1).contiguous()
@@ -54,7 +50,7 @@ WINDOW = MistralConfig(
     vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, sliding_window=8, initializer_range=0.2,
 )  # fmt: skip
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "samples of one length, every token with a label": {"data": even()},
     "samples of unequal lengths": {"collators": (collate, partial(with_positions, to=None))},
     "prompts without labels": {"data": prompts()},
@@ -68,7 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def run(rank: int, world: int, how: str, case: str, folder: str, resume: bool) -> Any:
+def run(rank, world, how, case, folder, resume):
     """A run, or the message with which it ended."""
     settings = dict(CASES[case])
     ours, theirs = settings.pop("collators", (None, None))
@@ -85,7 +81,7 @@ def run(rank: int, world: int, how: str, case: str, folder: str, resume: bool) -
         return f"{type(e).__name__}: {e}"
 
 
-def outcome(pool: RankPool, how: str, case: str) -> dict[str, Any]:
+def outcome(pool, how, case):
     """The largest relative errors of a way to run a case, or its message."""
     resumed = case.startswith("resume")
     with tempfile.TemporaryDirectory() as folder:
@@ -103,8 +99,8 @@ def outcome(pool: RankPool, how: str, case: str) -> dict[str, Any]:
         return {"errors": errors(got, want, after=7 if resumed else 0)}
 
 
-def measure() -> dict[str, Any]:
-    found: dict[str, Any] = {case: {} for case in CASES}
+def measure():
+    found = {case: {} for case in CASES}
     pool = RankPool(2)
     for how in ("ours", "library"):
         for case in CASES:
@@ -117,7 +113,7 @@ def measure() -> dict[str, Any]:
     return {"engine": ENGINE, "ranks": 2, "versions": versions, "cases": found}
 
 
-def cell(found: dict[str, Any]) -> str:
+def cell(found):
     if "error" in found:
         return f"ends: `{found['error'].partition(' (')[0]}`"
     wrong = {name: found["errors"][name] for name in WORDS if found["errors"].get(name, 0.0) > BOUND}
@@ -127,7 +123,7 @@ def cell(found: dict[str, Any]) -> str:
     return "off: " + ", ".join(f"{WORDS[n]} {text}" for n, text in shown.items())
 
 
-def table() -> str:
+def table():
     result = json.loads(RESULT.read_text())
     lines = ["| case | TrainerMixin | Accelerate's own |", "| --- | --- | --- |"]
     lines += [f"| {case} | {cell(f['ours'])} | {cell(f['library'])} |" for case, f in result["cases"].items()]

@@ -1,22 +1,18 @@
 """Small runs of Hugging Face's Trainer and TRL's SFTTrainer: plain, with TrainerMixin, and with the libraries' own
 sequence parallelism, on the same data."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
 import os
 import tempfile
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from cases import VOCAB, make_model
-from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM
 
 import alstlib
 
@@ -30,7 +26,7 @@ OPTIONS = {"tiles": {"mlp": 5, "loss": 7, "norm": True}, "offload": True}
 Run = dict[str, Any]
 
 
-def samples(count: int = 43, seed: int = 3) -> list[dict[str, list[int]]]:
+def samples(count=43, seed=3):
     """Samples of unequal lengths and numbers of labels; two of the first twenty have none at all."""
     g = torch.Generator().manual_seed(seed)
     made = []
@@ -42,10 +38,10 @@ def samples(count: int = 43, seed: int = 3) -> list[dict[str, list[int]]]:
     return made
 
 
-def collate(batch: list[dict[str, list[int]]], to: int | None = None) -> dict[str, Tensor]:
+def collate(batch, to=None):
     longest = to or max(len(sample["input_ids"]) for sample in batch)
 
-    def pad(rows: list[list[int]], value: int) -> Tensor:
+    def pad(rows, value):
         return torch.tensor([row + [value] * (longest - len(row)) for row in rows])
 
     return {
@@ -54,7 +50,7 @@ def collate(batch: list[dict[str, list[int]]], to: int | None = None) -> dict[st
     }  # fmt: skip
 
 
-def with_positions(batch: list[dict[str, list[int]]], to: int | None = 40) -> dict[str, Tensor]:
+def with_positions(batch, to=40):
     """For the libraries' own, which need positions, and an even number of tokens for two ranks."""
     longest = to or max(len(sample["input_ids"]) for sample in batch)
     made = collate(batch, to=longest + longest % 2)
@@ -62,7 +58,7 @@ def with_positions(batch: list[dict[str, list[int]]], to: int | None = 40) -> di
 
 
 @contextlib.contextmanager
-def accelerate_here(engine: str) -> Iterator[None]:
+def accelerate_here(engine):
     """Accelerate's state as in a new process. On a CPU it knows no FSDP and no DeepSpeed: it is told of several devices
     then, which send with gloo."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -84,7 +80,7 @@ def accelerate_here(engine: str) -> Iterator[None]:
             gc.collect()
 
 
-def engine_settings(engine: str) -> dict[str, Any]:
+def engine_settings(engine):
     if engine == "ddp":
         return {"use_cpu": True}
     if engine == "fsdp2":
@@ -95,7 +91,7 @@ def engine_settings(engine: str) -> dict[str, Any]:
     return {"deepspeed": {**stage, **own, **dict.fromkeys(batch, "auto")}}
 
 
-def weights(model: Any) -> dict[str, Tensor]:
+def weights(model):
     """Of a model inside any engine, whole."""
     found = {}
     for name, p in model.named_parameters():
@@ -109,14 +105,14 @@ def weights(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def made_of(config: PretrainedConfig) -> Any:
+def made_of(config):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).train()
     model.set_experts_implementation("eager")  # the others do not run in fp64
     return model
 
 
-def adapted(model: Any, targets: list[str] | None = None) -> Any:
+def adapted(model, targets=None):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -124,12 +120,12 @@ def adapted(model: Any, targets: list[str] | None = None) -> Any:
 
 
 def train(
-    rank: int, world: int, how: str, engine: str = "ddp", *, kind: str | PretrainedConfig | Callable[[], Any] = "gqa",
-    lora: bool = False, count: int = 43, sp: int | None = None, resume: str | None = None,
-    options: dict[str, Any] | None = None, folder: str | None = None,
-    data: Any = None, evaluate: bool = False, targets: list[str] | None = None, extra: dict[str, Any] | None = None,
-    dtype: torch.dtype | None = None, collator: Any = None, loss: str | None = None, **settings: Any,
-) -> Run:  # fmt: skip
+    rank, world, how, engine = "ddp", *, kind = "gqa",
+    lora = False, count = 43, sp = None, resume = None,
+    options = None, folder = None,
+    data = None, evaluate = False, targets = None, extra = None,
+    dtype = None, collator = None, loss = None, **settings,
+):  # fmt: skip
     """One run: its logged losses, gradient norms and evaluations by step, and the trained weights.
 
     Args:
@@ -146,7 +142,7 @@ def train(
             model = make_model(kind) if isinstance(kind, str) else made_of(kind)
             model = model.to(dtype or (torch.float64 if engine == "ddp" else torch.float32))
         model = adapted(model, targets) if lora else model
-        own: dict[str, Any] = {}
+        own = {}
         if how == "ours":
             own = {"sp": world if sp is None else sp, "alst": alstlib.Options(**{**OPTIONS, **(options or {})})}
         if how == "library":
@@ -167,7 +163,7 @@ def train(
         return outcome(trainer, how)
 
 
-def outcome(trainer: Any, how: str) -> Run:
+def outcome(trainer, how):
     logs = trainer.state.log_history
     found = weights(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
     if how == "ours":
@@ -180,29 +176,27 @@ def outcome(trainer: Any, how: str) -> Run:
     }  # fmt: skip
 
 
-def _override(loss_of: Callable[..., Any]) -> Any:
+def _override(loss_of):
     """A `compute_loss` that takes the loss of `loss_of(outputs)`."""
 
-    def compute_loss(
-        trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
         return (loss_of(outputs), outputs) if return_outputs else loss_of(outputs)
 
     return compute_loss
 
 
-def _items(trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+def _items(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
     outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
     loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
     return (loss, outputs) if return_outputs else loss
 
 
-def _super(trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+def _super(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
     return super(type(trainer), trainer).compute_loss(model, inputs, return_outputs)
 
 
-def trainer_class(how: str, loss: str | None = None) -> Any:
+def trainer_class(how, loss=None):
     from transformers import Trainer
 
     bases = (alstlib.TrainerMixin, Trainer) if how == "ours" else (Trainer,)
@@ -218,20 +212,18 @@ OVERRIDES = {
 
 
 @functools.lru_cache(maxsize=32)
-def plain(*settings: tuple[str, Any]) -> Run:
+def plain(*settings):
     """The plain Trainer in one process; once for each choice of settings."""
     return train(0, 1, "plain", **dict(settings))
 
 
-def run(rank: int, world: int, how: str, engine: str, settings: dict[str, Any]) -> Run:
+def run(rank, world, how, engine, settings):
     return train(rank, world, how, engine, **settings)
 
 
-def check_runs(
-    runs: list[Run], want: Run, after: int = 0, without: tuple[str, ...] = (), bound: float = 1e-5
-) -> set[str]:
+def check_runs(runs, want, after=0, without=(), bound=1e-5):
     """Every rank's run is the other one after a step; returns the names of what was compared."""
-    names: set[str] = set()
+    names = set()
     for got in runs:
         found = {name: error for name, error in errors(got, want, after).items() if name not in without}
         assert max(found.values()) < bound, found
@@ -239,7 +231,7 @@ def check_runs(
     return names
 
 
-def as_one_process(pool: Any, settings: dict[str, Any], engine: str = "ddp", **ours: Any) -> list[Run]:
+def as_one_process(pool, settings, engine="ddp", **ours):
     """Trains on a pool as the plain Trainer does in one process; returns the runs of its ranks."""
     runs = pool(run, "ours", engine, {**settings, **ours})
     check_runs(runs, train(0, 1, "plain", **settings))
@@ -249,7 +241,7 @@ def as_one_process(pool: Any, settings: dict[str, Any], engine: str = "ddp", **o
 NOT_COMPARED = ("_runtime", "_per_second", "learning_rate", "epoch")
 
 
-def errors(got: Run, want: Run, after: int = 0) -> dict[str, float]:
+def errors(got, want, after=0):
     """Largest relative error of each number that is logged after a step, and of all weights together. Rewards and mean
     logits are small differences of numbers above 1, which TRL computes in fp32: their errors are absolute."""
     mine, theirs = (
@@ -257,7 +249,7 @@ def errors(got: Run, want: Run, after: int = 0) -> dict[str, float]:
         for run in (got, want)
     )
     assert mine.keys() == theirs.keys() != set()
-    found: dict[str, float] = {}
+    found = {}
     for at, line in theirs.items():
         for name in (n for n in line if not n.endswith(NOT_COMPARED)):
             least = 1.0 if "rewards/" in name or "logits/" in name else 1e-9
@@ -265,7 +257,7 @@ def errors(got: Run, want: Run, after: int = 0) -> dict[str, float]:
     return {**found, "weights": weights_error(got, want)}
 
 
-def weights_error(got: Run, want: Run) -> float:
+def weights_error(got, want):
     """The relative error of all weights together."""
     assert got["weights"].keys() == want["weights"].keys()
     mine, theirs = (torch.cat([run["weights"][n].double().flatten() for n in want["weights"]]) for run in (got, want))

@@ -1,17 +1,14 @@
 """Small runs of TRL's trainers: plain, and with the mixins that spread samples over ranks, on the same data."""
 
-from __future__ import annotations
-
 import functools
 import json
 import tempfile
-from typing import Any
 
 import torch
 from cases import VOCAB, make_model
 from datasets import Dataset, load_from_disk
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trainers import OPTIONS, SETTINGS, Run, accelerate_here, check_runs, engine_settings, made_of, weights
+from trainers import OPTIONS, SETTINGS, accelerate_here, check_runs, engine_settings, made_of, weights
 from transformers import MixtralConfig, PreTrainedTokenizerFast
 
 import alstlib
@@ -24,7 +21,7 @@ TEMPLATE = (
 
 
 @functools.cache
-def tokenizer() -> Any:
+def tokenizer():
     """One token for each word."""
     names = ["<pad>", "<eos>", "<unk>", "A:", "U:", ".", *WORDS]
     made = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
@@ -34,15 +31,15 @@ def tokenizer() -> Any:
     )
 
 
-def dataset(what: str, count: int) -> Dataset:
+def dataset(what, count):
     """Samples of unequal lengths: `text`, `completion`, `chat` or `pairs`."""
     g = torch.Generator().manual_seed(3)
 
-    def text() -> str:
+    def text():
         length = int(torch.randint(3, 15, (1,), generator=g))
         return " ".join(WORDS[i] for i in torch.randint(0, len(WORDS), (length,), generator=g))
 
-    make: dict[str, Any] = {
+    make = {
         "text": lambda: {"text": text()},
         "completion": lambda: {"prompt": text(), "completion": " " + text()},
         "chat": lambda: {
@@ -53,28 +50,28 @@ def dataset(what: str, count: int) -> Dataset:
     return Dataset.from_list([make[what]() for _ in range(count)])
 
 
-def mixture(**settings: Any) -> MixtralConfig:
+def mixture(**settings):
     """A small mixture of experts, whose routers have a load-balancing loss."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
     return MixtralConfig(vocab_size=VOCAB, **sizes, **experts, **settings)
 
 
-def model_of(kind: str, seed: int = 0) -> Any:
+def model_of(kind, seed=0):
     return made_of(mixture()) if kind == "mixture" else make_model(kind, seed)
 
 
-def given(what: str, count: int, folder: str | None) -> Dataset:
+def given(what, count, folder):
     """Samples that were saved, where all ranks find what one of them keeps about them; or new ones."""
     return dataset(what, count) if folder is None else load_from_disk(f"{folder}/{what}-{count}")
 
 
 def train(
-    rank: int, world: int, how: str, trainer: str, engine: str = "ddp", *, what: str, kind: str = "gqa",
-    lora: bool = False, count: int = 24, sp: int | None = None, options: dict[str, Any] | None = None,
-    evaluate: bool = False, reference: bool = False, folder: str | None = None, resume: str | None = None,
-    **settings: Any,
-) -> Run:  # fmt: skip
+    rank, world, how, trainer, engine = "ddp", *, what, kind = "gqa",
+    lora = False, count = 24, sp = None, options = None,
+    evaluate = False, reference = False, folder = None, resume = None,
+    **settings,
+):  # fmt: skip
     """One run: all that it logs by step, and the trained weights.
 
     Args:
@@ -89,8 +86,8 @@ def train(
     with accelerate_here(engine), tempfile.TemporaryDirectory() as scratch:
         dtype = torch.float64 if engine == "ddp" else torch.float32
         model, base = model_of(kind).to(dtype), getattr(trl, f"{trainer}Trainer")
-        own: dict[str, Any] = {"ref_model": make_model(seed=1).to(dtype)} if reference else {}
-        cls: Any = base
+        own = {"ref_model": make_model(seed=1).to(dtype)} if reference else {}
+        cls = base
         if how == "ours":
             mixin = alstlib.TrainerMixin if trainer == "SFT" else alstlib.DPOTrainerMixin
             cls = type("SPTrainer", (mixin, base), {})
@@ -114,19 +111,17 @@ def train(
         return {"logs": [line for line in made.state.log_history if "train_loss" not in line], "weights": found}
 
 
-def run(rank: int, world: int, how: str, trainer: str, engine: str, settings: dict[str, Any]) -> Run:
+def run(rank, world, how, trainer, engine, settings):
     return train(rank, world, how, trainer, engine, **settings)
 
 
 @functools.cache
-def plain(trainer: str, settings: str) -> Run:
+def plain(trainer, settings):
     """One process, once for each choice of settings, which are JSON."""
     return run(0, 1, "plain", trainer, "ddp", json.loads(settings))
 
 
-def as_one_process(
-    pool: Any, trainer: str, settings: dict[str, Any], engine: str = "ddp", without: tuple[str, ...] = (), **ours: Any
-) -> set[str]:
+def as_one_process(pool, trainer, settings, engine="ddp", without=(), **ours):
     """Trains on a pool as the plain trainer does in one process; returns the names of what was compared."""
     runs = pool(run, "ours", trainer, engine, {**settings, **ours})
     return check_runs(runs, plain(trainer, json.dumps(settings)), 0, without)

@@ -1,9 +1,6 @@
 """The decoders that are supported: a tiny config of each, with what is particular to it switched on."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import torch
 import transformers
@@ -18,7 +15,7 @@ LAYER_TYPES = ["sliding_attention", "full_attention"]
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS = {
     "llama": ("LlamaConfig", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0,
               "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}),
     "qwen2": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": LAYER_TYPES}),
@@ -53,7 +50,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """transformers' config and its fields."""
 
-MORE: dict[str, tuple[str, dict[str, Any]]] = {
+MORE = {
     "llama, LongRoPE": ("LlamaConfig", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4,
                         "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0], "factor": 8.0,
                         "original_max_position_embeddings": 16}}),
@@ -71,7 +68,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
          "layer_types": ["linear_attention", "full_attention"], "head_dim": 8}  # fmt: skip
 MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
-HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+HYBRIDS = {
     "qwen3_next": ("Qwen3NextConfig", {**DELTA, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
                    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, **ROUTED}),
     "qwen3_5": ("Qwen3_5TextConfig", DELTA),
@@ -102,7 +99,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Decoders with layers that carry a state."""
 
-MORE_HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+MORE_HYBRIDS = {
     "zamba": ("ZambaConfig", {"layers_block_type": ["linear_attention", "hybrid"], "mamba_d_state": 4,
               "mamba_dt_rank": 4, "n_mamba_heads": 2, "attention_hidden_size": 64, "attention_head_dim": 16,
               "num_key_value_heads": 4}),
@@ -119,7 +116,7 @@ MORE_HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 as the embeddings are), and without any."""
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Any:
+def build(name, dtype=torch.float32, seed=0, **overrides):
     """A model whose every gradient counts (transformers' initial weights are near zero)."""
     kind, fields = {**MODELS, **MORE}[name]
     config = getattr(transformers, kind)(**{**COMMON, **fields, **overrides})
@@ -131,14 +128,14 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overri
     return model.train()
 
 
-def small(config: str, **fields: Any) -> Any:
+def small(config, **fields):
     """A model of any config, as transformers initializes it."""
     torch.manual_seed(0)
     made = getattr(transformers, config)(**{**COMMON, **fields})
     return transformers.AutoModelForCausalLM.from_config(made).train()
 
 
-def build_hybrid(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+def build_hybrid(name, dtype=torch.float32, **overrides):
     """A model whose every gradient counts, and whose states last."""
     kind, fields = {**HYBRIDS, **MORE_HYBRIDS}[name]
     config = getattr(transformers, kind)

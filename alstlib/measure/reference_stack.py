@@ -12,7 +12,6 @@ tile.
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import logging
 import math
@@ -250,7 +249,6 @@ class ReferenceStack(Deep):
                 p.register_post_accumulate_grad_hook(_take)
             _checkpoint(model)
             shard = shard_of(ctx, run.data.seq_len // ctx.sp)
-            gc.collect()
             with Places(model) as places, Recording(place=places.now) as ledger:
                 start = ledger.device_bytes
                 if self.ranks > 1:

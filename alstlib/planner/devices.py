@@ -48,19 +48,6 @@ def first_gpu() -> tuple[str, int | None]:
     return "", None
 
 
-def least_free() -> int | None:
-    """Free bytes of the fullest GPU that ranks could use; None where nothing says so."""
-    if not device_count() or not (smi := shutil.which("nvidia-smi")):
-        return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    which = ["-i", visible] if visible else []
-    query = [smi, "--query-gpu=memory.free", "--format=csv,noheader,nounits", *which]
-    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        out = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-        return min(int(line) for line in out.splitlines()) * 2**20
-    return None
-
-
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables with the settings of PyTorch's allocators."""
 EXACT = "pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1"

@@ -1,6 +1,5 @@
 """Lesson 16: chunks under a sliding window, passes of the key projection, and bytes for each token."""
 
-import gc
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -103,7 +102,6 @@ def _step(tokens: int, kv_heads: int, chunk: int, watch: Callable[[Any], None] |
     with alstlib.apply(model, None, options) as handle:
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
-        gc.collect()
         with Ledger("cpu", [handle.store]) as ledger:
             start = ledger.device_bytes
             alstlib.causal_lm_loss(model, batch).loss.backward()

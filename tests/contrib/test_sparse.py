@@ -1,17 +1,12 @@
 """Sparse attention over pages: the choice and its gradients against the plain version, and what is never fetched."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import zoo
 from cases import batch, make_model, same, small_pages, step, worst_error
 from operators import counted, error_of
-from torch import Tensor
 from transformers import AttentionInterface
 
 import alstlib
@@ -25,12 +20,10 @@ from alstlib.reference import attention, seen_pages
 
 CHUNK, PAGE, LENGTH = 4, 8, 45
 SPARSE = Sparse(top=1, page=PAGE)
-HOST: dict[str, Any] = {"offload": "sync", "on_host": "hidden+kv"}
+HOST = {"offload": "sync", "on_host": "hidden+kv"}
 
 
-def attach(
-    model: Any, sparse: Sparse | None, ctx: SPContext | None = None, chunk: int = CHUNK, **how: Any
-) -> alstlib.Handle:
+def attach(model, sparse, ctx=None, chunk=CHUNK, **how):
     handle = alstlib.apply(model, ctx, alstlib.Options(chunk=chunk, **how))
     if sparse is not None:
         try:
@@ -41,18 +34,16 @@ def attach(
     return handle
 
 
-def oracle(model: Any, sample: Any, chunk: int, sparse: Sparse) -> tuple[float, dict[str, Tensor]]:
+def oracle(model, sample, chunk, sparse):
     """Loss and gradients of the plain model whose layers without a window attend to the pages that they see."""
     documents = sample["cu_documents"].tolist()
 
-    def attend(
-        module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, scaling: float, **how: Any
-    ) -> tuple[Tensor, None]:
+    def attend(module, q, k, v, *_, scaling, **how):
         window, seen = how.get("sliding_window"), None
         if window is None:
             pages = {"chunk": chunk, "page": sparse.page or 0, "top": sparse.top, "first": sparse.first}
             seen = seen_pages(q, k, **pages, last=sparse.last, documents=documents)
-        rule: dict[str, Any] = {"scale": scaling, "window": window, "sinks": how.get("s_aux"), "seen": seen}
+        rule = {"scale": scaling, "window": window, "sinks": how.get("s_aux"), "seen": seen}
         out, _ = attention(q, k, v, documents=documents, softcap=how.get("softcap"), **rule)
         return out.transpose(1, 2).contiguous(), None
 
@@ -70,7 +61,7 @@ def oracle(model: Any, sample: Any, chunk: int, sparse: Sparse) -> tuple[float, 
     return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def build(name: str, **overrides: Any) -> Any:
+def build(name, **overrides):
     if name == "gpt_oss":
         overrides = {"output_router_logits": False, **overrides}
     if name == "deepseek_v3":  # its experts are weighted in fp32
@@ -81,14 +72,14 @@ def build(name: str, **overrides: Any) -> Any:
     return model
 
 
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[PageChoices]:
-    made: list[PageChoices] = []
+def watched(monkeypatch):
+    made = []
     plain = PageChoices.__init__
     monkeypatch.setattr(PageChoices, "__init__", lambda self, sparse: (made.append(self), plain(self, sparse))[1])
     return made
 
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+CASES = {
     "grouped heads": ("llama", {}),
     "9 heads on 3": ("llama, 9 heads on 3", {}),
     "documents": ("llama", {"documents": [2, 8, 32, 3]}),
@@ -100,7 +91,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES.values(), ids=CASES)
-def test_sparse_pages_are_those_of_the_plain_version(name: str, kind: dict[str, Any]) -> None:
+def test_sparse_pages_are_those_of_the_plain_version(name, kind):
     """Loss and every gradient, wherever tensors lie and whether outputs are kept; always the same bits."""
     model, sample, found = build(name), batch(LENGTH, **kind), []
     with in_full():
@@ -119,7 +110,7 @@ def test_sparse_pages_are_those_of_the_plain_version(name: str, kind: dict[str, 
     assert abs(dense / want_loss - 1) > 1e-9, "nothing was left out"
 
 
-def shared(rank: int, world: int, name: str, documents: list[int]) -> tuple[float, float]:
+def shared(rank, world, name, documents):
     model, ctx, sparse = build(name), SPContext.create(world), Sparse(top=1, page=4 * world)
     want_loss, want = oracle(model, batch(50, documents), 2 * world, sparse)
     with attach(model, sparse, ctx, 2, **HOST):
@@ -132,7 +123,7 @@ def shared(rank: int, world: int, name: str, documents: list[int]) -> tuple[floa
     [("llama", []), ("llama, 7 heads on 1", []), ("llama, 9 heads on 3", [5, 39, 6])],
     ids=["whole heads", "a part of a head on each rank", "uneven heads, documents"],
 )
-def test_all_ranks_see_the_same_pages(ranks2: Any, name: str, documents: list[int]) -> None:
+def test_all_ranks_see_the_same_pages(ranks2, name, documents):
     for errors in ranks2(shared, name, documents):
         assert max(errors) < 1e-12, errors
 
@@ -142,7 +133,7 @@ def test_all_ranks_see_the_same_pages(ranks2: Any, name: str, documents: list[in
     [("llama", {"rows": 2}), ("gpt_oss", {"documents": [2, 28, 3, 12]})],
     ids=["batch", "documents"],
 )
-def test_a_budget_that_covers_all_pages_is_dense_attention(name: str, kind: dict[str, Any]) -> None:
+def test_a_budget_that_covers_all_pages_is_dense_attention(name, kind):
     """Bit for bit, in fp32, with the pages that streaming chooses by itself."""
     sample, found = batch(LENGTH, **kind), []
     for sparse in (None, Sparse(top=9), Sparse(top=0, first=9)):
@@ -154,7 +145,7 @@ def test_a_budget_that_covers_all_pages_is_dense_attention(name: str, kind: dict
         assert same(found[0][1], got)
 
 
-def test_pages_that_no_head_chose_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_no_head_chose_are_not_fetched(monkeypatch):
     """Bytes that come from the host are those of the chosen pages, in forward, recompute and backward."""
     made, model, sample = watched(monkeypatch), make_model("gqa"), batch(64)
     handle = attach(model, SPARSE, save_attention=True, **HOST)
@@ -163,7 +154,7 @@ def test_pages_that_no_head_chose_are_not_fetched(monkeypatch: pytest.MonkeyPatc
     page, expected = PAGE * 2 * 2 * 8 * 4, 0  # of keys and values: 2 heads of width 8 in fp32
     for choices in made:
         assert any(c.seen[0, 0].ne(c.seen[0, 1]).any() for c in choices.made.values()), "heads choose alike"
-        touched: set[int] = set()
+        touched = set()
         for _, choice in sorted(choices.made.items(), reverse=True):
             seen = set(choice.seen.any(0).any(0).nonzero().flatten().tolist())
             assert len(seen) <= 4
@@ -176,7 +167,7 @@ def test_pages_that_no_head_chose_are_not_fetched(monkeypatch: pytest.MonkeyPatc
     assert handle.store.bytes_fetched == expected + 4 * 64 * (forward + backward)
 
 
-def test_the_planner_counts_the_pages_that_a_run_sees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_planner_counts_the_pages_that_a_run_sees(monkeypatch, tmp_path):
     made, model, sample = watched(monkeypatch), make_model("gqa"), batch(61)
     run = RunConfig.from_dict(
         {"options": {"chunk": CHUNK, **HOST}, "contrib.sparse": {"top": SPARSE.top, "page": SPARSE.page}}
@@ -192,7 +183,7 @@ def test_the_planner_counts_the_pages_that_a_run_sees(monkeypatch: pytest.Monkey
     assert plan.attention_share(chunks) < 1 == replace(plan, pages_of_head=None).attention_share(chunks)
 
 
-def test_a_recompute_sees_what_forward_saw() -> None:
+def test_a_recompute_sees_what_forward_saw():
     """Pages are chosen once for each chunk and layer, also where the inputs of layers are made again."""
     model, sample, found = make_model("gqa", num_hidden_layers=4), batch(LENGTH), []
     for memory in (None, 45_000):
@@ -206,11 +197,11 @@ def test_a_recompute_sees_what_forward_saw() -> None:
     assert same(*found)
 
 
-def test_a_score_of_the_user() -> None:
+def test_a_score_of_the_user():
     """It gets a chunk's queries and the mean keys of the pages before its own; the best scores are seen."""
     shapes = []
 
-    def oldest(q: Tensor, means: Tensor) -> Tensor:
+    def oldest(q, means):
         shapes.append((list(q.shape), list(means.shape)))
         return -torch.arange(means.shape[2], dtype=torch.float64).expand(means.shape[:3])
 
@@ -229,8 +220,8 @@ def test_a_score_of_the_user() -> None:
         step(model, sample)
 
 
-def test_what_is_refused_and_what_is_said() -> None:
-    def refused(name: str, sparse: Sparse) -> str:
+def test_what_is_refused_and_what_is_said():
+    def refused(name, sparse):
         return error_of(attach, zoo.build(name), sparse, chunk=3)
 
     with alstlib.apply(make_model()) as handle:

@@ -14,7 +14,6 @@ import ctypes
 import functools
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from threading import get_ident
 from types import SimpleNamespace
@@ -29,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # ----- a device
 
 
-def _lend_device_guard() -> None:
+def _lend_device_guard():
     """A CPU build has no device guard of CUDA, which indexing asks for: lend it that of `meta`, which does nothing."""
     c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
     registry = (ctypes.c_void_p * 22).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
@@ -39,7 +38,7 @@ def _lend_device_guard() -> None:
 
 
 @contextlib.contextmanager
-def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Watch]:
+def fake_cuda(capability=(9, 0)):
     """Fake tensors may be on `cuda:0`, a GPU of this compute capability."""
     from alstlib.offload import host_store
 
@@ -49,12 +48,12 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Watch]:
     class Slab:
         """Host memory without the registration at the driver."""
 
-        def __init__(self, nbytes: int, pin: torch.device | None) -> None:
+        def __init__(self, nbytes, pin):
             self.bytes = torch.empty(nbytes, dtype=torch.uint8)
 
         view = host_store._Slab.view
 
-        def tensor(self, shape: Any, dtype: torch.dtype, told: Any) -> Tensor:
+        def tensor(self, shape, dtype, told):
             return torch.empty(tuple(shape), dtype=dtype)
 
     with contextlib.ExitStack() as stack:
@@ -75,19 +74,19 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Watch]:
 class Stream:
     """A stream on which nothing runs."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device=None):
         pass
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         pass
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other):
         pass
 
-    def wait_event(self, event: object) -> None:
+    def wait_event(self, event):
         pass
 
-    def record_event(self) -> object:
+    def record_event(self):
         return object()
 
 
@@ -102,7 +101,7 @@ KERNELS = {
 class Watch(TorchDispatchMode):
     """Sees every operation under fake tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.kernels: Counter[str] = Counter()
         """Calls of each attention kernel."""
@@ -113,7 +112,7 @@ class Watch(TorchDispatchMode):
         """Tensors that were copied to the device."""
         self.problems: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
         if name in KERNELS:
             self.kernels[name] += 1
@@ -125,11 +124,11 @@ class Watch(TorchDispatchMode):
 
     # ----- what kernels need
 
-    def _need(self, holds: bool, kernel: str, message: str) -> None:
+    def _need(self, holds, kernel, message):
         if not holds:
             self.problems.append(f"{kernel}: {message}")
 
-    def _tensors(self, kernel: str, **tensors: Tensor) -> None:
+    def _tensors(self, kernel, **tensors):
         for name, t in tensors.items():
             layout = f"{name} {list(t.shape)} with strides {t.stride()} from {t.storage_offset()}"
             self._need(t.is_cuda, kernel, f"{name} is on {t.device}")
@@ -143,13 +142,13 @@ class Watch(TorchDispatchMode):
         kinds.pop("lse", None)
         self._need(len(set(kinds.values())) == 1, kernel, f"dtypes differ: {kinds}")
 
-    def _heads(self, kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, at: int) -> None:
+    def _heads(self, kernel, q, k, v, causal, at):
         rows, keys, heads, kv = q.shape[at], k.shape[at], q.shape[3 - at], k.shape[3 - at]
         self._need(heads % kv == 0 and v.shape[:-1] == k.shape[:-1], kernel, f"{heads} heads over {kv}")
         self._need(not causal or rows == keys, kernel, f"causal with {rows} rows over {keys} keys")
         self._need(q.shape[-1] % 8 == 0 == v.shape[-1] % 8, kernel, f"head widths of {q.shape[-1]}, {v.shape[-1]}")
 
-    def _check(self, kernel: str, a: Any) -> None:
+    def _check(self, kernel, a):
         """`a` has the arguments by PyTorch's names."""
         need, (kind, _, backward) = functools.partial(self._need, kernel=kernel), kernel.partition(" ")
         q, k, v = a.query, a.key, a.value
@@ -182,11 +181,11 @@ class Watch(TorchDispatchMode):
             self.graphs[backward or "forward", get_ident(), _key(q, k, v, a.is_causal)].add(layouts)
 
 
-def _strides(t: Tensor) -> tuple[int, ...]:
+def _strides(t):
     return tuple(s for s, n in zip(t.stride(), t.shape) if n > 1)
 
 
-def _key(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
+def _key(q, k, v, causal):
     """What PyTorch up to 2.13 knows a cuDNN graph by: not the layouts of `out` and `dout`."""
     return (*((tuple(t.shape), tuple(t.stride())) for t in (q, k, v)), q.dtype, causal)
 
@@ -194,15 +193,15 @@ def _key(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
 # ----- a backward pass
 
 
-def _run(outputs: list[Tensor], grads: list[Any], inputs: list[Tensor] | None = None) -> dict[int, Tensor]:
+def _run(outputs, grads, inputs=None):
     """Back-propagate, a node that was made later first; gradients of leaves go to `.grad`, or those of `inputs` alone
     are returned by their id."""
-    pending: dict[Any, dict[int, Tensor]] = {}
-    order: list[Any] = []
+    pending = {}
+    order = []
     nodes = {(i.grad_fn or i, i.output_nr): id(i) for i in inputs or ()}
-    found: dict[int, Tensor] = {}
+    found = {}
 
-    def give(node: Any, number: int, g: Tensor) -> None:
+    def give(node, number, g):
         if node not in pending:
             pending[node] = {}
             heapq.heappush(order, (-node._sequence_nr(), id(node), node))
@@ -230,10 +229,10 @@ def _run(outputs: list[Tensor], grads: list[Any], inputs: list[Tensor] | None = 
     return found
 
 
-def _through(node: Any, got: dict[int, Tensor]) -> list[Any]:
+def _through(node, got):
     """One node's backward -> (child, its output's number, gradient)."""
     metadata = getattr(node, "_input_metadata", None)
-    given: list[Any] = [got.get(i) for i in range(len(metadata) if metadata else max(got) + 1)]
+    given = [got.get(i) for i in range(len(metadata) if metadata else max(got) + 1)]
     edges = list(node.next_functions)
     with torch.no_grad():
         if hasattr(node, "_forward_cls"):  # a torch.autograd.Function
@@ -257,18 +256,18 @@ def _through(node: Any, got: dict[int, Tensor]) -> list[Any]:
     return made
 
 
-def _grad(outputs: Any, inputs: Any, grads: Any = None, *_: Any, **__: Any) -> tuple[Any, ...]:
+def _grad(outputs, inputs, grads=None, *_, **__):
     tensors, leaves, given = ([x] if isinstance(x, Tensor) else list(x or ()) for x in (outputs, inputs, grads))
     found = _run(tensors, given or [None] * len(tensors), leaves or None)
     return tuple(found.get(id(i)) for i in leaves)
 
 
-def _backward(tensors: Any, grads: Any = None, *_: Any, **__: Any) -> None:
+def _backward(tensors, grads=None, *_, **__):
     _grad(tensors, None, grads)
 
 
 @contextlib.contextmanager
-def python_engine() -> Iterator[None]:
+def python_engine():
     """Backward passes in Python, instead of PyTorch's engine."""
     with (
         mock.patch("torch.autograd.backward", _backward),

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
 
 import liger_kernel.ops.cross_entropy as cross_entropy
 import liger_kernel.ops.geglu as geglu
@@ -27,11 +25,11 @@ from alstlib.reference import relative_error
 
 ROWS, CHUNK, MLP_TILE, NORM_TILE, LOSS_TILE = 24, 10, 7, 9, 8
 TILES = {"tiles": {"mlp": MLP_TILE, "loss": LOSS_TILE, "norm": NORM_TILE}}
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "tiles": TILES,
     "chunks": {**TILES, "chunk": CHUNK, "save_attention": True},
 }
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "llama": {},
     "qwen3": {"head_dim": 8},
     "olmo2": {},
@@ -40,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
 """SwiGLU and norms before; normed queries and keys; norms after; GEGLU, norms of 1 + weight, soft caps."""
 
 
-def make_model(kind: str) -> Any:
+def make_model(kind):
     config = AutoConfig.for_model(
         kind, vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False, **KINDS[kind],
@@ -53,15 +51,15 @@ def make_model(kind: str) -> Any:
     return model
 
 
-def complete_the_interpreter() -> None:
+def complete_the_interpreter():
     """Functions of CUDA's libdevice have no form on a CPU, and a launch makes fp32 scalars of floats."""
 
-    def tanh(x: Any) -> Any:
+    def tanh(x):
         return 2 * tl.math.fdiv(1.0, 1.0 + tl.math.exp(-2 * x)) - 1
 
     convert = interpreter._implicit_cvt
 
-    def scalar(value: Any) -> Any:
+    def scalar(value):
         if not isinstance(value, float):
             return convert(value)
         return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
@@ -71,19 +69,19 @@ def complete_the_interpreter() -> None:
     cross_entropy.tanh = geglu.tanh = tanh
 
 
-def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+def gradients(model, loss):
     model.zero_grad()
     loss.backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def plain_step(model: Any, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+def plain_step(model, batch):
     """Loss and gradients of the model as it is."""
     out = model(input_ids=batch["input_ids"], labels=batch["input_ids"], use_cache=False)
     return float(out.loss.detach()), gradients(model, out.loss)
 
 
-def step(model: Any, batch: dict[str, Any], options: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+def step(model, batch, options):
     """Loss and gradients with these options."""
     with alstlib.apply(model, None, alstlib.Options(**options)):
         out = alstlib.causal_lm_loss(model, batch)
@@ -93,24 +91,24 @@ def step(model: Any, batch: dict[str, Any], options: dict[str, Any]) -> tuple[fl
 class Calls:
     """How many rows each kernel was given."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.rows: dict[str, set[int]] = defaultdict(set)
 
-    def watch(self, module: Any, name: str, rows_of: Callable[..., int]) -> None:
+    def watch(self, module, name, rows_of):
         inner = getattr(module, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args, **kwargs):
             self.rows[name].add(rows_of(*args))
             return inner(*args, **kwargs)
 
         setattr(module, name, call)
 
 
-def main() -> None:
+def main():
     complete_the_interpreter()
     torch.set_num_threads(1)
     ids = torch.randint(0, 90, (1, ROWS), generator=torch.Generator().manual_seed(1))
-    batch: dict[str, Any] = shard_batch({"input_ids": ids, "labels": ids}, 1, 0)
+    batch = shard_batch({"input_ids": ids, "labels": ids}, 1, 0)
     plain = {kind: plain_step(make_model(kind), batch) for kind in KINDS}  # before RoPE is replaced in its module
     calls = Calls()
     for module, name in (
@@ -118,7 +116,7 @@ def main() -> None:
         (swiglu, "swiglu_backward"), (geglu, "geglu_forward"), (geglu, "geglu_backward"),
     ):  # fmt: skip
         calls.watch(module, name, lambda x, *_: x.numel() // x.shape[-1])
-    made: dict[str, Any] = {}
+    made = {}
     for kind in KINDS:
         model = make_model(kind)
         models.put_liger(RunConfig(model={"name": "tiny", "liger": True}), model, gpu=True)

@@ -1,14 +1,10 @@
 """Whole training steps of wide models under fake CUDA, as one of many ranks that share a sample."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import zoo
-from fake import Watch, fake_cuda
+from fake import fake_cuda
 from torch import Tensor
 
 import alstlib
@@ -20,10 +16,10 @@ from alstlib.measure.simulate import drop_gradients, fake_ranks, shard_of
 class Steps:
     """Steps of a model of few layers and the real width, attached with these options."""
 
-    def __init__(self, watch: Watch, model: Any, handle: alstlib.Handle, ctx: alstlib.SPContext, rows: int) -> None:
+    def __init__(self, watch, model, handle, ctx, rows):
         self.watch, self.model, self.handle, self.ctx, self.rows = watch, model, handle, ctx, rows
 
-    def __call__(self, documents: Sequence[int] | None = None, block: int | None = None, logps: bool = False) -> Tensor:
+    def __call__(self, documents=None, block=None, logps=False):
         """Forward and backward of one sample; with a `block`, block by block, or of its tokens' log-probabilities."""
         made = shard_of(self.ctx, self.rows // self.ctx.sp)
         batch = {n: v.to("cuda:0") if isinstance(v, Tensor) else v for n, v in made.items()}
@@ -40,7 +36,7 @@ class Steps:
         return loss
 
 
-def build(name: str, layers: int) -> Any:
+def build(name, layers):
     if name in zoo.MODELS:
         return zoo.build(name, dtype=torch.bfloat16, num_hidden_layers=layers, max_position_embeddings=4096)
     if name != "gemma-2":
@@ -54,9 +50,7 @@ def build(name: str, layers: int) -> Any:
 
 
 @contextlib.contextmanager
-def steps(
-    name: str, rows: int, sp: int = 1, layers: int = 2, kept: float | None = None, **options: Any
-) -> Iterator[Steps]:
+def steps(name, rows, sp=1, layers=2, kept=None, **options):
     """Steps of one of `sp` ranks that share `rows` tokens.
 
     Args:

@@ -1,7 +1,5 @@
 """The list of branches for CUDA names every module that has one."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -13,7 +11,7 @@ ASKS = re.compile(
 )
 
 
-def test_every_module_that_asks_for_cuda_is_listed() -> None:
+def test_every_module_that_asks_for_cuda_is_listed():
     files = (ROOT / "alstlib").rglob("*.py")
     asking = {p.relative_to(ROOT / "alstlib").with_suffix("").as_posix() for p in files if ASKS.search(p.read_text())}
     table = (HERE / "README.md").read_text().partition("| module |")[2].partition("\n\n")[0]

@@ -1,24 +1,20 @@
 """What a run on a GPU hands to PyTorch, beside its step: where AdamW's state is, which device the ledger reads."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from fake import fake_cuda
-from torch import Tensor
 
 from alstlib import mesh
 from alstlib.train import worker
 from alstlib.train.engine import reserve_adam_state
 
 
-def on_cuda(*shape: int) -> Tensor:
+def on_cuda(*shape):
     weight = torch.empty(*shape, device="cuda:0", requires_grad=True)
     weight.grad = torch.empty_like(weight)
     return weight
@@ -26,12 +22,12 @@ def on_cuda(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("masters", ["", "single_partition_of_fp32_groups"], ids=["zero0", "zero1"])
-def test_adamw_finds_the_state_that_its_own_first_step_would_make(masters: str, fused: bool) -> None:
+def test_adamw_finds_the_state_that_its_own_first_step_would_make(masters, fused):
     """A fused kernel that is given `step` in host memory reads it as device memory."""
     with fake_cuda():
         ours, plain = on_cuda(10), on_cuda(10)
         reserved, adam = torch.optim.AdamW([ours], fused=fused), torch.optim.AdamW([plain], fused=fused)
-        engine: Any = SimpleNamespace(
+        engine = SimpleNamespace(
             optimizer=SimpleNamespace(optimizer=reserved, **({masters: [ours]} if masters else {}))
         )
         reserve_adam_state(engine)
@@ -49,31 +45,29 @@ def test_adamw_finds_the_state_that_its_own_first_step_would_make(masters: str, 
 @pytest.mark.parametrize(
     "backend, kind", [("nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl,cpu:gloo", "cpu")]
 )
-def test_integers_of_ranks_lie_where_nccl_can_send_from(
-    monkeypatch: pytest.MonkeyPatch, backend: str, kind: str
-) -> None:
+def test_integers_of_ranks_lie_where_nccl_can_send_from(monkeypatch, backend, kind):
     config = str(dist.BackendConfig(dist.Backend(backend)))
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert mesh.SPContext(sp=2).wire == (torch.device("cuda", 3) if kind == "cuda" else torch.device("cpu"))
 
 
-def test_ranks_on_a_mac_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_a_mac_run_on_the_cpu(monkeypatch):
     """PyTorch's accelerator there has no streams and no process group."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
     assert worker.this_device() == (torch.device("cpu"), False)
 
 
-def ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+def ten_minutes(monkeypatch):
     """PyTorch's own timeouts, which are set back."""
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         monkeypatch.setattr(dist.distributed_c10d, name, timedelta(minutes=10))
 
 
 @pytest.mark.parametrize("world, bound", [(8, torch.device("cuda", 3)), (1, None)])
-def test_nccl_waits_as_long_as_a_step_may_take(monkeypatch: pytest.MonkeyPatch, world: int, bound: Any) -> None:
+def test_nccl_waits_as_long_as_a_step_may_take(monkeypatch, world, bound):
     """In DeepSpeed's own groups too. A group of one rank is not split from one that is bound to a device."""
-    given: dict[str, Any] = {}
+    given = {}
     ten_minutes(monkeypatch)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: given.update(how, backend=backend))
     monkeypatch.setenv("WORLD_SIZE", str(world))
@@ -82,7 +76,7 @@ def test_nccl_waits_as_long_as_a_step_may_take(monkeypatch: pytest.MonkeyPatch, 
     assert dist.distributed_c10d._get_default_timeout(dist.Backend.NCCL) == timedelta(hours=2)
 
 
-def test_groups_of_a_run_wait_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_a_run_wait_alike(monkeypatch):
     ten_minutes(monkeypatch)
     for name, value in {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
@@ -95,7 +89,7 @@ def test_groups_of_a_run_wait_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_gpus_that_pytorch_cannot_use_are_not_passed_over(monkeypatch: pytest.MonkeyPatch, hidden: bool) -> None:
+def test_gpus_that_pytorch_cannot_use_are_not_passed_over(monkeypatch, hidden):
     old = mock.Mock(side_effect=RuntimeError("The NVIDIA driver on your system is too old (found version 11040)"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", old)

@@ -1,16 +1,14 @@
 """The backward pass of the fake GPU."""
 
-from __future__ import annotations
-
 import torch
 from fake import python_engine
 
 
-def test_the_backward_pass_in_python_is_pytorchs() -> None:
+def test_the_backward_pass_in_python_is_pytorchs():
     torch.manual_seed(0)
     x, w = torch.randn(4, 5, requires_grad=True), torch.randn(5, 5, requires_grad=True)
 
-    def loss() -> torch.Tensor:
+    def loss():
         h = torch.nn.functional.silu(x @ w)
         return (h * h[:, :1]).sum() + (x * 2).sum()
 

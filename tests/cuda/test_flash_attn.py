@@ -7,19 +7,17 @@ import importlib
 import inspect
 import sys
 import types
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from fake import Watch, fake_cuda
+from fake import fake_cuda
 from test_kernel_calls import CUDA, FORMS, calls, of
 
 from alstlib.kernels import backends
 from alstlib.kernels.backends import PACKAGES, choose_backend
 
-SIGNATURES: dict[str, tuple[str, dict[str, str]]] = {
+SIGNATURES = {
     "flash_attention_2": ("flash-attn 2.8.3.post2", {
         "_flash_attn_forward": "q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, "
         "softcap, alibi_slopes, return_softmax",
@@ -67,7 +65,7 @@ SIGNATURES: dict[str, tuple[str, dict[str, str]]] = {
 class Package:
     """Stands in for a package: takes what its functions take, checks it, gives back what they give back."""
 
-    def __init__(self, name: str, watch: Watch) -> None:
+    def __init__(self, name, watch):
         self.name, self.watch, self.packed = name, watch, 0
         self.softcaps: set[float | None] = set()
         """With which it was called."""
@@ -76,7 +74,7 @@ class Package:
             bind = eval(f"lambda {parameters}: locals()")
             setattr(self.module, function, lambda *args, bind=bind, **kwargs: self.call(bind(*args, **kwargs)))
 
-    def call(self, given: dict[str, Any]) -> Any:
+    def call(self, given):
         """What the function gives back for these arguments, by their names in any of the packages."""
         same = {"causal": given.get("is_causal"), "lse": given.get("softmax_lse"), "return_lse": True}
         a = SimpleNamespace(**{"cu_seqlens_q": None, **same, **given})
@@ -103,7 +101,7 @@ class Package:
             }
         made = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=CUDA)
         lse = torch.empty(shape, dtype=torch.float32, device=CUDA) if a.return_lse else None
-        out: tuple[Any, ...] | None = (made, lse, None, None)
+        out = (made, lse, None, None)
         if "dout" in given:
             right_lse = a.lse.dtype == torch.float32 and a.lse.is_contiguous() and tuple(a.lse.shape) == shape
             needs[f"lse {a.lse.dtype} {a.lse.shape}"] = right_lse
@@ -118,7 +116,7 @@ class Package:
 
 
 @pytest.fixture
-def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Package]:
+def package(request, monkeypatch):
     with fake_cuda() as watch:
         found = Package(request.param, watch)
         for name in ("flash_attn", "flash_attn.cute", found.module.__name__):
@@ -134,7 +132,7 @@ CASES = [(f, i) for i, f in ALL.items() if f.get("width") != 36]  # which they d
 
 @pytest.mark.parametrize("form", [f for f, _ in CASES], ids=[i for _, i in CASES])
 @pytest.mark.parametrize("package", SIGNATURES, indirect=True)
-def test_calls(package: Package, form: dict[str, Any]) -> None:
+def test_calls(package, form):
     given, rule, documents, sinks = of(form, True)
     for chunk in (None, 512):
         calls(package.name, given, rule, documents, sinks, chunk=chunk)
@@ -146,7 +144,7 @@ def test_calls(package: Package, form: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_installed_packages_are_those_that_were_read(name: str) -> None:
+def test_installed_packages_are_those_that_were_read(name):
     module, package, _ = PACKAGES[name]
     try:
         found = importlib.import_module(module)
@@ -160,9 +158,7 @@ def test_installed_packages_are_those_that_were_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("capability, chosen", [(8, "flash"), (9, "flash_attention_3"), (10, "flash_attention_4")])
-def test_auto_takes_the_flash_attn_that_is_built_for_the_gpu(
-    monkeypatch: pytest.MonkeyPatch, capability: int, chosen: str
-) -> None:
+def test_auto_takes_the_flash_attn_that_is_built_for_the_gpu(monkeypatch, capability, chosen):
     monkeypatch.setattr(backends, "_installed", lambda module: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     assert choose_backend("auto", torch.device("cuda"), torch.bfloat16, 128).name == chosen

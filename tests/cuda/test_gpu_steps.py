@@ -1,7 +1,5 @@
 """What `env/gpu.sh` does on a machine with a GPU, on one without: every step is valid, and none can end the others."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -9,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -25,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 SPECS = sorted((ROOT / "papermill_runs" / "specs").glob("gpu-*.yaml"))
 
 
-def load(path: Path) -> Any:
+def load(path):
     spec = importlib.util.spec_from_file_location("gpu", path)
     assert spec is not None
     assert spec.loader is not None
@@ -38,7 +35,7 @@ def load(path: Path) -> Any:
 gpu = load(ROOT / "env" / "gpu.py")
 
 
-def rows() -> list[Any]:
+def rows():
     found = []
     for path in SPECS:
         spec = yaml.safe_load(path.read_text())
@@ -47,7 +44,7 @@ def rows() -> list[Any]:
     return found
 
 
-def test_every_spec_is_a_step_and_runs_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_spec_is_a_step_and_runs_on_one_gpu(tmp_path, monkeypatch):
     assert {p.stem for p in SPECS} | {"tests"} == set(gpu.ORDER)
     for path in SPECS:
         for dry, gpus in ((False, 1), (True, 0)):
@@ -63,12 +60,12 @@ def test_every_spec_is_a_step_and_runs_on_one_gpu(tmp_path: Path, monkeypatch: p
         assert list(load_spec(path).rows) == list(spec.rows)  # `alst run` reads it as it is
 
 
-def test_the_first_steps_take_less_than_ten_minutes(tmp_path: Path) -> None:
+def test_the_first_steps_take_less_than_ten_minutes(tmp_path):
     assert gpu.ORDER[: len(gpu.FIRST)] == gpu.FIRST
     assert sum(step.limit for step in gpu.steps_of(gpu.FIRST, tmp_path)) <= 600
 
 
-def test_every_kernel_and_every_gpu_test_has_a_process_of_its_own() -> None:
+def test_every_kernel_and_every_gpu_test_has_a_process_of_its_own():
     commands = {s.name: " ".join(s.command) for s in gpu.tests()}
     assert {f"tests/{kernel}" for kernel in gpu.KERNELS} <= set(commands)
     for path in (ROOT / "tests").rglob("test_*.py"):
@@ -76,12 +73,12 @@ def test_every_kernel_and_every_gpu_test_has_a_process_of_its_own() -> None:
         assert any(str(path) in command for command in commands.values()) == marked, path
 
 
-def run_of(spec: dict[str, Any], row: dict[str, Any]) -> RunConfig:
+def run_of(spec, row):
     return RunConfig.from_dict(spec["base"]).replace(**{n: v for n, v in row.items() if n not in ("name", "expect")})
 
 
 @pytest.mark.parametrize("path, spec, row", rows())
-def test_what_is_expected_is_what_the_planner_says(path: Path, spec: dict[str, Any], row: dict[str, Any]) -> None:
+def test_what_is_expected_is_what_the_planner_says(path, spec, row):
     """Of kernels: what was published. An emulated rank has whole layers on the device where ZeRO-3 gathers them."""
     expect = row.get("expect", {})
     for wanted in expect.values():
@@ -134,11 +131,11 @@ STEPS = {
 """What a step runs, the peak that it measures, and the verdict."""
 
 
-def test_no_step_can_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_can_end_the_others(tmp_path, monkeypatch):
     """A step that fails, crashes, hangs or cannot be started is one line of the page, and all others are run."""
     expect = {"kernels.flash.runs": True, "device_peak_bytes.0": "2GiB..3GiB"}
 
-    def steps_of(names: Any, out: Path, dry: bool) -> list[Any]:
+    def steps_of(names, out, dry):
         steps = [gpu.Step(name="nowhere", command=[str(tmp_path / "nowhere")], limit=5)]
         for name, (code, peak, _) in STEPS.items():
             command = [sys.executable, "-c", code, str(result := tmp_path / name / "result.json"), str(peak)]
@@ -160,7 +157,7 @@ def test_no_step_can_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_the_first_steps_answer_on_a_cpu_too(tmp_path: Path) -> None:
+def test_the_first_steps_answer_on_a_cpu_too(tmp_path):
     """As a user starts them, with a driver that lists a GPU, which a dry run leaves alone; one more is made to fail.
     Gradients and the planner's bytes are judged there as well, and the timeline is shown."""
     smi, out = tmp_path / "bin" / "nvidia-smi", tmp_path / "out"

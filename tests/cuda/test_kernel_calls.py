@@ -1,16 +1,10 @@
 """Every kernel for CUDA is called as it wants to be called, in one piece and in row chunks, whatever the attention."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from fake import Watch, fake_cuda
+from fake import fake_cuda
 from operators import attend, attend_by_heads, exchanged
-from torch import Tensor
 
 from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward
 from alstlib.kernels.backends import BACKENDS, choose_backend
@@ -26,7 +20,7 @@ CALLS = {
     "efficient": "_scaled_dot_product_efficient_attention",
 }  # fmt: skip
 """The operators of kernels that have one."""
-FORMS: dict[str, dict[str, Any]] = {
+FORMS = {
     "whole": {},
     "documents": {"documents": [0, 1, 5, 300, 812, 813, 1024]},
     "a window": {"window": 300},
@@ -49,31 +43,31 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def watch() -> Iterator[Watch]:
+def watch():
     with fake_cuda() as watch:
         yield watch
 
 
 def tensors(
-    buffer: bool, batch: int = 1, heads: int = 8, kv: int = 2, length: int = LENGTH, width: int = 128,
-    value_width: int | None = None,
-) -> list[Tensor]:  # fmt: skip
+    buffer, batch = 1, heads = 8, kv = 2, length = LENGTH, width = 128,
+    value_width = None,
+):  # fmt: skip
     """q, k, v, dout; views of one buffer, as an exchange leaves them, or as a layer's projections do."""
     shapes = [(heads, width), (kv, width), (kv, value_width or width), (heads, value_width or width)]
     made = [torch.empty(batch, length, h, d, dtype=torch.bfloat16, device=CUDA).transpose(1, 2) for h, d in shapes]
     return exchanged(made) if buffer else made
 
 
-def supports(name: str, form: dict[str, Any]) -> bool:
+def supports(name, form):
     return "softcap" not in form or BACKENDS[name].softcap
 
 
-def alike(made: Any, given: Any) -> None:
+def alike(made, given):
     for m, g in zip(made, given):
         assert (m.shape, m.dtype, m.device) == (g.shape, g.dtype, CUDA)
 
 
-def calls(name: str, given: Sequence[Tensor], rule: Rule, documents: Any = None, sinks: Any = None, **how: Any) -> None:
+def calls(name, given, rule, documents=None, sinks=None, **how):
     """Forward and backward of the kernel of this name give what they should."""
     q, k, v, dout = given
     backend = choose_backend(name, CUDA, q.dtype, 128, rule.softcap is not None)
@@ -87,7 +81,7 @@ CASES = pytest.mark.parametrize(
 )
 
 
-def of(form: dict[str, Any], buffer: bool) -> tuple[list[Tensor], Rule, Any, Any]:
+def of(form, buffer):
     """Tensors, rule, documents and sinks."""
     sizes = {k: v for k, v in form.items() if k in ("batch", "length", "width", "value_width")}
     sinks = torch.empty(8, device=CUDA) if "sinks" in form else None
@@ -96,13 +90,13 @@ def of(form: dict[str, Any], buffer: bool) -> tuple[list[Tensor], Rule, Any, Any
 
 @pytest.mark.parametrize("chunk", [None, 512], ids=["whole", "chunks"])
 @CASES
-def test_calls(name: str, form: dict[str, Any], chunk: int | None, watch: Watch) -> None:
+def test_calls(name, form, chunk, watch):
     for buffer in (False, True) if chunk is None else (True,):
         calls(name, *of(form, buffer), chunk=chunk)
     check(watch, name)
 
 
-def check(watch: Watch, name: str) -> None:
+def check(watch, name):
     """No problem was found, and no kernel ran but this one and those that it leaves calls to."""
     assert watch.problems == []
     mine = {CALLS[n] for n in (name, BACKENDS[name].packed_by) if n in CALLS}
@@ -112,7 +106,7 @@ def check(watch: Watch, name: str) -> None:
 
 
 @pytest.mark.parametrize(("width", "values", "took"), [(192, 128, (192, 128)), (64, 100, (64, 104))])
-def test_cudnn_takes_values_of_their_own_width(width: int, values: int, took: tuple[int, int], watch: Watch) -> None:
+def test_cudnn_takes_values_of_their_own_width(width, values, took, watch):
     """Zeros beside narrower ones would be a quarter more work for latent attention."""
     calls("cudnn", *of({"width": width, "value_width": values}, True))
     keys = [key for *_, key in watch.graphs]
@@ -123,7 +117,7 @@ def test_cudnn_takes_values_of_their_own_width(width: int, values: int, took: tu
 @pytest.mark.parametrize(
     ("heads", "kv", "ranks", "documents"), [(28, 4, 8, None), (9, 3, 4, [0, 1, 5, 300, 813, 1024])]
 )
-def test_uneven_heads(name: str, documents: Any, heads: int, kv: int, ranks: int) -> None:
+def test_uneven_heads(name, documents, heads, kv, ranks):
     """Each rank has rows of heads, over a process group that sends nothing."""
     join_fake(ranks)
     try:
@@ -138,7 +132,7 @@ def test_uneven_heads(name: str, documents: Any, heads: int, kv: int, ranks: int
         dist.destroy_process_group()
 
 
-def test_a_cudnn_graph_has_one_layout_of_out_and_dout(watch: Watch) -> None:
+def test_a_cudnn_graph_has_one_layout_of_out_and_dout(watch):
     """PyTorch up to 2.13 knows a graph for backward by the strides of q, k and v, and builds it for those of out and
     dout that come first: with others it reads them as if they were those."""
     q, k, v, dout = tensors(False, length=512)
@@ -158,7 +152,7 @@ def test_a_cudnn_graph_has_one_layout_of_out_and_dout(watch: Watch) -> None:
         *(("efficient", form) for form in ("batch 2", "projections", "chunks")),
     ],
 )
-def test_no_kernel_counts_beyond_32_bits(name: str, form: str, watch: Watch) -> None:
+def test_no_kernel_counts_beyond_32_bits(name, form, watch):
     """One GPU at 600K tokens, one of 8 ranks at 2.2M: their queries have more than 2^31 elements. With chunks the keys
     have, where a kernel has them for each query head."""
     length, heads, kv = (2_200_000, 8, 1) if form == "chunks" else (600_000, 32, 8)
@@ -183,9 +177,7 @@ def test_no_kernel_counts_beyond_32_bits(name: str, form: str, watch: Watch) -> 
 
 
 @pytest.mark.parametrize(("lengths", "graphs"), [(range(70_001, 70_031, 6), 2), (range(131_073, 139_000, 801), 4)])
-def test_ragged_lengths_share_cudnn_graphs(
-    lengths: range, graphs: int, watch: Watch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ragged_lengths_share_cudnn_graphs(lengths, graphs, watch, monkeypatch):
     """Each takes half a second to build and stays for ever, in each thread that runs it: there are 64 from one power of
     two to the next."""
     for threads in (1, 2):
@@ -199,7 +191,7 @@ def test_ragged_lengths_share_cudnn_graphs(
     assert watch.problems == []
 
 
-def test_a_window_alone_uploads_nothing(watch: Watch) -> None:
+def test_a_window_alone_uploads_nothing(watch):
     """Every row is one document: the device counts their offsets by itself."""
     calls("flash", tensors(True), Rule(0.1, 300))
     assert watch.uploads == 0

@@ -1,7 +1,5 @@
 """Liger's Triton kernels, run in Triton's interpreter on a CPU: inside our tiles and chunks they are exact."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -19,7 +17,7 @@ INSTALLED = (FOLDER / "triton").is_dir() or all(importlib.util.find_spec(n) for 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="liger-kernel and triton are not installed: run env/liger.sh")
 
 
-def test_ligers_kernels_are_exact_in_tiles_and_chunks() -> None:
+def test_ligers_kernels_are_exact_in_tiles_and_chunks():
     """One process, in which Triton interprets, for all cases."""
     path = os.pathsep.join(p for p in (str(ROOT), str(FOLDER), os.environ.get("PYTHONPATH")) if p)
     env = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

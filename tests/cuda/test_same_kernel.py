@@ -1,9 +1,6 @@
 """The simulator chooses the kernel that a run on a GPU chooses, and a rule without torch foretells it."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +23,7 @@ from alstlib.ulysses.attention import UlyssesAttention
 
 
 @pytest.mark.parametrize("name", zoo.MODELS)
-def test_one_kernel_for_every_decoder(name: str) -> None:
+def test_one_kernel_for_every_decoder(name):
     ctx = alstlib.SPContext()
     attention = [a for call in check_model(zoo.build(name), ctx, "sdpa").calls for a in call.attention]
     assert attention
@@ -47,7 +44,7 @@ def test_one_kernel_for_every_decoder(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype, kernel", [("bf16", "cudnn"), ("fp32", "efficient")])
-def test_a_simulated_step_runs_it(dtype: str, kernel: str) -> None:
+def test_a_simulated_step_runs_it(dtype, kernel):
     fields = {"model.name": "llama-3.1-8b", "model.config": {"num_hidden_layers": 1}, "data.seq_len": 4096}
     run = RunConfig.from_dict({**fields, "model.dtype": dtype})
     assert simulate(run, 8).kernel == kernel
@@ -56,7 +53,7 @@ def test_a_simulated_step_runs_it(dtype: str, kernel: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flash", "efficient", "blockwise", "eager"])
-def test_a_simulated_step_runs_what_is_named(name: str) -> None:
+def test_a_simulated_step_runs_what_is_named(name):
     run = RunConfig(
         model={"name": "tiny", "config": {"num_hidden_layers": 1}, "dtype": "bf16"},
         data={"seq_len": 1024},
@@ -70,7 +67,7 @@ def test_a_simulated_step_runs_what_is_named(name: str) -> None:
         simulate(run.replace(options={"attention": "cpu"}), 2)
 
 
-def test_simulated_blocks_are_multiplied_as_on_the_device() -> None:
+def test_simulated_blocks_are_multiplied_as_on_the_device():
     """A GPU sums products of bf16 in fp32 without a copy of the blocks in fp32, which a CPU needs."""
     run = RunConfig(
         model={"name": "tiny", "config": {"num_hidden_layers": 1}, "dtype": "bf16"},
@@ -79,11 +76,11 @@ def test_simulated_blocks_are_multiplied_as_on_the_device() -> None:
     )
 
     class Products(TorchDispatchMode):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.wide = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             self.wide += func is torch.ops.aten.bmm.dtype
             return func(*args, **(kwargs or {}))
 
@@ -97,7 +94,7 @@ def test_simulated_blocks_are_multiplied_as_on_the_device() -> None:
 
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_planner_foretells_it(gpu: str, dtype: str) -> None:
+def test_the_planner_foretells_it(gpu, dtype):
     """By the GPU and by the width of heads, with what the kernel takes for itself."""
     rates = rates_of(gpu)
     machine = Machine(rates=rates)

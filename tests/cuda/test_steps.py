@@ -1,10 +1,7 @@
 """Whole training steps through the branches for CUDA, at the width of real models: every kernel is called as it wants
 to be called, and cuDNN builds few graphs."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import pytest
 import zoo
@@ -13,7 +10,7 @@ from steps import steps
 
 ROWS = 4096
 DOCUMENTS = [0, 1, 700, 1724, 1725, 3100, ROWS]
-WAYS: dict[str, dict[str, Any]] = {
+WAYS = {
     "whole": {},
     "whole, async": {"offload": True, "kept": 0.5},
     "whole, sync, attention kept": {"offload": "sync", "save_attention": True},
@@ -38,7 +35,7 @@ GRAPHS = 20
 
 
 @pytest.mark.parametrize(("model", "sp", "kernel", "way"), CASES)
-def test_steps(model: str, sp: int, kernel: str, way: str) -> None:
+def test_steps(model, sp, kernel, way):
     options = dict(WAYS[way])
     if "chunk" in options:
         options["chunk"] = ROWS // sp // 4
@@ -54,7 +51,7 @@ def test_steps(model: str, sp: int, kernel: str, way: str) -> None:
 
 
 @pytest.mark.parametrize(("model", "sp"), [("llama-3.1-8b", 1), ("gemma-2", 8)])
-def test_steps_block_by_block(model: str, sp: int) -> None:
+def test_steps_block_by_block(model, sp):
     with steps(model, ROWS, sp, offload=True, on_host="hidden+kv") as step:
         for documents in (None, DOCUMENTS):
             step(documents, block=-(-ROWS // sp // 3))
@@ -65,7 +62,7 @@ def test_steps_block_by_block(model: str, sp: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["whole, async", "chunks, host"])
-def test_log_probabilities(way: str) -> None:
+def test_log_probabilities(way):
     with steps("gemma-2", ROWS, 8, **{**WAYS[way], **({"chunk": ROWS // 32} if "chunk" in WAYS[way] else {})}) as step:
         step(logps=True)
         step(DOCUMENTS, logps=True)
@@ -74,7 +71,7 @@ def test_log_probabilities(way: str) -> None:
 
 
 @pytest.mark.parametrize("chunk", [None, 1024], ids=["whole", "chunks"])
-def test_batches_with_other_documents_build_no_more_graphs(chunk: int | None) -> None:
+def test_batches_with_other_documents_build_no_more_graphs(chunk):
     generator = random.Random(0)
     with steps("llama-3.1-8b", ROWS, 1, layers=1, chunk=chunk) as step:
         for _ in range(4):
@@ -83,7 +80,7 @@ def test_batches_with_other_documents_build_no_more_graphs(chunk: int | None) ->
         assert len(step.watch.graphs) <= 4
 
 
-def test_offsets_of_documents_go_to_the_device_once_for_a_batch() -> None:
+def test_offsets_of_documents_go_to_the_device_once_for_a_batch():
     """Not in every layer, nor in every pass."""
     uploads = []
     for layers in (1, 3):
@@ -94,7 +91,7 @@ def test_offsets_of_documents_go_to_the_device_once_for_a_batch() -> None:
 
 
 @pytest.mark.parametrize("name", zoo.MODELS)
-def test_hidden_states_on_the_host_meet_no_tensor_of_the_device(name: str) -> None:
+def test_hidden_states_on_the_host_meet_no_tensor_of_the_device(name):
     """In whatever a decoder does before, between and after its layers."""
     with steps(name, 64, 1, chunk=16, offload=True, on_host="hidden+kv") as step:
         step([0, 20, 64])

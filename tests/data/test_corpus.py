@@ -1,7 +1,5 @@
 """Corpora, tokenizers and samples: what is read, what is labelled, and that samples are exactly as long as asked."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import pickle

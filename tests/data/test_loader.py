@@ -1,7 +1,5 @@
 """SPDataLoader and sharding: what the ranks hold together is the shifted batch, and nothing more travels."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

@@ -1,7 +1,5 @@
 """Builds `device.cpp` once for each version of it and of PyTorch, in PyTorch's cache of extensions."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib
@@ -9,9 +7,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch.utils import cpp_extension
@@ -19,7 +15,7 @@ from torch.utils import cpp_extension
 SOURCE = Path(__file__).with_name("device.cpp")
 
 
-def why_not() -> str:
+def why_not():
     """Why the device cannot be built here; empty where it can."""
     if sys.platform != "linux":
         return "needs Linux"
@@ -28,7 +24,7 @@ def why_not() -> str:
     return "" if cpp_extension.is_ninja_available() else "needs ninja"
 
 
-def load() -> ModuleType:
+def load():
     """The extension, built where there is none yet; other processes wait for the one that builds."""
     text = SOURCE.read_bytes() + torch.__version__.encode() + sys.version.encode()
     name = f"latecpu_{hashlib.sha256(text).hexdigest()[:12]}"
@@ -47,7 +43,7 @@ def load() -> ModuleType:
     return module
 
 
-def _build(name: str, folder: Path) -> None:
+def _build(name, folder):
     (folder / "lock").unlink(missing_ok=True)  # PyTorch's own, which a build that was killed leaves
     with contextlib.ExitStack() as stack:
         before = os.environ.get("MAX_JOBS")
@@ -57,7 +53,7 @@ def _build(name: str, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _alone(folder):
     with open(folder / "builds", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from device import module
@@ -19,12 +19,12 @@ class Call(NamedTuple):
     """Tensors of the device, and not of the CPU."""
 
 
-def backend() -> str:
+def backend():
     """What `init_process_group` takes; registers the process group in this process."""
     extension = module.extension()
     if not hasattr(dist.Backend, "LATE"):
 
-        def make(options: Any, _: Any) -> Any:
+        def make(options, _):
             store = dist.PrefixStore("late", options.store)
             gloo = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
             return extension.backend(gloo, options.group_id)
@@ -33,11 +33,11 @@ def backend() -> str:
     return f"cpu:gloo,{module.NAME}:late"
 
 
-def delay(most: int) -> None:
+def delay(most):
     """Before each collective, wait for up to so many microseconds, drawn for each rank."""
     module.extension().set_call_delay(most)
 
 
-def calls() -> list[Call]:
+def calls():
     """Collectives that this rank has called since the last time that somebody asked, in their order."""
     return [Call(*call) for call in module.extension().calls()]

@@ -1,15 +1,10 @@
 """`torch.latecpu`, the Python module of the device: what alstlib, DDP, FSDP2 and DeepSpeed ask of `torch.cuda`."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import torch
 from device import build
-from torch import Tensor
 
 NAME = "latecpu"
 TOTAL = 2**36
@@ -17,10 +12,10 @@ TOTAL = 2**36
 NEVER = -1
 """Delay of a copy that runs only when somebody waits for it, which is the latest that a program may rely on."""
 
-_extension: Any = None
+_extension = None
 
 
-def extension() -> Any:
+def extension():
     """The C++ side; registers the device in this process, once and for good."""
     global _extension
     if _extension is None:
@@ -32,13 +27,13 @@ def extension() -> Any:
     return _extension
 
 
-def device() -> torch.device:
+def device():
     extension()
     return torch.device(NAME, 0)
 
 
 @contextlib.contextmanager
-def late(delay: int, seed: int = 0) -> Iterator[None]:
+def late(delay, seed=0):
     """Copies on other streams than the default one begin up to `delay` microseconds late, or with NEVER when somebody
     waits for them. Afterwards nothing is under way, and the delay is the usual one.
 
@@ -56,62 +51,62 @@ def late(delay: int, seed: int = 0) -> Iterator[None]:
 
 
 class Stream(torch.Stream):
-    def __new__(cls, device: Any = None, priority: int = 0, **ids: Any) -> Any:
+    def __new__(cls, device=None, priority=0, **ids):
         if ids:
             return super().__new__(cls, **ids)
         return super().__new__(cls, device=torch.device(NAME, 0), priority=priority)
 
 
 class Event(torch.Event):
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any) -> Any:
+    def __new__(cls, enable_timing=False, blocking=False, interprocess=False, **_):
         return super().__new__(cls, device=torch.device(NAME, 0), enable_timing=enable_timing, blocking=blocking)
 
 
 class _Runtime:
     """The two calls of CUDA's runtime that pin memory which is there already."""
 
-    def cudaHostRegister(self, data: int, nbytes: int, flags: int) -> int:
+    def cudaHostRegister(self, data, nbytes, flags):
         _extension.host_register(data, nbytes)
         return 0
 
-    def cudaHostUnregister(self, data: int) -> int:
+    def cudaHostUnregister(self, data):
         _extension.host_unregister(data)
         return 0
 
 
-def _properties(device: Any = None) -> SimpleNamespace:
+def _properties(device=None):
     return SimpleNamespace(name=NAME, total_memory=TOTAL, major=0, minor=0, multi_processor_count=1)
 
 
-def _generator() -> torch.Generator:
+def _generator():
     return _extension.default_generator()
 
 
-def _get_rng_state(device: Any = NAME) -> Tensor:
+def _get_rng_state(device=NAME):
     return _generator().get_state()
 
 
-def _set_rng_state(state: Tensor, device: Any = NAME) -> None:
+def _set_rng_state(state, device=NAME):
     _generator().set_state(state)
 
 
-def _seed(seed: int) -> None:
+def _seed(seed):
     _generator().manual_seed(seed)
 
 
-def _memory(device: Any = None) -> int:
+def _memory(device=None):
     return _extension.memory()[0]
 
 
-def _peak(device: Any = None) -> int:
+def _peak(device=None):
     return _extension.memory()[1]
 
 
-def _reserved(device: Any = None) -> int:
+def _reserved(device=None):
     return _extension.memory()[2]
 
 
-def limit(fraction: float, device: Any = None) -> None:
+def limit(fraction, device=None):
     """As `torch.cuda.set_per_process_memory_fraction`, which takes no device without a number."""
     if device is not None and torch.device(device).index is None:
         raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{device}")
@@ -121,12 +116,12 @@ def limit(fraction: float, device: Any = None) -> None:
 
 
 @contextlib.contextmanager
-def _device(device: Any) -> Iterator[None]:
+def _device(device):
     yield
 
 
-def _module() -> ModuleType:
-    made: Any = ModuleType(f"torch.{NAME}")
+def _module():
+    made = ModuleType(f"torch.{NAME}")
     made.Stream, made.Event = Stream, Event
     made.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
     made.current_stream = lambda device=None: torch.accelerator.current_stream()
@@ -160,5 +155,5 @@ def _module() -> ModuleType:
     return made
 
 
-def _type() -> int:
+def _type():
     return torch.Stream(device=torch.device(NAME, 0)).device_type

@@ -1,13 +1,9 @@
 """What the library asks of a device's module: memory, pinning, random states, waiting, and how ranks find their device.
 None of it may come from `torch.cuda`, which has no device here."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +13,6 @@ from cases import make_model, make_samples, plain_run, small_pages, worst_error
 from device import module
 from device.module import NEVER, device, late
 from mutate import mutated
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import alstlib
@@ -37,14 +32,14 @@ from alstlib.train.state import RunStates
 MIB = 2**20
 
 
-def zeros(mib: int) -> Tensor:
+def zeros(mib):
     return torch.zeros(mib * MIB // 4, device=device())
 
 
 # ----- memory
 
 
-def ledger(rank: int, world: int) -> None:
+def ledger(rank, world):
     zeros(64)  # a peak before, and a block that nobody has
     held = zeros(1)
     host = torch.zeros(8 * MIB)
@@ -65,11 +60,11 @@ def ledger(rank: int, world: int) -> None:
     zeros(7)
 
 
-def test_a_ledger_has_the_peak_and_the_budget_of_the_device(late1: Any) -> None:
+def test_a_ledger_has_the_peak_and_the_budget_of_the_device(late1):
     late1(ledger)
 
 
-def counted(rank: int, world: int) -> None:
+def counted(rank, world):
     here = torch.get_device_module(device())
     zeros(32)
     here.reset_peak_memory_stats()
@@ -80,15 +75,15 @@ def counted(rank: int, world: int) -> None:
     assert device_memory(device()) == (before + x.nbytes, before + 6 * MIB, module.TOTAL - before - x.nbytes)
 
 
-def test_headroom_counts_the_device(late1: Any) -> None:
+def test_headroom_counts_the_device(late1):
     late1(counted)
 
 
-OPTIONS: dict[str, Any] = {"tiles": {"mlp": 16, "norm": 16}}  # the loss makes the peak
+OPTIONS = {"tiles": {"mlp": 16, "norm": 16}}  # the loss makes the peak
 LENGTH = 128
 
 
-def kept(rank: int, world: int, chunk: int | None) -> list[float]:
+def kept(rank, world, chunk):
     """The share of layers whose attention outputs steps keep on a device with room for half of them; a step that keeps
     more would run out of memory."""
     ctx, samples = alstlib.SPContext(), make_samples(1, length=LENGTH)
@@ -97,7 +92,7 @@ def kept(rank: int, world: int, chunk: int | None) -> list[float]:
     model = model.to(device())
     (batch,) = SPDataLoader(samples, ctx, device=device())
 
-    def step() -> None:
+    def step():
         model.zero_grad()
         alstlib.causal_lm_loss(model, batch).loss.backward()
 
@@ -129,14 +124,14 @@ def kept(rank: int, world: int, chunk: int | None) -> list[float]:
 
 
 @pytest.mark.parametrize("chunk", [None, 64])
-def test_attention_outputs_stay_on_the_device_as_far_as_they_fit(late1: Any, chunk: int | None) -> None:
+def test_attention_outputs_stay_on_the_device_as_far_as_they_fit(late1, chunk):
     assert late1(kept, chunk) == [[0, 0.5, 0.5]]
 
 
 # ----- ranks
 
 
-def wire(rank: int, world: int) -> None:
+def wire(rank, world):
     """Where the process group can send from the device only, small tensors lie there."""
     both = alstlib.SPContext.create(2)
     assert both.wire == torch.device("cpu")
@@ -145,16 +140,16 @@ def wire(rank: int, world: int) -> None:
     assert ctx.largest([rank, 10 - rank]) == [1, 10]
 
 
-def test_integers_of_ranks_lie_where_the_group_can_send_from(late2: Any) -> None:
+def test_integers_of_ranks_lie_where_the_group_can_send_from(late2):
     late2(wire)
 
 
 LAUNCHED = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}
 
 
-def joined(rank: int, world: int) -> list[Any]:
+def joined(rank, world):
     """What this rank makes its device, and how it joins others: by `SPContext.create`, and by a worker of a run."""
-    made: list[Any] = []
+    made = []
     here = torch.get_device_module(device())
     with (
         mock.patch.dict(os.environ, LAUNCHED),
@@ -170,12 +165,12 @@ def joined(rank: int, world: int) -> list[Any]:
     return [*rest, backend, str(how["device_id"])]
 
 
-def test_ranks_join_with_the_backend_of_their_device(late1: Any) -> None:
+def test_ranks_join_with_the_backend_of_their_device(late1):
     name = f"{module.NAME}:3"
     assert late1(joined) == [[name, ("late", {}), name, "late", name]]
 
 
-def waits(rank: int, world: int) -> None:
+def waits(rank, world):
     with late(NEVER):
         x, host = torch.ones(8, device=device()), torch.empty(8, pin_memory=True)
         host.copy_(x, non_blocking=True)
@@ -184,14 +179,14 @@ def waits(rank: int, world: int) -> None:
         assert host.eq(1).all()
 
 
-def test_a_time_is_that_of_what_has_been_done(late1: Any) -> None:
+def test_a_time_is_that_of_what_has_been_done(late1):
     late1(waits)
 
 
 # ----- pinned memory
 
 
-def pins(rank: int, world: int) -> None:
+def pins(rank, world):
     """A device whose runtime PyTorch does not show pins by PyTorch's allocator; a step that keeps all on the host."""
     here = torch.get_device_module(device())
     assert zero_config(make_model(), offload_optimizer=True)["zero_optimization"]["offload_optimizer"]["pin_memory"]
@@ -224,14 +219,14 @@ def pins(rank: int, world: int) -> None:
         here.cudart = runtime
 
 
-def test_memory_is_pinned_without_cudas_runtime(late1: Any) -> None:
+def test_memory_is_pinned_without_cudas_runtime(late1):
     late1(pins)
 
 
 # ----- what the host keeps
 
 
-def dropped(rank: int, world: int, mistake: bool) -> bool:
+def dropped(rank, world, mistake):
     """Whether memory stays as it is when a checkpoint is dropped while it is on its way there."""
     change = [("accelerator(device).current_stream(device).wait_event(self.fetched[1])", "pass")] if mistake else []
     with mutated(Ticket.release, *change), late(NEVER):
@@ -250,11 +245,11 @@ def dropped(rank: int, world: int, mistake: bool) -> bool:
 
 
 @pytest.mark.parametrize("mistake", [False, True])
-def test_a_checkpoint_may_be_dropped_while_it_is_fetched(late1: Any, mistake: bool) -> None:
+def test_a_checkpoint_may_be_dropped_while_it_is_fetched(late1, mistake):
     assert late1(dropped, mistake) == [not mistake]
 
 
-def kept_before(rank: int, world: int) -> None:
+def kept_before(rank, world):
     with late(NEVER):
         store = HostStore("async", budget=2**30)
         tickets, courier = [store.ticket(), store.ticket()], Courier(store, device())
@@ -269,7 +264,7 @@ def kept_before(rank: int, world: int) -> None:
         assert host.eq(1).all()
 
 
-def test_what_is_kept_comes_back_without_waiting_for_what_left_after_it(late1: Any) -> None:
+def test_what_is_kept_comes_back_without_waiting_for_what_left_after_it(late1):
     """The sums of a page, for example: behind them a checkpoint would come late."""
     late1(kept_before)
 
@@ -277,7 +272,7 @@ def test_what_is_kept_comes_back_without_waiting_for_what_left_after_it(late1: A
 # ----- random states
 
 
-def continued(rank: int, world: int, folder: Path) -> None:
+def continued(rank, world, folder):
     """A training state brings back the random numbers of the device, and those of the CPU."""
     from device import accelerator
 
@@ -288,12 +283,12 @@ def continued(rank: int, world: int, folder: Path) -> None:
         optim={"steps": 9},
     )
 
-    def started() -> Any:
+    def started():
         model = make_model().to(device())
         alstlib.apply(model, alstlib.SPContext.create(1), alstlib.Options())
         return initialize(run, model, False)
 
-    def drawn() -> list[Tensor]:
+    def drawn():
         return [torch.rand(5), torch.rand(5, device=device()).cpu()]
 
     engine = started()
@@ -308,14 +303,14 @@ def continued(rank: int, world: int, folder: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(drawn(), want))
 
 
-def test_a_training_state_has_the_random_states_of_the_device(late1: Any, tmp_path: Path) -> None:
+def test_a_training_state_has_the_random_states_of_the_device(late1, tmp_path):
     late1(continued, tmp_path)
 
 
 # ----- a whole run
 
 
-def trained(rank: int, world: int, out: Path, budget: int) -> dict[str, Any]:
+def trained(rank, world, out, budget):
     """The result of a run on the device, by the worker of `alst run`."""
     from device import accelerator
 
@@ -333,7 +328,7 @@ def trained(rank: int, world: int, out: Path, budget: int) -> dict[str, Any]:
         limits={"device_memory": budget},
     )
 
-    def load(run: RunConfig, dtype: torch.dtype, where: torch.device) -> Any:
+    def load(run, dtype, where):
         """Not by `p.data = ...`, which takes a parameter to CUDA but not to this device."""
         return loading.Arrival(models.load_model(run, dtype).to(where), {}, where)
 
@@ -350,7 +345,7 @@ def trained(rank: int, world: int, out: Path, budget: int) -> dict[str, Any]:
     return results.read_result(out / "result.json")
 
 
-def test_a_run_trains_on_the_device_within_its_memory(late1: Any, tmp_path: Path) -> None:
+def test_a_run_trains_on_the_device_within_its_memory(late1, tmp_path):
     (result,) = late1(trained, tmp_path / "long", 2**26)
     assert result["status"] == "ok"
     assert result["environment"]["device"] == module.NAME

@@ -2,17 +2,13 @@
 
 That its values, random numbers and collectives are the CPU's is seen in whole steps (tests/test_matrix.py)."""
 
-from __future__ import annotations
-
 import threading
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from device import group
 from device.module import NEVER, device, extension, late
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
@@ -20,7 +16,7 @@ from alstlib.data.agreement import Agreement
 from alstlib.mesh import SPContext
 
 
-def refusals(rank: int, world: int) -> None:
+def refusals(rank, world):
     x, host = torch.ones(3, 3, device=device()), torch.ones(3, 3)
     for mixed in (
         lambda: x + host, lambda: x @ host, lambda: torch.cat([x, host]), lambda: F.linear(x, host),
@@ -35,11 +31,11 @@ def refusals(rank: int, world: int) -> None:
         x.numpy()
 
 
-def test_tensors_of_two_devices_are_refused(late1: Any) -> None:
+def test_tensors_of_two_devices_are_refused(late1):
     late1(refusals)
 
 
-def memory(rank: int, world: int) -> None:
+def memory(rank, world):
     here = torch.get_device_module(device())
     before = here.memory_allocated()
     x = torch.empty(1000, device=device())
@@ -58,11 +54,11 @@ def memory(rank: int, world: int) -> None:
     assert y.isnan().all()
 
 
-def test_memory_is_nan_and_is_handed_out_again_at_once(late1: Any) -> None:
+def test_memory_is_nan_and_is_handed_out_again_at_once(late1):
     late1(memory)
 
 
-def pinned(rank: int, world: int) -> None:
+def pinned(rank, world):
     assert not torch.ones(3).is_pinned()
     assert torch.empty(3, pin_memory=True).is_pinned()
     assert torch.ones(3).pin_memory().is_pinned()
@@ -74,22 +70,22 @@ def pinned(rank: int, world: int) -> None:
     assert not some.is_pinned()
 
 
-def test_pinned_memory_is_known(late1: Any) -> None:
+def test_pinned_memory_is_known(late1):
     late1(pinned)
 
 
 class Transfer:
     """Values that a side stream takes to pinned memory and brings back."""
 
-    def __init__(self, without: str) -> None:
-        here: Any = torch.get_device_module(device())
+    def __init__(self, without):
+        here = torch.get_device_module(device())
         self.without, self.main, self.stream = without, here.current_stream(device()), here.stream
         self.out, self.back = here.Stream(device()), here.Stream(device())
 
-    def wait(self, what: str) -> bool:
+    def wait(self, what):
         return self.without != what
 
-    def __call__(self) -> list[Tensor]:
+    def __call__(self):
         """Copies on the host, and what came back: ten tensors of each."""
         arrived, returned = [], []
         for i in range(10):
@@ -125,7 +121,7 @@ class Transfer:
         return [torch.stack(arrived), torch.stack(returned).cpu()]
 
 
-def transfer(rank: int, world: int, without: str, delay: int) -> tuple[bool, bool]:
+def transfer(rank, world, without, delay):
     """Whether the values are right, and whether a race was noted."""
     want, raced = (torch.arange(10.0) * 2 + 1)[:, None].expand(10, 512), False
     right = True
@@ -142,19 +138,19 @@ WAITS = ["out waits for compute", "x lives until its copy is done", "back waits 
 
 
 @pytest.mark.parametrize("delay", [0, 300, NEVER])
-def test_copies_that_wait_are_right(late1: Any, delay: int) -> None:
+def test_copies_that_wait_are_right(late1, delay):
     assert late1(transfer, "", delay) == [(True, False)]
 
 
 @pytest.mark.parametrize("without", WAITS)
-def test_a_missing_wait_gives_wrong_values(late1: Any, without: str) -> None:
+def test_a_missing_wait_gives_wrong_values(late1, without):
     ((right, raced),) = late1(transfer, without, NEVER)
     assert not right
     assert raced == ("waits for compute" in without)
 
 
-def host_too_early(rank: int, world: int) -> None:
-    here: Any = torch.get_device_module(device())
+def host_too_early(rank, world):
+    here = torch.get_device_module(device())
     with late(NEVER):
         x, side = torch.ones(8, device=device()), here.Stream()
         host, other = torch.empty(8, pin_memory=True), torch.empty(8, pin_memory=True)
@@ -174,13 +170,13 @@ def host_too_early(rank: int, world: int) -> None:
         assert plain.eq(1).all()
 
 
-def test_the_host_reads_too_early_what_it_did_not_wait_for(late1: Any) -> None:
+def test_the_host_reads_too_early_what_it_did_not_wait_for(late1):
     late1(host_too_early)
 
 
-def two_streams(rank: int, world: int) -> None:
+def two_streams(rank, world):
     """One side stream waits for another, for what it has brought to the host."""
-    here: Any = torch.get_device_module(device())
+    here = torch.get_device_module(device())
     for waits in (True, False):
         with late(NEVER):
             main, out, back = here.current_stream(), here.Stream(), here.Stream()
@@ -199,26 +195,26 @@ def two_streams(rank: int, world: int) -> None:
             assert y.sum().item() == 8 * waits
 
 
-def test_streams_wait_for_each_other(late1: Any) -> None:
+def test_streams_wait_for_each_other(late1):
     late1(two_streams)
 
 
 class Threads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seen: list[int]) -> Tensor:
+    def forward(ctx, x, seen):
         ctx.seen = seen
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad):
         ctx.seen.append(threading.get_native_id())
         return grad, None
 
 
-def threads(rank: int, world: int, single: bool) -> tuple[bool, bool]:
+def threads(rank, world, single):
     """Whether backward ran in the thread that called it: of a tensor on the CPU, of one on the device."""
-    cpu: list[int] = []
-    own: list[int] = []
+    cpu = []
+    own = []
     with torch.autograd.set_multithreading_enabled(not single):
         x = torch.ones(4).requires_grad_()
         y = Threads.apply(Threads.apply(x, cpu).to(device()), own)
@@ -227,11 +223,11 @@ def threads(rank: int, world: int, single: bool) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("single", [False, True])
-def test_autograd_has_a_thread_for_it(late1: Any, single: bool) -> None:
+def test_autograd_has_a_thread_for_it(late1, single):
     assert late1(threads, single) == [(True, single)]
 
 
-def recorded(rank: int, world: int, delay: int) -> list[tuple[str, int, bool]]:
+def recorded(rank, world, delay):
     group.calls()
     group.delay(delay)
     try:
@@ -249,12 +245,12 @@ def recorded(rank: int, world: int, delay: int) -> list[tuple[str, int, bool]]:
     return [(call.op, call.nbytes) for call in calls]
 
 
-def test_the_order_of_collectives_is_recorded(late2: Any) -> None:
+def test_the_order_of_collectives_is_recorded(late2):
     first, second = late2(recorded, 2000)
     assert first == second == [("allreduce", 16), ("broadcast", 16)] * 5 + [("allreduce", 8)]
 
 
-def test_the_extension_is_not_loaded_here() -> None:
+def test_the_extension_is_not_loaded_here():
     """A process with the device has another default accelerator: other tests must not see it."""
     assert torch._C._get_privateuse1_backend_name() == "privateuseone"
     assert callable(extension)
@@ -263,7 +259,7 @@ def test_the_extension_is_not_loaded_here() -> None:
 # ----- a process group that can send from the device only, as NCCL without gloo
 
 
-def agree(rank: int, world: int, waits: bool) -> tuple[str, str, list[Any]]:
+def agree(rank, world, waits):
     ctx = SPContext(sp=world, sp_rank=rank, mesh=DeviceMesh.from_group(dist.new_group(backend="late"), "cpu"))
     group.calls()
     said = ""
@@ -277,7 +273,7 @@ def agree(rank: int, world: int, waits: bool) -> tuple[str, str, list[Any]]:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_ranks_agree_over_a_group_that_sends_from_the_device_only(late2: Any, waits: bool) -> None:
+def test_ranks_agree_over_a_group_that_sends_from_the_device_only(late2, waits):
     """NCCL cannot send what lies on the CPU."""
     first, second = late2(agree, waits)
     assert first[0] == second[0] == "latecpu:0"

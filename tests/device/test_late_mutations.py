@@ -3,7 +3,6 @@ what engines are given: each gives wrong gradients in a whole step, or an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -218,7 +217,7 @@ MUTATIONS = {
 }  # fmt: skip
 
 
-def dropout(rank: int, world: int, way: str) -> float:
+def dropout(rank, world, way):
     """The relative error of a gradient's slope against a central difference, on the device, with dropout."""
     model = make_model("gpt2", dtype=torch.float64, n_layer=3, resid_pdrop=0.1, embd_pdrop=0.1).to(device())
     sample = {"input_ids": torch.arange(3, 44)[None], "labels": torch.arange(3, 44)[None]}
@@ -229,7 +228,7 @@ def dropout(rank: int, world: int, way: str) -> float:
     return abs(slope / want - 1)
 
 
-def run(rank: int, world: int, shown_by: Case | str, name: str = "") -> Any:
+def run(rank, world, shown_by, name=""):
     """What a case gives, with a mistake by that name; or the error."""
     if name:
         function, old, new, _ = MUTATIONS[name]
@@ -241,7 +240,7 @@ def run(rank: int, world: int, shown_by: Case | str, name: str = "") -> Any:
     return dropout(rank, world, shown_by) if isinstance(shown_by, str) else matrix.run(rank, world, shown_by)
 
 
-def found(results: list[Any], shown_by: Case | str) -> str:
+def found(results, shown_by):
     """What is wrong with what the ranks gave; empty for nothing."""
     if errors := [result for result in results if isinstance(result, str)]:
         return errors[0]
@@ -255,16 +254,16 @@ def found(results: list[Any], shown_by: Case | str) -> str:
 
 
 @pytest.fixture
-def on_ranks(request: pytest.FixtureRequest) -> Any:
-    def call(shown_by: Case | str, *more: Any) -> str:
+def on_ranks(request):
+    def call(shown_by, *more):
         alone = isinstance(shown_by, str)
-        pools: Any = request.getfixturevalue("late_pools" if alone or shown_by.device == "late" else "pools")
+        pools = request.getfixturevalue("late_pools" if alone or shown_by.device == "late" else "pools")
         return found(pools(1 if alone else shown_by.sp * shown_by.dp)(run, shown_by, *more), shown_by)
 
     return call
 
 
-def by_name(shown_by: Iterable[Case | str]) -> dict[str, Case | str]:
+def by_name(shown_by):
     return {f"dropout {one}" if isinstance(one, str) else str(one): one for one in shown_by}
 
 
@@ -272,18 +271,18 @@ SHOWN_BY = by_name(mutation.shown_by for mutation in MUTATIONS.values())
 
 
 @pytest.mark.parametrize("name", SHOWN_BY)
-def test_without_a_mistake_nothing_is_seen(on_ranks: Any, name: str) -> None:
+def test_without_a_mistake_nothing_is_seen(on_ranks, name):
     assert on_ranks(SHOWN_BY[name]) == ""
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mistake_is_seen(on_ranks: Any, name: str) -> None:
+def test_a_mistake_is_seen(on_ranks, name):
     function, old, new, shown_by = MUTATIONS[name]
     changed(function, (old, new))  # raises an error here, where it counts for nothing
     assert on_ranks(shown_by, name)
 
 
-def test_the_readme_has_the_table() -> None:
+def test_the_readme_has_the_table():
     text = Path(__file__).with_name("README.md").read_text()
     for name, mutation in MUTATIONS.items():
         assert f"| {name} | `{next(iter(by_name([mutation.shown_by])))}` |" in text

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,7 +49,7 @@ class Place:
     memory: str = ""
     """A rank's share of the host, where it is known."""
 
-    def run(self, *command: str, limit: float = 600.0) -> str:
+    def run(self, *command, limit=600.0):
         """What a command says that must succeed."""
         named = ("PATH", "CI", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TORCH_EXTENSIONS_DIR")
         env = {n: os.environ[n] for n in named if n in os.environ} | {"HOME": str(Path.home())}
@@ -64,12 +63,12 @@ class Place:
         assert "Traceback" not in said, said[-6000:]
         return said
 
-    def alst(self, *arguments: str, limit: float = 600.0) -> str:
+    def alst(self, *arguments, limit=600.0):
         return self.run(str(self.checkout / ".venv/bin/python"), "-m", "alstlib.runs.cli", *arguments, limit=limit)
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
+def place():
     """Not in pytest's folder, which another user may not enter."""
     with tempfile.TemporaryDirectory(prefix="alst-elsewhere-", ignore_cleanup_errors=True) as name:
         os.chmod(name, 0o755)
@@ -79,12 +78,12 @@ def place() -> Iterator[Place]:
         yield Place(Path(name) / "checkout", Path(name) / "mine")
 
 
-def root() -> None:
+def root():
     if os.geteuid():
         pytest.skip("only root may mount something in a namespace of its own, or be another user")
 
 
-def mounted(place: Place, script: str) -> None:
+def mounted(place, script):
     """Start commands in a namespace of mounts of their own, after this script."""
     root()
     if subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "t", str(place.mine)], capture_output=True).returncode:
@@ -92,7 +91,7 @@ def mounted(place: Place, script: str) -> None:
     place.before += ["unshare", "-m", "bash", "-ec", f'{script}\nexec "$@"', "bash"]
 
 
-def grouped(place: Place, limit: str) -> None:
+def grouped(place, limit):
     """Control groups of version 2, of which this process's has a limit."""
     lines = Path("/proc/self/cgroup").read_text().splitlines() if Path("/proc/self/cgroup").exists() else []
     name = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/") and ".." not in line), None)
@@ -105,27 +104,27 @@ def grouped(place: Place, limit: str) -> None:
     mounted(place, f'mount --bind "{place.mine}/groups" {GROUPS}')
 
 
-def ungrouped(place: Place) -> None:
+def ungrouped(place):
     if not GROUPS.is_dir():
         return  # it is such a machine
     mounted(place, f"mount -t tmpfs t {GROUPS}")
 
 
-def unlimited_on_one_core(place: Place) -> None:
+def unlimited_on_one_core(place):
     grouped(place, "max")
     if not shutil.which("taskset"):
         pytest.skip("no taskset here, which gives a process one core")
     place.before[:0] = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
 
 
-def four_gib(place: Place) -> None:
+def four_gib(place):
     """A group's limit for all of it, and the kernel's for each process."""
     grouped(place, str(FOUR_GIB))
     place.before[:0] = ["prlimit", f"--data={FOUR_GIB}"]
     place.memory = "2.00 GiB"
 
 
-def another_user(place: Place) -> None:
+def another_user(place):
     """Who may write neither to the checkout nor to a home folder."""
     root()
     os.chown(place.mine, NOBODY, NOBODY)
@@ -143,14 +142,14 @@ def another_user(place: Place) -> None:
     pytest.skip(f"another user cannot start {sys.executable}")
 
 
-def plain_c_and_odd_names(place: Place) -> None:
+def plain_c_and_odd_names(place):
     odd = "größer, and with spaces"
     place.checkout = place.checkout.rename(place.checkout.with_name(f"{odd} checkout"))
     place.mine = place.mine.rename(place.mine.with_name(f"{odd} mine"))
     place.env |= {"LANG": "C", "LC_ALL": "C"}
 
 
-def read_only(place: Place) -> None:
+def read_only(place):
     mounted(place, f'mount --bind "{place.checkout}" "{place.checkout}"\nmount -o remount,ro,bind "{place.checkout}"')
 
 
@@ -164,7 +163,7 @@ ENVIRONMENTS = {
 }
 
 
-def starts(place: Place, whole: bool) -> None:
+def starts(place, whole):
     out = str(place.mine / "out")
     would = place.alst("run", SPEC, "--dry-run", "--out", out)
     rows = yaml.safe_load((ROOT / SPEC).read_text())["rows"]
@@ -184,12 +183,12 @@ def starts(place: Place, whole: bool) -> None:
 
 @pytest.mark.timeout(4000)
 @pytest.mark.parametrize("make", ENVIRONMENTS.values(), ids=ENVIRONMENTS)
-def test_the_first_command(make, place: Place, pytestconfig: pytest.Config) -> None:
+def test_the_first_command(make, place, pytestconfig):
     make(place)
     starts(place, pytestconfig.getoption("whole"))
 
 
-def interpreter(version: str) -> str:
+def interpreter(version):
     """A Python of this version that can make environments; empty where there is none."""
     known = [shutil.which(f"python{version}"), *Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}")]
     ask = "import ensurepip, venv, sys; print(*sys.version_info[:2], sep='.')"
@@ -202,7 +201,7 @@ def interpreter(version: str) -> str:
 
 @pytest.mark.timeout(4000)
 @pytest.mark.parametrize("version", PYTHONS)
-def test_another_python(version: str, place: Place, pytestconfig: pytest.Config) -> None:
+def test_another_python(version, place, pytestconfig):
     """Its lock is chosen and it reads every module; with `--whole` it is installed, and trains."""
     python = interpreter(version)
     if not python or version == f"{sys.version_info[0]}.{sys.version_info[1]}":

@@ -3,7 +3,6 @@
 import os
 import signal
 from concurrent import futures
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ from alstlib.train.worker import run_worker
 AT, RANK = 2, 1
 
 
-def struck(fault: str, loss: Any) -> Any:
+def struck(fault, loss):
     """The loss of which gradients are taken then."""
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -25,11 +24,11 @@ def struck(fault: str, loss: Any) -> Any:
 class Faulty(ablation.AblationRun):
     """Its rank `RANK` is struck when step `AT + 1` begins and the training state of step `AT` is on disk."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         backward, done = self.engine.backward, 0
 
-        def faulty(loss: Any) -> Any:
+        def faulty(loss):
             nonlocal done
             done += 1
             if done == AT + 1 and self.rank == RANK:

@@ -7,8 +7,6 @@ nobody disturbed. After each kill the command must end, no process of it may be 
 kills come while they are compiled. `make test-faults ARGS='--kills 60 --seed 1'` runs them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -18,9 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import yaml
 from cases import wait_for
@@ -65,7 +61,7 @@ HEADING = "| run | moment | who | signal | exit status | alst status | nothing l
 class Chain:
     """One folder, and the command that is given again and again."""
 
-    def __init__(self, folder: Path, number: int = 0, operators: Path | None = None) -> None:
+    def __init__(self, folder, number=0, operators=None):
         self.folder, self.number, self.mark = folder, number, uuid.uuid4().hex
         self.row = folder / "out" / "alst"
         folder.mkdir(parents=True)
@@ -75,7 +71,7 @@ class Chain:
             self.env[FOLDER_VARIABLE] = str(operators)
 
     @contextlib.contextmanager
-    def started(self) -> Iterator[subprocess.Popen[bytes]]:
+    def started(self):
         command = [sys.executable, "-m", "alstlib.runs.cli", "run", str(self.folder / "spec.yaml")]
         with open(self.folder / "log", "ab") as log:
             process = subprocess.Popen(
@@ -90,11 +86,11 @@ class Chain:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-    def processes(self) -> dict[int, str]:
+    def processes(self):
         """Command lines of all that lives of this chain, whoever is its parent now."""
         return processes(self.mark, MARK)
 
-    def of(self, victim: str, command: int) -> list[int]:
+    def of(self, victim, command):
         """Processes that get the signal; none where the victim is not there."""
         found = self.processes()
         if victim in ("command", "all"):
@@ -104,7 +100,7 @@ class Chain:
             return agents[:1]
         return [pid for pid, line in found.items() if WORDS[victim] in line and pid not in agents]
 
-    def reached(self, moment: str) -> bool:
+    def reached(self, moment):
         if word := {COMPILING: "cc1plus", "notebook": WORDS["kernel"]}.get(moment):
             return any(word in line for line in self.processes().values())
         events = ProgressReader(self.row / "progress.jsonl").read()
@@ -114,14 +110,14 @@ class Chain:
             return any(str(event.get("message")).startswith(begins) for event in events)
         return moment == "command" or bool(events)
 
-    def kill(self, moment: str, draw: random.Random) -> tuple[str, str] | None:
+    def kill(self, moment, draw):
         """Start the command, and within a second after the moment give a signal to one of its processes, or to all;
         None where it had ended. Returns what is wrong (empty when all is as it must be), and a line of the table."""
         victim, number = draw.choice(VICTIMS), draw.choice(SIGNALS)
         (self.row / "progress.jsonl").unlink(missing_ok=True)
         with self.started() as process:
 
-            def over() -> bool:
+            def over():
                 return process.poll() is not None and not self.processes()
 
             wait_for(lambda: self.reached(moment) or process.poll() is not None, PATIENCE_SECONDS)
@@ -154,10 +150,10 @@ class Chain:
         cells = (self.number, moment, victim, name, code, row.state, f"{seconds:.0f} s", what or "ok")
         return what, f"| {' | '.join(map(str, cells))} |"
 
-    def losses(self) -> list[float]:
+    def losses(self):
         return read_result(self.row / "result.json")["metrics"].get("loss") or []
 
-    def finish(self) -> list[float]:
+    def finish(self):
         """Give the command once more; the losses of the run that must end well."""
         with self.started() as process:
             wait_for(lambda: process.poll() is not None, PATIENCE_SECONDS)
@@ -169,21 +165,21 @@ class Chain:
         return result["metrics"]["loss"]
 
 
-def campaign(kills: int, seed: int, folder: Path, chain: int = 4, beside: int = 2) -> list[str]:
+def campaign(kills, seed, folder, chain=4, beside=2):
     """All kills, `chain` of them to a run and `beside` runs at a time; a table of them is printed. Returns what was
     wrong."""
-    wrong: list[str] = []
+    wrong = []
     expected = Chain(folder / "undisturbed").finish()
     assert len(expected) == STEPS
     print(f"seed {seed}\n\n{HEADING}", flush=True)
 
-    def compare(run: Chain, losses: list[float]) -> None:
+    def compare(run, losses):
         worst = max((abs(a - b) for a, b in zip(losses, expected)), default=0.0)
         if len(losses) != len(expected) or not worst <= TOLERANCE:
             wrong.append(f"run {run.number}: its losses are {losses} and not {expected}")
         print(f"| {run.number} | the same command | | | | | | {STEPS} losses differ by {worst:.0e} |", flush=True)
 
-    def disturb(first: int) -> None:
+    def disturb(first):
         """So many kills of one run; then it must finish."""
         number, left = first // chain, min(chain, kills - first)
         compiles, draw = number % 8 == 1, random.Random(f"{seed} {number}")

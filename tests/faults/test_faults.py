@@ -1,7 +1,5 @@
 """What can go wrong in a run, one fault at a time: it ends, says what it was and where, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -9,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kills import TOLERANCE
@@ -30,7 +27,7 @@ RUN = RunConfig(
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 
 
-def start(out: Path, run: RunConfig = RUN, fault: str = "") -> dict[str, Any]:
+def start(out, run=RUN, fault=""):
     extra = {"PYTHONPATH": os.pathsep.join((str(HERE.parents[1]), str(HERE))), "FAULT": fault, "OMP_NUM_THREADS": "1"}
     try:
         return launch.launch(run, out, worker="faulty" if fault else ABLATION, extra_env=extra)
@@ -39,7 +36,7 @@ def start(out: Path, run: RunConfig = RUN, fault: str = "") -> dict[str, Any]:
             assert not processes.processes(attempt.name)
 
 
-def fails(out: Path, run: RunConfig = RUN, fault: str = "") -> dict[str, Any]:
+def fails(out, run=RUN, fault=""):
     """The result of a run that must not finish, which `result.json` and `alst status` tell too."""
     with pytest.raises(launch.RunFailed) as raised:
         start(out, run, fault)
@@ -51,7 +48,7 @@ def fails(out: Path, run: RunConfig = RUN, fault: str = "") -> dict[str, Any]:
     return result
 
 
-def finishes(out: Path, expected: list[float], run: RunConfig = RUN) -> None:
+def finishes(out, expected, run=RUN):
     """The same command goes on after step 2, with the losses of the run that nobody disturbed."""
     result = start(out, run)
     assert result["status"] == "ok"
@@ -59,17 +56,17 @@ def finishes(out: Path, expected: list[float], run: RunConfig = RUN) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def expected(tmp_path_factory):
     losses = start(tmp_path_factory.mktemp("undisturbed"))["metrics"]["loss"]
     assert len(losses) == STEPS
     return losses
 
 
-def continued(out: Path) -> bool:
+def continued(out):
     return "continued after step 2" in str(results.read_result(out / "result.json")["metrics"]["notes"])
 
 
-def test_memory_runs_out_on_a_rank(tmp_path: Path) -> None:
+def test_memory_runs_out_on_a_rank(tmp_path):
     """It is a result about the configuration, and that of the rank."""
     result = start(tmp_path, fault="oom")
     assert (result["status"], result["error"]["rank"]) == ("oom", 1)
@@ -77,7 +74,7 @@ def test_memory_runs_out_on_a_rank(tmp_path: Path) -> None:
     assert start(tmp_path) == result, "it is not repeated"
 
 
-def test_a_weight_that_is_not_a_number_on_a_rank(tmp_path: Path, expected: list[float]) -> None:
+def test_a_weight_that_is_not_a_number_on_a_rank(tmp_path, expected):
     error = fails(tmp_path, fault="nan")["error"]
     assert error["type"] == "FloatingPointError"
     assert error["message"].startswith("step 3 at 64 tokens: its ")
@@ -85,7 +82,7 @@ def test_a_weight_that_is_not_a_number_on_a_rank(tmp_path: Path, expected: list[
     assert continued(tmp_path)
 
 
-def test_a_sample_with_a_token_that_the_model_does_not_have(tmp_path: Path) -> None:
+def test_a_sample_with_a_token_that_the_model_does_not_have(tmp_path):
     """Every rank has its own samples: the one that read it is named."""
     samples = [{"input_ids": [(7 * i + j) % 100 for j in range(64)]} for i in range(2 * STEPS)]
     samples[5]["input_ids"][9] = 10**6
@@ -99,7 +96,7 @@ def test_a_sample_with_a_token_that_the_model_does_not_have(tmp_path: Path) -> N
     assert message.startswith(says)
 
 
-def test_a_full_disk(tmp_path: Path, expected: list[float]) -> None:
+def test_a_full_disk(tmp_path, expected):
     """A training state that does not fit is the error, and the same command finishes once there is room. Where no disk
     can be mounted, files may not grow beyond the limit."""
     (disk := tmp_path / "disk").mkdir()
@@ -123,7 +120,7 @@ def test_a_full_disk(tmp_path: Path, expected: list[float]) -> None:
 
 
 @pytest.fixture(scope="module")
-def with_state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_state(tmp_path_factory):
     """A run that failed after the state of step 2 was saved."""
     out = tmp_path_factory.mktemp("state") / "out"
     fails(out, fault="kill")
@@ -131,7 +128,7 @@ def with_state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped"])
-def test_a_damaged_state_file(tmp_path: Path, with_state: Path, expected: list[float], damage: str) -> None:
+def test_a_damaged_state_file(tmp_path, with_state, expected, damage):
     """It is named, and nothing is trained from it; `resume='never'` begins anew and keeps it."""
     out = tmp_path / "out"
     shutil.copytree(with_state, out)

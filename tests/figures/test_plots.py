@@ -1,19 +1,15 @@
 """Figures say what they were given."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from alstlib.figures import plots
 
 
-def texts_of(axes: Any) -> list[str]:
+def texts_of(axes):
     return [text.get_text().strip() for text in axes.texts]
 
 
-def test_a_training_curve_draws_every_step_of_every_run() -> None:
+def test_a_training_curve_draws_every_step_of_every_run():
     runs = {"after": {3: 2.0, 4: 1.5}, "before": {1: 4.0, 2: 3.0, 3: 2.0}}
     (axes,) = plots.training(runs, {"saved": 2}).axes
     drawn = {line.get_label(): dict(zip(*line.get_data())) for line in axes.lines}
@@ -23,7 +19,7 @@ def test_a_training_curve_draws_every_step_of_every_run() -> None:
     assert "nats" in axes.get_ylabel()
 
 
-def test_bars_have_names_numbers_and_colours_that_differ() -> None:
+def test_bars_have_names_numbers_and_colours_that_differ():
     (axes,) = plots.bars({"a": 1000.0, "b": 2.5, "c": 0.0}, "sent [MiB]", "title").axes
     assert [bar.get_width() for bar in axes.patches] == [1000.0, 2.5, 0.0]
     assert texts_of(axes) == ["1,000.0", "2.5", "0.0"]
@@ -32,7 +28,7 @@ def test_bars_have_names_numbers_and_colours_that_differ() -> None:
     assert axes.get_xlabel() == "sent [MiB]"
 
 
-def test_pairs_of_bars_are_of_tokens_on_a_log_axis_or_of_anything_from_zero() -> None:
+def test_pairs_of_bars_are_of_tokens_on_a_log_axis_or_of_anything_from_zero():
     (axes,) = plots.paired({"a": (32_000, 64_000)}, ("stated", "predicted"), "longest sequence [tokens]").axes
     assert (axes.get_xscale(), texts_of(axes)) == ("log", ["32K", "64K"])
     assert not axes.patches  # no bars: where a log axis begins is arbitrary
@@ -44,21 +40,21 @@ def test_pairs_of_bars_are_of_tokens_on_a_log_axis_or_of_anything_from_zero() ->
 
 
 @pytest.mark.parametrize("draw", [plots.training, lambda runs: plots.versus(runs, "x", "y"), plots.degrees])
-def test_any_number_of_lines_can_be_told_apart(draw) -> None:
+def test_any_number_of_lines_can_be_told_apart(draw):
     runs = {f"run {i}": {1: 2.0 + i, 2: 1.0} for i in range(20)}
     (axes,) = (draw(runs, "y") if draw is plots.degrees else draw(runs)).axes
     lines = [line for line in axes.lines if str(line.get_label()).startswith("run")]
     assert len({(line.get_color(), line.get_marker()) for line in lines}) == 20
 
 
-def test_parts_that_figures_know_differ_in_colour() -> None:
+def test_parts_that_figures_know_differ_in_colour():
     """A hatch alone is hard to see in a thin area."""
     look = plots.looks([group[0] for group in plots.KNOWN])
     assert len({part["facecolor"] for part in look.values()}) == len(plots.KNOWN)
     assert not any(part["hatch"] for part in look.values())
 
 
-def test_a_wide_grid_stays_on_the_page_and_its_texts_can_be_read() -> None:
+def test_a_wide_grid_stays_on_the_page_and_its_texts_can_be_read():
     """White on the two darkest colours, black on the others."""
     grid = [list(range(7)) * 4]
     figure = plots.blocks([[grid]], [""], ["wide"], texts=[[[list("abcdefg") * 4]]], cell=(1, 0.3))
@@ -67,7 +63,7 @@ def test_a_wide_grid_stays_on_the_page_and_its_texts_can_be_read() -> None:
     assert [ink for _, ink in sorted(inks.items())] == ["white", *["black"] * 5, "white"]
 
 
-def test_lines_of_memory_name_their_peaks_and_begin_at_zero() -> None:
+def test_lines_of_memory_name_their_peaks_and_begin_at_zero():
     (axes,) = plots.memory_curves({"whole": [0, 2**21, 0], "tiles": [0, 2**20, 2**20]}).axes
     said = [text.get_text() for text in axes.get_legend().get_texts()]
     assert said == ["whole: peak 2.00 MiB", "tiles: peak 1.00 MiB"]

@@ -1,9 +1,5 @@
 """Controls: live ones follow their values, and where there is no kernel a plain view is left."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from alstlib.config import RunConfig, row_config
@@ -14,13 +10,13 @@ from alstlib.planner.prediction import longest
 from alstlib.units import format_tokens
 
 
-def draw(ranks: int, heads: int) -> tuple[Any, str]:
+def draw(ranks, heads):
     return plots.bars({"a": float(ranks * heads)}, "MiB"), widgets.html_table(
         ("", "MiB"), [("a<b", str(ranks * heads))]
     )
 
 
-def test_controls_draw_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_controls_draw_anew(monkeypatch):
     monkeypatch.delenv("ALST_STATIC", raising=False)
     ranks, heads, shown = widgets.follow(draw, ranks=([2, 4], 4), heads=([1, 8], 8)).children
     first = shown.value
@@ -32,9 +28,9 @@ def test_controls_draw_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.value.partition("<table")[0] != first.partition("<table")[0]
 
 
-def test_controls_without_a_kernel_show_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_controls_without_a_kernel_show_the_first(monkeypatch):
     monkeypatch.setenv("ALST_STATIC", "1")
-    figures: list[Any] = []
+    figures = []
     monkeypatch.setattr("IPython.display.display", figures.append)
     left = widgets.follow(draw, ranks=([2, 4], 4), heads=([1, 8], 8))
     assert [bar.get_width() for bar in figures[0].axes[0].patches] == [32.0]
@@ -42,11 +38,11 @@ def test_controls_without_a_kernel_show_the_first(monkeypatch: pytest.MonkeyPatc
     assert not hasattr(left, "children")
 
 
-def test_a_figure_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_by_itself(monkeypatch):
     """With values named as lengths are."""
     drawn = []
 
-    def one(tokens: int) -> Any:
+    def one(tokens):
         drawn.append(tokens)
         return plots.bars({"a": float(tokens)}, "tokens")
 
@@ -60,7 +56,7 @@ def test_a_figure_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 'alt="figure for tokens 2K"' in shown.value != first
 
 
-def test_the_wall_marks_the_longest_that_fits() -> None:
+def test_the_wall_marks_the_longest_that_fits():
     shape, lengths = read_shape("llama-3.1-8b"), [2**n for n in range(14, 24)]
     run = row_config("alst", RunConfig(model={"name": "llama-3.1-8b", "dtype": "bf16"}, engine={"sp": 0}))
     found = longest(shape, run, Machine(gpus=8))

@@ -1,16 +1,10 @@
 """Attaching to transformers models: exact while attached, nothing left afterwards, clear refusals, no work in vain."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
 import operator
 import pickle
-from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import peft
@@ -23,7 +17,6 @@ from cases import (
     ALL_OFF,
     ALL_ON,
     VOCAB,
-    Fields,
     attach,
     batch,
     batch_of,
@@ -40,7 +33,7 @@ from cases import (
 from operators import counted
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM
 from zoo import small
 
 import alstlib
@@ -59,15 +52,15 @@ SAMPLE = sample_of(LENGTH)
 
 
 @pytest.fixture(autouse=True)
-def _no_registration_left() -> Iterator[None]:
+def _no_registration_left():
     before = set(AttentionInterface._global_mapping)
     yield
     assert set(AttentionInterface._global_mapping) == before
 
 
-def anatomy(model: PreTrainedModel) -> Fields:
+def anatomy(model):
     """Every module, and what is in each: identities of children, weights, hooks and all other attributes."""
-    found: Fields = {"config": model.config.to_dict(), "attention": model.config._attn_implementation}
+    found = {"config": model.config.to_dict(), "attention": model.config._attn_implementation}
     for name, module in model.named_modules(remove_duplicate=False):
         found[name] = (id(module), type(module), module.training)
         for key, value in module.__dict__.items():
@@ -81,7 +74,7 @@ def anatomy(model: PreTrainedModel) -> Fields:
 
 @pytest.mark.parametrize("options", [{}, ALL_ON, ALL_OFF, STREAMED], ids=["default", "all on", "all off", "chunk"])
 @pytest.mark.parametrize("kind", ["gqa", "gemma2", "gpt2"])
-def test_detach_restores_the_model_exactly(kind: str, options: Fields) -> None:
+def test_detach_restores_the_model_exactly(kind, options):
     """Outputs bit for bit; every module, attribute, hook and registration as before."""
     model = make_model(kind)
     before, out = anatomy(model), model(IDS).logits
@@ -100,7 +93,7 @@ def test_detach_restores_the_model_exactly(kind: str, options: Fields) -> None:
     assert anatomy(model) == before
 
 
-def test_an_error_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_leaves_nothing(monkeypatch):
     """In the context, and late in `apply`."""
     model = make_model()
     before = anatomy(model)
@@ -113,14 +106,14 @@ def test_an_error_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert anatomy(model) == before
 
 
-def test_apply_twice_is_refused() -> None:
+def test_apply_twice_is_refused():
     model = make_model()
     with attach(model), pytest.raises(ValueError, match=r"attached already; call detach\(\) of its handle"):
         attach(model)
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["before", "while attached"])
-def test_gradient_checkpointing_is_taken_over_and_given_back(later: bool) -> None:
+def test_gradient_checkpointing_is_taken_over_and_given_back(later):
     """Also where it is switched on later, as transformers' Trainer does: ours takes its place."""
     model = make_model()
     want = plain_step(model, BATCH)
@@ -137,7 +130,7 @@ def test_gradient_checkpointing_is_taken_over_and_given_back(later: bool) -> Non
     assert later or anatomy(model) == before
 
 
-def test_gradient_checkpointing_without_ours_is_refused() -> None:
+def test_gradient_checkpointing_without_ours_is_refused():
     model = make_model()
     message = r"gradient_checkpointing_enable\(\) does not work with checkpoint=False.*checkpoint=True"
     with attach(model, checkpoint=False):
@@ -150,7 +143,7 @@ def test_gradient_checkpointing_without_ours_is_refused() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["two kinds", "one config"])
-def test_two_models_in_one_process(shared: bool) -> None:
+def test_two_models_in_one_process(shared):
     """Interleaved, with different options; one is detached between the other's forward and backward."""
     models = [make_model("gqa"), make_model("gpt2", seed=1)]
     if shared:
@@ -168,7 +161,7 @@ def test_two_models_in_one_process(shared: bool) -> None:
         check_step(step(models[0], BATCH), wants[0])
 
 
-AFTER: dict[str, tuple[Fields, bool]] = {
+AFTER = {
     "default": ({}, True),
     "segments": ({**ALL_ON, "host_memory": 6000, "save_attention": "auto"}, True),
     "chunk, all on": (STREAMED, True),
@@ -180,7 +173,7 @@ AFTER: dict[str, tuple[Fields, bool]] = {
 
 @pytest.mark.parametrize("options, recomputes", AFTER.values(), ids=AFTER)
 @pytest.mark.parametrize("kind", ["gqa", "gpt2"])
-def test_backward_after_detach_is_right_or_refused(kind: str, options: Fields, recomputes: bool) -> None:
+def test_backward_after_detach_is_right_or_refused(kind, options, recomputes):
     """What is recomputed would run the model's own attention, without documents; also when it is attached again."""
     model, joined = make_model(kind, **{"n_layer" if kind == "gpt2" else "num_hidden_layers": 3}), batch(20, (8, 12))
     for attached_again in (False, True):
@@ -201,13 +194,13 @@ def test_backward_after_detach_is_right_or_refused(kind: str, options: Fields, r
 
 
 @pytest.mark.parametrize("kind, tied", [("gqa", False), ("gqa", True), ("gpt2", True), ("gemma2", True)])
-def test_names_and_saved_form_stay(tmp_path: Path, kind: str, tied: bool) -> None:
+def test_names_and_saved_form_stay(tmp_path, kind, tied):
     """Weights keep names and storage; the config is the model's own, and copies of it build plain models; what the
     attached model, or its body, saves is the model."""
     model, other = (make_model(kind, seed=seed, tie_word_embeddings=tied).eval() for seed in (0, 3))
     own, want = model.config, model(IDS).logits
 
-    def form() -> Fields:
+    def form():
         weights = {n: t.data_ptr() for n, t in model.state_dict().items()}
         return {"weights": weights, "attention": own._attn_implementation, "config": own.to_dict()}
 
@@ -232,7 +225,7 @@ def test_names_and_saved_form_stay(tmp_path: Path, kind: str, tied: bool) -> Non
     assert "attn_implementation" not in texts[0]
 
 
-def test_a_composite_config_is_saved_as_it_was(tmp_path: Path) -> None:
+def test_a_composite_config_is_saved_as_it_was(tmp_path):
     text = {n: v for n, v in zoo.COMMON.items() if not n.endswith("token_id")} | {"head_dim": 8}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
               "image_size": 28, "patch_size": 14}  # fmt: skip
@@ -248,7 +241,7 @@ def test_a_composite_config_is_saved_as_it_was(tmp_path: Path) -> None:
 # ----- how often things run
 
 
-def counted_step(monkeypatch: pytest.MonkeyPatch, kind: str, options: Fields) -> dict[str, float]:
+def counted_step(monkeypatch, kind, options):
     """Tokens through each kind of module in a second step (the first learns the layer), per token and layer."""
     model = make_model(kind)
     found = passes(monkeypatch, model)
@@ -261,7 +254,7 @@ def counted_step(monkeypatch: pytest.MonkeyPatch, kind: str, options: Fields) ->
     return {name: tokens / LENGTH / 2 for name, tokens in count.items()}
 
 
-CONTRACT: list[tuple[str, Fields, int, int]] = [
+CONTRACT = [
     *((kind, {**tiles, "save_attention": True}, 1, 2) for kind in ("gqa", "qwen3", "gpt2", "gemma2")
       for tiles in ({"tiles": {"mlp": 7, "loss": True, "norm": True}}, {"tiles": {"loss": True}}, ALL_ON)),
     *(("gqa", {"tiles": {"mlp": tile, "loss": True, "norm": True}, "save_attention": False}, 2, 2)
@@ -271,16 +264,14 @@ CONTRACT: list[tuple[str, Fields, int, int]] = [
 
 
 @pytest.mark.parametrize("kind, options, attention, others", CONTRACT, ids=str)
-def test_recompute_contract(
-    monkeypatch: pytest.MonkeyPatch, kind: str, options: Fields, attention: int, others: int
-) -> None:
+def test_recompute_contract(monkeypatch, kind, options, attention, others):
     """With the outputs saved: attention forward once, MLP forward twice, projections twice; without, attention twice;
     without checkpoints, all once."""
     want = {"attention": attention, "mlp": others, "query": others}
     assert counted_step(monkeypatch, kind, options) == want
 
 
-def exchanges(rank: int, world: int, save_attention: bool, **more: Any) -> tuple[float, Counter[str], int]:
+def exchanges(rank, world, save_attention, **more):
     """Loss, collectives and bytes of a training step on this rank."""
     ctx, model, data = SPContext.create(world), make_model("gqa"), shard_batch(SAMPLE, world, rank)
     with attach(model, ctx, **{**ALL_ON, "save_attention": save_attention}, **more) as handle:
@@ -293,7 +284,7 @@ def exchanges(rank: int, world: int, save_attention: bool, **more: Any) -> tuple
 
 
 @pytest.mark.parametrize("save_attention, per_layer", [(True, 5), (False, 6)])
-def test_few_exchanges(ranks2: Any, save_attention: bool, per_layer: int) -> None:
+def test_few_exchanges(ranks2, save_attention, per_layer):
     """Per layer and step 5 exchanges with saved outputs and 6 without (the reference: 12, and 2 gathers of positions);
     three reductions of numbers: whether all ranks make the same call, what all ranks' hosts have room for (samples
     differ from step to step, so that both are agreed in each), and the loss. In chunks of rows a layer sends the same
@@ -312,7 +303,7 @@ def test_few_exchanges(ranks2: Any, save_attention: bool, per_layer: int) -> Non
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
 
 
-def test_dropout_is_that_of_plain_transformers() -> None:
+def test_dropout_is_that_of_plain_transformers():
     """GPT-2 with its default dropout in embeddings, residuals and MLPs: untiled, the same masks as plain, in forward
     and in the recompute."""
     model = make_model("gpt2", **DROPOUT)
@@ -329,7 +320,7 @@ def test_dropout_is_that_of_plain_transformers() -> None:
      ({"chunk": 6, "tiles": {"mlp": 4, "loss": True, "norm": True}}, None), ({}, 6)],
     ids=str,
 )  # fmt: skip
-def test_gradient_with_dropout_is_the_derivative(options: Fields, block: int | None) -> None:
+def test_gradient_with_dropout_is_the_derivative(options, block):
     """With a fixed seed the loss is a function of the weights: its gradient against a central difference, in fp64."""
     model = make_model("gpt2", dtype=torch.float64, **DROPOUT)
     with attach(model, **{"tiles": {"mlp": 6, "loss": 6, "norm": True}, **options}):
@@ -342,7 +333,7 @@ def test_gradient_with_dropout_is_the_derivative(options: Fields, block: int | N
 
 @pytest.mark.parametrize("kind", ["gqa", "gemma2", "gpt2"])
 @pytest.mark.parametrize("options", [ALL_OFF, ALL_ON, STREAMED], ids=["all off", "all on", "chunk"])
-def test_evaluation_is_plain(kind: str, options: Fields) -> None:
+def test_evaluation_is_plain(kind, options):
     """Without gradients: Hugging Face's loss from its own labels, and the logits when there are no labels."""
     model = make_model(kind, **(DROPOUT if kind == "gpt2" else {})).eval()
     with torch.no_grad():
@@ -357,7 +348,7 @@ def test_evaluation_is_plain(kind: str, options: Fields) -> None:
     assert not got.loss.requires_grad
 
 
-def test_logits_that_are_not_kept_say_so() -> None:
+def test_logits_that_are_not_kept_say_so():
     """When they are used; engines, libraries and copies may handle the output as any other."""
     with attach(make_model()) as handle:
         out = handle.model(**BATCH)
@@ -375,7 +366,7 @@ def test_logits_that_are_not_kept_say_so() -> None:
 # ----- other models
 
 
-def test_a_scale_that_the_body_holds() -> None:
+def test_a_scale_that_the_body_holds():
     """Falcon-H1 multiplies its logits by a number of its body, which made its loss untiled."""
     name, fields = zoo.HYBRIDS["falcon_h1"]
     assert find_transform(small(name, **fields, lm_head_multiplier=0.5)) == LogitTransform(scale=0.5)
@@ -384,7 +375,7 @@ def test_a_scale_that_the_body_holds() -> None:
         assert handle.head is not None
 
 
-def test_the_mlp_of_a_hybrid_without_experts_is_tiled() -> None:
+def test_the_mlp_of_a_hybrid_without_experts_is_tiled():
     """Granite 4 calls it as what stands beside experts in other sizes of it, and it was left as long as the slice."""
     name, fields = zoo.HYBRIDS["granitemoehybrid"]
     with attach(small(name, **fields), **ALL_ON) as handle:
@@ -395,14 +386,14 @@ def test_the_mlp_of_a_hybrid_without_experts_is_tiled() -> None:
 # ----- LoRA
 
 
-def lora(model: PreTrainedModel, head: bool = False) -> Any:
+def lora(model, head=False):
     torch.manual_seed(3)
     targets = ["q_proj", "gate_proj", "down_proj", *(["lm_head"] if head else [])]
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
 
 
 @pytest.mark.parametrize("order", ["lora first", "lora and head first", "lora after"])
-def test_lora(order: str) -> None:
+def test_lora(order):
     """Adapters inside tiles and under the tiled head train; the loss goes through the PEFT model."""
     head = order == "lora and head first"
     want = plain_step(lora(make_model(), head), BATCH)
@@ -415,7 +406,7 @@ def test_lora(order: str) -> None:
     assert torch.equal(wrapped(IDS).logits, lora(make_model(), head)(IDS).logits)
 
 
-def test_a_peft_model_itself_is_refused() -> None:
+def test_a_peft_model_itself_is_refused():
     wrapped = lora(make_model())
     with pytest.raises(ValueError, match=r"that nothing wraps yet, but got PeftModel.*; give model.get_base_model\(\)"):
         attach(wrapped)
@@ -425,17 +416,17 @@ def test_a_peft_model_itself_is_refused() -> None:
 # ----- refusals
 
 
-def t5() -> PreTrainedModel:
+def t5():
     return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=VOCAB, d_model=32, num_layers=1))
 
 
-def mixing(module: nn.Module) -> PreTrainedModel:
+def mixing(module):
     model = make_model()
     model.model.layers[1].mlp.mixer = module
     return model
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
+REFUSED = {
     "encoder-decoder": (t5, "T5ForConditionalGeneration is not a decoder-only causal language model"),
     "no head": (lambda: make_model().model, "LlamaModel is not a decoder-only causal language model with a head"),
     "not a model": (lambda: nn.Linear(3, 3), "needs a transformers model that nothing wraps yet, but got Linear"),
@@ -479,7 +470,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("make, message", REFUSED.values(), ids=REFUSED)
-def test_models_that_cannot_be_exact_are_refused(make: Any, message: str) -> None:
+def test_models_that_cannot_be_exact_are_refused(make, message):
     """By name and before anything is changed."""
     model = make()
     modules = [(n, id(m), len(m.__dict__)) for n, m in model.named_modules()]
@@ -488,7 +479,7 @@ def test_models_that_cannot_be_exact_are_refused(make: Any, message: str) -> Non
     assert [(n, id(m), len(m.__dict__)) for n, m in model.named_modules()] == modules
 
 
-def test_an_attention_that_cannot_be_had_is_refused() -> None:
+def test_an_attention_that_cannot_be_had_is_refused():
     with pytest.raises(ValueError, match=r"attention='flashy' must be one of 'auto', 'sdpa', .*'eager', or a function"):
         attach(make_model(), attention="flashy")
     model = make_model("gemma2", attn_logit_softcapping=50.0)
@@ -498,7 +489,7 @@ def test_an_attention_that_cannot_be_had_is_refused() -> None:
     attach(model).detach()
 
 
-CONTRADICT: list[tuple[Fields, str]] = [
+CONTRADICT = [
     ({"offload": "disk"}, "offload='disk' must be True or False, or 'sync'"),
     ({"save_attention": "maybe"}, "save_attention='maybe' must be True, False or 'auto'"),
     (
@@ -517,12 +508,12 @@ CONTRADICT: list[tuple[Fields, str]] = [
 
 
 @pytest.mark.parametrize("options, message", CONTRADICT, ids=str)
-def test_options_that_contradict(options: Fields, message: str) -> None:
+def test_options_that_contradict(options, message):
     with pytest.raises(ValueError, match=message):
         alstlib.Options(**options)
 
 
-def test_a_part_of_the_model_cannot_be_called_alone() -> None:
+def test_a_part_of_the_model_cannot_be_called_alone():
     """Documents and labels go with the model's own call; one that failed leaves nothing behind."""
     model = make_model()
     with attach(model):
@@ -533,7 +524,7 @@ def test_a_part_of_the_model_cannot_be_called_alone() -> None:
                 model(input_ids=torch.tensor([[VOCAB + 3]]))
 
 
-def test_dropout_or_noncausal_attention_in_a_layer_is_refused() -> None:
+def test_dropout_or_noncausal_attention_in_a_layer_is_refused():
     """What a config does not say is seen at the call."""
     model = make_model()
     with attach(model):

@@ -1,17 +1,13 @@
 """Steps block by block: the gradients of plain transformers, under every engine, in memory of a block and its pages."""
 
-from __future__ import annotations
-
 import gc
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import zoo
 from cases import (
     ALL_OFF,
-    Fields,
     attach,
     check_step,
     make_model,
@@ -23,7 +19,7 @@ from cases import (
     worst_error,
 )
 from matrix import Case, More, check, run
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 import alstlib
@@ -34,19 +30,19 @@ from alstlib.offload.ledger import Ledger
 LENGTH = 21
 PACKED = [3, 1, 9, 8]
 """Documents of a packed sample: one of a token, one that spans blocks and ranks."""
-HOST: Fields = {"offload": "sync", "on_host": "hidden+kv"}
+HOST = {"offload": "sync", "on_host": "hidden+kv"}
 
 
-def whole(data: Fields) -> dict[str, Tensor]:
+def whole(data):
     return shard_batch(data, 1, 0)
 
 
-def sample(documents: list[int] | None = None, rows: int = 1) -> Fields:
+def sample(documents=None, rows=1):
     """From token 8 to 16 no label counts, which at some sizes is all of a block."""
     return sample_of(LENGTH, rows, documents=documents, ignored=slice(8, 17))
 
 
-RUNS: list[tuple[Fields, Any, list[int]]] = [
+RUNS = [
     (HOST, (1,), PACKED), ({**HOST, "save_attention": False}, (7,), PACKED), ({}, (7, LENGTH), [LENGTH]),
     (ALL_OFF, (4,), [LENGTH]), (HOST, (64,), [LENGTH]),
 ]  # fmt: skip
@@ -55,16 +51,14 @@ RUNS: list[tuple[Fields, Any, list[int]]] = [
 
 @pytest.mark.parametrize("options, blocks, documents", RUNS, ids=str)
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_gradients_of_plain_transformers(
-    pools: Any, world: int, options: Fields, blocks: Any, documents: list[int]
-) -> None:
+def test_gradients_of_plain_transformers(pools, world, options, blocks, documents):
     """What the net has not: blocks of a token, of all and of more than all tokens, and several in turn."""
     case = Case("llama, 9 heads on 3", f"{world}x1", tiles="default")
     more = More(options, data=[[documents]], accumulation=1, blocks=blocks)
     check(pools(world)(run, case, more), case, (1e-12, 1e-12))
 
 
-LENGTHS: Any = [[[32]], [[9]], [[17]], [[40]]]
+LENGTHS = [[[32]], [[9]], [[17]], [[40]]]
 """Of the micro-batches of two replicas, in turn: they have 4 blocks and 2, then 3 and 5."""
 
 
@@ -74,7 +68,7 @@ LENGTHS: Any = [[[32]], [[9]], [[17]], [[40]]]
      *((engine, "llama", LENGTHS) for engine in ("fsdp2", "zero1", "zero2", "zero3")),
      ("ddp", "lfm2", LENGTHS), ("zero3", "qwen3_5", LENGTHS)],
 )  # fmt: skip
-def test_engines(pools: Any, engine: str, model: str, data: Any) -> None:
+def test_engines(pools, engine, model, data):
     """Three optimizer steps of two micro-batches, two block by block and one whole: each gradient is reduced once and
     added to that of the micro-batch before; the engine counts micro-batches. With replicas that have fewer blocks than
     others, by two and more, also of models with layers that carry a state."""
@@ -89,7 +83,7 @@ def test_engines(pools: Any, engine: str, model: str, data: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "llama, dynamic NTK"])
-def test_what_is_of_the_whole_sequence(name: str) -> None:
+def test_what_is_of_the_whole_sequence(name):
     """The routers' loss, with padding left out of it, and frequencies by the longest position; in evaluation too."""
     model, data = zoo.build(name), sample(rows=2)
     data["attention_mask"] = torch.ones_like(data["input_ids"])
@@ -104,7 +98,7 @@ def test_what_is_of_the_whole_sequence(name: str) -> None:
     assert alone.mean.item() == pytest.approx(want[0], rel=3e-6)
 
 
-def test_every_residence_gives_the_same_bits() -> None:
+def test_every_residence_gives_the_same_bits():
     model, found = zoo.build("gemma2"), []
     for more in ({}, {"offload": "sync"}, HOST):
         with attach(model, save_attention=True, **more) as handle:
@@ -116,7 +110,7 @@ def test_every_residence_gives_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("save", [True, False])
-def test_what_runs_how_often(save: bool) -> None:
+def test_what_runs_how_often(save):
     """Attention over the whole sequence: once in forward; in backward once in a block's first pass, and again in its
     recompute unless the output is kept."""
     with attach(make_model("gqa"), save_attention=save) as handle:
@@ -124,13 +118,13 @@ def test_what_runs_how_often(save: bool) -> None:
         assert handle.attention.forward_calls == 2 * (2 if save else 3)
 
 
-def wide_states(**overrides: Any) -> Any:
+def wide_states(**overrides):
     return zoo.build_hybrid("qwen3_5", linear_key_head_dim=64, linear_value_head_dim=64, **overrides)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [make_model, wide_states], ids=["attention", "states"])
-def test_device_memory_does_not_grow(build: Any) -> None:
+def test_device_memory_does_not_grow(build):
     """From 3 blocks to 9, with pages and states on the host: the peak grows by the tokens, positions and labels of a
     row."""
     found = []
@@ -151,12 +145,12 @@ def test_device_memory_does_not_grow(build: Any) -> None:
 
 
 @pytest.mark.parametrize("when", [1, 5, 8])
-def test_a_failure_in_a_block_leaves_a_model_that_trains_on(when: int) -> None:
+def test_a_failure_in_a_block_leaves_a_model_that_trains_on(when):
     """In forward, in backward's first block, and in its last: then block by block, whole, generation and detach."""
     model, calls = make_model("gqa"), 0
     want = plain_step(model, sample())
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         nonlocal calls
         calls += 1
         if calls == when:
@@ -177,13 +171,13 @@ def test_a_failure_in_a_block_leaves_a_model_that_trains_on(when: int) -> None:
     check_step(plain_step(model, sample()), want, gradient=1e-6)
 
 
-def test_an_optimizer_in_backward_steps_once() -> None:
+def test_an_optimizer_in_backward_steps_once():
     """Hooks that step and clear gradients as soon as these are made get whole gradients; without them, each block adds
     its part as before."""
     model, taken = make_model("gqa"), []
     want = plain_step(model, sample())[1]
 
-    def take(p: Tensor, name: str) -> None:
+    def take(p, name):
         taken.append((name, p.grad))
         p.grad = None
 
@@ -203,10 +197,10 @@ def test_an_optimizer_in_backward_steps_once() -> None:
 # ----- refusals
 
 
-def test_refusals() -> None:
+def test_refusals():
     model, batch = make_model("gqa"), whole(sample())
 
-    def refused(message: str, block: Any = None, **changes: Any) -> None:
+    def refused(message, block=None, **changes):
         with pytest.raises(ValueError, match=message):
             alstlib.block_step(model, {**batch, **changes}, **({} if block is None else {"block": block}))
 
@@ -223,7 +217,7 @@ def test_refusals() -> None:
         refused(r"layer 1 \(Odd\) .*: the model cannot run by blocks; use causal_lm_loss")
 
 
-def limited(rank: int, world: int, memory: int, states: bool = False) -> tuple[str, int]:
+def limited(rank, world, memory, states=False):
     """What a step says, and the host memory it takes, where the last rank has so much of it."""
     ctx, model, message = alstlib.SPContext.create(world), wide_states() if states else make_model("gqa"), ""
     options = alstlib.Options(host_memory=10**6 if rank == 0 else memory, **HOST)
@@ -235,7 +229,7 @@ def limited(rank: int, world: int, memory: int, states: bool = False) -> tuple[s
         return message, handle.store.peak_nbytes
 
 
-def test_a_host_without_room_is_refused_on_all_ranks_before_anything_is_taken(ranks2: Any) -> None:
+def test_a_host_without_room_is_refused_on_all_ranks_before_anything_is_taken(ranks2):
     """In each of 2 layers 2 pages of 2 x 4 rows (the last is not kept) of one head's keys and values, of width 8 in
     fp32, with their sums; and the input of the first layer, from which the second's is made again."""
     least = 2 * 2 * 8 * (8 + 8) * (4 + 4) + 4 * 32 * 4
@@ -247,7 +241,7 @@ def test_a_host_without_room_is_refused_on_all_ranks_before_anything_is_taken(ra
     assert (message, taken) == ("", least)
 
 
-def test_states_of_blocks_count_among_what_a_host_must_have_room_for(ranks2: Any) -> None:
+def test_states_of_blocks_count_among_what_a_host_must_have_room_for(ranks2):
     """They are known after the first block. They are most of what is taken, which differs by what is let go late."""
     (message, taken), _ = ranks2(limited, 10**6, True)
     assert (message, taken > 2 * 2 * 4 * 64 * 64) == ("", True)
@@ -256,7 +250,7 @@ def test_states_of_blocks_count_among_what_a_host_must_have_room_for(ranks2: Any
     assert "of host memory for this rank" in own
 
 
-def static_graph(rank: int, world: int) -> str:
+def static_graph(rank, world):
     model = make_model("gqa")
     ctx = alstlib.SPContext.create(world)
     alstlib.apply(model, ctx)
@@ -266,5 +260,5 @@ def static_graph(rank: int, world: int) -> str:
     return "refused"
 
 
-def test_ddp_with_a_static_graph_learns_it_first(ranks2: Any) -> None:
+def test_ddp_with_a_static_graph_learns_it_first(ranks2):
     assert ranks2(static_graph) == ["refused"] * 2

@@ -1,13 +1,8 @@
 """The loss over all ranks: fields, factors, and steps in which somebody has nothing to learn from."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from cases import (
-    Step,
     attach,
     batch_of,
     by_own_names,
@@ -27,19 +22,19 @@ from alstlib.data.shard import shard_batch
 from alstlib.mesh import SPContext
 
 LENGTH = 12
-OPTIONS: dict[str, Any] = {"tiles": {"mlp": 5, "loss": 7, "norm": True}, "save_attention": True}
+OPTIONS = {"tiles": {"mlp": 5, "loss": 7, "norm": True}, "save_attention": True}
 
 
-def batch(seed: int = 0, masked: int = 0) -> dict[str, Any]:
+def batch(seed=0, masked=0):
     return batch_of(LENGTH, seed, ignored=slice(masked))
 
 
-def times(factor: float, of: Step) -> Step:
+def times(factor, of):
     return of[0] * factor, {n: g * factor for n, g in of[1].items()}
 
 
 @pytest.mark.parametrize("name", ["input_ids", "position_ids", "shift_labels"])
-def test_a_missing_field_is_named(name: str) -> None:
+def test_a_missing_field_is_named(name):
     others = {n: t for n, t in batch().items() if n != name}
     with attach(make_model()) as handle:
         for data, has in ((others, ", ".join(others)), ({**others, name: None}, ", ".join(others)), ({}, "nothing")):
@@ -47,7 +42,7 @@ def test_a_missing_field_is_named(name: str) -> None:
                 alstlib.causal_lm_loss(handle.model, data)
 
 
-def test_a_model_that_is_not_attached_is_refused() -> None:
+def test_a_model_that_is_not_attached_is_refused():
     """Hugging Face's models swallow fields that they do not know: their loss would be another one."""
     model = make_model()
     attach(model).detach()
@@ -56,7 +51,7 @@ def test_a_model_that_is_not_attached_is_refused() -> None:
             alstlib.causal_lm_loss(other, batch())
 
 
-def accumulated(rank: int, world: int, stage: int) -> list[Any]:
+def accumulated(rank, world, stage):
     """What is said where the loader and the engine are told different numbers of micro-batches; and sums of losses as
     the engine divides them, and without a division."""
     ctx, model, samples = SPContext.create(world), make_model(), make_samples(4)
@@ -74,7 +69,7 @@ def accumulated(rank: int, world: int, stage: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_the_number_of_micro_batches_is_asked_of_the_engine(ranks2: Any, stage: int) -> None:
+def test_the_number_of_micro_batches_is_asked_of_the_engine(ranks2, stage):
     message = (
         "the engine accumulates gradients over 2 micro-batches, but the loader counted the tokens of 4: give "
         "SPDataLoader(accumulation=2), or zero_config(accumulation=4)"
@@ -86,7 +81,7 @@ def test_the_number_of_micro_batches_is_asked_of_the_engine(ranks2: Any, stage: 
 
 @pytest.mark.parametrize("kind", [int, float, torch.tensor], ids=["int", "float", "tensor"])
 @pytest.mark.parametrize("divides", [1, 4])
-def test_factors_of_one_rank(kind: Any, divides: int) -> None:
+def test_factors_of_one_rank(kind, divides):
     """loss = sum / step_tokens * engine_divides_by; mean and tokens are this micro-batch's. Without step_tokens the
     micro-batch is the step."""
     model, data = make_model(), batch(masked=3)
@@ -102,12 +97,12 @@ def test_factors_of_one_rank(kind: Any, divides: int) -> None:
 
 @pytest.mark.parametrize("step_tokens", [None, 0, 7])
 @pytest.mark.parametrize("tiled_loss", [7, False])
-def test_no_valid_token_anywhere(tiled_loss: int | bool, step_tokens: int | None) -> None:
+def test_no_valid_token_anywhere(tiled_loss, step_tokens):
     """A finite loss of zero and gradients of exactly zero, on every weight."""
     model = make_model()
     with attach(model, tiles={"mlp": 5, "loss": tiled_loss, "norm": True}):
         data = {**batch(masked=LENGTH), "step_tokens": step_tokens}
-        out: Any = alstlib.causal_lm_loss(model, data, statistics=True)
+        out = alstlib.causal_lm_loss(model, data, statistics=True)
         out.loss.backward()
     got = gradients(model)
     assert (out.loss.item(), out.mean.item(), out.tokens.item()) == (0, 0, 0)
@@ -119,7 +114,7 @@ def test_no_valid_token_anywhere(tiled_loss: int | bool, step_tokens: int | None
 # ----- over ranks
 
 
-def nothing_to_learn(rank: int, world: int, sp: int) -> None:
+def nothing_to_learn(rank, world, sp):
     ctx, model = SPContext.create(sp), make_model()
     with attach(model, ctx, **OPTIONS):
         out = alstlib.causal_lm_loss(model, shard_batch(sample_of(LENGTH, ignored=slice(LENGTH)), sp, ctx.sp_rank))
@@ -129,5 +124,5 @@ def nothing_to_learn(rank: int, world: int, sp: int) -> None:
 
 
 @pytest.mark.parametrize("sp", [1, 2])
-def test_no_valid_token_on_any_rank(ranks2: Any, sp: int) -> None:
+def test_no_valid_token_on_any_rank(ranks2, sp):
     ranks2(nothing_to_learn, sp)

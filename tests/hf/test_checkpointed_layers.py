@@ -1,10 +1,7 @@
 """What layers keep on a host with little room: by rule, reported, exact, and its cost counted."""
 
-from __future__ import annotations
-
 import gc
 import logging
-from typing import Any
 
 import peft
 import pytest
@@ -12,7 +9,6 @@ import torch
 import zoo
 from cases import (
     ALL_OFF,
-    Step,
     attach,
     batch_of,
     check_step,
@@ -24,7 +20,7 @@ from cases import (
     step,
     worst_error,
 )
-from torch import Tensor, nn
+from torch import nn
 
 import alstlib
 from alstlib.offload.checkpoints import Segment, checkpoint
@@ -37,30 +33,30 @@ INPUT = LENGTH * WIDTH * 4
 OUTPUT = LENGTH * HEADS * (WIDTH // HEADS * 4 + 4)
 TILES = {"tiles": {"mlp": 16, "loss": 16, "norm": True}}
 EVERY = {1: 5, 2: 3, 3: 2, 5: 1}  # inputs kept of 5 layers
-DROPOUT: dict[str, Any] = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
+DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
 
 
-def batch(seed: int = 0, length: int = LENGTH) -> dict[str, Any]:
+def batch(seed=0, length=LENGTH):
     return batch_of(length, seed)
 
 
-def model_of(kind: str = "gqa", **overrides: Any) -> Any:
+def model_of(kind="gqa", **overrides):
     return make_model(kind, **{"n_layer" if kind == "gpt2" else "num_hidden_layers": LAYERS}, **overrides)
 
 
-def train(model: Any, seed: int = 0) -> Step:
+def train(model, seed=0):
     return step(model, batch(seed), seed=7)
 
 
-def loss(model: Any, seed: int = 0, length: int = LENGTH) -> Tensor:
+def loss(model, seed=0, length=LENGTH):
     return alstlib.causal_lm_loss(model, batch(seed, length)).loss
 
 
-def with_room(model: Any, memory: int, save: bool | str = False, mode: bool | str = "sync") -> alstlib.Handle:
+def with_room(model, memory, save=False, mode="sync"):
     return attach(model, **TILES, offload=mode, save_attention=save, host_memory=memory)
 
 
-def budget_for(every: int, outputs: int = 0) -> int:
+def budget_for(every, outputs=0):
     return EVERY[every] * INPUT + outputs * OUTPUT
 
 
@@ -68,7 +64,7 @@ def budget_for(every: int, outputs: int = 0) -> int:
 
 
 @pytest.mark.parametrize("save", [True, False, "auto"])
-def test_the_rule(save: bool | str) -> None:
+def test_the_rule(save):
     """Against every choice there is: the smallest k that fits, and with `auto` the outputs that fit beside it."""
     for layers, attending in ((1, 1), (2, 2), (5, 5), (7, 7), (7, 2), (3, 0)):
         for room in range(0, layers * 13 + 3):
@@ -90,7 +86,7 @@ def test_the_rule(save: bool | str) -> None:
 
 @pytest.mark.parametrize("save", [True, "auto"])
 @pytest.mark.parametrize("chunk", [None, 24])
-def test_room_is_taken_for_the_outputs_of_layers_that_attend(save: bool | str, chunk: int | None) -> None:
+def test_room_is_taken_for_the_outputs_of_layers_that_attend(save, chunk):
     """Of a hybrid, whose other layers have none: with room for one output, that of its second layer is kept."""
     model = zoo.build_hybrid("qwen3_5")
     options = alstlib.Options(
@@ -105,7 +101,7 @@ def test_room_is_taken_for_the_outputs_of_layers_that_attend(save: bool | str, c
 
 @pytest.mark.parametrize("save, mode", [(True, "sync"), (False, True), ("auto", "sync")])
 @pytest.mark.parametrize("every", EVERY)
-def test_inputs_of_some_layers(monkeypatch: pytest.MonkeyPatch, every: int, save: bool | str, mode: Any) -> None:
+def test_inputs_of_some_layers(monkeypatch, every, save, mode):
     """Exact; the host holds the plan's bytes and no more; attention runs once where its output is kept and twice where
     not, MLPs twice, and three times where their layer's input is made again for another layer."""
     kept = {True: LAYERS, False: 0, "auto": {1: 3, 2: 1}.get(every, 0)}[save]
@@ -127,7 +123,7 @@ def test_inputs_of_some_layers(monkeypatch: pytest.MonkeyPatch, every: int, save
         assert sum(slab.bytes.numel() for slab in handle.store.free) == handle.store.nbytes
 
 
-def test_it_is_said_once_whatever_the_lengths(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_said_once_whatever_the_lengths(caplog):
     model = model_of()
     with caplog.at_level(logging.WARNING, "alstlib"), with_room(model, budget_for(2)) as handle:
         for length in (64, 64, 30, 63, 29, 64):
@@ -141,7 +137,7 @@ def test_it_is_said_once_whatever_the_lengths(caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize(
     "mode, save, every", [(False, True, 1), (True, True, 1), (True, False, 2), (True, True, 3), (True, False, 5)]
 )
-def test_dropout_is_replayed_by_each_layer(mode: bool, save: bool, every: int) -> None:
+def test_dropout_is_replayed_by_each_layer(mode, save, every):
     """GPT-2 with dropout in residuals and MLPs, some of it inside tiles, which draw masks of their own: the loss of no
     checkpoints bit for bit, and their gradients."""
     model = model_of("gpt2", **DROPOUT)
@@ -156,7 +152,7 @@ def test_dropout_is_replayed_by_each_layer(mode: bool, save: bool, every: int) -
         assert handle.inputs_kept_every == every
 
 
-def test_two_forwards_before_their_backwards() -> None:
+def test_two_forwards_before_their_backwards():
     """The second finds less room and keeps fewer inputs; evaluation in between keeps nothing."""
     model = model_of()
     with attach(model, **TILES):
@@ -180,7 +176,7 @@ def test_two_forwards_before_their_backwards() -> None:
         assert sum(slab.bytes.numel() for slab in handle.store.free) == handle.store.nbytes
 
 
-PASSES: dict[str, dict[str, Any]] = {
+PASSES = {
     "tiles": {**TILES, "checkpoint": False},
     "layers": {"save_attention": True},
     "layers in tiles": TILES,
@@ -190,25 +186,25 @@ PASSES: dict[str, dict[str, Any]] = {
 }
 
 
-def with_lora() -> Any:
+def with_lora():
     """GPT-NeoX with dropout after its MLP, and adapters that drop in front of it and inside."""
     torch.manual_seed(3)
     config = peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["dense", "dense_4h_to_h"], init_lora_weights=False)
     return peft.get_peft_model(zoo.build("gpt_neox", hidden_dropout=0.3), config).train()
 
 
-def evaluate(wrapped: Any) -> None:
+def evaluate(wrapped):
     wrapped.eval()
     with torch.no_grad():
         wrapped(input_ids=batch(5)["input_ids"])
 
 
-def evaluate_and_go_on(wrapped: Any) -> None:
+def evaluate_and_go_on(wrapped):
     evaluate(wrapped)
     wrapped.train()
 
 
-def ask_the_reference(wrapped: Any) -> None:
+def ask_the_reference(wrapped):
     """As DPO does: the model without its adapter, in training mode."""
     with torch.no_grad(), wrapped.disable_adapter():
         wrapped(input_ids=batch(5)["input_ids"])
@@ -216,7 +212,7 @@ def ask_the_reference(wrapped: Any) -> None:
 
 @pytest.mark.parametrize("between", [evaluate, evaluate_and_go_on, ask_the_reference])
 @pytest.mark.parametrize("how", PASSES)
-def test_a_forward_between_a_forward_and_its_backward(how: str, between: Any) -> None:
+def test_a_forward_between_a_forward_and_its_backward(how, between):
     """What a pass draws, and in which mode it runs, belongs to the pass: gradients are the same, bit for bit."""
     wrapped = with_lora()
     with attach(wrapped.get_base_model(), **PASSES[how]):
@@ -232,7 +228,7 @@ def test_a_forward_between_a_forward_and_its_backward(how: str, between: Any) ->
 
 
 @pytest.mark.parametrize("change", [lambda out: out * 1.5, lambda out: out.mul_(1.5)], ids=["new tensor", "in place"])
-def test_layers_with_something_in_between(change: Any) -> None:
+def test_layers_with_something_in_between(change):
     """A layer whose input is not what the layer before it returned keeps its own."""
     model = model_of()
     for i in (0, 3):
@@ -247,7 +243,7 @@ def test_layers_with_something_in_between(change: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("save", [True, False])
-def test_what_it_takes_of_the_device(save: bool) -> None:
+def test_what_it_takes_of_the_device(save):
     """The peak grows by the segment's other inputs and attention outputs at most."""
     peaks, longer = {}, 4
     for every in EVERY:
@@ -267,7 +263,7 @@ def test_what_it_takes_of_the_device(save: bool) -> None:
         assert peaks[every] - peaks[1] >= longer * (every - 2) * INPUT, "the reading can tell"
 
 
-def test_backward_of_a_part_of_the_layers() -> None:
+def test_backward_of_a_part_of_the_layers():
     """A loss on an inner layer's output; what is after it keeps its place until the graph goes."""
     torch.manual_seed(0)
     layers, found = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), []
@@ -301,7 +297,7 @@ CHOSEN = [
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_gradients_of_chosen_weights(how: str) -> None:
+def test_gradients_of_chosen_weights(how):
     """By torch.autograd.grad and by backward(inputs=...): right, and no other weight gets a gradient."""
     model = model_of()
     want, of = plain_step(model, batch())[1], dict(model.named_parameters())
@@ -316,7 +312,7 @@ def test_gradients_of_chosen_weights(how: str) -> None:
             model.zero_grad()
 
 
-def test_chosen_weights_are_refused_where_gradients_are_taken_one_by_one() -> None:
+def test_chosen_weights_are_refused_where_gradients_are_taken_one_by_one():
     """An optimizer that steps in backward takes each gradient as it is made, so that no layer's are there at once."""
     model, taken = model_of(), []
     want = plain_step(model, batch())[1]
@@ -332,7 +328,7 @@ def test_chosen_weights_are_refused_where_gradients_are_taken_one_by_one() -> No
             torch.autograd.grad(loss(model), [model.model.embed_tokens.weight])
 
 
-def test_a_weight_that_the_layer_does_not_own() -> None:
+def test_a_weight_that_the_layer_does_not_own():
     """A vector that a hook adds, as in steering, gets its gradient too."""
     grads = []
     for options in ({"checkpoint": False}, {}):
@@ -348,7 +344,7 @@ def test_a_weight_that_the_layer_does_not_own() -> None:
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.parametrize("how", [how for how in HOW if how != "inputs of some"])
-def test_second_order_gradients_are_refused(how: str) -> None:
+def test_second_order_gradients_are_refused(how):
     model = model_of()
     with attach(model, **HOW[how]):
         for second in (lambda x: torch.autograd.grad(x, [model.model.embed_tokens.weight], create_graph=True),
@@ -358,7 +354,7 @@ def test_second_order_gradients_are_refused(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["layers", "tiles", "chunks"])
-def test_weights_that_are_frozen_before_their_backward(how: str) -> None:
+def test_weights_that_are_frozen_before_their_backward(how):
     """An adapter that was switched off after the forward is not in the recompute."""
     wrapped = with_lora()
     with attach(wrapped.get_base_model(), **PASSES[how]):
@@ -371,7 +367,7 @@ def test_weights_that_are_frozen_before_their_backward(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["nothing", "layers in tiles", "chunks"])
-def test_changes_in_place_of_what_a_layer_makes(how: str) -> None:
+def test_changes_in_place_of_what_a_layer_makes(how):
     """Embeddings, queries (as OLMo's clip_qkv), a norm's, an MLP's and a layer's output."""
     model = model_of()
     layer = model.model.layers[1]
@@ -384,7 +380,7 @@ def test_changes_in_place_of_what_a_layer_makes(how: str) -> None:
 
 
 @pytest.mark.parametrize("how, part", [("tiles", "mlp"), ("layers", "layer"), ("chunks", "norm")])
-def test_changes_in_place_of_an_input_are_refused(how: str, part: str) -> None:
+def test_changes_in_place_of_an_input_are_refused(how, part):
     """A recompute would begin with what was changed: refused in the forward, by name, and not in an evaluation."""
     model = model_of()
     layer = model.model.layers[1]
@@ -401,7 +397,7 @@ def test_changes_in_place_of_an_input_are_refused(how: str, part: str) -> None:
 # ----- on several ranks
 
 
-def short_hosts(rank: int, world: int) -> tuple[str, int]:
+def short_hosts(rank, world):
     """Rank 1 has a longer sample of its own than its host has room for; then a shorter one."""
     ctx = alstlib.SPContext.create(1)
     options = alstlib.Options(save_attention=False, host_memory=2 * INPUT, offload="sync")
@@ -414,7 +410,7 @@ def short_hosts(rank: int, world: int) -> tuple[str, int]:
         return str(error.value), handle.inputs_kept_every
 
 
-def test_all_ranks_say_that_one_has_too_little_room(ranks2: Any) -> None:
+def test_all_ranks_say_that_one_has_too_little_room(ranks2):
     first, second = ranks2(short_hosts)
     assert f"needs {INPUT:,} bytes of host memory more than rank 1 has left" in first[0]
     assert f"needs {3 * INPUT:,} bytes of host memory for this rank, and {2 * INPUT:,} are left" in second[0]
@@ -422,7 +418,7 @@ def test_all_ranks_say_that_one_has_too_little_room(ranks2: Any) -> None:
 
 
 @pytest.mark.parametrize("save", [False, "auto"])
-def test_lengths_that_change_keep_to_the_budget(save: bool | str) -> None:
+def test_lengths_that_change_keep_to_the_budget(save):
     """What the plan allows is never refused in the middle, and slabs that are larger than needed are counted."""
     model, memory = model_of(), 3 * INPUT + OUTPUT
     with with_room(model, memory, save) as handle:
@@ -432,7 +428,7 @@ def test_lengths_that_change_keep_to_the_budget(save: bool | str) -> None:
         assert handle.store.peak_nbytes <= memory
 
 
-def test_what_is_granted_is_not_asked_for_again() -> None:
+def test_what_is_granted_is_not_asked_for_again():
     """Other ranks of the machine take their share meanwhile."""
     room = LAYERS * (INPUT + OUTPUT)
     with attach(model_of(), **TILES, offload="sync") as handle:

@@ -1,9 +1,6 @@
 """What a dry run sees of a model, what is refused by it before anything is attached, and how tokens are numbered."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +9,11 @@ from cases import attach, check_step, gradients, make_model, same, sample_of, st
 from transformers.modeling_layers import GradientCheckpointingLayer
 from zoo import small
 
-from alstlib.hf.dry_run import DryRun, dry_run
+from alstlib.hf.dry_run import dry_run
 from alstlib.measure import verify
 
 
-def run(model: Any) -> DryRun:
+def run(model):
     return dry_run(model, [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)])
 
 
@@ -25,7 +22,7 @@ BERT = {"num_key_value_heads": None, "is_decoder": True, "hidden_dropout_prob": 
 
 
 @pytest.mark.parametrize("name", zoo.MODELS)
-def test_the_layers_and_their_attention_are_seen(name: str) -> None:
+def test_the_layers_and_their_attention_are_seen(name):
     model = zoo.build(name)
     seen = run(model)
     assert seen.finished
@@ -36,12 +33,12 @@ def test_the_layers_and_their_attention_are_seen(name: str) -> None:
     assert (seen.offset, seen.numbers_itself, seen.uncounted) == (0, False, None)
 
 
-def test_a_dry_run_leaves_the_model_as_it_was() -> None:
+def test_a_dry_run_leaves_the_model_as_it_was():
     model = make_model("gpt2", attn_pdrop=0.5).eval()
     model.transformer.h[0].train()
     model.transformer.h[1].forward = model.transformer.h[1].forward
 
-    def state() -> Any:
+    def state():
         return [(n, m.training, set(m.__dict__)) for n, m in model.named_modules()], model.config._attn_implementation
 
     before, weights, random = state(), copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -53,7 +50,7 @@ def test_a_dry_run_leaves_the_model_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("shared", ["mlp", "self_attn"])
-def test_a_module_with_two_names_gets_its_weights_back(shared: str) -> None:
+def test_a_module_with_two_names_gets_its_weights_back(shared):
     model = make_model("gqa")
     first, second = model.model.layers
     setattr(second, shared, getattr(first, shared))
@@ -63,7 +60,7 @@ def test_a_module_with_two_names_gets_its_weights_back(shared: str) -> None:
     assert all(p is before[n] for n, p in model.named_parameters())
 
 
-def test_a_dry_run_calls_no_hook() -> None:
+def test_a_dry_run_calls_no_hook():
     """Hooks are the user's: they count calls, or read values, of which a dry run has none."""
     model, called = make_model("gqa"), []
     for module in model.modules():
@@ -75,20 +72,20 @@ def test_a_dry_run_calls_no_hook() -> None:
     assert {"before", "after"} == set(called)
 
 
-def test_a_model_gives_its_routers_outputs_after_a_dry_run() -> None:
+def test_a_model_gives_its_routers_outputs_after_a_dry_run():
     """transformers installs the hooks that capture them in the model's first call, which the dry run is not."""
     model = zoo.build("mixtral")
     run(model)
     assert len(model(torch.tensor([[5, 6, 7]])).router_logits) == model.config.num_hidden_layers
 
 
-def test_a_config_may_name_several_ends() -> None:
+def test_a_config_may_name_several_ends():
     """As those of Llama 3.1 and GLM 4 do: the dry run's token is none of them."""
     model = make_model(eos_token_id=[0, 1], pad_token_id=2)
     assert run(model).finished
 
 
-def test_a_dry_run_reads_no_weights() -> None:
+def test_a_dry_run_reads_no_weights():
     """A model of any size: here one that would not fit, without memory."""
     with torch.device("meta"):
         model = small("LlamaConfig", hidden_size=16384, intermediate_size=53248, num_hidden_layers=40)
@@ -99,7 +96,7 @@ def test_a_dry_run_reads_no_weights() -> None:
 
 
 @pytest.mark.parametrize("kind, packed", [("Roberta", False), ("XLMRobertaXL", True), ("Data2VecText", True)])
-def test_positions_that_a_model_numbers_by_itself(kind: str, packed: bool) -> None:
+def test_positions_that_a_model_numbers_by_itself(kind, packed):
     """RoBERTa and its kin begin after their padding token."""
     model = small(f"{kind}Config", **BERT)
     data = sample_of(16, documents=[5, 1, 10] if packed else [16])
@@ -111,7 +108,7 @@ def test_positions_that_a_model_numbers_by_itself(kind: str, packed: bool) -> No
     check_step((got[0], mine), (loss, want), gradient=1e-4)
 
 
-def test_a_padding_token_among_others_is_refused_where_it_is_not_counted() -> None:
+def test_a_padding_token_among_others_is_refused_where_it_is_not_counted():
     model = small("RobertaConfig", **BERT)
     ids = torch.tensor([[5, 6, 2, 7, 8, 2]])
     batch = {"input_ids": ids, "labels": ids.clone()}
@@ -127,7 +124,7 @@ def test_a_padding_token_among_others_is_refused_where_it_is_not_counted() -> No
 BART = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "is_decoder": True,
         "is_encoder_decoder": False}  # fmt: skip
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+REFUSED = {
     "a mask of its own": (
         lambda: small("DogeConfig"),
         {},
@@ -153,19 +150,19 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("make, options, message", REFUSED.values(), ids=REFUSED)
-def test_refused_before_the_first_call(make: Any, options: dict[str, Any], message: str) -> None:
+def test_refused_before_the_first_call(make, options, message):
     with pytest.raises(ValueError, match=message):
         attach(make(), **options)
 
 
-def test_dropout_of_a_config_that_no_layer_uses_is_not_refused() -> None:
+def test_dropout_of_a_config_that_no_layer_uses_is_not_refused():
     model = make_model(attention_dropout=0.1)
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.0
     attach(model).detach()
 
 
-def test_a_window_that_nothing_uses_is_not_refused() -> None:
+def test_a_window_that_nothing_uses_is_not_refused():
     """Phi-3.5-MoE's window is in the mask that its model makes, and nowhere else."""
     model = small("PhimoeConfig", sliding_window=7, **EXPERTS)
     model.config.sliding_window = None
@@ -173,7 +170,7 @@ def test_a_window_that_nothing_uses_is_not_refused() -> None:
         model(**sample_of(26))
 
 
-def test_facts_of_a_layer_are_those_of_the_layer() -> None:
+def test_facts_of_a_layer_are_those_of_the_layer():
     """Gemma 4's heads are wider in some layers; its mapping of keys is not read where none are shared."""
     model = small("Gemma4TextConfig", head_dim=8, global_head_dim=16, vocab_size_per_layer_input=zoo.VOCAB,
         hidden_size_per_layer_input=8, layer_types=zoo.LAYER_TYPES, sliding_window=7,

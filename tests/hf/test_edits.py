@@ -1,11 +1,8 @@
 """Changes to modules: taken back from them, absent from their copies, gone with them, and careful with others'."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
-from typing import Any
 
 import peft
 import pytest
@@ -16,7 +13,7 @@ from transformers import AttentionInterface
 
 import alstlib
 
-HOW: dict[str, dict[str, Any]] = {"default": {}, "all on": ALL_ON, "chunk": {**ALL_ON, "chunk": 5}}
+HOW = {"default": {}, "all on": ALL_ON, "chunk": {**ALL_ON, "chunk": 5}}
 BATCH = batch_of(20)
 IDS = BATCH["input_ids"]
 
@@ -26,7 +23,7 @@ IDS = BATCH["input_ids"]
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", ["gqa", "gpt2"])
-def test_a_deep_copy_of_an_attached_model_is_plain(kind: str, how: str) -> None:
+def test_a_deep_copy_of_an_attached_model_is_plain(kind, how):
     """It has gradients of its own, is attached anew, and outlives the original's detach."""
     model = make_model(kind)
     want = plain_step(model, BATCH)
@@ -46,7 +43,7 @@ def test_a_deep_copy_of_an_attached_model_is_plain(kind: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_deep_copy_of_a_part_is_plain(how: str) -> None:
+def test_a_deep_copy_of_a_part_is_plain(how):
     model = make_model()
     mask = torch.zeros(1, 1, 20, 20).masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf)
     with attach(model, **HOW[how]):
@@ -59,7 +56,7 @@ def test_a_deep_copy_of_a_part_is_plain(how: str) -> None:
         assert gradients(model) == {}
 
 
-def test_a_head_that_peft_copies_trains() -> None:
+def test_a_head_that_peft_copies_trains():
     """`modules_to_save` makes a deep copy of the head inside the attached model."""
     model, config = make_model(), peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
     reference = peft.get_peft_model(copy.deepcopy(model), config)
@@ -78,10 +75,10 @@ def test_a_head_that_peft_copies_trains() -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_model_that_is_dropped_without_detach_is_freed(how: str) -> None:
+def test_a_model_that_is_dropped_without_detach_is_freed(how):
     before = set(AttentionInterface._global_mapping)
     model = make_model()
-    handle: Any = attach(model, **HOW[how])
+    handle = attach(model, **HOW[how])
     step(model, BATCH)
     gone = [weakref.ref(model), weakref.ref(handle), weakref.ref(model.model.layers[0].self_attn.q_proj.weight)]
     del model, handle
@@ -90,7 +87,7 @@ def test_a_model_that_is_dropped_without_detach_is_freed(how: str) -> None:
     assert set(AttentionInterface._global_mapping) == before
 
 
-def test_a_handle_that_is_dropped_leaves_the_model_attached() -> None:
+def test_a_handle_that_is_dropped_leaves_the_model_attached():
     model = make_model()
     want = plain_step(model, BATCH)
     attach(model)
@@ -99,7 +96,7 @@ def test_a_handle_that_is_dropped_leaves_the_model_attached() -> None:
 
 
 @pytest.mark.parametrize("leaf", [True, False])
-def test_detach_gives_back_what_a_user_had_set(leaf: bool) -> None:
+def test_detach_gives_back_what_a_user_had_set(leaf):
     model = make_model()
     for layer in model.model.layers:
         layer._z3_leaf = leaf
@@ -112,7 +109,7 @@ def test_detach_gives_back_what_a_user_had_set(leaf: bool) -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_what_a_user_wraps_while_attached_stays_and_is_plain_after_detach(how: str) -> None:
+def test_what_a_user_wraps_while_attached_stays_and_is_plain_after_detach(how):
     model = make_model()
     want = plain_step(model, BATCH)
     generated, calls = model.generate(IDS, max_new_tokens=3, do_sample=False), []

@@ -1,17 +1,14 @@
 """Blocks of experts in tiles: their router's outputs and loss, left as they are where they mix tokens, O(tile). The net
 of whole steps (tests/matrix.py) has their gradients."""
 
-from __future__ import annotations
-
 import gc
-from typing import Any
 
 import pytest
 import torch
 import zoo
-from cases import Step, attach, check_step, gradients, make_model, sample_of, step
+from cases import attach, check_step, gradients, make_model, sample_of, step
 from operators import peak_of_step
-from torch import Tensor, nn
+from torch import nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -21,7 +18,7 @@ from alstlib.sizing import TILE_BYTES
 from alstlib.tiled.compute import as_on
 
 MODELS = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
-HOW: dict[str, dict[str, Any]] = {
+HOW = {
     "checkpoints": {"tiles": {"mlp": 3, "loss": True, "norm": True}},
     "no checkpoints": {"tiles": {"mlp": 7, "loss": True, "norm": True}, "checkpoint": False},
     "tiles in chunks": {"tiles": {"mlp": 2, "loss": True, "norm": True}, "chunk": 5},
@@ -30,12 +27,12 @@ HOW: dict[str, dict[str, Any]] = {
 LENGTH = 17
 
 
-def sample(rows: int = 1) -> dict[str, Any]:
+def sample(rows=1):
     return sample_of(LENGTH, rows, documents=[LENGTH])
 
 
 @pytest.mark.parametrize("name", MODELS[:3])
-def test_the_routers_logits_are_those_of_the_whole_slice(name: str) -> None:
+def test_the_routers_logits_are_those_of_the_whole_slice(name):
     """Without labels transformers collects them itself: one entry for each layer, with the tokens in order."""
     model, ids = zoo.build(name), sample(2)["input_ids"]
     want = model(ids, output_router_logits=True)
@@ -49,7 +46,7 @@ def test_the_routers_logits_are_those_of_the_whole_slice(name: str) -> None:
 
 @pytest.mark.parametrize("read", ["aux_loss", "router_logits"])
 @pytest.mark.parametrize("how", HOW)
-def test_a_balance_without_a_graph_is_not_left_out(how: str, read: str) -> None:
+def test_a_balance_without_a_graph_is_not_left_out(how, read):
     """A loss of the user's own, of logits and of the routers' balance, would have no gradient of the second part."""
     model, ids = zoo.build("mixtral"), sample()["input_ids"]
     with attach(model, **HOW[how]):
@@ -59,10 +56,10 @@ def test_a_balance_without_a_graph_is_not_left_out(how: str, read: str) -> None:
             (out.logits.sum() + balance).backward()
 
 
-def test_a_balance_with_a_graph_has_its_gradient() -> None:
+def test_a_balance_with_a_graph_has_its_gradient():
     model, ids = zoo.build("mixtral"), sample()["input_ids"]
 
-    def balance() -> Step:
+    def balance():
         model.zero_grad()
         loss = model(ids, output_router_logits=True).aux_loss
         loss.backward()
@@ -77,7 +74,7 @@ def test_a_balance_with_a_graph_has_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_a_recompute_does_not_run_experts_in_vain(name: str) -> None:
+def test_a_recompute_does_not_run_experts_in_vain(name):
     """Six tiles in forward and six in backward; gpt-oss's block returns its router's scores too, which nobody reads."""
     model, calls = zoo.build(name), []
     with attach(model, tiles={"mlp": 3, "loss": True, "norm": True}):
@@ -90,7 +87,7 @@ def test_a_recompute_does_not_run_experts_in_vain(name: str) -> None:
 class Returning(GptOssDecoderLayer):
     """A layer that returns the scores with which its experts were chosen."""
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
+    def forward(self, hidden_states, **kwargs):  # type: ignore[override]
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         hidden = hidden_states + attended
         return hidden, *self.mlp(self.post_attention_layernorm(hidden))
@@ -99,17 +96,17 @@ class Returning(GptOssDecoderLayer):
 class Reading(Returning):
     """A layer that weights what its experts made once more by the scores."""
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden_states, **kwargs):  # type: ignore[override]
         return weighted(super().forward(hidden_states, **kwargs))
 
 
-def weighted(returned: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def weighted(returned):
     hidden, routed, scores = returned
     return hidden + routed * scores.view(*hidden.shape[:2], -1)[..., :1]
 
 
 @pytest.mark.parametrize("kind", [Reading, Returning])
-def test_further_outputs_that_a_layer_reads_or_returns_are_computed(kind: type[nn.Module]) -> None:
+def test_further_outputs_that_a_layer_reads_or_returns_are_computed(kind):
     """Their gradient counts, and a recompute has them."""
     model = zoo.build("gpt_oss")
     for layer in model.model.layers:
@@ -121,19 +118,19 @@ def test_further_outputs_that_a_layer_reads_or_returns_are_computed(kind: type[n
         check_step(step(model, sample()), want)
 
 
-def test_the_tile_counts_the_experts_of_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tile_counts_the_experts_of_a_token(monkeypatch):
     monkeypatch.setitem(TILE_BYTES, "cpu", 4 * 2 * 96 * 512)
     block = zoo.build("mixtral").model.layers[0].mlp
     assert alone(block, None)._default_tile(torch.zeros(1, 4096, 32)) == 512
 
 
 @pytest.mark.parametrize(("dtype", "worth"), [(torch.float32, 56), (torch.bfloat16, 112)])
-def test_the_default_tile_takes_no_more_than_the_block_untiled(dtype: torch.dtype, worth: int) -> None:
+def test_the_default_tile_takes_no_more_than_the_block_untiled(dtype, worth):
     """All experts' gradients are summed in fp32 over tiles: as much as the intermediates of so many tokens. A slice of
     up to twice as many is one tile, whose gradients are not copied to fp32."""
     block = zoo.build("mixtral", intermediate_size=192).model.layers[0].mlp.to(dtype)
 
-    def peak(rows: int, module: nn.Module) -> int:
+    def peak(rows, module):
         x = torch.randn(1, rows, 32, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
         block.zero_grad()
         gc.collect()  # models of earlier tests, which would be freed in between
@@ -151,7 +148,7 @@ def test_the_default_tile_takes_no_more_than_the_block_untiled(dtype: torch.dtyp
         assert ours._default_tile(torch.zeros(1, 9, 32, dtype=dtype)) == 1, "frozen: no sums"
 
 
-def alone(block: nn.Module, tile: int | None) -> TiledExperts:
+def alone(block, tile):
     made = TiledExperts(block, tile, "a block")
     made.call = lambda: None
     return made
@@ -163,16 +160,16 @@ def alone(block: nn.Module, tile: int | None) -> TiledExperts:
 class Block(nn.Module):
     """Each token goes to the expert that its router prefers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gate, self.top_k = nn.Linear(32, 4), 1
         self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states):
         chosen, weights = self.choose(self.gate(hidden_states).softmax(-1))
         return sum(e(hidden_states) * (weights * (chosen == i)).sum(-1, True) for i, e in enumerate(self.experts))
 
-    def choose(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, shares):
         weights, chosen = shares.max(-1, keepdim=True)
         return chosen, weights
 
@@ -180,42 +177,42 @@ class Block(nn.Module):
 class Limited(Block):
     """Each expert takes the first tokens, a quarter more than its part."""
 
-    def choose(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, shares):
         weights, chosen = shares.max(-1, keepdim=True)
         place = (nn.functional.one_hot(chosen, 4).cumsum(1) * nn.functional.one_hot(chosen, 4)).sum(-1)
         return chosen, weights * (place <= 1.25 * shares.shape[1] / 4)
 
 
 class Jittered(Block):
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states):
         if self.training:
             hidden_states *= torch.empty_like(hidden_states).uniform_(0.9, 1.1)
         return super().forward(hidden_states)
 
 
 class Counting(Block):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("seen", torch.zeros(4))
 
-    def choose(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, shares):
         chosen, weights = super().choose(shares)
         self.seen += chosen.flatten().bincount(minlength=4)
         return chosen, weights
 
 
 class ByToken(Block):
-    def forward(self, hidden_states: Tensor, tokens: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden_states, tokens=None):  # type: ignore[override]
         return super().forward(hidden_states)
 
 
-LEFT: dict[type[Block], str] = {
+LEFT = {
     Limited: "mixes tokens", Jittered: "changes its input in place", Counting: "keeps statistics of its tokens",
     ByToken: "routes to experts by more than its tokens",
 }  # fmt: skip
 
 
-def with_blocks(kind: type[Block]) -> Any:
+def with_blocks(kind):
     model = make_model()
     torch.manual_seed(1)
     for layer in model.model.layers:
@@ -224,7 +221,7 @@ def with_blocks(kind: type[Block]) -> Any:
 
 
 @pytest.mark.parametrize("kind", [Block, *LEFT], ids=lambda kind: kind.__name__)
-def test_blocks_that_mix_tokens_are_left_as_they_are(kind: type[Block], caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_that_mix_tokens_are_left_as_they_are(kind, caplog):
     """Found by what they do, said with the reason, and exact as before."""
     model = with_blocks(kind)
     torch.manual_seed(2)
@@ -237,7 +234,7 @@ def test_blocks_that_mix_tokens_are_left_as_they_are(kind: type[Block], caplog: 
         assert {r.message for r in caplog.records if r.name.startswith("alstlib.hf")} == set(why)
 
 
-def test_experts_that_a_layer_calls_itself_are_said() -> None:
+def test_experts_that_a_layer_calls_itself_are_said():
     """Gemma 4's layer has an MLP, a router and experts side by side."""
     fields = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48, "global_head_dim": 16}
     model = zoo.small(
@@ -253,13 +250,13 @@ def test_experts_that_a_layer_calls_itself_are_said() -> None:
 
 
 @pytest.mark.parametrize("chunk, block", [(5, None), (None, 5)])
-def test_blocks_that_mix_tokens_are_refused_for_some_of_the_rows(chunk: int | None, block: int | None) -> None:
+def test_blocks_that_mix_tokens_are_refused_for_some_of_the_rows(chunk, block):
     message = r"layer 0: mlp \(Limited\) mixes tokens: it is exact only with sp=1, chunk=None and without block_step"
     with attach(with_blocks(Limited), chunk=chunk) as handle, pytest.raises(ValueError, match=message):
         step(handle.model, sample(), block=block)
 
 
-def test_a_block_is_tried_with_nothing_left_behind() -> None:
+def test_a_block_is_tried_with_nothing_left_behind():
     """Modes, buffers and random numbers are as before; weights without values are trusted."""
     block, x = Counting().eval(), torch.zeros(1, 5, 32)
     state = torch.get_rng_state()
@@ -271,7 +268,7 @@ def test_a_block_is_tried_with_nothing_left_behind() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_real_blocks_do_not_mix_tokens_in_any_precision(dtype: torch.dtype) -> None:
+def test_real_blocks_do_not_mix_tokens_in_any_precision(dtype):
     """Many experts, where the router's close calls are many."""
     for name, experts in (("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts")):
         model = zoo.build(name, dtype, **{experts: 64})
@@ -283,7 +280,7 @@ def test_real_blocks_do_not_mix_tokens_in_any_precision(dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("how", ["class", "name"])
-def test_engines_find_the_blocks_by_their_class(how: str) -> None:
+def test_engines_find_the_blocks_by_their_class(how):
     """As leaves of DeepSpeed ZeRO-3, which some name after `apply` (Accelerate does, by the name of the class)."""
     from accelerate.utils.dataclasses import get_module_class_from_name
     from deepspeed.utils import set_z3_leaf_modules

@@ -1,23 +1,19 @@
 """The gradient contract under every engine, where the net of whole steps (tests/matrix.py) draws no such values."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import zoo
-from cases import ALL_OFF, ALL_ON, Fields, attach, gradients, make_model, make_samples, plain_run, worst_error
+from cases import ALL_OFF, ALL_ON, attach, gradients, make_model, make_samples, plain_run, worst_error
 from matrix import Case, More, check, decoder_layers, run, zero_config
-from torch import Tensor, nn
+from torch import nn
 
 import alstlib
 from alstlib.data.loader import SPDataLoader
 
 
-def step(pools: Any, case: Case, **more: Any) -> list[Fields]:
+def step(pools, case, **more):
     results = pools(case.sp * case.dp)(run, case, More(**more))
     check(results, case)
     return results
@@ -37,29 +33,29 @@ def step(pools: Any, case: Case, **more: Any) -> list[Fields]:
     ],
     ids=str,
 )
-def test_an_option_alone(pools: Any, options: Fields) -> None:
+def test_an_option_alone(pools, options):
     step(pools, Case("llama", data="rows", way="plain", tiles="off"), options=options)
 
 
 @pytest.mark.parametrize("engine", ["average", "ddp", "zero1", "zero3"])
 @pytest.mark.parametrize("way", ["kept", "chunks, kept"])
-def test_the_head_alone_trains(pools: Any, engine: str, way: str) -> None:
+def test_the_head_alone_trains(pools, engine, way):
     step(pools, Case("llama", weights="head alone", way=way, engine=engine))
 
 
 @pytest.mark.parametrize("model", ["qwen3_next", "bamba", "falcon_h1", "nemotron_h", "lfm2", "lfm2_moe"])
-def test_layers_with_a_state_where_heads_do_not_divide(pools: Any, model: str) -> None:
+def test_layers_with_a_state_where_heads_do_not_divide(pools, model):
     """Three heads on four ranks, in attention and, where the model has as many there, in the state."""
     heads = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
     step(pools, Case(model, "4x1", way="chunks, kept", states="auto"), fields=heads, data=[[[3, 21, 1, 12]]])
 
 
-def counted(model: Any) -> Callable[[], list[int]]:
+def counted(model):
     """Tokens through the MLP of each layer."""
     tokens = [0] * len(decoder_layers(model))
     for i, layer in enumerate(decoder_layers(model)):
 
-        def count(module: Any, args: Any, out: Tensor, i: int = i) -> None:
+        def count(module, args, out, i=i):
             tokens[i] += out.shape[1]
 
         layer.mlp.register_forward_hook(count)
@@ -69,7 +65,7 @@ def counted(model: Any) -> Callable[[], list[int]]:
 @pytest.mark.parametrize("ranks", ["1x2", "2x1"])
 @pytest.mark.parametrize("engine", ["fsdp2", "zero0", "zero2", "zero3"])
 @pytest.mark.parametrize("model", ["llama", "gemma2"])
-def test_engines_run_the_mlp_twice(pools: Any, model: str, engine: str, ranks: str) -> None:
+def test_engines_run_the_mlp_twice(pools, model, engine, ranks):
     """With their hooks in the graph too, and where a norm follows the MLP: its weight is then used in the MLP's tiles.
     Four micro-batches: by then ZeRO-3 prefetches in the order that it has recorded."""
     case = Case(model, ranks, way="kept", engine=engine)
@@ -80,11 +76,11 @@ def test_engines_run_the_mlp_twice(pools: Any, model: str, engine: str, ranks: s
 @pytest.mark.parametrize("weights", ["all", "frozen MLPs"])
 @pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero0", "zero2", "zero3"])
-def test_engines_with_the_inputs_of_some_layers(pools: Any, engine: str, save: bool, weights: str) -> None:
+def test_engines_with_the_inputs_of_some_layers(pools, engine, save, weights):
     """A layer that runs in another layer's backward finds its weights gathered."""
     case = Case("llama", weights=weights, way="kept", engine=engine)
     inputs, outputs = 2 * 16 * 32 * case.dtype.itemsize, 5 * 16 * 4 * 9 * case.dtype.itemsize
-    more: Fields = {"options": {"save_attention": save}, "host_memory": (inputs + outputs * save,) * 2}
+    more = {"options": {"save_attention": save}, "host_memory": (inputs + outputs * save,) * 2}
     more |= {"fields": {"num_hidden_layers": 5}, "data": [[[32]]], "accumulation": 4}
     assert [result["every"] for result in step(pools, case, **more)] == [3, 3]
 
@@ -94,7 +90,7 @@ UNEVEN = [
     [[17]] * 3, [[48, 48]],
 ]  # fmt: skip
 """Of two replicas in turn: rows, lengths and documents differ."""
-FIVE: Fields = {"options": {"save_attention": "auto"}, "fields": {"num_hidden_layers": 5}}
+FIVE = {"options": {"save_attention": "auto"}, "fields": {"num_hidden_layers": 5}}
 ROOM = {
     "plenty": (None, None), "both short": (9_000, 20_000), "second short": (200_000, 16_000),
     "one limited": (25_000, None),
@@ -106,7 +102,7 @@ ROOM = {
     ("engine", "memory"),
     [("fsdp2", "both short"), ("fsdp2", "one limited"), ("zero3", "plenty"), ("zero3", "second short")],
 )
-def test_replicas_in_which_all_that_is_local_differs(pools: Any, engine: str, memory: str) -> None:
+def test_replicas_in_which_all_that_is_local_differs(pools, engine, memory):
     """Rows, lengths, documents and room on the host, from replica to replica and from micro-batch to micro-batch: the
     engine gathers weights, so all replicas must run the same layers in the same order."""
     case = Case("gemma2", "1x2", way="kept", engine=engine)
@@ -117,7 +113,7 @@ def test_replicas_in_which_all_that_is_local_differs(pools: Any, engine: str, me
 
 
 @pytest.mark.slow
-def test_groups_in_which_all_that_is_local_differs(pools: Any) -> None:
+def test_groups_in_which_all_that_is_local_differs(pools):
     """The same with two ranks in each replica; the first has one token a rank in its first sample."""
     data = [[[2]], *UNEVEN[1:2], [[20, 20, 21]], [[7]] * 3, [[9]] * 2, [[48, 48]]]
     more = {**FIVE, "data": data, "accumulation": 3, "host_memory": (10**6, 10_000, 10**6, 10**6)}
@@ -126,7 +122,7 @@ def test_groups_in_which_all_that_is_local_differs(pools: Any) -> None:
 
 
 @pytest.mark.parametrize("model, options, pad_to", [("llama", {"chunk": 1}, 6), ("qwen3_5", {}, 9)], ids=str)
-def test_samples_of_fewer_tokens_than_ranks(pools: Any, model: str, options: Fields, pad_to: int) -> None:
+def test_samples_of_fewer_tokens_than_ranks(pools, model, options, pad_to):
     """Some ranks have nothing but padding: in a step of samples of 1, 2 and 5 tokens."""
     data = [[[2]], [[1]], [[2]] * 2, [[5]]]
     more = {"data": data, "accumulation": 4, "pad_to": pad_to, "options": options}
@@ -135,13 +131,13 @@ def test_samples_of_fewer_tokens_than_ranks(pools: Any, model: str, options: Fie
 
 @pytest.mark.parametrize("bucket", [1, 100_000])
 @pytest.mark.parametrize("engine", ["zero0", "zero1", "zero2", "zero3"])
-def test_tied_embeddings(pools: Any, engine: str, bucket: int) -> None:
+def test_tied_embeddings(pools, engine, bucket):
     """The embedding, 3,072 elements, is above DeepSpeed's thresholds or below: a bucket that is not full is not sent
     before backward ends, and hides what arrives too late."""
     step(pools, Case("llama", weights="tied", way="kept", engine=engine), bucket=bucket)
 
 
-def static_graph_steps(rank: int, world: int, options: Fields) -> tuple[str, list[float]]:
+def static_graph_steps(rank, world, options):
     """Steps of two micro-batches under DDP with a static graph: what the first says with no_sync(), then errors."""
     ctx, model, samples = alstlib.SPContext.create(2), make_model(), make_samples(2)
     _, want = plain_run(model, samples)
@@ -166,13 +162,13 @@ STREAMED = {**ALL_ON, "chunk": 5}
 
 
 @pytest.mark.parametrize("options", [ALL_OFF, ALL_ON, STREAMED], ids=["all off", "all on", "streamed"])
-def test_ddp_with_a_static_graph(ranks2: Any, options: Fields) -> None:
+def test_ddp_with_a_static_graph(ranks2, options):
     for refused, errors in ranks2(static_graph_steps, options):
         assert "has to reduce its first backward" in refused
         assert max(errors) < 1e-5
 
 
-def shared(name: str, model: Any) -> Callable[[], None]:
+def shared(name, model):
     """Gives the second layer the first one's module, or weight of a module."""
     here, _, attribute = name.rpartition(".")
     first, second = (layer.get_submodule(here) for layer in decoder_layers(model))
@@ -182,9 +178,9 @@ def shared(name: str, model: Any) -> Callable[[], None]:
 
 @pytest.mark.parametrize("engine, way", [("zero1", "kept"), ("zero1", "chunks, kept"), ("zero3", "kept")])
 @pytest.mark.parametrize("name", ["mlp", "input_layernorm.weight"])
-def test_weights_that_layers_share(pools: Any, engine: str, name: str, way: str) -> None:
+def test_weights_that_layers_share(pools, engine, name, way):
     """Each layer's recompute has a gradient of its own for them, of which ZeRO-3 keeps one."""
-    more: Fields = {"prepare": functools.partial(shared, name), "bucket": 1}
+    more = {"prepare": functools.partial(shared, name), "bucket": 1}
     if engine == "zero3":
         with pytest.raises(AssertionError, match=rf"layers.0.{name}.* trains and is used in several parts"):
             step(pools, Case("llama", way=way, engine=engine), **more)
@@ -192,7 +188,7 @@ def test_weights_that_layers_share(pools: Any, engine: str, name: str, way: str)
     step(pools, Case("llama", way=way, engine=engine, weights=weights), **more)
 
 
-def sharded_zamba2(rank: int, world: int) -> str:
+def sharded_zamba2(rank, world):
     """What `apply` says to weights that DeepSpeed has sharded already; it takes them once they are frozen."""
     import deepspeed
 
@@ -204,6 +200,6 @@ def sharded_zamba2(rank: int, world: int) -> str:
     return str(refused.value)
 
 
-def test_layers_that_share_weights_are_refused_when_attached_under_zero3(ranks2: Any) -> None:
+def test_layers_that_share_weights_are_refused_when_attached_under_zero3(ranks2):
     for message in ranks2(sharded_zamba2):
         assert "ZeRO-3 keeps the gradient of one of them: use zero_stage 0 or 1, or freeze it" in message

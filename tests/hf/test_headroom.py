@@ -1,8 +1,5 @@
 """Attention outputs that stay on the device: from measured steps, never more than fits, the same on all ranks."""
 
-from __future__ import annotations
-
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,14 +18,14 @@ class Meter:
     """A device of 1,000 bytes whose steps need `need` bytes beside what is there, as PyTorch's allocator would count
     them; and the headroom that is worked out from it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.size, self.now, self.peak, self.room = 1000, 0, 0, Headroom()
         monkeypatch.setattr(headroom, "device_memory", lambda device: self.read())
 
-    def read(self) -> tuple[int, int, int]:
+    def read(self):
         return self.now, self.peak, self.size - self.now
 
-    def step(self, rows: int, need: int, wants: int = 2000) -> int:
+    def step(self, rows, need, wants=2000):
         """One step: what it kept of the bytes that it wants to keep."""
         kept = min(wants, self.room.begin(rows, self.read()))
         self.room.keep(kept)
@@ -39,11 +36,11 @@ class Meter:
 
 
 @pytest.fixture
-def meter(monkeypatch: pytest.MonkeyPatch) -> Meter:
+def meter(monkeypatch):
     return Meter(monkeypatch)
 
 
-def test_the_first_step_keeps_nothing_and_later_ones_what_is_left(meter: Meter) -> None:
+def test_the_first_step_keeps_nothing_and_later_ones_what_is_left(meter):
     meter.now = meter.peak = 100
     assert meter.step(10, 300) == 0
     kept = [meter.step(10, 300) for _ in range(4)]
@@ -52,25 +49,25 @@ def test_the_first_step_keeps_nothing_and_later_ones_what_is_left(meter: Meter) 
     assert meter.step(10, 300) == 630 - 300
 
 
-def test_longer_samples_need_more_and_shorter_ones_not_less(meter: Meter) -> None:
+def test_longer_samples_need_more_and_shorter_ones_not_less(meter):
     meter.step(10, 300, wants=0)
     assert [meter.step(20, 550), meter.step(5, 170), meter.step(10, 300)] == [900 - 600, 900 - 300, 900 - 300]
 
 
-def test_a_peak_that_is_reset_between_steps_changes_nothing(meter: Meter) -> None:
+def test_a_peak_that_is_reset_between_steps_changes_nothing(meter):
     for _ in range(4):
         kept = meter.step(10, 300)
         meter.peak = meter.now
     assert kept == 900 - 300
 
 
-def test_an_earlier_peak_counts_as_needed(meter: Meter) -> None:
+def test_an_earlier_peak_counts_as_needed(meter):
     meter.now, meter.peak = 100, 700  # while the model was loaded
     meter.step(10, 300, wants=0)
     assert meter.step(10, 300) == 810 - 600
 
 
-def test_two_forwards_before_their_backwards_are_one(meter: Meter) -> None:
+def test_two_forwards_before_their_backwards_are_one(meter):
     """As preference losses have it: the first must leave room for the second."""
     for wants in (0, 2000, 2000):
         kept = []
@@ -86,7 +83,7 @@ def test_two_forwards_before_their_backwards_are_one(meter: Meter) -> None:
     assert kept == [900 - 400, 0]
 
 
-def test_a_forward_without_a_backward_keeps_nothing(meter: Meter) -> None:
+def test_a_forward_without_a_backward_keeps_nothing(meter):
     assert [meter.room.begin(10, meter.read()) for _ in range(3)] == [0, 0, 0]
 
 
@@ -95,8 +92,8 @@ def test_a_forward_without_a_backward_keeps_nothing(meter: Meter) -> None:
 
 @pytest.mark.parametrize("chunk", [None, 20])
 @pytest.mark.parametrize("fits", [0, 1, LAYERS])
-def test_a_model_keeps_what_fits_with_exact_gradients(monkeypatch: pytest.MonkeyPatch, fits: int, chunk: Any) -> None:
-    def read(device: torch.device) -> tuple[int, int, int]:
+def test_a_model_keeps_what_fits_with_exact_gradients(monkeypatch, fits, chunk):
+    def read(device):
         return 0, 1000, int((1000 + fits * OUTPUT) / headroom.SHARE) + 1
 
     monkeypatch.setattr(headroom, "device_memory", read)
@@ -108,7 +105,7 @@ def test_a_model_keeps_what_fits_with_exact_gradients(monkeypatch: pytest.Monkey
             assert handle.attention_kept == kept
 
 
-def uneven_devices(rank: int, world: int) -> float:
+def uneven_devices(rank, world):
     ctx = alstlib.SPContext.create(world)
     fits = [10 * LAYERS, 1][rank] * OUTPUT // world
     memory = (0, 1000, int((1000 + fits) / headroom.SHARE) + 1)
@@ -121,5 +118,5 @@ def uneven_devices(rank: int, world: int) -> float:
         return handle.attention_kept
 
 
-def test_ranks_agree_on_the_fullest_device(ranks2: Any) -> None:
+def test_ranks_agree_on_the_fullest_device(ranks2):
     assert ranks2(uneven_devices) == [1 / LAYERS] * 2

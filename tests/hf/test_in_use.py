@@ -1,10 +1,7 @@
 """What surrounds an attached model: half precision, autocast, compilation, generation, engines, adapters, and a
 router's loss with padding, accumulation and replicas."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ import zoo
 from cases import (
     ALL_OFF,
     ALL_ON,
-    Step,
     attach,
     check_step,
     gradients,
@@ -23,7 +19,7 @@ from cases import (
     step,
 )
 from operators import error_of
-from torch import Tensor, nn
+from torch import nn
 
 import alstlib
 from alstlib.reference import relative_error, shift
@@ -37,12 +33,12 @@ IDS = SAMPLE["input_ids"]
 # ----- half precision
 
 
-def errors(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+def errors(got, exact):
     """Root mean square of the relative errors of all gradients."""
     return float(torch.tensor([relative_error(got[n], exact[n]) ** 2 for n in exact]).mean().sqrt())
 
 
-def half(rank: int, world: int, name: str, dtype: torch.dtype, autocast: bool, how: str) -> dict[str, float]:
+def half(rank, world, name, dtype, autocast, how):
     """Errors of loss and gradients against the fp32 oracle: ours, and plain transformers in the same precision."""
     data, weights, ctx = sample_of(60), zoo.build(name), alstlib.SPContext.create(world)
     weights.config.output_router_logits = False
@@ -70,9 +66,7 @@ def half(rank: int, world: int, name: str, dtype: torch.dtype, autocast: bool, h
      ("mistral", torch.bfloat16, True, "chunk"), ("gemma2", torch.bfloat16, False, "on"),
      ("gpt_oss", torch.bfloat16, False, "on"), ("deepseek_v3", torch.bfloat16, True, "chunk")],
 )  # fmt: skip
-def test_half_precision_is_as_good_as_plain(
-    pools: Any, name: str, dtype: torch.dtype, autocast: bool, how: str
-) -> None:
+def test_half_precision_is_as_good_as_plain(pools, name, dtype, autocast, how):
     """As good as plain, on three ranks, which share rows of heads."""
     for result in pools(3)(half, name, dtype, autocast, how):
         assert result["gradient"] <= 1.5 * result["plain gradient"], result
@@ -84,7 +78,7 @@ def test_half_precision_is_as_good_as_plain(
 
 @pytest.mark.parametrize("how", ["on", "chunk"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "mistral"])
-def test_generation_inside_apply_is_plain_generation(name: str, how: str) -> None:
+def test_generation_inside_apply_is_plain_generation(name, how):
     """With padding on the left, a cache, and windows shorter than what is generated."""
     model = zoo.build(name).eval()
     ids = sample_of(9, rows=2)["input_ids"]
@@ -101,12 +95,12 @@ def test_generation_inside_apply_is_plain_generation(name: str, how: str) -> Non
     assert "generate" not in model.__dict__
 
 
-def refused_generation(rank: int, world: int) -> str:
+def refused_generation(rank, world):
     with attach(make_model(), alstlib.SPContext.create(world)) as handle:
         return error_of(handle.model.generate, IDS)
 
 
-def test_generation_over_ranks_is_refused(ranks2: Any) -> None:
+def test_generation_over_ranks_is_refused(ranks2):
     assert set(ranks2(refused_generation)) == {
         "generate() needs the whole sequence on one rank: call it after detach(), or with sp=1"
     }
@@ -115,12 +109,12 @@ def test_generation_over_ranks_is_refused(ranks2: Any) -> None:
 # ----- a router's loss
 
 
-def balanced(model: Any, samples: list[dict[str, Tensor]]) -> Step:
+def balanced(model, samples):
     """Plain transformers: mean over all tokens, and the balance of each sample by its share of the tokens."""
     model = copy.deepcopy(model)
     shifted = [shift(s["labels"]) for s in samples]
     tokens = sum(int((y != -100).sum()) for y in shifted)
-    total: Any = 0.0
+    total = 0.0
     for s, y in zip(samples, shifted):
         out = model(**{n: t for n, t in s.items() if n != "labels"}, use_cache=False)
         total = total + nn.functional.cross_entropy(out.logits.flatten(0, 1), y.flatten(), reduction="sum") / tokens
@@ -129,7 +123,7 @@ def balanced(model: Any, samples: list[dict[str, Tensor]]) -> Step:
     return total.item(), gradients(model)
 
 
-def routed(rank: int, world: int, sp: int, accumulation: int, how: str, scale: float) -> None:
+def routed(rank, world, sp, accumulation, how, scale):
     """Padding on the right, several micro-batches, several replicas."""
     ctx = alstlib.SPContext.create(sp)
     model = zoo.build("mixtral")
@@ -152,11 +146,11 @@ def routed(rank: int, world: int, sp: int, accumulation: int, how: str, scale: f
     ("world", "sp", "accumulation", "scale", "how"),
     [(2, 2, 1, 1.0, "off"), (2, 1, 2, 1.0, "chunk"), (3, 3, 2, 1024.0, "on"), (4, 2, 2, 1.0, "chunk")],
 )
-def test_router_loss(pools: Any, world: int, sp: int, accumulation: int, scale: float, how: str) -> None:
+def test_router_loss(pools, world, sp, accumulation, scale, how):
     pools(world)(routed, sp, accumulation, how, scale)
 
 
-def test_router_loss_is_in_the_output() -> None:
+def test_router_loss_is_in_the_output():
     model, data = zoo.build("mixtral"), SAMPLE
     want = model(**data, output_router_logits=True)
     with attach(model, **ALL_ON):
@@ -181,12 +175,12 @@ def test_router_loss_is_in_the_output() -> None:
     ],
     ids=str,
 )
-def test_what_a_call_asks_of_attention(given: dict[str, Any], message: str) -> None:
+def test_what_a_call_asks_of_attention(given, message):
     with attach(make_model()) as handle:
         assert message in error_of(handle.model, **SAMPLE, **given)
 
 
-def test_a_sliding_layer_that_does_not_say_its_window_is_refused() -> None:
+def test_a_sliding_layer_that_does_not_say_its_window_is_refused():
     model = zoo.build("gemma3")
     model.model.layers[0].self_attn.sliding_window = None
     with pytest.raises(ValueError, match=r"layer 0 .* has a sliding window by config.layer_types, but"):
@@ -194,7 +188,7 @@ def test_a_sliding_layer_that_does_not_say_its_window_is_refused() -> None:
 
 
 @pytest.mark.parametrize("how", ["on", "chunk"])
-def test_layers_that_share_keys_are_refused_where_they_would_be_recomputed(how: str) -> None:
+def test_layers_that_share_keys_are_refused_where_they_would_be_recomputed(how):
     model = zoo.small(
         "Gemma3nTextConfig", num_kv_shared_layers=2, num_hidden_layers=4, sliding_window=64, head_dim=8,
         layer_types=zoo.LAYER_TYPES * 2, hidden_size_per_layer_input=8, laurel_rank=4, altup_num_inputs=2,
@@ -207,7 +201,7 @@ def test_layers_that_share_keys_are_refused_where_they_would_be_recomputed(how: 
         check_step(step(model, SAMPLE), want)
 
 
-def test_a_router_loss_that_is_not_known_is_refused() -> None:
+def test_a_router_loss_that_is_not_known_is_refused():
     model = zoo.small("JetMoeConfig", num_hidden_layers=1, kv_channels=8, num_local_experts=4, num_experts_per_tok=2)
     with attach(model):
         said = error_of(model, **SAMPLE, output_router_logits=True)
@@ -215,7 +209,7 @@ def test_a_router_loss_that_is_not_known_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["cpu", "blockwise"])
-def test_kernels_sum_in_full_precision_under_autocast(name: str) -> None:
+def test_kernels_sum_in_full_precision_under_autocast(name):
     from alstlib.kernels.attention import attention_forward
     from alstlib.kernels.backends import BACKENDS
     from alstlib.kernels.rule import Rule
@@ -231,13 +225,13 @@ def test_kernels_sum_in_full_precision_under_autocast(name: str) -> None:
 # ----- evaluation, dropout
 
 
-def dropout_notes(rank: int, world: int) -> list[str]:
+def dropout_notes(rank, world):
     model = make_model("gpt2", resid_pdrop=0.1)
     with attach(model, alstlib.SPContext.create(world), **ALL_OFF) as handle:
         return handle.notes
 
 
-def test_dropout_on_ranks_is_said(ranks2: Any) -> None:
+def test_dropout_on_ranks_is_said(ranks2):
     for notes in ranks2(dropout_notes):
         assert any("seed each rank with seed + rank" in note for note in notes)
     with attach(make_model("gpt2", resid_pdrop=0.1), **ALL_OFF) as handle:

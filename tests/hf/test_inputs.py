@@ -1,18 +1,15 @@
 """What belongs to one call: each wrong input is refused by name, each right one is exact."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import re
 import time
-from typing import Any
 
 import pytest
 import torch
-from cases import ALL_ON, Fields, attach, check_step, make_model, own_step, plain_step, tokens_of
+from cases import ALL_ON, attach, check_step, make_model, own_step, plain_step, tokens_of
 from operators import counted
-from torch import Tensor, nn
+from torch import nn
 
 import alstlib
 from alstlib.data.shard import shard_batch
@@ -25,15 +22,15 @@ ONE = SPContext()
 LENGTH = 12
 
 
-def ids(rows: int = 1, length: int = LENGTH) -> Tensor:
+def ids(rows=1, length=LENGTH):
     return tokens_of(length, rows)
 
 
-def take(ctx: SPContext = ONE, **kwargs: Any) -> Any:
+def take(ctx=ONE, **kwargs):
     return take_call((), kwargs, ctx)
 
 
-def rank(index: int, sp: int = 2) -> SPContext:
+def rank(index, sp=2):
     """A rank's place without its process group: enough for what is checked locally."""
     return SPContext(sp=sp, sp_rank=index)
 
@@ -41,7 +38,7 @@ def rank(index: int, sp: int = 2) -> SPContext:
 # ----- what is refused
 
 ARANGE = torch.arange(LENGTH)[None]
-REFUSED: dict[str, tuple[Fields, str]] = {
+REFUSED = {
     "packings that disagree": (
         {"cu_seq_lens_q": [0, 5, 12], "cu_seq_lens_k": torch.tensor([0, 6, 12])},
         r"cu_seq_lens_q=\[0, 5, 12\] and cu_seq_lens_k=\[0, 6, 12\] disagree about where documents begin",
@@ -91,12 +88,12 @@ REFUSED: dict[str, tuple[Fields, str]] = {
 
 
 @pytest.mark.parametrize("kwargs, message", REFUSED.values(), ids=REFUSED)
-def test_wrong_inputs_are_refused_by_name(kwargs: Fields, message: str) -> None:
+def test_wrong_inputs_are_refused_by_name(kwargs, message):
     with pytest.raises(ValueError, match=message):
         take(**{"input_ids": ids(), **kwargs})
 
 
-SHARDED: dict[str, tuple[Fields, str]] = {
+SHARDED = {
     "labels": (
         {"position_ids": ARANGE, "labels": ids()},
         "labels must be shifted before the sequence is sharded.*SPDataLoader",
@@ -122,7 +119,7 @@ SHARDED: dict[str, tuple[Fields, str]] = {
 
 
 @pytest.mark.parametrize("kwargs, message", SHARDED.values(), ids=SHARDED)
-def test_wrong_shards_are_refused_by_name(kwargs: Fields, message: str) -> None:
+def test_wrong_shards_are_refused_by_name(kwargs, message):
     with pytest.raises(ValueError, match=message):
         take(rank(1), **{"input_ids": ids(), **kwargs})
 
@@ -130,7 +127,7 @@ def test_wrong_shards_are_refused_by_name(kwargs: Fields, message: str) -> None:
 # ----- what is taken
 
 
-def test_what_is_ours_does_not_reach_the_model() -> None:
+def test_what_is_ours_does_not_reach_the_model():
     kwargs = {
         "input_ids": ids(2), "shift_labels": ids(2), "cu_documents": torch.tensor([0, 12, 24]), "step_tokens": 24,
         "num_items_in_batch": 5, "attention_mask": torch.ones(2, LENGTH), "position_ids": ARANGE, "own": 1,
@@ -159,12 +156,12 @@ def test_what_is_ours_does_not_reach_the_model() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_documents_of_one_rank(kwargs: Fields, documents: Any) -> None:
+def test_documents_of_one_rank(kwargs, documents):
     """Right padding beside the offsets may have the position 0."""
     assert take(input_ids=ids(2), **kwargs).documents == documents
 
 
-def test_documents_of_a_shard_are_global_and_labels_are_shifted_once() -> None:
+def test_documents_of_a_shard_are_global_and_labels_are_shifted_once():
     given = {"input_ids": ids(), "position_ids": torch.tensor([[*range(6, 8), *range(10)]])}
     assert take(rank(1), **given, cu_documents=torch.tensor([0, 6, 14, 24])).documents == (0, 6, 14, 24)
     assert torch.equal(take(input_ids=ids(), labels=ids()).shift_labels, shift(ids()))
@@ -177,12 +174,12 @@ def test_documents_of_a_shard_are_global_and_labels_are_shifted_once() -> None:
 
 
 @pytest.fixture(params=["gqa", "gpt2"])
-def model(request: pytest.FixtureRequest) -> Any:
+def model(request):
     return make_model(request.param)
 
 
 @pytest.mark.parametrize("options", [{}, ALL_ON], ids=["default", "all on"])
-def test_labels_give_hugging_faces_own_loss(model: Any, options: Fields) -> None:
+def test_labels_give_hugging_faces_own_loss(model, options):
     """Mean over the valid tokens, or the sum over `num_items_in_batch`; with the same gradients."""
     labels = ids(2)
     labels[0, :7] = -100
@@ -194,7 +191,7 @@ def test_labels_give_hugging_faces_own_loss(model: Any, options: Fields) -> None
 
 
 @pytest.mark.parametrize("kind", ["ones", "right", "bool"])
-def test_masks_that_may_be_dropped_are_exact(model: Any, kind: str) -> None:
+def test_masks_that_may_be_dropped_are_exact(model, kind):
     """All ones, and right padding without loss: plain transformers with the mask."""
     tokens, keep = ids(2), torch.ones(2, LENGTH, dtype=torch.bool)
     if kind != "ones":
@@ -209,12 +206,12 @@ def test_masks_that_may_be_dropped_are_exact(model: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["position_ids", "cu_documents", "both", "cu_seq_lens", "seq_idx"])
-def test_packed_documents_are_those_one_by_one(model: Any, how: str) -> None:
+def test_packed_documents_are_those_one_by_one(model, how):
     """Positions that start again, or offsets: logits of each document alone, and gradients of their sum."""
     lengths, tokens = [5, 1, 6], ids()
     packed = shard_batch({"input_ids": tokens, "labels": tokens, "document_lengths": lengths}, 1, 0)
     positions, offsets = {"position_ids": packed["position_ids"]}, {"cu_documents": packed["cu_documents"]}
-    forms: dict[str, Fields] = {
+    forms = {
         "position_ids": positions, "cu_documents": offsets, "both": {**positions, **offsets},
         "cu_seq_lens": {"cu_seq_lens_q": packed["cu_documents"], "cu_seq_lens_k": packed["cu_documents"]},
         "seq_idx": {"seq_idx": (packed["position_ids"] == 0).cumsum(1).int()},
@@ -227,7 +224,7 @@ def test_packed_documents_are_those_one_by_one(model: Any, how: str) -> None:
     assert relative_error(logits, torch.cat([model(p).logits for p in tokens.split(lengths, 1)], 1)) < 1e-5
 
 
-def test_embeddings_in_place_of_tokens(model: Any) -> None:
+def test_embeddings_in_place_of_tokens(model):
     given = {"inputs_embeds": model.get_input_embeddings()(ids(2)).detach(), "labels": ids(2)}
     want = own_step(model, **given)
     with attach(model, **ALL_ON):
@@ -237,37 +234,37 @@ def test_embeddings_in_place_of_tokens(model: Any) -> None:
 # ----- ranks that disagree
 
 
-def slice_of(index: int, rows: int = LENGTH, batch: int = 1) -> Fields:
+def slice_of(index, rows=LENGTH, batch=1):
     return {
         "input_ids": ids(batch, rows), "position_ids": torch.arange(rows)[None] + index * rows,
         "shift_labels": ids(batch, rows),
     }  # fmt: skip
 
 
-def loss(model: Any, batch: Any, **given: Any) -> Any:
+def loss(model, batch, **given):
     return alstlib.causal_lm_loss(model, batch, **given).loss
 
 
-def blocks(model: Any, batch: Any, block: int = 5) -> Any:
+def blocks(model, batch, block=5):
     return alstlib.block_step(model, batch, block=block).loss
 
 
-def call(model: Any, batch: Any) -> Any:
+def call(model, batch):
     return model(**batch).loss
 
 
-def without_graph(model: Any, batch: Any) -> Any:
+def without_graph(model, batch):
     with torch.no_grad():
         return loss(model, batch)
 
 
-def alone_wrong(case: str, place: int, one: bool) -> tuple[Fields, Any]:
+def alone_wrong(case, place, one):
     """A slice, and what is called with it; on the one rank that is wrong, something else."""
     what, _, how = case.partition(", ")
     run = {"blocks": blocks, "log-probabilities": alstlib.token_logps, "model": call}.get(how, loss)
     good = slice_of(place)
     last = {**good, "position_ids": good["position_ids"] * (good["position_ids"] < 23), "cu_documents": [0, 23, 24]}
-    kinds: dict[str, tuple[Fields, Any]] = {
+    kinds = {
         "rows": (slice_of(place, LENGTH - one), run),
         "batch": (slice_of(place, batch=1 + one), run),
         "local positions": (slice_of(0 if one else place), run),
@@ -304,11 +301,11 @@ CALLS = (", model", ", log-probabilities")
 """Of one replica."""
 
 
-def refused_alone(index: int, world: int, sp: int, engine: str) -> tuple[dict[str, str], float, float]:
+def refused_alone(index, world, sp, engine):
     """The message of each case on this rank; the seconds that all of them took; and the loss of a right step after."""
     ctx, model, messages = SPContext.create(sp), make_model("gqa"), {}
     with attach(model, ctx, save_attention=True):
-        wrapped: Any = nn.parallel.DistributedDataParallel(model) if engine == "ddp" else model
+        wrapped = nn.parallel.DistributedDataParallel(model) if engine == "ddp" else model
         start = time.monotonic()
         for case in ALONE:
             if ctx.dp > 1 and case.endswith(CALLS):
@@ -323,7 +320,7 @@ def refused_alone(index: int, world: int, sp: int, engine: str) -> tuple[dict[st
 
 
 @pytest.mark.parametrize("world, engine", [(2, "bare"), (2, "ddp"), (4, "ddp")])
-def test_what_one_rank_refuses_ends_on_all(pools: Any, world: int, engine: str) -> None:
+def test_what_one_rank_refuses_ends_on_all(pools, world, engine):
     """Also in all replicas, with the reason, within seconds, and so that the next step is right."""
     results = pools(world)(refused_alone, 2, engine, timeout=60)
     for messages, seconds, mean in results:
@@ -336,7 +333,7 @@ def test_what_one_rank_refuses_ends_on_all(pools: Any, world: int, engine: str) 
     assert results[0][0]["local positions"].startswith("rank 1 refused: ValueError: position_ids of rank 1")
 
 
-def attached_alone(index: int, world: int) -> list[str]:
+def attached_alone(index, world):
     messages = []
     for options, dropout in (({"chunk": 5 + 2 * index}, 0.0), ({"host_memory": 10**6 + index}, 0.0), ({}, 0.5 * index)):
         model = make_model("gqa", attention_dropout=dropout)
@@ -348,7 +345,7 @@ def attached_alone(index: int, world: int) -> list[str]:
     return messages
 
 
-def test_options_that_differ_between_ranks_are_refused_on_all(ranks2: Any) -> None:
+def test_options_that_differ_between_ranks_are_refused_on_all(ranks2):
     """But the hosts' memory may differ."""
     for chunks, memory, dropout in ranks2(attached_alone, timeout=60):
         assert "have different values of Options.chunk: [5, 7], in the order of the ranks" in chunks
@@ -359,15 +356,15 @@ def test_options_that_differ_between_ranks_are_refused_on_all(ranks2: Any) -> No
 # ----- types and shapes
 
 
-def small_batch(**other: Any) -> Fields:
+def small_batch(**other):
     return {"input_ids": ids(), "position_ids": ARANGE, "shift_labels": ids(), **other}
 
 
-def no_scale(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
+def no_scale(q, k, v, causal):
     raise AssertionError("it is not called")
 
 
-def forward(model: Any, fields: Fields) -> Any:
+def forward(model, fields):
     return model(**{"input_ids": ids(), **fields})
 
 
@@ -375,7 +372,7 @@ LEFT = {"attention_mask": (ARANGE > 2).long()}
 DIVISOR = "engine_divides_by={!r} must be a whole number of at least 1"
 TOKENS = "step_tokens=.* must be the number of labels of the whole optimizer step"
 SMOOTHING = "label_smoothing={!r} must be a number from 0 to 1"
-WRONG: list[tuple[Any, Fields, str]] = [
+WRONG = [
     (forward, {"labels": ids().float()}, "labels has dtype torch.float32; .* torch.int64"),
 
     (forward, {"input_ids": ids()[0]}, r"input_ids has shape \[12\]; it must be \[B, L\]"),
@@ -409,7 +406,7 @@ WRONG: list[tuple[Any, Fields, str]] = [
 
 
 @pytest.mark.parametrize("run, fields, message", WRONG, ids=[message for *_, message in WRONG])
-def test_every_wrong_type_shape_or_number_is_named(attached: Any, run: Any, fields: Fields, message: str) -> None:
+def test_every_wrong_type_shape_or_number_is_named(attached, run, fields, message):
     with pytest.raises(ValueError, match=message):
         run(attached, fields if run is forward else small_batch(**fields))
 
@@ -426,18 +423,18 @@ def test_every_wrong_type_shape_or_number_is_named(attached: Any, run: Any, fiel
         ),
     ],
 )
-def test_wrong_arguments_of_apply_are_named(given: Any, message: str) -> None:
+def test_wrong_arguments_of_apply_are_named(given, message):
     with pytest.raises(ValueError, match=message):
         alstlib.apply(make_model(), *given)
 
 
 @pytest.fixture(scope="module")
-def attached() -> Any:
+def attached():
     with attach(make_model()) as handle:
         yield handle.model
 
 
-def test_fields_that_say_nothing_else_are_taken(attached: Any) -> None:
+def test_fields_that_say_nothing_else_are_taken(attached):
     """What loaders put beside the fields of a batch, and a mask of ones."""
     more = {"step_tokens": 40, "seen_tokens": 12, "labels": ids(), "attention_mask": torch.ones(1, LENGTH)}
     want = loss(attached, small_batch(step_tokens=40)).item()
@@ -445,10 +442,10 @@ def test_fields_that_say_nothing_else_are_taken(attached: Any) -> None:
         assert run(attached, small_batch(**more)).item() == pytest.approx(want, rel=1e-6)
 
 
-def test_documents_of_a_call_are_cut_once_and_go_with_it() -> None:
+def test_documents_of_a_call_are_cut_once_and_go_with_it():
     """All layers and passes of a step share what is found about its documents; the next packing finds it gone."""
 
-    def alive() -> int:
+    def alive():
         gc.collect()
         return sum(type(o) is spans.Span for o in gc.get_objects())
 
@@ -458,7 +455,7 @@ def test_documents_of_a_call_are_cut_once_and_go_with_it() -> None:
             made.clear()
             positions = torch.cat([torch.arange(n) for n in documents])[None]
             tokens = ids(1, sum(documents))
-            out: Any = handle.model(tokens, labels=tokens, position_ids=positions)
+            out = handle.model(tokens, labels=tokens, position_ids=positions)
             assert alive() > before, "the reading can tell"
             out.loss.backward()
             assert made.total() == len(documents)

@@ -1,12 +1,8 @@
 """Loading onto ranks: the weights of plain loading, and no rank's host takes more than its part and one tensor."""
 
-from __future__ import annotations
-
 import gc
 import json
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,12 +17,12 @@ from alstlib.hf.zero_config import engine_config
 from alstlib.offload.ledger import Ledger, storage_bytes
 
 
-def config_of(stage: int, **changes: Any) -> dict[str, Any]:
+def config_of(stage, **changes):
     fields = {"zero_stage": stage, "offload_optimizer": False, "dtype": "fp32", **changes}
     return engine_config(RunConfig.from_dict(by_own_names(fields)), 10_000, False)
 
 
-def arrives(rank: int, world: int, run: RunConfig, stage: int, offload: bool) -> dict[str, Any]:
+def arrives(rank, world, run, stage, offload):
     arrival = load_on_first(run, torch.float32, torch.device("cpu"))
     model, plain = arrival.model, load_model(run, torch.float32)
     hollow = storage_bytes(model.parameters()) < 1000
@@ -43,9 +39,7 @@ def arrives(rank: int, world: int, run: RunConfig, stage: int, offload: bool) ->
 
 @pytest.mark.parametrize("stage, offload", [(0, False), (2, False), (3, False), (3, True)])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_the_weights_are_those_of_plain_loading(
-    ranks2: Any, tmp_path: Path, tied: bool, stage: int, offload: bool
-) -> None:
+def test_the_weights_are_those_of_plain_loading(ranks2, tmp_path, tied, stage, offload):
     make_model("gqa", tie_word_embeddings=tied, num_hidden_layers=3).save_pretrained(tmp_path)
     saved = RunConfig(model={"name": str(tmp_path), "config": {"num_hidden_layers": 2}})
     for run in (saved, RunConfig(model={"name": "tiny", "config": {"tie_word_embeddings": tied}}, optim={"seed": 3})):
@@ -56,13 +50,13 @@ def test_the_weights_are_those_of_plain_loading(
             }  # fmt: skip
 
 
-def refused(rank: int, world: int, run: RunConfig) -> str:
+def refused(rank, world, run):
     with pytest.raises(ValueError) as error:
         load_on_first(run, torch.float32, torch.device("cpu"))
     return str(error.value)
 
 
-def test_what_rank_0_meets_is_raised_on_every_rank(ranks2: Any, tmp_path: Path) -> None:
+def test_what_rank_0_meets_is_raised_on_every_rank(ranks2, tmp_path):
     make_model("llama", num_hidden_layers=2).save_pretrained(tmp_path)
     run = RunConfig(model={"name": str(tmp_path), "config": {"num_hidden_layers": 3}})
     for message in ranks2(refused, run):
@@ -76,7 +70,7 @@ def test_what_rank_0_meets_is_raised_on_every_rank(ranks2: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf")])
-def test_weights_in_bf16_are_looked_at_once(tmp_path: Path, value: float) -> None:
+def test_weights_in_bf16_are_looked_at_once(tmp_path, value):
     model = make_model("llama", num_hidden_layers=1).to(torch.bfloat16)
     model.lm_head.weight.data[0, 0] = value
     model.save_pretrained(tmp_path)
@@ -96,7 +90,7 @@ def test_weights_in_bf16_are_looked_at_once(tmp_path: Path, value: float) -> Non
     ],
     ids=str,
 )
-def test_sizes_that_a_model_cannot_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_sizes_that_a_model_cannot_have(tmp_path, changes, message):
     make_model("llama", num_hidden_layers=2).save_pretrained(tmp_path)
     file, run = tmp_path / "config.json", RunConfig(model={"name": str(tmp_path)})
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
@@ -110,7 +104,7 @@ def test_sizes_that_a_model_cannot_have(tmp_path: Path, changes: dict[str, Any],
             find_config(str(tmp_path))
 
 
-def peak_while_loading(rank: int, world: int, run: RunConfig) -> dict[str, int]:
+def peak_while_loading(rank, world, run):
     gc.collect()  # of what other tests left, nothing goes meanwhile
     with Ledger() as ledger:  # on a CPU it sees host memory
         start = ledger.device_bytes
@@ -125,7 +119,7 @@ def peak_while_loading(rank: int, world: int, run: RunConfig) -> dict[str, int]:
     return {"peak": ledger.device_peak - start, "kept": kept, "whole": sum(sizes), "largest": max(sizes)}
 
 
-def test_only_rank_0_holds_the_model_while_it_loads(ranks2: Any) -> None:
+def test_only_rank_0_holds_the_model_while_it_loads(ranks2):
     run = RunConfig(model={"name": "tiny", "config": {"vocab_size": 2048, "hidden_size": 512, "num_hidden_layers": 6}})
     first, other = ranks2(peak_while_loading, run)
     whole, largest, rest = first["whole"], first["largest"], 50_000  # buffers, and what the ranks tell each other

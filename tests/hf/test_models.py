@@ -1,10 +1,6 @@
 """Models by name: shapes, local folders, refusals, and the dimensions that FLOPS are counted from."""
 
-from __future__ import annotations
-
 import importlib.util
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,14 +16,14 @@ from alstlib.options import Options
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_shapes(name: str) -> None:
+def test_shapes(name):
     config = model_config(name, {}).to_dict()
     fields = {field: value for field, value in SHAPES[name].items() if field != "rope_parameters"}
     assert config.items() >= {"model_type": "llama", **fields}.items()
     assert config["num_attention_heads"] % 2 == config["num_key_value_heads"] % 2 == 0  # two ranks can split them
 
 
-def test_llama_8b_has_its_size() -> None:
+def test_llama_8b_has_its_size():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config("llama-3.1-8b", {}))
     assert sum(p.numel() for p in model.parameters()) == 8_030_261_248
@@ -37,19 +33,19 @@ def test_llama_8b_has_its_size() -> None:
                           "layers": 32}  # fmt: skip
 
 
-def refused(message: str, fn: Any, *args: Any) -> None:
+def refused(message, fn, *args):
     with pytest.raises(ValueError, match=message):
         fn(*args)
 
 
-def test_overrides_and_unknown_fields() -> None:
+def test_overrides_and_unknown_fields():
     config = model_config("tiny", {"num_hidden_layers": 5, "rms_norm_eps": 0.1})
     assert (config.num_hidden_layers, config.rms_norm_eps, config.hidden_size) == (5, 0.1, 64)
     wrong = {"num_hiden_layers": 5}
     refused(r"of model\.config 'num_hiden_layers'; did you mean 'num_hidden_layers'", model_config, "tiny", wrong)
 
 
-def test_unknown_models_name_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_models_name_what_there_is(tmp_path, monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -71,11 +67,11 @@ def test_unknown_models_name_what_there_is(tmp_path: Path, monkeypatch: pytest.M
         refused(says, model_config, str(name), {})
 
 
-def load(name: str | Path, seed: int = 0, dtype: torch.dtype = torch.float32, **model: Any) -> Any:
+def load(name, seed=0, dtype=torch.float32, **model):
     return load_model(RunConfig(model={"name": str(name), **model}, optim={"seed": seed}), dtype)
 
 
-def test_random_weights_follow_the_seed() -> None:
+def test_random_weights_follow_the_seed():
     first, again, other = (load("tiny", seed).state_dict() for seed in (1, 1, 2))
     assert same(first, again)
     assert not same(first, other)
@@ -86,7 +82,7 @@ def test_random_weights_follow_the_seed() -> None:
     refused(says, load_model, run, torch.float32)
 
 
-def test_a_local_folder_has_its_weights_unless_random_ones_are_asked_for(tmp_path: Path) -> None:
+def test_a_local_folder_has_its_weights_unless_random_ones_are_asked_for(tmp_path):
     saved = make_model("qwen3")
     saved.save_pretrained(tmp_path)
     loaded, random = load(tmp_path), load(tmp_path, random_weights=True)
@@ -99,13 +95,11 @@ def test_a_local_folder_has_its_weights_unless_random_ones_are_asked_for(tmp_pat
 
 @pytest.mark.parametrize("kind", ["mha", "gqa", "qwen3", "gpt2"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_flos_count_every_matrix_multiplication(kind: str, tied: bool) -> None:
+def test_flos_count_every_matrix_multiplication(kind, tied):
     """PyTorch's own counter over forward and backward agrees (2 flops a multiply-add, full attention matrix)."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    model: Any = AutoModelForCausalLM.from_config(
-        case_config(kind, tie_word_embeddings=tied), attn_implementation="eager"
-    )
+    model = AutoModelForCausalLM.from_config(case_config(kind, tie_word_embeddings=tied), attn_implementation="eager")
     ids = torch.arange(32).view(1, 32)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, use_cache=False).logits.sum().backward()
@@ -118,7 +112,7 @@ def test_flos_count_every_matrix_multiplication(kind: str, tied: bool) -> None:
     assert made["paper"] == (dense + attention) * 4 / 3
 
 
-LIGER: list[tuple[bool | str, bool, bool, str | None, bool | str]] = [
+LIGER = [
     # asked for, tiles, a GPU, the architecture that an installed package knows, and what happens
     ("auto", True, True, None, False), (False, True, True, None, False),
     (True, True, True, None, "liger=True needs the package liger-kernel, which is not ins"),
@@ -130,9 +124,7 @@ LIGER: list[tuple[bool | str, bool, bool, str | None, bool | str]] = [
 
 
 @pytest.mark.parametrize("asked, tiles, gpu, knows, outcome", LIGER, ids=str)
-def test_liger_is_asked_for_clearly(
-    monkeypatch: pytest.MonkeyPatch, asked: bool | str, tiles: bool, gpu: bool, knows: Any, outcome: bool | str
-) -> None:
+def test_liger_is_asked_for_clearly(monkeypatch, asked, tiles, gpu, knows, outcome):
     model, put = make_model("llama"), []
     monkeypatch.setattr(models, "liger_kernels", put.append)
     if knows:
@@ -149,7 +141,7 @@ def test_liger_is_asked_for_clearly(
     assert put == [model] * (outcome is True)
 
 
-def test_weights_that_do_not_fit_or_were_cut_off(tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_or_were_cut_off(tmp_path):
     load("tiny").save_pretrained(tmp_path)
     run = RunConfig(model={"name": str(tmp_path)})
     for config, says in (

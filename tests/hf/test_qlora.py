@@ -1,18 +1,14 @@
 """LoRA on a base whose weights are packed integers: 4-bit linears of bitsandbytes where it is installed, and a stand-in
 whose weight has their form. Tiles, checkpoints and chunks call modules and read no weight but the head's."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from cases import make_model, same, worst_error
 from peft import PeftModel, prepare_model_for_kbit_training
-from torch import Tensor, nn
+from torch import nn
 from trainers import check_runs, train
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -30,18 +26,18 @@ BASES = [
 class Packed(nn.Linear):
     """A linear layer whose weight is two 4-bit numbers in a byte: uint8 [out * in / 2, 1], as bitsandbytes has it."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear):
         super().__init__(linear.in_features, linear.out_features, bias=False)
         self.step = float(linear.weight.detach().abs().max()) / 7
         codes = (linear.weight.detach() / self.step).round().to(torch.int16).flatten() + 8
         self.weight = nn.Parameter((codes[::2] * 16 + codes[1::2]).to(torch.uint8)[:, None], requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         codes = torch.cat([self.weight // 16, self.weight % 16], 1).view(self.out_features, self.in_features)
         return nn.functional.linear(x, (codes.to(x.dtype) - 8) * self.step)
 
 
-def base(kind: str, folder: str) -> Any:
+def base(kind, folder):
     """The model in the folder, with its linears in 4 bits."""
     if kind == "bitsandbytes":
         how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
@@ -55,20 +51,18 @@ def base(kind: str, folder: str) -> Any:
     return model
 
 
-def prepared(kind: str, folder: str) -> Any:
+def prepared(kind, folder):
     return prepare_model_for_kbit_training(base(kind, folder)).train()
 
 
-def run(rank: int, world: int, how: str, engine: str, kind: str, folder: str, settings: dict[str, Any]) -> Any:
+def run(rank, world, how, engine, kind, folder, settings):
     model = functools.partial(prepared, kind, folder)
     return train(rank, world, how, engine, kind=model, lora=True, targets=ADAPTED, max_steps=6, **settings)
 
 
 @pytest.mark.parametrize("kind", BASES)
 @pytest.mark.parametrize(("engine", "options"), [("ddp", {"chunk": 5}), ("zero2", {})], ids=["DDP, chunks", "ZeRO-2"])
-def test_two_ranks_train_as_one_process(
-    ranks2: Any, tmp_path: Path, engine: str, options: dict[str, Any], kind: str
-) -> None:
+def test_two_ranks_train_as_one_process(ranks2, tmp_path, engine, options, kind):
     """Losses, gradient norms and weights of 6 steps, and the adapter that was saved, on the base as it was."""
     folder, saved = str(tmp_path / "model"), tmp_path / "out"
     make_model(**WIDTHS).save_pretrained(folder)

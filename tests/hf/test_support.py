@@ -10,9 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,10 +20,10 @@ from cases import ALL_ON, Fields, attach, on_ranks, sample_of, small_pages, step
 
 import alstlib
 from alstlib.data.shard import shard_batch
-from alstlib.measure.verify import Reference, plain
+from alstlib.measure.verify import plain
 from alstlib.runs.results import git_state
 
-OPTIONS: dict[str, Fields] = {
+OPTIONS = {
     "on": ALL_ON,
     "chunk": {**ALL_ON, "chunk": 4, "on_host": "none"},
     "host": {"tiles": {"mlp": 5, "loss": 7, "norm": True}, "offload": "sync", "chunk": 3, "on_host": "hidden+kv"},
@@ -36,16 +34,16 @@ PACKED = [3, 1, 9, 13]
 """Documents of a packed sample: one of a token, one that spans ranks."""
 
 
-def sample(packed: bool) -> Fields:
+def sample(packed):
     return sample_of(LENGTH, documents=PACKED if packed else [LENGTH], ignored=slice(15, 19))
 
 
 @functools.lru_cache(maxsize=2)  # the cases of a model follow each other
-def reference(name: str, packed: bool) -> Reference:
+def reference(name, packed):
     return plain(zoo.build(name), sample(packed))
 
 
-def attached(rank: int, world: int, name: str, how: str, packed: bool) -> Fields:
+def attached(rank, world, name, how, packed):
     """The same on this rank's shard, with gradients averaged over ranks as an engine does."""
     ctx = alstlib.SPContext.create(world)
     model, data = zoo.build(name), sample(packed)
@@ -66,10 +64,10 @@ def attached(rank: int, world: int, name: str, how: str, packed: bool) -> Fields
 class Outcome:
     """What was measured, by model."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.models: dict[str, Fields] = {}
 
-    def add(self, name: str, world: int, results: list[Fields]) -> None:
+    def add(self, name, world, results):
         one = self.models.setdefault(name, {"sp": {}, "notes": [], "kernel": results[0]["kernel"]})
         for key in ("loss", "gradient"):
             worst = one["sp"].setdefault(str(world), {})
@@ -78,7 +76,7 @@ class Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcome() -> Iterator[Outcome]:
+def outcome():
     made = Outcome()
     yield made
     if folder := os.environ.get("ALST_SUPPORT_OUT"):
@@ -97,7 +95,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, world, packed, how", CASES)
-def test_model(pools: Any, outcome: Outcome, name: str, world: int, packed: bool, how: str) -> None:
+def test_model(pools, outcome, name, world, packed, how):
     results = on_ranks(pools, world, attached, name, how, packed)
     for result in results:
         assert result["loss"] < 1e-6, result

@@ -1,18 +1,15 @@
 """Log-probabilities and statistics of whole models, over ranks, against plain transformers; the trainers' tests have
 them under engines."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
 import zoo
-from cases import ALL_OFF, Fields, attach, gradients, make_model, on_ranks, worst_error
+from cases import ALL_OFF, attach, gradients, make_model, on_ranks, worst_error
 from operators import error_of, randn
 from test_block_step import PACKED, sample
-from torch import Tensor, nn
+from torch import nn
 
 import alstlib
 from alstlib import reference
@@ -20,8 +17,8 @@ from alstlib.data.shard import shard_batch
 from alstlib.measure.verify import in_full
 from alstlib.reference import relative_error
 
-HOST: Fields = {"offload": "sync", "chunk": 4, "on_host": "hidden+kv"}
-OPTIONS: list[Fields] = [
+HOST = {"offload": "sync", "chunk": 4, "on_host": "hidden+kv"}
+OPTIONS = [
     {"tiles": {"mlp": True, "loss": 4, "norm": True}},
     ALL_OFF,
     {"chunk": 4},
@@ -31,7 +28,7 @@ OPTIONS: list[Fields] = [
 """A rank's slice has 11 tokens: chunks of 4, 4 and 3."""
 
 
-def plain(model: Any, data: Fields, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def plain(model, data, temperature=1.0):
     """Log-probabilities, entropies, correctness and mean logits [B, S] of plain transformers, documents one by one."""
     lengths = data.get("document_lengths", [[data["input_ids"].shape[1]]])[0]
     found = []
@@ -42,12 +39,12 @@ def plain(model: Any, data: Fields, temperature: float = 1.0) -> tuple[Tensor, T
     return tuple(torch.cat(parts, 1) for parts in zip(*found))  # type: ignore[return-value]
 
 
-def part_of(whole: Tensor, world: int, rank: int) -> Tensor:
+def part_of(whole, world, rank):
     """This rank's slice of [B, S], padded with zeros."""
     return nn.functional.pad(whole, (0, -whole.shape[1] % world)).chunk(world, 1)[rank]
 
 
-def exact(rank: int, world: int, name: str, data: Fields, temperature: float) -> None:
+def exact(rank, world, name, data, temperature):
     """Values, statistics and gradients of an fp64 model, whose tokens have random upstream gradients."""
     ctx, model = alstlib.SPContext.create(world), zoo.build(name, torch.float64)
     weights = randn(*data["input_ids"].shape, seed=4)
@@ -76,9 +73,7 @@ def exact(rank: int, world: int, name: str, data: Fields, temperature: float) ->
     ("name", "world", "documents", "temperature"),
     [("llama, 9 heads on 3", 2, PACKED, 1.0), ("gemma2", 2, None, 0.7), ("gemma2", 1, PACKED, 1.0)],
 )
-def test_values_and_gradients_of_plain_transformers(
-    pools: Any, name: str, world: int, documents: Any, temperature: float
-) -> None:
+def test_values_and_gradients_of_plain_transformers(pools, name, world, documents, temperature):
     """Whole layers and chunks, whose tokens are dealt out anew; packed documents; soft caps."""
     data = sample(documents, rows=1 if documents else 2)
     on_ranks(pools, world, exact, name, data, temperature)
@@ -87,7 +82,7 @@ def test_values_and_gradients_of_plain_transformers(
 # ----- statistics of the loss
 
 
-def loss_statistics(rank: int, world: int) -> list[list[float]]:
+def loss_statistics(rank, world):
     """Entropy and accuracy for several options, of the loss and block by block; then those of plain transformers."""
     ctx, model, data = alstlib.SPContext.create(world), make_model("gemma2"), sample()
     logits = model(data["input_ids"], use_cache=False).logits.detach()
@@ -111,7 +106,7 @@ def loss_statistics(rank: int, world: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_statistics_are_those_of_all_valid_tokens(pools: Any, world: int) -> None:
+def test_statistics_are_those_of_all_valid_tokens(pools, world):
     for *found, want in on_ranks(pools, world, loss_statistics):
         assert len(found) == 9
         for got in found:
@@ -121,7 +116,7 @@ def test_statistics_are_those_of_all_valid_tokens(pools: Any, world: int) -> Non
 # ----- one process
 
 
-def test_sums_of_documents() -> None:
+def test_sums_of_documents():
     """Padding of a packed batch is none; without offsets each row is one; whatever is summed keeps its gradient."""
     ids, ctx = torch.ones(2, 10, dtype=torch.long), alstlib.SPContext()
     mask = torch.ones_like(ids)
@@ -139,7 +134,7 @@ def test_sums_of_documents() -> None:
     assert alstlib.sequence_logps(torch.tensor([[2.0**24, 1.0, 1.0, 1.0]]), {}, ctx).item() == 2**24 + 3
 
 
-def test_refusals() -> None:
+def test_refusals():
     batch, model, experts = shard_batch(sample(), 1, 0), make_model("gqa"), zoo.build("mixtral")
     assert "attach the model with alstlib.apply first" in error_of(alstlib.token_logps, model, batch)
     with attach(model):

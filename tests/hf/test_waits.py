@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from cases import ALL_ON, attach, make_model, sample_of
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import alstlib
@@ -34,11 +32,11 @@ class Waits(TorchDispatchMode):
 
     NAMES = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.places: set[tuple[str, str]] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name.removeprefix("aten::") in self.NAMES:
             frames = [f for f in traceback.extract_stack() if PACKAGE in Path(f.filename).parents]
             if frames:
@@ -46,11 +44,11 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def shard(rank: int, world: int, length: int = 24) -> dict[str, Any]:
+def shard(rank, world, length=24):
     return shard_batch(sample_of(length), world, rank)
 
 
-def places(rank: int, world: int, chunk: int | None) -> set[tuple[str, str]]:
+def places(rank, world, chunk):
     """Where the second training step of this rank waits (the first plans the host's memory)."""
     ctx, model = alstlib.SPContext.create(world), make_model("gemma2")
     batch = shard(rank, world)
@@ -62,13 +60,13 @@ def places(rank: int, world: int, chunk: int | None) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
-def test_a_step_waits_for_nothing(ranks2: Any, chunk: int | None) -> None:
+def test_a_step_waits_for_nothing(ranks2, chunk):
     assert places(0, 1, chunk) <= ON_THE_CPU
     for found in ranks2(places, chunk):
         assert found <= ON_THE_CPU
 
 
-def test_the_watch_sees_a_wait() -> None:
+def test_the_watch_sees_a_wait():
     """Positions without document offsets have to be looked at."""
     batch = {n: t for n, t in shard(0, 1).items() if n != "cu_documents"}
     with attach(make_model("gqa")) as handle, Waits() as waits:
@@ -78,7 +76,7 @@ def test_the_watch_sees_a_wait() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [None, 64])
-def test_gpu_step_waits_for_nothing(chunk: int | None) -> None:
+def test_gpu_step_waits_for_nothing(chunk):
     model = make_model("gqa").to("cuda", torch.bfloat16)
     batch = {n: t.cuda() if n not in (*WHOLE, "step_tokens") else t for n, t in shard(0, 1, 301).items()}
     with attach(model, chunk=chunk, **{**ALL_ON, "tiles": {"mlp": 50, "loss": 70, "norm": True}}):
@@ -87,7 +85,7 @@ def test_gpu_step_waits_for_nothing(chunk: int | None) -> None:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            loss: Tensor = alstlib.causal_lm_loss(model, batch).loss
+            loss = alstlib.causal_lm_loss(model, batch).loss
             loss.backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -1,14 +1,11 @@
 """Every kernel's output, logsumexp and gradients against the oracle, and how a kernel is chosen."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import itertools
 import re
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -44,7 +41,7 @@ SHAPES = {
 }
 
 
-def make(shape: Sequence[Any], dtype: torch.dtype, buffer: bool = False, width: int | None = None) -> list[Tensor]:
+def make(shape, dtype, buffer=False, width=None):
     """q, k, v (of another width, if asked) and dout; as they come out of an all-to-all where they share a `buffer`."""
     b, h, kv, s, d, _ = shape
     sizes = [(h, d), (kv, d), (kv, width or d), (h, width or d)]
@@ -53,9 +50,9 @@ def make(shape: Sequence[Any], dtype: torch.dtype, buffer: bool = False, width: 
 
 
 def oracle(
-    tensors: Sequence[Tensor], scale: float, documents: Sequence[int] | None = None, sinks: Tensor | None = None,
-    **rule: Any,
-) -> list[Tensor]:  # fmt: skip
+    tensors, scale, documents = None, sinks = None,
+    **rule,
+):  # fmt: skip
     """In fp64, whatever the dtype of the tensors."""
     *leaves, dout = (
         t.detach().double().requires_grad_() for t in (*tensors[:3], *([sinks] * (sinks is not None)), tensors[3])
@@ -65,14 +62,14 @@ def oracle(
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def run(name: str, tensors: list[Tensor], scale: float, documents: Any, chunk: int | None = None) -> list[Tensor]:
+def run(name, tensors, scale, documents, chunk=None):
     return attend(BACKENDS[name], tensors, Rule(scale), documents, chunk=chunk)
 
 
 def check(
-    name: str, shape: Any, dtype: torch.dtype = torch.float64, variant: dict[str, Any] | None = None,
-    chunk: int | None = None, buffer: bool = False, tolerance: float = 0.0, device: str = "cpu",
-) -> None:  # fmt: skip
+    name, shape, dtype = torch.float64, variant = None,
+    chunk = None, buffer = False, tolerance = 0.0, device = "cpu",
+):  # fmt: skip
     """A kernel is the oracle, of this attention: its window, soft cap, sinks, or width of values."""
     rule = {n: v for n, v in (variant or {}).items() if n in ("window", "softcap")}
     tensors, documents = make(shape, dtype, buffer, (variant or {}).get("width")), shape[-1]
@@ -97,7 +94,7 @@ def check(
 )  # fmt: skip
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", ON_CPU)
-def test_kernel_is_the_oracle(name: str, shape: Any, dtype: torch.dtype, chunk: int | None, buffer: bool) -> None:
+def test_kernel_is_the_oracle(name, shape, dtype, chunk, buffer):
     """In one call and in chunks of rows."""
     chunk = 97 if chunk in (1, 5) and shape[3] > 100 else chunk
     check(name, shape, dtype, chunk=chunk, buffer=buffer)
@@ -107,17 +104,15 @@ def test_kernel_is_the_oracle(name: str, shape: Any, dtype: torch.dtype, chunk: 
 @pytest.mark.parametrize("rows", [1, 7, 16])
 @pytest.mark.parametrize("shape", ["gqa, odd", "batch 2", "documents of batch 2"])
 @pytest.mark.parametrize("name", [*ON_CPU, "blockwise"])
-def test_calls_that_are_cut_are_the_oracle(
-    monkeypatch: pytest.MonkeyPatch, name: str, shape: str, rows: int, buffer: bool
-) -> None:
+def test_calls_that_are_cut_are_the_oracle(monkeypatch, name, shape, rows, buffer):
     """So that no tensor has more elements than a kernel can count. In one piece and in chunks of rows."""
     b, h, kv, _, d, _ = SHAPES[shape]
     elements = rows * (b * (2 * h + 2 * kv) if buffer else h) * d + 1
     monkeypatch.setattr(calls, "ELEMENTS", elements)
     backend, seen = BACKENDS[name], []
 
-    def watched(fn: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def watched(fn):
+        def call(*args, **kwargs):
             given = [t for a in args for t in (a if isinstance(a, tuple) else [a]) if isinstance(t, Tensor)]
             seen.extend(1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) for t in given if t.ndim == 4)
             return fn(*args, **kwargs)
@@ -133,20 +128,18 @@ def test_calls_that_are_cut_are_the_oracle(
 
 @pytest.mark.parametrize("window", [None, 5, 17])
 @pytest.mark.parametrize("rows", [3, 11])
-def test_windows_of_calls_that_are_cut_are_the_oracle(monkeypatch: Any, rows: int, window: int | None) -> None:
+def test_windows_of_calls_that_are_cut_are_the_oracle(monkeypatch, rows, window):
     monkeypatch.setattr(calls, "ELEMENTS", rows * 4 * 8 + 1)
     check("cpu", SHAPES["gqa, odd"], variant={"window": window})
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("length", [128, 129, 160, 191])
-def test_a_ragged_length_of_a_kernel_that_is_built_for_each_shape_is_the_oracle(
-    monkeypatch: pytest.MonkeyPatch, length: int, batch: int
-) -> None:
+def test_a_ragged_length_of_a_kernel_that_is_built_for_each_shape_is_the_oracle(monkeypatch, length, batch):
     """The kernel gets a length that many share, and another kernel the last rows."""
     seen, forward = [], BACKENDS["cpu"].forward
 
-    def built(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def built(q, k, *rest):
         seen.extend((q.shape[2], k.shape[2]))
         return forward(q, k, *rest)
 
@@ -156,7 +149,7 @@ def test_a_ragged_length_of_a_kernel_that_is_built_for_each_shape_is_the_oracle(
     assert seen == [length - length % 32] * 2
 
 
-def test_merge_with_a_set_without_keys_changes_nothing() -> None:
+def test_merge_with_a_set_without_keys_changes_nothing():
     out, lse = randn(1, 2, 5, 4), randn(1, 2, 5, seed=1)
     got = merge(out.clone(), lse, randn(1, 2, 5, 4, seed=2), torch.full_like(lse, float("-inf")))
     assert torch.equal(got[0], out)
@@ -166,7 +159,7 @@ def test_merge_with_a_set_without_keys_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("documents", [None, [0, 5, 6, 13, 14, 26]])
-def test_oracle_is_torchs_attention(documents: list[int] | None) -> None:
+def test_oracle_is_torchs_attention(documents):
     """The oracle itself, against PyTorch's with an explicit mask built position by position."""
     q, k, v, _ = make((2, 4, 2, 13, 8, None), torch.float64)
     inside = torch.zeros(2, 1, 13, 13, dtype=torch.bool)
@@ -179,7 +172,7 @@ def test_oracle_is_torchs_attention(documents: list[int] | None) -> None:
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_scores_of_hundreds_do_not_overflow(name: str) -> None:
+def test_scores_of_hundreds_do_not_overflow(name):
     tensors = make(SHAPES["gqa, odd"], torch.float32)
     tensors[0] *= 100
     want = oracle(tensors, 1.0)
@@ -188,7 +181,7 @@ def test_scores_of_hundreds_do_not_overflow(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_nothing_of_sequence_times_sequence(name: str) -> None:
+def test_nothing_of_sequence_times_sequence(name):
     """The oracle shows that the reading can fail: it makes the scores."""
     tensors = make((1, 1, 1, 1024, 8, None), torch.float32)
     with Ledger() as ledger:
@@ -198,13 +191,13 @@ def test_nothing_of_sequence_times_sequence(name: str) -> None:
 
 
 @pytest.mark.parametrize("documents", [[1, 26], [0, 25], [0, 27], [0, 20, 10, 26], [0], []], ids=str)
-def test_bad_documents(documents: list[int]) -> None:
+def test_bad_documents(documents):
     tensors = make((2, 2, 1, 13, 8, None), torch.float32)
     assert "must rise from 0 to batch * sequence = 26" in error_of(run, "cpu", tensors, 0.3, documents)
 
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-CHOICES: list[tuple[str, int, torch.dtype, int, str, str]] = [
+CHOICES = [
     # asked for, compute capability (0: a CPU), dtype, head width, installed package, and what is chosen or said
     ("sdpa", 0, FP32, 64, "", "cpu"), ("eager", 0, FP64, 64, "", "eager"), ("auto", 0, FP32, 128, "cute", "cpu"),
     ("fast", 0, BF16, 64, "", "attention='fast' is unknown; known: sdpa, auto, cpu, cudnn"),
@@ -231,14 +224,14 @@ CHOICES: list[tuple[str, int, torch.dtype, int, str, str]] = [
 
 @pytest.mark.parametrize(("name", "capability", "dtype", "width", "package", "found"), CHOICES)
 def test_choice_of_a_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    capability: int,
-    dtype: torch.dtype,
-    width: int,
-    package: str,
-    found: str,
-) -> None:
+    monkeypatch,
+    name,
+    capability,
+    dtype,
+    width,
+    package,
+    found,
+):
     spec = importlib.machinery.ModuleSpec("flash_attn", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: spec if package and package in n else None)
@@ -249,14 +242,14 @@ def test_choice_of_a_kernel(
         assert re.search(found, error_of(choose_backend, name, device, dtype, width))
 
 
-def test_options_name_every_kernel() -> None:
+def test_options_name_every_kernel():
     assert set(get_args(Kernel)) == {"sdpa", "auto", *BACKENDS}
 
 
 # ----- against torch's own attention in the same precision
 
 
-def compare(got: Sequence[Tensor], theirs: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+def compare(got, theirs, want):
     for i, (g, t, w) in enumerate(zip(got, theirs, want)):
         floor = torch.finfo(g.dtype).eps / 4
         assert reference.relative_error(g, w) <= 1.5 * max(reference.relative_error(t, w), floor), i
@@ -274,7 +267,7 @@ BATCHES = pytest.mark.parametrize(
 )
 
 
-def as_good_as_torchs(name: str, dtype: torch.dtype, kv: int, documents: list[int] | None) -> None:
+def as_good_as_torchs(name, dtype, kv, documents):
     """The error is at most 1.5 times that of PyTorch's own; and, in chunks of rows, that of one call."""
     device = torch.device("cpu" if name == "cpu" else "cuda")
     try:
@@ -297,12 +290,12 @@ def as_good_as_torchs(name: str, dtype: torch.dtype, kv: int, documents: list[in
 
 
 @BATCHES
-def test_half_precision_is_as_good_as_torchs(kv: int, documents: list[int] | None) -> None:
+def test_half_precision_is_as_good_as_torchs(kv, documents):
     as_good_as_torchs("cpu", torch.bfloat16, kv, documents)
 
 
 @pytest.mark.gpu
 @BATCHES
 @pytest.mark.parametrize(("name", "dtype"), HALF)
-def test_gpu_kernel_is_as_good_as_torchs(name: str, dtype: torch.dtype, kv: int, documents: list[int] | None) -> None:
+def test_gpu_kernel_is_as_good_as_torchs(name, dtype, kv, documents):
     as_good_as_torchs(name, dtype, kv, documents)

@@ -1,23 +1,17 @@
 """A core attention of the user's own: exact as a whole, in pieces and on two ranks, and refused where it is wrong."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import matrix
 import pytest
 import torch
 import zoo
 from cases import make_model
-from torch import Tensor
 
 import alstlib
 from alstlib import reference
 from alstlib.kernels.backends import of_user
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def plain(q, k, v, *, scale, causal):
     """A user's attention in plain PyTorch, which autograd differentiates."""
     return reference.attention(q, k, v, scale=scale, causal=causal)
 
@@ -25,17 +19,17 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> tup
 class WithBackward:
     """The same with a backward of its own; its logsumexp has no gradient, as that of flash-attn's functions."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    def __call__(self, q, k, v, *, scale, causal):
         out, lse = plain(q, k, v, scale=scale, causal=causal)
         return out, lse.detach()
 
-    def backward(self, *given: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, *given, scale, causal):
         """Of dout, q, k, v, out and the logsumexp."""
         return reference.attention_backward(*given, scale=scale, causal=causal)
 
 
-WHOLE: dict[str, Any] = {"save_attention": True}
-CHUNKS: dict[str, Any] = {"offload": "sync", "chunk": 5, "on_host": "hidden+kv"}
+WHOLE = {"save_attention": True}
+CHUNKS = {"offload": "sync", "chunk": 5, "on_host": "hidden+kv"}
 
 
 @pytest.mark.parametrize("how", [WHOLE, CHUNKS], ids=["whole", "chunks"])
@@ -45,19 +39,17 @@ CHUNKS: dict[str, Any] = {"offload": "sync", "chunk": 5, "on_host": "hidden+kv"}
     [(name, "1x1") for name in ("llama", "qwen2", "deepseek_v3", "gpt_oss")]
     + [(name, "2x1") for name in ("llama", "llama, 9 heads on 3")],
 )
-def test_a_users_attention_is_composed_as_a_kernel(
-    pools: Any, name: str, ranks: str, own: Any, how: dict[str, Any]
-) -> None:
+def test_a_users_attention_is_composed_as_a_kernel(pools, name, ranks, own, how):
     """Grouped heads, documents, windows, sinks, values of another width; on a rank, and on two."""
     case = matrix.Case(name, ranks, "packed")
     more = matrix.More(options={"attention": own, **how})
     matrix.check(pools(case.sp)(matrix.run, case, more), case, (1e-12, 1e-12))
 
 
-def test_kernels_in_sixteen_bits_pass_the_check() -> None:
+def test_kernels_in_sixteen_bits_pass_the_check():
     x = torch.randn(1, 4, 9, 8, dtype=torch.bfloat16)
 
-    def rounded(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+    def rounded(q, k, v, **how):
         out, lse = plain(q.float(), k.float(), v.float(), **how)
         return out.to(q.dtype), lse
 
@@ -66,7 +58,7 @@ def test_kernels_in_sixteen_bits_pass_the_check() -> None:
     assert lse.dtype == torch.float32
 
 
-WRONG: dict[str, tuple[Callable[..., Any], str]] = {
+WRONG = {
     "to the base 2": (lambda *a, **kw: (plain(*a, **kw)[0], plain(*a, **kw)[1] / 0.6931), "its logsumexp differs"),
     "scale left out": (lambda *a, scale, causal: plain(*a, scale=1.0, causal=causal), "its output differs"),
     "not causal": (lambda *a, scale, causal: plain(*a, scale=scale, causal=False), "its output differs"),
@@ -77,7 +69,7 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-def without_rest(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+def without_rest(q, k, v, **how):
     """A logsumexp with a gradient that is always zero, which only a call on a part of the keys can show."""
     out, lse = plain(q, k, v, **how)
     return out, lse.detach() + 0 * out.sum(-1)
@@ -86,7 +78,7 @@ def without_rest(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, T
 @pytest.mark.parametrize(
     ("own", "why"), [*WRONG.values(), (without_rest, "its dq differs")], ids=[*WRONG, "a zero gradient"]
 )
-def test_a_wrong_function_is_refused_at_its_first_call(own: Any, why: str) -> None:
+def test_a_wrong_function_is_refused_at_its_first_call(own, why):
     model, ids = make_model("gqa"), torch.zeros(1, 8, dtype=torch.long)
     with alstlib.apply(model, options=alstlib.Options(attention=own)):
         for _ in range(2):
@@ -94,7 +86,7 @@ def test_a_wrong_function_is_refused_at_its_first_call(own: Any, why: str) -> No
                 model(ids)
 
 
-def test_what_cannot_be_an_attention() -> None:
+def test_what_cannot_be_an_attention():
     with pytest.raises(ValueError, match=r"attention=5 must be one of 'auto', .*'eager', or a function \(q, k, v"):
         alstlib.Options(attention=5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="attention=WithBackward is a class; give a function, or an instance"):

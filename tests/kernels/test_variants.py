@@ -1,9 +1,6 @@
 """Attention variants: sliding windows, soft caps, sinks, values of another width; whole and in row chunks."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 SHAPES = {name: ALL_SHAPES[name] for name in ("gqa, odd", "batch 2", "more than a block", "one-token documents",
                                               "documents of batch 2", "document over a row's end")}  # fmt: skip
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     "window 1": {"window": 1, "sinks": True},  # without a sink its scores have no gradient
     "window 5": {"window": 5},
     "window 12": {"window": 12},
@@ -32,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 ON_CPU = ["cpu", "blockwise", "eager"]
 
 
-def runs(name: str, variant: dict[str, Any]) -> bool:
+def runs(name, variant):
     return "softcap" not in variant or BACKENDS[name].softcap
 
 
@@ -41,14 +38,14 @@ CASES = [(name, key) for name in ON_CPU for key, variant in VARIANTS.items() if 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(("name", "variant"), CASES)
-def test_variants_are_the_oracle(name: str, variant: str, shape: Any) -> None:
+def test_variants_are_the_oracle(name, variant, shape):
     check(name, shape, variant=VARIANTS[variant])
 
 
 @pytest.mark.parametrize("chunk", [1, 7])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(("name", "variant"), [c for c in CASES if c[0] != "eager"])
-def test_variants_in_chunks_of_rows(name: str, variant: str, shape: Any, chunk: int) -> None:
+def test_variants_in_chunks_of_rows(name, variant, shape, chunk):
     check(name, shape, variant=VARIANTS[variant], chunk=chunk * 29 if shape[3] > 100 else chunk)
 
 
@@ -59,7 +56,7 @@ HALF = list(
 
 @pytest.mark.parametrize(("shape", "dtype"), HALF)
 @pytest.mark.parametrize(("name", "variant"), [("cpu", "all but softcap"), ("blockwise", "all")])
-def test_variants_in_half_precision(name: str, variant: str, dtype: torch.dtype, shape: str) -> None:
+def test_variants_in_half_precision(name, variant, dtype, shape):
     """To the rounding of the inputs; compared with plain transformers in the same precision by the models' tests."""
     check(name, SHAPES[shape], dtype, VARIANTS[variant], tolerance=0.02)
 
@@ -68,7 +65,7 @@ def test_variants_in_half_precision(name: str, variant: str, dtype: torch.dtype,
 @pytest.mark.parametrize(("shape", "dtype"), HALF)
 @pytest.mark.parametrize("name", ["cudnn", "flash", "efficient", "blockwise"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_on_a_gpu(name: str, variant: str, dtype: torch.dtype, shape: str) -> None:
+def test_variants_on_a_gpu(name, variant, dtype, shape):
     if runs(name, VARIANTS[variant]):
         check(name, SHAPES[shape], dtype, VARIANTS[variant], tolerance=0.02, device="cuda")
 
@@ -76,14 +73,14 @@ def test_variants_on_a_gpu(name: str, variant: str, dtype: torch.dtype, shape: s
 # ----- what a window is made of
 
 
-def test_few_rows_behind_many_keys_are_few_calls() -> None:
+def test_few_rows_behind_many_keys_are_few_calls():
     """The last chunk of a long sequence may be a row."""
     assert len(list(pieces(Span(0, 0, 1_000_001, 1, 0, 0), None, keys_per_query=4))) < 100
     chunk = list(pieces(Span(0, 0, 10_240, 256, 0, 0), None, keys_per_query=4))  # a laptop's: gradients of 4 keys a row
     assert {p.keys for p in chunk if p.kind == "full"} == {1024, 768}
 
 
-def test_a_window_costs_only_what_it_sees() -> None:
+def test_a_window_costs_only_what_it_sees():
     span = Span(0, 0, 4096, 4096, 0, 0)
     done = sum(p.repeat * p.rows * (p.keys if p.kind == "full" else (p.keys + 1) / 2) for p in pieces(span, 64))
     assert done == 64 * 65 // 2 + (4096 - 64) * 64
@@ -93,7 +90,7 @@ def test_a_window_costs_only_what_it_sees() -> None:
 # ----- which kernel
 
 
-def test_a_soft_cap_chooses_a_kernel_that_computes_it() -> None:
+def test_a_soft_cap_chooses_a_kernel_that_computes_it():
     how = (torch.device("cpu"), torch.float32, 64)
     for asked, found in (("sdpa", "blockwise"), ("eager", "eager")):
         assert choose_backend(asked, *how, softcap=True).name == found

@@ -1,20 +1,16 @@
 """Kernels that keep packed documents apart get them in one call: with functions of flash-linear-attention's and
 mamba-ssm's signatures, against loops over the whole sequence, in fp64."""
 
-from __future__ import annotations
-
 import functools
 import sys
-from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from operators import gradients, leaf, nan_memory, randn, worst
-from torch import Tensor, nn
+from torch import nn
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -36,7 +32,7 @@ Calls = list[int]
 """How many documents each call held."""
 
 
-def wrapped(implementation: Callable[..., Any]) -> Callable[..., Any]:
+def wrapped(implementation):
     """As transformers wraps what it found: in a function that names no parameter and drops unknown ones."""
     package = ModuleType("a_package_of_kernels")
     package.kernel = implementation  # type: ignore[attr-defined]
@@ -44,16 +40,16 @@ def wrapped(implementation: Callable[..., Any]) -> Callable[..., Any]:
         return modeling_qwen3_next.use_kernel_func_from_hub_with_fallback("kernel", package.__name__)(_torch_only)
 
 
-def _torch_only(*_: Any, **__: Any) -> Any:
+def _torch_only(*_, **__):
     raise AssertionError("transformers found no kernel")
 
 
-def delta_kernel(calls: Calls) -> Callable[..., Any]:
+def delta_kernel(calls):
     def chunk_gated_delta_rule(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
-        initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-        cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        q, k, v, g, beta, scale = None,
+        initial_state = None, output_final_state = False, use_qk_l2norm_in_kernel = False,
+        cu_seqlens = None, cu_seqlens_cpu = None, **kwargs,
+    ):  # fmt: skip
         assert (scale, kwargs) == (None, {})
         if use_qk_l2norm_in_kernel:
             q, k = (nn.functional.normalize(t, dim=-1) for t in (q, k))
@@ -70,13 +66,13 @@ def delta_kernel(calls: Calls) -> Callable[..., Any]:
     return chunk_gated_delta_rule
 
 
-def mamba_kernel(calls: Calls) -> Callable[..., Any]:
+def mamba_kernel(calls):
     def mamba_chunk_scan_combined(
-        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor, z: Tensor | None = None,
-        dt_bias: Tensor | None = None, initial_states: Tensor | None = None, seq_idx: Tensor | None = None,
-        cu_seqlens: Tensor | None = None, dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
-    ) -> Any:  # fmt: skip
+        x, dt, A, B, C, chunk_size, D, z = None,
+        dt_bias = None, initial_states = None, seq_idx = None,
+        cu_seqlens = None, dt_softplus = False,
+        dt_limit = (0.0, float("inf")), return_final_states = False,
+    ):  # fmt: skip
         assert (z, cu_seqlens, dt_softplus, chunk_size) == (None, None, True, 16)
         step = nn.functional.softplus(dt + dt_bias).clamp(*dt_limit)
         if seq_idx is None:
@@ -99,59 +95,59 @@ class Part:
 
     hands_on = True
 
-    def __init__(self, way: Callable[..., Any], exchange: Exchange, chunk: tuple[int, int]) -> None:
+    def __init__(self, way, exchange, chunk):
         self.way, self.exchange, self.chunk, self.state = way, exchange, chunk, None
 
-    def mix(self, rule: Any, tokens: Sequence[Tensor], weights: Sequence[Tensor], *_: Tensor) -> Tensor:
+    def mix(self, rule, tokens, weights, *_):
         outs, (rows, ranks) = [], self.chunk
         for lo in range(0, LENGTH // ranks, rows):
             part = [t[:, lo : lo + rows] for t in tokens]
-            how: dict[str, Any] = {"start": self.state, "first": lo * ranks, "length": LENGTH}
+            how = {"start": self.state, "first": lo * ranks, "length": LENGTH}
             out, self.state = self.way(rule, part, weights, self.exchange, Offsets(DOCUMENTS), **how)
             outs.append(out)
         return torch.cat(outs, 1)
 
 
-def delta_inputs(kimi: bool) -> list[Tensor]:
+def delta_inputs(kimi):
     shapes = [(KEYS,), (KEYS,), (VALUES,), (KEYS,) if kimi else (), ()]
     q, k, v, g, beta = (randn(1, LENGTH, HEADS, *shape, seed=i) for i, shape in enumerate(shapes))
     return [q, k, v, -nn.functional.softplus(g), beta.sigmoid()]
 
 
-def delta(part: Any, kernel: Any, *tensors: Tensor) -> Tensor:
+def delta(part, kernel, *tensors):
     q, k, v, g, beta = tensors
     return GatedDelta.mix(part, kernel, q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
 
 
-def plain_delta(q: Tensor, k: Tensor, *others: Tensor) -> Tensor:
+def plain_delta(q, k, *others):
     q, k = (nn.functional.normalize(t, dim=-1) for t in (q, k))
     return reference.gated_delta_rule(q, k, *others, documents=DOCUMENTS)[0]
 
 
-def mamba_inputs() -> list[Tensor]:
+def mamba_inputs():
     shapes = [(HEADS, VALUES), (HEADS,), (1, KEYS), (1, KEYS)]
     tokens = [randn(1, LENGTH, *shape, seed=i) for i, shape in enumerate(shapes)]
     return [*tokens, -randn(HEADS, seed=4).exp(), randn(HEADS, seed=5), randn(HEADS, seed=6)]
 
 
-def mamba(part: Any, kernel: Any, *tensors: Tensor) -> Tensor:
+def mamba(part, kernel, *tensors):
     x, dt, b, c, a, d, bias = tensors
     return Mamba2.mix(part, kernel, x, dt, a, b, c, chunk_size=16, D=d, dt_bias=bias, dt_softplus=True)
 
 
-def plain_mamba(*tensors: Tensor) -> Tensor:
+def plain_mamba(*tensors):
     x, dt, b, c, a, d, bias = tensors
     return reference.mamba2(x, nn.functional.softplus(dt + bias), a, b, c, d, documents=DOCUMENTS)[0]
 
 
-FAMILIES: dict[str, tuple[Callable[[], list[Tensor]], Any, Any, Any, int]] = {
+FAMILIES = {
     "gated delta rule": (functools.partial(delta_inputs, False), delta, plain_delta, delta_kernel, 5),
     "Kimi delta attention": (functools.partial(delta_inputs, True), delta, plain_delta, delta_kernel, 5),
     "Mamba-2": (mamba_inputs, mamba, plain_mamba, mamba_kernel, 4),
 }
 
 
-def over(rank: int, world: int, name: str, heads: bool, chunks: int) -> dict[str, Any]:
+def over(rank, world, name, heads, chunks):
     (make, run, plain, kernel, count), calls = FAMILIES[name], []
     own = torch.arange(LENGTH).view(chunks, world, -1)[:, rank].flatten()
     part = Part(by_heads if heads else pass_state, Exchange(SPContext.create(world).sp_group), (0, world))
@@ -172,9 +168,7 @@ def over(rank: int, world: int, name: str, heads: bool, chunks: int) -> dict[str
 @pytest.mark.parametrize("heads, chunks", [(False, 1), (False, 2), (True, 1), (True, 2)], ids=str)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_packed_documents_are_one_call(
-    pools: Callable[[int], Any], name: str, world: int, heads: bool, chunks: int
-) -> None:
+def test_packed_documents_are_one_call(pools, name, world, heads, chunks):
     results = [over(0, 1, name, heads, chunks)] if world == 1 else pools(world)(over, name, heads, chunks)
     for rank, result in enumerate(results):
         assert result["error"] < TOLERANCE, (rank, result)
@@ -185,7 +179,7 @@ def test_packed_documents_are_one_call(
         assert worst([sum(result["weights"][i] for result in results)], [want]) < TOLERANCE, i
 
 
-def test_what_a_kernel_takes_is_seen_through_transformers() -> None:
+def test_what_a_kernel_takes_is_seen_through_transformers():
     for name in ("cu_seqlens", "seq_idx"):
         assert not takes(modeling_qwen3_next.torch_chunk_gated_delta_rule, name)
         assert not takes(modeling_mamba2.mamba2_chunk_scan, name)
@@ -195,7 +189,7 @@ def test_what_a_kernel_takes_is_seen_through_transformers() -> None:
     assert takes(wrapped(mamba_kernel([])), "seq_idx")
 
 
-def test_the_oracle_computes_what_transformers_does() -> None:
+def test_the_oracle_computes_what_transformers_does():
     """In fp32, as transformers does."""
     theirs = modeling_qwen3_next.torch_recurrent_gated_delta_rule, modeling_kimi_linear.recurrent_kimi_delta_attention
     for kimi, fn in enumerate(theirs):

@@ -1,16 +1,12 @@
 """Hybrids attached on real ranks against plain transformers: loss and every gradient."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import matrix
 import pytest
 import zoo
-from cases import Fields, attach, plain_run, small_pages
+from cases import attach, plain_run, small_pages
 from matrix import Case, More
 from torch import nn
 from transformers.models.jamba import modeling_jamba
@@ -22,11 +18,11 @@ from alstlib.linear.adapters import ADAPTERS, adapter_of, mixers_of
 from alstlib.measure import verify
 from alstlib.offload.ledger import Ledger
 
-WHOLE: Any = [[[144]]]
+WHOLE = [[[144]]]
 """More than one block of 64 tokens of the gated delta rule on each of two ranks."""
-PACKED: Any = [[[3, 1, 20, 48, 30, 1, 41]]]
+PACKED = [[[3, 1, 20, 48, 30, 1, 41]]]
 """Documents that begin inside, at and across the slices of two and three ranks."""
-CASES: dict[str, tuple[Any, int, Fields]] = {
+CASES = {
     "packed-3": (PACKED, 3, {"save_attention": True}), "packed-3, in chunks": (PACKED, 3, {"chunk": 11}),
     "whole-2, by blocks": (WHOLE, 2, {"block": 19}),
 }  # fmt: skip
@@ -35,7 +31,7 @@ BY_HEADS = ["qwen3_next", "kimi_linear", "falcon_h1", "minimax"]
 STATES = {name: ["pass", "heads"] if name in BY_HEADS else ["pass"] for name in {**zoo.HYBRIDS, **zoo.MORE_HYBRIDS}}
 
 
-def step(pools: Any, name: str, data: Any, world: int, options: Fields, states: str = "pass", **more: Any) -> Any:
+def step(pools, name, data, world, options, states="pass", **more):
     case, run = Case(name, f"{world}x1", states=states, tiles="default"), more.pop("run", matrix.run)
     given = More(options, data=data, accumulation=1, **more)
     matrix.check(pools(world)(run, case, given), case)
@@ -43,7 +39,7 @@ def step(pools: Any, name: str, data: Any, world: int, options: Fields, states: 
 
 @pytest.mark.parametrize("data, world, options", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("name, states", [(name, way) for name, ways in STATES.items() for way in ways])
-def test_hybrids_are_exact(pools: Any, name: str, states: str, data: Any, world: int, options: Fields) -> None:
+def test_hybrids_are_exact(pools, name, states, data, world, options):
     """On more tokens than the net of whole steps draws."""
     if name in ("zamba", "zamba2") and "chunk" in options:  # the embeddings
         with pytest.raises(ValueError, match="takes a further input that needs a gradient"):
@@ -53,21 +49,21 @@ def test_hybrids_are_exact(pools: Any, name: str, states: str, data: Any, world:
 
 
 class Twice(nn.Module):
-    def __init__(self, mixer: nn.Module) -> None:
+    def __init__(self, mixer):
         super().__init__()
         self.mixer = mixer
 
-    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden_states, **kwargs):
         return self.mixer(self.mixer(hidden_states, **kwargs), **kwargs)
 
 
-def twice(model: Any) -> Callable[[], None]:
+def twice(model):
     model.model.layers[0].linear_attn = Twice(model.model.layers[0].linear_attn)
     return lambda: None
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk": 11}, {"block": 19}, {"block": 19, "checkpoint": False}], ids=str)
-def test_a_layer_may_call_a_part_with_a_state_twice(pools: Any, options: Fields) -> None:
+def test_a_layer_may_call_a_part_with_a_state_twice(pools, options):
     step(pools, "qwen3_5", WHOLE, 2, options, prepare=twice)
 
 
@@ -77,17 +73,17 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "partial_ro
 
 @pytest.mark.parametrize("options", [{}, {"offload": "sync", "chunk": 11}, {"block": 19}], ids=str)
 @pytest.mark.parametrize("fields", [{}, {"max_position_embeddings": 16, "rope_parameters": DYNAMIC}], ids=str)
-def test_positions_of_several_kinds(pools: Any, fields: Fields, options: Fields) -> None:
+def test_positions_of_several_kinds(pools, fields, options):
     """Qwen3.5 gives its rotary embedding positions [3, B, L]: whole, in chunks whose tables lie on the host, in
     blocks; and with frequencies that depend on the longest of them."""
     step(pools, "qwen3_5", WHOLE, 2, options, fields=fields)
 
 
-def as_on_a_gpu(*given: Any) -> Fields:
+def as_on_a_gpu(*given):
     """A step of Jamba with a kernel whose backward leaves out the gradient of the state that it returns."""
     own = modeling_jamba.mamba_selective_scan
 
-    def kernel(*args: Any, return_last_state: bool = False, **kwargs: Any) -> Any:
+    def kernel(*args, return_last_state=False, **kwargs):
         out, state = own(*args, return_last_state=True, **kwargs)
         return (out, state.detach()) if return_last_state else out
 
@@ -96,12 +92,12 @@ def as_on_a_gpu(*given: Any) -> Fields:
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk": 11}], ids=str)
-def test_a_kernel_need_not_know_the_gradient_of_its_state(pools: Any, options: Fields) -> None:
+def test_a_kernel_need_not_know_the_gradient_of_its_state(pools, options):
     """That of mamba-ssm does not."""
     step(pools, "jamba", WHOLE, 2, options, run=as_on_a_gpu)
 
 
-def told(rank: int, world: int, states: str, chunk: int | None, widths: dict[str, int]) -> tuple[list[str], int]:
+def told(rank, world, states, chunk, widths):
     """What is noted of the ways in three steps of two lengths, and the bytes that they send."""
     ctx, model = alstlib.SPContext.create(world), zoo.build_hybrid("qwen3_next", **widths)
     with attach(model, ctx, linear_attention=states, chunk=chunk) as handle:
@@ -113,9 +109,7 @@ def told(rank: int, world: int, states: str, chunk: int | None, widths: dict[str
 
 @pytest.mark.parametrize("chunk", [None, 10])
 @pytest.mark.parametrize("way, heads, does", [("pass", 2, "states are passed"), ("heads", 4, "tokens are exchanged")])
-def test_auto_takes_heads_where_each_rank_gets_one_and_says_so(
-    pools: Callable[[int], Any], way: str, heads: int, does: str, chunk: int | None
-) -> None:
+def test_auto_takes_heads_where_each_rank_gets_one_and_says_so(pools, way, heads, does, chunk):
     auto, one = (pools(3)(told, states, chunk, {"linear_num_value_heads": heads}) for states in ("auto", way))
     for (notes, sent), (silent, same) in zip(auto, one):
         (note,) = notes
@@ -123,21 +117,21 @@ def test_auto_takes_heads_where_each_rank_gets_one_and_says_so(
         assert (silent, sent) == ([], same)
 
 
-def test_fewer_heads_than_ranks_pass_their_state(pools: Callable[[int], Any]) -> None:
+def test_fewer_heads_than_ranks_pass_their_state(pools):
     note = "gated delta rule: 2 heads for 3 ranks: states are passed (linear_attention='heads')"
     assert [notes for notes, _ in pools(3)(told, "heads", None, {"linear_num_value_heads": 2})] == [[note]] * 3
 
 
-def test_one_rank_has_no_way_to_choose() -> None:
+def test_one_rank_has_no_way_to_choose():
     assert told(0, 1, "auto", None, {}) == ([], 0)
 
 
 @pytest.mark.slow
-def test_memory_of_chunks_does_not_grow() -> None:
+def test_memory_of_chunks_does_not_grow():
     """From 512 to 1,024 tokens, with hidden states, keys and values on the host, the device's peak grows by what each
     chunk begins with (1,440 bytes for 64 tokens), and by positions and labels."""
 
-    def peak(length: int, **how: Any) -> int:
+    def peak(length, **how):
         gc.collect()
         model = zoo.build_hybrid("qwen3_5", max_position_embeddings=1024)
         batch = shard_batch(verify.sample(length, False), 1, 0)
@@ -151,15 +145,15 @@ def test_memory_of_chunks_does_not_grow() -> None:
             alstlib.causal_lm_loss(model, batch).loss.backward()
             return ledger.device_peak - start
 
-    chunks: Fields = {"offload": "sync", "chunk": 64, "on_host": "hidden+kv"}
+    chunks = {"offload": "sync", "chunk": 64, "on_host": "hidden+kv"}
     assert (peak(1024, **chunks) - peak(512, **chunks)) / 512 < 80
     assert (peak(1024) - peak(512)) / 512 > 1000  # the reading can fail
 
 
-def test_without_checkpoints_a_loss_that_is_held_holds_no_inputs() -> None:
+def test_without_checkpoints_a_loss_that_is_held_holds_no_inputs():
     """After backward, what lives on until the loss is let go does not grow as a layer's queries, keys and values do."""
 
-    def held(length: int) -> int:
+    def held(length):
         model = zoo.build_hybrid("qwen3_5", max_position_embeddings=1024)
         batch = shard_batch(verify.sample(length, True), 1, 0)
         with attach(model, checkpoint=False), Ledger("cpu") as ledger:
@@ -175,7 +169,7 @@ def test_without_checkpoints_a_loss_that_is_held_holds_no_inputs() -> None:
     assert (held(512) - held(256)) / 256 < 50
 
 
-def test_states_matter() -> None:
+def test_states_matter():
     """What is compared depends on states that ranks and documents cut: without the state, the loss is another."""
     case, model = Case("qwen3_next"), zoo.build_hybrid("qwen3_next")
     whole, packed = (plain_run(model, matrix.samples_of(case, More(data=data)))[0] for data in (WHOLE, PACKED))
@@ -183,24 +177,24 @@ def test_states_matter() -> None:
 
 
 @pytest.mark.parametrize("name, noted", [("nemotron_h", 0), ("mamba2", 0), ("zamba2", 2)])
-def test_layers_without_an_mlp_are_not_noted_for_it(name: str, noted: int) -> None:
+def test_layers_without_an_mlp_are_not_noted_for_it(name, noted):
     """Some have nothing but a mixer or attention; Zamba2's have an MLP further inside."""
     with attach(zoo.build_hybrid(name)) as handle:
         assert sum("has no MLP module" in note for note in handle.notes) == noted, handle.notes
 
 
-def test_each_adapter_has_a_model_in_the_zoo() -> None:
+def test_each_adapter_has_a_model_in_the_zoo():
     found = {adapter_of(mixer) for name in STATES for mixer in mixers_of(zoo.build_hybrid(name))}
     assert found == set(ADAPTERS)
 
 
-def test_a_mixer_that_calls_what_is_unknown_is_refused() -> None:
+def test_a_mixer_that_calls_what_is_unknown_is_refused():
     model = zoo.build_hybrid("qwen3_next")
     mixer = mixers_of(model)[0]
     known = type(mixer)
 
     class Strange(known):  # type: ignore[misc, valid-type]
-        def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+        def forward(self, hidden_states, **kwargs):
             return stranger(hidden_states)
 
     mixer.__class__ = Strange
@@ -209,5 +203,5 @@ def test_a_mixer_that_calls_what_is_unknown_is_refused() -> None:
         check_model(model, alstlib.SPContext(), "sdpa")
 
 
-def stranger(x: Any) -> Any:
+def stranger(x):
     return nn.functional.silu(x)

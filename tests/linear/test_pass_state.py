@@ -1,10 +1,7 @@
 """Convolution and recurrences over ranks against loops over the tokens of the whole sequence, in fp64."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -27,7 +24,7 @@ TOLERANCE = 1e-11
 
 Case = tuple[int, int, Sequence[int] | None]
 """Micro-batch rows, tokens of each, and offsets of documents."""
-CASES: dict[str, Case] = {
+CASES = {
     "whole": (2, 18, None),
     "documents inside, at and across the cuts": (1, 18, (0, 2, 6, 7, 17, 18)),
     "a document for each rank": (1, 18, (0, 6, 9, 12, 18)),
@@ -44,56 +41,56 @@ Inputs = tuple[list[Tensor], list[Tensor]]
 """Of each token, and further ones."""
 
 
-def gated_inputs(batch: int, length: int, heads: int, groups: int) -> Inputs:
+def gated_inputs(batch, length, heads, groups):
     q, k = (randn(batch, length, groups, KEYS, seed=i) for i in (0, 1))
     v, g, beta = (randn(batch, length, heads, *d, seed=i) for i, d in ((2, (VALUES,)), (3, ()), (4, ())))
     return [q, nn.functional.normalize(k, dim=-1), v, -nn.functional.softplus(g), beta.sigmoid()], []
 
 
-def gated(*tensors: Tensor, **how: Any) -> Any:
+def gated(*tensors, **how):
     q, k, v, *gates = tensors
     q, k = (t.repeat_interleave(v.shape[2] // t.shape[2], 2) for t in (q, k))
     return reference.gated_delta_rule(q, k, v, *gates, **how)
 
 
-def kimi_inputs(batch: int, length: int, heads: int, groups: int) -> Inputs:
+def kimi_inputs(batch, length, heads, groups):
     """Each key dimension decays by itself."""
     (q, k, v, _, beta), _ = gated_inputs(batch, length, heads, groups)
     return [q, k, v, -nn.functional.softplus(randn(batch, length, heads, KEYS, seed=3)), beta], []
 
 
-def mamba1_inputs(batch: int, length: int, heads: int, groups: int) -> Inputs:
+def mamba1_inputs(batch, length, heads, groups):
     x, dt, b, c = (randn(batch, length, d, seed=i) for i, d in enumerate([heads * VALUES] * 2 + [KEYS] * 2))
     channels = [randn(heads * VALUES, seed=i) for i in (5, 6)]
     return [x, dt, b, c], [-randn(heads * VALUES, KEYS, seed=4).exp(), *channels]
 
 
-def mamba1(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor, d: Tensor, bias: Tensor, **how: Any) -> Any:
+def mamba1(x, dt, b, c, a, d, bias, **how):
     return reference.mamba1(x, nn.functional.softplus(dt + bias), a, b, c, d, **how)
 
 
-def scan(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+def scan(*tensors):
     out, state = mamba1(*tensors)
     return out, state.detach()  # as the backward of mamba-ssm's kernel takes it
 
 
-def mamba_inputs(batch: int, length: int, heads: int, groups: int) -> Inputs:
+def mamba_inputs(batch, length, heads, groups):
     x, dt = randn(batch, length, heads, VALUES), nn.functional.softplus(randn(batch, length, heads, seed=1))
     b, c = (randn(batch, length, groups, KEYS, seed=i) for i in (2, 3))
     return [x, dt, b, c], [-randn(heads, seed=4).exp(), randn(heads, seed=5)]
 
 
-def mamba(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor, d: Tensor, **how: Any) -> Any:
+def mamba(x, dt, b, c, a, d, **how):
     return reference.mamba2(x, dt, a, b, c, d, **how)
 
 
-def lightning_inputs(batch: int, length: int, heads: int, groups: int) -> Inputs:
+def lightning_inputs(batch, length, heads, groups):
     return [randn(batch, length, heads, d, seed=i) for i, d in enumerate((KEYS, KEYS, VALUES))], [
         randn(heads, seed=4).exp()
     ]
 
 
-RULES: dict[str, tuple[Callable[..., Inputs], Callable[..., Any], StateRule, tuple[int, int]]] = {
+RULES = {
     "gated delta rule": (gated_inputs, gated, GatedDeltaRule(gated), (2, 2)),
     "Kimi delta attention": (kimi_inputs, gated, GatedDeltaRule(gated), (2, 2)),
     "Mamba-1": (mamba1_inputs, mamba1, SelectiveScan(scan, softplus=True), (2, 1)),
@@ -111,12 +108,12 @@ RULES: dict[str, tuple[Callable[..., Inputs], Callable[..., Any], StateRule, tup
 """Inputs, the oracle, the recurrence, and its heads and groups."""
 
 
-def convolution_of(filters: Tensor) -> Callable[[Tensor], Tensor]:
+def convolution_of(filters):
     channels, width = filters.shape
     return lambda x: nn.functional.conv1d(x, filters[:, None], padding=width - 1, groups=channels)[..., : x.shape[-1]]
 
 
-def summed(got: Sequence[Tensor | None], count: int, world: int) -> list[Tensor | None]:
+def summed(got, count, world):
     """Gradients of which those after the first `count` are of weights, whose sum over all ranks is the gradient."""
     for grad in got[count:] if world > 1 else ():
         if grad is not None:
@@ -125,10 +122,10 @@ def summed(got: Sequence[Tensor | None], count: int, world: int) -> list[Tensor 
 
 
 def on_rank(
-    rank: int, world: int, name: str, case: Case, sizes: tuple[int, int] | None = None, frozen: int | None = None,
-    chunk: int | None = None, filtered: int = 0, again: bool = False,
-    ways: Sequence[Callable[..., Any]] = (pass_state,),
-) -> dict[str, Any]:  # fmt: skip
+    rank, world, name, case, sizes = None, frozen = None,
+    chunk = None, filtered = 0, again = False,
+    ways = (pass_state,),
+):  # fmt: skip
     """This rank's part, by each way, against the oracle on the whole sequence and against the first way.
 
     Args:
@@ -146,13 +143,13 @@ def on_rank(
     whole += [leaf(randn(size, filtered, seed=8))] * bool(filtered)
     offsets = None if documents is None else Offsets(documents)
 
-    def oracle(*ts: Tensor) -> Tensor:
+    def oracle(*ts):
         x = ts[0]
         if filtered:
             x = reference.causal_convolution(x.flatten(2).transpose(1, 2), ts[-1], documents=documents)
         return plain(x.transpose(1, 2).view_as(ts[0]) if filtered else x, *ts[1:stop], documents=documents)[0]
 
-    def over(way: Any, exchange: Exchange, known: Any, *ts: Tensor) -> Tensor:
+    def over(way, exchange, known, *ts):
         outs, state, before, rows = [], None, None, chunk or ts[0].shape[1]
         for lo in range(0, ts[0].shape[1], rows):
             part, how = [t[:, lo : lo + rows] for t in ts[:count]], {"first": lo * world, "length": length}
@@ -170,7 +167,7 @@ def on_rank(
     own = torch.cat([p.chunk(world)[rank] for p in torch.arange(length).split(world * chunk if chunk else length)])
     mine = [leaf(t[:, own], needs=t.requires_grad) for t in whole[:count]] + whole[count:]
     group, found = SPContext.create(world).sp_group, []
-    result: dict[str, Any] = {"sent": [], "error": 0.0}
+    result = {"sent": [], "error": 0.0}
     for way in ways:
         exchange, known = Exchange(group), [{}, {}] if again else [None, None]
         with nan_memory(), torch.no_grad():
@@ -190,7 +187,7 @@ def on_rank(
     return result
 
 
-def everywhere(pools: Any, world: int, fn: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
+def everywhere(pools, world, fn, *args, **how):
     run = functools.partial(fn, **how)
     return [run(0, 1, *args)] if world == 1 else pools(world)(run, *args)
 
@@ -198,21 +195,21 @@ def everywhere(pools: Any, world: int, fn: Callable[..., Any], *args: Any, **how
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(("name", "width"), [*((name, 0) for name in RULES), *(("Mamba-2", n) for n in (1, 2, 4, 7))])
-def test_a_state_goes_through_all_ranks(pools: Any, name: str, width: int, case: Case, world: int) -> None:
+def test_a_state_goes_through_all_ranks(pools, name, width, case, world):
     """By itself, and after a convolution of so many tokens, which sees those of earlier ranks."""
     for rank, result in enumerate(everywhere(pools, world, on_rank, name, case, filtered=width)):
         assert result["error"] < TOLERANCE, (rank, result)
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_gradients_that_nobody_needs_are_not_made(pools: Any, name: str) -> None:
+def test_gradients_that_nobody_needs_are_not_made(pools, name):
     for frozen in range(3):
         case = CASES["documents inside, at and across the cuts"]
         for result in everywhere(pools, 3, on_rank, name, case, frozen=frozen):
             assert result["error"] < TOLERANCE, (frozen, result)
 
 
-CHUNKED: dict[str, Case] = {
+CHUNKED = {
     "whole": (2, 24, None),
     "packed": (1, 24, (0, 2, 6, 7, 17, 24)),
     "rows of their own": (2, 24, (0, 1, 24, 30, 47, 48)),
@@ -228,14 +225,14 @@ IN_CHUNKS = {
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("case, chunk", IN_CHUNKS.values(), ids=IN_CHUNKS)
 @pytest.mark.parametrize("name", RULES)
-def test_a_state_goes_from_chunk_to_chunk(pools: Any, name: str, case: Case, chunk: int, world: int) -> None:
+def test_a_state_goes_from_chunk_to_chunk(pools, name, case, chunk, world):
     for rank, result in enumerate(everywhere(pools, world, on_rank, name, case, chunk=chunk, filtered=4)):
         assert result["error"] < TOLERANCE, (rank, result)
 
 
 @pytest.mark.parametrize("case", ["whole", "documents inside, at and across the cuts"])
 @pytest.mark.parametrize("name", RULES)
-def test_a_recompute_exchanges_only_gradients(pools: Any, name: str, case: str) -> None:
+def test_a_recompute_exchanges_only_gradients(pools, name, case):
     for result in everywhere(pools, 3, on_rank, name, CASES[case], filtered=4, again=True):
         # Mamba-1's first pass scans no tokens that read its state: softplus of a longer tensor may round otherwise
         assert result["again"] <= (2e-15 if name == "Mamba-1" else 0.0), result
@@ -244,7 +241,7 @@ def test_a_recompute_exchanges_only_gradients(pools: Any, name: str, case: str) 
         assert 0 < again <= first
 
 
-def test_gradients_of_weights_are_summed_over_documents_in_fp32() -> None:
+def test_gradients_of_weights_are_summed_over_documents_in_fp32():
     """1,024 documents of one token, of which each contributes 1: a sum in bf16 ends at 256."""
     count = 1024
     x, step, b, c = (torch.ones(1, count, *shape, dtype=torch.bfloat16) for shape in ((1, 1), (1,), (1, 1), (1, 1)))
@@ -254,7 +251,7 @@ def test_gradients_of_weights_are_summed_over_documents_in_fp32() -> None:
     torch.testing.assert_close(d.grad, d.new_full((1,), count), rtol=0, atol=0)
 
 
-def test_a_second_backward_is_refused() -> None:
+def test_a_second_backward_is_refused():
     tokens, _ = gated_inputs(1, 4, 2, 2)
     out, _ = pass_state(RULES["gated delta rule"][2], [leaf(t) for t in tokens], (), Exchange(), Offsets((0, 2, 4)))
     out.sum().backward(retain_graph=True)

@@ -1,11 +1,7 @@
 """One rank of many: the same sizes, bytes and peak as that rank has among real ones."""
 
-from __future__ import annotations
-
 import gc
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +19,7 @@ from alstlib.train import worker
 
 RANKS = 4
 SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
-RUN: dict[str, Any] = {
+RUN = {
     "options": "plain",
     "model.name": "tiny",
     "model.config": SHAPE,
@@ -41,7 +37,7 @@ RUN: dict[str, Any] = {
 }
 
 
-def real_rank(rank: int, world: int, chunk: int | None) -> tuple[int, int, int]:
+def real_rank(rank, world, chunk):
     """Peak, exchanged bytes and host bytes of a rank without an engine. The peak is the lowest of three steps: gloo's
     thread may let go of what it has sent when the next buffer is there already (3 of 320 steps beside busy cores)."""
     steps = [real_step(rank, world, chunk) for _ in range(3)]
@@ -49,7 +45,7 @@ def real_rank(rank: int, world: int, chunk: int | None) -> tuple[int, int, int]:
     return min(steps)
 
 
-def real_step(rank: int, world: int, chunk: int | None) -> tuple[int, int, int]:
+def real_step(rank, world, chunk):
     run = RunConfig.from_dict({**RUN, "emulate": 0})
     model, ctx = load_model(run, torch.float32), alstlib.SPContext.create(world)
     ids = torch.randint(0, 512, (1, run.data.seq_len), generator=torch.Generator().manual_seed(0))
@@ -64,7 +60,7 @@ def real_step(rank: int, world: int, chunk: int | None) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("chunk", [None, 128])
-def test_an_emulated_rank_is_a_real_one(ranks4: Any, tmp_path: Path, chunk: int | None) -> None:
+def test_an_emulated_rank_is_a_real_one(ranks4, tmp_path, chunk):
     peak, wire, host = ranks4(real_rank, chunk)[-1]
     run = RunConfig.from_dict({**RUN, "options.chunk": chunk})
     result = launch(run, tmp_path, worker="alstlib.measure.emulate")
@@ -79,7 +75,7 @@ def test_an_emulated_rank_is_a_real_one(ranks4: Any, tmp_path: Path, chunk: int 
     assert emulated["layer_forward_seconds"] > 0 < emulated["layer_backward_seconds"]
 
 
-def test_few_layers_stand_for_many(tmp_path: Path) -> None:
+def test_few_layers_stand_for_many(tmp_path):
     """Two layers of the shape's own depth: the rest is ballast and a projection that says so."""
     run = RunConfig.from_dict(
         {**RUN, "model.name": "small", "model.config": {"num_hidden_layers": 1}, "data.seq_len": 512}
@@ -92,7 +88,7 @@ def test_few_layers_stand_for_many(tmp_path: Path) -> None:
     assert emulated["projected"]["step_seconds"] > 15 * layer
 
 
-def test_ballast_is_what_zero3_holds() -> None:
+def test_ballast_is_what_zero3_holds():
     run = RunConfig.from_dict({**RUN, "engine.offload_optimizer": False})
     buckets = {"buckets": 2 * 1_000_000}
     assert ballast(run, 1001, 2) == {"weights": 502, "gradients": 502, "optimizer": 3012, **buckets}
@@ -100,14 +96,14 @@ def test_ballast_is_what_zero3_holds() -> None:
     assert ballast(run, 1001, 2) == buckets
 
 
-def test_emulate_takes_one_rank() -> None:
+def test_emulate_takes_one_rank():
     with pytest.raises(ValueError, match=r"emulate=4 runs one real rank: engine\.world_size=2 must be 1"):
         RunConfig(emulate=4, engine={"world_size": 2})
 
 
-def test_ligers_kernels_are_put_in_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ligers_kernels_are_put_in_on_a_gpu(tmp_path, monkeypatch):
     """As in a real run: on a GPU where Liger is installed, its norm, RoPE and SwiGLU, and our tiled loss."""
-    put: list[Any] = []
+    put = []
     monkeypatch.setattr(worker, "this_device", lambda: (torch.device("cpu"), True))
     monkeypatch.setattr(models, "liger_knows", lambda: ("llama",))
     monkeypatch.setattr(models, "liger_kernels", put.append)
@@ -116,7 +112,7 @@ def test_ligers_kernels_are_put_in_on_a_gpu(tmp_path: Path, monkeypatch: pytest.
     assert made.handle.head is not None
 
 
-def test_kernels_are_timed(tmp_path: Path) -> None:
+def test_kernels_are_timed(tmp_path):
     run = RunConfig.from_dict(
         {
             "model": {"name": "tiny"},
@@ -136,7 +132,7 @@ def test_kernels_are_timed(tmp_path: Path) -> None:
     assert "does not run on cpu" in metrics["kernels"]["flash"]["why"]
 
 
-def test_a_kernel_that_fails_is_an_answer_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_fails_is_an_answer_and_not_the_end(tmp_path, monkeypatch):
     """An assertion within a kernel, a process that dies, and one that hangs: each says something about one kernel."""
     run = RunConfig.from_dict(
         {
@@ -161,7 +157,7 @@ def test_a_kernel_that_fails_is_an_answer_and_not_the_end(tmp_path: Path, monkey
     }  # fmt: skip
     assert kernels["blockwise"] == {"runs": False, "why": "no answer in 2 s"}
 
-    def refuse(*_: Any, **__: Any) -> None:
+    def refuse(*_, **__):
         raise AssertionError("head_dim 24 is not supported")
 
     monkeypatch.setattr(time_kernels, "attention_backward", refuse)

@@ -1,10 +1,6 @@
 """Stand-ins for fused kernels of layers with a state: they give what transformers' own functions give, without values,
 and hold what is published."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,11 +14,11 @@ from alstlib.offload.ledger import Ledger
 ROWS, HEADS, KEYS = 256, 4, 16
 
 
-def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def leaf(*shape, dtype=torch.bfloat16):
     return torch.rand(shape, dtype=dtype).requires_grad_()
 
 
-def calls() -> dict[str, tuple[Any, Any, list[Tensor], dict[str, Any]]]:
+def calls():
     """(transformers' function, the stand-in, tensors, what else they are given)."""
     wide = torch.float32
     mamba2 = [
@@ -56,7 +52,7 @@ def calls() -> dict[str, tuple[Any, Any, list[Tensor], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", list(calls()))
-def test_what_comes_out_has_the_shapes_of_transformers_own(name: str) -> None:
+def test_what_comes_out_has_the_shapes_of_transformers_own(name):
     theirs, ours, tensors, how = calls()[name]
     leaves = [*tensors, *(t for t in how.values() if isinstance(t, Tensor))]
     found = []
@@ -71,7 +67,7 @@ def test_what_comes_out_has_the_shapes_of_transformers_own(name: str) -> None:
     assert found[0] == found[1]
 
 
-def test_the_gated_delta_rule_keeps_what_is_published() -> None:
+def test_the_gated_delta_rule_keeps_what_is_published():
     """Between forward and backward: normalized queries and keys with their norms, values, sums of decays, betas, the
     inverse of each block's triangle, the output and the state."""
     _, ours, (q, k, v, g, beta), how = calls()["gated delta rule"]
@@ -86,8 +82,8 @@ def test_the_gated_delta_rule_keeps_what_is_published() -> None:
     assert outs[0].shape == v.shape
 
 
-def test_a_model_has_its_own_functions_again() -> None:
-    def functions() -> tuple[Any, Any]:
+def test_a_model_has_its_own_functions_again():
+    def functions():
         return modeling_qwen3_next.torch_chunk_gated_delta_rule, modeling_qwen3_next.causal_conv1d_fn
 
     before = functions()

@@ -1,11 +1,8 @@
 """The comparison with other stacks: every stack trains, is counted by the same rules, and takes the same turn."""
 
-from __future__ import annotations
-
 import json
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -36,7 +33,7 @@ RUN = {
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def compared(tmp_path_factory):
     names = ("ours", "readme", "deepspeed", "deepspeed, loss tiles", "transformers", "ours+chunk", "ours+chunk+offload")
     out = tmp_path_factory.mktemp("peers")
     return launch(RunConfig.from_dict({**RUN, "optim.steps": 1, "peers": names}), out, worker="alstlib.measure.peers")[
@@ -44,7 +41,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ]
 
 
-def test_stacks_side_by_side(compared: dict[str, Any]) -> None:
+def test_stacks_side_by_side(compared):
     """All see the same sample (and so the same loss); ours is exact; work is counted as it was done."""
     made = compared["peers"]
     assert list(made) == ["ours", "readme", *REFERENCE, "transformers", "ours+chunk", "ours+chunk+offload"]
@@ -58,23 +55,23 @@ def test_stacks_side_by_side(compared: dict[str, Any]) -> None:
     assert made["ours+chunk+offload"]["host_peak_bytes"][0] > 0 == made["ours"]["host_peak_bytes"][0]
 
 
-def test_every_stack_has_processes_of_its_own(compared: dict[str, Any]) -> None:
+def test_every_stack_has_processes_of_its_own(compared):
     """One for each rank: stacks that share a process slow each other down."""
     launches = [pids for one in compared["peers"].values() for pids in one["processes"]]
     assert len(launches) == len(compared["peers"]) == 7
     assert len({pid for pids in launches for pid in pids}) == 2 * len(launches)
 
 
-def _in_turn(rank: int, world: int, run: dict[str, Any], out: str) -> tuple[list[Any], dict[str, Any]]:
+def _in_turn(rank, world, run, out):
     """The launches of a comparison whose stacks are not built, and what came of them."""
     from alstlib.measure.peers import Comparison
 
-    launches: list[Any] = []
+    launches = []
 
     class Unbuilt(Comparison):
         @contextmanager
-        def alone(self, name: str) -> Any:
-            def time(method: str, steps: int, look: bool) -> Any:
+        def alone(self, name):
+            def time(method, steps, look):
                 launches.append((name, steps, look))
                 needs = ("device_peak_bytes", "host_peak_bytes", "wire_bytes")
                 looked = {"sequences": 1, **dict.fromkeys(needs, 0)} if look else {}
@@ -86,7 +83,7 @@ def _in_turn(rank: int, world: int, run: dict[str, Any], out: str) -> tuple[list
     return launches, made["peers"]
 
 
-def test_stacks_take_turns_in_two_rounds(ranks2: Any, tmp_path: Path) -> None:
+def test_stacks_take_turns_in_two_rounds(ranks2, tmp_path):
     for launches, made in ranks2(_in_turn, {**RUN, "optim.steps": 3, "peers": ["ours", "deepspeed"]}, str(tmp_path)):
         assert launches == [("ours", 1, True), ("deepspeed", 1, True), ("ours", 2, False), ("deepspeed", 2, False)]
         assert made["ours"]["step_seconds"] == [1, 3, 3]
@@ -95,7 +92,7 @@ def test_stacks_take_turns_in_two_rounds(ranks2: Any, tmp_path: Path) -> None:
         assert (made["ours"]["loss"], made["ours"]["tokens_per_second"]) == (1, 320 / 3)
 
 
-def test_wire_bytes_are_the_formulas(compared: dict[str, Any]) -> None:
+def test_wire_bytes_are_the_formulas(compared):
     """In units of a head's rows of one rank: 4 query and 2 key/value heads on 2 ranks."""
     made, layers, rows, width, p = compared["peers"], 2, 160, 16, 2
     head = rows * width * 4 * (p - 1) // p
@@ -110,7 +107,7 @@ def test_wire_bytes_are_the_formulas(compared: dict[str, Any]) -> None:
     assert made["transformers"]["wire_bytes"] == 0
 
 
-def test_longest_in_an_equal_budget(tmp_path: Path) -> None:
+def test_longest_in_an_equal_budget(tmp_path):
     run = {
         **RUN,
         "search": True,
@@ -140,12 +137,12 @@ def test_longest_in_an_equal_budget(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_bad_input(ranks2: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_bad_input(ranks2, tmp_path, changes, message):
     for found in ranks2(_refused, {**RUN, **changes}, str(tmp_path)):
         assert message in found
 
 
-def _refused(rank: int, world: int, run: dict[str, Any], out: str) -> str:
+def _refused(rank, world, run, out):
     from alstlib.measure.peers import Comparison
 
     try:
@@ -155,7 +152,7 @@ def _refused(rank: int, world: int, run: dict[str, Any], out: str) -> str:
     return "accepted"
 
 
-def _held(rank: int, world: int, run: RunConfig, name: str) -> list[int]:
+def _held(rank, world, run, name):
     """Bytes of weights that a rank holds when the engine of a stack begins."""
     import deepspeed
 
@@ -163,7 +160,7 @@ def _held(rank: int, world: int, run: RunConfig, name: str) -> list[int]:
 
     held, begin = [], deepspeed.initialize
 
-    def initialize(*args: Any, model: Any, **kwargs: Any) -> Any:
+    def initialize(*args, model, **kwargs):
         held.append(storage_bytes(model.parameters()))
         held.append(storage_bytes(getattr(p, "ds_tensor", p) for p in model.parameters()))
         held.append(4 * sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()))
@@ -175,14 +172,14 @@ def _held(rank: int, world: int, run: RunConfig, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["ours", "readme", "transformers"])
-def test_no_rank_but_the_first_holds_a_stacks_model_whole(ranks2: Any, name: str) -> None:
+def test_no_rank_but_the_first_holds_a_stacks_model_whole(ranks2, name):
     """Nor that one, once its weights are in parts."""
     for left, parts, whole in ranks2(_held, RunConfig.from_dict({**RUN, "peers": [name]}), name):
         assert left < whole / 100
         assert whole / 2 <= parts < whole / 2 + 10_000
 
 
-def _counted(rank: int, world: int) -> tuple[dict[str, int], dict[str, int], int]:
+def _counted(rank, world):
     exchange, x = Exchange(dist.group.WORLD), torch.ones(4)
     with Counts() as counts:
         exchange.to_heads(torch.ones(1, 4, 3, 2))
@@ -196,19 +193,19 @@ def _counted(rank: int, world: int) -> tuple[dict[str, int], dict[str, int], int
     return dict(counts.sent), dict(counts.calls), exchange.bytes_sent
 
 
-def test_what_is_sent_is_counted(ranks2: Any) -> None:
+def test_what_is_sent_is_counted(ranks2):
     for sent, calls, exchanged in ranks2(_counted):
         assert sent == {"exchange": exchanged + 40, "other": 16 + 16 + 8 + 16}
         assert calls["exchange"] == 3
 
 
-def test_zeros_traffic_is_told_apart(compared: dict[str, Any]) -> None:
+def test_zeros_traffic_is_told_apart(compared):
     """The reference gathers a layer's weights again for each tile; ours once forward and once backward."""
     other = {n: one["other_wire_bytes"] for n, one in compared["peers"].items()}
     assert other["deepspeed, loss tiles"] > other["deepspeed"] > other["ours"] > 0
 
 
-def test_counts_and_peak() -> None:
+def test_counts_and_peak():
     q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
     with Counts() as counts:
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k, 0.0, True)
@@ -218,7 +215,7 @@ def test_counts_and_peak() -> None:
     assert peak_over_start(lambda: torch.ops.aten.add(torch.zeros(1000), 1), torch.device("cpu")) == 8000
 
 
-def test_floor_runs() -> None:
+def test_floor_runs():
     from transformers import LlamaConfig
 
     config = LlamaConfig(**{**SHAPE, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4})

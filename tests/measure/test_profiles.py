@@ -1,29 +1,24 @@
 """Profiles of a step: bytes add up to the ledger's, states are what they are, passes are told apart."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from cases import make_model
-from torch import Tensor
 
 import alstlib
 from alstlib.figures import step_plots
-from alstlib.measure.profiles import PHASES, MemoryProfile, memory_profile, time_profile
+from alstlib.measure.profiles import PHASES, memory_profile, time_profile
 from alstlib.offload.ledger import Ledger
 from alstlib.planner.model_states import GRADIENTS, OPTIMIZER, WEIGHTS
 
 LENGTH, VOCAB = 96, 512
-SHAPE: dict[str, Any] = {
+SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
 }  # fmt: skip
 STATES = (WEIGHTS, GRADIENTS, OPTIMIZER)
 
 
-def trained(length: int = LENGTH, **shape: Any) -> tuple[Any, Any, Tensor]:
+def trained(length=LENGTH, **shape):
     """A model, its optimizer after a first step, and input."""
     model = make_model("gqa", **{**SHAPE, **shape})
     ids = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(0))
@@ -34,12 +29,12 @@ def trained(length: int = LENGTH, **shape: Any) -> tuple[Any, Any, Tensor]:
     return model, optimizer, ids
 
 
-def plain_profile(length: int = LENGTH) -> tuple[Any, MemoryProfile]:
+def plain_profile(length=LENGTH):
     model, optimizer, ids = trained(length)
     return model, memory_profile(model, lambda: model(input_ids=ids, labels=ids).loss, optimizer)
 
 
-def test_states_are_what_they_are() -> None:
+def test_states_are_what_they_are():
     """fp32 and AdamW: 4 bytes of weights, 8 of moments (and a counter for each tensor), 4 of gradients."""
     model, found = plain_profile()
     numbers = sum(p.numel() for p in model.parameters())
@@ -50,18 +45,18 @@ def test_states_are_what_they_are() -> None:
     assert sum(last.values()) - sum(last[name] for name in STATES) < 100  # all activations are gone: a loss is left
 
 
-def test_phases_come_in_order() -> None:
+def test_phases_come_in_order():
     _, found = plain_profile()
     assert len(found.phases) == len(found.points)
     assert list(dict.fromkeys(found.phases)) == list(PHASES)
     assert sorted(found.phases, key=PHASES.index) == found.phases
 
 
-def test_peak_is_the_ledgers() -> None:
+def test_peak_is_the_ledgers():
     model, optimizer, ids = trained()
 
-    def forward() -> Tensor:
-        loss: Tensor = model(input_ids=ids, labels=ids).loss
+    def forward():
+        loss = model(input_ids=ids, labels=ids).loss
         return loss
 
     found = memory_profile(model, forward)
@@ -77,7 +72,7 @@ def test_peak_is_the_ledgers() -> None:
     assert found.peak["loss"] >= 2 * LENGTH * VOCAB * 4  # log-probabilities, and their gradient
 
 
-def test_twice_the_tokens_are_twice_the_activations() -> None:
+def test_twice_the_tokens_are_twice_the_activations():
     (_, one), (_, two) = plain_profile(LENGTH), plain_profile(2 * LENGTH)
     for name in (WEIGHTS, OPTIMIZER):
         assert two.peak[name] == one.peak[name]
@@ -85,7 +80,7 @@ def test_twice_the_tokens_are_twice_the_activations() -> None:
         assert two.peak[name] == pytest.approx(2 * one.peak[name], rel=0.02), name
 
 
-def test_what_waits_on_the_host_is_not_the_devices() -> None:
+def test_what_waits_on_the_host_is_not_the_devices():
     model, _, ids = trained(num_hidden_layers=6)
     batch = {"input_ids": ids, "position_ids": torch.arange(LENGTH)[None], "shift_labels": ids.roll(-1, 1)}
     found = {}
@@ -101,7 +96,7 @@ def test_what_waits_on_the_host_is_not_the_devices() -> None:
 
 
 @pytest.mark.parametrize("attached", [False, True])
-def test_passes_are_told_apart(attached: bool) -> None:
+def test_passes_are_told_apart(attached):
     model, optimizer, ids = trained()
     options = alstlib.Options(tiles=attached, checkpoint=attached, save_attention=attached)
     with alstlib.apply(model, None, options):
@@ -117,7 +112,7 @@ def test_passes_are_told_apart(attached: bool) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_attention_runs_again_where_its_output_is_not_kept() -> None:
+def test_attention_runs_again_where_its_output_is_not_kept():
     model, _, ids = trained()
     batch = {"input_ids": ids, "position_ids": torch.arange(LENGTH)[None], "shift_labels": ids.roll(-1, 1)}
     with alstlib.apply(model, None, alstlib.Options(save_attention=False)):
@@ -125,7 +120,7 @@ def test_attention_runs_again_where_its_output_is_not_kept() -> None:
     assert found["recompute"]["attention"] > 0
 
 
-def test_figures_have_every_part() -> None:
+def test_figures_have_every_part():
     _, found = plain_profile()
     axes = step_plots.step_memory(found.phases, found.points, "one step", (WEIGHTS, OPTIMIZER)).axes[0]
     legend = [text.get_text() for text in axes.get_legend().get_texts()][::-1]

@@ -1,9 +1,6 @@
 """The reference stack's code under fake tensors makes what it makes with real ones."""
 
-from __future__ import annotations
-
 import contextlib
-from typing import Any
 
 import pytest
 
@@ -22,9 +19,7 @@ SMALL = {
     ("heads", "ranks", "mlp", "loss", "offload"),
     [(2, 1, False, False, False), (2, 2, False, True, False), (2, 2, True, True, True), (1, 4, True, True, True)],
 )
-def test_real_tensors_at_small_sizes(
-    heads: int, ranks: int, mlp: bool, loss: bool, offload: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_real_tensors_at_small_sizes(heads, ranks, mlp, loss, offload, monkeypatch):
     """The same moments, to the byte and the category."""
     options = Options.plain(tiles={"mlp": mlp, "loss": loss, "norm": False}, offload=offload)
     model = {"name": "tiny", "config": {**SMALL, "num_key_value_heads": heads}, "dtype": "bf16"}
@@ -37,5 +32,5 @@ def test_real_tensors_at_small_sizes(
     assert len(fake.moments) > 20
 
 
-def _moments(found: Any) -> set[tuple[str, frozenset[Any]]]:
+def _moments(found):
     return {(key.partition("|")[0], frozenset(at.items())) for key, at in found.moments.items()}

@@ -1,10 +1,5 @@
 """The comparison that a GPU begins with, on a CPU: gradients that are right are called so, and wrong ones are not."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from alstlib.config import RunConfig, row_config
@@ -12,7 +7,7 @@ from alstlib.measure import verify
 from alstlib.measure.same_gradients import SameGradients
 
 
-def test_a_gradient_that_is_off_by_a_tenth_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_is_off_by_a_tenth_is_found(tmp_path, monkeypatch):
     run = row_config("ours", RunConfig(model={"name": "tiny"}, data={"seq_len": 48}, engine={"sp": 1})).replace(
         options={"chunk": 8, "on_host": "hidden+kv"}
     )
@@ -20,7 +15,7 @@ def test_a_gradient_that_is_off_by_a_tenth_is_found(tmp_path: Path, monkeypatch:
     for found in work()["gradients"].values():
         assert found["result"] == "exact"
 
-    def off(*about: Any) -> Any:
+    def off(*about):
         loss, grads = step(*about)
         name = "model.layers.0.mlp.up_proj.weight"
         return loss, {**grads, name: grads[name] * 1.1}

@@ -1,7 +1,5 @@
 """Where operations run: forward, recompute and backward of modules, told apart without holding a tensor."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
@@ -9,7 +7,7 @@ from alstlib.measure.scope import ATTENTION, EXCHANGE, HIDDEN, LOSS, MLP, ROOT, 
 from alstlib.offload.ledger import Ledger
 
 
-def test_categories_of_paths() -> None:
+def test_categories_of_paths():
     assert {
         path: category(f"{ROOT}.{path}")
         for path in ("model.layers.3.self_attn.q_proj", "model.layers.3.mlp", "model.layers.3.post_attention_layernorm",
@@ -24,15 +22,15 @@ def test_categories_of_paths() -> None:
 
 
 class Twice(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(8, 512, bias=False), nn.Linear(512, 8, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.b(torch.relu(self.a(x)))
 
 
-def test_a_backward_belongs_to_the_module_of_its_forward() -> None:
+def test_a_backward_belongs_to_the_module_of_its_forward():
     model, x = Twice(), torch.randn(100, 8)
     with Places(model) as places, Ledger(place=places.now) as ledger:
         loss = model(x).square().sum()
@@ -44,7 +42,7 @@ def test_a_backward_belongs_to_the_module_of_its_forward() -> None:
     assert not [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
 
 
-def test_a_recompute_within_a_backward_is_known_too() -> None:
+def test_a_recompute_within_a_backward_is_known_too():
     from torch.utils.checkpoint import checkpoint
 
     model, x = Twice(), torch.randn(100, 8, requires_grad=True)

@@ -1,32 +1,28 @@
 """The search: the right answer in few trials, each claim measured."""
 
-from __future__ import annotations
-
 import contextlib
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from alstlib.measure.search import Found, Trials, longest_that_fits
+from alstlib.measure.search import Trials, longest_that_fits
 
 GRANULE = 256
 
 
-def truth(peak_of: Callable[[int], int], budget: int, top: int = 4000) -> int:
+def truth(peak_of, budget, top=4000):
     return max((n * GRANULE for n in range(1, top) if peak_of(n * GRANULE) <= budget), default=0)
 
 
-def search(peak_of: Callable[[int], int], budget: int, start: int = 512, limit: int | None = None) -> Found:
+def search(peak_of, budget, start=512, limit=None):
     return longest_that_fits(peak_of, budget, GRANULE, start=start, limit=limit)
 
 
-def longest_trial(found: Found) -> int:
+def longest_trial(found):
     return max(length for length, _ in found.tried)
 
 
-def check(found: Found, peak_of: Callable[[int], int], budget: int, trials: int = 9) -> None:
+def check(found, peak_of, budget, trials=9):
     assert found.length == truth(peak_of, budget)
     assert all(peak == peak_of(length) for length, peak in found.tried)
     tried = dict(found.tried)
@@ -36,8 +32,8 @@ def check(found: Found, peak_of: Callable[[int], int], budget: int, trials: int 
 
 @pytest.mark.parametrize("start", [2_048, 10_000, 61_184, 300_000])
 @pytest.mark.parametrize("base, slope, budget", [(5_000_000, 900, 60_000_000), (10, 3, 90_000), (0, 7000, 700_000_000)])
-def test_an_affine_peak(base: int, slope: int, budget: int, start: int) -> None:
-    def peak_of(length: int) -> int:
+def test_an_affine_peak(base, slope, budget, start):
+    def peak_of(length):
         return base + slope * length
 
     found = search(peak_of, budget, start)
@@ -45,21 +41,21 @@ def test_an_affine_peak(base: int, slope: int, budget: int, start: int) -> None:
     assert longest_trial(found) <= max(2 * found.length, start + GRANULE)  # long trials cost most
 
 
-def test_a_short_start_doubles_and_then_knows() -> None:
+def test_a_short_start_doubles_and_then_knows():
     found = search(lambda length: 5_000_000 + 900 * length, 60_000_000, start=1)
     assert found.length == 60_928
     assert [length for length, _ in found.tried][:4] == [256, 512, 1024, 2048]
     assert len(found.tried) <= 12
 
 
-def test_a_start_near_the_answer_is_all_but_the_answer() -> None:
+def test_a_start_near_the_answer_is_all_but_the_answer():
     """One granule, the start, the answer and the length after it."""
     found = search(lambda length: 5_000_000 + 900 * length, 60_000_000, start=60_416)
     assert [length for length, _ in found.tried] == [256, 60_416, 60_928, 61_184]
 
 
-def test_an_exact_fit_counts_as_fitting() -> None:
-    def peak_of(length: int) -> int:
+def test_an_exact_fit_counts_as_fitting():
+    def peak_of(length):
         return 1000 * length
 
     assert search(peak_of, 1000 * GRANULE * 17).length == GRANULE * 17
@@ -67,18 +63,18 @@ def test_an_exact_fit_counts_as_fitting() -> None:
 
 
 @pytest.mark.parametrize("step", [1_000_000, 30_000_000])
-def test_a_peak_that_jumps(step: int) -> None:
+def test_a_peak_that_jumps(step):
     """A bucket or a tile that is added at some length: two slopes and a jump."""
 
-    def peak_of(length: int) -> int:
+    def peak_of(length):
         return 4_000_000 + 800 * length + (step if length > 40_000 else 0) + 300 * max(0, length - 60_000)
 
     for budget in (20_000_000, 36_500_000, 80_000_000):
         check(search(peak_of, budget, start=10_000), peak_of, budget, trials=13)
 
 
-def test_steps_of_an_allocator() -> None:
-    def peak_of(length: int) -> int:
+def test_steps_of_an_allocator():
+    def peak_of(length):
         return -(-(3_000_000 + 777 * length) // 2_097_152) * 2_097_152
 
     for budget in (30_000_000, 77_000_000):
@@ -86,13 +82,13 @@ def test_steps_of_an_allocator() -> None:
         check(found, peak_of, budget, trials=13)
 
 
-def test_noise_ends_and_stays_honest() -> None:
+def test_noise_ends_and_stays_honest():
     """Peaks that differ a little from a line (and are not monotonous) give a length that fits, near the best."""
     for seed in range(20):
         noise = random.Random(seed)
         offsets = {n * GRANULE: noise.randint(-40_000, 40_000) for n in range(1, 2000)}
 
-        def peak_of(length: int, offsets: dict[int, int] = offsets) -> int:
+        def peak_of(length, offsets=offsets):
             return 5_000_000 + 900 * length + offsets[length]
 
         found = search(peak_of, 60_000_000, start=4096)
@@ -102,7 +98,7 @@ def test_noise_ends_and_stays_honest() -> None:
         assert len(found.tried) <= 8
 
 
-def test_a_limit_ends_the_search() -> None:
+def test_a_limit_ends_the_search():
     found = search(lambda length: length, 10**9, start=1000, limit=100_000)
     assert found.length == 100_000 // GRANULE * GRANULE
     assert found.tried[-1] == (found.length, found.length)
@@ -112,10 +108,10 @@ def test_a_limit_ends_the_search() -> None:
     assert search(lambda length: length, 50_000, limit=100_000).length == 49_920
 
 
-def test_nothing_fits() -> None:
-    tried: list[int] = []
+def test_nothing_fits():
+    tried = []
 
-    def peak_of(length: int) -> int:
+    def peak_of(length):
         tried.append(length)
         return 7_000_000 + length
 
@@ -125,22 +121,22 @@ def test_nothing_fits() -> None:
     assert len(tried) <= 8
 
 
-def test_only_one_granule_fits() -> None:
+def test_only_one_granule_fits():
     found = search(lambda length: 1000 * length, 1000 * GRANULE, start=10_000)
     assert found.length == GRANULE
     assert len(found.tried) <= 8
 
 
-def test_the_first_trials_are_one_granule_and_the_start_rounded_up() -> None:
+def test_the_first_trials_are_one_granule_and_the_start_rounded_up():
     tried = search(lambda length: length, 5000, start=700).tried
     assert [length for length, _ in tried[:2]] == [GRANULE, 768]
 
 
-def test_a_search_goes_on_below_a_length_at_which_memory_ran_out() -> None:
+def test_a_search_goes_on_below_a_length_at_which_memory_ran_out():
     """In another process, which runs no trial again."""
-    events: list[dict[str, Any]] = []
+    events = []
 
-    def peak(length: int) -> int:
+    def peak(length):
         if (known := trials.peak(length, 100_000)) is not None:
             return known
         if length > 50_000:

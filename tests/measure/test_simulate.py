@@ -1,9 +1,6 @@
 """A simulated rank takes the same bytes, device, host and wire, as the same rank with real tensors."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.prediction import predict, states
 
-RUN: dict[str, Any] = {
+RUN = {
     "options": "plain",
     "model.name": "tiny",
     "data.seq_len": 512,
@@ -28,7 +25,7 @@ RUN: dict[str, Any] = {
     "options.tiles.loss": True,
     "options.tiles.mlp": True,
 }
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "tiled": {},
     "untiled": {"tiles": False},
     "tiles of a size": {"tiles": {"mlp": 100, "loss": 60}},
@@ -46,14 +43,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_of(layers: int = 2, **changes: Any) -> RunConfig:
+def run_of(layers=2, **changes):
     shape = {"num_hidden_layers": layers, **changes.pop("model.config", {})}
     return RunConfig.from_dict({**RUN, **by_own_names(changes), "model.config": shape})
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_simulated_rank_is_a_real_one(options: dict[str, Any], ranks: int) -> None:
+def test_a_simulated_rank_is_a_real_one(options, ranks):
     """To the byte."""
     fake, real = (simulate(run_of(**options), ranks, "cpu", fake=how) for how in (True, False))
     assert fake == real
@@ -66,7 +63,7 @@ def test_a_simulated_rank_is_a_real_one(options: dict[str, Any], ranks: int) -> 
     assert not dist.is_initialized()
 
 
-def real_step(rank: int, world: int, run: RunConfig) -> Any:
+def real_step(rank, world, run):
     """A step over real ranks, without an engine. The middle one of five: gloo's threads may hold what was sent a moment
     longer than the exchange lasts, which raises a step's peak, or lowers that of the step in which it is let go."""
     ctx, model = alstlib.SPContext.create(world), load_model(run, torch.float32)
@@ -78,7 +75,7 @@ def real_step(rank: int, world: int, run: RunConfig) -> Any:
 @pytest.mark.parametrize(
     ("row", "sp"), [(row, sp) for row in ROWS for sp in ((1, 2, 4) if "sp" in ROWS[row] else (1,))]
 )
-def test_rows_of_the_ablation_on_real_ranks(row: str, sp: int, pools: Any) -> None:
+def test_rows_of_the_ablation_on_real_ranks(row, sp, pools):
     """Over a real process group, whose ranks send and receive: within 2%. Rows without SP have one rank."""
     run = row_config(
         row,
@@ -96,11 +93,11 @@ def test_rows_of_the_ablation_on_real_ranks(row: str, sp: int, pools: Any) -> No
 
 
 @pytest.mark.parametrize("options", [o for n, o in OPTIONS.items() if n != "some inputs"], ids=str)
-def test_few_layers_tell_of_many(options: dict[str, Any]) -> None:
+def test_few_layers_tell_of_many(options):
     assert simulate_deep(run_of(4, **options), 4, "cpu") == simulate(run_of(4, **options), 4, "cpu")
 
 
-def test_the_peak_says_what_it_is_made_of() -> None:
+def test_the_peak_says_what_it_is_made_of():
     """Untiled logits, the intermediates of an untiled MLP, and checkpoints that stay on the device."""
     wide = {"model.config": {"vocab_size": 32_768}}
     logits = simulate(run_of(**wide, tiles={"mlp": True}), 2, "cpu")
@@ -122,7 +119,7 @@ def test_the_peak_says_what_it_is_made_of() -> None:
     ],
     ids=str,
 )
-def test_model_states_stand_beside_activations(changes: dict[str, Any]) -> None:
+def test_model_states_stand_beside_activations(changes):
     """By category, on the device and on the host, as the planner has them."""
     run = RunConfig.from_dict({**RUN, "model.name": "small", "options.offload": "sync", **changes})
     found = simulate_deep(run, 4, "cpu")
@@ -136,13 +133,13 @@ def test_model_states_stand_beside_activations(changes: dict[str, Any]) -> None:
     assert gathered >= 4 * read_shape("small").layer_parameters / (2 if run.model.dtype == "bf16" else 1)
 
 
-def test_what_the_exchange_takes_is_told_apart() -> None:
+def test_what_the_exchange_takes_is_told_apart():
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64, "intermediate_size": 64}
     assert simulate(run_of(**{"model.config": heads}, tiles={"mlp": True}), 4, "cpu").categories.get("exchange", 0) > 0
     assert "exchange" not in simulate(run_of(**{"model.config": heads}), 1, "cpu").categories
 
 
-def test_a_host_budget_is_shared_by_all_layers() -> None:
+def test_a_host_budget_is_shared_by_all_layers():
     """So all are run."""
     run = run_of(6, **OPTIONS["some inputs"])
     found = simulate_deep(run, 1, "cpu")
@@ -151,13 +148,13 @@ def test_a_host_budget_is_shared_by_all_layers() -> None:
     assert any("one in" in note for note in found.notes)
 
 
-def test_tiles_are_those_of_the_device_that_is_simulated() -> None:
+def test_tiles_are_those_of_the_device_that_is_simulated():
     """A GPU's tiles are larger; and this laptop's free memory does not count."""
     run = run_of(seq_len=8192)
     assert simulate(run, 1, "cuda").device_peak > 1.2 * simulate(run, 1, "cpu").device_peak
 
 
-def test_a_large_model_on_a_laptop() -> None:
+def test_a_large_model_on_a_laptop():
     """One rank of 8 at 1M tokens: the checkpoints are 32 layers' inputs and attention outputs."""
     run = RunConfig.from_dict(
         {

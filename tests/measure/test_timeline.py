@@ -1,15 +1,11 @@
 """What the timeline says of a trace whose lanes are known."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from alstlib.measure.timeline import COLUMNS, as_page, summary
 
 
-def event(cat: str, name: str, begin: float, end: float, tid: int = 7, **args: Any) -> dict[str, Any]:
+def event(cat, name, begin, end, tid=7, **args):
     return {
         "ph": "X",
         "cat": cat,
@@ -33,7 +29,7 @@ TRACE = [
 ]
 
 
-def test_copies_beside_kernels_and_the_times_without_a_kernel() -> None:
+def test_copies_beside_kernels_and_the_times_without_a_kernel():
     found = summary(TRACE)
     assert found["seconds"] == 10
     assert found["kernel_seconds"] == 7
@@ -53,7 +49,7 @@ def test_copies_beside_kernels_and_the_times_without_a_kernel() -> None:
     assert "| 3.0 s | 5.0 s | 2.0 s | `attention` |" in page
 
 
-def test_a_trace_without_copies_says_so_and_one_without_kernels_is_refused() -> None:
+def test_a_trace_without_copies_says_so_and_one_without_kernels_is_refused():
     found = summary([event("cpu_op", "aten::mm", 0, 1), event("cpu_op", "aten::add", 2, 3)])
     assert found["share_of_copies_beside_kernels"] is None
     assert any("no copies on a side stream" in line for line in as_page(found, cuda=False))

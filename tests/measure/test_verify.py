@@ -1,15 +1,11 @@
 """`alst verify`: which models are equal, what is named where one is not, what is refused, and what it costs to ask."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +21,7 @@ from alstlib.runs import verify as command
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = {"vocab_size": 128_000, "max_position_embeddings": 131_072, "eos_token_id": [127_000, 127_001]}
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "llama": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
               "intermediate_size": 14_336, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0,
               "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
@@ -62,7 +58,7 @@ class ShiftedForCausalLM(LlamaForCausalLM):
 """A model that comes with code, in which half of what an MLP computes is of the token before."""
 
 
-def folder(path: Path, kind: str, **more: Any) -> str:
+def folder(path, kind, **more):
     """A full-size config.json, without weights."""
     path.mkdir(exist_ok=True)
     config = {"model_type": kind, "torch_dtype": "bfloat16", **(COMMON if MODELS[kind] else {}), **MODELS[kind]}
@@ -70,22 +66,22 @@ def folder(path: Path, kind: str, **more: Any) -> str:
     return str(path)
 
 
-def on_pool(rank: int, world: int, question: dict[str, Any]) -> dict[str, Any]:
+def on_pool(rank, world, question):
     return verify.verify(question)
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, pools: Callable[[int], Any]) -> None:
+def here(monkeypatch, pools):
     """The command's ranks are those of the tests, or this process where it is one."""
 
-    def run(function: Any, ranks: int, worker: str, question: dict[str, Any]) -> list[dict[str, Any]]:
+    def run(function, ranks, worker, question):
         assert worker == verify.__name__
         return [verify.verify(question)] if ranks == 1 else pools(ranks)(on_pool, question)
 
     monkeypatch.setattr(command, "run_on_ranks", run)
 
 
-def asked(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, Any]]:
+def asked(capsys, *args):
     code = cli.main(["verify", "--json", *args])
     return code, json.loads(capsys.readouterr().out)
 
@@ -100,9 +96,9 @@ def asked(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str
     ],
 )
 def test_models_that_are_equal(
-    here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, options: list[str], layers: int,
-    kinds: int,
-) -> None:  # fmt: skip
+    here, tmp_path, capsys, kind, options, layers,
+    kinds,
+):  # fmt: skip
     code, answer = asked(capsys, folder(tmp_path / kind, kind), *options)
     assert (code, answer["verdict"]) == (0, "equal"), answer
     assert [(c["sp"], c["sample"]) for c in answer["cases"]] == [(sp, s) for sp in (1, 2) for s in ("whole", "packed")]
@@ -116,7 +112,7 @@ def test_models_that_are_equal(
     assert answer["cases"][0]["notes"] == []
 
 
-def test_the_pages_command(here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pages_command(here, tmp_path, capsys):
     page = (ROOT / "notebooks" / "training.md").read_text()
     (line,) = re.findall(r"^    \.venv/bin/alst verify (\S+) (.*)$", page, re.MULTILINE)
     assert line[0] == "meta-llama/Llama-3.1-8B"
@@ -133,7 +129,7 @@ def test_the_pages_command(here: None, tmp_path: Path, capsys: pytest.CaptureFix
     )
 
 
-def test_a_model_that_mixes_tokens_in_its_own_code(tmp_path: Path) -> None:
+def test_a_model_that_mixes_tokens_in_its_own_code(tmp_path):
     """As its user runs it: real processes, and code that comes with the model."""
     auto = {
         "AutoConfig": "configuration_shifted.ShiftedConfig",
@@ -157,9 +153,7 @@ def test_a_model_that_mixes_tokens_in_its_own_code(tmp_path: Path) -> None:
     assert refused["refused"].endswith("; --trust-remote-code runs it")
 
 
-def test_a_module_that_mixes_tokens_is_named(
-    here: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_module_that_mixes_tokens_is_named(here, monkeypatch, capsys):
     forward = modeling_llama.LlamaMLP.forward
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda mlp, x: forward(mlp, x + x.mean(1, keepdim=True)))
     assert cli.main(["verify", "tiny", "--sp", "1"]) == 1
@@ -170,12 +164,10 @@ def test_a_module_that_mixes_tokens_is_named(
     assert out.splitlines()[-1].startswith("differs: 2 of 2 cases; first in model.layers.0.mlp.gate_proj")
 
 
-def test_a_wrong_gradient_is_named(
-    here: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_gradient_is_named(here, monkeypatch, capsys):
     step = verify.attached_step
 
-    def wrong(*args: Any) -> Any:
+    def wrong(*args):
         loss, grads = step(*args)
         return loss, {n: g * 1.0001 if n.endswith("k_proj.weight") else g for n, g in grads.items()}
 
@@ -199,24 +191,20 @@ def test_a_wrong_gradient_is_named(
         ("llama", ["--config", "hidden_sizes=3"], "unknown field of model.config 'hidden_sizes'"),
     ],
 )
-def test_what_is_refused(
-    here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, args: list[str], reason: str
-) -> None:
+def test_what_is_refused(here, tmp_path, capsys, kind, args, reason):
     assert cli.main(["verify", folder(tmp_path / kind, kind), "--sp", "1", *args]) == 2
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("refused: ")
     assert reason in last
 
 
-def test_dropout_that_is_refused_may_be_set_to_zero(
-    here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dropout_that_is_refused_may_be_set_to_zero(here, tmp_path, capsys):
     code, answer = asked(capsys, folder(tmp_path / "gpt2", "gpt2"), "--sp", "1", "--config", "attn_pdrop=0")
     assert code == 0
     assert answer["small"]["changes"]["resid_pdrop"] == [0.1, 0.0]
 
 
-def test_a_hub_name_without_a_network(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hub_name_without_a_network(monkeypatch, capsys):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -228,7 +216,7 @@ def test_a_hub_name_without_a_network(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "without a network, name a folder that holds the model" in told
 
 
-def test_the_answer_of_several_ranks() -> None:
+def test_the_answer_of_several_ranks():
     """The worst of each case, and the module that is first on any rank; a crash of one rank is no proof."""
     wrong = {"sp": 2, "sample": "whole", "result": "wrong", "loss": 1.0, "gradient": 1.0, "reason": "gradient of x"}
     late, early = (
@@ -250,7 +238,7 @@ def test_the_answer_of_several_ranks() -> None:
 # Small configs
 
 
-def test_the_first_layers_keep_their_order() -> None:
+def test_the_first_layers_keep_their_order():
     config = transformers.Gemma3TextConfig(num_hidden_layers=26, sliding_window=4096)
     made = small.shrunk(config, small.first_of_each(small.kinds_in_lists(config)))
     assert made.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
@@ -262,7 +250,7 @@ def test_the_first_layers_keep_their_order() -> None:
     assert len(set(kinds)) == 2
 
 
-def test_what_a_small_config_keeps() -> None:
+def test_what_a_small_config_keeps():
     config = transformers.Gemma2Config(num_attention_heads=12, num_key_value_heads=3, tie_word_embeddings=True)
     made = small.shrunk(config)
     assert (made.num_attention_heads, made.num_key_value_heads, made.tie_word_embeddings) == (12, 3, True)
@@ -273,7 +261,7 @@ def test_what_a_small_config_keeps() -> None:
 
 
 @pytest.mark.parametrize("part, pairs", [(1.0, 4), (0.75, 3), (0.4, 2)])
-def test_rope_that_depends_on_the_length_changes_within_a_sample(part: float, pairs: int) -> None:
+def test_rope_that_depends_on_the_length_changes_within_a_sample(part, pairs):
     factors = [1.0 + i for i in range(int(64 * part))]
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors,
             "partial_rotary_factor": part, "original_max_position_embeddings": 4096}  # fmt: skip
@@ -284,7 +272,7 @@ def test_rope_that_depends_on_the_length_changes_within_a_sample(part: float, pa
     assert max(verify.sample(33, True)["document_lengths"][0]) == small.LONGEST < 33
 
 
-def test_a_judge_in_fp64_stays_there_whatever_a_model_calls() -> None:
+def test_a_judge_in_fp64_stays_there_whatever_a_model_calls():
     """A router that calls `type` made fp32 of it, and a right model was called wrong."""
     x = torch.ones(3, dtype=torch.float64)
     with verify.in_full():
@@ -294,7 +282,7 @@ def test_a_judge_in_fp64_stays_there_whatever_a_model_calls() -> None:
     assert x.type(torch.float32).dtype == torch.float32
 
 
-def test_a_gradient_that_is_no_number_is_wrong() -> None:
+def test_a_gradient_that_is_no_number_is_wrong():
     """And not only where it comes first: `max` passes over nan."""
     right = {"a": torch.ones(2), "b": torch.ones(2)}
     for name in right:

@@ -1,16 +1,12 @@
 """Offloaded checkpoints: gradients of the plain function, exact replay, host memory that is counted and bounded."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 import re
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -30,27 +26,27 @@ MODES = ["none", "sync", "async"]
 class Block(nn.Module):
     """x, a second tensor and a flag in; two tensors and a None out. Draws dropout."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout=0.0):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
         self.dropout = nn.Dropout(dropout)
         self.calls = 0
 
-    def forward(self, x: Tensor, other: Tensor, *, scale: Tensor, flag: bool = True) -> tuple[Tensor, None, Tensor]:
+    def forward(self, x, other, *, scale, flag=True):
         self.calls += 1
         y = x + self.second(self.dropout(torch.nn.functional.silu(self.first(x)))) * scale
         return (y * other if flag else y), None, y.square().mean(-1)
 
 
-def inputs(length: int = 7, strided: bool = True) -> list[Tensor]:
+def inputs(length=7, strided=True):
     g = torch.Generator().manual_seed(length)
     x = torch.randn(8, length, 2, generator=g).permute(2, 1, 0)
     x = x if strided else x.contiguous()
     return [x.requires_grad_(), torch.randn(8, generator=g).requires_grad_(), torch.rand((), generator=g)]
 
 
-def gradients(block: Block, x: Tensor, other: Tensor, scale: Tensor, run: Any, upstream: float = 1.0) -> list[Any]:
+def gradients(block, x, other, scale, run, upstream=1.0):
     block.zero_grad()
     torch.manual_seed(5)
     y, nothing, z = run(block, x, other, scale=scale)
@@ -63,13 +59,13 @@ def gradients(block: Block, x: Tensor, other: Tensor, scale: Tensor, run: Any, u
     return [y, z, *(leaf.grad for leaf in leaves), torch.rand(3)]
 
 
-def kept_by(store: HostStore) -> Any:
+def kept_by(store):
     return lambda block, *args, **kwargs: checkpoint(block, *args, store=store, **kwargs)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("mode", MODES)
-def test_checkpoint_equals_the_plain_function(mode: str, dropout: float) -> None:
+def test_checkpoint_equals_the_plain_function(mode, dropout):
     """Outputs, x, a second tensor, a keyword tensor, weights; the random state afterwards; upstream other than 1."""
     block, tensors = Block(dropout), inputs()
     tensors[2].requires_grad_()
@@ -88,27 +84,27 @@ def test_checkpoint_equals_the_plain_function(mode: str, dropout: float) -> None
     assert store.leased == leased
 
 
-def test_a_frozen_function_costs_nothing() -> None:
+def test_a_frozen_function_costs_nothing():
     frozen, (x, other, scale) = Block().requires_grad_(False), inputs()
     out = checkpoint(frozen, x.detach(), other.detach(), scale=scale, store=HostStore("sync"), trains=False)[0]
     assert not out.requires_grad
     assert frozen.calls == 1
 
 
-def test_backward_twice_is_refused() -> None:
+def test_backward_twice_is_refused():
     out = checkpoint(torch.sin, inputs()[0], store=HostStore("sync")).sum()
     out.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward ran a second time"):
         out.backward()
 
 
-def test_a_refused_recompute_runs_once_more() -> None:
+def test_a_refused_recompute_runs_once_more():
     """`accept` sees what the recompute returned; where it says no, the function runs again with the same draws."""
     block, tensors, seen, made = Block(0.5), inputs(), [], []
     want = gradients(block, *tensors, Block.__call__)
     block.register_forward_hook(lambda module, args, out: made.append(out[0].detach()))
 
-    def accept(out: Any) -> bool:
+    def accept(out):
         seen.append(out[0].detach())
         return False
 
@@ -119,12 +115,12 @@ def test_a_refused_recompute_runs_once_more() -> None:
     assert torch.equal(made[1], made[2])
 
 
-def test_saved_tensors_come_back_in_order() -> None:
+def test_saved_tensors_come_back_in_order():
     """What the function leaves in `saved` lies in the store, not on the device, and is there for the recompute."""
     x, store, saved = inputs()[0], HostStore("sync"), Saved()
     kept = [(x.detach() + i, torch.full((3,), float(i))) for i in range(2)]
 
-    def fn(x: Tensor) -> Tensor:
+    def fn(x):
         if saved.replaying:
             assert all(torch.equal(a, b) for pair in kept for a, b in zip(saved.take(), pair, strict=True))
         else:
@@ -143,7 +139,7 @@ def test_saved_tensors_come_back_in_order() -> None:
 
 
 @contextmanager
-def no_gc() -> Iterator[None]:
+def no_gc():
     gc.collect()
     gc.disable()
     try:
@@ -152,7 +148,7 @@ def no_gc() -> Iterator[None]:
         gc.enable()
 
 
-def run_step(store: HostStore, length: int, layers: int = 3) -> None:
+def run_step(store, length, layers=3):
     x = torch.randn(1, length, 8, requires_grad=True)
     y = x
     for _ in range(layers):
@@ -160,7 +156,7 @@ def run_step(store: HostStore, length: int, layers: int = 3) -> None:
     y.sum().backward()
 
 
-def test_slabs_are_reused_and_trimmed() -> None:
+def test_slabs_are_reused_and_trimmed():
     store, made = HostStore("sync"), []
     store.on_slab = lambda slab: made.append(slab.data_ptr())
     for length, slabs, holds in ((10, 3, 10), (10, 3, 10), (9, 3, 10), (1, 3, 10), (11, 6, 11)):
@@ -174,7 +170,7 @@ def test_slabs_are_reused_and_trimmed() -> None:
     assert (store.nbytes, store.free) == (0, [])
 
 
-def test_no_slab_is_made_after_the_longest_sample() -> None:
+def test_no_slab_is_made_after_the_longest_sample():
     """Whatever lengths follow: pinning slabs anew takes longer than the copies."""
     lengths = torch.randint(9, 60, (15,), generator=torch.Generator().manual_seed(0)).tolist()
     for how in ({}, {"chunk": 8, "on_host": "none"}, {"chunk": 8, "on_host": "hidden+kv"}):
@@ -187,7 +183,7 @@ def test_no_slab_is_made_after_the_longest_sample() -> None:
             assert not made, how
 
 
-def test_what_is_kept_is_a_copy() -> None:
+def test_what_is_kept_is_a_copy():
     """The input may be overwritten after forward: the host holds what it was."""
     store, x = HostStore("sync"), torch.full((1, 4, 2), 0.5).requires_grad_()
     before = x.detach().clone()
@@ -197,7 +193,7 @@ def test_what_is_kept_is_a_copy() -> None:
     assert torch.allclose(x.grad, before.cos())
 
 
-def test_budget_stops_before_anything_is_taken() -> None:
+def test_budget_stops_before_anything_is_taken():
     store = HostStore("sync", budget=10 * 8 * 4 - 1)
     with pytest.raises(HostOutOfMemory, match=r"needs 320 .* 319 are left.*host_memory"):
         run_step(store, 10, layers=1)
@@ -208,7 +204,7 @@ def test_budget_stops_before_anything_is_taken() -> None:
         store.reserve(320)
 
 
-def test_host_available_is_shared_by_the_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_available_is_shared_by_the_local_ranks(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     whole = host_store.host_available()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -218,7 +214,7 @@ def test_host_available_is_shared_by_the_local_ranks(monkeypatch: pytest.MonkeyP
 
 # ----- through a model
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "nothing": {"tiles": False, "checkpoint": False},
     "checkpoint": {"tiles": {"norm": True}},
     "saved": {"tiles": {"mlp": 16, "loss": 16, "norm": True}, "save_attention": True},
@@ -230,7 +226,7 @@ LENGTH = 64
 
 
 @pytest.mark.parametrize("kind, options", [*(("gqa", o) for o in OPTIONS), ("gemma2", "async"), ("gpt2", "saved")])
-def test_no_reference_cycle_keeps_a_step_alive(kind: str, options: str) -> None:
+def test_no_reference_cycle_keeps_a_step_alive(kind, options):
     """With the garbage collector off, a step leaves its gradients and nothing else, and no slab in use."""
     model = make_model(kind)
     with alstlib.apply(model, None, alstlib.Options(**OPTIONS[options])) as handle:
@@ -250,9 +246,9 @@ def test_no_reference_cycle_keeps_a_step_alive(kind: str, options: str) -> None:
 # ----- slabs of host memory
 
 
-def mapping_of(slab: Any, file: str) -> list[str]:
+def mapping_of(slab, file):
     """What the system says of a slab's mapping in /proc/self/`file`, its first line first."""
-    found: list[str] = []
+    found = []
     for line in Path("/proc/self", file).read_text().splitlines():
         if header := re.match(r"([0-9a-f]{6,})(?:-([0-9a-f]+))? ", line):
             first, end = int(header[1], 16), int(header[2] or header[1], 16)
@@ -263,11 +259,11 @@ def mapping_of(slab: Any, file: str) -> list[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
-def test_slabs_are_private_in_huge_pages_and_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slabs_are_private_in_huge_pages_and_not_forked(monkeypatch):
     asked = []
 
     class Mapped(mmap.mmap):
-        def madvise(self, advice: int, *rest: int) -> None:
+        def madvise(self, advice, *rest):
             asked.append(advice)
             super().madvise(advice, *rest)
 
@@ -280,7 +276,7 @@ def test_slabs_are_private_in_huge_pages_and_not_forked(monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="this system has no NUMA nodes")
-def test_pinned_slabs_lie_near_the_gpu_and_wait_before_they_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pinned_slabs_lie_near_the_gpu_and_wait_before_they_go(monkeypatch, tmp_path):
     calls = []
     cudart = SimpleNamespace(
         cudaHostRegister=lambda *_: calls.append("register") or 0,
@@ -311,7 +307,7 @@ def test_pinned_slabs_lie_near_the_gpu_and_wait_before_they_go(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_tensors_come_back_with_their_strides(mode: str) -> None:
+def test_tensors_come_back_with_their_strides(mode):
     """An attention output is a permuted view: kernels that are built for a layout meet the same one again. What has
     gaps, or rows that share memory, is stored without."""
     store = HostStore(mode)  # type: ignore[arg-type]
@@ -335,7 +331,7 @@ def test_tensors_come_back_with_their_strides(mode: str) -> None:
 
 
 @pytest.mark.gpu
-def test_async_offload_is_exact_on_a_gpu() -> None:
+def test_async_offload_is_exact_on_a_gpu():
     """Three steps of a 6-layer chain, bit for bit those of no offload, and the previous input is on its way back."""
     results = {}
     for mode in MODES:
@@ -358,15 +354,15 @@ def test_async_offload_is_exact_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_the_previous_input_is_prefetched_on_a_gpu() -> None:
+def test_the_previous_input_is_prefetched_on_a_gpu():
     store = HostStore("async")
     x = torch.randn(1024, 64, device="cuda", requires_grad=True)
-    fetched: list[bool] = []
+    fetched = []
     y = checkpoint(torch.sin, x, store=store)
     first = store.latest()
     assert first is not None
 
-    def second(t: Tensor) -> Tensor:
+    def second(t):
         fetched.append(first.fetched is not None)
         return t.cos()
 
@@ -375,10 +371,10 @@ def test_the_previous_input_is_prefetched_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_device_peak_is_that_of_a_few_layers_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_peak_is_that_of_a_few_layers_on_a_gpu(monkeypatch):
     """Tensors are handed between streams by events: `record_stream` would keep their memory for later."""
 
-    def refuse(*args: Any) -> None:
+    def refuse(*args):
         raise AssertionError("record_stream")
 
     monkeypatch.setattr(Tensor, "record_stream", refuse)

@@ -1,11 +1,7 @@
 """The byte ledger: it reads what PyTorch's own allocation events say, stops a run at a budget, and knows the host."""
 
-from __future__ import annotations
-
 import functools
 import gc
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -19,11 +15,11 @@ from alstlib.offload.host_store import HostStore
 from alstlib.offload.ledger import DeviceOutOfMemory, Ledger, ran_out, storage_bytes
 
 MIB = 2**20
-SHAPE: dict[str, Any] = {
+SHAPE = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
 }  # fmt: skip
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "nothing": {"tiles": False, "checkpoint": False},
     "checkpoint": {"tiles": {"norm": True}},
     "tiled": {"tiles": {"mlp": 128, "loss": 128, "norm": True}, "save_attention": True},
@@ -33,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
+def _one_thread():
     """Each thread of PyTorch's CPU attention has a workspace of its own, which a GPU has not."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -41,7 +37,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def profiled_peak(step: Callable[[], Any]) -> int:
+def profiled_peak(step):
     """Peak of the live bytes over those at the start, from PyTorch's own allocation events."""
     with profile(profile_memory=True, activities=[ProfilerActivity.CPU]) as found:
         step()
@@ -53,7 +49,7 @@ def profiled_peak(step: Callable[[], Any]) -> int:
     return peak
 
 
-def measured(handle: Any, step: Callable[[], Any], **kwargs: Any) -> Ledger:
+def measured(handle, step, **kwargs):
     with Ledger(stores=[handle.store], **kwargs) as ledger:
         ledger.before = ledger.device_bytes  # type: ignore[attr-defined]
         step()
@@ -62,7 +58,7 @@ def measured(handle: Any, step: Callable[[], Any], **kwargs: Any) -> Ledger:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_reading_is_pytorchs_own_within_a_percent(options: dict[str, Any]) -> None:
+def test_reading_is_pytorchs_own_within_a_percent(options):
     """Peak over the start of a training step. Slabs are none of PyTorch's allocations; the model is large enough for
     its MLP's tiles to outweigh the workspace of CPU attention, which is inside an operator."""
     length, width = 900, 128
@@ -84,7 +80,7 @@ def test_reading_is_pytorchs_own_within_a_percent(options: dict[str, Any]) -> No
         assert ledger.host_peak == handle.store.nbytes == kept
 
 
-def test_counts_what_is_alive_at_the_start() -> None:
+def test_counts_what_is_alive_at_the_start():
     """Parameters, gradients and plain tensors, each storage once however many views it has."""
     with Ledger() as ledger:
         base = ledger.device_bytes
@@ -104,11 +100,11 @@ def test_counts_what_is_alive_at_the_start() -> None:
     assert storage_bytes([module.weight, *views]) == weight
 
 
-def test_what_only_dead_cycles_hold_is_not_alive() -> None:
+def test_what_only_dead_cycles_hold_is_not_alive():
     """Else Python frees it inside, and a peak over the bytes at the start is too small, or less than nothing."""
     gc.disable()
     try:
-        cycle: list[Any] = [torch.zeros(MIB)]
+        cycle = [torch.zeros(MIB)]
         cycle.append(cycle)
         del cycle
         with Ledger() as ledger:
@@ -119,7 +115,7 @@ def test_what_only_dead_cycles_hold_is_not_alive() -> None:
         gc.enable()
 
 
-def test_a_storage_that_grows_is_counted_at_its_size() -> None:
+def test_a_storage_that_grows_is_counted_at_its_size():
     with Ledger() as ledger:
         base = ledger.device_bytes
         x = torch.zeros(1000)
@@ -127,7 +123,7 @@ def test_a_storage_that_grows_is_counted_at_its_size() -> None:
         assert ledger.device_bytes - base == 12_000
 
 
-def test_slabs_are_host_memory() -> None:
+def test_slabs_are_host_memory():
     store, x = HostStore("sync"), torch.randn(1, 1000, 10, requires_grad=True)
     with Ledger(stores=[store]) as ledger:
         base = ledger.device_bytes
@@ -146,7 +142,7 @@ def test_slabs_are_host_memory() -> None:
         del y
 
 
-def test_what_comes_back_from_the_host_is_device_memory() -> None:
+def test_what_comes_back_from_the_host_is_device_memory():
     """And a permuted tensor, as an attention output is, goes there without a copy of it on the device."""
     store, x = HostStore("sync"), torch.randn(1, 100, 8, 10).transpose(1, 2)
     with Ledger(stores=[store]) as ledger:
@@ -161,7 +157,7 @@ def test_what_comes_back_from_the_host_is_device_memory() -> None:
         assert ledger.device_bytes == base
 
 
-def test_what_an_engine_keeps_on_the_host_is_marked() -> None:
+def test_what_an_engine_keeps_on_the_host_is_marked():
     """Known or new to the ledger, marked once or twice, and no longer counted when it dies."""
     weights = torch.zeros(1000)
     with Ledger() as ledger:
@@ -180,7 +176,7 @@ def test_what_an_engine_keeps_on_the_host_is_marked() -> None:
         assert ledger.device_bytes == base - 4000
 
 
-def test_what_is_computed_on_the_host_stays_there() -> None:
+def test_what_is_computed_on_the_host_stays_there():
     """An offloaded optimizer's temporaries are host memory; what a device tensor takes part in is not."""
     state, weight = torch.ones(1000), torch.ones(1000)
     with Ledger() as ledger:
@@ -194,7 +190,7 @@ def test_what_is_computed_on_the_host_stays_there() -> None:
         assert ledger.device_bytes == base
 
 
-def test_budget_stops_a_run_and_a_shorter_one_goes_on() -> None:
+def test_budget_stops_a_run_and_a_shorter_one_goes_on():
     """As on a GPU: the step fails at the operation that goes beyond, and its memory comes back."""
     model = make_model("gqa", **SHAPE)
     with alstlib.apply(model, None, alstlib.Options(**OPTIONS["nothing"])) as handle:
@@ -212,7 +208,7 @@ def test_budget_stops_a_run_and_a_shorter_one_goes_on() -> None:
             assert ledger.device_peak <= budget
 
 
-def test_budget_holds_from_start_and_not_after_close() -> None:
+def test_budget_holds_from_start_and_not_after_close():
     held = torch.zeros(MIB)
     with Ledger(budget=MIB) as ledger:  # what is alive already is beyond it: only new bytes raise
         with pytest.raises(MemoryError):  # which callers may catch
@@ -224,7 +220,7 @@ def test_budget_holds_from_start_and_not_after_close() -> None:
     assert held.numel() == MIB
 
 
-def test_peak_names_its_operation() -> None:
+def test_peak_names_its_operation():
     with Ledger() as ledger:
         torch.zeros(10)
         x = torch.ones(4 * MIB)
@@ -234,7 +230,7 @@ def test_peak_names_its_operation() -> None:
         del x
 
 
-def test_curve_shows_the_hill_and_offload_flattens_it() -> None:
+def test_curve_shows_the_hill_and_offload_flattens_it():
     """Live bytes at the end of forward are the checkpoints' without offload, and few with it; curve and peak agree."""
     hills, data = [], batch(512, vocab=512)
     for offload in (False, "sync"):
@@ -269,12 +265,12 @@ def test_curve_shows_the_hill_and_offload_flattens_it() -> None:
     ],
     ids=lambda e: str(e)[:30],
 )
-def test_what_says_that_memory_ran_out(error: BaseException, is_it: bool) -> None:
+def test_what_says_that_memory_ran_out(error, is_it):
     assert ran_out(error) == is_it
 
 
 @pytest.mark.gpu
-def test_ledger_reads_the_allocator_on_a_gpu() -> None:
+def test_ledger_reads_the_allocator_on_a_gpu():
     with Ledger("cuda") as ledger:
         start = ledger.device_bytes
         x = torch.zeros(16 * MIB, device="cuda")
@@ -284,7 +280,7 @@ def test_ledger_reads_the_allocator_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_budget_stops_a_run_on_a_gpu() -> None:
+def test_budget_stops_a_run_on_a_gpu():
     torch.cuda.empty_cache()
     with Ledger("cuda", budget=512 * MIB):
         with pytest.raises(torch.cuda.OutOfMemoryError):

@@ -1,7 +1,5 @@
 """`alst plan`: what people and programs read, what is refused, and how long it takes."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -9,8 +7,6 @@ import resource
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from quick_steps import quick  # noqa: F401
@@ -30,18 +26,18 @@ from alstlib.units import GIB, format_bytes, format_seconds
 EIGHT = ["plan", "--model", "meta-llama/Llama-3.1-8B", "--gpus", "8", "--gpu-memory", "80GB", "--host-memory", "1.9TB"]
 
 
-def parser() -> argparse.ArgumentParser:
+def parser():
     made = argparse.ArgumentParser()
     command.add_arguments(made)
     return made
 
 
-def as_json(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, Any]]:
+def as_json(capsys, *args):
     code = main([*EIGHT, "--json", *args])
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_a_plan_says_what_fits_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_says_what_fits_and_why(capsys):
     assert main(EIGHT) == 0
     out = capsys.readouterr().out
     for text in ("Longest sequence:", "limits it", "80GB: 79.1 GiB", "1.9TB: 1,770 GiB on each node", "What would help",
@@ -49,7 +45,7 @@ def test_a_plan_says_what_fits_and_why(capsys: pytest.CaptureFixture[str]) -> No
         assert text in out, text
 
 
-def test_what_is_computed_is_said_before_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_computed_is_said_before_it(capsys):
     main(EIGHT)
     said = capsys.readouterr().err.splitlines()
     assert [line.partition(" (about ")[0] for line in said] == [
@@ -58,7 +54,7 @@ def test_what_is_computed_is_said_before_it(capsys: pytest.CaptureFixture[str]) 
     ]  # fmt: skip
 
 
-def test_lines_are_short(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_short(capsys, monkeypatch):
     monkeypatch.setattr("alstlib.planner.command.console", lambda: tables.console(80))
     for args in (EIGHT, [*EIGHT, "--gpus", "2", "--seq-len", "6M"], [*EIGHT[:3], "--seq-len", "2M"]):
         main(args)
@@ -67,7 +63,7 @@ def test_lines_are_short(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         assert not [line for line in lines if line.endswith("...")]
 
 
-def test_programs_read_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_programs_read_json(capsys):
     code, made = as_json(capsys)
     assert code == 0
     assert made["fits"] is True
@@ -82,7 +78,7 @@ def test_programs_read_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("more", [[], ["--gpus", "1", "--gpus-per-node", "1"], ["--set", "options.on_host=none"]])
-def test_one_label_has_one_number(capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
+def test_one_label_has_one_number(capsys, more):
     """What would help and the ways are on one page: a label of both must mean the same settings."""
     _, made = as_json(capsys, *more)
     reach = {one["what"]: one["longest_sequence"] for one in made["ways"]}
@@ -90,7 +86,7 @@ def test_one_label_has_one_number(capsys: pytest.CaptureFixture[str], more: list
     assert any("chunks of 16K tokens" in h["what"] and h["longest_sequence"] in reach.values() for h in made["help"])
 
 
-def test_a_length_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_length_that_does_not_fit(capsys):
     args = ["--seq-len", "6M"]
     code, made = as_json(capsys, *args)
     assert code == 1
@@ -107,7 +103,7 @@ def test_a_length_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert {one["seq_len"] for one in made["works_with"]} == {6_000_000}
 
 
-def test_a_model_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_cannot_be_loaded(capsys):
     """A step fits, but rank 0's host cannot take the weights, with any option and for any length."""
     args = ["plan", "--model", "meta-llama/Llama-3.1-70B", "--gpus", "64", "--host-memory", "160GB"]
     args += ["--set", "engine.offload_optimizer=false"]
@@ -132,7 +128,7 @@ def test_a_model_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) -> No
     assert "cannot be loaded" not in capsys.readouterr().out
 
 
-def test_options_are_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_are_those_of_a_run(capsys):
     plain, chunked = (as_json(capsys, *a)[1] for a in ([], ["--set", "options.chunk=16384", "--host-memory", "9TB"]))
     assert chunked["longest_sequence"] > 1.5 * plain["longest_sequence"]
     assert chunked["options"]["options.chunk"] == 16_384
@@ -141,7 +137,7 @@ def test_options_are_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.simulates
-def test_the_reference_as_the_paper_ran_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reference_as_the_paper_ran_it(capsys):
     ours, paper = as_json(capsys)[1], as_json(capsys, "--preset", "paper")[1]
     assert paper["preset"] == "paper"
     assert paper["longest_sequence"] >= 3_700_000  # which it reached
@@ -156,7 +152,7 @@ def test_the_reference_as_the_paper_ran_it(capsys: pytest.CaptureFixture[str]) -
     assert "preset 'paper' cannot share 32/8 heads over sp=24 ranks" in capsys.readouterr().err
 
 
-def test_the_sequence_parallel_degree_is_chosen_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_sequence_parallel_degree_is_chosen_and_said(capsys):
     """Ours shares any number of heads over any number of ranks; the reference needs whole heads."""
     for more, sp, said in (
         ([], 12, "12: all GPUs share each sample, chosen as the largest that works"),
@@ -171,7 +167,7 @@ def test_the_sequence_parallel_degree_is_chosen_and_said(capsys: pytest.CaptureF
         assert alone["device"]["by_category"][part] == of_four["device"]["by_category"][part]
 
 
-def test_what_is_assumed_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_assumed_is_said(capsys):
     node = "1,900 GB on each node, as clouds have with 8 x H100"
     for args, assumed in (
         ([], {"--gpus": "8 GPUs", "--gpu": "H100", "--host-memory": node}),
@@ -194,7 +190,7 @@ def test_what_is_assumed_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("gpu, gpus, each", [("H100", 16, 1900e9), ("H100", 4, 950e9), ("GH200", 4, 432 * GIB)])
-def test_the_assumed_host_is_that_of_one_node(gpu: str, gpus: int, each: float) -> None:
+def test_the_assumed_host_is_that_of_one_node(gpu, gpus, each):
     machine = (
         command.read(parser().parse_args(["--gpus", str(gpus), "--gpu", gpu])).question(rates_of(gpu), gpus).machine
     )
@@ -202,7 +198,7 @@ def test_the_assumed_host_is_that_of_one_node(gpu: str, gpus: int, each: float) 
     assert machine.nodes == (gpus if gpu == "GH200" else -(-gpus // 8))
 
 
-def test_each_length_has_its_own_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_length_has_its_own_step(capsys):
     made = as_json(capsys)[1]
     shape = read_shape(EIGHT[2])
     machine = Machine(gpus=8, host_memory=1_900_000_000_000)
@@ -220,7 +216,7 @@ def test_each_length_has_its_own_step(capsys: pytest.CaptureFixture[str]) -> Non
         assert f"{one['longest_sequence']:,} {format_seconds(one['longest_step_seconds'])}" in out
 
 
-def test_tokens_for_each_gpu_and_mfu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_for_each_gpu_and_mfu(capsys):
     """As a result counts the model's FLOPs; of an adapter, no gradients of the frozen weights."""
     made = as_json(capsys, "--seq-len", "1M")[1]
     step = made["step_seconds"]["step"]
@@ -240,7 +236,7 @@ def test_tokens_for_each_gpu_and_mfu(capsys: pytest.CaptureFixture[str]) -> None
     assert said in capsys.readouterr().out
 
 
-def test_a_full_host_is_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_host_is_the_reason(capsys):
     """One input in k is kept, the device has to hold the others and has no room for them."""
     args = [*EIGHT, "--gpu", "H200", "--gpu-memory", "141GB"]
     main([*args, "--json"])
@@ -257,7 +253,7 @@ def test_a_full_host_is_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert {one["what"]: one["limit"] for one in made["ways"]}["layers whole"] == "host"
 
 
-def test_where_nothing_works_it_says_how_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_nothing_works_it_says_how_to_ask(capsys):
     args = ["plan", "--model", "deepseek-ai/DeepSeek-V3", "--gpus", "1", "--gpu", "A100-40GB"]
     assert main(args) == 1
     out = " ".join(capsys.readouterr().out.split())
@@ -273,9 +269,7 @@ def test_where_nothing_works_it_says_how_to_ask(capsys: pytest.CaptureFixture[st
     ("meta-llama/Llama-3.1-8B", ["--gpus", "8", "--gpu", "H100", "--host-memory", "60GB"],
      ["optimizer on the devices", "LoRA", "167 GiB of host memory on each node", "8 nodes"]),
 ])  # fmt: skip
-def test_where_nothing_fits_it_says_what_is_missing_and_what_works(
-    name: str, args: list[str], works: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_nothing_fits_it_says_what_is_missing_and_what_works(name, args, works, capsys):
     args = ["plan", "--model", name, *args]
     assert main([*args, "--json"]) == 1
     made = json.loads(capsys.readouterr().out)
@@ -295,7 +289,7 @@ def test_where_nothing_fits_it_says_what_is_missing_and_what_works(
         capsys.readouterr()
 
 
-def test_every_category_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_category_is_explained(capsys):
     seen = set()
     for name, more in (
         ("meta-llama/Llama-3.1-8B", []), ("Qwen/Qwen3-Next-80B-A3B", []), ("openai/gpt-oss-20b", []),
@@ -311,7 +305,7 @@ def test_every_category_is_explained(capsys: pytest.CaptureFixture[str]) -> None
     assert len(seen) > 12
 
 
-def test_host_and_device_are_those_of_a_gpu_and_the_nodes_total_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_and_device_are_those_of_a_gpu_and_the_nodes_total_is_named(capsys):
     made, _ = as_json(capsys)[1], main(EIGHT)
     out = capsys.readouterr().out
     for where in ("device", "host"):
@@ -325,9 +319,7 @@ def test_host_and_device_are_those_of_a_gpu_and_the_nodes_total_is_named(capsys:
     ({"max_position_embeddings": 40_960, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,
       "original_max_position_embeddings": 32_768}}, 131_072),
 ])  # fmt: skip
-def test_lengths_beyond_the_trained_are_remarked(
-    config: dict[str, Any], trained: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lengths_beyond_the_trained_are_remarked(config, trained, capsys):
     args = ["--model", "Qwen/Qwen3-4B", "--set", f"model.config={json.dumps(config)}"]
     for length, said in ((trained, False), (2 * trained, True)):
         made = as_json(capsys, *args, "--seq-len", str(length))[1]
@@ -335,9 +327,7 @@ def test_lengths_beyond_the_trained_are_remarked(
         assert any(f"up to {trained:,} tokens" in note and "2.0 times" in note for note in made["notes"]) == said
 
 
-def test_other_versions_than_those_of_the_simulation_are_remarked(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_versions_than_those_of_the_simulation_are_remarked(capsys, monkeypatch):
     said = "simulated with torch {torch} and transformers {transformers};".format(**fits.public()[fits.VERSIONS])
     for here in (fits.public()[fits.VERSIONS], {"torch": "2.11.0", "transformers": "5.17.0"}):
         monkeypatch.setattr(fits, "versions", lambda here=here: here)
@@ -345,18 +335,18 @@ def test_other_versions_than_those_of_the_simulation_are_remarked(
         assert any(said in note for note in notes) == (here["torch"] == "2.11.0")
 
 
-def test_published_models_have_a_trained_length() -> None:
+def test_published_models_have_a_trained_length():
     assert {*TRAINED} <= {*PUBLIC}
     assert len(TRAINED) >= 25
 
 
-def test_help_says_what_the_exit_status_means(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_says_what_the_exit_status_means(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     assert command.EXIT in " ".join(capsys.readouterr().out.split())
 
 
-def test_terms_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
+def test_terms_can_be_set(capsys):
     made = as_json(capsys, "--context", "2GiB", "--nccl", "0", "--fragmentation", "0.1", "--process", "0")[1]
     device = made["device"]["by_category"]
     assert device["CUDA context"] == 2 * GIB
@@ -381,15 +371,13 @@ def test_terms_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
         (["--rates", "nowhere.json"], "nowhere.json"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(
-    args: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_planned_is_refused(args, says, capsys, monkeypatch):
     monkeypatch.setattr("alstlib.planner.devices.device_count", lambda: 0)
     assert main([*EIGHT, *args]) in (1, 2)
     assert says in capsys.readouterr().err
 
 
-def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_ones_own(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(PUBLIC["meta-llama/Llama-3.1-8B"]))
     own, public = as_json(capsys, "--model", str(tmp_path))[1], as_json(capsys)[1]
     assert own["longest_sequence"] == public["longest_sequence"]
@@ -398,11 +386,11 @@ def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "attention_probs_dropout_prob=0.1 is not supported in attention" in capsys.readouterr().err
 
 
-def test_a_plan_is_quick() -> None:
+def test_a_plan_is_quick():
     """The least processor time of three, from the start of Python to its end: others may use the machine too. A
     fast core takes less than one second."""
 
-    def once() -> float:
+    def once():
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(
             [sys.executable, "-m", "alstlib.runs.cli", *EIGHT, "--json"], check=True, stdout=subprocess.DEVNULL
@@ -413,7 +401,7 @@ def test_a_plan_is_quick() -> None:
     assert min(once() for _ in range(3)) <= 2.0
 
 
-def test_a_measured_hosts_memory_is_free_beside_the_ranks(tmp_path: Path, capsys: Any) -> None:
+def test_a_measured_hosts_memory_is_free_beside_the_ranks(tmp_path, capsys):
     """`alst check` asks for it while its ranks' processes are there; a host that is named has yet to hold them."""
     rates = ("matmul", "attention_forward", "attention_backward", "host", "host_memory")
     metrics = {

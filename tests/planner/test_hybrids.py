@@ -1,11 +1,7 @@
 """What the planner knows of hybrids, compared with transformers' own models of the same configs, without weights."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +23,7 @@ from alstlib.planner.state_ways import RECURRENCE
 from alstlib.planner.step_time import linear_flops, states_seconds
 
 
-def test_qwen3_next() -> None:
+def test_qwen3_next():
     """80B parameters, of which 3B and the embedding work on a token; one layer in four attends."""
     shape = read_shape("Qwen/Qwen3-Next-80B-A3B-Instruct")
     states = shape.recurrence
@@ -40,7 +36,7 @@ def test_qwen3_next() -> None:
     assert sum(linear_flops(shape, 1).values()) == 2 * shape.dense_parameters
 
 
-def test_what_layers_with_a_state_send_and_compute() -> None:
+def test_what_layers_with_a_state_send_and_compute():
     """Passed states do not grow with the sequence, and each chunk sends them; heads grow with it, and compute nothing
     twice. A recompute and a backward are a forward and two."""
     shape, machine = read_shape("Qwen/Qwen3-Next-80B-A3B"), Machine(gpus=8)
@@ -48,7 +44,7 @@ def test_what_layers_with_a_state_send_and_compute() -> None:
     assert states is not None
     assert states.layer is not None
 
-    def at(run: RunConfig, tokens: int, ranks: int = 8) -> tuple[float, float]:
+    def at(run, tokens, ranks=8):
         return states_seconds(states, run, machine, ranks, tokens, 2.0)
 
     wire, work = at(run, 80_000)
@@ -72,7 +68,7 @@ def test_what_layers_with_a_state_send_and_compute() -> None:
 OURS = RunConfig(model={"name": "Qwen/Qwen3-Next-80B-A3B", "dtype": "bf16"}, options=alstlib.Options.plain(tiles=True))
 
 
-def test_a_plan_says_whose_kernels_it_is_of() -> None:
+def test_a_plan_says_whose_kernels_it_is_of():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     named = (parser.parse_args(["--model", name]) for name in (OURS.model.name, "Qwen/Qwen3-4B"))
@@ -83,7 +79,7 @@ def test_a_plan_says_whose_kernels_it_is_of() -> None:
     assert f"\nNote: {NOTE}" in list(describe(hybrid, found, found, 0.0))
 
 
-def test_longer_sequences_fit_a_hybrid_than_a_decoder_of_its_parameters_that_attends_everywhere() -> None:
+def test_longer_sequences_fit_a_hybrid_than_a_decoder_of_its_parameters_that_attends_everywhere():
     """Pages of keys and values on the host are those of its attention layers alone; and a step is shorter."""
     hybrid = read_shape(OURS.model.name)
     dense = replace(hybrid, attending=48, recurrence=None)
@@ -94,7 +90,7 @@ def test_longer_sequences_fit_a_hybrid_than_a_decoder_of_its_parameters_that_att
     assert one["exchange"] < other["exchange"]
 
 
-LAYERS: dict[str, dict[str, Any]] = {
+LAYERS = {
     "qwen3_next": {}, "qwen3_5_text": {}, "bamba": {"attn_layer_indices": [1]}, "granitemoehybrid": {},
     "falcon_h1": {"mamba_d_ssm": 8192, "mamba_d_head": 64}, "nemotron_h": {"hybrid_override_pattern": "M*"},
 }  # fmt: skip
@@ -102,15 +98,15 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", list(LAYERS))
-def test_the_planner_knows_the_recurrence_that_the_model_has(family: str, tmp_path: Path) -> None:
+def test_the_planner_knows_the_recurrence_that_the_model_has(family, tmp_path):
     """So both choose the same way over ranks."""
-    fields: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 512, "pad_token_id": 0, **LAYERS[family]}
+    fields = {"num_hidden_layers": 2, "vocab_size": 512, "pad_token_id": 0, **LAYERS[family]}
     if family in ("qwen3_next", "qwen3_5_text", "granitemoehybrid"):
         fields["layer_types"] = ["linear_attention", "full_attention"]
     fields = {n: v for n, v in fields.items() if family != "nemotron_h" or n != "num_hidden_layers"}
     config = AutoConfig.for_model(family, **fields)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     config.save_pretrained(tmp_path)
     with fake_ranks(2) as ctx, alstlib.apply(model, ctx) as handle, FakeTensorMode(allow_non_fake_inputs=True):
         alstlib.causal_lm_loss(model.to_empty(device="cpu"), shard_of(ctx, 64))

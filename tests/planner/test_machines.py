@@ -1,11 +1,8 @@
 """GPUs by name, and the answers about several machines: which hold a length, and how far each reaches."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
-from typing import Any
 
 import pytest
 from quick_steps import quick  # noqa: F401
@@ -19,13 +16,13 @@ EIGHT_B = ["plan", "--model", "meta-llama/Llama-3.1-8B"]
 SIX = ["H100", "H200", "B200", "A100-40GB", "RTX4090", "GH200"]
 
 
-def read(*args: str) -> command.Request:
+def read(*args):
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     return command.read(parser.parse_args([*EIGHT_B[1:], *args]))
 
 
-def as_json(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[dict[str, Any]]]:
+def as_json(capsys, *args):
     code = main([*EIGHT_B, "--json", *args])
     return code, json.loads(capsys.readouterr().out)["machines"]
 
@@ -36,12 +33,12 @@ def as_json(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[d
     ("RTX 4090", "RTX4090"), ("rtx-4090", "RTX4090"), ("4090", "RTX4090"), ("GeForce RTX 4090", "RTX4090"),
     ("gh200", "GH200"),
 ])  # fmt: skip
-def test_gpus_have_the_names_that_people_write(written: str, name: str) -> None:
+def test_gpus_have_the_names_that_people_write(written, name):
     assert rates_of(written) is GPUS[name]
 
 
 @pytest.mark.parametrize("written, near", [("H101", "H100"), ("B300", "B200"), ("A100-20GB", "A100-40GB")])
-def test_another_name_is_refused_with_the_nearest(written: str, near: str) -> None:
+def test_another_name_is_refused_with_the_nearest(written, near):
     with pytest.raises(ValueError, match=f"unknown gpu '{written}'; did you mean '{near}'"):
         rates_of(written)
 
@@ -51,12 +48,12 @@ def test_another_name_is_refused_with_the_nearest(written: str, near: str) -> No
     ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA A100-SXM4-40GB", "A100-40GB"), ("NVIDIA B200", "B200"),
     ("NVIDIA GeForce RTX 4090", "RTX4090"), ("Tesla T4", ""),
 ])  # fmt: skip
-def test_a_gpu_is_known_by_its_drivers_name(driver: str, name: str) -> None:
+def test_a_gpu_is_known_by_its_drivers_name(driver, name):
     found = rates_named(driver)
     assert (found.name if found else "") == name
 
 
-def test_rates_are_below_the_data_sheets() -> None:
+def test_rates_are_below_the_data_sheets():
     assert {*OTHER_NAMES.values()} <= {*GPUS}
     for name, rates in GPUS.items():
         assert rates.name == name
@@ -66,7 +63,7 @@ def test_rates_are_below_the_data_sheets() -> None:
         assert rates.usable < label_bytes("200GB")
 
 
-def test_the_smallest_machines_that_hold_a_length(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_smallest_machines_that_hold_a_length(capsys):
     """One line for each GPU; half of them do not hold it, whatever the settings, and the whole machine does."""
     code, found = as_json(capsys, "--seq-len", "2M")
     assert code == 0
@@ -84,7 +81,7 @@ def test_the_smallest_machines_that_hold_a_length(capsys: pytest.CaptureFixture[
     assert not all(one["changes"] for one in found)
 
 
-def test_people_read_a_line_for_each_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_people_read_a_line_for_each_machine(capsys):
     found = as_json(capsys, "--seq-len", "2M")[1]
     assert main([*EIGHT_B, "--seq-len", "2M"]) == 0
     shown = capsys.readouterr()
@@ -102,7 +99,7 @@ def test_people_read_a_line_for_each_machine(capsys: pytest.CaptureFixture[str])
     assert "the model was trained on up to 131,072 tokens" in out
 
 
-def test_a_length_that_no_machine_holds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_length_that_no_machine_holds(capsys, monkeypatch):
     monkeypatch.setattr(command, "MOST", 2)
     assert main([*EIGHT_B, "--seq-len", "50M", "--gpu", "RTX4090,A100"]) == 1
     out = capsys.readouterr().out
@@ -110,7 +107,7 @@ def test_a_length_that_no_machine_holds(capsys: pytest.CaptureFixture[str], monk
     assert as_json(capsys, "--seq-len", "50M", "--gpu", "A100")[1][0]["fits"] is False
 
 
-def test_several_gpus_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_gpus_are_compared(capsys):
     code, found = as_json(capsys, "--gpu", ",".join(SIX), "--gpus", "8")
     assert code == 0
     assert [one["gpu"] for one in found] == SIX
@@ -128,7 +125,7 @@ def test_several_gpus_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"8 x H200 .* host, k=2 *\n", out)
 
 
-def test_a_length_on_several_machines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_length_on_several_machines(capsys):
     code, found = as_json(capsys, "--gpu", "h100, rtx 4090", "--gpus", "8", "--seq-len", "4M")
     assert code == 0
     assert [one["fits"] for one in found] == [True, False]
@@ -142,6 +139,6 @@ def test_a_length_on_several_machines(capsys: pytest.CaptureFixture[str]) -> Non
     (["--gpu", "H100,H20"], "did you mean 'H200'"),
     (["--gpus", "8", "--gpu", "H100,H200", "--seq-len", "4"], "must be at least 8"),
 ])  # fmt: skip
-def test_what_cannot_be_compared(args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_compared(args, says, capsys):
     assert main([*EIGHT_B, *args]) == 2
     assert says in capsys.readouterr().err

@@ -1,13 +1,9 @@
 """Shapes: parameters as transformers counts them; what is unknown is refused with the nearest that is known."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +20,7 @@ from alstlib.planner.model_shapes import read_shape
 @pytest.mark.parametrize(
     "name", ["openai/gpt-oss-20b", "google/gemma-2-9b", "deepseek-ai/DeepSeek-V3", "LiquidAI/LFM2-1.2B"]
 )
-def test_published_shapes_are_those_of_their_models(name: str) -> None:
+def test_published_shapes_are_those_of_their_models(name):
     """As transformers builds them from a published config."""
     config = AutoConfig.for_model(**PUBLIC[name])
     with torch.device("meta"):
@@ -42,13 +38,13 @@ ANSWERED = [name for name in PUBLIC if "gpt2" not in name]
 """Without GPT-2, whose dropout is refused."""
 
 
-def test_public_models_are_answered_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_public_models_are_answered_without_torch(monkeypatch):
     """Their sizes come with the library."""
     monkeypatch.setattr(fits, "_ask", lambda *_: pytest.fail("it was counted again"))
     assert all(read_shape(name).parameters > 10**8 for name in ANSWERED)
 
 
-def test_active_parameters_of_experts() -> None:
+def test_active_parameters_of_experts():
     """Billions that multiply a token, the embedding left out; published: 12.9, 3.3, 3.6 and 37 with it."""
     found = {name.rpartition("/")[2]: read_shape(name).dense_parameters / 1e9 for name in ANSWERED}
     assert found["Mixtral-8x7B-v0.1"] == pytest.approx(12.9 - 0.13, rel=0.005)
@@ -57,7 +53,7 @@ def test_active_parameters_of_experts() -> None:
     assert found["DeepSeek-V3"] == pytest.approx(37.55 - 0.93, rel=0.005)
 
 
-def test_pairs_in_windows() -> None:
+def test_pairs_in_windows():
     """Counted one by one."""
     shape = replace(read_shape("tiny"), attending=3, window=7, windowed=2)
     for length in (5, 7, 30):
@@ -77,7 +73,7 @@ def test_pairs_in_windows() -> None:
     ],
     ids=str,
 )
-def test_parameters_are_those_of_the_model_with_other_fields(name: str, fields: dict[str, Any]) -> None:
+def test_parameters_are_those_of_the_model_with_other_fields(name, fields):
     config = model_config(name, fields, shape_only=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -91,24 +87,24 @@ def test_parameters_are_those_of_the_model_with_other_fields(name: str, fields: 
     [("meta-llama/Llama-3.1-8B", 8.03), ("meta-llama/Llama-3.1-70B", 70.55), ("Qwen/Qwen3-4B", 4.02),
      ("Qwen/Qwen3-32B", 32.76), ("Qwen/Qwen2.5-7B", 7.62), ("meta-llama/Llama-3.2-1B", 1.24)],
 )  # fmt: skip
-def test_published_shapes_have_the_published_sizes(name: str, billions: float) -> None:
+def test_published_shapes_have_the_published_sizes(name, billions):
     assert read_shape(name).parameters / 1e9 == pytest.approx(billions, abs=0.006)
 
 
-def test_variants_of_published_models_are_known() -> None:
+def test_variants_of_published_models_are_known():
     for name in ("meta-llama/Llama-3.1-8B-Instruct", "META-LLAMA/llama-3.1-8b"):
         assert read_shape(name).layers == 32
     assert read_shape("tiny", {"num_hidden_layers": 7}).layers == 7
     assert set(SHAPES).isdisjoint(PUBLIC)
 
 
-def test_a_config_on_disk(tmp_path: Path) -> None:
+def test_a_config_on_disk(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**PUBLIC["Qwen/Qwen3-4B"], "num_hidden_layers": 5}))
     for name in (tmp_path, tmp_path / "config.json"):
         assert read_shape(str(name)).layers == 5
 
 
-def test_a_config_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_in_the_hubs_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / "models--some--model" / "snapshots" / "abc"
     folder.mkdir(parents=True)
@@ -124,19 +120,19 @@ def test_a_config_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("nothing/like/it", "built in: tiny, small"),
     ],
 )
-def test_an_unknown_model_is_refused_with_the_nearest(name: str, says: str) -> None:
+def test_an_unknown_model_is_refused_with_the_nearest(name, says):
     with pytest.raises(ValueError, match=says):
         find_config(name)
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_config_that_cannot_be_read(tmp_path: Path, text: str) -> None:
+def test_a_config_that_cannot_be_read(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config\.json"):
         read_shape(str(tmp_path))
 
 
-def test_planning_imports_neither_torch_nor_transformers() -> None:
+def test_planning_imports_neither_torch_nor_transformers():
     code = (
         "import sys, alstlib.planner.command, alstlib.planner.preflight as p; "
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"

@@ -1,7 +1,5 @@
 """What papers state beside what is predicted: committed, reproduced, and explained where it is off."""
 
-from __future__ import annotations
-
 import json
 
 import papers
@@ -12,7 +10,7 @@ from alstlib.config import PAPER_ROWS
 pytestmark = pytest.mark.simulates
 
 
-def test_what_is_committed_is_what_comes_out() -> None:
+def test_what_is_committed_is_what_comes_out():
     committed = json.loads(papers.FILE.read_text())
     assert committed["mode"] == "predicted"
     again = json.loads(json.dumps(papers.everything()))
@@ -23,7 +21,7 @@ def test_what_is_committed_is_what_comes_out() -> None:
             assert one["predicted"] == pytest.approx(other["predicted"], rel=1e-6)
 
 
-def test_every_row_of_table_1_is_there_and_large_errors_are_explained() -> None:
+def test_every_row_of_table_1_is_there_and_large_errors_are_explained():
     rows = papers.table_1()
     assert [r["row"] for r in rows] == list(PAPER_ROWS)
     for r in [*rows, *papers.tables_2_to_4()]:
@@ -32,13 +30,13 @@ def test_every_row_of_table_1_is_there_and_large_errors_are_explained() -> None:
     assert text.count("\n") == len(rows) + 1
 
 
-def test_what_the_paper_ran_fits() -> None:
+def test_what_the_paper_ran_fits():
     """At the length that the paper reached, its stack must fit by our account too."""
     for r in papers.table_1():
         assert r["predicted"] >= 0.95 * r["stated"], r
 
 
-def test_the_page_shows_every_published_length_and_why_a_limit_is_far_off() -> None:
+def test_the_page_shows_every_published_length_and_why_a_limit_is_far_off():
     rows = json.loads(papers.FILE.read_text())["tables"]["Published lengths"]
     page = papers.PAGE.read_text()
     assert page.partition("<!-- published -->\n")[2].partition("\n<!-- /published -->")[0] == papers.published_markdown(

@@ -1,12 +1,9 @@
 """The planner: what it predicts against real runs, its answers against rules."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from quick_steps import quick  # noqa: F401
@@ -39,7 +36,7 @@ EIGHT = Machine(gpus=8, host_memory=1_900_000_000_000)
 
 @pytest.mark.simulates
 @pytest.mark.parametrize("row", list(ROWS))
-def test_real_runs_took_what_is_predicted(row: str) -> None:
+def test_real_runs_took_what_is_predicted(row):
     """The ablation's committed results, real ranks under ZeRO-3 with the engine's buffers, near the longest lengths."""
     (found,) = [r for r in results.collect("papermill_runs/results/ablation-cpu") if r["row"] == row]
     run = RunConfig.from_dict(found["config"])
@@ -61,7 +58,7 @@ GAINS = [
 """Rows of the paper's Table 1, without a feature and with it."""
 
 
-def check_gains(lengths: dict[str, int], granule: int) -> None:
+def check_gains(lengths, granule):
     """Every feature adds more than the search's granule, and 15% where it does so in the paper."""
     for without, row in GAINS:
         assert lengths[row] - lengths[without] > granule, (without, row, lengths)
@@ -71,7 +68,7 @@ def check_gains(lengths: dict[str, int], granule: int) -> None:
 
 @pytest.mark.simulates
 @pytest.mark.parametrize("name", ["ablation-quick", "ablation"])
-def test_every_feature_of_the_ablation_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_feature_of_the_ablation_shows(name, monkeypatch):
     """With the model and the budget of the spec, as predicted for CPUs."""
     monkeypatch.setattr(devices, "device_count", lambda: 0)
     lengths = {}
@@ -94,7 +91,7 @@ REAL = sorted((ROOT / "papermill_runs/results/planner/real").glob("*/result.json
 
 @pytest.mark.simulates
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.parent.name)
-def test_real_ranks_took_what_is_predicted(path: Path) -> None:
+def test_real_ranks_took_what_is_predicted(path):
     """Real runs on 1, 2 and 4 ranks with the engine, so small that its buffers are up to half of what they take. Where
     weights are gathered ahead, how many of them wait in two places at the peak is known to a tenth."""
     found = results.read_result(path)
@@ -106,11 +103,11 @@ def test_real_ranks_took_what_is_predicted(path: Path) -> None:
     assert predicted.host_peak == pytest.approx(max(metrics["host_peak_bytes"]), rel=0.001)
 
 
-def test_there_are_real_runs() -> None:
+def test_there_are_real_runs():
     assert len(REAL) == 14
 
 
-def test_states_follow_the_stage() -> None:
+def test_states_follow_the_stage():
     parameters, world = EIGHT_B.parameters, 8
     bare = Machine(gpus=world)
     for stage, bytes_each in ((0, 16), (1, 2 + 2 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)):
@@ -128,7 +125,7 @@ def test_states_follow_the_stage() -> None:
 # ----- answers
 
 
-def test_the_longest_fits_and_a_longer_one_does_not() -> None:
+def test_the_longest_fits_and_a_longer_one_does_not():
     best = longest(EIGHT_B, OURS, EIGHT)
     assert best is not None
     assert best.fits
@@ -136,7 +133,7 @@ def test_the_longest_fits_and_a_longer_one_does_not() -> None:
     assert str(best.seq_len).rstrip("0") == str(best.seq_len // 10 ** (len(str(best.seq_len)) - 3)).rstrip("0")
 
 
-def test_more_gpus_and_more_memory_never_fit_less() -> None:
+def test_more_gpus_and_more_memory_never_fit_less():
     lengths = [longest(EIGHT_B, OURS, Machine(gpus=n)) for n in (8, 16, 32)]
     assert all(a and b and a.seq_len < b.seq_len for a, b in itertools.pairwise(lengths))
     small, large = (longest(EIGHT_B, OURS, Machine(gpus=8, gpu_memory=n * GIB)) for n in (60, 100))
@@ -145,7 +142,7 @@ def test_more_gpus_and_more_memory_never_fit_less() -> None:
     assert small.seq_len < large.seq_len
 
 
-def test_what_auto_chooses_for_keys_fits_no_less_than_either_place() -> None:
+def test_what_auto_chooses_for_keys_fits_no_less_than_either_place():
     """Also where the host has room for the hidden states, and not for one layer's keys and values beside them."""
     run = OURS.replace(options={"chunk": 16_384})
     for gpus, memory in itertools.product((1, 8, 16, 32), (400, 1900)):
@@ -159,7 +156,7 @@ def test_what_auto_chooses_for_keys_fits_no_less_than_either_place() -> None:
         assert auto > 0 or gpus == 1
 
 
-def test_what_limits_is_named() -> None:
+def test_what_limits_is_named():
     poor = Machine(gpus=8, host_memory=200 * 10**9)
     assert predict(EIGHT_B, OURS.replace(options={"save_attention": True}), poor, 3_000_000).limit == "host"
     assert predict(EIGHT_B, OURS, EIGHT, 30_000_000).limit == "device"
@@ -167,7 +164,7 @@ def test_what_limits_is_named() -> None:
     assert longest(EIGHT_B, OURS, Machine(gpus=1, gpu_memory=10 * GIB)) is None
 
 
-def test_the_host_gives_up_outputs_before_inputs() -> None:
+def test_the_host_gives_up_outputs_before_inputs():
     rich, short, poor = (
         predict(EIGHT_B, OURS, Machine(gpus=8, host_memory=n * 10**12), 2_000_000) for n in (9, 1, 0.6)
     )
@@ -177,7 +174,7 @@ def test_the_host_gives_up_outputs_before_inputs() -> None:
     assert all(p.host_peak <= (p.host_limit or 0) for p in (rich, short, poor))
 
 
-def test_advice_helps_and_says_what_it_costs() -> None:
+def test_advice_helps_and_says_what_it_costs():
     plain = row_config("baseline", RunConfig(model={"name": EIGHT_B.name, "dtype": "bf16"}))
     now = longest(EIGHT_B, plain, EIGHT)
     helps = advice(EIGHT_B, plain, EIGHT)
@@ -191,7 +188,7 @@ def test_advice_helps_and_says_what_it_costs() -> None:
     assert [h.longest for h in helps] == sorted((h.longest for h in helps), reverse=True)
 
 
-def test_the_nearest_configuration_fits() -> None:
+def test_the_nearest_configuration_fits():
     plain = row_config("ulysses", RunConfig(model={"name": EIGHT_B.name, "dtype": "bf16"}))
     assert not predict(EIGHT_B, plain, EIGHT, 3_000_000).fits
     found = nearest_that_fits(EIGHT_B, plain, EIGHT, 3_000_000)
@@ -200,7 +197,7 @@ def test_the_nearest_configuration_fits() -> None:
     assert nearest_that_fits(EIGHT_B, plain, EIGHT, 10**10) is None
 
 
-def test_overheads_are_named_and_can_be_set() -> None:
+def test_overheads_are_named_and_can_be_set():
     none = Overheads(context=0, nccl=0, fragmentation=0.0)
     bare, full = (predict(EIGHT_B, OURS, Machine(gpus=8, overheads=o), 10**6) for o in (none, Overheads()))
     named = {name: full.device[name] for name in ("CUDA context", "NCCL", "fragments")}
@@ -208,7 +205,7 @@ def test_overheads_are_named_and_can_be_set() -> None:
     assert predict(EIGHT_B, OURS, Machine(gpus=1), 10**4).device["NCCL"] == 0
 
 
-def test_labels_are_not_bytes() -> None:
+def test_labels_are_not_bytes():
     assert label_bytes("80GB") == int(79.1 * GIB)
     assert label_bytes("79.5GiB") == int(79.5 * GIB)
     assert label_bytes("16GB") == pytest.approx(0.988 * 16 * GIB)
@@ -220,7 +217,7 @@ def test_labels_are_not_bytes() -> None:
 # ----- time
 
 
-def test_flops_are_those_of_a_result() -> None:
+def test_flops_are_those_of_a_result():
     """The closed counts beside `flos`: model convention, three times forward."""
     made = flos(10**6, 10**6, EIGHT_B.dense_parameters, 32, 128, 32)["model"]
     linear = sum(linear_flops(EIGHT_B, 10**6).values())
@@ -230,7 +227,7 @@ def test_flops_are_those_of_a_result() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 8, 16])
 @pytest.mark.parametrize("how", [{"save_attention": True}, {"save_attention": False}, {"checkpoint": False}], ids=str)
-def test_the_exchange_is_that_of_a_simulated_step(how: dict[str, Any], ranks: int) -> None:
+def test_the_exchange_is_that_of_a_simulated_step(how, ranks):
     from alstlib.measure.simulate import simulate
 
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32, "num_hidden_layers": 2}
@@ -245,7 +242,7 @@ def test_the_exchange_is_that_of_a_simulated_step(how: dict[str, Any], ranks: in
     )
 
 
-def test_a_step_gets_longer_with_less_help() -> None:
+def test_a_step_gets_longer_with_less_help():
     at = 1_000_000
     ours = predict(EIGHT_B, OURS, EIGHT, at).seconds["step"]
     assert predict(EIGHT_B, OURS.replace(options={"save_attention": False}), EIGHT, at).seconds["step"] > 1.1 * ours
@@ -256,7 +253,7 @@ def test_a_step_gets_longer_with_less_help() -> None:
     assert four_times == pytest.approx(16 * predict(EIGHT_B, OURS, rich, at).seconds["attention"])
 
 
-def test_frozen_weights_have_no_gradients() -> None:
+def test_frozen_weights_have_no_gradients():
     """With an adapter, backward makes inputs' gradients alone."""
     run, rows = OURS.replace(options={"save_attention": False}), 8192
     linear = linear_flops(EIGHT_B, 8 * rows)
@@ -276,7 +273,7 @@ def test_frozen_weights_have_no_gradients() -> None:
     assert waits[0] / waits[1] == pytest.approx(2 / 3, rel=0.01)  # two gathers, and no reduction
 
 
-def test_measured_rates_take_the_tables_place(tmp_path: Any) -> None:
+def test_measured_rates_take_the_tables_place(tmp_path):
     kernels = {"cudnn": {"runs": True, "forward_tflops": 500.0, "backward_tflops": 400.0}}
     (tmp_path / "result.json").write_text(json.dumps({"metrics": {"chosen": "cudnn", "kernels": kernels}}))
     rates = with_measured(rates_of("H100"), tmp_path / "result.json")
@@ -287,7 +284,7 @@ def test_measured_rates_take_the_tables_place(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 8, 16, 32, 12, 64])
-def test_the_least_chunk_hides_the_copies_of_a_page(ranks: int) -> None:
+def test_the_least_chunk_hides_the_copies_of_a_page(ranks):
     """Attention of a chunk's queries over a page takes as long as the page of the rank's own key/value heads, of which
     each rank has at least one."""
     rates, heads, widths = rates_of("H100"), max(kv_needed(32, 8, ranks)), 2 * 128
@@ -302,13 +299,13 @@ def test_the_least_chunk_hides_the_copies_of_a_page(ranks: int) -> None:
     )
 
 
-def test_ranks_with_parts_of_heads_need_whole_keys() -> None:
+def test_ranks_with_parts_of_heads_need_whole_keys():
     assert kv_needed(9, 3, 8) == [1, 1, 2, 1, 1, 2, 1, 1]
     assert kv_needed(32, 8, 8) == [1] * 8
     assert kv_needed(40, 8, 16)[:4] == [1, 1, 1, 1]
 
 
-def test_a_model_that_cannot_be_loaded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_loaded_is_refused(monkeypatch):
     """Of 64 GPUs the steps fit each node's host, but rank 0 has all weights before it sends them."""
     monkeypatch.setattr("alstlib.planner.devices.first_gpu", lambda: ("NVIDIA H100 80GB HBM3", 80 * GIB))
     run = OURS.replace(
@@ -338,7 +335,7 @@ def test_a_model_that_cannot_be_loaded_is_refused(monkeypatch: pytest.MonkeyPatc
     assert why in str(why_not(run, 8, 8))
 
 
-def test_the_nearest_thing_that_loads_a_model_is_named() -> None:
+def test_the_nearest_thing_that_loads_a_model_is_named():
     shape, run = read_shape("meta-llama/Llama-3.1-70B"), OURS.replace(engine={"offload_optimizer": False})
     many = Machine(gpus=64, host_memory=160 * 10**9)
     small = Machine(gpus=1, gpu_memory=40 * GIB)
@@ -367,7 +364,7 @@ def test_the_nearest_thing_that_loads_a_model_is_named() -> None:
     assert loading(shape, run, replace(many, host_memory=166 * GIB)).beyond() == ""
 
 
-def test_of_the_papers_loading_nothing_is_said() -> None:
+def test_of_the_papers_loading_nothing_is_said():
     machine = Machine(gpus=64, host_memory=120 * 10**9)
     run = row_config(
         "alst",

@@ -1,10 +1,7 @@
 """The timeline of one layer: its parts add up to those of a step, and nothing overlaps that takes turns."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from quick_steps import quick  # noqa: F401
@@ -20,7 +17,6 @@ from alstlib.planner.step_time import (
     COPIES,
     EXCHANGE,
     STATES,
-    Span,
     attention_flops,
     exchange_bytes,
     layer_spans,
@@ -33,7 +29,7 @@ RATES = rates_of("H100")
 OURS = row_config("ours", RunConfig(model={"name": SHAPE.name, "dtype": "bf16"}, engine={"sp": 0})).replace(
     options={"chunk": None}
 )
-RUNS: dict[str, RunConfig] = {
+RUNS = {
     "attention once": OURS,
     "attention twice": OURS.replace(options={"save_attention": False}),
     "without checkpoints": OURS.replace(options={"checkpoint": False, "offload": False, "save_attention": False}),
@@ -46,19 +42,19 @@ RUNS: dict[str, RunConfig] = {
 }
 
 
-def both(run: RunConfig, ranks: int, seq_len: int) -> tuple[dict[str, list[Span]], dict[str, float], Any]:
+def both(run, ranks, seq_len):
     found = activations(SHAPE, run, ranks, seq_len, "cuda")
-    given: Any = (SHAPE, run, Machine(gpus=ranks, rates=RATES), ranks, seq_len, found)
+    given = (SHAPE, run, Machine(gpus=ranks, rates=RATES), ranks, seq_len, found)
     return layer_spans(*given), step_seconds(*given), found
 
 
-def total(spans: dict[str, list[Span]], lane: str) -> float:
+def total(spans, lane):
     return sum(span.seconds for part in spans.values() for span in part if span.lane == lane)
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 32])
 @pytest.mark.parametrize("name", RUNS)
-def test_all_layers_together_are_the_step(name: str, ranks: int) -> None:
+def test_all_layers_together_are_the_step(name, ranks):
     run = RUNS[name]
     spans, step, found = both(run, ranks, 512_000)
     times = SHAPE.layers * run.optim.accumulation
@@ -78,7 +74,7 @@ def test_all_layers_together_are_the_step(name: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_computing_and_the_exchange_take_turns(run: RunConfig) -> None:
+def test_computing_and_the_exchange_take_turns(run):
     spans, _, _ = both(run, 8, 512_000)
     for part in spans.values():
         turns = [span for span in part if span.lane in (COMPUTE, EXCHANGE)]
@@ -94,11 +90,11 @@ def test_computing_and_the_exchange_take_turns(run: RunConfig) -> None:
 
 @pytest.mark.parametrize("k", [2, 3, 32])
 @pytest.mark.parametrize("kept", [0.0, 1.0])
-def test_inputs_that_are_made_again_cost_a_forward(k: int, kept: float) -> None:
+def test_inputs_that_are_made_again_cost_a_forward(k, kept):
     """Of the layers whose input is not kept: their products, their attention and its exchange where outputs are not
     kept, and one more gathering of their weights."""
     run, tokens, share = RUNS["attention twice"], 512_000, 1 - -(-32 // k) / 32
-    given: Any = (SHAPE, run, Machine(gpus=8, rates=RATES), 8, tokens)
+    given = (SHAPE, run, Machine(gpus=8, rates=RATES), 8, tokens)
     once = replace(both(run, 8, tokens)[2], attention_kept=kept)
     before, after = (step_seconds(*given, replace(once, inputs_kept_every=every)) for every in (1, k))
     linear = linear_flops(SHAPE, tokens)
@@ -108,13 +104,13 @@ def test_inputs_that_are_made_again_cost_a_forward(k: int, kept: float) -> None:
     assert after["attention"] - before["attention"] == pytest.approx(share * (1 - kept) * core)
     forward = exchange_bytes(SHAPE, 8, tokens, 2, 2, 0) - exchange_bytes(SHAPE, 8, tokens, 2, 1, 0)
     assert after["exchange"] - before["exchange"] == pytest.approx(share * (1 - kept) * forward / RATES.link)
-    slow: Any = (SHAPE, run, Machine(gpus=8, rates=replace(RATES, link=1e6)), 8, tokens)
+    slow = (SHAPE, run, Machine(gpus=8, rates=replace(RATES, link=1e6)), 8, tokens)
     waits = [step_seconds(*slow, replace(once, inputs_kept_every=every)) for every in (1, k)]
     late = [one["waiting for memory and network"] + one["matrix products"] + one["attention"] for one in waits]
     assert late[1] - late[0] == pytest.approx(share * SHAPE.parameters * 2 * 7 / 8 / 1e6)
 
 
-def test_attention_is_run_again_only_where_it_is_not_kept() -> None:
+def test_attention_is_run_again_only_where_it_is_not_kept():
     for name, times in (("attention once", 1), ("attention twice", 2)):
         spans, _, _ = both(RUNS[name], 8, 512_000)
         passes = [s for part in spans.values() for s in part if s.what in ("attention", "attention again")]
@@ -124,7 +120,7 @@ def test_attention_is_run_again_only_where_it_is_not_kept() -> None:
         )
 
 
-def test_the_figure_has_each_lane_and_pass() -> None:
+def test_the_figure_has_each_lane_and_pass():
     spans, _, _ = both(OURS, 8, 512_000)
     figure = step_plots.timeline({n: [(s.lane, s.what, s.start, s.seconds) for s in p] for n, p in spans.items()})
     assert [axes.get_title("left") for axes in figure.axes] == ["forward", "backward"]
@@ -132,14 +128,14 @@ def test_the_figure_has_each_lane_and_pass() -> None:
     assert "attention" in {text.get_text() for text in figure.axes[0].texts}
 
 
-def test_the_optimizer_steps_on_what_is_trained() -> None:
+def test_the_optimizer_steps_on_what_is_trained():
     """An adapter's step takes as much less time as the adapter has fewer parameters."""
     whole, adapter = both(OURS, 8, 512_000)[1], both(OURS.replace(model={"lora": {"r": 16}}), 8, 512_000)[1]
     trained = SHAPE.adapter_parameters({"r": 16})
     assert adapter["optimizer"] == pytest.approx(whole["optimizer"] * trained / SHAPE.parameters, rel=1e-9)
 
 
-def test_capped_scores_are_slow_and_told_so() -> None:
+def test_capped_scores_are_slow_and_told_so():
     """Gemma 2 runs no fused kernel without flash-attn's packages."""
     shape = read_shape("google/gemma-2-9b")
     run = OURS.replace(model={"name": shape.name})
@@ -153,7 +149,7 @@ def test_capped_scores_are_slow_and_told_so() -> None:
     assert slow > 5 * fast
 
 
-def test_pairs_of_full_and_sliding_layers() -> None:
+def test_pairs_of_full_and_sliding_layers():
     """One layer in two of Gemma 2 sees everything."""
     shape = read_shape("google/gemma-2-9b")
     assert (shape.windowed, shape.layers) == (21, 42)

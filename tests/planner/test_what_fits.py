@@ -1,13 +1,9 @@
 """The table of the page: what `alst plan` answers, kept where it is there, and small enough for a page."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
 import shlex
-from pathlib import Path
-from typing import Any
 
 import pytest
 import what_fits
@@ -20,7 +16,7 @@ from alstlib.units import format_seconds
 SMALL = "meta-llama/Llama-3.2-1B"
 
 
-def test_its_command_says_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_command_says_the_same(monkeypatch, capsys):
     gpu, trained = "RTX4090", "an adapter (LoRA, r=16)"
     monkeypatch.setattr(what_fits, "GPUS", {gpu: GPUS[gpu]})
     whole, chunked = what_fits.plan(SMALL, 4, {})[gpu][0][[*what_fits.TRAINED].index(trained)]
@@ -44,12 +40,12 @@ def test_its_command_says_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         assert limit.startswith(one["limit"])
 
 
-def test_it_goes_on_and_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_goes_on_and_keeps_what_is_there(monkeypatch, tmp_path):
     gpu, planned = "H100", list[str]()
     monkeypatch.setattr(what_fits, "FILE", tmp_path / "table.json")
     monkeypatch.setattr(what_fits, "GPUS", {gpu: GPUS[gpu]})
 
-    def cells(asked: str) -> list[Any] | str:
+    def cells(asked):
         planned.append(asked)
         return (
             [[5, "1 s", 1.0, "host"], None] if len(planned) < 3 else "refused: why" if len(planned) < 7 else [None] * 2
@@ -68,13 +64,13 @@ def test_it_goes_on_and_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_what_does_not_fit_is_refused_or_unknown_is_said(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
+def test_what_does_not_fit_is_refused_or_unknown_is_said(monkeypatch, refused):
     asked = what_fits.COMMAND.format(model="meta-llama/Llama-3.1-70B", gpu="RTX4090", gpus=1, host="48GB")
     (none, why), chunked = what_fits.cells(asked)
     assert none == chunked[0] == 0
     assert "of device memory for each GPU" in why
 
-    def lines_at(*_: Any) -> None:
+    def lines_at(*_):
         raise ValueError("why not") if refused else fits.NotSimulated("not yet")
 
     monkeypatch.setattr("alstlib.planner.activations.lines_at", lines_at)
@@ -82,7 +78,7 @@ def test_what_does_not_fit_is_refused_or_unknown_is_said(monkeypatch: pytest.Mon
 
 
 @pytest.mark.simulates
-def test_what_is_committed_comes_out_again() -> None:
+def test_what_is_committed_comes_out_again():
     """Rows that are drawn anew each time, from what comes with the library."""
     table = json.loads(what_fits.FILE.read_text())
     assert table.pop("about")["mode"] == "predicted"

@@ -20,13 +20,13 @@ from alstlib.runs import launch, results
 from alstlib.runs.processes import answer_where
 
 
-def explain(config: RunConfig, out: Path) -> None:
+def explain(config, out):
     error = {"type": "Explained", "message": "the other rank is gone"}
     results.write_result(out / "result.json", results.new_result(config, "error", error=error))
     sys.exit(1)
 
 
-def is_alive(started: Path) -> bool:
+def is_alive(started):
     """Whether the rank that wrote its process's number there runs, or is still to begin."""
     try:
         pid = started.read_text()
@@ -35,7 +35,7 @@ def is_alive(started: Path) -> bool:
         return not started.exists()
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path)
     parser.add_argument("--out", type=Path)

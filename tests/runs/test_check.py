@@ -1,10 +1,7 @@
 """`alst check`: two ranks measure, what looks wrong is named, and a plan stands on what was measured."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,7 +16,7 @@ from alstlib.runs import check
 GIB = 2**30
 
 
-def measure(rank: int, world: int, out: str) -> dict[str, Any]:
+def measure(rank, world, out):
     from alstlib.measure import machine_rates
 
     small = {"LENGTHS": {"cpu": (32, 64)}, "ROWS": {"cpu": 16}, "MESSAGE": {"cpu": 4096}, "WEIGHTS": {"cpu": 1000}}
@@ -28,7 +25,7 @@ def measure(rank: int, world: int, out: str) -> dict[str, Any]:
         return machine_rates.Rates(run, Path(out))()
 
 
-def test_two_ranks_measure_and_a_plan_reads_it(ranks2: Any, tmp_path: Path, capsys: Any, alst: Any) -> None:
+def test_two_ranks_measure_and_a_plan_reads_it(ranks2, tmp_path, capsys, alst):
     metrics = ranks2(measure, str(tmp_path))[0]
     assert metrics["ranks"] == metrics["ranks_of_node"] == len(metrics["links"]) == len(metrics["places"]) == 2
     for name in ("matmul", "attention_forward", "attention_backward_32", "host", "host_memory", "link", "all_reduce"):
@@ -54,7 +51,7 @@ def test_two_ranks_measure_and_a_plan_reads_it(ranks2: Any, tmp_path: Path, caps
     assert "leave out --gpu" in alst(f"plan --machine {tmp_path} --gpu H100", 2)
 
 
-def test_what_is_no_machine_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_machine_is_refused(tmp_path):
     (tmp_path / "result.json").write_text(json.dumps({"metrics": {"seq_len": 3}}))
     with pytest.raises(ValueError, match="name a result of `alst check`"):
         read_machine(tmp_path)
@@ -70,7 +67,7 @@ def test_what_is_no_machine_is_refused(tmp_path: Path) -> None:
     ({"host_memory": 400 * GIB}, "host memory: 50.00 GiB for each GPU is less than the GPU's own 79.00 GiB"),
     ({"overheads": {"context": 30 * GIB, "nccl": 0}}, "device memory: 30.00 GiB are in use before any"),
 ])  # fmt: skip
-def test_what_looks_wrong_is_named(changes: dict[str, Any], says: str) -> None:
+def test_what_looks_wrong_is_named(changes, says):
     """In a node of eight H100; a rate of a rank is halved where its number is given."""
     known = rates_of("H100")
     names = ("matmul", "attention_forward", "attention_backward", "host", "host_memory", "link")

@@ -31,7 +31,7 @@ ABLATION = REPOSITORY / "papermill_runs" / "specs" / "ablation.yaml"
 HANGS = [{"name": "one", "model.config": {"fake": "hang"}}]
 
 
-def write_spec(folder: Path, **changes) -> Path:
+def write_spec(folder, **changes):
     rows = [{"name": "good", "model.config": {"fake": "ok"}}, {"name": "bad", "model.config": {"fake": "fail"}}]
     spec = {"name": "sweep", "notebook": "run.ipynb", "rows": rows, "parameters": {"worker": "fake_worker"}}
     spec |= {"base": {"limits.timeout": 60}, **changes}
@@ -41,11 +41,11 @@ def write_spec(folder: Path, **changes) -> Path:
     return path
 
 
-def out_of(folder: Path) -> Path:
+def out_of(folder):
     return folder / "papermill_runs" / "out" / "sweep"
 
 
-def put(folder: Path, config: RunConfig, ended="", began=0.0, **changes) -> None:
+def put(folder, config, ended="", began=0.0, **changes):
     """What a run leaves: its configuration, a step, and its result where it has `ended`."""
     folder.mkdir(parents=True, exist_ok=True)
     results.write_json(folder / "config.json", config.to_dict())
@@ -56,7 +56,7 @@ def put(folder: Path, config: RunConfig, ended="", began=0.0, **changes) -> None
 
 
 @pytest.fixture
-def ran(monkeypatch) -> list:
+def ran(monkeypatch):
     """The rows that are run, each with its Spec and whether it is forced; they end as `ran.status` says."""
 
     class Ran(list):
@@ -237,7 +237,7 @@ def test_commands_to_type_next_can_be_typed(tmp_path, monkeypatch, ran, alst):
     log.write_text("ended")
     put(out / "bad", cli.load_spec(spec).rows["bad"], "error", began=time.time())
 
-    def typed() -> list[str]:
+    def typed():
         return list(json.loads(alst(f"status '{spec}' --out '{out}' --json", 1))["next"])
 
     with locks.hold(out) as note:
@@ -523,7 +523,7 @@ def test_ctrl_c_in_the_first_seconds_is_two_lines(tmp_path, when):
     shown = ["-X", "importtime"] if when == "importing" else []  # which reports each module as it has been imported
     with program(write_spec(tmp_path, rows=HANGS), *shown, stderr=subprocess.PIPE, start_new_session=True) as sweep:
 
-        def kernel_starts() -> bool:
+        def kernel_starts():
             assert sweep.poll() is None
             with contextlib.suppress(psutil.Error):
                 return any("ipykernel_launcher" in p.cmdline() for p in psutil.Process(sweep.pid).children())

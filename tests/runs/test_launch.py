@@ -29,25 +29,25 @@ NOTEBOOK = TESTS.parents[1] / "notebooks" / "run.ipynb"
 PATHS = {"PYTHONPATH": os.pathsep.join((str(TESTS.parents[1]), str(TESTS)))}
 
 
-def fake(what: str, **fields) -> RunConfig:
+def fake(what, **fields):
     """Fields by their own names, such as `timeout=40`."""
     return RunConfig.from_dict({"model.config": {"fake": what}, **by_own_names(fields)})
 
 
-def start(what: str, out: Path, on_progress=None, **fields):
+def start(what, out, on_progress=None, **fields):
     config = fake(what, **{"timeout": 200, **fields})
     return launch.launch(config, out, worker="fake_worker", extra_env=PATHS, on_progress=on_progress)
 
 
-def processes_of(out: Path) -> dict[int, str]:
+def processes_of(out):
     """Every other living process that names the folder `out`: papermill, the agent and its ranks."""
     lines = {p.pid: " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])}
     return {pid: line for pid, line in lines.items() if str(out) in line and pid != os.getpid()}
 
 
-def in_thread(what: str, out: Path, **fields) -> list[launch.RunFailed]:
+def in_thread(what, out, **fields):
     """Launch in a thread; the list gets what was raised."""
-    raised: list[launch.RunFailed] = []
+    raised = []
 
     def run():
         try:
@@ -163,7 +163,7 @@ def test_a_rank_that_is_stopped_ends_the_run_within_the_limit_and_is_named(tmp_p
     assert not processes_of(tmp_path)
 
 
-def pids_of(out: Path, program: str) -> list[int]:
+def pids_of(out, program):
     """Processes of the run in `out` whose command line holds `program`."""
     return [pid for pid, line in processes_of(out).items() if program in line]
 
@@ -371,7 +371,7 @@ def test_log_tail_fits_and_starts_with_the_first_traceback(tmp_path):
     assert 2500 < len(tail) <= 4000
 
 
-def test_a_model_that_is_not_there_starts_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_there_starts_no_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(torchrun, "start", lambda *a: pytest.fail("ranks were started"))
     for name, says in (("tinny", "did you mean 'tiny'"), (str(tmp_path / "lama"), "does not exist")):

@@ -1,7 +1,5 @@
 """Several nodes: what Slurm or options say of them, and runs on two, which a launcher starts on this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -12,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -29,18 +26,18 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_CPUS_ON_NODE": 
 
 
 @pytest.fixture
-def two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_nodes(monkeypatch):
     for name, value in cluster.Nodes(count=2, launcher=tuple(shlex.split(TWICE))).variables().items():
         monkeypatch.setenv(name, value)
 
 
-def of_run(out: Path) -> list[psutil.Process]:
+def of_run(out):
     """All processes of a run: its launcher, agents and ranks."""
     found = (pid for attempt in (out / "logs").glob("*") for pid in processes.processes(attempt.name))
     return [psutil.Process(pid) for pid in found if psutil.pid_exists(pid)]
 
 
-def agent_of(out: Path, node: int) -> psutil.Process:
+def agent_of(out, node):
     """A node's agent."""
     agents = [process for process in of_run(out) if process.cmdline()[1:3] == ["-m", torchrun.AGENT]]
     return next(agent for agent in agents if agent.environ()["ALST_NODE_RANK"] == str(node))
@@ -124,7 +121,7 @@ def test_gloo_gets_the_interface_that_reaches_the_head(monkeypatch, given, used)
     assert attempt().environment("/nowhere")["GLOO_SOCKET_IFNAME"] == used
 
 
-def attempt(**fields: Any) -> torchrun.Attempt:
+def attempt(**fields):
     config = {"engine": {"world_size": 2}, "model": {"name": "a 'b' $c"}}
     return torchrun.Attempt(id="a", config=config, out="/nowhere", worker="w", nodes=2, port=1, **fields)
 
@@ -293,11 +290,11 @@ def test_a_launcher_that_fails_has_its_words_in_the_error(tmp_path, monkeypatch)
 # What the nodes say
 
 
-def starts(node: int) -> dict[str, Any]:
+def starts(node):
     return {"node": node, "name": f"n{node}"}
 
 
-def ends(node: int, code: int, kind: str = "RankFailed") -> dict[str, Any]:
+def ends(node, code, kind="RankFailed"):
     return {**starts(node), "code": code, "kind": kind, "why": f"why {node}"}
 
 

@@ -16,7 +16,7 @@ from alstlib.runs.results import read_result
 REPOSITORY = Path(__file__).parents[2]
 
 
-def cell(source: str, before: dict | None = None) -> tuple[Parameters, dict]:
+def cell(source, before=None):
     """The names after a parameters cell with this source, and what came before it."""
     names = dict(before or {})
     names["parameters"] = Parameters(names)
@@ -24,7 +24,7 @@ def cell(source: str, before: dict | None = None) -> tuple[Parameters, dict]:
     return names["parameters"], names
 
 
-def config_of(source: str) -> RunConfig:
+def config_of(source):
     parameters, names = cell(f"model, data, options, search = (getattr(parameters, n) for n in NAMES)\n{source}", GIVEN)
     return parameters.config(names)
 

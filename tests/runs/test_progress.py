@@ -20,13 +20,13 @@ REPOSITORY = Path(__file__).parents[2]
 class Clock:
     """In place of `time`: passes when it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 1000.0
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
-    def time(self) -> float:
+    def time(self):
         return self.now
 
 
@@ -142,7 +142,7 @@ def test_tokenizing_tells_how_far_it_is():
 
     from alstlib.data.samples import make_samples
 
-    told: list[list[int]] = []
+    told = []
 
     def pace(tokens):
         told.append([tokens])

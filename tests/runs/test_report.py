@@ -22,7 +22,7 @@ class Page(HTMLParser):
 
     VOID = ("meta", "img", "br")
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
         self.tags: list[tuple[str, dict]] = []
         self.open: list[str] = []

@@ -1,7 +1,5 @@
 """A notebook's function on real ranks: answers in order, failures with their traceback, nothing left behind."""
 
-from __future__ import annotations
-
 import linecache
 import time
 from pathlib import Path
@@ -48,36 +46,36 @@ def ends():
     os._exit(3)
 
 
-def alive(pid: str) -> bool:
+def alive(pid):
     return Path(f"/proc/{pid}").exists()
 
 
-def test_every_rank_answers() -> None:
+def test_every_rank_answers():
     assert run_on_ranks(total, 2, [1.0, 2.0], 10) == [(0, 2, "gloo", 30.0), (1, 2, "gloo", 30.0)]
 
 
-def test_a_cells_function_travels() -> None:
+def test_a_cells_function_travels():
     """One that exists only where IPython keeps the source of cells."""
     source = "def of_a_cell(x):\n    return x + 1\n"
     linecache.cache["<cell>"] = (len(source), None, source.splitlines(True), "<cell>")
-    space: dict = {}
+    space = {}
     exec(compile(source, "<cell>", "exec"), space)
     assert run_on_ranks(space["of_a_cell"], 1, 1) == [2]
 
 
-def test_a_failure_names_its_rank_and_nothing_is_left(tmp_path: Path) -> None:
+def test_a_failure_names_its_rank_and_nothing_is_left(tmp_path):
     with pytest.raises(RuntimeError, match=r"(?s)ranks \[.*1\] failed; .*KeyError: 'gone'"):
         run_on_ranks(second_fails, 2, str(tmp_path))
     assert not any(alive((tmp_path / str(rank)).read_text()) for rank in range(2))
 
 
-def test_a_rank_that_just_ends() -> None:
+def test_a_rank_that_just_ends():
     with pytest.raises(RuntimeError, match=r"ranks \[0\] failed"):
         run_on_ranks(ends, 1)
 
 
 @pytest.mark.slow
-def test_too_late(tmp_path: Path) -> None:
+def test_too_late(tmp_path):
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] were not done after timeout=12 s"):
         run_on_ranks(hangs, 2, str(tmp_path), timeout=12)
@@ -85,10 +83,10 @@ def test_too_late(tmp_path: Path) -> None:
     assert not any(alive(p.read_text()) for p in tmp_path.iterdir())
 
 
-def test_what_cannot_travel() -> None:
+def test_what_cannot_travel():
     outside = 1
 
-    def closure() -> int:
+    def closure():
         return outside
 
     for function in (closure, lambda: 1, len):

@@ -1,7 +1,5 @@
 """A worker without a model: every rank counts seconds as steps, and continues from the count in the folder `state`."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -13,7 +11,7 @@ from alstlib.runs.processes import die_with_parent, seconds_left
 from alstlib.runs.progress import Progress
 
 
-def main() -> int:
+def main():
     die_with_parent()
     given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
     run, out = RunConfig.from_dict(locks.read_object(Path(given["--config"])) or {}), Path(given["--out"])

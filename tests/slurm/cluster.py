@@ -17,9 +17,7 @@ import socket
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from cases import wait_for
 
@@ -74,7 +72,7 @@ class Broken(RuntimeError):
     """A daemon or a job did not come to what was waited for; says what it said last."""
 
 
-def install() -> None:
+def install():
     """Install Debian's packages where one of the programs is missing.
 
     Raises:
@@ -93,7 +91,7 @@ def install() -> None:
             raise Absent(f"{needs}, and `apt-get {command[0]}` failed: {(done.stderr or done.stdout).strip()[-500:]}")
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count):
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for s in sockets:
@@ -109,7 +107,7 @@ class Cluster:
         Broken: a daemon did not start; the message has the end of its log.
     """
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self):
         install()
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # the names of sockets must be short
         self.mark, self.left = uuid.uuid4().hex, ()
@@ -132,7 +130,7 @@ class Cluster:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         """End the jobs, then the daemons. `left` are the command lines of what had to be killed after that."""
         if {"slurmctld", *NODES} <= set(self.daemons):
             self.run("scancel", f"--user={getpass.getuser()}")
@@ -151,11 +149,11 @@ class Cluster:
             daemon.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def processes(self) -> dict[int, str]:
+    def processes(self):
         """Command lines of what was started here and lives, the daemons and their jobs."""
         return processes(self.mark, MARK)
 
-    def _configure(self) -> None:
+    def _configure(self):
         control, *ports = free_ports(1 + len(NODES))
         host, gpus = socket.gethostname().partition(".")[0], dict.fromkeys(GPU_NODES, f" Gres=gpu:{GPUS}")
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20 * 9 // 10
@@ -174,7 +172,7 @@ class Cluster:
         (self.folder / "munge.key").touch(mode=0o600)
         (self.folder / "munge.key").write_bytes(os.urandom(128))
 
-    def _start(self, name: str, program: str, *arguments: str) -> None:
+    def _start(self, name, program, *arguments):
         """Start a daemon that ends with this thread."""
         command = ["setpriv", "--pdeathsig", "TERM", shutil.which(program, path=PATH) or program, *arguments]
         with open(self.folder / f"{name}.out", "wb") as out:
@@ -182,7 +180,7 @@ class Cluster:
                 command, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
             )
 
-    def _await(self, name: str, ready: Callable[[], Any]) -> None:
+    def _await(self, name, ready):
         """Wait until a daemon is ready.
 
         Raises:
@@ -199,27 +197,27 @@ class Cluster:
 
     # What is asked of it
 
-    def run(self, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    def run(self, *command, **options):
         return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60, **options)
 
-    def show(self, what: str, name: str) -> dict[str, str]:
+    def show(self, what, name):
         """The fields that `scontrol show` gives for a job or a node; empty where it knows none of this name."""
         return dict(re.findall(r"(\S+?)=(.*?)(?=\s+\S+=|\s*$)", self.run("scontrol", "-o", "show", what, name).stdout))
 
-    def wait(self, job: str, states: str, seconds: float) -> dict[str, str]:
+    def wait(self, job, states, seconds):
         """What Slurm says of a job when it is in one of these states, such as "COMPLETED FAILED".
 
         Raises:
             Broken: it is in none of them in time; says where it is, and how its log ends.
         """
-        found: dict[str, str] = {}
+        found = {}
         if wait_for(lambda: found.update(self.show("job", job)) or found.get("JobState") in states.split(), seconds):
             return found
         where = f"{found.get('JobState', 'unknown')} ({found.get('Reason', '')}), not {states}, after {seconds:.0f} s"
         raise Broken(f"job {job} is {where}; the end of its log:\n{tail(Path(found.get('StdOut', '/dev/null')))}")
 
 
-def tail(path: Path, characters: int = 3000) -> str:
+def tail(path, characters=3000):
     with contextlib.suppress(OSError):
         return path.read_text(errors="replace")[-characters:]
     return "nothing"

@@ -1,7 +1,5 @@
 """A real Slurm of two nodes on this machine gets the commands of env/README.md, word for word (`make test-slurm`)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,13 +7,12 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import yaml
 from cases import wait_for
-from cluster import CPU_NODES, GPU_NODES, GPUS, Cluster, tail
+from cluster import CPU_NODES, GPU_NODES, GPUS, tail
 from test_lab import checkout as copy
 
 from alstlib.runs import results
@@ -29,14 +26,14 @@ START_SECONDS = 240.0
 """For a job to start its ranks on a machine that is busy."""
 
 
-def line(*words: str, job: str = "JOB") -> str:
+def line(*words, job="JOB"):
     """The one command of the page that has these words."""
     (found,) = [found for found in LINES if all(word in found for word in words)]
     return found.replace("JOB", job)
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, slurm: Cluster) -> Path:
+def checkout(tmp_path, slurm):
     """A copy of what runs, with the environment of these tests as its `.venv`."""
     copy(folder := tmp_path / "checkout")
     (folder / ".venv").symlink_to(sys.prefix)
@@ -45,24 +42,24 @@ def checkout(tmp_path: Path, slurm: Cluster) -> Path:
     return folder
 
 
-def number(said: str) -> str:
+def number(said):
     return re.search(r"job (\d+)", said)[1]  # type: ignore[index]
 
 
-def submit(slurm: Cluster, command: str, folder: Path) -> str:
+def submit(slurm, command, folder):
     done = slurm.run("bash", "-c", command, cwd=folder)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return number(done.stdout)
 
 
-def log(slurm: Cluster, job: str) -> str:
+def log(slurm, job):
     return Path(slurm.show("job", job)["StdOut"]).read_text(errors="replace")
 
 
-def reached(slurm: Cluster, job: str, row: Path, step: int) -> None:
+def reached(slurm, job, row, step):
     """Wait until a run has done so many steps."""
 
-    def there() -> bool:
+    def there():
         lines = (row / "progress.jsonl").read_text().splitlines() if (row / "progress.jsonl").exists() else []
         done = [json.loads(line).get("step") or 0 for line in lines if line.endswith("}")]
         return max(done, default=0) >= step
@@ -75,7 +72,7 @@ def reached(slurm: Cluster, job: str, row: Path, step: int) -> None:
 # What a job gets
 
 
-def test_a_job_gets_whole_nodes_whatever_they_have(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_job_gets_whole_nodes_whatever_they_have(slurm, tmp_path):
     """On both nodes: Slurm alone would give a step one core, a hundredth of the memory, and no GPU."""
     said = "node=$SLURM_NODEID cores=$(taskset -pc $$ | sed 's/.*: //') gpus=${SLURM_GPUS_ON_NODE:-0}"
     code = "import subprocess, sys; from alstlib.runs import cluster; "
@@ -103,7 +100,7 @@ def test_a_job_gets_whole_nodes_whatever_they_have(slurm: Cluster, tmp_path: Pat
         del slurm.env["ALST_PYTHON"]
 
 
-def test_the_error_of_the_run_is_the_last_word(slurm: Cluster, checkout: Path) -> None:
+def test_the_error_of_the_run_is_the_last_word(slurm, checkout):
     (checkout / "bad.yaml").write_text("{name: bad, base: {seq_lenn: 64}, rows: [alst]}")
     job = submit(slurm, "sbatch env/cluster/alst.sbatch bad.yaml", checkout)
     slurm.wait(job, "FAILED", START_SECONDS)
@@ -111,7 +108,7 @@ def test_the_error_of_the_run_is_the_last_word(slurm: Cluster, checkout: Path) -
     assert last == "alst: unknown parameter 'seq_lenn'; did you mean 'data.seq_len'?"
 
 
-def clock(checkout: Path, steps: int) -> Path:
+def clock(checkout, steps):
     """The spec `clock` of steps that take a second; the folder of its row."""
     base = {"model.name": "tiny", "engine.world_size": 2, "optim.steps": steps}
     spec = {"name": "clock", "base": base, "rows": [{"name": "count"}], "parameters": {"worker": "clock"}}
@@ -119,7 +116,7 @@ def clock(checkout: Path, steps: int) -> Path:
     return checkout / "papermill_runs" / "out" / "clock" / "count"
 
 
-def test_a_run_ends_before_its_job_and_the_job_continues(slurm: Cluster, checkout: Path) -> None:
+def test_a_run_ends_before_its_job_and_the_job_continues(slurm, checkout):
     """A job of three minutes, which Slurm warns after one: the run ends halfway, and another attempt finishes it.
 
     Ranks get two minutes less what it takes to start them, and on a machine that is busy that is one."""
@@ -131,7 +128,7 @@ def test_a_run_ends_before_its_job_and_the_job_continues(slurm: Cluster, checkou
     assert "the time is up; this command continues it: alst run clock.yaml" in log(slurm, job)
 
 
-def test_a_node_that_dies_is_named(slurm: Cluster, checkout: Path) -> None:
+def test_a_node_that_dies_is_named(slurm, checkout):
     """Its torchrun is killed, and its rank with it. The other rank notices nothing, and srun ends it a minute later."""
     row = clock(checkout, 600)
     job = submit(slurm, ".venv/bin/alst run clock.yaml --nodes 2", checkout)
@@ -154,7 +151,7 @@ def test_a_node_that_dies_is_named(slurm: Cluster, checkout: Path) -> None:
 # The page
 
 
-def test_the_first_row_of_the_ablation(slurm: Cluster, checkout: Path) -> None:
+def test_the_first_row_of_the_ablation(slurm, checkout):
     job = submit(slurm, line("alst run", "ablation-quick"), checkout)
     slurm.wait(job, "COMPLETED", START_SECONDS)
     out = checkout / "papermill_runs" / "out" / "ablation-quick"
@@ -165,7 +162,7 @@ def test_the_first_row_of_the_ablation(slurm: Cluster, checkout: Path) -> None:
     assert list(out.glob("*/run.ipynb")) == [out / "baseline" / "run.ipynb"]
 
 
-def tuned(checkout: Path) -> Path:
+def tuned(checkout):
     """The spec of the page, longer and with one rank on a node; the folder of its row."""
     path = checkout / "papermill_runs" / "specs" / "finetune.yaml"
     spec = yaml.safe_load(path.read_text())
@@ -176,7 +173,7 @@ def tuned(checkout: Path) -> Path:
 
 
 @pytest.mark.timeout(3600)  # five jobs, one after the other
-def test_a_fine_tuning_that_is_disturbed_ends_with_the_same_losses(slurm: Cluster, checkout: Path) -> None:
+def test_a_fine_tuning_that_is_disturbed_ends_with_the_same_losses(slurm, checkout):
     """Warned, requeued and cancelled, by the commands of the page: the losses are those of an undisturbed run."""
     row = tuned(checkout)
     slurm.wait(submit(slurm, line("alst run", "finetune"), checkout), "COMPLETED", 3 * START_SECONDS)
@@ -206,7 +203,7 @@ def test_a_fine_tuning_that_is_disturbed_ends_with_the_same_losses(slurm: Cluste
 
     job = submit(slurm, by_hand, checkout)
     slurm.wait(job, "COMPLETED", 3 * START_SECONDS)
-    found: dict[str, Any] = results.read_result(row / "result.json")["metrics"]
+    found = results.read_result(row / "result.json")["metrics"]
     assert found["loss_steps"] == expected["loss_steps"] == list(range(1, 81))
     for name in ("loss", "eval_loss"):
         assert found[name] == pytest.approx(expected[name], rel=1e-6), tail(row / "result.json")

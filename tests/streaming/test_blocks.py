@@ -1,10 +1,7 @@
 """Keys and values block by block: no byte in vain, and which rows later blocks see. The net of whole steps
 (tests/matrix.py) has the gradients."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -26,7 +23,7 @@ LENGTH, BLOCK, LAYERS, HEADS, KV, WIDTH = 14, 4, 2, 4, 2, 8
      (4, (3, 3, 5, 3), 1 + 2 + 1, 1 + 2 + 1)],
     ids=str,
 )  # fmt: skip
-def test_bytes_that_travel(window: int | None, documents: Sequence[int], kept: int, visits: int, save: bool) -> None:
+def test_bytes_that_travel(window, documents, kept, visits, save):
     """Of a page those rows go to the host that a later block sees, once, and their sums once for each such block. They
     come back for each one's forward, two passes without a kept attention output, and backward, with sums that are there
     already, and these once more for the page's own backward."""
@@ -41,7 +38,7 @@ def test_bytes_that_travel(window: int | None, documents: Sequence[int], kept: i
     assert fetched == checkpoints + LAYERS * row * visits * (4 if save else 5)
 
 
-def test_first_row_that_is_seen() -> None:
+def test_first_row_that_is_seen():
     """Against a look at all pairs."""
     for documents, window in itertools.product([None, [0, 10, 20], [0, 2, 7, 15, 20]], [None, 1, 2, 5]):
         bounds = documents or [0, 10, 20]
@@ -54,7 +51,7 @@ def test_first_row_that_is_seen() -> None:
             assert first_seen(documents, 2, 10, end, window) == min(seen, default=end), (documents, window, end)
 
 
-def test_attention_twice_in_a_layer() -> None:
+def test_attention_twice_in_a_layer():
     """In forward it would take the place of the first call's keys: the dry run refuses such a layer before that."""
     blocks, op = Blocks(1, 4, 2, 1), UlyssesAttention(SPContext())
     q, k = randn(1, HEADS, 2, WIDTH), randn(1, KV, 2, WIDTH)

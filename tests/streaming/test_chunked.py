@@ -1,10 +1,7 @@
 """Layers streamed in row chunks: in O(chunk) memory, no work in vain, refused where rows cannot be cut. The net of
 whole steps (tests/matrix.py) has their gradients."""
 
-from __future__ import annotations
-
 import gc
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +24,7 @@ from alstlib.streaming.chunked import Stream
     ("kind", "tile", "mlp"),
     [("gqa", True, 2), ("gqa", 4, 2), ("qwen3", True, 2), ("gpt2", 4, 2), ("gemma2", True, 2), ("gemma2", 4, 2.9)],
 )
-def test_what_runs_how_often(monkeypatch: pytest.MonkeyPatch, kind: str, tile: Any, mlp: float, save: bool) -> None:
+def test_what_runs_how_often(monkeypatch, kind, tile, mlp, save):
     """Attention once or twice; the MLP twice, even where its output is normalised, unless tiles are smaller than the
     chunk there; projections of all but the last chunk once more, for their keys and values."""
     model, rows, kernel = make_model(kind), [0], paged.forward
@@ -44,12 +41,12 @@ def test_what_runs_how_often(monkeypatch: pytest.MonkeyPatch, kind: str, tile: A
 
 
 @pytest.mark.slow
-def test_working_memory_is_of_the_chunk() -> None:
+def test_working_memory_is_of_the_chunk():
     """From 256 to 512 rows the peak grows by what stays whole: layer input, output, gradients, keys and values (and
     their fp32 gradients); nothing of the MLP, queries or norms, and no attention outputs, which wait on the host."""
     width, kv = 32, 16  # two key/value heads of 8
 
-    def peak_of(length: int, chunk: int | None) -> int:
+    def peak_of(length, chunk):
         gc.collect()  # models of earlier tests, which would be freed in between
         model = make_model("gqa", num_hidden_layers=3, intermediate_size=256, max_position_embeddings=2048)
         more = {"tiles": {"loss": 64, "norm": True}, "offload": "sync", "save_attention": True}
@@ -65,7 +62,7 @@ def test_working_memory_is_of_the_chunk() -> None:
 # ----- refusals
 
 
-def refused(rank: int, world: int) -> list[str]:
+def refused(rank, world):
     ctx, model = SPContext.create(world), make_model("gqa")
     shard = {k: v for k, v in batch(24, world=world, rank=rank).items() if not k.endswith("tokens")}
     ids, labels = shard["input_ids"], shard["shift_labels"]
@@ -76,19 +73,19 @@ def refused(rank: int, world: int) -> list[str]:
         return [error_of(model, **{k: v for k, v in {**shard, **w}.items() if v is not None}) for w in wrong]
 
 
-def test_calls_whose_rows_cannot_be_dealt_out(ranks2: Any) -> None:
+def test_calls_whose_rows_cannot_be_dealt_out(ranks2):
     says = ["give input_ids, not inputs_embeds", "would be out of order: give shift_labels", "would be out of order",
             "cannot deal out own_tensor"]  # fmt: skip
     for messages in ranks2(refused):
         assert [part in message for part, message in zip(says, messages, strict=True)] == [True] * 4
 
 
-def test_layers_that_cannot_be_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_cannot_be_streamed(monkeypatch):
     model = make_model("gqa")
     layer = model.model.layers[1]
     attend = layer.self_attn.forward
 
-    def twice(*args: Any, **kwargs: Any) -> Any:
+    def twice(*args, **kwargs):
         attend(*args, **kwargs)
         return attend(*args, **kwargs)
 
@@ -107,7 +104,7 @@ def test_layers_that_cannot_be_streamed(monkeypatch: pytest.MonkeyPatch) -> None
         attach(model, chunk=6)
 
 
-def test_backward_twice() -> None:
+def test_backward_twice():
     with attach(make_model("gqa"), chunk=6) as handle:
         loss = alstlib.causal_lm_loss(handle.model, batch()).loss
         loss.backward(retain_graph=True)
@@ -115,7 +112,7 @@ def test_backward_twice() -> None:
             loss.backward()
 
 
-def test_a_layer_without_attention() -> None:
+def test_a_layer_without_attention():
     weight = nn.Parameter(torch.eye(4))
     stream = Stream(
         run=lambda x, _: x @ weight, chunk=2, ranks=1, store=HostStore(), keep=False, params=lambda: [weight]
@@ -130,7 +127,7 @@ def test_a_layer_without_attention() -> None:
     ("offload", "on_host"), [(False, "none"), ("sync", "none"), (True, "none"), (True, "hidden+kv")]
 )
 @pytest.mark.parametrize("save", [True, False])
-def test_gpu_streamed_layers_are_whole_layers(offload: Any, save: bool, on_host: Any) -> None:
+def test_gpu_streamed_layers_are_whole_layers(offload, save, on_host):
     """Odd length, ragged chunk, bf16: as near to fp32 as the same model without chunks."""
     sample = batch(301)
     with attach(make_model("gqa", num_hidden_layers=4)) as handle:

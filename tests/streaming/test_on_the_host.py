@@ -1,7 +1,5 @@
 """Hidden states, keys and values of row chunks on the host: the same bits, no byte in vain, nothing left behind."""
 
-from __future__ import annotations
-
 import gc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,7 +8,7 @@ import matrix
 import pytest
 import torch
 from cases import VOCAB, batch, make_model, peak, same, small_pages, step
-from torch import Tensor, nn
+from torch import nn
 
 import alstlib
 from alstlib.mesh import SPContext
@@ -24,7 +22,7 @@ ROW = LENGTH * WIDTH * 4
 """Bytes of one layer's input."""
 
 
-HOST: dict[str, Any] = {
+HOST = {
     "tiles": {"mlp": True, "loss": 8, "norm": True},
     "offload": "sync",
     "save_attention": False,
@@ -33,7 +31,7 @@ HOST: dict[str, Any] = {
 }
 
 
-def options(**how: Any) -> alstlib.Options:
+def options(**how):
     return alstlib.Options(**{**HOST, **how})
 
 
@@ -42,14 +40,14 @@ def options(**how: Any) -> alstlib.Options:
     [("1x1", 1, "hidden"), ("1x1", 64, "hidden+kv"), ("2x1", 1, "hidden+kv"), ("2x1", 100, "none"),
      ("3x1", 1, "none"), ("3x1", 64, "hidden"), ("3x1", 100, "hidden+kv")],
 )  # fmt: skip
-def test_gradients_of_plain_transformers(pools: Any, ranks: str, chunk: int, on_host: str) -> None:
+def test_gradients_of_plain_transformers(pools, ranks, chunk, on_host):
     """What the net has not: chunks of a token, of almost all and of more than all tokens."""
     case = matrix.Case("llama", ranks, "lengths" if ranks == "1x1" else "packed rows")
     more = {"offload": "sync", "save_attention": False, "chunk": chunk, "on_host": on_host}
     matrix.check(pools(case.sp)(matrix.run, case, matrix.More(options=more)), case, (1e-12, 1e-12))
 
 
-def test_backward_runs_in_one_thread() -> None:
+def test_backward_runs_in_one_thread():
     """Else engines look for gradients that are not there yet, on a device that has an autograd thread of its own."""
     model, many = make_model("gqa"), torch._C._is_multithreading_enabled
     with alstlib.apply(model, options=options(on_host="none")):
@@ -68,7 +66,7 @@ def test_backward_runs_in_one_thread() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gqa", "gpt2", "gemma2"])
-def test_one_input_in_two_gives_the_same_bits(kind: str) -> None:
+def test_one_input_in_two_gives_the_same_bits(kind):
     """With dropout too: what is made again draws what the first pass drew."""
     drop = {"resid_pdrop": 0.1, "embd_pdrop": 0.1} if kind == "gpt2" else {}
     layers = {"n_layer" if kind == "gpt2" else "num_hidden_layers": LAYERS}
@@ -89,7 +87,7 @@ def test_one_input_in_two_gives_the_same_bits(kind: str) -> None:
 
 
 @pytest.mark.parametrize("save", [True, False])
-def test_no_byte_travels_in_vain(save: bool) -> None:
+def test_no_byte_travels_in_vain(save):
     """Bytes sent and fetched in a step, by the formula; nothing is left on the host."""
     model, sample = make_model("gqa", num_hidden_layers=LAYERS), batch(LENGTH)
     with small_pages(), alstlib.apply(model, None, options(save_attention=save)) as handle:
@@ -120,7 +118,7 @@ def test_no_byte_travels_in_vain(save: bool) -> None:
     assert fetched == LAYERS * layer + 5 * ROW
 
 
-def test_the_same_bits_wherever_tensors_lie() -> None:
+def test_the_same_bits_wherever_tensors_lie():
     model, found = make_model("gqa"), []
     for on_host in ("none", "hidden", "hidden+kv"):
         with small_pages(), alstlib.apply(model, None, options(on_host=on_host, save_attention=True)):
@@ -132,16 +130,16 @@ def test_the_same_bits_wherever_tensors_lie() -> None:
 class Adapted(nn.Module):
     """Embeddings with an adapter beside them, which adds to their output where they run."""
 
-    def __init__(self, inner: nn.Embedding) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
         self.down, self.up = nn.Embedding(VOCAB, 2), nn.Linear(2, WIDTH, bias=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.inner(ids) + self.up(self.down(ids))
 
 
-def test_embeddings_with_an_adapter_travel_as_a_whole() -> None:
+def test_embeddings_with_an_adapter_travel_as_a_whole():
     """On a GPU one part on the host and one on the device could not be added."""
     model, found = make_model("gqa", num_hidden_layers=LAYERS), []
     model.set_input_embeddings(Adapted(model.get_input_embeddings()))
@@ -155,10 +153,10 @@ def test_embeddings_with_an_adapter_travel_as_a_whole() -> None:
         assert torch.allclose(found[1][name], gradient, rtol=1e-5, atol=1e-7), name
 
 
-def test_what_fails_in_the_middle_leaves_a_model_that_trains_on() -> None:
+def test_what_fails_in_the_middle_leaves_a_model_that_trains_on():
     model, sample, calls = make_model("gqa", num_hidden_layers=LAYERS), batch(LENGTH), []
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         calls.append(1)
         if len(calls) == 9:  # in backward: forward runs six chunks
             raise RuntimeError("interrupted")
@@ -174,7 +172,7 @@ def test_what_fails_in_the_middle_leaves_a_model_that_trains_on() -> None:
         assert same(step(model, sample)[1], want)
 
 
-def test_a_host_that_is_too_small_is_refused_before_anything_starts() -> None:
+def test_a_host_that_is_too_small_is_refused_before_anything_starts():
     model, runs = make_model("gqa", num_hidden_layers=LAYERS), list[Any]()
     with alstlib.apply(model, None, options(host_memory=5 * ROW)):
         model.model.layers[0].mlp.register_forward_hook(lambda *_: runs.append(1))
@@ -191,13 +189,13 @@ def test_a_host_that_is_too_small_is_refused_before_anything_starts() -> None:
         ({"tiles": {"mlp": True, "norm": True}}, "needs the loss in tiles"),
     ],
 )
-def test_places_that_nothing_takes(wrong: dict[str, Any], says: str) -> None:
+def test_places_that_nothing_takes(wrong, says):
     with pytest.raises(ValueError, match=says):
         options(**wrong)
 
 
 @pytest.mark.slow
-def test_the_device_peak_does_not_grow() -> None:
+def test_the_device_peak_does_not_grow():
     """From 512 to 1,024 tokens, where with everything on the device it grows by a third and more."""
     how, grown = {**HOST, "tiles": {"mlp": True, "loss": 64, "norm": 64}, "chunk": 64}, []
     for on_host in ("hidden+kv", "none"):
@@ -213,9 +211,7 @@ def test_the_device_peak_does_not_grow() -> None:
 
 
 @pytest.mark.parametrize(("free", "host", "leaves"), [(3.5, 99.0, True), (5.0, 99.0, False), (3.5, 5.9, False)])
-def test_keys_leave_a_device_that_is_short_for_a_host_that_has_room(
-    monkeypatch: pytest.MonkeyPatch, free: float, host: float, leaves: bool
-) -> None:
+def test_keys_leave_a_device_that_is_short_for_a_host_that_has_room(monkeypatch, free, host, leaves):
     """Keys, values and their sums take as much as two of a layer's inputs. A host with room for almost six
     of these holds the least that layers keep there, and not the keys besides."""
     monkeypatch.setattr(headroom, "device_memory", lambda device: (0, 0, int(free * ROW)))

@@ -9,8 +9,6 @@ each type that was judged is also written to papermill_runs/results/support, fro
 `--only`, what is kept of the other types stays as it is.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -37,18 +35,18 @@ Line = dict[str, Any]
 Lines = dict[tuple[str, int, str], Line]
 
 
-def read(path: Path) -> Lines:
+def read(path):
     """The last outcome of each case."""
     lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
     return {(line["type"], line["sp"], line["case"]): line for line in lines}
 
 
-def on_rank(rank: int, world: int, *args: Any) -> list[Line]:
+def on_rank(rank, world, *args):
     with verify.quiet():
         return judge.judge(rank, world, *args)
 
 
-def judged(pools: dict[int, RankPool], sp: int, kind: str, references: str) -> list[Line]:
+def judged(pools, sp, kind, references):
     """The outcome of every case of this type at this degree: the worst of its ranks."""
     if sp == 1:
         return on_rank(0, 1, kind, judge.CASES, references)
@@ -59,13 +57,13 @@ def judged(pools: dict[int, RankPool], sp: int, kind: str, references: str) -> l
     return [max(each, key=lambda one: (one["result"] not in GOOD, one.get("gradient", 0.0))) for each in zip(*ranks)]
 
 
-def sweep(types: list[str], degrees: list[int], path: Path, again: bool = False) -> Lines:
+def sweep(types, degrees, path, again=False):
     """Judge what `path` has not, or not as it should be, and append it there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     found, began = {} if again else read(path), time.monotonic()
-    pools: dict[int, RankPool] = {}
+    pools = {}
 
-    def good(sp: int, kind: str) -> bool:
+    def good(sp, kind):
         return all(found.get((kind, sp, case), {}).get("result") in GOOD for case in judge.CASES)
 
     todo = [(sp, kind) for sp in degrees for kind in types if not good(sp, kind)]
@@ -83,7 +81,7 @@ def sweep(types: list[str], degrees: list[int], path: Path, again: bool = False)
     return {key: line for key, line in found.items() if key[0] in types and key[1] in degrees}
 
 
-def keep(found: Lines, path: Path) -> None:
+def keep(found, path):
     """Write the outcome of each type that was judged; of the others, what is there stays."""
     kept = {one["type"]: one for one in map(json.loads, path.read_text().splitlines() if path.exists() else ())}
     for kind in {key[0] for key in found}:
@@ -91,7 +89,7 @@ def keep(found: Lines, path: Path) -> None:
     path.write_text("".join(json.dumps(kept[kind]) + "\n" for kind in sorted(kept)))
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="these model types")
     parser.add_argument("--sp", nargs="+", type=int, default=[1, 2, 3], help="sequence-parallel degrees")

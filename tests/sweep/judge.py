@@ -1,12 +1,9 @@
 """One type judged on one rank: loss and every gradient against plain transformers, for whole and packed samples and for
 every set of options; or the refusal. It is `alst verify`'s comparison (`alstlib.measure.verify`)."""
 
-from __future__ import annotations
-
 import functools
 import os
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import small
@@ -17,7 +14,7 @@ from alstlib import sizing
 from alstlib.measure import verify
 
 TILES = {"tiles": {"mlp": 5, "loss": 7, "norm": 6}}
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "default": {},
     "tiles": {**TILES, "offload": True, "save_attention": True, "linear_attention": "heads"},
     "chunks": {**TILES, "chunk": 4, "linear_attention": "pass"},
@@ -31,7 +28,7 @@ EXACT = {torch.float32: (1e-6, 1e-4), torch.float64: (1e-9, 1e-9)}
 """Largest relative error of the loss and of a gradient."""
 
 
-def judge(rank: int, world: int, kind: str, cases: list[str], references: str) -> list[dict[str, Any]]:
+def judge(rank, world, kind, cases, references):
     """The outcome of each case of this type: exact, refused, wrong or crash, with the errors or the reason.
 
     Args:
@@ -46,7 +43,7 @@ def judge(rank: int, world: int, kind: str, cases: list[str], references: str) -
     return list(verify.judge(functools.partial(small.small_model, kind), run).values())
 
 
-def _one(ctx: Any, case: str, path: Path, model: Any) -> dict[str, Any]:
+def _one(ctx, case, path, model):
     packed, _, how = case.partition(", ")
     data = verify.sample(LENGTH, packed == "packed")
     path = path.with_name(f"{path.name} {packed} {model.dtype}")
@@ -58,7 +55,7 @@ def _one(ctx: Any, case: str, path: Path, model: Any) -> dict[str, Any]:
         )
 
 
-def _reference(model: Any, path: Path, data: dict[str, Any]) -> verify.Reference:
+def _reference(model, path, data):
     if path.exists():
         return torch.load(path)
     made = verify.plain(model, data)

@@ -1,10 +1,6 @@
 """A small model of every type that transformers' AutoModelForCausalLM knows: the type's own config, shrunk as `alst
 verify` does (`alstlib.measure.small`), with few heads. What a type needs besides is in `ALSO`."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -12,7 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from alstlib.measure.small import HEADS, WIDTHS, build, first_of_each, kinds_in_lists, named, shrunk
 
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-SIZES: dict[str, Any] = {
+SIZES = {
     **named(32, f"{WIDTHS} hidden_size_global input_embedding_size output_embedding_size"),
     **named(32, "attention_hidden_size d_inner"),
     **named(4, f"{HEADS} encoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads"),
@@ -30,7 +26,7 @@ CONVOLUTIONS = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"
 WIDER = {"global_head_dim": 16}
 INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
            "indexer_compress_ratio": 2, "ngram_vocab_size_base": 50}  # fmt: skip
-ALSO: dict[str, dict[str, Any]] = {
+ALSO = {
     "bailing_hybrid": {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 2 + ["full_attention"],
                        "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "bamba": {"attn_layer_indices": [1]},
@@ -64,14 +60,14 @@ ALSO: dict[str, dict[str, Any]] = {
 """What a type needs besides: further fields, or those of a config inside its own."""
 
 
-def small_config(kind: str) -> Any:
+def small_config(kind):
     """The config of the type with small sizes; fields that it has not are left out."""
     default = transformers.CONFIG_MAPPING[kind]()
     layers = first_of_each(kinds_in_lists(default.get_text_config()))
     return shrunk(default, layers, ALSO.get(kind), sizes=SIZES, unset=True)
 
 
-def small_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+def small_model(kind, dtype=torch.float32):
     """The type's small model; the states of its layers last for several tokens, so that what ranks hand on counts."""
     model = build(small_config(kind), dtype)
     with torch.no_grad():

@@ -4,12 +4,9 @@ type of causal language model, its result with the oldest and the newest transfo
 `python -m tests.sweep.table` rewrites it; `tests/sweep/test_sweep.py` holds it against the results.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[2] / "papermill_runs" / "results" / "support"
 TABLE = RESULTS / "sweep.md"
@@ -25,12 +22,12 @@ config. `make sweep` measures it anew.
 """
 
 
-def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(lines):
     """A type's outcome over all of its cases: the result, the reasons (where only some options are refused, with their
     names), and the largest errors of what is exact."""
     results = {line["result"] for line in lines}
     bad = next((result for result in ("crash", "wrong", "not built") if result in results), None)
-    reasons: dict[str, list[str]] = {}
+    reasons = {}
     for line in lines:
         if line["result"] == (bad or "refused"):
             reasons.setdefault(line["reason"], []).append(line["case"].partition(", ")[2])
@@ -49,7 +46,7 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     return {**made, "ranks": sorted({line["sp"] for line in lines}), **errors}
 
 
-def table() -> str:
+def table():
     runs = {
         path.stem.removeprefix("sweep-"): {one["type"]: one for one in map(json.loads, path.read_text().splitlines())}
         for path in sorted(RESULTS.glob("sweep-*.jsonl"))

@@ -1,11 +1,6 @@
 """A sample of the sweep: types that are in no other test, refused ones too, on one rank and on two; and its table."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import drive
 import judge
@@ -38,11 +33,11 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> str:
+def references(tmp_path_factory):
     return str(tmp_path_factory.mktemp("references"))
 
 
-def check(kind: str, outcomes: list[dict[str, Any]]) -> None:
+def check(kind, outcomes):
     for case, outcome in zip(judge.CASES, outcomes):
         partly = any(how in case for how in PARTLY.get(kind, ()))
         want = "refused" if kind in REFUSED or partly else "exact"
@@ -51,20 +46,20 @@ def check(kind: str, outcomes: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("kind", [*PARTLY, *REFUSED])
-def test_on_one_rank(references: str, kind: str) -> None:
+def test_on_one_rank(references, kind):
     check(kind, judge.judge(0, 1, kind, judge.CASES, references))
 
 
 @pytest.mark.parametrize("kind", EXACT)
-def test_on_two_ranks(pools: Callable[[int], Any], references: str, kind: str) -> None:
+def test_on_two_ranks(pools, references, kind):
     check(kind, drive.judged({2: pools(2)}, 2, kind, references))
 
 
-def test_what_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch, references: str) -> None:
+def test_what_is_wrong_is_found(monkeypatch, references):
     """A gradient that is a thousandth too large, in fp32 and in fp64."""
     plain = judge.verify.plain
 
-    def wrong(model: Any, data: dict[str, Any]) -> Any:
+    def wrong(model, data):
         loss, grads = plain(model, data)
         return loss, {n: g * 1.001 if n.endswith("q_proj.weight") else g for n, g in grads.items()}
 
@@ -74,9 +69,7 @@ def test_what_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch, references: str
     assert outcome["reason"].endswith("q_proj.weight"), outcome
 
 
-def test_a_sweep_that_was_stopped_goes_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_that_was_stopped_goes_on(monkeypatch, tmp_path, capsys):
     """With what is not judged yet, and with what was not as it should be."""
     results = {"llama": "exact", "bart": "refused", "opt": "wrong"}
     outcome = [{"result": result, "reason": "a reason"} for result in results.values()]
@@ -93,17 +86,17 @@ def test_a_sweep_that_was_stopped_goes_on(
     assert len(path.read_text().splitlines()) == 4 * len(judge.CASES)
 
 
-def test_small_hybrids_have_every_kind_of_layer() -> None:
+def test_small_hybrids_have_every_kind_of_layer():
     assert len(small.TYPES) > 170
     for layers, kinds in KINDS.items():
         for kind in set(kinds.split()) & set(small.TYPES):
             assert set(small.small_config(kind).layer_types) == set(layers.split()), kind
 
 
-def test_what_is_kept_of_other_types_stays(tmp_path: Path) -> None:
+def test_what_is_kept_of_other_types_stays(tmp_path):
     path = tmp_path / "kept.jsonl"
 
-    def outcome(kind: str, result: str) -> drive.Lines:
+    def outcome(kind, result):
         return {(kind, 1, "whole, tiles"): {"type": kind, "sp": 1, "case": "", "result": result, "reason": ""}}
 
     drive.keep({**outcome("opt", "refused"), **outcome("bart", "refused")}, path)
@@ -112,7 +105,7 @@ def test_what_is_kept_of_other_types_stays(tmp_path: Path) -> None:
     assert list(kept.items()) == [("bart", "refused"), ("llama", "refused"), ("opt", "not built")]
 
 
-def test_the_table_is_what_was_measured() -> None:
+def test_the_table_is_what_was_measured():
     assert table.TABLE.read_text() == table.table()
     for path in table.RESULTS.glob("sweep-*.jsonl"):
         results = {json.loads(line)["result"] for line in path.read_text().splitlines()}

@@ -1,11 +1,8 @@
 """The tiled loss and head against the untiled cross-entropy: any tile, any labels, any upstream gradient."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +26,7 @@ TRANSFORMS = {
 }
 
 
-def labels_of(*shape: int) -> Tensor:
+def labels_of(*shape):
     """Labels up to the vocabulary's last; a run of masked ones, and the last masked, as a shift leaves it."""
     labels = torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(3))
     flat = labels.view(-1)
@@ -39,37 +36,35 @@ def labels_of(*shape: int) -> Tensor:
     return labels
 
 
-def inputs_of(*shape: int, bias: bool = False, layout: Any = Tensor.clone) -> list[Tensor]:
+def inputs_of(*shape, bias=False, layout=Tensor.clone):
     """hidden, weight and, if asked, bias."""
     tensors = [layout(randn(*shape, WIDTH)), layout(randn(VOCAB, WIDTH, seed=1)), *([randn(VOCAB, seed=2)] * bias)]
     return [t.requires_grad_() for t in tensors]
 
 
 Kind = tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, float]]
-LOSS: Kind = (reference.logits_loss, tiled_logits_loss, {})
-LOGPS: Kind = (reference.token_logps, tiled_token_logps, {})
+LOSS = (reference.logits_loss, tiled_logits_loss, {})
+LOGPS = (reference.token_logps, tiled_token_logps, {})
 BOTH = pytest.mark.parametrize("kind", [LOSS, LOGPS], ids=["loss", "logps"])
 """The oracle and the operator: the loss, and the log-probability of each label."""
 PLAIN, ALL = TRANSFORMS["plain"], TRANSFORMS["both"]
 
 
-def oracle(labels: Tensor, transform: LogitTransform = PLAIN, kind: Kind = LOSS) -> Callable[..., Tensor]:
+def oracle(labels, transform=PLAIN, kind=LOSS):
     how = {"scale": transform.scale, "softcap": transform.softcap, **kind[2]}
     return lambda hidden, weight, bias=None: kind[0](hidden, weight, labels, bias, **how)
 
 
-def tiled(
-    labels: Tensor, tile: Any, transform: LogitTransform | None = None, kind: Kind = LOSS
-) -> Callable[..., Tensor]:
+def tiled(labels, tile, transform=None, kind=LOSS):
     how = {"tile": tile, "transform": transform, **kind[2]}
     return lambda hidden, weight, bias=None: kind[1](hidden, weight, labels, bias=bias, **how)
 
 
-def number(value: float) -> Tensor:
+def number(value):
     return torch.tensor(value, dtype=torch.float64)
 
 
-def upstream_of(kind: Kind, labels: Tensor, scale: float = 0.25) -> Tensor:
+def upstream_of(kind, labels, scale=0.25):
     """Of the loss; or of each token, of both signs, some of them zero and some of tokens without a label."""
     if kind is LOSS:
         return number(scale)
@@ -83,9 +78,7 @@ def upstream_of(kind: Kind, labels: Tensor, scale: float = 0.25) -> Tensor:
 @pytest.mark.parametrize("tile", [1, 4, 12, 13, 64, None])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 13), (2, 7), (13,)], ids=str)
 @BOTH
-def test_tiles_are_untiled(
-    kind: Kind, shape: tuple[int, ...], tile: int | None, layout: Any, dtype: torch.dtype
-) -> None:
+def test_tiles_are_untiled(kind, shape, tile, layout, dtype):
     """Defects 2 and 4: in the reference the weight's gradient does not scale with the upstream one, the mean is that of
     tiles' means, and for lengths that tiles do not divide a gradient is never added."""
     labels = layout(labels_of(*shape))
@@ -94,14 +87,14 @@ def test_tiles_are_untiled(
     assert kind is LOSS or not got[0][labels == -100].any()
 
 
-def test_logits_of_hundreds_do_not_overflow() -> None:
+def test_logits_of_hundreds_do_not_overflow():
     labels, inputs = labels_of(1, 13), [leaf(t * 100) for t in inputs_of(1, 13)]
     got = gradients(tiled(labels, 4), inputs, number(1.0), torch.float32)
     assert float(got[0]) > 1e4
     assert worst(got, gradients(oracle(labels), inputs, number(1.0))) < 1e-5
 
 
-def test_gradients_arrive_once_and_in_backward() -> None:
+def test_gradients_arrive_once_and_in_backward():
     """Defect 3: in the reference they appear during forward."""
     inputs, fired = inputs_of(2, 13, bias=True), []
     for t in inputs:
@@ -114,7 +107,7 @@ def test_gradients_arrive_once_and_in_backward() -> None:
 
 @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)], ids=str)
 @BOTH
-def test_frozen_parts(kind: Kind, frozen: tuple[int, ...]) -> None:
+def test_frozen_parts(kind, frozen):
     """Defect 3: a frozen body (hidden needs no gradient) with a trainable head raises in the reference."""
     labels, inputs = labels_of(2, 13), inputs_of(2, 13, bias=True)
     inputs = [leaf(t, needs=i not in frozen) for i, t in enumerate(inputs)]
@@ -123,13 +116,13 @@ def test_frozen_parts(kind: Kind, frozen: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("head", ["linear", "deep"])
-def test_all_labels_masked_is_exactly_zero(head: str) -> None:
+def test_all_labels_masked_is_exactly_zero(head):
     module = TiledHead(HEADS[head](), 4, ALL)
     got = of_module(module, randn(2, 13, WIDTH).requires_grad_(), number(3.0), torch.full((2, 13), -100))
     assert not any(g.any() for g in got)  # type: ignore[union-attr]
 
 
-def test_no_tokens() -> None:
+def test_no_tokens():
     hidden, weight = inputs_of(1, 0)
     loss = tiled_logits_loss(hidden, weight, torch.zeros(1, 0, dtype=torch.long), tile=4)
     loss.backward()
@@ -138,12 +131,12 @@ def test_no_tokens() -> None:
 
 
 @BOTH
-def test_a_weight_that_is_used_twice_and_a_second_backward(kind: Kind) -> None:
+def test_a_weight_that_is_used_twice_and_a_second_backward(kind):
     """Gradients of two uses of one head add up. The graph of log-probabilities, which keeps no logits, can be walked
     twice; that of a loss holds its gradients once."""
     labels = labels_of(2, 13)
 
-    def net(of: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def net(of):
         return lambda x, weight: 2 * of(x, weight) - of(torch.tanh(x @ weight.T) @ weight, weight)
 
     inputs, upstream, ours = inputs_of(2, 13), upstream_of(kind, labels), net(tiled(labels, 4, kind=kind))
@@ -162,7 +155,7 @@ def test_a_weight_that_is_used_twice_and_a_second_backward(kind: Kind) -> None:
 @pytest.mark.parametrize("device", ["cpu"])
 @pytest.mark.parametrize("transform", [PLAIN, ALL], ids=["plain", "both"])
 @BOTH
-def test_bf16_does_not_lose_with_the_number_of_tiles(kind: Kind, transform: LogitTransform, device: str) -> None:
+def test_bf16_does_not_lose_with_the_number_of_tiles(kind, transform, device):
     """The weight's gradient over 64 tiles is as good as that of one product."""
     rows = 1024
     labels = labels_of(1, rows).to(device)
@@ -178,12 +171,12 @@ def test_bf16_does_not_lose_with_the_number_of_tiles(kind: Kind, transform: Logi
 @pytest.mark.gpu
 @pytest.mark.parametrize("transform", [PLAIN, ALL], ids=["plain", "both"])
 @BOTH
-def test_gpu_bf16(kind: Kind, transform: LogitTransform) -> None:
+def test_gpu_bf16(kind, transform):
     test_bf16_does_not_lose_with_the_number_of_tiles(kind, transform, "cuda")
 
 
 @BOTH
-def test_autocast(kind: Kind) -> None:
+def test_autocast(kind):
     """Weights in fp32, products in bf16, in backward too, where autocast is off; gradients come back in fp32."""
     labels, inputs = labels_of(2, 13), [leaf(t, torch.float32) for t in inputs_of(2, 13, bias=True)]
     upstream, plain = upstream_of(kind, labels), oracle(labels, kind=kind)
@@ -197,7 +190,7 @@ def test_autocast(kind: Kind) -> None:
     assert all(torch.equal(g, g.bfloat16().float()) for g in products), "a product ran in fp32"
 
 
-def growth(fn: Callable[[], Tensor]) -> tuple[int, int]:
+def growth(fn):
     """Peak bytes of forward, and of forward and backward."""
     with Ledger() as ledger:
         start = ledger.device_bytes
@@ -209,7 +202,7 @@ def growth(fn: Callable[[], Tensor]) -> tuple[int, int]:
 
 
 @BOTH
-def test_no_logits_of_the_whole_sequence(kind: Kind) -> None:
+def test_no_logits_of_the_whole_sequence(kind):
     """Neither forward nor backward makes anything of [tokens, V], but a few tiles of it; the untiled loss shows
     that the reading can tell."""
     rows, vocab, tile = 512, 1000, 16
@@ -226,10 +219,10 @@ def test_no_logits_of_the_whole_sequence(kind: Kind) -> None:
 
 
 @BOTH
-def test_refusals(kind: Kind) -> None:
+def test_refusals(kind):
     inputs, labels = inputs_of(2, 13), labels_of(2, 13)
 
-    def said(labels: Tensor, tile: Any = 4, **how: float) -> str:
+    def said(labels, tile=4, **how):
         return error_of(tiled(labels, tile, kind=(*kind[:2], how)), *inputs)
 
     assert "labels [2, 12] must have hidden's shape [2, 13]" in said(labels[:, 1:])
@@ -245,24 +238,24 @@ def test_refusals(kind: Kind) -> None:
 # ----- TiledHead
 
 
-def linear(bias: bool = False) -> nn.Linear:
+def linear(bias=False):
     return randomised(nn.Linear(WIDTH, VOCAB, bias=bias))
 
 
 class Deep(nn.Module):
     """A head that is more than a Linear."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.dense, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
         self.decoder = nn.Linear(WIDTH, VOCAB)
         randomised(self)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return self.decoder(self.norm(torch.tanh(self.dense(hidden))))
 
 
-def lora() -> nn.Module:
+def lora():
     from peft import LoraConfig, inject_adapter_in_model
 
     parent = nn.ModuleDict({"head": nn.Linear(WIDTH, VOCAB, bias=False)})
@@ -270,11 +263,11 @@ def lora() -> nn.Module:
 
 
 class PlainHead(nn.Module):
-    def __init__(self, head: nn.Module, transform: LogitTransform) -> None:
+    def __init__(self, head, transform):
         super().__init__()
         self.head, self.transform = head, transform
 
-    def forward(self, hidden: Tensor, labels: Tensor, temperature: float | None = None) -> Tensor:
+    def forward(self, hidden, labels, temperature=None):
         logits = self.transform(self.head(hidden)) / (temperature or 1.0)
         logps = logits.log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels != -100)
         return -logps.sum() if temperature is None else logps
@@ -288,9 +281,7 @@ HEADS = {"linear": linear, "linear with bias": lambda: linear(True), "deep": Dee
 @pytest.mark.parametrize("tile", [1, 4, None])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
-def test_head_is_untiled(
-    make: Any, transform: LogitTransform, tile: int | None, frozen: str, temperature: float | None
-) -> None:
+def test_head_is_untiled(make, transform, tile, frozen, temperature):
     """The loss or log-probabilities of any head, and its statistics, which change nothing. Of a LoRA head, too, each
     trained weight gets its gradient, and the frozen ones get none (defect 5)."""
     hidden, labels, found = randn(2, 13, WIDTH).requires_grad_(frozen != "body"), labels_of(2, 13), Statistics()
@@ -310,7 +301,7 @@ def test_head_is_untiled(
 
 
 @pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
-def test_head_without_labels_gives_logits_and_keeps_its_names(make: Any) -> None:
+def test_head_without_labels_gives_logits_and_keeps_its_names(make):
     head, hidden = make(), randn(2, 13, WIDTH)
     stand_in = TiledHead(head, 4, ALL)
     want = head(hidden)
@@ -319,7 +310,7 @@ def test_head_without_labels_gives_logits_and_keeps_its_names(make: Any) -> None
     assert torch.equal(stand_in(hidden), want)  # the transform is the model's, which still runs
 
 
-def test_evaluation_makes_no_gradients() -> None:
+def test_evaluation_makes_no_gradients():
     """Autograd reports inputs that require a gradient under no_grad too: the loss must not take its word for it."""
     inputs = [randn(n, 8).requires_grad_() for n in (150, 600)]
     ours, found = functools.partial(tiled(torch.zeros(150, dtype=torch.long), 10), *inputs), []

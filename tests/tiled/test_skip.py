@@ -13,7 +13,6 @@ import zoo
 from cases import batch, make_model, plain_step, step, train, worst_error
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 
 import alstlib
@@ -26,7 +25,7 @@ class Layer(Gemma2DecoderLayer):
 
     finish: Callable[[Any, Tensor], Tensor]
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states, **kwargs):
         out, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         x = hidden_states + self.post_attention_layernorm(out)
         return x + self.finish(self.mlp(self.pre_feedforward_layernorm(x)))
@@ -35,34 +34,34 @@ class Layer(Gemma2DecoderLayer):
 class Stateful(nn.Module):
     """Counts its calls in a buffer and lets the count matter."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return F.layer_norm(x, x.shape[-1:])
 
 
 class OverTokens(nn.Module):
     """Normalises over the sequence: not token by token."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x / x.square().mean(1, keepdim=True).sqrt()
 
 
 class Dropout(nn.Module):
     """Draws feature by feature: tiles would draw in another order."""
 
-    def __init__(self, p: float) -> None:
+    def __init__(self, p):
         super().__init__()
         self.p = p
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return F.dropout(x.transpose(1, 2).contiguous(), self.p).transpose(1, 2) if self.p else x * 1.0
 
 
 # what a layer does with its MLP's output, and how often the MLP runs then
-FINISHES: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
+FINISHES = {
     "nothing": (lambda s, m: m, 2),
     "scaled and reshaped": (lambda s, m: (0.22 * m).flatten(0, 1).unflatten(0, m.shape[:2]), 2),
     "learned scale": (lambda s, m: s.post_feedforward_layernorm.weight * m, 3),
@@ -86,7 +85,7 @@ FINISHES: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
 }
 
 
-def open_model(finish: Callable[[Any, Tensor], Tensor], p: float = 0.0) -> PreTrainedModel:
+def open_model(finish, p=0.0):
     model = make_model("gemma2")
     for layer in model.model.layers:
         layer.__class__ = type("Open", (Layer,), {"finish": finish})
@@ -95,7 +94,7 @@ def open_model(finish: Callable[[Any, Tensor], Tensor], p: float = 0.0) -> PreTr
     return model
 
 
-def steps(model: PreTrainedModel, options: dict[str, Any], count: int = 2) -> tuple[list[dict[str, Tensor]], float]:
+def steps(model, options, count=2):
     """Gradients of each step, and the MLP's forwards for each layer in the last one."""
     tokens, grads = Counter[str](), []
     for layer in model.model.layers:
@@ -107,10 +106,10 @@ def steps(model: PreTrainedModel, options: dict[str, Any], count: int = 2) -> tu
     return grads, tokens["mlp"] / LENGTH / len(model.model.layers)
 
 
-PLAIN: dict[str, Any] = {"tiles": {"loss": True, "norm": True}, "checkpoint": False}
+PLAIN = {"tiles": {"loss": True, "norm": True}, "checkpoint": False}
 
 
-def exact(model: PreTrainedModel, want: dict[str, Tensor] | None = None, **options: Any) -> float:
+def exact(model, want=None, **options):
     """The step that learns the layer and the next have plain transformers' gradients; forwards of the MLP."""
     want = want or plain_step(model, batch())[1]
     grads, forwards = steps(model, {"tiles": {"mlp": 7, "loss": True, "norm": True}, **options})
@@ -119,20 +118,20 @@ def exact(model: PreTrainedModel, want: dict[str, Tensor] | None = None, **optio
 
 
 @pytest.mark.parametrize("kind", FINISHES)
-def test_what_follows_the_mlp(kind: str) -> None:
+def test_what_follows_the_mlp(kind):
     """The MLP runs twice where one norm alone reads it."""
     finish, forwards = FINISHES[kind]
     assert exact(open_model(finish), save_attention=True) == forwards
 
 
 @pytest.mark.parametrize("kind", ["dropout", "dropout, then norm"])
-def test_what_draws_is_replayed(kind: str) -> None:
+def test_what_draws_is_replayed(kind):
     """A dropout between MLP and residual draws in the recompute what it drew in forward."""
     model = open_model(FINISHES[kind][0], p=0.3)
     exact(model, steps(copy.deepcopy(model), PLAIN, 1)[0][0])
 
 
-def test_a_dropout_that_is_turned_on_later() -> None:
+def test_a_dropout_that_is_turned_on_later():
     """Learned while it drew nothing, exact when it draws."""
     model, grads = open_model(FINISHES["dropout"][0]), []
     with alstlib.apply(model, None, alstlib.Options(tiles={"mlp": 7, "loss": True, "norm": True})):
@@ -146,11 +145,11 @@ def test_a_dropout_that_is_turned_on_later() -> None:
 
 
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
-def test_a_hook_of_the_user_on_the_norm(register: str) -> None:
+def test_a_hook_of_the_user_on_the_norm(register):
     """A forward hook that changes the norm's output, or its input, still counts."""
     model = make_model("gemma2")
 
-    def scale(module: nn.Module, args: tuple[Tensor, ...], out: Tensor | None = None) -> Any:
+    def scale(module, args, out=None):
         return (args[0] * 3.0,) if out is None else out * 3.0
 
     for layer in model.model.layers:
@@ -159,14 +158,14 @@ def test_a_hook_of_the_user_on_the_norm(register: str) -> None:
 
 
 @pytest.mark.parametrize("frozen", ["post_feedforward_layernorm", "mlp"])
-def test_frozen_norms_and_frozen_mlps(frozen: str) -> None:
+def test_frozen_norms_and_frozen_mlps(frozen):
     model = make_model("gemma2")
     for name, p in model.named_parameters():
         p.requires_grad_(frozen not in name)
     assert exact(model, save_attention=True) == 2
 
 
-def test_a_layer_is_learned_on_more_than_one_token() -> None:
+def test_a_layer_is_learned_on_more_than_one_token():
     """One token says nothing about what a module does across tokens."""
     model = open_model(FINISHES["over the tokens"][0])
     want = plain_step(model, batch())[1]
@@ -176,7 +175,7 @@ def test_a_layer_is_learned_on_more_than_one_token() -> None:
 
 
 @pytest.mark.parametrize("name", ["Gemma2Config", "Gemma3TextConfig", "Olmo2Config", "Olmo3Config", "Glm4Config"])
-def test_models_that_normalise_the_mlps_output(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_models_that_normalise_the_mlps_output(monkeypatch, name):
     """Twice, not three times, in the models of Hugging Face that put a norm between MLP and residual."""
     fields = {"head_dim": 8, "sliding_window": 64, "attn_logit_softcapping": None}
     monkeypatch.setitem(zoo.MORE, name, (name, fields))

@@ -1,11 +1,7 @@
 """Tiled compute against the untiled function, and TiledMLP against the modules that it stands in for."""
 
-from __future__ import annotations
-
 import copy
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -27,30 +23,30 @@ pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 WIDTH = 6
 
 
-def mlp_function(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor) -> Tensor:
+def mlp_function(x, w1, b1, w2):
     return F.gelu(x @ w1 + b1) @ w2
 
 
-def weights_of(out: int = WIDTH, seed: int = 10) -> list[Tensor]:
+def weights_of(out=WIDTH, seed=10):
     shapes = [(WIDTH, 11), (11,), (11, out)]
     return [randn(*s, seed=seed + i).requires_grad_() for i, s in enumerate(shapes)]
 
 
-def tiled(fn: Callable[..., Tensor], tile: int) -> Callable[..., Tensor]:
+def tiled(fn, tile):
     """fn(x, *params) in tiles."""
     return lambda x, *params: tiled_compute(lambda part: fn(part, *params), x, params, tile=tile)
 
 
-def plain(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def plain(fn):
     return lambda x, *params: reference.token_wise(lambda part: fn(part, *params), x)
 
 
-def inputs_of(batch: int = 2, rows: int = 7, out: int = WIDTH) -> list[Tensor]:
+def inputs_of(batch=2, rows=7, out=WIDTH):
     """x and the weights of `mlp_function`."""
     return [randn(batch, rows, WIDTH).requires_grad_(), *weights_of(out)]
 
 
-def number_of_each(x: Tensor, *params: Tensor) -> Tensor:
+def number_of_each(x, *params):
     return mlp_function(x, *params).square().sum(-1)
 
 
@@ -63,7 +59,7 @@ def number_of_each(x: Tensor, *params: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("rows", "tile"), [(1, 1), (1, 4), (7, 1), (7, 3), (13, 4), (13, 6), (13, 12), (13, 13), (8, 4)]
 )
-def test_tiled_is_untiled(rows: int, tile: int, batch: int, layout: Any, dtype: torch.dtype) -> None:
+def test_tiled_is_untiled(rows, tile, batch, layout, dtype):
     """Odd lengths, one-token tails, an upstream gradient that is not 1."""
     x = layout(randn(batch, rows, WIDTH)).requires_grad_()
     upstream = layout(randn(batch, rows, WIDTH, seed=1, scale=3.0))
@@ -73,7 +69,7 @@ def test_tiled_is_untiled(rows: int, tile: int, batch: int, layout: Any, dtype: 
 
 
 SHIFTS = [randn(1, 1, WIDTH, seed=i).requires_grad_() for i in range(2)]
-FUNCTIONS: dict[str, tuple[Callable[..., Tensor], list[Tensor], Any]] = {
+FUNCTIONS = {
     "an output that is wider": (mlp_function, inputs_of(out=9), (2, 7, 9)),
     "one number a token": (number_of_each, inputs_of(out=9), (2, 7)),
     # defect 5, the caller's gradient is mutated: here a weight's gradient of a tile is a view of the caller's, two
@@ -93,17 +89,17 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], list[Tensor], Any]] = {
 
 @pytest.mark.parametrize("tile", [1, 2, 3, 5])
 @pytest.mark.parametrize(("fn", "inputs", "shape"), FUNCTIONS.values(), ids=FUNCTIONS)
-def test_functions(fn: Callable[..., Tensor], inputs: list[Tensor], shape: Any, tile: int) -> None:
+def test_functions(fn, inputs, shape, tile):
     upstream = randn(*shape, seed=1)
     before = upstream.clone()
     agree(tiled(fn, tile), plain(fn), inputs, upstream)
     assert torch.equal(upstream, before)
 
 
-def test_backward_runs_under_the_autocast_of_forward() -> None:
-    seen: list[torch.dtype] = []
+def test_backward_runs_under_the_autocast_of_forward():
+    seen = []
 
-    def fn(x: Tensor, w: Tensor) -> Tensor:
+    def fn(x, w):
         y = x @ w
         seen.append(y.dtype)
         return y
@@ -117,21 +113,21 @@ def test_backward_runs_under_the_autocast_of_forward() -> None:
     assert (x.grad.dtype, w.grad.dtype) == (torch.float32, torch.float32)
 
 
-def test_along_is_cut_with_the_input() -> None:
+def test_along_is_cut_with_the_input():
     chosen = torch.arange(26).view(13, 2).T % WIDTH
     assert not chosen.is_contiguous()
 
-    def fn(x: Tensor, w: Tensor, index: Tensor) -> Tensor:
+    def fn(x, w, index):
         return (x @ w).gather(-1, index[..., None])[..., 0]
 
-    def cut(x: Tensor, w: Tensor) -> Tensor:
+    def cut(x, w):
         return tiled_compute(lambda part, index: fn(part, w, index), x, [w], tile=4, along=[chosen])
 
     inputs = [randn(2, 13, WIDTH).requires_grad_(), randn(WIDTH, WIDTH, seed=1).requires_grad_()]
     agree(cut, lambda x, w: fn(x, w, chosen), inputs, randn(2, 13, seed=2))
 
 
-def test_each_gradient_arrives_once_and_in_backward() -> None:
+def test_each_gradient_arrives_once_and_in_backward():
     """Defects 3 and 5 ("marked ready only once" under DDP): a weight's hook fires one time, with all tiles in it."""
     (x, *params), fired = inputs_of(2, 13), []
     for i, p in enumerate(params):
@@ -143,7 +139,7 @@ def test_each_gradient_arrives_once_and_in_backward() -> None:
     assert sorted(fired) == [0, 1, 2]
 
 
-def test_bad_tiles_and_functions() -> None:
+def test_bad_tiles_and_functions():
     x = randn(2, 7, WIDTH)
     for tile in (0, -3, 2.5, True, None, "4"):
         says = "must be a whole number of tokens of at least 1"
@@ -153,7 +149,7 @@ def test_bad_tiles_and_functions() -> None:
         assert "a token-wise function must keep the shape [B, S, ...]" in error_of(tiled_compute, fn, x, tile=3)
 
 
-def test_default_tile_is_large_and_a_power_of_two() -> None:
+def test_default_tile_is_large_and_a_power_of_two():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert default_tile(14336, 2, cuda) == 16384  # Llama-3.1-8B: not sequence / 4096 tiles
     assert default_tile(128256, 4, cuda) == 1024
@@ -165,14 +161,14 @@ def test_default_tile_is_large_and_a_power_of_two() -> None:
 
 @pytest.mark.parametrize("tile", [3, 7])
 @pytest.mark.parametrize("read", [(0, 1), (0,), (1,)], ids=str)
-def test_several_outputs(tile: int, read: tuple[int, ...]) -> None:
+def test_several_outputs(tile, read):
     """A block of experts returns its router's scores too, [B * S, experts], and whole numbers without a gradient."""
 
-    def fn(x: Tensor, *params: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def fn(x, *params):
         scores = (x.flatten(0, 1) @ params[0]).softmax(-1)
         return mlp_function(x, *params), scores, scores.topk(2).indices
 
-    def cut(x: Tensor, *params: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def cut(x, *params):
         return tiled_compute(lambda part: fn(part, *params), x, params, tile=tile)
 
     inputs = inputs_of()
@@ -188,15 +184,15 @@ def test_several_outputs(tile: int, read: tuple[int, ...]) -> None:
 CONFIG = {"hidden_size": WIDTH, "intermediate_size": 10, "num_attention_heads": 1}
 
 
-def llama(**overrides: Any) -> nn.Module:
+def llama(**overrides):
     return randomised(LlamaMLP(LlamaConfig(**{**CONFIG, **overrides})), 0.5)
 
 
-def gpt2(dropout: float = 0.0) -> nn.Module:
+def gpt2(dropout=0.0):
     return randomised(GPT2MLP(10, GPT2Config(n_embd=WIDTH, n_head=2, resid_pdrop=dropout)), 0.5)
 
 
-def lora(dropout: float = 0.0) -> nn.Module:
+def lora(dropout=0.0):
     """LlamaMLP with adapters on two of its three projections; everything else is frozen."""
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -209,19 +205,19 @@ def lora(dropout: float = 0.0) -> nn.Module:
 class Block(nn.Module):
     """Owns an MLP, as a decoder layer does."""
 
-    def __init__(self, mlp: nn.Module) -> None:
+    def __init__(self, mlp):
         super().__init__()
         self.mlp = mlp
         self.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.mlp(self.norm(x))
 
 
 X, UPSTREAM = randn(2, 13, WIDTH).requires_grad_(), randn(2, 13, WIDTH, seed=1)
 
 
-def alike(module: nn.Module, plain: nn.Module, x: Tensor = X, upstream: Tensor = UPSTREAM) -> list[Tensor | None]:
+def alike(module, plain, x=X, upstream=UPSTREAM):
     """Output and gradients of a module, which are those of the plain one."""
     got = run(module, x, upstream)
     assert worst(got, run(plain, x, upstream)) < 1e-12
@@ -235,7 +231,7 @@ MLPS = {"llama": llama, "gpt2": gpt2, "lora": lora}
 @pytest.mark.parametrize("layout", [Tensor.clone, strided], ids=["contiguous", "strided"])
 @pytest.mark.parametrize("tile", [1, 4, 12, 100, None])
 @pytest.mark.parametrize("make", MLPS.values(), ids=MLPS)
-def test_mlp_is_untiled(make: Any, tile: int | None, layout: Any, dtype: torch.dtype) -> None:
+def test_mlp_is_untiled(make, tile, layout, dtype):
     x, upstream = layout(randn(2, 13, WIDTH)).requires_grad_(), randn(2, 13, WIDTH, seed=1, scale=0.25)
     want = run(make(), x.contiguous(), upstream)  # GPT-2's own takes no other
     got = run(TiledMLP(make().to(dtype), tile), leaf(x, dtype), upstream.to(dtype))
@@ -243,14 +239,14 @@ def test_mlp_is_untiled(make: Any, tile: int | None, layout: Any, dtype: torch.d
 
 
 @pytest.mark.parametrize("make", MLPS.values(), ids=MLPS)
-def test_mlp_on_an_input_without_grad(make: Any) -> None:
+def test_mlp_on_an_input_without_grad(make):
     """Defect 5: the weights', and the adapters', gradients arrive all the same."""
     assert alike(TiledMLP(make(), 4), make(), X.detach())[1] is None
 
 
-def test_zero3s_hooks_see_an_input_that_needs_a_gradient() -> None:
+def test_zero3s_hooks_see_an_input_that_needs_a_gradient():
     """ZeRO-3 gathers a leaf's weights for backward when its input's gradient is due: there has to be one."""
-    seen: list[bool] = []
+    seen = []
     for frozen in (False, True):
         mlp = TiledMLP(llama().requires_grad_(not frozen), 4)
         mlp.register_forward_hook(lambda module, args, out: seen.append(args[0].requires_grad))
@@ -260,7 +256,7 @@ def test_zero3s_hooks_see_an_input_that_needs_a_gradient() -> None:
     assert seen == [True, False, False, False]
 
 
-def test_lora_gradients_reach_the_adapters_alone() -> None:
+def test_lora_gradients_reach_the_adapters_alone():
     """Defect 5: LoRA weights inside are missed. Adapters put in before and after tiling both train."""
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -274,16 +270,16 @@ def test_lora_gradients_reach_the_adapters_alone() -> None:
 
 
 class Masked(nn.Module):
-    def __init__(self, inner: nn.Module, mask: Tensor) -> None:
+    def __init__(self, inner, mask):
         super().__init__()
         self.inner, self.mask = inner, mask
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.inner(x) * self.mask
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_dropout_inside_an_mlp_is_replayed(device: str) -> None:
+def test_dropout_inside_an_mlp_is_replayed(device):
     """GPT-2's dropout is the last thing its MLP does, so that the mask shows in the output."""
     x, upstream = leaf(X.to(device), needs=True), UPSTREAM.to(device)
     mlp = TiledMLP(gpt2(dropout=0.3).to(device), 4)
@@ -299,11 +295,11 @@ def test_dropout_inside_an_mlp_is_replayed(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_dropout_is_replayed() -> None:
+def test_gpu_dropout_is_replayed():
     test_dropout_inside_an_mlp_is_replayed("cuda")
 
 
-def test_bf16_weight_gradients_do_not_lose_with_the_number_of_tiles() -> None:
+def test_bf16_weight_gradients_do_not_lose_with_the_number_of_tiles():
     """Defect 5: adding up in bf16 costs 1% at 64 tiles. The sum is kept in fp32: as good as the untiled product."""
     rows, tiles = 1024, 64
     module, x, upstream = llama().bfloat16(), randn(1, rows, WIDTH).bfloat16(), randn(1, rows, WIDTH, seed=1).bfloat16()
@@ -317,7 +313,7 @@ def test_bf16_weight_gradients_do_not_lose_with_the_number_of_tiles() -> None:
         assert ours < 0.01
 
 
-def test_names_and_state_stay_and_a_copy_is_a_model_of_its_own() -> None:
+def test_names_and_state_stay_and_a_copy_is_a_model_of_its_own():
     block, x, other = Block(gpt2()), leaf(randn(1, 7, WIDTH), needs=True), Block(gpt2())
     names, before = list(block.state_dict()), block(x)
     block.mlp = TiledMLP(block.mlp, 4)
@@ -333,7 +329,7 @@ def test_names_and_state_stay_and_a_copy_is_a_model_of_its_own() -> None:
     assert block.float()(x.float()).dtype == torch.float32
 
 
-def test_skip_of_an_mlp_unless_it_draws() -> None:
+def test_skip_of_an_mlp_unless_it_draws():
     """A recompute may skip the output; an MLP with dropout runs, as what is drawn after it must stay the same."""
     mlp = TiledMLP(llama(), 4)
     want = run(mlp, X, UPSTREAM)
@@ -351,7 +347,7 @@ def test_skip_of_an_mlp_unless_it_draws() -> None:
             assert mlp.train(runs)(X).any() == runs
 
 
-def test_a_backward_runs_in_the_mode_of_its_forward() -> None:
+def test_a_backward_runs_in_the_mode_of_its_forward():
     """Modes that are switched between forward and backward matter to neither, and stay as they were switched."""
     for wrap in (lambda mlp: TiledMLP(mlp, 4), lambda mlp: mlp):
         grads = []
@@ -365,12 +361,12 @@ def test_a_backward_runs_in_the_mode_of_its_forward() -> None:
         assert torch.equal(*grads)
 
 
-def test_memory_is_a_tile() -> None:
+def test_memory_is_a_tile():
     """Four times the sequence at the same tile adds its input, output and two gradients, and nothing else."""
     tile, width = 64, 16
     tokens = {rows: randn(1, rows, width).float() for rows in (512, 2048)}
 
-    def growth(tile: int | None, rows: int) -> int:
+    def growth(tile, rows):
         mlp = llama(hidden_size=width, intermediate_size=128).float()
         module = TiledMLP(mlp, tile) if tile else mlp
         return peak_of_step(module, leaf(tokens[rows]))
@@ -382,7 +378,7 @@ def test_memory_is_a_tile() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: nn.LayerNorm(8), lambda: LlamaRMSNorm(8)], ids=["layer norm", "rms norm"])
-def test_norm_in_tiles_is_the_norm(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+def test_norm_in_tiles_is_the_norm(monkeypatch, make):
     """Sixteen tiles of the norm before the head; nothing as long as the sequence but input, output and gradients."""
     monkeypatch.setitem(TILE_BYTES, "cpu", 256 * 8 * 4)
     norm, rows = make(), 16 * 256 - 3
@@ -398,9 +394,9 @@ def test_norm_in_tiles_is_the_norm(monkeypatch: pytest.MonkeyPatch, make: Any) -
 
 
 @pytest.mark.parametrize("stand_in", [TiledMLP, TiledNorm])
-def test_rows_without_a_batch_are_tiled_by_rows(stand_in: Any) -> None:
+def test_rows_without_a_batch_are_tiled_by_rows(stand_in):
     """OPT hands its norm [B * S, E]: the width is not the sequence."""
-    inner: nn.Module = nn.LayerNorm(12, dtype=torch.float64)
+    inner = nn.LayerNorm(12, dtype=torch.float64)
     inner = nn.Sequential(inner, nn.Linear(12, 12, dtype=torch.float64)) if stand_in is TiledMLP else inner
     x, upstream = randn(17, 12).requires_grad_(), randn(17, 12, seed=1)
     want, got = run(inner, x, upstream), run(stand_in(inner, tile=5), x, upstream)

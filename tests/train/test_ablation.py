@@ -9,7 +9,6 @@ import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -37,8 +36,8 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 CHAT = {"role": "user", "content": "a"}
 
 
-def run_config(**changes: Any) -> RunConfig:
-    defaults: dict[str, Any] = {
+def run_config(**changes):
+    defaults = {
         "options": "plain",
         "model.name": "tiny",
         "data.seq_len": 129,
@@ -60,27 +59,27 @@ def run_config(**changes: Any) -> RunConfig:
 class Look:
     """What the processes of a run listen on, each time that its launcher looks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen: list[dict[int, set[str]]] = []
 
-    def watch(self, out: Path) -> Look:
+    def watch(self, out):
         self.out = out
         return self
 
-    def tick(self) -> None:
+    def tick(self):
         self.seen.append(listening(self.out))
 
-    def __call__(self, event: Any) -> None:
+    def __call__(self, event):
         self.tick()
 
 
 @pytest.fixture(scope="module")
-def look() -> Look:
+def look():
     return Look()
 
 
 @pytest.fixture(scope="module")
-def first(look: Look, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def first(look, tmp_path_factory):
     """Five steps of two micro-batches with a state after the third; the model is saved at the end."""
     out = tmp_path_factory.mktemp("first")
     run = run_config(
@@ -90,13 +89,13 @@ def first(look: Look, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
 
 
 @pytest.mark.skipif(not READS_PROC, reason="reads Linux's /proc")
-def test_a_run_listens_on_the_loopback_only(first: tuple[Path, dict[str, Any]], look: Look) -> None:
+def test_a_run_listens_on_the_loopback_only(first, look):
     """torchrun's store, gloo's sockets and whatever DeepSpeed opens, while real ranks train."""
     assert max(len(found) for found in look.seen) >= 3, "torchrun and both ranks"
     assert {address for found in look.seen for addresses in found.values() for address in addresses} == {"127.0.0.1"}
 
 
-def test_a_run_writes_a_complete_result(first: tuple[Path, dict[str, Any]]) -> None:
+def test_a_run_writes_a_complete_result(first):
     out, result = first
     assert result == results.read_result(out / "result.json")
     assert (result["status"], result["mode"], result["row"], result["error"]) == ("ok", "real", "alst", None)
@@ -117,14 +116,14 @@ def test_a_run_writes_a_complete_result(first: tuple[Path, dict[str, Any]]) -> N
     assert m["flos"]["paper"] == 8 * dense * 258 + 2 * 16 * 129**2 * 16 * 4 * 2
 
 
-def test_wire_bytes_are_those_of_the_formula(first: tuple[Path, dict[str, Any]]) -> None:
+def test_wire_bytes_are_those_of_the_formula(first):
     """Each rank sends the other's half of q, k, v and of the output; twice forward (recompute), once backward."""
     tokens, layers, head_dim, heads, kv = 65, 2, 16, 4, 2
     exchange = tokens * head_dim * 4 * (heads + 2 * kv + heads) // 2
     assert first[1]["metrics"]["wire_bytes"] == 2 * layers * 3 * exchange  # of two micro-batches
 
 
-def test_progress_tells_rows_steps_and_time(first: tuple[Path, dict[str, Any]]) -> None:
+def test_progress_tells_rows_steps_and_time(first):
     events = ProgressReader(first[0] / "progress.jsonl").read()
     assert [e["event"] for e in events[:2]] == ["start", "load"]
     steps = [e for e in events if e["event"] == "step"]
@@ -135,7 +134,7 @@ def test_progress_tells_rows_steps_and_time(first: tuple[Path, dict[str, Any]]) 
 
 
 @pytest.fixture(scope="module")
-def own(first: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunConfig]:
+def own(first, tmp_path_factory):
     """The trained model as a folder, on a local JSONL file."""
     out = tmp_path_factory.mktemp("own")
     lines = [json.dumps({"text": f"def f_{i}(x):\n    return x + {i}\n" * 8}) for i in range(60)]
@@ -147,7 +146,7 @@ def own(first: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.slow
-def test_the_trained_model_is_trained_on(ranks2: Any, own: tuple[Path, RunConfig]) -> None:
+def test_the_trained_model_is_trained_on(ranks2, own):
     out, run = own
     (out / "run").mkdir()
     result = ranks2(trained, str(out / "run"), run.replace(output={"save_to": str(out / "again")}))[0]
@@ -162,7 +161,7 @@ def test_the_trained_model_is_trained_on(ranks2: Any, own: tuple[Path, RunConfig
 
 
 @pytest.mark.slow
-def test_a_nan_loss_is_an_error(ranks2: Any, own: tuple[Path, RunConfig], tmp_path: Path) -> None:
+def test_a_nan_loss_is_an_error(ranks2, own, tmp_path):
     run = own[1]
     for file in Path(run.model.name).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -178,7 +177,7 @@ def test_a_nan_loss_is_an_error(ranks2: Any, own: tuple[Path, RunConfig], tmp_pa
 
 
 @pytest.mark.slow
-def test_the_search_ends_at_the_budget(tmp_path: Path) -> None:
+def test_the_search_ends_at_the_budget(tmp_path):
     budget = 7_500_000
     run = run_config(
         search={"granule": 64}, device_memory=budget, seq_len=512, tiles={"mlp": 64, "loss": 64, "norm": True}
@@ -194,7 +193,7 @@ def test_the_search_ends_at_the_budget(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_length_beyond_the_budget_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_length_beyond_the_budget_is_out_of_memory(tmp_path, monkeypatch):
     run = run_config(seq_len=4096, device_memory="7.5MB")  # the model alone fits
     result = launch(run, tmp_path, extra_env=OFFLINE, force=True)
     assert result["status"] == "oom"
@@ -205,7 +204,7 @@ def test_a_length_beyond_the_budget_is_out_of_memory(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_a_run_that_cannot_fit_is_not_started(tmp_path: Path) -> None:
+def test_a_run_that_cannot_fit_is_not_started(tmp_path):
     run = run_config(seq_len=40_000, device_memory="100MB", tiles={"mlp": True, "norm": True}, offload=False)
     began = time.monotonic()
     result = launch(run, tmp_path)
@@ -219,7 +218,7 @@ def test_a_run_that_cannot_fit_is_not_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_a_cpus_memory_holds_devices_and_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpus_memory_holds_devices_and_processes(tmp_path, monkeypatch):
     free = [23 * GIB]
     monkeypatch.setattr("alstlib.planner.machine.host_free", lambda: free[0])
     run = RunConfig(model={"name": "tiny"}, engine={"world_size": 2, "sp": 2}, data={"seq_len": "20M"})
@@ -236,7 +235,7 @@ def test_a_cpus_memory_holds_devices_and_processes(tmp_path: Path, monkeypatch: 
 # The worker's ranks in the tests' own pool: what ends a run before or in its first step
 
 
-def outcome(rank: int, world: int, out: str, run: RunConfig) -> tuple[str, str]:
+def outcome(rank, world, out, run):
     os.environ["TORCHELASTIC_RUN_ID"] = f"{Path(out).name}-{run.digest()}"
     import huggingface_hub.constants
 
@@ -248,7 +247,7 @@ def outcome(rank: int, world: int, out: str, run: RunConfig) -> tuple[str, str]:
         return type(e).__name__, str(e)
 
 
-def ends(pool: Any, out: Path, run: RunConfig) -> tuple[str, str, dict[str, Any]]:
+def ends(pool, out, run):
     """Status, message and result of a run that fails in the same way on every rank."""
     answers = pool(outcome, str(out), run)
     assert len({kind for kind, _ in answers}) == 1, answers
@@ -275,9 +274,7 @@ def ends(pool: Any, out: Path, run: RunConfig) -> tuple[str, str, dict[str, Any]
     ],
     ids=str,
 )
-def test_bad_input_is_an_error_on_every_rank(
-    ranks2: Any, tmp_path: Path, changes: dict[str, Any], kind: str, message: str
-) -> None:
+def test_bad_input_is_an_error_on_every_rank(ranks2, tmp_path, changes, kind, message):
     if isinstance(rows := changes.get("data.name"), list):
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
         changes = {"data.name": str(tmp_path / "rows.jsonl")}
@@ -287,8 +284,8 @@ def test_bad_input_is_an_error_on_every_rank(
 
 
 @pytest.mark.parametrize("search", [True, False])
-def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path: Path, search: bool) -> None:
-    job: Any = object.__new__(AblationRun)
+def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path, search):
+    job = object.__new__(AblationRun)
     job.run, job.progress, job.known = RunConfig(search=search), Progress(tmp_path / "p", 1), Trials([])
     job.ledger, job.budget, job.loader = SimpleNamespace(start=lambda: None), 100, lambda *_: None
     job.steps = mock.Mock(side_effect=RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
@@ -302,13 +299,13 @@ def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path:
 # What a run continues from, in the tests' own pool
 
 
-def trained(rank: int, world: int, out: str, run: RunConfig, dies_after: int = 0, seconds: float = 0) -> dict[str, Any]:
+def trained(rank, world, out, run, dies_after=0, seconds=0):
     """A run, ended after some step without a result, or with so many seconds left after its first; what it left."""
     work_out = Path(out)
     os.environ["TORCHELASTIC_RUN_ID"] = f"{work_out.name}-{time.monotonic()}"
     original = RunStates.after_step
 
-    def after_step(self: RunStates, loader: Any, step: int, took: float, history: Any) -> None:
+    def after_step(self, loader, step, took, history):
         if seconds:
             os.environ[DEADLINE_VARIABLE] = str(time.time() + seconds)
         original(self, loader, step, took, history)
@@ -331,25 +328,25 @@ def trained(rank: int, world: int, out: str, run: RunConfig, dies_after: int = 0
     return {**result, "said": said}
 
 
-def steps_in(folder: Path) -> list[int]:
+def steps_in(folder):
     """The steps of a run's states, from the newest on."""
     return [json.loads((place / "state.json").read_text())["step"] for place in states_in(folder)]
 
 
-def resumable(**changes: Any) -> RunConfig:
+def resumable(**changes):
     return run_config(
         **{"optim.steps": 4, "output.checkpoint_every": 1, "engine.zero_stage": 2, "optim.accumulation": 2, **changes}
     )
 
 
 @pytest.fixture(scope="module")
-def whole(ranks2: Any, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def whole(ranks2, tmp_path_factory):
     """The losses of the run that is not interrupted."""
     return ranks2(trained, str(tmp_path_factory.mktemp("whole")), resumable())[0]["metrics"]["loss"]
 
 
 @pytest.mark.slow
-def test_the_same_command_continues_by_itself(ranks2: Any, tmp_path: Path, whole: list[float]) -> None:
+def test_the_same_command_continues_by_itself(ranks2, tmp_path, whole):
     assert ranks2(trained, str(tmp_path), resumable(), 2)[0]["status"] == "error"
     assert steps_in(tmp_path) == [2, 1]
     result = ranks2(trained, str(tmp_path), resumable())[0]
@@ -372,7 +369,7 @@ def test_the_same_command_continues_by_itself(ranks2: Any, tmp_path: Path, whole
     assert len(longer["loss"]) == 8
 
 
-def test_other_ranks_go_on_with_the_same_losses(pools: Any, tmp_path: Path, whole: list[float]) -> None:
+def test_other_ranks_go_on_with_the_same_losses(pools, tmp_path, whole):
     """Two ranks share each sample under ZeRO-1, one has it alone under ZeRO-3, then two elsewhere under ZeRO-2."""
     first, then = tmp_path / "first", tmp_path / "then"
     first.mkdir()
@@ -389,9 +386,7 @@ def test_other_ranks_go_on_with_the_same_losses(pools: Any, tmp_path: Path, whol
     assert [e["step"] for e in events if e["event"] == "step"] == [4]
 
 
-def test_a_run_that_ended_after_its_last_step_has_no_step_to_do(
-    ranks2: Any, tmp_path: Path, whole: list[float]
-) -> None:
+def test_a_run_that_ended_after_its_last_step_has_no_step_to_do(ranks2, tmp_path, whole):
     out = tmp_path / "run"
     out.mkdir()
     run = resumable(save_to=str(tmp_path / "model"))
@@ -404,7 +399,7 @@ def test_a_run_that_ended_after_its_last_step_has_no_step_to_do(
 
 
 @pytest.mark.slow
-def test_a_state_of_another_configuration_is_kept(ranks2: Any, tmp_path: Path) -> None:
+def test_a_state_of_another_configuration_is_kept(ranks2, tmp_path):
     ranks2(trained, str(tmp_path), resumable(), 3)
     other = ranks2(trained, str(tmp_path), resumable(learning_rate=1e-3), 2)[0]
     assert other["status"] == "error"
@@ -419,7 +414,7 @@ def test_a_state_of_another_configuration_is_kept(ranks2: Any, tmp_path: Path) -
     assert steps_in(tmp_path) == [2, 1]  # nothing was saved: it stays
 
 
-def test_a_run_whose_time_is_up_saves_its_state_first(ranks2: Any, tmp_path: Path, whole: list[float]) -> None:
+def test_a_run_whose_time_is_up_saves_its_state_first(ranks2, tmp_path, whole):
     """By its own clock; then it is told to end; then it goes on to its end."""
     run = resumable(checkpoint_every=3)
     result = ranks2(trained, str(tmp_path), run, 0, 1.0)[0]
@@ -435,7 +430,7 @@ def test_a_run_whose_time_is_up_saves_its_state_first(ranks2: Any, tmp_path: Pat
     assert result["metrics"]["loss"] == pytest.approx(whole, rel=1e-6)
 
 
-def test_a_folder_for_the_model_is_tried_before_the_first_step(ranks2: Any, tmp_path: Path) -> None:
+def test_a_folder_for_the_model_is_tried_before_the_first_step(ranks2, tmp_path):
     (tmp_path / "file").touch()
     status, said, result = ends(ranks2, tmp_path, run_config(save_to=str(tmp_path / "file" / "model")))
     assert (status, result["error"]["type"]) == ("error", "OSError")
@@ -443,10 +438,10 @@ def test_a_folder_for_the_model_is_tried_before_the_first_step(ranks2: Any, tmp_
     assert result["metrics"] == {}
 
 
-def save_fails(rank: int, world: int, out: str, run: RunConfig) -> dict[str, Any]:
+def save_fails(rank, world, out, run):
     from alstlib.train import ablation
 
-    def full(*_: Any) -> None:
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     original, ablation.save_model = ablation.save_model, full
@@ -456,7 +451,7 @@ def save_fails(rank: int, world: int, out: str, run: RunConfig) -> dict[str, Any
         ablation.save_model = original
 
 
-def test_a_model_that_cannot_be_saved_leaves_the_metrics(ranks2: Any, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_saved_leaves_the_metrics(ranks2, tmp_path):
     result = ranks2(save_fails, str(tmp_path), run_config(save_to=str(tmp_path / "model"), zero_stage=2))[0]
     assert (result["status"], result["error"]["message"]) == ("error", "[Errno 28] No space left on device")
     assert len(result["metrics"]["loss"]) == 2

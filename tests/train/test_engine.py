@@ -1,10 +1,6 @@
 """The engine: what it saves is what it trained, and the fields of a run reach it."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,7 +9,6 @@ import zoo
 from cases import by_own_names, make_model, make_samples, same, whole_state, wrap
 from deepspeed.accelerator import get_accelerator
 from safetensors import safe_open
-from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,19 +25,19 @@ from alstlib.train.engine import host_tensors, initialize, take_step
 IDS = torch.arange(24).view(1, -1) % 96
 
 
-def test_layers_that_share_weights_are_refused_before_zero3_starts() -> None:
+def test_layers_that_share_weights_are_refused_before_zero3_starts():
     model = zoo.build_hybrid("zamba2")
     with alstlib.apply(model), pytest.raises(ValueError, match="trains and is used in several parts of the model"):
         initialize(RunConfig(engine={"zero_stage": 3}), model, False)
 
 
-def train_and_save(rank: int, world: int, kind: str, folder: str, tied: bool) -> dict[str, Any]:
+def train_and_save(rank, world, kind, folder, tied):
     """Two optimizer steps, the model saved; and the logits of the trained model itself, detached and gathered."""
     stage = int(kind[4:]) if kind.startswith("zero") else 0
     fields = {"zero_stage": stage, "offload_optimizer": False, "learning_rate": 1e-2, "dtype": "fp32"}
     ctx, model = alstlib.SPContext.create(2), make_model(tie_word_embeddings=tied)
     handle = alstlib.apply(model, ctx, alstlib.Options(tiles={"mlp": 5, "loss": 7, "norm": True}, offload=True))
-    engine: Any = wrap(model, kind, world, RunConfig.from_dict(by_own_names(fields)))
+    engine = wrap(model, kind, world, RunConfig.from_dict(by_own_names(fields)))
     plain = None if kind.startswith("zero") else torch.optim.AdamW(model.parameters(), lr=1e-2)
     for batch in SPDataLoader(make_samples(2), ctx, replicated=True):
         out = alstlib.causal_lm_loss(engine, batch)
@@ -63,7 +58,7 @@ def train_and_save(rank: int, world: int, kind: str, folder: str, tied: bool) ->
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"])
-def test_a_saved_model_is_the_trained_one(ranks2: Any, tmp_path: Path, kind: str, tied: bool) -> None:
+def test_a_saved_model_is_the_trained_one(ranks2, tmp_path, kind, tied):
     results = ranks2(train_and_save, kind, str(tmp_path), tied)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
     assert not any(info.values()), info
@@ -87,7 +82,7 @@ def test_a_saved_model_is_the_trained_one(ranks2: Any, tmp_path: Path, kind: str
     assert tokenizer.decode(tokenizer("def f(x):")["input_ids"]) == "def f(x):"
 
 
-def one_step(rank: int, world: int, stage: int, changes: dict[str, Any]) -> dict[str, Any]:
+def one_step(rank, world, stage, changes):
     """Learning rates of four steps, the first step's gradient as AdamW saw it, and bytes on the host before it."""
     fields = {"zero_stage": stage, "offload_optimizer": False, "dtype": "fp32", "learning_rate": 1e-2, **changes}
     run, ctx, model = RunConfig.from_dict(by_own_names(fields)), alstlib.SPContext.create(2), make_model()
@@ -107,7 +102,7 @@ def one_step(rank: int, world: int, stage: int, changes: dict[str, Any]) -> dict
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_rates_clipping_and_decay_are_honoured(ranks2: Any, stage: int) -> None:
+def test_rates_clipping_and_decay_are_honoured(ranks2, stage):
     free = ranks2(one_step, stage, {})[0]
     assert (free["rates"], free["decay"]) == ([1e-2] * 4, 0.0)
     assert free["gradient"] > 0.5
@@ -117,7 +112,7 @@ def test_rates_clipping_and_decay_are_honoured(ranks2: Any, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_offloaded_state_is_on_the_host_before_the_first_step(ranks2: Any, stage: int) -> None:
+def test_offloaded_state_is_on_the_host_before_the_first_step(ranks2, stage):
     parameters = sum(p.numel() for p in make_model().parameters())
     for result in ranks2(one_step, stage, {"offload_optimizer": True}):
         before, after = result["host"]
@@ -125,19 +120,19 @@ def test_offloaded_state_is_on_the_host_before_the_first_step(ranks2: Any, stage
         assert before == after
 
 
-def pinned_buffers(rank: int, world: int, stage: int, changes: dict[str, Any]) -> list[int]:
+def pinned_buffers(rank, world, stage, changes):
     """Bytes that DeepSpeed pins and keeps over two steps in bf16, where the CPU's accelerator takes note of them."""
     fields = {"engine.zero_stage": stage, "engine.offload_optimizer": True, "optim.learning_rate": 1e-2}
     run, made, configure = RunConfig.from_dict({**fields, **changes}), [], engines.engine_config
     ctx, model, micro = alstlib.SPContext.create(2), make_model(dtype=torch.bfloat16), run.optim.accumulation
     alstlib.apply(model, ctx, alstlib.Options())
 
-    def pin(tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Tensor:
+    def pin(tensor, make_copy=True, match_shape=True):
         tensor = tensor.clone()
         made.append((tensor.nbytes, StorageWeakRef(tensor.untyped_storage())))
         return tensor
 
-    def pinning(*about: Any) -> dict[str, Any]:
+    def pinning(*about):
         config = configure(*about)
         for name in {"offload_optimizer", "offload_param"} & set(config["zero_optimization"]):
             config["zero_optimization"][name]["pin_memory"] = True
@@ -156,7 +151,7 @@ def pinned_buffers(rank: int, world: int, stage: int, changes: dict[str, Any]) -
 @pytest.mark.parametrize(
     "stage, changes", [(1, {}), (2, {}), (2, {"optim.accumulation": 2}), (3, {}), (3, {"engine.offload_params": True})]
 )
-def test_the_plan_knows_what_deepspeed_pins(ranks2: Any, stage: int, changes: dict[str, Any]) -> None:
+def test_the_plan_knows_what_deepspeed_pins(ranks2, stage, changes):
     """All bytes of the host, and those that are lost where pinned memory has powers of two."""
     parts = list(make_model().parameters())
     embedding = max(p.numel() for p in parts)
@@ -168,7 +163,7 @@ def test_the_plan_knows_what_deepspeed_pins(ranks2: Any, stage: int, changes: di
         assert rounded - exact == sum((1 << (n - 1).bit_length()) - n for n in pinned[:4]) > 0  # then single gradients
 
 
-def test_the_configuration_says_what_the_run_says() -> None:
+def test_the_configuration_says_what_the_run_says():
     fields = {"batch_size": 3, "accumulation": 5, "max_grad_norm": 0.7, "zero_stage": 3, "offload_params": True}
     run = RunConfig.from_dict(by_own_names(fields))
     config = engine_config(run, 8_030_000_000, bf16=True)
@@ -176,7 +171,7 @@ def test_the_configuration_says_what_the_run_says() -> None:
               "bf16": {"enabled": True}}  # fmt: skip
     assert config.items() >= wanted.items()
 
-    def zero(run: RunConfig, parameters: int = 10_000) -> dict[str, Any]:
+    def zero(run, parameters=10_000):
         return engine_config(run, parameters, bf16=False)["zero_optimization"]
 
     large, prefetch = zero(run, 8_030_000_000), "stage3_prefetch_bucket_size"
@@ -187,7 +182,7 @@ def test_the_configuration_says_what_the_run_says() -> None:
     assert not {"offload_param", "offload_optimizer", prefetch} & set(plain)
 
 
-def test_a_users_own_loop_gets_the_configuration_of_our_runs() -> None:
+def test_a_users_own_loop_gets_the_configuration_of_our_runs():
     model = make_model()
     given = alstlib.zero_config(model, learning_rate=1e-5, accumulation=4)
     run = RunConfig(optim={"learning_rate": 1e-5, "accumulation": 4}, engine={"offload_optimizer": False})
@@ -198,7 +193,7 @@ def test_a_users_own_loop_gets_the_configuration_of_our_runs() -> None:
         alstlib.zero_config(model, learning_rat=1e-5)
 
 
-def step_on_nan(rank: int, world: int, stage: int, bf16: bool) -> tuple[list[bool], list[bool], bool]:
+def step_on_nan(rank, world, stage, bf16):
     """A step whose last micro-batch gives one rank a gradient that is not finite, while every loss is: whether losses
     are finite, whether steps were taken, and whether weights and moments stayed."""
     fields = {"zero_stage": stage, "offload_optimizer": False, "learning_rate": 1e-2, "accumulation": 2}
@@ -219,5 +214,5 @@ def step_on_nan(rank: int, world: int, stage: int, bf16: bool) -> tuple[list[boo
 
 
 @pytest.mark.parametrize("stage, bf16", [(0, False), (1, True), (2, False), (2, True), (3, True)])
-def test_a_gradient_that_is_not_finite_never_enters_the_weights(ranks2: Any, stage: int, bf16: bool) -> None:
+def test_a_gradient_that_is_not_finite_never_enters_the_weights(ranks2, stage, bf16):
     assert ranks2(step_on_nan, stage, bf16) == [([True, True], [True, False], True)] * 2

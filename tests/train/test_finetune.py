@@ -1,7 +1,5 @@
 """Fine-tuning: what the libraries alone compute in one process, checkpoints, refusals, the notebook."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -12,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import datasets
@@ -45,7 +42,7 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+def data(tmp_path_factory):
     """Twenty-one texts of unequal lengths; the last is cut."""
     path = tmp_path_factory.mktemp("data") / "data.jsonl"
     texts = [f"def f_{i}(x):\n    return x * {i}\n" * (1 + i * 5 % 7) for i in range(20)]
@@ -53,8 +50,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def config(data: str, **changes: Any) -> RunConfig:
-    defaults: dict[str, Any] = {
+def config(data, **changes):
+    defaults = {
         "options": "plain",
         "model.name": "tiny",
         "data.name": data,
@@ -75,7 +72,7 @@ def config(data: str, **changes: Any) -> RunConfig:
     return RunConfig.from_dict(by_own_names({**defaults, **changes}))
 
 
-def test_tokenizing_and_evaluating_give_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizing_and_evaluating_give_signs_of_life(monkeypatch):
     """Each of them may take longer than the launcher waits for a sign of life."""
     clock = itertools.count(1000.0, 2.0)
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -92,7 +89,7 @@ def test_tokenizing_and_evaluating_give_signs_of_life(monkeypatch: pytest.Monkey
     assert said == ["evaluating, 50%", "evaluating, 100%"] * 2
 
 
-def documents(tmp_path: Path, rows: list[Any], **changes: Any) -> tuple[list[Any], list[str]]:
+def documents(tmp_path, rows, **changes):
     """Token ids and labels of the documents that a fine-tuning on these rows (or lines) trains on or evaluates on, and
     its notes. The first line of the file is blank."""
     tokenizer = get_tokenizer("stdlib-bpe", vocab_size=512)
@@ -111,7 +108,7 @@ def documents(tmp_path: Path, rows: list[Any], **changes: Any) -> tuple[list[Any
     return [(row["input_ids"], row["labels"]) for part in (data, others) if part for row in part], job.notes
 
 
-def rows_of_every_format(i: int) -> list[dict[str, Any]]:
+def rows_of_every_format(i):
     asked, said = f"What is {i} + 1?", f"It is {i + 1}."
     return [
         {"text": f"{asked} {said}"},
@@ -123,7 +120,7 @@ def rows_of_every_format(i: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_what_is_left_out_is_counted_by_format_line_and_reason(tmp_path: Path) -> None:
+def test_what_is_left_out_is_counted_by_format_line_and_reason(tmp_path):
     """Of a mixed file, every row of which is read by its own format."""
     prompted = {"prompt": [{"role": "user", "content": "Hi."}], "completion": [{"role": "assistant", "content": "Ho."}]}
     good = [*rows_of_every_format(1) * 50, prompted, {"text": None, **rows_of_every_format(2)[1], "prompt": "x"}]
@@ -169,13 +166,13 @@ def test_what_is_left_out_is_counted_by_format_line_and_reason(tmp_path: Path) -
     ],
     ids=str,
 )
-def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, row: Any, message: str) -> None:
+def test_a_row_that_cannot_be_read_is_named(tmp_path, row, message):
     with pytest.raises(ValueError) as refused:
         documents(tmp_path, [*rows_of_every_format(1), row], **{"data.eval": None})
     assert f"d.jsonl', {message}" in str(refused.value) or message in str(refused.value).partition("d.jsonl' ")[2]
 
 
-def test_token_ids_need_no_tokenizer_in_the_models_folder(tmp_path: Path) -> None:
+def test_token_ids_need_no_tokenizer_in_the_models_folder(tmp_path):
     make_model("llama", num_hidden_layers=1).save_pretrained(tmp_path / "model")
     rows = [{"input_ids": [1, 2, 3]}] * 4
     how = {"model.name": str(tmp_path / "model"), "data.tokenizer": "auto", "data.eval": None}
@@ -184,7 +181,7 @@ def test_token_ids_need_no_tokenizer_in_the_models_folder(tmp_path: Path) -> Non
         documents(tmp_path, [*rows, {"text": "a"}], **how)
 
 
-def test_formats_that_begin_late_in_a_long_file(tmp_path: Path) -> None:
+def test_formats_that_begin_late_in_a_long_file(tmp_path):
     """Those that the reader of JSON does not meet in the first ten megabytes."""
     late = [{"text": "x" * 5_000_000}] * 3 + rows_of_every_format(1)
     path = tmp_path / "long.jsonl"
@@ -195,19 +192,19 @@ def test_formats_that_begin_late_in_a_long_file(tmp_path: Path) -> None:
 
 
 class Dies(TrainerCallback):
-    def __init__(self, after: int) -> None:
+    def __init__(self, after):
         self.after = after
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args, state, control, **_):
         if state.global_step == self.after:
             raise KeyboardInterrupt
 
 
-def tuned(rank: int, world: int, out: str, run: RunConfig, engine: str = "ddp", dies_after: int = 0) -> dict[str, Any]:
+def tuned(rank, world, out, run, engine="ddp", dies_after=0):
     """One run of the worker, on a CPU with any engine, ended after some step without a result; what it left."""
     os.environ["TORCHELASTIC_RUN_ID"] = f"{Path(out).name}-{time.monotonic()}"
 
-    def job(run: RunConfig, out: Path) -> finetune.FineTune:
+    def job(run, out):
         made = finetune.FineTune(run, out)
         made.trainer.add_callback(Dies(dies_after))
         return made
@@ -219,7 +216,7 @@ def tuned(rank: int, world: int, out: str, run: RunConfig, engine: str = "ddp", 
     return results.read_result(Path(out) / "result.json")
 
 
-def plain(run: RunConfig, out: Path) -> list[dict[str, float]]:
+def plain(run, out):
     """What TRL logs in one process, which reads, tokenizes, cuts and packs the data by itself."""
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
@@ -256,23 +253,23 @@ def plain(run: RunConfig, out: Path) -> list[dict[str, float]]:
         return trainer.state.log_history
 
 
-def losses(history: list[dict[str, float]], name: str) -> list[float]:
+def losses(history, name):
     return [line[name] for line in history if name in line]
 
 
 @pytest.fixture(scope="module")
-def whole(ranks2: Any, data: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def whole(ranks2, data, tmp_path_factory):
     return ranks2(tuned, str(tmp_path_factory.mktemp("whole")), config(data))[0]
 
 
-def compare(metrics: dict[str, Any], want: list[dict[str, float]]) -> None:
+def compare(metrics, want):
     assert metrics["loss"] == pytest.approx(losses(want, "loss"), rel=1e-5)
     assert metrics["eval_loss"] == pytest.approx(losses(want, "eval_loss"), rel=1e-5)
     assert metrics["learning_rate"] == losses(want, "learning_rate")
     assert (metrics["loss_steps"], metrics["eval_steps"]) == ([1, 2, 3, 4, 5, 6], [3, 6])
 
 
-def test_two_ranks_are_plain_trl_in_one_process(whole: dict[str, Any], data: str, tmp_path: Path) -> None:
+def test_two_ranks_are_plain_trl_in_one_process(whole, data, tmp_path):
     m = whole["metrics"]
     assert m["predicted"] == {"unknown": workers.unpredicted(RunConfig(), FINETUNE, 0)}  # it was under DDP
     compare(m, plain(config(data), tmp_path))
@@ -284,7 +281,7 @@ def test_two_ranks_are_plain_trl_in_one_process(whole: dict[str, Any], data: str
     assert len(m["step_seconds"]) == 4
 
 
-def test_an_adapter_with_packing(ranks2: Any, data: str, tmp_path: Path) -> None:
+def test_an_adapter_with_packing(ranks2, data, tmp_path):
     from peft import PeftModel
 
     run = config(data, lora=LORA, packed=True, save_to=str(tmp_path / "model"), merge_lora=True)
@@ -299,7 +296,7 @@ def test_an_adapter_with_packing(ranks2: Any, data: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
-def test_engines_of_a_gpu(ranks2: Any, data: str, tmp_path: Path, whole: dict[str, Any], engine: str) -> None:
+def test_engines_of_a_gpu(ranks2, data, tmp_path, whole, engine):
     """Their settings are taken, the losses are those of DDP, and what is saved is read."""
     run = config(data, zero_stage=3, fsdp=engine == "fsdp2", save_to=str(tmp_path / "model"))
     m, want = ranks2(tuned, str(tmp_path), run, engine)[0]["metrics"], whole["metrics"]
@@ -310,9 +307,7 @@ def test_engines_of_a_gpu(ranks2: Any, data: str, tmp_path: Path, whole: dict[st
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").num_parameters() == m["parameters"]
 
 
-def test_the_same_command_continues_and_another_does_not(
-    ranks2: Any, data: str, tmp_path: Path, whole: dict[str, Any]
-) -> None:
+def test_the_same_command_continues_and_another_does_not(ranks2, data, tmp_path, whole):
     run, checkpoints = config(data, checkpoint_every=2), tmp_path / "checkpoints"
     (tmp_path / WARNED).touch()  # it is told to end
     warned = ranks2(tuned, str(tmp_path), run)[0]
@@ -366,9 +361,7 @@ def test_the_same_command_continues_and_another_does_not(
     ],
     ids=str,
 )
-def test_wrong_fields_are_refused_before_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
-) -> None:
+def test_wrong_fields_are_refused_before_the_start(tmp_path, monkeypatch, changes, message):
     monkeypatch.setitem(packages.TRACKERS, "absent", "gone")
     with pytest.raises(ValueError) as refused:
         launch(config("stdlib", **changes), tmp_path, worker=FINETUNE)
@@ -376,7 +369,7 @@ def test_wrong_fields_are_refused_before_the_start(
     assert "hf_x" not in str(refused.value)
 
 
-def test_each_tracker_and_optimizer_of_the_trainer_is_known() -> None:
+def test_each_tracker_and_optimizer_of_the_trainer_is_known():
     """What transformers names, and the package that it asks for, where it can be seen without having it."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
     from transformers.training_args import OptimizerNames
@@ -392,7 +385,7 @@ def test_each_tracker_and_optimizer_of_the_trainer_is_known() -> None:
     assert needs["lion_32bit"] == needs["paged_adamw_8bit"] == "bitsandbytes"
 
 
-def test_packages_of_a_model_and_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_of_a_model_and_of_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(devices, "device_count", lambda: 1)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "bitsandbytes"}}))
@@ -407,7 +400,7 @@ def test_packages_of_a_model_and_of_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
             packages.check(run, fine_tuning=True)
 
 
-def test_a_file_that_is_cut_off_is_left_to_its_reader(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off_is_left_to_its_reader(tmp_path):
     damaged = tmp_path / "damaged.jsonl"
     damaged.write_text('{"text": "one"}\n{"text": "tw')
     packages.check(config(str(damaged)), fine_tuning=True)
@@ -416,7 +409,7 @@ def test_a_file_that_is_cut_off_is_left_to_its_reader(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_chats_need_a_chat_template_before_the_start(tmp_path: Path, data: str) -> None:
+def test_chats_need_a_chat_template_before_the_start(tmp_path, data):
     chats = tmp_path / "chats.jsonl"
     chats.write_text(
         json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
@@ -441,13 +434,13 @@ def test_chats_need_a_chat_template_before_the_start(tmp_path: Path, data: str) 
     [{"model.lora": {"r": 4}}, {"data.eval": 0.1}, {"data.allow_dropped": True}, {"optim.trainer": {"optim": "sgd"}}],
     ids=str,
 )
-def test_the_ablation_does_not_take_what_it_would_ignore(tmp_path: Path, field: dict[str, Any]) -> None:
+def test_the_ablation_does_not_take_what_it_would_ignore(tmp_path, field):
     (name,) = field
     with pytest.raises(ValueError, match=f"{name}=.* is a field of the worker alstlib.train.finetune"):
         launch(RunConfig.from_dict({"model.name": "tiny", **field}), tmp_path)
 
 
-def test_what_the_ranks_refuse(ranks2: Any, tmp_path: Path, data: str) -> None:
+def test_what_the_ranks_refuse(ranks2, tmp_path, data):
     (tmp_path / "empty.jsonl").write_text(json.dumps({"input_ids": [1, 2], "labels": [-100, -100]}))
     (tmp_path / "half.jsonl").write_text('{"text": "a b c"}\n{"text": ""}')
     for changes, message in (
@@ -466,7 +459,7 @@ def test_what_the_ranks_refuse(ranks2: Any, tmp_path: Path, data: str) -> None:
 # The planner, the launcher, the notebook
 
 
-def test_the_planner_is_asked_about_the_engine_and_the_adapter() -> None:
+def test_the_planner_is_asked_about_the_engine_and_the_adapter():
     run = RunConfig(model={"name": "llama-3.1-8b"}, engine={"fsdp": True, "zero_stage": 1})
     assert planned(run, FINETUNE, 8) == run.replace(engine={"zero_stage": 3, "offload_optimizer": False})
     assert planned(run, FINETUNE, 0).engine.zero_stage == 0
@@ -482,7 +475,7 @@ def test_the_planner_is_asked_about_the_engine_and_the_adapter() -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook(tmp_path: Path, data: str) -> None:
+def test_the_notebook(tmp_path, data):
     output = tmp_path / "out.ipynb"
     parameters = {
         "data": {"name": data, "eval": 0.2, "seq_len": 96}, "model": {"lora": {"r": 4}},

@@ -1,7 +1,5 @@
 """DeepSpeed's operators: what a killed build leaves stops nobody, and a build that runs is waited for by name."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -10,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from cases import wait_for
@@ -26,7 +23,7 @@ pytestmark = [
 ]
 
 
-def loading(root: Path, log: Path, run: str = "") -> subprocess.Popen[bytes]:
+def loading(root, log, run=""):
     """A process that loads them, and then asks DeepSpeed for them as its engines do."""
     code = (
         "from alstlib.train import operators; operators.load(print); from deepspeed.comm.torch import *; build_shm_op()"
@@ -36,12 +33,12 @@ def loading(root: Path, log: Path, run: str = "") -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-uc", code], env=env, stdout=out, stderr=out)
 
 
-def at(monkeypatch: pytest.MonkeyPatch, root: Path) -> Path:
+def at(monkeypatch, root):
     monkeypatch.setenv(operators.FOLDER_VARIABLE, str(root))
     return operators.folder()
 
 
-def test_another_user_takes_what_the_environment_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_takes_what_the_environment_has(tmp_path, monkeypatch):
     """Neither the environment nor a home folder is theirs to write."""
     monkeypatch.setattr("sys.prefix", str(tmp_path / "env"))
     monkeypatch.setattr("os.access", lambda path, mode: False)
@@ -58,7 +55,7 @@ def test_another_user_takes_what_the_environment_has(tmp_path: Path, monkeypatch
     assert operators.folder() == there
 
 
-def test_what_is_built_is_loaded_whatever_lock_was_left(tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_is_built_is_loaded_whatever_lock_was_left(tmp_path, monkeypatch):
     """And by whom it is built is said while that goes on."""
     operators.load()
     built = operators.folder() / "built"
@@ -80,13 +77,11 @@ def test_what_is_built_is_loaded_whatever_lock_was_left(tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_build_that_is_cut_off_leaves_no_process_and_nothing_built(
-    tmp_path: Path, monkeypatch: Any, number: int
-) -> None:
+def test_a_build_that_is_cut_off_leaves_no_process_and_nothing_built(tmp_path, monkeypatch, number):
     here = at(monkeypatch, tmp_path)
     run = f"operators-{os.getpid()}-{number}"
 
-    def compilers() -> list[int]:
+    def compilers():
         names = [Path(f"/proc/{pid}/comm") for pid in processes(run)]
         return [name for name in names if name.exists() and name.read_text().startswith("cc1plus")]
 

@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,8 +32,8 @@ from alstlib.train.pieces import HeldState
 from alstlib.train.state import RunStates
 
 
-def run_config(stage: int, offload: bool = False, **changes: Any) -> RunConfig:
-    defaults: dict[str, Any] = {
+def run_config(stage, offload=False, **changes):
+    defaults = {
         "model.name": "tiny",
         "engine.zero_stage": stage,
         "engine.offload_optimizer": offload,
@@ -53,7 +52,7 @@ def run_config(stage: int, offload: bool = False, **changes: Any) -> RunConfig:
 class Training:
     """A small model under DeepSpeed and its loader: four optimizer steps of shuffled samples."""
 
-    def __init__(self, run: RunConfig, seed: int = 0, frozen: str = "", **overrides: Any) -> None:
+    def __init__(self, run, seed=0, frozen="", **overrides):
         self.run, self.ctx = run, alstlib.SPContext.create(run.engine.sp)
         bf16 = run.model.dtype == "bf16"
         model = make_model(seed=seed, dtype=torch.bfloat16 if bf16 else torch.float32, **overrides)
@@ -69,13 +68,13 @@ class Training:
         self.batches: Any = None
         self.states = RunStates(self.engine, run, run.data.seq_len, Path(), lambda message: None)
 
-    def __enter__(self) -> Training:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.engine.destroy()
 
-    def train(self, steps: int) -> list[float]:
+    def train(self, steps):
         self.batches = self.batches or iter(self.loader)
         losses = []
         for _ in range(steps):
@@ -89,37 +88,37 @@ class Training:
             losses.append(loss)
         return losses
 
-    def start(self, folder: str, step: int = 2, history: Any = None) -> None:
+    def start(self, folder, step=2, history=None):
         self.states.folder = Path(folder)
         self.states.save(step, self.loader.state_dict(), history)
 
-    def save(self, folder: str, step: int = 2) -> None:
+    def save(self, folder, step=2):
         self.start(folder, step)
         self.states.wait()
 
-    def load(self, folder: str) -> dict[str, Any]:
+    def load(self, folder):
         return self.states.load(Path(folder))
 
-    def everything(self) -> dict[str, Any]:
+    def everything(self):
         """Optimizer's weights and moments, the weights that the forward reads, counts of steps, learning rates."""
         held = HeldState(self.engine)
-        values: dict[str, Any] = whole_state(self.engine)
+        values = whole_state(self.engine)
         values |= {f"model.{name}": p.float().clone() for name, p in full_weights(self.handle.model)}
         values["steps"] = max(int(state["step"]) for state in held.adam.state.values())
         return values | {"lr": [group["lr"] for group in self.engine.optimizer.param_groups]}
 
 
-def steps_in(folder: Path) -> list[int]:
+def steps_in(folder):
     """The steps of the states in a folder, from the newest on."""
     return [json.loads((place / files.STATE).read_text())["step"] for place in files.states_in(folder)]
 
 
-def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+def differing(a, b):
     assert a.keys() == b.keys()
     return [n for n in a if not (torch.equal(a[n], b[n]) if isinstance(a[n], torch.Tensor) else a[n] == b[n])]
 
 
-def resume(rank: int, world: int, folder: str, run: RunConfig, other: dict[str, Any]) -> dict[str, Any]:
+def resume(rank, world, folder, run, other):
     """Two steps, a state, two more steps; and two from the state, in an engine that began with other weights."""
     with Training(run, **other) as whole:
         whole.train(2)
@@ -134,7 +133,7 @@ def resume(rank: int, world: int, folder: str, run: RunConfig, other: dict[str, 
     return {"want": want, "got": got, "loaded": loaded, "apart": len(apart), "step": found["step"], "worst": worst}
 
 
-def check_resumed(results: list[dict[str, Any]]) -> None:
+def check_resumed(results):
     for r in results:
         assert (r["step"], r["loaded"]) == (2, [])
         assert r["apart"] > 0
@@ -148,15 +147,13 @@ def check_resumed(results: list[dict[str, Any]]) -> None:
     "stage, offload, dtype",
     [(0, False, "bf16"), (2, True, "bf16"), (1, True, "fp32"), (3, True, "fp32"), (2, False, "fp32")],
 )
-def test_a_resumed_run_goes_on_as_the_uninterrupted_one(
-    ranks2: Any, tmp_path: Path, stage: int, offload: bool, dtype: str
-) -> None:
+def test_a_resumed_run_goes_on_as_the_uninterrupted_one(ranks2, tmp_path, stage, offload, dtype):
     """In bf16 too, which keeps fp32 weights."""
     check_resumed(ranks2(resume, str(tmp_path / "state"), run_config(stage, offload, dtype=dtype), {}))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_frozen_and_tied_weights(ranks2: Any, tmp_path: Path, stage: int) -> None:
+def test_frozen_and_tied_weights(ranks2, tmp_path, stage):
     other = {"frozen": "k_proj", "tie_word_embeddings": True}
     check_resumed(ranks2(resume, str(tmp_path / "state"), run_config(stage), other))
     state = (tmp_path / "state" / "step-00000002" / "state.json").read_text()
@@ -168,21 +165,21 @@ def test_frozen_and_tied_weights(ranks2: Any, tmp_path: Path, stage: int) -> Non
         assert (f'"{name}' in state) == is_there, name
 
 
-def write(rank: int, world: int, folder: str, run: RunConfig, other: dict[str, Any]) -> dict[str, Any]:
+def write(rank, world, folder, run, other):
     with Training(run, **other) as trained:
         trained.train(2)
         trained.save(folder)
         return trained.everything()
 
 
-def read(rank: int, world: int, folder: str, run: RunConfig, other: dict[str, Any]) -> dict[str, Any]:
+def read(rank, world, folder, run, other):
     with Training(run, seed=1, **other) as fresh:
         found = fresh.load(folder)
         return {"found": found, "values": fresh.everything(), "loss": fresh.train(1), "notes": fresh.states.notes}
 
 
 @pytest.mark.parametrize("source, target", [((3, False), (0, False)), ((0, False), (2, True)), ((1, True), (3, True))])
-def test_any_stage_to_any_other(ranks2: Any, tmp_path: Path, source: Any, target: Any) -> None:
+def test_any_stage_to_any_other(ranks2, tmp_path, source, target):
     want = ranks2(write, str(tmp_path), run_config(*source), {})[0]
     assert all(torch.equal(t, want[f"model.{n[7:]}"].flatten()) for n, t in want.items() if n.startswith("weight."))
     for result in ranks2(read, str(tmp_path), run_config(*target), {}):
@@ -193,7 +190,7 @@ def test_any_stage_to_any_other(ranks2: Any, tmp_path: Path, source: Any, target
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
-def test_other_numbers_of_ranks(ranks2: Any, ranks4: Any, tmp_path: Path, stage: int) -> None:
+def test_other_numbers_of_ranks(ranks2, ranks4, tmp_path, stage):
     """From two ranks with sp=2 to four without SP, where norms of 30 elements have padded shards; and back."""
     odd = {"kind": "qwen3", "hidden_size": 30}
     two, four = (ranks2, run_config(stage, world_size=2)), (ranks4, run_config(stage, sp=1, world_size=4))
@@ -205,7 +202,7 @@ def test_other_numbers_of_ranks(ranks2: Any, ranks4: Any, tmp_path: Path, stage:
                 assert "saved under engine.world_size=2 (here 4), engine.sp=2 (here 1)" in result["notes"][1]
 
 
-def test_each_rank_writes_its_part_and_the_rest_is_strict_json(ranks2: Any, tmp_path: Path) -> None:
+def test_each_rank_writes_its_part_and_the_rest_is_strict_json(ranks2, tmp_path):
     run, folder = run_config(3), tmp_path / "run" / "state"
     ranks2(write, str(folder), run, {})
     assert [f.name for f in (tmp_path / "run").iterdir()] == ["state"]
@@ -213,7 +210,7 @@ def test_each_rank_writes_its_part_and_the_rest_is_strict_json(ranks2: Any, tmp_
     assert sizes.keys() == {"__0_0.distcp", "__1_0.distcp", "state.checksum", "state.json"}
     assert abs(sizes["__0_0.distcp"] / sizes["__1_0.distcp"] - 1) < 0.2
 
-    def refuse(name: str) -> None:
+    def refuse(name):
         raise AssertionError(f"{name} is not JSON")
 
     state = json.loads((folder / "step-00000002" / "state.json").read_text(), parse_constant=refuse)
@@ -224,11 +221,11 @@ def test_each_rank_writes_its_part_and_the_rest_is_strict_json(ranks2: Any, tmp_
 
 
 @contextlib.contextmanager
-def disk_with_room_for(writes: int) -> Iterator[None]:
+def disk_with_room_for(writes):
     """The disk is full after so many writes of this process."""
 
     class Full(io.BufferedWriter):
-        def write(self, content: Any) -> int:
+        def write(self, content):
             nonlocal writes
             writes -= 1
             if writes < 0:
@@ -236,7 +233,7 @@ def disk_with_room_for(writes: int) -> Iterator[None]:
             return super().write(content)
 
     @contextlib.contextmanager
-    def stream(self: Any, path: Path, mode: str) -> Iterator[io.IOBase]:
+    def stream(self, path, mode):
         with Full(io.FileIO(path, "w")) as file:
             yield file
 
@@ -245,11 +242,11 @@ def disk_with_room_for(writes: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def slow_disk() -> Iterator[threading.Event]:
+def slow_disk():
     """Nothing is written before the event."""
     event, original = threading.Event(), files.Writer.write_data
 
-    def later(*args: Any) -> Any:
+    def later(*args):
         assert event.wait(60)
         return original(*args)
 
@@ -260,7 +257,7 @@ def slow_disk() -> Iterator[threading.Event]:
             event.set()
 
 
-def while_training(rank: int, world: int, folder: str, stage: int, fails: bool) -> dict[str, Any]:
+def while_training(rank, world, folder, stage, fails):
     """A state that is written, or cannot be, while two steps are made; and what is loaded afterwards."""
     said, history = "", [1.0]
     with Training(run_config(stage)) as trained:
@@ -284,19 +281,19 @@ def while_training(rank: int, world: int, folder: str, stage: int, fails: bool) 
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_state_is_written_while_the_training_goes_on(ranks2: Any, tmp_path: Path, stage: int) -> None:
+def test_a_state_is_written_while_the_training_goes_on(ranks2, tmp_path, stage):
     for result in ranks2(while_training, str(tmp_path / "state"), stage, False):
         assert result == {"before": 1, "said": "", "step": 2, "history": [1.0], "apart": []}
 
 
-def test_what_goes_wrong_meanwhile_is_raised_on_all_ranks(ranks2: Any, tmp_path: Path) -> None:
+def test_what_goes_wrong_meanwhile_is_raised_on_all_ranks(ranks2, tmp_path):
     for result in ranks2(while_training, str(tmp_path / "state"), 2, True):
         assert result["said"].endswith("(one saved before is intact): [Errno 28] No space left on device")
         assert (result["before"], result["step"]) == (1, 1)
     assert [f.name for f in tmp_path.iterdir()] == ["state"]
 
 
-def test_a_folder_that_the_nodes_do_not_share_holds_no_state(tmp_path: Path) -> None:
+def test_a_folder_that_the_nodes_do_not_share_holds_no_state(tmp_path):
     writer = files.Writer(tmp_path / "state", {"step": 1}, {})
     with pytest.raises(OSError, match="do all nodes share this folder"):
         writer.finish(
@@ -305,7 +302,7 @@ def test_a_folder_that_the_nodes_do_not_share_holds_no_state(tmp_path: Path) -> 
     assert files.states_in(tmp_path) == []
 
 
-def without_room(rank: int, world: int, folder: str) -> bool:
+def without_room(rank, world, folder):
     """Whether a rank that has no host memory for a copy waits."""
     with Training(run_config(2)) as trained:
         with mock.patch.object(states, "host_available", return_value=0 if rank else 2**40):
@@ -316,16 +313,16 @@ def without_room(rank: int, world: int, folder: str) -> bool:
         return waited and not differing(want, trained.everything())
 
 
-def test_the_ranks_wait_where_the_host_has_no_room_for_a_copy(ranks2: Any, tmp_path: Path) -> None:
+def test_the_ranks_wait_where_the_host_has_no_room_for_a_copy(ranks2, tmp_path):
     assert ranks2(without_room, str(tmp_path / "state")) == [True, True]
 
 
-def after_crashes(rank: int, world: int, folder: str) -> list[int]:
+def after_crashes(rank, world, folder):
     """A process that died while it wrote, and a state that could not get its place."""
     with Training(run_config(1)) as trained:
         trained.save(folder, step=1)
 
-        def step_found() -> int:
+        def step_found():
             torch.distributed.barrier()
             return trained.load(folder)["step"]
 
@@ -342,20 +339,20 @@ def after_crashes(rank: int, world: int, folder: str) -> list[int]:
         return [*seen, step_found()]
 
 
-def test_a_crash_leaves_a_state(ranks2: Any, tmp_path: Path) -> None:
+def test_a_crash_leaves_a_state(ranks2, tmp_path):
     assert ranks2(after_crashes, str(tmp_path / "state")) == [[1, 1, 3]] * 2
     assert [f.name for f in tmp_path.iterdir()] == ["state"]
     assert steps_in(tmp_path) == [3, 1]
 
 
-def refusals(rank: int, world: int, folders: list[str]) -> list[str]:
+def refusals(rank, world, folders):
     with Training(run_config(3)) as fresh:
         before = fresh.everything()
         said = [error_of(fresh.load, folder) for folder in folders]
         return [*said, ",".join(differing(before, fresh.everything()))]
 
 
-def test_what_cannot_be_loaded_is_refused_and_nothing_is_touched(ranks2: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_is_refused_and_nothing_is_touched(ranks2, tmp_path):
     ranks2(write, str(tmp_path / "good"), run_config(3), {})
     ranks2(write, str(tmp_path / "wider"), run_config(3), {"intermediate_size": 64})
     (tmp_path / "empty").mkdir()
@@ -408,7 +405,7 @@ OTHER = {
 """Another value of every field that a state belongs to."""
 
 
-def configurations(rank: int, world: int, folder: str, changes: list[dict[str, Any]]) -> list[str]:
+def configurations(rank, world, folder, changes):
     said = []
     with Training(run_config(2)) as fresh:
         for change in changes:
@@ -423,7 +420,7 @@ def configurations(rank: int, world: int, folder: str, changes: list[dict[str, A
     return said
 
 
-def test_a_state_belongs_to_its_configuration(ranks2: Any, tmp_path: Path) -> None:
+def test_a_state_belongs_to_its_configuration(ranks2, tmp_path):
     assert set(FIELDS) >= set(EQUAL) == OTHER.keys()
     ranks2(write, str(tmp_path), run_config(2), {})
     free = {
@@ -450,7 +447,7 @@ def test_a_state_belongs_to_its_configuration(ranks2: Any, tmp_path: Path) -> No
             assert message.count("(here") == 1, message
 
 
-def not_finite(rank: int, world: int, folder: str, key: str) -> list[str]:
+def not_finite(rank, world, folder, key):
     said = "nothing"
     with Training(run_config(2)) as trained:
         trained.save(folder, step=1)
@@ -467,14 +464,14 @@ def not_finite(rank: int, world: int, folder: str, key: str) -> list[str]:
 
 
 @pytest.mark.parametrize("key", ["weight.", "exp_avg_sq."])
-def test_a_state_that_is_not_finite_is_not_saved(ranks2: Any, tmp_path: Path, key: str) -> None:
+def test_a_state_that_is_not_finite_is_not_saved(ranks2, tmp_path, key):
     for said, step, apart in ranks2(not_finite, str(tmp_path / "state"), key):
         assert re.search(rf"\(one saved before is intact\): {key}.* is not finite", said), said
         assert (step, apart) == ("1", "")
     assert [f.name for f in tmp_path.iterdir()] == ["state"]
 
 
-def three(rank: int, world: int, folder: str) -> None:
+def three(rank, world, folder):
     """Three states one after another, and one that does not follow them."""
     place = Path(folder)
     with Training(run_config(2)) as trained:
@@ -485,7 +482,7 @@ def three(rank: int, world: int, folder: str) -> None:
         trained.save(folder, step=4)
 
 
-def test_the_last_two_states_are_kept_and_those_of_others_too(ranks2: Any, tmp_path: Path) -> None:
+def test_the_last_two_states_are_kept_and_those_of_others_too(ranks2, tmp_path):
     ranks2(three, str(tmp_path / "state"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["state", "state.kept1"]
     assert (steps_in(tmp_path), steps_in(tmp_path / "state.kept1")) == ([4], [3, 2])

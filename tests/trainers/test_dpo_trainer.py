@@ -1,13 +1,9 @@
 """DPOTrainerMixin: what plain DPOTrainer logs and trains in one process, and wrong use refused by name."""
 
-from __future__ import annotations
-
 import importlib.metadata
-from pathlib import Path
-from typing import Any
 
 import pytest
-from cases import Fields, make_model
+from cases import make_model
 from trainers import SETTINGS, made_of
 from transformers import Trainer
 from trl import DPOConfig, DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
@@ -15,10 +11,10 @@ from trl_runs import as_one_process, dataset, mixture, tokenizer
 
 import alstlib
 
-PAIRS: Fields = {"what": "pairs", "reference": True}
+PAIRS = {"what": "pairs", "reference": True}
 EVALUATED = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 4}
 MIXED = {"loss_type": ["sigmoid", "ipo", "sft", "robust"], "label_smoothing": 0.1, "ld_alpha": 0.5}
-CASES: dict[str, tuple[str, Fields]] = {
+CASES = {
     "a reference model": ("ddp", {**PAIRS, **EVALUATED}),
     "LoRA": ("ddp", {"what": "pairs", "lora": True, **EVALUATED}),
     "several losses": ("ddp", {**PAIRS, **MIXED}),
@@ -29,7 +25,7 @@ CASES: dict[str, tuple[str, Fields]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_train_as_one_process(ranks2: Any, case: str) -> None:
+def test_two_ranks_train_as_one_process(ranks2, case):
     """8 steps of two micro-batches of two pairs of unequal lengths: all that is logged, and the weights."""
     engine, settings = CASES[case]
     chunks = {"options": {"chunk": 3}} if case == "several losses" else {}
@@ -37,7 +33,7 @@ def test_two_ranks_train_as_one_process(ranks2: Any, case: str) -> None:
     assert {"rewards/margins", "logps/chosen", "logits/rejected", "entropy", "num_tokens"} <= found
 
 
-def test_replicas_of_groups_train_as_one_process(pools: Any) -> None:
+def test_replicas_of_groups_train_as_one_process(pools):
     """Two replicas of two ranks and no accumulation, against one process with two micro-batches."""
     settings = {**PAIRS, "count": 8, "max_steps": 4}
     without = ("entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected")
@@ -45,7 +41,7 @@ def test_replicas_of_groups_train_as_one_process(pools: Any) -> None:
     as_one_process(pools(4), "DPO", settings, without=without, sp=2, gradient_accumulation_steps=1)
 
 
-def test_a_reference_computed_before_training(ranks2: Any, tmp_path: Path) -> None:
+def test_a_reference_computed_before_training(ranks2, tmp_path):
     """By both ranks, in slices, against a reference model that stays."""
     for count in (24, 7):
         dataset("pairs", count).save_to_disk(tmp_path / f"pairs-{count}")
@@ -59,7 +55,7 @@ class SPDPO(alstlib.DPOTrainerMixin, DPOTrainer):
     pass
 
 
-def build(cls: Any = SPDPO, settings: Fields | None = None, **kwargs: Any) -> Any:
+def build(cls=SPDPO, settings=None, **kwargs):
     args = DPOConfig(**{**SETTINGS, "use_cpu": True, "bf16": False, "output_dir": "unused", **(settings or {})})
     given = {"model": make_model(), "ref_model": make_model(), "args": args, "train_dataset": dataset("pairs", 4)}
     return cls(**{**given, "processing_class": tokenizer(), **kwargs})
@@ -81,13 +77,13 @@ def build(cls: Any = SPDPO, settings: Fields | None = None, **kwargs: Any) -> An
     ],
 )
 @pytest.mark.usefixtures("here")
-def test_arguments_that_are_refused(settings: Fields, more: Fields, message: str) -> None:
+def test_arguments_that_are_refused(settings, more, message):
     with pytest.raises(ValueError, match=message):
         build(settings=settings, **{name: make() for name, make in more.items()})
 
 
 @pytest.mark.usefixtures("here")
-def test_an_older_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_trl_is_refused(monkeypatch):
     """Its DPOTrainer computes log-probabilities from logits by itself."""
     installed = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.14.0" if name == "trl" else installed(name))
@@ -96,7 +92,7 @@ def test_an_older_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_logits_are_refused() -> None:
+def test_logits_are_refused():
     with pytest.raises(ValueError, match=r"returns no logits: call evaluate\(\)"):
         build().predict(build().train_dataset)
 
@@ -111,6 +107,6 @@ def test_logits_are_refused() -> None:
         (alstlib.DPOTrainerMixin, Trainer, "has no DPOTrainer of TRL behind DPOTrainerMixin"),
     ],
 )  # fmt: skip
-def test_trainers_that_are_refused(mixin: Any, behind: Any, message: str) -> None:
+def test_trainers_that_are_refused(mixin, behind, message):
     with pytest.raises(ValueError, match=message):
         type("Mine", (mixin, behind), {})()

@@ -1,13 +1,10 @@
 """TrainerMixin before TRL's SFTTrainer: what the plain one logs and trains in one process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from cases import Fields, make_model
+from cases import make_model
 from trainers import SETTINGS, STEPS, accelerate_here
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
@@ -19,14 +16,14 @@ EVALUATED = {"max_steps": STEPS, "evaluate": True, "eval_strategy": "steps", "ev
 PACKING = {"what": "text", "packing": True, "max_length": 32, "count": 60, **EVALUATED}
 CHAT = {"what": "chat", "assistant_only_loss": True, "lora": True, **EVALUATED}
 QWEN = {**PACKING, "kind": "qwen3", "lora": True}
-CASES: dict[str, Fields] = {
+CASES = {
     "text": {"what": "text", "loss_type": "nll", **EVALUATED},
     "padding_free": {"what": "completion", "padding_free": True, "max_length": None, **EVALUATED},
     "chat, LoRA": CHAT,
     "dft": {"what": "completion", "loss_type": "dft", **EVALUATED},
     "a mixture of experts": {"what": "text", "kind": "mixture", "router_aux_loss_coef": 0.3, **EVALUATED},
 }
-ENGINES: dict[str, tuple[str, Fields]] = {
+ENGINES = {
     "DDP, packing": ("ddp", PACKING),
     "ZeRO-2, Qwen3, packing, LoRA": ("zero2", QWEN),
     "ZeRO-3, Qwen3, packing, LoRA": ("zero3", QWEN),
@@ -35,7 +32,7 @@ ENGINES: dict[str, tuple[str, Fields]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_train_as_one_process(ranks2: Any, case: str) -> None:
+def test_two_ranks_train_as_one_process(ranks2, case):
     """20 steps of two micro-batches of two samples of unequal lengths: all that is logged, and the weights."""
     found = as_one_process(ranks2, "SFT", CASES[case])
     assert {"entropy", "mean_token_accuracy", "num_tokens", "eval_loss", "eval_entropy"} <= found
@@ -43,7 +40,7 @@ def test_two_ranks_train_as_one_process(ranks2: Any, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ENGINES)
-def test_engines_and_a_resume_in_the_middle_of_an_epoch(ranks2: Any, tmp_path: Path, case: str) -> None:
+def test_engines_and_a_resume_in_the_middle_of_an_epoch(ranks2, tmp_path, case):
     """20 steps, and those after the seventh, which is in the second epoch, again from what was saved then."""
     engine, settings = ENGINES[case]
     want, folder = plain("SFT", json.dumps(settings)), {"output_dir": str(tmp_path)}
@@ -66,7 +63,7 @@ class SPSFT(alstlib.TrainerMixin, SFTTrainer):
     ],
 )
 @pytest.mark.usefixtures("here")
-def test_arguments_that_are_refused(settings: Fields, message: str) -> None:
+def test_arguments_that_are_refused(settings, message):
     args, model = (
         SFTConfig(**{**SETTINGS, "use_cpu": True, "bf16": False, "output_dir": "unused", **settings}),
         make_model(),
@@ -76,7 +73,7 @@ def test_arguments_that_are_refused(settings: Fields, message: str) -> None:
         SPSFT(model=model, args=args, train_dataset=dataset("text", 4), processing_class=tokenizer())
 
 
-def as_printed(rank: int, world: int, code: str, folder: str) -> int:
+def as_printed(rank, world, code, folder):
     """The lines of the page on a model from a folder that has its tokenizer; twice, as after an interruption."""
     settings = {
         "output_dir": f"{folder}/out",
@@ -87,14 +84,14 @@ def as_printed(rank: int, world: int, code: str, folder: str) -> int:
     }
     for steps, text in ((2, code.replace("resume_from_checkpoint=True", "")), (4, code)):
         with accelerate_here("ddp"):
-            names: Fields = {"model": AutoModelForCausalLM.from_pretrained(f"{folder}/model"),
+            names = {"model": AutoModelForCausalLM.from_pretrained(f"{folder}/model"),
                                      "args": SFTConfig(**{**SETTINGS, **settings, "max_steps": steps}),
                                      "data": dataset("text", 16)}  # fmt: skip
             exec(text, names)
     return names["trainer"].state.global_step
 
 
-def test_the_lines_of_the_page_run_as_printed(ranks2: Any, tmp_path: Path) -> None:
+def test_the_lines_of_the_page_run_as_printed(ranks2, tmp_path):
     make_model().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     text = (Path(__file__).parents[2] / "notebooks" / "training.md").read_text(encoding="utf-8")

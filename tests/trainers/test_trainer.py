@@ -1,17 +1,13 @@
 """TrainerMixin: under every engine what the plain Trainer does in one process, and wrong use refused by name."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import trainer_table
-from cases import Fields, make_model, plain_step, same
+from cases import make_model, plain_step, same
 from conftest import RankPool
 from datasets import Dataset
 from torch.utils.data import IterableDataset
@@ -42,26 +38,26 @@ EVALUATED = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 5}
 @pytest.mark.parametrize(
     ("engine", "lora"), [*((engine, False) for engine in ENGINES), ("ddp", True), ("zero3", True), ("fsdp2", True)]
 )
-def test_two_ranks_train_as_one_process(ranks2: Any, engine: str, lora: bool) -> None:
+def test_two_ranks_train_as_one_process(ranks2, engine, lora):
     """20 steps of two micro-batches of unequal lengths, two of them without a valid token; evaluation every 5 steps."""
-    settings: Fields = {"lora": lora, **EVALUATED}
+    settings = {"lora": lora, **EVALUATED}
     runs = ranks2(run, "ours", engine, settings)
     check_runs(runs, plain(*settings.items()))
     assert {got["engine"] for got in runs} == {{"ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(engine, "DEEPSPEED")}
 
 
-def with_columns(batch: Any) -> Any:
+def with_columns(batch):
     """What tokenizers and collators add: the plain Trainer gives it to a model that does not look at it."""
     made = collate(batch)
     return {**made, "token_type_ids": torch.zeros_like(made["input_ids"]), "page": ["a title"] * len(batch)}
 
 
 class Stream(IterableDataset):
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(samples(43))
 
 
-CASES: dict[str, Fields] = {
+CASES = {
     "qwen3": {"kind": "qwen3"},
     "chunks": {"options": {"chunk": 5}, **EVALUATED},
     "several samples, two epochs": {
@@ -80,7 +76,7 @@ CASES: dict[str, Fields] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_settings_of_a_trainer(ranks2: Any, case: str) -> None:
+def test_settings_of_a_trainer(ranks2, case):
     as_one_process(ranks2, CASES[case])
 
 
@@ -99,7 +95,7 @@ LABELLED = [s for s in samples(43) if max(s["labels"]) >= 0]
         ("fsdp2", "num_items_in_batch", {}),
     ],
 )
-def test_a_loss_of_the_users_own(ranks2: Any, engine: str, loss: str, more: Fields) -> None:
+def test_a_loss_of_the_users_own(ranks2, engine, loss, more):
     """A `compute_loss` that calls the model trains and evaluates as it does in the plain Trainer: samples of unequal
     lengths and numbers of labels, three micro-batches in a step."""
     settings = {"data": LABELLED, "loss": loss, "gradient_accumulation_steps": 3, **EVALUATED, **more}
@@ -107,7 +103,7 @@ def test_a_loss_of_the_users_own(ranks2: Any, engine: str, loss: str, more: Fiel
 
 
 @pytest.mark.parametrize("case", ["prompts without labels", "packed documents", "sliding window"])
-def test_cases_of_the_readme(ranks2: Any, case: str) -> None:
+def test_cases_of_the_readme(ranks2, case):
     """What users report of the libraries' own: losses of prompts, documents and windows that are lost."""
     found = trainer_table.outcome(ranks2, "ours", case)["errors"]
     assert max(found.values()) < 1e-5, found
@@ -115,7 +111,7 @@ def test_cases_of_the_readme(ranks2: Any, case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["a micro-batch without labels", "resume in the middle of an epoch"])
-def test_the_libraries_own_is_still_as_the_readme_says(case: str) -> None:
+def test_the_libraries_own_is_still_as_the_readme_says(case):
     pool = RankPool(2)
     try:
         found = trainer_table.outcome(pool, "library", case)
@@ -126,9 +122,9 @@ def test_the_libraries_own_is_still_as_the_readme_says(case: str) -> None:
     assert trainer_table.cell(found) == trainer_table.cell(committed)
 
 
-def test_replicas_of_groups_train_as_one_process(pools: Any) -> None:
+def test_replicas_of_groups_train_as_one_process(pools):
     """Two replicas of two ranks and no accumulation, against one process with two micro-batches."""
-    settings: Fields = {"count": 8, "include_num_input_tokens_seen": "non_padding"}
+    settings = {"count": 8, "include_num_input_tokens_seen": "non_padding"}
     for got in as_one_process(pools(4), settings, sp=2, gradient_accumulation_steps=1):
         assert got["logs"][0]["num_input_tokens_seen"] > 0
     settings = {"data": LABELLED, "loss": "out.loss", **EVALUATED}
@@ -137,7 +133,7 @@ def test_replicas_of_groups_train_as_one_process(pools: Any) -> None:
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero2"])
-def test_bf16(ranks2: Any, engine: str) -> None:
+def test_bf16(ranks2, engine):
     """Three steps in mixed precision: near fp32, and not the same."""
     settings = {"max_steps": 3, "bf16": True, "use_cpu": True, "dtype": torch.float32}
     want = plain(("max_steps", 3))
@@ -147,7 +143,7 @@ def test_bf16(ranks2: Any, engine: str) -> None:
         assert found["grad_norm"] < 2e-2, found
 
 
-def compiled(rank: int, world: int, engine: str) -> Any:
+def compiled(rank, world, engine):
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -160,17 +156,17 @@ COMPILED = {"max_steps": 2}
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
-def test_torch_compile(ranks2: Any, engine: str) -> None:
+def test_torch_compile(ranks2, engine):
     for got, captured in ranks2(compiled, engine):
         check_runs([got], plain(*COMPILED.items()))
         assert captured > 0
 
 
-def noise(rank: int, world: int, how: str) -> torch.Tensor:
+def noise(rank, world, how):
     """What NEFTune adds to the embeddings of a sample of 37 tokens."""
     settings, found = {"max_steps": 1, "gradient_accumulation_steps": 1, "neftune_noise_alpha": 5.0}, []
     with accelerate_here("ddp"):
-        own: Any = {"sp": world} if how == "ours" else {}
+        own = {"sp": world} if how == "ours" else {}
         data = [{"input_ids": [*range(37)], "labels": [*range(37)]}]
         trainer = build(trainer_class(how), settings, train_dataset=data, **own)
         torch.nn.init.zeros_(trainer.model.get_input_embeddings().weight)
@@ -180,7 +176,7 @@ def noise(rank: int, world: int, how: str) -> torch.Tensor:
         return found[0]
 
 
-def test_neftune_is_as_loud_as_in_one_process(ranks2: Any) -> None:
+def test_neftune_is_as_loud_as_in_one_process(ranks2):
     """Uniform noise, whose bound is alpha / sqrt(tokens of the whole sample * width), and other noise on each rank."""
     bound = 5.0 / (37 * 32) ** 0.5
     first, second = ranks2(noise, "ours")
@@ -194,7 +190,7 @@ def test_neftune_is_as_loud_as_in_one_process(ranks2: Any) -> None:
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
-def test_a_resume_in_the_middle_of_an_epoch(ranks2: Any, tmp_path: Path, engine: str) -> None:
+def test_a_resume_in_the_middle_of_an_epoch(ranks2, tmp_path, engine):
     """After step 7 of 20, in the second epoch: the losses that follow, and the weights."""
     saved = {"save_strategy": "steps", "save_steps": 7, "folder": str(tmp_path), "count": 9}
     whole = ranks2(run, "ours", engine, {**saved, "save_total_limit": None})
@@ -204,7 +200,7 @@ def test_a_resume_in_the_middle_of_an_epoch(ranks2: Any, tmp_path: Path, engine:
 
 
 @pytest.mark.parametrize("sampling", ["random", "group_by_length"])
-def test_a_resume_with_another_degree(ranks2: Any, tmp_path: Path, sampling: str) -> None:
+def test_a_resume_with_another_degree(ranks2, tmp_path, sampling):
     settings = {"count": 9, "train_sampling_strategy": sampling, "folder": str(tmp_path)}
     whole = ranks2(run, "ours", "ddp", {**settings, "save_strategy": "steps", "save_steps": 7})
     assert sorted(line["step"] for line in whole[0]["logs"]) == list(range(1, 21))
@@ -213,14 +209,14 @@ def test_a_resume_with_another_degree(ranks2: Any, tmp_path: Path, sampling: str
     check_runs([got], whole[0], after=7, bound=1e-6)
 
 
-def pushed(rank: int, world: int, folder: str) -> tuple[list[str], dict[str, torch.Tensor]]:
+def pushed(rank, world, folder):
     """What reaches the hub, whose upload copies a folder here, and the trained weights."""
     import huggingface_hub
     import transformers.trainer
 
-    uploads: list[str] = []
+    uploads = []
 
-    def upload(*_: Any, folder_path: Any, repo_id: str, **__: Any) -> None:
+    def upload(*_, folder_path, repo_id, **__):
         shutil.copytree(folder_path, f"{folder}/hub")
         uploads.append(repo_id)
 
@@ -235,7 +231,7 @@ def pushed(rank: int, world: int, folder: str) -> tuple[list[str], dict[str, tor
         return uploads, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
-def test_what_is_pushed_is_read_by_plain_transformers(ranks2: Any, tmp_path: Path) -> None:
+def test_what_is_pushed_is_read_by_plain_transformers(ranks2, tmp_path):
     (first, want), (second, _) = ranks2(pushed, str(tmp_path))
     assert (first, second) == (["someone/model"], [])
     model, info = type(make_model()).from_pretrained(tmp_path / "hub", output_loading_info=True)
@@ -246,9 +242,9 @@ def test_what_is_pushed_is_read_by_plain_transformers(ranks2: Any, tmp_path: Pat
 # ----- batches
 
 
-def failing(rank: int, world: int, what: str) -> str:
+def failing(rank, world, what):
     """The message with which a rank's training ends, when only rank 1 differs."""
-    given: Fields = {
+    given = {
         "data": {"data": [{"input_ids": [1, 2, -5], "labels": [1, 2, 3]}] * 9},
         "samples": {"data": samples(9, seed=4)}, "seed": {"seed": 1},
     }[what] if rank else {}  # fmt: skip
@@ -263,7 +259,7 @@ def failing(rank: int, world: int, what: str) -> str:
     "what, message",
     [("data", "the data of rank 1 failed"), ("samples", "hold different batches"), ("seed", "seed differs")],
 )
-def test_what_differs_on_one_rank_is_said_on_all(ranks2: Any, what: str, message: str) -> None:
+def test_what_differs_on_one_rank_is_said_on_all(ranks2, what, message):
     for found in ranks2(failing, what):
         assert message in found
 
@@ -271,11 +267,11 @@ def test_what_differs_on_one_rank_is_said_on_all(ranks2: Any, what: str, message
 # ----- evaluation
 
 
-def best(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def best(logits, labels):
     return logits.argmax(-1)
 
 
-def accuracy(predictions: Any) -> dict[str, float]:
+def accuracy(predictions):
     found, labels = predictions.predictions, predictions.label_ids
     found = found.argmax(-1) if found.ndim == 3 else found
     found, labels = found[:, :-1], labels[:, 1:]
@@ -283,11 +279,11 @@ def accuracy(predictions: Any) -> dict[str, float]:
 
 
 def evaluated(
-    rank: int, world: int, how: str, options: Fields, shown: Any, sp: int | None = None, count: int = 7,
-    loss: str | None = None,
-) -> Any:  # fmt: skip
+    rank, world, how, options, shown, sp = None, count = 7,
+    loss = None,
+):  # fmt: skip
     with accelerate_here("ddp"):
-        own: Any = {"sp": sp or world, "alst": alstlib.Options(**options)} if how == "ours" else {}
+        own = {"sp": sp or world, "alst": alstlib.Options(**options)} if how == "ours" else {}
         measures = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": shown}
         trainer = build(trainer_class(how, loss), model=make_model().double(), **measures, **own)
         out = trainer.predict(samples(count, seed=8))
@@ -296,7 +292,7 @@ def evaluated(
         return out.predictions, out.label_ids, out.metrics["test_loss"], again["eval_accuracy"], again["eval_loss"]
 
 
-def compare(got: Any, want: Any) -> None:
+def compare(got, want):
     assert got[0].shape == want[0].shape
     real = want[1] != -100
     np.testing.assert_allclose(got[0][real].astype(float), want[0][real].astype(float), rtol=1e-5, atol=1e-5)
@@ -312,30 +308,30 @@ TILED = {"tiles": {"mlp": True, "loss": 3, "norm": True}}
     [*((options, shown, None) for options in (TILED, {"tiles": {"mlp": True, "norm": True}}, {"chunk": 4, **TILED})
        for shown in (None, best)), (TILED, None, "outputs[0]")],
 )  # fmt: skip
-def test_predictions_are_those_of_one_process(ranks2: Any, options: Fields, shown: Any, loss: str | None) -> None:
+def test_predictions_are_those_of_one_process(ranks2, options, shown, loss):
     """Seven samples in batches of two, on a group of two ranks: logits or their argmax, labels, loss and accuracy."""
     want = evaluated(0, 1, "plain", {}, shown, loss=loss)
     for got in ranks2(evaluated, "ours", options, shown, None, 7, loss):
         compare(got, want)
 
 
-def test_predictions_of_two_replicas(pools: Any) -> None:
+def test_predictions_of_two_replicas(pools):
     """Against the plain Trainer in two processes, which weighs each sample's loss by its labels."""
     want = pools(2)(evaluated, "plain", {}, best, None, 8)[0]
     for got in pools(4)(evaluated, "ours", {}, best, 2, 8):
         compare(got, want)
 
 
-def shifted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def shifted(logits, labels):
     return logits.argmax(-1).roll(1, 1)
 
 
-def peak_of_evaluation(rank: int, world: int, how: str) -> int:
+def peak_of_evaluation(rank, world, how):
     """Device bytes that an evaluation takes beyond the weights, of logits eight times as large as all else."""
     ids = torch.randint(0, 4096, (2048,), generator=torch.Generator().manual_seed(0)).tolist()
     tiles = alstlib.Options(tiles={"mlp": 64, "loss": 64, "norm": True})
     with accelerate_here("ddp"):
-        own: Any = {"sp": world, "alst": tiles} if how == "ours" else {}
+        own = {"sp": world, "alst": tiles} if how == "ours" else {}
         measures = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": best}
         model = make_model(vocab_size=4096)
         trainer = build(trainer_class(how), {"per_device_eval_batch_size": 1}, model=model, **measures, **own)
@@ -345,7 +341,7 @@ def peak_of_evaluation(rank: int, world: int, how: str) -> int:
             return ledger.device_peak - start
 
 
-def test_an_evaluation_never_holds_the_logits(ranks2: Any) -> None:
+def test_an_evaluation_never_holds_the_logits(ranks2):
     """Of a sample whose logits alone take 32 MiB; the argmax of each token is kept, 8 bytes each."""
     ranks2.stop()  # new ones: ranks that compiled a model before gave an answer that could not be pickled
     whole = peak_of_evaluation(0, 1, "plain")
@@ -353,24 +349,24 @@ def test_an_evaluation_never_holds_the_logits(ranks2: Any) -> None:
     assert max(ranks2(peak_of_evaluation, "ours")) < whole / 8
 
 
-def test_what_looks_at_several_tokens_is_refused() -> None:
+def test_what_looks_at_several_tokens_is_refused():
     with pytest.raises(ValueError, match="must work token by token"):
         evaluated(0, 1, "ours", {"tiles": {"mlp": True, "loss": 6, "norm": True}}, shifted)
 
 
 class Generates(TrainerCallback):
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args, state, control, **kwargs):
         ids = torch.arange(6).view(1, -1)
         self.made = kwargs["model"].generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
 
 
-def generating(rank: int, world: int) -> Any:
+def generating(rank, world):
     callback = Generates()
     train(rank, world, "ours", extra={"callbacks": [callback]}, max_steps=5, learning_rate=0.0, **EVALUATED)
     return callback.made
 
 
-def test_a_callback_generates_from_whole_prompts(ranks2: Any) -> None:
+def test_a_callback_generates_from_whole_prompts(ranks2):
     ids = torch.arange(6).view(1, -1)
     want = make_model().double().eval().generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
     for made in ranks2(generating):
@@ -385,11 +381,11 @@ class SPTrainer(alstlib.TrainerMixin, Trainer):
 
 
 class OwnLoss(Trainer):
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, *args, **kwargs):
         return super().compute_loss(*args, **kwargs)
 
 
-def build(cls: Any = SPTrainer, settings: Fields | None = None, **kwargs: Any) -> Any:
+def build(cls=SPTrainer, settings=None, **kwargs):
     args = TrainingArguments(**{**SETTINGS, "use_cpu": True, "output_dir": "unused", **(settings or {})})
     return cls(**{"model": make_model(), "args": args, "train_dataset": samples(9), "data_collator": collate, **kwargs})
 
@@ -405,7 +401,7 @@ parallelism_config:
 """
 
 
-def launched_with(folder: Path, sp: int = 1, cp: int = 1) -> dict[str, str]:
+def launched_with(folder, sp=1, cp=1):
     """What `accelerate launch` tells processes of a configuration file of old."""
     from accelerate.commands import launch
 
@@ -417,10 +413,10 @@ def launched_with(folder: Path, sp: int = 1, cp: int = 1) -> dict[str, str]:
     }
 
 
-def taken_over(rank: int, world: int, sp: int | None, env: dict[str, str]) -> Any:
+def taken_over(rank, world, sp, env):
     """The mesh that this environment gives, whether Accelerate's own parallelism is off, and what was said."""
     with pytest.MonkeyPatch.context() as patch, accelerate_here("ddp"):
-        said: list[str] = []
+        said = []
         patch.setattr(trainer_module.log, "warning", lambda text, *args: said.append(text % args))
         for name, value in env.items():
             patch.setenv(name, value)
@@ -431,7 +427,7 @@ def taken_over(rank: int, world: int, sp: int | None, env: dict[str, str]) -> An
         return (trainer.ctx.sp, trainer.get_sp_size(), trainer.get_total_train_batch_size(trainer.args)), said
 
 
-def test_an_accelerate_file_of_old_is_taken_over(ranks2: Any, tmp_path: Path) -> None:
+def test_an_accelerate_file_of_old_is_taken_over(ranks2, tmp_path):
     of_two = launched_with(tmp_path, sp=2)
     said = "parallelism_config: sp_size=2 is used by alstlib, in place of DeepSpeed's sequence parallelism"
     for sp, env, notes in ((None, of_two, [said]), (2, of_two, []), (2, launched_with(tmp_path), [])):
@@ -444,7 +440,7 @@ class PadsLeft:
     class tokenizer:
         padding_side = "left"
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch):
         return collate(batch)
 
 
@@ -461,17 +457,17 @@ class PadsLeft:
     ],
 )
 @pytest.mark.usefixtures("here")
-def test_wrong_use_is_refused_before_training(wrong: Fields, message: str) -> None:
+def test_wrong_use_is_refused_before_training(wrong, message):
     with pytest.raises(ValueError, match=message):
         build(**wrong)
 
 
-def _pops(trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+def _pops(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
     labels = inputs.pop("labels")
     return torch.nn.functional.cross_entropy(model(**inputs).logits.flatten(0, 1), labels.flatten())
 
 
-def _reads(trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+def _reads(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
     return model(**inputs).get("logits").float().mean()
 
 
@@ -480,14 +476,14 @@ def _reads(trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, 
     [(_pops, "have no labels, only .*token_logps"), (_reads, "keeps none. Use out.loss, .*token_logps")],
 )
 @pytest.mark.usefixtures("here")
-def test_a_loss_that_reads_logits_is_told_what_to_write(loss: Any, message: str) -> None:
+def test_a_loss_that_reads_logits_is_told_what_to_write(loss, message):
     with pytest.raises(ValueError, match=message):
         build(type("Mine", (SPTrainer,), {"compute_loss": loss})).train()
 
 
 @pytest.mark.usefixtures("here")
-def test_columns_that_are_not_exact_are_refused() -> None:
-    def shifted_too(batch: Any) -> Any:
+def test_columns_that_are_not_exact_are_refused():
+    def shifted_too(batch):
         return {**collate(batch), "shift_labels": collate(batch)["labels"].roll(-1)}
 
     for kind, collator, name in (("gpt2", with_columns, "token_type_ids"), ("gqa", shifted_too, "shift_labels")):
@@ -497,18 +493,18 @@ def test_columns_that_are_not_exact_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_ranks_on_a_machine_without_a_gpu_need_use_cpu(monkeypatch: Any) -> None:
+def test_ranks_on_a_machine_without_a_gpu_need_use_cpu(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="use_cpu=True"):
         build(settings={"use_cpu": False})
 
 
 @pytest.mark.usefixtures("here")
-def test_columns_of_documents_reach_the_loss() -> None:
+def test_columns_of_documents_reach_the_loss():
     """Packed samples by `document_lengths`, which no model's forward takes: a column that the Trainer keeps."""
     row = {"input_ids": [*range(1, 13)], "labels": [*range(1, 13)], "document_lengths": [5, 7]}
 
-    def documents(batch: Any) -> Any:
+    def documents(batch):
         return {**collate(batch), "document_lengths": [row["document_lengths"] for row in batch]}
 
     settings = {"max_steps": 1, "gradient_accumulation_steps": 1}

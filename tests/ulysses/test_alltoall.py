@@ -1,9 +1,6 @@
 """The exchange on real ranks against the oracle on one: values, gradients, bytes, and no replicated heads."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,11 +16,11 @@ from alstlib.ulysses.alltoall import Exchange, heads_to_seq, seq_to_heads, strip
 ROWS, WIDTH = 3, 5
 
 
-def shards_of(heads: int, world: int, batch: int, dtype: torch.dtype) -> list[Tensor]:
+def shards_of(heads, world, batch, dtype):
     return [randn(batch, heads, ROWS, WIDTH, seed=r, dtype=dtype) for r in range(world)]
 
 
-def there_and_back(rank: int, world: int, heads: int, batch: int, dtype: torch.dtype, as_strided: bool) -> Any:
+def there_and_back(rank, world, heads, batch, dtype, as_strided):
     """Both exchanges with gradients on this rank, against the oracle run on all shards."""
     layout = strided if as_strided else Tensor.clone
     shards = shards_of(heads, world, batch, dtype)
@@ -49,7 +46,7 @@ def there_and_back(rank: int, world: int, heads: int, batch: int, dtype: torch.d
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("world", [2, 4])
-def test_exchange_is_the_oracle(pools: Any, world: int, heads: int) -> None:
+def test_exchange_is_the_oracle(pools, world, heads):
     """Heads that split, and heads fewer than ranks, which P / K neighbours share (their gradients add up)."""
     # copies are exact; gradients of what was shared are summed in fp32 or wider, and rounded once
     for dtype, rounded in ((torch.float64, 1e-15), (torch.float32, 1e-6), (torch.bfloat16, 5e-4)):
@@ -61,11 +58,11 @@ def test_exchange_is_the_oracle(pools: Any, world: int, heads: int) -> None:
                 assert result["sent"] == 2 * (world - 1) * one, (rank, dtype)
 
 
-def send_buffers(rank: int, world: int, heads: int) -> dict[str, Any]:
+def send_buffers(rank, world, heads):
     """What `dist.all_to_all` is handed by `shared_to_heads` of two tensors (K and V)."""
-    seen: dict[str, Any] = {}
+    seen = {}
 
-    def spy(receive: list[Tensor], parts: list[Tensor], group: Any = None) -> None:
+    def spy(receive, parts, group=None):
         seen["starts"] = [p.data_ptr() for p in parts]
         seen["storages"] = {(p.untyped_storage().data_ptr(), p.untyped_storage().nbytes()) for p in parts}
         seen["received"] = sum(r.numel() for r in receive)
@@ -76,7 +73,7 @@ def send_buffers(rank: int, world: int, heads: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("world", "heads"), [(2, 1), (4, 1), (4, 2)])
-def test_shared_heads_are_not_replicated_before_they_are_sent(pools: Any, world: int, heads: int) -> None:
+def test_shared_heads_are_not_replicated_before_they_are_sent(pools, world, heads):
     """Defect 9: the reference copies each K/V head P / K times into its send buffer. Here the parts for the ranks that
     share a head are one and the same memory, and a rank receives the one head of K and of V that it needs."""
     for result in pools(world)(send_buffers, heads):
@@ -88,7 +85,7 @@ def test_shared_heads_are_not_replicated_before_they_are_sent(pools: Any, world:
         assert result["received"] == world * one_head
 
 
-def test_one_rank_is_the_identity_without_torch_distributed() -> None:
+def test_one_rank_is_the_identity_without_torch_distributed():
     x = leaf(randn(2, 3, ROWS, WIDTH))
     out = heads_to_seq(seq_to_heads(x))
     (grad,) = torch.autograd.grad(out, x, x.detach() * 2)
@@ -99,7 +96,7 @@ def test_one_rank_is_the_identity_without_torch_distributed() -> None:
     assert (exchange.ranks, exchange.bytes_sent) == (1, 0)
 
 
-def bad_shapes(rank: int, world: int) -> list[str]:
+def bad_shapes(rank, world):
     group = dist.group.WORLD
     return [
         error_of(seq_to_heads, randn(1, 3, ROWS, WIDTH), group),
@@ -107,17 +104,17 @@ def bad_shapes(rank: int, world: int) -> list[str]:
     ]
 
 
-def test_shapes_that_do_not_divide_are_refused(ranks2: Any) -> None:
+def test_shapes_that_do_not_divide_are_refused(ranks2):
     for heads, rows in ranks2(bad_shapes):
         assert heads == "3 heads neither divide over 2 ranks nor are shared evenly by them"
         assert rows == "a sequence of 5 does not divide over 2 ranks; 6 does"
 
 
-def test_degrees() -> None:
+def test_degrees():
     assert [whole_head_degrees(*heads) for heads in ((9, 3), (14, 2))] == [[1, 3, 9], [1, 2, 14]]
 
 
-def test_from_emulated_ranks_comes_what_is_sent() -> None:
+def test_from_emulated_ranks_comes_what_is_sent():
     """And not whatever lies in memory, nor zeros, on which a GPU draws less power and computes faster."""
     with fake_ranks(4) as ctx, nan_memory():
         exchange = Exchange(ctx.sp_group)

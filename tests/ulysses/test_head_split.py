@@ -1,11 +1,8 @@
 """Uneven heads: which rows of which heads a rank has. Tests on real ranks (test_ulysses.py) have their attention."""
 
-from __future__ import annotations
-
 import itertools
 from fractions import Fraction
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +33,7 @@ DOCUMENTS = {
 
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
 @pytest.mark.parametrize(("heads", "kv", "ranks"), LAYOUTS)
-def test_every_rank_has_the_same_work(heads: int, kv: int, ranks: int, documents: list[int] | None) -> None:
+def test_every_rank_has_the_same_work(heads, kv, ranks, documents):
     rows, areas = balance(heads, kv, ranks, 4096, documents)
     assert rows <= 1.01
     assert areas <= (1.01 if documents is None or len(documents) < 100 else 1.02)
@@ -44,7 +41,7 @@ def test_every_rank_has_the_same_work(heads: int, kv: int, ranks: int, documents
 
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
 @pytest.mark.parametrize(("heads", "kv", "ranks"), LAYOUTS)
-def test_every_row_of_every_head_is_somewhere_once(heads: int, kv: int, ranks: int, documents: Any) -> None:
+def test_every_row_of_every_head_is_somewhere_once(heads, kv, ranks, documents):
     length = 4096 if ranks != 5 else 4095
     documents = documents and [min(d, length) for d in documents]
     plans = [Plan(heads, kv, ranks, r, Sample(1, length, documents)) for r in range(ranks)]
@@ -61,7 +58,7 @@ def test_every_row_of_every_head_is_somewhere_once(heads: int, kv: int, ranks: i
         assert {p.head * kv // heads for p in parts} == set(range(plan.kv.start, plan.kv.stop))
 
 
-def test_shares_are_a_partition() -> None:
+def test_shares_are_a_partition():
     cuts = [Fraction(i, 7) for i in range(8)]
     for rows in ([1], [2], [3], [129], [200, 1, 5, 300, 7, 7, 128], [6] * 40, list(range(1, 150, 3))):
         shares = Shares(rows)
@@ -75,19 +72,19 @@ def test_shares_are_a_partition() -> None:
         assert sorted(found) == [(i, row) for i, n in enumerate(rows) for row in range(n)]
 
 
-def layouts(ranks: int) -> Any:
+def layouts(ranks):
     """Those of the first of so many ranks, which exchange nothing here."""
     return Layouts(SimpleNamespace(ranks=ranks, rank=0))  # type: ignore[arg-type]
 
 
-def test_whole_heads_where_they_can_be() -> None:
+def test_whole_heads_where_they_can_be():
     """Divisible heads keep the plain exchange: no plan, no index, no copy more."""
     assert [whole_heads(*c) for c in ((8, 2, 2), (8, 2, 4), (8, 2, 8), (9, 3, 3))] == [True] * 4
     assert not any(whole_heads(*c) for c in LAYOUTS)
     assert isinstance(layouts(4).of(torch.ones(1, 8, 5, 2), torch.ones(1, 2, 5, 2), None), WholeHeads)
 
 
-def test_plans_are_made_once_for_all_layers() -> None:
+def test_plans_are_made_once_for_all_layers():
     made, q, k = layouts(2), torch.ones(1, 3, 4, 2), torch.ones(1, 1, 4, 2)
     one, two, other = (made.of(q, k, documents).plan for documents in ([0, 3, 8], (0, 3, 8), [0, 4, 8]))
     assert one is two
@@ -95,7 +92,7 @@ def test_plans_are_made_once_for_all_layers() -> None:
     assert len(made._plans) == 1  # those of other documents are gone
 
 
-def test_many_documents_are_handed_out_whole() -> None:
+def test_many_documents_are_handed_out_whole():
     """A rank calls its kernel for its own documents, not for a part of every one."""
     documents = [*range(0, 65_536, 256), 65_536]
     plan = Plan(28, 4, 8, 3, Sample(1, 65_536, documents))

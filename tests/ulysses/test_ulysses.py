@@ -1,14 +1,11 @@
 """Ulysses attention on real ranks against plain attention on one, with and without a saved output."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from operators import EXACT, counted, error_of, gradients, leaf, nan_memory, randn, strided, worst
-from torch import Tensor
 
 from alstlib import SPContext, reference
 from alstlib.offload.checkpoints import Saved
@@ -17,7 +14,7 @@ from alstlib.ulysses.attention import UlyssesAttention
 WIDTH = 8
 
 
-def one_call(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
+def one_call(rank, world, case):
     """One attention call on this rank's rows; `replay` runs it as a checkpoint does: without a graph, then again."""
     h, kv, batch, rows = case["heads"], case["kv"], case.get("batch", 1), case.get("rows", 5)
     dtype, size = case.get("dtype", torch.float64), rows * world
@@ -26,7 +23,7 @@ def one_call(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     whole[3][:, :, case.get("zero_rows", [])] = 0
     needs = case.get("needs", (True, True, True))
 
-    def exact(*qkv: Tensor) -> Tensor:
+    def exact(*qkv):
         return reference.attention(*qkv, **{**how, "scale": how["scale"] or WIDTH**-0.5})[0]
 
     inputs = [leaf(t, needs=n) for t, n in zip(whole, needs)]
@@ -54,7 +51,7 @@ def one_call(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
             "untouched": all(torch.equal(a, b) for a, b in zip(before, (*qkv, dout)))}  # fmt: skip
 
 
-def check(pool: Any, case: dict[str, Any]) -> list[dict[str, Any]]:
+def check(pool, case):
     dtype = case.get("dtype", torch.float64)
     results = pool(one_call, case)
     for rank, result in enumerate(results):
@@ -77,7 +74,7 @@ REPLAY = pytest.mark.parametrize("replay", [False, True], ids=["recomputed", "sa
 
 
 @pytest.mark.parametrize("i, case", enumerate(HEADS))
-def test_any_heads_on_any_ranks(pools: Any, i: int, case: tuple[int, int, int]) -> None:
+def test_any_heads_on_any_ranks(pools, i, case):
     world, heads, kv = case
     dtype = (torch.float64, torch.float32)[i % 2]
     for replay in (False, True):
@@ -91,7 +88,7 @@ def test_any_heads_on_any_ranks(pools: Any, i: int, case: tuple[int, int, int]) 
     [(1, [0, 1, 7, 8, 13, 20]), (1, [0, 19, 20]), (2, [0, 3, 17, 20, 21, 33, 40]), (2, [0, 20, 40]), (2, [0, 30, 40])],
     ids=str,
 )
-def test_documents_that_span_ranks(ranks4: Any, batch: int, documents: list[int], attention: str, replay: bool) -> None:
+def test_documents_that_span_ranks(ranks4, batch, documents, attention, replay):
     """Defect 6: tokens of packed documents attend inside their own document only, wherever ranks cut them."""
     case = {"heads": 4, "kv": 2, "batch": batch, "documents": documents, "attention": attention, "replay": replay}
     check(ranks4, case)
@@ -99,7 +96,7 @@ def test_documents_that_span_ranks(ranks4: Any, batch: int, documents: list[int]
 
 LONG = [0, 200, 203, 210, 211, 400, 450, 600]
 """Documents long enough to be shared by the ranks, and short ones that are dealt out."""
-FEW: dict[str, tuple[int, dict[str, Any]]] = {
+FEW = {
     # in the stand-in output, 0 / 0
     **{f"{n} without gradient on {p}": (p, {"rows": 4, "scale": 0.7, "zero_rows": rows})
        for p in (2, 4) for n, rows in (("rows", [0, 3, 7]), ("a rank", [0, 1, 2, 3, 7]))},
@@ -117,12 +114,12 @@ FEW: dict[str, tuple[int, dict[str, Any]]] = {
 
 @REPLAY
 @pytest.mark.parametrize(("world", "case"), FEW.values(), ids=FEW)
-def test_a_few_of_a_kind(pools: Any, world: int, case: dict[str, Any], replay: bool) -> None:
+def test_a_few_of_a_kind(pools, world, case, replay):
     check(pools(world), {"heads": 4, "kv": 2, **case, "replay": replay})
 
 
 @pytest.mark.parametrize(("world", "kv"), [(2, 2), (4, 4), (4, 2), (2, 1)])
-def test_bytes_on_the_wire(pools: Any, world: int, kv: int) -> None:
+def test_bytes_on_the_wire(pools, world, kv):
     """With 8 query heads, 2 key/value heads and sp 2, each layer and step moves 52 heads of [S, D], and delta; the
     reference moves 60. A key/value head that ranks share travels once to each of them."""
     rows = 5
@@ -139,7 +136,7 @@ def test_bytes_on_the_wire(pools: Any, world: int, kv: int) -> None:
         assert expected == (52 + 8 / WIDTH) * rows * WIDTH * 8 * (world - 1) / world
 
 
-def test_without_grad_nothing_is_kept() -> None:
+def test_without_grad_nothing_is_kept():
     op = UlyssesAttention(SPContext.create(1))
     x = randn(1, 2, 5, WIDTH)
     assert op(x, x, x).grad_fn is None
@@ -147,7 +144,7 @@ def test_without_grad_nothing_is_kept() -> None:
         assert op(leaf(x), x, x).grad_fn is None
 
 
-def test_shapes_that_do_not_belong_together_are_refused() -> None:
+def test_shapes_that_do_not_belong_together_are_refused():
     op = UlyssesAttention(SPContext.create(1))
     q, k = randn(1, 4, 5, WIDTH), randn(1, 2, 5, WIDTH)
     for bad in ((q, k, k[:, :1]), (q, k[:, :, 1:], k[:, :, 1:]), (q[..., 1:], k, k), (q[0], k, k), (q, k[..., 2:], k)):
