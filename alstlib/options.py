@@ -237,6 +237,9 @@ class Options(Settings):
     """How layers with a state run over ranks: they `pass` their state from rank to rank, or exchange tokens for `heads`
     as attention does. The results are equal. `auto` takes heads where each rank gets at least one head of the layer;
     layers with fewer heads than ranks pass their state. `handle.notes` says what each layer does."""
+    experts_by_token: bool = False
+    """Say of blocks of experts that are not transformers' own that their output for a token depends on that token
+    alone. Otherwise they run on whole sequences only, and untiled; `alst verify` compares."""
     host_memory: Bytes | None = None
     """Bytes of the host's memory that the checkpoints of each rank may take; None: what is free at each forward. When
     they do not suffice, attention outputs are dropped first, and then the inputs of all but every k-th layer (not with

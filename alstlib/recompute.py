@@ -1,5 +1,5 @@
-"""What a recompute in backward must take over from the first pass: random state, precision, modes of modules; also sums
-of gradients in fp32, and refusals.
+"""What a recompute in backward must take over from the first pass: random state, precision, modes of modules; what runs
+now (`Pass`); also sums of gradients in fp32, and refusals.
 
 Everything that is recomputed in backward (tiles, checkpoints, chunks) stands on this.
 """
@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,6 +68,44 @@ class Replay:
             finally:
                 for module, mode in switched:
                     module.training = not mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What runs now, as tiled MLPs see it: a pass over a model or over one of its layers."""
+
+    drew: set[nn.Module] = field(default_factory=set)
+    """MLPs that drew random numbers: a first pass fills it, and its recompute, which has to draw them too, reads it."""
+    skip: bool = False
+    """Whether nothing reads the MLPs' outputs, as in most recomputes: then tiles return zeros (`tiled.skip`)."""
+    whole: bool = False
+    """Whether inputs of no more tokens than a tile run as they are, and keep their intermediates."""
+    followers: Mapping[Any, Any] = field(default_factory=dict)
+    """`tiled.skip.Follower`s, by MLP, whose modules' work is done in the MLPs' tiles too where `skip` is set."""
+
+
+_NOW: ContextVar[Pass | None] = ContextVar("now", default=None)
+"""The only carrier of what runs now. A recompute may run in a thread of autograd's own, and sets it there anew."""
+
+
+def now() -> Pass | None:
+    """The pass that runs now; None outside of any."""
+    return _NOW.get()
+
+
+def begin(one: Pass | None) -> None:
+    """From here on this pass runs; `entered` does so for a block of code."""
+    _NOW.set(one)
+
+
+@contextlib.contextmanager
+def entered(one: Pass) -> Iterator[None]:
+    """Run what is inside as this pass."""
+    token = _NOW.set(one)
+    try:
+        yield
+    finally:
+        _NOW.reset(token)
 
 
 class Values:

@@ -408,7 +408,7 @@ def _run(rank, case, more):
     error, name = max(errors)
     return {"loss": float(torch.tensor(losses).max()), "gradient": error, "name": name, "strange": strange,
             "calls": calls, "arrived": arrived, "leased": leased, "steps": counted, "seen": look(),
-            "kept": handle.attention_kept, "every": handle.inputs_kept_every}  # fmt: skip
+            "kept": handle.plan.attention_kept, "every": handle.plan.inputs_kept_every}  # fmt: skip
 
 
 def check(results, case, bound=None):

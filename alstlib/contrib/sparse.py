@@ -81,7 +81,7 @@ def select_pages(handle: Handle, sparse: Sparse) -> None:
         )
     if not handle.facts.value_width:
         raise ValueError(f"sparse: no layer of {name} has attention, so there are no pages to leave out")
-    windows = [keys.window for keys in handle.keys if keys.widths]  # of layers that attend
+    windows = [keys.window for keys in handle.facts.keys if keys.widths]  # of layers that attend
     if windows and None not in windows:
         raise ValueError(f"sparse: every layer of {name} has a sliding window, which sees few pages")
     rest = sum(w is not None for w in windows)
@@ -90,7 +90,7 @@ def select_pages(handle: Handle, sparse: Sparse) -> None:
         "exact for the pages that were seen, and the choice of pages has none"
         + (f"; {rest} of {len(windows)} layers have sliding windows and stay exact" if rest else "")
     )
-    handle.choose_pages = sparse.chooser
+    handle.select_pages(sparse.chooser)
 
 
 def mean_score(q: Tensor, means: Tensor) -> Tensor:

@@ -20,15 +20,15 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from alstlib.data.agreement import Agreement
 from alstlib.hf.attention import attach_attention, attach_rotary
-from alstlib.hf.block_calls import attach_blocks
+from alstlib.hf.block_calls import STATE, attach_blocks
 from alstlib.hf.calls import CallAgreement, read_call
-from alstlib.hf.checkpointed_layers import attach_checkpoints
-from alstlib.hf.chunked_layers import attach_streams
-from alstlib.hf.experts import routes, takes_more, tiled_experts
+from alstlib.hf.experts import MLPS, known, routes, takes_more, tiled_experts, unknown_experts
 from alstlib.hf.handle import Handle
 from alstlib.hf.hidden_states import attach_hidden_states, travels
-from alstlib.hf.inputs import Call, deal_out
+from alstlib.hf.inputs import deal_out
+from alstlib.hf.layer_runner import attach_runners
 from alstlib.hf.logits import NoLogits, find_transform
+from alstlib.hf.pass_state import Objective, PassState
 from alstlib.hf.routers import attach_routers, refuse_lost_gradients
 from alstlib.hf.support import check_model, check_shared, shared_weights
 from alstlib.hf.token_logps import OverRanks
@@ -36,6 +36,7 @@ from alstlib.linear.adapters import adapter_of, is_tokenwise
 from alstlib.linear.attach import attach_states
 from alstlib.mesh import ATTACHED, SPContext
 from alstlib.options import Options
+from alstlib.recompute import begin, now
 from alstlib.tiled.compute import TiledMLP, TiledNorm
 from alstlib.tiled.loss import TiledHead
 from alstlib.ulysses.alltoall import unstripe
@@ -68,6 +69,10 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
         mine["Options.attention"] = getattr(options.attention, "__name__", type(options.attention).__name__)
     with Agreement(ctx, "apply", mine, waits=True):
         facts = check_model(model, ctx, options.attention)
+        unknown = "" if options.experts_by_token else unknown_experts(facts.layers)
+        if unknown and (ctx.sp > 1 or options.chunk is not None):
+            raise ValueError(unknown)
+        facts = replace(facts, not_by_blocks=facts.not_by_blocks or unknown)
     layers, handle = facts.layers, Handle(model, ctx, options, facts)
     try:
         attach_attention(handle)
@@ -79,10 +84,8 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
         if options.tile("loss"):
             _attach_head(handle)
         _stop_own_checkpointing(handle)
-        if options.chunk is not None:
-            attach_streams(handle, layers)
-        elif options.checkpoint:
-            attach_checkpoints(handle, layers)
+        if options.checkpoint or options.chunk is not None:
+            attach_runners(handle, layers)
         leaves = [m for m in model.modules() if getattr(m, "_z3_leaf", False)]
         shared = shared_weights(model, [*(layers if options.checkpoint else []), *leaves])
         check_shared(shared, is_deepspeed_zero3_enabled())
@@ -119,19 +122,6 @@ def _check_types(ctx: Any, options: Any) -> None:
 # ----- tiled MLP and head
 
 
-def _swap(handle: Handle, old: nn.Module, new: nn.Module) -> None:
-    """Put `new` where `old` is, everywhere in the model, until detach; torch.compile leaves it as it is."""
-    handle.set_forward(new, new.forward)
-    for parent in list(handle.model.modules()):
-        for name, child in list(parent._modules.items()):
-            if child is old:
-                handle.edits.swap(parent, name, new)
-
-
-MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
-"""What decoder layers call their MLP or experts, and what every token goes to beside them."""
-
-
 def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
     tile = handle.tile("mlp")
     for i, layer in enumerate(layers):
@@ -146,12 +136,13 @@ def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
             continue
         for name, mlp in found:
             where = f"layer {i}: {name} ({type(mlp).__name__})"
+            if routes(mlp) and not (known(mlp) or handle.options.experts_by_token):
+                handle.notes.append(f"{where} may mix tokens (see Options.experts_by_token): left untiled")
+                continue
             if routes(mlp) and takes_more(mlp):
                 handle.notes.append(f"{where} routes to experts by more than its tokens: left untiled")
                 continue
-            tiled = tiled_experts(handle, mlp, tile, where) if routes(mlp) else TiledMLP(mlp, tile)
-            _swap(handle, mlp, tiled)
-            handle.mlps.append(tiled)
+            handle.swap(mlp, tiled_experts(mlp, tile) if routes(mlp) else TiledMLP(mlp, tile))
 
 
 def _only_mixes(module: nn.Module) -> bool:
@@ -164,7 +155,7 @@ def _attach_norms(handle: Handle, layers: Sequence[nn.Module]) -> None:
     for layer in layers:
         for name, norm in list(layer.named_children()):
             if _is_norm(norm) and not name.startswith(("post_feedforward", "post_mlp")):
-                _swap(handle, norm, TiledNorm(norm, tile))
+                handle.swap(norm, TiledNorm(norm, tile))
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -183,26 +174,27 @@ def _attach_head(handle: Handle) -> None:
         handle.notes.append(f"{type(handle.model).__name__} transforms its logits in an unknown way: loss left untiled")
         return
     tile = handle.tile("loss")
-    handle.head = TiledHead(head, tile, transform)
+    tiled = TiledHead(head, tile, transform)
     factor = 1.0 if transform.is_identity else _TINY
 
     def labels_of_call(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        call = handle.call
-        if call is None:
+        if (state := handle.state) is None:
             return args[:1]
-        return args[0], call.shift_labels, call.by_token, call.statistics, call.label_smoothing, call.look
+        asked = state.objective
+        labels = state.inputs.labels
+        return args[0], labels, asked.by_token, asked.statistics, asked.label_smoothing, asked.look
 
     def shrink(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
         return out * factor if factor != 1.0 and len(args) > 1 and args[1] is not None else out
 
-    handle.head.register_forward_pre_hook(labels_of_call)
-    handle.head.register_forward_hook(shrink)
-    handle.head.unshrink = 1.0 / (factor * transform.scale)
-    _swap(handle, head, handle.head)
+    tiled.register_forward_pre_hook(labels_of_call)
+    tiled.register_forward_hook(shrink)
+    tiled.unshrink = 1.0 / (factor * transform.scale)
+    handle.swap(head, tiled)
     inside = {id(m) for layer in handle.facts.layers for m in layer.modules()}
     for norm in [m for m in handle.model.base_model.modules() if _is_norm(m) and id(m) not in inside]:
         tile = handle.options.tile("norm")
-        _swap(handle, norm, TiledNorm(norm, None if isinstance(tile, bool) else tile))
+        handle.swap(norm, TiledNorm(norm, None if isinstance(tile, bool) else tile))
 
 
 def _stop_own_checkpointing(handle: Handle) -> None:
@@ -233,6 +225,7 @@ def _stop_own_checkpointing(handle: Handle) -> None:
 
 
 def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> None:
+    """Hooks of the model begin and end the pass of each call."""
     model = handle.model
 
     @torch.compiler.disable
@@ -241,75 +234,88 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
             return None
         if torch.is_grad_enabled():
             check_shared(shared)
-        if handle.next_call is not None:  # a block: `block_step` has checked the whole batch and dealt it out
-            call, handle.next_call = handle.next_call, None
-            handle.begin(call)
-            return None
-        chunk = handle.chunk
-        if kwargs.get("agreed"):
-            call = read_call(handle, args, kwargs, chunk)
-        else:
-            with CallAgreement(handle, "a call of the model", {}, kwargs, own_group=True) as agreement:
-                call = agreement.note(read_call(handle, args, kwargs, chunk))
-        deal_out(args, kwargs, call, chunk, handle.ctx)
-        tokens = args[0] if args else kwargs.get("input_ids")
-        call.travels = tokens is not None and travels(handle, call, tokens, kwargs)
-        handle.begin(call)
-        return () if call.striped else args, kwargs
+        state = kwargs.pop(STATE, None)  # of a block: `block_step` has checked the whole batch and dealt it out
+        if state is None:
+            state, args = _state_of(handle, args, kwargs)
+        begin(replace(state, outer=now()))
+        return args, kwargs
 
     @torch.compiler.disable
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        call = handle.end()
-        if out is None or call is None or call.shift_labels is None:  # no output: the call failed
+        state = None if handle.plain else handle.state
+        if state is not None:
+            begin(state.outer)
+        if out is None or state is None or state.inputs.labels is None:  # no output: the call failed
             return refuse_lost_gradients(handle, out)
-        labels = call.shift_labels
-        if handle.head is not None:
-            total = out.logits * handle.head.unshrink
-        else:
-            total = _untiled(out.logits, labels, call)
-        if call.dft:
-            total = -(total * total.detach().exp()).sum()
-        logits = out.logits if handle.head is None and not call.striped else NoLogits()
-        if call.temperature is not None:
-            return type(out)(logits=_in_order(handle, call, total))
-        tokens, ctx, more = (labels != IGNORE).sum(), handle.ctx, {}
-        if call.router is not None and not (call.blocks is not None and call.blocks.making):
-            given = call.divisor if call.router_tokens is None else call.router_tokens
-            share = tokens if given is None else torch.as_tensor(given / ctx.sp, device=total.device)
-            total = call.router.add_to(total, share)
-            more["aux_loss"] = call.router.value
-        if call.reduction != "sum":
-            if ctx.sp > 1:  # the same on all ranks of a group: that of their whole samples, as if one rank had them
-                both = OverRanks.apply(torch.stack([total.double(), tokens.double()]), ctx)
-                total, tokens = both[0].to(total.dtype), both[1].detach()
-            total = total / (tokens.clamp_min(1) if call.divisor is None else call.divisor)
-        return type(out)(**{**out, **more, "logits": logits, "loss": total})
+        return _output(handle, state, out)
 
     handle.edits.hook(model, model.register_forward_pre_hook(before, with_kwargs=True))
     handle.edits.hook(model, model.register_forward_hook(after, with_kwargs=True, always_call=True))
     handle.edits.set(model, ATTACHED, weakref.ref(handle))
 
 
-def _untiled(logits: Tensor, labels: Tensor, call: Call) -> Tensor:
+def _state_of(handle: Handle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PassState, tuple[Any, ...]]:
+    """The pass that a call of the model begins, and what is left of the call's arguments by place; what is ours leaves
+    `kwargs`."""
+    if kwargs.get("agreed"):
+        state = read_call(handle, args, kwargs, handle.chunk)
+    else:
+        with CallAgreement(handle, "a call of the model", {}, kwargs, own_group=True) as agreement:
+            state = agreement.note(read_call(handle, args, kwargs, handle.chunk))
+    if state.inputs.striped:
+        assert handle.chunk is not None
+        state = replace(state, inputs=deal_out(args, kwargs, state.inputs, handle.chunk, handle.ctx))
+        args = ()
+    return replace(state, travels=travels(handle, state.inputs, kwargs)), args
+
+
+def _output(handle: Handle, state: PassState, out: Any) -> Any:
+    """What a call with labels returns, of what the model's own forward did."""
+    inputs, asked, labels, ctx = state.inputs, state.objective, state.inputs.labels, handle.ctx
+    assert labels is not None
+    if handle.head is not None:
+        total = out.logits * handle.head.unshrink
+    else:
+        total = _untiled(out.logits, labels, asked)
+    if asked.dft:
+        total = -(total * total.detach().exp()).sum()
+    logits = out.logits if handle.head is None and not inputs.striped else NoLogits()
+    if asked.temperature is not None:
+        return type(out)(logits=_in_order(handle, state, total))
+    tokens, more = (labels != IGNORE).sum(), {}
+    if asked.router is not None and not (state.blocks is not None and state.blocks.making):
+        given = inputs.divisor if asked.router_tokens is None else asked.router_tokens
+        share = tokens if given is None else torch.as_tensor(given / ctx.sp, device=total.device)
+        total = asked.router.add_to(total, share)
+        more["aux_loss"] = asked.router.value
+    if asked.reduction != "sum":
+        if ctx.sp > 1:  # the same on all ranks of a group: that of their whole samples, as if one rank had them
+            both = OverRanks.apply(torch.stack([total.double(), tokens.double()]), ctx)
+            total, tokens = both[0].to(total.dtype), both[1].detach()
+        total = total / (tokens.clamp_min(1) if inputs.divisor is None else inputs.divisor)
+    return type(out)(**{**out, **more, "logits": logits, "loss": total})
+
+
+def _untiled(logits: Tensor, labels: Tensor, asked: Objective) -> Tensor:
     """What a tiled head returns, of logits [B, L, V]."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if call.temperature not in (None, 1.0):
-        logits = logits / call.temperature
-    if call.statistics is not None:
-        call.statistics.of(logits, labels)
-    if call.look is not None:
-        call.look(logits)
+    if asked.temperature not in (None, 1.0):
+        logits = logits / asked.temperature
+    if asked.statistics is not None:
+        asked.statistics.of(logits, labels)
+    if asked.look is not None:
+        asked.look(logits)
     loss = nn.functional.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), reduction="sum" if call.by_token is None else "none",
-        ignore_index=IGNORE, label_smoothing=call.label_smoothing,
+        logits.flatten(0, 1), labels.flatten(), reduction="sum" if asked.by_token is None else "none",
+        ignore_index=IGNORE, label_smoothing=asked.label_smoothing,
     )  # fmt: skip
-    return loss if call.by_token is None else -loss.view(labels.shape)
+    return loss if asked.by_token is None else -loss.view(labels.shape)
 
 
-def _in_order(handle: Handle, call: Call, logps: Tensor) -> Tensor:
+def _in_order(handle: Handle, state: PassState, logps: Tensor) -> Tensor:
     """Log-probabilities [B, L], and statistics, in the order of the tokens of this rank's slice."""
-    chunk, found = handle.chunk, call.statistics
-    if not call.striped or chunk is None:
+    chunk, found = handle.chunk, state.objective.statistics
+    if not state.inputs.striped or chunk is None:
         return logps
     if found is not None:
         found.entropy = unstripe(found.entropy, chunk, handle.ctx)
@@ -326,7 +332,7 @@ def _attach_generation(handle: Handle) -> None:
     def generate(*args: Any, **kwargs: Any) -> Any:
         if handle.plain:
             return original(*args, **kwargs)
-        if handle.ctx.sp > 1 and not handle.whole_prompts:
+        if not handle.generates:
             raise ValueError("generate() needs the whole sequence on one rank: call it after detach(), or with sp=1")
         with handle.as_its_own():
             return original(*args, **kwargs)

@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
 from alstlib.hf.handle import Handle
-from alstlib.hf.support import check_attention
+from alstlib.hf.support import by_longest, check_attention
 
 
 def attach_attention(handle: Handle) -> None:
     name, alive = f"alst_{uuid.uuid4().hex}", weakref.ref(handle)  # weak, because the registration is global
+    layer_of = weakref.WeakKeyDictionary(
+        {m: i for i, layer in enumerate(handle.facts.layers) for m in layer.modules()}
+    )  # fmt: skip
 
     def attend(
         module: nn.Module,
@@ -32,23 +35,18 @@ def attach_attention(handle: Handle) -> None:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         handle = alive()
-        if handle is None or (call := handle.call) is None:
-            raise ValueError(
-                "call the model that apply() was given, not a part of it: only the model gets documents and labels"
-            )
+        assert handle is not None  # hooks of the model hold it
+        state = handle.running
         check_attention(module, attention_mask, dropout, kwargs)
         query, key, value = _one_dtype(query, key, value)
         how: dict[str, Any] = {
             "scale": scaling, "window": kwargs.get("sliding_window"), "softcap": kwargs.get("softcap"),
-            "sinks": kwargs.get("s_aux"), "documents": call.documents,
+            "sinks": kwargs.get("s_aux"), "documents": state.inputs.documents, "saved": state.saved,
         }  # fmt: skip
-        if call.piece is not None:
-            out = call.piece.attend(handle.attention, query, key, value, **how)
-        elif call.blocks is not None:
-            layer = handle.layer_of[module]
-            out = call.blocks.attend(layer, handle.attention, query, key, value, saved=call.saved, **how)
+        if state.part is None:
+            out = handle.attention(query, key, value, **how)
         else:
-            out = handle.attention(query, key, value, saved=call.saved, **how)
+            out = state.part.attend(handle.attention, query, key, value, layer=layer_of[module], **how)
         return out.transpose(1, 2).contiguous(), None  # as the plain kernels do: some models read it by view
 
     AttentionInterface.register(name, torch.compiler.disable(attend))
@@ -102,13 +100,16 @@ def attach_rotary(handle: Handle) -> None:
     rank and in every block: the largest position of the sequence is added to the positions at hand, and what comes out
     for it is dropped."""
 
+    def told() -> Tensor | None:
+        return None if handle.state is None else handle.state.inputs.longest
+
     def whole() -> bool:
-        """Are all positions of the sequence at hand?"""
-        return handle.plain or (handle.ctx.sp == 1 and (handle.call is None or handle.call.longest is None))
+        """Whether the positions of the whole sequence are at hand."""
+        return handle.plain or (handle.ctx.sp == 1 and told() is None)
 
     def longest(at: Tensor) -> Tensor:
-        if handle.call is not None and handle.call.longest is not None:
-            return handle.call.longest
+        if (known := told()) is not None:
+            return known
         most = at.max().reshape(1, 1)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=handle.ctx.sp_group)
         return most
@@ -132,9 +133,6 @@ def attach_rotary(handle: Handle) -> None:
         return tuple(t.narrow(along, 0, t.shape[along] - 1) for t in out)
 
     for module in handle.model.modules():
-        kind = getattr(module, "rope_type", None)
-        kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
-        if any(k == "longrope" or "dynamic" in k for k in kinds if isinstance(k, str)):
-            handle.longest_matters = True
+        if by_longest(module):
             handle.edits.hook(module, module.register_forward_pre_hook(before, with_kwargs=True))
             handle.edits.hook(module, module.register_forward_hook(after, with_kwargs=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,53 +13,28 @@ from torch import Tensor, nn
 
 from alstlib.hf.calls import read_call
 from alstlib.hf.causal_lm_loss import fields_of
-from alstlib.hf.dry_run import LayerCall
-from alstlib.hf.handle import Handle, Keys
+from alstlib.hf.handle import Handle
 from alstlib.hf.inputs import deal_out
-from alstlib.linear.adapters import is_tokenwise, mixers_of
 from alstlib.recompute import Replay
 from alstlib.streaming.blocks import Blocks
 from alstlib.tiled.logits import Statistics
 from alstlib.units import IGNORE
 
+STATE = "alst_state"
+"""Keyword argument of a model's call that is a block: the pass that it is."""
+
 
 def attach_blocks(handle: Handle) -> None:
-    """Note what `block_step` has to know of the layers, and why it cannot run the model, if it cannot."""
-    facts = handle.facts
-    handle.layer_of = {m: i for i, layer in enumerate(facts.layers) for m in layer.modules()}
-    calls = {call.layer: call for call in facts.calls}
-    attended = Counter(call.layer for call in facts.calls for _ in call.attention)
-    for i, layer in enumerate(facts.layers):
-        call = calls.get(layer)
-        seen = call.attention if call is not None else []
-        if not seen and (mixers_of(layer) or is_tokenwise(layer)):  # what it hands on does not grow with the sequence
-            handle.keys.append(Keys(facts.heads, facts.kv_heads, 0, None))
-            continue
-        handle.keys.append(
-            Keys(seen[0].heads, seen[0].kv_heads, seen[0].width + seen[0].value_width,
-                 seen[0].kwargs.get("sliding_window"))
-            if seen else Keys(facts.heads, facts.kv_heads, facts.kv_widths, None)
-        )  # fmt: skip
-        if call is not None and (why := _not_by_blocks(call, attended[layer])):
-            handle.not_by_blocks = handle.not_by_blocks or f"layer {i} ({type(layer).__name__}) {why}"
+    """Have memory planned when a micro-batch's first block comes to the first layer."""
 
     @torch.compiler.disable
     def first_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        blocks = None if handle.call is None else handle.call.blocks
+        blocks = None if handle.state is None else handle.state.blocks
         if blocks is not None and not blocks.planned:
-            handle.plan_blocks(args[0] if args else kwargs["hidden_states"], blocks)
+            handle.plan.blockwise(args[0] if args else kwargs["hidden_states"], blocks)
 
-    first = facts.layers[0]
+    first = handle.facts.layers[0]
     handle.edits.hook(first, first.register_forward_pre_hook(first_layer, with_kwargs=True))
-
-
-def _not_by_blocks(call: LayerCall, attended: int) -> str:
-    """Why a layer cannot run on some of the rows, by how it was called in a dry run, and how often it attended."""
-    if attended > 1:
-        return "calls attention more than once"
-    if call.reads:
-        return "reads what other layers have left for it"
-    return ""
 
 
 class MicroBatch:
@@ -77,38 +51,36 @@ class MicroBatch:
     def __init__(self, handle: Handle, batch: Mapping[str, Any], block: int) -> None:
         ctx = handle.ctx
         kwargs: dict[str, Any] = {**fields_of(batch), "reduction": "sum", "agreed": True}
-        call = read_call(handle, (), kwargs, block)
-        deal_out((), kwargs, call, block, ctx)
-        call.striped = True
+        state = read_call(handle, (), kwargs, block)
+        inputs = state.inputs
+        inputs = deal_out((), kwargs, inputs, block, ctx) if inputs.striped else replace(inputs, striped=True)
         tokens = kwargs["input_ids"]
         kwargs["position_ids"] = kwargs["position_ids"].expand_as(tokens)
-        if handle.longest_matters:
-            call.longest = kwargs["position_ids"].max().reshape(1, 1)
+        if handle.facts.by_longest:
+            longest = kwargs["position_ids"].max().reshape(1, 1)
             if ctx.sp > 1:
-                dist.all_reduce(call.longest, dist.ReduceOp.MAX, group=ctx.sp_group)
-        self.handle, self.kwargs, self.call = handle, kwargs, call
-        self.blocks = call.blocks = Blocks(len(handle.keys), tokens.shape[1], block, ctx.sp)
+                dist.all_reduce(longest, dist.ReduceOp.MAX, group=ctx.sp_group)
+            inputs = replace(inputs, longest=longest)
+        assert inputs.labels is not None  # `check_batch`
+        self.handle, self.kwargs, self.labels, self.router = handle, kwargs, inputs.labels, state.objective.router
+        self.blocks = Blocks(len(handle.facts.layers), tokens.shape[1], block, ctx.sp)
+        self.state = replace(state, inputs=inputs, part=self.blocks)
         self.replays: dict[int, Replay] = {}
-
-    @property
-    def labels(self) -> Tensor:
-        assert self.call.shift_labels is not None
-        return self.call.shift_labels
 
     def run(self, model: Any, index: int, making: bool, found: Statistics | None = None) -> Tensor:
         """The sum of a block's losses; with `making`, the forward that comes before all recomputes. `found` gets its
         statistics."""
         self.blocks.begin(index, making)
-        handle, rows = self.handle, self.blocks.rows
+        rows, state = self.blocks.rows, self.state
         cut = {name: self.kwargs[name][:, rows].contiguous() for name in ("input_ids", "position_ids")}
-        handle.next_call = replace(self.call, shift_labels=self.labels[:, rows].contiguous(), statistics=found)
-        try:
-            if making:
-                self.replays[index] = Replay(self.labels.device)
-            with contextlib.nullcontext() if making else self.replays[index]():
-                return model(**{**self.kwargs, **cut}).loss
-        finally:
-            handle.next_call = None
+        cut[STATE] = replace(
+            state, inputs=replace(state.inputs, labels=self.labels[:, rows].contiguous()),
+            objective=replace(state.objective, statistics=found, router=self.router),
+        )  # fmt: skip
+        if making:
+            self.replays[index] = Replay(self.labels.device)
+        with contextlib.nullcontext() if making else self.replays[index]():
+            return model(**{**self.kwargs, **cut}).loss
 
     def close(self) -> None:
         """Let everything go that lies between a block and the others."""
@@ -124,5 +96,5 @@ def without_tokens(handle: Handle, batch: Mapping[str, Any]) -> MicroBatch:
     made = MicroBatch(
         handle, {"input_ids": tokens, "position_ids": positions, "shift_labels": torch.full_like(like, IGNORE)}, 1
     )  # fmt: skip
-    made.call.router, made.blocks.planned = None, True
+    made.router, made.blocks.planned = None, True
     return made

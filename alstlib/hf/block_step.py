@@ -96,15 +96,15 @@ def block_step(
             for (part, i), statistic in zip(order, found):
                 made.append(part.run(engine, i, making=True, found=statistic))
                 if len(made) == 1 and not isinstance(made[0], FakeTensor):
-                    handle.plan_states(part.blocks)
+                    handle.plan.handed_on(part.blocks)
             losses = torch.stack(made)
             sums = torch.stack([f.sums() for f in found if f is not None]).sum(0) if statistics else None
             total = losses.double().sum().to(losses.dtype)
-            if micro.call.router is not None:
-                total = micro.call.router.add_to(total, micro.labels.ne(IGNORE).sum())
+            if micro.router is not None:
+                total = micro.router.add_to(total, micro.labels.ne(IGNORE).sum())
         share = share_of(total, micro.labels, batch, handle.ctx, divides, sums)
         for part, i in reversed(order) if train else ():
-            handle.renew_plan()
+            handle.plan.renew()
             last = (part, i) == order[0]
             with steps.micro_step(ends=last), _hooks_wait(engine, wait=not last and not steps.deepspeed):
                 steps.backward(part.run(engine, i, making=False) * share.factor)
@@ -124,9 +124,10 @@ def _check_block(handle: Handle, block: Any) -> None:
             f"the whole model by blocks: use Options(chunk=None) and block={handle.chunk}, or call "
             "causal_lm_loss"
         )
-    if handle.not_by_blocks:
+    if handle.facts.not_by_blocks:
         raise ValueError(
-            f"{handle.not_by_blocks}: the model cannot run by blocks; use causal_lm_loss, with more ranks or offload"
+            f"{handle.facts.not_by_blocks}: the model cannot run by blocks; use causal_lm_loss, with more ranks or "
+            "offload"
         )
 
 

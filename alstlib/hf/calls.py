@@ -4,6 +4,7 @@ of them computes."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 
 from alstlib.data.agreement import Agreement
 from alstlib.hf.handle import Handle
-from alstlib.hf.inputs import Call, number_tokens, take_call
+from alstlib.hf.inputs import number_tokens, take_call
+from alstlib.hf.pass_state import PassState
 from alstlib.hf.routers import router_loss
 from alstlib.mesh import ATTACHED
 
@@ -30,18 +32,18 @@ def handle_of(model: Any) -> Handle:
     return handle
 
 
-def read_call(handle: Handle, args: tuple[Any, ...], kwargs: dict[str, Any], chunk: int | None) -> Call:
+def read_call(handle: Handle, args: tuple[Any, ...], kwargs: dict[str, Any], chunk: int | None) -> PassState:
     """What a call of the model asks for, checked on this rank; `kwargs` are left as the model's forward takes them.
 
     Raises:
         ValueError: inputs that cannot be run exactly, with what to give instead.
     """
-    call = take_call(args, kwargs, handle.ctx, chunk)
-    number_tokens(call, args, kwargs, handle.facts, type(handle.model).__name__)
-    call.router = router_loss(handle, call, kwargs)
-    if call.router is not None and call.temperature is not None:
+    state = take_call(args, kwargs, handle.ctx, chunk)
+    number_tokens(state.inputs.real, args, kwargs, handle.facts, type(handle.model).__name__)
+    router = router_loss(handle, state.inputs.labels, kwargs)
+    if router is not None and state.objective.temperature is not None:
         raise ValueError("log-probabilities have no load-balancing loss: use output_router_logits=False")
-    return call
+    return replace(state, objective=replace(state.objective, router=router))
 
 
 class CallAgreement(Agreement):
@@ -70,8 +72,8 @@ class CallAgreement(Agreement):
         self.note(read_call(self.handle, (), dict(kwargs), chunk))
         return {**kwargs, "agreed": True}
 
-    def note(self, call: Call) -> Call:
+    def note(self, state: PassState) -> PassState:
         """A call that every rank of an SP group must have alike."""
-        batch, rows = call.shape
-        self.in_group = {"the batch size": batch, "the tokens of a rank": rows, "the documents": call.documents}
-        return call
+        (batch, rows), documents = state.inputs.shape, state.inputs.documents
+        self.in_group = {"the batch size": batch, "the tokens of a rank": rows, "the documents": documents}
+        return state

@@ -1,5 +1,5 @@
-"""A dry run shows what a model does around its kernels, without its weights: which layers call attention, with which
-arguments, and how the model numbers its tokens. It takes milliseconds for each layer and no memory, also where an
+"""A dry run shows what a model does around its kernels, without its weights: which layers call attention, and with which
+arguments. It takes milliseconds for each layer and no memory, also where an
 engine has sharded the model.
 
 The model's own forward runs once on a few tokens. Weights outside the layers are zeros of one element, expanded; layers
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
@@ -68,12 +67,6 @@ class DryRun:
 
     calls: list[LayerCall] = field(default_factory=list)
     finished: bool = False
-    offset: int = 0
-    """The model numbers its tokens from here where it is not given positions."""
-    numbers_itself: bool = False
-    """Does it number its tokens whatever positions it is given?"""
-    uncounted: int | None = None
-    """The padding token, where the model does not count it."""
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -117,52 +110,8 @@ def dry_run(model: PreTrainedModel, layers: Sequence[nn.Module]) -> DryRun:
     """Run `model` dry, with `layers` those modules that may be its decoder layers. The model is left as it was."""
     run = DryRun()
     with unset_fake_temporarily(), _standing_in(model, layers, run) as forward:
-        token = next(t for t in range(model.config.get_text_config().vocab_size) if t not in _special(model))
-        tokens = torch.full((1, ROWS), token)
-        counted = torch.arange(ROWS)[None]
-        own = _numbers(lambda: forward(tokens, stop=True))
-        first = own[0] + ROWS if own else ROWS
-        given = _numbers(lambda: forward(tokens, counted + first, stop=True))
-        if own:
-            run.numbers_itself = not given or given[0] == own[0]
-            run.offset = own[0] - given[0] + first if given else 0
-            padding = getattr(model.get_input_embeddings(), "padding_idx", None)
-            if padding is not None:
-                padded = tokens.clone()
-                padded[0, ROWS // 2] = padding
-                run.uncounted = padding if _numbers(lambda: forward(padded, stop=True)) != own else None
-        run.finished = _ends(lambda: forward(tokens, counted))
+        run.finished = _ends(forward)
     return run
-
-
-def _special(model: PreTrainedModel) -> set[Any]:
-    config = model.config.get_text_config()
-    found = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "sep", "cls", "mask")]
-    return {token for one in found for token in (one if isinstance(one, list | tuple) else [one])}
-
-
-class _Indices(TorchFunctionMode):
-    """Notes the indices with which tables are read, where they count the tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[int] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (nn.functional.embedding, Tensor.index_select, torch.index_select):
-            for index in (*args, *(kwargs or {}).values()):
-                if isinstance(index, Tensor) and not index.is_floating_point() and index.numel() == ROWS:
-                    flat = index.flatten().tolist()
-                    if flat == list(range(flat[0], flat[0] + ROWS)):
-                        self.found.append(flat[0])
-        return func(*args, **(kwargs or {}))
-
-
-def _numbers(forward: Callable[[], Any]) -> list[int]:
-    """The first number of each counting of the tokens that the forward reads a table with."""
-    with _Indices() as indices:
-        _ends(forward)
-    return indices.found
 
 
 def _ends(forward: Callable[[], Any]) -> bool:
@@ -177,9 +126,8 @@ def _ends(forward: Callable[[], Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _standing_in(model: Any, layers: Sequence[nn.Module], run: DryRun) -> Iterator[Callable[..., None]]:
-    """Give `forward(tokens, positions, stop=)` while layers, head, attention and weights are replaced: with `stop` it
-    ends at the first layer."""
+def _standing_in(model: Any, layers: Sequence[nn.Module], run: DryRun) -> Iterator[Callable[[], None]]:
+    """Give the model's forward for a few tokens while layers, head, attention and weights are replaced."""
     name = f"alst_{uuid.uuid4().hex}"
     configs = {id(c): c for m in model.modules() for c in vars(m).values() if isinstance(c, PreTrainedConfig)}
     implementations = {key: config._attn_implementation_internal for key, config in configs.items()}
@@ -187,7 +135,7 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], run: DryRun) -> Iterat
     own = {m: m.__dict__.get("forward") for m in (*layers, head)}
     hooks = [(m, n, m.__dict__[n]) for m in training for n in ("_forward_hooks", "_forward_pre_hooks")]
     captured = {m for m in training if CAPTURES in m.__dict__}
-    weights, stopping, inside = _weights(model, layers), False, False
+    weights, inside = _weights(model, layers), False
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **kwargs: Any) -> Any:
         mask, dropout = kwargs.pop("attention_mask", mask), kwargs.pop("dropout", 0.0)
@@ -200,8 +148,6 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], run: DryRun) -> Iterat
     def stand_in(layer: nn.Module, original: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal inside
-            if stopping:
-                raise _Ended
             if inside:  # a part of another layer, which is checkpointed as a whole
                 return original(*args, **kwargs)
             x, *others = [*args, *kwargs.values()] if args else [kwargs.pop("hidden_states"), *kwargs.values()]
@@ -221,14 +167,11 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], run: DryRun) -> Iterat
     def end(*args: Any, **kwargs: Any) -> Any:
         raise _Ended
 
-    def forward(tokens: Tensor, positions: Tensor | None = None, stop: bool = False) -> None:
-        nonlocal stopping
-        stopping = stop
-        run.calls.clear()
-        given = {} if positions is None else {"position_ids": positions}
+    def forward() -> None:
+        token = int(model.config.get_text_config().pad_token_id == 0)  # any but padding, of which some models warn
+        inputs = {"input_ids": torch.full((1, ROWS), token), "position_ids": torch.arange(ROWS)[None]}
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            inputs = {"input_ids": tokens, "use_cache": False, **given}
-            torch.func.functional_call(model, weights, (), inputs, tie_weights=False)
+            torch.func.functional_call(model, weights, (), {**inputs, "use_cache": False}, tie_weights=False)
 
     AttentionInterface.register(name, attend)
     try:

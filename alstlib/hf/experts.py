@@ -1,10 +1,10 @@
 """Blocks that route each token to a few experts run in tiles like a dense MLP, so that their intermediates are O(tile).
 
-A block may run in tiles where its output for a token depends on that token alone. Most do: a router chooses experts for
-each token, and their weights are the same for all. Some do not: experts of limited capacity drop what comes too late,
-others choose their tokens, or a router looks at the whole batch. What a block does is found by giving it made-up tokens
-(`why_untiled`), once, where its weights are whole: in its first call. A block that mixes tokens runs as it is where all
-tokens are there, and is refused where a rank, a chunk or a block of the model has some of them.
+A block may run in tiles, and on some of the sequence's rows (a rank's slice, a chunk, a block of the model), where its
+output for a token depends on that token alone. Most do: a router chooses experts for each token, and their weights are
+the same for all. Some do not: experts of limited capacity drop what comes too late, others choose their tokens, or a
+router looks at the whole batch. All blocks of transformers' own that can be attached are token-wise, as the tests'
+sweep over its types compares. Of another one nobody knows: `Options.experts_by_token` says that it is.
 
 The load-balancing loss is a mean over all tokens (`router_loss`): routers run inside the tiles, in forward, which adds
 up, and in each tile's backward, where the loss's gradient joins in.
@@ -26,32 +26,24 @@ them cost more: 2.67 s by default, and 1.63 s untiled, for 16,384 tokens.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers.utils import output_capturing
 
-from alstlib.hf.handle import Handle
-from alstlib.hf.inputs import Call
-from alstlib.recompute import Replay
+from alstlib.hf.pass_state import state_now
+from alstlib.recompute import entered
 from alstlib.sizing import tile_of_sums
 from alstlib.tiled.compute import TiledMLP, default_tile
 
-log = logging.getLogger(__name__)
-
-MIXES = "mixes tokens"
-MADE_UP = 32
-"""Tokens that a block is tried with: more than experts of limited capacity take of so few."""
+MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
+"""What decoder layers call their MLP or experts, and what every token goes to beside them."""
 
 
 def routes(module: nn.Module) -> bool:
@@ -71,34 +63,11 @@ class TiledExperts(TiledMLP):
     Args:
         block: a module mapping [B, S, E] to [B, S, E], or to a tuple that begins with that.
         tile: tokens in one tile; None chooses by `default_tile`.
-        where: the block's name in messages.
     """
 
     narrow = True
-    call: Callable[[], Call | None]
-    using: Callable[[Call | None], AbstractContextManager[None]]
-    some_rows: Callable[[], bool]
-    """Is the call that runs now one of some of the sequence's rows?"""
-    say: Callable[[str], None]
-
-    def __init__(self, block: nn.Module, tile: int | None, where: str) -> None:
-        super().__init__(block, tile)
-        self.where, self.tried, self.whole = where, False, False
 
     def forward(self, x: Tensor) -> Any:
-        if not self.tried and x.ndim == 3:
-            before = _captured()
-            with contextlib.nullcontext() if self.call() is None else self.using(None):
-                why = why_untiled(self.inner, x)
-            for seen, length in before:
-                del seen[length:]
-            if why == MIXES and self.some_rows():
-                raise ValueError(f"{self.where} {why}: it is exact only with sp=1, chunk=None and without block_step")
-            self.tried, self.whole = True, bool(why)
-            if why:
-                self.say(f"{self.where} {why}: left untiled")
-        if self.whole:
-            return self._run(x)
         before = _captured()
         out = super().forward(x)
         for seen, length in before:
@@ -107,13 +76,13 @@ class TiledExperts(TiledMLP):
 
     def _work(self) -> tuple[Callable[..., Any], Sequence[Tensor]]:
         """Each tile's router, now and in backward, belongs to the call that runs now, and knows the tile's padding."""
-        call = self.call()
-        if call is None or call.router is None:
+        state = state_now()
+        if state is None or state.objective.router is None:
             return self._run, ()
-        own, using, real = replace(call, saved=None, piece=None, blocks=None), self.using, call.real_rows
+        own, real = replace(state, saved=None, part=None), state.real_rows
 
         def run(x: Tensor, *real: Tensor) -> Any:
-            with using(replace(own, real=real[0] if real else None)):
+            with entered(replace(own, inputs=replace(own.inputs, real=real[0] if real else None))):
                 return self._run(x)
 
         return run, () if real is None else (real,)
@@ -143,75 +112,29 @@ def _kind_for(kind: type[nn.Module]) -> Any:
     return type(kind.__name__, (TiledExperts, kind), names)
 
 
-def tiled_experts(handle: Handle, block: nn.Module, tile: int | None, where: str) -> TiledExperts:
-    """A stand-in for a block of this model."""
+def tiled_experts(block: nn.Module, tile: int | None) -> TiledExperts:
+    """A stand-in for a block."""
     kind: Any = type(block)
-    made: TiledExperts = _kind_for(kind)(block, tile, where)
-
-    def some_rows() -> bool:
-        return handle.ctx.sp > 1 or (handle.call is not None and handle.call.rows is not None)
-
-    def say(note: str) -> None:
-        handle.notes.append(note)
-        log.warning(note)
-
-    # functions, which a deep copy shares, and not methods, with which it would copy the handle
-    made.call, made.using = lambda: handle.call, lambda call: handle.using(call)
-    made.some_rows, made.say = some_rows, say
-    return made
+    return _kind_for(kind)(block, tile)
 
 
-@torch.no_grad()
-def why_untiled(block: nn.Module, x: Tensor) -> str:
-    """Why a block cannot run in tiles, by what it does to made-up tokens like x [B, S, E]; "" where it can."""
-    if isinstance(x, FakeTensor) or x.is_meta:  # has no values to look at
-        return ""
-    modes, buffers = [(m, m.training) for m in block.modules()], [(b, b.clone()) for b in block.buffers()]
-    try:
-        with Replay(x.device)():
-            given = _made_up(x, 0)
-            before = given.clone()
-            for m, _ in modes:
-                m.training = True
-            made = block(given)
-            if not torch.equal(before, given):
-                return "changes its input in place"
-            for m, _ in modes:
-                m.training = False
-            if not all(isinstance(t, Tensor) for t in (made if isinstance(made, tuple) else [made])):
-                return "returns something that is no tensor"
-            if any(not torch.equal(b, was) for b, was in buffers):
-                return "keeps statistics of its tokens"
-            # a close call of the router may fall differently by rounding, but not for each of three tokens
-            return MIXES if all(_mixes(block, _made_up(x, seed)) for seed in range(3)) else ""
-    finally:
-        for m, mode in modes:
-            m.training = mode
-        for b, was in buffers:
-            b.copy_(was)
+def unknown_experts(layers: Sequence[nn.Module]) -> str:
+    """A block of these layers of which nobody knows that it is token-wise, with what to do; empty where there is
+    none."""
+    for i, layer in enumerate(layers):
+        for name, m in layer.named_children():
+            if (hasattr(m, "experts") or (name in MLPS and routes(m))) and not known(m):
+                return (
+                    f"layer {i}: {name} ({type(m).__name__}) routes tokens to experts, and may mix them: if its output "
+                    "for a token depends on that token alone, say so with Options(experts_by_token=True), and let "
+                    "`alst verify` compare"
+                )
+    return ""
 
 
-def _made_up(x: Tensor, seed: int) -> Tensor:
-    numbers = torch.randn(1, MADE_UP, x.shape[-1], generator=torch.Generator().manual_seed(seed))
-    return numbers.to(x.device, x.dtype)
-
-
-def _mixes(block: nn.Module, tokens: Tensor) -> bool:
-    """Does a token's output depend on the others? Here it is there many times, which fills up its experts, and then at
-    the beginning and at the end of different tokens."""
-    among = tokens.clone()
-    among[:, -1] = among[:, 0]
-    crowd, mixed = (_first(block(t)) for t in (tokens[:, :1].repeat(1, MADE_UP, 1), among))
-    atol = torch.finfo(crowd.dtype).eps ** 0.5 * float(crowd.abs().amax())
-    alone = crowd[:, :1]
-    return not all(
-        torch.allclose(t, alone.expand_as(t), rtol=0, atol=atol, equal_nan=True)
-        for t in (crowd, mixed[:, :1], mixed[:, -1:])
-    )
-
-
-def _first(out: Any) -> Tensor:
-    return out if isinstance(out, Tensor) else out[0]
+def known(block: nn.Module) -> bool:
+    """Whether a block that routes tokens is transformers' own."""
+    return type(block).__module__.startswith("transformers.models.")
 
 
 def _captured() -> list[tuple[list[Any], int]]:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from alstlib.hf.attention import tokens_along
 from alstlib.hf.handle import Handle
-from alstlib.hf.inputs import Call
+from alstlib.hf.pass_state import StepInputs
+from alstlib.hf.support import by_longest
 from alstlib.options import Options
 from alstlib.recompute import backward_in_this_thread
 from alstlib.tiled.compute import TiledModule, tiled_compute, tiles_of
@@ -46,17 +47,19 @@ def _may_travel(options: Options) -> bool:
     return options.chunk is not None and options.place("hidden") != "device" and bool(options.offload)
 
 
-def travels(handle: Handle, call: Call, tokens: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Do the hidden states of this call lie on the host? Not where a caller gets them, or one chunk holds them. Then
-    this thread's backward runs in one thread, until detach."""
+def travels(handle: Handle, inputs: StepInputs, kwargs: dict[str, Any]) -> bool:
+    """Whether the hidden states of this call lie on the host. Not where a caller gets them, or one chunk holds them.
+    Then this thread's backward runs in one thread, until detach."""
     chunk = handle.chunk
     if chunk is None or not _may_travel(handle.options):
         return False
-    if handle.head is None or call.shift_labels is None or tokens.shape[1] <= chunk:
+    if handle.head is None or inputs.labels is None or inputs.shape[1] <= chunk:
+        return False
+    if kwargs.get("inputs_embeds") is not None:
         return False
     if kwargs.get("output_hidden_states") or getattr(handle.model.config, "output_hidden_states", False):
         return False
-    if torch.is_autocast_enabled(tokens.device.type):
+    if torch.is_autocast_enabled(inputs.device.type):
         return False
     if torch.is_grad_enabled() and (restore := backward_in_this_thread()) is not None:
         handle.on_detach(restore)
@@ -80,10 +83,7 @@ def _embedding(handle: Handle, module: nn.Module, original: Any) -> Any:
 
 
 def _rotary(handle: Handle, module: nn.Module, original: Any) -> Any:
-    kind = getattr(module, "rope_type", None)
-    kinds = [k for k in (kind.values() if isinstance(kind, dict) else [kind]) if isinstance(k, str)]
-    by_longest = any(k == "longrope" or "dynamic" in k for k in kinds)
-    """Frequencies depend on the longest position: every tile must see it."""
+    sees_longest = by_longest(module)  # then every tile must see it
 
     def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         travel = None if handle.plain else handle.travel()
@@ -94,7 +94,7 @@ def _rotary(handle: Handle, module: nn.Module, original: Any) -> Any:
         along = tokens_along(position_ids)
         like, courier = torch.empty(0, dtype=x.dtype, device=travel.device), travel.courier()
         longest = position_ids[..., :0]
-        if by_longest:
+        if sees_longest:
             longest = position_ids.max().expand(*position_ids.shape[:-1], 1)
         made: list[Tensor] = []
         for rows in tiles_of(length, handle.chunk):

@@ -6,22 +6,18 @@ here is cheap for batches of `SPDataLoader`; inputs made by hand are checked at 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from alstlib.hf.arguments import check_number, check_same_documents, check_tensors, integers, packed_documents
-from alstlib.hf.router_loss import RouterLoss
+from alstlib.hf.pass_state import Objective, PassState, StepInputs
 from alstlib.hf.support import Facts
 from alstlib.kernels.spans import Offsets
 from alstlib.mesh import SPContext
-from alstlib.offload.checkpoints import Saved
-from alstlib.streaming.blocks import Blocks
-from alstlib.streaming.chunked import RowChunk
-from alstlib.tiled.logits import Statistics, readable
-from alstlib.tiled.loss import Look
+from alstlib.tiled.logits import readable
 from alstlib.ulysses.alltoall import stripe
 from alstlib.units import IGNORE
 
@@ -56,69 +52,9 @@ MIXED = (
 """Inputs whose tokens may attend in both directions, or to what is not in the sequence."""
 
 
-@dataclass
-class Call:
-    """What belongs to one call of the model and is not among its arguments."""
-
-    shape: tuple[int, int] = (0, 0)
-    """Of its tokens: [B, L]."""
-    documents: Offsets | None = None
-    shift_labels: Tensor | None = None
-    divisor: Any = None
-    """What the sum of the losses is divided by; None: the number of the group's tokens with a label."""
-    reduction: str | None = None
-    """`sum`: the loss is the sum over this rank's tokens; None: a mean over those of its group."""
-    dft: bool = False
-    """Is each token's loss multiplied by its probability?"""
-    row_length: Any = None
-    """Tokens of a whole micro-batch row, before it was padded for the ranks; None: not told."""
-    temperature: float | None = None
-    """Of the log-probabilities of the labels, where these are asked for; None: the loss."""
-    statistics: Statistics | None = None
-    """Where what the head finds of each token is noted, if it is asked for."""
-    label_smoothing: float = 0.0
-    look: Look | None = None
-    """In an evaluation, who is shown the logits [B, t, V] tile by tile, in the order in which the layers had them."""
-    saved: Saved | None = None
-    piece: RowChunk | None = None
-    """The chunk that a streamed layer is at."""
-    blocks: Blocks | None = None
-    """Where the keys and values lie of a model that runs block by block, and the block that it is at."""
-    longest: Tensor | None = None
-    """The largest position of the whole sequence [1, 1], where a block's own are not all."""
-    real: Tensor | None = None
-    """[B, L] which of this rank's tokens are not padding; None: all."""
-    router: RouterLoss | None = None
-    """The load-balancing loss of this call, if it has one."""
-    router_tokens: float | None = None
-    """The number of tokens of the group that this loss weighs as much as; None: those with a label."""
-    striped: bool = False
-    """Are the tokens dealt out in stripes? Then logits are not in the order of the tokens."""
-    device: torch.device | None = None
-    """Where its tokens are."""
-    travels: bool = False
-    """Do hidden states lie on the host, from where chunks visit the device?"""
-
-    @property
-    def by_token(self) -> float | None:
-        """The temperature of the log-probabilities that the head computes; None: it computes the sum of losses."""
-        return 1.0 if self.dft else self.temperature
-
-    @property
-    def rows(self) -> slice | None:
-        """Which of this rank's rows a chunk or block has; None: all."""
-        part = self.piece or self.blocks
-        return None if part is None else part.rows
-
-    @property
-    def real_rows(self) -> Tensor | None:
-        """[B, s] which of these rows' tokens are not padding; None: all."""
-        return self.real if self.real is None or self.rows is None else self.real[:, self.rows]
-
-
-def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chunk: int | None = None) -> Call:
+def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chunk: int | None = None) -> PassState:
     """Take what is ours out of the `kwargs` of a model's call, check it, and set what the model must be told. Nothing
-    is sent; `deal_out` does what a `chunk` needs that cuts the slices of several ranks.
+    is sent; `deal_out` does what a `chunk` needs that cuts the slices of several ranks (`StepInputs.striped`).
 
     Raises:
         ValueError: inputs that cannot be run exactly, with what to give instead.
@@ -152,17 +88,19 @@ def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chu
     documents = _documents(name, cu, kwargs.get("position_ids"), tokens, ctx, look=not ours["agreed"])
     if cu is not None and kwargs.get("position_ids") is None:  # a model would count on through them
         kwargs["position_ids"] = _positions(documents or (), batch, rows, ctx, name).to(tokens.device)
-    call = Call(
-        shape=shape, documents=documents, shift_labels=labels, divisor=ours["num_items_in_batch"], device=tokens.device,
-        reduction=ours["reduction"], dft=bool(ours["dft"]), row_length=ours["row_length"],
-        temperature=ours["temperature"], statistics=ours["statistics"],
-        label_smoothing=ours["label_smoothing"] or 0.0, look=ours["look"], router_tokens=ours["router_tokens"],
+    inputs = StepInputs(
+        shape=shape, device=tokens.device, documents=documents, labels=labels, divisor=ours["num_items_in_batch"],
+        row_length=ours["row_length"], real=_real_tokens(ours["row_tokens"], mask, tokens, ctx),
+        striped=chunk is not None and ctx.sp > 1 and rows > chunk,
     )  # fmt: skip
-    call.real = _real_tokens(ours["row_tokens"], mask, tokens, ctx)
-    if chunk is not None and ctx.sp > 1 and rows > chunk:
-        _check_dealt(kwargs, call)
-        call.striped = True
-    return call
+    if inputs.striped:
+        _check_dealt(kwargs, labels)
+    objective = Objective(
+        reduction=ours["reduction"], dft=bool(ours["dft"]), temperature=ours["temperature"], look=ours["look"],
+        statistics=ours["statistics"], label_smoothing=ours["label_smoothing"] or 0.0,
+        router_tokens=ours["router_tokens"],
+    )  # fmt: skip
+    return PassState(inputs=inputs, objective=objective)
 
 
 NUMBERS: dict[str, tuple[str, float, float]] = {
@@ -179,8 +117,9 @@ def _check_numbers(ours: dict[str, Any]) -> None:
             check_number(name, ours[name], works, least, most)
 
 
-def number_tokens(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], facts: Facts, model: str) -> None:
-    """Positions count from 0; give the model those of its own counting (RoBERTa begins after its padding token).
+def number_tokens(real: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], facts: Facts, model: str) -> None:
+    """Positions count from 0; give the model those of its own counting (RoBERTa begins after its padding token). `real`
+    says which tokens are not padding (None: all).
 
     Raises:
         ValueError: a token that the model leaves out of its own counting, where it is not padding.
@@ -190,7 +129,7 @@ def number_tokens(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], fac
         return
     if facts.uncounted is not None and tokens is not None:
         left_out = tokens == facts.uncounted
-        if bool((left_out if call.real is None else left_out & call.real).any()):
+        if bool((left_out if real is None else left_out & real).any()):
             raise ValueError(
                 f"input_ids hold the padding token {facts.uncounted} among the tokens of a sample, and {model} leaves "
                 "it out of its positions; give an attention_mask for padding on the right, and another token elsewhere"
@@ -199,10 +138,10 @@ def number_tokens(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], fac
         kwargs["position_ids"] = positions + facts.offset
 
 
-def _check_dealt(kwargs: dict[str, Any], call: Call) -> None:
+def _check_dealt(kwargs: dict[str, Any], labels: Tensor | None) -> None:
     if kwargs.get("inputs_embeds") is not None:
         raise ValueError("chunk with sp > 1 moves tokens to other ranks: give input_ids, not inputs_embeds")
-    if call.shift_labels is None or kwargs.get("output_hidden_states"):
+    if labels is None or kwargs.get("output_hidden_states"):
         raise ValueError(
             "chunk with sp > 1 moves tokens to other ranks, so logits and hidden states would be out of order: give "
             "shift_labels (causal_lm_loss does), or use chunk=None"
@@ -212,16 +151,18 @@ def _check_dealt(kwargs: dict[str, Any], call: Call) -> None:
         raise ValueError(f"chunk with sp > 1 cannot deal out {', '.join(others)}; leave it out, or use chunk=None")
 
 
-def deal_out(args: tuple[Any, ...], kwargs: dict[str, Any], call: Call, chunk: int | None, ctx: SPContext) -> None:
-    """Deal tokens, positions and labels out in stripes where `take_call` said so: then they are all in `kwargs`."""
-    if not call.striped or chunk is None or call.shift_labels is None:
-        return
-    tokens = args[0] if args else kwargs["input_ids"]
+def deal_out(
+    args: tuple[Any, ...], kwargs: dict[str, Any], inputs: StepInputs, chunk: int, ctx: SPContext
+) -> StepInputs:
+    """Deal tokens, positions and labels out in stripes of `chunk` tokens: then those that the model gets are all in
+    `kwargs`."""
+    tokens, labels = args[0] if args else kwargs["input_ids"], inputs.labels
+    assert labels is not None  # `_check_dealt`
     like = tokens.dtype
-    given = [tokens, kwargs["position_ids"].expand_as(tokens).to(like), call.shift_labels.to(like)]
-    given += [] if call.real is None else [call.real.to(like)]
-    kwargs["input_ids"], kwargs["position_ids"], call.shift_labels, *real = stripe(given, chunk, ctx)
-    call.real = real[0].bool() if real else None
+    given = [tokens, kwargs["position_ids"].expand_as(tokens).to(like), labels.to(like)]
+    given += [] if inputs.real is None else [inputs.real.to(like)]
+    kwargs["input_ids"], kwargs["position_ids"], labels, *real = stripe(given, chunk, ctx)
+    return replace(inputs, labels=labels, real=real[0].bool() if real else None, striped=True)
 
 
 def _real_tokens(row_tokens: Any, mask: Any, tokens: Tensor, ctx: SPContext) -> Tensor | None:

@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from alstlib.hf.handle import Handle
-from alstlib.hf.inputs import Call
 from alstlib.hf.router_loss import RouterLoss
 
 
-def find_routers(model: nn.Module) -> list[nn.Module]:
-    """The modules whose logits transformers records as `router_logits`, those with (logits, scores, ...) as output, of
-    a model that makes the loss that is made here."""
-    if not hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func"):
-        return []
-    recorders: list[Any] = []
-    for m in model.modules():
-        found = (getattr(m, "_can_record_outputs", None) or {}).get("router_logits")
-        recorders += found if isinstance(found, list | tuple) else [found] if found is not None else []
-    kinds = tuple({r.target_class for r in recorders if getattr(r, "index", None) == 0})
-    return [m for m in model.modules() if kinds and isinstance(m, kinds)]
-
-
 def attach_routers(handle: Handle) -> None:
-    handle.routers = find_routers(handle.model)
     if getattr(handle.model.config.get_text_config(), "output_router_logits", False):
         _experts(handle, "config.output_router_logits")
 
     @torch.compiler.disable
     def see(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        call = handle.call
-        if call is None or call.router is None:
+        state = handle.state
+        if state is None or state.objective.router is None:
             return None
-        return (out[0], call.router.see(out[0], out[1], call.real_rows), *out[2:])
+        return (out[0], state.objective.router.see(out[0], out[1], state.real_rows), *out[2:])
 
-    for router in handle.routers:
+    for router in handle.facts.routers:
         handle.edits.hook(router, router.register_forward_hook(see))
 
 
@@ -47,7 +31,7 @@ def _experts(handle: Handle, name: str) -> int:
     """The number of experts of a model whose router's loss is known."""
     config = handle.model.config.get_text_config()
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if not handle.routers or experts is None or not hasattr(config, "router_aux_loss_coef"):
+    if not handle.facts.routers or experts is None or not hasattr(config, "router_aux_loss_coef"):
         raise ValueError(
             f"{name}=True: the router's loss of {type(handle.model).__name__} is not known here; use False, which is "
             "router_aux_loss_coef=0.0 for TRL"
@@ -55,16 +39,16 @@ def _experts(handle: Handle, name: str) -> int:
     return experts
 
 
-def router_loss(handle: Handle, call: Call, kwargs: dict[str, Any]) -> RouterLoss | None:
+def router_loss(handle: Handle, labels: Tensor | None, kwargs: dict[str, Any]) -> RouterLoss | None:
     """The load-balancing loss of this call where it is asked for; transformers itself is told not to make it."""
     config = handle.model.config.get_text_config()
     asked = kwargs.get("output_router_logits")
     if not (getattr(config, "output_router_logits", False) if asked is None else asked):
         return None
-    if not handle.routers and "output_router_logits" not in inspect.signature(handle.model.forward).parameters:
+    if not handle.facts.routers and "output_router_logits" not in inspect.signature(handle.model.forward).parameters:
         return None  # a model without routers, that has no such loss
     experts = _experts(handle, "output_router_logits")
-    if call.shift_labels is None:
+    if labels is None:
         if handle.ctx.sp > 1:
             raise ValueError("output_router_logits=True needs shift_labels with sp > 1: its loss is that of all ranks")
         return None

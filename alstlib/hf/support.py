@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,17 @@ from alstlib.linear.adapters import KINDS, is_tokenwise, mixers_of
 from alstlib.mesh import ATTACHED, SPContext
 
 
+@dataclass(frozen=True)
+class Keys:
+    """What one layer's attention keeps of a token: key/value heads (of so many query heads), the width of a key and a
+    value together, and how many keys a row sees (None: all)."""
+
+    heads: int
+    kv_heads: int
+    widths: int
+    window: int | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """What `apply` needs to know of a model that can be run exactly."""
@@ -28,9 +40,9 @@ class Facts:
     calls: Sequence[LayerCall]
     """How they were called in a dry run, as far as it came."""
     heads: int
-    """Of the layer with the widest attention output."""
+    """Query heads of the layer with the widest attention output."""
     value_width: int
-    """Of one of these heads."""
+    """Width of the value of one of these heads."""
     kv_heads: int = 0
     kv_widths: int = 0
     """Key/value heads of the layer that has the most of them by width, and the width of a key and a value together."""
@@ -41,8 +53,29 @@ class Facts:
 
     attending: Sequence[int] = ()
     """Places of the layers that attend, or whose dry run did not show that they do not."""
+    keys: Sequence[Keys] = ()
+    """What each layer's attention keeps of a token; widths of 0 for a layer with a state."""
+    not_by_blocks: str = ""
+    """Why the model cannot run block by block; empty where it can."""
+    by_longest: bool = False
+    """Whether frequencies of rotary embeddings depend on the longest position (dynamic NTK, LongRoPE)."""
+    routers: Sequence[nn.Module] = ()
+    """Routers of a mixture of experts, whose load-balancing loss can be had (`output_router_logits`)."""
     shared: Sequence[tuple[str, nn.Parameter]] = ()
     """Names and weights that several parts of the model use which are recomputed one by one."""
+
+
+def _routers(model: nn.Module) -> list[nn.Module]:
+    """The modules whose logits transformers records as `router_logits`, those with (logits, scores, ...) as output, of
+    a model that makes the loss that is made here."""
+    if not hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func"):
+        return []
+    recorders: list[Any] = []
+    for m in model.modules():
+        found = (getattr(m, "_can_record_outputs", None) or {}).get("router_logits")
+        recorders += found if isinstance(found, list | tuple) else [found] if found is not None else []
+    kinds = tuple({r.target_class for r in recorders if getattr(r, "index", None) == 0})
+    return [m for m in model.modules() if kinds and isinstance(m, kinds)]
 
 
 NO_HEADS = (1, 0, 0, 1)
@@ -78,8 +111,7 @@ def check_model(model: PreTrainedModel, ctx: SPContext, attention: str | Callabl
     layers = run.layers if run.finished else candidates
     _check_parts(name, layers, config)
     _check_calls(model, run)
-    if run.numbers_itself:
-        raise ValueError(f"{name} numbers its tokens by itself, without position_ids: every slice would begin at 0")
+    offset, uncounted = _positions(model, layers[0], attends=bool(run.attention))
     attended = [(a.heads, a.width, a.value_width, a.kv_heads) for a in run.attention]
     if not attended:  # the dry run ended early, or no layer attends
         some = _attends(model)
@@ -95,11 +127,64 @@ def check_model(model: PreTrainedModel, ctx: SPContext, attention: str | Callabl
     except ValueError as e:
         raise ValueError(f"layer 0 of {name} ({type(layers[0]).__name__}): {e}") from None
     without = {call.layer for call in run.calls if call.finished and not call.attention}
+    calls = {call.layer: call for call in run.calls}
+    widest = Keys(heads, kv_heads, kv_widths, None)
     return Facts(
         layers=layers, calls=run.calls, heads=heads, value_width=value_width, kv_heads=kv_heads, kv_widths=kv_widths,
-        offset=run.offset, uncounted=run.uncounted,
+        offset=offset, uncounted=uncounted,
         attending=[i for i, layer in enumerate(layers) if layer not in without],
+        keys=[_keys(layer, calls.get(layer), widest) for layer in layers], not_by_blocks=_not_by_blocks(layers, run),
+        by_longest=any(by_longest(m) for m in model.modules()), routers=_routers(model),
     )  # fmt: skip
+
+
+def _positions(model: nn.Module, layer: nn.Module, attends: bool) -> tuple[int, int | None]:
+    """How a model numbers its tokens: from which number on, and which token it does not count.
+
+    RoBERTa and its kin begin after their padding token, in a function that has the same name in all of them. (Equal to
+    what forwards with other positions and tokens show, in all types of transformers 5.17 and 5.23 that attend.)
+
+    Raises:
+        ValueError: no part of the model around this layer takes position_ids.
+    """
+    around = [m for m in model.modules() if m is not layer and any(layer is inside for inside in m.modules())]
+    if attends and not any("position_ids" in inspect.signature(m.forward).parameters for m in around):
+        raise ValueError(
+            f"{type(model).__name__} numbers its tokens by itself, without position_ids: every slice would begin at 0"
+        )
+    for m in model.modules():
+        if hasattr(m, "create_position_ids_from_input_ids"):
+            padding: Any = m.padding_idx
+            return padding + 1, padding
+    return 0, None
+
+
+def _keys(layer: nn.Module, call: LayerCall | None, widest: Keys) -> Keys:
+    """What a layer's attention keeps, by its call in a dry run; `widest` where that did not show it."""
+    if call is not None and call.attention:
+        seen = call.attention[0]
+        return Keys(seen.heads, seen.kv_heads, seen.width + seen.value_width, seen.kwargs.get("sliding_window"))
+    stateful = bool(mixers_of(layer)) or is_tokenwise(layer)  # what it hands on does not grow with the sequence
+    return replace(widest, widths=0) if stateful else widest
+
+
+def _not_by_blocks(layers: Sequence[nn.Module], run: DryRun) -> str:
+    """Why a layer cannot run on some of the rows, by its calls in a dry run; empty where all can."""
+    attended = Counter(call.layer for call in run.calls for _ in call.attention)
+    reads = {call.layer for call in run.calls if call.attention and call.reads}
+    for i, layer in enumerate(layers):
+        if attended[layer] > 1:
+            return f"layer {i} ({type(layer).__name__}) calls attention more than once"
+        if layer in reads:
+            return f"layer {i} ({type(layer).__name__}) reads what other layers have left for it"
+    return ""
+
+
+def by_longest(module: nn.Module) -> bool:
+    """Whether a module makes rotary embeddings whose frequencies depend on the longest position."""
+    kind = getattr(module, "rope_type", None)
+    kinds = kind.values() if isinstance(kind, dict) else [kind]
+    return any(k == "longrope" or "dynamic" in k for k in kinds if isinstance(k, str))
 
 
 def _check_parts(name: str, layers: Sequence[nn.Module], config: Any) -> None:

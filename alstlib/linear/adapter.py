@@ -52,8 +52,8 @@ class Part:
     @property
     def hands_on(self) -> bool:
         """Does the state go to another rank, or chunk?"""
-        call = self.handle.call
-        return self.exchange.ranks > 1 or (call is not None and (call.piece or call.blocks) is not None)
+        state = self.handle.state
+        return self.exchange.ranks > 1 or (state is not None and state.part is not None)
 
     def mix(
         self, rule: StateRule, tokens: Sequence[Tensor], weights: Sequence[Tensor], keys: Tensor, values: Tensor,
@@ -90,25 +90,19 @@ class Part:
 
     def run(self, inputs: Sequence[Tensor], over: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
         """The output of `over` (documents, start=, first=, length=, known=) for the rows that run now."""
-        call = self.handle.call
-        if call is None:
-            raise ValueError(
-                "call the model that apply() was given, not a part of it: only the model gets documents and labels"
-            )
-
-        left: dict[str, Any] = {} if call.saved is None else call.saved.left_by(self.key)
+        state = self.handle.running
+        left: dict[str, Any] = {} if state.saved is None else state.saved.left_by(self.key)
         known = left.setdefault("known", {})
 
         def step(start: Tensor | None, first: int, length: int | None) -> tuple[Tensor, Tensor]:
-            return over(call.documents, start=start, first=first, length=length, known=known)
+            return over(state.inputs.documents, start=start, first=first, length=length, known=known)
 
-        chunks = call.piece or call.blocks
-        if chunks is None:
+        if state.part is None:
             return step(None, 0, None)[0]
         if "call" not in left:  # a recompute inside a block is that of the first pass
-            chunks.calls[self.key] += 1
-            left["call"] = chunks.calls[self.key]
-        return chunks.carry((*self.key, left["call"]), step, inputs)
+            state.part.calls[self.key] += 1
+            left["call"] = state.part.calls[self.key]
+        return state.part.carry((*self.key, left["call"]), step, inputs)
 
 
 class Adapter:

@@ -148,7 +148,7 @@ class Emulation(Job):
             "device_peak_bytes": [peak],
             "host_peak_bytes": [host],
             "wire_bytes": wire,
-            "attention_kept": self.handle.attention_kept,
+            "attention_kept": self.handle.plan.attention_kept,
             "notes": self.handle.notes,
             "emulated": {
                 "ranks": run.emulate,

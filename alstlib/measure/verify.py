@@ -148,8 +148,8 @@ def compare(
         return {"result": "crash", "reason": f"apply: {why(e)}"}
     try:
         with handle:
-            if block is not None and handle.not_by_blocks:
-                return {"result": "refused", "reason": f"ValueError: {handle.not_by_blocks}"}
+            if block is not None and handle.facts.not_by_blocks:
+                return {"result": "refused", "reason": f"ValueError: {handle.facts.not_by_blocks}"}
             mean, got = attached_step(handle, data, block)
     except Exception as e:
         return {"result": "crash", "reason": why(e)}

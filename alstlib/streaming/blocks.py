@@ -127,7 +127,7 @@ class Blocks:
         return (self.count - 1) * (page if window is None else min(page, window - 1))
 
     def attend(
-        self, layer: int, op: UlyssesAttention, q: Tensor, k: Tensor, v: Tensor, *, saved: Saved | None = None,
+        self, op: UlyssesAttention, q: Tensor, k: Tensor, v: Tensor, *, layer: int, saved: Saved | None = None,
         documents: Documents = None, window: int | None = None, **how: Any,
     ) -> Tensor:  # fmt: skip
         """Attention of the block's rows in one layer: q [B, H, C, D], k [B, K, C, D], v [B, K, C, V] -> [B, H, C, V].

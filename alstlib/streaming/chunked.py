@@ -81,12 +81,13 @@ class RowChunk:
         return (self.last - 1) // self.pages.rows
 
     def attend(
-        self, op: UlyssesAttention, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None,
-        documents: Documents = None, **how: Any,
+        self, op: UlyssesAttention, q: Tensor, k: Tensor, v: Tensor, *, layer: int = 0, saved: None = None,
+        sinks: Tensor | None = None, documents: Documents = None, **how: Any,
     ) -> Tensor:  # fmt: skip
         """Attention of this chunk: q [B, H, C, D], k [B, K, C, D], v [B, K, C, V] -> [B, H, C, V].
 
         Args:
+            layer, saved: `Blocks.attend` needs them; a chunk knows its layer, and keeps outputs by itself.
             how: scale, window and softcap, as `UlyssesAttention` takes them.
 
         Raises:

@@ -12,15 +12,23 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from alstlib.offload.courier import Courier, Travel, parts_of, put_part, room_like
-from alstlib.recompute import GradientSums, Replay, first_order, those_that_train, unchanged, with_gradient
+from alstlib.recompute import (
+    GradientSums,
+    Pass,
+    Replay,
+    first_order,
+    now,
+    those_that_train,
+    unchanged,
+    with_gradient,
+)
 from alstlib.sizing import tile_for
 
 TileRule = Callable[[int, int], int]
@@ -236,33 +244,6 @@ class TiledModule(nn.Module):
         return [p for p in self.inner.parameters() if p.requires_grad]
 
 
-@dataclass(frozen=True)
-class Pass:
-    """What one pass through a layer asks of the tiled MLPs in it: they do so inside `with entered(...)`."""
-
-    drew: set[nn.Module] = field(default_factory=set)
-    """MLPs that drew random numbers: found by a first pass, and given to its recompute, which has to draw them too."""
-    skip: bool = False
-    """A recompute that reads no MLP's output: tiles return zeros (see `skip`)."""
-    whole: bool = False
-    """Inputs of no more tokens than a tile run as they are, and keep their intermediates."""
-    followers: Mapping[Any, Any] = field(default_factory=dict)
-    """Where `skip` says so, `skip.Follower`s whose modules' work is done in the MLPs' tiles too."""
-
-
-_PASS: contextvars.ContextVar[Pass | None] = contextvars.ContextVar("pass", default=None)
-
-
-@contextlib.contextmanager
-def entered(one: Pass) -> Iterator[None]:
-    """Run what is inside as this pass."""
-    token = _PASS.set(one)
-    try:
-        yield
-    finally:
-        _PASS.reset(token)
-
-
 class TiledMLP(TiledModule):
     """Replaces a token-wise MLP and runs it tile by tile; it may be gated, and may have LoRA layers or dropout inside.
 
@@ -285,13 +266,13 @@ class TiledMLP(TiledModule):
         if x.ndim == 2:  # [B * S, E]
             first, *further = _tensors(self.forward(x[None]))
             return (first[0], *further) if further else first[0]
-        tile, now = self.tile or self._default_tile(x), _PASS.get() or Pass()
-        if now.whole and x.shape[1] <= tile:
+        tile, asked = self.tile or self._default_tile(x), now() or Pass()
+        if asked.whole and x.shape[1] <= tile:
             return self._run(x)
         run, along = self._work()
         how: Any = {"tile": tile, "along": along, "module": self.inner, "narrow": self.narrow}
-        if now.skip and self not in now.drew and (self.further_unread or not self.further):
-            then = now.followers.get(self)
+        if asked.skip and self not in asked.drew and (self.further_unread or not self.further):
+            then = asked.followers.get(self)
             if then is not None and then.ready():
                 run, params = then.after(run, self.trainable)
                 return then.expect(tiled_compute(run, x, params, skip=True, **how))
@@ -300,7 +281,7 @@ class TiledMLP(TiledModule):
         before = Replay(x.device)
         out = tiled_compute(run, x, self.trainable, **how)
         if before.has_moved():
-            now.drew.add(self)
+            asked.drew.add(self)
         self.further = len(_tensors(out)) - 1
         return out
 

@@ -201,9 +201,9 @@ class AblationRun(Training):
             "tflops": {name: count / seconds / ranks / 1e12 for name, count in flos.items()},
             "mfu": None,
             "backend": handle.attention.backend_name,
-            "attention_kept": handle.attention_kept,
-            "inputs_kept_every": handle.inputs_kept_every,
-            "kv_on_host": handle.kv_on_host,
+            "attention_kept": handle.plan.attention_kept,
+            "inputs_kept_every": handle.plan.inputs_kept_every,
+            "kv_on_host": handle.plan.kv_on_host,
             "notes": [*states.notes, *handle.notes, *self.samples.notes(), *untimed],
         }
 

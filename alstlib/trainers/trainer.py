@@ -276,7 +276,7 @@ class TrainerMixin(Base):
             return
         check_liger(self.args)
         self.handle = apply(base, self.ctx, self.alst)
-        self.handle.whole_prompts = True  # no slice ever reaches a callback that generates
+        self.handle.prompts_are_whole()  # no slice ever reaches a callback that generates
 
     def detach(self) -> nn.Module:
         """Return the model as it was before training: taken out of the engine, with nothing attached."""

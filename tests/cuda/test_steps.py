@@ -47,7 +47,7 @@ def test_steps(model, sp, kernel, way):
         assert all(len(layouts) == 1 for layouts in step.watch.graphs.values())
         assert len(step.watch.graphs) <= GRAPHS
         if "kept" in options:
-            assert step.handle.attention_kept == 0.5
+            assert step.handle.plan.attention_kept == 0.5
 
 
 @pytest.mark.parametrize(("model", "sp"), [("llama-3.1-8b", 1), ("gemma-2", 8)])
@@ -56,7 +56,7 @@ def test_steps_block_by_block(model, sp):
         for documents in (None, DOCUMENTS):
             step(documents, block=-(-ROWS // sp // 3))
         assert step.watch.problems == []
-        assert step.handle.kv_on_host
+        assert step.handle.plan.kv_on_host
         assert step.handle.store.leased == 0
         assert len(step.watch.graphs) <= GRAPHS
 

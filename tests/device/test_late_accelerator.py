@@ -116,7 +116,7 @@ def kept(rank, world, chunk):
         shares = []
         for _ in range(3):
             step()
-            shares.append(handle.attention_kept)
+            shares.append(handle.plan.attention_kept)
             assert worst_error({n: p.grad.cpu() for n, p in model.named_parameters()}, want)[0] < 1e-5
             model.zero_grad()
     module.limit(1.0)  # of the whole device again

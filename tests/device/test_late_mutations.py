@@ -17,7 +17,7 @@ from mutate import changed, mutated
 import alstlib
 from alstlib import recompute
 from alstlib.data.loader import SPDataLoader
-from alstlib.hf import block_calls, block_step, causal_lm_loss, checkpointed_layers, chunked_layers, hidden_states
+from alstlib.hf import block_calls, block_step, causal_lm_loss, hidden_states, layer_runner
 from alstlib.linear import adapter, by_heads, convolution, pass_state
 from alstlib.offload import checkpoints, courier, host_store
 from alstlib.streaming import blocks, chunked, pages
@@ -122,10 +122,10 @@ MUTATIONS = {
         chunked.StreamSegment.take, "self.members[i]", "self.members[i + 1]", SEGMENTS_HOST
     ),
     "segment: a sharded layer runs": Mutation(
-        checkpointed_layers.run_whole, 'and hasattr(layer, "reshard")', "and False", SEGMENTS_FSDP2
+        layer_runner.run_whole, 'and hasattr(layer, "reshard")', "and False", SEGMENTS_FSDP2
     ),
     "segment: a leaf of ZeRO-3 runs": Mutation(
-        checkpointed_layers.run_whole, '"_z3_leaf", False)', '"_no_leaf", False)', SEGMENTS_ZERO3
+        layer_runner.run_whole, '"_z3_leaf", False)', '"_no_leaf", False)', SEGMENTS_ZERO3
     ),
     "saved: logsumexp for output": Mutation(
         checkpoints.Saved.rewind, "zip(tensors[::2], tensors[1::2])", "zip(tensors[1::2], tensors[::2])", SEGMENTS
@@ -209,10 +209,10 @@ MUTATIONS = {
         causal_lm_loss.share_of, f"({SHARE}", f"({SHARE}".replace(" * engine_divides_by", ""), ZERO1
     ),
     "ZeRO-3: a leaf's input needs no gradient": Mutation(
-        chunked_layers._ensure_input_grad, "(with_gradient(args[0], layer), *args[1:]), kwargs", "args, kwargs", FROZEN
+        layer_runner._ensure_input_grad, "(with_gradient(args[0], layer), *args[1:]), kwargs", "args, kwargs", FROZEN
     ),
     "ZeRO-3: gradients when weights are gone": Mutation(
-        checkpointed_layers._checkpointed, "None if taken else weights", "weights", ZERO3
+        layer_runner.Whole.run, "None if taken else weights", "weights", ZERO3
     ),
 }  # fmt: skip
 

@@ -379,7 +379,7 @@ def test_the_mlp_of_a_hybrid_without_experts_is_tiled():
     """Granite 4 calls it as what stands beside experts in other sizes of it, and it was left as long as the slice."""
     name, fields = zoo.HYBRIDS["granitemoehybrid"]
     with attach(small(name, **fields), **ALL_ON) as handle:
-        assert [type(mlp) for mlp in handle.mlps] == [TiledMLP, TiledMLP]
+        assert [type(m) for m in handle.model.modules() if isinstance(m, TiledMLP)] == [TiledMLP, TiledMLP]
         assert handle.facts.attending == [1]
 
 

@@ -1,6 +1,7 @@
 """Steps block by block: the gradients of plain transformers, under every engine, in memory of a block and its pages."""
 
 import gc
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -103,7 +104,7 @@ def test_every_residence_gives_the_same_bits():
     for more in ({}, {"offload": "sync"}, HOST):
         with attach(model, save_attention=True, **more) as handle:
             found.append(step(model, sample(PACKED), block=4))
-            assert handle.kv_on_host == (more is HOST)
+            assert handle.plan.kv_on_host == (more is HOST)
     for loss, got in found[1:]:
         assert loss == found[0][0]
         assert same(got, found[0][1])
@@ -163,7 +164,7 @@ def test_a_failure_in_a_block_leaves_a_model_that_trains_on(when):
             step(model, sample(), block=9)  # 3 blocks; each recompute runs the MLP twice
         hook.remove()
         gc.collect()
-        assert (handle.call, handle.next_call, handle.store.leased) == (None, None, 0)
+        assert (handle.state, handle.store.leased) == (None, 0)
         assert handle.store.nbytes == handle.store.unused
         for block in (9, None):
             check_step(step(model, sample(), block=block), want)
@@ -213,7 +214,8 @@ def test_refusals():
         for block in (0, 2.5, True):
             refused("must be an integer of at least 1 token", block)
         refused("the batch has no shift_labels", shift_labels=None)
-        handle.not_by_blocks = "layer 1 (Odd) calls attention more than once"
+        why = "layer 1 (Odd) calls attention more than once"
+        handle.facts = replace(handle.facts, not_by_blocks=why)
         refused(r"layer 1 \(Odd\) .*: the model cannot run by blocks; use causal_lm_loss")
 
 

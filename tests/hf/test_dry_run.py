@@ -30,7 +30,6 @@ def test_the_layers_and_their_attention_are_seen(name):
     assert [len(call.attention) for call in seen.calls] == [1, 1]
     assert {a.heads for a in seen.attention} == {4}
     assert all(a.mask is None and a.dropout == 0 for a in seen.attention)
-    assert (seen.offset, seen.numbers_itself, seen.uncounted) == (0, False, None)
 
 
 def test_a_dry_run_leaves_the_model_as_it_was():

@@ -6,13 +6,14 @@ import gc
 import pytest
 import torch
 import zoo
-from cases import attach, check_step, gradients, make_model, sample_of, step
+from cases import attach, check_step, gradients, make_model, sample_of, step, worst_error
 from operators import peak_of_step
 from torch import nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from alstlib.hf.experts import TiledExperts, why_untiled
+import alstlib
+from alstlib.hf.experts import TiledExperts
 from alstlib.measure.verify import plain
 from alstlib.sizing import TILE_BYTES
 from alstlib.tiled.compute import as_on
@@ -121,7 +122,7 @@ def test_further_outputs_that_a_layer_reads_or_returns_are_computed(kind):
 def test_the_tile_counts_the_experts_of_a_token(monkeypatch):
     monkeypatch.setitem(TILE_BYTES, "cpu", 4 * 2 * 96 * 512)
     block = zoo.build("mixtral").model.layers[0].mlp
-    assert alone(block, None)._default_tile(torch.zeros(1, 4096, 32)) == 512
+    assert TiledExperts(block, None)._default_tile(torch.zeros(1, 4096, 32)) == 512
 
 
 @pytest.mark.parametrize(("dtype", "worth"), [(torch.float32, 56), (torch.bfloat16, 112)])
@@ -136,7 +137,7 @@ def test_the_default_tile_takes_no_more_than_the_block_untiled(dtype, worth):
         gc.collect()  # models of earlier tests, which would be freed in between
         return peak_of_step(module, x)
 
-    ours, tiny = alone(block, None), alone(block, 7)
+    ours, tiny = TiledExperts(block, None), TiledExperts(block, 7)
     for tried in (ours, tiny):
         peak(9, tried)
     with as_on(lambda width, element_bytes: 1):  # tiles as small as they may be
@@ -146,12 +147,6 @@ def test_the_default_tile_takes_no_more_than_the_block_untiled(dtype, worth):
         assert peak(worth // 2, tiny) > 1.2 * peak(worth // 2, block), "the reading can tell"
         block.requires_grad_(False)
         assert ours._default_tile(torch.zeros(1, 9, 32, dtype=dtype)) == 1, "frozen: no sums"
-
-
-def alone(block, tile):
-    made = TiledExperts(block, tile, "a block")
-    made.call = lambda: None
-    return made
 
 
 # ----- blocks that mix tokens
@@ -183,33 +178,9 @@ class Limited(Block):
         return chosen, weights * (place <= 1.25 * shares.shape[1] / 4)
 
 
-class Jittered(Block):
-    def forward(self, hidden_states):
-        if self.training:
-            hidden_states *= torch.empty_like(hidden_states).uniform_(0.9, 1.1)
-        return super().forward(hidden_states)
-
-
-class Counting(Block):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(4))
-
-    def choose(self, shares):
-        chosen, weights = super().choose(shares)
-        self.seen += chosen.flatten().bincount(minlength=4)
-        return chosen, weights
-
-
 class ByToken(Block):
     def forward(self, hidden_states, tokens=None):  # type: ignore[override]
         return super().forward(hidden_states)
-
-
-LEFT = {
-    Limited: "mixes tokens", Jittered: "changes its input in place", Counting: "keeps statistics of its tokens",
-    ByToken: "routes to experts by more than its tokens",
-}  # fmt: skip
 
 
 def with_blocks(kind):
@@ -220,18 +191,25 @@ def with_blocks(kind):
     return model
 
 
-@pytest.mark.parametrize("kind", [Block, *LEFT], ids=lambda kind: kind.__name__)
-def test_blocks_that_mix_tokens_are_left_as_they_are(kind, caplog):
-    """Found by what they do, said with the reason, and exact as before."""
+UNKNOWN = "may mix tokens (see Options.experts_by_token)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "says", "left"),
+    [(Block, True, ""), (Block, False, UNKNOWN), (Limited, False, UNKNOWN),
+     (ByToken, True, "routes to experts by more than its tokens")],
+)  # fmt: skip
+def test_blocks_that_may_mix_tokens_are_left_as_they_are(kind, says, left, caplog):
+    """Unless the user says that they do not: then they run in tiles."""
     model = with_blocks(kind)
-    torch.manual_seed(2)
     want = plain(model, sample())
-    with attach(model, tiles={"mlp": 3, "loss": True, "norm": True}) as handle:
-        for _ in range(2):
-            check_step(step(model, sample(), seed=2), want)
-        why = [f"layer {i}: mlp ({kind.__name__}) {LEFT[kind]}: left untiled" for i in range(2) if kind in LEFT]
-        assert handle.notes == why
-        assert {r.message for r in caplog.records if r.name.startswith("alstlib.hf")} == set(why)
+    tiles = {"mlp": 3, "loss": True, "norm": True}
+    with attach(model, tiles=tiles, experts_by_token=says) as handle:
+        check_step(step(model, sample()), want)
+        notes = [f"layer {i}: mlp ({kind.__name__}) {left}: left untiled" for i in range(2) if left]
+        assert handle.notes == notes
+        assert {r.message for r in caplog.records if r.name.startswith("alstlib.hf")} == set(notes)
+        assert isinstance(model.model.layers[0].mlp, TiledExperts) == (not left)
 
 
 def test_experts_that_a_layer_calls_itself_are_said():
@@ -249,31 +227,32 @@ def test_experts_that_a_layer_calls_itself_are_said():
         ]
 
 
-@pytest.mark.parametrize("chunk, block", [(5, None), (None, 5)])
-def test_blocks_that_mix_tokens_are_refused_for_some_of_the_rows(chunk, block):
-    message = r"layer 0: mlp \(Limited\) mixes tokens: it is exact only with sp=1, chunk=None and without block_step"
-    with attach(with_blocks(Limited), chunk=chunk) as handle, pytest.raises(ValueError, match=message):
-        step(handle.model, sample(), block=block)
+def rows_are_refused(rank, world):
+    refused(chunk=5) if world == 1 else refused(alstlib.SPContext.create(world))
 
 
-def test_a_block_is_tried_with_nothing_left_behind():
-    """Modes, buffers and random numbers are as before; weights without values are trusted."""
-    block, x = Counting().eval(), torch.zeros(1, 5, 32)
-    state = torch.get_rng_state()
-    assert why_untiled(block, x) == "keeps statistics of its tokens"
-    assert not block.seen.any()
-    assert not block.experts[0].training
-    assert torch.equal(torch.get_rng_state(), state)
-    assert why_untiled(Limited().to("meta"), x.to("meta")) == ""
+def refused(ctx=None, **options):
+    message = r"layer 0: mlp \(Limited\) routes tokens to experts, and may mix them: .*Options\(experts_by_token=True\)"
+    with pytest.raises(ValueError, match=message):
+        alstlib.apply(with_blocks(Limited), ctx, alstlib.Options(**options))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_real_blocks_do_not_mix_tokens_in_any_precision(dtype):
-    """Many experts, where the router's close calls are many."""
-    for name, experts in (("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts")):
-        model = zoo.build(name, dtype, **{experts: 64})
-        model.set_experts_implementation("eager")  # the others do not run in fp64
-        assert why_untiled(model.model.layers[0].mlp, torch.zeros(1, 1, 32, dtype=dtype)) == ""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blocks_that_may_mix_tokens_are_refused_for_some_of_the_rows(pools, ranks):
+    pools(ranks)(rows_are_refused)
+
+
+def test_blocks_that_may_mix_tokens_are_refused_in_blocks_of_the_model():
+    with attach(with_blocks(Limited)) as handle, pytest.raises(ValueError, match=r"may mix them: .*run by blocks"):
+        step(handle.model, sample(), block=5)
+
+
+def test_a_block_that_mixes_tokens_is_seen_by_the_comparison():
+    """`alst verify` says of all blocks that they are token-wise, and compares."""
+    model = with_blocks(Limited)
+    want = plain(model, sample())
+    with attach(model, tiles={"mlp": 3, "loss": True, "norm": True}, experts_by_token=True):
+        assert worst_error(step(model, sample())[1], want[1])[0] > 1e-3
 
 
 # ----- ZeRO-3
@@ -288,6 +267,7 @@ def test_engines_find_the_blocks_by_their_class(how):
     model = zoo.build("mixtral")
     with attach(model) as handle:
         kind = MixtralSparseMoeBlock if how == "class" else get_module_class_from_name(model, "MixtralSparseMoeBlock")
-        assert set_z3_leaf_modules(model, [kind]) == handle.mlps
-        assert all(isinstance(mlp, TiledExperts) and mlp._z3_leaf for mlp in handle.mlps)
+        blocks = [layer.mlp for layer in handle.facts.layers]
+        assert set_z3_leaf_modules(model, [kind]) == blocks
+        assert all(isinstance(mlp, TiledExperts) and mlp._z3_leaf for mlp in blocks)
     assert {type(layer.mlp) for layer in model.model.layers} == {MixtralSparseMoeBlock}

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import attach, check_step, plain_step, sample_of, step
-from test_checkpointed_layers import LAYERS, LENGTH, OUTPUT, TILES, batch, model_of
+from test_layer_runner import LAYERS, LENGTH, OUTPUT, TILES, batch, model_of
 
 import alstlib
 from alstlib.offload import headroom
@@ -102,7 +102,7 @@ def test_a_model_keeps_what_fits_with_exact_gradients(monkeypatch, fits, chunk):
     with attach(model, **TILES, chunk=chunk) as handle:
         for kept in (0, fits / LAYERS):
             check_step(step(model, batch()), want)
-            assert handle.attention_kept == kept
+            assert handle.plan.attention_kept == kept
 
 
 def uneven_devices(rank, world):
@@ -115,7 +115,7 @@ def uneven_devices(rank, world):
     ):
         for _ in range(2):
             step(handle.model, sample_of(LENGTH), ctx)
-        return handle.attention_kept
+        return handle.plan.attention_kept
 
 
 def test_ranks_agree_on_the_fullest_device(ranks2):

@@ -136,9 +136,9 @@ def test_what_is_ours_does_not_reach_the_model():
     assert set(kwargs) == {"input_ids", "position_ids", "own", "use_cache"}
     assert kwargs["use_cache"] is False
     assert not set(OURS) & set(kwargs)
-    assert call.documents == (0, 12, 24)
-    assert (call.divisor, call.saved) == (5, None)
-    assert call.shift_labels is not None
+    assert call.inputs.documents == (0, 12, 24)
+    assert (call.inputs.divisor, call.saved) == (5, None)
+    assert call.inputs.labels is not None
 
 
 @pytest.mark.parametrize(
@@ -158,14 +158,14 @@ def test_what_is_ours_does_not_reach_the_model():
 )  # fmt: skip
 def test_documents_of_one_rank(kwargs, documents):
     """Right padding beside the offsets may have the position 0."""
-    assert take(input_ids=ids(2), **kwargs).documents == documents
+    assert take(input_ids=ids(2), **kwargs).inputs.documents == documents
 
 
 def test_documents_of_a_shard_are_global_and_labels_are_shifted_once():
     given = {"input_ids": ids(), "position_ids": torch.tensor([[*range(6, 8), *range(10)]])}
-    assert take(rank(1), **given, cu_documents=torch.tensor([0, 6, 14, 24])).documents == (0, 6, 14, 24)
-    assert torch.equal(take(input_ids=ids(), labels=ids()).shift_labels, shift(ids()))
-    assert torch.equal(take(input_ids=ids(), labels=ids(), shift_labels=ids()).shift_labels, ids())
+    assert take(rank(1), **given, cu_documents=torch.tensor([0, 6, 14, 24])).inputs.documents == (0, 6, 14, 24)
+    assert torch.equal(take(input_ids=ids(), labels=ids()).inputs.labels, shift(ids()))
+    assert torch.equal(take(input_ids=ids(), labels=ids(), shift_labels=ids()).inputs.labels, ids())
     with pytest.raises(ValueError, match="give the model's inputs by name: input_ids"):
         take_call((ids(), torch.ones(1, LENGTH)), {}, ONE)
 

@@ -51,7 +51,7 @@ def attached(rank, world, name, how, packed):
     with small_pages(), attach(model, ctx, **OPTIONS[how]) as handle:
         for _ in range(2):  # a checkpoint knows its layer better the second time
             got = step(model, data, ctx, block=3 if how == "blocks" else None)
-        assert handle.kv_on_host == (how in ("host", "blocks"))
+        assert handle.plan.kv_on_host == (how in ("host", "blocks"))
         assert handle.store.bytes_fetched > 0
         model.eval()
         with torch.no_grad():

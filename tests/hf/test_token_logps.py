@@ -146,6 +146,6 @@ def test_refusals():
         assert "have no load-balancing loss: use output_router_logits=False" in error_of(
             alstlib.token_logps, experts, batch
         )
-        assert handle.call is None
+        assert handle.state is None
         experts.config.output_router_logits = False
         assert alstlib.token_logps(experts, batch).shape == batch["shift_labels"].shape

@@ -57,6 +57,6 @@ def test_attention_twice_in_a_layer():
     q, k = randn(1, HEADS, 2, WIDTH), randn(1, KV, 2, WIDTH)
     with torch.no_grad():
         blocks.begin(0, making=True)
-        blocks.attend(0, op, q, k, k)
+        blocks.attend(op, q, k, k, layer=0)
         with pytest.raises(ValueError, match="calls attention more than once"):
-            blocks.attend(0, op, q, k, k)
+            blocks.attend(op, q, k, k, layer=0)

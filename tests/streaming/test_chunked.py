@@ -10,6 +10,7 @@ from operators import error_of
 from torch import nn
 
 import alstlib
+from alstlib.hf.pass_state import PassState, StepInputs
 from alstlib.kernels import paged
 from alstlib.measure.verify import errors_of
 from alstlib.mesh import SPContext
@@ -94,7 +95,8 @@ def test_layers_that_cannot_be_streamed(monkeypatch):
         with pytest.raises(ValueError, match="calls attention more than once cannot run in chunks; use chunk=None"):
             step(model, batch())
     del layer.self_attn.forward
-    with attach(model, chunk=6):
+    running = PassState(inputs=StepInputs(shape=(1, 20), device=torch.device("cpu")))
+    with attach(model, chunk=6) as handle, handle.entered(running):
         with pytest.raises(ValueError, match=r"takes an input \[20, 3, 2\] that cannot be cut into chunks"):
             layer(torch.randn(1, 20, 32), extra=torch.ones(20, 3, 2))
         with pytest.raises(ValueError, match="takes a further input that needs a gradient"):

@@ -80,7 +80,7 @@ def test_one_input_in_two_gives_the_same_bits(kind):
             alstlib.apply(model, None, options(host_memory=budget, on_host="hidden")) as handle,
         ):
             found.append(step(model, sample, seed=3)[1])
-            assert handle.inputs_kept_every == every
+            assert handle.plan.inputs_kept_every == every
             assert any("one in 2 is kept" in note for note in handle.notes) == (every > 1)
             assert handle.store.peak_nbytes <= budget
     assert same(*found)
@@ -219,4 +219,4 @@ def test_keys_leave_a_device_that_is_short_for_a_host_that_has_room(monkeypatch,
     with alstlib.apply(model, SPContext(), options(host_memory=int(host * ROW), on_host="auto")) as handle:
         step(model, batch(LENGTH))
         assert handle._keys_and_values(torch.empty(1, LENGTH, WIDTH)) == 2 * ROW
-        assert handle.kv_on_host == leaves
+        assert handle.plan.kv_on_host == leaves

@@ -15,8 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from alstlib import reference
 from alstlib.offload.ledger import Ledger
+from alstlib.recompute import Pass, entered
 from alstlib.sizing import TILE_BYTES
-from alstlib.tiled.compute import Pass, TiledMLP, TiledNorm, default_tile, entered, tiled_compute
+from alstlib.tiled.compute import TiledMLP, TiledNorm, default_tile, tiled_compute
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
@@ -343,7 +344,7 @@ def test_skip_of_an_mlp_unless_it_draws():
         mlp(X)
     mlp.eval()(X)  # another pass, which draws nothing
     for drew, runs in ((first.drew, True), (set(), False)):
-        with entered(Pass(drew, skip=True)):
+        with entered(Pass(drew=drew, skip=True)):
             assert mlp.train(runs)(X).any() == runs
 
 

@@ -94,7 +94,7 @@ def test_room_is_taken_for_the_outputs_of_layers_that_attend(save, chunk):
     )
     with alstlib.apply(model, None, options) as handle:
         loss(model).backward()
-        assert handle.attention_kept == 1.0
+        assert handle.plan.attention_kept == 1.0
         assert [handle.keeps_attention(i) for i in range(2)] == [False, True]
         assert handle.store.peak_nbytes == 2 * INPUT + OUTPUT
 
@@ -113,8 +113,8 @@ def test_inputs_of_some_layers(monkeypatch, every, save, mode):
             for counts in found.values():
                 counts[:] = [0] * LAYERS
             check_step(train(model), want)
-            assert handle.inputs_kept_every == every
-            assert handle.attention_kept == kept / LAYERS
+            assert handle.plan.inputs_kept_every == every
+            assert handle.plan.attention_kept == kept / LAYERS
             assert handle.store.nbytes == handle.store.peak_nbytes == budget_for(every, kept)
             last = [(n + 1) % every == 0 or n == LAYERS - 1 for n in range(LAYERS)]
             if i > 0:
@@ -149,7 +149,7 @@ def test_dropout_is_replayed_by_each_layer(mode, save, every):
             got = train(model)
             assert got[0] == want[0]
             check_step(got, want, gradient=1e-6)
-        assert handle.inputs_kept_every == every
+        assert handle.plan.inputs_kept_every == every
 
 
 def test_two_forwards_before_their_backwards():
@@ -164,7 +164,7 @@ def test_two_forwards_before_their_backwards():
             losses, every = [], []
             for seed in (0, 1):
                 losses.append(loss(model, seed))
-                every.append(handle.inputs_kept_every)
+                every.append(handle.plan.inputs_kept_every)
                 with torch.no_grad():
                     model(batch()["input_ids"])
             assert every == [1, 3]
@@ -237,7 +237,7 @@ def test_layers_with_something_in_between(change):
     with with_room(model, 4 * INPUT) as handle:
         for _ in range(2):
             check_step(train(model), want)
-        assert handle.inputs_kept_every == 2
+        assert handle.plan.inputs_kept_every == 2
         assert handle.store.nbytes == 4 * INPUT  # layers 0, 1 and 2, 3, 4: one more than the 3 of an unbroken chain
 
 
@@ -258,7 +258,7 @@ def test_what_it_takes_of_the_device(save):
                 before = ledger.device_bytes
                 alstlib.causal_lm_loss(model, data).loss.backward()
                 peaks[every] = ledger.device_peak - before
-            assert handle.inputs_kept_every == every
+            assert handle.plan.inputs_kept_every == every
         assert peaks[every] - peaks[1] <= longer * (every - 1) * (INPUT + OUTPUT), peaks
         assert peaks[every] - peaks[1] >= longer * (every - 2) * INPUT, "the reading can tell"
 
@@ -407,7 +407,7 @@ def short_hosts(rank, world):
             alstlib.causal_lm_loss(model, batch(length=3 * LENGTH if rank else LENGTH))
         assert (handle.store.nbytes, handle.store.peak_nbytes) == (0, 0)
         alstlib.causal_lm_loss(model, batch(length=2 * LENGTH if rank else LENGTH)).loss.backward()
-        return str(error.value), handle.inputs_kept_every
+        return str(error.value), handle.plan.inputs_kept_every
 
 
 def test_all_ranks_say_that_one_has_too_little_room(ranks2):
@@ -434,4 +434,4 @@ def test_what_is_granted_is_not_asked_for_again():
     with attach(model_of(), **TILES, offload="sync") as handle:
         handle.store.room = lambda: room - 2 * handle.store.nbytes  # type: ignore[method-assign]
         train(handle.model)
-        assert (handle.attention_kept, handle.store.nbytes) == (1, room)
+        assert (handle.plan.attention_kept, handle.store.nbytes) == (1, room)

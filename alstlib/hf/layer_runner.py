@@ -1,0 +1,287 @@
+"""The decoder layers of an attached model run through a `LayerRunner`, which takes the place of a layer's `forward`.
+
+`Whole` runs a layer on all rows as a checkpoint: it keeps the input, and recomputes the rest in backward. `Chunked`
+runs it in chunks of its rows (`streaming.chunked`). A model that runs block by block (`streaming.blocks`) has its
+layers whole; their attention sees the block. How much is kept is planned at the first layer of each forward
+(`MemoryPlan`). Another way of running a layer is another subclass here, which `attach_runners` chooses.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from alstlib.hf.dry_run import LayerCall
+from alstlib.hf.handle import Handle
+from alstlib.hf.support import check_recompute
+from alstlib.linear.adapters import is_tokenwise
+from alstlib.offload.checkpoints import Saved, Segment, checkpoint
+from alstlib.recompute import with_gradient
+from alstlib.streaming.chunked import RowChunk, Stream, StreamSegment
+from alstlib.tiled.skip import Follower, Unread, find_followers
+
+
+def attach_runners(handle: Handle, layers: Sequence[nn.Module]) -> None:
+    """Layers' own `forward` is wrapped on the instance: engines' hooks stay outside, in every transformers version."""
+    kind: type[LayerRunner] = Whole if handle.chunk is None else Chunked
+    kind.check(handle)
+    chain = Chain()
+    for i, layer in enumerate(layers):
+        handle.set_forward(layer, kind(handle, chain, layer, i))
+
+
+class Chain:
+    """The segment that the layer which ran last belongs to. The next layer goes on with it where it may: it is the next
+    one, gets what the last one returned (a model may do something in between), and the segment is not full."""
+
+    def __init__(self) -> None:
+        self._last: Callable[[], Any] = lambda: None
+
+    def segment(self, index: int, x: Tensor, new: Callable[[], Any]) -> Any:
+        """The segment of the layer at this place, whose input is x; `new` makes one."""
+        found = self._last() if index > 0 else None
+        if found is None or not found.continues_with(x):
+            found = new()
+        self._last = weakref.ref(found)  # it lives as long as the graph
+        return found
+
+
+class LayerRunner:
+    """Runs one decoder layer in the place of its own `forward`.
+
+    Args:
+        chain: the same for all layers of the model.
+        index: the layer's place.
+    """
+
+    def __init__(self, handle: Handle, chain: Chain, layer: nn.Module, index: int) -> None:
+        self.handle, self.chain, self.layer, self.index = handle, chain, layer, index
+        self.original = layer.forward
+        self.last = index == len(handle.facts.layers) - 1
+        self.unread = Unread(layer)
+
+    @staticmethod
+    def check(handle: Handle) -> None:
+        """Refuse a model whose layers cannot run this way (ValueError)."""
+        check_recompute(handle.facts)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.handle.plain or not self.applies():
+            return self.original(*args, **kwargs)
+        x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+        return self.run(x, args, kwargs)
+
+    def applies(self) -> bool:
+        """Whether it runs the layer now, which else runs as its own."""
+        return True
+
+    def run(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The layer's output for its input x [B, L, E] and its further arguments."""
+        raise NotImplementedError
+
+    def trainable(self) -> list[nn.Parameter]:
+        """The layer's weights that train; an engine may swap them."""
+        return [p for p in self.layer.parameters() if p.requires_grad]
+
+
+class Whole(LayerRunner):
+    """Runs a layer on all rows as a checkpoint."""
+
+    def __init__(self, handle: Handle, chain: Chain, layer: nn.Module, index: int) -> None:
+        super().__init__(handle, chain, layer, index)
+        self.looked = not self.unread.mlps
+
+    def applies(self) -> bool:
+        return torch.is_grad_enabled()
+
+    def run(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        handle, plan, state = self.handle, self.handle.plan, self.handle.running
+        if self.index == 0 and state.blocks is None:
+            plan.whole(x)
+        saved, weights = Saved(keep=plan.keeps_attention(self.index)), self.trainable()
+        state = replace(state, saved=saved, drew=set(), followers=self.unread.followers)
+        segment = self.chain.segment(self.index, x, lambda: Segment(handle.store, plan.inputs_kept_every))
+
+        def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            graph = saved.stage == "graph"
+            if graph and self.index == 0:
+                plan.headroom.look(x.device)
+            try:
+                with handle.entered(replace(state, skip=self.unread.holds and graph)):
+                    if saved.stage == "again":
+                        return run_whole(self.layer, x, lambda: self.original(x, *args, **kwargs))
+                    once = self.look if saved.stage == "first" and not self.looked else self.original
+                    return once(x, *args, **kwargs)
+            finally:
+                for mlp, follower in self.unread.followers.items():
+                    follower.expected = None
+                    follower.gather_with(mlp)
+
+        # an engine that takes gradients one by one, or (ZeRO-3, FSDP2) puts weights in place for the time of a call
+        taken = any(p._post_accumulate_grad_hooks or hasattr(p, "ds_id") for p in weights)
+        taken = taken or any(hasattr(m, "unshard") for m in self.layer.modules())
+        out = checkpoint(
+            run, x, *args, saved=saved, trains=bool(weights), accept=self.unread.accept, segment=segment,
+            module=self.layer, weights=None if taken else weights, **kwargs,
+        )  # fmt: skip
+        if self.last:
+            segment.end = None
+        return out
+
+    def look(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer, and find out what follows its MLPs."""
+        returned: list[Any] = []
+        with find_followers(self.layer, self.unread.mlps, returned) as found:
+            out = self.original(x, *args, **kwargs)
+            returned.append(out)
+        self.looked = True
+        for mlp, module in found.items():
+            self.unread.followers[mlp] = Follower(module)
+            self.handle.set_forward(module, self.unread.followers[mlp].forward)
+        return out
+
+
+class Chunked(LayerRunner):
+    """Runs a layer in row chunks. To ZeRO-3 it is a leaf: gathered once a pass, not once a chunk."""
+
+    def __init__(self, handle: Handle, chain: Chain, layer: nn.Module, index: int) -> None:
+        super().__init__(handle, chain, layer, index)
+        self.tokenwise = is_tokenwise(layer)
+        self.nothing: tuple[None, ...] | None = None
+        """What the layer returns beside its output, all None; None: it returns the output alone."""
+        handle.edits.hook(layer, layer.register_forward_pre_hook(_ensure_input_grad, with_kwargs=True))
+        handle.edits.set(layer, "_z3_leaf", True)
+
+    @staticmethod
+    def check(handle: Handle) -> None:
+        for i, layer in enumerate(handle.facts.layers):
+            if not CACHES & set(inspect.signature(layer.forward).parameters):
+                raise ValueError(
+                    f"layer {i} ({type(layer).__name__}) takes no cache, so it cannot run in chunks; use chunk=None"
+                )
+        check_recompute(handle.facts)
+        for i, call in enumerate(handle.facts.calls):
+            _check_call(f"layer {i} ({type(call.layer).__name__})", call)
+
+    def run(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        handle, plan, state = self.handle, self.handle.plan, self.handle.running
+        if state.travels:
+            x = x.cpu()  # the embeddings of a caller may come from a device
+        if self.index == 0:
+            plan.chunked(x, state.inputs.device, state.travels, train=torch.is_grad_enabled())
+        state = replace(state, drew=set(), whole=True)
+        leaves, spec = tree_flatten((args, kwargs))
+        cuts = [_row_dimension(t, x.shape[1], self.layer) for t in leaves]
+
+        def run(part: Tensor, piece: RowChunk) -> Tensor:
+            mine = [t if at is None else t[(slice(None),) * at + (piece.rows,)] for t, at in zip(leaves, cuts)]
+            if state.travels:  # what is made for all layers may lie on the host too
+                mine = [t.to(part.device, non_blocking=True) if isinstance(t, Tensor) else t for t in mine]
+            some_args, some_kwargs = tree_unflatten(mine, spec)
+            again = piece.task == "recompute"
+            if again and self.index == 0:
+                plan.headroom.look(part.device)
+            with handle.entered(replace(state, part=piece, skip=self.unread.holds and again)):
+                out = self.original(part, *some_args, **some_kwargs)
+            return self.only(out)
+
+        assert handle.chunk is not None
+        segment = self.chain.segment(self.index, x, lambda: StreamSegment(plan.inputs_kept_every))
+        stream = Stream(
+            run=run, chunk=handle.chunk, ranks=handle.ctx.sp, store=handle.store,
+            keep=plan.keeps_attention(self.index), params=self.trainable, accept=self.unread.accept, module=self.layer,
+            device=state.inputs.device, travels=state.travels, kv_on_host=plan.kv_on_host, segment=segment,
+            tokenwise=self.tokenwise, whole=functools.partial(run_whole, self.layer), choices=handle.page_chooser(),
+        )  # fmt: skip
+        out = stream(x)
+        if self.last:
+            segment.end = None
+        return out if self.nothing is None else (out, *self.nothing)
+
+    def only(self, out: Any) -> Tensor:
+        """The output alone, of what the layer returned.
+
+        Raises:
+            ValueError: it returned more.
+        """
+        if isinstance(out, Tensor):
+            return out
+        if any(o is not None for o in out[1:]):
+            where = f"layer {self.index} ({type(self.layer).__name__})"
+            raise ValueError(f"{where} returns more than its output; use chunk=None")
+        self.nothing = out[1:]
+        return out[0]
+
+
+CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params"}
+"""What layers call a cache. One that takes none may need all rows at once."""
+
+
+def _check_call(where: str, call: LayerCall) -> None:
+    """Refuse a layer that cannot be streamed, by how it was called in a dry run."""
+    for value in tree_flatten(call.others)[0]:
+        _row_dimension(value, call.hidden.shape[1], call.layer)
+    if len(call.attention) > 1:
+        raise ValueError(f"{where} calls attention more than once, so it cannot run in chunks; use chunk=None")
+    if call.outputs > 1:
+        raise ValueError(f"{where} returns more than its output, so it cannot run in chunks; use chunk=None")
+
+
+def _ensure_input_grad(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args:
+        return (with_gradient(args[0], layer), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": with_gradient(kwargs["hidden_states"], layer)}
+
+
+def _row_dimension(value: Any, rows: int, layer: nn.Module) -> int | None:
+    """The dimension of a layer's further argument that goes with its rows; None for none.
+
+    Raises:
+        ValueError: an argument that a chunk cannot be cut out of, or that needs a gradient.
+    """
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return None
+    if value.requires_grad:
+        raise ValueError(f"{type(layer).__name__} takes a further input that needs a gradient; use chunk=None")
+    at = 0 if value.ndim == 1 else 1
+    if value.shape[at] == rows:
+        return at
+    if rows in value.shape or (value.ndim > 1 and value.shape[1] > 1):
+        raise ValueError(
+            f"{type(layer).__name__} takes an input {list(value.shape)} that cannot be cut into chunks; use chunk=None"
+        )
+    return None
+
+
+def run_whole(layer: Any, x: Tensor, run: Callable[[], Any]) -> Any:
+    """What `run` makes of a layer and its input x in another layer's backward, when engines have put its weights away.
+
+    FSDP2 has functions that put them together. ZeRO-3 gathers those of a leaf in the hooks of a call, and others when
+    the layer's submodules are called.
+    """
+    if hasattr(layer, "unshard") and hasattr(layer, "reshard"):
+        layer.unshard()
+        try:
+            return run()
+        finally:
+            layer.reshard()
+    if not getattr(layer, "_z3_leaf", False) or not any(hasattr(p, "ds_id") for p in layer.parameters()):
+        return run()
+    # DeepSpeed also counts calls, to know when their backward has ended: this one has none
+    own = layer.__dict__
+    before = {
+        name: own[name] for name in ("forward", "ds_grads_remaining", "applied_pre_backward_ref_cnt") if name in own
+    }
+    own["forward"] = lambda _: run()
+    try:
+        return layer(x)
+    finally:
+        own.update(before)

@@ -1,0 +1,198 @@
+"""What a forward keeps for backward, and where: decided for all layers before the first of them runs.
+
+This is the only collective decision about memory, and the only reader of what the host and the device have left. Ranks
+that keep different things would recompute different layers, for which engines gather weights: so all ranks of all
+replicas keep what the rank keeps that can keep least. It is decided anew in each forward, because samples differ in
+length from step to step and from replica to replica.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from alstlib.hf.support import Facts
+from alstlib.linear.adapters import mixers_of
+from alstlib.mesh import SPContext
+from alstlib.offload import headroom
+from alstlib.offload.courier import Courier
+from alstlib.offload.host_store import HostOutOfMemory, HostStore
+from alstlib.options import Options
+from alstlib.sizing import kept_on_host, keys_and_values, keys_leave, keys_left, kv_needed
+from alstlib.streaming.blocks import Blocks
+
+log = logging.getLogger(__name__)
+
+
+class MemoryPlan:
+    """What the forward that runs now keeps, and what the last one kept.
+
+    Args:
+        notes: where a sentence goes that says what was decided, when it differs from what was said before.
+    """
+
+    def __init__(self, ctx: SPContext, options: Options, facts: Facts, store: HostStore, notes: list[str]) -> None:
+        self.ctx, self.options, self.facts, self.store, self.notes = ctx, options, facts, store, notes
+        self.headroom = headroom.Headroom()
+        self.attention_kept: float = 0.0
+        """The share of the layers that attend whose attention output is kept, from 0 to 1."""
+        self.inputs_kept_every: int = 1
+        """The input of one layer in so many is kept: more than 1 where the host has too little room."""
+        self.kv_on_host = False
+        """Whether the keys and values of chunks or blocks are kept on the host."""
+        self._needed = 0
+        """Bytes of the host that the forward may take."""
+        self._handed_on = 0
+        """Bytes that layers with a state hand on from a block, as the last micro-batch had them."""
+
+    def whole(self, x: Tensor) -> None:
+        """Layers run on all rows; x is the first layer's input.
+
+        Raises:
+            HostOutOfMemory: on every rank, where on some rank what must be kept does not fit. The others raise it too.
+        """
+        self._decide(x)
+
+    def chunked(self, x: Tensor, device: torch.device, travels: bool, train: bool) -> None:
+        """Layers run in row chunks on `device`; x is the first layer's input, on the host where it `travels`."""
+        keys = self._keys_and_values(x)
+        beside = 0 if travels else x.nbytes  # a gradient, where x lies on the device
+        self._place_keys(x, device, keys, beside, streamed=True, travels=travels)
+        if train:
+            self._decide(x, keys if self.kv_on_host else 0, streamed=True, travels=travels)
+
+    def blockwise(self, x: Tensor, blocks: Blocks) -> None:
+        """A micro-batch runs block by block, of which x is the first block's first layer input."""
+        pages = (blocks.count - 1) * self._handed_on
+        for keys in self.facts.keys:
+            heads = max(kv_needed(keys.heads, keys.kv_heads, self.ctx.sp))
+            rows = x.shape[0] * blocks.kept_rows(keys.window)
+            pages += keys_and_values(rows, heads, keys.widths, x.element_size())
+        self._place_keys(x, x.device, pages, 0)
+        self._decide(x, pages if self.kv_on_host else 0)
+        if self.kv_on_host:
+            blocks.courier = Courier(self.store, x.device)
+        blocks.planned = True
+
+    def handed_on(self, blocks: Blocks) -> None:
+        """A micro-batch's first block has run: what its layers with a state hand on is known, and where pages lie on
+        the host it is granted for all blocks."""
+        before, self._handed_on = self._handed_on, blocks.carried.nbytes
+        if not self.kv_on_host or not any(mixers_of(layer) for layer in self.facts.layers):
+            return
+        self._needed += (blocks.count - 1) * max(0, self._handed_on - before)
+        store, left = self.store, self._needed - self.store.leased
+        lacking = max(0, left - store.room() - store.unused)
+        self._check_hosts(self.ctx.largest([self._with_rank(lacking)])[0], lacking)
+        store.reserve(left)
+
+    def renew(self) -> None:
+        """Reserve anew, before a block's backward, what was granted for all blocks and pages have not taken."""
+        left = max(0, self._needed - self.store.leased)
+        if self.options.offload:
+            self.store.reserve(left, left)
+
+    def keeps_attention(self, index: int) -> bool:
+        """Whether the attention output of this layer, by its place, is kept."""
+        return index in self.facts.attending[: round(self.attention_kept * len(self.facts.attending))]
+
+    def _decide(self, x: Tensor, pages: int = 0, streamed: bool = False, travels: bool = False) -> None:
+        """`pages`: bytes of keys and values on the host, with the sums of their gradients."""
+        options, store, ctx = self.options, self.store, self.ctx
+        output, many = self._output_bytes(x), max(1, len(self.facts.attending))
+        if not options.offload:
+            self.inputs_kept_every, self.attention_kept = 1, self._kept_on_device(x, output) / many
+            return
+        every, outputs, needed, room = self._host_keeps(x, pages, streamed, travels)
+        lacking = max(0, needed - room)
+        if not isinstance(x, FakeTensor):
+            every, negative, most = ctx.largest([every, -outputs, self._with_rank(lacking)])
+            outputs = -negative
+            self._check_hosts(most, lacking)
+        if options.save_attention == "auto":
+            needed += outputs * output
+        self._needed = needed
+        there = store.leased if travels else 0
+        store.reserve(needed - there, room - there)
+        self.attention_kept, self.inputs_kept_every = outputs / many, every
+        self._say(x.nbytes, travels)
+
+    def _output_bytes(self, x: Tensor) -> int:
+        """Bytes of one layer's attention output and its sums on this rank."""
+        facts = self.facts
+        return x.shape[0] * x.shape[1] * facts.heads * (facts.value_width * x.element_size() + 4)
+
+    def _host_keeps(self, x: Tensor, pages: int, streamed: bool, travels: bool) -> tuple[int, int, int, int]:
+        """`sizing.kept_on_host` of a forward, and the room that this rank's host has for it."""
+        row, room = x.nbytes, self.store.room() + self.store.unused
+        room += self.store.leased * travels  # the first layer's input, and what goes with it to every layer
+        found = kept_on_host(
+            room, len(self.facts.layers), row, self._output_bytes(x), self.options.save_attention, streamed=streamed,
+            travels=travels, tables=max(0, self.store.leased - row), pages=pages, attending=len(self.facts.attending),
+        )  # fmt: skip
+        return *found, room
+
+    def _keys_and_values(self, x: Tensor) -> int:
+        """Bytes of one layer's keys and values on this rank, with the sums of their gradients."""
+        facts, ranks = self.facts, self.ctx.sp
+        heads = max(kv_needed(facts.heads, facts.kv_heads, ranks))
+        return keys_and_values(x.shape[0] * x.shape[1] * ranks, heads, facts.kv_widths, x.element_size())
+
+    def _place_keys(
+        self, x: Tensor, device: torch.device, keys: int, beside: int, streamed: bool = False, travels: bool = False
+    ) -> None:
+        """Decide where keys and values of so many bytes lie, alike on all ranks."""
+        place = self.options.place("kv")
+        self.kv_on_host = place == "host"
+        if place != "auto" or not self.options.offload or isinstance(x, FakeTensor):
+            return
+        if (memory := headroom.device_memory(device)) is not None:
+            *_, needed, room = self._host_keeps(x, keys, streamed, travels)
+            self.kv_on_host = keys_left(*self.ctx.largest(keys_leave(keys, memory[2] - beside, needed - room)))
+
+    def _kept_on_device(self, x: Tensor, output: int) -> int:
+        """Layers whose attention outputs, of `output` bytes each, stay on the device: with `auto` on a GPU those that
+        fit beside what earlier steps needed."""
+        if self.options.save_attention != "auto" or isinstance(x, FakeTensor):
+            return len(self.facts.attending) if self.options.save_attention is True else 0
+        if (memory := headroom.device_memory(x.device)) is None:
+            return 0
+        fit = self.headroom.begin(x.shape[0] * x.shape[1], memory) // output
+        kept = -self.ctx.largest([-min(len(self.facts.attending), fit)])[0]
+        self.headroom.keep(kept * output)
+        return kept
+
+    def _with_rank(self, nbytes: int) -> int:
+        """A number whose largest over ranks says which rank has most of these bytes, and how many."""
+        return nbytes * self.ctx.world_size + self.ctx.rank
+
+    def _check_hosts(self, most: int, lacking: int) -> None:
+        """Raise an error where another rank lacks host memory (`most`, the largest `_with_rank`) and this one does not:
+        `HostStore.reserve` raises it on the ranks that do, and a rank that went on would wait for them for ever."""
+        most, rank = divmod(most, self.ctx.world_size)
+        if most > 0 and not lacking:
+            raise HostOutOfMemory(
+                f"offload needs {most:,} bytes of host memory more than rank {rank} has left; use shorter "
+                "sequences, more ranks, a larger host_memory, or offload=False"
+            )
+
+    def _say(self, row: int, travels: bool) -> None:
+        """Note what was decided, when it differs from what was noted before."""
+        found, every = [], self.inputs_kept_every
+        if every > 1:
+            held = "on the host" if travels else f"({every * row:,} bytes) on the device"
+            found.append(
+                f"host memory has no room for the inputs of all {len(self.facts.layers)} layers: one in {every} is "
+                f"kept; backward runs one more forward to make the others and holds up to {every} {held}"
+            )
+        if self.kv_on_host and self.options.place("kv") == "auto":
+            found.append(
+                "keys and values of a layer would take more than half of the device's free memory: they lie on the host"
+            )
+        for note in found:
+            if note.partition(";")[0] not in {known.partition(";")[0] for known in self.notes}:
+                self.notes.append(note)
+                log.warning(note)
