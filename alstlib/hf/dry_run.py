@@ -1,9 +1,8 @@
-"""A dry run shows what a model does around its kernels, without its weights: which layers call attention, and with which
-arguments. It takes milliseconds for each layer and no memory, also where an
-engine has sharded the model.
+"""A dry run shows what a model does around its kernels, without its weights: which layers call attention, with what.
 
-The model's own forward runs once on a few tokens. Weights outside the layers are zeros of one element, expanded; layers
-run on the meta device, where tensors have shapes and no values; attention gives back an empty output; the head ends it.
+It takes milliseconds for each layer and no memory, also where an engine has sharded the model. The model's own forward
+runs once on a few tokens. Weights outside the layers are zeros of one element, expanded; layers run on the meta device,
+where tensors have shapes and no values; attention gives back an empty output; the head ends it.
 """
 
 from __future__ import annotations

@@ -48,7 +48,14 @@ from alstlib.ulysses.head_layouts import Layout
 
 
 class KeysDone(Exception):
-    """Leaves a layer once a chunk's keys and values, and what it hands on, are where they belong. Not seen outside."""
+    """Leaves a layer once a chunk's keys and values, and what it hands on, are where they belong. Not seen outside.
+
+    What comes after attention in a layer (its projection, the MLP) would be computed in vain in this pass. To run on
+    with zeros costs 8% of a step's processor time with an untiled MLP, and 17% with a tiled one (Llama of width 512, 4
+    layers, 2,048 tokens in chunks of 256, one core, gradients equal), and routers would count their tokens twice. It is
+    safe to leave through a model's code: the pass has no graph, what is changed for it (random state, precision, what
+    runs now) is put back by context managers, and an engine's hooks are on the layer as a whole, outside of the pass.
+    """
 
 
 @dataclass
