@@ -71,7 +71,7 @@ class Model(Group):
     trust_remote_code: bool = False
     """Whether the code that comes with the model may run."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of weights and activations; auto: bf16 on CUDA, fp32 on a CPU."""
+    """Precision of weights and activations; auto: bf16 on CUDA, fp32 on a CPU."""
     liger: FlagOrAuto = "auto"
     """Whether Liger's kernels compute norm, RoPE and SwiGLU; 'auto': with the loss in tiles, on a GPU, where they are
     installed and support the model."""

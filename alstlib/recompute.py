@@ -44,7 +44,7 @@ class Replay:
         )
 
     def has_moved(self) -> bool:
-        """Have random numbers been drawn since?"""
+        """Whether random numbers have been drawn since."""
         now = Replay(self.device)
         with unset_fake_temporarily():  # the states are real in a simulation too
             if not torch.equal(self.cpu_state, now.cpu_state):
@@ -115,7 +115,7 @@ class Values:
         self.tensor, self.version = tensor.detach(), tensor._version
 
     def are_those_of(self, x: Any) -> bool:
-        """Is x all of that memory, in the same order, and has nothing been written to it?"""
+        """Whether x is all of that memory, in the same order, and nothing has been written to it since."""
         if not isinstance(x, Tensor) or x.shape != self.tensor.shape or x.stride() != self.tensor.stride():
             return False
         here = [(t.dtype, t.untyped_storage()._cdata, t.storage_offset()) for t in (x, self.tensor)]

@@ -186,8 +186,8 @@ def kept_on_host(
 
 
 def keys_leave(keys: int, free: int, lacking: int) -> tuple[int, int, int]:
-    """What decides with `on_host="auto"` whether keys and values lie on the host (`keys_left`), so that ranks can
-    agree on the largest of each.
+    """The numbers that decide with `on_host="auto"` whether keys and values lie on the host (`keys_left`). Ranks agree
+    on the largest of each.
 
     Args:
         keys: their bytes.
@@ -198,8 +198,8 @@ def keys_leave(keys: int, free: int, lacking: int) -> tuple[int, int, int]:
 
 
 def keys_left(short: int, lacking: int, over: int) -> bool:
-    """They do where they would take more than their share of the device, and the host has room for them, or the device
-    has not."""
+    """Whether keys and values lie on the host: where they would take more than their share of the device, and either
+    the host has room for them or the device has not."""
     return short > 0 and (lacking <= 0 or over > 0)
 
 
@@ -251,7 +251,7 @@ def groups_of(groups: int, heads: int, ranks: int, rank: int) -> slice:
 
 
 KV_SHARE = 0.5
-"""Of a device's free memory: what keys and values of a streamed layer may take there with `on_host="auto"`."""
+"""The share of a device's free memory that keys and values of a layer may take there with `on_host="auto"`."""
 
 
 def reference_tiles(rows: int, width: int, vocabulary: int) -> dict[str, int]:

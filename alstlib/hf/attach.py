@@ -146,7 +146,7 @@ def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
 
 
 def _only_mixes(module: nn.Module) -> bool:
-    """Is a layer's child attention or a mixer with a state, in which there is nothing to tile?"""
+    """Whether a layer's child is attention or a mixer with a state, in which there is nothing to tile."""
     return adapter_of(module) is not None or type(module).__name__.endswith("Attention")
 
 
@@ -159,7 +159,7 @@ def _attach_norms(handle: Handle, layers: Sequence[nn.Module]) -> None:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Of the names that norms over the width have, token by token."""
+    """Whether a module is a norm over the width, which works token by token, as far as its name tells."""
     return type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
 
 

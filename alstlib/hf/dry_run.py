@@ -36,7 +36,7 @@ class AttentionCall:
     heads: int
     kv_heads: int
     width: int
-    """Of queries and keys."""
+    """Width of a query and of a key."""
     value_width: int
     mask: Any
     dropout: float
@@ -53,7 +53,7 @@ class LayerCall:
     """Its further arguments, by order and by name."""
     attention: list[AttentionCall] = field(default_factory=list)
     reads: bool = False
-    """Did it read a mapping that it was given, where other layers leave something for it?"""
+    """Whether it read a mapping in which layers leave something for each other."""
     outputs: int = 1
     """How many it returned, without what is None."""
     finished: bool = False
@@ -114,7 +114,7 @@ def dry_run(model: PreTrainedModel, layers: Sequence[nn.Module]) -> DryRun:
 
 
 def _ends(forward: Callable[[], Any]) -> bool:
-    """Does the forward come to its end? Not where it needs the values of weights."""
+    """Whether the forward comes to its end, which it does not where it needs the values of weights."""
     try:
         forward()
     except _Ended:

@@ -47,12 +47,12 @@ MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
 
 
 def routes(module: nn.Module) -> bool:
-    """Does a child of a layer look like a block of experts, which is not a plain MLP?"""
+    """Whether a child of a layer looks like a block of experts, and not like a plain MLP."""
     return any(hasattr(module, a) for a in ("experts", "router", "gate")) and not hasattr(module, "down_proj")
 
 
 def takes_more(block: nn.Module) -> bool:
-    """Does the block's forward take more than its tokens (token ids for routing by hash, another router's state)?"""
+    """Whether the block takes more than its tokens (token ids for routing by hash, another router's state)."""
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return sum(p.kind not in several for p in inspect.signature(block.forward).parameters.values()) > 1
 

@@ -45,7 +45,7 @@ _DELTA: dict[str, Any] = {"head_dim": 256, "linear_num_key_heads": 16}
 
 
 def _granite(heads: int) -> dict[str, Any]:
-    """Of Granite 4: one layer in ten attends."""
+    """The layers of a Granite 4, of which one in ten attends."""
     kinds = ["full_attention" if i % 10 == 5 else "linear_attention" for i in range(40)]
     return {
         **_TIED, "layer_types": kinds, "mamba_n_heads": heads, "mamba_d_head": 64, "mamba_d_state": 128,

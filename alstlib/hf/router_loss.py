@@ -32,7 +32,7 @@ class RouterLoss:
     def __init__(self, experts: int, top_k: int, weight: float, group: Any) -> None:
         self.experts, self.top_k, self.weight, self.group = experts, top_k, weight, group
         self.sums: Tensor | None = None
-        """Of this rank [2 E + 1]: assignments, probabilities, tokens."""
+        """[2 E + 1] sums over this rank's tokens: assignments, probabilities, tokens."""
         self.slope: Tensor | None = None
         """[E] the gradient of the whole loss for each probability of a token; known after the first pass."""
         self.scale: Tensor | None = None

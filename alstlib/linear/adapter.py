@@ -51,7 +51,7 @@ class Part:
 
     @property
     def hands_on(self) -> bool:
-        """Does the state go to another rank, or chunk?"""
+        """Whether the state goes to another rank or chunk."""
         state = self.handle.state
         return self.exchange.ranks > 1 or (state is not None and state.part is not None)
 
@@ -119,7 +119,7 @@ class Adapter:
 
     @classmethod
     def knows(cls, mixer: nn.Module, calls: set[str]) -> bool:
-        """Is it one of these, whose forward calls these functions (`HARMLESS` left out)?"""
+        """Whether it is a mixer of this family, by the functions that its forward calls (`HARMLESS` left out)."""
         return calls - {cls.one_token, cls.fused} == {CONVOLUTION, cls.recurrence} - {""}
 
     @classmethod
@@ -195,7 +195,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 @functools.cache
 def takes(function: Any, name: str) -> bool:
-    """Does what runs for this function name this parameter? transformers wraps a package's kernel, or else its own
+    """Whether what runs for this function names this parameter. transformers wraps a package's kernel, or else its own
     function, in one that takes everything and drops what the other does not name."""
     wrapped = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     return any(name in inspect.signature(f).parameters for f in (function, *wrapped) if inspect.isroutine(f))

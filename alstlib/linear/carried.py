@@ -34,7 +34,7 @@ class Carried:
 
     @property
     def nbytes(self) -> int:
-        """Of what is kept."""
+        """Bytes of what is kept of all chunks."""
         return sum(held.nbytes for parts in self.before.values() for held in parts.values())
 
     def run(
@@ -44,8 +44,8 @@ class Carried:
         """One part's output for the chunk of rows [first, last).
 
         Args:
-            inputs: of the step.
-            graph: does a backward of this chunk follow?
+            inputs: the step's.
+            graph: a backward of this chunk follows.
             forget: nobody will ask for what this chunk begins with again.
             keep: a later chunk will ask for what this one hands on.
             courier: takes that to the host, and brings it back; None: it stays on the device.

@@ -23,9 +23,10 @@ from alstlib.kernels.spans import Documents, Offsets, Span, document_spans
 
 PADDED = 65_536
 """Most tokens of a batch of several documents, padding included: longer calls are not faster, but need more memory."""
-LONGER = 1.25
-"""Of the longest document of a batch, compared with any other: finer batches pad less, but are more."""
-SIDE_BY_SIDE = 512
+LONGEST_TO_SHORTEST = 1.25
+"""Documents share a batch only if the longest has at most so many times the tokens of the shortest: finer batches have
+less padding, but there are more of them."""
+MOST_DOCUMENTS = 512
 """Most documents of a batch. Times the heads, it is a dimension of some kernels' grids, which end at 65,535."""
 
 
@@ -52,18 +53,18 @@ class Run:
     packed: Packed | None = None
     """The documents that they hold; None: each row is one."""
     goes_on: bool = False
-    """Has its document begun on an earlier rank?"""
+    """Whether its document has begun on an earlier rank."""
     last: bool = False
-    """Is its last token the last of the slice? Then its state goes to the next rank."""
+    """Whether its last token is the last of the slice, so that its state goes to the next rank."""
 
     @property
     def inside(self) -> bool:
-        """Does no state enter or leave?"""
+        """Whether no state enters or leaves."""
         return not (self.goes_on or self.last)
 
     @property
     def rows(self) -> slice:
-        """Of the batch, where a state enters or leaves."""
+        """The rows of the batch that it is, where a state enters or leaves."""
         return self.at[0]
 
     def of(self, x: Tensor) -> Tensor:
@@ -124,8 +125,8 @@ def _side_by_side(spans: Sequence[Span], device: torch.device) -> Iterator[Run]:
     alike: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: span.rows, reverse=True):
         longest = alike[-1][0].rows if alike else 0
-        room = longest and len(alike[-1]) < min(SIDE_BY_SIDE, PADDED // longest)
-        if room and longest <= LONGER * span.rows:
+        room = longest and len(alike[-1]) < min(MOST_DOCUMENTS, PADDED // longest)
+        if room and longest <= LONGEST_TO_SHORTEST * span.rows:
             alike[-1].append(span)
         else:
             alike.append([span])

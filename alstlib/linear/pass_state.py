@@ -75,12 +75,12 @@ class _Slice:
     exchange: Exchange
     runs: Sequence[Run]
     count: int
-    """Of the tensors so many are of tokens, and the others weights."""
+    """How many of the tensors are of tokens; the others are weights."""
     known: dict[str, Tensor] | None
     needs: Sequence[bool]
     """Which of the tensors need a gradient."""
     keep: bool
-    """Does a backward follow?"""
+    """Whether a backward follows."""
 
     def of(self, run: Run, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What a run takes of the tensors."""

@@ -27,7 +27,7 @@ class StateRule:
     """
 
     matrix = False
-    """Is M a matrix for each head?"""
+    """Whether M is a matrix for each head."""
 
     def __init__(
         self, kernel: Kernel, decay: Callable[..., Tensor] | None = None, packed: Callable[..., Tensor] | None = None

@@ -37,11 +37,11 @@ class StateLayer:
     values: int
     """A head's state has keys * values numbers."""
     inputs: Sequence[Sent]
-    """Of the recurrence, all but its weights."""
+    """The tensors that the recurrence gets of a token, all but its weights."""
     output: Sent
     """Its groups are the heads."""
     matrix: bool = True
-    """Is M a matrix [keys, keys] (delta rules), or a number for each head (Mamba-2, lightning attention)?"""
+    """Whether M is a matrix [keys, keys] (delta rules), and not a number for each head (Mamba-2, lightning)."""
     block: int = BLOCK
     """Tokens that its kernel works on at a time."""
 
@@ -53,14 +53,14 @@ class StateLayer:
         return self.output.groups
 
     def forward_flops(self, more: int = 0) -> float:
-        """Of one token in one head, in blocks, with so many more values."""
+        """Operations of one token in one head, where the kernel works in blocks, with so many more values."""
         keys, values = self.keys, self.values + more
         if self.matrix:
             return 6.0 * keys * values + self.block * (5 * keys + 3 * values)
         return 4.0 * keys * values + 2 * self.block * (keys + values)
 
     def pair_bytes(self, batch: int = 1) -> int:
-        """Of (M, U) in fp32, all heads."""
+        """Bytes of (M, U) of all heads in fp32."""
         return batch * self.heads * (self.keys * self.values + (self.keys**2 if self.matrix else 1)) * 4
 
     def there(self, ranks: int, rank: int) -> int:
@@ -72,7 +72,7 @@ class StateLayer:
         return self._to_heads([self.output], ranks, rank) + self._to_tokens(self.inputs, ranks, rank)
 
     def _bytes(self, tensors: Sequence[Sent], ranks: int, rank: int) -> int:
-        """Of a token, what the heads of this rank need."""
+        """Bytes of a token that the heads of this rank need."""
         needs = [groups_of(sent.groups, self.heads, ranks, rank) for sent in tensors]
         return sum((n.stop - n.start) * sent.width * sent.element_bytes for n, sent in zip(needs, tensors))
 

@@ -104,9 +104,9 @@ class Blocks:
         self.courier: Courier | None = None
         """Brings pages from the host and back; None: all of them stay on the device."""
         self.planned = False
-        """Has it been decided where pages lie?"""
+        """Whether it has been decided where pages lie."""
         self.making = True
-        """Does the forward without a graph run, which leaves keys and values in the pages?"""
+        """Whether the forward without a graph runs, which leaves keys and values in the pages."""
         self.index = 0
         self.calls = Counter[Hashable]()
         """How often the attention of each layer has run in this pass, and each part that hands something on."""

@@ -79,7 +79,7 @@ class RowChunk:
     calls: Counter[Hashable] = field(default_factory=Counter)
     """How often each of the layer's parts that mix tokens has run: its attention, and those that hand something on."""
     all_calls: int = 1
-    """Of all of them: a pass for keys leaves the layer at the last."""
+    """The calls of all these parts in one pass: a pass for keys leaves the layer at the last."""
     choice: paged.Choice | None = None
 
     @property
@@ -273,7 +273,7 @@ class StreamSegment:
         """What the last layer returned, while another may follow."""
 
     def continues_with(self, x: Tensor) -> bool:
-        """Is x what the last layer returned, and may another follow?"""
+        """Whether x is what the last layer returned, and another may follow."""
         return self.end is not None and self.end.are_those_of(x)
 
     def add(self, stream: Stream, replays: list[Replay], x: Tensor, out: Tensor) -> int:

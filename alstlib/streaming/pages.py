@@ -31,7 +31,7 @@ class _Held:
         """k and v [R, B, K, D]."""
         self.host: list[Tensor] = []
         self.sums: list[Tensor] = []
-        """Of dk and dv on the device, fp32."""
+        """Sums of dk and dv on the device, in fp32."""
         self.host_sums: list[Tensor] = []
         self.sent: Any = None
         """What a fetch has to wait for."""

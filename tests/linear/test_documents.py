@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from alstlib.kernels.spans import Offsets
-from alstlib.linear.documents import LONGER, PADDED, SIDE_BY_SIDE, runs_of
+from alstlib.linear.documents import LONGEST_TO_SHORTEST, MOST_DOCUMENTS, PADDED, runs_of
 
 CPU = torch.device("cpu")
 
@@ -50,9 +50,9 @@ def test_two_thousand_documents_make_few_calls():
     runs = calls(documents, 0, 2**20)
     inside = [run.shape for run in runs if run.to is not None]
     assert len(runs) < 80
-    assert max(n for n, _ in inside) <= SIDE_BY_SIDE
+    assert max(n for n, _ in inside) <= MOST_DOCUMENTS
     assert max(n * t for n, t in inside) <= PADDED
-    assert sum(n * t for n, t in inside) < LONGER * 2**20
+    assert sum(n * t for n, t in inside) < LONGEST_TO_SHORTEST * 2**20
     assert len(calls(documents, 0, 2**20, packed=True)) == 2  # the last document hands its state on
     assert len(calls(documents, 2**18, 2**18, packed=True)) == 3
 

@@ -35,5 +35,5 @@ def mixers_of(module: nn.Module) -> list[nn.Module]:
 
 
 def is_tokenwise(layer: nn.Module) -> bool:
-    """Does this layer of a hybrid mix no tokens?"""
+    """Whether this layer of a hybrid mixes no tokens."""
     return getattr(layer, "block_type", None) in TOKENWISE and not mixers_of(layer)
