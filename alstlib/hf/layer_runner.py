@@ -25,7 +25,7 @@ from alstlib.hf.support import check_recompute
 from alstlib.linear.adapters import is_tokenwise
 from alstlib.offload.checkpoints import Saved, Segment, checkpoint
 from alstlib.recompute import with_gradient
-from alstlib.streaming.chunked import RowChunk, Stream, StreamSegment
+from alstlib.streaming.chunked import RowChunk, Stream
 from alstlib.tiled.skip import Follower, Unread, find_followers
 
 
@@ -43,13 +43,13 @@ class Chain:
     one, gets what the last one returned (a model may do something in between), and the segment is not full."""
 
     def __init__(self) -> None:
-        self._last: Callable[[], Any] = lambda: None
+        self._last: Callable[[], Segment | None] = lambda: None
 
-    def segment(self, index: int, x: Tensor, new: Callable[[], Any]) -> Any:
-        """The segment of the layer at this place, whose input is x; `new` makes one."""
+    def segment(self, index: int, x: Tensor, every: int) -> Segment:
+        """The segment of the layer at this place, whose input is x; a new one may have so many layers."""
         found = self._last() if index > 0 else None
         if found is None or not found.continues_with(x):
-            found = new()
+            found = Segment(every)
         self._last = weakref.ref(found)  # it lives as long as the graph
         return found
 
@@ -108,7 +108,7 @@ class Whole(LayerRunner):
             plan.whole(x)
         saved, weights = Saved(keep=plan.keeps_attention(self.index)), self.trainable()
         state = replace(state, saved=saved, drew=set(), followers=self.unread.followers)
-        segment = self.chain.segment(self.index, x, lambda: Segment(handle.store, plan.inputs_kept_every))
+        segment = self.chain.segment(self.index, x, plan.inputs_kept_every)
 
         def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             graph = saved.stage == "graph"
@@ -129,8 +129,8 @@ class Whole(LayerRunner):
         taken = any(p._post_accumulate_grad_hooks or hasattr(p, "ds_id") for p in weights)
         taken = taken or any(hasattr(m, "unshard") for m in self.layer.modules())
         out = checkpoint(
-            run, x, *args, saved=saved, trains=bool(weights), accept=self.unread.accept, segment=segment,
-            module=self.layer, weights=None if taken else weights, **kwargs,
+            run, x, *args, store=handle.store, saved=saved, trains=bool(weights), accept=self.unread.accept,
+            segment=segment, module=self.layer, weights=None if taken else weights, **kwargs,
         )  # fmt: skip
         if self.last:
             segment.end = None
@@ -194,7 +194,7 @@ class Chunked(LayerRunner):
             return self.only(out)
 
         assert handle.chunk is not None
-        segment = self.chain.segment(self.index, x, lambda: StreamSegment(plan.inputs_kept_every))
+        segment = self.chain.segment(self.index, x, plan.inputs_kept_every)
         stream = Stream(
             run=run, chunk=handle.chunk, ranks=handle.ctx.sp, store=handle.store,
             keep=plan.keeps_attention(self.index), params=self.trainable, accept=self.unread.accept, module=self.layer,

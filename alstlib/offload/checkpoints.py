@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -67,89 +67,94 @@ class Saved:
         return [t for pair in pairs for t in pair]
 
 
+class Member(Protocol):
+    """A layer of a segment, from its first pass to its backward."""
+
+    def input(self, device: torch.device) -> Tensor:
+        """The input that it has kept, on the device, for the only time; only the first of a segment keeps its own."""
+        ...
+
+    def again(self, x: Tensor, device: torch.device) -> Tensor:
+        """Its output for its input x, without a graph: the input of the next."""
+        ...
+
+
+class Segment:
+    """Consecutive layers of which only the first keeps its input; backward makes the others again.
+
+    Args:
+        every: how many layers there may be; 1 for every input kept.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
+        self.members: list[Any] = []
+        """Layers (`Member`); None for those whose backward has run."""
+        self.inputs: dict[int, Tensor] = {}
+        """Inputs that backward has made, by the place of their layer."""
+        self.end: Values | None = None
+        """Values that the last layer returned; None where no other may follow."""
+
+    def continues_with(self, x: Tensor) -> bool:
+        """Whether x is what the last layer returned, and another may follow."""
+        return self.end is not None and self.end.are_those_of(x)
+
+    def add(self, member: Member, out: Tensor) -> int:
+        """A layer has run; returns its place."""
+        self.members.append(member)
+        self.end = Values(out) if len(self.members) < self.every else None
+        return len(self.members) - 1
+
+    def take(self, index: int, device: torch.device) -> tuple[Tensor, Any]:
+        """A layer's input, for its backward (the last one's comes first), and the layer, which is forgotten.
+
+        Raises:
+            RuntimeError: the layer's backward has run before.
+        """
+        member, first = self.members[index], self.members[0]
+        if not self.inputs and first is not None:
+            self.inputs[0] = first.input(device)
+        if member is None or not self.inputs:
+            raise RuntimeError(
+                "backward ran a second time, but what it needs is freed after the first; run forward again"
+            )
+        for i in range(max(self.inputs), index):
+            self.inputs[i + 1] = self.members[i].again(self.inputs[i], device)
+        self.members[index] = None
+        return self.inputs.pop(index), member
+
+
 @dataclass
-class _Member:
-    """One checkpoint of a segment, until its backward."""
+class _Checkpointed:
+    """One checkpoint of a segment. What it keeps lies under a ticket: the input, if it is the first, and attention
+    outputs."""
 
     run: Callable[..., Any]
     rest: list[Tensor]
     replay: Replay
     saved: Saved
+    store: HostStore
     ticket: Ticket | None = None
     kept: list[Tensor] | None = None  # attention outputs on the device
 
-    def again(self, x: Tensor) -> Tensor:
-        """The next checkpoint's input, without a graph; attention outputs stay for this one's own recompute."""
-        self.saved.rewind(self.kept or [], "again")
+    def input(self, device: torch.device) -> Tensor:
+        x, *self.kept = self.outputs(device)
+        return x
+
+    def again(self, x: Tensor, device: torch.device) -> Tensor:
+        """Attention outputs stay for its own recompute."""
+        self.saved.rewind(self.outputs(device), "again")
         with torch.no_grad(), self.replay():
             out = self.run(x, *self.rest)
         self.kept = self.saved.leave()
         return _first(out)
 
-
-class Segment:
-    """Consecutive checkpoints of which only the first keeps its input.
-
-    Args:
-        store: where it is kept.
-        every: how many checkpoints there may be; 1 for every input kept.
-    """
-
-    def __init__(self, store: HostStore, every: int = 1) -> None:
-        self.store, self.every = store, every
-        self.members: list[_Member | None] = []
-        self.inputs: dict[int, Tensor] = {}
-        self.end: Values | None = None
-        """What the last checkpoint returned, while another may follow."""
-
-    def continues_with(self, x: Tensor) -> bool:
-        """Is x what the last checkpoint returned, and may another follow?"""
-        return self.end is not None and self.end.are_those_of(x)
-
-    def first_pass(self, run: Callable[..., Any], saved: Saved, replay: Replay, x: Tensor, rest: list[Tensor]) -> Any:
-        """Run a checkpoint without a graph, and keep what backward cannot make."""
-        member = _Member(run, [t.detach() for t in rest], replay, saved)
-        if not self.members:
-            member.ticket = self.store.ticket()
-            self.store.put(member.ticket, x)
-        self.members.append(member)
-        out = run(x, *rest)
-        if kept := saved.leave():
-            if member.ticket is None:
-                member.ticket = self.store.ticket(next(m.ticket for m in reversed(self.members) if m and m.ticket))
-            for t in kept:
-                self.store.put(member.ticket, t)
-        self.end = Values(_first(out)) if len(self.members) < self.every else None
-        return out
-
-    def take(self, index: int, device: torch.device) -> tuple[Tensor, list[Tensor], _Member]:
-        """A checkpoint's input and attention outputs, on the device, for its backward."""
-        member = self.members[index]
-        if member is not None and index not in self.inputs:
-            self._make_inputs(index, device)
-        if member is None or index not in self.inputs:
-            raise RuntimeError(
-                "checkpoint: backward ran a second time, but what it needs is freed after the first; run forward again"
-            )
-        self._fetch(member, device)
-        self.members[index] = None
-        kept, member.kept = member.kept or [], None
-        return self.inputs.pop(index), kept, member
-
-    def _make_inputs(self, last: int, device: torch.device) -> None:
-        """From the input kept, those of all checkpoints up to `last`."""
-        if (head := self.members[0]) is None or head.ticket is None:
-            return
-        self.inputs[0], *head.kept = self.store.get(head.ticket, device)
-        head.ticket = None
-        for i, member in enumerate(self.members[:last]):
-            assert member is not None
-            self._fetch(member, device)
-            self.inputs[i + 1] = member.again(self.inputs[i])
-
-    def _fetch(self, member: _Member, device: torch.device) -> None:
-        if member.ticket is not None:
-            member.kept, member.ticket = self.store.get(member.ticket, device), None
+    def outputs(self, device: torch.device) -> list[Tensor]:
+        """Attention outputs, on the device, for the only time."""
+        if self.ticket is not None:
+            self.kept, self.ticket = self.store.get(self.ticket, device), None
+        kept, self.kept = self.kept or [], None
+        return kept
 
 
 def _first(out: Any) -> Tensor:
@@ -161,6 +166,7 @@ class _Checkpoint(torch.autograd.Function):
     def forward(
         ctx: Any,
         run: Callable[..., Any],
+        store: HostStore,
         segment: Segment,
         saved: Saved,
         accept: Callable[[Any], bool],
@@ -170,11 +176,22 @@ class _Checkpoint(torch.autograd.Function):
         *rest: Tensor,
     ) -> Any:
         ctx.weights, needing = weights, rest[: len(rest) - len(weights or ())]
-        ctx.segment, ctx.index, ctx.accept, ctx.device = segment, len(segment.members), accept, x.device
+        ctx.segment, ctx.accept, ctx.device = segment, accept, x.device
         ctx.needs = (x.requires_grad, *(t.requires_grad for t in needing))
         ctx.save_for_backward(*needing)
+        member = _Checkpointed(run, [t.detach() for t in needing], Replay(x.device, module), saved, store)
+        if not segment.members:
+            member.ticket = store.ticket()
+            store.put(member.ticket, x)
         with unchanged(x, module):
-            return segment.first_pass(run, saved, Replay(x.device, module), x, list(needing))
+            out = run(x, *needing)
+        if kept := saved.leave():
+            if member.ticket is None:
+                member.ticket = store.ticket(next(m.ticket for m in reversed(segment.members) if m and m.ticket))
+            for t in kept:
+                store.put(member.ticket, t)
+        ctx.index = segment.add(member, _first(out))
+        return out
 
     @staticmethod
     @first_order
@@ -186,7 +203,8 @@ class _Checkpoint(torch.autograd.Function):
                 "hook takes each gradient of a checkpointed layer as it is made; call backward() without inputs, or "
                 "use checkpoint=False"
             )
-        x, kept, member = ctx.segment.take(ctx.index, ctx.device)
+        x, member = ctx.segment.take(ctx.index, ctx.device)
+        kept = member.outputs(ctx.device)
         leaves = [t.detach().requires_grad_(need) for t, need in zip((x, *ctx.saved_tensors), ctx.needs)]
         del x
         out = _recompute(member, leaves, kept)
@@ -202,7 +220,7 @@ class _Checkpoint(torch.autograd.Function):
         del pairs
         if ctx.weights is None:
             torch.autograd.backward(roots, grads)
-            return (*[None] * 6, *(leaf.grad for leaf in leaves))
+            return (*[None] * 7, *(leaf.grad for leaf in leaves))
         known = [t for t in (*leaves, *those_that_train(ctx.weights, [True] * len(ctx.weights))) if t.requires_grad]
         strays = _leaves(roots, known) if everywhere else []
         found = torch.autograd.grad(roots, [*known, *strays], grads, allow_unused=True) if known or strays else []
@@ -210,7 +228,7 @@ class _Checkpoint(torch.autograd.Function):
         if strays:  # weights that the module uses and does not own
             torch.autograd.backward(strays, found[len(known) :])
         of = {id(t): g for t, g in zip(known, found)}
-        return (*[None] * 6, *(of.get(id(t)) for t in (*leaves, *ctx.weights)))
+        return (*[None] * 7, *(of.get(id(t)) for t in (*leaves, *ctx.weights)))
 
 
 def _leaves(roots: Sequence[Tensor], known: Sequence[Tensor]) -> list[Tensor]:
@@ -227,7 +245,7 @@ def _leaves(roots: Sequence[Tensor], known: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _recompute(member: _Member, leaves: list[Tensor], kept: list[Tensor]) -> Any:
+def _recompute(member: _Checkpointed, leaves: list[Tensor], kept: list[Tensor]) -> Any:
     member.saved.rewind(kept)
     with member.replay(), torch.enable_grad():
         return member.run(*leaves)
@@ -260,7 +278,7 @@ def checkpoint(
         trains: whether `fn` has weights that train; then x is made to need a gradient where it does not.
         weights: the weights inside `fn` that train, or None.
         accept: a function of what a recompute returned, called before its backward; False makes `fn` run once more.
-        segment: a segment that x continues (`continues_with`), or a new one, in place of `store`.
+        segment: a segment that x continues (`continues_with`), or a new one; None: x is kept.
         module: the module that `fn` calls; a recompute runs it in the mode (training or evaluation) of the first pass.
 
     Raises:
@@ -288,7 +306,7 @@ def checkpoint(
         a, kw = tree_unflatten(filled, spec)
         return fn(x, *a, **kw)
 
-    segment = segment or Segment(store or HostStore())
+    saved = saved or Saved(keep=False)
     return _Checkpoint.apply(
-        run, segment, saved or Saved(keep=False), accept, module, weights, x, *needing, *(weights or ())
+        run, store or HostStore(), segment or Segment(), saved, accept, module, weights, x, *needing, *(weights or ())
     )

@@ -38,9 +38,10 @@ from alstlib.kernels import paged
 from alstlib.kernels.rule import Rule
 from alstlib.kernels.spans import Documents
 from alstlib.linear.carried import Carried, Step
+from alstlib.offload.checkpoints import Segment
 from alstlib.offload.courier import Courier, parts_of, put_part, room_like
 from alstlib.offload.host_store import HostStore
-from alstlib.recompute import GradientSums, Replay, Values, check_thread, first_order, those_that_train, unchanged
+from alstlib.recompute import GradientSums, Replay, check_thread, first_order, those_that_train, unchanged
 from alstlib.sizing import page_rows
 from alstlib.streaming.pages import LayerPages, PageChooser
 from alstlib.ulysses.attention import UlyssesAttention, gradient_of_sinks, output_with, row_delta
@@ -221,7 +222,7 @@ class Stream:
     kv_on_host: bool = False
     choices: PageChooser | None = None
     tokenwise: bool = False
-    segment: StreamSegment | None = None
+    segment: Segment | None = None
     whole: Callable[[Tensor, Callable[[], Tensor]], Tensor] = lambda x, run: run()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -258,56 +259,35 @@ class Stream:
         return out
 
 
-class StreamSegment:
-    """Consecutive streamed layers of which only the first keeps its input; backward makes the others again.
+@dataclass
+class _Layer:
+    """One streamed layer of a segment."""
 
-    Args:
-        every: how many layers there may be.
-    """
+    stream: Stream
+    replays: list[Replay]
+    held: Any
+    """The input of the segment's first layer: the host tensor, where hidden states lie there, or a ticket for it."""
 
-    def __init__(self, every: int = 1) -> None:
-        self.every = every
-        self.members: list[tuple[Stream, list[Replay]]] = []
-        self.inputs: dict[int, Tensor] = {}
-        self.end: Values | None = None
-        """What the last layer returned, while another may follow."""
+    def input(self, device: torch.device) -> Tensor:
+        held, self.held = self.held, None
+        return held if self.stream.travels else self.stream.store.get(held, device)[0]
 
-    def continues_with(self, x: Tensor) -> bool:
-        """Whether x is what the last layer returned, and another may follow."""
-        return self.end is not None and self.end.are_those_of(x)
-
-    def add(self, stream: Stream, replays: list[Replay], x: Tensor, out: Tensor) -> int:
-        """A layer has run; returns its place."""
-        if not self.members:
-            self.inputs[0] = x.detach()
-        self.members.append((replace(stream, segment=None), replays))  # no circle: tensors go when the graph goes
-        self.end = Values(out) if len(self.members) < self.every else None
-        return len(self.members) - 1
-
-    def take(self, index: int) -> Tensor:
-        """A layer's input, for its backward: the last one's first."""
-        for i in range(max((j for j in self.inputs if j <= index), default=index), index):
-            stream, replays = self.members[i]
-            again = functools.partial(_replayed, replays)
-            run = functools.partial(stream.without_graph, self.inputs[i], again, lambda _: None)
-            self.inputs[i + 1] = stream.whole(self.inputs[i], run)
-        return self.inputs.pop(index)
-
-
-def _replayed(replays: Sequence[Replay], at: int) -> AbstractContextManager[None]:
-    return replays[at]()
+    def again(self, x: Tensor, device: torch.device) -> Tensor:
+        run = functools.partial(self.stream.without_graph, x, lambda i: self.replays[i](), lambda _: None)
+        return self.stream.whole(x, run)
 
 
 class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stream: Stream, train: bool, x: Tensor, *_: Tensor) -> Tensor:
-        ctx.stream, store, train = stream, stream.store, train and any(ctx.needs_input_grad)
-        ctx.replays, ctx.tickets, ctx.calls = [], [], 0
+        store, train = stream.store, train and any(ctx.needs_input_grad)
+        ctx.tickets, ctx.calls, ctx.device = [], 0, stream.device or x.device
+        replays: list[Replay] = []
 
         @contextlib.contextmanager
         def noted(_: int) -> Iterator[None]:
             if train:
-                ctx.replays.append(Replay(stream.device or x.device, stream.module))
+                replays.append(Replay(ctx.device, stream.module))
             yield
 
         def keep(piece: RowChunk) -> None:
@@ -320,28 +300,26 @@ class _Streamed(torch.autograd.Function):
         if not train:
             stream = replace(stream, keep=False)
         out = stream.without_graph(x, noted, keep)
-        if train and stream.travels:
-            ctx.input = stream.segment or StreamSegment()
-            ctx.index = ctx.input.add(stream, ctx.replays, x, out)
-        elif train:  # the input last, as it is wanted first; what is kept comes back in the opposite order
-            ctx.input = store.ticket()
-            store.put(ctx.input, x)
+        if train:
+            ctx.segment = stream.segment or Segment()
+            held: Any
+            if stream.travels:
+                held = None if ctx.segment.members else x.detach()
+            else:  # the input last, as it is wanted first; what is kept comes back in the opposite order
+                held = store.ticket()
+                store.put(held, x)
+            # a layer that knows its segment would be a circle: tensors go when the graph goes
+            ctx.index = ctx.segment.add(_Layer(replace(stream, segment=None), replays, held), out)
         return out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        held = ctx.input
-        if held is None:
-            raise RuntimeError(
-                "chunk: backward ran a second time, but what it needs is freed after the first; run forward again"
-            )
-        ctx.input, tickets = None, ctx.__dict__.pop("tickets")
-        stream: Stream = ctx.__dict__.pop("stream")  # with what the layer was called with: a loss may be held for long
+        x, layer = ctx.segment.take(ctx.index, ctx.device)
+        tickets, stream, replays = ctx.__dict__.pop("tickets"), layer.stream, layer.replays
         store = stream.store
         if stream.travels:
-            check_thread(stream.device or grad.device)
-        (x,) = [held.take(ctx.index)] if stream.travels else store.get(held, grad.device)
+            check_thread(ctx.device)
         need_x, needs = ctx.needs_input_grad[2], ctx.needs_input_grad[3:]
         params, (courier, way) = those_that_train(stream.params(), needs), stream.couriers(grad)
         sums = GradientSums(params)
@@ -352,9 +330,9 @@ class _Streamed(torch.autograd.Function):
         else:  # a copy that came back from the host is ours, and read for the last time before it is written
             grad_x = x
         pieces = stream.chunks(x.shape[1], "recompute", courier)
-        _keys(stream, way, x, [] if stream.tokenwise else pieces[:-1], ctx.replays, ctx.calls)
+        _keys(stream, way, x, [] if stream.tokenwise else pieces[:-1], replays, ctx.calls)
         for part, upstream in parts_of(way, _rows(pieces[::-1]), x, grad):
-            piece, replay = pieces.pop(), ctx.replays.pop()
+            piece, replay = pieces.pop(), replays.pop()
             piece.kept = store.get(tickets.pop(), courier.device) if tickets else []
             leaf = part.contiguous().detach().requires_grad_(need_x)
             y = _recompute(stream, leaf, piece, replay)

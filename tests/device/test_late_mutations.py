@@ -104,8 +104,8 @@ MUTATIONS = {
     ),
     "chunks: backward from the first on": Mutation(
         chunked._Streamed.backward,
-        "_rows(pieces[::-1]), x, grad):\n            piece, replay = pieces.pop(), ctx.replays.pop()",
-        "_rows(pieces), x, grad):\n            piece, replay = pieces.pop(0), ctx.replays.pop(0)", HOST,
+        "_rows(pieces[::-1]), x, grad):\n            piece, replay = pieces.pop(), replays.pop()",
+        "_rows(pieces), x, grad):\n            piece, replay = pieces.pop(0), replays.pop(0)", HOST,
     ),
     "blocks: sums of the last keys at the first": Mutation(
         pages._padded, "[sums.new_zeros(lacking, *sums.shape[1:]), sums]",
@@ -116,10 +116,10 @@ MUTATIONS = {
     ),
     # checkpoints
     "segment: every input is made from the first": Mutation(
-        checkpoints.Segment._make_inputs, "member.again(self.inputs[i])", "member.again(self.inputs[0])", SEGMENTS
+        checkpoints.Segment.take, "again(self.inputs[i]", "again(self.inputs[0]", SEGMENTS
     ),
     "segment: in chunks, by the next layer": Mutation(
-        chunked.StreamSegment.take, "self.members[i]", "self.members[i + 1]", SEGMENTS_HOST
+        checkpoints.Segment.take, "self.members[i]", "self.members[i + 1]", SEGMENTS_HOST
     ),
     "segment: a sharded layer runs": Mutation(
         layer_runner.run_whole, 'and hasattr(layer, "reshard")', "and False", SEGMENTS_FSDP2

@@ -95,7 +95,7 @@ def test_room_is_taken_for_the_outputs_of_layers_that_attend(save, chunk):
     with alstlib.apply(model, None, options) as handle:
         loss(model).backward()
         assert handle.plan.attention_kept == 1.0
-        assert [handle.keeps_attention(i) for i in range(2)] == [False, True]
+        assert [handle.plan.keeps_attention(i) for i in range(2)] == [False, True]
         assert handle.store.peak_nbytes == 2 * INPUT + OUTPUT
 
 
@@ -129,7 +129,7 @@ def test_it_is_said_once_whatever_the_lengths(caplog):
         for length in (64, 64, 30, 63, 29, 64):
             loss(model, length=length).backward()
     (note,) = handle.notes
-    assert [r.message for r in caplog.records if r.name == "alstlib.hf.handle"] == [note]
+    assert [r.message for r in caplog.records if r.name == "alstlib.hf.memory_plan"] == [note]
     assert "inputs of all 5 layers: one in 2 is kept; backward runs one more forward" in note
     assert f"holds up to 2 ({2 * INPUT:,} bytes) on the device" in note
 
@@ -270,10 +270,10 @@ def test_backward_of_a_part_of_the_layers():
     x = torch.randn(1, 6, 8, requires_grad=True)
     for every in (1, 4):
         store, y, outs = HostStore("sync"), x, []
-        segment = Segment(store, every)
+        segment = Segment(every)
         for layer in layers:
-            segment = segment if segment.continues_with(y) else Segment(store, every)
-            y = checkpoint(lambda t, layer=layer: t + layer(t).tanh(), y, segment=segment)
+            segment = segment if segment.continues_with(y) else Segment(every)
+            y = checkpoint(lambda t, layer=layer: t + layer(t).tanh(), y, store=store, segment=segment)
             outs.append(y)
         layers.zero_grad()
         outs[1].square().sum().backward()

@@ -218,5 +218,5 @@ def test_keys_leave_a_device_that_is_short_for_a_host_that_has_room(monkeypatch,
     model = make_model("gqa", layers=LAYERS)
     with alstlib.apply(model, SPContext(), options(host_memory=int(host * ROW), on_host="auto")) as handle:
         step(model, batch(LENGTH))
-        assert handle._keys_and_values(torch.empty(1, LENGTH, WIDTH)) == 2 * ROW
+        assert handle.plan._keys_and_values(torch.empty(1, LENGTH, WIDTH)) == 2 * ROW
         assert handle.plan.kv_on_host == leaves
