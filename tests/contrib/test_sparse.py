@@ -148,8 +148,8 @@ def test_a_budget_that_covers_all_pages_is_dense_attention(name, kind):
 def test_pages_that_no_head_chose_are_not_fetched(monkeypatch):
     """Bytes that come from the host are those of the chosen pages, in forward, recompute and backward."""
     made, model, sample = watched(monkeypatch), make_model("gqa"), batch(64)
-    handle = attach(model, SPARSE, save_attention=True, **HOST)
-    step(model, sample)
+    with attach(model, SPARSE, save_attention=True, **HOST) as handle:
+        step(model, sample)
 
     page, expected = PAGE * 2 * 2 * 8 * 4, 0  # of keys and values: 2 heads of width 8 in fp32
     for choices in made:
