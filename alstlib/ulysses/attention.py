@@ -45,7 +45,7 @@ class UlyssesAttention:
         self.layouts = Layouts(self.exchange, split_rows)
         self.attention = attention if isinstance(attention, str) else of_user(attention)
         self.backend_name = ""
-        """The kernel that ran last."""
+        """Name of the kernel that ran last."""
         self.forward_calls = 0
         """Number of times that core attention ran forward."""
 
