@@ -206,7 +206,7 @@ class TiledModule(nn.Module):
 
     inner: nn.Module
     travel: Callable[[], Travel | None] = staticmethod(lambda: None)
-    """How the input lies on the host in the call that runs now; None: it lies on the device."""
+    """Function that says how the input of the running call is kept on the host; None: it is on the device."""
 
     def __init__(self, inner: nn.Module, tile: int | None = None) -> None:
         nn.Module.__init__(self)  # a class of ours may be one of the original's too, which needs more
@@ -241,13 +241,14 @@ class Pass:
     """What one pass through a layer asks of the tiled MLPs in it: they do so inside `with entered(...)`."""
 
     drew: set[nn.Module] = field(default_factory=set)
-    """MLPs that drew random numbers: found by a first pass, and given to its recompute, which has to draw them too."""
+    """MLPs that drew random numbers. A first pass finds them, and its recompute gets them, because it has to draw
+    too."""
     skip: bool = False
-    """A recompute that reads no MLP's output: tiles return zeros (see `skip`)."""
+    """Whether this is a recompute that reads no MLP's output: tiles return zeros (see `skip`)."""
     whole: bool = False
-    """Inputs of no more tokens than a tile run as they are, and keep their intermediates."""
+    """Whether inputs of no more tokens than a tile run as they are, and keep their intermediates."""
     followers: Mapping[Any, Any] = field(default_factory=dict)
-    """Where `skip` says so, `skip.Follower`s whose modules' work is done in the MLPs' tiles too."""
+    """The `skip.Follower`s whose modules' work is done in the tiles of their MLPs, where `skip` says so."""
 
 
 _PASS: contextvars.ContextVar[Pass | None] = contextvars.ContextVar("pass", default=None)
@@ -272,11 +273,11 @@ class TiledMLP(TiledModule):
     """
 
     narrow = False
-    """Are the gradients of a single tile left in the weights' precision? A dense MLP's are small."""
+    """Whether the gradients of a single tile stay in the weights' precision. A dense MLP's are small."""
     further = 0
-    """Outputs besides the first, as the last forward had them."""
+    """Number of outputs besides the first, as the last forward had them."""
     further_unread = False
-    """Was it seen that the layer does nothing with them (`skip.find_followers`)?"""
+    """Whether the layer was seen to do nothing with its further outputs (`skip.find_followers`)."""
 
     def __init__(self, mlp: nn.Module, tile: int | None = None) -> None:
         super().__init__(mlp, tile)
