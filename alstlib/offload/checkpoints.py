@@ -1,7 +1,7 @@
 """Checkpoints that are moved to the host: a layer keeps only its input, on the CPU (ALST, section 3.3).
 
 `checkpoint` runs a function without a graph and recomputes it in backward. What it keeps in between (the input and, if
-asked, attention outputs) lies in a `HostStore`. When the host has too little room for every input, a `Segment` of
+asked, attention outputs) lies in a `Storage`. When that has too little room for every input, a `Segment` of
 consecutive checkpoints keeps only its first one: backward then runs the segment once more without a graph, which puts
 its inputs (and attention outputs) on the device, before it recomputes and back-propagates one checkpoint after another.
 """
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from alstlib.offload.host_store import HostStore, Ticket
+from alstlib.offload.host_store import HostStore
+from alstlib.offload.storage import Storage
 from alstlib.recompute import Replay, Values, first_order, those_that_train, unchanged
 
 
@@ -32,7 +33,8 @@ class Saved:
     def __init__(self, keep: bool = True) -> None:
         self.keep = keep
         self.stage: Literal["first", "again", "graph"] = "first"
-        """Which pass runs: the first, the one that makes a segment's inputs again, or the one that makes the graph."""
+        """Name of the pass that runs: the first, the one that makes a segment's inputs again, or the one that makes the
+        graph."""
         self.tensors: list[tuple[Tensor, Tensor]] = []
         self.replaying = False
         self.position = 0
@@ -41,7 +43,7 @@ class Saved:
 
     @property
     def active(self) -> bool:
-        """Do this pass's attentions leave outputs here, or find them?"""
+        """Whether this pass's attentions leave outputs here, or find them."""
         return self.replaying or self.stage == "again" or (self.stage == "first" and self.keep)
 
     def left_by(self, part: Hashable) -> dict[str, Any]:
@@ -75,7 +77,7 @@ class _Member:
     rest: list[Tensor]
     replay: Replay
     saved: Saved
-    ticket: Ticket | None = None
+    ticket: Any = None
     kept: list[Tensor] | None = None  # attention outputs on the device
 
     def again(self, x: Tensor) -> Tensor:
@@ -95,15 +97,15 @@ class Segment:
         every: how many checkpoints there may be; 1 for every input kept.
     """
 
-    def __init__(self, store: HostStore, every: int = 1) -> None:
+    def __init__(self, store: Storage, every: int = 1) -> None:
         self.store, self.every = store, every
         self.members: list[_Member | None] = []
         self.inputs: dict[int, Tensor] = {}
         self.end: Values | None = None
-        """What the last checkpoint returned, while another may follow."""
+        """Values that the last checkpoint returned; None where no other may follow."""
 
     def continues_with(self, x: Tensor) -> bool:
-        """Is x what the last checkpoint returned, and may another follow?"""
+        """Whether x is what the last checkpoint returned, and another may follow."""
         return self.end is not None and self.end.are_those_of(x)
 
     def first_pass(self, run: Callable[..., Any], saved: Saved, replay: Replay, x: Tensor, rest: list[Tensor]) -> Any:
@@ -237,7 +239,7 @@ def checkpoint(
     fn: Callable[..., Any],
     x: Tensor,
     *args: Any,
-    store: HostStore | None = None,
+    store: Storage | None = None,
     saved: Saved | None = None,
     trains: bool = True,
     accept: Callable[[Any], bool] = lambda out: True,
