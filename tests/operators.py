@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward
+from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward, with_sinks
 from alstlib.kernels.rule import Attended
 from alstlib.offload.ledger import Ledger
 from alstlib.reference import relative_error
@@ -137,16 +137,21 @@ def attend(
     """A kernel's output, logsumexp and gradients for q, k, v and the output's gradient, in one call, or as a streamed
     layer calls it: for chunks of rows from the first to the last, and back."""
     q, k, v, dout = tensors
+
+    def forward(*qkv):
+        made = attention_forward(backend, *qkv, **how)
+        return made if sinks is None else with_sinks(*made, sinks)
+
+    how = {"rule": rule, "cu_seqlens": documents, "length": q.shape[2]}
     if chunk is None:
-        out, lse = attention_forward(backend, q, k, v, rule=rule, documents=documents, sinks=sinks)
+        out, lse = forward(q, k, v)
         kept = Attended(q, k, v, out, lse)
-        return [out, lse, *attention_backward(backend, dout, kept, rule=rule, documents=documents)]
+        return [out, lse, *attention_backward(backend, dout, kept, rule=rule, cu_seqlens=documents)]
     parts = []
-    how = {"rule": rule, "documents": documents, "length": q.shape[2]}
     for lo in range(0, q.shape[2], chunk):
         at, seen = ((slice(None), slice(None), slice(first, lo + chunk)) for first in (lo, 0))
         given = q[at], k[seen], v[seen]
-        parts.append((at, seen, Attended(*given, *attention_forward(backend, *given, sinks=sinks, **how))))
+        parts.append((at, seen, Attended(*given, *forward(*given))))
     dk, dv = (torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (k, v))
     dq = torch.empty_like(q)
     for at, seen, kept in reversed(parts):

@@ -105,9 +105,9 @@ class PageChoices:
     def __init__(self, sparse: Sparse) -> None:
         self.sparse, self.page = sparse, sparse.page
         self.made: dict[int, Choice] = {}
-        """By the chunk's first row of the sequence."""
+        """Choice for each chunk, by the chunk's first row of the sequence."""
         self._sums: Tensor | None = None
-        """Of the keys of each page, [B, K, pages, D], until forward has come to the end."""
+        """Sums of the keys of each page, [B, K, pages, D], until forward has come to the end."""
 
     def of(
         self, q: Tensor, k: Tensor, first: int, last: int, pages: LayerPages, documents: Documents, exchange: Exchange
@@ -128,7 +128,7 @@ class PageChoices:
     ) -> Choice:
         own, batch, wide = (last - 1) // pages.rows, q.shape[0], torch.promote_types(k.dtype, torch.float32)
         begins = [own] * batch
-        """First page of each micro-batch row that these rows may see."""
+        """The first page that these rows may see, for each micro-batch row."""
         for span in document_spans(documents, batch, pages.length, first, last):
             begins[span.batch] = min(begins[span.batch], span.begin // pages.rows)
         shape = (batch, k.shape[1], own)

@@ -13,12 +13,12 @@ LACKS = {
     "input_ids": "no label besides -100", "messages": CHAT, "conversations": CHAT,
     "prompt and completion": "no completion", "instruction and output": "no output", "text": "no text",
 }  # fmt: skip
-"""Why a row of a format has no token with a loss."""
+"""Reason for which a row of each format has no token with a loss."""
 SHOWN = 3
-"""Rows that are named of each reason."""
+"""Number of rows that are named for each reason."""
 
 Places = Callable[[Sequence[int]], str]
-"""Says where rows are, which are counted from 0."""
+"""A function that says where rows are, which are counted from 0."""
 
 
 def by_number(rows: Sequence[int]) -> str:
@@ -45,7 +45,7 @@ class Account:
         self.read, self.of, self.limit, self.places = read, of, limit, places
         self.rows = 0
         self.useless: dict[str, list[int | None]] = {}
-        """Numbers of the rows that train nothing, by what is said of them."""
+        """Numbers of the rows that train nothing, by the reason."""
 
     def __call__(self, row: Mapping[str, Any], number: int | None) -> Any:
         """The row's document; its `labels` say whether it trains.

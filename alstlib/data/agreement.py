@@ -73,16 +73,16 @@ class Agreement:
         self.ctx, self.waits = ctx, waits
         self.call = {"the call": call, **arguments}
         self.in_group: dict[str, Any] = {}
-        """What must be the same on the ranks of an SP group."""
+        """Values by name that must be the same on the ranks of an SP group."""
         self.count = 0
-        """A number of which all ranks get the largest."""
+        """A number, of which all ranks get the largest."""
 
     def __enter__(self) -> Self:
         return self
 
     @property
     def silent(self) -> bool:
-        """Is nobody asked?"""
+        """Whether no other rank is asked."""
         if self.ctx.world_size == 1 or self.ctx.world_group is None or dist.get_backend(self.ctx.world_group) == "fake":
             return True
         return not self.waits and self.ctx.wire.type != "cpu"

@@ -27,7 +27,7 @@ FORMATS = {
     "conversations": ("conversations", "system"), "prompt and completion": ("completion", "prompt"),
     "instruction and output": ("output", "instruction", "input", "system"), "text": ("text",),
 }  # fmt: skip
-"""Columns of the formats, in the order in which a row is asked for them. The first column of each must have a value."""
+"""Columns of each format, in the order in which a row is asked for them. The first column of each must have a value."""
 WHOLE = {"prompt and completion": ("completion", "prompt"), "instruction and output": ("output", "instruction")}
 """Columns that a data set must have for a format, where that is more than the first."""
 KNOWN = "text; messages or conversations; prompt and completion; instruction and output; input_ids"
@@ -35,7 +35,7 @@ SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
     "model": "assistant", "system": "system", "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
-"""Roles of ShareGPT's `from`."""
+"""Role of each speaker that ShareGPT's `from` names."""
 ALPACA = (
     "Below is an instruction that describes a task{also}. Write a response that appropriately completes the request."
     "\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"

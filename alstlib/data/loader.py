@@ -87,7 +87,7 @@ class SPDataLoader:
         self.dataloader, self.ctx, self.accumulation = dataloader, ctx, accumulation
         self.replicated, self.pad_to = replicated, pad_to
         self.received_bytes = 0
-        """Bytes of other ranks' batches that came to this rank, in total."""
+        """Bytes of other ranks' batches that this rank has received since it was made."""
         self._turns = 1 if replicated else ctx.sp  # micro-batches of a round
         self._wire = ctx.wire
         self.device = torch.device(device) if device is not None else self._wire

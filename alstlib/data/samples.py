@@ -184,11 +184,11 @@ class Samples(Dataset):
         self.corpus, self.tokenizer, self.seq_len = canonical_columns(corpus), tokenizer, seq_len
         self.packed, self.seed, self.limit, self.repeat = packed, seed, limit, repeat
         self.passes = 0
-        """Passes over the corpus that were begun."""
+        """Number of passes over the corpus that were begun."""
         self.tokens = 0
-        """Tokens of the first pass so far."""
+        """Number of tokens that the first pass has read so far."""
         self.account = self._account()
-        """Rows of the data set that the first pass has read."""
+        """Account of the rows that the first pass has read."""
         self._seen = 0  # tokens of all passes
         self._made: list[list[Document]] = []
         self._source: Iterator[list[Document]] | None = None

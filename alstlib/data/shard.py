@@ -22,9 +22,9 @@ from alstlib.units import IGNORE
 Batch = dict[str, torch.Tensor]
 KEYS = ("input_ids", "labels", "position_ids", "attention_mask", "document_lengths", "cu_documents")
 SLICED = ("input_ids", "position_ids", "shift_labels")
-"""What is cut along the sequence, in the order in which it travels."""
+"""Fields that are cut along the sequence, in the order in which they are sent."""
 WHOLE = ("cu_documents", "row_tokens")
-"""What every rank of a group has whole."""
+"""Fields that every rank of a group has whole."""
 
 
 def _integers(batch: Mapping[str, Any], name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:

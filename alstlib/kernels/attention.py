@@ -10,7 +10,7 @@ call of a kernel for variable lengths takes them all. Queries may be the last ro
 cannot say (those, and sliding windows) is put together from calls that it can (`spans`); `calls` makes each of them.
 
 Attention sinks are a further key of each head that has a score and no value: exp(sink) more in the sum. They change the
-logsumexp, and with it scale the output; a kernel's backward, which reads both, is right as it is.
+logsumexp, and with it scale the output (`with_sinks`); a kernel's backward, which reads both, is right as it is.
 
 Keeping the logsumexp is what lets a backward run without a second forward (DistFlashAttn, arXiv 2310.03294).
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch import Tensor
 from alstlib.kernels import calls
 from alstlib.kernels.backends import BACKENDS, Backend
 from alstlib.kernels.calls import merge, most_rows, padded, row_tiles
-from alstlib.kernels.rule import Attended, Rule
+from alstlib.kernels.rule import Attended, Packed, Rule
 from alstlib.kernels.spans import Documents, Offsets, Piece, Span, document_spans, pieces
 from alstlib.sizing import KEYS_PER_QUERY, keys_of_a_call
 
@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 
 def in_full(fn: Callable[P, R]) -> Callable[P, R]:
-    """Without autocast, which would take back the precision in which kernels sum."""
+    """`fn` without autocast, which would take back the precision in which kernels sum."""
 
     @functools.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -48,13 +48,13 @@ def in_full(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def _keys_per_query(backend: Backend) -> int | None:
-    """What a forward's calls are cut to."""
+    """Most keys of a forward's calls for each query; None for all."""
     return KEYS_PER_QUERY if backend.granule > 1 else None
 
 
 def _whole(spans: Sequence[Span], q: Tensor, k: Tensor, window: int | None) -> bool:
-    """Is every batch row one span of all its queries and keys, without a window that hides any? (Queries of some batch
-    rows, stored as one, have keys of more batch rows than they see.)"""
+    """Whether every batch row is one span of all its queries and keys, without a window that hides any. (Queries of
+    some batch rows, stored as one, have keys of more batch rows than they see.)"""
     rows, keys = q.shape[2], k.shape[2]
     return (
         len(spans) == q.shape[0] == k.shape[0]
@@ -63,34 +63,31 @@ def _whole(spans: Sequence[Span], q: Tensor, k: Tensor, window: int | None) -> b
     )
 
 
-def _packed(backend: Backend, q: Tensor, k: Tensor, rule: Rule, own: bool, *more: Tensor) -> Backend | None:
-    """The kernel that takes all documents (and a window) of whole sequences in one call, if there is one, and if its
-    tensors are not too large for it."""
-    packed = BACKENDS.get(backend.packed_by)
-    if packed is None or own or (rule.softcap is not None and not packed.softcap):
+def _packed(
+    backend: Backend, rule: Rule, cu_seqlens: Documents, spans: Sequence[Span], q: Tensor, k: Tensor, *more: Tensor
+) -> tuple[Backend, Packed] | None:
+    """The kernel that takes all documents (and a window) of whole sequences in one call, and how it is told of them;
+    None where there is none, or its tensors are too large for it."""
+    kernel = BACKENDS.get(backend.packed_by)
+    if kernel is None or (rule.softcap is not None and not kernel.softcap) or q.shape[2:] != k.shape[2:]:
         return None
-    square = q.shape[2] == k.shape[2] and q.shape[-1] == k.shape[-1]
-    return packed if square and q.shape[0] * q.shape[2] <= most_rows(packed, (q, k, *more)) else None
-
-
-def _spans(documents: Documents | Sequence[Span], q: Tensor, k: Tensor, length: int) -> tuple[Sequence[Span], bool]:
-    """Which queries see which keys, and whether the caller has found it himself."""
-    if documents is not None and isinstance(next(iter(documents), None), Span):
-        return cast(Sequence[Span], documents), True
-    rows, keys = q.shape[2], k.shape[2]
-    return document_spans(cast(Documents, documents), q.shape[0], length, keys - rows, keys), False
-
-
-def _offsets(documents: Documents, spans: Sequence[Span], length: int, device: torch.device) -> tuple[Tensor, int]:
-    """Offsets of the documents over the flattened batch (int32), and the longest one's length; they go to the device
-    once for each sample."""
-    if documents is None:
-        return torch.arange(0, len(spans) * length + 1, length, dtype=torch.int32, device=device), length
-    known = documents if isinstance(documents, Offsets) else Offsets()
-    if (key := (length, device)) not in known.uploaded:
+    batch, length = q.shape[::2][:2]
+    if batch * length > most_rows(kernel, (q, k, *more)):
+        return None
+    if cu_seqlens is None:
+        return kernel, Packed(
+            torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device), length, rule.window
+        )
+    known = cu_seqlens if isinstance(cu_seqlens, Offsets) else Offsets()
+    if (key := (length, q.device)) not in known.uploaded:  # they go to the device once for each sample
         offsets = torch.tensor([0, *(s.batch * length + s.end for s in spans)], dtype=torch.int32)
-        known.uploaded[key] = offsets.to(device, non_blocking=True), max(s.rows for s in spans)
-    return known.uploaded[key]
+        known.uploaded[key] = offsets.to(q.device, non_blocking=True), max(s.rows for s in spans)
+    return kernel, Packed(*known.uploaded[key], rule.window)
+
+
+def _spans(cu_seqlens: Documents, q: Tensor, k: Tensor, length: int | None) -> Sequence[Span]:
+    rows, keys = q.shape[2], k.shape[2]
+    return document_spans(cu_seqlens, q.shape[0], length or keys, keys - rows, keys)
 
 
 @in_full
@@ -101,35 +98,32 @@ def attention_forward(
     v: Tensor,
     *,
     rule: Rule,
-    documents: Documents | Sequence[Span] = None,
+    cu_seqlens: Documents = None,
+    spans: Sequence[Span] | None = None,
     length: int | None = None,
-    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention inside documents -> (out [B, H, S, V], lse [B, H, S] in fp32).
 
     Args:
         k, v: with N >= S keys: the queries are the last S of N rows.
-        documents: offsets into the flattened [B * length] batch; or, already found, which queries see which keys:
-            spans that hold every query once.
+        cu_seqlens: offsets of the documents into the flattened [B * length] batch.
+        spans: instead of the offsets, which queries see which keys; they hold every query once.
         length: rows of a whole batch row where k and v hold only its first N; None: they hold it whole.
-        sinks: scores [H] of attention sinks.
     """
-    spans, own = _spans(documents, q, k, length or k.shape[2])
-    if _whole(spans, q, k, rule.window):
-        out, lse = _causal_forward(backend, q, k, v, rule)
-    elif (packed := _packed(backend, q, k, rule, own, v)) is not None and packed.packed_forward is not None:
-        offsets, longest = _offsets(cast(Documents, documents), spans, k.shape[2], q.device)
-        given = padded(packed, q, k, v)
-        out, lse = packed.packed_forward(*given, rule.scale, offsets, longest, rule.window, **rule.given)
-        out = out[..., : v.shape[-1]]
-    else:
-        out = q.new_empty(*q.shape[:3], v.shape[-1])
-        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        cut = _keys_per_query(backend)
-        for span in spans:
-            for piece in pieces(span, rule.window, bottom_right=backend.bottom_right, keys_per_query=cut):
-                add_piece(backend, piece, span, Attended(q, k, v, out, lse), rule)
-    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+    found = spans or _spans(cu_seqlens, q, k, length)
+    if _whole(found, q, k, rule.window):
+        return _causal_forward(backend, q, k, v, rule)
+    if not spans and (one := _packed(backend, rule, cu_seqlens, found, q, k, v)):
+        kernel, packed = one
+        out, lse = kernel.forward(*padded(kernel, q, k, v), rule.scale, True, packed=packed, **rule.given)
+        return out[..., : v.shape[-1]], lse
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    cut = _keys_per_query(backend)
+    for span in found:
+        for piece in pieces(span, rule.window, bottom_right=backend.bottom_right, keys_per_query=cut):
+            add_piece(backend, piece, span, Attended(q, k, v, out, lse), rule)
+    return out, lse
 
 
 def _causal_forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -174,33 +168,38 @@ def sinks_backward(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 @in_full
 def attention_backward(
-    backend: Backend, dout: Tensor, kept: Attended, *, rule: Rule, documents: Documents | Sequence[Span] = None
+    backend: Backend,
+    dout: Tensor,
+    kept: Attended,
+    *,
+    rule: Rule,
+    cu_seqlens: Documents = None,
+    spans: Sequence[Span] | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of `attention_forward` over a whole sequence -> (dq, dk, dv).
 
     Args:
         kept: what `attention_forward` was given and what it returned.
-        documents: as it was given to `attention_forward`.
+        cu_seqlens, spans: as they were given to `attention_forward`.
     """
     q, k, v, out, lse = kept
-    spans, own = _spans(documents, q, k, k.shape[2])
-    if _whole(spans, q, k, rule.window):
+    found = spans or _spans(cu_seqlens, q, k, None)
+    if _whole(found, q, k, rule.window):
         return calls.backward(backend, dout, kept, rule, "causal")
-    if (packed := _packed(backend, q, k, rule, own, v, dout, out)) is not None and packed.packed_backward is not None:
-        offsets, longest = _offsets(cast(Documents, documents), spans, k.shape[2], q.device)
-        dout, *given = padded(packed, dout, q, k, v, out)
-        call = Attended(given[0], given[1], given[2], given[3], lse)
-        grads = packed.packed_backward(dout, call, rule.scale, offsets, longest, rule.window, **rule.given)
+    if not spans and (one := _packed(backend, rule, cu_seqlens, found, q, k, v, dout, out)):
+        kernel, packed = one
+        dout, *given = padded(kernel, dout, q, k, v, out)
+        grads = kernel.backward(dout, Attended._make([*given, lse]), rule.scale, True, packed=packed, **rule.given)
         return tuple(g[..., : t.shape[-1]] for g, t in zip(grads, (q, k, v)))
-    if not own and (rule.window is None or all(s.rows <= rule.window for s in spans)):
+    if not spans and (rule.window is None or all(s.rows <= rule.window for s in found)):
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for span in spans:  # each key belongs to one call: nothing is summed
+        for span in found:  # each key belongs to one call: nothing is summed
             at = (slice(span.batch, span.batch + 1), slice(None), slice(span.begin, span.end))
             dq[at], dk[at], dv[at] = calls.backward(backend, dout[at], Attended(*(t[at] for t in kept)), rule, "causal")
         return dq, dk, dv
     wide = torch.promote_types(q.dtype, torch.float32)
     sums = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    dq = attention_backward_rows(backend, dout, kept, sums, rule=rule, documents=spans)
+    dq = attention_backward_rows(backend, dout, kept, sums, rule=rule, spans=found)
     return dq, sums[0].to(k.dtype), sums[1].to(v.dtype)
 
 
@@ -212,7 +211,8 @@ def attention_backward_rows(
     sums: tuple[Tensor, Tensor],
     *,
     rule: Rule,
-    documents: Documents | Sequence[Span] = None,
+    cu_seqlens: Documents = None,
+    spans: Sequence[Span] | None = None,
     length: int | None = None,
 ) -> Tensor:
     """Gradient of `attention_forward` for queries that are the last rows of the keys -> dq [B, H, S, D].
@@ -221,10 +221,9 @@ def attention_backward_rows(
     [B, K, N, V] (fp32: a key collects from many calls). `out` and `lse` are over all keys of a row: with them each set
     of keys gives its own share of the gradients, exactly (FlashAttention-2, section 3.1.2).
     """
-    q, k = kept.q, kept.k
-    spans, _ = _spans(documents, q, k, length or k.shape[2])
+    q = kept.q
     dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
-    for span in spans:
+    for span in spans or _spans(cu_seqlens, q, kept.k, length):
         for piece in pieces(span, rule.window, keys_per_query=KEYS_PER_QUERY):
             backward_of_piece(backend, piece, span, dout, kept, dq, sums, rule)
     return dq.to(q.dtype)

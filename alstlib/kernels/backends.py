@@ -26,6 +26,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -35,31 +36,26 @@ from alstlib.kernels import blockwise
 from alstlib.kernels.flash_packages import (
     fa2_backward,
     fa2_forward,
-    fa2_packed_backward,
-    fa2_packed_forward,
     fa3_backward,
     fa3_forward,
-    fa3_packed_backward,
-    fa3_packed_forward,
     fa4_backward,
     fa4_forward,
-    fa4_packed_backward,
-    fa4_packed_forward,
-    flat,
-    flat_lse,
+    lengths,
+    lse_to_heads,
+    lse_to_rows,
     sides,
-    unflat,
-    unflat_lse,
+    to_heads,
+    to_rows,
 )
-from alstlib.kernels.rule import Attended
+from alstlib.kernels.rule import Attended, Packed
 from alstlib.kernels.user_attention import UserAttention
 from alstlib.sizing import kernel_device, sdpa_kernel
 
 aten = torch.ops.aten
 
 LONG = 65_536
-"""Tokens of a whole sequence from which on a kernel that is built for each shape pays for itself, whatever the length:
-most of its rows are one call."""
+"""Shortest whole sequence (tokens) that a kernel which is built for each shape computes whatever its length: from there
+on most of its rows are one call."""
 
 
 @dataclass(frozen=True)
@@ -70,27 +66,26 @@ class Backend:
 
     name: str
     forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, ...]]
+    on: Literal["any", "cpu", "accelerator"] = "any"
+    """Kind of device that it runs on. (What flash-attn's packages need is asked of `_cannot`.)"""
     bottom_right: bool = False
-    """Forward takes fewer causal queries than keys: those of the last tokens."""
+    """Whether forward takes fewer causal queries than keys: those of the last tokens."""
     softcap: bool = False
-    """Both take `softcap=`."""
+    """Whether both functions take `softcap=`."""
     widths: bool = False
-    """Values may have another width than keys."""
+    """Whether values may have another width than keys."""
     multiple: int = 1
-    """Head widths are padded with zeros to a multiple of it."""
+    """Number to a multiple of which head widths are padded with zeros."""
     absent: tuple[int, int] = (0, 0)
-    """Widths between these two are padded to the second."""
+    """Two widths, between which all others are padded to the second."""
     granule: int = 1
-    """Queries and keys of a call are multiples of it, for a kernel that is built for each shape: other calls are left
-    to `packed_by`, and so are the last rows of a whole sequence of at least `LONG` tokens that is no multiple."""
+    """Number of which the queries and keys of a call must be multiples, for a kernel that is built for each shape.
+    Other calls are left to `packed_by`, and so are the last rows of a whole sequence of at least `LONG` tokens that is
+    no multiple."""
     packed_by: str = ""
-    """The kernel that takes all documents of a batch, and a window, in one call."""
-    packed_forward: Callable[..., tuple[Tensor, Tensor]] | None = None
-    """(q, k, v, scale, offsets, longest, window) -> (out, lse), offsets [documents + 1] over the flattened batch; with
-    `softcap=` where the kernel takes it."""
-    packed_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
-    """(dout, kept, scale, offsets, longest, window) -> (dq, dk, dv)."""
+    """Name of the kernel that takes all documents of a batch, and a window, in one call. Both functions of that kernel
+    take `packed=` (`rule.Packed`)."""
 
     def width(self, width: int) -> int:
         """The width to which heads of this one are padded."""
@@ -105,53 +100,36 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) ->
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
 
-def _cpu_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, ...]:
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, *kept, 0.0, causal, scale=scale)
 
 
 # ----- PyTorch on CUDA
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
-    rows, keys = q.shape[2], k.shape[2]
-    out, lse, *_ = aten._flash_attention_forward(qt, kt, vt, None, None, rows, keys, 0.0, causal, False, scale=scale)
-    return out.transpose(1, 2), lse
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, packed: Packed | None = None
+) -> tuple[Tensor, Tensor]:
+    left, right = sides(packed)
+    out, lse, *_ = aten._flash_attention_forward(
+        *to_rows(packed, q, k, v), *(lengths(packed) or (None, None, q.shape[2], k.shape[2])), 0.0, causal, False,
+        scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return to_heads(packed, out, q), lse_to_heads(packed, lse, q)
 
 
-def _flash_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, out, lse = kept
-    dt, qt, kt, vt, ot = (t.transpose(1, 2) for t in (dout, q, k, v, out))
-    rows, keys = q.shape[2], k.shape[2]
+def _flash_backward(
+    dout: Tensor, kept: Attended, scale: float, causal: bool, packed: Packed | None = None
+) -> tuple[Tensor, ...]:
+    q, k, _, _, lse = kept
+    left, right = sides(packed)
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's state, unread without dropout
     grads = aten._flash_attention_backward(
-        dt, qt, kt, vt, ot, lse.contiguous(), None, None, rows, keys, 0.0, causal, seed, seed.new_empty(0), scale=scale
-    )
-    return tuple(g.transpose(1, 2) for g in grads)
-
-
-def _flash_packed_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, offsets: Tensor, longest: int, window: int | None
-) -> tuple[Tensor, Tensor]:
-    left, right = sides(window)
-    out, lse, *_ = aten._flash_attention_forward(
-        flat(q), flat(k), flat(v), offsets, offsets, longest, longest, 0.0, True, False, scale=scale,
+        *to_rows(packed, dout, *kept[:4]), lse_to_rows(packed, lse),
+        *(lengths(packed) or (None, None, q.shape[2], k.shape[2])), 0.0, causal, seed, seed.new_empty(0), scale=scale,
         window_size_left=left, window_size_right=right,
     )  # fmt: skip
-    return unflat(out, q), unflat_lse(lse, q)
-
-
-def _flash_packed_backward(
-    dout: Tensor, kept: Attended, scale: float, offsets: Tensor, longest: int, window: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, out, lse = kept
-    left, right = sides(window)
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    grads = aten._flash_attention_backward(
-        flat(dout), flat(q), flat(k), flat(v), flat(out), flat_lse(lse), offsets, offsets, longest, longest, 0.0,
-        True, seed, seed.new_empty(0), scale=scale, window_size_left=left, window_size_right=right,
-    )  # fmt: skip
-    return unflat(grads[0], q), unflat(grads[1], k), unflat(grads[2], v)
+    return tuple(to_heads(packed, g, t) for g, t in zip(grads, kept))
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -165,7 +143,7 @@ def _laid_out_like(q: Tensor, x: Tensor) -> Tensor:
     return x.permute(order).contiguous().permute([order.index(d) for d in range(4)])
 
 
-def _cudnn_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _cudnn_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, ...]:
     q, k, v, out, lse = kept
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     # PyTorch up to 2.13 knows a graph by the strides of q, k and v; those of dout and out must follow from them
@@ -190,7 +168,7 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
     return out, lse[..., : q.shape[2]]  # the kernel pads its logsumexp to a multiple of 32 queries
 
 
-def _efficient_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _efficient_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, ...]:
     q, k, v, out, lse = kept
     heads, groups = q.shape[1], q.shape[1] // k.shape[1]
     padded = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=float("inf"))
@@ -215,24 +193,24 @@ def _eager_forward(
 
 def _eager_backward(
     dout: Tensor, kept: Attended, scale: float, causal: bool, softcap: float | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     return reference.attention_backward(dout, *kept, scale=scale, causal=causal, softcap=softcap)
 
 
 _ALL = [
-    Backend("cpu", _cpu_forward, _cpu_backward),
-    Backend("cudnn", _cudnn_forward, _cudnn_backward, multiple=8, granule=256, widths=True, packed_by="flash"),
+    Backend("cpu", _cpu_forward, _cpu_backward, on="cpu"),
+    Backend("cudnn", _cudnn_forward, _cudnn_backward, on="accelerator", multiple=8, granule=256, widths=True,
+            packed_by="flash"),
     # PyTorch since 2.11 has backward for no width between 128 and 192, but sums of dQ in rows of 160 for one
-    Backend("flash", _flash_forward, _flash_backward, multiple=8, absent=(128, 192), packed_by="flash",
-            packed_forward=_flash_packed_forward, packed_backward=_flash_packed_backward),
-    Backend("efficient", _efficient_forward, _efficient_backward, multiple=8),
-    *(Backend(name, *functions[:2], bottom_right=True, softcap=True, packed_by=name, packed_forward=functions[2],
-              packed_backward=functions[3])
-      for name, functions in {
-          "flash_attention_2": (fa2_forward, fa2_backward, fa2_packed_forward, fa2_packed_backward),
-          "flash_attention_3": (fa3_forward, fa3_backward, fa3_packed_forward, fa3_packed_backward),
-          "flash_attention_4": (fa4_forward, fa4_backward, fa4_packed_forward, fa4_packed_backward),
-      }.items()),
+    Backend("flash", _flash_forward, _flash_backward, on="accelerator", multiple=8, absent=(128, 192),
+            packed_by="flash"),
+    Backend("efficient", _efficient_forward, _efficient_backward, on="accelerator", multiple=8),
+    *(Backend(name, forward, backward, bottom_right=True, softcap=True, packed_by=name)
+      for name, forward, backward in (
+          ("flash_attention_2", fa2_forward, fa2_backward),
+          ("flash_attention_3", fa3_forward, fa3_backward),
+          ("flash_attention_4", fa4_forward, fa4_backward),
+      )),
     Backend("blockwise", blockwise.forward, blockwise.backward, bottom_right=True, softcap=True, widths=True),
     Backend("eager", _eager_forward, _eager_backward, softcap=True, widths=True),
 ]  # fmt: skip
@@ -244,7 +222,7 @@ PACKAGES = {
     "flash_attention_3": ("flash_attn_interface", "flash-attn-3", 9),
     "flash_attention_4": ("flash_attn.cute.interface", "flash-attn-4", 9),
 }
-"""Module, package and the least compute capability of each flash-attn."""
+"""Module and package of each flash-attn, and the least compute capability that it needs."""
 
 
 def _installed(module: str) -> bool:
@@ -293,8 +271,7 @@ def choose_backend(
     why = _cannot(named.name, device, dtype, head_dim, softcap, capability) if attention in PACKAGES else None
     if why is not None:
         raise ValueError(f"attention='{attention}' needs {why}")
-    anywhere = isinstance(attention, Backend) or attention in ("eager", "blockwise", *PACKAGES)
-    if not anywhere and (attention == "cpu") != (device.type == "cpu"):
+    if named.on != "any" and (named.on == "cpu") != (device.type == "cpu"):
         raise ValueError(f"attention='{attention}' does not run on {device.type}; attention='sdpa' chooses what does")
     return named
 

@@ -20,7 +20,7 @@ from alstlib.kernels.rule import Attended
 from alstlib.sizing import kernel_device
 
 BLOCK_BYTES = 32 * 2**20
-"""Of one block of scores."""
+"""Bytes of one block of scores in fp32 over all heads, which bounds the temporary memory."""
 
 
 def _block(q: Tensor) -> int:

@@ -26,7 +26,7 @@ from alstlib.kernels.rule import Attended, Rule
 from alstlib.sizing import kernel_device, tile_for
 
 ELEMENTS = 2**31
-"""A kernel's tensors span fewer elements in memory than this."""
+"""Number of elements in memory that no tensor of a call may span."""
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

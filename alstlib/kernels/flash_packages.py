@@ -2,8 +2,8 @@
 of different lengths.
 
 Shape legend: B batch, S queries, H query heads, D head width. Their tensors are [B, S, H, D] or, for variable
-lengths, [B * S, H, D]; causal is aligned at the end. Scores s become c * tanh(s / c) with a `softcap` c. The test
-`tests/cuda/test_flash_attn.py` says which releases were read.
+lengths, [B * S, H, D]; causal is aligned at the end. Scores s become c * tanh(s / c) with a `softcap` c. With `packed`
+one call takes all documents. The test `tests/cuda/test_flash_attn.py` says which releases were read.
 """
 
 from __future__ import annotations
@@ -13,259 +13,127 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.kernels.rule import Attended
+from alstlib.kernels.rule import Attended, Packed
 
 
-def flat(x: Tensor) -> Tensor:
-    """[B, H, S, D] -> [B * S, H, D], as kernels for variable lengths take it."""
-    return x.transpose(1, 2).flatten(0, 1)
+def to_rows(packed: Packed | None, *tensors: Tensor) -> list[Tensor]:
+    """Tensors [B, H, S, D] as [B, S, H, D], or for variable lengths as [B * S, H, D]."""
+    rows = [t.transpose(1, 2) for t in tensors]
+    return rows if packed is None else [t.flatten(0, 1) for t in rows]
 
 
-def unflat(x: Tensor, like: Tensor) -> Tensor:
-    return x.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2)
+def to_heads(packed: Packed | None, rows: Tensor, like: Tensor) -> Tensor:
+    """The way back, for the batch and the length of `like` [B, H, S, D]."""
+    return (rows if packed is None else rows.unflatten(0, like.shape[::2][:2])).transpose(1, 2)
 
 
-def flat_lse(lse: Tensor) -> Tensor:
-    """[B, H, S] -> [H, B * S]."""
-    return lse.transpose(0, 1).flatten(1).contiguous()
+def lse_to_rows(packed: Packed | None, lse: Tensor) -> Tensor:
+    """[B, H, S], or for variable lengths [H, B * S], contiguous."""
+    return (lse if packed is None else lse.transpose(0, 1).flatten(1)).contiguous()
 
 
-def unflat_lse(lse: Tensor, like: Tensor) -> Tensor:
-    """[H, B * S] -> [B, H, S]."""
-    return lse.unflatten(1, (like.shape[0], like.shape[2])).transpose(0, 1)
+def lse_to_heads(packed: Packed | None, lse: Tensor, like: Tensor) -> Tensor:
+    """The way back, for the batch and the length of `like` [B, H, S, D]."""
+    return lse if packed is None else lse.unflatten(1, like.shape[::2][:2]).transpose(0, 1)
 
 
-def sides(window: int | None) -> tuple[int, int]:
-    return (-1, -1) if window is None else (window - 1, 0)
+def lengths(packed: Packed | None) -> tuple[Any, ...]:
+    """Offsets of the queries and of the keys, and the longest of each; nothing without `packed`."""
+    return () if packed is None else (packed.cu_seqlens, packed.cu_seqlens, packed.longest, packed.longest)
+
+
+def sides(packed: Packed | None) -> tuple[int, int]:
+    """Keys of a window before and after a query's own; -1 for all."""
+    return (-1, -1) if packed is None or packed.window is None else (packed.window - 1, 0)
+
+
+def _named(packed: Packed | None) -> dict[str, Any]:
+    return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), lengths(packed)))
 
 
 def fa2_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
-    from flash_attn.flash_attn_interface import _flash_attn_forward
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float | None = None,
+    packed: Packed | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_forward
 
-    qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
-    out, lse, *_ = _flash_attn_forward(qt, kt, vt, 0.0, scale, causal, -1, -1, softcap or 0.0, None, False)
-    return out.transpose(1, 2), lse
+    run = _flash_attn_forward if packed is None else _flash_attn_varlen_forward
+    rule = (0.0, scale, causal, *sides(packed), softcap or 0.0, None, False)
+    out, lse, *_ = run(*to_rows(packed, q, k, v), *lengths(packed), *rule)
+    return to_heads(packed, out, q), lse_to_heads(packed, lse, q)
 
 
 def fa2_backward(
-    dout: Tensor, kept: Attended, scale: float, causal: bool, softcap: float | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    from flash_attn.flash_attn_interface import _flash_attn_backward
+    dout: Tensor, kept: Attended, scale: float, causal: bool, softcap: float | None = None,
+    packed: Packed | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_varlen_backward
 
-    q, k, v, out, lse = kept
-    dt, qt, kt, vt, ot = (t.transpose(1, 2) for t in (dout, q, k, v, out))
-    dq, dk, dv = (torch.empty_like(t) for t in (qt, kt, vt))
-    lse = lse.contiguous()
-    _flash_attn_backward(
-        dt.contiguous(),
-        qt,
-        kt,
-        vt,
-        ot,
-        lse,
-        dq,
-        dk,
-        dv,
-        0.0,
-        scale,
-        causal,
-        -1,
-        -1,
-        softcap or 0.0,
-        None,
-        False,
-        None,
-    )
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    run = _flash_attn_backward if packed is None else _flash_attn_varlen_backward
+    rows, grads = _for_backward(packed, dout, kept)
+    rule = (0.0, scale, causal, *sides(packed), softcap or 0.0, None, False)
+    run(*rows, lse_to_rows(packed, kept.lse), *grads, *lengths(packed), *rule)
+    return tuple(to_heads(packed, g, t) for g, t in zip(grads, kept))
 
 
-def fa2_packed_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    offsets: Tensor,
-    longest: int,
-    window: int | None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
-
-    left, right = sides(window)
-    out, lse, *_ = _flash_attn_varlen_forward(
-        flat(q), flat(k), flat(v), offsets, offsets, longest, longest, 0.0, scale, True, left, right, softcap or 0.0
-    )
-    return unflat(out, q), unflat_lse(lse, q)
-
-
-def fa2_packed_backward(
-    dout: Tensor,
-    kept: Attended,
-    scale: float,
-    offsets: Tensor,
-    longest: int,
-    window: int | None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
-
-    q, k, v, out, lse = kept
-    left, right = sides(window)
-    dt, qt, kt, vt, ot = (flat(t) for t in (dout, q, k, v, out))
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (qt, kt, vt))
-    _flash_attn_varlen_backward(
-        dt, qt, kt, vt, ot, flat_lse(lse), dq, dk, dv, offsets, offsets, longest, longest, 0.0, scale, True, left,
-        right, softcap or 0.0, None, False,
-    )  # fmt: skip
-    return unflat(dq, q), unflat(dk, k), unflat(dv, v)
+def _for_backward(packed: Packed | None, dout: Tensor, kept: Attended) -> tuple[list[Tensor], list[Tensor]]:
+    """dout, q, k, v and out as rows, and room for the gradients of q, k and v."""
+    rows = to_rows(packed, dout, *kept[:4])
+    return rows, [torch.empty_like(t, memory_format=torch.contiguous_format) for t in rows[1:4]]
 
 
 def fa3_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float | None = None,
+    packed: Packed | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     from flash_attn_interface import _flash_attn_forward
 
-    qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
-    out, lse, *_ = _flash_attn_forward(qt, kt, vt, softmax_scale=scale, causal=causal, softcap=softcap or 0.0)
-    return out.transpose(1, 2), lse
+    left, right = sides(packed)
+    out, lse, *_ = _flash_attn_forward(
+        *to_rows(packed, q, k, v), softmax_scale=scale, causal=causal, softcap=softcap or 0.0, window_size_left=left,
+        window_size_right=right, **_named(packed),
+    )  # fmt: skip
+    return to_heads(packed, out, q), lse_to_heads(packed, lse, q)
 
 
 def fa3_backward(
-    dout: Tensor, kept: Attended, scale: float, causal: bool, softcap: float | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, kept: Attended, scale: float, causal: bool, softcap: float | None = None,
+    packed: Packed | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     from flash_attn_interface import _flash_attn_backward
 
-    q, k, v, out, lse = kept
-    dt, qt, kt, vt, ot = (t.transpose(1, 2) for t in (dout, q, k, v, out))
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (qt, kt, vt))
+    (left, right), (rows, grads) = sides(packed), _for_backward(packed, dout, kept)
     _flash_attn_backward(
-        dt,
-        qt,
-        kt,
-        vt,
-        ot,
-        lse.contiguous(),
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        softmax_scale=scale,
-        is_causal=causal,
-        softcap=softcap or 0.0,
-    )
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-def fa3_packed_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    offsets: Tensor,
-    longest: int,
-    window: int | None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    from flash_attn_interface import _flash_attn_forward
-
-    left, right = sides(window)
-    out, lse, *_ = _flash_attn_forward(
-        flat(q), flat(k), flat(v), cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest,
-        max_seqlen_k=longest, softmax_scale=scale, causal=True, window_size_left=left, window_size_right=right,
-        softcap=softcap or 0.0,
+        *rows, lse_to_rows(packed, kept.lse), **dict(zip(("dq", "dk", "dv"), grads)), softmax_scale=scale,
+        is_causal=causal, softcap=softcap or 0.0, window_size_left=left, window_size_right=right, **_named(packed),
     )  # fmt: skip
-    return unflat(out, q), unflat_lse(lse, q)
+    return tuple(to_heads(packed, g, t) for g, t in zip(grads, kept))
 
 
-def fa3_packed_backward(
-    dout: Tensor,
-    kept: Attended,
-    scale: float,
-    offsets: Tensor,
-    longest: int,
-    window: int | None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from flash_attn_interface import _flash_attn_backward
-
-    q, k, v, out, lse = kept
-    left, right = sides(window)
-    dt, qt, kt, vt, ot = (flat(t) for t in (dout, q, k, v, out))
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (qt, kt, vt))
-    _flash_attn_backward(
-        dt, qt, kt, vt, ot, flat_lse(lse), cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest,
-        max_seqlen_k=longest, dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=True, window_size_left=left,
-        window_size_right=right, softcap=softcap or 0.0,
-    )  # fmt: skip
-    return unflat(dq, q), unflat(dk, k), unflat(dv, v)
+def _fa4_rule(packed: Packed | None, scale: float, causal: bool) -> dict[str, Any]:
+    """Arguments that both functions of flash-attn 4 take by name."""
+    window = None if packed is None or packed.window is None else packed.window - 1
+    return {"softmax_scale": scale, "causal": causal, "window_size_left": window, **_named(packed)}
 
 
 def fa4_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float | None = None,
+    packed: Packed | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
-    out, lse, *_ = _flash_attn_fwd(qt, kt, vt, softmax_scale=scale, causal=causal, softcap=softcap, return_lse=True)
-    return out.transpose(1, 2), lse
+    rows, rule = to_rows(packed, q, k, v), _fa4_rule(packed, scale, causal)
+    out, lse, *_ = _flash_attn_fwd(*rows, softcap=softcap, return_lse=True, **rule)
+    return to_heads(packed, out, q), lse_to_heads(packed, lse, q)
 
 
 def fa4_backward(
-    dout: Tensor, kept: Attended, scale: float, causal: bool, softcap: float | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, kept: Attended, scale: float, causal: bool, softcap: float | None = None,
+    packed: Packed | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    q, k, v, out, lse = kept
-    dt, qt, kt, vt, ot = (t.transpose(1, 2) for t in (dout, q, k, v, out))
-    dq, dk, dv, *_ = _flash_attn_bwd(
-        qt, kt, vt, ot, dt, lse.contiguous(), softmax_scale=scale, causal=causal, softcap=softcap or 0.0
-    )
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-def _fa4_packed(offsets: Tensor, longest: int, window: int | None) -> dict[str, Any]:
-    """How flash-attn 4 is told of documents and a window."""
-    return {
-        "cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": longest, "max_seqlen_k": longest,
-        "causal": True, "window_size_left": None if window is None else window - 1,
-    }  # fmt: skip
-
-
-def fa4_packed_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    offsets: Tensor,
-    longest: int,
-    window: int | None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    packed = _fa4_packed(offsets, longest, window)
-    out, lse, *_ = _flash_attn_fwd(
-        flat(q), flat(k), flat(v), softmax_scale=scale, softcap=softcap, return_lse=True, **packed
-    )
-    return unflat(out, q), unflat_lse(lse, q)
-
-
-def fa4_packed_backward(
-    dout: Tensor,
-    kept: Attended,
-    scale: float,
-    offsets: Tensor,
-    longest: int,
-    window: int | None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    q, k, v, out, lse = kept
-    dt, qt, kt, vt, ot = (flat(t) for t in (dout, q, k, v, out))
-    packed = _fa4_packed(offsets, longest, window)
-    dq, dk, dv, *_ = _flash_attn_bwd(
-        qt, kt, vt, ot, dt, flat_lse(lse), softmax_scale=scale, softcap=softcap or 0.0, **packed
-    )
-    return unflat(dq, q), unflat(dk, k), unflat(dv, v)
+    upstream, *rows = to_rows(packed, dout, *kept[:4])
+    lse, rule = lse_to_rows(packed, kept.lse), _fa4_rule(packed, scale, causal)
+    grads = _flash_attn_bwd(*rows, upstream, lse, softcap=softcap or 0.0, **rule)
+    return tuple(to_heads(packed, g, t) for g, t in zip(grads, kept[:3]))

@@ -33,7 +33,7 @@ class Page:
     v: Tensor
     sums: tuple[Tensor, Tensor] | None = None
     first: int = 0
-    """Keys of the page that are left out before these, because nobody sees them any more."""
+    """Number of the page's first keys that are left out, because nobody sees them any more."""
 
     def of(self, piece: Piece) -> Piece:
         """A call on the page, with its keys counted from the first that is here."""
@@ -44,7 +44,7 @@ class Pages(Protocol):
     """Where pages come from."""
 
     rows: int
-    """Keys of a page; the last may have fewer."""
+    """Number of keys in a page; the last page may have fewer."""
 
     def visit(self, order: Sequence[int], sums: bool = False) -> Iterator[Page]:
         """These pages one after the other, on the device; with `sums`, those too, which may be added to."""
@@ -56,12 +56,17 @@ class Part:
     """Some of a rank's heads, or rows of one head, as views of stored tensors, and what they see."""
 
     queries: Callable[[Tensor], Tensor]
-    """Of x [B, H, C, ...], as it is stored."""
+    """Gives the view of stored queries, outputs or logsumexps [B, H, C, ...]."""
     keys: Callable[[Tensor], Tensor]
-    """Of x [B, K, R, ...]."""
+    """Gives the view of keys or values [B, K, R, ...]."""
     spans: Sequence[Span]
+    """Which of the queries see which keys."""
     heads: slice
-    """Which heads of the model they are."""
+    """Numbers of these heads in the model."""
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Attended:
+        """The part's views of a call's tensors."""
+        return Attended(self.queries(q), self.keys(k), self.keys(v), self.queries(out), self.queries(lse))
 
     def some(self, kv: range, each: int) -> Part:
         """Its key/value heads `kv`, with `each` query heads to each of them."""
@@ -78,9 +83,9 @@ class Choice:
     """Pages before their own that the queries of a chunk see; the others are left out."""
 
     seen: Tensor
-    """Boolean [B, K, pages before the own], for the key/value heads of the model, on the CPU."""
+    """Which pages are seen: boolean [B, K, pages before the own], for the key/value heads of the model, on the CPU."""
     heads: int
-    """Query heads of the model."""
+    """Number of the model's query heads."""
 
     def of(self, part: Part, batch: int, page: int) -> list[Part]:
         """The heads of a part that see this page, neighbours together."""
@@ -138,8 +143,7 @@ def forward(
     calls = _calls(parts, rule, pages.rows, own, choice)
     for page in pages.visit(list(calls)):
         for part, span, piece in calls[page.index]:
-            views = (part.queries(q), part.keys(page.k), part.keys(page.v), part.queries(out), part.queries(lse))
-            add_piece(backend, page.of(piece), span, Attended(*views), rule)
+            add_piece(backend, page.of(piece), span, part.call(q, page.k, page.v, out, lse), rule)
     for part in parts:
         if sinks is None:
             break
@@ -171,9 +175,7 @@ def backward(
         first = first or page
         assert page.sums is not None
         for part, span, piece in calls[page.index]:
-            views = (part.queries(q), part.keys(page.k), part.keys(page.v), part.queries(out), part.queries(lse))
-            sums = part.keys(page.sums[0]), part.keys(page.sums[1])
-            mine = (part.queries(dout), Attended(*views), part.queries(dq), sums)
-            backward_of_piece(backend, page.of(piece), span, *mine, rule)
+            sums, mine = (part.keys(page.sums[0]), part.keys(page.sums[1])), part.call(q, page.k, page.v, out, lse)
+            backward_of_piece(backend, page.of(piece), span, part.queries(dout), mine, part.queries(dq), sums, rule)
     assert first is not None
     return dq.to(q.dtype), first

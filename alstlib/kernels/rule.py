@@ -1,4 +1,4 @@
-"""`Rule` is what a call of attention is told, and `Attended` is what its backward needs."""
+"""What a call of attention is told (`Rule`, `Packed`), and what its backward needs (`Attended`)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Rule:
 
     scale: float
     window: int | None = None
-    """Query i attends to keys (i - window, i]; None: to all keys up to its own."""
+    """Number of keys that a query attends to, its own included; None for all keys up to its own."""
     softcap: float | None = None
-    """Scores s become c * tanh(s / c)."""
+    """The number c with which scores s become c * tanh(s / c); None for none."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -24,16 +24,27 @@ class Rule:
         return {} if self.softcap is None else {"softcap": self.softcap}
 
 
+class Packed(NamedTuple):
+    """The documents of a batch that one call of a kernel takes, as the [B * S] tokens of one sequence."""
+
+    cu_seqlens: Tensor
+    """Offsets of the documents, [documents + 1] int32 on the device: 0 first and B * S last."""
+    longest: int
+    """Tokens of the longest document."""
+    window: int | None
+    """Number of keys that a query attends to, its own included; None for all keys up to its own."""
+
+
 class Attended(NamedTuple):
     """A call of attention as its backward needs it: what went in, and what came out."""
 
     q: Tensor
-    """[B, H, S, D]"""
+    """Queries [B, H, S, D]."""
     k: Tensor
-    """[B, K, N, D]"""
+    """Keys [B, K, N, D]."""
     v: Tensor
-    """[B, K, N, V]"""
+    """Values [B, K, N, V]."""
     out: Tensor
-    """[B, H, S, V]"""
+    """Output [B, H, S, V]."""
     lse: Tensor
-    """[B, H, S], logsumexp of the scores, in fp32."""
+    """Logsumexp of the scores [B, H, S], in fp32."""

@@ -34,9 +34,9 @@ class Span:
     end: int
     rows: int
     at: int
-    """Where its queries are stored: [at, at + rows)."""
+    """Row at which its queries are stored: [at, at + rows)."""
     q_batch: int
-    """The micro-batch row in which they are stored."""
+    """Micro-batch row in which its queries are stored."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Piece:
     """One call of a kernel on `repeat` equal parts, each `stride` queries and keys after the one before."""
 
     kind: Literal["causal", "full", "upper"]
-    """causal: query i attends to keys 0 to i; full: to all keys; upper: to keys from i on. Causal and upper are squares
-    (for a kernel that aligns at the end, causal may have more keys than queries)."""
+    """Which keys a query attends to. causal: query i attends to keys 0 to i; full: to all keys; upper: to keys from i
+    on. Causal and upper are squares (for a kernel that aligns at the end, causal may have more keys than queries)."""
     q: int
     rows: int
     k: int

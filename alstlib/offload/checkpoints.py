@@ -1,7 +1,7 @@
 """Checkpoints that are moved to the host: a layer keeps only its input, on the CPU (ALST, section 3.3).
 
 `checkpoint` runs a function without a graph and recomputes it in backward. What it keeps in between (the input and, if
-asked, attention outputs) lies in a `HostStore`. When the host has too little room for every input, a `Segment` of
+asked, attention outputs) lies in a `Storage`. When that has too little room for every input, a `Segment` of
 consecutive checkpoints keeps only its first one: backward then runs the segment once more without a graph, which puts
 its inputs (and attention outputs) on the device, before it recomputes and back-propagates one checkpoint after another.
 """
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from alstlib.offload.host_store import HostStore, Ticket
+from alstlib.offload.host_store import HostStore
+from alstlib.offload.storage import Storage
 from alstlib.recompute import Replay, Values, first_order, those_that_train, unchanged
 
 
@@ -32,7 +33,8 @@ class Saved:
     def __init__(self, keep: bool = True) -> None:
         self.keep = keep
         self.stage: Literal["first", "again", "graph"] = "first"
-        """Which pass runs: the first, the one that makes a segment's inputs again, or the one that makes the graph."""
+        """Name of the pass that runs: the first, the one that makes a segment's inputs again, or the one that makes the
+        graph."""
         self.tensors: list[tuple[Tensor, Tensor]] = []
         self.replaying = False
         self.position = 0
@@ -41,7 +43,7 @@ class Saved:
 
     @property
     def active(self) -> bool:
-        """Do this pass's attentions leave outputs here, or find them?"""
+        """Whether this pass's attentions leave outputs here, or find them."""
         return self.replaying or self.stage == "again" or (self.stage == "first" and self.keep)
 
     def left_by(self, part: Hashable) -> dict[str, Any]:
@@ -133,8 +135,8 @@ class _Checkpointed:
     rest: list[Tensor]
     replay: Replay
     saved: Saved
-    store: HostStore
-    ticket: Ticket | None = None
+    store: Storage
+    ticket: Any = None
     kept: list[Tensor] | None = None  # attention outputs on the device
 
     def input(self, device: torch.device) -> Tensor:
@@ -166,7 +168,7 @@ class _Checkpoint(torch.autograd.Function):
     def forward(
         ctx: Any,
         run: Callable[..., Any],
-        store: HostStore,
+        store: Storage,
         segment: Segment,
         saved: Saved,
         accept: Callable[[Any], bool],
@@ -255,7 +257,7 @@ def checkpoint(
     fn: Callable[..., Any],
     x: Tensor,
     *args: Any,
-    store: HostStore | None = None,
+    store: Storage | None = None,
     saved: Saved | None = None,
     trains: bool = True,
     accept: Callable[[Any], bool] = lambda out: True,

@@ -9,7 +9,7 @@ import torch
 from alstlib.mesh import accelerator
 
 SHARE = 0.9
-"""Of the memory that is free, what is counted on: allocators leave gaps."""
+"""Share of the free memory that is counted on: allocators leave gaps."""
 
 
 def device_memory(device: torch.device) -> tuple[int, int, int] | None:

@@ -21,17 +21,17 @@ import platform
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
 
 from alstlib.mesh import accelerator
+from alstlib.offload.storage import Copies
 from alstlib.sizing import host_free
 
 Mode = Literal["none", "sync", "async"]
-MODES = ("none", "sync", "async")
 
 
 class HostOutOfMemory(MemoryError):
@@ -59,10 +59,10 @@ def numa_node(device: int, buses: str = "/sys/bus/pci/devices") -> int | None:
 
 
 _MBIND = {"x86_64": 237, "aarch64": 235}
-"""Number of the system call `mbind`, which libc does not have."""
+"""Number of the system call `mbind` by the machine's architecture, because libc does not have it."""
 _PREFERRED = 1
 _NO_RESERVE = 0x4000
-"""`MAP_NORESERVE`: whether there is room was asked before, and a simulation maps more than there is."""
+"""Value of the flag `MAP_NORESERVE`: room was asked for before, and a simulation maps more than there is."""
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
@@ -118,8 +118,7 @@ class _Slab:
             told(flat)
         if active_fake_mode() is not None:
             return flat.view(tuple(shape))
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, tuple(shape), strides)  # not a view
+        return torch.empty(0, dtype=dtype).set_(flat.untyped_storage()).resize_(tuple(shape))  # not a view
 
     def __del__(self) -> None:
         if (here := getattr(self, "pinned_for", None)) is not None:
@@ -150,7 +149,7 @@ class Ticket:
         self.store = store
         self.kept: list[tuple[Tensor, _Slab | None]] = []  # (host tensor, slab), or (device tensor, None)
         self.sent: Any = None
-        """The event after which all of it is on the host; None where nothing has to be waited for."""
+        """Event after which all of it is on the host; None where nothing has to be waited for."""
         self.fetched: tuple[list[Tensor], Any] | None = None
         if after is None:
             self.next, store.latest = store.latest, weakref.ref(self)
@@ -179,27 +178,29 @@ class HostStore:
     """
 
     def __init__(self, mode: Mode = "none", *, budget: int | None = None) -> None:
-        if mode not in MODES:
-            raise ValueError(f"offload={mode!r} is not one of {', '.join(MODES)}")
+        if mode not in get_args(Mode):
+            raise ValueError(f"offload={mode!r} is not one of {', '.join(get_args(Mode))}")
         self.mode, self.budget = mode, budget
         self.free: list[_Slab] = []
         self.latest: Callable[[], Ticket | None] = lambda: None
         self.nbytes = 0
-        """Host bytes taken now."""
+        """Bytes of host memory that are taken now."""
         self.peak_nbytes = 0
         self.bytes_sent = self.bytes_fetched = 0
-        """Copied from the device to the host, and back, since the store was made."""
+        """Bytes that were copied from the device to the host, and back, since the store was made."""
         self.on_slab: Callable[[Tensor], None] | None = None
-        """Told of each slab that is taken (a ledger counts it as host memory)."""
-        self._leases: dict[int, int] = {}
+        """Function that is called with each slab that is taken (a ledger counts it as host memory)."""
+        self.leased = 0
+        """Bytes of tensors that somebody has from `lease`."""
         self._first = self._most = 0
-        """Bytes of the longest step's first tensor, and of its grant."""
+        """Bytes of the longest step's first tensor, and bytes that this step was granted."""
         self._shorter = False
-        """Is this step shorter than another was?"""
+        """Whether this step is shorter than another was."""
         self._granted = self._spare = 0
-        """Bytes of this forward that may be taken without a look, and that slabs may be larger than what they hold."""
+        """Bytes of this forward that may be taken without asking for room, and bytes by which its slabs may be larger
+        than what they hold."""
         self._streams: tuple[Any, Any] | None = None
-        self._leaving: list[tuple[Tensor, Any]] = []
+        self._own: Copies | None = None
 
     def room(self) -> int:
         """Host bytes that this store may still take."""
@@ -216,22 +217,13 @@ class HostStore:
             return
         x = _without_gaps(x)
         self.bytes_sent += x.numel() * x.element_size()
-        here = accelerator(x.device)
-        slab = self._slab(x.numel() * x.element_size(), None if here is None else x.device)
+        slab = self._slab(x.numel() * x.element_size(), None if accelerator(x.device) is None else x.device)
         host = slab.view(x)
         ticket.kept.append((host, slab))
-        if here is None or self.mode != "async":
+        if (copies := self._copies(x.device)) is None:
             host.copy_(x)
-            return
-        compute, (out, _) = here.current_stream(x.device), self.streams(x.device)
-        out.wait_stream(compute)
-        with here.stream(out):
-            host.copy_(x, non_blocking=True)
-        ticket.sent = out.record_event()
-        self._leaving.append((x, ticket.sent))  # x lives until its copy is done, in the compute stream's order
-        while len(self._leaving) > 2:
-            _, done = self._leaving.pop(0)
-            compute.wait_event(done)
+        else:
+            ticket.sent = copies.send(host, x)
 
     def get(self, ticket: Ticket, device: torch.device) -> list[Tensor]:
         """The tensors of a ticket, on the device; starts bringing back those of the ticket that is read next."""
@@ -240,12 +232,9 @@ class HostStore:
         self._fetch(ticket, device)
         assert ticket.fetched is not None
         (tensors, event), ticket.fetched = ticket.fetched, None
-        if event is not None:
-            compute = accelerator(device).current_stream(device)
-            compute.wait_event(event)
-            for _, done in self._leaving:
-                compute.wait_event(done)
-            self._leaving.clear()
+        if (copies := self._copies(device)) is not None:
+            copies.compute.wait_event(event)
+            copies.forget_sent()
             if (following := ticket.next()) is not None and following.kept:
                 self._fetch(following, device)
         ticket.release()
@@ -254,31 +243,29 @@ class HostStore:
     def _fetch(self, ticket: Ticket, device: torch.device) -> None:
         if ticket.fetched is not None:
             return
-        self.bytes_fetched += sum(host.numel() * host.element_size() for host, _ in ticket.kept)
-        tensors = [
-            torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device) for host, _ in ticket.kept
-        ]
-        here = accelerator(device)
-        if here is None or self.mode != "async":
-            for tensor, (host, _) in zip(tensors, ticket.kept):
+        hosts = [host for host, _ in ticket.kept]
+        self.bytes_fetched += sum(host.numel() * host.element_size() for host in hosts)
+        tensors = [torch.empty_strided(h.shape, h.stride(), dtype=h.dtype, device=device) for h in hosts]
+        if (copies := self._copies(device)) is None:
+            for tensor, host in zip(tensors, hosts):
                 tensor.copy_(host)
             ticket.fetched = (tensors, None)
-            return
-        _, back = self.streams(device)
-        back.wait_stream(here.current_stream(device))  # the buffers' memory may still be in use there
-        if ticket.sent is not None:  # and not for all that is leaving: sums of pages may have been sent since
-            back.wait_event(ticket.sent)
-        with here.stream(back):
-            for tensor, (host, _) in zip(tensors, ticket.kept):
-                tensor.copy_(host, non_blocking=True)
-        ticket.fetched = (tensors, back.record_event())
+        else:  # waits for the ticket's own, and not for all that is leaving: sums of pages may have been sent since
+            ticket.fetched = (tensors, copies.fetch(tensors, hosts, ticket.sent))
 
-    def streams(self, device: torch.device) -> tuple[Any, Any]:
-        """Streams for copies out of a device and back."""
+    def copies(self, device: torch.device) -> Copies | None:
+        """What copies beside the computation of a device, on streams that all of them share; None where nothing
+        does."""
+        if self.mode != "async" or (here := accelerator(device)) is None:
+            return None
         if self._streams is None:
-            here = accelerator(device)
             self._streams = (here.Stream(device), here.Stream(device))
-        return self._streams
+        return Copies(device, self._streams)
+
+    def _copies(self, device: torch.device) -> Copies | None:
+        """Those of the tickets."""
+        self._own = self._own or self.copies(device)
+        return self._own
 
     def lease(self, shape: Sequence[int], dtype: torch.dtype, pin: torch.device | None) -> Tensor:
         """A tensor on the host that is not yet written, in a slab that returns to the store when nobody has the tensor
@@ -289,12 +276,12 @@ class HostStore:
         """
         slab = self._slab(math.prod(shape) * dtype.itemsize, pin)
         made = slab.tensor(shape, dtype, self.on_slab)
-        self._leases[id(slab)] = slab.bytes.numel()
+        self.leased += slab.bytes.numel()
         weakref.finalize(made.untyped_storage(), self._take_back, slab).atexit = False
         return made
 
     def _take_back(self, slab: _Slab) -> None:
-        del self._leases[id(slab)]
+        self.leased -= slab.bytes.numel()
         self.free.append(slab)
 
     def _slab(self, nbytes: int, pin: torch.device | None) -> _Slab:
@@ -330,11 +317,6 @@ class HostStore:
         """Give back the slabs that hold nothing."""
         self.nbytes -= self.unused
         self.free.clear()
-
-    @property
-    def leased(self) -> int:
-        """Bytes of tensors that somebody has from `lease`."""
-        return sum(self._leases.values())
 
     @property
     def unused(self) -> int:

@@ -32,7 +32,7 @@ class DeviceOutOfMemory(MemoryError):
 
 
 RAN_OUT = ("out of memory", "_STATUS_ALLOC_FAILED", "Failed to CUDA calloc", "can't allocate memory")
-"""What errors say that are plain RuntimeErrors: of CUDA, cuDNN and cuBLAS, NCCL, and PyTorch on the host."""
+"""Texts in the plain RuntimeErrors of CUDA, cuDNN and cuBLAS, NCCL, and PyTorch on the host that ran out of memory."""
 
 
 def ran_out(error: BaseException) -> bool:
@@ -71,7 +71,7 @@ class _CpuInstrument(TorchDispatchMode):
         return out
 
     def _on_host(self, args: Any) -> bool:
-        """Does an operation compute on host memory only? Then its results are host memory (an offloaded optimizer)."""
+        """Whether an operation computes on host memory only, as an offloaded optimizer does: so are its results."""
         given = [a for a in tree_leaves(args) if isinstance(a, Tensor) and a.ndim > 0]
         return bool(given) and all(a.untyped_storage()._cdata in self.hosted for a in given)
 

@@ -214,7 +214,7 @@ class TiledModule(nn.Module):
 
     inner: nn.Module
     travel: Callable[[], Travel | None] = staticmethod(lambda: None)
-    """How the input lies on the host in the call that runs now; None: it lies on the device."""
+    """Function that says how the input of the running call is kept on the host; None: it is on the device."""
 
     def __init__(self, inner: nn.Module, tile: int | None = None) -> None:
         nn.Module.__init__(self)  # a class of ours may be one of the original's too, which needs more
@@ -253,11 +253,11 @@ class TiledMLP(TiledModule):
     """
 
     narrow = False
-    """Are the gradients of a single tile left in the weights' precision? A dense MLP's are small."""
+    """Whether the gradients of a single tile stay in the weights' precision. A dense MLP's are small."""
     further = 0
-    """Outputs besides the first, as the last forward had them."""
+    """Number of outputs besides the first, as the last forward had them."""
     further_unread = False
-    """Was it seen that the layer does nothing with them (`skip.find_followers`)?"""
+    """Whether the layer was seen to do nothing with its further outputs (`skip.find_followers`)."""
 
     def __init__(self, mlp: nn.Module, tile: int | None = None) -> None:
         super().__init__(mlp, tile)

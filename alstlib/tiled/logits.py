@@ -18,7 +18,7 @@ from alstlib.units import IGNORE
 
 
 def readable(tensor: Tensor) -> bool:
-    """Can its values be looked at for free? Not on a GPU, and not where there are none (a simulation)."""
+    """Whether a tensor's values can be looked at for free: not on a GPU, and not in a simulation, which has none."""
     return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
 
 
@@ -92,7 +92,7 @@ class Softmax:
         return torch.where(self.valid, self.sums.log() + sums / self.sums, 0.0)
 
     def grad(self, upstream: Tensor) -> Tensor:
-        """Of the sum of upstream [t] * logps for the head's own logits [t, V], in the memory of the softmax."""
+        """Gradient of the sum of upstream [t] * logps for the head's own logits [t, V], in the softmax's memory."""
         assert self.transform is not None
         upstream = torch.where(self.valid, upstream, 0.0)
         grad = self.exp.mul_((-upstream / self.sums)[:, None])
@@ -111,11 +111,11 @@ class Statistics:
     """
 
     entropy: Tensor
-    """Of the softmax, in nats; 0 without a label."""
+    """Entropy of each token's softmax, in nats; 0 without a label."""
     correct: Tensor
-    """Is the label the token with the largest logit? bool, False without a label."""
+    """Whether each token's label has the largest logit: bool, False without a label."""
     mean: Tensor
-    """Of the logits over the vocabulary; 0 without a label."""
+    """Mean of each token's logits over the vocabulary; 0 without a label."""
 
     def begin(self, labels: Tensor, wide: torch.dtype) -> None:
         self.entropy = torch.zeros(labels.shape, dtype=wide, device=labels.device)
@@ -128,7 +128,7 @@ class Statistics:
         self.mean.view(-1)[at] = tile.mean
 
     def of(self, logits: Tensor, labels: Tensor) -> Statistics:
-        """Of logits [..., V] that exist anyway, tile by tile."""
+        """Find the statistics of logits [..., V] that exist anyway, tile by tile."""
         rows, targets = logits.detach().flatten(0, -2), labels.flatten()
         wide = torch.promote_types(rows.dtype, torch.float32)
         self.begin(labels, wide)
@@ -142,7 +142,7 @@ class Statistics:
 
 
 class Gradients:
-    """Of a head's input rows [N, E], weight and bias, tile by tile; the last two add up in fp32 or wider."""
+    """Gradients of a head's input rows [N, E], weight and bias, tile by tile; the last two add up in fp32 or wider."""
 
     def __init__(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool], courier: Courier | None
@@ -154,7 +154,7 @@ class Gradients:
         self.bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
 
     def add(self, at: slice, part: Tensor, grad: Tensor) -> None:
-        """Of the tile `part` [t, E], whose logits have this gradient [t, V]."""
+        """Add those of the tile `part` [t, E], whose logits have this gradient [t, V]."""
         if self.bias is not None:
             self.bias += grad.sum(0)
         grad = grad.to(part.dtype)
@@ -171,16 +171,21 @@ class Gradients:
 
 def tiles_of_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, tile: int, transform: LogitTransform,
-    courier: Courier | None, grads: bool, statistics: bool = False, smoothing: float = 0.0,
+    courier: Courier | None, grads: bool, found: Statistics | None = None, smoothing: float = 0.0,
 ) -> Iterator[tuple[slice, Tensor, Softmax]]:  # fmt: skip
-    """For each tile, its place, its rows and its softmax; who takes them lets go of them before the next."""
+    """For each tile, its place, its rows and its softmax; who takes them lets go of them before the next. The
+    statistics of each are noted in `found`."""
     rows, targets = hidden.reshape(1, -1, hidden.shape[-1]), labels.reshape(-1)
     wide, tiles = torch.promote_types(hidden.dtype, torch.float32), tiles_of(rows.shape[1], tile)
+    if found is not None:
+        found.begin(labels, wide)
     for at, (part,) in zip(tiles, parts_of(courier, tiles, rows)):
         part = part[0]
         logits = transform(nn.functional.linear(part, weight, bias).to(wide))
-        one = Softmax(logits, targets[at], transform if grads else None, statistics, smoothing)
+        one = Softmax(logits, targets[at], transform if grads else None, found is not None, smoothing)
         del logits
+        if found is not None:
+            found.note(at, one)
         yield at, part, one
         del part, one
     if courier is not None:

@@ -23,7 +23,7 @@ from alstlib.tiled.compute import TiledMLP, TiledModule
 _HOOKS = (
     "PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward", "BackwardHookFunctionBackward"
 )  # fmt: skip
-"""Nodes of DeepSpeed's hooks and of PyTorch's full backward hooks: they see gradients, not values."""
+"""Graph nodes of DeepSpeed's hooks and of PyTorch's full backward hooks: they see gradients, not values."""
 _READS_NOTHING = (
     "AddBackward0", "SubBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "CloneBackward0",
     "TransposeBackward0", "ExpandBackward0", "ToCopyBackward0", "AliasBackward0", *_HOOKS,
@@ -42,7 +42,7 @@ class Follower:
     def __init__(self, module: nn.Module) -> None:
         self.module, self.original = module, module.forward
         self.draws = False
-        """Did it ever draw random numbers? Tiles would draw others."""
+        """Whether the module ever drew random numbers: tiles would draw others."""
         self.forget()
 
     def forget(self) -> None:
@@ -52,7 +52,7 @@ class Follower:
         self.passed: list[Any] = []
 
     def ready(self) -> bool:
-        """Are the module's weights whole here? An engine may hold them sharded until the module itself is called."""
+        """Whether the module's weights are whole here: an engine may hold them sharded until the module is called."""
         whole = (not hasattr(p, "full_tensor") and p.shape == getattr(p, "ds_shape", p.shape) for p in self._weights())
         return not self.draws and all(whole)
 
@@ -92,7 +92,7 @@ class Follower:
         return out
 
     def alone_reads(self, parents: dict[Any, list[Any]]) -> bool:
-        """Does the output of the tiles go to the module's one call, and nowhere else?"""
+        """Whether the output of the tiles goes to the module's one call, and nowhere else."""
         if not self.tiles:
             return True
         if len(self.tiles) != 1 or len(self.passed) != 1:
@@ -170,7 +170,7 @@ class _Reads(TorchFunctionMode):
 
 
 def _is_token_wise(module: nn.Module, x: Tensor, out: Any) -> bool:
-    """Does `module` give for a token alone what it gives for it among others? (A look at values: done once.)
+    """Whether `module` gives for a token alone what it gives for it among others. (A look at values: done once.)
 
     The tokens are made up: the answer must not depend on what a rank's sample holds, or on how long it is, because
     engines gather weights as all ranks run the same.
@@ -211,7 +211,7 @@ class Unread:
 
 
 def output_unread(out: Tensor, followers: Iterable[Follower] = ()) -> bool:
-    """Does no backward between tiled computes and `out` read the values that the tiled computes returned?
+    """Whether no backward between tiled computes and `out` reads the values that the tiled computes returned.
 
     Then a recompute may skip them. Tiles that did a follower's work must feed that follower and nothing else. Found
     from the graph of `out`, not from the model's name.

@@ -25,7 +25,7 @@ from alstlib.recompute import first_order
 
 
 def emulated(group: Any) -> bool:
-    """Are the other ranks of this group not there (`mesh.join_fake`)? Then nothing arrives from them."""
+    """Whether the other ranks of this group are not there (`mesh.join_fake`), so that nothing arrives from them."""
     return dist.get_backend(group) == "fake"
 
 
@@ -53,7 +53,7 @@ class Exchange:
         self.ranks = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self.bytes_sent = 0
-        """Bytes sent to other ranks since the start."""
+        """Bytes that this rank has sent to other ranks since the exchange was made."""
 
     def _count(self, sent: Tensor, messages: int) -> None:
         """Count `messages` equal parts of which `sent` is one."""
@@ -234,7 +234,7 @@ class _HeadsToSeq(torch.autograd.Function):
 
 
 def whole_heads(heads: int, kv_heads: int, ranks: int) -> bool:
-    """Can every rank have the same number of whole heads, and their key/value heads be split or shared evenly?"""
+    """Whether every rank can have the same number of whole heads, with key/value heads split or shared evenly."""
     return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 

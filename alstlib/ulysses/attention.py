@@ -24,6 +24,7 @@ from alstlib.kernels.spans import Documents
 from alstlib.mesh import SPContext
 from alstlib.offload.checkpoints import Saved
 from alstlib.recompute import first_order
+from alstlib.sizing import kernel_device
 from alstlib.tiled.compute import default_tile
 from alstlib.ulysses.alltoall import Exchange
 from alstlib.ulysses.head_layouts import Layouts
@@ -44,8 +45,10 @@ class UlyssesAttention:
         self.exchange = Exchange(ctx.sp_group)
         self.layouts = Layouts(self.exchange, split_rows)
         self.attention = attention if isinstance(attention, str) else of_user(attention)
+        self._backends: dict[Any, Backend] = {}
+        """Kernels that were chosen, by device, dtype, width and soft cap."""
         self.backend_name = ""
-        """The kernel that ran last."""
+        """Name of the kernel that ran last."""
         self.forward_calls = 0
         """Number of times that core attention ran forward."""
 
@@ -95,10 +98,12 @@ class UlyssesAttention:
 
     def backend_for(self, q: Tensor, value_width: int, rule: Rule) -> Backend:
         """The kernel for q's device and dtype, and for these widths of heads."""
-        width = max(q.shape[-1], value_width)
-        backend = choose_backend(self.attention, q.device, q.dtype, width, rule.softcap is not None)
-        self.backend_name = backend.name
-        return backend
+        width, capped = max(q.shape[-1], value_width), rule.softcap is not None
+        asked = (q.device, q.dtype, width, capped, kernel_device(q.device.type))
+        if asked not in self._backends:  # looking for packages takes 0.14 ms, in each pass of each chunk of a layer
+            self._backends[asked] = choose_backend(self.attention, q.device, q.dtype, width, capped)
+        self.backend_name = self._backends[asked].name
+        return self._backends[asked]
 
 
 class _Attention(torch.autograd.Function):

@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from alstlib.kernels.spans import Documents, Span, document_spans
 
 GOLDEN = (math.sqrt(5) - 1) / 2
-"""Its multiples, modulo 1, are spread evenly."""
+"""Golden ratio, whose multiples modulo 1 are spread evenly."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def parts_of(heads: int, ranks: int, rank: int) -> list[Part]:
 
 
 SHORT = 128
-"""Tokens from which on a document is cut for all ranks; shorter documents are handed out whole, or nearly so."""
+"""Fewest tokens of a document that is cut for all ranks; shorter documents are handed out whole, or nearly so."""
 DEALT = 16
 """A document also counts as short when a rank's share of all documents is at least this many times as long."""
 
@@ -112,11 +112,11 @@ class Group:
     heads: int
     first_head: int
     rows: int
-    """Queries of one head; B * S for whole heads."""
+    """Number of one head's queries; B * S for whole heads."""
     kv: int
-    """Key/value head, counted from the rank's first."""
+    """Number of the key/value head, counted from the rank's first."""
     spans: tuple[Span, ...] | None
-    """None: whole heads, all documents."""
+    """Spans of the queries in their documents; None for whole heads, which see all documents."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,9 @@ class Message:
     """Indices of the queries that pass between this rank and another."""
 
     sent: Tensor
-    """Into this rank's [B * H * L] queries in sequence layout."""
+    """Indices of the queries that this rank sends, into its [B * H * L] queries in sequence layout."""
     received: Tensor
-    """Into this rank's stored queries."""
+    """Indices of the queries that this rank receives, into its stored queries."""
     kv: slice
     """Key/value heads that the other rank needs."""
 
@@ -135,13 +135,13 @@ class Sample(NamedTuple):
     """What is attended: a batch, whole."""
 
     batch: int
-    """B"""
+    """Number B of micro-batch rows."""
     length: int
-    """S, the tokens of a micro-batch row."""
+    """Number S of tokens in a micro-batch row."""
     documents: Documents = None
-    """Offsets into the flattened [B * S] batch; None makes every micro-batch row one document."""
+    """Offsets of the documents into the flattened [B * S] batch; None makes every micro-batch row one document."""
     device: torch.device | str = "cpu"
-    """Where its tensors are."""
+    """Device of the plan's tensors."""
 
 
 class Plan:
@@ -166,7 +166,7 @@ class Plan:
         with unset_fake_temporarily():  # a simulation must know too which tokens go to which rank
             runs = [self._runs(r) for r in range(ranks)]
             self.stored = int(runs[rank][:, 3].sum())
-            """Queries of this rank, over its heads."""
+            """Number of queries that this rank computes, over its heads."""
             indices = [self._sent(runs[r]) for r in range(ranks)]
             indices += [self._received(runs[rank], r) for r in range(ranks)]
             together = torch.cat(indices)

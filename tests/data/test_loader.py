@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from cases import on_ranks
 from operators import counted
+from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 
 from alstlib.data.loader import SampleOrder, SPDataLoader
@@ -65,13 +66,11 @@ def test_slices_join_to_the_padded_batch(sp, length, pad_to):
     shards = [shard_batch(batch, sp, r, pad_to) for r in range(sp)]
     whole = {name: torch.cat([s[name] for s in shards], 1) for name in SLICED}
     padded = -(-length // (pad_to or sp)) * (pad_to or sp)
-    assert whole["input_ids"].shape == (2, padded)
-    assert torch.equal(whole["input_ids"][:, :length], batch["input_ids"])
-    assert torch.equal(whole["shift_labels"][:, :length], plain_shift(batch["labels"]))
-    assert torch.equal(whole["position_ids"][0, :length], torch.arange(length))
-    assert (whole["input_ids"][:, length:] == 0).all()
-    assert (whole["position_ids"][:, length:] == 0).all()
-    assert (whole["shift_labels"][:, length:] == -100).all()
+    for name, plain, fill in (
+        ("input_ids", batch["input_ids"], 0), ("position_ids", torch.arange(length).expand(2, -1), 0),
+        ("shift_labels", plain_shift(batch["labels"]), -100),
+    ):  # fmt: skip
+        assert torch.equal(whole[name], F.pad(plain, (0, padded - length), value=fill)), name
     assert shards[0]["cu_documents"].tolist() == [0, padded, 2 * padded]
     for part in (s[name] for s in shards for name in SLICED):
         assert part.dtype == torch.int64
@@ -169,14 +168,10 @@ def test_bad_arguments():
 def test_one_process_needs_no_process_group():
     rows = [make(i, 4 + i, ignored=i if i < 2 else 9) for i in range(5)]
     loader = SPDataLoader(rows, SPContext.create(), accumulation=2)
-    got = list(loader)
+    got = as_lists(loader)
     assert len(loader) == len(got) == 4
-    for row, batch in zip(rows, got):
-        assert torch.equal(batch["input_ids"], row["input_ids"])
-        assert torch.equal(batch["shift_labels"], plain_shift(row["labels"]))
-    assert [b["step_tokens"].item() for b in got] == [7, 7, 0, 0]  # 3 + 4, and none
-    assert got[0]["step_tokens"].dtype == torch.int64
-    assert got[0]["step_tokens"].dim() == 0
+    check_groups([{"got": got}], 1, [rows], accumulation=2)
+    assert [b["step_tokens"] for b in got] == [7, 7, 0, 0]  # 3 + 4, and none
     assert loader.received_bytes == 0
 
 
@@ -400,13 +395,6 @@ ORDERS = ["shuffle", "generator", "sampler", "stateful", "listed", "numpy", "num
 ROUNDS = [(2, 1, 3), (2, 3, 4), (2, 2, 4), (2, 5, 1)]
 
 
-def test_an_order_that_nobody_can_draw_again_is_refused():
-    again = SPDataLoader(build_loader("hidden"), SPContext.create())
-    again.load_state_dict(stopped(SPDataLoader(build_loader("hidden"), SPContext.create()), 3)[1])
-    with pytest.raises(ValueError, match="first 3 batches are not those that were read before"):
-        list(again)
-
-
 class NumpyOrder(Sampler):
     """A permutation from numpy or random: a generator of its own, the process's, or (hidden) one that nobody finds."""
 
@@ -444,22 +432,24 @@ def test_each_sample_comes_once_after_a_resume_whatever_draws_the_order(pools, k
     assert min(rest) == max(rest) > 0
 
 
-def test_data_that_changed_are_not_continued():
+def resumed(first, second, count):
+    """A loader over the second data, at the place where one over the first stopped after so many batches."""
+    again = SPDataLoader(second, SPContext.create())
+    again.load_state_dict(stopped(SPDataLoader(first, SPContext.create()), count)[1])
+    return again
+
+
+def test_other_data_and_an_order_that_nobody_can_draw_again_are_refused():
     rows = [make(i, 4 + i) for i in range(6)]
-    _, state, _ = stopped(SPDataLoader(Rows(rows), SPContext.create()), 2)
-    for changed in (rows[1:], rows[:1]):
-        again = SPDataLoader(Rows(changed), SPContext.create())
-        again.load_state_dict(state)
-        with pytest.raises(ValueError, match="the data changed, or their order"):
-            list(again)
+    drawn = build_loader("hidden"), build_loader("hidden")
+    for first, second in ((Rows(rows), Rows(rows[1:])), (Rows(rows), Rows(rows[:1])), drawn):
+        with pytest.raises(ValueError, match=r"first 2 batches are not those .* the data changed, or their order"):
+            list(resumed(first, second, 2))
 
 
 def test_a_stateful_loader_is_not_read_twice():
-    _, state, _ = stopped(SPDataLoader(Stateful(), SPContext.create()), 4)
-    again = SPDataLoader(Stateful(), SPContext.create())
-    again.load_state_dict(state)
-    assert len(list(again)) == 2
-    assert again.dataloader.made == 2
+    again = resumed(Stateful(), Stateful(), 4)
+    assert len(list(again)) == again.dataloader.made == 2
 
 
 class Many(Numbered):

@@ -19,7 +19,7 @@ from alstlib import recompute
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf import block_calls, block_step, causal_lm_loss, hidden_states, layer_runner
 from alstlib.linear import adapter, by_heads, convolution, pass_state
-from alstlib.offload import checkpoints, courier, host_store
+from alstlib.offload import checkpoints, courier, host_store, storage
 from alstlib.streaming import blocks, chunked, pages
 from alstlib.ulysses import alltoall, attention, head_layouts
 
@@ -50,36 +50,34 @@ ZERO2 = Case("bamba", "2x2", data="lengths", way="blocks", engine="zero2", state
 ZERO3 = Case("llama", engine="zero3")
 FROZEN = Case("llama", weights="frozen embeddings", way="chunks", engine="zero3")
 THREADS = Case("llama", way="host", engine="ddp", device="late")
-ARRIVAL, COURIER, STORE, LAYER_PAGES = courier.Arrival, courier.Courier, host_store.HostStore, pages.LayerPages
+ARRIVAL, COPIES, STORE, LAYER_PAGES = courier.Arrival, storage.Copies, host_store.HostStore, pages.LayerPages
 PASS_STATE, AROUND, EXCHANGE = pass_state._PassState, convolution._TokensAround, alltoall.Exchange
 SHARE = "ctx.world_size * engine_divides_by / step_tokens"
 
 MUTATIONS = {
     # the courier and the store
     "fetch: the buffers may still be read": Mutation(
-        ARRIVAL.__init__, "back.wait_stream(compute)", "pass", ALONE
+        COPIES.fetch, "self.back.wait_stream(compute)", "pass", ALONE
     ),
-    "fetch: what was sent is not there yet": Mutation(ARRIVAL.__init__, "back.wait_event(after)", "pass", ALONE),
-    "fetch: compute does not wait": Mutation(
-        ARRIVAL.get, "self.courier.here.current_stream(self.courier.device).wait_event(self.event)", "pass", ALONE
-    ),
+    "fetch: what was sent is not there yet": Mutation(COPIES.fetch, "self.back.wait_event(after)", "pass", ALONE),
+    "fetch: compute does not wait": Mutation(ARRIVAL.get, "copies.compute.wait_event(self.event)", "pass", ALONE),
     "fetch: an event of the wrong stream": Mutation(
-        ARRIVAL.__init__, "back.record_event()", "compute.record_event()", ALONE
+        COPIES.fetch, "self.back.record_event()", "compute.record_event()", ALONE
     ),
-    "send: out does not wait": Mutation(COURIER.send, "out.wait_stream(compute)", "pass", ALONE),
-    "send: x is freed": Mutation(COURIER.send, "append((x, done))", "append((None, done))", ALONE),
-    "send: x is freed without a wait": Mutation(COURIER.send, "compute.wait_event(done_before)", "pass", ALONE),
-    "finish: the host does not wait": Mutation(COURIER.finish, "stream.synchronize()", "pass", ALONE),
+    "send: out does not wait": Mutation(COPIES.send, "self.out.wait_stream(compute)", "pass", ALONE),
+    "send: x is freed": Mutation(COPIES.send, "append((x, done))", "append((None, done))", ALONE),
+    "send: x is freed without a wait": Mutation(COPIES.send, "compute.wait_event(done_before)", "pass", ALONE),
+    "finish: the host does not wait": Mutation(COPIES.finish, "stream.synchronize()", "pass", ALONE),
     "finish: rotary tables are not there yet": Mutation(
         hidden_states._rotary, "courier.finish()", "pass", ALONE
     ),
-    "put: out does not wait": Mutation(STORE.put, "out.wait_stream(compute)", "pass", ALONE_KEPT),
-    "put: x is freed": Mutation(STORE.put, "append((x, ticket", "append((None, ticket", ALONE_KEPT),
-    "put: x is freed without a wait": Mutation(STORE.put, "compute.wait_event(done)", "pass", ALONE_KEPT),
-    "get: compute does not wait": Mutation(STORE.get, "compute.wait_event(event)", "pass", ALONE_KEPT),
-    "store: back does not wait": Mutation(STORE._fetch, "back.wait_event(ticket.sent)", "pass", ALONE_KEPT),
+    "put: out does not wait": Mutation(COPIES.send, "self.out.wait_stream(compute)", "pass", ALONE_KEPT),
+    "put: x is freed": Mutation(COPIES.send, "append((x, done))", "append((None, done))", ALONE_KEPT),
+    "put: x is freed without a wait": Mutation(COPIES.send, "compute.wait_event(done_before)", "pass", ALONE_KEPT),
+    "get: compute does not wait": Mutation(STORE.get, "copies.compute.wait_event(event)", "pass", ALONE_KEPT),
+    "store: back does not wait": Mutation(STORE._fetch, "hosts, ticket.sent)", "hosts, None)", ALONE_KEPT),
     "store: the buffers may still be read": Mutation(
-        STORE._fetch, "back.wait_stream(here.current_stream(device))", "pass", ALONE_KEPT
+        COPIES.fetch, "self.back.wait_stream(compute)", "pass", ALONE_KEPT
     ),
     # pages and chunks
     "pages: sums do not go to the host": Mutation(
@@ -158,11 +156,11 @@ MUTATIONS = {
         EXCHANGE.shared_to_seq, ".sum(1, dtype=wide)", ".select(1, 0)", FOUR
     ),
     "parts of heads: gradients of keys of one rank": Mutation(
-        head_layouts.SplitRows._swap_back, "total[:, message.kv] += t", "total[:, message.kv] = t", PARTS
+        head_layouts.SplitRows.swap_back, "total[:, message.kv] += t", "total[:, message.kv] = t", PARTS
     ),
     "sinks: those of the first rank's heads": Mutation(
-        head_layouts.WholeHeads._own,
-        "slice(self.exchange.rank * q.shape[1], (self.exchange.rank + 1) * q.shape[1])", "slice(0, q.shape[1])", SINKS,
+        head_layouts.WholeHeads.__init__, "slice(exchange.rank * each, (exchange.rank + 1) * each)", "slice(0, each)",
+        SINKS,
     ),
     "states: the one before another rank": Mutation(
         PASS_STATE.forward, "states[exchange.rank]", "states[exchange.rank - 1]", STATES

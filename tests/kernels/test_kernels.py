@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 import torch
-from operators import EXACT, attend, error_of, exchanged, randn, worst
+from operators import EXACT, attend, error_of, exchanged, leaf, randn, worst
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -49,17 +49,12 @@ def make(shape, dtype, buffer=False, width=None):
     return exchanged(made) if buffer else made
 
 
-def oracle(
-    tensors, scale, documents = None, sinks = None,
-    **rule,
-):  # fmt: skip
+def oracle(tensors, scale, documents=None, sinks=None, **rule):
     """In fp64, whatever the dtype of the tensors."""
-    *leaves, dout = (
-        t.detach().double().requires_grad_() for t in (*tensors[:3], *([sinks] * (sinks is not None)), tensors[3])
-    )
+    leaves = [leaf(t, torch.float64, needs=True) for t in (*tensors[:3], sinks) if t is not None]
     how = dict(zip(["sinks"], leaves[3:]))
     out, lse = reference.attention(*leaves[:3], scale=scale, documents=documents, **how, **rule)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, tensors[3].double())]
 
 
 def run(name, tensors, scale, documents, chunk=None):
@@ -71,10 +66,10 @@ def check(
     chunk = None, buffer = False, tolerance = 0.0, device = "cpu",
 ):  # fmt: skip
     """A kernel is the oracle, of this attention: its window, soft cap, sinks, or width of values."""
-    rule = {n: v for n, v in (variant or {}).items() if n in ("window", "softcap")}
-    tensors, documents = make(shape, dtype, buffer, (variant or {}).get("width")), shape[-1]
-    tensors = [t.to(device) for t in tensors]
-    sinks = randn(shape[1], seed=9, dtype=dtype).to(device) if (variant or {}).get("sinks") else None
+    variant = variant or {}
+    rule = {n: v for n, v in variant.items() if n in ("window", "softcap")}
+    tensors, documents = [t.to(device) for t in make(shape, dtype, buffer, variant.get("width"))], shape[-1]
+    sinks = randn(shape[1], seed=9, dtype=dtype).to(device) if "sinks" in variant else None
     before = [t.clone() for t in tensors]
     got = attend(BACKENDS[name], tensors, Rule(0.3, **rule), documents, sinks, chunk)
     if sinks is not None:
@@ -121,16 +116,9 @@ def test_calls_that_are_cut_are_the_oracle(monkeypatch, name, shape, rows, buffe
 
     own = replace(backend, forward=watched(backend.forward), backward=watched(backend.backward))
     monkeypatch.setitem(BACKENDS, name, own)
-    for chunk in (None, 20):
-        check(name, SHAPES[shape], chunk=chunk, buffer=buffer)
+    for chunk, window in ((None, None), (20, None), (None, 5), (None, 17)):
+        check(name, SHAPES[shape], variant={"window": window}, chunk=chunk, buffer=buffer)
     assert 0 < max(seen) < elements
-
-
-@pytest.mark.parametrize("window", [None, 5, 17])
-@pytest.mark.parametrize("rows", [3, 11])
-def test_windows_of_calls_that_are_cut_are_the_oracle(monkeypatch, rows, window):
-    monkeypatch.setattr(calls, "ELEMENTS", rows * 4 * 8 + 1)
-    check("cpu", SHAPES["gqa, odd"], variant={"window": window})
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -223,15 +211,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("name", "capability", "dtype", "width", "package", "found"), CHOICES)
-def test_choice_of_a_kernel(
-    monkeypatch,
-    name,
-    capability,
-    dtype,
-    width,
-    package,
-    found,
-):
+def test_choice_of_a_kernel(monkeypatch, name, capability, dtype, width, package, found):
     spec = importlib.machinery.ModuleSpec("flash_attn", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: spec if package and package in n else None)

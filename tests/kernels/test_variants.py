@@ -36,17 +36,12 @@ def runs(name, variant):
 CASES = [(name, key) for name in ON_CPU for key, variant in VARIANTS.items() if runs(name, variant)]
 
 
+@pytest.mark.parametrize("chunk", [None, 1, 7])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(("name", "variant"), CASES)
-def test_variants_are_the_oracle(name, variant, shape):
-    check(name, shape, variant=VARIANTS[variant])
-
-
-@pytest.mark.parametrize("chunk", [1, 7])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize(("name", "variant"), [c for c in CASES if c[0] != "eager"])
-def test_variants_in_chunks_of_rows(name, variant, shape, chunk):
-    check(name, shape, variant=VARIANTS[variant], chunk=chunk * 29 if shape[3] > 100 else chunk)
+def test_variants_are_the_oracle(name, variant, shape, chunk):
+    """In one call and in chunks of rows."""
+    check(name, shape, variant=VARIANTS[variant], chunk=chunk and chunk * (29 if shape[3] > 100 else 1))
 
 
 HALF = list(

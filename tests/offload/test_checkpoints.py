@@ -332,7 +332,7 @@ def test_tensors_come_back_with_their_strides(mode):
 
 @pytest.mark.gpu
 def test_async_offload_is_exact_on_a_gpu():
-    """Three steps of a 6-layer chain, bit for bit those of no offload, and the previous input is on its way back."""
+    """Three steps of a 6-layer chain, bit for bit those of no offload."""
     results = {}
     for mode in MODES:
         store = HostStore(mode)  # type: ignore[arg-type]
@@ -348,26 +348,9 @@ def test_async_offload_is_exact_on_a_gpu():
             grads += [x.grad.clone(), *(layer.weight.grad.clone() for layer in layers)]
         results[mode] = grads
         assert store.nbytes == (0 if mode == "none" else 6 * 4096 * 256 * 4)
-        assert all(slab.pinned for slab in store.free)
+        assert all(slab.bytes.is_pinned() for slab in store.free)
     for mode in ("sync", "async"):
         assert all(torch.equal(a, b) for a, b in zip(results[mode], results["none"]))
-
-
-@pytest.mark.gpu
-def test_the_previous_input_is_prefetched_on_a_gpu():
-    store = HostStore("async")
-    x = torch.randn(1024, 64, device="cuda", requires_grad=True)
-    fetched = []
-    y = checkpoint(torch.sin, x, store=store)
-    first = store.latest()
-    assert first is not None
-
-    def second(t):
-        fetched.append(first.fetched is not None)
-        return t.cos()
-
-    checkpoint(second, y, store=store).sum().backward()
-    assert fetched == [False, True]
 
 
 @pytest.mark.gpu

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from alstlib import reference
 from alstlib.offload.ledger import Ledger
 from alstlib.tiled.logits import LogitTransform, Statistics
-from alstlib.tiled.logps import tiled_token_logps
-from alstlib.tiled.loss import TiledHead, tiled_logits_loss
+from alstlib.tiled.loss import TiledHead, tiled_logits_loss, tiled_token_logps
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
@@ -284,7 +283,8 @@ HEADS = {"linear": linear, "linear with bias": lambda: linear(True), "deep": Dee
 def test_head_is_untiled(make, transform, tile, frozen, temperature):
     """The loss or log-probabilities of any head, and its statistics, which change nothing. Of a LoRA head, too, each
     trained weight gets its gradient, and the frozen ones get none (defect 5)."""
-    hidden, labels, found = randn(2, 13, WIDTH).requires_grad_(frozen != "body"), labels_of(2, 13), Statistics()
+    hidden, labels = randn(2, 13, WIDTH).requires_grad_(frozen != "body"), strided(labels_of(2, 13))
+    found = Statistics()
     plain, head = make(), make()
     for module in (plain, head) if frozen == "head" else ():
         module.requires_grad_(False)
@@ -320,3 +320,30 @@ def test_evaluation_makes_no_gradients():
     (peak, loss), (peak_of_training, loss_of_training) = found
     assert loss == loss_of_training
     assert peak_of_training - peak >= sum(t.nbytes for t in inputs)
+
+
+# ----- statistics of each token, whose values `test_head_is_untiled` has
+
+
+def test_of_equal_logits_the_first_is_the_largest():
+    """As argmax has it: many logits in bf16 are equal."""
+    found = Statistics().of(torch.zeros(3, VOCAB), torch.tensor([0, 1, -100]))
+    assert found.correct.tolist() == [True, False, False]
+
+
+def test_statistics_take_no_product_and_less_than_a_tile():
+    """And nothing where nobody asks: the same calls as without them."""
+    rows, vocab, tile = 512, 1000, 64
+    labels = torch.arange(rows) % vocab
+    hidden, weight = (leaf(randn(n, 8, seed=n), torch.float32) for n in (rows, vocab))
+
+    def run(found):
+        loss = functools.partial(tiled_logits_loss, hidden, weight, labels, tile=tile, statistics=found)
+        with torch.profiler.profile() as profile:
+            loss()
+        products = sum(e.count for e in profile.key_averages() if e.key in ("aten::mm", "aten::addmm"))
+        return products, growth(loss)[0]
+
+    (products, without), (products_too, peak) = run(None), run(Statistics())
+    assert products == products_too > 0
+    assert peak - without < 4 * tile * vocab / 2

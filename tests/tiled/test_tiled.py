@@ -114,20 +114,6 @@ def test_backward_runs_under_the_autocast_of_forward():
     assert (x.grad.dtype, w.grad.dtype) == (torch.float32, torch.float32)
 
 
-def test_along_is_cut_with_the_input():
-    chosen = torch.arange(26).view(13, 2).T % WIDTH
-    assert not chosen.is_contiguous()
-
-    def fn(x, w, index):
-        return (x @ w).gather(-1, index[..., None])[..., 0]
-
-    def cut(x, w):
-        return tiled_compute(lambda part, index: fn(part, w, index), x, [w], tile=4, along=[chosen])
-
-    inputs = [randn(2, 13, WIDTH).requires_grad_(), randn(WIDTH, WIDTH, seed=1).requires_grad_()]
-    agree(cut, lambda x, w: fn(x, w, chosen), inputs, randn(2, 13, seed=2))
-
-
 def test_each_gradient_arrives_once_and_in_backward():
     """Defects 3 and 5 ("marked ready only once" under DDP): a weight's hook fires one time, with all tiles in it."""
     (x, *params), fired = inputs_of(2, 13), []
